@@ -17,6 +17,7 @@ from typing import Any
 from distqueue import DistQueue
 from fusion.colocate import Worker, WorkerSpec
 from fusion.rollout import EvalAnswer
+from fusion.rollout.partial_samples import check_kept
 from fusion.telemetry import Answer, LiveView, RunFolder
 from fusion.telemetry.run_folder import complete_checkpoints
 from fusion.training.algorithms import make_algorithm
@@ -426,6 +427,7 @@ class TrainingRun:
 
     def restore(self, checkpoint: Path) -> None:
         """Resumes from a checkpoint. The queue must have been created from the checkpoint's queue."""
+        check_kept(self.queue.holding, self.config.rollout.truncates)
         self.load_state_dict(savepoint.read(checkpoint))
         self.folder.rewind(self.step)
         saved = complete_checkpoints(self.folder.path)

@@ -107,7 +107,14 @@ def load_card(
     generation = None
     if engine is not None:
         detokenize = Detokenizer(spec.detokenizer) if spec.detokenizer else None
-        generation = EngineStage(engine, queue, detokenize, routing=_records_routing(spec), drafter=drafter)
+        generation = EngineStage(
+            engine,
+            queue,
+            detokenize,
+            routing=_records_routing(spec),
+            kept=spec.rollout.truncates,
+            drafter=drafter,
+        )
     staged = None
     if spec.ahead and engine is not None and trainer is None:
         staged = StagedWeights(weights, device, HostPool(device), in_hbm=spec.fusion.double_buffer)

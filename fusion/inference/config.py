@@ -36,7 +36,8 @@ class RolloutConfig:
     temperature: float = 1.0
     """Divides the logits, 1e-5 to 1e5; 0: greedy decoding, only where nothing is trained."""
     top_k: int = 0
-    """Samples from the k most likely tokens; 0: from all."""
+    """Samples from the k most likely tokens; 0: from all. With top_k, top_p or min_p at most 1,024 tokens are sampled
+    from, which are recorded for the trainer: its log-probabilities are renormalised over them."""
     top_p: float = 1.0
     """Samples from the smallest set of most likely tokens whose probability reaches top_p; 1: from all."""
     min_p: float = 0.0
@@ -249,6 +250,11 @@ class RolloutConfig:
     def pools_kv(self) -> bool:
         """Whether KV goes to the machine's pool."""
         return self.suspended_kv == "pool"
+
+    @property
+    def truncates(self) -> bool:
+        """Whether the ids that sampling keeps are recorded with every token."""
+        return self.sampling().truncates
 
     def sampling(self, **changes: object) -> SamplingParams:
         """Returns the sampling parameters of a request under this config, with ``changes`` applied."""

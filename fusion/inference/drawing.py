@@ -1,7 +1,7 @@
 """Sample the next tokens of a step's sequences, the same on every rank that schedules them.
 
 hidden ─► logits of this TP rank's share of the vocabulary ─► whole rows ─► sampler ─► (last stage broadcasts)
-(run seed, request, position) ─► noise ──────────────────────────────────────┘
+(run seed, request, position) ─► noise ──────────────────────────────────────┘   tokens, logprobs, kept ids
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from fusion.inference.batch import Batch
 from fusion.inference.noise import uniforms
-from fusion.inference.sampler import sample
+from fusion.inference.sampler import Sampled, sample, split_kept
 from fusion.inference.sequence import Sequence, Step
 from fusion.inference.verification import Verification
 from fusion.model import Mesh, Transformer
@@ -32,35 +32,52 @@ class Draw:
     def __init__(self, model: Transformer, mesh: Mesh, seed: int, max_rows: int):
         self.model, self.mesh, self.seed, self.max_rows = model, mesh, seed, max_rows
 
-    def __call__(self, hidden: torch.Tensor | None, batch: Batch, step: Step) -> tuple[list[int], list[float]]:
-        """Returns a token for each of ``step.drawn`` and its log-probability, sampled on the last stage, equal on
-        all."""
+    def __call__(self, hidden: torch.Tensor | None, batch: Batch, step: Step) -> Sampled:
+        """Returns a token for each of ``step.drawn``, sampled on the last stage, equal on all."""
         noise, sequences = noise_of(step.sampled, self.seed), step.drawn
         if step.verified:
             noise = np.concatenate([noise, self._noise_of_rows(step.verified)])
-        drawn = torch.empty(2, len(sequences), dtype=torch.float64)
+        sampled = None
         if hidden is not None:
             if batch.sampled is not None:
                 hidden = hidden.index_select(0, batch.sampled)
-            tokens, logprobs = self._sample(hidden, sequences, noise)
+            sampled = self._sample(hidden, sequences, noise)
             if self.mesh.pp_group is None:
-                return tokens, logprobs
-            drawn[0], drawn[1] = torch.tensor(tokens), torch.tensor(logprobs, dtype=torch.float64)
-        dist.broadcast(drawn, group=self.mesh.pp_group, group_src=self.mesh.parallel.pp - 1)
-        return drawn[0].long().tolist(), drawn[1].tolist()
+                return sampled
+        return self._spread(sampled, sequences)
 
-    def _sample(
-        self, hidden: torch.Tensor, sequences: list[Sequence], noise: np.ndarray
-    ) -> tuple[list[int], list[float]]:
+    def _spread(self, sampled: Sampled | None, sequences: list[Sequence]) -> Sampled:
+        """Broadcasts what the last stage has sampled; None: on the others."""
+        group, source = self.mesh.pp_group, self.mesh.parallel.pp - 1
+        drawn = torch.zeros(3, len(sequences), dtype=torch.float64)
+        if sampled is not None:
+            drawn[0], drawn[1] = torch.tensor(sampled.tokens), torch.tensor(sampled.logprobs, dtype=torch.float64)
+            if sampled.kept is not None:
+                drawn[2] = torch.tensor([len(ids) // 4 for ids in sampled.kept])
+        truncates = any(seq.params.truncates for seq in sequences)  # only then is there a third row to send
+        drawn = drawn if truncates else drawn[:2]
+        dist.broadcast(drawn, group=group, group_src=source)
+        tokens, logprobs = drawn[0].long().tolist(), drawn[1].tolist()
+        if not (truncates and drawn[2].any()):
+            return Sampled(tokens, logprobs)
+        ids, counts = torch.empty(int(drawn[2].sum()), dtype=torch.int32), drawn[2].long().tolist()
+        if sampled is not None and sampled.kept is not None:
+            ids = torch.frombuffer(bytearray(b"".join(sampled.kept)), dtype=torch.int32)
+        dist.broadcast(ids, group=group, group_src=source)
+        return Sampled(tokens, logprobs, split_kept(ids.numpy(), counts))
+
+    def _sample(self, hidden: torch.Tensor, sequences: list[Sequence], noise: np.ndarray) -> Sampled:
         tokens: list[int] = []
         logprobs: list[float] = []
+        kept: list[bytes] = []
         for start in range(0, len(sequences), self.max_rows):
             rows = slice(start, start + self.max_rows)
             logits = self._whole_rows(self.model.logits(hidden[rows]))
             some = sample(logits, [seq.params for seq in sequences[rows]], noise[rows])
-            tokens += some[0]
-            logprobs += some[1]
-        return tokens, logprobs
+            tokens += some.tokens
+            logprobs += some.logprobs
+            kept += [b""] * len(some.tokens) if some.kept is None else some.kept
+        return Sampled(tokens, logprobs, kept if any(kept) else None)
 
     def _whole_rows(self, logits_nVl: torch.Tensor) -> torch.Tensor:
         """Gathers the columns of all TP ranks: [n, V]."""

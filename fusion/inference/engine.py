@@ -312,11 +312,11 @@ class EmbeddedEngine(ControlledEngine):
     def _compute(self, step: Step) -> list[Output]:
         self._dummy_steps += not step
         self.cache.clean(self.scheduler.blocks.highest)
-        tokens, logprobs = self.forward(step)
-        if isnan(sum(logprobs)):
-            seq = next(seq for seq, logprob in zip(step.drawn, logprobs, strict=True) if isnan(logprob))
+        sampled = self.forward(step)
+        if isnan(sum(sampled.logprobs)):
+            seq = next(seq for seq, logprob in zip(step.drawn, sampled.logprobs, strict=True) if isnan(logprob))
             raise FloatingPointError(f"request {seq.request.id!r}: the logits of policy {self.policy_version} are NaN")
-        outputs = self.scheduler.commit(step, tokens, logprobs)
+        outputs = self.scheduler.commit(step, *sampled)
         for output in outputs:
             kept = output.request_id in self.parked or self.config.prefix_cache
             self._locate_kv(output, kept=kept and output.finish_reason == "chunk")

@@ -14,6 +14,7 @@ from fusion.inference.drawing import Draw
 from fusion.inference.kv_cache import KVCache
 from fusion.inference.parked import ParkedKV
 from fusion.inference.routing import RoutingCache, of_all_layers
+from fusion.inference.sampler import Sampled
 from fusion.inference.sequence import Step
 from fusion.model import Mesh, Routed, Transformer, routing_dtype, routing_of
 from fusion.npu import Device
@@ -41,8 +42,8 @@ class Forward:
         self.draw = Draw(model, mesh, seed, max_rows)
 
     @torch.inference_mode()
-    def __call__(self, step: Step) -> tuple[list[int], list[float]]:
-        """Returns a token and its log-probability for each of ``step.drawn``, the same on ranks of equal schedule."""
+    def __call__(self, step: Step) -> Sampled:
+        """Returns a token for each of ``step.drawn``, the same on ranks of equal schedule."""
         batch = build_batch(step, self.cache, self.batch_invariant)
         self.parked.restore(step.restored)
         self.cache.copy(step.copied)
@@ -57,7 +58,7 @@ class Forward:
             out = None
         if routed is not None and step:
             self._keep_routing(batch, routed)
-        return self.draw(out, batch, step) if step.sampled or step.verified else ([], [])
+        return self.draw(out, batch, step) if step.sampled or step.verified else Sampled([], [])
 
     def _keep_routing(self, batch: Batch, routed: list[Routed]) -> None:
         shape = self.model.config

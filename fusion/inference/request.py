@@ -15,9 +15,10 @@ FinishReason = Literal["stop", "length", "chunk", "abort"]
 class SamplingParams:
     """How one request is sampled.
 
-    Filters apply in this order to softmax(logits / temperature): top-k, top-p, min-p. ``temperature``: 0 (greedy) or
-    `validation.MIN_TEMPERATURE` to `MAX_TEMPERATURE`. ``max_tokens`` bounds the whole response over all its chunks.
-    ``stop_token_ids`` None means the model's end tokens; () never stops early.
+    Filters apply in this order to softmax(logits / temperature): top-k, top-p, min-p; of what they keep, the
+    `MAX_KEPT_IDS` most likely ids are sampled from. ``temperature``: 0 (greedy) or `validation.MIN_TEMPERATURE` to
+    `MAX_TEMPERATURE`. ``max_tokens`` bounds the whole response over all its chunks. ``stop_token_ids`` None means the
+    model's end tokens; () never stops early.
     """
 
     temperature: float = 1.0
@@ -26,6 +27,11 @@ class SamplingParams:
     min_p: float = 0.0
     max_tokens: int = 256
     stop_token_ids: tuple[int, ...] | None = None
+
+    @property
+    def truncates(self) -> bool:
+        """Whether filters apply. If so, the ids that they keep are recorded with every token."""
+        return self.temperature != 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 LastRewards = tuple[str, tuple[float | None, ...]]
@@ -81,10 +87,13 @@ class Request:
 class Output:
     """What a request generated since it was submitted.
 
-    ``tokens``: the *new* tokens, the stop token included. ``logprobs``: of each, under softmax(logits / temperature)
-    over the whole vocabulary (temperature 1 where it is 0), computed in float32. ``versions``: the policy version that
-    sampled each. ``finish_reason``: "stop" (a stop token or string, or exact_tokens), "length" (max_tokens), "chunk"
-    (chunk_tokens), "abort". ``before``, ``earlier``: the request's `response` and `earlier`.
+    ``tokens``: the *new* tokens, the stop token included. ``logprobs``: of each, under the distribution that it was
+    sampled from: softmax(logits / temperature) over the ids that the filters kept, without filters over the whole
+    vocabulary (temperature 1 where it is 0), computed in float32. ``versions``: the policy version that sampled each.
+    ``kept_counts``: where filters apply, number of ids that they kept for each token; 0: the whole vocabulary.
+    ``kept_ids``: these ids, token by token, int32 as bytes.
+    ``finish_reason``: "stop" (a stop token or string, or exact_tokens), "length" (max_tokens), "chunk" (chunk_tokens),
+    "abort". ``before``, ``earlier``: the request's `response` and `earlier`.
     ``routing``: where the engine keeps it, `routing_dtype` [T, layers, k]: the experts of each token that was an input
     and has none yet, in the pass from which the token behind it was sampled (of a prompt's tokens, the first pass).
     They are all tokens of prompt and response but the last; where the request came with a response, those from its last
@@ -107,3 +116,5 @@ class Output:
     routing: torch.Tensor | None = None
     kv_rank: int | None = None
     kv_tokens: int = 0
+    kept_counts: list[int] = field(default_factory=list)
+    kept_ids: bytes | bytearray = b""

@@ -3,47 +3,91 @@
 One uniform number per token (see `noise`) is compared with cumulative probabilities in the order of the vocabulary.
 Rows are independent, so a row's token is the same in any batch.
 
-Logprobs are those of softmax(logits / temperature) over the *whole* vocabulary, in float32 (float64 for a float64
-model), as a trainer computes them for the same token; for temperature 0 those of temperature 1.
+Logprobs are those of the distribution that was sampled from: softmax(logits / temperature) over the ids that the
+filters keep, without filters over the whole vocabulary, in float32 (float64 for a float64 model). The kept ids are
+returned with every token, so that a trainer renormalises over the same ones. A filtered distribution has at most
+`MAX_KEPT_IDS` ids, the most likely of those that the filters keep, so that what is recorded is always exactly what was
+sampled from. For temperature 0 logprobs are those of temperature 1 over the whole vocabulary.
+
+Invariants: a sampled token is among the kept ids; these have a probability above 0; without filters the results are to
+the bit those of a sampler that has none.
 """
 
 from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from fusion.inference.request import SamplingParams
+from fusion.model.truncation import MAX_KEPT_IDS
 
 
-def sample(
-    logits_BV: torch.Tensor, params: list[SamplingParams], uniforms_B: np.ndarray
-) -> tuple[list[int], list[float]]:
+class Sampled(NamedTuple):
+    """B tokens and their logprobs. ``kept``: the ids that the filters kept, int32 as bytes, the most likely first;
+    empty where the whole vocabulary was sampled from. None: it was for all tokens."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    kept: list[bytes] | None = None
+
+
+def sample(logits_BV: torch.Tensor, params: list[SamplingParams], uniforms_B: np.ndarray) -> Sampled:
     """Samples one token per row.
 
     Args:
         logits_BV: any float dtype.
         params: of each row.
         uniforms_B: float64 in [0, 1).
-
-    Returns:
-        token ids and their logprobs, B of each.
     """
     logits = logits_BV if logits_BV.dtype == torch.float64 else logits_BV.to(torch.float32)
     first = params[0]
     uniform = params.count(first) == len(params)
     scaled = _scale(logits, [first] if uniform else params)
     logprobs = scaled.log_softmax(-1)
-    greedy = [p.temperature == 0 for p in ([first] if uniform else params)]
+    kinds = [first] if uniform else params
+    greedy, filtered = [p.temperature == 0 for p in kinds], [_filters(p, logits.shape[1]) for p in kinds]
+    if any(filtered):
+        return _sample_filtered(logprobs, logits.argmax(-1), params, uniforms_B)
     if all(greedy):
         tokens = logits.argmax(-1)
     else:
-        probs = logprobs.exp()
-        if any(_filters(p) for p in ([first] if uniform else params)):
-            probs = probs * _kept(probs, params)
-        tokens = _invert(probs, torch.from_numpy(uniforms_B).to(logits))
+        tokens = _invert(logprobs.exp(), torch.from_numpy(uniforms_B).to(logits))
         if any(greedy):
             tokens = torch.where(torch.tensor(greedy, device=tokens.device), logits.argmax(-1), tokens)
-    return tokens.tolist(), logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1).tolist()
+    return Sampled(tokens.tolist(), logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1).tolist())
+
+
+def split_kept(ids: np.ndarray, counts: list[int]) -> list[bytes]:
+    """Returns flat ``ids`` (int32) as the bytes of each token's ``counts``."""
+    data, ends = ids.tobytes(), [4 * end for end in accumulate(counts, initial=0)]
+    return [data[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+
+
+def _sample_filtered(
+    logprobs_BV: torch.Tensor, greedy_B: torch.Tensor, params: list[SamplingParams], uniforms_B: np.ndarray
+) -> Sampled:
+    """Samples where at least one row is filtered. ``greedy_B``: the most likely tokens."""
+
+    def mask(values: list[bool]) -> torch.Tensor:
+        return torch.tensor(values, device=logprobs_BV.device)
+
+    vocabulary = logprobs_BV.shape[1]
+    filtered_B = mask([_filters(p, vocabulary) for p in params])
+    probs = logprobs_BV.exp()
+    order, kept = _kept(probs, params)
+    kept_BV = torch.zeros_like(kept).scatter_(1, order, kept)
+    tokens = _invert(probs * kept_BV, torch.from_numpy(uniforms_B).to(logprobs_BV)).unsqueeze(1)
+    # where a card's cumulative sum is rounded to fall, an id of probability 0 may be found
+    tokens = torch.where(kept_BV.gather(1, tokens), tokens, order[:, :1])
+    tokens = torch.where(mask([p.temperature == 0 for p in params]).unsqueeze(1), greedy_B.unsqueeze(1), tokens)
+    order, kept = order[:, :MAX_KEPT_IDS], kept[:, :MAX_KEPT_IDS] & filtered_B.unsqueeze(1)
+    log_mass = logprobs_BV.gather(1, order).masked_fill(~kept, -torch.inf).logsumexp(1).where(filtered_B, 0.0)
+    logprobs = logprobs_BV.gather(1, tokens).squeeze(1) - log_mass
+    ids = order[kept].to("cpu", torch.int32).numpy()
+    return Sampled(tokens.squeeze(1).tolist(), logprobs.tolist(), split_kept(ids, kept.sum(1).tolist()))
 
 
 def _scale(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
@@ -55,13 +99,14 @@ def _scale(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
     return logits / torch.tensor(temperatures, dtype=logits.dtype, device=logits.device).unsqueeze(1)
 
 
-def _filters(params: SamplingParams) -> bool:
-    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+def _filters(params: SamplingParams, vocabulary: int) -> bool:
+    """Returns whether filters may exclude ids: all of a vocabulary are no filter."""
+    return params.truncates and (params.top_k < vocabulary or params.top_p < 1 or params.min_p > 0)
 
 
-def _kept(probs_BV: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
-    """Returns the tokens that the filters keep: bool [B, V]. The most likely token is always kept; of equally likely
-    tokens the one with the lower id."""
+def _kept(probs_BV: torch.Tensor, params: list[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the ids from the most to the least likely, [B, V], and whether each is kept, bool [B, V]. The most likely
+    token is always kept; of equally likely tokens the one with the lower id."""
 
     def column(values: list[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=probs_BV.dtype, device=probs_BV.device).unsqueeze(1)
@@ -76,8 +121,10 @@ def _kept(probs_BV: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
     # top_p = 1 keeps all: rounding may let the sum reach its end before the last token
     kept &= (before - sorted_probs < top_p * total) | (top_p >= 1)
     kept &= sorted_probs >= column([p.min_p for p in params]) * sorted_probs[:, :1]
+    kept &= sorted_probs > 0
+    kept &= rank < column([MAX_KEPT_IDS if _filters(p, vocabulary) else vocabulary for p in params])
     kept[:, 0] = True
-    return torch.zeros_like(kept).scatter_(1, order, kept)
+    return order, kept
 
 
 def _invert(probs_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:

@@ -125,8 +125,11 @@ class Scheduler:
             twins=twins,
         )
 
-    def commit(self, step: Step, tokens: list[int], logprobs: list[float]) -> list[Output]:
-        """Appends the sampled tokens, one for each of ``step.drawn``; returns the outputs of requests that ended."""
+    def commit(
+        self, step: Step, tokens: list[int], logprobs: list[float], kept: list[bytes] | None = None
+    ) -> list[Output]:
+        """Appends the sampled tokens, one for each of ``step.drawn``, with what `Sampled` records of them; returns the
+        outputs of requests that ended."""
         size = self.blocks.block_size
         for seq, count in step.chunks:
             seq.computed += count
@@ -138,36 +141,38 @@ class Scheduler:
                 self._name_full(seq, computed)
         outputs = []
         single = len(step.sampled)
-        for seq, token, logprob in zip(step.sampled, tokens[:single], logprobs[:single], strict=True):
-            if reason := self._append(seq, token, logprob):
+        kept = [b""] * len(tokens) if kept is None else kept
+        columns = tokens[:single], logprobs[:single], kept[:single]
+        for seq, token, logprob, ids in zip(step.sampled, *columns, strict=True):
+            if reason := self._append(seq, token, logprob, ids):
                 outputs.append(self._end(seq, reason))
         self.generated_tokens += single
         self.decoded_sequences += len(step.decodes) + len(step.verified)
         for one in step.verified:
             rows = slice(single, single := single + len(one))
-            if reason := self._keep(one, tokens[rows], logprobs[rows]):
+            if reason := self._keep(one, tokens[rows], logprobs[rows], kept[rows]):
                 outputs.append(self._end(one.seq, reason))
         if outputs:
             self.running = [seq for seq in self.running if seq.blocks]
         return outputs
 
-    def _append(self, seq: Sequence, token: int, logprob: float) -> FinishReason | None:
+    def _append(self, seq: Sequence, token: int, logprob: float, kept: bytes) -> FinishReason | None:
         """Appends a sampled token; returns why the sequence ends with it, or None."""
-        seq.tokens.append(token)
-        seq.logprobs.append(logprob)
-        seq.versions.append(self.version)
+        seq.append(token, logprob, self.version, kept)
         if token in seq.stop_token_ids or self.stop_strings and self._completes(seq, self.stop_strings):
             return "stop"
         return seq.reason_at_limit if len(seq.tokens) >= seq.limit else None
 
-    def _keep(self, one: Verification, sampled: list[int], logprobs: list[float]) -> FinishReason | None:
+    def _keep(
+        self, one: Verification, sampled: list[int], logprobs: list[float], kept_ids: list[bytes]
+    ) -> FinishReason | None:
         """Appends the tokens of a draft's path as far as they were sampled, and the one behind them; the sequence takes
         over the blocks of that path. Returns why the sequence ends, or None."""
         seq, kept, reason = one.seq, one.follow(sampled), None
         path = one.path_of(kept[-1])
         seq.blocks = one.table(path)
         for row in kept:
-            reason = self._append(seq, sampled[row], logprobs[row])
+            reason = self._append(seq, sampled[row], logprobs[row], kept_ids[row])
             if reason:
                 break
         before, seq.computed = seq.computed, len(seq.tokens) - 1

@@ -47,6 +47,9 @@ class Sequence:
     """Pieces of the routing since, in order: of tokens whose next token this submission sampled."""
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    kept_counts: list[int] = field(default_factory=list)
+    kept_ids: bytearray = field(default_factory=bytearray)
+    """As in `Output`"""
 
     @classmethod
     def of(cls, request: Request, params: SamplingParams, eos_token_ids: tuple[int, ...]) -> Sequence:
@@ -65,6 +68,15 @@ class Sequence:
     def first_token(self) -> int:
         """Index of the response's first token in ``tokens``."""
         return len(self.request.prompt)
+
+    def append(self, token: int, logprob: float, version: int, kept: bytes = b"") -> None:
+        """Append a token that was sampled. ``kept``: as in `Sampled`."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        if self.params.truncates:
+            self.kept_counts.append(len(kept) // 4)
+            self.kept_ids += kept
 
     @property
     def reason_at_limit(self) -> FinishReason:
@@ -86,6 +98,8 @@ class Sequence:
             finish_reason=reason,
             before=request.response,
             earlier=request.earlier,
+            kept_counts=self.kept_counts,
+            kept_ids=self.kept_ids,
         )
 
 

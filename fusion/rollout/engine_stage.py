@@ -68,7 +68,7 @@ class EngineStage:
     `await_suspended`.
 
     ``detokenize``: gives responses their text; None: they get none. ``routing``: the engine's outputs have
-    their routing. ``drafter``: the engine's; its figures are reported with those of the engine.
+    their routing, ``kept``: their kept ids. ``drafter``: the engine's; its figures are reported with the engine's.
     """
 
     def __init__(
@@ -77,12 +77,15 @@ class EngineStage:
         queue: SampleStore,
         detokenize: Callable[[Sequence[int]], str] | None = None,
         routing: bool = False,
+        kept: bool = False,
         drafter: TextDrafter | None = None,
     ):
         self.engine = engine
         self._drafter, self._drafts = drafter, None if drafter is None else DraftReport(drafter)
         self._queue, self._detokenize = queue, detokenize
-        self._partials = PartialSamples(queue, caches=engine.num_ranks == 1, routing=routing, detokenize=detokenize)
+        self._partials = PartialSamples(
+            queue, caches=engine.num_ranks == 1, routing=routing, kept=kept, detokenize=detokenize
+        )
         self._reported: dict[str, float] = {}
         """`InferEngine.status` when its totals were reported last"""
         self._sender = ThreadPoolExecutor(1, "samples")

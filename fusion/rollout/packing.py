@@ -1,6 +1,6 @@
 """Pack the engine's outputs as rows of the queue.
 
-finished samples   prompt, response, behaviour_logprobs, versions, cut, text, routing    the last two if configured
+finished samples   prompt, response, behaviour_logprobs, versions, cut; if configured text, kept_*, routing
 answers            prompt, response                                                  read by id: no task gets them
 """
 
@@ -23,13 +23,18 @@ CUT = "cut"
 ROUTING = "routing"
 """Column of the experts that each token was routed to, in every layer; only where the trainer replays them."""
 
+KEPT = ("kept_counts", "kept_ids")
+"""Columns of the ids that truncated sampling kept for each token: int32 [L], their number, and int32 [their sum], the
+ids; only where the rollouts' sampling truncates"""
+
 
 def pack_outputs(outputs: Sequence[Output], texts: Sequence[str] = ()) -> PackedBatch:
     """Packs finished samples, one row each.
 
     Columns: `prompt` and `response` int64 [L], `behaviour_logprobs` float32 [L], `versions` int32 [L], `cut` bool;
-    `text` (UTF-8), where the responses' ``texts`` are given; `routing` [T, layers, k] of a small integer dtype, where
-    outputs have one (`Output.routing`, of all submissions: every token of prompt and response but the last).
+    `text` (UTF-8), where the responses' ``texts`` are given; those of `KEPT`, where outputs have them; `routing`
+    [T, layers, k] of a small integer dtype, where outputs have one (`Output.routing`, of all submissions: every token
+    of prompt and response but the last).
     """
     versions = Column.of_numbers([output.versions for output in outputs], torch.int32, "versions")
     optional = {TEXT: list(texts)} if texts else {}
@@ -44,11 +49,21 @@ def pack_outputs(outputs: Sequence[Output], texts: Sequence[str] = ()) -> Packed
             "versions": versions,
             CUT: torch.tensor([output.finish_reason == "length" for output in outputs]),
             **optional,
+            **kept_columns(outputs, KEPT),
             **routing,
         },
         groups=[output.group for output in outputs],
         versions=_spans(versions),
     )
+
+
+def kept_columns(outputs: Sequence[Output], names: Sequence[str]) -> dict[str, Column | list[np.ndarray]]:
+    """Returns the columns of kept ids under these two names; {} where no token has any."""
+    if not any(output.kept_counts for output in outputs):
+        return {}
+    counts = Column.of_numbers([output.kept_counts for output in outputs], torch.int32, names[0])
+    ids = [np.frombuffer(bytearray(output.kept_ids), np.int32) for output in outputs]
+    return dict(zip(names, (counts, ids), strict=True))
 
 
 def _spans(versions: Column) -> list[tuple[int, int]]:

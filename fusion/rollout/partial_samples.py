@@ -26,12 +26,14 @@ import torch
 
 from distqueue import Column, PackedBatch, SamplesLost
 from fusion.inference import Output, Request
-from fusion.rollout.packing import pack_outputs
+from fusion.rollout.packing import KEPT, kept_columns, pack_outputs
 from fusion.rollout.types import SuspendedSample, row_of
 
 COLUMNS = ("partial_response", "partial_logprobs", "partial_versions")
 PARTIAL_ROUTING = "partial_routing"
 """Column of the experts of all tokens but the last; only where engines record them"""
+PARTIAL_KEPT = ("partial_kept_counts", "partial_kept_ids")
+"""Columns of the kept ids of all tokens; only where the rollouts' sampling truncates"""
 RESUMED = "resumed"
 """Why a partial row is dropped: a newer row, or the finished sample, replaces it"""
 
@@ -60,6 +62,7 @@ class PartialSamples:
         caches: keep in memory what `restore` read, for `put`. Only where this card sees the end of every request that
             it restores: another card's would never be freed.
         routing: outputs have their routing.
+        kept: outputs have their kept ids.
         detokenize: gives finished responses their text; None: they get none.
     """
 
@@ -68,12 +71,13 @@ class PartialSamples:
         queue: SampleStore,
         caches: bool = False,
         routing: bool = False,
+        kept: bool = False,
         detokenize: Callable[[Sequence[int]], str] | None = None,
     ):
         self._queue, self._caches, self._detokenize = queue, caches, detokenize
-        self._columns = (*COLUMNS, PARTIAL_ROUTING) if routing else COLUMNS
-        self._cached: dict[str, list[torch.Tensor]] = {}
-        """Columns by row"""
+        self._columns = (*COLUMNS, *(PARTIAL_KEPT if kept else ()), *([PARTIAL_ROUTING] if routing else ()))
+        self._cached: dict[str, dict[str, torch.Tensor]] = {}
+        """Columns by row and name"""
 
     def restore(self, requests: Sequence[Request]) -> list[Request]:
         """Returns the requests, those that name an `earlier` row with its tokens as their response; without those whose
@@ -81,11 +85,14 @@ class PartialSamples:
         rows = [request.earlier for request in requests if request.earlier]
         columns_by_row = self._read(rows, self._columns if self._caches else COLUMNS[:1])
         if self._caches:
-            self._cached |= {row: [column.clone() for column in columns] for row, columns in columns_by_row.items()}
+            self._cached |= {
+                row: {name: column.clone() for name, column in columns.items()}
+                for row, columns in columns_by_row.items()
+            }
         lost = [one for one in requests if one.earlier and one.earlier not in columns_by_row]
         self._lose([one.id for one in lost], [one.group for one in lost])
         return [
-            replace(request, response=tuple(columns_by_row[request.earlier][0].tolist()))
+            replace(request, response=tuple(columns_by_row[request.earlier][COLUMNS[0]].tolist()))
             if request.earlier
             else request
             for request in requests
@@ -130,14 +137,14 @@ class PartialSamples:
             for output in suspended
         ]
 
-    def _take_earlier(self, outputs: Sequence[Output]) -> dict[str, list[torch.Tensor]]:
+    def _take_earlier(self, outputs: Sequence[Output]) -> dict[str, dict[str, torch.Tensor]]:
         """Returns the columns of the outputs' earlier rows, without those that are lost."""
         rows = [output.earlier for output in outputs if output.earlier]
         columns_by_row = {row: self._cached.pop(row) for row in rows if row in self._cached}
         return columns_by_row | self._read([row for row in rows if row not in columns_by_row], self._columns)
 
-    def _read(self, rows: Sequence[str], columns: Sequence[str]) -> dict[str, list[torch.Tensor]]:
-        """Returns columns by row, without the rows that are lost."""
+    def _read(self, rows: Sequence[str], columns: Sequence[str]) -> dict[str, dict[str, torch.Tensor]]:
+        """Returns columns by row and name, without the rows that are lost."""
         while rows:
             try:
                 batch = self._queue.read(rows, columns)
@@ -146,7 +153,7 @@ class PartialSamples:
                 gone = set(error.ids)
                 rows = [row for row in rows if row not in gone]
                 continue
-            return {id: [batch[name][i] for name in columns] for i, id in enumerate(batch.ids)}
+            return {id: {name: batch[name][i] for name in columns} for i, id in enumerate(batch.ids)}
         return {}
 
     def _lose(self, ids: Sequence[str], groups: Sequence[str]) -> None:
@@ -155,13 +162,35 @@ class PartialSamples:
             self._queue.lose(ids, LOST_PARTS)
 
 
-def _merge(outputs: Sequence[Output], columns_by_row: Mapping[str, list[torch.Tensor]]) -> list[Output]:
+def check_kept(holding: Callable[[str], Iterable[str]], truncates: bool) -> None:
+    """Checks that the rows of a restored queue have kept ids exactly where this run's sampling records them.
+
+    Args:
+        holding: returns the rows that hold a column.
+
+    Raises:
+        ValueError: rows that are not trained yet would be continued or trained with another distribution.
+    """
+    for column, kept in (("behaviour_logprobs", KEPT[0]), (COLUMNS[1], PARTIAL_KEPT[0])):
+        recorded = {*holding(kept)}
+        differ = {*holding(column)} - recorded if truncates else recorded
+        if differ:
+            was = "without a record of the ids that were kept" if truncates else "with a filter"
+            expected = "top_p=1, top_k=0 and min_p=0" if truncates else "top_p, top_k or min_p as before"
+            raise ValueError(
+                f"rollout.top_p: cannot resume: {len(differ)} samples that are not trained yet were sampled {was}; "
+                f"expected rollout.{expected} until they are trained"
+            )
+
+
+def _merge(outputs: Sequence[Output], columns_by_row: Mapping[str, Mapping[str, torch.Tensor]]) -> list[Output]:
     """Returns the outputs with what was generated before them in front."""
     merged = []
     for output in outputs:
         if output.earlier:
             columns = columns_by_row[output.earlier]
-            tokens, logprobs, versions = (column.tolist() for column in columns[: len(COLUMNS)])
+            tokens, logprobs, versions = (columns[name].tolist() for name in COLUMNS)
+            counts, ids = (columns[name] if name in columns else torch.empty(0) for name in PARTIAL_KEPT)
             assert tuple(tokens) == output.before, f"sample {output.request_id!r} resumed from other tokens"
             output = replace(
                 output,
@@ -169,7 +198,9 @@ def _merge(outputs: Sequence[Output], columns_by_row: Mapping[str, list[torch.Te
                 logprobs=logprobs + output.logprobs,
                 versions=versions + output.versions,
                 before=(),
-                routing=None if output.routing is None else torch.cat([columns[-1], output.routing]),
+                routing=None if output.routing is None else torch.cat([columns[PARTIAL_ROUTING], output.routing]),
+                kept_counts=counts.tolist() + output.kept_counts,
+                kept_ids=ids.numpy().tobytes() + output.kept_ids,
             )
         merged.append(output)
     return merged
@@ -189,6 +220,7 @@ def _pack_partial(outputs: Sequence[Output], rows: Sequence[str]) -> PackedBatch
             "partial_versions": Column.of_numbers(
                 [output.versions for output in outputs], torch.int32, "partial_versions"
             ),
+            **kept_columns(outputs, PARTIAL_KEPT),
             **routing,
         },
     )

@@ -15,14 +15,30 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 UNREAD = -1
 """Placeholder for a token that this rank does not read."""
 
-NOT_COLUMNS = ("lengths", "version", "updated")
+NOT_COLUMNS = ("lengths", "version", "updated", "kept_ids")
+
+
+class KeptIds(NamedTuple):
+    """Of n tokens, the ids over which each one's distribution is renormalised: ``counts`` int64 [n], 0 where it is not;
+    ``ids`` int64, those of one token behind those of the other."""
+
+    counts: torch.Tensor
+    ids: torch.Tensor
+
+    @property
+    def owners(self) -> torch.Tensor:
+        """The index of the token that each id belongs to: int64."""
+        return torch.arange(len(self.counts), device=self.counts.device).repeat_interleave(self.counts)
+
+    def to(self, device: torch.device) -> KeptIds:
+        return KeptIds(self.counts.to(device), self.ids.to(device))
 
 
 @dataclass(frozen=True)
@@ -41,6 +57,9 @@ class Sequences:
         versions: int32 [N], the policy version that sampled each token.
         routing: integer [N, L, k]: the experts that each token is sent to, in the L layers of this rank's stage; the
             values at the last token of a sequence are not used (`replay`). None: the router chooses.
+        kept_counts: int32 [N], number of ids that truncated sampling kept for each token; 0: it was sampled from the
+            whole vocabulary. None: all were.
+        kept_ids: int32, these ids, token by token: the only column that is not aligned with the tokens.
         token_weight: float32 [N]; factor of a token's loss. None: 1.
         normaliser: float32 [N]; the sum of losses is divided by its sum over the trained tokens. None: token_weight,
             which gives the weighted mean.
@@ -62,12 +81,18 @@ class Sequences:
     version: int | None = None
     updated: bool = False
     routing: torch.Tensor | None = None
+    kept_counts: torch.Tensor | None = None
+    kept_ids: torch.Tensor | None = None
 
     def __post_init__(self) -> None:
         rows = sum(self.lengths)
         for name, column in self._columns().items():
             if column.shape != (rows,) and not (name == "routing" and len(column) == rows):
                 raise ValueError(f"{name} has shape {list(column.shape)}; expected [{rows}], the sum of the lengths")
+        if self.kept_counts is not None and self.kept_ids is not None:
+            counted = int(self.kept_counts.sum())
+            if len(self.kept_ids) != counted or int(self.kept_counts.min() if rows else 0) < 0:
+                raise ValueError(f"kept_ids has {len(self.kept_ids)} ids; expected {counted}, the sum of kept_counts")
         if rows and self.loss_mask[self._starts()].any():
             raise ValueError("loss_mask is set on the first token of a sequence, which has no log-probability")
 
@@ -141,6 +166,8 @@ class Sequences:
         versions: torch.Tensor | None = None,
         trained: torch.Tensor | None = None,
         routing: torch.Tensor | None = None,
+        kept_counts: torch.Tensor | None = None,
+        kept_ids: torch.Tensor | None = None,
     ) -> Sequences:
         """Packs B samples whose columns are already packed, each column separately. Columns that this rank does not
         hold are None.
@@ -149,8 +176,9 @@ class Sequences:
             prompts, responses: their tokens, sample by sample. Without prompts (which the last stage of a pipeline
                 does not read) their places hold `UNREAD`; without both there are no tokens.
             advantages: one per sample, repeated for its tokens.
-            behaviour_logprobs, ref_logprobs, versions: one number per response token.
+            behaviour_logprobs, ref_logprobs, versions, kept_counts: one number per response token.
             trained: as in `from_samples`.
+            kept_ids: as many of each response token as its kept_counts.
             routing: [tokens, L, k], of every token except the last of each sample.
 
         Raises:
@@ -181,6 +209,8 @@ class Sequences:
             behaviour_logprobs=aligned(behaviour_logprobs),
             ref_logprobs=aligned(ref_logprobs),
             versions=aligned(versions, torch.int32),
+            kept_counts=aligned(kept_counts, torch.int32),
+            kept_ids=None if kept_ids is None else kept_ids.to(torch.int32),
         )
         return packed if routing is None else packed.with_routing(routing)
 
@@ -228,11 +258,14 @@ class Sequences:
 
     def rows_of(self, indices: Sequence[int]) -> torch.Tensor:
         """Returns the rows of the tokens of some sequences, sequence by sequence: int64."""
-        chosen = torch.tensor(indices, dtype=torch.int64)
-        lengths = torch.tensor(self.lengths, dtype=torch.int64)
-        starts, lengths = (lengths.cumsum(0) - lengths)[chosen], lengths[chosen]
-        new_starts = lengths.cumsum(0) - lengths
-        return torch.arange(int(lengths.sum())) + (starts - new_starts).repeat_interleave(lengths)
+        return _places(torch.tensor(self.lengths, dtype=torch.int64), torch.tensor(indices, dtype=torch.int64))
+
+    def kept_at(self, rows: torch.Tensor) -> KeptIds | None:
+        """Returns the kept ids of the tokens at ``rows``; None: all were sampled from the whole vocabulary."""
+        if self.kept_counts is None or self.kept_ids is None:
+            return None
+        places = _places(self.kept_counts.to(torch.int64), rows)
+        return KeptIds(self.kept_counts[rows].to(torch.int64), self.kept_ids[places].to(torch.int64))
 
     def select(self, indices: Sequence[int], rows: torch.Tensor | None = None) -> Sequences:
         """Returns the sequences at ``indices``, in that order; [] gives an empty batch with the same columns.
@@ -242,6 +275,8 @@ class Sequences:
         """
         rows = self.rows_of(indices) if rows is None else rows
         columns: dict[str, Any] = {name: column[rows] for name, column in self._columns().items()}
+        if self.kept_counts is not None and self.kept_ids is not None:
+            columns["kept_ids"] = self.kept_ids[_places(self.kept_counts.to(torch.int64), rows)]
         return replace(self, lengths=[self.lengths[i] for i in indices], **columns)
 
     def _columns(self) -> dict[str, torch.Tensor]:
@@ -271,6 +306,14 @@ def plan_micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[i
 
 def _tensors(rows: Sequence, dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.as_tensor(row, dtype=dtype) for row in rows]
+
+
+def _places(lengths: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """Returns where the elements of the ``chosen`` lists lie, of lists with these ``lengths`` one behind the other:
+    int64."""
+    starts, lengths = (lengths.cumsum(0) - lengths)[chosen], lengths[chosen]
+    new_starts = lengths.cumsum(0) - lengths
+    return torch.arange(int(lengths.sum())) + (starts - new_starts).repeat_interleave(lengths)
 
 
 def _fill(column_N: torch.Tensor, where_N: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

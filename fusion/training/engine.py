@@ -324,10 +324,10 @@ class EmbeddedTrainEngine:
         """Computes the trained tokens' log-probabilities and entropies, on the last stage."""
         rows, device = batch.loss_mask.nonzero().squeeze(1), self.device.torch_device
         logits_nVl = self.model.logits(hidden_ND.index_select(0, (rows - 1).to(device)))
-        targets_n = batch.tokens[rows].to(device)
-        return TrainedTokens(
-            *vocab_parallel_logprobs(logits_nVl, targets_n, self.mesh, temperature=self.temperature), rows
-        )
+        targets_n, kept = batch.tokens[rows].to(device), batch.kept_at(rows)
+        kept = None if kept is None else kept.to(device)
+        values = vocab_parallel_logprobs(logits_nVl, targets_n, self.mesh, temperature=self.temperature, kept=kept)
+        return TrainedTokens(values.logprobs, values.entropy, rows, values.kept_mass)
 
     def _routing_counts(self, batches: list[Sequences]) -> torch.Tensor:
         """Counts the tokens of the global batch that each expert receives, summed over layers: float32 [E]."""

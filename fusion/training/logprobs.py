@@ -7,32 +7,52 @@ Every rank reduces its columns to four numbers per row, where m is the largest l
 These are gathered; then log Z = M + log S and the entropy is log S - U / S. The vocabulary-parallel cross-entropy is
 that of Megatron-LM (arXiv 1909.08053, section 3), here with the entropy in the same pass. Computed in float32 for any
 dtype of the logits.
+
+Where truncated sampling has kept only some ids of a row, every rank also reduces those in its columns to m, s and u,
+which are gathered with the others: log-probability, entropy and gradient are those of the distribution over these ids.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from fusion.model import Mesh
+from fusion.training.batch import KeptIds
+
+
+class TokenLogprobs(NamedTuple):
+    """Of n tokens, float32 [n]; log-probabilities and entropies carry gradients. ``kept_mass``: probability of the kept
+    ids under the whole distribution, 1 where all are kept; None: none were given."""
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor
+    kept_mass: torch.Tensor | None = None
 
 
 def vocab_parallel_logprobs(
-    logits_nVl: torch.Tensor, targets_n: torch.Tensor, mesh: Mesh, temperature: float = 1.0
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits_nVl: torch.Tensor,
+    targets_n: torch.Tensor,
+    mesh: Mesh,
+    temperature: float = 1.0,
+    kept: KeptIds | None = None,
+) -> TokenLogprobs:
     """Compute log-probabilities and entropies, float32 [n], from this TP rank's columns of the logits [n, V / tp] and
     int64 targets [n].
 
-    Both carry gradients and are the same on all TP ranks. The distribution is that at ``temperature``.
+    Both are the same on all TP ranks. The distribution is that at ``temperature``, over the ``kept`` ids of each token
+    (the same on all TP ranks, the target among them); None: over the vocabulary.
     """
-    return _Logprobs.apply(logits_nVl, targets_n, mesh, temperature)
+    return TokenLogprobs(*_Logprobs.apply(logits_nVl, targets_n, mesh, temperature, kept))
 
 
 class _Logprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor, targets: torch.Tensor, mesh: Mesh, temperature: float):
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, mesh: Mesh, temperature: float, kept: KeptIds | None
+    ):
         x = _scaled(logits, temperature)
         local = targets - mesh.tp_rank * x.shape[1]
         here = (local >= 0) & (local < x.shape[1])
@@ -41,28 +61,42 @@ class _Logprobs(torch.autograd.Function):
         peak = x.amax(dim=1)
         shifted = x - peak.unsqueeze(1)
         exp = shifted.exp()
-        stats = torch.stack([peak, exp.sum(1), (exp * shifted).sum(1), target])
-        all_peak, total, moment, target = _combine(stats, mesh)
-        log_total = total.log()
-        log_z, entropy = all_peak + log_total, log_total - moment / total
-        ctx.save_for_backward(logits, local, here, log_z, entropy)
+        stats = [target, peak, exp.sum(1), (exp * shifted).sum(1)]
+        row = column = None
+        if kept is not None:
+            row, column = _cells(kept, mesh, x)
+            stats += _sums_of_cells(x, row, column)
+        stats_Rkn = _gather(torch.stack(stats), mesh)
+        target = stats_Rkn[:, 0].sum(0)
+        log_z, entropy = _combine(stats_Rkn[:, 1:4])
+        whole = mass = None
+        if kept is not None:
+            whole, (kept_log_z, kept_entropy) = kept.counts == 0, _combine(stats_Rkn[:, 4:])
+            mass = (kept_log_z - log_z).exp().where(~whole, 1.0)
+            log_z, entropy = log_z.where(whole, kept_log_z), entropy.where(whole, kept_entropy)
+            ctx.mark_non_differentiable(mass)
+        ctx.save_for_backward(logits, local, here, log_z, entropy, whole, row, column)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
-        return target - log_z, entropy
+        return target - log_z, entropy, mass
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None):
-        logits, local, here, log_z, entropy = ctx.saved_tensors
-        grad_logprob, grad_entropy = grads
+        logits, local, here, log_z, entropy, whole, row, column = ctx.saved_tensors
+        grad_logprob, grad_entropy, _ = grads
         logp = _scaled(logits, ctx.temperature) - log_z.unsqueeze(1)
         p = logp.exp()
+        if whole is not None:
+            inside = whole.unsqueeze(1).repeat(1, p.shape[1])
+            inside[row, column] = True
+            p = p.where(inside, 0.0)
         grad = torch.zeros_like(p)
         if grad_logprob is not None:
             grad.addcmul_(p, grad_logprob.unsqueeze(1), value=-1)
             grad.scatter_add_(1, local, (grad_logprob * here).unsqueeze(1))
         if grad_entropy is not None:
             grad.addcmul_(p * (logp + entropy.unsqueeze(1)), grad_entropy.unsqueeze(1), value=-1)
-        return (grad / ctx.temperature).to(logits.dtype), None, None, None
+        return (grad / ctx.temperature).to(logits.dtype), None, None, None, None
 
 
 def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
@@ -70,14 +104,41 @@ def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
     return x if temperature == 1.0 else x / temperature
 
 
-def _combine(stats_4n: torch.Tensor, mesh: Mesh) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Combine (m, s, u, target) of every TP rank's columns to those of the whole row."""
-    if mesh.tp_group is None or stats_4n.shape[1] == 0:
-        peak, total, moment, target = stats_4n
-        return peak, total, moment, target
-    wire = stats_4n.new_empty(mesh.parallel.tp * 4, stats_4n.shape[1])
-    dist.all_gather_into_tensor(wire, stats_4n, group=mesh.tp_group)
-    peaks, totals, moments, targets = wire.view(-1, 4, stats_4n.shape[1]).unbind(1)
-    peak = peaks.amax(0)
-    scale = (peaks - peak).exp()
-    return peak, (scale * totals).sum(0), (scale * (moments + totals * (peaks - peak))).sum(0), targets.sum(0)
+def _cells(kept: KeptIds, mesh: Mesh, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return row and column of each kept id that is in this rank's columns."""
+    column = kept.ids - mesh.tp_rank * x.shape[1]
+    here = (column >= 0) & (column < x.shape[1])
+    return kept.owners[here], column[here]
+
+
+def _sums_of_cells(x: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> list[torch.Tensor]:
+    """Return (m, s, u) of each row's cells [n]; of a row without any (the smallest number, 0, 0)."""
+    values = x[row, column]
+    smallest = x.new_full((len(x),), torch.finfo(x.dtype).min)
+    peak = smallest.scatter_reduce(0, row, values, "amax")
+    shifted = values - peak[row]
+    exp = shifted.exp()
+    zeros = torch.zeros_like(peak)
+    return [peak, zeros.index_add(0, row, exp), zeros.index_add(0, row, exp * shifted)]
+
+
+def _gather(stats_kn: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+    """Gather the numbers of all TP ranks' columns: [ranks, k, n]."""
+    if mesh.tp_group is None or stats_kn.shape[1] == 0:
+        return stats_kn.unsqueeze(0)
+    wire = stats_kn.new_empty(mesh.parallel.tp * len(stats_kn), stats_kn.shape[1])
+    dist.all_gather_into_tensor(wire, stats_kn, group=mesh.tp_group)
+    return wire.view(-1, *stats_kn.shape)
+
+
+def _combine(stats_R3n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Combine (m, s, u) of every rank's columns to log Z and the entropy of the whole row."""
+    peaks, totals, moments = stats_R3n.unbind(1)
+    peak, total, moment = peaks[0], totals[0], moments[0]
+    if len(stats_R3n) > 1:
+        peak = peaks.amax(0)
+        scale = (peaks - peak).exp()
+        total = (scale * totals).sum(0)
+        moment = (scale * (moments + totals * (peaks - peak))).sum(0)
+    log_total = total.log()
+    return peak + log_total, log_total - moment / total

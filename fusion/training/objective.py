@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from fusion.model import Mesh, ModelConfig, Routed, load_balancing_loss
 from fusion.model.moe import sequence_balancing_loss
+from fusion.model.truncation import MAX_KEPT_IDS
 from fusion.npu.all_or_none import gather_json
 from fusion.training.batch import Sequences
 from fusion.training.gaps import SUMS, gap_metrics, gap_sums
@@ -30,6 +31,9 @@ BALANCE = "actor/load_balancing_loss"
 LOSS = "actor/loss"
 
 MISMATCH = "training/routing_mismatch"
+
+KEPT_MASS, KEPT_IDS = "training/kept_mass_mean", "training/kept_ids_mean"
+KEPT_CAPPED = "training/kept_capped_share"
 
 REPLAYED = "replayed (token, layer) pairs"
 
@@ -103,12 +107,13 @@ class BatchSums:
 
 
 class TrainedTokens(NamedTuple):
-    """The trained tokens of one micro-batch: float32 [n] on the device with gradients, and their rows int64 [n] on the
-    CPU."""
+    """The trained tokens of one micro-batch: float32 [n] on the device (`TokenLogprobs`), and their rows int64 [n] on
+    the CPU."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
     rows: torch.Tensor
+    kept_mass: torch.Tensor | None = None
 
 
 class Objective:
@@ -169,6 +174,12 @@ class Objective:
             self._add(name, total(values))
         self._add("actor/entropy", total(tokens.entropy.detach()))
         self._add(LOSS, total(out.loss.detach()))
+        if tokens.kept_mass is not None:
+            counts = column(batch.kept_counts)
+            assert counts is not None
+            self._add(KEPT_MASS, total(tokens.kept_mass))
+            self._add(KEPT_IDS, total(counts.to(torch.float32)))
+            self._add(KEPT_CAPPED, total((counts >= MAX_KEPT_IDS).to(torch.float32)))
         if inputs.behaviour_logprobs is not None:
             for name, sums in gap_sums(inputs, weight_n).items():
                 self._add(name, sums)

@@ -71,9 +71,9 @@ def check_versions(made: EmbeddedEngine) -> None:
     """Asserts in every step that the tokens it appends are of the engine's version."""
     commit = made.scheduler.commit
 
-    def checked(step, tokens, logprobs):
+    def checked(step, *sampled):
         before = {id(seq): len(seq.versions) for seq in step.drawn}
-        outputs = commit(step, tokens, logprobs)
+        outputs = commit(step, *sampled)
         for seq in step.drawn:
             assert {*seq.versions[before[id(seq)] :]} == {made.policy_version}
             assert len(seq.versions) == len(seq.logprobs)

@@ -12,6 +12,7 @@ from transformers.generation.logits_process import (
 from fusion.inference import SamplingParams
 from fusion.inference.noise import request_key, uniforms
 from fusion.inference.sampler import sample
+from fusion.model.truncation import MAX_KEPT_IDS
 
 VOCABULARY = 24
 ROWS = 20000
@@ -53,7 +54,7 @@ FILTERS = [
 def test_frequencies_are_those_of_transformers_filters(params):
     logits = logits_row()
     want = filtered(logits, params).numpy()
-    tokens, logprobs = sample(logits.expand(ROWS, -1), [params] * ROWS, draws())
+    tokens, logprobs, kept = sample(logits.expand(ROWS, -1), [params] * ROWS, draws())
     counts = np.bincount(tokens, minlength=VOCABULARY)
     assert (counts[want == 0] == 0).all()
     expected = want * ROWS
@@ -61,18 +62,20 @@ def test_frequencies_are_those_of_transformers_filters(params):
     chi_square = ((counts - expected)[likely] ** 2 / expected[likely]).sum()
     assert chi_square < likely.sum() + 5 * (2 * likely.sum()) ** 0.5
     assert abs(counts / ROWS - want).sum() / 2 < 0.02
-    full = (logits / params.temperature).log_softmax(-1)
-    assert torch.allclose(torch.tensor(logprobs), full[tokens], atol=1e-6)
+    assert torch.allclose(torch.tensor(logprobs).double(), torch.from_numpy(want).log()[tokens], atol=2e-6)
+    assert (kept is not None) == params.truncates
+    for ids in kept or []:
+        assert sorted(np.frombuffer(ids, np.int32).tolist()) == np.flatnonzero(want).tolist()
 
 
 def test_every_row_has_its_own_parameters_and_greedy_draws_no_noise():
     params = [*FILTERS, SamplingParams(temperature=0)] * 50
     logits = torch.stack([logits_row(i) for i in range(len(params))])
     noise = draws(len(params))
-    tokens, logprobs = sample(logits, params, noise)
+    tokens, logprobs, kept = sample(logits, params, noise)
     for i, one in enumerate(params):
-        token, logprob = sample(logits[i : i + 1], [one], noise[i : i + 1])
-        assert (token, logprob) == ([tokens[i]], [logprobs[i]])
+        token, logprob, alone = sample(logits[i : i + 1], [one], noise[i : i + 1])
+        assert (token, logprob, alone or [b""]) == ([tokens[i]], [logprobs[i]], [kept[i]])
         if one.temperature == 0:
             assert tokens[i] == int(logits[i].argmax())
             assert logprobs[i] == float(logits[i].log_softmax(-1)[tokens[i]])
@@ -83,13 +86,34 @@ def test_noise_at_either_end_gives_a_token_that_can_be_sampled(params):
     logits = logits_row()
     logits[[0, 1, -2, -1]] = -torch.inf
     noise = np.array([0.0, 2.0**-53, 1 - 2.0**-53, 1 - 2.0**-30])
-    tokens, _ = sample(logits.expand(4, -1), [params] * 4, noise)
+    tokens, *_ = sample(logits.expand(4, -1), [params] * 4, noise)
     assert (filtered(logits, params)[tokens] > 0).all()
 
 
 def test_more_noise_is_a_later_token():
-    tokens, _ = sample(
+    tokens, *_ = sample(
         logits_row().expand(1000, -1), [SamplingParams()] * 1000, np.linspace(0, 1, 1000, endpoint=False)
     )
     assert tokens == sorted(tokens)
     assert len(set(tokens)) > 10
+
+
+def test_a_filtered_distribution_has_at_most_1024_ids_and_what_is_recorded_is_what_was_sampled_from():
+    logits = torch.randn(3, 5000, generator=torch.Generator().manual_seed(1))
+    params = [SamplingParams(top_p=0.999), SamplingParams(), SamplingParams(top_k=5000)]
+    tokens, logprobs, kept = sample(logits.repeat(400, 1), params * 400, draws(1200))
+    most_likely = logits[0].sort(descending=True).indices[:MAX_KEPT_IDS].tolist()
+    renormalised = logits[0, most_likely].double().log_softmax(-1)
+    for i in range(0, 1200, 3):
+        assert np.frombuffer(kept[i], np.int32).tolist() == most_likely
+        assert logprobs[i] == pytest.approx(float(renormalised[most_likely.index(tokens[i])]), abs=1e-5)
+        assert kept[i + 1] == kept[i + 2] == b"", "all of the vocabulary are no filter"
+
+
+def test_an_id_of_probability_0_is_not_among_the_kept_ones():
+    logits = torch.zeros(1, 50)
+    logits[0, 7:] = torch.finfo(torch.float32).min
+    for params in (SamplingParams(top_k=20), SamplingParams(top_p=1 - 1e-9), SamplingParams(min_p=1e-30)):
+        _, (logprob,), (ids,) = sample(logits, [params], draws(1))
+        assert sorted(np.frombuffer(ids, np.int32).tolist()) == list(range(7))
+        assert logprob == pytest.approx(-np.log(7), abs=1e-6)

@@ -52,6 +52,10 @@ def test_every_layout_samples_the_same_tokens(layout):
     parallel, experts = LAYOUTS[layout]
     ours, theirs = both(scenarios.arriving_in_two_waves, parallel, experts)
     same([output for mine, _ in ours for output in mine], [output for mine, _ in theirs for output in mine])
+    for of_ranks in (ours, theirs):  # the kept ids with the tokens that were sampled from a part of the vocabulary
+        (filtered,) = (one for mine, _ in of_ranks for one in mine if one.request_id == "filtered")
+        assert len(filtered.kept_counts) == len(filtered.tokens)
+        assert 4 * sum(filtered.kept_counts) == len(filtered.kept_ids) > 0
     for rank, (mine, _) in enumerate(theirs):
         assert bool(mine) == (parallel.coordinate("tp", rank) == 0)
     embedded, vllm = (of_ranks[0][1] for of_ranks in (ours, theirs))

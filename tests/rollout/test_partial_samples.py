@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
 from distqueue import LocalQueue
 from fusion.inference import Output, Request
-from fusion.rollout.partial_samples import PartialSamples
+from fusion.rollout.packing import KEPT
+from fusion.rollout.partial_samples import PartialSamples, check_kept
 
 
 def _output(tokens, version, before=(), earlier="", reason="abort", id="a/0"):
@@ -58,6 +60,37 @@ def test_the_routing_of_all_parts_is_put_with_the_whole_sample(caches):
     (again,) = card.restore([Request("a/0", (1, 2), group="a", earlier=second.earlier)])
     card.put([replace(_output([8], 2, again.response, again.earlier, "stop"), routing=rows[4:])])
     assert torch.equal(queue.get("train", ["routing"], count=1)["routing"][0], rows)
+
+
+@pytest.mark.parametrize("caches", [True, False])
+def test_the_kept_ids_of_all_parts_are_put_with_the_whole_sample(caches):
+    def kept(output, *sets):
+        ids = b"".join(np.array(one, np.int32).tobytes() for one in sets)
+        return replace(output, kept_counts=[len(one) for one in sets], kept_ids=ids)
+
+    queue = LocalQueue(["train"])
+    card = PartialSamples(queue, caches, kept=True)
+    (first,) = card.put([], [kept(_output([5, 6], 0), [5, 1], [6])])
+    (again,) = card.restore([Request("a/0", (1, 2), group="a", earlier=first.earlier)])
+    (second,) = card.put([], [kept(_output([7], 1, again.response, again.earlier), [])])
+    (again,) = card.restore([Request("a/0", (1, 2), group="a", earlier=second.earlier)])
+    card.put([kept(_output([8], 2, again.response, again.earlier, "stop"), [3, 8, 2])])
+    whole = queue.get("train", [*KEPT], count=1)
+    assert whole["kept_counts"][0].tolist() == [2, 1, 0, 3] and whole["kept_ids"][0].tolist() == [5, 1, 6, 3, 8, 2]
+    assert whole["kept_counts"].buffer.dtype == whole["kept_ids"].buffer.dtype == torch.int32
+
+
+@pytest.mark.parametrize("truncates", [True, False])
+@pytest.mark.parametrize("suspended", [True, False])
+def test_a_resume_with_rows_of_the_other_kind_of_sampling_is_refused_by_key(truncates, suspended):
+    queue = LocalQueue(["train"])
+    check_kept(queue.holding, truncates)
+    output = _output([5, 6], 0)
+    output = output if truncates else replace(output, kept_counts=[1, 1], kept_ids=np.array([5, 6], np.int32).tobytes())
+    PartialSamples(queue).put(*([], [output]) if suspended else ([output],))
+    check_kept(queue.holding, not truncates)
+    with pytest.raises(ValueError, match=r"rollout.top_p: cannot resume: 1 samples .* expected rollout.top_p"):
+        check_kept(queue.holding, truncates)
 
 
 def test_another_card_goes_on_with_what_this_one_has_read():

@@ -145,3 +145,25 @@ def test_columns_that_do_not_fit_are_refused_by_name():
         Sequences(torch.zeros(4, dtype=torch.int64), [2, 2], torch.zeros(3, dtype=torch.bool))
     with pytest.raises(ValueError, match="first token"):
         Sequences.from_samples([[]], [[3, 4]])
+
+
+@given(st.lists(st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=4), max_size=5), st.data())
+def test_kept_ids_stay_with_their_tokens(sets_by_sample, data):
+    flat = [ids for sets in sets_by_sample for ids in sets]
+    batch = Sequences.from_packed(
+        [1] * len(sets_by_sample),
+        [len(sets) for sets in sets_by_sample],
+        kept_counts=torch.tensor([len(ids) for ids in flat], dtype=torch.int32),
+        kept_ids=torch.tensor([id for ids in flat for id in ids], dtype=torch.int32),
+    )
+    order = data.draw(st.permutations(range(len(sets_by_sample))))[: data.draw(st.integers(0, len(sets_by_sample)))]
+    chosen = batch.select(order)
+    kept = chosen.kept_at(chosen.loss_mask.nonzero().squeeze(1))
+    assert [ids.tolist() for ids in kept.ids.split(kept.counts.tolist())] == [
+        ids for index in order for ids in sets_by_sample[index]
+    ]
+
+
+def test_kept_ids_of_another_number_than_counted_are_refused():
+    with pytest.raises(ValueError, match="kept_ids has 1 ids; expected 2, the sum of kept_counts"):
+        Sequences.from_packed([1], [1], kept_counts=torch.tensor([2]), kept_ids=torch.tensor([5]))

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from fusion.model import Mesh, Parallel
+from fusion.training.batch import KeptIds
 from fusion.training.logprobs import vocab_parallel_logprobs
 from tests.helpers import run_ranks
 
@@ -34,7 +35,7 @@ def objective(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
 def test_equal_to_log_softmax_with_gradient(temperature):
     logits, targets = logits_and_targets()
     logits.requires_grad_()
-    logprobs, entropy = vocab_parallel_logprobs(logits, targets, Mesh.single(), temperature)
+    logprobs, entropy, _ = vocab_parallel_logprobs(logits, targets, Mesh.single(), temperature)
     objective(logprobs, entropy).backward()
     for got, wanted in zip((logprobs, entropy, logits.grad), reference(temperature), strict=True):
         torch.testing.assert_close(got.detach(), wanted, atol=2e-5, rtol=2e-6)
@@ -43,9 +44,9 @@ def test_equal_to_log_softmax_with_gradient(temperature):
 def test_float32_arithmetic_and_a_gradient_in_the_dtype_of_the_logits():
     logits, targets = logits_and_targets()
     half = logits.bfloat16().requires_grad_()
-    logprobs, _ = vocab_parallel_logprobs(half, targets, Mesh.single())
+    logprobs, *_ = vocab_parallel_logprobs(half, targets, Mesh.single())
     logprobs.sum().backward()
-    exact, _ = vocab_parallel_logprobs(half.detach().float(), targets, Mesh.single())
+    exact, *_ = vocab_parallel_logprobs(half.detach().float(), targets, Mesh.single())
     assert logprobs.dtype == torch.float32 and half.grad.dtype == torch.bfloat16
     torch.testing.assert_close(logprobs.detach(), exact)
 
@@ -54,9 +55,9 @@ def split_vocabulary(rank, device, temperature):
     mesh = Mesh.create(Parallel(2, tp=2))
     logits, targets = logits_and_targets()
     mine = logits.chunk(2, dim=1)[rank].contiguous().to(device.torch_device).requires_grad_()
-    logprobs, entropy = vocab_parallel_logprobs(mine, targets.to(mine.device), mesh, temperature)
+    logprobs, entropy, _ = vocab_parallel_logprobs(mine, targets.to(mine.device), mesh, temperature)
     objective(logprobs, entropy).backward()
-    nothing, _ = vocab_parallel_logprobs(mine[:0], targets[:0].to(mine.device), mesh)
+    nothing, *_ = vocab_parallel_logprobs(mine[:0], targets[:0].to(mine.device), mesh)
     assert nothing.shape == (0,)
     return logprobs.detach().cpu(), entropy.detach().cpu(), mine.grad.cpu()
 
@@ -65,4 +66,70 @@ def test_a_vocabulary_split_over_tp_gives_the_same():
     (logprobs, entropy, left), (logprobs_1, entropy_1, right) = run_ranks(split_vocabulary, 2, 0.7)
     assert torch.equal(logprobs, logprobs_1) and torch.equal(entropy, entropy_1)
     for got, wanted in zip((logprobs, entropy, torch.cat([left, right], 1)), reference(0.7), strict=True):
+        torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-6)
+
+
+def kept_ids() -> KeptIds:
+    """Of each row the target and others; of one row all of the vocabulary are sampled from, of one only the target."""
+    _, targets = logits_and_targets()
+    random = torch.Generator().manual_seed(2)
+    sets = [
+        [int(t), *[i for i in torch.randperm(12, generator=random)[:size].tolist() if i != t]]
+        for t, size in zip(targets, (0, 3, 5, 0, 8, 2, 11), strict=True)
+    ]
+    sets[3] = []
+    return KeptIds(torch.tensor([len(ids) for ids in sets]), torch.tensor([i for ids in sets for i in ids]))
+
+
+def kept_reference(temperature: float) -> tuple[torch.Tensor, ...]:
+    """As `reference`, of the distributions over the kept ids; and their mass."""
+    logits, targets = logits_and_targets()
+    wide, kept = logits.double().requires_grad_(), kept_ids()
+    outside = torch.ones_like(wide, dtype=torch.bool)
+    outside[kept.owners, kept.ids] = False
+    outside[kept.counts == 0] = False
+    x = wide / temperature
+    logp = x.masked_fill(outside, -torch.inf).log_softmax(-1)
+    chosen = logp.gather(1, targets[:, None])[:, 0]
+    entropy = -(logp.exp() * logp.masked_fill(outside, 0.0)).sum(-1)
+    objective(chosen, entropy).backward()
+    mass = x.detach().softmax(-1).masked_fill(outside, 0.0).sum(-1)
+    return chosen.detach().float(), entropy.detach().float(), mass.float(), wide.grad.float()
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_over_kept_ids_equal_to_a_renormalised_softmax_with_gradient(temperature):
+    logits, targets = logits_and_targets()
+    logits.requires_grad_()
+    logprobs, entropy, mass = vocab_parallel_logprobs(logits, targets, Mesh.single(), temperature, kept_ids())
+    objective(logprobs, entropy).backward()
+    for got, wanted in zip((logprobs, entropy, mass, logits.grad), kept_reference(temperature), strict=True):
+        torch.testing.assert_close(got.detach(), wanted, atol=2e-5, rtol=2e-6)
+    kept = kept_ids()
+    logits.grad[kept.owners, kept.ids] = 0.0
+    assert not logits.grad[kept.counts > 0].any(), "only kept ids have a gradient"
+
+
+def test_rows_without_kept_ids_are_to_the_bit_those_of_the_vocabulary():
+    logits, targets = logits_and_targets()
+    none = KeptIds(torch.zeros(7, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
+    plain, whole = (vocab_parallel_logprobs(logits, targets, Mesh.single(), kept=kept) for kept in (None, none))
+    assert torch.equal(plain.logprobs, whole.logprobs) and torch.equal(plain.entropy, whole.entropy)
+    assert plain.kept_mass is None and whole.kept_mass.eq(1).all()
+
+
+def split_kept(rank, device, temperature):
+    mesh = Mesh.create(Parallel(2, tp=2))
+    logits, targets = logits_and_targets()
+    mine = logits.chunk(2, dim=1)[rank].contiguous().to(device.torch_device).requires_grad_()
+    kept = kept_ids().to(mine.device)
+    values = vocab_parallel_logprobs(mine, targets.to(mine.device), mesh, temperature, kept)
+    objective(values.logprobs, values.entropy).backward()
+    return *(value.detach().cpu() for value in values), mine.grad.cpu()
+
+
+def test_kept_ids_of_a_vocabulary_split_over_tp_give_the_same():
+    (*values, left), (*others, right) = run_ranks(split_kept, 2, 0.7)
+    assert all(map(torch.equal, values, others))
+    for got, wanted in zip((*values, torch.cat([left, right], 1)), kept_reference(0.7), strict=True):
         torch.testing.assert_close(got, wanted, atol=2e-5, rtol=2e-6)

@@ -46,8 +46,10 @@ def token_logprobs(model: Transformer, sequences: Sequences, *, token_budget: in
         rows = batch.loss_mask.nonzero().squeeze(1)
         logits_nVl = model.logits(hidden_ND.index_select(0, (rows - 1).to(hidden_ND.device)))
         targets_n = batch.tokens[rows].to(hidden_ND.device)
-        logprobs_n, _ = vocab_parallel_logprobs(logits_nVl, targets_n, model.mesh, temperature=temperature)
-        logprobs_N[sequences.rows_of(indices)[rows]] = logprobs_n.cpu()
+        kept = batch.kept_at(rows)
+        kept = None if kept is None else kept.to(hidden_ND.device)
+        values = vocab_parallel_logprobs(logits_nVl, targets_n, model.mesh, temperature=temperature, kept=kept)
+        logprobs_N[sequences.rows_of(indices)[rows]] = values.logprobs.cpu()
     return logprobs_N
 
 

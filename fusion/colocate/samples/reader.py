@@ -13,7 +13,7 @@ from fusion.colocate.samples.read_ahead import ReadAhead
 from fusion.colocate.samples.sequences import LOSS, REFERENCE, empty_samples, stage_columns, to_sequences
 from fusion.colocate.spec import WorkerSpec
 from fusion.model import Mesh
-from fusion.rollout.packing import ROUTING
+from fusion.rollout.packing import KEPT, ROUTING
 from fusion.rollout.partial_samples import SampleStore
 from fusion.telemetry import WAIT_DATA, Timeline
 from fusion.training import Sequences, TrainEngine
@@ -41,8 +41,9 @@ class StageReader:
         expert_columns: Sequence[str] = (),
     ) -> Received:
         """Reads samples with the columns that this rank of the stage's ``mesh`` needs (`stage_columns`); without those
-        that the queue has lost."""
-        columns = stage_columns(mesh, loss_columns, expert_columns)
+        that the queue has lost. Where log-probabilities are renormalised, whoever computes them reads the kept ids."""
+        kept = KEPT if self.spec.rollout.truncates and stage != "score" else ()
+        columns = stage_columns(mesh, (*loss_columns, *kept), expert_columns)
         if not ids:
             return empty_samples(columns)
         if stage not in self.readers:

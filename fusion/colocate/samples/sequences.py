@@ -15,7 +15,7 @@ import torch
 from distqueue import Column, PackedBatch
 from distqueue.hierarchy import Received
 from fusion.model import Mesh
-from fusion.rollout.packing import ROUTING
+from fusion.rollout.packing import KEPT, ROUTING
 from fusion.training import Sequences
 
 TOKENS = ("prompt", "response")
@@ -50,15 +50,17 @@ def to_sequences(received: Received, layers: range | None = None) -> Sequences:
 
     Raises:
         ValueError: the number of values in a column differs from that of a sample's response tokens, or in `routing`
-            from one less than that of all its tokens.
+            from one less than that of all its tokens; or a token is not among its kept ids.
     """
     batch, lengths = received.batch, received.lengths
-    for name in ("behaviour_logprobs", "versions", REFERENCE):
+    for name in ("behaviour_logprobs", "versions", REFERENCE, KEPT[0]):
         if name in batch.columns and not lengths[name].equal(lengths["response"]):
             row = int((lengths[name] != lengths["response"]).nonzero()[0])
             has, tokens = int(lengths[name][row]), int(lengths["response"][row])
             raise ValueError(f"sample {batch.ids[row]!r}: {name} has {has} values for {tokens} response tokens")
 
+    if KEPT[0] in batch.columns:
+        _check_kept(batch)
     if ROUTING in batch.columns:
         tokens_B = lengths["prompt"] + lengths["response"]
         for row in (lengths[ROUTING] != tokens_B - 1).nonzero().flatten().tolist():
@@ -82,8 +84,24 @@ def to_sequences(received: Received, layers: range | None = None) -> Sequences:
         behaviour_logprobs=column("behaviour_logprobs"),
         ref_logprobs=column(REFERENCE),
         versions=column("versions"),
+        kept_counts=column(KEPT[0]),
+        kept_ids=column(KEPT[1]),
         routing=routing,
     )
+
+
+def _check_kept(batch: PackedBatch) -> None:
+    response, counts, ids = (batch[name].buffer for name in (*LABELS, *KEPT))
+    rows = torch.arange(len(response)).repeat_interleave(counts.to(torch.int64))
+    if len(rows) != len(ids):
+        raise ValueError(f"{KEPT[1]} has {len(ids)} ids; expected {len(rows)}, the sum of {KEPT[0]}")
+    among = torch.zeros(len(response), dtype=torch.bool)
+    among[rows[ids == response[rows]]] = True
+    for token in (~among & (counts > 0)).nonzero()[:1].flatten().tolist():
+        offsets = batch[LABELS[0]].offsets
+        assert offsets is not None
+        sample = int(torch.searchsorted(offsets, token, right=True)) - 1
+        raise ValueError(f"sample {batch.ids[sample]!r}: {KEPT[1]} lacks a sampled token")
 
 
 def tokens_of_samples(batch: PackedBatch) -> list[tuple[torch.Tensor, torch.Tensor]]:

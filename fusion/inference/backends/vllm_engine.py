@@ -277,12 +277,10 @@ class VllmEngine(ControlledEngine):
     def _append(self, news: Any) -> list[Output]:
         """Appends a request's new token; returns its output if it ends with it."""
         seq = self.sequences[news.request_id]
-        (token,), logprob = news.new_token_ids, self.sampler.logprobs[news.request_id]
+        (token,), (logprob, kept) = news.new_token_ids, self.sampler.sampled[news.request_id]
         if isnan(logprob):
             raise FloatingPointError(f"request {seq.request.id!r}: the logits of policy {self._version} are NaN")
-        seq.tokens.append(token)
-        seq.logprobs.append(logprob)
-        seq.versions.append(self._version)
+        seq.append(token, logprob, self._version, kept)
         self._totals.generated_tokens += 1
         reason: FinishReason | None = None
         if token in seq.stop_token_ids or self._completes(seq):
