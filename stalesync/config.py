@@ -282,7 +282,7 @@ class Config:
         if self.reward.model:
             self._check_reward_model(self.reward.model)
         self._check_batches(model)
-        self._check_evaluation()
+        self._check_evaluation(model)
         only_generate = {*self.deployment.generate} - {*self.deployment.train}
         if self.fusion.double_buffer and not (only_generate and self.stalesync.max_staleness):
             raise ValueError(
@@ -342,7 +342,7 @@ class Config:
             )
         self.score_layout(model, self.deployment.reward_model)
 
-    def _check_evaluation(self) -> None:
+    def _check_evaluation(self, model: ModelConfig) -> None:
         held_out = self.run.eval_prompts > 0
         self.eval.check_best(held_out)
         temperature = self.rollout.temperature if self.eval.temperature is None else self.eval.temperature
@@ -350,6 +350,13 @@ class Config:
             raise ValueError(
                 f"eval.samples={self.eval.samples}: expected 1 with rollout.temperature=0, as all answers to a prompt "
                 "would be equal; eval.temperature sets another one"
+            )
+        response, positions = self.eval.max_response_length, self.rollout.max_length or model.max_positions
+        left = min(positions, model.max_positions) - self.data.max_prompt_length
+        if response is not None and response > left:
+            raise ValueError(
+                f"eval.max_response_length={response}: expected at most {left}, the positions behind a prompt of "
+                f"data.max_prompt_length={self.data.max_prompt_length} (rollout.max_length and the model's)"
             )
 
     def _layout(self, key: str, cards: tuple[int, ...], shape: LayoutConfig) -> Parallel:

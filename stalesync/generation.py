@@ -255,7 +255,7 @@ class Generation:
         prompts: Sequence[Prompt],
         engines: Sequence[int],
         *,
-        temperature: float | None = None,
+        sampling: Mapping[str, Any] | None = None,
         for_model: bool = False,
     ) -> dict[str, EvalAnswer]:
         """Answers each prompt once; returns the answers by the prompt's id. Prompts whose ids are equal up to a slash
@@ -263,17 +263,17 @@ class Generation:
         are those for which none was left. Called while no engine runs.
 
         Args:
-            temperature: of sampling; None: that of the rollouts.
+            sampling: fields of `SamplingParams` in which the answers differ from the rollouts.
             for_model: the reward model scores the answers: their tokens are stored in the queue, in rows that no task
                 receives.
         """
         assert not self._running, "engines must be suspended before they answer"
         answers: dict[str, EvalAnswer] = {}
-        sampling = self._sampling if temperature is None else replace(self._sampling, temperature=temperature)
+        params = replace(self._sampling, **(sampling or {}))
         left, living = list(prompts), [engine for engine in engines if not self._cards.is_down(engine)]
         while left and living:
             rows = f"{EVAL_ROWS}{uuid4().hex}/" if for_model else ""
-            running = self._begin_answers(left, living, sampling, rows)
+            running = self._begin_answers(left, living, params, rows)
             for engine, stage in running.items():
                 reports = self._cards.wait(stage)
                 self._take_reports(reports)

@@ -377,7 +377,7 @@ class TrainingRun:
             return self.generation.answer(
                 prompts,
                 self.desk.share.engines,
-                temperature=self.evaluation.config.temperature,
+                sampling=self.evaluation.config.sampling,
                 for_model=file.pool is None and self.config.reward.kind == "model",
             )
         except RunFailed as error:

@@ -100,6 +100,18 @@ class EvalConfig:
     temperature: float | None = None
     """Sampling temperature of an evaluation; 0: greedy; null: `rollout.temperature`."""
 
+    top_k: int | None = None
+    """`rollout.top_k` of an evaluation; null: that of the rollouts."""
+
+    top_p: float | None = None
+    """`rollout.top_p` of an evaluation; null: that of the rollouts."""
+
+    min_p: float | None = None
+    """`rollout.min_p` of an evaluation; null: that of the rollouts."""
+
+    max_response_length: int | None = None
+    """Maximum number of tokens of an answer; null: `rollout.max_response_length`."""
+
     pass_reward: float = 1.0
     """Minimum reward of an answer that counts as correct in pass@k."""
 
@@ -118,12 +130,19 @@ class EvalConfig:
         check.integer("every", at_least=0)
         check.integer("samples", at_least=1)
         check.number("pass_reward")
-        if self.temperature is not None:
-            check_sampling("eval", SamplingParams(temperature=self.temperature))
+        check.integer("max_response_length", at_least=1, null=True)
+        check_sampling("eval", SamplingParams(**self.sampling))
         check.that(
             "samples", self.samples == 1 or self.temperature != 0, "1 with eval.temperature=0, as all would be equal"
         )
         self.specs()
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The fields of `SamplingParams` in which an evaluation differs from the rollouts."""
+        fields = {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        fields["max_tokens"] = self.max_response_length
+        return {name: value for name, value in fields.items() if value is not None}
 
     def specs(self) -> list[EvalFileSpec]:
         """Returns the files, checked.

@@ -19,6 +19,10 @@ METRICS = "val-core/held_out/reward/mean@1, val-core/held_out/reward/pass@1"
         ({"samples": 0}, "eval.samples=0: expected a whole number of at least 1"),
         ({"pass_reward": "high"}, "eval.pass_reward='high': expected a number"),
         ({"temperature": -1.0}, "eval.temperature=-1.0: expected 0 .greedy decoding. or a number in"),
+        ({"top_p": 0.0}, r"eval.top_p=0.0: expected a number in \(0, 1\]"),
+        ({"top_k": -1}, "eval.top_k=-1: expected a whole number of at least 0"),
+        ({"min_p": 2.0}, "eval.min_p=2.0: expected a number in"),
+        ({"max_response_length": 0}, "eval.max_response_length=0: expected a whole number of at least 1"),
         ({"samples": 2, "temperature": 0.0}, "eval.samples=2: expected 1 with eval.temperature=0"),
         ({"files": "a.jsonl"}, "eval.files='a.jsonl': expected a list"),
         ({"files": [3]}, r"eval.files\[0\]=3: expected a path, or path and other fields of name, path, reward"),
@@ -54,6 +58,13 @@ def test_a_wrong_value_is_refused_by_key(changes, message):
         EvalConfig(**changes).validate()
 
 
+def test_an_evaluation_differs_from_the_rollouts_only_in_what_it_states():
+    assert EvalConfig().sampling == {}
+    config = EvalConfig(temperature=0.0, top_p=0.9, top_k=0, max_response_length=7)
+    config.validate()
+    assert config.sampling == {"temperature": 0.0, "top_p": 0.9, "top_k": 0, "max_tokens": 7}
+
+
 def test_a_path_alone_is_a_file_with_the_name_of_the_file_and_the_reward_of_the_run(tmp_path):
     reward = tmp_path / "mine.py"
     reward.touch()
@@ -70,6 +81,7 @@ def test_a_path_alone_is_a_file_with_the_name_of_the_file_and_the_reward_of_the_
         ({"eval__best": "reward"}, f"eval.best='reward': expected one of {METRICS}, val-aux/held_out/response_length"),
         ({"eval__best": "x", "run__eval_prompts": 0}, "eval.best='x': expected null, as nothing is evaluated"),
         ({"eval__best": "val-core/a/reward/mean@2", "eval__files": ["a.jsonl"]}, "expected one of val-core/held_out"),
+        ({"eval__max_response_length": 60_000}, "eval.max_response_length=60000: expected at most"),
         ({"eval__samples": 2, "rollout__temperature": 0.0}, "eval.samples=2: expected 1 with rollout.temperature=0"),
     ],
 )

@@ -57,7 +57,7 @@ def test_the_best_checkpoint_stays_a_resume_goes_on_and_a_checkpoint_alone_is_ev
 ):
     sums, reward = files
     options = [*evaluating(sums, f"{reward}:score", name="falling"), f"eval.best={BEST}"]
-    options += ["run.save_every=1", "run.keep=1", "training.lr=1e-3"]
+    options += ["run.save_every=1", "run.keep=1", "training.lr=1e-3", "eval.top_p=0.9", "eval.max_response_length=2"]
     run = tmp_path / "run"
     for steps in (3, 4):
         done = train(base, tmp_path, *options, f"run.steps={steps}", f"run.resume={steps == 4}")
@@ -80,6 +80,8 @@ def test_the_best_checkpoint_stays_a_resume_goes_on_and_a_checkpoint_alone_is_ev
         value = history["held_out", step]["estimates"]["reward/mean@2"]["value"]
         assert row[f"val/rewards/{when}"] == value
     assert sum("val/rewards/before" in row for row in rows) == 1
+    assert {row["estimates"]["response_length/mean@2"]["value"] <= 2 for row in history.values()} == {True}
+    assert max(row["response_length/max"] for row in rows) > 2, "only evaluations have the limit of evaluations"
 
     for source, name, step in ((run, "run", 4), (run / "checkpoints" / "step-1", "run-step-1", 1)):
         printed = ["--json", "-"] if source == run else []
