@@ -114,8 +114,8 @@ class Space:
         return found
 
     def left_files(self) -> list[str]:
-        """Return what is in shared memory and among the temporary files. Ray keeps its logs, which do not count."""
-        places = (self.seen(Path("/dev/shm")), self._folder / "tmp")
+        """Return what is in shared memory, among the temporary files, and in the parent of Ray's folders."""
+        places = (self.seen(Path("/dev/shm")), self._folder / "tmp", self._folder / "ray")
         return sorted(str(path.relative_to(self._root) if path.is_relative_to(self._root) else path)
                       for place in places for path in place.iterdir())  # fmt: skip
 
@@ -159,7 +159,7 @@ class Space:
         return {Path("/dev/shm"): SHARED_MEMORY_MIB, self.runs: DISK_MIB}
 
     def _path(self, what: str) -> Path:
-        return self.runs if what == "disk" else Path("/dev/shm")
+        return Path("/dev/shm") if what == "shared memory" else self.runs
 
     def _resize(self, path: Path, size: str) -> bool:
         remount = [*self.enter, "mount", "-o", f"remount,size={size}", str(path)]

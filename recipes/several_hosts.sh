@@ -73,9 +73,13 @@ port=6379 head=${hosts[0]} others=("${hosts[@]:1}")
 # where it then is, only the process's own user can read.
 token=RANDOM
 [ -n "$dry" ] || token=$(head -c 32 /dev/urandom | od -An -tx1 | tr -d ' \n')
+# Ray lets all users write to its temporary folder, and follows links in it, so it is in a folder that only this user may
+# enter: mkdir fails where another user has taken its name, which nobody can know before.
+ray_folder=/tmp/ray-RANDOM
+[ -n "$dry" ] || ray_folder=/tmp/ray-$(head -c 8 /dev/urandom | od -An -tx1 | tr -d ' \n')
 on() { # HOST COMMAND...: run the command on HOST with bash, whatever the login shell, in this checkout and its environment
   local host=$1 line; shift
-  line="cd $(printf %q "$PWD") && export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$token && source scripts/environment.sh && $(printf '%q ' "$@")"
+  line="cd $(printf %q "$PWD") && export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$token RAY_TMPDIR=$ray_folder && source scripts/environment.sh && $(printf '%q ' "$@")"
   line=${line% }
   if [ -n "$dry" ]; then echo "ssh -o BatchMode=yes $host bash <<< ${line@Q}"; else ssh -o BatchMode=yes "$host" bash <<< "$line"; fi
 }
@@ -104,12 +108,14 @@ if [ ${#others[@]} -gt 0 ]; then
   fi
 fi
 
-[ -n "$dry" ] || trap 'rm -f "${answer:-}"; on_all ray stop -- "${hosts[@]}"' EXIT
+[ -n "$dry" ] || trap 'rm -f "${answer:-}"; (on_all ray stop -- "${hosts[@]}"); on_all rm -rf "$ray_folder" -- "${hosts[@]}"' EXIT
+on_all mkdir -m 700 "$ray_folder" -- "${hosts[@]}"
 # Ray starts workers at niceness 15; on a busy core they get about 3 % of the CPU time.
 on "$head" "${ray_start[@]}" "${known[@]}" --head --port="$port" --system-config='{"worker_niceness": 0}'
 [ ${#others[@]} -eq 0 ] || on_all "${ray_start[@]}" --address="$address:$port" -- "${others[@]}"
 on "$head" "${job[@]}"
 if [ -n "$dry" ]; then
   on_all ray stop -- "${hosts[@]}"
+  on_all rm -rf "$ray_folder" -- "${hosts[@]}"
   echo "dry run: ${#hosts[@]} hosts${plan:+, $((nodes * dies)) dies; the plan fits}"
 fi

@@ -12,7 +12,8 @@
 # --gres, --partition or --time, replace those above. Two minutes before the time limit, and at scancel --signal=TERM
 # --batch, the run ends its step, saves a checkpoint, and Ray stops: --signal=B:TERM@600 leaves ten minutes for long
 # steps. The same command goes on from the newest checkpoint: one is also written every ten minutes unless run.save_every
-# says otherwise. A token in a file that only its user can read protects Ray.
+# says otherwise. A token in a file that only its user can read protects Ray, whose own files are in a folder of each node
+# that only its user may enter.
 set -euo pipefail
 fail() { echo "error: $*" >&2; exit 2; }
 [ -n "${SLURM_JOB_ID:-}" ] || fail "not a Slurm job: sbatch recipes/slurm.sh run.name=NAME model.path=FOLDER …"
@@ -29,12 +30,17 @@ head=${nodes[0]} port=$((20000 + SLURM_JOB_ID % 10000)) count=${#nodes[@]}
 
 ray_pids=() run_pid='' stopped=''
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$PWD/.ray-token-$SLURM_JOB_ID"
+# Ray lets all users write to its temporary folder: it is in one that mkdir creates, with a name that nobody can know before.
+RAY_TMPDIR=/tmp/ray-$(head -c 8 /dev/urandom | od -An -tx1 | tr -d ' \n')
+export RAY_TMPDIR
+on_every_node() { srun --overlap --nodes="$count" --ntasks="$count" --ntasks-per-node=1 "$@"; }
 # shellcheck disable=SC2329 # a trap calls it
 finish() { # Ray runs in the foreground of its tasks: it stops with them
   trap '' TERM
   for pid in "${ray_pids[@]}"; do kill -TERM "$pid" 2> /dev/null || true; done
   wait || true
   rm -f "$RAY_AUTH_TOKEN_PATH"
+  on_every_node rm -rf "$RAY_TMPDIR" || true
 }
 trap finish EXIT
 # The run ends in order; srun passes the signal on to it. Before it has started, the script ends.
@@ -49,6 +55,7 @@ if [ "$count" -gt 1 ]; then
   address=$(on "${nodes[1]}" getent ahostsv4 "$head" | awk '/STREAM/ {print $1; exit}')
   [ -n "$address" ] || fail "${nodes[1]} finds no address of $head"
 fi
+on_every_node mkdir -m 700 "$RAY_TMPDIR" || fail "cannot create $RAY_TMPDIR on every node"
 # Ray starts workers at niceness 15; on a busy core they get about 3 % of the CPU time.
 on "$head" ray start --disable-usage-stats --block --head --node-ip-address="$address" --port="$port" \
   --system-config='{"worker_niceness": 0}' & ray_pids+=($!)

@@ -230,7 +230,7 @@ def emulator(code: str = OPEN, timeout_s: float = 600) -> Check:
 
 
 def ray_cluster() -> Check:
-    address = Path("/tmp/ray/ray_current_cluster")
+    address = Path(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster")
     running = address.read_text().strip() if address.exists() else ""
     return Check("Ray cluster", "ok" if running else "none", running or "none; every run starts its own")
 

@@ -16,6 +16,7 @@ from distqueue.errors import StorageFull
 from fusion.colocate.failures import StageFailed, stage_kind
 from fusion.npu.failures import CONSEQUENCES, FailureKind, RankFailure
 from stalesync.hosts import Host, describe_ranks
+from stalesync.ray_folder import LOGS, ROOT_VARIABLE
 
 START_HEAD = """ray start --head --system-config='{"worker_niceness": 0}'"""
 """Ray would start workers at niceness 15: on a busy core they get about 3 % of the CPU time."""
@@ -91,9 +92,7 @@ class RayEnded(RunFailed):
 
     def __init__(self, name: str):
         reason = full_storage() or "killed, out of host memory, or crashed"
-        super().__init__(
-            f"Ray's process {name} has ended ({reason}); its logs are in /tmp/ray, or where RAY_TMPDIR says"
-        )
+        super().__init__(f"Ray's process {name} has ended ({reason}); its logs are in the run's folder, {LOGS}")
 
 
 class CardFailed(RunFailed):
@@ -181,7 +180,8 @@ class FailedStage:
 
 def full_storage() -> str:
     """Returns which of the file systems that Ray cannot do without is full, with its free bytes; "" if none is."""
-    for name, path in (("shared memory", "/dev/shm"), ("the disk", os.environ.get("RAY_TMPDIR", "/tmp"))):
+    disk = os.environ.get(ROOT_VARIABLE) or os.environ.get("TMPDIR") or "/tmp"
+    for name, path in (("shared memory", "/dev/shm"), ("the disk", disk)):
         if os.path.isdir(path) and (free := _free_bytes(path)) < MIN_FREE_BYTES:
             return f"{name} is full: {path}: {free:,} bytes are free"
     return ""

@@ -17,8 +17,16 @@ from typing import Any
 
 from stalesync.process_log import stderr_to
 from stalesync.ray_end import Ender, ShowReport
+from stalesync.ray_folder import exposed
 from stalesync.ray_guard import LEAVING, STARTED, Report, guarded, marking
 from stalesync.stopping import keeping_handlers, restoring_handlers
+
+logger = logging.getLogger(__name__)
+
+EXPOSED = (
+    "cluster.address=%s: other users of this host can change the files and sockets of this Ray: %s. Start it again in "
+    "a folder of your own: mkdir -m 700 /tmp/ray-NAME and export RAY_TMPDIR=/tmp/ray-NAME, on every host"
+)
 
 
 @contextmanager
@@ -46,6 +54,7 @@ def ray_cluster(
             by a signal, for whose handling the start of Ray takes too long.
 
     Raises:
+        ValueError: RAY_TMPDIR cannot have Ray's folder (`ray_folder.py`).
         RunFailed: Ray did not start, or the cluster cannot be joined, needs no token, or refuses that of this process.
     """
     set_environment(address)
@@ -63,12 +72,15 @@ def ray_cluster(
             with keeping_handlers(), joining, stderr_to(log):
                 _check_admitted(address)
                 _initialise(address, address=address)
+            node: Any = ray._private.worker.global_worker.node
+            if how := exposed(Path(node.get_session_dir_path())):
+                logger.warning(EXPOSED, address, how)
             yield lambda: None
         return
     with guarded(queue_roots, report) as guard, ExitStack() as watched, _shutting_down():
         ender = Ender(guard, report, show_report)
         try:
-            with keeping_handlers(), ender.watching_start(), stderr_to(log), marking(guard.mark):
+            with keeping_handlers(), ender.watching_start(), stderr_to(log), marking(guard.mark, guard.folder):
                 _start()
             guard.send(STARTED)
             processes = watched.enter_context(closing(RayProcesses(complete=True)))

@@ -4,7 +4,7 @@
         │ killed (SIGKILL, out of memory)
         ▼
     the guard has another parent ─► GRACE_S for Ray's own clean-up ─► SIGKILL to what is left of that Ray
-                                 ─► removes the folders of queues whose processes are dead
+                                 ─► removes Ray's folder, and those of queues whose processes are dead
 
 A process of Ray that ends can end the controller, too, from Ray's C++, which no exception reports; while the controller
 connects to Ray, it holds the interpreter meanwhile, for as long as a minute. So the guard watches these processes, too,
@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from distqueue.payload.sweep import sweep
 from stalesync.end_order import EndOrder
 from stalesync.exit_status import ExitStatus
+from stalesync.ray_folder import ROOT_VARIABLE, ray_folder, remove
 from stalesync.ray_processes import RAYLET, WATCH_S, RayProcesses, pending_stop, started_by
 from stalesync.stopping import HOLD_S, describe_stop, exception_of
 
@@ -105,13 +106,15 @@ class Report(NamedTuple):
 
 @dataclass
 class Guard:
-    """The guard, seen from the controller. ``mark``: of the processes that it ends; ``pipe``: it reads.
+    """The guard, seen from the controller. ``mark``: of the processes that it ends; ``pipe``: it reads; ``folder``:
+    Ray's.
 
     ``ends_itself``: whether what is left of Ray may end by itself: it has started, and none of its processes has ended.
     """
 
     mark: str
     pipe: int
+    folder: Path
     ends_itself: bool = False
 
     def send(self, news: bytes) -> None:
@@ -123,18 +126,29 @@ class Guard:
 
 @contextmanager
 def guarded(roots: Sequence[Path | str] = (), report: Report | None = None) -> Iterator[Guard]:
-    """Guards the Ray that is started inside the block, in `marking`; at the block's end, none of its processes is left.
+    """Guards the Ray that is started inside the block, in `marking`; at the block's end, none of its processes is left,
+    and its folder is removed.
 
     Args:
         roots: folders in which queues have folders: those of dead queues are removed (`distqueue.payload.sweep`).
         report: called by the guard, with its standard error, if a process of Ray has ended and the controller ends, or
             hangs, before it sends `LEAVING`.
+
+    Raises:
+        ValueError: by `root_of`.
+        RayNotStarted: Ray's folder cannot be created.
     """
+    with ray_folder() as folder:
+        yield from _guarded(folder, roots, report)
+
+
+def _guarded(folder: Path, roots: Sequence[Path | str], report: Report | None) -> Iterator[Guard]:
     mark, named = secrets.token_hex(16), [str(root) for root in roots]
     options = {
         "controller": os.getpid(),
         "mark": mark,
         "roots": named,
+        "folder": str(folder),
         "sys_path": _paths(),
         "before": sorted(started_by(os.getpid())),
         "report": report,
@@ -147,20 +161,21 @@ def guarded(roots: Sequence[Path | str] = (), report: Report | None = None) -> I
         start_new_session=True,
     )
     assert guard.stdin is not None
-    seen = Guard(mark, guard.stdin.fileno())
+    seen = Guard(mark, guard.stdin.fileno(), folder)
     try:
         yield seen
     finally:
         end_session(mark, named, grace_s=GRACE_S if seen.ends_itself else 0.0)
+        remove(folder, keep_logs_in=None if report is None or seen.ends_itself else Path(report.folder))
         guard.kill()  # unless that was interrupted: then it does the same when this process has ended
         guard.wait()
         guard.stdin.close()
 
 
 @contextmanager
-def marking(mark: str) -> Iterator[None]:
-    """Marks the processes that are started in the block, and what they start."""
-    marks = {MARK: mark, KEEP_ENVIRONMENT: "1"}
+def marking(mark: str, folder: Path | None = None) -> Iterator[None]:
+    """Marks the processes that are started in the block, and what they start; a Ray among them is in ``folder``."""
+    marks = {MARK: mark, KEEP_ENVIRONMENT: "1"} | ({} if folder is None else {ROOT_VARIABLE: str(folder)})
     before = {name: os.environ.get(name) for name in marks}
     os.environ.update(marks)
     try:
@@ -224,12 +239,15 @@ def end_session(mark: str, roots: Sequence[str], quiet_s: float = LOOKS_S, grace
         sweep(Path(root))
 
 
-def main(controller: int, mark: str, roots: list[str], before: list[int], report: list[Any] | None) -> None:
+def main(
+    controller: int, mark: str, roots: list[str], folder: str, before: list[int], report: list[Any] | None
+) -> None:
     """Waits until the controller has ended, then ends what is left of its Ray."""
-    grace_s = GRACE_S
+    grace_s, failed_in = GRACE_S, None
     if report is not None:
         ended, ends_itself = ended_before(controller, before)
         grace_s = GRACE_S if ends_itself else 0.0
+        failed_in = Path(report[0]) if ended or not ends_itself else None
         if isinstance(ended, KeyboardInterrupt):
             os.write(2, f"{describe_stop(ended)}\n".encode())
             os.kill(controller, signal.SIGKILL)
@@ -243,6 +261,7 @@ def main(controller: int, mark: str, roots: list[str], before: list[int], report
     while os.getppid() == controller:
         time.sleep(POLL_S)
     end_session(mark, roots, QUIET_S, grace_s)
+    remove(Path(folder), keep_logs_in=failed_in)
 
 
 def ended_before(controller: int, before: Collection[int]) -> tuple[str | KeyboardInterrupt | None, bool]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import struct
+from contextlib import suppress
 from ipaddress import ip_address
 from pathlib import Path
 from typing import NamedTuple
@@ -29,6 +30,16 @@ def listening(pid: int) -> set[Listening]:
     """Sockets of a process that others can connect to, or send datagrams to."""
     inodes = _socket_inodes(pid)
     return {opened for inode, opened in _all_listening(pid).items() if inode in inodes}
+
+
+def unix_paths(pid: int) -> set[Path]:
+    """Paths of the Unix sockets of a process: those that it listens on, and those of connections that it has accepted,
+    whose other ends have no path of their own."""
+    inodes, lines = _socket_inodes(pid), []
+    with suppress(OSError):  # it has ended
+        lines = Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]
+    named = (fields for line in lines if len(fields := line.split(maxsplit=7)) == 8 and fields[7].startswith("/"))
+    return {Path(fields[7]) for fields in named if fields[6] in inodes}
 
 
 def _socket_inodes(pid: int) -> set[str]:

@@ -28,7 +28,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -144,8 +144,13 @@ def memory() -> Path:
 
 def sweep(root: Path, own_folder: Path | None = None) -> None:
     """Remove the folders of dead queues in `root`, except the folder of the calling queue, if it is one."""
-    for folder in root.glob(f"{PREFIX}*"):
-        if folder == own_folder or folder.is_symlink() or not folder.is_dir():
+    sweep_folders(folder for folder in root.glob(f"{PREFIX}*") if folder != own_folder)
+
+
+def sweep_folders(folders: Iterable[Path]) -> None:
+    """Remove those of the folders whose processes are dead."""
+    for folder in folders:
+        if folder.is_symlink() or not folder.is_dir():
             continue
         try:
             with ExitStack() as stack:
@@ -177,7 +182,7 @@ def _sweep_one(folder: Path, stack: ExitStack) -> None:
         case "mark":
             mark.touch(mode=0o600)
         case "remove":
-            log.warning("removing %s: its queue's processes are dead", folder)
+            log.warning("removing %s: its processes are dead", folder)
             shutil.rmtree(folder, ignore_errors=True)
 
 

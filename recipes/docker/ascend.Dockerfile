@@ -25,15 +25,16 @@ RUN pip install --no-cache-dir -r /tmp/ascend.txt "ray[default]==2.60.0" && rm /
 COPY . /tmp/rlfusion
 RUN pip install --no-cache-dir /tmp/rlfusion && rm -rf /tmp/rlfusion
 
-# User 1000 is HwHiAiUser on hosts with Ascend's driver: the owner of /dev/davinci*.
+# User 1000 is HwHiAiUser on hosts with Ascend's driver: the owner of /dev/davinci*. Ray lets all users write to its
+# temporary folder: it is in /ray, which only this user may enter.
 RUN { getent group 1000 || groupadd --gid 1000 HwHiAiUser; } \
     && { getent passwd 1000 || useradd --create-home --uid 1000 --gid 1000 ray; } \
-    && mkdir /work && chown 1000:1000 /work
+    && mkdir /work && chown 1000:1000 /work && install -d -m 700 -o 1000 /ray
 # Login shells, with which KubeRay may start Ray, set PATH anew.
 RUN printf 'export PATH="%s"\n' "${PATH}" > /etc/profile.d/rlfusion.sh && bash -lc 'rlfusion --help' > /dev/null
 USER 1000
 WORKDIR /work
 # TOKENIZERS_PARALLELISM is no secret.
 # hadolint ignore=DL3064
-ENV OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+ENV OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false RAY_TMPDIR=/ray
 CMD ["rlfusion", "--help"]

@@ -16,11 +16,12 @@ RUN pip install --no-cache-dir torch==2.13.0 --index-url https://download.pytorc
 COPY . /tmp/rlfusion
 RUN pip install --no-cache-dir /tmp/rlfusion && rm -rf /tmp/rlfusion
 
-RUN useradd --create-home --uid 1000 ray && mkdir /work && chown ray /work
+# Ray lets all users write to its temporary folder: it is in /ray, which only this user may enter.
+RUN useradd --create-home --uid 1000 ray && mkdir /work && chown ray /work && install -d -m 700 -o ray /ray
 USER 1000
 WORKDIR /work
 # TOKENIZERS_PARALLELISM is no secret.
 # hadolint ignore=DL3064
-ENV OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+ENV OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false RAY_TMPDIR=/ray
 RUN python -c "from fusion.npu import open_device; open_device('emulated')"
 CMD ["rlfusion", "--help"]

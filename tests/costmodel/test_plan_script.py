@@ -136,8 +136,12 @@ def test_the_recipe_plans_resolves_and_prints_without_hardware(tmp_path, tmp_pat
     done = recipe("--dry-run", "--hosts", str(tmp_path / "hosts"), "--", "run.steps=7", quoted)
     assert done.returncode == 0, done.stderr
     commands = [line for line in done.stdout.splitlines() if line.startswith("ssh ")]
-    assert len(commands) == 1 + 48 + 1 + 48
+    assert len(commands) == 1 + 48 + 48 + 1 + 48 + 48
     assert "host1 " in commands[0] and "getent ahostsv4 host0" in commands.pop(0), "as the others know the head"
+    created, commands, removed = commands[:48], commands[48:-48], commands[-48:]
+    assert all(line.rstrip("'").endswith("mkdir -m 700 /tmp/ray-RANDOM") for line in created)
+    assert all(line.rstrip("'").endswith("rm -rf /tmp/ray-RANDOM") for line in removed)
+    assert all("RAY_TMPDIR=/tmp/ray-RANDOM && " in line for line in commands), "of Ray and of the job that joins it"
     assert "host0 " in commands[0] and "--head --port=6379" in commands[0] and "NPU" in commands[0]
     assert all("--address=host0:6379" in line for line in commands[1:48])
     job = commands[48]

@@ -142,6 +142,9 @@ def test_the_recipe_starts_ray_runs_the_job_and_leaves_nothing(base, shared, pla
         assert done.returncode == 0, done.stdout + done.stderr
         left = [line for host in hosts.names for line in hosts.processes(host)]
         assert not left, left
+        for host in hosts.names:
+            listed = hosts.run(host, ["find", "/tmp", "-maxdepth", "1", "-name", "ray*"])
+            assert listed.returncode == 0 and not listed.stdout, "Ray's folders"
     assert len(rows_of(shared / name)) == 3
     assert (shared / name / "logs" / "rank-3.log").read_text().split(" on ")[1].startswith("host-b")
     files = [

@@ -19,6 +19,7 @@ TOOLS = {
     "getent": "echo '10.0.0.1  STREAM node1'",
     "ray": """
 trap 'echo "ray stopped" >> "$LOG"; exit 0' TERM
+echo "folder $(stat -c %a "$RAY_TMPDIR") $RAY_TMPDIR" >> "$LOG"
 [ -s "$RAY_AUTH_TOKEN_PATH" ] && echo "token $(stat -c %a "$RAY_AUTH_TOKEN_PATH")" >> "$LOG"
 while true; do sleep 0.05; done""",
     "python": """
@@ -58,7 +59,9 @@ def lines_of(job):
 
 
 def has_ended(job):
-    """Ray has stopped on all nodes, and the token is gone."""
+    """Ray has stopped on all nodes, and the token and Ray's folder, in which only its user could write, are gone."""
+    (folder,) = {line for line in lines_of(job) if line.startswith("folder ")}
+    assert folder.startswith("folder 700 /tmp/ray-") and not Path(folder.split()[2]).exists()
     return lines_of(job).count("ray stopped") == 3 and not list(Path(job["SLURM_SUBMIT_DIR"]).glob(".ray-token*"))
 
 

@@ -94,7 +94,8 @@ def test_progress_begins_at_the_step_of_the_checkpoint(tmp_path, monkeypatch, re
 
 
 def test_shared_memory_or_a_disk_that_is_full_is_named_where_ray_ends(monkeypatch):
-    monkeypatch.delenv("RAY_TMPDIR")
+    for name in ("RAY_TMPDIR", "TMPDIR"):
+        monkeypatch.delenv(name, raising=False)
     free = {"/dev/shm": 1 << 30, "/tmp": 1 << 30}
     monkeypatch.setattr(failures, "_free_bytes", free.__getitem__)
     assert "busy" in str(RayNotStarted(None, RuntimeError())) and "(killed, out of" in str(RayEnded("raylet"))

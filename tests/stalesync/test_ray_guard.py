@@ -42,7 +42,7 @@ time.sleep(600)
 ''', *shard], stdout=subprocess.PIPE, text=True)
         member = int(raylet.stdout.readline())
     other = subprocess.Popen(sleep, start_new_session=True)
-    print(raylet.pid, member, other.pid, flush=True)
+    print(raylet.pid, member, other.pid, guard.folder, flush=True)
     if sys.argv[2] == "raises":
         raylet.kill()
         raise SystemExit(3)
@@ -54,7 +54,9 @@ time.sleep(600)
 def test_nothing_of_a_ray_is_left_when_its_controller_has_ended(tmp_path, how):
     command = [sys.executable, "-c", CONTROLLER, str(tmp_path), how]
     controller = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    raylet, member, other = map(int, controller.stdout.readline().split())
+    *pids, folder = controller.stdout.readline().split()
+    raylet, member, other = map(int, pids)
+    assert Path(folder).parent == Path(os.environ["RAY_TMPDIR"]) and Path(folder).is_dir()
     guards = _guards(controller.pid)
     try:
         if how == "killed":
@@ -65,7 +67,7 @@ def test_nothing_of_a_ray_is_left_when_its_controller_has_ended(tmp_path, how):
             wait_for(lambda: not any(map(running, guards)), 30)
         else:
             assert controller.wait() == 3 and not any(map(running, guards))
-        assert not running(member) and not [*tmp_path.iterdir()]
+        assert not running(member) and not [*tmp_path.iterdir()] and not Path(folder).exists()
         assert running(other), "not started by its Ray"
     finally:
         for pid in (member, other):
