@@ -4,18 +4,19 @@
 
 Runs of a tiny model are started as a user starts them, in every deployment at staleness 0, 1 and 2, and something is
 killed in each: the controller (SIGKILL, SIGTERM, SIGINT), a worker, the queue, a shard of it, Ray's raylet or GCS, a
-reward process; or the disk or the shared memory becomes full. The run is resumed, killed again, and so on; the last
+reward process; or the disk or the shared memory becomes full. A disk that is full between two checkpoints must only
+stop the run's logs, with a warning, until there is space again. The run is resumed, killed again, and so on; the last
 start goes to its end. What is killed when is drawn from the seed (`chaos_plan.py`).
 
 After each kill the run must end, or go on where it survives, within 1.5 times the time in which it starts on this
 machine under its present load (else `late`); its message must name what was killed, for a worker with rank and stage
 (`unnamed`); and no process, segment of shared memory or temporary file may be left over, and no checkpoint count as
-complete that is not (`left_over`; Ray's own logs do not count). A run that goes on without a worker, because its engine
-is replaced, counts as `mended`; its controller is killed then. After a chain, its folder must show every group ended
-once (`lost`, `twice`) at an age within the bound (`too_old`), and at staleness 0 the metrics and final weights of a run
-that was not disturbed, to the bit (`not_bitwise`; of a step in which an engine was replaced, without what engines
-count); `not_finished` counts chains whose last start failed. A chain in which a reward process was killed while it
-scored a sample is not compared: that sample is not trained.
+complete that is not (`left_over`). A run that goes on without a worker, because its engine is replaced, counts as
+`mended`; its controller is killed then. After a chain, its folder must show every group ended once (`lost`, `twice`)
+at an age within the bound (`too_old`), and at staleness 0 the metrics and final weights of a run that was not
+disturbed, to the bit (`not_bitwise`; of a step in which an engine was replaced, without what engines count);
+`not_finished` counts chains whose last start failed. A chain in which a reward process was killed while it scored a
+sample is not compared: that sample is not trained.
 
 Exit status 1 if any of these but `late` is not 0. Needs root or user namespaces (`chaos_space.py`).
 """

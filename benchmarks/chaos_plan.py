@@ -49,7 +49,18 @@ survives."""
 SIGNALS = ("SIGKILL", "SIGKILL", "SIGTERM", "SIGTERM", "SIGINT")
 """Of the controller; all others are killed by SIGKILL"""
 
-FILLED = ("disk", "shared memory")
+LOGS = "logs"
+"""Fills the disk between two checkpoints, until the run has warned: it must go on"""
+
+FILLED = ("disk", "shared memory", LOGS)
+
+FILLS_EVERY = 5
+"""Of so many chains in a row, the disk of one is filled between checkpoints"""
+
+SELDOM = 9
+"""Steps between the checkpoints of a chain in which that is done …"""
+BEFORE_SAVE = 5
+"""… at least so many steps before the next one"""
 
 
 @dataclass(frozen=True)
@@ -57,7 +68,7 @@ class Kill:
     """What is killed, and when.
 
     Attributes:
-        victim: a key of ENDS, `shard` or `reward`.
+        victim: a key of ENDS, `shard`, `reward` or LOGS.
         signal: by which; "": the victim is filled.
         step: the kill comes ``delay_s`` after the end of this step; None: after the victim's process has started.
         pick: chooses among several processes, 0 to 1.
@@ -104,21 +115,22 @@ def plan_chain(seed: int, index: int) -> Chain:
     Random(f"{seed}/round/{index // len(cases)}").shuffle(cases)
     deployment, bound = cases[index % len(cases)]
     random = Random(f"{seed}/chain/{index}")
-    durability = random.choice(("memory", "journal"))
+    fills = index % FILLS_EVERY == 0
+    durability = "memory" if fills else random.choice(("memory", "journal"))  # a journal is written at every step
     edges = [round(STEPS * number / NUM_ENDS) for number in range(NUM_ENDS + 1)]
     starts, reached = [], 0
     for first, last in zip(edges, edges[1:], strict=False):
         end = _end(random, durability, random.randint(first + 2, last))
         reached = reached if end.step is None else end.step
-        starts.append((*_survived(random, durability, first + 1, end.step), end))
+        starts.append((*_survived(random, durability, first + 1, end.step, fills), end))
     return Chain(
         index=index,
         deployment=deployment,
         bound=bound,
         durability=durability,
-        save_every=random.choice(("1", "1", "2", "0.5s")),
+        save_every=f"{SELDOM}" if fills else random.choice(("1", "1", "2", "0.5s")),
         chunk_tokens=random.choice((None, 4)) if bound else None,
-        starts=(*starts, _survived(random, durability, reached + 1, STEPS)),
+        starts=(*starts, _survived(random, durability, reached + 1, STEPS, fills)),
     )
 
 
@@ -138,22 +150,18 @@ def _end(random: Random, durability: str, step: int) -> Kill:
     )
 
 
-def _survived(random: Random, durability: str, first: int, last: int | None) -> tuple[Kill, ...]:
+def _survived(random: Random, durability: str, first: int, last: int | None, fills: bool) -> tuple[Kill, ...]:
     """Draw up to two kills at steps from ``first`` to before ``last``; none if the run is killed while it starts, or if
-    there is no such step."""
-    count = random.choice((0, 1, 1, 2))
+    there is no such step. ``fills``: the disk may be filled where the next checkpoint is far."""
+    count = random.choice((1, 2) if fills else (0, 1, 1, 2))
     if last is None or first >= last:
         return ()
     victims = ("reward", "shard", "queue") if durability == "journal" else ("reward", "shard")
     steps = sorted(random.randint(first, last - 1) for _ in range(count))
-    return tuple(
-        Kill(
-            victim=random.choice(victims),
-            signal="SIGKILL",
-            step=step,
-            delay_s=random.uniform(0, STEP_S),
-            pick=random.random(),
-            ends=False,
-        )
-        for step in steps
-    )
+    kills = []
+    for step in steps:
+        far = fills and step % SELDOM <= SELDOM - BEFORE_SAVE
+        victim = LOGS if far else random.choice(victims)
+        signal, delay_s = "" if victim == LOGS else "SIGKILL", random.uniform(0, STEP_S)
+        kills.append(Kill(victim, signal, step, delay_s, pick=random.random(), ends=False))
+    return tuple(kills)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.chaos_forks import Forked
-from benchmarks.chaos_plan import STEPS, Kill
+from benchmarks.chaos_plan import FILLED, STEPS, Kill
 from benchmarks.chaos_space import Space, victim_of
-from benchmarks.chaos_verdict import MENDED, Ended
+from benchmarks.chaos_verdict import MENDED, NAMED, Ended
 
 ROOT = Path(__file__).resolve().parent.parent
 POLL_S = 0.03
@@ -87,7 +87,7 @@ class StartedRun:
 
     def wait_for_victim(self, victim: str) -> bool:
         """Wait until a process of this kind has started; False: the run has ended before."""
-        return victim in ("controller", "disk", "shared memory") or self._wait(lambda: bool(self._pids(victim)))
+        return victim in ("controller", *FILLED) or self._wait(lambda: bool(self._pids(victim)))
 
     def await_moment(self, kill: Kill) -> bool:
         """Wait until it is time to kill; False: the run has ended before."""
@@ -137,8 +137,13 @@ class StartedRun:
         return self.describe(kill, status, rank=rank, seconds=time.monotonic() - struck_s, left=tuple(left.values()))
 
     def observe_survival(self, kill: Kill, rank: int | None = None, mended: bool = False) -> Ended:
-        """Wait until a run that was struck has ended two more steps, the one in progress and another, or has ended."""
+        """Wait until a run that was struck has ended two more steps, the one in progress and another, or has ended. A
+        disk that was filled is freed when the run has warned: the rows of its steps are written then."""
         struck_s, rows = time.monotonic(), self.num_rows()
+        if kill.filled:
+            warned = re.compile(NAMED[kill.victim], re.MULTILINE)
+            self._wait(lambda: bool(warned.search(self._outputs[1].read_text(errors="replace"))), self.start_s)
+            self.space.free(kill.victim)
         went_on = self._wait(lambda: self.num_rows() >= rows + 2, HANGS_STARTS * self.start_s)
         seconds = time.monotonic() - struck_s
         status = 0 if went_on else self.wait_for_end(0.0)

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.chaos_plan import Kill
+from benchmarks.chaos_plan import LOGS, Kill
 
 STATUS = {"SIGTERM": 143, "SIGINT": 130}
 """Exit status of a run that ends by a signal, as a shell reports it …"""
@@ -21,7 +21,7 @@ UNHANDLED = {"SIGTERM": (-15,), "SIGINT": (-2, 1)}
 """… and of one that has not begun to handle it: the interpreter is still starting"""
 REPORTED = {"SIGTERM": "stopped by SIGTERM", "SIGINT": "stopped by Ctrl-C"}
 
-FULL = r"No space left on device|(the disk|shared memory) is full"
+FULL = r"^(error|OSError)\b.*(No space left on device|(the disk|shared memory) is full)"
 NAMED = {
     "worker": r"^error: rank (?P<rank>\d+) died in stage '(?P<stage>[^']+)'",
     "queue": r"^error: the queue has failed: ",
@@ -29,8 +29,9 @@ NAMED = {
     "gcs": r"^error: Ray's process gcs_server has ended",
     "disk": FULL,
     "shared memory": FULL,
+    LOGS: r"/metrics\.jsonl': the run goes on",
 }
-"""How the standard error names what ended a run"""
+"""How the standard error names what ended a run, or what it goes on without"""
 # It may be killed by its guard then, exit status -9: while it connects to Ray, it can do nothing else.
 NOT_STARTED = r"^error: Ray did not start on this machine"
 """… a process of Ray that is killed while Ray starts, where Ray notices that itself"""
@@ -103,6 +104,8 @@ class Ended:
             return "" if self.rank is None or str(self.rank) in died else f"rank {self.rank} is not named"
         if kill.signal == "SIGKILL" and kill.victim == "controller":
             return ""
+        if self.status == 0 and kill.victim == LOGS and not re.search(NAMED[LOGS], self.err):
+            return "logs are not named"
         if self.status == 0:
             return f"{kill.signal} was ignored" if kill.victim == "controller" and not self.trained else ""
         if kill.victim == "controller":

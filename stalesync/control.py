@@ -10,6 +10,7 @@ runs/NAME/control.json ──next switch to INFER──► applied, or refused w
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,8 @@ from fusion.colocate import Deployment, InferenceShare, engine_size
 from fusion.telemetry.files import JsonLines, read_jsonl, write_atomic
 from stalesync.config import Config
 from stalesync.overrides import load
+
+log = logging.getLogger(__name__)
 
 REQUEST = "control.json"
 RECORD = "control.jsonl"
@@ -120,7 +123,7 @@ class ControlDesk:
         else:
             self.share = share
             outcome, reply = "applied", f"from step {step} generation has {share}"
-        record = JsonLines(self._folder / RECORD)
+        record = JsonLines(self._folder / RECORD, lambda full: log.warning("%s; the outcome is not recorded", full))
         row = {"step": step, "share": self.share.state(), "num_engines": len(self._limits.engines)}
         record.write(row | {"outcome": outcome})
         record.close()

@@ -31,6 +31,7 @@ from stalesync.evaluation.files import EvalFile, open_files, with_rewards
 from stalesync.process_log import logging_to
 from stalesync.prompts import PromptSource
 from stalesync.ray_cluster import check_token, ray_cluster
+from stalesync.ray_folder import root_of
 from stalesync.ray_guard import Report
 from stalesync.resume import Reopened, check_resume, new_folder, reopen
 from stalesync.reward_terms import Term, check_reference_answers, check_term_fields, start_terms
@@ -73,6 +74,8 @@ def launch(config: Config, *, trains: bool = True) -> Path:
     spec = worker_spec(config, model, tokenizer)
     warn_if_endless(config, spec)
     check_token(config.cluster.address)
+    if config.cluster.address is None:
+        root_of(os.environ)
     for name in IMPORTED_LATE:
         import_module(name)
     loggers = find_loggers(config.run.loggers)
@@ -88,7 +91,7 @@ def launch(config: Config, *, trains: bool = True) -> Path:
                 print(config.training.describe_balancing(model.router_aux_coef))
             stack.callback(lambda: report_run(folder.path, **report))
             progress, logs = Progress(), RunLog(folder.path)
-            stack.enter_context(logging_to(logs.controller))
+            report["notes"] = stack.enter_context(logging_to(logs.controller))
             stack.enter_context(logs.recording(progress, report, world=spec.world, settle=ignore_stops))
         folder.open_loggers(loggers, asdict(config))
         rule = stack.enter_context(RewardPool(config.reward)) if config.reward.kind != "model" else None
@@ -220,7 +223,9 @@ def _run(
             except KeyboardInterrupt:
                 report["next_steps"] = [how_to_resume(folder)] if trains else []
                 raise
-        report["notes"] = [*notes, *run.notes(), *folder.notes]
+            finally:
+                report["notes"] += folder.notes
+        report["notes"] += [*notes, *run.notes()]
         report["next_steps"] = next_steps(config, folder) if trains else []
 
 

@@ -8,9 +8,12 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+from fusion.telemetry.files import tolerating_full, write_all
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
@@ -27,21 +30,47 @@ def write_log_to(path: str) -> None:
         return
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(line_buffering=True)  # what was printed is not lost in a crash
     for number in (1, 2):
         os.dup2(file, number)
     os.close(file)
+    sys.stdout, sys.stderr = (_text(_Tolerant(fd, "w")) for fd in (1, 2))
     faulthandler.enable(file=2)
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format=FORMAT, force=True)
     log.info("process %d on %s", os.getpid(), socket.gethostname())
 
 
+class _Tolerant(io.FileIO):
+    """Drops what finds no space: a log that cannot be written must not end what it reports of."""
+
+    def __init__(self, file: int | Path, mode: str, on_full: Callable[[OSError], None] = lambda error: None) -> None:
+        super().__init__(file, mode, closefd=isinstance(file, Path))
+        self._on_full = on_full
+
+    def write(self, data: Any, /) -> int:
+        with tolerating_full(self._on_full):
+            write_all(self.fileno(), data)
+        return len(data)
+
+
+def _text(log: _Tolerant) -> io.TextIOWrapper:
+    """Opens a log for text. Every line is written at once: what was printed is not lost in a crash."""
+    return io.TextIOWrapper(log, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+
+
 @contextmanager
-def logging_to(path: Path) -> Iterator[None]:
-    """Appends to a file what this process logs in the block; warnings are still printed to the standard error."""
+def logging_to(path: Path) -> Iterator[list[str]]:
+    """Appends to a file what this process logs in the block; warnings are still printed to the standard error. Yields
+    the notes of the final report: whether there was no space for the file."""
+    notes: list[str] = []
+
+    def note_full(error: OSError) -> None:
+        if not notes:
+            notes.append(f"{error}: the run goes on, it has a gap")
+            print(notes[0], file=sys.stderr)
+
+    stream = _text(_Tolerant(path, "a", note_full))
     root = logging.getLogger()
-    level, handlers = root.level, list[logging.Handler]([logging.FileHandler(path)])
+    level, handlers = root.level, list[logging.Handler]([logging.StreamHandler(stream)])
     handlers[0].setFormatter(logging.Formatter(FORMAT))
     if not root.handlers:
         console = logging.StreamHandler()
@@ -51,12 +80,13 @@ def logging_to(path: Path) -> Iterator[None]:
         root.addHandler(handler)
     root.setLevel(logging.INFO)
     try:
-        yield
+        yield notes
     finally:
         root.setLevel(level)
         for handler in handlers:
             root.removeHandler(handler)
             handler.close()
+        stream.close()
 
 
 @contextmanager

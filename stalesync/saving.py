@@ -19,11 +19,19 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from distqueue.errors import StorageFull
 from stalesync.failures import RunFailed
+from stalesync.run_log import add_note
 
 
 class SaveFailed(RunFailed):
     """The controller's part of a checkpoint could not be written."""
+
+
+ADVICE = (
+    "the run ends because a checkpoint could not be written; those that are complete stay. Where there is no space, "
+    "free some, or move the run's folder to another disk and set run.dir; then resume with run.resume=true"
+)
 
 
 class Saver:
@@ -48,8 +56,10 @@ class Saver:
         cut = time.perf_counter()
         try:
             yield
-        except OSError as error:
-            raise SaveFailed(_describe(error)) from error
+        except (OSError, StorageFull) as error:
+            failed = SaveFailed(_describe(error))
+            add_note(failed, ADVICE)
+            raise failed from error
         self._figures |= {"timing_s/save": time.perf_counter() - start, "timing_s/save/wait": cut - start}
 
     def begin(self, write: Callable[[], None]) -> None:
@@ -98,6 +108,8 @@ class Saver:
             self._error = error
         except Exception as error:
             self._error = SaveFailed(_describe(error))
+        if self._error is not None:
+            add_note(self._error, ADVICE)
         self._written_s = time.perf_counter() - start
 
 

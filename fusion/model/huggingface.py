@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from fusion.model.boxes import Box
@@ -33,7 +33,7 @@ from fusion.model.local_param import LocalParam, Part
 from fusion.model.parallel import Parallel
 from fusion.model.stored import INDEX, SINGLE, StoredTensor, read_json, stored_tensors
 from fusion.model.table import global_params
-from fusion.telemetry.files import replace_folder, sync
+from fusion.telemetry.files import replace_folder, sync, write_atomic
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -177,7 +177,7 @@ def _write_descriptions(config: ModelConfig, dtype: torch.dtype, folder: Path, t
     hf = config.to_hf(str(dtype).removeprefix("torch."))
     generation |= {name: hf[name] for name in ("eos_token_id", "pad_token_id") if hf[name] is not None}
     for name, content in (("config.json", hf), (GENERATION, generation)):
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+        write_atomic(folder / name, json.dumps(content, indent=2) + "\n")
 
 
 def _keep_other_files(old: Path, new: Path) -> None:
@@ -267,7 +267,11 @@ class _ShardWriter:
         self.total += tensor.nbytes
 
     def _flush(self) -> None:
-        save_file(self.pending, self.folder / f"shard-{len(self.shards)}.safetensors", metadata={"format": "pt"})
+        path = self.folder / f"shard-{len(self.shards)}.safetensors"
+        try:
+            save_file(self.pending, path, metadata={"format": "pt"})
+        except SafetensorError as error:  # it names neither
+            raise OSError(f"{path}: {self.bytes:,} bytes could not be written: {error}") from error
         self.shards.append(list(self.pending))
         self.pending, self.bytes = {}, 0
 
@@ -281,4 +285,4 @@ class _ShardWriter:
             weight_map |= dict.fromkeys(names, final)
         if count > 1:
             index_json = {"metadata": {"total_size": self.total}, "weight_map": weight_map}
-            (self.folder / INDEX).write_text(json.dumps(index_json, indent=2) + "\n")
+            write_atomic(self.folder / INDEX, json.dumps(index_json, indent=2) + "\n")

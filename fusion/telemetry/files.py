@@ -4,6 +4,9 @@ Lines are appended by one system call, so a killed process leaves complete lines
 end; `read_jsonl` ignores it, and `JsonLines` removes it before it appends. Any other line that cannot be parsed is
 an error.
 
+An error of a write names the file and, where there is no space, the bytes. A log (`JsonLines` with ``on_full``)
+outlasts a full disk: its lines are kept in memory until there is space.
+
 No file is written through a symbolic link: a link with the name of a file is replaced by `write_atomic`, and refused by
 everything that appends (OSError, ELOOP).
 """
@@ -19,7 +22,7 @@ import re
 import secrets
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -27,6 +30,12 @@ from typing import Any
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
 """Constants of renameat2(2)"""
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""No space, no quota, or a limit on the size of files"""
+
+MAX_PENDING_BYTES = 16 << 20
+"""Lines that a log keeps in memory while there is no space; with more, it drops them"""
 
 TAIL_BYTES = 1 << 16
 
@@ -43,17 +52,23 @@ TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}", re.DOTALL)
 
 class JsonLines:
     """Appends one JSON object per line to `path`. NaN and infinities, which JSON lacks, are written as null and their
-    names listed under "not_finite"."""
+    names listed under "not_finite".
 
-    def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
+    Args:
+        on_full: called with the error when there begins to be no space; the lines are then kept in memory, and written
+            with the next ones. None: the error is raised.
+    """
+
+    def __init__(self, path: Path | str, on_full: Callable[[OSError], None] | None = None) -> None:
+        self.path, self._on_full = Path(path), on_full
+        self._pending, self._is_full = b"", False
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         cut_torn_line(self._fd)
 
     def write(self, *records: Mapping[str, Any]) -> None:
         """Append the objects by one system call."""
         lines = [ENCODER.encode(finite(record)) + "\n" for record in records]
-        write_all(self._fd, "".join(lines).encode())
+        self._append("".join(lines).encode())
 
     def write_each(
         self,
@@ -74,12 +89,28 @@ class JsonLines:
             more = f", {ENCODER.encode(name)}: "
             lines = [f"{line}{more}{numbers}" for line, numbers in zip(lines, column, strict=True)]
         lines.append("")
-        write_all(self._fd, "}\n".join(lines).encode())
+        self._append("}\n".join(lines).encode())
 
     def close(self) -> None:
         if self._fd >= 0:
+            if self._pending:
+                self._append(b"")
             os.close(self._fd)
             self._fd = -1
+
+    def _append(self, data: bytes) -> None:
+        data, end = self._pending + data, os.fstat(self._fd).st_size
+        try:
+            write_all(self._fd, data, path=self.path)
+            self._pending, self._is_full = b"", False
+        except OSError as error:
+            os.ftruncate(self._fd, end)  # a later line must not follow a part of one
+            if self._on_full is None or error.errno not in FULL:
+                raise
+            self._pending = data if len(data) <= MAX_PENDING_BYTES else b""
+            if not self._is_full:
+                self._is_full = True
+                self._on_full(error)
 
 
 def read_jsonl(path: Path | str, required: Mapping[str, type] = NOTHING) -> list[dict[str, Any]]:
@@ -147,7 +178,7 @@ def write_atomic(path: Path | str, text: str) -> None:
     path = Path(path)
     temporary, fd = open_temporary(path)
     try:
-        write_all(fd, text.encode())
+        write_all(fd, text.encode(), path=path)
         os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):
@@ -219,13 +250,52 @@ def replace_folder(new: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def write_all(fd: int, data: bytes | memoryview, offset: int | None = None) -> None:
-    """Write every byte, at `offset` if given; the first call usually takes all of them."""
+def write_all(
+    fd: int, data: bytes | memoryview, offset: int | None = None, path: Path | None = None, total: int | None = None
+) -> None:
+    """Write every byte, at `offset` if given; the first call usually takes all of them.
+
+    Args:
+        path: that an error names; None: the name of the open file.
+        total: bytes that it names where there is no space, if the data are a part of what is written.
+    """
     view = memoryview(data)
-    while view:
-        written = os.write(fd, view) if offset is None else os.pwrite(fd, view, offset)
-        view = view[written:]
-        offset = None if offset is None else offset + written
+    with naming_file(fd if path is None else path, len(view) if total is None else total):
+        while view:
+            written = os.write(fd, view) if offset is None else os.pwrite(fd, view, offset)
+            view = view[written:]
+            offset = None if offset is None else offset + written
+
+
+@contextmanager
+def naming_file(file: int | Path, nbytes: int) -> Iterator[None]:
+    """Add what an error of a descriptor lacks: the path, and where there is no space, the bytes.
+
+    Args:
+        file: the path, or a descriptor.
+        nbytes: to be written in the block.
+    """
+    try:
+        yield
+    except OSError as error:
+        path, text = str(file), error.strerror
+        with suppress(OSError):
+            path = os.readlink(f"/proc/self/fd/{file}") if isinstance(file, int) else path
+        if error.errno in FULL:
+            about = os.statvfs(file if isinstance(file, int) else file.parent)
+            text = f"{text} ({nbytes:,} bytes to write, {about.f_bavail * about.f_frsize:,} bytes are free)"
+        raise OSError(error.errno, text, path) from error
+
+
+@contextmanager
+def tolerating_full(report: Callable[[OSError], None]) -> Iterator[None]:
+    """Report an error of the block, which writes a log, instead of raising it, if there is no space."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        report(error)
 
 
 def finite(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,6 +327,7 @@ def sync(path: Path) -> None:
     """Wait until a file's content, or the names in a folder, are on disk."""
     handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.fsync(handle)
+        with naming_file(path, os.fstat(handle).st_size):
+            os.fsync(handle)
     finally:
         os.close(handle)

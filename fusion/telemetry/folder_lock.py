@@ -17,6 +17,8 @@ import weakref
 from contextlib import suppress
 from pathlib import Path
 
+from fusion.telemetry.files import write_all
+
 log = logging.getLogger(__name__)
 
 NAME = "lock.json"
@@ -61,7 +63,7 @@ class FolderLock:
         _held.add(self)
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%d %H:%M:%S %Z")}
         os.ftruncate(fd, 0)
-        os.pwrite(fd, json.dumps(holder).encode(), 0)
+        write_all(fd, json.dumps(holder).encode(), 0)
 
     def release(self) -> None:
         """Releases the lock. No error if it was released before."""

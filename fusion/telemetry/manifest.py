@@ -20,7 +20,7 @@ from typing import Any
 
 import xxhash
 
-from fusion.telemetry.files import open_new, sync, write_all, write_atomic
+from fusion.telemetry.files import naming_file, open_new, sync, write_all, write_atomic
 
 NAME = "manifest.json"
 CHUNK_BYTES = 8 << 20
@@ -61,9 +61,13 @@ class FileWriter:
 
     Raises:
         OSError: the name is taken, or the disk is full.
+
+    Args:
+        total: bytes that will be written, which the error of a full disk names; None: it names those of a piece.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, total: int | None = None) -> None:
+        self._path, self._total = path, total
         self._fd, self._digest, self._nbytes = open_new(path), xxhash.xxh3_128(), 0
 
     def write(self, data: bytes | memoryview) -> None:
@@ -72,12 +76,13 @@ class FileWriter:
         for start in range(0, len(view), WRITE_BYTES):
             piece = view[start : start + WRITE_BYTES]
             self._digest.update(piece)
-            write_all(self._fd, piece)
+            write_all(self._fd, piece, path=self._path, total=self._total)
         self._nbytes += len(view)
 
     def close(self) -> FileRecord:
         """Syncs and closes the file."""
-        os.fsync(self._fd)
+        with naming_file(self._path, self._nbytes):
+            os.fsync(self._fd)
         self.abort()
         return FileRecord(self._nbytes, self._digest.hexdigest())
 

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ from fusion.telemetry.files import (
     keep_lines,
     read_jsonl,
     remove_temporary,
+    tolerating_full,
     write_atomic,
 )
 from fusion.telemetry.folder_lock import NAME as LOCK
@@ -46,6 +48,8 @@ from fusion.telemetry.loggers import Logger, LoggerGroup, find_loggers
 from fusion.telemetry.manifest import NAME as CHECKPOINT_MARK
 from fusion.telemetry.timeline import Span
 from fusion.telemetry.trace import TimelineFile
+
+log = logging.getLogger(__name__)
 
 EVALUATIONS = "evaluations.jsonl"
 BEST = "best.json"
@@ -86,6 +90,8 @@ class RunFolder:
         self._evaluations: JsonLines | None = None
         self._timeline: TimelineFile | None = None
         self._loggers: LoggerGroup | None = None
+        self._full: dict[str, str] = {}
+        """A note for each file for which there was no space, by its path"""
 
     @property
     def name(self) -> str:
@@ -142,14 +148,14 @@ class RunFolder:
 
     @property
     def notes(self) -> list[str]:
-        """A sentence for each logger that has failed."""
-        return [] if self._loggers is None else self._loggers.notes
+        """A sentence for each logger that has failed, and for each file for which there was no space."""
+        return [*self._full.values(), *([] if self._loggers is None else self._loggers.notes)]
 
     def log(self, step: int, figures: Mapping[str, SupportsFloat]) -> None:
         """Write the figures of one step to metrics.jsonl and the loggers."""
         numbers = {name: float(value) for name, value in figures.items()}
         if self._metrics is None:
-            self._metrics = JsonLines(self.path / "metrics.jsonl")
+            self._metrics = JsonLines(self.path / "metrics.jsonl", self._note_full)
         self._metrics.write({"step": step, **numbers})
         self._opened_loggers().log(step, numbers)
 
@@ -190,7 +196,7 @@ class RunFolder:
         `describe` returns the row of one: `prompt`, `response`, `reward`, and what else the caller likes to keep.
         """
         if self._samples is None:
-            self._samples = JsonLines(self.path / "samples.jsonl")
+            self._samples = JsonLines(self.path / "samples.jsonl", self._note_full)
         for sample in _spaced(samples, self.samples_per_step):
             self._samples.write({"step": step, **describe(sample)})
 
@@ -209,7 +215,7 @@ class RunFolder:
             tokens: `prompt_tokens` of each group and `response_tokens`, a list for each.
         """
         if self._groups is None:
-            self._groups = JsonLines(self.path / "groups.jsonl")
+            self._groups = JsonLines(self.path / "groups.jsonl", self._note_full)
         others = {"ended": ended} if lag is None else {"ended": ended, "lag": lag}
         self._groups.write_each({"step": step}, "group", groups, others, tokens)
 
@@ -217,7 +223,7 @@ class RunFolder:
         """Write the results of an evaluation after `step`. Before the first step, whose figures no row of metrics.jsonl
         has, also write the figures to the loggers."""
         if self._evaluations is None:
-            self._evaluations = JsonLines(self.path / EVALUATIONS)
+            self._evaluations = JsonLines(self.path / EVALUATIONS, self._note_full)
         self._evaluations.write(*rows)
         if step == 0:
             self._opened_loggers().log(0, figures)
@@ -231,13 +237,15 @@ class RunFolder:
         if best is None:
             (self.path / BEST).unlink(missing_ok=True)
         else:
-            write_atomic(self.path / BEST, json.dumps(best, indent=2) + "\n")
+            with tolerating_full(self._note_full):  # a resume writes it again
+                write_atomic(self.path / BEST, json.dumps(best, indent=2) + "\n")
 
     def log_spans(self, *spans: Iterable[Span]) -> None:
         """Add the spans of any cards to timeline.json."""
-        if self._timeline is None:
-            self._timeline = TimelineFile(self.path / "timeline.json")
-        self._timeline.append(*spans)
+        with tolerating_full(self._note_full):
+            if self._timeline is None:
+                self._timeline = TimelineFile(self.path / "timeline.json")
+            self._timeline.append(*spans)
 
     def rewind(self, step: int) -> int:
         """Forget what was written of steps after `step`, the one a resumed run starts from; returns how many steps.
@@ -265,6 +273,13 @@ class RunFolder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _note_full(self, error: OSError) -> None:
+        """Warns, once for each file, that the run goes on without it."""
+        if error.filename not in self._full:
+            later = "the lines are written when there is space" if error.filename.endswith(".jsonl") else "it has a gap"
+            self._full[error.filename] = f"{error}: the run goes on, {later}"
+            log.warning(self._full[error.filename])
 
     def _opened_loggers(self) -> LoggerGroup:
         if self._loggers is None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -37,15 +38,24 @@ class TimelineFile:
         body = (json.dumps(head)[:-1] + ', "traceEvents": [').encode()
         # Written to a temporary file that replaces the old one: a crash in between leaves the old file intact.
         temporary, self._fd = open_temporary(self.path)
-        write_all(self._fd, body + ENDING, 0)
-        self._end, self._empty = len(body), True
-        if known:
-            self.append(known[1])
-        os.replace(temporary, self.path)
+        try:
+            write_all(self._fd, body + ENDING, 0, self.path)
+            self._end, self._empty = len(body), True
+            if known:
+                self.append(known[1])
+            os.replace(temporary, self.path)
+        except BaseException:
+            self.close()
+            temporary.unlink(missing_ok=True)
+            raise
 
     def append(self, *spans: Iterable[Span]) -> None:
-        """Write spans and everything needed to read them, by one system call; those of each argument by their start."""
-        events: list[dict[str, Any]] = []
+        """Write spans and everything needed to read them, by one system call; those of each argument by their start.
+
+        Raises:
+            OSError: they could not be written, for want of space for example; the file is as it was.
+        """
+        ids, events = dict(self._ids), list[dict[str, Any]]()
         for span in chain.from_iterable([sorted(map(Span._make, some), key=_longest_first) for some in spans]):
             pid, tid = self._ids_of(span, events)
             ts, dur = (span.start_ns - self.origin_ns) / 1000, (span.end_ns - span.start_ns) / 1000
@@ -56,7 +66,14 @@ class TimelineFile:
             return
         lines = ",\n".join(json.dumps(event, ensure_ascii=False) for event in events)
         body = (("\n" if self._empty else ",\n") + lines).encode()
-        write_all(self._fd, body + ENDING, self._end)
+        try:
+            write_all(self._fd, body + ENDING, self._end, self.path)
+        except OSError:
+            self._ids = ids  # what names them was not written either
+            os.ftruncate(self._fd, self._end)
+            with suppress(OSError):  # it is read without its ending, too
+                write_all(self._fd, ENDING, self._end)
+            raise
         self._end, self._empty = self._end + len(body), False
 
     def close(self) -> None:

@@ -29,7 +29,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fusion.npu.all_or_none import all_or_none
-from fusion.telemetry.files import replace_folder, sync
+from fusion.telemetry.files import replace_folder, sync, write_atomic
 from fusion.telemetry.manifest import FileRecord, find_damage, read_manifest, write_manifest
 from fusion.training.chunk_files import TENSORS, file_of, merge_tables, table_of, write_chunks
 from fusion.training.interface import TrainEngine
@@ -69,7 +69,7 @@ def save_checkpoint(
     owned = [chunk for chunk in trainer.chunks(state) if chunk.owned]
     record = write_chunks(partial / file_of(mesh.rank), owned)
     note = {"bytes": record.nbytes, "xxh3_128": record.xxh3_128, "tensors": table_of(mesh.rank, owned)}
-    _note(partial, mesh.rank).write_text(json.dumps(note))
+    write_atomic(_note(partial, mesh.rank), json.dumps(note))
     _barrier(group)
     if mesh.rank == 0:
         _complete(trainer, partial, state["steps"])
@@ -140,10 +140,10 @@ def _complete(trainer: TrainEngine, partial: Path, steps: int) -> None:
     world = trainer.model.mesh.parallel.world
     notes = [json.loads(_note(partial, rank).read_text()) for rank in range(world)]
     records = {file_of(rank): FileRecord(note["bytes"], note["xxh3_128"]) for rank, note in enumerate(notes)}
-    (partial / TENSORS).write_text(json.dumps(merge_tables(note["tensors"] for note in notes)))
+    write_atomic(partial / TENSORS, json.dumps(merge_tables(note["tensors"] for note in notes)))
     dtype = _dtype(trainer)
     about = {"steps": steps, "dtype": dtype, "layout": _layout(trainer), "model": trainer.model.config.to_hf(dtype)}
-    (partial / TRAINER).write_text(json.dumps(about) + "\n")
+    write_atomic(partial / TRAINER, json.dumps(about) + "\n")
     for name in (TENSORS, TRAINER):
         sync(partial / name)
     for rank in range(world):

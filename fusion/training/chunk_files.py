@@ -47,7 +47,7 @@ def write_chunks(path: Path, chunks: Sequence[Chunk]) -> FileRecord:
         header[chunk.key] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # readers may expect aligned data
-    file = FileWriter(path)
+    file = FileWriter(path, 8 + len(text) + end)
     try:
         file.write(struct.pack("<Q", len(text)) + text)
         for chunk in chunks:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.chaos_chain import is_temporary
-from benchmarks.chaos_plan import BOUNDS, DEPLOYMENTS, ENDS, STEPS, Kill, plan_chain
+from benchmarks.chaos_plan import BEFORE_SAVE, BOUNDS, DEPLOYMENTS, ENDS, LOGS, SELDOM, STEPS, Kill, plan_chain
 from benchmarks.chaos_space import Space, victim_of
 from benchmarks.chaos_verdict import Ended, Remains, differences, has_failed_rewards, judge
 from tests import machine
@@ -30,7 +30,10 @@ def test_a_plan_depends_on_seed_and_number_and_its_kills_are_in_order(seed, inde
     steps = [kill.step for kills in chain.starts for kill in kills if kill.step is not None]
     assert steps == sorted(steps) and all(1 <= step <= STEPS for step in steps)
     for kill in (kill for kills in chain.starts for kill in kills):
-        assert kill.victim in (ENDS if kill.ends else {"shard", "reward", "queue"})
+        assert kill.victim in (ENDS if kill.ends else {"shard", "reward", "queue", LOGS})
+        if kill.victim == LOGS:
+            assert (chain.save_every, chain.durability) == (f"{SELDOM}", "memory")
+            assert kill.step // SELDOM == (kill.step + BEFORE_SAVE - 1) // SELDOM, "no checkpoint meanwhile"
         assert (kill.victim == "queue") <= (kill.ends == (chain.durability == "memory"))
 
 
@@ -43,7 +46,7 @@ def test_every_deployment_runs_once_a_round_at_each_bound(seed, round):
 
 def test_a_hundred_chains_kill_everything_there_is():
     kills = [kill for index in range(100) for kills in plan_chain(0, index).starts for kill in kills]
-    assert {kill.victim for kill in kills} == {*ENDS, "shard", "reward"}
+    assert {kill.victim for kill in kills} == {*ENDS, "shard", "reward", LOGS}
     assert {kill.signal for kill in kills if kill.victim == "controller"} == {"SIGKILL", "SIGTERM", "SIGINT"}
     assert any(kill.step is None for kill in kills)
 
@@ -99,6 +102,7 @@ DIED = "error: rank 1 died in stage 'train' (killed, out of host memory, or cras
         _ended("gcs", -9, "error: Ray's process gcs_server has ended (killed)", step=None),
         _ended("disk", 1, "Traceback\nOSError: [Errno 28] No space left on device: 'metrics.jsonl'", signal=""),
         _ended("shard", 0, ends=False),
+        _ended(LOGS, 0, "[Errno 28] No space left: '/r/metrics.jsonl': the run goes on, the", signal="", ends=False),
         _ended("worker", 0),  # it came too late
         _ended("controller", 0, signal="SIGINT", trained=True),
     ],
@@ -124,6 +128,8 @@ def test_an_end_that_is_named(ended):
         ),
         (_ended("controller", 0, signal="SIGINT"), "SIGINT was ignored"),
         (_ended("disk", 1, "error: rank 1 died in stage 'save'", signal=""), "disk is not named"),
+        (_ended("disk", 1, "[Errno 28] No space left on device: 'a': the run goes on", signal=""), "disk is not named"),
+        (_ended(LOGS, 0, "step 4", signal="", ends=False), "logs are not named"),
         (_ended("shard", 1, "error: the queue has failed: x", ends=False), "it ended, exit status 1"),
     ],
 )

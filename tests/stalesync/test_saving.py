@@ -1,6 +1,7 @@
 """Checkpoints are written while the run goes on: whole runs on a slow or a full disk, and the thread that writes."""
 
 import json
+import re
 import shutil
 import subprocess
 import threading
@@ -87,6 +88,26 @@ def test_a_full_disk_ends_the_run_and_is_told_with_rank_and_stage(start, gate, t
     assert kept and json.loads((tmp_path / "run" / "checkpoints" / kept[-1] / "controller.json").read_text())
 
 
+@pytest.mark.extended  # in small: tests/telemetry/test_full_disk.py
+def test_a_full_disk_stops_logs_and_the_run_only_at_its_next_checkpoint(base, start, gate, tmp_path):
+    folder, full = tmp_path / "run", gate.with_name("gate.none")
+    run = start(*TWO, "run.steps=1000", "run.save_every=6")
+    wait_until(run, 60, lambda: _whole(folder) == ["step-6"] and len(rows_of(folder)) > 6)
+    full.touch()
+    out, err = communicate(run, 60)
+    rows = len(rows_of(folder))
+    assert run.returncode == 1 and rows < 12, (rows, err)
+    assert "in stage 'save'" in err and "No space left on device" in err and "set run.dir" in err, err
+    assert re.search(r"bytes to write, [\d,]+ bytes are free\): '\S+/checkpoints/step-12/", err), err
+    for name in ("metrics.jsonl", "groups.jsonl", "samples.jsonl", "timeline.json", "controller.log"):
+        (warning,) = [line for line in err.splitlines() if f"/{name}': the run goes on" in line]
+        assert warning in " ".join(out.split()), f"the report repeats it: {out}"
+    full.unlink()
+    done = train(base, tmp_path, *TWO, "run.steps=13", "run.save_every=6", "run.resume=true")
+    assert done.returncode == 0 and "resuming from" in done.stdout, done.stdout + done.stderr
+    assert [row["step"] for row in rows_of(folder)] == [*range(1, 14)]
+
+
 def test_what_goes_wrong_in_the_thread_that_writes_is_raised_at_the_next_look():
     saver, told = Saver(), threading.Event()
 
@@ -101,8 +122,10 @@ def test_what_goes_wrong_in_the_thread_that_writes_is_raised_at_the_next_look():
     told.set()
     with pytest.raises(SaveFailed, match="stage 'save': PermissionError: .*Permission denied: 'checkpoints/step-1'"):
         saver.finish()
-    with pytest.raises(SaveFailed):
+    with pytest.raises(SaveFailed) as raised:
         saver.check()
+    (note,) = raised.value.__notes__
+    assert "a checkpoint could not be written" in note and "set run.dir" in note
 
 
 def test_a_cards_failure_is_told_as_it_is_and_a_cut_that_cannot_be_written_by_its_stage():

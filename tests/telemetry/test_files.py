@@ -46,7 +46,7 @@ def test_a_link_in_the_place_of_the_temporary_file_is_not_followed(tmp_path, mon
 def test_what_cannot_be_written_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("old")
 
-    def full(fd, data):
+    def full(fd, data, **named):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("fusion.telemetry.files.write_all", full)

@@ -6,10 +6,12 @@ import os
 import socket
 import time
 from collections.abc import Mapping
+from types import SimpleNamespace
 
 from tensorboard.compat.proto import event_pb2
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from fusion.telemetry.files import open_new, write_all
 from fusion.telemetry.loggers.interface import LoggedRun
 
 
@@ -22,8 +24,9 @@ class TensorBoardLogger:
         folder.mkdir(exist_ok=True)
         self._forgets = any(folder.iterdir())
         name = f"events.out.tfevents.{time.time_ns() // 10**6:013d}.{socket.gethostname()}.{os.getpid()}"
-        self._file = open(folder / name, "wb")
-        self._writer = RecordWriter(self._file)
+        self._fd = open_new(folder / name)
+        # Not through a buffer, which would try to write again what found no space.
+        self._writer = RecordWriter(SimpleNamespace(write=lambda record: write_all(self._fd, record)))
         self._write(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -37,8 +40,7 @@ class TensorBoardLogger:
         self._write(event)
 
     def close(self) -> None:
-        self._file.close()
+        os.close(self._fd)
 
     def _write(self, event: event_pb2.Event) -> None:
         self._writer.write(event.SerializeToString())
-        self._file.flush()
