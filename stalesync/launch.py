@@ -102,10 +102,12 @@ def launch(config: Config, *, trains: bool = True) -> Path:
         for line in check_reference_answers(rule, terms, source):
             log.warning("%s", line)
         num_held_out = config.run.eval_prompts
+        held_out = source.evaluation(num_held_out) if num_held_out else []
         files = with_rewards(
             config,
             opened,
-            held_out=source.evaluation(num_held_out) if num_held_out else [],
+            held_out=held_out,
+            held_out_rows=source.counts(held_out, num_held_out),
             rule=rule,
             terms=terms,
             start=lambda reward: stack.enter_context(RewardPool(reward)),
@@ -188,6 +190,9 @@ def _run(
         progress.hosts = [str(host) for host in cards.hosts]
         descriptions = cards.prepare()
         view.note(f"{spec.world} x {descriptions[0]}; trains in {spec.train}, generates in {spec.infer}")
+        for file in files:
+            if file.rows is not None:
+                view.note(f"evaluates {file.name}: {file.rows.describe()}")
         view.note(f"fusion.deployment={spec.deployment.name}: {spec.deployment.describe()}")
         reward_source: RewardSource = RuleReward(rule) if rule is not None else ModelReward(cards, spec)
         if terms:

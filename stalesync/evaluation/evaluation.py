@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 
 from fusion.rollout import EvalAnswer
 from fusion.telemetry import Answer, compare
@@ -75,6 +76,7 @@ class Evaluation:
             prompts=len(file.prompts),
             samples=samples,
             failed=len(errors),
+            rows={} if file.rows is None else asdict(file.rows),
             estimates=estimates_of(
                 [[outcome for _, outcome in outcomes[start : start + samples]] for start in starts],
                 [lengths[start : start + samples] for start in starts],

@@ -12,6 +12,7 @@ from fusion.rewards import RewardPool, check_required_fields
 from fusion.rewards.config import RewardConfig
 from stalesync.evaluation.config import HELD_OUT, EvalFileSpec
 from stalesync.prompts import Prompt, PromptSource
+from stalesync.prompts.rows import RowCounts
 from stalesync.reward_terms import Term, check_reference_answers, check_term_fields
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ class EvalFile:
         reward: what scores the answers: a rule, `file.py:function`, or the folder of a reward model.
         pool: the reward's processes; None: the run's own reward.
         digest: of the file's content; None: the prompts are held out of `data.source`.
+        rows: what became of the file's rows; None: it is not counted.
     """
 
     name: str
@@ -38,6 +40,7 @@ class EvalFile:
     reward: str
     pool: RewardPool | None = None
     digest: str | None = None
+    rows: RowCounts | None = None
 
     def describe(self) -> str:
         """Returns file and reward for messages."""
@@ -73,6 +76,7 @@ def with_rewards(
     opened: Iterable[tuple[EvalFileSpec, PromptSource]],
     *,
     held_out: Sequence[Prompt],
+    held_out_rows: RowCounts | None = None,
     rule: RewardPool | None,
     terms: Sequence[Term] = (),
     start: Callable[[RewardConfig], RewardPool],
@@ -80,7 +84,7 @@ def with_rewards(
     """Starts the rewards of the files, one for all files that share it, and checks the fields that they require.
 
     Args:
-        held_out: held-out prompts of `data.source`.
+        held_out, held_out_rows: held-out prompts of `data.source`, and what became of their rows.
         rule: the run's own reward, without its terms; None: a reward model.
         terms: of the run's own reward.
         start: starts the processes of a reward, and sees to their end.
@@ -90,7 +94,8 @@ def with_rewards(
     """
     bare = config.reward.model or config.reward.path or config.reward.name
     own = " + ".join([bare, *(f"{term.spec.weight:g} {term.spec.name}" for term in terms)])
-    files = [EvalFile(HELD_OUT, f"data.source={config.data.source}", held_out, own)] if held_out else []
+    origin = f"data.source={config.data.source}"
+    files = [EvalFile(HELD_OUT, origin, held_out, own, rows=held_out_rows)] if held_out else []
     pools: dict[str, RewardPool] = {}
     for spec, source in opened:
         with naming(f"eval.files: {spec.name!r}"):
@@ -112,7 +117,7 @@ def with_rewards(
             if not prompts:
                 raise ValueError(f"no prompt is as short as data.max_prompt_length={config.data.max_prompt_length}")
         reward = own if pool is None else spec.reward or own
-        files.append(EvalFile(spec.name, spec.path, prompts, reward, pool, source.digest))
+        files.append(EvalFile(spec.name, spec.path, prompts, reward, pool, source.digest, source.counts(prompts)))
     return files
 
 

@@ -38,6 +38,11 @@ def failed(file: str) -> str:
     return f"val-aux/{file}/reward/failed"
 
 
+def dropped(file: str) -> str:
+    """Returns the name of the number of rows of a file that are not evaluated."""
+    return f"val-aux/{file}/rows/dropped"
+
+
 def bound(metric: str, end: Literal["low", "high"]) -> str:
     """Returns the name of an end of a metric's confidence interval."""
     _, rest = metric.split("/", 1)

@@ -31,6 +31,7 @@ class FileResult:
         failed: number of answers that could not be scored.
         estimates: by statistic: `reward/mean@<k>`, `reward/pass@<1 to k>`, `response_length/mean@<k>`, and of a reward
             of several terms `reward/<term>/mean@<k>`.
+        rows: number of the file's rows by what became of them (`RowCounts`).
         answers: a few of them: prompt, response, reward.
     """
 
@@ -43,6 +44,7 @@ class FileResult:
     failed: int
     estimates: dict[str, Estimate]
     answers: list[dict[str, Any]] = field(default_factory=list)
+    rows: dict[str, int] = field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:
         """Returns plain JSON."""
@@ -51,8 +53,14 @@ class FileResult:
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> FileResult:
         """Restores a result from what `row` returned; other keys are ignored."""
-        fields = {item.name: row[item.name] for item in dataclasses.fields(cls)}
-        return cls(**{**fields, "estimates": {name: Estimate(**one) for name, one in row["estimates"].items()}})
+        fields = {item.name: row[item.name] for item in dataclasses.fields(cls) if item.name != "rows"}
+        return cls(
+            **{
+                **fields,
+                "rows": row.get("rows", {}),
+                "estimates": {name: Estimate(**one) for name, one in row["estimates"].items()},
+            }
+        )
 
     @property
     def mean(self) -> Estimate | None:
@@ -72,7 +80,8 @@ class FileResult:
                 metrics[metric] = one.value
                 if one.low is not None and one.high is not None:
                     metrics |= {names.bound(metric, "low"): one.low, names.bound(metric, "high"): one.high}
-        return metrics | {names.failed(self.file): float(self.failed)}
+        dropped = {names.dropped(self.file): float(self.rows["read"] - self.rows["evaluated"])} if self.rows else {}
+        return metrics | {names.failed(self.file): float(self.failed)} | dropped
 
     def describe(self) -> str:
         """Returns the mean reward in one line."""

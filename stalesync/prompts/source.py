@@ -19,7 +19,7 @@ from fusion.rewards import ReferenceAnswer
 from stalesync.prompts.addition import AdditionRows
 from stalesync.prompts.config import DataConfig
 from stalesync.prompts.files import FileRows
-from stalesync.prompts.rows import Row, Rows
+from stalesync.prompts.rows import Row, RowCounts, Rows
 from stalesync.prompts.worked import WorkedRows
 
 
@@ -104,6 +104,22 @@ class PromptSource:
         indices = range(count) if self._indices is None else self._indices
         chosen = [indices[place * len(indices) // count] for place in range(count)] if len(indices) > count else indices
         return [ReferenceAnswer(f"row {index}", self._rows.row(index).answer) for index in chosen]
+
+    def counts(self, evaluated: Sequence[Prompt], held_out: int | None = None) -> RowCounts:
+        """Returns what became of the rows of which `in_order`, or `evaluation` of ``held_out`` rows, has returned the
+        prompts ``evaluated``."""
+        if held_out is not None:
+            read = len(self._rows.evaluation(held_out))
+            return RowCounts(read, bad=0, unused=0, too_long=read - len(evaluated), evaluated=len(evaluated))
+        assert self._rows.indices is not None and self.num_rows is not None
+        usable, bad = len(self._rows.indices), self.num_bad_rows
+        return RowCounts(
+            usable + bad,
+            bad=bad,
+            unused=usable - self.num_rows,
+            too_long=self.num_rows - len(evaluated),
+            evaluated=len(evaluated),
+        )
 
     def metrics(self) -> dict[str, float]:
         """Returns `data/epoch`, `data/skipped_prompts` since the start of the run, and `data/bad_rows` of the file if

@@ -12,8 +12,11 @@ from stalesync.commands import Publish
 from stalesync.config import Config
 from stalesync.evaluation import EvalConfig, Evaluation
 from stalesync.evaluation.files import open_files, with_rewards
+from stalesync.evaluation.results import FileResult
 from stalesync.failures import CardFailed, RewardsFailed
-from stalesync.prompts import make_tokenizer
+from stalesync.prompts import PromptSource, make_tokenizer
+from stalesync.prompts.rows import RowCounts
+from stalesync.reward_sources import RuleReward
 from stalesync.scoring import Scorer
 from stalesync.training_run import TrainingRun
 
@@ -170,3 +173,38 @@ def test_a_card_that_fails_while_it_answers_leaves_a_note_of_the_file(opened):
         run.evaluate()
     assert commands == ["settle", Publish(3)], "samples in progress are settled before the engines answer"
     assert failed.value.__notes__ == [f"evaluation of {run.evaluation.files[0].describe()} after step 3"]
+
+
+def test_every_row_of_a_file_is_accounted_for_in_words_metrics_and_results(tmp_path):
+    config = Config()
+    config.data.max_prompt_length, config.data.long_prompts, config.data.bad_rows = 4, "skip", "skip"
+    path = tmp_path / "sums.jsonl"
+    rows = [{"prompt": f"{n}+1=", "answer": n} for n in range(40)] + [{"prompt": "", "answer": 1}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config.eval = EvalConfig(files=[{"path": str(path), "name": "all"}, {"path": str(path), "name": "few", "rows": 12}])
+    with RewardPool(config.reward) as rule:
+        files = with_rewards(config, open_files(config, make_tokenizer()), held_out=[], rule=rule, start=RewardPool)
+        result = Evaluation(config.eval, files).score(
+            files[0], Scorer(RuleReward(rule), None), answers_to(files[0], ["1"]), 0
+        )
+    assert [file.rows for file in files] == [RowCounts(41, 1, 0, 30, 10), RowCounts(41, 1, 28, 2, 10)]
+    assert files[0].rows.describe() == (
+        "41 rows read, 1 cannot be used (data.bad_rows), 30 longer than data.max_prompt_length (data.long_prompts), "
+        "10 evaluated"
+    )
+    assert result.metrics()["val-aux/all/rows/dropped"] == 31.0
+    assert result.row()["rows"] == {"read": 41, "bad": 1, "unused": 0, "too_long": 30, "evaluated": 10}
+    assert FileResult.from_row(result.row()) == result
+    assert FileResult.from_row({k: v for k, v in result.row().items() if k != "rows"}).rows == {}
+
+
+def test_held_out_rows_that_are_too_long_are_counted(tmp_path):
+    config = Config()
+    config.data.max_prompt_length, config.data.long_prompts = 4, "skip"
+    path = tmp_path / "sums.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": n}) + "\n" for n in range(5, 105)))
+    config.data.source = str(path)
+    source = PromptSource(config.data, make_tokenizer(), 0, held_out=10)
+    counts = source.counts(source.evaluation(10), 10)
+    assert counts.read == 10 and counts.evaluated == len(source.evaluation(10)) < 10
+    assert counts.too_long == 10 - counts.evaluated
