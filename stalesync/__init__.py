@@ -17,6 +17,7 @@ scoring      scores finished samples with one of `reward_sources`: a rule, or th
              added to it
 update       runs an optimizer step on scored groups: advantages, reference, minibatches
 resume       opens the folder of a run that resumes, and finds its checkpoint before anything in it changes
+resume_rules what a resume does with every setting that has changed; `run_inputs`: what a checkpoint depends on
 savepoint    files of a checkpoint other than weights and optimizer; which one to resume from, which to remove
 saving       writes a checkpoint while the run continues; `save_interval`: decides when, pure
 conversion   exports a checkpoint to a Hugging Face folder

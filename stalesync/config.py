@@ -141,6 +141,9 @@ class RunConfig:
     resume: str = "false"
     """`true`: resume from the newest checkpoint of the run with this name, which must have one. `auto`: resume, or
     start the run if it has no checkpoint: for jobs that a scheduler starts again. `false`: start a new run."""
+    resume_changed: list[str] = field(default_factory=list)
+    """Keys whose change a resume would refuse, such as [model.path] whose folder has other content: it resumes
+    nevertheless. Groups in progress that depend on such a key end as `failed:resume_changed` (docs/stalesync.md)."""
 
     def __post_init__(self) -> None:
         self.resume = str(self.resume).lower()  # YAML's true and false arrive as booleans or as "True" and "False"
@@ -170,6 +173,10 @@ class RunConfig:
             f"a list of whole numbers from 1 to run.steps={self.steps}",
         )
         check.one_of("resume", RESUME)
+        named = isinstance(self.resume_changed, list) and all(isinstance(name, str) for name in self.resume_changed)
+        check.that("resume_changed", named, "a list of keys")
+        may_resume = self.resume != "false" or not self.resume_changed
+        check.that("resume_changed", may_resume, "[] without run.resume=true or auto")
 
 
 @dataclass

@@ -29,6 +29,7 @@ CODE = "code"
 """Key of the project's own files in a report"""
 
 PIECE_BYTES = 64 << 10
+CHUNK_BYTES = 8 << 20
 WHOLE_BYTES = 1 << 20
 """Files of at most this size are read whole"""
 
@@ -129,8 +130,9 @@ def code_digests() -> dict[str, str]:
     return digests | {f"{name} (its version)": metadata.version(name) for name in VERSIONS}
 
 
-def digest_of(path: Path) -> str:
-    """Returns the size of a file and a digest (xxh3, 64 bits) of it, or of three pieces of a large one.
+def digest_of(path: Path, whole_bytes: int = WHOLE_BYTES) -> str:
+    """Returns the size of a file and a digest (xxh3, 64 bits) of it, or of three pieces if it has more than
+    ``whole_bytes``.
 
     Raises:
         OSError: it cannot be read.
@@ -138,8 +140,9 @@ def digest_of(path: Path) -> str:
     digest = xxhash.xxh3_64()
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
-        if size <= WHOLE_BYTES:
-            digest.update(file.read())
+        if size <= whole_bytes:
+            while data := file.read(CHUNK_BYTES):
+                digest.update(data)
         else:
             for offset in (0, size // 2, size - PIECE_BYTES):
                 file.seek(offset)

@@ -7,7 +7,7 @@ import os
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from importlib import import_module
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distqueue.config import QueueOptions
-from fusion.colocate import RewardModelSpec, WorkerSpec
+from fusion.colocate import RewardModelSpec, Worker, WorkerSpec
 from fusion.colocate.frozen.retokenize import same_tokenizer
 from fusion.model import ModelConfig
 from fusion.resources import RECIPES, as_called
@@ -33,8 +33,9 @@ from stalesync.prompts import PromptSource
 from stalesync.ray_cluster import check_token, ray_cluster
 from stalesync.ray_folder import root_of
 from stalesync.ray_guard import Report
-from stalesync.resume import Reopened, check_resume, new_folder, reopen
+from stalesync.resume import Reopened, check_changes, check_resume, check_weights, new_folder, reopen
 from stalesync.reward_terms import Term, check_reference_answers, check_term_fields, start_terms
+from stalesync.run_inputs import digest_files, settings_of
 from stalesync.run_log import Progress, RunLog
 from stalesync.stopping import acknowledging, blocking_signals, holding, ignore_stops, stoppable
 from stalesync.tokenizer_folder import end_token_ids, load_tokenizer
@@ -81,9 +82,11 @@ def launch(config: Config, *, trains: bool = True) -> Path:
     loggers = find_loggers(config.run.loggers)
     with stoppable(), ExitStack() as stack, acknowledging():
         report: dict[str, Any] = {"outcome": "failed"}
+        inputs = digest_files(config) if trains else {}
         earlier = reopen(config.run)
         if earlier is not None:
             stack.enter_context(earlier.folder)
+            earlier = check_changes(earlier, config, source=source, files=inputs)
         with holding():  # a run that has a folder reports how it ended
             folder = stack.enter_context(new_folder(config.run)) if earlier is None else earlier.folder
             folder.write_config(asdict(config))
@@ -122,6 +125,7 @@ def launch(config: Config, *, trains: bool = True) -> Path:
             progress=progress,
             report=report,
             earlier=earlier,
+            inputs={"settings": settings_of(config), "files": inputs},
             files=files,
             terms=terms,
             trains=trains,
@@ -139,7 +143,8 @@ def _run(
     logs: RunLog,
     progress: Progress,
     report: dict[str, Any],
-    earlier: Reopened | None,
+    earlier: Reopened | None = None,
+    inputs: Mapping[str, Any],
     files: Sequence[EvalFile] = (),
     terms: Sequence[Term] = (),
     trains: bool = True,
@@ -156,7 +161,8 @@ def _run(
     from stalesync.training_run import TASKS, TrainingRun
 
     with ExitStack() as stack, acknowledging():
-        checkpoint, notes = (None, ()) if earlier is None else (earlier.checkpoint, earlier.notes)
+        earlier = earlier or Reopened(folder)
+        checkpoint, notes = earlier.checkpoint, earlier.notes
         steps_done = 0 if checkpoint is None else savepoint.read(checkpoint)["step"]
         with blocking_signals():  # in the view's thread: the main thread is to receive them
             view = stack.enter_context(LiveView(config.run.steps, title=folder.name, steps_done=steps_done))
@@ -179,7 +185,9 @@ def _run(
         stack.enter_context(naming_queue(check_ray))
         name = folder.name if config.cluster.address is None else f"{folder.name}-{os.getpid()}"
         options = queue_options(config, folder)
-        queue = DistQueue.create(TASKS, options, name=name, checkpoint=savepoint.queue_of(checkpoint))
+        queue = DistQueue.create(
+            TASKS, options, name=name, checkpoint=savepoint.queue_of(None if earlier.ended else checkpoint)
+        )
         stack.callback(queue.close)
         progress.stage = "start the workers"
         texts = stack.enter_context(text_server(spec))
@@ -189,6 +197,7 @@ def _run(
         cards = stack.enter_context(Cards(spec, queue, timeout_s, logs.of_rank, [check_ray], texts, restarts, peers))
         progress.hosts = [str(host) for host in cards.hosts]
         descriptions = cards.prepare()
+        weights = check_weights(earlier, config.run, cards.on().call(Worker.checksums))
         view.note(f"{spec.world} x {descriptions[0]}; trains in {spec.train}, generates in {spec.infer}")
         for file in files:
             if file.rows is not None:
@@ -215,10 +224,11 @@ def _run(
                 held_out=config.run.eval_prompts > 0,
                 max_failed_share=config.reward.max_failed_share,
             ),
+            inputs={**inputs, "weights": weights},
         )
         progress.run, progress.stage = run, "train" if checkpoint is None else "resume"
         if checkpoint is not None:
-            _resume(run, checkpoint, spec)
+            _resume(run, earlier, spec)
         progress.stage = "train"
         # Also here, because nothing below can be relied on to end when Ray has failed.
         stack.enter_context(logs.recording(progress, report, world=spec.world))
@@ -234,9 +244,11 @@ def _run(
         report["next_steps"] = next_steps(config, folder) if trains else []
 
 
-def _resume(run: TrainingRun, checkpoint: Path, spec: WorkerSpec) -> None:
+def _resume(run: TrainingRun, earlier: Reopened, spec: WorkerSpec) -> None:
     """Restores the run from a checkpoint."""
-    run.restore(checkpoint)
+    checkpoint = earlier.checkpoint
+    assert checkpoint is not None
+    run.restore(earlier)
     run.view.note(f"resuming from {checkpoint}, step {run.step}")
     if (saved_in := savepoint.layout_of(checkpoint)) != spec.train:
         run.view.note(f"it was saved by {saved_in.world} cards in {saved_in}: masters and moments are resharded")

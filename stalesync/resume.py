@@ -6,23 +6,40 @@ run.resume=auto    likewise; without one the run starts, and what an earlier sta
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from fusion.telemetry import RunFolder
 from fusion.telemetry.run_folder import complete_checkpoints
 from stalesync import savepoint
-from stalesync.config import RunConfig
+from stalesync.config import Config, RunConfig
+from stalesync.overrides import load
+from stalesync.prompts import PromptSource
+from stalesync.resume_rules import ENDED, RULES, Changes, Rule, compare, decide
+from stalesync.run_inputs import find_other_content, settings_of
 
 
 @dataclass(frozen=True)
 class Reopened:
-    """The folder of an earlier start, locked. ``checkpoint``: from which the run resumes; None: it starts. ``notes``:
-    what a user must know of it, such as a newer checkpoint that is damaged."""
+    """The folder of an earlier start, locked.
+
+    Attributes:
+        checkpoint: from which the run resumes; None: it starts.
+        notes: what a user must know of it, such as a newer checkpoint that is damaged.
+        state: of the run in the checkpoint.
+        ended: groups in progress, where they end because of a change.
+        accepted: keys whose content is known to have changed: the user has changed or named them.
+    """
 
     folder: RunFolder
     checkpoint: Path | None = None
     notes: tuple[str, ...] = ()
+    state: Mapping[str, Any] = field(default_factory=dict)
+    ended: tuple[str, ...] = ()
+    accepted: frozenset[str] = frozenset()
 
 
 def check_resume(run: RunConfig) -> None:
@@ -66,3 +83,85 @@ def new_folder(run: RunConfig) -> RunFolder:
     folder = RunFolder(run.dir, run.name, "suffix" if run.resume == "false" else "resume")
     print(f"nothing to resume, starting: {folder.choice}" if run.resume == "auto" else folder.choice)
     return folder
+
+
+def check_changes(earlier: Reopened, config: Config, *, source: PromptSource, files: Mapping[str, Any]) -> Reopened:
+    """Compares what the checkpoint depends on with this start, and notes a line that lists every change.
+
+    Args:
+        files: of `digest_files`.
+
+    Raises:
+        ValueError: a change is refused, by key.
+    """
+    if earlier.checkpoint is None:
+        return earlier
+    state, notes = savepoint.read(earlier.checkpoint), [*earlier.notes]
+    saved = state.get("inputs", {})
+    if not saved:
+        notes.append(
+            f"{earlier.checkpoint.name} was written by an earlier version: its settings are taken to be those of "
+            "config.yaml, and other content of models, rewards and evaluation files cannot be found"
+        )
+    settings = compare(saved.get("settings") or _settings_in(earlier.folder.path), _as_json(settings_of(config)))
+    content = find_other_content(saved.get("files", {}), files, changed=settings)
+    if why := source.find_other_order(state["prompts"]):
+        keys = [key for key in settings if RULES[key] is Rule.ORDER] or ["data.source"]
+        content |= dict.fromkeys(keys, why)
+    groups, named = savepoint.groups_in_progress(state), config.run.resume_changed
+    changes = Changes(settings, content, len(groups))
+    ends = decide(changes, named, undecided=_keys_of_large_files(saved))
+    if line := changes.describe():
+        notes.append(line)
+    if ends:
+        notes.append(f"{len(groups)} groups in progress end as failed:{ENDED}")
+    accepted = content.keys() | {key for key in settings if key.startswith("reward.")}
+    ended = tuple(groups) if ends else ()
+    return replace(earlier, notes=tuple(notes), state=state, ended=ended, accepted=frozenset(accepted))
+
+
+def check_weights(
+    earlier: Reopened, run: RunConfig, loaded: Iterable[Mapping[str, Mapping[str, int]]]
+) -> dict[str, dict[str, int]]:
+    """Compares the checksums of large files, which the cards have taken while they loaded them, with the checkpoint's;
+    returns them, to be saved by role and file.
+
+    Args:
+        loaded: of `Worker.checksums`, by card.
+
+    Raises:
+        ValueError: a model has other content than at the checkpoint, or a key is named whose content is the same.
+    """
+    sums: dict[str, dict[str, int]] = {}
+    for role, by_file in ((role, by_file) for card in loaded for role, by_file in card.items() if by_file):
+        for file, value in by_file.items():
+            of_role = sums.setdefault(role, {})
+            of_role[file] = (of_role.get(file, 0) + value) % (1 << 64)
+    saved, content = earlier.state.get("inputs", {}), dict[str, str]()
+    for role, files in saved.get("weights", {}).items():
+        key = ROLES[role]
+        if role in sums and key not in earlier.accepted:
+            content |= find_other_content({key: files}, {key: sums[role]})
+    undecided = _keys_of_large_files(saved) - earlier.accepted
+    decide(Changes({}, content, 0), [key for key in run.resume_changed if key in undecided])
+    return sums
+
+
+ROLES = {"policy": "model.path", "reference": "model.path", "reward_model": "reward.model"}
+"""The key that names the folder of a role's weights"""
+
+
+def _keys_of_large_files(saved: Mapping[str, Any]) -> set[str]:
+    return {ROLES[role] for role in saved.get("weights", {})}
+
+
+def _settings_in(folder: Path) -> dict[str, Any]:
+    """Returns the settings of the last start; {} if this version cannot read them."""
+    try:
+        return _as_json(settings_of(load(folder / "config.yaml")))
+    except (OSError, ValueError):
+        return {}
+
+
+def _as_json(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(settings))

@@ -72,6 +72,19 @@ def read(checkpoint: Path) -> Mapping[str, Any]:
     return json.loads((checkpoint / NAME).read_text())
 
 
+def groups_in_progress(state: Mapping[str, Any]) -> list[str]:
+    """Returns the groups of the run's state that are neither trained nor otherwise ended."""
+    return [*state["ledger"]["in_flight"], *state["ledger"]["finished"]]
+
+
+def without_groups(state: Mapping[str, Any], why: str) -> dict[str, Any]:
+    """Returns the run's state with all groups in progress ended as `failed:WHY`. The queue's part must not be used."""
+    ledger, ended = state["ledger"], dict(state["ledger"]["ended"])
+    ended[f"failed:{why}"] = ended.get(f"failed:{why}", 0) + len(groups_in_progress(state))
+    nothing: dict[str, Any] = {"buffer": [], "texts": [], "scored": [], "held": []}
+    return {**state, **nothing, "ledger": {**ledger, "in_flight": {}, "finished": {}, "tokens": {}, "ended": ended}}
+
+
 def queue_of(checkpoint: Path | None) -> str | None:
     """Returns the queue's part of a checkpoint, to create the queue from; None if the checkpoint has none."""
     folder = None if checkpoint is None else checkpoint / QUEUE

@@ -40,6 +40,8 @@ from stalesync.groups import Groups
 from stalesync.hosts import number_hosts
 from stalesync.pacing import PaceTally
 from stalesync.prompts import Prompt, PromptSource
+from stalesync.resume import Reopened
+from stalesync.resume_rules import ENDED, RULES, Rule
 from stalesync.reward_history import RewardHistory
 from stalesync.run_log import add_note
 from stalesync.save_interval import SaveInterval
@@ -76,9 +78,10 @@ class TrainingRun:
         folder: RunFolder,
         view: LiveView,
         evaluation: Evaluation,
+        inputs: Mapping[str, Any],
     ) -> None:
         self.config, self.cards, self.queue, self.source, self.scorer = config, cards, queue, source, scorer
-        self.folder, self.view, self.evaluation = folder, view, evaluation
+        self.folder, self.view, self.evaluation, self.inputs = folder, view, evaluation, inputs
         self.step = 0
         self._closing = self._closed = self._logged = 0
         """Number of steps that are closed, the last one perhaps not wholly; wholly; whose metrics are logged"""
@@ -425,13 +428,21 @@ class TrainingRun:
             log.warning("ranks %s were replaced: their drafts are not part of the checkpoint", others)
         return same
 
-    def restore(self, checkpoint: Path) -> None:
-        """Resumes from a checkpoint. The queue must have been created from the checkpoint's queue."""
+    def restore(self, earlier: Reopened) -> None:
+        """Resumes from a checkpoint. The queue must have been created from the checkpoint's queue; if the groups in
+        progress end, without it."""
+        checkpoint, state = earlier.checkpoint, earlier.state
+        assert checkpoint is not None
         check_kept(self.queue.holding, self.config.rollout.truncates)
-        self.load_state_dict(savepoint.read(checkpoint))
+        if earlier.ended:
+            state = savepoint.without_groups(state, ENDED)
+        self.load_state_dict(state, other_order=any(RULES[key] is Rule.ORDER for key in earlier.accepted))
         self.folder.rewind(self.step)
+        if earlier.ended:
+            self.folder.log_groups(self.step + 1, earlier.ended, f"failed:{ENDED}")
         saved = complete_checkpoints(self.folder.path)
-        self.evaluation.history.restore(self.folder.evaluations(), self.evaluation.digests, saved)
+        digests = {} if "eval.files" in earlier.accepted else self.evaluation.digests
+        self.evaluation.history.restore(self.folder.evaluations(), digests, saved)
         self.folder.write_best(self.evaluation.best())
         self.trainers.call(Worker.restore, str(checkpoint / savepoint.TRAINER))
         if self.config.rollout.drafts_history:
@@ -439,13 +450,14 @@ class TrainingRun:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns plain JSON, between two steps. No engine has a request."""
-        state = {"step": self.step, "prompts": self.source.state_dict(), "share": self.desk.state_dict()}
+        state: dict[str, Any] = {"step": self.step, "inputs": self.inputs}
+        state |= {"prompts": self.source.state_dict(), "share": self.desk.state_dict()}
         return state | self.admission.state_dict() | self.groups.state_dict() | self.scorer.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the state into this new object."""
+    def load_state_dict(self, state: Mapping[str, Any], other_order: bool = False) -> None:
+        """Restores the state into this new object. ``other_order``: whether prompts may come in another order."""
         self.step = self._closing = self._closed = self._logged = state["step"]
-        self.source.load_state_dict(state["prompts"])
+        self.source.load_state_dict(state["prompts"], other_order)
         self.desk.load_state_dict(state["share"])
         self.admission.load_state_dict(state)
         self.groups.load_state_dict(state)

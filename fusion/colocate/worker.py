@@ -137,6 +137,11 @@ class Worker:
         self.phases.arrive(home)
         return device.describe()
 
+    def checksums(self) -> dict[str, dict[str, int]]:
+        """Returns checksums of the weights that this card has loaded, by role (`policy`, `reference`, `reward_model`)
+        and file."""
+        return {"policy": self.card.weights.loaded} | self.card.roles.loaded
+
     def rejoin(self, restart: int) -> None:
         """Renews the groups in which an engine's cards were that have restarted since. Collective over the cards that
         train or generate, while they do neither.

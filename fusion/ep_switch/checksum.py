@@ -1,58 +1,20 @@
-"""Compute checksums of weights that do not depend on the layout.
-
-    checksum of a box = Σ over its elements  bits(element) · weight(global tensor, global index)   mod 2^64
-
-``weight`` is an odd number mixed from the tensor's name and the element's global index. A changed element therefore
-always changes the sum (an odd factor is invertible mod 2^64), exchanged elements change it except with a probability of
-about 2^-64, and the sums of boxes add up to the sum of the tensor, however it is cut.
-"""
+"""Compare what was moved by checksums: of runs on the wire, and of all weights, whatever their layout is
+(`fusion/model/box_checksum.py`)."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
+from fusion.model.box_checksum import CHUNK, INTEGER, MIX, STRIDES, box_checksum
 from fusion.model.boxes import Box
 from fusion.model.holder import WeightHolder
 from fusion.npu.all_or_none import all_or_none, gather_json
 
-_CHUNK = 1 << 18
-"""Elements hashed at once: bounds the int64 temporaries to a few MB."""
-
 NO_SUM = -(1 << 63)
 """Stands for the checksum of data that was never packed."""
-
-_INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_STRIDES = (0x9E3779B97F4A7C1, 0xC2B2AE3D27D4EB5, 0x165667B19E3779F)
-_MIX = 0x2545F4914F6CDD1D
-
-
-def box_checksum(view: torch.Tensor, name: str, region: Box) -> torch.Tensor:
-    """Compute the checksum of the elements ``region`` of the global tensor ``name``: 0-dim int64 on the view's device.
-
-    Args:
-        view: the elements in the global orientation, any dtype of 1, 2, 4 or 8 bytes; the sum is over its bits.
-    """
-    assert tuple(view.shape) == tuple(stop - start for start, stop in region)
-    view = view.detach().reshape(1) if view.dim() == 0 else view.detach()
-    seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
-    device, columns = view.device, torch.zeros((), dtype=torch.int64, device=view.device)
-    for d, (start, stop) in enumerate(region[1:], start=1):
-        columns = columns.unsqueeze(-1) + torch.arange(start, stop, device=device) * _STRIDES[d]
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    first = region[0][0] if region else 0
-    rows = max(1, _CHUNK // max(1, columns.numel()))
-    for row in range(0, view.shape[0], rows):
-        piece = view[row : row + rows].contiguous()
-        bits = piece.view(_INTEGER[piece.element_size()]).to(torch.int64)
-        index = torch.arange(first + row, first + row + piece.shape[0], device=device) * _STRIDES[0] + seed
-        weights = index.view(-1, *(1 for _ in region[1:])) + columns
-        weights = (weights ^ (weights >> 31)) * _MIX
-        total += (bits * ((weights ^ (weights >> 29)) | 1)).sum()
-    return total
 
 
 def run_sums(wire: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
@@ -64,14 +26,14 @@ def run_sums(wire: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
     Args:
         wire: [numel] contiguous, any dtype of 1, 2, 4 or 8 bytes.
     """
-    bits, device = wire.view(_INTEGER[wire.element_size()]), wire.device
+    bits, device = wire.view(INTEGER[wire.element_size()]), wire.device
     marks = torch.tensor([0, *ends], device=device)
     running = torch.zeros(len(ends) + 1, dtype=torch.int64, device=device)
     before = torch.zeros((), dtype=torch.int64, device=device)
-    for start in range(0, wire.numel(), _CHUNK):
-        piece = bits[start : start + _CHUNK].to(torch.int64)
-        index = torch.arange(start, start + piece.numel(), device=device) * _STRIDES[0]
-        sums = (piece * (((index ^ (index >> 31)) * _MIX) | 1)).cumsum(0) + before
+    for start in range(0, wire.numel(), CHUNK):
+        piece = bits[start : start + CHUNK].to(torch.int64)
+        index = torch.arange(start, start + piece.numel(), device=device) * STRIDES[0]
+        sums = (piece * (((index ^ (index >> 31)) * MIX) | 1)).cumsum(0) + before
         inside = (marks > start) & (marks <= start + piece.numel())
         running = torch.where(inside, sums[(marks - start - 1).clamp(0, piece.numel() - 1)], running)
         before = sums[-1]

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from fusion.model.box_checksum import box_checksum
 from fusion.model.boxes import Box
 from fusion.model.bucket_plan import unit_bytes
 from fusion.model.config import GENERATION, ModelConfig
@@ -46,16 +47,24 @@ TOKENIZER_FILES = (
 WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*", "tf_model*.h5*", "flax_model*.msgpack*")
 """Names of the files that transformers loads weights from"""
 
+WHOLE_BYTES = 1 << 30
+"""Files of at most this size are digested whole before the cards start: what was loaded of them needs no checksum"""
 
-def load_weights(model: WeightHolder, folder: str | Path) -> None:
+
+def load_weights(model: WeightHolder, folder: str | Path, whole_bytes: int = WHOLE_BYTES) -> dict[str, int]:
     """Load the model's local tensors from a checkpoint folder, converted to their dtype; float8 matrices are
     dequantized box by box.
+
+    Returns the checksums (`box_checksum`) of what this rank owns of each file of more than ``whole_bytes``, by name:
+    over all ranks they add up, mod 2^64, to the checksum of the file, in any layout.
 
     Raises:
         ValueError: a tensor (named) is missing, or its shape or element type differs from what `config.json` implies.
     """
     folder = Path(folder)
     stored, shapes = stored_tensors(folder), global_params(model.config)
+    large = {file for file in {tensor.file for tensor in stored.values()} if file.stat().st_size > whole_bytes}
+    owners, sums = _owners(model) if large else {}, dict.fromkeys((file.name for file in large), 0)
     scales = block_scales(folder, stored)
     with ExitStack() as stack, torch.no_grad():
         reader = BoxReader(stored, scales, stack)
@@ -65,7 +74,12 @@ def load_weights(model: WeightHolder, folder: str | Path) -> None:
                 if part.name not in stored:
                     raise ValueError(f"model.path: {folder} lacks the tensor {part.name!r}")
                 check_tensor(stored, part.name, shapes[part.name], scales)
-                part.view(view).copy_(reader.read(part.name, part.region))
+                values = reader.read(part.name, part.region)
+                part.view(view).copy_(values)
+                file = stored[part.name].file
+                if file in large and (model.mesh.rank, param, part) in owners[part.name]:
+                    sums[file.name] += int(box_checksum(values, part.name, part.region))
+    return {name: value % (1 << 64) for name, value in sums.items()}
 
 
 class BoxReader:

@@ -11,7 +11,7 @@ Invariants:
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -139,20 +139,33 @@ class PromptSource:
             "skipped": self._skipped,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def find_other_order(self, state: Mapping[str, Any]) -> str:
+        """Returns why prompts would come in another order than in the run whose `state_dict` is ``state``; "" if they
+        would not."""
+        digest, source = state.get("digest"), self._config.source
+        if state["seed"] != self._seed:
+            return f"the saved run had run.seed={state['seed']}, this one has {self._seed}"
+        if state["rows"] != self.num_rows:
+            keys = "data.source, data.rows, data.bad_rows, run.eval_prompts" if digest else "data.rows"
+            return f"the saved run had rows={state['rows']} in an epoch, this one has {self.num_rows} ({keys})"
+        if digest not in (None, self.digest) or (digest is None and state["source"] != source):
+            return f"data.source={source!r} has other content than in the saved run, {state['source']!r}"
+        return ""
+
+    def load_state_dict(self, state: Mapping[str, Any], other_order: bool = False) -> None:
         """Resumes where `state` was taken.
 
+        Args:
+            other_order: resume at the same position of the same epoch, even if its prompts are others.
+
         Raises:
-            ValueError: the state belongs to another source, number of rows, seed or content of the file, by name.
+            ValueError: the order of prompts would be another one.
         """
-        for key, value in (("source", self._config.source), ("rows", self.num_rows), ("seed", self._seed)):
-            if state[key] != value:
-                raise ValueError(f"data: cannot resume: the saved run had {key}={state[key]!r}, this one has {value!r}")
-        if state.get("digest") not in (None, self.digest):
-            raise ValueError(
-                f"data: cannot resume: data.source={self._config.source!r} has other content than in the saved run"
-            )
+        if not other_order and (why := self.find_other_order(state)):
+            raise ValueError(f"data: cannot resume: {why}")
         self._epoch, self._position, self._skipped = state["epoch"], state["position"], state["skipped"]
+        if self._indices is not None:
+            self._position = min(self._position, len(self._indices))
 
     @property
     def digest(self) -> str | None:

@@ -89,6 +89,7 @@ def test_progress_begins_at_the_step_of_the_checkpoint(tmp_path, monkeypatch, re
             progress=Progress(),
             report={},
             earlier=earlier,
+            inputs={},
         )
     assert shown.value.args == (12, steps_done)
 

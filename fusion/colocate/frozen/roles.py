@@ -34,6 +34,7 @@ class FrozenRoles:
     Attributes:
         on_host: weights that are kept on this card's host, by role.
         reference, reward_model: separate models; None if the card has none.
+        loaded: checksums of what this card has loaded, by role and file (`load_weights`).
     """
 
     def __init__(
@@ -46,13 +47,14 @@ class FrozenRoles:
         self.reference: Transformer | None = None
         self.reward_model: Transformer | None = None
         self.retokenize: Retokenizer | None = None
+        self.loaded: dict[str, dict[str, int]] = {}
         if meshes.reference is not None:
-            self.reference = self._load(spec.model.path, meshes.reference)
+            self.reference = self._load("reference", spec.model.path, meshes.reference)
         elif rank in spec.deployment.reference:
             self.on_host["reference"] = FrozenWeights(self._copy_of_trainer(), device, pool)
         reward = spec.reward_model
         if meshes.reward_model is not None and reward is not None:
-            self.reward_model = self._load(reward.path, meshes.reward_model)
+            self.reward_model = self._load("reward_model", reward.path, meshes.reward_model)
             if policy.train is not None:
                 self.on_host["reward_model"] = FrozenWeights(self.reward_model.weights, device, pool)
             if reward.retokenize:
@@ -137,12 +139,12 @@ class FrozenRoles:
         with self.on_host[role].in_hbm(self.residency, self.policy.train.weights, self.offloader):
             yield
 
-    def _load(self, path: str, mesh: Mesh) -> Transformer:
+    def _load(self, role: str, path: str, mesh: Mesh) -> Transformer:
         options = self.spec.model
         config, bucket_bytes = ModelConfig.from_hf(path).without_predictors, self.spec.fusion.bucket_bytes
         model = Transformer(config, mesh, self.device, dtype=options.torch_dtype, bucket_bytes=bucket_bytes)
         model.requires_grad_(False)
-        load_weights(model, path)
+        self.loaded[role] = load_weights(model, path)
         return model
 
     def _copy_of_trainer(self) -> Buckets:

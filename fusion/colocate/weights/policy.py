@@ -53,9 +53,11 @@ class PolicyWeights:
         dtype, bucket_bytes = spec.model.torch_dtype, spec.fusion.bucket_bytes
         self.train: WeightHolder | None = None
         self.infer: WeightHolder | None = None
+        self.loaded: dict[str, int] = {}
+        """Checksums of what this card has loaded, by file (`load_weights`)"""
         if meshes.train is not None:
             self.train = train_model(config, meshes.train, device, dtype, bucket_bytes=bucket_bytes)
-            load_weights(self.train, spec.model.path)
+            self.loaded = load_weights(self.train, spec.model.path)
         if meshes.engine is not None:
             self.infer = infer_model(
                 config.without_predictors,

@@ -80,11 +80,16 @@ def test_more_rows_than_the_file_has_are_refused(tokenizer, jsonl):
 
 def test_a_state_of_another_run_is_refused(tokenizer, jsonl):
     state = source_of(tokenizer, jsonl).state_dict()
-    with pytest.raises(ValueError, match="the saved run had seed=0, this one has 1"):
+    with pytest.raises(ValueError, match="the saved run had run.seed=0, this one has 1"):
         source_of(tokenizer, jsonl, seed=1).load_state_dict(state)
     jsonl.write_text(jsonl.read_text() * 2)
-    with pytest.raises(ValueError, match="the saved run had rows=11, this one has 22"):
+    with pytest.raises(
+        ValueError, match=r"the saved run had rows=11 in an epoch, this one has 22 .*run.eval_prompts\)"
+    ):
         source_of(tokenizer, jsonl).load_state_dict(state)
+    changed = source_of(tokenizer, jsonl)
+    changed.load_state_dict({**state, "position": 11}, other_order=True)
+    assert [prompt.id.partition("-")[0] for prompt in changed.next(12)] == ["e0"] * 11 + ["e1"]
 
 
 def test_rows_of_a_file_carry_answer_and_fields(tokenizer, jsonl, tmp_path):
@@ -225,9 +230,10 @@ def test_a_file_of_bad_rows_only_is_refused_in_any_case(tmp_path, tokenizer):
         source_of(tokenizer, file, bad_rows="skip")
 
 
-def test_a_file_with_other_content_is_not_resumed(tokenizer, jsonl):
+def test_a_file_with_other_content_is_not_resumed_and_one_that_has_moved_is(tokenizer, jsonl):
     state = source_of(tokenizer, jsonl).state_dict()
-    source_of(tokenizer, jsonl).load_state_dict(state)
+    source_of(tokenizer, jsonl.rename(jsonl.with_name("moved.jsonl"))).load_state_dict(state)
+    jsonl.with_name("moved.jsonl").rename(jsonl)
     jsonl.write_text(jsonl.read_text().replace("l10", "l99"))
     with pytest.raises(ValueError, match="cannot resume: data.source=.* has other content"):
         source_of(tokenizer, jsonl).load_state_dict(state)
