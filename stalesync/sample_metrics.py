@@ -5,14 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from operator import gt
 
+import numpy as np
+
 from fusion.rewards import reward_metrics
 from fusion.telemetry import Metrics
+from fusion.training.algorithms.baseline import equal, equal_groups, number_groups
 from stalesync.sample_columns import SampleColumns
 
 
 def add_sample_metrics(metrics: Metrics, samples: SampleColumns) -> None:
-    """Adds rewards and lengths of samples that were trained, filtered or failed."""
+    """Adds rewards and lengths of samples that were trained, filtered or failed, and `frac_reward_zero_std` (TRL's
+    name), the share of groups whose rewards are all equal."""
     metrics.update(reward_metrics(samples.rewards, samples.errors))
+    scored = samples.without_errors
+    if scored:
+        dead = equal_groups(np.array(scored.rewards, dtype=np.float64), number_groups(scored.groups))
+        metrics.add("frac_reward_zero_std", dead.mean(), len(dead))
     _add_terms(metrics, samples)
     if not samples:
         return
@@ -22,10 +30,14 @@ def add_sample_metrics(metrics: Metrics, samples: SampleColumns) -> None:
 
 
 def _add_terms(metrics: Metrics, samples: SampleColumns) -> None:
-    """Adds `critic/rewards/<name>/mean` of the parts of a reward that has several, over the scored samples."""
+    """Adds `critic/rewards/<name>/mean` and `…/std` (0 if all are equal) of the parts of a reward that has several,
+    over the scored samples."""
     terms = [sample.outcome.terms for sample in samples.samples if sample.outcome.terms]
     for name in terms[0] if terms else ():
-        metrics.add(f"critic/rewards/{name}/mean", sum(parts[name] for parts in terms) / len(terms), len(terms))
+        values = np.array([parts[name] for parts in terms])
+        metrics.add(f"critic/rewards/{name}/mean", sum(values.tolist()) / len(values), len(values))
+        std = 0.0 if equal(float(values.min()), float(values.max())) else values.std()
+        metrics.add(f"critic/rewards/{name}/std", std, len(values))
 
 
 def add_staleness_metrics(metrics: Metrics, samples: SampleColumns, *, version: int, max_staleness: int) -> None:

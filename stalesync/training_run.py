@@ -19,6 +19,7 @@ from fusion.colocate import Worker, WorkerSpec
 from fusion.rollout import EvalAnswer
 from fusion.rollout.partial_samples import check_kept
 from fusion.telemetry import Answer, LiveView, RunFolder
+from fusion.telemetry.page.cautions import CautionWatch
 from fusion.telemetry.run_folder import complete_checkpoints
 from fusion.training.algorithms import make_algorithm
 from fusion.training.interface import SKIPPED_IN_A_ROW
@@ -166,6 +167,7 @@ class TrainingRun:
         self.drafters, self._drafting_ranks = cards.on(spec.drafting_ranks), spec.drafting_ranks
         self._draft_starts: dict[int, int] = {}
         """Number of processes that each card that drafts had had at the last cut"""
+        self.caution_watch = CautionWatch()
         self.pace = PaceTally(spec.pace)
         self.saver = Saver()
         cards.health_checks.append(self.saver.check)
@@ -327,6 +329,8 @@ class TrainingRun:
             figures[RESTARTS] += metrics.get(RESTARTS, 0)
         self.folder.log(self.step, {**metrics, **figures, **self.saver.metrics()})
         self.view.update(self.step, metrics)
+        for caution in self.caution_watch.observe(self.step, metrics):
+            self.view.note(f"step {self.step}: {caution}")
         if (skipped := int(metrics.get(SKIPPED_IN_A_ROW, 0))) >= MAX_SKIPPED_IN_A_ROW:
             raise GradientsNotFinite(skipped, self.step)
 

@@ -183,6 +183,7 @@ class Updater:
             )
             self.queue.put(PackedBatch.from_samples(samples.ids, {"advantage": advantages}))
             metrics.spread("critic/advantages", advantages.tolist())
+            metrics.add("critic/advantages/zero_share", (advantages == 0).sum() / len(advantages), len(advantages))
         return samples
 
     @property

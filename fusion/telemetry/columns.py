@@ -44,11 +44,22 @@ def small(value: float) -> str:
     return "0" if value == 0 else f"{value:.4f}" if 1e-3 <= abs(value) < 10 else f"{value:.2g}"
 
 
+def share(value: float) -> str:
+    """Format a share in whole percent."""
+    return f"{value:.0%}"
+
+
 REFERENCE_KL = ("actor/kl_loss", "actor/reward_kl_penalty", "critic/kl")
 
 COLUMNS = (
     Column("step", ("step",), lambda value: f"{value:.0f}", width=4),
     Column("reward", ("critic/rewards/mean",), lambda value: f"{value:.3f}", width=6),
+    Column("live\ngroups", ("frac_reward_zero_std",), lambda dead: f"{1 - dead:.0%}", width=6),
+    Column("zero\nadv.", ("critic/advantages/zero_share",), share, width=5),
+    Column("cut", ("response_length/clip_ratio",), share, width=4),
+    Column("failed", ("reward/failed_share",), share, width=6),
+    Column("ESS", ("rollout_corr/rollout_is_eff_sample_size",), share, width=5),
+    Column("kept\nmass", ("training/kept_mass_mean",), lambda value: f"{value:.3f}", width=5),
     Column("length", ("response_length/mean",), lambda value: f"{value:.1f}", width=6),
     Column("KL", REFERENCE_KL, small, width=7),
     Column("tokens\n/s", ("perf/tokens_per_s", "perf/throughput"), lambda value: f"{value:,.0f}", width=7),
@@ -63,13 +74,23 @@ COLUMNS = (
 )
 
 
-ONLY_WITH_DRAFTS = "tokens\n/pass"
+ONLY_WITH = {
+    "tokens\n/pass": "rollout/draft_mib_max",
+    "live\ngroups": "frac_reward_zero_std",
+    "zero\nadv.": "critic/advantages/zero_share",
+    "cut": "response_length/clip_ratio",
+    "failed": "reward/failed_share",
+    "ESS": "rollout_corr/rollout_is_eff_sample_size",
+    "kept\nmass": "training/kept_mass_mean",
+}
+"""Title of a column → the metric without which it is left out"""
 
 
 def columns_for(row: Row) -> tuple[Column, ...]:
-    """Choose the columns for rows like this one. Without a reference model, the KL is that to the policy that
-    generated, and its header is different; without drafts a forward pass yields one token a sequence."""
-    columns = [one for one in COLUMNS if one.title != ONLY_WITH_DRAFTS or "rollout/draft_mib_max" in row]
+    """Choose the columns for rows like this one: what shows whether there is a signal to learn from comes first, where
+    it was measured. Without a reference model, the KL is that to the policy that generated, and its header is
+    different; without drafts a forward pass yields one token a sequence."""
+    columns = [one for one in COLUMNS if ONLY_WITH.get(one.title, "step") in {"step", *row}]
     if any(name in row for name in REFERENCE_KL) or "actor/ppo_kl" not in row:
         return tuple(columns)
     return tuple(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,8 +17,9 @@ from rich.text import Text
 from fusion.telemetry.by_card import card_rows, read_cards
 from fusion.telemetry.columns import duration, seconds
 from fusion.telemetry.evaluations import RESULT, evaluation_rows
-from fusion.telemetry.files import read_jsonl
+from fusion.telemetry.files import iterate_jsonl, read_jsonl
 from fusion.telemetry.memory import MemoryLedger
+from fusion.telemetry.page.cautions import cautions
 from fusion.telemetry.page.curves import number
 from fusion.telemetry.run_folder import EVALUATIONS, describe
 from fusion.telemetry.timeline import CardSummary
@@ -64,6 +66,8 @@ class RunReport:
     ledger: MemoryLedger = field(default_factory=MemoryLedger)
     cards: Sequence[CardSummary] = ()
     """Result of `summarize_run(spans)`."""
+    cautions: Sequence[str] = ()
+    """Result of `cautions`."""
     notes: Sequence[str] = ()
     """Counts such as failed rewards or skipped prompts."""
     next_steps: Sequence[str] = ()
@@ -75,7 +79,8 @@ class RunReport:
         Raises:
             ValueError: a line of a file is not what a run writes; names file and line.
         """
-        rows = [_numbers(row) for row in read_jsonl(Path(path) / "metrics.jsonl")]
+        logged = read_jsonl(Path(path) / "metrics.jsonl")
+        rows, groups = [_numbers(row) for row in logged], iterate_jsonl(Path(path) / "groups.jsonl")
         from_files: dict[str, Any] = {"folder": describe(path), "steps": len(rows)}
         from_files |= rewards_of(rows)
         from_files["phase_s"] = _phases(rows)
@@ -85,6 +90,8 @@ class RunReport:
         from_files["cards"], left_out = read_cards(Path(path) / "timeline.json")
         from_files["folder"] += left_out
         from_files["evaluations"] = evaluation_rows(read_jsonl(Path(path) / EVALUATIONS, RESULT))
+        ended = Counter(str(group.get("ended")) for group in groups)
+        from_files["cautions"] = cautions(logged, ended, from_files["ledger"], failure=None)
         from_files["answers"] = compare(*_first_and_last(read_jsonl(Path(path) / "samples.jsonl", SAMPLE)))
         return cls(**(from_files | fields))
 
@@ -97,6 +104,8 @@ class RunReport:
         tables += [_table(self.ledger.rows())] if self.ledger.phases else []
         tables += [_table(card_rows(self.cards))] if self.cards else []
         parts: list[RenderableType] = [Text(self._headline(), style="bold", overflow="ignore", no_wrap=True)]
+        if self.cautions:
+            parts += [Text(f"! {line}", style="yellow", overflow="ignore", no_wrap=True) for line in self.cautions]
         for table in tables:
             parts += ["", table]
         lists = {"Notes": self.notes, "Run folder": self.folder, "What to try next": self.next_steps}

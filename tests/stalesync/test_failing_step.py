@@ -9,6 +9,7 @@ import pytest
 from fusion.rewards import RewardOutcome
 from fusion.rollout import RequestBuffer
 from fusion.telemetry import Metrics
+from fusion.telemetry.page.cautions import CautionWatch
 from fusion.training.interface import SKIPPED_IN_A_ROW
 from stalesync.controller import Controller
 from stalesync.evaluation import EvalConfig, Evaluation
@@ -44,8 +45,9 @@ def _run(write, cut):
     run.max_samples = 1
     run.step, run._closing, run._closed, run._logged, run._figures = 0, 0, 0, 0, {}
     run.evaluation = Evaluation(EvalConfig(), files=[])
-    run.view = SimpleNamespace(begin=lambda: None, update=lambda *_: None)
+    run.view = SimpleNamespace(begin=lambda: None, update=lambda *_: None, note=lambda line: None)
     run.step_metrics = SimpleNamespace(begin_first_step=lambda: None)
+    run.caution_watch = CautionWatch()
     run.pace = SimpleNamespace(count=lambda metrics: None)
     run.saver = SimpleNamespace(metrics=dict, writing=False)
     run.folder = SimpleNamespace(log=lambda step, figures: write(step), repeat=lambda before_first: None)

@@ -46,6 +46,23 @@ def scored(samples):
     return samples
 
 
+def test_groups_without_a_signal_and_constant_terms_are_counted():
+    samples = []
+    for group, rewards in {"a": [1.0, 1.0], "b": [0.1 + 0.2, 0.3], "c": [0.0, 1.0], "d": [0.0, None]}.items():
+        for number, reward in enumerate(rewards):
+            sample = Sample(f"{group}/{number}", Prompt(group, (1,), "1+1=", "2"), "2", 1, 3)
+            terms = None if reward is None else {"judge": reward, "format": 1.0}
+            sample.outcome = RewardOutcome(reward, None if reward is not None else "raised", terms=terms)
+            sample.cut = number == 1
+            samples.append(sample)
+    metrics = Metrics()
+    add_sample_metrics(metrics, SampleColumns.of(samples))
+    found = metrics.result()
+    assert found["frac_reward_zero_std"] == 0.75 and found["response_length/clip_ratio"] == 0.5
+    assert found["critic/rewards/format/std"] == 0.0 < found["critic/rewards/judge/std"]
+    assert found["reward/failed_share"] == 1 / 8
+
+
 def test_terms_are_added_with_their_weights_logged_by_name_and_saved_with_the_sample():
     samples = scored([Sample(f"g/{tokens}", PROMPT, "text", 1, tokens) for tokens in (2, 3, 4)])
     assert [one.outcome.reward for one in samples] == [2.0, 3.0 - 1.0, 4.0 - 2.0]

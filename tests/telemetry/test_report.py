@@ -3,6 +3,7 @@ import io
 from rich.console import Console
 
 from fusion.telemetry import Answer, MemoryLedger, RunFolder, RunReport, Span, compare, summarize
+from fusion.telemetry.page.run_data import read_run
 
 
 def leave_a_run(root) -> RunFolder:
@@ -41,6 +42,16 @@ def test_the_report_tells_what_the_folder_holds(tmp_path):
         "wall                4.00     4.00\nbusy                 75%       0%   37.5%",
     ):
         assert expected in text, f"{expected!r} not in\n{text}"
+
+
+def test_the_cautions_of_the_page_are_on_the_terminal_too(tmp_path):
+    run = leave_a_run(tmp_path)
+    with run:
+        run.log(21, {"critic/rewards/std": 0.0, "reward/failed": 2.0})
+        run.log_groups(21, ["g"], "failed:timeout")
+    found = read_run(run.path)["cautions"]
+    lines = RunReport.from_folder(run.path).text().splitlines()
+    assert len(found) >= 3 and lines[1 : 1 + len(found)] == [f"! {line}" for line in found]
 
 
 def test_of_many_cards_the_least_and_the_most_busy_are_shown():

@@ -5,7 +5,10 @@ Every caution names the metric or the file it is about, so that it can be checke
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+import re
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from fusion.telemetry.memory import MemoryLedger, human_bytes
@@ -32,7 +35,23 @@ MISMATCH = 0.05
 IDLE_CARDS = 0.5
 """Busy share of the cards below which they mostly wait."""
 
+EQUAL_GROUPS = 0.8
+"""Share of groups with equal rewards above which most of the generation is in vain."""
+
 ENDED_WELL = ("trained", "filtered")
+
+RECENT = 10
+"""Number of steps over whose mean a caution is found while the run goes on."""
+
+SAMPLE_SIZE, GAP = "rollout_corr/rollout_is_eff_sample_size", "staleness/0/rollout_logprobs_diff_mean"
+SKIPPED, FAILED, PREEMPTED = "training/skipped_updates", "reward/failed", "rollout/preemptions"
+TOTALS = (SKIPPED, FAILED, PREEMPTED)
+"""Metrics that are counts of a step."""
+
+TERM_STD = re.compile(r"critic/rewards/[^/]+/std")
+
+Caution = tuple[str, str]
+"""The metric or file that a caution is about, and its sentence."""
 
 
 def cautions(
@@ -46,10 +65,46 @@ def cautions(
         failure: why the run failed, in one line; None: it did not.
     """
     found = [f"the run failed: {failure}"] if failure else []
-    return [*found, *_not_finite(rows), *_lost(rows, ended), *_memory(rows, memory), *_learning(rows), *_speed(rows)]
+    named = [*_not_finite(rows), *_lost(rows, ended), *_memory(rows, memory), *_learning(rows), *_speed(rows)]
+    return found + [_sentence(one) for one in named]
 
 
-def _not_finite(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+class CautionWatch:
+    """Finds cautions while a run goes on, each once. Memory does not grow with the number of steps.
+
+    What is lost or not finite is found in its step, what a step's metrics show when `RECENT` steps show it on average.
+    """
+
+    def __init__(self) -> None:
+        self._first: Mapping[str, float] = {}
+        self._recent: deque[Mapping[str, float]] = deque(maxlen=RECENT)
+        self._totals = dict.fromkeys(TOTALS, 0.0)
+        self._known = set[str]()
+
+    def observe(self, step: int, metrics: Mapping[str, float]) -> list[str]:
+        """Add the metrics of a step; return the new cautions."""
+        broken = {name: str(value) for name, value in metrics.items() if not math.isfinite(value)}
+        finite = {name: value for name, value in metrics.items() if name not in broken}
+        self._first = self._first or finite
+        self._recent.append(finite)
+        for name in TOTALS:
+            self._totals[name] += finite.get(name, 0.0)
+        named = [*_not_finite([{"step": step, "not_finite": broken}]), *_lost([self._totals], {})]
+        if len(self._recent) == RECENT:
+            names = {name for row in self._recent for name in row if name not in TOTALS}
+            mean = {name: value for name in names if (value := _mean(self._recent, name)) is not None}
+            named += [*_learning([self._first, mean]), *_speed([mean])]
+        new = [one for one in named if one[0] not in self._known]
+        self._known |= {about for about, _ in new}
+        return [_sentence(one) for one in new]
+
+
+def _sentence(caution: Caution) -> str:
+    about, text = caution
+    return text if text.startswith(about) else f"{text} ({about})"
+
+
+def _not_finite(rows: Sequence[Mapping[str, Any]]) -> Iterator[Caution]:
     first: dict[str, tuple[Any, int]] = {}
     for row in rows:
         broken = row.get("not_finite")
@@ -57,63 +112,67 @@ def _not_finite(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             step, count = first.get(name, (row.get("step"), 0))
             first[name] = step, count + 1
     for name, (step, count) in first.items():
-        yield f"{name} is not finite in {_steps(count)}, first in step {step}"
+        yield name, f"{name} is not finite in {_steps(count)}, first in step {step}"
 
 
-def _lost(rows: Sequence[Mapping[str, Any]], ended: Mapping[str, int]) -> Iterator[str]:
+def _lost(rows: Sequence[Mapping[str, Any]], ended: Mapping[str, int]) -> Iterator[Caution]:
+    if skipped := _total(rows, SKIPPED):
+        yield SKIPPED, f"{skipped:,.0f} updates were skipped, as their gradients were not finite"
     for how, count in ended.items():
         if how.partition(":")[0] not in ENDED_WELL:
-            yield f"{count:,} groups ended as {how} (groups.jsonl)"
-    if failed := _total(rows, "reward/failed"):
-        yield f"{failed:,.0f} responses could not be scored (reward/failed)"
+            yield "groups.jsonl", f"{count:,} groups ended as {how}"
+    if failed := _total(rows, FAILED):
+        yield FAILED, f"{failed:,.0f} responses could not be scored"
 
 
-def _memory(rows: Sequence[Mapping[str, Any]], memory: MemoryLedger) -> Iterator[str]:
+def _memory(rows: Sequence[Mapping[str, Any]], memory: MemoryLedger) -> Iterator[Caution]:
     for phase, peak in memory.peak.items():
         if memory.capacity and peak >= FULL_HBM * memory.capacity:
-            yield (
-                f"HBM was {peak / memory.capacity:.0%} full in the phase {phase}: {human_bytes(peak)} of "
-                f"{human_bytes(memory.capacity)} (memory/{phase}/peak_mib)"
-            )
-    if preempted := _total(rows, "rollout/preemptions"):
-        yield f"{preempted:,.0f} requests were preempted, as the KV cache was full (rollout/preemptions)"
+            of = f"{human_bytes(peak)} of {human_bytes(memory.capacity)}"
+            yield f"memory/{phase}/peak_mib", f"HBM was {peak / memory.capacity:.0%} full in the phase {phase}: {of}"
+    if preempted := _total(rows, PREEMPTED):
+        yield PREEMPTED, f"{preempted:,.0f} requests were preempted, as the KV cache was full"
 
 
-def _learning(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    clipped = _at_end(rows, "response_length/clip_ratio")
-    if clipped is not None and clipped > CLIPPED:
-        yield (
-            f"{clipped:.0%} of the responses are cut at rollout.max_response_length at the end "
-            "(response_length/clip_ratio)"
-        )
-    if _at_end(rows, "critic/rewards/std") == 0:
-        yield "all rewards of a step are equal at the end, so there is nothing to learn (critic/rewards/std)"
+def _learning(rows: Sequence[Mapping[str, Any]]) -> Iterator[Caution]:
+    def at_end(name: str) -> float:
+        return math.nan if (value := _at_end(rows, name)) is None else value  # no comparison with NaN holds
+
+    clipped, equal = at_end("response_length/clip_ratio"), at_end("frac_reward_zero_std")
+    if clipped > CLIPPED:
+        cause = "; none ends by itself: check the model's end token, or set rollout.stop" if clipped == 1 else ""
+        text = f"{clipped:.0%} of the responses are cut at rollout.max_response_length at the end{cause}"
+        yield "response_length/clip_ratio", text
+    if at_end("critic/rewards/std") == 0:
+        yield "critic/rewards/std", "all rewards of a step are equal at the end, so there is nothing to learn"
+    elif equal > EQUAL_GROUPS:
+        yield "frac_reward_zero_std", f"{equal:.0%} of the groups have equal rewards at the end, and teach nothing"
+    for name in dict.fromkeys(name for row in rows[-1:] for name in row if TERM_STD.fullmatch(name)):
+        if at_end(name) == 0:
+            yield name, f"the reward term {name.split('/')[2]!r} is the same for all responses at the end"
+    if at_end("actor/grad_norm") == 0:
+        yield "actor/grad_norm", "the gradient is zero at the end"
     start, end = _at_end(rows[::-1], "actor/entropy"), _at_end(rows, "actor/entropy")
     if start is not None and end is not None and start > 0 and end < COLLAPSED * start:
-        yield f"the entropy fell from {start:.3g} to {end:.3g} (actor/entropy)"
-    size = _at_end(rows, "rollout_corr/rollout_is_eff_sample_size")
-    if size is not None and size < LOW_SAMPLE_SIZE:
-        yield (
-            f"the effective sample size is {size:.0%} at the end: few tokens dominate the update "
-            "(rollout_corr/rollout_is_eff_sample_size)"
-        )
-    gap = _at_end(rows, "staleness/0/rollout_logprobs_diff_mean")
-    if gap is not None and gap > MISMATCH:
-        yield (
-            f"engine and trainer differ by {gap:.3g} nats per token with the same weights "
-            "(staleness/0/rollout_logprobs_diff_mean)"
-        )
+        yield "actor/entropy", f"the entropy fell from {start:.3g} to {end:.3g}"
+    if (size := at_end(SAMPLE_SIZE)) < LOW_SAMPLE_SIZE:
+        yield SAMPLE_SIZE, f"the effective sample size is {size:.0%} at the end: few tokens dominate the update"
+    if (gap := at_end(GAP)) > MISMATCH:
+        yield GAP, f"engine and trainer differ by {gap:.3g} nats per token with the same weights"
 
 
-def _speed(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def _speed(rows: Sequence[Mapping[str, Any]]) -> Iterator[Caution]:
     busy = _at_end(rows, "perf/utilisation")
     if busy is not None and busy < IDLE_CARDS:
-        yield f"the cards are busy only {busy:.0%} of the time at the end (perf/utilisation)"
+        yield "perf/utilisation", f"the cards are busy only {busy:.0%} of the time at the end"
 
 
 def _at_end(rows: Sequence[Mapping[str, Any]], name: str) -> float | None:
-    window = rows[-max(1, len(rows) // WINDOW_SHARE) :]
-    values = [value for row in window if (value := number(row.get(name))) is not None]
+    return _mean(rows[-max(1, len(rows) // WINDOW_SHARE) :], name)
+
+
+def _mean(rows: Iterable[Mapping[str, Any]], name: str) -> float | None:
+    values = [value for row in rows if (value := number(row.get(name))) is not None]
     return sum(values) / len(values) if values else None
 
 

@@ -1,7 +1,9 @@
+import math
+
 import pytest
 
 from fusion.telemetry import MemoryLedger
-from fusion.telemetry.page.cautions import cautions
+from fusion.telemetry.page.cautions import RECENT, CautionWatch, cautions
 
 
 def found(rows=(), ended=None, memory=None, failure=None):
@@ -11,6 +13,10 @@ def found(rows=(), ended=None, memory=None, failure=None):
 GOOD = {
     "response_length/clip_ratio": 0.01,
     "critic/rewards/std": 0.4,
+    "critic/rewards/format/std": 0.1,
+    "frac_reward_zero_std": 0.3,
+    "actor/grad_norm": 0.2,
+    "training/skipped_updates": 0.0,
     "actor/entropy": 1.0,
     "perf/utilisation": 0.9,
     "rollout_corr/rollout_is_eff_sample_size": 0.9,
@@ -32,6 +38,11 @@ def test_a_good_run_has_none():
     [
         ("response_length/clip_ratio", 0.5, "50% of the responses are cut"),
         ("critic/rewards/std", 0.0, "nothing to learn"),
+        ("frac_reward_zero_std", 0.9, "90% of the groups have equal rewards"),
+        ("critic/rewards/format/std", 0.0, "the reward term 'format' is the same for all responses"),
+        ("actor/grad_norm", 0.0, "the gradient is zero"),
+        ("response_length/clip_ratio", 1.0, "none ends by itself: check the model's end token"),
+        ("training/skipped_updates", 1.0, "3 updates were skipped"),
         ("actor/entropy", 0.01, "the entropy fell from 1 to 0.01"),
         ("perf/utilisation", 0.2, "busy only 20%"),
         ("rollout_corr/rollout_is_eff_sample_size", 0.1, "effective sample size is 10%"),
@@ -56,3 +67,23 @@ def test_what_is_lost_full_or_failed():
         "4 groups ended as failed:timeout (groups.jsonl)",
         "HBM was 96% full in the phase infer: 96.0M of 100M (memory/infer/peak_mib)",
     ]
+
+
+def test_the_same_are_found_once_each_while_the_run_goes_on():
+    watch = CautionWatch()
+    good = [watch.observe(step, GOOD) for step in range(1, RECENT + 1)]
+    assert not any(good)
+    bad = GOOD | {"response_length/clip_ratio": 0.5, "frac_reward_zero_std": 0.95, "training/skipped_updates": 1.0}
+    said = [line for step in range(11, 40) for line in watch.observe(step, bad | {"actor/grad_norm": math.nan})]
+    assert len(said) == len(set(said)) == 4
+    for part in ("actor/grad_norm is not", "updates were skipped", "responses are cut", "groups have equal rewards"):
+        assert sum(part in line for line in said) == 1, part
+    final = cautions([{"step": 1, **bad}], {}, MemoryLedger(), None)
+    about = [line[line.rindex("(") :] for line in said if line.endswith(")")]
+    assert sorted(about) == sorted(line[line.rindex("(") :] for line in final)
+
+
+def test_what_one_step_shows_is_not_yet_a_caution():
+    watch = CautionWatch()
+    one_bad_step = [GOOD] * 20 + [GOOD | {"response_length/clip_ratio": 1.0}] + [GOOD] * 20
+    assert not any(watch.observe(step, row) for step, row in enumerate(one_bad_step))
