@@ -29,7 +29,7 @@ from stalesync import savepoint
 from stalesync.config import Config
 from stalesync.evaluation.files import EvalFile, open_files, with_rewards
 from stalesync.process_log import logging_to
-from stalesync.prompts import PromptSource
+from stalesync.prompts import ChatTemplate, PromptSource
 from stalesync.ray_cluster import check_token, ray_cluster
 from stalesync.ray_folder import root_of
 from stalesync.ray_guard import Report
@@ -72,6 +72,8 @@ def launch(config: Config, *, trains: bool = True) -> Path:
     tokenizer = load_tokenizer(config.model.path, model)
     source = PromptSource(config.data, tokenizer, config.run.seed, held_out=config.run.eval_prompts)
     opened = open_files(config, tokenizer)
+    for line in source.template.describe(end_token_ids(tokenizer, model, config.model.path)):
+        log.warning("model.path: %s", line)
     spec = worker_spec(config, model, tokenizer)
     warn_if_endless(config, spec)
     check_token(config.cluster.address)
@@ -279,6 +281,8 @@ def worker_spec(config: Config, model: ModelConfig, tokenizer: Any) -> WorkerSpe
         ValueError: the reward model has fewer tokens than the policy's tokenizer, whose ids it would have to read.
     """
     deployment, fusion = config.deployment, config.fusion
+    turn_end = ChatTemplate(config.data, tokenizer).turn_end
+    ends = end_token_ids(tokenizer, model, config.model.path, turn_end)
     reference = deployment.reference if fusion.score_cards else ()
     return WorkerSpec(
         seed=config.run.seed,
@@ -297,7 +301,7 @@ def worker_spec(config: Config, model: ModelConfig, tokenizer: Any) -> WorkerSpe
         topology=config.cluster.topology,
         pace=config.pace,
         ahead=config.stalesync.max_staleness > 0,
-        detokenizer=detokenizer_spec(config.model.path, tokenizer, end_token_ids(tokenizer, model, config.model.path)),
+        detokenizer=detokenizer_spec(config.model.path, tokenizer, ends),
         kv_pool=_kv_pool(config) if config.rollout.pools_kv else None,
     )
 

@@ -88,9 +88,10 @@ def check_reference_answers(
 
 def score_text(pool: RewardPool, samples: Sequence[Sample]) -> list[RewardOutcome]:
     """Scores the text of samples in the processes of a pool."""
+    asked = [(sample, sample.prompt) for sample in samples]
     return pool.score(
         [
-            RewardSample(sample.prompt.text, sample.response, sample.prompt.answer, sample.prompt.fields, sample.others)
-            for sample in samples
+            RewardSample(prompt.text, sample.response, prompt.answer, prompt.fields, sample.others, prompt.prefill)
+            for sample, prompt in asked
         ]
     )

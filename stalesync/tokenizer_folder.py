@@ -33,13 +33,14 @@ def load_tokenizer(folder: str, model: ModelConfig) -> Any:
     return tokenizer
 
 
-def end_token_ids(tokenizer: Any, model: ModelConfig, folder: str) -> tuple[int, ...]:
-    """Returns the tokens that end a response: those of `generation_config.json` or `config.json`, and the tokenizer's.
+def end_token_ids(tokenizer: Any, model: ModelConfig, folder: str, turn_end: int | None = None) -> tuple[int, ...]:
+    """Returns the tokens that end a response: those of `generation_config.json` or `config.json`, the tokenizer's, and
+    the one with which its chat template ends a turn.
 
     Raises:
         ValueError: one of them is not in the model's vocabulary, so that no response could end with it.
     """
-    own = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+    own = [id for id in (tokenizer.eos_token_id, turn_end) if id is not None]
     ends = tuple(dict.fromkeys((*model.eos_token_ids, *own)))
     if outside := [id for id in ends if not 0 <= id < model.vocab_size]:
         raise ValueError(

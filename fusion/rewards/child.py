@@ -63,7 +63,7 @@ def main(options_json: str) -> None:
 def _started(reward: LoadedReward | None, error: str) -> Started:
     if reward is None:
         return Started(error, [])
-    return Started(error, [*reward.required_fields], reward.scores_batch, reward.needs_group)
+    return Started(error, [*reward.required_fields], reward.scores_batch, [*reward.asks])
 
 
 def limit_memory(mib: int | None) -> None:

@@ -24,7 +24,7 @@ from typing import Any
 
 from fusion.rewards.batch import Batch
 from fusion.rewards.config import RewardConfig, RewardSpec
-from fusion.rewards.loaded import OTHERS
+from fusion.rewards.loaded import OTHERS, PREFILL
 from fusion.rewards.outcome import RewardOutcome, RewardSample
 from fusion.rewards.process import END_S, Child, start_child
 from fusion.rewards.wire import SPLIT, Result, Started
@@ -62,6 +62,7 @@ class RewardPool:
         """Fields of the data row without which the reward cannot be called"""
         self.needs_group = False
         """Whether the reward asks for the other responses of a sample's group (`RewardSample.others`)"""
+        self._needs_prefill = False
         self._scores_batch = False
         try:
             self._fill()
@@ -132,7 +133,11 @@ class RewardPool:
 
     def _arguments(self, sample: RewardSample) -> tuple[str, str, str, dict[str, Any]]:
         fields = sample.fields | {OTHERS: [*sample.others]} if self.needs_group else sample.fields
-        return sample.prompt, sample.response, sample.answer, fields
+        if self._needs_prefill:
+            fields = fields | {PREFILL: sample.prefill}
+        # A format is one of all that the model's turn contains.
+        response = sample.prefill + sample.response if self.kind == "format" else sample.response
+        return sample.prompt, response, sample.answer, fields
 
     def _process_events(self, batch: Batch) -> None:
         """Wait for the next event (a result, a socket that accepts data, a deadline) and process it."""
@@ -179,7 +184,8 @@ class RewardPool:
             return
         child.ready = True
         self.required_fields = frozenset(started.required_fields)
-        self._scores_batch, self.needs_group = started.scores_batch, started.needs_group
+        self._scores_batch = started.scores_batch
+        self.needs_group, self._needs_prefill = OTHERS in started.asks, PREFILL in started.asks
 
     def _take(self, child: Child, result: Result, batch: Batch) -> None:
         index = child.pending.popleft()

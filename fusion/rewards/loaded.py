@@ -9,6 +9,12 @@ from typing import Any
 OTHERS = "other_responses"
 """Parameter of a user's function that receives the other responses of the sample's group"""
 
+PREFILL = "prefill"
+"""Parameter of a user's function that receives the end of the prompt that belongs to the response, such as `<think>`"""
+
+OF_RUN = (OTHERS, PREFILL)
+"""Parameters that receive what a run knows, not a field of the row"""
+
 BATCH = ("prompts", "responses")
 """Names of the first two parameters of a user's function that scores a batch of samples in one call"""
 
@@ -22,10 +28,10 @@ class LoadedReward:
             `score(prompts, responses, answers, **fields)`, with lists of equal length.
         required_fields: fields of the row without which it cannot be called.
         scores_batch: it scores a batch of samples in one call, and returns as many numbers.
-        needs_group: among the fields it must get `OTHERS`.
+        asks: which of `OF_RUN` it must get among the fields.
     """
 
     score: Callable[..., Any]
     required_fields: tuple[str, ...] = ()
     scores_batch: bool = False
-    needs_group: bool = False
+    asks: tuple[str, ...] = ()

@@ -27,13 +27,14 @@ def usable(reward: float) -> bool:
 @dataclass(slots=True)
 class RewardSample:
     """Holds one response to score. `fields` (picklable) are the other columns of the data row, `others` the other
-    responses of its group."""
+    responses of its group, `prefill` the end of the prompt as the model reads it that belongs to the response."""
 
     prompt: str
     response: str
     answer: str
     fields: dict[str, Any] = field(default_factory=dict)
     others: Sequence[str] = ()
+    prefill: str = ""
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 (prompt, response, answer, **fields) -> float              one sample
 (prompts, responses, answers, **fields) -> list of floats  a batch of samples: every argument is a list
 other_responses, another parameter of either               the other responses of the sample's group: texts
+prefill, likewise                                          the end of the prompt that belongs to the response
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fusion.rewards.config import split_path
-from fusion.rewards.loaded import BATCH, OTHERS, LoadedReward
+from fusion.rewards.loaded import BATCH, OF_RUN, LoadedReward
 
 RewardFunction = Callable[..., Any]
 PARAMETERS = "(prompt, response, answer, **fields) or (prompts, responses, answers, **fields)"
@@ -76,9 +77,9 @@ def _fit_arguments(function: RewardFunction, path: str) -> LoadedReward:
 
     return LoadedReward(
         call,
-        required_fields=tuple(sorted(accepted - optional - {OTHERS})),
+        required_fields=tuple(sorted(accepted - optional - {*OF_RUN})),
         scores_batch=scores_batch,
-        needs_group=OTHERS in accepted,
+        asks=tuple(name for name in OF_RUN if name in accepted),
     )
 
 

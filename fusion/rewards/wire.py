@@ -36,7 +36,7 @@ class Started(NamedTuple):
     error: str
     required_fields: list[str]
     scores_batch: bool = False
-    needs_group: bool = False
+    asks: list[str] = []
 
 
 class Result(NamedTuple):
@@ -110,10 +110,9 @@ def _reply(index: int, payload: bytes) -> Started | Result:
 
 
 def _is_started(reply: Started) -> bool:
-    names = reply.required_fields
-    flags = type(reply.scores_batch) is type(reply.needs_group) is bool
-    named = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    return isinstance(reply.error, str) and flags and named
+    lists = (reply.required_fields, reply.asks)
+    named = all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists)
+    return isinstance(reply.error, str) and type(reply.scores_batch) is bool and named
 
 
 def _is_failed(reply: Result) -> bool:

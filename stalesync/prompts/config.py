@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from fusion.telemetry.validation import Checks
 from stalesync.prompts.tokenizer import PLACES
@@ -51,6 +52,12 @@ class DataConfig:
     chat_template: str = "auto"
     """`auto`: apply the chat template of the tokenizer if it has one; `never`: use the prompt as it is."""
 
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Variables for the chat template, such as `{enable_thinking: false}`; only ones that the template reads."""
+
+    system_prompt: str | None = None
+    """Text of a system message, put before every chat that does not begin with one; null: none."""
+
     min_digits: int = 2
     """`worked_arithmetic`: minimum number of digits of a number."""
 
@@ -89,6 +96,10 @@ class DataConfig:
         check.one_of("bad_rows", ("refuse", "skip"))
         check.one_of("long_prompts", ("refuse", "skip"))
         check.one_of("chat_template", ("auto", "never"))
+        kwargs = self.chat_template_kwargs
+        named = isinstance(kwargs, dict) and all(isinstance(name, str) for name in kwargs)
+        check.that("chat_template_kwargs", named, "a mapping such as {enable_thinking: false}")
+        check.that("system_prompt", self.system_prompt is None or bool(self.system_prompt.strip()), "a text, or null")
         check.that("prompt_field", bool(self.prompt_field), "the name of a field")
         check.that("answer_field", bool(self.answer_field), "the name of a field")
         check.that("answer_field", self.answer_field != self.prompt_field, "another field than data.prompt_field")

@@ -20,19 +20,21 @@ from stalesync.prompts.addition import AdditionRows
 from stalesync.prompts.config import DataConfig
 from stalesync.prompts.files import FileRows
 from stalesync.prompts.rows import Row, RowCounts, Rows
+from stalesync.prompts.template import ChatTemplate
 from stalesync.prompts.worked import WorkedRows
 
 
 @dataclass(frozen=True)
 class Prompt:
     """`ids` are the model's input tokens, chat template included; `text` is the prompt as stored in the data (a chat is
-    rendered); `fields` are the row's other columns."""
+    rendered); `fields` are the row's other columns; `prefill` is the end of the prompt that belongs to the response."""
 
     id: str
     ids: tuple[int, ...]
     text: str
     answer: str
     fields: dict[str, Any] = field(default_factory=dict)
+    prefill: str = ""
 
 
 class PromptSource:
@@ -47,9 +49,8 @@ class PromptSource:
     def __init__(self, config: DataConfig, tokenizer: Any, seed: int, held_out: int = 0) -> None:
         config.validate()
         self._config = config
-        self._tokenizer = tokenizer
+        self.template = ChatTemplate(config, tokenizer)
         self._seed = seed
-        self._templated = config.chat_template == "auto" and bool(getattr(tokenizer, "chat_template", None))
         self._rows = self._open_rows(held_out)
         self._indices = self._choose_rows()
         self._epoch = 0
@@ -218,8 +219,8 @@ class PromptSource:
     def _encode(self, ids: Sequence[str], rows: Sequence[Row]) -> list[Prompt]:
         if not rows:
             return []
-        texts = [self._render(row) for row in rows]
-        encoded = self._tokenize(texts)
+        texts = [self.template.render(row.prompt) for row in rows]
+        encoded = self.template.tokenize(texts)
         return [
             Prompt(
                 id=id_,
@@ -227,31 +228,10 @@ class PromptSource:
                 text=row.prompt if isinstance(row.prompt, str) else text,
                 answer=row.answer,
                 fields=row.fields,
+                prefill=self.template.prefill_of(text),
             )
             for id_, tokens, row, text in zip(ids, encoded, rows, texts, strict=True)
         ]
-
-    def _render(self, row: Row) -> str:
-        """Returns the text of a prompt as the model reads it.
-
-        Raises:
-            ValueError: the prompt is a chat, and there is no template; or the template refuses it.
-        """
-        if not self._templated:
-            if isinstance(row.prompt, str):
-                return row.prompt
-            raise ValueError(
-                "the prompt is a chat, which needs a tokenizer with a chat template, and data.chat_template=auto"
-            )
-        chat = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
-        try:
-            return self._tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # whatever the template's code raises
-            raise ValueError(f"the chat template refuses the prompt: {error}") from error
-
-    def _tokenize(self, texts: list[str]) -> list[list[int]]:
-        # A template writes the special tokens itself.
-        return self._tokenizer(texts, add_special_tokens=not self._templated)["input_ids"]
 
     def _check(self, rows: Sequence[Row]) -> list[int | ValueError]:
         """Returns the number of tokens of each prompt; the error of one that cannot be rendered or tokenized, or has no
@@ -259,7 +239,7 @@ class PromptSource:
         found: list[int | ValueError] = [self._length_of(row) for row in rows] if len(rows) == 1 else []
         if len(rows) > 1:
             try:
-                found = [len(ids) for ids in self._tokenize([self._render(row) for row in rows])]
+                found = [len(ids) for ids in self.template.tokenize([self.template.render(row.prompt) for row in rows])]
                 "".join(row.answer for row in rows).encode()
             except Exception:  # the tokenizers library raises plain `Exception`
                 found = [self._length_of(row) for row in rows]
@@ -267,9 +247,9 @@ class PromptSource:
 
     def _length_of(self, row: Row) -> int | ValueError:
         try:
-            text = self._render(row)
+            text = self.template.render(row.prompt)
             text.encode(), row.answer.encode()
-            (ids,) = self._tokenize([text])
+            (ids,) = self.template.tokenize([text])
         except UnicodeEncodeError as error:
             return ValueError(f"prompt or answer is not valid Unicode: {error.reason}")
         except ValueError as error:

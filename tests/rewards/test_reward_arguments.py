@@ -2,7 +2,9 @@
 
 import pytest
 
-from fusion.rewards import RewardConfig, RewardPool, check_required_fields
+from fusion.rewards import RewardConfig, RewardPool, RewardSample, check_required_fields
+from fusion.rewards.config import RewardSpec
+from fusion.rewards.loaded import OTHERS
 from fusion.rewards.user import load_user_function
 
 
@@ -31,7 +33,7 @@ def test_a_field_with_the_name_of_a_positional_argument_is_not_passed_twice(tmp_
     loaded = load(tmp_path, "def score(question, completion, gold, **fields): return (gold, fields)")
     fields = {"question": "raw", "answer": "raw", "level": 3}
     assert loaded.score("q", "c", "g", **fields) == ("g", {"answer": "raw", "level": 3})
-    assert not loaded.required_fields and not loaded.scores_batch and not loaded.needs_group
+    assert not loaded.required_fields and not loaded.scores_batch and not loaded.asks
 
 
 def test_a_null_leaves_a_default_and_is_passed_where_there_is_none(tmp_path):
@@ -54,7 +56,7 @@ def test_a_null_leaves_a_default_and_is_passed_where_there_is_none(tmp_path):
 )
 def test_names_of_parameters_tell_what_a_function_asks_for(tmp_path, parameters, batch, group, required):
     loaded = load(tmp_path, f"def score({parameters}): return 0.0")
-    assert (loaded.scores_batch, loaded.needs_group, loaded.required_fields) == (batch, group, required)
+    assert (loaded.scores_batch, OTHERS in loaded.asks, loaded.required_fields) == (batch, group, required)
 
 
 def test_in_a_batch_a_default_is_kept_where_the_field_of_every_row_is_null(tmp_path):
@@ -94,3 +96,26 @@ def test_a_field_that_rows_lack_is_refused_with_the_fields_there_are():
         check_required_fields(reward, {"level"}, ())
     with pytest.raises(ValueError, match="the field 'a' and 'b', which .* every row has: unit, weight. Give"):
         check_required_fields(reward, {"a", "b", "unit"}, {"weight", "unit"})
+
+
+PREFILLED = """
+def named(prompt, response, answer, prefill, **fields): return float(prefill == "<think>" and response[0] == "a")
+def other(prompt, response, answer, **fields): return float(response == "a</think>b" and "prefill" not in fields)
+def batch(prompts, responses, answers, prefill): return [float(prefill == ["<think>"]) for _ in responses]
+"""
+
+
+@pytest.mark.parametrize("name", ["named", "other", "batch"])
+def test_a_function_gets_the_prefill_if_it_asks_for_it_by_name(tmp_path, name):
+    (file := tmp_path / "rewards.py").write_text(PREFILLED)
+    with RewardPool(RewardConfig(path=f"{file}:{name}", workers=1)) as pool:
+        assert not pool.required_fields
+        (outcome,) = pool.score([RewardSample("q", "a</think>b", "", prefill="<think>")])
+    assert outcome.reward == 1.0
+
+
+def test_a_format_is_one_of_prefill_and_response():
+    spec = RewardSpec("format", "<think>.*</think>.*", "the term 'format'")
+    samples = [RewardSample("q", "a</think>b", "", prefill=prefill) for prefill in ("<think>\n", "")]
+    with RewardPool(RewardConfig(workers=1), spec) as pool:
+        assert [outcome.reward for outcome in pool.score(samples)] == [1.0, 0.0]

@@ -61,6 +61,7 @@ def test_end_tokens_are_those_of_the_model_and_of_the_tokenizer(folder):
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 7]}))
     model, tokenizer = ModelConfig.from_hf(folder), load(folder)
     assert end_token_ids(tokenizer, model, str(folder)) == (3, 7, 1)
+    assert end_token_ids(tokenizer, model, str(folder), turn_end=5) == (3, 7, 1, 5)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 32]}))
     with pytest.raises(ValueError, match="names the end token 32 .*; expected one below vocab_size=32"):
         end_token_ids(tokenizer, ModelConfig.from_hf(folder), str(folder))

@@ -1,0 +1,149 @@
+"""Render prompts by the chat template of a tokenizer and tokenize them, and find how the template frames a response.
+
+    header         prefill          response           turn end
+    <|im_start|>…  <think>\\n        (the model's)       <|im_end|>
+    └── generation prompt ──┘
+
+Invariants (tests/stalesync/prompts/test_template.py): a prompt's tokens are those of its rendered text, and never end
+with a token that only the tokenizer appended; `prefill` is the end of what is rendered, or empty.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from stalesync.prompts.config import DataConfig
+
+Chat = list[dict[str, Any]]
+
+OWN_VARIABLES = {"messages", "add_generation_prompt", "tools", "documents", "bos_token", "eos_token"}
+"""Variables of a template that `data.chat_template_kwargs` cannot set"""
+MARK = "mark7"
+"""The response of the chat that is rendered to find the end of a turn"""
+THOUGHT = re.compile(r"<(?:think|thinking|thought|reasoning)>|◁think▷")
+"""Tags that open a response"""
+
+
+class ChatTemplate:
+    """The template of ``tokenizer`` with the settings of ``config``.
+
+    Attributes:
+        applies: whether prompts are rendered by it; else they are read as they are.
+        prefill: text at the end of the generation prompt that belongs to the response; "" if there is none.
+        turn_end: the special token with which it closes the assistant's turn; None if there is none.
+        appended: tokens that the tokenizer appends to a text, which are removed from prompts without a template.
+
+    Raises:
+        ValueError: `data.system_prompt` or a name of `data.chat_template_kwargs` is not read by the template.
+    """
+
+    def __init__(self, config: DataConfig, tokenizer: Any) -> None:
+        self._tokenizer, self._system, self._kwargs = tokenizer, config.system_prompt, dict(config.chat_template_kwargs)
+        self.applies = config.chat_template == "auto" and bool(getattr(tokenizer, "chat_template", None))
+        self.prefill, self.turn_end = "", None
+        self.appended = () if self.applies else self._appended_tokens()
+        if self.applies:
+            self._check_names()
+            self._read_frame()
+        elif self._system or self._kwargs:
+            key = "system_prompt" if self._system else "chat_template_kwargs"
+            raise ValueError(f"data.{key} needs a tokenizer with a chat template, and data.chat_template=auto")
+
+    def render(self, prompt: str | Chat) -> str:
+        """Return the text of a prompt as the model reads it.
+
+        Raises:
+            ValueError: the prompt is a chat, and there is no template; or the template refuses it.
+        """
+        if not self.applies:
+            if isinstance(prompt, str):
+                return prompt
+            raise ValueError(
+                "the prompt is a chat, which needs a tokenizer with a chat template, and data.chat_template=auto"
+            )
+        return self._rendered([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+
+    def tokenize(self, texts: list[str]) -> list[list[int]]:
+        """Return the tokens of rendered prompts."""
+        # A template writes the special tokens itself.
+        encoded = self._tokenizer(texts, add_special_tokens=not self.applies)["input_ids"]
+        return [ids[: len(ids) - len(self.appended)] for ids in encoded] if self.appended else encoded
+
+    def prefill_of(self, text: str) -> str:
+        """Return the part of a rendered prompt that belongs to the response."""
+        return self.prefill if text.endswith(self.prefill) else ""
+
+    def describe(self, end_token_ids: tuple[int, ...]) -> list[str]:
+        """Return what its user may not expect, a line each; ``end_token_ids``: the ends without the template's."""
+        name, lines = self._tokenizer.convert_ids_to_tokens, []
+        if self.appended:
+            lines.append(f"the tokenizer appends {' '.join(map(name, self.appended))} to a text: removed from prompts")
+        if self.prefill:
+            lines.append(
+                f"the chat template begins every response with {self.prefill!r}: terms of reward=format see it before "
+                "the response, and your own reward as its argument `prefill`"
+            )
+        if self.turn_end is not None and self.turn_end not in end_token_ids:
+            others = ", ".join(map(name, end_token_ids)) or "nothing"
+            lines.append(f"the chat template ends a turn with {name(self.turn_end)}, the model with {others}: all end")
+        return lines
+
+    def _rendered(self, chat: Chat, *, add_generation_prompt: bool = True) -> str:
+        if self._system and chat[0].get("role") not in ("system", "developer"):
+            chat = [{"role": "system", "content": self._system}, *chat]
+        try:
+            return self._tokenizer.apply_chat_template(
+                chat, tokenize=False, add_generation_prompt=add_generation_prompt, **self._kwargs
+            )
+        except Exception as error:  # whatever the template's code raises
+            raise ValueError(f"the chat template refuses the prompt: {error}") from error
+
+    def _check_names(self) -> None:
+        if not self._kwargs:
+            return
+        from jinja2 import meta
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        source = self._tokenizer.get_chat_template()
+        environment = _compile_jinja_template(source).environment
+        read = meta.find_undeclared_variables(environment.parse(source))
+        accepted = read - environment.globals.keys() - OWN_VARIABLES
+        if unknown := sorted(self._kwargs.keys() - accepted):
+            raise ValueError(
+                f"data.chat_template_kwargs: the chat template does not read {unknown[0]!r}; it reads "
+                f"{', '.join(sorted(accepted)) or 'no such name'}"
+            )
+
+    def _read_frame(self) -> None:
+        user = [{"role": "user", "content": "a"}]
+        try:
+            prompt, asked = self._rendered(user), self._rendered(user, add_generation_prompt=False)
+            answered = self._rendered([*user, {"role": "assistant", "content": MARK}], add_generation_prompt=False)
+        except ValueError:  # the check of the rows names what a template refuses
+            return
+        if self._system and self._system.strip() not in prompt:
+            raise ValueError("data.system_prompt: the chat template leaves out the message of the role system")
+        head, mark, tail = answered.rpartition(MARK)
+        if not mark:
+            return
+        opened = prompt[len(asked) :] if prompt.startswith(asked) else ""
+        header = head[len(asked) :] if head.startswith(asked) else ""
+        thought = THOUGHT.search(opened)
+        # A response follows its header directly, unless the template puts an empty thought before it.
+        start = len(header) if header and opened.startswith(header) else len(opened)
+        self.prefill = opened[min(start, thought.start() if thought else start) :]
+        end = max((token for token in self._special_tokens() if tail.lstrip().startswith(token)), key=len, default=None)
+        self.turn_end = None if end is None else self._tokenizer.convert_tokens_to_ids(end)
+
+    def _special_tokens(self) -> set[str]:
+        added = getattr(self._tokenizer, "added_tokens_decoder", {}).values()
+        return {*self._tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
+
+    def _appended_tokens(self) -> tuple[int, ...]:
+        """Return the end token if the tokenizer appends it to every text."""
+        end, text = self._tokenizer.eos_token_id, "1"
+        if end is None:
+            return ()
+        ids, with_special = (self._tokenizer(text, add_special_tokens=add)["input_ids"] for add in (False, True))
+        return (end,) if with_special[-1:] == [end] != ids[-1:] else ()
