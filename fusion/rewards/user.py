@@ -2,6 +2,7 @@
 
 (prompt, response, answer, **fields) -> float              one sample
 (prompts, responses, answers, **fields) -> list of floats  a batch of samples: every argument is a list
+(data_source, solution_str, ground_truth, extra_info)      verl's names, also in the plural: given by name
 other_responses, another parameter of either               the other responses of the sample's group: texts
 prefill, likewise                                          the end of the prompt that belongs to the response
 """
@@ -11,13 +12,20 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from fusion.rewards.config import split_path
 from fusion.rewards.loaded import BATCH, OF_RUN, LoadedReward
 
 RewardFunction = Callable[..., Any]
+PLACES = {"prompt": 0, "response": 1, "answer": 2, "solution_str": 1, "ground_truth": 2}
+BATCH_PLACES = {"prompts": 0, "responses": 1, "answers": 2, "solution_strs": 1, "ground_truths": 2}
+"""Names of parameters → place of what they receive among prompt, response and answer"""
+COLUMNS = {"data_sources": "data_source", "extra_infos": "extra_info"}
+"""Parameters of verl that receive columns of a batch → the columns"""
+VERL_COLUMNS = {*COLUMNS, *COLUMNS.values()}
+UNCLEAR = {"completions", "completion_ids"}
 PARAMETERS = "(prompt, response, answer, **fields) or (prompts, responses, answers, **fields)"
 
 
@@ -57,34 +65,57 @@ def _fit_arguments(function: RewardFunction, path: str) -> LoadedReward:
     signature = _signature(function, path)
     parameters = signature.parameters.values()
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    # The first three are given by position, whatever their names; a field of such a name cannot be passed, too.
-    by_position = {p.name for p in positional[:3]}
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    accepted = named.keys() - by_position
+    scores_batch = tuple(p.name for p in positional[:2]) == BATCH or "solution_strs" in named
+    places = BATCH_PLACES if scores_batch else PLACES
+    by_name = _is_called_by_name(signature, places)
+    # Without known names in other places, the first three are given by position, whatever their names. A field of the
+    # name of such an argument cannot be passed, too.
+    arguments = {name: places[name] for name in named if name in places} if by_name else {}
+    taken = {*arguments} if by_name else {p.name for p in positional[:3]}
+    if by_name and (1 not in arguments.values() or any(p.kind is p.POSITIONAL_ONLY for p in positional)):
+        raise ValueError(
+            f"reward.path={path!r}: it takes {signature}, expected {PARAMETERS}: no parameter is known to receive the "
+            "response; name it response or solution_str"
+        )
+    accepted = named.keys() - taken
     optional = {name for name in accepted if named[name].default is not inspect.Parameter.empty}
     accepts_any_field = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    scores_batch = tuple(p.name for p in positional[:2]) == BATCH
+    column_of = {name: COLUMNS.get(name, name) if scores_batch else name for name in accepted}
+    name_of = {column: name for name, column in column_of.items()}
 
     def call(prompt: Any, response: Any, answer: Any, /, **fields: Any) -> Any:
-        passed = {
-            name: value
-            for name, value in fields.items()
-            if name not in by_position
-            and (accepts_any_field or name in accepted)
-            and not (name in optional and (all(one is None for one in value) if scores_batch else value is None))
-        }
-        return function(prompt, response, answer, **passed)
+        texts = (prompt, response, answer)
+        passed = {name: texts[place] for name, place in arguments.items()}
+        for column, value in fields.items():
+            name = name_of.get(column, column)
+            is_null = all(one is None for one in value) if scores_batch and name in optional else value is None
+            if name not in taken and (accepts_any_field or name in accepted) and not (name in optional and is_null):
+                passed[name] = value
+        return function(*(() if by_name else texts), **passed)
 
     return LoadedReward(
         call,
-        required_fields=tuple(sorted(accepted - optional - {*OF_RUN})),
+        required_fields=tuple(sorted(column_of[name] for name in accepted - optional - {*OF_RUN})),
         scores_batch=scores_batch,
         asks=tuple(name for name in OF_RUN if name in accepted),
     )
 
 
+def _is_called_by_name(signature: inspect.Signature, places: Mapping[str, int]) -> bool:
+    """Whether the arguments are given by name: the first three cannot be given by position, or one of them has the name
+    of another place, or of a column that verl passes."""
+    try:
+        signature.bind_partial("", "", "")
+    except TypeError:
+        return True
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    first = [name for name, parameter in signature.parameters.items() if parameter.kind in kinds][:3]
+    return any(places.get(name, place) != place or name in VERL_COLUMNS for place, name in enumerate(first))
+
+
 def _signature(function: RewardFunction, path: str) -> inspect.Signature:
-    """Return the signature of a function that three texts and further arguments by name can be passed to.
+    """Return the signature of a function whose arguments can be told.
 
     Raises:
         ValueError: it is not such a function.
@@ -94,13 +125,17 @@ def _signature(function: RewardFunction, path: str) -> inspect.Signature:
         raise ValueError(
             f"reward.path={path!r}: it is asynchronous or a generator; expected a function that returns a number"
         )
-    signature = None
     try:
         signature = inspect.signature(function)
-        signature.bind_partial("", "", "")
     except (TypeError, ValueError) as error:
-        takes = f"it takes {signature}" if signature else "its arguments are not known"
-        raise ValueError(f"reward.path={path!r}: {takes}, expected {PARAMETERS}: {error}") from error
+        raise ValueError(
+            f"reward.path={path!r}: its arguments are not known, expected {PARAMETERS}: {error}"
+        ) from error
+    if unclear := sorted(UNCLEAR & signature.parameters.keys()):
+        raise ValueError(
+            f"reward.path={path!r}: it takes {signature}, expected {PARAMETERS}: {unclear[0]} (TRL's) may be texts or "
+            "chats; name it responses"
+        )
     unnamed = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_ONLY and p.default is p.empty]
     if len(unnamed) > 3:
         raise ValueError(f"reward.path={path!r}: it takes {signature}, expected {PARAMETERS}: {unnamed[3]} has no name")

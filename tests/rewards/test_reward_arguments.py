@@ -59,6 +59,58 @@ def test_names_of_parameters_tell_what_a_function_asks_for(tmp_path, parameters,
     assert (loaded.scores_batch, OTHERS in loaded.asks, loaded.required_fields) == (batch, group, required)
 
 
+@pytest.mark.parametrize(
+    ("parameters", "expected", "required"),
+    [
+        ("data_source, solution_str, ground_truth, extra_info=None", ("web", "r", "g", {"i": 1}), ("data_source",)),
+        ("data_source, solution_str, ground_truth, extra_info", ("web", "r", "g", {"i": 1}), None),
+        ("solution_str, ground_truth", ("r", "g"), ()),
+        ("answer, response, prompt", ("g", "r", "p"), ()),
+        ("response, extra_info, *, prompt", ("r", {"i": 1}, "p"), ("extra_info",)),
+        ("prompt, response, ground_truth", ("p", "r", "g"), ()),
+        ("question, completion, gold", ("p", "r", "g"), ()),
+        ("prompt, solution_str, data_source='none', level=0", ("p", "r", "web", 0), ()),
+    ],
+)
+def test_arguments_of_known_names_are_given_by_name(tmp_path, parameters, expected, required):
+    names = [part.strip().partition("=")[0] for part in parameters.split(",") if part.strip() != "*"]
+    loaded = load(tmp_path, f"def score({parameters}): return ({', '.join(names)},)")
+    fields = {"data_source": "web", "extra_info": {"i": 1}, "level": None}
+    assert loaded.score("p", "r", "g", **fields) == expected and not loaded.scores_batch
+    assert loaded.required_fields == (("data_source", "extra_info") if required is None else required)
+
+
+def test_arguments_of_verl_in_the_plural_are_those_of_a_batch(tmp_path):
+    parameters = "data_sources, solution_strs, ground_truths, extra_infos=None"
+    loaded = load(tmp_path, f"def score({parameters}, **rest): return ({parameters.split('=')[0]}, rest)")
+    assert loaded.scores_batch and loaded.required_fields == ("data_source",)
+    fields = {"data_source": ["a", "b"], "extra_info": [None, None], "level": [1, 2]}
+    assert loaded.score(["p"] * 2, ["r", "s"], ["g"] * 2, **fields) == (
+        ["a", "b"], ["r", "s"], ["g", "g"], None, {"level": [1, 2]}
+    )  # fmt: skip
+
+
+VERL = """
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    acc = float(data_source == "web" and solution_str == ground_truth and extra_info["index"] == 3)
+    return {"score": acc, "acc": acc, "pred": solution_str}
+def scores(data_sources, solution_strs, ground_truths, extra_infos):
+    return [score(*one) for one in zip(data_sources, solution_strs, ground_truths, extra_infos)]
+def unclear(prompt, response, answer): return {"reward": 1.0}
+"""
+
+
+@pytest.mark.parametrize(("name", "rewards"), [("score", [1.0, 0.0]), ("scores", [1.0, 0.0]), ("unclear", [None] * 2)])
+def test_a_reward_written_for_verl_and_its_dict_are_scored(tmp_path, name, rewards):
+    (file := tmp_path / "rewards.py").write_text(VERL)
+    fields = {"data_source": "web", "extra_info": {"index": 3}}
+    with RewardPool(RewardConfig(path=f"{file}:{name}", workers=1)) as pool:
+        outcomes = pool.score([RewardSample("q", response, "7", fields) for response in "78"])
+    assert [outcome.reward for outcome in outcomes] == rewards
+    if name == "unclear":
+        assert "expected a finite number of float32, or a dict that has one as score" in outcomes[0].detail
+
+
 def test_in_a_batch_a_default_is_kept_where_the_field_of_every_row_is_null(tmp_path):
     score = load(tmp_path, "def score(prompts, responses, answers, level='low', unit=1): return (level, unit)").score
     assert score(["", ""], ["", ""], ["", ""], level=[None, None], unit=[None, "m"]) == ("low", [None, "m"])
@@ -71,7 +123,12 @@ def test_in_a_batch_a_default_is_kept_where_the_field_of_every_row_is_null(tmp_p
         ("def score(prompt, response, answer): yield 0.0", "asynchronous or a generator"),
         ("class S:\n async def __call__(self, *texts): return 0.0\nscore = S()", "asynchronous or a generator"),
         ("def score(a, b, c, d, /): return 0.0", "d has no name"),
-        ("def score(*, prompt, response, answer): return 0.0", r"takes \(\*, prompt, response, answer\)"),
+        ("def score(*, prompt, answer): return 0.0", r"takes \(\*, prompt, answer\), .*; name it response or solution"),
+        ("def score(question, prompt, answer): return 0.0", "no parameter is known to receive the response"),
+        ("def score(data_source, solution, truth): return 0.0", "no parameter is known to receive the response"),
+        ("def score(data_source, solution_str, /): return 0.0", "no parameter is known to receive the response"),
+        ("def score(r, a): return 0.0", "no parameter is known to receive the response"),
+        ("def score(prompts, completions, answer): return 0.0", "completions .TRL's. may be texts or chats"),
         ("score = 3", "defines no function 'score'"),
     ],
 )
