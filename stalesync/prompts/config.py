@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from fusion.telemetry.validation import Checks
@@ -23,12 +23,12 @@ class DataConfig:
 
     prompt_field: str = "prompt"
     """Field of the file with the prompt: a text, or a list of chat messages (`role` and `content`, or `from` and
-    `value` as in ShareGPT's files) that ends with the user's."""
+    `value` as in ShareGPT's files) that ends with the user's. `a.b` is the field `b` of an object `a`."""
 
     answer_field: str = "answer"
-    """Field of the file with the reference answer, which is passed to the reward function as text: a number or list of
-    a JSON file as it is written there. The other fields are passed by name, except for ones that are called prompt,
-    response or answer."""
+    """Field of the file with the reference answer (also nested: `reward_model.ground_truth`), which is passed to the
+    reward function as text: a number or list of a JSON file as it is written there. The other fields are passed by
+    name, except for ones that are called prompt, response or answer."""
 
     bad_rows: str = "refuse"
     """What happens to a row of the file that cannot be used (no valid JSON, no prompt, an image in a chat, a chat that
@@ -52,8 +52,9 @@ class DataConfig:
     chat_template: str = "auto"
     """`auto`: apply the chat template of the tokenizer if it has one; `never`: use the prompt as it is."""
 
-    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables for the chat template, such as `{enable_thinking: false}`; only ones that the template reads."""
+    chat_template_kwargs: Any = None
+    """Variables for the chat template, such as `{enable_thinking: false}`; only ones that the template reads. null:
+    none."""
 
     system_prompt: str | None = None
     """Text of a system message, put before every chat that does not begin with one; null: none."""
@@ -97,8 +98,8 @@ class DataConfig:
         check.one_of("long_prompts", ("refuse", "skip"))
         check.one_of("chat_template", ("auto", "never"))
         kwargs = self.chat_template_kwargs
-        named = isinstance(kwargs, dict) and all(isinstance(name, str) for name in kwargs)
-        check.that("chat_template_kwargs", named, "a mapping such as {enable_thinking: false}")
+        named = kwargs is None or isinstance(kwargs, dict) and all(isinstance(name, str) for name in kwargs)
+        check.that("chat_template_kwargs", named, "a mapping such as {enable_thinking: false}, or null")
         check.that("system_prompt", self.system_prompt is None or bool(self.system_prompt.strip()), "a text, or null")
         check.that("prompt_field", bool(self.prompt_field), "the name of a field")
         check.that("answer_field", bool(self.answer_field), "the name of a field")

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from stalesync.prompts.chats import normalize_chat
 from stalesync.prompts.config import DataConfig
-from stalesync.prompts.json_rows import JsonRows
+from stalesync.prompts.json_rows import JsonRows, path_of, value_at
 from stalesync.prompts.rows import Row
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class FileRows:
         self.num_bad = len(self._table) - len(usable)
         self.fields = frozenset(common or ())
         for key in ("prompt_field", "answer_field"):
-            if names and (name := getattr(self._config, key)) not in names:
+            if names and not {name := getattr(self._config, key), name.partition(".")[0]} & names.keys():
                 has = ", ".join(names)
                 raise ValueError(f"data.{key}={name!r}: {self._config.source} has no such field; it has {has}")
         if self.num_bad and (self._config.bad_rows == "refuse" or not usable):
@@ -149,11 +149,12 @@ class FileRows:
 
     def _value(self, columns: dict[str, Any], key: str) -> Any:
         name = getattr(self._config, key)
-        if name not in columns:
+        path = path_of(columns, name)
+        if not path:
             raise ValueError(f"there is no field data.{key}={name!r}; it has {', '.join(columns) or 'none'}")
-        if columns[name] is None:
+        if (value := value_at(columns, path)) is None:
             raise ValueError(f"the field data.{key}={name!r} is empty")
-        return columns[name]
+        return value
 
 
 def answer_text(value: Any) -> str:

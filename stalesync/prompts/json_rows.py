@@ -12,6 +12,7 @@ import mmap
 import os
 import re
 from array import array
+from collections.abc import Mapping, Sequence
 from json.decoder import scanstring  # type: ignore[attr-defined]
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -110,7 +111,8 @@ class JsonRows:
 
 
 def parse_object(text: str, text_field: str) -> dict[str, Any]:
-    """Return the fields of a JSON object; the value of ``text_field`` as text, unless it is null.
+    """Return the fields of a JSON object; the value of ``text_field`` as text, unless it is null. Where that is a field
+    of a nested object (`a.b`), its text is added under the whole name.
 
     Raises:
         json.JSONDecodeError: it is not valid.
@@ -119,10 +121,32 @@ def parse_object(text: str, text_field: str) -> dict[str, Any]:
     fields = json.loads(text, object_pairs_hook=_unique)
     if not isinstance(fields, dict):
         raise ValueError("not a JSON object")
-    value = fields.get(text_field)
+    path = path_of(fields, text_field)
+    value = value_at(fields, path)
     if value is not None and not isinstance(value, str):
-        fields[text_field] = _text_of(text, text_field)
+        for name in path:
+            text = _text_of(text, name)
+        fields[text_field] = text
     return fields
+
+
+def path_of(fields: Mapping[str, Any], name: str) -> tuple[str, ...]:
+    """Return the names that lead to a field: ``name`` itself where there is such a field, else, for `a.b`, those of
+    nested objects; () if there is none."""
+    if name in fields:
+        return (name,)
+    head, _, rest = name.partition(".")
+    inner = fields.get(head)
+    path = path_of(inner, rest) if rest and isinstance(inner, Mapping) else ()
+    return (head, *path) if path else ()
+
+
+def value_at(fields: Mapping[str, Any], path: Sequence[str]) -> Any:
+    """Return the value of a field by its path; None: there is none."""
+    value: Any = fields if path else None
+    for name in path:
+        value = value[name]
+    return value
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

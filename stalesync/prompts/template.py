@@ -39,7 +39,7 @@ class ChatTemplate:
     """
 
     def __init__(self, config: DataConfig, tokenizer: Any) -> None:
-        self._tokenizer, self._system, self._kwargs = tokenizer, config.system_prompt, dict(config.chat_template_kwargs)
+        self._tokenizer, self._system, self._kwargs = tokenizer, config.system_prompt, config.chat_template_kwargs or {}
         self.applies = config.chat_template == "auto" and bool(getattr(tokenizer, "chat_template", None))
         self.prefill, self.turn_end = "", None
         self.appended = () if self.applies else self._appended_tokens()

@@ -3,6 +3,7 @@ import json
 from decimal import Decimal
 from pathlib import Path
 
+import datasets
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -281,6 +282,28 @@ def test_the_chat_template_is_used_where_there_is_one(tmp_path, jsonl):
     assert plain.text == "1" == tokenizer.decode(plain.ids)
     with pytest.raises(ValueError, match="the prompt is a chat"):
         source_of(tokenizer, chats, chat_template="never")
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_nested_fields_are_read(tmp_path, tokenizer, kind):
+    rows = [{"in": {"q": "12"}, "reward_model": {"ground_truth": 2.5, "style": "rule"}, "level": 1}] * 3
+    file = tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        datasets.Dataset.from_list(rows).to_parquet(str(file))
+    else:
+        file.write_text("".join(json.dumps(row).replace("2.5", "2.50") + "\n" for row in rows))
+    fields = {"prompt_field": "in.q", "answer_field": "reward_model.ground_truth"}
+    (prompt,) = source_of(tokenizer, file, **fields).next(1)
+    assert (prompt.text, prompt.answer) == ("12", "2.5" if kind == "parquet" else "2.50")
+    # The columns stay as they are for a reward.
+    assert prompt.fields == {name: rows[0][name] for name in ("in", "reward_model", "level")}
+    for changes, message in (
+        ({"answer_field": "reward_model.truth"}, "there is no field data.answer_field='reward_model.truth'"),
+        ({"answer_field": "model.truth"}, "data.answer_field='model.truth': .* has no such field"),
+        ({"prompt_field": "in.q.x"}, "there is no field data.prompt_field='in.q.x'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            source_of(tokenizer, file, **fields | changes)
 
 
 @pytest.mark.skipif(not GSM8K.exists(), reason="the GSM8K rows are not part of the project")

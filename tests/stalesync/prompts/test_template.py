@@ -8,8 +8,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from fusion.model import ModelConfig
+from fusion.resources import RECIPES
 from stalesync.config import Config
 from stalesync.launch import worker_spec
+from stalesync.overrides import composed
 from stalesync.prompts import ChatTemplate, DataConfig, PromptSource
 from tests.helpers import tiny_checkpoint
 
@@ -142,3 +144,10 @@ def test_settings_that_the_template_does_not_read_are_refused(template, changes,
 def test_values_that_are_not_accepted_are_refused_by_key(key, value):
     with pytest.raises(ValueError, match=f"data.{key}="):
         DataConfig(**{key: value}).validate()
+
+
+def test_a_mapping_is_set_on_the_command_line():
+    overrides = ["data=addition", "data.chat_template_kwargs={enable_thinking: false, depth: {a: [1]}}"]
+    config = composed(RECIPES / "conf", overrides)
+    assert config.data.chat_template_kwargs == {"enable_thinking": False, "depth": {"a": [1]}}
+    config.data.validate()
