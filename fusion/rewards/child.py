@@ -26,7 +26,6 @@ from fusion.rewards.outcome import usable
 from fusion.rewards.wire import HEADER, SPLIT, START, Result, Started, pack_reply
 
 DETAIL_CHARS, SHOWN_CHARS = 8000, 200
-NUMBER = "a finite number of float32, or a dict that has one as score"
 MEMORY = "memory"
 """Error of a sample that has reached the limit of memory, and key of a `SPLIT` that has: the process ends after it"""
 RESERVE_BYTES = 64 << 20
@@ -204,7 +203,8 @@ def result_of(value: object) -> Result:
     if (reward := finite(value.get("score") if isinstance(value, dict) else value)) is not None:
         return Result(reward, None, "", "")
     kind = type(value).__name__
-    return Result(None, "bad_type", f"returned {shown(value)} ({kind}); expected {NUMBER}", kind)
+    detail = f"returned {shown(value)} ({kind}); expected a finite number of float32, or a dict that has one as score"
+    return Result(None, "bad_type", detail, kind)
 
 
 def failure_of(error: BaseException, memory_mib: int | None) -> Result:

@@ -73,10 +73,10 @@ def _fit_arguments(function: RewardFunction, path: str) -> LoadedReward:
     # name of such an argument cannot be passed, too.
     arguments = {name: places[name] for name in named if name in places} if by_name else {}
     taken = {*arguments} if by_name else {p.name for p in positional[:3]}
-    if by_name and (1 not in arguments.values() or any(p.kind is p.POSITIONAL_ONLY for p in positional)):
+    if by_name and (not {1, 2} <= {*arguments.values()} or any(p.kind is p.POSITIONAL_ONLY for p in positional)):
         raise ValueError(
-            f"reward.path={path!r}: it takes {signature}, expected {PARAMETERS}: no parameter is known to receive the "
-            "response; name it response or solution_str"
+            f"reward.path={path!r}: it takes {signature}, expected {PARAMETERS}: it is not clear which parameters "
+            "receive response and answer; name them so, or solution_str and ground_truth"
         )
     accepted = named.keys() - taken
     optional = {name for name in accepted if named[name].default is not inspect.Parameter.empty}
