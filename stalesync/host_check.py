@@ -5,6 +5,7 @@ Every live host of the cluster is asked, also one without a card of the run: it 
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +17,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from stalesync.failures import RunFailed, first_line
 from stalesync.host_files import HostReport, find_differences, report_files
 from stalesync.hosts import Host, alive_hosts, describe_hosts
+from stalesync.ray_folder import EXPOSED
+
+log = logging.getLogger(__name__)
 
 
 class HostsDiffer(RunFailed):
@@ -26,7 +30,8 @@ class HostsDiffer(RunFailed):
 
 
 def check_hosts(folder: Path, models: Mapping[str, str | None], timeout_s: float) -> None:
-    """Checks the hosts of the Ray cluster that this process has joined; does nothing where there is only one.
+    """Checks the hosts of the Ray cluster that this process has joined; does nothing where there is only one. Warns of
+    those whose Ray other users can change.
 
     Args:
         folder: the run's; it exists.
@@ -58,11 +63,20 @@ def check_hosts(folder: Path, models: Mapping[str, str | None], timeout_s: float
             path.unlink(missing_ok=True)
     if differences:
         raise HostsDiffer(differences)
+    own = hosts.get(ray.get_runtime_context().get_node_id())  # of which `ray_cluster` has warned
+    for host, report in reports.items():
+        if report.exposed and host != own:
+            log.warning(EXPOSED, host, report.exposed)
+
+
+def _report(mark: str, folders: Mapping[str, str]) -> HostReport:
+    node: Any = ray._private.worker.global_worker.node
+    return report_files(mark, folders, node.get_session_dir_path())
 
 
 def _ask(hosts: Mapping[str, Host], mark: str, folders: Mapping[str, str], timeout_s: float) -> dict[Host, HostReport]:
     remote: Any = ray.remote
-    ask = remote(num_cpus=0, max_retries=0)(report_files)
+    ask = remote(num_cpus=0, max_retries=0)(_report)
     host_by_ref = {
         ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(mark, folders): host
         for node, host in hosts.items()

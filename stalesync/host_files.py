@@ -19,6 +19,7 @@ from pathlib import Path
 import xxhash
 
 from stalesync.hosts import Host, describe_hosts
+from stalesync.ray_folder import exposed
 
 PACKAGES = ("distqueue", "fusion", "stalesync")
 SOURCES = frozenset((".py", ".yaml", ".cpp", ".h"))
@@ -48,19 +49,22 @@ class HostReport:
         sees_folder: whether the controller's mark is in its run folder.
         write_error: why it cannot write there; "": it can.
         files: of each model's folder, by the config key and value; of `CODE`; None: there is no such folder.
+        exposed: how other users can change the files of its Ray; "": in no way.
     """
 
     sees_folder: bool
     write_error: str
     files: Mapping[str, Digests | None]
+    exposed: str = ""
 
 
-def report_files(mark: str, folders: Mapping[str, str]) -> HostReport:
+def report_files(mark: str, folders: Mapping[str, str], ray_session: str | None = None) -> HostReport:
     """Reports what this host sees.
 
     Args:
         mark: path of the controller's mark.
         folders: paths of the models, by what to call them in a message; relative ones as this process resolves them.
+        ray_session: the folder of this host's Ray.
 
     Raises:
         OSError: a file of a model, or of the code, cannot be read.
@@ -74,7 +78,8 @@ def report_files(mark: str, folders: Mapping[str, str]) -> HostReport:
         except OSError as error:
             write_error = f"{error.strerror} (user {os.getuid()})"
     files: dict[str, Digests | None] = {name: digests_of(Path(path)) for name, path in folders.items()}
-    return HostReport(sees_folder, write_error, files | {CODE: code_digests()})
+    how = exposed(Path(ray_session)) if ray_session is not None else ""
+    return HostReport(sees_folder, write_error, files | {CODE: code_digests()}, how)
 
 
 def find_differences(folder: str, own: HostReport, reports: Mapping[Host, HostReport]) -> list[str]:

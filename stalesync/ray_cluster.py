@@ -17,16 +17,11 @@ from typing import Any
 
 from stalesync.process_log import stderr_to
 from stalesync.ray_end import Ender, ShowReport
-from stalesync.ray_folder import exposed
+from stalesync.ray_folder import EXPOSED, exposed
 from stalesync.ray_guard import LEAVING, STARTED, Report, guarded, marking
 from stalesync.stopping import keeping_handlers, restoring_handlers
 
 logger = logging.getLogger(__name__)
-
-EXPOSED = (
-    "cluster.address=%s: other users of this host can change the files and sockets of this Ray: %s. Start it again in "
-    "a folder of your own: mkdir -m 700 /tmp/ray-NAME and export RAY_TMPDIR=/tmp/ray-NAME, on every host"
-)
 
 
 @contextmanager
@@ -74,7 +69,7 @@ def ray_cluster(
                 _initialise(address, address=address)
             node: Any = ray._private.worker.global_worker.node
             if how := exposed(Path(node.get_session_dir_path())):
-                logger.warning(EXPOSED, address, how)
+                logger.warning(EXPOSED, "this host", how)
             yield lambda: None
         return
     with guarded(queue_roots, report) as guard, ExitStack() as watched, _shutting_down():

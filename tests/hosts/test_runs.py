@@ -140,6 +140,7 @@ def test_the_recipe_starts_ray_runs_the_job_and_leaves_nothing(base, shared, pla
     with Hosts(2, shared.parent) as hosts:
         done = _recipe(hosts, shared, name, *plan, *hosts.names, "--", *overrides)
         assert done.returncode == 0, done.stdout + done.stderr
+        assert "other users of " not in done.stderr, "Ray is in a private folder"
         left = [line for host in hosts.names for line in hosts.processes(host)]
         assert not left, left
         for host in hosts.names:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import ray
 
@@ -163,6 +165,22 @@ def test_a_host_whose_address_others_cannot_reach_is_refused_with_what_to_do(tmp
     monkeypatch.setattr(host_check.ray, "nodes", lambda: [debian])
     check_hosts(tmp_path, {}, timeout_s=1)
     assert not list(tmp_path.iterdir())
+
+
+def test_hosts_whose_ray_others_can_change_are_named_once(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("stalesync.host_files.exposed", lambda session: f"others may write to {session}")
+    report = report_files(str(tmp_path / "mark"), {}, "/tmp/ray/session")
+    assert report.exposed == "others may write to /tmp/ray/session"
+    monkeypatch.setattr(host_check.ray, "nodes", lambda: [NODES[0], NODES[1] | dict(Alive=True)])
+    monkeypatch.setattr(host_check.ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "1"))
+    monkeypatch.setattr(host_check, "find_differences", lambda *reports: [])
+    monkeypatch.setattr(host_check, "_ask", lambda *asked: {A: report, B: report})
+    check_hosts(tmp_path, {}, timeout_s=1)
+    (warning,) = caplog.messages
+    assert f"other users of {B} can change" in warning and report.exposed in warning and "RAY_TMPDIR" in warning
+    monkeypatch.setattr(host_check, "_ask", lambda *asked: {A: report, B: report_files("mark", {})})
+    check_hosts(tmp_path, {}, timeout_s=1)
+    assert len(caplog.messages) == 1, "of the controller's own host, joining the cluster has warned"
 
 
 def test_a_token_that_is_refused_says_what_to_do():
