@@ -67,6 +67,12 @@ def finish(target: Path, state: str) -> None:
     sync(target.parent)
 
 
+def discard(target: Path) -> None:
+    """Removes a checkpoint that could not be completed: its files may be what fills the disk."""
+    if not (target / MARK).exists():
+        shutil.rmtree(target, ignore_errors=True)
+
+
 def read(checkpoint: Path) -> Mapping[str, Any]:
     """Returns the run's state."""
     return json.loads((checkpoint / NAME).read_text())

@@ -62,10 +62,10 @@ class Saver:
             raise failed from error
         self._figures |= {"timing_s/save": time.perf_counter() - start, "timing_s/save/wait": cut - start}
 
-    def begin(self, write: Callable[[], None]) -> None:
-        """Runs ``write`` in the thread, and returns at once."""
+    def begin(self, write: Callable[[], None], discard: Callable[[], None] = lambda: None) -> None:
+        """Runs ``write`` in the thread, and ``discard`` if that fails, and returns at once."""
         assert self._thread is None, "one checkpoint is written at a time"
-        self._thread = threading.Thread(target=self._run, args=(write,), name="save", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(write, discard), name="save", daemon=True)
         self._thread.start()
 
     @property
@@ -100,16 +100,15 @@ class Saver:
         figures, self._figures = self._figures, {}
         return figures
 
-    def _run(self, write: Callable[[], None]) -> None:
+    def _run(self, write: Callable[[], None], discard: Callable[[], None]) -> None:
         start = time.perf_counter()
         try:
             write()
-        except RunFailed as error:
-            self._error = error
         except Exception as error:
-            self._error = SaveFailed(_describe(error))
-        if self._error is not None:
-            add_note(self._error, ADVICE)
+            discard()
+            failed = error if isinstance(error, RunFailed) else SaveFailed(_describe(error))
+            add_note(failed, ADVICE)
+            self._error = failed
         self._written_s = time.perf_counter() - start
 
 

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -422,7 +423,7 @@ class TrainingRun:
                 self.folder.write_best(best)
             savepoint.prune(target.parent, self.config.run.keep, spared=chosen[:1] if chosen else ())
 
-        self.saver.begin(write)
+        self.saver.begin(write, discard=partial(savepoint.discard, target))
 
     def _unchanged(self, starts: Mapping[int, int]) -> list[int]:
         """Returns the ranks whose processes are those of the cut, by the number of processes that each had: one that

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from distqueue.errors import FULL
 from distqueue.payload.sweep import LOCK, PREFIX, NodeProcess, own, remove, sweep
+from fusion.telemetry.files import write_all
 
 FILES = "files"
 """Of a folder: what any rank of the host may open"""
@@ -159,8 +160,7 @@ class PoolFolder:
         try:
             os.fchmod(handle, 0o600)
             for part in parts:
-                while part.nbytes:
-                    part = part[os.write(handle, part) :]
+                write_all(handle, part, path=path)
             os.ftruncate(handle, os.lseek(handle, 0, os.SEEK_CUR))
         finally:
             os.close(handle)
