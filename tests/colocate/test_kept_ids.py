@@ -116,28 +116,33 @@ def step_of_the_loop(rank, device, spec):
     card = Card(rank, device, spec)
     samples = card.step(0)
     ids = [f"0-{group}/{member}" for group in range(GROUPS) for member in range(GROUP)]
-    report = card.worker.train([card.own(ids[:4]), card.own(ids[4:])])
-    values = {name: value.value / (value.weight or 1) for name, value in report.metrics.items()}
+    values = {}
+    if rank in spec.deployment.train:
+        report = card.worker.train([card.own(ids[:4]), card.own(ids[4:])])
+        values = {name: value.value / (value.weight or 1) for name, value in report.metrics.items()}
     return samples["logprobs"], samples["reference"], values
 
 
 @pytest.mark.parametrize(
-    ("npus", "train", "infer"),
+    ("npus", "train", "infer", "score_cards"),
     [
-        (2, {"tp": 2}, {}),
-        pytest.param(4, {"tp": 2, "ep": 2, "pp": 2}, {"tp": 1, "ep": 2}, marks=pytest.mark.extended),
+        (2, {"tp": 2}, {}, 0),
+        (3, {"tp": 2}, {"ep": 2}, 1),
+        pytest.param(4, {"tp": 2, "ep": 2, "pp": 2}, {"ep": 2}, 0, marks=pytest.mark.extended),
     ],
     ids=str,
 )
-def test_policy_and_reference_of_a_step_are_renormalised_over_the_kept_ids(tmp_path, npus, train, infer):
-    spec = make_spec(tiny_checkpoint(tmp_path, **SHAPE), npus, train, infer)
+def test_policy_and_reference_of_a_step_are_renormalised_over_the_kept_ids(tmp_path, npus, train, infer, score_cards):
+    spec = make_spec(tiny_checkpoint(tmp_path, **SHAPE), npus, train, infer, score_cards=score_cards)
     spec = replace(
         spec,
         rollout=replace(spec.rollout, top_p=0.7, chunk_tokens=2),
         training=TrainingConfig(lr=0.0),
         algorithm=AlgorithmConfig(kl_coef=0.1, group_size=GROUP, correction="decoupled"),
     )
-    for behaviour, reference, metrics in run_ranks(step_of_the_loop, npus, spec):
+    results = run_ranks(step_of_the_loop, npus, spec)
+    assert any("training/kept_mass_mean" in metrics for *_, metrics in results)
+    for behaviour, reference, metrics in results:
         assert torch.allclose(torch.tensor(behaviour), torch.tensor(reference), atol=1e-5)
         if "training/kept_mass_mean" in metrics:
             assert metrics["training/rollout_logprobs_diff_mean"] <= 3e-6 and metrics["actor/kl_loss"] <= 1e-9
