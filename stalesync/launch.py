@@ -38,7 +38,7 @@ from stalesync.reward_terms import Term, check_reference_answers, check_term_fie
 from stalesync.run_inputs import digest_files, settings_of
 from stalesync.run_log import Progress, RunLog
 from stalesync.stopping import acknowledging, blocking_signals, holding, ignore_stops, stoppable
-from stalesync.tokenizer_folder import end_token_ids, load_tokenizer
+from stalesync.tokenizer_folder import describe_masked, end_token_ids, load_tokenizer, masked_ids, num_ids
 
 if TYPE_CHECKING:
     from stalesync.training_run import TrainingRun
@@ -205,6 +205,8 @@ def _run(
             if file.rows is not None:
                 view.note(f"evaluates {file.name}: {file.rows.describe()}")
         view.note(f"fusion.deployment={spec.deployment.name}: {spec.deployment.describe()}")
+        for line in describe_masked(spec.masked_ids, spec.policy().vocab_size):
+            view.note(line)
         reward_source: RewardSource = RuleReward(rule) if rule is not None else ModelReward(cards, spec)
         if terms:
             reward_source = WeightedReward(reward_source, config.reward.title, terms)
@@ -303,6 +305,7 @@ def worker_spec(config: Config, model: ModelConfig, tokenizer: Any) -> WorkerSpe
         ahead=config.stalesync.max_staleness > 0,
         detokenizer=detokenizer_spec(config.model.path, tokenizer, ends),
         kv_pool=_kv_pool(config) if config.rollout.pools_kv else None,
+        masked_ids=masked_ids(tokenizer, model, ends),
     )
 
 
@@ -315,10 +318,10 @@ def _reward_model(config: Config, tokenizer: Any) -> RewardModelSpec:
     assert path is not None
     model = ModelConfig.from_hf(path)
     retokenize = not same_tokenizer(config.model.path, path)
-    if not retokenize and model.vocab_size < len(tokenizer):
+    if not retokenize and model.vocab_size < num_ids(tokenizer):
         raise ValueError(
             f"reward.model: {path} has vocab_size={model.vocab_size} and no tokenizer; the policy's tokenizer has "
-            f"{len(tokenizer)} tokens"
+            f"{num_ids(tokenizer)} tokens"
         )
     return RewardModelSpec(path, config.score_layout(model, config.deployment.reward_model), retokenize)
 

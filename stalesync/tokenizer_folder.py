@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,36 @@ def load_tokenizer(folder: str, model: ModelConfig) -> Any:
     if not any((Path(folder) / name).is_file() for name in files):
         expected = ", ".join(sorted(files))
         raise ValueError(f"model.path: {folder} has no tokenizer; expected at least one of the files {expected}")
-    num_tokens = 1 + max(tokenizer.get_vocab().values(), default=-1)  # ids may have gaps
-    if num_tokens > model.vocab_size:
+    if (num_tokens := num_ids(tokenizer)) > model.vocab_size:
         raise ValueError(
             f"model.path: the tokenizer of {folder} has {num_tokens} tokens, the model vocab_size={model.vocab_size}"
         )
     return tokenizer
+
+
+def num_ids(tokenizer: Any) -> int:
+    """Returns one more than a tokenizer's largest id: ids may have gaps."""
+    return 1 + max(tokenizer.get_vocab().values(), default=-1)
+
+
+def masked_ids(tokenizer: Any, model: ModelConfig, ends: Iterable[int]) -> tuple[tuple[int, int], ...]:
+    """Returns the ids of the model's vocabulary that no token has, as ascending ranges [start, stop). End tokens
+    (``ends``) are left out: a response must be able to end."""
+    known = {*tokenizer.get_vocab().values(), *tokenizer.added_tokens_decoder, *ends}
+    core = getattr(tokenizer, "backend_tokenizer", None)  # of two ids with the same token, `get_vocab` has one
+    ranges: list[tuple[int, int]] = []
+    for id in range(model.vocab_size):
+        if id in known or (core is not None and core.id_to_token(id) is not None):
+            continue
+        start = ranges.pop()[0] if ranges and ranges[-1][1] == id else id
+        ranges.append((start, id + 1))
+    return tuple(ranges)
+
+
+def describe_masked(masked: tuple[tuple[int, int], ...], vocab_size: int) -> list[str]:
+    """Returns a line if ids are masked."""
+    total = sum(stop - start for start, stop in masked)
+    return [f"model.path: {total} of {vocab_size} ids have no token: they are never sampled"] if total else []
 
 
 def end_token_ids(tokenizer: Any, model: ModelConfig, folder: str, turn_end: int | None = None) -> tuple[int, ...]:

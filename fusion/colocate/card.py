@@ -29,7 +29,6 @@ from fusion.colocate.weights.weight_receiver import WeightReceiver
 from fusion.inference import InferEngine
 from fusion.inference.pooled import KVPeers
 from fusion.inference.stop_strings import StopStrings
-from fusion.model import ModelConfig
 from fusion.npu import Device
 from fusion.offload import HostPool, StreamedStates
 from fusion.rollout.detokenize import Detokenizer
@@ -87,7 +86,7 @@ def load_card(
         meshes = Meshes.create(spec, rank)
     weights = PolicyWeights(
         spec=spec,
-        config=ModelConfig.from_hf(spec.model.path),
+        config=spec.policy(),
         rank=rank,
         device=device,
         meshes=meshes,

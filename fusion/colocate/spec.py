@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import lcm
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ from fusion.colocate.deployment import Deployment
 from fusion.ep_switch.config import FusionConfig
 from fusion.ep_switch.topology import Topology
 from fusion.inference.config import RolloutConfig
-from fusion.model import Parallel
+from fusion.model import ModelConfig, Parallel
 from fusion.model.options import PolicyModelConfig
 from fusion.npu.config import DeviceConfig
 from fusion.rollout.detokenize import DetokenizerSpec
@@ -46,6 +46,7 @@ class WorkerSpec:
         ahead: cards that only generate keep generating while others train and while they receive new weights.
         detokenizer: how responses are decoded to text; None: they are not.
         kv_pool: the KV pool of each machine; None: engines do not share KV.
+        masked_ids: the policy's (`ModelConfig.masked_ids`).
     """
 
     seed: int
@@ -66,6 +67,11 @@ class WorkerSpec:
     ahead: bool = False
     detokenizer: DetokenizerSpec | None = None
     kv_pool: KVPoolSpec | None = None
+    masked_ids: tuple[tuple[int, int], ...] = ()
+
+    def policy(self) -> ModelConfig:
+        """Reads the policy's specification from its folder; the reference's, too."""
+        return replace(ModelConfig.from_hf(self.model.path), masked_ids=self.masked_ids)
 
     @property
     def world(self) -> int:

@@ -25,7 +25,8 @@ class ModelConfig:
 
     ``num_labels > 0`` is a reward model (`Qwen3ForSequenceClassification`): its head returns ``num_labels`` scores
     instead of logits. ``family``: the `model_type`. ``num_predictors``: layers after the last that predict further
-    tokens, of its kind; they are loaded and exported, and neither computed with nor trained.
+    tokens, of its kind; they are loaded and exported, and neither computed with nor trained. ``masked_ids``: ascending
+    ranges [start, stop) of ids that no token has (`IdMask`); not in the folder, as they depend on the tokenizer.
 
     Invariants: all layers have the same attention, so that a token has the same KV cache and the same rotation in each;
     all sparse layers have the same experts, so that a routing column holds any of them.
@@ -45,6 +46,7 @@ class ModelConfig:
     pad_token_id: int | None = None
     num_labels: int = 0
     num_predictors: int = 0
+    masked_ids: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self) -> None:
         assert all(layer.attention == self.attention for layer in self.layers)
@@ -78,6 +80,10 @@ class ModelConfig:
         """The attention of every layer of a model without latent attention."""
         assert isinstance(self.attention, GroupedQuery), f"{self.family} has latent attention"
         return self.attention
+
+    @property
+    def every_masked_id(self) -> list[int]:
+        return [id for start, stop in self.masked_ids for id in range(start, stop)]
 
     @property
     def num_heads(self) -> int:

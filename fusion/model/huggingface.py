@@ -44,6 +44,9 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
 )
+SUPPRESSED = "suppress_tokens"
+"""Ids that transformers' `generate` never samples"""
+
 WEIGHTS = ("model*.safetensors*", "pytorch_model*.bin*", "tf_model*.h5*", "flax_model*.msgpack*")
 """Names of the files that transformers loads weights from"""
 
@@ -180,7 +183,8 @@ def write_folder(
 
 
 def _write_descriptions(config: ModelConfig, dtype: torch.dtype, folder: Path, tokenizer_from: Path | None) -> None:
-    """Write what is not weights. The end tokens are stated twice, as transformers' `generate` reads the second file."""
+    """Write what is not weights. The end tokens are stated twice, as transformers' `generate` reads the second file,
+    which also states the ids that were masked."""
     generation = dict[str, Any]()
     if tokenizer_from is not None:
         for name in TOKENIZER_FILES:
@@ -190,6 +194,10 @@ def _write_descriptions(config: ModelConfig, dtype: torch.dtype, folder: Path, t
             generation = read_json(tokenizer_from / GENERATION)
     hf = config.to_hf(str(dtype).removeprefix("torch."))
     generation |= {name: hf[name] for name in ("eos_token_id", "pad_token_id") if hf[name] is not None}
+    if config.masked_ids:
+        stated = generation.get(SUPPRESSED)
+        suppressed = [id for id in stated if isinstance(id, int)] if isinstance(stated, list) else []
+        generation[SUPPRESSED] = sorted({*suppressed, *config.every_masked_id})
     for name, content in (("config.json", hf), (GENERATION, generation)):
         write_atomic(folder / name, json.dumps(content, indent=2) + "\n")
 

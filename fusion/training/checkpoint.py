@@ -3,7 +3,7 @@
     rank-00000.safetensors, …   each rank's own chunks of `master/…`, `exp_avg/…`, `exp_avg_sq/…` (float32; what is not
                                 trained has only the first, in its own dtype)
     tensors.json                which chunk of which global tensor is in which file
-    trainer.json                steps, dtype, layout and model
+    trainer.json                steps, dtype, layout, model and its masked ids
     manifest.json               sizes and digests of these files, written last
 
 Every element is saved once, by the rank whose optimizer owns it; the weights are not saved, as they are the masters,
@@ -111,7 +111,8 @@ def load_checkpoint(trainer: TrainEngine, folder: str | Path, verify: bool = Tru
 
 
 def read_trainer(folder: Path) -> dict[str, Any]:
-    """Reads what a checkpoint says about itself: `steps`, `dtype`, `layout` and `model` (a Hugging Face config).
+    """Reads what a checkpoint says about itself: `steps`, `dtype`, `layout`, `model` (a Hugging Face config) and
+    `masked_ids` (of `ModelConfig`; absent if an earlier version wrote it).
 
     Raises:
         ValueError: there is no checkpoint, or one of an earlier version.
@@ -141,8 +142,14 @@ def _complete(trainer: TrainEngine, partial: Path, steps: int) -> None:
     notes = [json.loads(_note(partial, rank).read_text()) for rank in range(world)]
     records = {file_of(rank): FileRecord(note["bytes"], note["xxh3_128"]) for rank, note in enumerate(notes)}
     write_atomic(partial / TENSORS, json.dumps(merge_tables(note["tensors"] for note in notes)))
-    dtype = _dtype(trainer)
-    about = {"steps": steps, "dtype": dtype, "layout": _layout(trainer), "model": trainer.model.config.to_hf(dtype)}
+    dtype, config = _dtype(trainer), trainer.model.config
+    about = {
+        "steps": steps,
+        "dtype": dtype,
+        "layout": _layout(trainer),
+        "model": config.to_hf(dtype),
+        "masked_ids": config.masked_ids,
+    }
     write_atomic(partial / TRAINER, json.dumps(about) + "\n")
     for name in (TENSORS, TRAINER):
         sync(partial / name)

@@ -139,7 +139,7 @@ class EmbeddedTrainEngine:
             self.router_bias.count(routed)
             if not self.mesh.last_stage:
                 return out, of_routing
-            of_tokens = objective.of_tokens(batches[i], self._tokens(batches[i], out))
+            of_tokens = objective.of_tokens(batches[i], self._tokens(batches[i], out, with_mass=True))
             return None, of_tokens if of_routing is None else of_tokens + of_routing
 
         self._accumulated = True
@@ -320,14 +320,23 @@ class EmbeddedTrainEngine:
         ids = batch.tokens.to(self.device.torch_device) if self.mesh.first_stage else positions
         return self.model(ids, positions, PackedAttention(batch.lengths), routed, hidden, replay_of(batch, self.model))
 
-    def _tokens(self, batch: Sequences, hidden_ND: torch.Tensor) -> TrainedTokens:
-        """Computes the trained tokens' log-probabilities and entropies, on the last stage."""
+    def _tokens(self, batch: Sequences, hidden_ND: torch.Tensor, with_mass: bool = False) -> TrainedTokens:
+        """Computes the trained tokens' log-probabilities and entropies, ``with_mass`` the mass of masked ids, too. On
+        the last stage."""
         rows, device = batch.loss_mask.nonzero().squeeze(1), self.device.torch_device
-        logits_nVl = self.model.logits(hidden_ND.index_select(0, (rows - 1).to(device)))
+        removed: list[torch.Tensor] | None = [] if with_mass else None
+        logits_nVl = self.model.logits(hidden_ND.index_select(0, (rows - 1).to(device)), removed)
         targets_n, kept = batch.tokens[rows].to(device), batch.kept_at(rows)
         kept = None if kept is None else kept.to(device)
-        values = vocab_parallel_logprobs(logits_nVl, targets_n, self.mesh, temperature=self.temperature, kept=kept)
-        return TrainedTokens(values.logprobs, values.entropy, rows, values.kept_mass)
+        values = vocab_parallel_logprobs(
+            logits_nVl,
+            targets_n,
+            self.mesh,
+            temperature=self.temperature,
+            kept=kept,
+            removed_nM=removed[0] if removed else None,
+        )
+        return TrainedTokens(values.logprobs, values.entropy, rows, values.kept_mass, values.masked_mass)
 
     def _routing_counts(self, batches: list[Sequences]) -> torch.Tensor:
         """Counts the tokens of the global batch that each expert receives, summed over layers: float32 [E]."""

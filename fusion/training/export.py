@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -27,8 +28,8 @@ def export_checkpoint(checkpoint: Path, folder: Path, tokenizer_from: Path | Non
         ValueError: ``checkpoint`` is not a checkpoint.
     """
     saved, reader = read_trainer(checkpoint), ChunkReader(checkpoint)
-    config, dtype = ModelConfig.from_hf(saved["model"]), getattr(torch, saved["dtype"])
-
+    masked = tuple((start, stop) for start, stop in saved.get("masked_ids", ()))
+    config, dtype = replace(ModelConfig.from_hf(saved["model"]), masked_ids=masked), getattr(torch, saved["dtype"])
     in_float32 = float32_params(config)
 
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:

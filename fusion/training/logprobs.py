@@ -10,6 +10,7 @@ dtype of the logits.
 
 Where truncated sampling has kept only some ids of a row, every rank also reduces those in its columns to m, s and u,
 which are gathered with the others: log-probability, entropy and gradient are those of the distribution over these ids.
+Likewise log Σ e^x of the logits that a model has masked (`IdMask`), for the mass that they would have.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from fusion.training.batch import KeptIds
 
 class TokenLogprobs(NamedTuple):
     """Of n tokens, float32 [n]; log-probabilities and entropies carry gradients. ``kept_mass``: probability of the kept
-    ids under the whole distribution, 1 where all are kept; None: none were given."""
+    ids under the whole distribution, 1 where all are kept; None: none were given. ``masked_mass``: probability of the
+    masked ids, were they not masked; None: ``removed_nM`` was not given."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
     kept_mass: torch.Tensor | None = None
+    masked_mass: torch.Tensor | None = None
 
 
 def vocab_parallel_logprobs(
@@ -38,20 +41,28 @@ def vocab_parallel_logprobs(
     mesh: Mesh,
     temperature: float = 1.0,
     kept: KeptIds | None = None,
+    removed_nM: torch.Tensor | None = None,
 ) -> TokenLogprobs:
     """Compute log-probabilities and entropies, float32 [n], from this TP rank's columns of the logits [n, V / tp] and
     int64 targets [n].
 
     Both are the same on all TP ranks. The distribution is that at ``temperature``, over the ``kept`` ids of each token
-    (the same on all TP ranks, the target among them); None: over the vocabulary.
+    (the same on all TP ranks, the target among them); None: over the vocabulary. ``removed_nM``: what was masked of
+    these logits, on all TP ranks or none; M may be 0.
     """
-    return TokenLogprobs(*_Logprobs.apply(logits_nVl, targets_n, mesh, temperature, kept))
+    return TokenLogprobs(*_Logprobs.apply(logits_nVl, targets_n, mesh, temperature, kept, removed_nM))
 
 
 class _Logprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, mesh: Mesh, temperature: float, kept: KeptIds | None
+        ctx: Any,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        mesh: Mesh,
+        temperature: float,
+        kept: KeptIds | None,
+        removed: torch.Tensor | None,
     ):
         x = _scaled(logits, temperature)
         local = targets - mesh.tp_rank * x.shape[1]
@@ -66,24 +77,29 @@ class _Logprobs(torch.autograd.Function):
         if kept is not None:
             row, column = _cells(kept, mesh, x)
             stats += _sums_of_cells(x, row, column)
+        stats += [] if removed is None else [_scaled(removed, temperature).logsumexp(1)]
         stats_Rkn = _gather(torch.stack(stats), mesh)
         target = stats_Rkn[:, 0].sum(0)
         log_z, entropy = _combine(stats_Rkn[:, 1:4])
+        masked_mass = None
+        if removed is not None:
+            masked_mass = (stats_Rkn[:, -1].logsumexp(0) - log_z).sigmoid()
+            ctx.mark_non_differentiable(masked_mass)
         whole = mass = None
         if kept is not None:
-            whole, (kept_log_z, kept_entropy) = kept.counts == 0, _combine(stats_Rkn[:, 4:])
+            whole, (kept_log_z, kept_entropy) = kept.counts == 0, _combine(stats_Rkn[:, 4:7])
             mass = (kept_log_z - log_z).exp().where(~whole, 1.0)
             log_z, entropy = log_z.where(whole, kept_log_z), entropy.where(whole, kept_entropy)
             ctx.mark_non_differentiable(mass)
         ctx.save_for_backward(logits, local, here, log_z, entropy, whole, row, column)
         ctx.temperature = temperature
         ctx.set_materialize_grads(False)
-        return target - log_z, entropy, mass
+        return target - log_z, entropy, mass, masked_mass
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None):
         logits, local, here, log_z, entropy, whole, row, column = ctx.saved_tensors
-        grad_logprob, grad_entropy, _ = grads
+        grad_logprob, grad_entropy, *_ = grads
         logp = _scaled(logits, ctx.temperature) - log_z.unsqueeze(1)
         p = logp.exp()
         if whole is not None:
@@ -96,7 +112,7 @@ class _Logprobs(torch.autograd.Function):
             grad.scatter_add_(1, local, (grad_logprob * here).unsqueeze(1))
         if grad_entropy is not None:
             grad.addcmul_(p * (logp + entropy.unsqueeze(1)), grad_entropy.unsqueeze(1), value=-1)
-        return (grad / ctx.temperature).to(logits.dtype), None, None, None, None
+        return (grad / ctx.temperature).to(logits.dtype), None, None, None, None, None
 
 
 def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:

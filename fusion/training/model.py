@@ -44,8 +44,9 @@ class TrainedModel(WeightHolder, Protocol):
     def own_rows(self, rows: int) -> range:
         """Return which rows of a batch of ``rows`` this TP rank routes, in the order of `Routed`."""
 
-    def logits(self, hidden_nD: torch.Tensor) -> torch.Tensor:
-        """Compute this TP rank's columns of the logits, [n, V / tp], from hidden states [n, D]. On the last stage."""
+    def logits(self, hidden_nD: torch.Tensor, removed: list[torch.Tensor] | None = None) -> torch.Tensor:
+        """Compute this TP rank's columns of the logits, [n, V / tp], from hidden states [n, D]. On the last stage.
+        ``removed`` receives what was masked of them, [n, M] without gradients, if the model masks ids."""
 
     def routing_of(self, routed: list[Routed], rows: int) -> torch.Tensor:
         """Return the experts of all N rows of a pass in the L sparse layers of this stage: `routing_dtype` [N, L, k] on

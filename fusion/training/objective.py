@@ -114,6 +114,7 @@ class TrainedTokens(NamedTuple):
     entropy: torch.Tensor
     rows: torch.Tensor
     kept_mass: torch.Tensor | None = None
+    masked_mass: torch.Tensor | None = None
 
 
 class Objective:
@@ -180,6 +181,8 @@ class Objective:
             self._add(KEPT_MASS, total(tokens.kept_mass))
             self._add(KEPT_IDS, total(counts.to(torch.float32)))
             self._add(KEPT_CAPPED, total((counts >= MAX_KEPT_IDS).to(torch.float32)))
+        if tokens.masked_mass is not None:
+            self._add("training/masked_mass_mean", total(tokens.masked_mass))
         if inputs.behaviour_logprobs is not None:
             for name, sums in gap_sums(inputs, weight_n).items():
                 self._add(name, sums)

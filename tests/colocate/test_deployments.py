@@ -115,6 +115,19 @@ def test_roles_with_cards_of_their_own_say_the_same(paths, colocated):
     assert "train" not in apart[3][0]["memory"] and apart[0][0]["memory"]["train"]["optimizer"] > 0
 
 
+@pytest.mark.parametrize("fusion", [{}, {"score_cards": 2}], ids=["on the trainer", "on cards of its own"])
+def test_engine_and_reference_mask_ids_without_a_token(paths, fusion):
+    policy, reward = paths
+    npus = 4 if fusion else 2
+    spec = replace(make_spec(policy, npus, X, Y, reward, **fusion), masked_ids=((5, 7), (16, 32)))
+    steps = facts(run_ranks(two_steps, npus, spec))
+    for step in steps:
+        assert {5, 6}.isdisjoint(step["tokens"]) and max(step["tokens"]) < 16
+        assert max(map(abs, step["reference"])) < 100
+    first = steps[0]
+    assert first["reference"] == pytest.approx(first["logprobs"], abs=1e-5), "before the first update both are equal"
+
+
 @pytest.mark.parametrize(
     ("train", "infer", "fusion"),
     [

@@ -103,6 +103,16 @@ def _decode(tokens):
     return "".join(f"<{token}>" for token in tokens)
 
 
+@pytest.mark.parametrize("parallel", [SINGLE, Parallel(2, tp=2, etp=2)], ids=str)
+@pytest.mark.parametrize("masked", [((5, 6), (20, 23), (28, 32)), ((16, 32),)], ids=["holes", "a whole shard"])
+def test_ids_without_a_token_are_sampled_by_neither(masked, parallel):
+    ours, theirs = both(scenarios.arriving_in_two_waves, parallel, masked_ids=masked)
+    outputs = [output for mine, _ in theirs for output in mine]
+    same([output for mine, _ in ours for output in mine], outputs)
+    tokens = {token for output in outputs for token in output.tokens}
+    assert len(tokens) > 10 and not [id for id in tokens if any(start <= id < stop for start, stop in masked)]
+
+
 def test_requests_end_in_every_way_and_with_the_same_reason(monkeypatch):
     first, _ = both(scenarios.ending_in_every_way)
     string = next(output for output in first[0] if output.request_id == "string")

@@ -21,13 +21,18 @@ STEPS = 250
 
 
 def build(
-    device: Device, folder: str, parallel: Parallel, stop_strings: StopStrings | None = None, **rollout: Any
+    device: Device,
+    folder: str,
+    parallel: Parallel,
+    stop_strings: StopStrings | None = None,
+    masked_ids: tuple[tuple[int, int], ...] = (),
+    **rollout: Any,
 ) -> dict[str, tuple[WeightHolder, InferEngine]]:
     """Models and engines by backend, KV allocated. Collective."""
     from fusion.inference.backends.vllm_engine import VllmEngine
     from fusion.inference.backends.vllm_model import VllmModel
 
-    mesh, shape = Mesh.create(parallel), ModelConfig.from_hf(folder)
+    mesh, shape = Mesh.create(parallel), replace(ModelConfig.from_hf(folder), masked_ids=masked_ids)
     config = RolloutConfig(**(dict(max_length=LENGTH, max_seqs=8, max_batch_tokens=64, max_kv_tokens=1024) | rollout))
     models: dict[str, Any] = {
         "embedded": Transformer(shape, mesh, device, torch.float32),

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -287,6 +288,26 @@ def test_an_export_replaces_the_weights_of_a_folder_and_keeps_the_rest(tmp_path:
     (tmp_path / "link").symlink_to(folder)
     save_folder(model, tmp_path / "link")
     assert (tmp_path / "link").is_symlink() and (folder / "mine.bin").is_file() and not list(tmp_path.glob("out.*"))
+
+
+@pytest.mark.parametrize(
+    ("stated", "exported"),
+    [(None, [4, 30, 31]), ([2, 31], [2, 4, 30, 31]), ("x", [4, 30, 31]), ([7, "x"], [4, 7, 30, 31])],
+)
+def test_masked_ids_are_exported_and_transformers_generates_none(tmp_path: Path, stated: Any, exported: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    source = Path(tiny_checkpoint(tmp_path / "in", experts=False))
+    generation = {"eos_token_id": 1, "suppress_tokens": stated}
+    (source / "generation_config.json").write_text(json.dumps(generation))
+    config = replace(ModelConfig.from_hf(source), masked_ids=((4, 5), (30, 32)))
+    model = Transformer(config, Mesh.single(), open_device("emulated"), torch.float32)
+    load_weights(model, source)
+    save_folder(model, tmp_path / "out", tokenizer_from=source)
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["suppress_tokens"] == exported
+    theirs, prompts = AutoModelForCausalLM.from_pretrained(tmp_path / "out"), torch.arange(2, 18)[:, None]
+    tokens = theirs.generate(prompts, do_sample=True, max_new_tokens=20, top_k=0)[:, 1:]
+    assert not torch.isin(tokens, torch.tensor(exported)).any()
 
 
 def test_end_tokens_are_those_that_generate_takes_and_are_exported(tmp_path: Path) -> None:

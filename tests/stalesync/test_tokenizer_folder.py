@@ -9,7 +9,7 @@ from fusion.model import ModelConfig
 from stalesync.config import Config
 from stalesync.launch import warn_if_endless, worker_spec
 from stalesync.prompts import make_tokenizer
-from stalesync.tokenizer_folder import end_token_ids, load_tokenizer
+from stalesync.tokenizer_folder import describe_masked, end_token_ids, load_tokenizer, masked_ids
 from tests.helpers import tiny_checkpoint
 
 
@@ -82,3 +82,39 @@ def test_a_model_without_an_end_token_is_warned_of(folder, caplog):
     config.rollout.stop = ["#"]
     warn_if_endless(config, spec)
     assert not caplog.text
+
+
+def test_ids_without_a_token_are_masked_holes_too_and_end_tokens_are_not(folder):
+    path = folder / "tokenizer.json"
+    core = json.loads(path.read_text())
+    core["model"]["vocab"] = {token: id + 3 * (id > 9) for token, id in core["model"]["vocab"].items()}
+    path.write_text(json.dumps(core))
+    tokenizer, model = load(folder, vocab_size=48), ModelConfig.from_hf(folder)
+    assert masked_ids(tokenizer, model, (1, 40)) == ((10, 13), (35, 40), (41, 48))
+    (line,) = describe_masked(((10, 13), (35, 38)), 48)
+    assert line == "model.path: 6 of 48 ids have no token: they are never sampled"
+    config = Config()
+    config.model.path = str(folder)
+    spec = worker_spec(config.resolved(), model, tokenizer)
+    assert spec.policy().masked_ids == spec.masked_ids == ((10, 13), (35, 48))
+
+
+def test_of_two_ids_with_the_same_token_neither_is_masked(folder):
+    pieces = [["<pad>", 0.0], ["<eos>", 0.0], ["a", -1.0], ["a", -2.0], ["b", -1.0]]
+    core = {"type": "Unigram", "unk_id": 0, "vocab": pieces, "byte_fallback": False}
+    whole = json.loads((folder / "tokenizer.json").read_text())
+    (folder / "tokenizer.json").write_text(json.dumps(whole | {"model": core}))
+    tokenizer, model = load(folder), ModelConfig.from_hf(folder)
+    assert 3 not in tokenizer.get_vocab().values() or 2 not in tokenizer.get_vocab().values()
+    assert masked_ids(tokenizer, model, ()) == ((5, 32),)
+
+
+def test_an_added_token_is_one(folder):
+    tokenizer = load(folder, vocab_size=48)
+    tokenizer.add_tokens(["<tool>"])
+    assert masked_ids(tokenizer, ModelConfig.from_hf(folder), ()) == ((33, 48),)
+
+
+def test_a_whole_vocabulary_masks_no_id_and_says_nothing(folder):
+    tokenizer, model = load(folder), ModelConfig.from_hf(folder)
+    assert masked_ids(tokenizer, model, ()) == () and describe_masked((), 32) == []

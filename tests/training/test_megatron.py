@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,6 +32,11 @@ CASES = {
     "EP2ETP2": dict(config=MOE, layout=Parallel(4, tp=2, ep=2, etp=2)),
     "ETP2 beside DP2": dict(config=MOE, layout=Parallel(4, tp=1, ep=1, etp=2)),
     "EP2ETP2 twice": dict(config=MOE, layout=Parallel(8, tp=2, ep=2, etp=2)),
+    "masked ids, tied": dict(config=replace(tiny_config(vocab_size=64), masked_ids=((35, 36), (40, 64)))),
+    "a masked shard, TP2PP2": dict(
+        config=replace(tiny_config(vocab_size=64, tie_word_embeddings=False), masked_ids=((32, 64),)),
+        layout=Parallel(4, tp=2, pp=2, ep=2),
+    ),
     "TP4": dict(config=tiny_config(num_key_value_heads=4), layout=Parallel(4, tp=4, ep=2)),
 }
 

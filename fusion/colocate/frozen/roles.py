@@ -49,12 +49,13 @@ class FrozenRoles:
         self.retokenize: Retokenizer | None = None
         self.loaded: dict[str, dict[str, int]] = {}
         if meshes.reference is not None:
-            self.reference = self._load("reference", spec.model.path, meshes.reference)
+            self.reference = self._load("reference", spec.policy(), spec.model.path, mesh=meshes.reference)
         elif rank in spec.deployment.reference:
             self.on_host["reference"] = FrozenWeights(self._copy_of_trainer(), device, pool)
         reward = spec.reward_model
         if meshes.reward_model is not None and reward is not None:
-            self.reward_model = self._load("reward_model", reward.path, meshes.reward_model)
+            config = ModelConfig.from_hf(reward.path)
+            self.reward_model = self._load("reward_model", config, reward.path, mesh=meshes.reward_model)
             if policy.train is not None:
                 self.on_host["reward_model"] = FrozenWeights(self.reward_model.weights, device, pool)
             if reward.retokenize:
@@ -139,10 +140,9 @@ class FrozenRoles:
         with self.on_host[role].in_hbm(self.residency, self.policy.train.weights, self.offloader):
             yield
 
-    def _load(self, role: str, path: str, mesh: Mesh) -> Transformer:
-        options = self.spec.model
-        config, bucket_bytes = ModelConfig.from_hf(path).without_predictors, self.spec.fusion.bucket_bytes
-        model = Transformer(config, mesh, self.device, dtype=options.torch_dtype, bucket_bytes=bucket_bytes)
+    def _load(self, role: str, config: ModelConfig, path: str, *, mesh: Mesh) -> Transformer:
+        dtype, bucket_bytes = self.spec.model.torch_dtype, self.spec.fusion.bucket_bytes
+        model = Transformer(config.without_predictors, mesh, self.device, dtype=dtype, bucket_bytes=bucket_bytes)
         model.requires_grad_(False)
         self.loaded[role] = load_weights(model, path)
         return model

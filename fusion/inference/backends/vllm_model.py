@@ -23,6 +23,7 @@ from fusion.inference.backends.vllm_checks import (
 from fusion.inference.config import RolloutConfig
 from fusion.model import Buckets, Mesh, ModelConfig, plan_units, unit_bytes
 from fusion.model.formats import VLLM_CPU, Format, engine_format, local_table
+from fusion.model.id_mask import IdMask
 from fusion.model.spec import Latent
 from fusion.npu import Device
 
@@ -87,6 +88,14 @@ class VllmModel:
             self._params[param.name].data = device.host_view(self.weights.views[param.name])
         self._addresses: list[int] = [0] * len(self.weights.flats)
         module.register_forward_pre_hook(self._follow_storage)
+        if config.masked_ids:
+            self._mask_logits(module)
+
+    def _mask_logits(self, module: Any) -> None:
+        """Make vLLM's model mask the logits, which it gathers from all TP ranks, of ids that no token has."""
+        mask = IdMask(self.config, range(self.config.vocab_size), next(module.parameters()).device)
+        compute = module.compute_logits
+        module.compute_logits = lambda hidden: mask(compute(hidden))
 
     def _follow_storage(self, *inputs: Any) -> None:
         """Set the parameters' data to the views of units that have been allocated since the last pass."""

@@ -34,6 +34,7 @@ from fusion.model import (
     unit_bytes,
 )
 from fusion.model.formats import MEGATRON, Format, local_table
+from fusion.model.id_mask import IdMask
 from fusion.model.local_param import LocalParam
 from fusion.model.replay import Forced
 from fusion.model.rotary import cosines_and_sines, inverse_frequencies
@@ -82,6 +83,7 @@ class MegatronModel:
         self._is_sparse = [isinstance(config.layers[layer].mlp, Sparse) for layer in own_layers]
         self.num_sparse_layers = sum(self._is_sparse)
         self._inv_freq = inverse_frequencies(config.attention.rotary).to(device.torch_device)
+        self._mask = IdMask.of_rank(config, mesh, device.torch_device)
 
     def _store_parameters(self) -> None:
         """Replace Megatron's parameters, which have no storage, by views of the buckets."""
@@ -183,10 +185,13 @@ class MegatronModel:
         router.trace = None
         return x, trace.routed
 
-    def logits(self, hidden_nD: torch.Tensor) -> torch.Tensor:
-        """Compute this TP rank's columns of the logits, [n, V / tp], from hidden states [n, D]. On the last stage."""
+    def logits(self, hidden_nD: torch.Tensor, removed: list[torch.Tensor] | None = None) -> torch.Tensor:
+        """Compute this TP rank's columns of the logits, [n, V / tp], from hidden states [n, D]. On the last stage.
+        ``removed``: as of `IdMask`."""
         tied = self.config.tie_embeddings and self.mesh.first_stage
-        return F.linear(hidden_nD, self.gpt.embedding.word_embeddings.weight if tied else self.gpt.output_layer.weight)
+        head = self.gpt.embedding.word_embeddings.weight if tied else self.gpt.output_layer.weight
+        logits_nVl = F.linear(hidden_nD, head)
+        return logits_nVl if self._mask is None else self._mask(logits_nVl, removed)
 
     def keep_probabilities(self) -> None:
         """Make passes record the routers' probabilities of each row (`Routed.probs_nE`)."""
