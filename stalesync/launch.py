@@ -238,7 +238,7 @@ def _run(
         stack.enter_context(logs.recording(progress, report, world=spec.world))
         with naming_queue(check_ray):
             try:
-                report["answers"] = run.run() if trains else run.run_evaluation()
+                run.run() if trains else run.run_evaluation()
             except KeyboardInterrupt:
                 report["next_steps"] = [how_to_resume(folder)] if trains else []
                 raise

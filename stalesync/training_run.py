@@ -19,7 +19,7 @@ from distqueue import DistQueue
 from fusion.colocate import Worker, WorkerSpec
 from fusion.rollout import EvalAnswer
 from fusion.rollout.partial_samples import check_kept
-from fusion.telemetry import Answer, LiveView, RunFolder
+from fusion.telemetry import LiveView, RunFolder
 from fusion.telemetry.page.cautions import CautionWatch
 from fusion.telemetry.run_folder import complete_checkpoints
 from fusion.training.algorithms import make_algorithm
@@ -173,9 +173,8 @@ class TrainingRun:
         self.saver = Saver()
         cards.health_checks.append(self.saver.check)
 
-    def run(self) -> list[Answer]:
-        """Runs all remaining steps; returns answers of the first and the last evaluation. The cards are in the training
-        phase at the start and at the end.
+    def run(self) -> None:
+        """Runs all remaining steps. The cards are in the training phase at the start and at the end.
 
         Raises:
             Stopped: SIGTERM has arrived; a checkpoint was saved after the step that was under way.
@@ -210,7 +209,6 @@ class TrainingRun:
         if self.config.run.profile_steps and (others := self._others()):
             self.cards.on(others).call(Worker.end_profile)  # one that has run no stage since has not written its trace
         self.check_rewards()
-        return self.evaluation.answers()
 
     def evaluate_first(self) -> None:
         """Evaluates before the first step of this start of the run. Where that is not the run's first step, the row of
@@ -248,11 +246,10 @@ class TrainingRun:
         down = [ranks for engine, ranks in enumerate(self.cards.engines) if self.cards.is_down(engine)]
         return sorted(self._not_training - {rank for ranks in down for rank in ranks})
 
-    def run_evaluation(self) -> list[Answer]:
+    def run_evaluation(self) -> None:
         """Evaluates the weights that the run begins with, and runs no step."""
         self.evaluate()
         self.check_rewards()
-        return []
 
     def check_rewards(self) -> None:
         """Judges the rewards at the end of the run.

@@ -1,3 +1,5 @@
+from .evaluations import Answer as Answer
+from .evaluations import compare as compare
 from .live import Bar as Bar
 from .live import LiveView as LiveView
 from .live import progress as progress
@@ -6,9 +8,7 @@ from .memory import human_bytes as human_bytes
 from .metrics import Metrics as Metrics
 from .metrics import rule_of as rule_of
 from .metrics import throughput as throughput
-from .report import Answer as Answer
 from .report import RunReport as RunReport
-from .report import compare as compare
 from .run_end import report_run as report_run
 from .run_folder import RunFolder as RunFolder
 from .run_folder import describe as describe

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from fusion.telemetry.by_card import card_rows, read_cards
 from fusion.telemetry.columns import duration, seconds
-from fusion.telemetry.evaluations import RESULT, evaluation_rows
+from fusion.telemetry.evaluations import RESULT, Answer, Changes, changes_of, compare, evaluation_rows
 from fusion.telemetry.files import iterate_jsonl, read_jsonl
 from fusion.telemetry.memory import MemoryLedger
 from fusion.telemetry.page.cautions import cautions
@@ -29,17 +29,6 @@ SAMPLE: Mapping[str, type] = {"step": int, "prompt": str, "response": str}
 """Fields of every row of `samples.jsonl`"""
 NOT_A_PHASE = ("step", "total")
 """Timers that contain the phases."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """Responses to one prompt before and after training."""
-
-    prompt: str
-    before: str
-    after: str
-    reward_before: float | None = None
-    reward_after: float | None = None
 
 
 @dataclass
@@ -57,6 +46,8 @@ class RunReport:
     reward_window: int = 1
     """Number of steps over which each of the two rewards is a mean."""
     answers: Sequence[Answer] = ()
+    changes: Changes | None = None
+    """Between the first and the last evaluation; shown in place of ``answers``."""
     evaluations: Sequence[Sequence[str]] = ()
     """Cells of `evaluation_rows`."""
     phase_s: Mapping[str, float] = field(default_factory=dict)
@@ -89,7 +80,8 @@ class RunReport:
         from_files["ledger"] = MemoryLedger.merged(MemoryLedger.from_metrics(row) for row in rows)
         from_files["cards"], left_out = read_cards(Path(path) / "timeline.json")
         from_files["folder"] += left_out
-        from_files["evaluations"] = evaluation_rows(read_jsonl(Path(path) / EVALUATIONS, RESULT))
+        results = read_jsonl(Path(path) / EVALUATIONS, RESULT)
+        from_files["evaluations"], from_files["changes"] = evaluation_rows(results), changes_of(results)
         ended = Counter(str(group.get("ended")) for group in groups)
         from_files["cautions"] = cautions(logged, ended, from_files["ledger"], failure=None)
         from_files["answers"] = compare(*_first_and_last(read_jsonl(Path(path) / "samples.jsonl", SAMPLE)))
@@ -97,7 +89,9 @@ class RunReport:
 
     def render(self) -> Group:
         """Render for a rich console; print it with `crop=False`, so that paths stay whole."""
-        tables = [_answers(self.answers)] if self.answers else []
+        shown = self.changes.answers if self.changes and self.changes.answers else self.answers
+        tables: list[RenderableType] = [Text(self.changes.describe(), style="bold")] if self.changes else []
+        tables += [_answers(shown)] if shown else []
         tables += [_table(self.evaluations)] if self.evaluations else []
         tables += [_phase_table(self.phase_s)] if self.phase_s else []
         tables += [_part_table(self.switch_s, self.steps)] if self.switch_s and self.steps else []
@@ -135,23 +129,6 @@ class RunReport:
             of = f" (means of {self.reward_window} steps)" if self.reward_window > 1 else ""
             parts.append(f"reward {self.reward_start:.3f} → {self.reward_end:.3f}{of}")
         return ", ".join(parts)
-
-
-def compare(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], count: int = 3) -> list[Answer]:
-    """Pair up to `count` samples (`prompt`, `response`, `reward`) of the same prompt; a prompt that is not in both is
-    left out."""
-    later = {sample["prompt"]: sample for sample in after}
-    pairs = {sample["prompt"]: (sample, later[sample["prompt"]]) for sample in before if sample["prompt"] in later}
-    return [
-        Answer(
-            prompt=prompt,
-            before=old["response"],
-            after=new["response"],
-            reward_before=number(old.get("reward")),
-            reward_after=number(new.get("reward")),
-        )
-        for prompt, (old, new) in list(pairs.items())[:count]
-    ]
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
@@ -199,11 +176,13 @@ def _parts(rows: Sequence[Mapping[str, Any]], phase: str) -> dict[str, float]:
 
 def _answers(answers: Sequence[Answer]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
-    for title in ("prompt", "before", "after"):
+    referenced = any(answer.answer for answer in answers)
+    for title in ("prompt", *(["answer"] if referenced else []), "before", "after"):
         table.add_column(title, overflow="fold", ratio=1)
     for answer in answers:
         table.add_row(
             Text(_short(answer.prompt)),
+            *([Text(_short(answer.answer))] if referenced else []),
             Text(_marked(answer.before, answer.reward_before)),
             Text(_marked(answer.after, answer.reward_after)),
         )

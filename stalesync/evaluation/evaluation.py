@@ -6,18 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
 from fusion.rollout import EvalAnswer
-from fusion.telemetry import Answer, compare
+from fusion.telemetry.page.examples import shortened
 from stalesync.evaluation.config import HELD_OUT, EvalConfig
 from stalesync.evaluation.files import EvalFile
 from stalesync.evaluation.history import EvalHistory
-from stalesync.evaluation.results import FileResult, estimates_of
+from stalesync.evaluation.results import FileResult, estimates_of, graded
 from stalesync.failed_rewards import FailedRewards
 from stalesync.failures import RewardsFailed
 from stalesync.reward_sources import RuleReward
 from stalesync.scoring import Scorer
 
-ANSWERS_KEPT = 4
-"""Number of prompts of a file whose first answers are recorded"""
+ANSWERS_KEPT, MAX_ANSWER_CHARACTERS = 64, 1500
+"""Number of prompts of a file whose first answers are recorded, and how much of each text"""
 
 
 class Evaluation:
@@ -83,9 +83,15 @@ class Evaluation:
                 self.config.pass_reward,
             ),
             answers=[
-                {"prompt": asked[start].text, "response": outcomes[start][0], "reward": outcomes[start][1].reward}
+                {
+                    "prompt": shortened(asked[start].text, MAX_ANSWER_CHARACTERS),
+                    "answer": shortened(asked[start].answer, MAX_ANSWER_CHARACTERS),
+                    "response": shortened(outcomes[start][0], MAX_ANSWER_CHARACTERS),
+                    "reward": outcomes[start][1].reward,
+                }
                 for start in starts[:ANSWERS_KEPT]
             ],
+            right="".join(graded(outcomes[start][1], self.config.pass_reward) for start in starts),
         )
 
     def check_failed(self) -> None:
@@ -115,11 +121,6 @@ class Evaluation:
         """Returns the metrics of the evaluation before the first step, if there was one."""
         first = [result for result in self.history.results if not result.step]
         return {name: value for result in first for name, value in result.metrics().items()}
-
-    def answers(self) -> list[Answer]:
-        """Returns pairs of answers of the first and the last evaluation: of held-out prompts, or of the first file."""
-        ends = [(self.history.first(file.name), self.history.last(file.name)) for file in self.files[:1]]
-        return [pair for first, last in ends if first and last for pair in compare(first.answers, last.answers)]
 
     def notes(self) -> list[str]:
         """Returns the mean rewards of the first and the last evaluation by file, and which checkpoint is the best."""

@@ -12,6 +12,7 @@ Invariants (property-tested):
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from stalesync.evaluation.config import EvalConfig
@@ -40,7 +41,7 @@ class EvalHistory:
 
     def add(self, results: Sequence[FileResult]) -> bool:
         """Records an evaluation; returns whether it is the best one so far."""
-        self.results += results
+        self.results += map(_without_answers, results)
         return self._choose(results)
 
     def restore(
@@ -65,7 +66,7 @@ class EvalHistory:
                 )
             by_step.setdefault(result.step, []).append(result)
         for step, results in by_step.items():
-            self.results += results
+            self.results += map(_without_answers, results)
             if step in saved:
                 self._choose(results)
 
@@ -87,3 +88,8 @@ class EvalHistory:
                 self.best = (result.step, value)
                 return True
         return False
+
+
+def _without_answers(result: FileResult) -> FileResult:
+    """Returns what a history needs of a result: answers are in the file."""
+    return replace(result, answers=[], right="")

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fusion.rewards import RewardOutcome
+from fusion.telemetry.evaluations import RIGHT, WRONG
 from stalesync.evaluation import names
 from stalesync.evaluation.estimates import Estimate, estimate, pass_at_each
 
@@ -32,7 +33,8 @@ class FileResult:
         estimates: by statistic: `reward/mean@<k>`, `reward/pass@<1 to k>`, `response_length/mean@<k>`, and of a reward
             of several terms `reward/<term>/mean@<k>`.
         rows: number of the file's rows by what became of them (`RowCounts`).
-        answers: a few of them: prompt, response, reward.
+        answers: a few of them: prompt, reference answer, response, reward.
+        right: a character for each prompt: whether its first answer is correct (`graded`).
     """
 
     step: int
@@ -45,6 +47,7 @@ class FileResult:
     estimates: dict[str, Estimate]
     answers: list[dict[str, Any]] = field(default_factory=list)
     rows: dict[str, int] = field(default_factory=dict)
+    right: str = ""
 
     def row(self) -> dict[str, Any]:
         """Returns plain JSON."""
@@ -53,14 +56,9 @@ class FileResult:
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> FileResult:
         """Restores a result from what `row` returned; other keys are ignored."""
-        fields = {item.name: row[item.name] for item in dataclasses.fields(cls) if item.name != "rows"}
-        return cls(
-            **{
-                **fields,
-                "rows": row.get("rows", {}),
-                "estimates": {name: Estimate(**one) for name, one in row["estimates"].items()},
-            }
-        )
+        fields = {item.name: row[item.name] for item in dataclasses.fields(cls) if item.name not in ("rows", "right")}
+        estimates = {name: Estimate(**one) for name, one in row["estimates"].items()}
+        return cls(**fields | {"rows": row.get("rows", {}), "right": row.get("right", ""), "estimates": estimates})
 
     @property
     def mean(self) -> Estimate | None:
@@ -89,6 +87,14 @@ class FileResult:
             return f"{self.file}: no answer could be scored by {self.reward}"
         interval = "" if mean.low is None else f" [{mean.low:.3f}, {mean.high:.3f}]"
         return f"{self.file} {mean.value:.3f}{interval}"
+
+
+def graded(outcome: RewardOutcome, pass_reward: float) -> str:
+    """Returns `RIGHT` or `WRONG`, by the first term where a reward has several; `-` if it could not be scored."""
+    if outcome.reward is None:
+        return "-"
+    reward = next(iter(outcome.terms.values())) if outcome.terms else outcome.reward
+    return RIGHT if reward >= pass_reward else WRONG
 
 
 def estimates_of(

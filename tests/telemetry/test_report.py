@@ -1,8 +1,10 @@
 import io
 
+import pytest
 from rich.console import Console
 
 from fusion.telemetry import Answer, MemoryLedger, RunFolder, RunReport, Span, compare, summarize
+from fusion.telemetry.evaluations import changes_of
 from fusion.telemetry.page.run_data import read_run
 
 
@@ -90,6 +92,46 @@ def test_the_first_and_the_last_evaluation_of_each_file_are_shown(tmp_path):
         "gsm 20 30 x 4 0 0.500 [0.400, 0.600] 0.250 [0.150, 0.350] 50.0".split(),
         "new 20 30 x 4 120".split(),
     ]
+
+
+def evaluated(step, right, file="held_out", **changes):
+    """A row of evaluations.jsonl of as many prompts as there are characters in ``right``."""
+    answers = [
+        {"prompt": f"{n}+1=", "answer": str(n + 1), "response": f"r{step}-{n}", "reward": float(c == "1")}
+        for n, c in enumerate(right)
+    ]
+    found = {"file": file, "step": step, "samples": 1, "prompts": len(right), "failed": 0, "estimates": {}}
+    return found | {"digest": None, "right": right, "answers": answers} | changes
+
+
+def test_the_story_is_told_by_counts_and_examples_with_reference_answers(tmp_path):
+    before, after = "0" * 50 + "1" * 12 + "--", "1" * 46 + "0" * 4 + "1" * 10 + "001-"
+    rows = [evaluated(0, before), evaluated(0, "00", "other"), evaluated(5, "1" * 64), evaluated(9, after)]
+    changes = changes_of(rows)
+    assert changes.describe() == "held_out: wrong → right 46, right → wrong 2"
+    assert [one.prompt for one in changes.answers] == ["0+1=", "1+1=", "2+1=", "60+1=", "61+1="]
+    assert changes.answers[3] == Answer("60+1=", "r0-60", "r9-60", 1.0, 0.0, "61")
+    with RunFolder(tmp_path, "run") as run:
+        run.log_evaluation(0, rows, {})
+    text = RunReport.from_folder(run.path).text()
+    assert "held_out: wrong → right 46, right → wrong 2" in text and "prompt   answer   before" in text
+    assert "60+1=    61       r0-60  [1]   r9-60  [0]" in text
+    told = read_run(run.path)["changes"]
+    assert told["text"] == changes.describe() and told["answers"][3]["answer"] == "61" and len(told["answers"]) == 5
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [[], [evaluated(0, "01")], [evaluated(0, "01"), evaluated(1, "011")], [evaluated(0, ""), evaluated(1, "")]]
+    + [[evaluated(0, "01"), evaluated(1, "01", digest="b")]],
+)
+def test_there_is_no_story_without_two_evaluations_of_the_same_prompts(rows):
+    assert changes_of(rows) is None
+
+
+def test_damaged_answers_end_the_examples_and_not_the_report():
+    rows = [evaluated(0, "000", answers=[{"prompt": "p", "response": "r"}, 7]), evaluated(1, "111")]
+    assert changes_of(rows).improved == 3 and len(changes_of(rows).answers) == 1
 
 
 def test_only_answers_to_the_same_prompt_are_compared():

@@ -57,12 +57,12 @@ class Examples:
         return {"before": self._first, "now": self._last, "best": best, "worst": worst}
 
 
-def shortened(text: Any) -> str:
-    """Return a text of at most about `MAX_CHARACTERS`; anything else by its own text."""
+def shortened(text: Any, limit: int = MAX_CHARACTERS) -> str:
+    """Return a text of at most about ``limit`` characters; anything else by its own text."""
     text = text if isinstance(text, str) else str(text)
-    if len(text) <= MAX_CHARACTERS:
+    if len(text) <= limit:
         return text
-    start, end = MAX_CHARACTERS // 3, MAX_CHARACTERS - MAX_CHARACTERS // 3
+    start, end = limit // 3, limit - limit // 3
     return f"{text[:start]}\n… {len(text) - start - end:,} characters left out …\n{text[-end:]}"
 
 

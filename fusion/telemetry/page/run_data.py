@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from fusion.telemetry.by_card import MAX_TIMELINE_BYTES
+from fusion.telemetry.evaluations import RESULT, changes_of
 from fusion.telemetry.files import iterate_jsonl, read_jsonl
 from fusion.telemetry.folder_lock import is_held
 from fusion.telemetry.memory import MemoryLedger, human_bytes
@@ -18,7 +20,7 @@ from fusion.telemetry.page.distributions import Distributions
 from fusion.telemetry.page.examples import Examples
 from fusion.telemetry.page.settings import flatten
 from fusion.telemetry.report import rewards_of
-from fusion.telemetry.run_folder import PROFILES, profiles
+from fusion.telemetry.run_folder import EVALUATIONS, PROFILES, profiles
 from fusion.telemetry.trace import read_timeline
 
 
@@ -63,6 +65,7 @@ def read_run(folder: Path | str, outcome: str | None = None) -> dict[str, Any]:
         "lengths": distributions.lengths(),
         "max_length": _key(config, "rollout", "max_response_length"),
         "samples": examples.result(),
+        "changes": _changes(folder / EVALUATIONS),
         "config": flatten(config),
         "cautions": cautions(rows, distributions.ended(), ledger, failure) + note,
     }
@@ -100,6 +103,12 @@ def read_failure(path: Path) -> str | None:
     rank = "controller" if failure.get("rank") is None else f"rank {failure['rank']}"
     message = str(failure.get("message")).splitlines()
     return f"{rank}, stage {failure.get('stage')}, step {failure.get('step')}: {''.join(message[:1])} (run.log)"
+
+
+def _changes(path: Path) -> dict[str, Any] | None:
+    """Returns what training has changed, in words, and examples; None without two evaluations."""
+    found = changes_of(read_jsonl(path, RESULT))
+    return None if found is None else {"text": found.describe(), "answers": [asdict(one) for one in found.answers]}
 
 
 def memory_data(ledger: MemoryLedger) -> dict[str, Any] | None:

@@ -107,7 +107,8 @@ def test_answers_are_scored_by_the_reward_of_their_file_and_one_that_files_share
         "reward/pass@2": 1.0,
         "response_length/mean@2": 3.0,
     }
-    assert result.answers[1] == {"prompt": "1+1=", "response": "2", "reward": 1.0} and len(result.answers) == 4
+    assert result.answers[1] == {"prompt": "1+1=", "answer": "2", "response": "2", "reward": 1.0}
+    assert len(result.answers) == 6 and result.right == "1" * 6, "of the first answers"
     assert evaluation.score(second, scorer, answers_to(second, ["no", "no"]), step=4).mean.value == 0.0
 
 

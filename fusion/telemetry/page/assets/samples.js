@@ -18,9 +18,26 @@ function sampleCard(sample) {
   );
 }
 
+function changedCard(answer) {
+  const response = (title, text) => [element("p", { class: "quiet" }, title), element("pre", {}, text)];
+  return element(
+    "article",
+    {},
+    element("pre", { class: "prompt" }, answer.prompt),
+    ...response("reference answer", answer.answer),
+    ...response(`before: reward ${answer.reward_before ?? "–"}`, answer.before),
+    ...response(`after: reward ${answer.reward_after ?? "–"}`, answer.after),
+  );
+}
+
+function changesOf(run) {
+  if (!run.changes) return [];
+  return [element("h4", {}, run.changes.text), element("div", { class: "samples" }, ...run.changes.answers.map(changedCard))];
+}
+
 function samplesOf(run) {
   const columns = KINDS_OF_SAMPLES.map(([kind, title]) =>
     element("div", {}, element("h4", {}, title), ...run.samples[kind].map(sampleCard)),
   );
-  return [element("div", { class: "samples" }, ...columns)];
+  return [...changesOf(run), element("div", { class: "samples" }, ...columns)];
 }
