@@ -7,6 +7,7 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from fusion.telemetry.files import FULL
 from stalesync.stopping import describe_stop, exit_status
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ def run_job(config: Config, *, trains: bool = True) -> Path:
         print(describe_stop(stop), file=sys.stderr)
         sys.exit(exit_status(stop))
     except Exception as error:
+        if isinstance(error, OSError) and error.errno in FULL:
+            fail(f"error: {error}; free space there, or set run.dir to another disk", error)
         fail("".join(traceback.format_exception(type(error), error, error.__traceback__)).rstrip(), error)
 
 

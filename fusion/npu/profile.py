@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
+
+log = logging.getLogger(__name__)
 
 
 class Profile:
@@ -25,16 +28,27 @@ class Profile:
         self._profiler.start()
 
     def close(self) -> None:
-        """Stops and writes the trace.
-
-        Raises:
-            OSError: it cannot be written.
-        """
+        """Stops and writes the trace. One that is cut off, because the disk is full for example, is removed, with a
+        warning: torch reports no error."""
         self._profiler.stop()
         if self._kind != "npu":  # there `stop` has written it
             partial = self._path.with_name(f".{self._path.name}.json")
             self._profiler.export_chrome_trace(str(partial))
-            os.replace(partial, self._path.with_name(f"{self._path.name}.json"))
+            if _is_whole(partial):
+                os.replace(partial, self._path.with_name(f"{self._path.name}.json"))
+            else:
+                partial.unlink(missing_ok=True)
+                log.warning("%s.json could not be written, or not whole; is the disk full?", self._path)
+
+
+def _is_whole(trace: Path) -> bool:
+    """Whether a file ends as a JSON object does."""
+    try:
+        with trace.open("rb") as file:
+            file.seek(max(0, trace.stat().st_size - 64))
+            return file.read().rstrip().endswith(b"}")
+    except FileNotFoundError:
+        return False
 
 
 def _profiler(kind: str, path: Path) -> Any:

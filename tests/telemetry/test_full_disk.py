@@ -7,15 +7,19 @@ import resource
 import signal
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
+from fusion.npu.profile import Profile
 from fusion.telemetry import RunFolder
 from fusion.telemetry import files as telemetry_files
 from fusion.telemetry.files import JsonLines, read_jsonl, write_all, write_atomic
 from fusion.telemetry.manifest import FileWriter
 from fusion.telemetry.timeline import Span
 from fusion.telemetry.trace import TimelineFile, read_timeline
+from stalesync.command_line import run_job
 
 
 @contextmanager
@@ -126,3 +130,29 @@ def test_a_run_goes_on_with_one_warning_for_each_file_and_can_be_rewound(tmp_pat
         assert resumed.rewind(4) == 4
         resumed.log(5, {"a": 5.5})
         assert [(row["step"], row["a"]) for row in read_jsonl(resumed.path / "metrics.jsonl")][3:] == [(4, 4), (5, 5.5)]
+
+
+def test_a_profile_that_is_cut_off_is_removed_with_a_warning(tmp_path, caplog):
+    for name in ("whole", "cut"):
+        profile = Profile("cpu", tmp_path / name)
+        torch.ones(9) + 1
+        with full(1 << 30 if name == "whole" else 10):
+            profile.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["whole.json"]
+    assert json.loads((tmp_path / "whole.json").read_text())
+    (warning,) = caplog.messages
+    assert "/cut.json could not be written, or not whole" in warning
+
+
+def test_a_run_whose_folder_cannot_be_written_ends_with_one_line(monkeypatch, capsys):
+    def launch(config, trains):
+        raise OSError(
+            errno.ENOSPC, "No space left on device (9 bytes to write, 0 bytes are free)", "runs/r/config.yaml"
+        )
+
+    monkeypatch.setattr("stalesync.launch.launch", launch)
+    with pytest.raises(SystemExit) as ended:
+        run_job(SimpleNamespace(cluster=SimpleNamespace(address="auto")))
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 1 and line.startswith("error: [Errno 28] No space left on device (9 bytes to write, ")
+    assert "'r/config.yaml'" in line and "run.dir" in line
