@@ -155,4 +155,4 @@ def test_a_run_whose_folder_cannot_be_written_ends_with_one_line(monkeypatch, ca
         run_job(SimpleNamespace(cluster=SimpleNamespace(address="auto")))
     (line,) = capsys.readouterr().err.splitlines()
     assert ended.value.code == 1 and line.startswith("error: [Errno 28] No space left on device (9 bytes to write, ")
-    assert "'r/config.yaml'" in line and "run.dir" in line
+    assert "'runs/r/config.yaml'" in line and "run.dir" in line
