@@ -6,12 +6,16 @@ import argparse
 from typing import Any
 
 from fusion.resources import RECIPES
+from stalesync.job_arguments import parse
 from stalesync.simulator.cluster import base_of, simulate
-from stalesync.simulator.command_line import cases_of, parse, scenario_of
+from stalesync.simulator.command_line import OPTIONS, cases_of, scenario_of
 from stalesync.simulator.report import growing_loss, linearity
 
 PUBLISHED = {(4, 0): 0.85, (4, 1): 0.91}
 """Linearity by supernodes and staleness (RL Fusion; the bound with StaleSync is not published)"""
+
+WORKLOAD = """data.prompts_per_step=512 data.max_prompt_length=1024 rollout.max_response_length=16384
+rollout.forced_median=2048 rollout.max_seqs=64"""
 
 TARGETS = {4: 0.95, 16: 0.90}
 """Lower bounds of linearity with staleness, by supernodes"""
@@ -26,12 +30,16 @@ def scale(args: argparse.Namespace) -> dict[str, Any]:
             f"supernodes={args.supernodes}",
             "stalesync.max_staleness=0,1,2",
             f"run.steps={args.scale_steps}",
-        ]
+            *WORKLOAD.split(),
+        ],
+        options=OPTIONS,
+        flags=[],
+        conf=RECIPES / "conf",
     )
     scenario = scenario_of(parsed, RECIPES)
     base, outcomes = base_of(scenario, "colocated"), {}
     figures: dict[str, Any] = {}
-    for case in cases_of(parsed.swept):
+    for case in cases_of(parsed.options):
         outcomes[case] = simulate(scenario, base, case)
         one: dict[str, Any] = {"tokens_per_s": outcomes[case].tokens_per_s, "linearity": linearity(outcomes, case)}
         one |= {"limits_linearity": growing_loss(outcomes, case), "limits_speed": outcomes[case].limit}

@@ -5,7 +5,7 @@
 # checkout at the same path, with its packages installed in the active environment or in .venv. All hosts share the file
 # system of run.dir and see model.path at the same path; docs/stalesync.md, "Several hosts", says what is checked.
 # PLAN is model=SHAPE cluster=NAME [train=LAYOUT] [infer=LAYOUT] as for scripts/plan.py: the job runs on Ascend cards in
-# the layouts that it recommends, and it must fit in memory. Without it the overrides state cards and layouts
+# the layouts that it recommends for them and the overrides, and it must fit in memory. Without it the overrides state cards and layouts
 # (cluster.npus=16 …). A token that only the processes of this launch have protects Ray.
 # --dry-run prints every command instead of running it; with a PLAN it needs no hosts and uses placeholder names.
 set -euo pipefail
@@ -40,7 +40,9 @@ resources=() planned=()
 if [ ${#plan[@]} -gt 0 ]; then
   answer=$(mktemp) && trap 'rm -f "$answer"' EXIT
   bucket="fusion.bucket_bytes=$((512 << 20))" # large enough for an expert's matrices (63 MB and 31 MB) in an eighth of it
-  python scripts/plan.py "${plan[@]}" "$bucket" --json "$answer" || status=$?
+  job=() # the model of the plan is model=SHAPE
+  for word in "${overrides[@]}"; do case "$word" in -*|model.path=*|hydra*) ;; *) job+=("$word") ;; esac; done
+  python scripts/plan.py "${plan[@]}" "$bucket" "${job[@]}" --job --json "$answer" || status=$?
   [ -s "$answer" ] || exit "${status:-1}"
   [ -z "${status:-}" ] || fail "the plan does not fit in memory; choose other layouts with train= and infer="
   read -r nodes dies train infer < <(python - "$answer" <<'PYTHON'

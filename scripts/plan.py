@@ -1,18 +1,22 @@
 """Plans a model on a cluster from shapes alone: memory, traffic, seconds, and the best layouts and deployment.
 
-    python scripts/plan.py model=pangu_718b cluster=cloudmatrix384
+    python scripts/plan.py model=pangu_718b cluster=cloudmatrix384 data.prompts_per_step=512 algorithm.group_size=16
     python scripts/plan.py model=deepseek_r1_671b cluster=a3_128 train=tp4pp8ep32 infer=tp2ep128 --json -
     python scripts/plan.py model=qwen3_30b_a3b cluster.hardware=h100 cluster.npus=16
 
-    model=     a shape in recipes/shapes, or a Hugging Face folder
+    model=     a shape in recipes/shapes, or a Hugging Face folder, as model.path=
     cluster=   a file of recipes/conf/cluster that names its hardware
     cluster.hardware= cluster.npus=
                a card of fusion/costmodel/hardware (ascend_910b, ascend_910c, h100, h800) and the number of its dies;
                they override those of cluster=, or replace it
     train=     layout of training, such as tp8pp8ep32 (the remaining factor is data parallel); auto: the best one
     infer=     layout of generation, likewise
-    training.token_budget= training.recompute= fusion.bucket_bytes= fusion.offload= rollout.max_seqs= …
-               as for scripts/train.py; recompute defaults to true
+    KEY=VALUE, GROUP=CHOICE
+               the job, as for scripts/train.py: the samples and lengths of a step come from data.prompts_per_step,
+               algorithm.group_size, data.max_prompt_length and rollout.max_response_length, and are printed. Keys that
+               a plan needs are read, keys without an effect on it accepted, all others refused. Defaults are those of
+               scripts/train.py, but model=bfloat16 and training.recompute=true
+    --job      lists keys that would be refused instead
     --json PATH   everything as JSON; - prints it instead of the tables
 
 Exits with 1 if the given layouts do not fit. Needs no device and no checkpoint.
@@ -26,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # needs no inst
 from fusion.resources import RECIPES, as_called  # noqa: E402
 
 USAGE = """usage: python scripts/plan.py [--help] model=NAME cluster=NAME [train=LAYOUT] [infer=LAYOUT] [KEY=VALUE ...]
-                              [--json PATH]"""
+                              [--job] [--json PATH]"""
 
 
 def main() -> int:
@@ -36,15 +40,10 @@ def main() -> int:
     if not sys.argv[1:]:
         print(as_called(USAGE), "error: model= and cluster= are required", sep="\n", file=sys.stderr)
         return 2
-    from fusion.costmodel.command_line import answer
-    from fusion.ep_switch.config import FusionConfig
-    from fusion.inference.config import RolloutConfig
-    from fusion.training.config import TrainingConfig
-
-    groups = {"training": TrainingConfig, "fusion": FusionConfig, "rollout": RolloutConfig}
+    from stalesync.planning import answer
 
     try:
-        return answer(sys.argv[1:], RECIPES, groups)
+        return answer(sys.argv[1:], RECIPES)
     except ValueError as error:
         print(as_called(USAGE), f"error: {error}", sep="\n", file=sys.stderr)
         return 2

@@ -1,6 +1,7 @@
-"""Simulates training runs on clusters of any size: the run's own decisions in virtual time, costs of the cost model.
+r"""Simulates training runs on clusters of any size: the run's own decisions in virtual time, costs of the cost model.
 
-    python scripts/simulate.py model=pangu_718b cluster=cloudmatrix384 supernodes=1,4,16 stalesync.max_staleness=0,1,2
+    python scripts/simulate.py model=pangu_718b cluster=cloudmatrix384 supernodes=1,4,16 stalesync.max_staleness=0,1,2 \
+        data.prompts_per_step=512 data.max_prompt_length=1024 rollout.max_response_length=16384 rollout.max_seqs=64
     python scripts/simulate.py model=qwen3_30b_a3b cluster.hardware=h100 cluster.npus=16 fusion=colocated,hybrid
     python scripts/simulate.py model=olmoe_7b cluster.hardware=ascend_910c cluster.npus=8 trace=runs/NAME/groups.jsonl
 
@@ -13,15 +14,16 @@
                fusion.infer_cards are those of one supernode
     train= infer=
                layouts of one supernode, such as tp8pp8ep32; auto: the best one for the deployment
-    rollout.forced_median=2048 rollout.forced_spread=[0.89,0.43,0.01] data.rows=
-               lengths of responses: their median; the standard deviations of their logarithm between rows and within a
-               group, and the share that reaches rollout.max_response_length; rows after which they come again
+    rollout.forced_median= rollout.forced_spread=[0.89,0.43,0.01] data.rows=
+               lengths of responses: their median (null: an eighth of rollout.max_response_length); the standard
+               deviations of their logarithm between rows and within a group, and the share that reaches the maximum;
+               rows after which they come again
     trace=     JSON Lines with group and response_tokens, as a run's groups.jsonl: these lengths instead
-    run.steps=20 run.seed= data.prompts_per_step=512 data.max_prompt_length=1024 (of every prompt) algorithm.group_size=
-    algorithm.minibatches= algorithm.kl_coef= training.recompute=true fusion.infer_cards= fusion.offload=
-    fusion.double_buffer= stalesync.train_tokens= stalesync.lend=true rollout.max_response_length=16384
-    rollout.forced_median=2048 rollout.max_seqs=64 rollout.chunk_tokens= rollout.suspended_kv= rollout.kv_fraction= …
-               as for scripts/train.py
+    KEY=VALUE, GROUP=CHOICE
+               the job, as for scripts/train.py: prompts, groups and lengths of a step, rollout, training, offload.
+               Keys that are not modelled (rollout.drafts=) are refused, those without an effect on time accepted.
+               Defaults are those of scripts/train.py, but model=bfloat16, training.recompute=true, run.steps=20
+    --job      lists keys that would be refused instead
     --json PATH   everything as JSON; - prints it instead of the tables
     --png PATH    a plot of tokens/s over supernodes
 

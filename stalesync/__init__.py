@@ -32,6 +32,8 @@ launch       launches a run from its config, and reports at its end; `stopping`:
              for scripts; `console`: the command `rlfusion`, which runs them
 ray_cluster  starts Ray on loopback with a token, or joins a cluster; `ray_processes`, `ray_guard`: watch and end them;
              `end_order`, `exit_status`: what ended first, and how; `ray_end`: ends a run that waits in Ray
+workload     derives the workload of a step from a config, for plan, simulation and run; pure; `job_arguments`: reads
+             the arguments of a job for `planning` (scripts/plan.py) and the simulator
 base_model   creates a small base model by supervised training with the same trainer
 combinations decides which trainers and engines can run on a machine, for `scripts/doctor.py`; pure
 smoke/       checks the cards of a machine stage by stage, and writes a report to send back

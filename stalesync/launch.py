@@ -39,6 +39,7 @@ from stalesync.run_inputs import digest_files, settings_of
 from stalesync.run_log import Progress, RunLog
 from stalesync.stopping import acknowledging, blocking_signals, holding, ignore_stops, stoppable
 from stalesync.tokenizer_folder import describe_masked, end_token_ids, load_tokenizer, masked_ids, num_ids
+from stalesync.workload import describe
 
 if TYPE_CHECKING:
     from stalesync.training_run import TrainingRun
@@ -92,6 +93,8 @@ def launch(config: Config, *, trains: bool = True) -> Path:
         with holding():  # a run that has a folder reports how it ended
             folder = stack.enter_context(new_folder(config.run)) if earlier is None else earlier.folder
             folder.write_config(asdict(config))
+            if trains:
+                print(describe(config))
             if model.num_experts and trains:
                 print(config.training.describe_balancing(model.router_aux_coef))
             stack.callback(lambda: report_run(folder.path, **report))

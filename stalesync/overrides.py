@@ -9,6 +9,7 @@ import difflib
 import inspect
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -98,6 +99,7 @@ def documented_keys(node: type = Config, prefix: str = "") -> dict[str, str]:
     return documented
 
 
+@cache
 def _field_texts(node: type) -> dict[str, str]:
     """Maps the fields of a dataclass to the string literals that follow them in its source."""
     body = ast.parse(textwrap.dedent(inspect.getsource(node))).body[0].body  # type: ignore[attr-defined]

@@ -1,4 +1,5 @@
-"""Model shapes and clusters by name: `recipes/shapes/*.yaml`, Hugging Face folders, `recipes/conf/cluster/*.yaml`."""
+"""Model shapes and clusters by name: `recipes/shapes/*.yaml`, Hugging Face folders, `recipes/conf/cluster/*.yaml`; and
+the published run that the figures are checked on."""
 
 from __future__ import annotations
 
@@ -8,8 +9,14 @@ from pathlib import Path
 import yaml
 
 from fusion.costmodel.hardware import Hardware, hardware_named
+from fusion.costmodel.setup import Setup
 from fusion.costmodel.shape import Shape
-from fusion.model import ModelConfig
+from fusion.costmodel.switch_time import published
+from fusion.model import ModelConfig, Parallel
+
+PUBLISHED_RUN = ("deepseek_r1_671b", "ascend_910c", Parallel(256, tp=4, ep=32, pp=8), Parallel(256, tp=2, ep=128))
+"""Model, hardware and layouts of the run the figures are checked on. Its EP8 spans TP4 (`moe_tp_extend_ep`): EP32
+here."""
 
 
 @dataclass(frozen=True)
@@ -61,3 +68,9 @@ def load_cluster(name: str | None, hardware: str | None, npus: str | None, folde
     if dies < 1:
         raise ValueError(f"cluster.npus={npus}: expected a whole number of at least 1")
     return hardware_named(hardware or preset["hardware"]), dies
+
+
+def check_figures(shapes: Path) -> dict[str, float]:
+    """Predicts the published run's switch: its parts in seconds."""
+    model, hardware, train, infer = PUBLISHED_RUN
+    return published(Setup(load_shape(model, shapes).shape, hardware_named(hardware), train=train, infer=infer))

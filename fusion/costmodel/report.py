@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 from typing import Any
 
 from rich import box
@@ -75,6 +76,7 @@ def as_dict(chosen: Estimate, ranking: Ranking, check: dict[str, float]) -> dict
         "dies_per_node": setup.hardware.topology.ranks_per_node,
         "nodes": -(-setup.dies // setup.hardware.topology.ranks_per_node),
         "layouts": {"train": layout_text(setup.train), "infer": layout_text(setup.infer)},
+        "workload": asdict(setup.workload),
         "fits": not chosen.problems,
         "problems": list(chosen.problems),
         "bytes_by_phase_and_owner": chosen.memory.phases,

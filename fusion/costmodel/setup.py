@@ -13,17 +13,20 @@ from fusion.model import Parallel
 
 @dataclass(frozen=True)
 class Workload:
-    """One step of the loop: samples, and tokens of a prompt and of a response (mean and longest). Default: the
-    published run of DeepSeek-R1 on 128 Atlas A3 cards (cann-recipes-train)."""
+    """One step of the loop: samples, and tokens of a prompt and of a response (mean and longest)."""
 
-    samples: int = 512 * 16
-    prompt: float = 78.0
-    response: float = 1577.0
-    longest: int = 3072
+    samples: int
+    prompt: float
+    response: float
+    longest: int
 
     @property
     def tokens(self) -> float:
         return self.samples * (self.prompt + self.response)
+
+
+PUBLISHED_WORKLOAD = Workload(samples=512 * 16, prompt=78.0, response=1577.0, longest=3072)
+"""Of the published run of DeepSeek-R1 on 128 Atlas A3 cards (cann-recipes-train)."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Setup:
     training: TrainingLimits = field(default_factory=TrainingLimits)
     fusion: FusionConfig = field(default_factory=FusionConfig)
     rollout: EngineLimits = field(default_factory=EngineLimits)
-    workload: Workload = field(default_factory=Workload)
+    workload: Workload = PUBLISHED_WORKLOAD
 
     @property
     def dies(self) -> int:

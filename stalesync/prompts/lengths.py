@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp
+from math import exp, hypot, log
 from statistics import NormalDist
 
 import numpy as np
@@ -45,6 +45,18 @@ class ForcedLengths:
             return None
         between, within, runaway = config.forced_spread
         return cls(seed, config.forced_median, config.max_response_length, (between, within, runaway))
+
+    @property
+    def mean(self) -> float:
+        """Mean length, of the distribution before lengths are rounded."""
+        between, inside, runaway = self.spread
+        sigma, cut = hypot(between, inside), log(self.cap / self.median)
+        if not sigma:
+            drawn = min(self.median, self.cap)
+        else:  # of a lognormal distribution that is cut off at the cap
+            below = NormalDist(sigma * sigma, sigma).cdf(cut)
+            drawn = self.median * exp(sigma * sigma / 2) * below + self.cap * (1 - NormalDist(0, sigma).cdf(cut))
+        return (1 - runaway) * drawn + runaway * self.cap
 
     def __call__(self, prompt_id: str, member: int) -> int:
         """Returns the number of tokens of the response of a group member: 1 … cap."""

@@ -10,30 +10,30 @@ generate grow with them.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from fusion.costmodel.hardware import Hardware
 from fusion.costmodel.layouts import parse_layout
 from fusion.costmodel.memory import estimate_memory
 from fusion.costmodel.search import estimate_deployment, problems
-from fusion.costmodel.setup import EngineLimits, Setup, TrainingLimits, Workload
+from fusion.costmodel.setup import Setup
 from fusion.costmodel.shape import Shape
 from fusion.model import Parallel
 from fusion.model.options import LayoutConfig
 from stalesync.config import Config
-from stalesync.prompts.lengths import ForcedLengths
 from stalesync.simulator.lengths import DrawnLengths, Lengths, TraceLengths
 from stalesync.simulator.outcome import Outcome, outcome_of
 from stalesync.simulator.run import SimulatedRun
 from stalesync.simulator.setup import SimulationSetup
+from stalesync.workload import lengths_of as assumed_lengths
+from stalesync.workload import setup_of
 
 
 @dataclass(frozen=True)
 class Scenario:
     """One supernode's work. ``config``: without deployment, layouts and staleness; ``train``, ``infer``: layouts as
-    text, or auto; ``trace``: file of lengths; None: they are drawn."""
+    text, or auto; ``trace``: file of lengths; None: they are drawn; ``notes``: what is assumed."""
 
     shape: Shape
     hardware: Hardware
@@ -41,6 +41,7 @@ class Scenario:
     train: str = "auto"
     infer: str = "auto"
     trace: Path | None = None
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -149,32 +150,15 @@ def lengths_of(scenario: Scenario) -> Lengths:
                 f"algorithm.group_size={size}: the groups of trace={scenario.trace} have {trace.group_size}"
             )
         return trace
-    forced = ForcedLengths.of(config.rollout, config.run.seed)
-    assert forced is not None
-    return DrawnLengths(forced, size, prompt_tokens, rows=config.data.rows)
+    return DrawnLengths(assumed_lengths(config), size, prompt_tokens, rows=config.data.rows)
 
 
 def _plan(scenario: Scenario, train: Parallel, infer: Parallel, infer_first: int) -> Setup:
-    config, median = scenario.config, scenario.config.rollout.forced_median or 1.0
-    limits: dict[str, Any] = {
-        name: getattr(config.rollout, name) for name in ("max_seqs", "max_batch_tokens", "kv_fraction")
-    }
-    cap = config.rollout.max_response_length
-    return Setup(
-        scenario.shape,
-        scenario.hardware,
+    return replace(
+        setup_of(scenario.config, scenario.shape, hardware=scenario.hardware, dies=scenario.config.cluster.npus),
         train=train,
         infer=infer,
         infer_first=infer_first,
-        training=TrainingLimits(recompute=config.training.recompute),
-        fusion=config.fusion,
-        rollout=EngineLimits(**limits),
-        workload=Workload(
-            samples=config.data.prompts_per_step * config.algorithm.group_size,
-            prompt=config.data.max_prompt_length,
-            response=min(cap, 1.6 * median),
-            longest=cap,
-        ),
     )
 
 

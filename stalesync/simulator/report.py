@@ -13,6 +13,7 @@ from rich.text import Text
 
 from stalesync.simulator.cluster import Base, Case, Scenario
 from stalesync.simulator.outcome import LOSSES, Outcome
+from stalesync.workload import describe, lengths_of
 
 PUBLISHED = {
     "tokens_per_s": {
@@ -73,13 +74,13 @@ def render(scenario: Scenario, bases: Mapping[str, Base], outcomes: Mapping[Case
 
 def _heading(scenario: Scenario, bases: Mapping[str, Base]) -> list[str]:
     config = scenario.config
-    rollout, size = config.rollout, config.algorithm.group_size
     lengths = f"of {scenario.trace}" if scenario.trace else ", ".join(_lengths(scenario).values())
     lines = [
-        f"{scenario.shape.name} on {scenario.hardware.name}, per supernode {config.cluster.npus} dies and "
-        f"{config.data.prompts_per_step} prompts x {size} responses a step; {config.run.steps} steps, seed "
-        f"{config.run.seed}",
-        f"responses of at most {rollout.max_response_length:,} tokens: {lengths}",
+        f"{scenario.shape.name} on {scenario.hardware.name}, per supernode {config.cluster.npus} dies; "
+        f"{config.run.steps} steps, seed {config.run.seed}",
+        f"{describe(config)}, per supernode",
+        f"lengths of responses: {lengths}",
+        *scenario.notes,
     ]
     return lines + [
         f"{name}: train {base.train}, generate {base.infer}, KV cache of {base.kv_tokens:,} tokens a rank"
@@ -147,10 +148,10 @@ def _anchors() -> list[str]:
 
 
 def _lengths(scenario: Scenario) -> dict[str, str]:
-    rollout = scenario.config.rollout
-    between, within, runaway = rollout.forced_spread
+    assumed = lengths_of(scenario.config)
+    between, within, runaway = assumed.spread
     return {
-        "median": f"median {rollout.forced_median:g}",
+        "median": f"median {assumed.median:g}",
         "spread": f"sigma {between:g} between rows and {within:g} within a group",
         "runaway": f"{runaway:.1%} at the maximum",
     }

@@ -30,7 +30,7 @@ def test_a_worker_that_is_not_paced_does_not_load_the_cost_model(modules):
 
 def test_the_cost_model_loads_neither_torch_nor_ray_nor_what_acts():
     """Nor the rooms it may not import: plans are pure."""
-    loaded = loaded_by("import fusion.costmodel.pace, fusion.costmodel.command_line")
+    loaded = loaded_by("import fusion.costmodel.pace, fusion.costmodel.report")
     others = (
         "fusion.training",
         "fusion.inference",

@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import sys
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 
@@ -14,12 +15,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from fusion.costmodel import command_line
 from fusion.costmodel.presets import load_shape
-from fusion.ep_switch.config import FusionConfig
-from fusion.inference.config import RolloutConfig
+from fusion.costmodel.setup import PUBLISHED_WORKLOAD
 from fusion.model import ModelConfig, global_params
-from fusion.training.config import TrainingConfig
+from stalesync import planning
 from stalesync.config import Config
 from stalesync.overrides import register
 from tests import machine
@@ -31,11 +30,8 @@ PLAN = [sys.executable, "scripts/plan.py"]
 RECIPE = ["bash", "recipes/cloudmatrix384_pangu_718b.sh"]
 
 
-GROUPS = {"training": TrainingConfig, "fusion": FusionConfig, "rollout": RolloutConfig}
-
-
 def answer(arguments):
-    return command_line.answer(arguments, ROOT / "recipes", GROUPS)
+    return planning.answer(arguments, ROOT / "recipes")
 
 
 def run(command, **environment):
@@ -48,6 +44,9 @@ def recipe(*arguments):
 
 
 HEAVIEST = "pangu_718b"
+PUBLISHED = """data.prompts_per_step=512 algorithm.group_size=16 data.max_prompt_length=78 rollout.forced_median=1577
+rollout.forced_spread=[0,0,0] rollout.max_response_length=3072""".split()
+"""The arguments of PUBLISHED_WORKLOAD"""
 
 
 @pytest.mark.parametrize(
@@ -233,10 +232,12 @@ def test_overrides_take_the_place_of_the_presets_hardware_and_dies(tmp_path):
 
 @pytest.mark.parametrize("plan", json.loads((Path(__file__).parent / "plans_910c.json").read_text()))
 def test_figures_of_the_910c_stay(plan, tmp_path):
-    """Every number of two plans, as they were before the constants moved to YAML."""
+    """Every number of two plans for the published workload, as they were before the constants moved to YAML."""
     path = tmp_path / "plan.json"
-    answer([*plan["arguments"], "--json", str(path)])
-    found = dict(_numbers(json.loads(path.read_text())))
+    answer([*plan["arguments"], *PUBLISHED, "--json", str(path)])
+    shown = json.loads(path.read_text())
+    assert shown.pop("workload") == asdict(PUBLISHED_WORKLOAD)
+    found = dict(_numbers(shown))
     wanted = plan["numbers"]
     assert set(found) == set(wanted)
     for key, value in wanted.items():

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.costmodel import Workload
-from fusion.costmodel.command_line import PUBLISHED_RUN
 from fusion.costmodel.hardware import hardware_named
-from fusion.costmodel.presets import load_shape
+from fusion.costmodel.presets import PUBLISHED_RUN, load_shape
 from fusion.costmodel.roofline import CHUNK_TOKENS, Roofline, attention_pairs
+from fusion.costmodel.setup import PUBLISHED_WORKLOAD
 from fusion.model import Parallel
 
 ASCEND_910C = hardware_named("ascend_910c")
@@ -148,7 +147,7 @@ def test_a_dense_model_reads_its_weights_once_a_step():
 def test_the_published_run_takes_about_as_long_as_it_took():
     """DeepSeek-R1 on 128 Atlas A3 cards: 319.3 s for the update, 373.65 s for the rollout (cann-recipes-train)."""
     name, _, train, infer = PUBLISHED_RUN
-    shape, work = load_shape(name, SHAPES).shape, Workload()
+    shape, work = load_shape(name, SHAPES).shape, PUBLISHED_WORKLOAD
     trained = Roofline(shape, ASCEND_910C, train)
     length = work.prompt + work.response
     update = trained.train_step(work.tokens / train.dp, work.samples / train.dp * attention_pairs(length), 16384)

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from fusion.costmodel import Setup, Traffic, estimate_memory, published, switch_traffic, to_infer, to_train
-from fusion.costmodel.command_line import check_figures
 from fusion.costmodel.hardware import Figure, hardware_named
-from fusion.costmodel.presets import load_shape
+from fusion.costmodel.presets import check_figures, load_shape
 from fusion.costmodel.step_time import generate_s, train_s
 from fusion.costmodel.switch_time import PUBLISHED, wire
 from fusion.ep_switch.config import FusionConfig

@@ -1,0 +1,96 @@
+"""The command line of `scripts/plan.py`: arguments to a setup, the setup to tables or JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from fusion.costmodel.layouts import parse_layout
+from fusion.costmodel.presets import check_figures, load_cluster
+from fusion.costmodel.report import as_dict, render
+from fusion.costmodel.search import Estimate, Ranking, estimate, rank
+from fusion.costmodel.setup import Setup
+from fusion.model import Parallel
+from stalesync.job_arguments import LAYOUTS, job_config, layout_of, model_of, parse
+from stalesync.workload import describe, setup_of
+
+OPTIONS = ("model", "model.path", "cluster", "train", "infer", "cluster.hardware", "cluster.npus")
+READS = LAYOUTS | frozenset(
+    """training.token_budget training.recompute fusion.bucket_bytes fusion.offload rollout.max_seqs
+    rollout.max_batch_tokens rollout.kv_fraction rollout.max_response_length rollout.forced_median rollout.forced_spread
+    data.prompts_per_step data.max_prompt_length algorithm.group_size""".split()
+)
+"""Keys of a job, besides OPTIONS, that change a plan."""
+DEFAULTS = ("model=bfloat16", "training.recompute=true")
+WIDTH = 100
+
+
+def answer(arguments: Sequence[str], recipes: Path) -> int:
+    """Plans the requested job and prints it.
+
+    Args:
+        recipes: the folder that holds `shapes/` and `conf/`.
+
+    Returns:
+        0 if the plan fits, else 1.
+
+    Raises:
+        ValueError: an argument that is unknown or wrong, by key.
+    """
+    conf = recipes / "conf"
+    parsed = parse(arguments, options=OPTIONS, flags=["--json"], conf=conf)
+    options = parsed.options
+    model = model_of(options, recipes / "shapes")
+    hardware, dies = load_cluster(
+        options.get("cluster"),
+        hardware=options.get("cluster.hardware"),
+        npus=options.get("cluster.npus"),
+        folder=conf / "cluster",
+    )
+    config, lines = job_config(parsed, conf, command="plan.py", reads=READS, defaults=DEFAULTS)
+    setup = setup_of(config, model.shape, hardware=hardware, dies=dies)
+    train, infer = (
+        None if text == "auto" else parse_layout(side, text, world=dies, shape=model.shape)
+        for side, text in ((side, layout_of(parsed, config, side)) for side in ("train", "infer"))
+    )
+    ranking = rank(setup)
+    chosen = _chosen(setup, train, infer) if train or infer else ranking.pairs[0]
+    if config.longest_sample > config.training.token_budget:
+        budget = f"training.token_budget={config.training.token_budget}"
+        lines.append(f"a run refuses {budget}: less than the longest sample, {config.longest_sample} tokens")
+    _print(
+        chosen,
+        ranking,
+        check=check_figures(recipes / "shapes"),
+        notes=(*model.notes, describe(config), *lines),
+        json_path=parsed.paths.get("--json"),
+    )
+    return 1 if chosen.problems else 0
+
+
+def _chosen(setup: Setup, train: Parallel | None, infer: Parallel | None) -> Estimate:
+    """Estimates the requested layouts; one that is `auto` (None) is the best in combination with the other."""
+    best = rank(setup, (train, infer), num_exact=1).pairs[0].setup if not (train and infer) else setup
+    return estimate(setup.with_layouts(train or best.train, infer or best.infer))
+
+
+def _print(
+    chosen: Estimate,
+    ranking: Ranking,
+    *,
+    check: dict[str, float],
+    notes: tuple[str, ...],
+    json_path: str | None,
+) -> None:
+    if json_path is not None:
+        text = json.dumps(as_dict(chosen, ranking, check) | {"notes": notes}, indent=2)
+        if json_path == "-":
+            print(text)
+            return
+        Path(json_path).write_text(text + "\n")
+    console = Console()
+    console = console if console.is_terminal and console.width >= WIDTH else Console(width=WIDTH)
+    console.print(render(chosen, ranking, check=check, notes=notes))
