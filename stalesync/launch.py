@@ -368,8 +368,13 @@ def next_steps(config: Config, folder: RunFolder) -> list[str]:
         "long answers with every step written out: bash recipes/long_answers.sh",
         "your own questions and answers: bash recipes/math_jsonl.sh FILE.jsonl MODEL_FOLDER",
     ]
+    rate = ""
+    if config.training.schedule == "cosine":
+        rate = (
+            f" training.lr={config.training.lr / 2:g} (its rate has decayed to 0; it decays again from the one stated)"
+        )
     return [
-        f"continue: run.name={folder.name} run.resume=true run.steps={2 * config.run.steps}",
+        f"continue: run.name={folder.name} run.resume=true run.steps={2 * config.run.steps}{rate}",
         as_called(f"compare with another run: python scripts/report.py {folder.path} OTHER_RUN"),
         *(recipes if (RECIPES / "long_answers.sh").is_file() else ()),  # a wheel has none
         "your own reward: reward.path=FILE.py:FUNCTION",

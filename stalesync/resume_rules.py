@@ -73,7 +73,7 @@ _KEYS = {
         device.pace_training""",
     Rule.NEW_GROUPS: """
         data.prompt_field data.answer_field data.long_prompts data.chat_template data.min_digits data.max_digits
-        data.max_terms""",
+        data.max_terms data.chat_template_kwargs data.system_prompt""",
     Rule.NO_GROUPS: """
         rollout.temperature rollout.top_k rollout.top_p rollout.min_p rollout.max_response_length rollout.stop
         rollout.forced_median rollout.forced_spread algorithm.name algorithm.group_size algorithm.replay""",

@@ -31,9 +31,11 @@ from fusion.telemetry.files import sync, write_atomic
 from fusion.telemetry.manifest import NAME as MARK
 from fusion.telemetry.manifest import find_damage, read_manifest, write_manifest
 from fusion.telemetry.run_folder import complete_checkpoints, step_of
+from fusion.training.schedule import Schedule
 
 if TYPE_CHECKING:
     from distqueue import DistQueue
+    from stalesync.config import Config
 
 NAME = "controller.json"
 QUEUE = "queue"
@@ -100,6 +102,14 @@ def queue_of(checkpoint: Path | None) -> str | None:
 def layout_of(checkpoint: Path) -> Parallel:
     """Returns the layout that the checkpoint's trainer had."""
     return Parallel(**json.loads((checkpoint / TRAINER / "trainer.json").read_text())["layout"])
+
+
+def schedule_of(checkpoint: Path, config: Config, steps_left: int) -> Schedule:
+    """Returns the schedule of the learning rate of a run that resumes from the checkpoint."""
+    saved, training = json.loads((checkpoint / TRAINER / "trainer.json").read_text()), config.training
+    total = config.run.steps * config.algorithm.minibatches
+    own = Schedule(training.lr, training.schedule, training.warmup_steps, total)
+    return own.resumed(Schedule(**saved["schedule"]), saved["steps"], steps_left) if "schedule" in saved else own
 
 
 def newest(folder: Path) -> tuple[Path, list[str]]:

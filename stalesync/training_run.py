@@ -446,7 +446,10 @@ class TrainingRun:
         digests = {} if "eval.files" in earlier.accepted else self.evaluation.digests
         self.evaluation.history.restore(self.folder.evaluations(), digests, saved)
         self.folder.write_best(self.evaluation.best())
-        self.trainers.call(Worker.restore, str(checkpoint / savepoint.TRAINER))
+        steps_left = (self.config.run.steps - self.step) * self.config.algorithm.minibatches
+        self.trainers.call(Worker.restore, str(checkpoint / savepoint.TRAINER), steps_left)
+        if line := savepoint.schedule_of(checkpoint, self.config, steps_left).describe():
+            self.view.note(line)
         if self.config.rollout.drafts_history:
             self.generators.call(Worker.restore_drafts, str(checkpoint / savepoint.DRAFTS))
 

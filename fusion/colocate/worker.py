@@ -360,9 +360,12 @@ class Worker:
         disk."""
         self._checkpoint_writer.write(checkpoint, export)
 
-    def restore(self, checkpoint: str) -> None:
+    def restore(self, checkpoint: str, steps_left: int | None = None) -> None:
         """Loads the trainer's state from the folder ``checkpoint``, which was saved in any layout and whose files the
         caller has verified. Collective over the cards that train.
+
+        Args:
+            steps_left: optimizer steps until the end of the run; None: as configured.
 
         Raises:
             ValueError: the folder is not a checkpoint, or belongs to another model or dtype.
@@ -371,7 +374,7 @@ class Worker:
         with self.card.log.work("restore"):
             self.card.switcher.load_optimizer()
             self.card.switcher.await_optimizer()
-            load_checkpoint(self._trainer, checkpoint, verify=False)
+            load_checkpoint(self._trainer, checkpoint, verify=False, steps_left=steps_left)
 
     def snapshot_drafts(self) -> None:
         """Copies the history of prompts for `save_drafts`. On the first card of each attention rank, while no engine

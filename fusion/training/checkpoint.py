@@ -3,7 +3,7 @@
     rank-00000.safetensors, …   each rank's own chunks of `master/…`, `exp_avg/…`, `exp_avg_sq/…` (float32; what is not
                                 trained has only the first, in its own dtype)
     tensors.json                which chunk of which global tensor is in which file
-    trainer.json                steps, dtype, layout, model and its masked ids
+    trainer.json                steps, dtype, layout, model with its masked ids, and schedule of the learning rate
     manifest.json               sizes and digests of these files, written last
 
 Every element is saved once, by the rank whose optimizer owns it; the weights are not saved, as they are the masters,
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from fusion.telemetry.files import replace_folder, sync, write_atomic
 from fusion.telemetry.manifest import FileRecord, find_damage, read_manifest, write_manifest
 from fusion.training.chunk_files import TENSORS, file_of, merge_tables, table_of, write_chunks
 from fusion.training.interface import TrainEngine
+from fusion.training.schedule import Schedule
 
 TRAINER = "trainer.json"
 NOT_COMPUTED_WITH = {"dtype", "eos_token_id", "pad_token_id", "initializer_range", "max_position_embeddings"}
@@ -77,11 +79,14 @@ def save_checkpoint(
     _barrier(group)
 
 
-def load_checkpoint(trainer: TrainEngine, folder: str | Path, verify: bool = True) -> None:
+def load_checkpoint(
+    trainer: TrainEngine, folder: str | Path, verify: bool = True, steps_left: int | None = None
+) -> None:
     """Loads a saved state into a trainer of any layout, bitwise. Collective over the mesh.
 
     Args:
         verify: read all files first and compare them with the manifest; the ranks share the work.
+        steps_left: optimizer steps until the end of the run, for a schedule that changes; None: as configured.
 
     Raises:
         ValueError: there is no checkpoint, or it is of another model or dtype.
@@ -108,6 +113,8 @@ def load_checkpoint(trainer: TrainEngine, folder: str | Path, verify: bool = Tru
         all_or_none(check, group=mesh.world_group, rank=mesh.rank, stage="restore")
     all_or_none(read, group=mesh.world_group, rank=mesh.rank, stage="restore")
     trainer.resume_at(saved["steps"])
+    if known := saved.get("schedule"):
+        trainer.schedule = trainer.schedule.resumed(Schedule(**known), saved["steps"], steps_left)
 
 
 def read_trainer(folder: Path) -> dict[str, Any]:
@@ -149,6 +156,7 @@ def _complete(trainer: TrainEngine, partial: Path, steps: int) -> None:
         "layout": _layout(trainer),
         "model": config.to_hf(dtype),
         "masked_ids": config.masked_ids,
+        "schedule": asdict(trainer.schedule),
     }
     write_atomic(partial / TRAINER, json.dumps(about) + "\n")
     for name in (TENSORS, TRAINER):

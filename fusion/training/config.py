@@ -43,7 +43,8 @@ class TrainingConfig:
     """Largest norm of the whole gradient; a larger gradient is scaled down to it. 0: no clipping."""
 
     schedule: str = "constant"
-    """Learning rate after the warm-up: `constant`, or `cosine`, which decays to 0 at the last step of the run."""
+    """Learning rate after the warm-up: `constant`, or `cosine`, which decays to 0 at the last step of the run; if a
+    resume changes that step, from the rate of its last step."""
 
     warmup_steps: int = 0
     """Optimizer steps over which the learning rate rises linearly from 0 to `lr`."""

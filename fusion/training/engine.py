@@ -33,7 +33,7 @@ from fusion.training.objective import BatchSums, Objective, Totals, TrainedToken
 from fusion.training.optimizer import ShardedAdamW
 from fusion.training.replay import new_record, replay_of
 from fusion.training.router_bias import RouterBias
-from fusion.training.schedule import learning_rate
+from fusion.training.schedule import Schedule
 from fusion.training.stage import Stage
 from fusion.training.states import MakeStates, ResidentStates
 
@@ -67,8 +67,9 @@ class EmbeddedTrainEngine:
     ):
         assert mesh is model.mesh
         self.model, self.mesh, self.device, self.config = model, mesh, device, config
-        self.temperature, self.total_steps = temperature, total_steps
-        self.learning_rate(config.warmup_steps)
+        self.temperature = temperature
+        self.schedule = Schedule(config.lr, config.schedule, config.warmup_steps, total_steps)
+        self.schedule.rate(config.warmup_steps)
         model.recompute = config.recompute
         self.balancing_coef = config.balancing_coef if model.config.num_experts else 0.0
         self._balances_sequences = self.balancing_coef > 0 and config.load_balancing == "sequence"
@@ -87,17 +88,6 @@ class EmbeddedTrainEngine:
         self._sums: BatchSums | None = None
         """Of the batch whose gradients no step has used, where they are those of one batch"""
         self._collect_gradients()
-
-    def learning_rate(self, step: int) -> float:
-        """Returns the learning rate of optimizer step ``step``, counted from 0."""
-        config = self.config
-        return learning_rate(
-            step,
-            lr=config.lr,
-            schedule=config.schedule,
-            warmup_steps=config.warmup_steps,
-            total_steps=self.total_steps,
-        )
 
     def forward_backward(self, sequences: Sequences, loss: Loss, *, continued: bool = False) -> dict[str, float]:
         """Adds the gradient of the mean loss over the global batch to the gradients; returns the batch's metrics.
@@ -156,7 +146,7 @@ class EmbeddedTrainEngine:
         Args:
             before_update: called before the optimizer's states are used; they may still be loading until then.
         """
-        lr = self.learning_rate(self.optimizer.steps)
+        lr = self.schedule.rate(self.optimizer.steps)
         norm = self.optimizer.step(lr, before_update)
         skipped = self.optimizer.skipped_in_a_row
         self.router_bias.update(skipped=skipped > 0)

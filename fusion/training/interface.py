@@ -21,13 +21,17 @@ from fusion.model.holder import WeightHolder
 from fusion.training.batch import Sequences
 from fusion.training.chunks import Chunk
 from fusion.training.loss import Loss
+from fusion.training.schedule import Schedule
 
 SKIPPED_IN_A_ROW = "training/max_skipped_in_a_row"
 """Metric: number of updates that were skipped since the last one that was not, as their gradients were not finite"""
 
 
 class TrainEngine(Protocol):
-    """One rank of a trainer. Its computing methods need the weights resident in HBM."""
+    """One rank of a trainer. Its computing methods need the weights resident in HBM. ``schedule``: of the learning
+    rate; a resume may replace it."""
+
+    schedule: Schedule
 
     @property
     def model(self) -> WeightHolder:

@@ -21,6 +21,7 @@ from fusion.training import Sequences, TrainEngine
 from fusion.training.chunks import Chunk
 from fusion.training.interface import SKIPPED_IN_A_ROW
 from fusion.training.loss import Loss
+from fusion.training.schedule import Schedule
 
 
 class FakeModel:
@@ -51,7 +52,7 @@ def first_weight(weights: Buckets) -> float:
 
 class FakeTrainer:
     def __init__(self, *, model: WeightHolder, device: Device, **_: Any):
-        self.model, self.steps, self.accumulating = model, 0, False
+        self.model, self.steps, self.accumulating, self.schedule = model, 0, False, Schedule(1.0)
         self._gradient = torch.zeros(4, device=device.torch_device)
         self._moment = torch.zeros(4, device=device.torch_device)
         self._weights = model.weights

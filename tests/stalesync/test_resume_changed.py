@@ -92,3 +92,19 @@ def test_a_flipped_bit_of_the_model_is_refused_by_key_and_file_unless_the_key_is
     else:
         expected = f"model.path: cannot resume: other content of {file.name}. run.resume_changed=[model.path] resumes"
         assert done.returncode == 1 and expected in done.stderr and "start Ray" not in done.stdout, done.stderr
+
+
+@pytest.mark.extended
+def test_a_finished_cosine_schedule_goes_on_without_a_jump_and_the_end_says_how(base, tmp_path):
+    options = ["run.eval_prompts=0", "training.schedule=cosine", "training.lr=1e-3"]
+    done = train(base, tmp_path, *options, "run.steps=3")
+    assert done.returncode == 0 and "run.resume=true run.steps=6 training.lr=0.0005 " in done.stdout, done.stderr
+    shutil.copytree(tmp_path / "run", tmp_path / "again")
+    done = train(base, tmp_path, *options, "run.steps=6", "run.resume=true")
+    assert done.returncode == 0 and "training.schedule=cosine: the learning rate decays from 0.00025 at" in done.stdout
+    rates = [row["actor/lr"] for row in rows_of(tmp_path / "run")]
+    assert rates == sorted(rates, reverse=True) and rates[:3] == pytest.approx([1e-3, 7.5e-4, 2.5e-4])
+    options[-1] = "training.lr=5e-4"
+    done = train(base, tmp_path, *options, "run.steps=6", "run.resume=true", "run.name=again")
+    assert done.returncode == 0, done.stderr
+    assert [row["actor/lr"] for row in rows_of(tmp_path / "again")][3] == 5e-4

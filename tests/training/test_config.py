@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,7 +10,7 @@ from fusion.training import AlgorithmConfig, TrainingConfig
 from fusion.training.algorithms import ALGORITHMS, make_algorithm
 from fusion.training.config import ALGORITHM_NAMES, COMPARE_SIBLINGS, CORRECTION_NAMES
 from fusion.training.corrections import CORRECTIONS
-from fusion.training.schedule import learning_rate
+from fusion.training.schedule import Schedule
 
 
 @pytest.mark.parametrize(
@@ -93,7 +95,7 @@ def test_defaults_are_valid():
 @given(st.integers(0, 30), st.integers(0, 300), st.sampled_from(["constant", "cosine"]))
 def test_the_rate_rises_to_its_peak_and_stays_or_falls_to_zero(warmup, after, schedule):
     total = warmup + after
-    rates = [learning_rate(step, 2.0, schedule, warmup, total) for step in range(total + 2)]
+    rates = [Schedule(2.0, schedule, warmup, total).rate(step) for step in range(total + 2)]
     assert all(0 <= rate <= 2.0 for rate in rates)
     assert rates[: warmup + 1] == sorted(rates[: warmup + 1])
     assert rates[max(0, warmup - 1)] == 2.0 or (after == 0 and schedule == "cosine")
@@ -105,9 +107,44 @@ def test_the_rate_rises_to_its_peak_and_stays_or_falls_to_zero(warmup, after, sc
 
 
 def test_warm_up_is_linear():
-    assert [learning_rate(step, 1.0, "constant", 4) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    assert [Schedule(1.0, "constant", 4).rate(step) for step in range(5)] == [0.25, 0.5, 0.75, 1.0, 1.0]
 
 
 def test_cosine_needs_to_know_its_end():
     with pytest.raises(ValueError, match="training.schedule='cosine' needs the number of optimizer steps"):
-        learning_rate(3, 1.0, "cosine")
+        Schedule(1.0, "cosine").rate(3)
+
+
+@given(
+    total=st.integers(1, 60),
+    warmup=st.integers(0, 20),
+    done=st.integers(0, 60),
+    more=st.integers(1, 80),
+    before=st.sampled_from(["constant", "cosine"]),
+)
+def test_a_cosine_that_ends_elsewhere_since_a_resume_decays_from_the_last_rate_without_a_jump(
+    total, warmup, done, more, before
+):
+    saved, done = Schedule(2.0, before, warmup, total), min(done, total)
+    assert saved.resumed(saved, done, total - done) == saved, "unchanged settings: the same to the bit"
+    own = Schedule(2.0, "cosine", warmup, done + more)
+    resumed = own.resumed(saved, done, more)
+    if resumed == saved or done <= warmup:
+        assert resumed in (own, saved)
+        return
+    last = saved.rate(done - 1)
+    rates = [resumed.rate(step) for step in range(done - 1, done + more + 1)]
+    assert rates[0] == last and rates == sorted(rates, reverse=True) and rates[-1] == pytest.approx(0)
+    assert own.resumed(resumed, done, more) == resumed, "a second resume continues it"
+    again = replace(own, lr=1.0).resumed(saved, done, more)
+    assert again.rate(done) == 1.0 and again.rate(done + more) == pytest.approx(0), "a stated rate is taken"
+    assert replace(own, schedule="constant").resumed(saved, done, more).rate(done) == 2.0
+
+
+def test_with_twice_the_steps_the_rate_no_longer_jumps_from_0_to_half_the_peak():
+    saved = Schedule(1.0, "cosine", 0, 100)
+    assert Schedule(1.0, "cosine", 0, 200).rate(100) == pytest.approx(0.5)
+    resumed = Schedule(1.0, "cosine", 0, 200).resumed(saved, 50, 150)
+    assert resumed.rate(50) == pytest.approx(saved.rate(49), rel=1e-3) and resumed.rate(199) < 1e-3
+    assert Schedule(1.0, "cosine", 0, 200).resumed(saved, 100, 100).rate(100) <= saved.rate(99)
+    assert "decays from 0.516 at optimizer step 49 to 0 at step 200" in resumed.describe() and not saved.describe()
