@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from fusion.inference import SamplingParams
 from fusion.telemetry import RunFolder
 from fusion.telemetry.run_folder import complete_checkpoints
 from stalesync import savepoint
@@ -103,13 +104,14 @@ def check_changes(earlier: Reopened, config: Config, *, source: PromptSource, fi
             f"{earlier.checkpoint.name} was written by an earlier version: its settings are taken to be those of "
             "config.yaml, and other content of models, rewards and evaluation files cannot be found"
         )
-    settings = compare(saved.get("settings") or _settings_in(earlier.folder.path), _as_json(settings_of(config)))
+    before = saved.get("settings") or _settings_in(earlier.folder.path)
+    settings = compare(before, _as_json(settings_of(config)))
     content = find_other_content(saved.get("files", {}), files, changed=settings)
     if why := source.find_other_order(state["prompts"]):
         keys = [key for key in settings if RULES[key] is Rule.ORDER] or ["data.source"]
         content |= dict.fromkeys(keys, why)
     groups, named = savepoint.groups_in_progress(state), config.run.resume_changed
-    changes = Changes(settings, content, len(groups))
+    changes = Changes(settings, content, len(groups), truncation=_truncates(before) != config.rollout.truncates)
     ends = decide(changes, named, undecided=_keys_of_large_files(saved))
     if line := changes.describe():
         notes.append(line)
@@ -118,6 +120,11 @@ def check_changes(earlier: Reopened, config: Config, *, source: PromptSource, fi
     accepted = content.keys() | {key for key in settings if key.startswith("reward.")}
     ended = tuple(groups) if ends else ()
     return replace(earlier, notes=tuple(notes), state=state, ended=ended, accepted=frozenset(accepted))
+
+
+def _truncates(settings: Mapping[str, Any]) -> bool:
+    keys = {name: f"rollout.{name}" for name in ("temperature", "top_k", "top_p", "min_p")}
+    return SamplingParams(**{name: settings[key] for name, key in keys.items() if key in settings}).truncates
 
 
 def check_weights(

@@ -37,6 +37,7 @@ class Rule(Enum):
     NEW_GROUPS = "applies to groups that are admitted from now on"
     NO_GROUPS = "is refused while groups are in progress"
     NOT_LOWER = "is refused while groups are in progress if it is lower than before"
+    SAME_TRUNCATION = "is refused while groups are in progress if truncated sampling begins or ends with it"
     CONTENT = "may change its path; other content is refused"
     NO_GROUPS_CONTENT = "is refused while groups are in progress; other content behind the same value is refused"
     ORDER = "is refused if the order of prompts would be another one"
@@ -75,9 +76,10 @@ _KEYS = {
         data.prompt_field data.answer_field data.long_prompts data.chat_template data.min_digits data.max_digits
         data.max_terms data.chat_template_kwargs data.system_prompt""",
     Rule.NO_GROUPS: """
-        rollout.temperature rollout.top_k rollout.top_p rollout.min_p rollout.max_response_length rollout.stop
-        rollout.forced_median rollout.forced_spread algorithm.name algorithm.group_size algorithm.replay""",
+        rollout.temperature rollout.max_response_length rollout.stop rollout.forced_median rollout.forced_spread
+        algorithm.name algorithm.group_size algorithm.replay""",
     Rule.NOT_LOWER: "rollout.max_length data.prompts_per_step data.max_prompt_length stalesync.max_staleness",
+    Rule.SAME_TRUNCATION: "rollout.top_k rollout.top_p rollout.min_p",
     Rule.CONTENT: "model.path eval.files",
     Rule.NO_GROUPS_CONTENT: "reward.name reward.path reward.model reward.terms",
     Rule.ORDER: "data.source data.rows data.bad_rows run.eval_prompts",
@@ -100,11 +102,13 @@ class Changes:
         settings: by key, the saved value and the new one.
         content: by key, what has other content: names of files; of data.source why prompts would have another order.
         num_groups: groups in progress.
+        truncation: whether truncated sampling begins or ends: only samples of one kind have records of kept ids.
     """
 
     settings: Mapping[str, tuple[Any, Any]]
     content: Mapping[str, str]
     num_groups: int
+    truncation: bool = False
 
     def describe(self) -> str:
         """Returns a line that lists every change; "" if there is none."""
@@ -156,6 +160,8 @@ def _needs_no_groups(key: str, changes: Changes) -> bool:
     if RULES[key] is Rule.NOT_LOWER:
         old, new = changes.settings[key]
         return new is not None and (old is None or new < old)
+    if RULES[key] is Rule.SAME_TRUNCATION:
+        return changes.truncation
     return RULES[key] is Rule.NO_GROUPS_CONTENT or (RULES[key] is Rule.NO_GROUPS and key in changes.settings)
 
 

@@ -88,6 +88,17 @@ def test_with_groups_in_progress_a_change_is_right_or_refused_by_key(key, old, n
     assert decide(changes, [key])
 
 
+@pytest.mark.parametrize("key", ["rollout.top_p", "rollout.top_k", "rollout.min_p"])
+def test_other_filters_are_for_new_tokens_unless_truncated_sampling_begins_or_ends(key):
+    settings = {key: (0.5, 0.75)}
+    assert not decide(Changes(settings, {}, 3), []), "every token has the record of its own"
+    changes = Changes(settings, {}, 3, truncation=True)
+    with pytest.raises(ValueError, match=rf"^{key}=0.75: cannot resume.*3 groups .*run.resume_changed=\[{key}\]"):
+        decide(changes, [])
+    assert decide(changes, [key])
+    assert not decide(Changes(settings, {}, 0, truncation=True), [])
+
+
 def test_every_change_is_listed_in_one_line():
     changes = Changes(
         {"training.lr": (1e-5, 1e-6), "fusion.checksum": (True, 1)}, {"model.path": "other content of x"}, 0
