@@ -57,7 +57,16 @@ setup(
         "lazy_loader>=0.6",
     ],
     extras_require={
-        "test": ["build", "pytest", "pytest-xdist>=3.2", "hypothesis", "ruff>=0.17,<0.18", "mypy>=2.4,<3"],
+        "test": [
+            "build",
+            "pytest",
+            "pytest-xdist>=3.2",
+            "hypothesis",
+            "ruff>=0.17,<0.18",
+            "mypy>=2.4,<3",
+            "sentencepiece",
+            "tiktoken",
+        ],
         "browser": ["playwright"],
         "loggers": ["wandb", "mlflow", "swanlab", "trackio"],
         "wandb": ["wandb"],

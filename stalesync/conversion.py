@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fusion.model.tokenizer_files import has_tokenizer
 from fusion.telemetry.manifest import find_damage
 from fusion.telemetry.run_folder import complete_checkpoints
 from stalesync import savepoint
@@ -59,4 +60,4 @@ def _tokenizer_of(checkpoint: Path) -> Path | None:
 
         config = yaml.safe_load((run / "config.yaml").read_text())
         candidates.append(Path(config["model"]["path"]))
-    return next((folder for folder in candidates if (folder / "tokenizer_config.json").is_file()), None)
+    return next((folder for folder in candidates if has_tokenizer(folder)), None)

@@ -19,10 +19,15 @@ def load_tokenizer(folder: str, model: ModelConfig) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)  # else it may ask, and run code
     except Exception as error:  # transformers and tokenizers raise many types, some of them plain `Exception`
+        if code := sorted(path.name for path in Path(folder).glob("tokenization_*.py")):
+            raise ValueError(
+                f"model.path: the tokenizer of {folder} is code of its own ({code[0]}), which is never run; convert it "
+                "once to tokenizer.json (docs/model_family.md#tokenizers-that-are-code)"
+            ) from error
         raise ValueError(f"model.path: {folder} has no tokenizer that transformers can load: {error}") from error
-    files = {*type(tokenizer).vocab_files_names.values()} or {"tokenizer_config.json"}
+    files = {*type(tokenizer).vocab_files_names.values(), "tiktoken.model"}  # any fast tokenizer is converted from it
     if not any((Path(folder) / name).is_file() for name in files):
         expected = ", ".join(sorted(files))
         raise ValueError(f"model.path: {folder} has no tokenizer; expected at least one of the files {expected}")

@@ -34,16 +34,9 @@ from fusion.model.local_param import LocalParam, Part
 from fusion.model.parallel import Parallel
 from fusion.model.stored import INDEX, SINGLE, StoredTensor, read_json, stored_tensors
 from fusion.model.table import global_params
+from fusion.model.tokenizer_files import tokenizer_files
 from fusion.telemetry.files import replace_folder, sync, write_atomic
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "vocab.json",
-    "merges.txt",
-)
 SUPPRESSED = "suppress_tokens"
 """Ids that transformers' `generate` never samples"""
 
@@ -176,7 +169,7 @@ def write_folder(
     for name, tensor in tensors:
         writer.add(name, tensor)
     writer.close()
-    for path in partial.iterdir():
+    for path in partial.rglob("*"):
         sync(path)
     _keep_other_files(folder, partial)
     replace_folder(partial, folder)
@@ -187,9 +180,9 @@ def _write_descriptions(config: ModelConfig, dtype: torch.dtype, folder: Path, t
     which also states the ids that were masked."""
     generation = dict[str, Any]()
     if tokenizer_from is not None:
-        for name in TOKENIZER_FILES:
-            if (tokenizer_from / name).is_file():
-                shutil.copy(tokenizer_from / name, folder / name)
+        for path in tokenizer_files(tokenizer_from):
+            (folder / path).parent.mkdir(exist_ok=True)
+            shutil.copyfile(tokenizer_from / path, folder / path)
         if (tokenizer_from / GENERATION).is_file():
             generation = read_json(tokenizer_from / GENERATION)
     hf = config.to_hf(str(dtype).removeprefix("torch."))

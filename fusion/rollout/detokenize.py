@@ -85,5 +85,5 @@ def _load(spec: DetokenizerSpec) -> Callable[[list[int]], str]:
         return lambda tokens: core.decode(tokens, skip_special_tokens=False)
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(spec.folder)
+    tokenizer = AutoTokenizer.from_pretrained(spec.folder, trust_remote_code=False)
     return lambda tokens: str(tokenizer.decode(tokens))

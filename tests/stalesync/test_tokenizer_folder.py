@@ -52,6 +52,16 @@ def test_a_broken_tokenizer_is_refused_with_its_folder(folder):
         load(folder)
 
 
+def test_code_of_a_tokenizer_is_refused_and_never_run(folder, tmp_path):
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenization_own.py").write_text(f"open({str(tmp_path / 'run')!r}, 'w')\nclass Own: ...\n")
+    settings = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["tokenization_own.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match=r"is code of its own \(tokenization_own.py\), which is never run; convert it"):
+        load(folder)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(folder):
     with pytest.raises(ValueError, match="has 32 tokens, the model vocab_size=31"):
         load(folder, vocab_size=31)

@@ -9,14 +9,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-"""Files of which a folder with a tokenizer has at least one."""
+from fusion.model.tokenizer_files import has_tokenizer
 
 
 def same_tokenizer(policy: str, reward_model: str) -> bool:
     """Returns whether the two folders' tokenizers have the same vocabulary and the same end token; also True if the
     reward model's folder has no tokenizer."""
-    if not any((Path(reward_model) / name).is_file() for name in TOKENIZER_FILES):
+    if not has_tokenizer(Path(reward_model)):
         return True
     first, second = _load(policy), _load(reward_model)
     return first.get_vocab() == second.get_vocab() and first.eos_token_id == second.eos_token_id
@@ -44,4 +43,4 @@ class Retokenizer:
 def _load(folder: str) -> Any:
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(folder)
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
