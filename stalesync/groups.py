@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import chain, groupby
 from operator import itemgetter
 from typing import Any
@@ -145,7 +145,7 @@ class Groups:
     def state_dict(self) -> dict[str, Any]:
         """Returns plain JSON."""
         return {
-            "texts": [asdict(prompt) for prompt in self.prompts.values()],
+            "texts": [prompt.state_dict() for prompt in self.prompts.values()],
             "scored": [sample.state_dict() for members in self.scored.values() for sample in members],
             "failed_rewards": self.num_failed_rewards,
             **({} if self.rewards is None else {"rewards": self.rewards.state_dict()}),

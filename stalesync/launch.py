@@ -27,7 +27,7 @@ from fusion.telemetry.loggers import find_loggers
 from fusion.telemetry.run_folder import complete_checkpoints
 from stalesync import savepoint
 from stalesync.config import Config
-from stalesync.evaluation.files import EvalFile, open_files, with_rewards
+from stalesync.evaluation.files import EvalFile, OpenedFile, open_files, with_rewards
 from stalesync.process_log import logging_to
 from stalesync.prompts import ChatTemplate, PromptSource
 from stalesync.ray_cluster import check_token, ray_cluster
@@ -70,13 +70,7 @@ def launch(config: Config, *, trains: bool = True) -> Path:
     model = config.validate(trains=trains)
     check_resume(config.run)
     config = config.resolved()
-    tokenizer = load_tokenizer(config.model.path, model)
-    source = PromptSource(config.data, tokenizer, config.run.seed, held_out=config.run.eval_prompts)
-    opened = open_files(config, tokenizer)
-    for line in source.template.describe(end_token_ids(tokenizer, model, config.model.path)):
-        log.warning("model.path: %s", line)
-    spec = worker_spec(config, model, tokenizer)
-    warn_if_endless(config, spec)
+    _, source, opened, spec = prepare(config, model)
     check_token(config.cluster.address)
     if config.cluster.address is None:
         root_of(os.environ)
@@ -102,24 +96,7 @@ def launch(config: Config, *, trains: bool = True) -> Path:
             report["notes"] = stack.enter_context(logging_to(logs.controller))
             stack.enter_context(logs.recording(progress, report, world=spec.world, settle=ignore_stops))
         folder.open_loggers(loggers, asdict(config))
-        rule = stack.enter_context(RewardPool(config.reward)) if config.reward.kind != "model" else None
-        if rule is not None:
-            check_required_fields(config.reward, rule.required_fields, source.fields)
-        terms = start_terms(config.reward, lambda reward, spec: stack.enter_context(RewardPool(reward, spec)))
-        check_term_fields(config.reward, terms, source.fields)
-        for line in check_reference_answers(rule, terms, source):
-            log.warning("%s", line)
-        num_held_out = config.run.eval_prompts
-        held_out = source.evaluation(num_held_out) if num_held_out else []
-        files = with_rewards(
-            config,
-            opened,
-            held_out=held_out,
-            held_out_rows=source.counts(held_out, num_held_out),
-            rule=rule,
-            terms=terms,
-            start=lambda reward: stack.enter_context(RewardPool(reward)),
-        )
+        rule, terms, files = start_rewards(stack, config, source, opened)
         _run(
             config=config,
             spec=spec,
@@ -136,6 +113,55 @@ def launch(config: Config, *, trains: bool = True) -> Path:
             trains=trains,
         )
     return folder.path
+
+
+def prepare(config: Config, model: ModelConfig) -> tuple[Any, PromptSource, list[OpenedFile], WorkerSpec]:
+    """Reads the tokenizer and every row of a job whose config is valid, and logs what its user may not expect. Returns
+    tokenizer, prompts, the files of its evaluations, and what the cards need.
+
+    Raises:
+        ValueError: something cannot be used, by key.
+    """
+    tokenizer = load_tokenizer(config.model.path, model)
+    source = PromptSource(config.data, tokenizer, config.run.seed, held_out=config.run.eval_prompts)
+    opened = open_files(config, tokenizer)
+    for line in source.template.describe(end_token_ids(tokenizer, model, config.model.path)):
+        log.warning("model.path: %s", line)
+    spec = worker_spec(config, model, tokenizer)
+    warn_if_endless(config, spec)
+    return tokenizer, source, opened, spec
+
+
+def start_rewards(
+    stack: ExitStack, config: Config, source: PromptSource, opened: Sequence[OpenedFile], num_answers: int = 64
+) -> tuple[RewardPool | None, list[Term], list[EvalFile]]:
+    """Starts the processes of a job's rewards, which end with ``stack``, and checks the fields of the data and up to
+    ``num_answers`` of its reference answers. Returns the reward itself (None: a reward model), its terms, and the files
+    of the evaluations.
+
+    Raises:
+        ValueError: a reward cannot be loaded, lacks a field, or can match no reference answer.
+    """
+    rule = stack.enter_context(RewardPool(config.reward)) if config.reward.kind != "model" else None
+    if rule is not None:
+        check_required_fields(config.reward, rule.required_fields, source.fields)
+    terms = start_terms(config.reward, lambda reward, spec: stack.enter_context(RewardPool(reward, spec)))
+    check_term_fields(config.reward, terms, source.fields)
+    for line in check_reference_answers(rule, terms, source, num_answers):
+        log.warning("%s", line)
+    num_held_out = config.run.eval_prompts
+    held_out = source.evaluation(num_held_out) if num_held_out else []
+    files = with_rewards(
+        config,
+        opened,
+        held_out=held_out,
+        held_out_rows=source.counts(held_out, num_held_out),
+        rule=rule,
+        terms=terms,
+        start=lambda reward: stack.enter_context(RewardPool(reward)),
+        num_answers=num_answers,
+    )
+    return rule, terms, files
 
 
 def _run(

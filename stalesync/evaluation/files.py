@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+OpenedFile = tuple[EvalFileSpec, PromptSource]
+"""A file of `eval.files` and its rows"""
+
 
 @dataclass(frozen=True)
 class EvalFile:
@@ -56,7 +59,7 @@ class EvalFile:
         ]
 
 
-def open_files(config: Config, tokenizer: Any) -> list[tuple[EvalFileSpec, PromptSource]]:
+def open_files(config: Config, tokenizer: Any) -> list[OpenedFile]:
     """Reads and checks every row of `eval.files`, as those of `data.source` are.
 
     Raises:
@@ -73,13 +76,14 @@ def open_files(config: Config, tokenizer: Any) -> list[tuple[EvalFileSpec, Promp
 
 def with_rewards(
     config: Config,
-    opened: Iterable[tuple[EvalFileSpec, PromptSource]],
+    opened: Iterable[OpenedFile],
     *,
     held_out: Sequence[Prompt],
     held_out_rows: RowCounts | None = None,
     rule: RewardPool | None,
     terms: Sequence[Term] = (),
     start: Callable[[RewardConfig], RewardPool],
+    num_answers: int = 64,
 ) -> list[EvalFile]:
     """Starts the rewards of the files, one for all files that share it, and checks the fields that they require.
 
@@ -88,6 +92,7 @@ def with_rewards(
         rule: the run's own reward, without its terms; None: a reward model.
         terms: of the run's own reward.
         start: starts the processes of a reward, and sees to their end.
+        num_answers: maximum number of reference answers of a file that are checked.
 
     Raises:
         ValueError: a reward cannot be loaded, or requires a field that a file lacks; names the file.
@@ -105,12 +110,12 @@ def with_rewards(
                 pool = rule if spec.reward == bare else pools.get(spec.reward)
                 pool = pools[spec.reward] = pool or start(settings)
                 check_required_fields(settings, pool.required_fields, source.fields)
-                warnings = check_reference_answers(pool, [], source)
+                warnings = check_reference_answers(pool, [], source, num_answers)
             else:
                 if rule is not None:
                     check_required_fields(config.reward, rule.required_fields, source.fields)
                 check_term_fields(config.reward, terms, source.fields)
-                warnings = check_reference_answers(rule, terms, source)
+                warnings = check_reference_answers(rule, terms, source, num_answers)
             for line in warnings:
                 log.warning("eval.files: %r: %s", spec.name, line)
             prompts = source.in_order(f"eval-{spec.name}-")

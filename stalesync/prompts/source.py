@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fusion.rewards import ReferenceAnswer
@@ -35,6 +35,13 @@ class Prompt:
     answer: str
     fields: dict[str, Any] = field(default_factory=dict)
     prefill: str = ""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the fields as plain JSON."""
+        state = asdict(self)
+        if not self.prefill:
+            del state["prefill"]
+        return state
 
 
 class PromptSource:
@@ -102,9 +109,28 @@ class PromptSource:
 
     def reference_answers(self, count: int) -> list[ReferenceAnswer]:
         """Returns the answers of up to ``count`` training rows, spread evenly; does not advance."""
+        return [ReferenceAnswer(f"row {index}", self._rows.row(index).answer) for index in self._spread(count)]
+
+    def sample(self, count: int) -> list[Prompt]:
+        """Returns the prompts of up to ``count`` training rows, spread evenly; does not advance.
+
+        Raises:
+            ValueError: all of them are too long.
+        """
+        prompts = self._fitting(self._prompts([(f"row {index}", index) for index in self._spread(count)]))
+        if not prompts:
+            raise ValueError(f"data.max_prompt_length={self._config.max_prompt_length}: no prompt is that short")
+        return prompts
+
+    @property
+    def num_too_long(self) -> int:
+        """Number of rows of the file whose prompts are skipped as too long."""
+        limit = self._config.max_prompt_length
+        return sum(length > limit for length in self._rows.lengths) if isinstance(self._rows, FileRows) else 0
+
+    def _spread(self, count: int) -> Sequence[int]:
         indices = range(count) if self._indices is None else self._indices
-        chosen = [indices[place * len(indices) // count] for place in range(count)] if len(indices) > count else indices
-        return [ReferenceAnswer(f"row {index}", self._rows.row(index).answer) for index in chosen]
+        return [indices[place * len(indices) // count] for place in range(count)] if len(indices) > count else indices
 
     def counts(self, evaluated: Sequence[Prompt], held_out: int | None = None) -> RowCounts:
         """Returns what became of the rows of which `in_order`, or `evaluation` of ``held_out`` rows, has returned the

@@ -1,0 +1,177 @@
+"""Check a job before it starts: what it reads, how it is scored, how much memory it takes, what its settings mean.
+Starts neither Ray nor a card; the part without estimates is the one that a run does itself (`launch.prepare`,
+`launch.start_rewards`)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+from fusion.costmodel.hardware import hardware_named
+from fusion.costmodel.memory import estimate_memory
+from fusion.costmodel.search import problems
+from fusion.costmodel.setup import Setup
+from fusion.costmodel.shape import Shape
+from fusion.model import ModelConfig
+from fusion.rewards import RewardPool, RewardSample
+from fusion.rewards.answers import expected_response
+from stalesync.config import Config
+from stalesync.launch import prepare, start_rewards
+from stalesync.prompts import Prompt, PromptSource
+from stalesync.workload import setup_of
+
+log = logging.getLogger(__name__)
+
+GIB = 2**30
+NUM_ROWS = 1000
+"""Maximum number of rows whose lengths and answers are looked at"""
+BINS, BAR = 8, 40
+SHOWN_CHARS = 60
+EMULATED_BYTES = 2 << 30
+"""Memory of an emulated card without device.capacity_bytes"""
+SOME_CARD = "ascend_910b"
+"""Card whose memory is assumed where none is named"""
+
+
+def check(config: Config) -> list[str]:
+    """Checks a job, and prints what it finds; returns the warnings.
+
+    Raises:
+        ValueError: the job would be refused.
+    """
+    with collecting_warnings() as warnings, ExitStack() as stack:
+        model = config.validate()
+        config = config.resolved()
+        tokenizer, source, opened, spec = prepare(config, model)
+        assert spec.detokenizer is not None
+        prompts = source.sample(NUM_ROWS)
+        show("tokenizer", describe_tokenizer(tokenizer, source, prompts[0], spec.detokenizer.end_token_ids))
+        show("prompts", describe_prompts(config, source, prompts))
+        rule, _, files = start_rewards(stack, config, source, opened, num_answers=NUM_ROWS)
+        show("reward", [f"{config.reward.model}: not called"] if rule is None else call(rule, prompts[0]))
+        show("evaluation", [f"{file.name}: {file.rows.describe()}" for file in files if file.rows is not None])
+        show("memory of a card", describe_memory(config, model))
+        balancing = [config.training.describe_balancing(model.router_aux_coef)] if model.num_experts else []
+        show("a step", describe_step(config, prompts, num_rows=source.num_rows) + balancing)
+    return warnings
+
+
+def show(title: str, lines: Sequence[str]) -> None:
+    """Prints a section, if it has lines."""
+    if lines:
+        print(title, *(f"  {line}" for line in lines), sep="\n", flush=True)
+
+
+@contextmanager
+def collecting_warnings() -> Iterator[list[str]]:
+    """Collects the warnings that are logged in the block, in place of the handlers that print them."""
+    found: list[str] = []
+    root, handler = logging.getLogger(), logging.Handler(logging.WARNING)
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    before, root.handlers = root.handlers, [handler]
+    try:
+        yield found
+    finally:
+        root.handlers = before
+
+
+def describe_tokenizer(tokenizer: Any, source: PromptSource, prompt: Prompt, end_token_ids: Sequence[int]) -> list[str]:
+    """Returns how a prompt ends as the model reads it, and what ends a response."""
+    prefill = source.template.prefill
+    kind = "prompts rendered by the chat template" if source.template.applies else "prompts as they are"
+    return [
+        f"{len(tokenizer):,} tokens; {kind}" + (f", which begins every response with {prefill!r}" if prefill else ""),
+        f"a prompt ends with {tokenizer.decode(prompt.ids[-20:])!r}",
+        f"a response ends with {' or '.join(tokenizer.convert_ids_to_tokens([*end_token_ids])) or 'no token'}",
+    ]
+
+
+def describe_prompts(config: Config, source: PromptSource, prompts: Sequence[Prompt]) -> list[str]:
+    """Returns the number of rows, of those that are dropped and why, and a histogram of lengths in tokens."""
+    rows = "endless" if source.num_rows is None else f"{source.num_rows:,} rows an epoch"
+    held_out = len(source.evaluation(config.run.eval_prompts)) if source.digest else 0
+    rows += f"; {held_out:,} held out" if held_out else ""
+    dropped = [
+        f"{count:,} dropped: {reason}"
+        for count, reason in (
+            (source.num_bad_rows, "cannot be used (data.bad_rows)"),
+            (source.num_too_long, f"longer than data.max_prompt_length={config.data.max_prompt_length}"),
+        )
+        if count
+    ]
+    return ["; ".join((f"{config.data.source}: {rows}", *dropped)), *histogram([len(one.ids) for one in prompts])]
+
+
+def histogram(lengths: Sequence[int]) -> list[str]:
+    """Returns a bar for each of up to `BINS` ranges of lengths of equal width."""
+    low, high = min(lengths), max(lengths)
+    width = max(1, -(-(high - low + 1) // BINS))
+    counts = [0] * ((high - low) // width + 1)
+    for length in lengths:
+        counts[(length - low) // width] += 1
+    names = [f"{low + place * width}-{min(high, low + (place + 1) * width - 1)}" for place in range(len(counts))]
+    longest = max(map(len, names))
+    bars = ["#" * -(-count * BAR // max(counts)) for count in counts]
+    rows = zip(names, bars, counts, strict=True)
+    return [f"{name:>{longest}} tokens {bar} {count}" for name, bar, count in rows]
+
+
+def call(pool: RewardPool, prompt: Prompt) -> list[str]:
+    """Calls a reward once, with the reference answer as the response; the pool logs a failure as a warning."""
+    response = expected_response(pool.kind, prompt.answer) or prompt.answer
+    sample = RewardSample(prompt.text, response, prompt.answer, prompt.fields, prefill=prompt.prefill)
+    (outcome,) = pool.score([sample])
+    result = f"{outcome.reward:g}" if outcome.reward is not None else f"failed ({outcome.error})"
+    called = f"{pool.kind} of {response[-SHOWN_CHARS:]!r}, where the answer is {prompt.answer[-SHOWN_CHARS:]!r}"
+    return [f"{called}: {result} in {outcome.seconds:.3f} s"]
+
+
+def describe_memory(config: Config, model: ModelConfig) -> list[str]:
+    """Returns the estimated memory of a card in each phase; logs a warning if a phase does not fit."""
+    setup = plan_of(config, model)
+    sizes, usable = estimate_memory(setup), setup.hardware.usable_bytes
+    for problem in problems(setup, sizes):
+        log.warning("memory: %s", problem)
+    whose = "" if config.cluster.hardware or config.device.capacity_bytes else f" of {setup.hardware.name}"
+    return [
+        *(f"{phase}: {sizes.total(phase) / GIB:.2f} of {usable / GIB:.2f} GiB{whose}" for phase in sizes.phases),
+        f"KV cache: {sizes.kv_tokens:,} tokens, {sizes.kv_tokens // config.longest_sample:,} samples of maximum length",
+        f"trains in {config.train_layout}, generates in {config.infer_layout}; estimated for bfloat16 weights",
+    ]
+
+
+def plan_of(config: Config, model: ModelConfig) -> Setup:
+    """Returns the plan of a job for cards with the memory of its own."""
+    hardware = hardware_named(config.cluster.hardware or SOME_CARD)
+    emulated = EMULATED_BYTES if config.device.kind == "emulated" else None
+    if capacity := config.device.capacity_bytes or emulated:
+        hbm, reserved = (
+            replace(figure, value=float(value))
+            for figure, value in ((hardware.hbm_bytes, capacity), (hardware.reserved_bytes, 0))
+        )
+        kind = "the emulated card" if emulated else hardware.name
+        hardware = replace(hardware, name=kind, hbm_bytes=hbm, reserved_bytes=reserved)
+    deployment, shape = config.deployment, Shape(config.model.path, model.without_predictors)
+    setup = setup_of(config, shape, hardware=hardware, dies=config.cluster.npus)
+    infer_first = 0 if deployment.shared else len(deployment.train)
+    return setup.with_layouts(config.train_layout, config.infer_layout, infer_first)
+
+
+def describe_step(config: Config, prompts: Sequence[Prompt], *, num_rows: int | None) -> list[str]:
+    """Returns what the settings of a step mean together."""
+    algorithm, training, staleness = config.algorithm, config.training, config.stalesync.max_staleness
+    num_prompts, group = config.data.prompts_per_step, algorithm.group_size
+    samples, response = num_prompts * group, config.rollout.max_response_length
+    prompt = sum(len(one.ids) for one in prompts) / len(prompts)
+    epochs = "" if num_rows is None else f", {config.run.steps * num_prompts / num_rows:.2g} epochs"
+    tokens = f"{samples * (prompt + response):,.0f} tokens ({prompt:.0f} of a mean prompt, {response:,} of a response)"
+    updates = f"{algorithm.minibatches} updates of {samples // algorithm.minibatches:,} samples"
+    return [
+        f"{num_prompts:,} prompts x {group} responses = {samples:,} samples; at most {tokens}",
+        f"{updates}, learning rate {training.lr:g} ({training.schedule}), KL weight {algorithm.kl_coef:g}",
+        f"samples are at most {staleness} versions old, correction {algorithm.correction}",
+        f"{config.run.steps:,} steps{epochs}; {config.cluster.npus} cards, {config.fusion.deployment}",
+    ]
