@@ -20,7 +20,7 @@ USAGE = as_called("usage: python scripts/train.py [--help] [--cfg job] [GROUP=CH
 
 def main() -> None:
     from stalesync.command_line import refuse
-    from stalesync.overrides import check_overrides, help_text
+    from stalesync.overrides import accepted, composed, help_text
 
     choices = {
         folder.name: sorted(f.stem for f in folder.glob("*.yaml")) for folder in CONF.iterdir() if folder.is_dir()
@@ -29,7 +29,8 @@ def main() -> None:
         print(USAGE, as_called(__doc__.rstrip()), help_text(choices), sep="\n\n")
         return
     try:
-        check_overrides(sys.argv[1:], choices)
+        sys.argv[1:] = accepted(sys.argv[1:], CONF)
+        composed(CONF, [word for word in sys.argv[1:] if "=" in word and not word.startswith(("-", "hydra."))])
     except ValueError as error:
         refuse(USAGE, error)
     compose_and_run()

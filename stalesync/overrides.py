@@ -7,6 +7,7 @@ import ast
 import dataclasses
 import difflib
 import inspect
+import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
@@ -14,6 +15,13 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from stalesync.config import Config
+from stalesync.other_names import OTHER_NAMES
+from stalesync.values import typed_words
+
+HYDRA_OPTIONS = frozenset(
+    "-h --help --hydra-help --version -c --cfg --resolve -p --package -r --run -m --multirun -sc --shell-completion "
+    "-cp --config-path -cn --config-name -cd --config-dir --experimental-rerun -i --info".split()
+)
 
 
 def register() -> None:
@@ -45,7 +53,7 @@ def composed(conf: Path, overrides: Sequence[str], saved: Config | None = None) 
 
     Args:
         conf: folder of the config groups.
-        overrides: `KEY=VALUE` and `GROUP=CHOICE`, which `check_overrides` accepts.
+        overrides: `KEY=VALUE` and `GROUP=CHOICE`, which `accepted` has returned.
         saved: the config that they change; None: that of `config.yaml` in ``conf``.
 
     Raises:
@@ -76,7 +84,7 @@ def composed(conf: Path, overrides: Sequence[str], saved: Config | None = None) 
                     OmegaConf.update(config, key, value, merge=False)
         composed_config = OmegaConf.to_object(config)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError(str(error)) from None
+        raise ValueError("; ".join(line.strip() for line in str(error).splitlines()[:2])) from None
     assert isinstance(composed_config, Config)
     return composed_config
 
@@ -134,6 +142,33 @@ def as_yaml(value: Any) -> str:
     return literals[value] if value is None or isinstance(value, bool) else repr(value) if value == "" else str(value)
 
 
+def accepted(arguments: Sequence[str], conf: Path) -> list[str]:
+    """Checks the words of a command line, and returns them as Hydra reads them.
+
+    Args:
+        conf: folder of the config groups.
+
+    Raises:
+        ValueError: the first word that is not accepted, with what is.
+    """
+    choices = {path.name: sorted(file.stem for file in path.glob("*.yaml")) for path in conf.iterdir() if path.is_dir()}
+    check_overrides(arguments, choices)
+    for argument in arguments:
+        group, equals, choice = argument.partition("=")
+        if equals and group in choices and choice not in choices[group] and re.fullmatch(r"[\w./-]*", choice):
+            raise ValueError(f"{argument}: expected one of {', '.join(choices[group])}")
+    return typed_words([*arguments], typed_keys())
+
+
+def typed_keys(node: type = Config, prefix: str = "") -> dict[str, Any]:
+    """Maps every key, by its full path, to its type."""
+    found: dict[str, Any] = {}
+    for name, hint in get_type_hints(node).items():
+        nested = dataclasses.is_dataclass(hint)
+        found |= typed_keys(hint, f"{prefix}{name}.") if nested else {prefix + name: hint}  # type: ignore[arg-type]
+    return found
+
+
 def check_overrides(arguments: Sequence[str], groups: Iterable[str] = ()) -> None:
     """Checks Hydra overrides before the config is composed: rejects arguments that are not overrides, and unknown keys.
 
@@ -145,6 +180,13 @@ def check_overrides(arguments: Sequence[str], groups: Iterable[str] = ()) -> Non
     """
     keys, choices = known_keys(), set(groups)
     for before, argument in zip(["", *arguments], arguments, strict=False):
+        if argument.startswith("-") and (option := argument.partition("=")[0]) not in HYDRA_OPTIONS:
+            key, following = option.lstrip("-").replace("-", "_"), arguments[arguments.index(argument) + 1 :]
+            value = argument.partition("=")[2] or next(iter(following), "VALUE")
+            names = [key] if key in keys else _names_here(key, keys)
+            raise ValueError(
+                f"{argument!r}: expected KEY=VALUE; write {names[0] if len(names) == 1 else 'KEY'}={value}"
+            )
         if argument.startswith(("-", "~")):
             continue
         if "=" not in argument:
@@ -154,6 +196,20 @@ def check_overrides(arguments: Sequence[str], groups: Iterable[str] = ()) -> Non
         key = argument.split("=", 1)[0].lstrip("+~").split("@")[0]
         if key in choices or key in keys or key.startswith("hydra"):
             continue
+        if names := _names_here(key, keys):
+            raise ValueError(f"unknown key {key!r}; it is {' or '.join(names)} here")
+        if key in OTHER_NAMES:
+            raise ValueError(f"unknown key {key!r}; there is none like it here (docs/coming_from.md)")
         similar = difflib.get_close_matches(key, [*keys, *choices], n=1, cutoff=0.4)
         hint = f"; did you mean {similar[0]!r}?" if similar else ""
         raise ValueError(f"unknown key {key!r}{hint}")
+
+
+def _names_here(key: str, keys: Sequence[str]) -> list[str]:
+    """Returns what a key of verl or TRL, or the last part of a key, is called here; nothing if that is not known."""
+    last = key.rpartition(".")[2]
+    for wanted in (key, last):
+        named = [here for name, here in OTHER_NAMES.items() if name == wanted or name.endswith(f".{wanted}")]
+        if named := [*dict.fromkeys(filter(None, named))]:
+            return named
+    return [one for one in keys if one.rpartition(".")[2] == last]

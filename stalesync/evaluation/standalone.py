@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from stalesync.config import Config
-from stalesync.overrides import check_overrides, composed, load
+from stalesync.overrides import accepted, composed, load
 
 
 @dataclass(frozen=True)
@@ -40,8 +40,7 @@ def parse_arguments(arguments: Sequence[str], conf: Path) -> Arguments:
     if not words or "=" in words[0] or words[0].startswith("-"):
         raise ValueError("expected the folder of a run, a checkpoint or a model")
     source, overrides = Path(words[0]), words[1:]
-    groups = [folder.name for folder in conf.iterdir() if folder.is_dir()]
-    check_overrides(overrides, groups)
+    overrides = accepted(overrides, conf)
     if _is_model(source):
         config = composed(conf, ["run.eval_prompts=0", f"model.path={json.dumps(str(source))}", *overrides])
     else:
