@@ -59,8 +59,8 @@ FILLS_EVERY = 5
 
 SELDOM = 9
 """Steps between the checkpoints of a chain in which that is done …"""
-BEFORE_SAVE = 5
-"""… at least so many steps before the next one"""
+AFTER_SAVE, BEFORE_SAVE = 2, 5
+"""… at least so many steps after the last one, which is written meanwhile, and before the next one"""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _survived(random: Random, durability: str, first: int, last: int | None, fil
     steps = sorted(random.randint(first, last - 1) for _ in range(count))
     kills = []
     for step in steps:
-        far = fills and step % SELDOM <= SELDOM - BEFORE_SAVE
+        far = fills and AFTER_SAVE <= step % SELDOM <= SELDOM - BEFORE_SAVE
         victim = LOGS if far else random.choice(victims)
         signal, delay_s = "" if victim == LOGS else "SIGKILL", random.uniform(0, STEP_S)
         kills.append(Kill(victim, signal, step, delay_s, pick=random.random(), ends=False))

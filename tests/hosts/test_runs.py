@@ -49,6 +49,8 @@ def test_a_run_on_two_hosts_is_bitwise_the_one_on_one(cluster, base, shared, dep
     options = [*EXACT, *_deployed(deployment, shared / deployment)]
     two = cluster.train(base, shared, f"run.name={deployment}-two", *options)
     assert two.returncode == 0, two.stdout + two.stderr
+    for host in ("this host", "host-b (10.73.0.2)"):
+        assert f"other users of {host} can change the files" in two.stderr, "Ray is in /tmp/ray, to which all may write"
     one = train(base, shared, f"run.name={deployment}-one", "cluster.npus=4", *options)
     assert one.returncode == 0, one.stdout + one.stderr
     folders = [shared / f"{deployment}-{count}" for count in ("one", "two")]

@@ -12,7 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.chaos_chain import is_temporary
-from benchmarks.chaos_plan import BEFORE_SAVE, BOUNDS, DEPLOYMENTS, ENDS, LOGS, SELDOM, STEPS, Kill, plan_chain
+from benchmarks.chaos_plan import (
+    AFTER_SAVE,
+    BEFORE_SAVE,
+    BOUNDS,
+    DEPLOYMENTS,
+    ENDS,
+    LOGS,
+    SELDOM,
+    STEPS,
+    Kill,
+    plan_chain,
+)
 from benchmarks.chaos_space import Space, victim_of
 from benchmarks.chaos_verdict import Ended, Remains, differences, has_failed_rewards, judge
 from tests import machine
@@ -33,7 +44,9 @@ def test_a_plan_depends_on_seed_and_number_and_its_kills_are_in_order(seed, inde
         assert kill.victim in (ENDS if kill.ends else {"shard", "reward", "queue", LOGS})
         if kill.victim == LOGS:
             assert (chain.save_every, chain.durability) == (f"{SELDOM}", "memory")
-            assert kill.step // SELDOM == (kill.step + BEFORE_SAVE - 1) // SELDOM, "no checkpoint meanwhile"
+            assert (kill.step - AFTER_SAVE) // SELDOM == (kill.step + BEFORE_SAVE - 1) // SELDOM, (
+                "no checkpoint meanwhile"
+            )
         assert (kill.victim == "queue") <= (kill.ends == (chain.durability == "memory"))
 
 
