@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from distqueue.config import QueueConfig
 from fusion.colocate.deployment import Deployment, deploy
+from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import engine_size, layout_of_engine
 from fusion.ep_switch.config import FusionConfig
 from fusion.inference.backends.support import check_vllm
@@ -396,6 +397,12 @@ class Config:
                 f"data.max_prompt_length={self.data.max_prompt_length} + rollout.max_response_length="
                 f"{self.rollout.max_response_length} exceeds the model's max_position_embeddings={model.max_positions}"
             )
+        if self.rollout.max_length is not None and longest > self.rollout.max_length:
+            raise ValueError(
+                f"rollout.max_length={self.rollout.max_length}: expected null, or at least the longest sample, "
+                f"data.max_prompt_length + rollout.max_response_length = {longest} tokens"
+            )
+        InferenceShare.of(self.rollout, engines=1).check_longest(self.rollout, longest)
         if longest > self.training.token_budget:
             raise ValueError(
                 f"training.token_budget={self.training.token_budget} is less than the longest sample, "

@@ -87,14 +87,14 @@ def launch(config: Config, *, trains: bool = True) -> Path:
         with holding():  # a run that has a folder reports how it ended
             folder = stack.enter_context(new_folder(config.run)) if earlier is None else earlier.folder
             folder.write_config(asdict(config))
-            if trains:
-                print(describe(config))
-            if model.num_experts and trains:
-                print(config.training.describe_balancing(model.router_aux_coef))
             stack.callback(lambda: report_run(folder.path, **report))
             progress, logs = Progress(), RunLog(folder.path)
             report["notes"] = stack.enter_context(logging_to(logs.controller))
             stack.enter_context(logs.recording(progress, report, world=spec.world, settle=ignore_stops))
+        if trains:
+            print(describe(config))
+        if trains and model.num_experts:
+            print(config.training.describe_balancing(model.router_aux_coef))
         folder.open_loggers(loggers, asdict(config))
         rule, terms, files = start_rewards(stack, config, source, opened)
         _run(

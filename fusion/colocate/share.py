@@ -66,16 +66,22 @@ class InferenceShare:
                 f"rollout.max_seqs={share.max_seqs}: expected at most {config.max_seqs}, the value at the start, with "
                 "rollout.backend=vllm, whose buffers are sized once"
             )
-        if (
-            share.max_kv_tokens is not None
-            and share.max_kv_tokens // config.block_size * config.block_size < max_tokens
-        ):
-            raise ValueError(
-                f"rollout.max_kv_tokens={share.max_kv_tokens}: expected null, or at least the longest sample "
-                f"(data.max_prompt_length + rollout.max_response_length = {max_tokens} tokens) in whole blocks of "
-                f"rollout.block_size={config.block_size}"
-            )
+        share.check_longest(config, max_tokens)
         return share
+
+    def check_longest(self, config: RolloutConfig, max_tokens: int) -> None:
+        """Checks that an attention rank's KV cache may hold the longest sample.
+
+        Raises:
+            ValueError: `rollout.max_kv_tokens` does not allow it.
+        """
+        size, limit = config.block_size, self.max_kv_tokens
+        if limit is not None and limit // size * size < max_tokens:
+            raise ValueError(
+                f"rollout.max_kv_tokens={limit}: expected null, or at least the longest sample "
+                f"(data.max_prompt_length + rollout.max_response_length = {max_tokens} tokens) in whole blocks of "
+                f"rollout.block_size={size}"
+            )
 
     def state(self) -> dict[str, Any]:
         """Returns the share in the format of `changed`, which checkpoints and the run's records contain."""

@@ -33,7 +33,14 @@ def check_folder(folder: str | Path, config: ModelConfig, key: str = "model.path
             missing, unknown, or of another shape or element type.
     """
     folder = Path(folder)
-    stored, wanted = stored_tensors(folder, key), global_params(config)
+    stored = stored_tensors(folder, key)
+    least = config.num_layers + config.num_sparse_layers * config.num_experts
+    if least > len(stored):  # before the table of all tensors is built, which takes as long as config.json claims
+        raise ValueError(
+            f"{key}: {folder / 'config.json'} states {config.num_layers} layers (num_hidden_layers) with "
+            f"{config.num_experts} experts, of at least {least} tensors; the folder holds {len(stored)}"
+        )
+    wanted = global_params(config)
     scales = block_scales(folder, stored, key)
     for name, shape in wanted.items():
         if name not in stored:

@@ -31,6 +31,13 @@ OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 FULL = "full_attention"
 LARGEST = 1e300
 """Above every number that a config states; no infinity"""
+MOST = dict.fromkeys("num_experts num_local_experts n_routed_experts num_experts_per_tok".split(), 1 << 14) | {
+    "num_hidden_layers": 1 << 12,
+    "num_nextn_predict_layers": 1 << 8,
+}
+MOST_SIZE = (1 << 31) - 1
+"""The largest whole number of the fields of MOST, and of all others: above those of every published model, and of an
+order that the tables of a folder can be built for"""
 
 
 class Fields:
@@ -161,6 +168,9 @@ class Fields:
             raise ValueError(f"{self.place} lacks {name}")
         fits = isinstance(value, kind) and not isinstance(value, bool) and -LARGEST < value < LARGEST
         wanted = f"a {'whole ' if kind is int else ''}number {'from 0 on' if zero else 'above 0'}"
+        most = MOST.get(name, MOST_SIZE)
+        if kind is int and fits and value > most:
+            fits, wanted = False, f"{wanted}, at most {most}"
         return self._checked(name, value, wanted, fits and (value > 0 or zero and value == 0))
 
     def _checked(self, name: str, value: Any, wanted: str, fits: bool) -> Any:

@@ -23,6 +23,8 @@ CheckRows = Callable[[Sequence[Row]], list[int | ValueError]]
 SCAN = 1024
 """Rows that are checked at a time: tokenizers are faster on many texts."""
 
+MOST_NESTED = 64
+"""Maximum number of lists and objects in each other: copying and storing values recurses"""
 ARGUMENTS = ("prompt", "response", "answer")
 """Arguments that every reward function receives; a column of such a name is not passed as a field."""
 
@@ -126,6 +128,9 @@ class FileRows:
         return (names & {*ARGUMENTS}) - {self._config.prompt_field, self._config.answer_field}
 
     def _row(self, columns: dict[str, Any]) -> Row:
+        for name, value in columns.items():
+            if _is_deeper(value, MOST_NESTED):
+                raise ValueError(f"the field {name!r} is nested more than {MOST_NESTED} deep")
         config = self._config
         prompt, answer = (self._value(columns, key) for key in ("prompt_field", "answer_field"))
         if isinstance(prompt, list):
@@ -169,6 +174,13 @@ def answer_text(value: Any) -> str:
     if isinstance(value, (bytes, bytearray)):
         raise ValueError("data.answer_field holds binary data; expected a text")
     return json.dumps(value, ensure_ascii=False, default=str) if isinstance(value, (bool, list, dict)) else str(value)
+
+
+def _is_deeper(value: Any, levels: int) -> bool:
+    if not isinstance(value, (list, tuple, dict)):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_is_deeper(one, levels - 1) for one in inner)
 
 
 def _is_json(value: Any) -> bool:

@@ -20,7 +20,7 @@ from stalesync.prompts.addition import AdditionRows
 from stalesync.prompts.config import DataConfig
 from stalesync.prompts.files import FileRows
 from stalesync.prompts.rows import Row, RowCounts, Rows
-from stalesync.prompts.template import ChatTemplate
+from stalesync.prompts.template import ChatTemplate, EndlessTemplate
 from stalesync.prompts.worked import WorkedRows
 
 
@@ -267,6 +267,8 @@ class PromptSource:
             try:
                 found = [len(ids) for ids in self.template.tokenize([self.template.render(row.prompt) for row in rows])]
                 "".join(row.answer for row in rows).encode()
+            except EndlessTemplate:
+                raise
             except Exception:  # the tokenizers library raises plain `Exception`
                 found = [self._length_of(row) for row in rows]
         return [length if length != 0 else ValueError("the prompt has no token") for length in found]
@@ -278,6 +280,8 @@ class PromptSource:
             (ids,) = self.template.tokenize([text])
         except UnicodeEncodeError as error:
             return ValueError(f"prompt or answer is not valid Unicode: {error.reason}")
+        except EndlessTemplate:
+            raise
         except ValueError as error:
             return error
         except Exception as error:

@@ -11,6 +11,10 @@ with a token that only the tokenizer appended; `prefill` is the end of what is r
 from __future__ import annotations
 
 import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from stalesync.prompts.config import DataConfig
@@ -19,10 +23,43 @@ Chat = list[dict[str, Any]]
 
 OWN_VARIABLES = {"messages", "add_generation_prompt", "tools", "documents", "bos_token", "eos_token"}
 """Variables of a template that `data.chat_template_kwargs` cannot set"""
+MOST_CPU_S, MOST_CHARACTERS = 0.5, 1 << 24
+"""What a template may take, and write, for one prompt"""
 MARK = "mark7"
 """The response of the chat that is rendered to find the end of a turn"""
 THOUGHT = re.compile(r"<(?:think|thinking|thought|reasoning)>|◁think▷")
 """Tags that open a response"""
+
+
+class EndlessTemplate(ValueError):
+    """A template that takes too long, or writes too much, for one prompt: no row is rendered by it any more."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"model.path: the chat template (chat_template of the tokenizer) {what}")
+
+
+class _CpuLimitReached(BaseException):
+    """Of a base class that no template and no library catches."""
+
+
+@contextmanager
+def _cpu_limit(seconds: float) -> Iterator[None]:
+    """Raises `_CpuLimitReached` in the block after ``seconds`` of this process's CPU time; only in the main thread,
+    which alone receives signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise _CpuLimitReached
+
+    before = signal.signal(signal.SIGVTALRM, stop)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 class ChatTemplate:
@@ -93,11 +130,17 @@ class ChatTemplate:
         if self._system and chat[0].get("role") not in ("system", "developer"):
             chat = [{"role": "system", "content": self._system}, *chat]
         try:
-            return self._tokenizer.apply_chat_template(
-                chat, tokenize=False, add_generation_prompt=add_generation_prompt, **self._kwargs
-            )
+            with _cpu_limit(MOST_CPU_S):
+                text = self._tokenizer.apply_chat_template(
+                    chat, tokenize=False, add_generation_prompt=add_generation_prompt, **self._kwargs
+                )
+        except _CpuLimitReached:
+            raise EndlessTemplate(f"takes more than {MOST_CPU_S} s of processor time for one prompt") from None
         except Exception as error:  # whatever the template's code raises
             raise ValueError(f"the chat template refuses the prompt: {error}") from error
+        if len(text) > MOST_CHARACTERS:
+            raise EndlessTemplate(f"writes {len(text):,} characters for one prompt, more than {MOST_CHARACTERS:,}")
+        return text
 
     def _check_names(self) -> None:
         if not self._kwargs:
@@ -120,6 +163,8 @@ class ChatTemplate:
         try:
             prompt, asked = self._rendered(user), self._rendered(user, add_generation_prompt=False)
             answered = self._rendered([*user, {"role": "assistant", "content": MARK}], add_generation_prompt=False)
+        except EndlessTemplate:
+            raise
         except ValueError:  # the check of the rows names what a template refuses
             return
         if self._system and self._system.strip() not in prompt:

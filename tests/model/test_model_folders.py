@@ -1,6 +1,7 @@
 """Folders that transformers would load otherwise than we do, or not at all, are refused with file and field."""
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from fusion.model import folder as folder_module
 from fusion.model.families.registry import FAMILIES
 from fusion.model.hf_fields import INERT
 from fusion.npu import open_device
+from tests import machine
 from tests.families import family_fields
 from tests.helpers import TINY, TINY_EXPERTS, tiny_checkpoint
 
@@ -325,3 +327,35 @@ def test_end_tokens_are_those_that_generate_takes_and_are_exported(tmp_path: Pat
     assert ModelConfig.from_hf(tmp_path / "out") == config
     exported = GenerationConfig.from_pretrained(tmp_path / "out")
     assert (exported.eos_token_id, exported.pad_token_id, exported.temperature) == ([1, 7], 5, 0.6)
+
+
+@pytest.mark.parametrize("kind", FAMILIES)
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("num_hidden_layers", 10**6), ("num_hidden_layers", 10**9), ("experts", 10**9), ("vocab_size", 10**12)],
+)
+def test_an_absurd_size_is_refused_within_a_second(kind: str, name: str, value: int) -> None:
+    fields = dict(family_fields(kind))
+    counts = [
+        one for one in ("num_experts", "num_local_experts", "n_routed_experts", "num_routed_experts") if one in fields
+    ]
+    if name == "experts" and not counts:
+        return
+    name = counts[0] if name == "experts" else name
+    start_s = time.monotonic()
+    with pytest.raises(ValueError, match=f"{name}={value}; expected a whole number above 0, at most "):
+        ModelConfig.from_hf(fields | {name: value})
+    assert machine.within(time.monotonic() - start_s, 1)
+
+
+@pytest.mark.parametrize("change", [{"num_hidden_layers": 4096}, {"num_local_experts": 16384}])
+def test_a_folder_of_fewer_tensors_than_its_config_states_is_refused_within_a_second(
+    tmp_path: Path, change: Any
+) -> None:
+    folder = Path(tiny_checkpoint(tmp_path))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | change))
+    start_s = time.monotonic()
+    with pytest.raises(ValueError, match="config.json states .* tensors; the folder holds"):
+        check_folder(folder, ModelConfig.from_hf(folder))
+    assert machine.within(time.monotonic() - start_s, 1)

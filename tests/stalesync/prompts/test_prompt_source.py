@@ -1,5 +1,6 @@
 import datetime
 import json
+import time
 from decimal import Decimal
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from stalesync.prompts import DataConfig, PromptSource, files, make_tokenizer
+from tests import machine
 
 GSM8K = Path(__file__).parents[3].parent / "shared/data/gsm8k_test.jsonl"
 
@@ -318,3 +320,18 @@ def test_gsm8k_rows():
     assert all(len(prompt.ids) <= 512 for prompt in prompts)
     assert not {p.text for p in held_out} & {p.text for p in prompts} and held_out
     assert source.metrics()["data/skipped_prompts"] > 0
+
+
+@pytest.mark.parametrize("field", ["q", "extra"])
+@pytest.mark.parametrize("depth", [65, 500, 200_000])
+def test_a_field_that_is_nested_too_deeply_is_refused_within_a_second(tokenizer, tmp_path, field, depth):
+    nested, file = "[" * depth + "1" + "]" * depth, tmp_path / "rows.jsonl"
+    texts = {"q": '"1"', "a": "1"} | {field: nested}
+    row = ", ".join(f'"{name}": {text}' for name, text in texts.items())
+    file.write_text(f"{{{row}}}\n")
+    start_s = time.monotonic()
+    with pytest.raises(
+        ValueError, match=f"row 0 .*(the field '{field}' is nested more than 64 deep|nested too deeply)"
+    ):
+        source_of(tokenizer, file)
+    assert machine.within(time.monotonic() - start_s, 1)

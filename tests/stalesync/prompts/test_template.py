@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import signal
+import time
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -13,6 +15,7 @@ from stalesync.config import Config
 from stalesync.launch import worker_spec
 from stalesync.overrides import composed
 from stalesync.prompts import ChatTemplate, DataConfig, PromptSource
+from tests import machine
 from tests.helpers import tiny_checkpoint
 
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -151,3 +154,27 @@ def test_a_mapping_is_set_on_the_command_line():
     config = composed(RECIPES / "conf", overrides)
     assert config.data.chat_template_kwargs == {"enable_thinking": False, "depth": {"a": [1]}}
     config.data.validate()
+
+
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% set c = a * b %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "what"),
+    [
+        (ENDLESS, "takes more than 0.5 s of processor time for one prompt"),
+        ("{% if messages[0].content == '7' %}" + ENDLESS + "{% endif %}" + CHATML, "takes more than 0.5 s"),
+        (CHATML + "{{ 'x' * 20000000 }}", "writes 20,0.* characters for one prompt"),
+    ],
+    ids=["always", "of one row", "large"],
+)
+def test_an_endless_template_is_refused_within_a_second(tmp_path, template, what):
+    rows = [json.dumps({"prompt": str(number), "answer": "1"}) + "\n" for number in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(rows))
+    tokenizer = tokenizer_of(template)
+    tokenizer_of(CHATML).apply_chat_template([{"role": "user", "content": "a"}], tokenize=False)  # imports jinja
+    before, start_s = signal.getsignal(signal.SIGVTALRM), time.monotonic()
+    with pytest.raises(ValueError, match=rf"model.path: the chat template \(chat_template of the tokenizer\) {what}"):
+        PromptSource(DataConfig(source=str(tmp_path / "rows.jsonl"), bad_rows="skip"), tokenizer, 0)
+    assert machine.within(time.monotonic() - start_s, 1)
+    assert signal.getsignal(signal.SIGVTALRM) == before and signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
