@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -14,10 +15,22 @@ from benchmarks.chaos_plan import STEPS, Chain, Kill
 from benchmarks.chaos_run import StartedRun
 from benchmarks.chaos_space import Space
 from benchmarks.chaos_verdict import Ended, Remains
+from fusion.telemetry.run_folder import complete_checkpoints
+from stalesync import savepoint
+from stalesync.savepoint import groups_in_progress
 
 COMMON = """device=emulated cluster.npus=2 parallel=single data=addition data.max_prompt_length=8
 data.prompts_per_step=8 algorithm.group_size=4 run.eval_prompts=0 training.lr=1e-3 reward.max_failed_share=1
 run.name=run run.resume=auto""".split()
+
+CHANGED = (
+    ("algorithm.group_size", "2"),
+    ("stalesync.max_staleness", "0"),
+    ("rollout.max_response_length", "12"),
+    ("rollout.stop", "[7]"),
+    ("data.prompts_per_step", "4"),
+)
+"""Settings under which groups in progress cannot go on: a resume must refuse them by key"""
 
 Note = Callable[[Chain, Ended], None]
 
@@ -32,6 +45,7 @@ class Result:
         weights: digests of the exported files by name.
         start_s: seconds in which the last start ended its first step.
         compared: whether it was compared with the undisturbed run.
+        num_changed: resumes under another setting; not_refused: those that were not refused as they must.
     """
 
     chain: Chain
@@ -42,6 +56,8 @@ class Result:
     weights: dict[str, str] = field(default_factory=dict)
     start_s: float = 0.0
     compared: bool = False
+    num_changed: int = 0
+    not_refused: list[str] = field(default_factory=list)
 
 
 def overrides_of(chain: Chain, *, model: Path, runs: Path) -> list[str]:
@@ -97,6 +113,7 @@ def run_chain(
                 _collect(result, run)
                 return result
             space.clear(space.commands())
+            _resume_changed(result, space, arguments, reference_s)
         raise AssertionError("a chain has a last start")
     finally:
         space.close()
@@ -119,6 +136,29 @@ def execute(run: StartedRun, kill: Kill) -> Iterator[Ended]:
         instead = replace(kill, victim="controller")
         if ended.mended and run.running and run.strike(instead)[0]:
             yield run.observe_end(instead, None)
+
+
+def _resume_changed(result: Result, space: Space, arguments: Sequence[str], reference_s: float) -> None:
+    """Resume under another setting, where groups are in progress: it must be refused by key, and change no file."""
+    folder = space.seen(space.runs / "run")
+    complete = [*complete_checkpoints(folder).values()]
+    if not complete or not groups_in_progress(savepoint.read(complete[-1])):
+        return
+    key, value = CHANGED[(result.chain.index + result.num_changed) % len(CHANGED)]
+    before = _modified(folder)
+    run = StartedRun(space, [*arguments, f"{key}={value}"], name="run", reference_s=reference_s)
+    status = run.wait_for_end()
+    result.num_changed += 1
+    err = run.describe(Kill("", "", None, 0.0, 0.0, ends=False), status).err
+    if status != 1 or not re.search(rf"^error: .*{re.escape(key)}.*cannot resume", err, re.MULTILINE):
+        result.not_refused.append(f"{key}={value}: exit status {status}: {err[-400:]}")
+    elif before != _modified(folder):
+        result.not_refused.append(f"{key}={value}: refused, but files of the run have changed")
+
+
+def _modified(folder: Path) -> dict[Path, int]:
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name != "lock.json")
+    return {path: path.stat().st_mtime_ns for path in files if not is_temporary(path.name)}
 
 
 def _collect(result: Result, run: StartedRun) -> None:

@@ -35,7 +35,7 @@ from stalesync.ray_folder import root_of
 from stalesync.ray_guard import Report
 from stalesync.resume import Reopened, check_changes, check_resume, check_weights, new_folder, reopen
 from stalesync.reward_terms import Term, check_reference_answers, check_term_fields, start_terms
-from stalesync.run_inputs import digest_files, settings_of
+from stalesync.run_inputs import inputs_of
 from stalesync.run_log import Progress, RunLog
 from stalesync.stopping import acknowledging, blocking_signals, holding, ignore_stops, stoppable
 from stalesync.tokenizer_folder import describe_masked, end_token_ids, load_tokenizer, masked_ids, num_ids
@@ -79,11 +79,11 @@ def launch(config: Config, *, trains: bool = True) -> Path:
     loggers = find_loggers(config.run.loggers)
     with stoppable(), ExitStack() as stack, acknowledging():
         report: dict[str, Any] = {"outcome": "failed"}
-        inputs = digest_files(config) if trains else {}
+        inputs = inputs_of(config, spec.masked_ids) if trains else {}
         earlier = reopen(config.run)
         if earlier is not None:
             stack.enter_context(earlier.folder)
-            earlier = check_changes(earlier, config, source=source, files=inputs)
+            earlier = check_changes(earlier, config, source=source, inputs=inputs)
         with holding():  # a run that has a folder reports how it ended
             folder = stack.enter_context(new_folder(config.run)) if earlier is None else earlier.folder
             folder.write_config(asdict(config))
@@ -107,7 +107,7 @@ def launch(config: Config, *, trains: bool = True) -> Path:
             progress=progress,
             report=report,
             earlier=earlier,
-            inputs={"settings": settings_of(config), "files": inputs},
+            inputs=inputs,
             files=files,
             terms=terms,
             trains=trains,

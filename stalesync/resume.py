@@ -6,7 +6,6 @@ run.resume=auto    likewise; without one the run starts, and what an earlier sta
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -68,7 +67,7 @@ def reopen(run: RunConfig) -> Reopened | None:
         if run.resume == "auto" and not complete_checkpoints(path):
             aside = folder.set_aside()
             kept = f"; what an earlier start left is kept in {aside}" if aside else ""
-            print(line := f"nothing to resume, starting in {path}{kept}")
+            print(line := f"nothing to resume, starting in the run folder {path}{kept}")
             return Reopened(folder, notes=(line,) if aside else ())
         print(folder.choice)
         print("reading the newest checkpoint to compare it with its manifest", flush=True)
@@ -86,11 +85,11 @@ def new_folder(run: RunConfig) -> RunFolder:
     return folder
 
 
-def check_changes(earlier: Reopened, config: Config, *, source: PromptSource, files: Mapping[str, Any]) -> Reopened:
+def check_changes(earlier: Reopened, config: Config, *, source: PromptSource, inputs: Mapping[str, Any]) -> Reopened:
     """Compares what the checkpoint depends on with this start, and notes a line that lists every change.
 
     Args:
-        files: of `digest_files`.
+        inputs: what this start depends on, without the weights.
 
     Raises:
         ValueError: a change is refused, by key.
@@ -105,17 +104,21 @@ def check_changes(earlier: Reopened, config: Config, *, source: PromptSource, fi
             "config.yaml, and other content of models, rewards and evaluation files cannot be found"
         )
     before = saved.get("settings") or _settings_in(earlier.folder.path)
-    settings = compare(before, _as_json(settings_of(config)))
-    content = find_other_content(saved.get("files", {}), files, changed=settings)
+    settings = compare(before, inputs["settings"])
+    content = find_other_content(saved.get("files", {}), inputs["files"], changed=settings)
     if why := source.find_other_order(state["prompts"]):
         keys = [key for key in settings if RULES[key] is Rule.ORDER] or ["data.source"]
         content |= dict.fromkeys(keys, why)
     groups, named = savepoint.groups_in_progress(state), config.run.resume_changed
+    masks_others = bool(groups) and saved.get("masked_ids", []) != inputs["masked_ids"]
+    if masks_others:
+        ending = f"{len(groups)} groups in progress, sampled with other masked ids, would end as failed:{ENDED}"
+        content["model.path"] = "; ".join(filter(None, (content.get("model.path"), ending)))
     changes = Changes(settings, content, len(groups), truncation=_truncates(before) != config.rollout.truncates)
     ends = decide(changes, named, undecided=_keys_of_large_files(saved))
     if line := changes.describe():
         notes.append(line)
-    if ends:
+    if ends := ends or masks_others:
         notes.append(f"{len(groups)} groups in progress end as failed:{ENDED}")
     accepted = content.keys() | {key for key in settings if key.startswith("reward.")}
     ended = tuple(groups) if ends else ()
@@ -165,10 +168,6 @@ def _keys_of_large_files(saved: Mapping[str, Any]) -> set[str]:
 def _settings_in(folder: Path) -> dict[str, Any]:
     """Returns the settings of the last start; {} if this version cannot read them."""
     try:
-        return _as_json(settings_of(load(folder / "config.yaml")))
+        return settings_of(load(folder / "config.yaml"))
     except (OSError, ValueError):
         return {}
-
-
-def _as_json(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return json.loads(json.dumps(settings))

@@ -2,6 +2,7 @@
 
     {"settings": {key: value},
      "files":    {key: {file: size and digest}},
+     "masked_ids": [[first, end], …], ids without a token,
      "weights":  {role: {file: checksum of the weights that the cards have loaded from it}}}
 
 Files of at most `WHOLE_BYTES` are digested whole, larger ones in three pieces; of these, the cards add a checksum of
@@ -11,6 +12,7 @@ whose digest is part of the state of `PromptSource`.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -42,7 +44,17 @@ def settings_of(config: Config) -> dict[str, Any]:
             node = getattr(node, name)
         return node
 
-    return {key: value(key) for key in known_keys()}
+    return json.loads(json.dumps({key: value(key) for key in known_keys()}))  # as a checkpoint returns them
+
+
+def inputs_of(config: Config, masked_ids: Iterable[Iterable[int]]) -> dict[str, Any]:
+    """Returns what a start depends on, without the weights. ``masked_ids``: of `WorkerSpec`.
+
+    Raises:
+        OSError: a file cannot be read.
+    """
+    masked = [list(bounds) for bounds in masked_ids]
+    return {"settings": settings_of(config), "files": digest_files(config), "masked_ids": masked}
 
 
 def digest_files(config: Config) -> dict[str, dict[str, str]]:

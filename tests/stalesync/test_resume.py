@@ -1,14 +1,18 @@
 """What a start finds in the folder of its name: it resumes, starts, or is refused before anything there changes."""
 
+import json
+from types import SimpleNamespace
+
 import pytest
 import yaml
 
 from fusion.resources import RECIPES
 from fusion.telemetry import RunFolder
-from stalesync import launch
+from stalesync import launch, savepoint
 from stalesync.config import Config, RunConfig
 from stalesync.overrides import composed, load
-from stalesync.resume import check_resume, new_folder, reopen
+from stalesync.resume import Reopened, check_changes, check_resume, check_weights, new_folder, reopen
+from stalesync.run_inputs import find_other_content, settings_of
 from stalesync.savepoint import NoWholeCheckpoint
 from tests.stalesync.test_savepoint import checkpoint
 
@@ -50,7 +54,7 @@ def test_auto_starts_where_nothing_is_to_be_resumed_and_keeps_what_an_earlier_st
         with earlier.folder as folder:
             assert earlier.checkpoint is None and not folder.resumed and folder.path == run
             (note,) = earlier.notes
-            assert f"nothing to resume, starting in {run}; what an earlier start left is kept in" in note
+            assert f"nothing to resume, starting in the run folder {run}; what an earlier start left is kept in" in note
             assert note in capsys.readouterr().out
         assert contents(run / f"start-{number}") == before
         assert sorted(path.name for path in run.iterdir()) == ["lock.json", *(f"start-{n + 1}" for n in range(number))]
@@ -87,3 +91,57 @@ def test_yamls_booleans_and_configs_of_earlier_versions_are_accepted(tmp_path, v
     assert RunConfig(resume=yaml.safe_load(value)).resume == read
     with pytest.raises(ValueError, match=r"run.resume='yes': expected one of false, true, auto"):
         RunConfig(resume="yes").validate()
+
+
+@pytest.mark.parametrize(("saved", "masked"), [([], [[3, 5]]), ([[3, 5]], [[3, 5]]), (None, [[3, 5]])])
+@pytest.mark.parametrize("groups", [0, 2])
+def test_groups_in_progress_of_a_run_that_masked_other_ids_end_only_if_the_model_is_named(
+    tmp_path, saved, masked, groups
+):
+    config = Config(run=RunConfig(dir=str(tmp_path), resume="true"))
+    inputs = {"settings": settings_of(config), "files": {}, "masked_ids": masked}
+    state = {"ledger": {"in_flight": dict.fromkeys("ab"[:groups], 0), "finished": {}}, "prompts": {}}
+    if saved is not None:
+        state["inputs"] = {**inputs, "masked_ids": saved}
+    earlier = Reopened(RunFolder(tmp_path, "run", "resume"), checkpoint(tmp_path / "run", 2))
+    savepoint.write_atomic(earlier.checkpoint / "controller.json", json.dumps(state))
+    source = SimpleNamespace(find_other_order=lambda state: "")
+    with earlier.folder:
+        if saved == masked or not groups:
+            assert check_changes(earlier, config, source=source, inputs=inputs).ended == ()
+            return
+        with pytest.raises(ValueError, match=r"model.path: cannot resume: 2 groups .*resume_changed=\[model.path\]"):
+            check_changes(earlier, config, source=source, inputs=inputs)
+        config.run.resume_changed = ["model.path"]
+        resumed = check_changes(earlier, config, source=source, inputs=inputs)
+        assert resumed.ended == ("a", "b") and "2 groups in progress end as failed:resume_changed" in resumed.notes
+        assert ("written by an earlier version" in resumed.notes[0]) == (saved is None)
+
+
+def test_a_model_that_differs_only_in_large_files_is_refused_when_the_cards_have_loaded_it(tmp_path):
+    saved = {"weights": {"policy": {"big": 3}, "reference": {"big": 3}}}
+    earlier = Reopened(RunFolder(tmp_path, "run", "resume"), state={"inputs": saved})
+    run = RunConfig(resume="true")
+    cards = [{"policy": {"big": 5}}, {"policy": {"big": (1 << 64) - 2}, "reference": {"big": 3}}, {"policy": {}}]
+    with earlier.folder:
+        assert check_weights(earlier, run, cards) == saved["weights"], "added up, mod 2^64"
+        cards[1]["reference"]["big"] = 4
+        with pytest.raises(ValueError, match=r"^model.path: cannot resume: other content of big\. run.resume_changed"):
+            check_weights(earlier, run, cards)
+        run.resume_changed = ["model.path"]
+        assert check_weights(earlier, run, cards)["reference"] == {"big": 4}
+        cards[1]["reference"]["big"] = 3
+        with pytest.raises(ValueError, match="run.resume_changed: model.path: expected only keys whose change"):
+            check_weights(earlier, run, cards)
+
+
+def test_other_content_is_found_by_file_and_of_lists_only_where_an_entry_stays(tmp_path):
+    old = {"model.path": {"a": "1", "b": "1"}, "eval.files": {"x": "1", "y": "1"}, "reward.path": {"": "1"}}
+    new = {"model.path": {"a": "1", "c": "1"}, "eval.files": {"y": "2", "z": "1"}, "reward.path": {"": "2"}}
+    assert find_other_content(old, old) == {}
+    assert find_other_content(old, new) == {
+        "model.path": "other content of b, c",
+        "eval.files": "other content of y",
+        "reward.path": "the file has other content",
+    }
+    assert "reward.path" not in find_other_content(old, new, changed=["reward.path"])
