@@ -51,6 +51,7 @@ plan = json.load(open(sys.argv[1]))
 def layout(name):
     sizes = re.findall(r"(etp|tp|pp|ep)(\d+)", plan["layouts"][name])
     return ",".join(f"parallel.{name}.{axis}={size}" for axis, size in sizes)
+print("plan:", *plan["notes"], sep="\n  ", file=sys.stderr)
 print(plan["nodes"], plan["dies_per_node"], layout("train"), layout("infer"))
 PYTHON
   )
