@@ -111,7 +111,7 @@ if [ ${#others[@]} -gt 0 ]; then
   fi
 fi
 
-[ -n "$dry" ] || trap 'rm -f "${answer:-}"; (on_all ray stop -- "${hosts[@]}"); on_all rm -rf "$ray_folder" -- "${hosts[@]}"' EXIT
+[ -n "$dry" ] || trap 'rm -f "${answer:-}"; (on_all ray stop -- "${hosts[@]}") || true; on_all rm -rf "$ray_folder" -- "${hosts[@]}"' EXIT
 on_all mkdir -m 700 "$ray_folder" -- "${hosts[@]}"
 # Ray starts workers at niceness 15; on a busy core they get about 3 % of the CPU time.
 on "$head" "${ray_start[@]}" "${known[@]}" --head --port="$port" --system-config='{"worker_niceness": 0}'

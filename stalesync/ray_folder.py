@@ -5,8 +5,9 @@ enter.
     ROOT/ray-XXXXXXXX/ray.lock    locked by the controller
 
 ROOT is RAY_TMPDIR, else TMPDIR, else /tmp. Nobody but its user and root can rename the folder, or anything above it:
-the name is new, and each folder above belongs to this user or root and is writable by others only with a sticky bit.
-The folder is removed when the run has ended; that of a run all of whose processes were killed, when the next one has.
+the name is new, and each folder above belongs to this user or root and is writable by others only with a sticky bit, or
+is below one that lets nobody else in. The folder is removed when the run has ended; that of a run all of whose
+processes were killed, when the next one has.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 logs/controller.log   what the controller logs
 logs/ray.log          what Ray writes while it starts
+logs/ray/             Ray's own logs, only if it did not start or one of its processes has ended (`ray_folder.py`)
 logs/rank-<n>.log     what the worker of a rank logs and prints, with its tracebacks; written as it runs
 error.json            only if it failed: error, message, kind, rank, host, stage, step, traceback, time
 run.log               only if it failed: the same as text, rank and stage first, then the end of every log
