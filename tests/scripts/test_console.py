@@ -21,7 +21,7 @@ def rlfusion(*arguments):
 
 def test_every_script_is_a_command():
     commands = scripts_by_command(SCRIPTS)
-    expected = "control convert doctor evaluate make-base plan report simulate smoke train"
+    expected = "check control convert doctor evaluate make-base plan report simulate smoke train"
     assert list(commands) == expected.split()
     listed = rlfusion("--help")
     assert listed.returncode == 0 and describe(commands) in listed.stdout
@@ -33,7 +33,7 @@ def test_every_script_is_a_command():
     [
         ("trian", "did you mean 'train'?"),
         ("make_base", "did you mean 'make-base'?"),
-        ("xyz", "expected one of control"),
+        ("xyz", "expected one of check, control"),
     ],
 )
 def test_an_unknown_command_names_the_nearest(name, meant):
