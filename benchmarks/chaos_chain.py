@@ -169,11 +169,11 @@ def _collect(result: Result, run: StartedRun) -> None:
     result.left = last.left
     if result.failed:
         return
-    newest = max(run.folder.glob("checkpoints/step-*/controller.json"), key=_step_of)
+    *_, newest = complete_checkpoints(run.folder).values()
     result.left = (*last.left, *left_in(run.folder))
     result.weights = {path.name: sha256(path.read_bytes()).hexdigest() for path in run.folder.glob("hf/*.safetensors")}
     result.remains = Remains.of_state(
-        json.loads(newest.read_text()),
+        json.loads((newest / "controller.json").read_text()),
         steps=STEPS,
         bound=result.chain.bound,
         metrics=read_rows(run.folder / "metrics.jsonl"),
@@ -196,7 +196,3 @@ def is_temporary(name: str) -> bool:
 def read_rows(path: Path) -> Sequence[dict[str, Any]]:
     """Return the objects of a JSON-lines file; a missing one has none."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def _step_of(path: Path) -> int:
-    return int(path.parent.name.removeprefix("step-"))
