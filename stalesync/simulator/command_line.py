@@ -25,7 +25,7 @@ READS = LAYOUTS | frozenset(
     """run.steps run.seed data.prompts_per_step data.max_prompt_length data.rows algorithm.group_size
     algorithm.minibatches algorithm.kl_coef training.recompute fusion.infer_cards fusion.offload
     fusion.double_buffer stalesync.train_tokens stalesync.lend rollout.max_response_length rollout.forced_median
-    rollout.forced_spread rollout.chunk_tokens rollout.order rollout.length_classes rollout.block_size rollout.max_seqs
+    rollout.forced_spread rollout.chunk_tokens rollout.order rollout.block_size rollout.max_seqs
     rollout.max_batch_tokens rollout.kv_fraction rollout.max_kv_tokens rollout.prefix_cache rollout.suspended_kv
     rollout.kv_spread rollout.kv_pull_tokens""".split()
 )

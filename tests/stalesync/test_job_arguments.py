@@ -34,7 +34,6 @@ CONTEXTS = {
     "fusion.offload": HYBRID,
     "stalesync.train_tokens": HYBRID,
     "stalesync.lend": HYBRID,
-    "rollout.length_classes": (*HYBRID, "rollout.order=histopipe", "rollout.max_seqs=2", "data.prompts_per_step=64"),
     "rollout.order": (*HYBRID, "rollout.max_seqs=2"),
     "rollout.max_batch_tokens": ("rollout.max_seqs=16",),
     "rollout.block_size": ("rollout.max_kv_tokens=1200", "rollout.max_seqs=8"),
@@ -73,7 +72,6 @@ VALUES = {
     "algorithm.kl_coef": "0.1",
     "stalesync.train_tokens": "2000",
     "data.rows": "7",
-    "rollout.length_classes": "1",
 }
 """Other values of keys for which `other` finds none that is accepted, or has an effect."""
 
