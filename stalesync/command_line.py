@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from stalesync.config import Config
 
 
-def run_job(config: Config, *, trains: bool = True) -> Path:
+def run_job(config: Config, *, evaluates: str = "") -> Path:
     """Runs a job whose config is valid to its end; returns its folder. Ends the process if the job fails (exit status
-    1) or is stopped by a signal."""
+    1) or is stopped by a signal. ``evaluates``: as of `launch`."""
     from stalesync.ray_cluster import set_environment
 
     set_environment(config.cluster.address)
@@ -24,7 +24,7 @@ def run_job(config: Config, *, trains: bool = True) -> Path:
     from stalesync.launch import launch
 
     try:
-        return launch(config, trains=trains)
+        return launch(config, evaluates=evaluates)
     except (ValueError, RunFailed) as error:
         fail(f"error: {error}", error)
     except KeyboardInterrupt as stop:

@@ -88,10 +88,16 @@ class RayNotStarted(RunFailed):
 
 
 class RayEnded(RunFailed):
-    """A process of the Ray that this run has started has ended."""
+    """A process of the Ray that this run has started has ended. ``status``: its exit status, negative for a signal;
+    None: it is not known."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, status: int | None = None):
         reason = full_storage() or "killed, out of host memory, or crashed"
+        if status is not None and status > 0 and not full_storage():
+            reason = (
+                f"by itself, with status {status}: it gave up waiting for another process of Ray, as on a busy "
+                "machine, or could not start; run again later"
+            )
         super().__init__(f"Ray's process {name} has ended ({reason}); its logs are in the run's folder, {LOGS}")
 
 

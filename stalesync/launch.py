@@ -18,6 +18,7 @@ from distqueue.config import QueueOptions
 from fusion.colocate import RewardModelSpec, Worker, WorkerSpec
 from fusion.colocate.frozen.retokenize import same_tokenizer
 from fusion.model import ModelConfig
+from fusion.npu.device import check_cards
 from fusion.resources import RECIPES, as_called
 from fusion.rewards import RewardPool, check_required_fields
 from fusion.rollout.detokenize import detokenizer_spec
@@ -52,11 +53,11 @@ stalesync.reward_sources stalesync.scoring stalesync.text_server stalesync.train
 a signal raises in an import may be lost, or leave half of a module"""
 
 
-def launch(config: Config, *, trains: bool = True) -> Path:
+def launch(config: Config, *, evaluates: str = "") -> Path:
     """Runs a job to its end; returns its folder.
 
     Args:
-        trains: whether it runs its steps; else only an evaluation of the model.
+        evaluates: what is evaluated, in words: no step is run; "": the job trains.
 
     Raises:
         ValueError: the config is wrong, another run has the folder, or the run cannot resume; no worker was started.
@@ -67,6 +68,7 @@ def launch(config: Config, *, trains: bool = True) -> Path:
     Any other exception after the folder has been created is a failure of the run, too; `run.log` and `error.json` in
     the folder describe it (`run_log.py`), and a note of the exception says where.
     """
+    trains = not evaluates
     model = config.validate(trains=trains)
     check_resume(config.run)
     config = config.resolved()
@@ -74,16 +76,18 @@ def launch(config: Config, *, trains: bool = True) -> Path:
     check_token(config.cluster.address)
     if config.cluster.address is None:
         root_of(os.environ)
+        check_cards(config.device.kind)
     for name in IMPORTED_LATE:
         import_module(name)
     loggers = find_loggers(config.run.loggers)
     with stoppable(), ExitStack() as stack, acknowledging():
-        report: dict[str, Any] = {"outcome": "failed"}
+        report: dict[str, Any] = {"outcome": "failed", "evaluated": evaluates}
         inputs = inputs_of(config, spec.masked_ids) if trains else {}
         earlier = reopen(config.run)
         if earlier is not None:
             stack.enter_context(earlier.folder)
             earlier = check_changes(earlier, config, source=source, inputs=inputs)
+        rule, terms, files = start_rewards(stack, config, source, opened)
         with holding():  # a run that has a folder reports how it ended
             folder = stack.enter_context(new_folder(config.run)) if earlier is None else earlier.folder
             folder.write_config(asdict(config))
@@ -96,7 +100,6 @@ def launch(config: Config, *, trains: bool = True) -> Path:
         if trains and model.num_experts:
             print(config.training.describe_balancing(model.router_aux_coef))
         folder.open_loggers(loggers, asdict(config))
-        rule, terms, files = start_rewards(stack, config, source, opened)
         _run(
             config=config,
             spec=spec,

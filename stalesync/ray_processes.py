@@ -10,7 +10,7 @@ import select
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,6 +95,15 @@ class RayProcesses:
             poll.register(fd, select.POLLIN)
         return next((self._name_by_fd[fd] for fd, _ in poll.poll(0)), None)
 
+    def status_of(self, name: str) -> int | None:
+        """Returns the exit status of one that has ended, negative for a signal; None: it is no child, or was reaped."""
+        for fd, known in self._name_by_fd.items():
+            if known == name:
+                with suppress(OSError):
+                    if found := os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+                        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+        return None
+
     def check(self) -> None:
         """Checks that all of them run. Any thread.
 
@@ -104,7 +113,7 @@ class RayProcesses:
         if name := self.ended():
             from stalesync.failures import RayEnded
 
-            raise RayEnded(name)
+            raise RayEnded(name, self.status_of(name))
 
     def close(self) -> None:
         for fd in self._name_by_fd:
@@ -131,7 +140,7 @@ def watching_end(
             if name := processes.ended():
                 from stalesync.failures import RayEnded
 
-                error = RayEnded(name)
+                error = RayEnded(name, processes.status_of(name))
                 call(interrupt, error, NOTICE_S)
                 call(give_up, error, LEAVE_S)
                 return

@@ -28,7 +28,10 @@ def read_json(path: Path, key: str = "model.path") -> dict[str, Any]:
         ValueError: the file does not exist, or holds something else (named, with the config key).
     """
     if not path.is_file():
-        raise ValueError(f"{key}: {path} does not exist; expected a Hugging Face checkpoint folder")
+        raise ValueError(
+            f"{key}: {path} does not exist; expected a Hugging Face checkpoint folder. A model of the hub is "
+            "fetched by HF_HUB_OFFLINE=0 hf download NAME --local-dir FOLDER"
+        )
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:

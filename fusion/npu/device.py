@@ -144,8 +144,8 @@ def open_device(
         raise ValueError(f"device segments {segments!r}: expected one of expandable, fixed")
     if kind in ("auto", "npu") and (npu := _torch_npu(required=kind == "npu")) is not None:
         return _accelerator("npu", npu, index, capacity_bytes=capacity_bytes)
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device.kind=cuda: this machine or this build of torch has no CUDA card; try device.kind=auto")
+    if kind == "cuda":
+        check_cards(kind)
     if kind in ("auto", "cuda") and torch.cuda.is_available():
         return _accelerator("cuda", torch.cuda, index, capacity_bytes=capacity_bytes)
     late, expandable = streams == "adversarial", segments == "expandable"
@@ -177,6 +177,21 @@ def _emulated(index: int, capacity_bytes: int | None, *, session: str | None, la
     return EmulatedDevice(extension, index, capacity_bytes, session=session, late=late, expandable=expandable)
 
 
+NO_CANN = "Ascend cards need CANN (source its set_env.sh) and torch_npu"
+
+
+def check_cards(kind: str) -> None:
+    """Check, without touching a card, that this machine can have cards of ``kind``.
+
+    Raises:
+        ValueError: it cannot; says what is missing.
+    """
+    if kind == "npu" and importlib.util.find_spec("torch_npu") is None:
+        _torch_npu(required=True)
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device.kind=cuda: this machine or this build of torch has no CUDA card; try device.kind=auto")
+
+
 def _torch_npu(required: bool) -> Any:
     """Return `torch.npu` of torch_npu if it loads and finds a card, else None.
 
@@ -199,5 +214,5 @@ def _torch_npu(required: bool) -> Any:
                 return torch.get_device_module("npu")
             reason = "torch_npu finds no card"
     if required:
-        raise ValueError(f"device.kind=npu: {reason}; try device.kind=emulated or device.kind=auto")
+        raise ValueError(f"device.kind=npu: {reason}; {NO_CANN}; try device.kind=emulated or device.kind=auto")
     return None

@@ -61,6 +61,17 @@ class CollectiveFailed(RuntimeError):
     """Raised when a collective of this rank fails because another rank has ended or left it."""
 
 
+def advice(stage: str) -> str:
+    """Return which key lowers the memory of a stage, and where to plan it."""
+    generates = any(word in stage for word in ("infer", "generate", "answer"))
+    key = (
+        "rollout.kv_fraction or rollout.max_seqs"
+        if generates
+        else "training.token_budget (or set training.recompute=true)"
+    )
+    return f"lower {key}, or use more cards a layout (parallel); scripts/plan.py shows the memory of every phase"
+
+
 class OutOfMemory(RuntimeError):
     """Raised when a card runs out of memory in a stage; the message lists the memory by owner."""
 
@@ -81,7 +92,7 @@ class OutOfMemory(RuntimeError):
         part = f", {self.failure.where}" if self.failure.where != self.stage else ""
         return (
             f"rank {self.rank} is out of memory in stage {self.stage!r}{part}; "
-            f"HBM by owner: {format_owners(self.bytes_by_owner)}\n{self.failure.message}"
+            f"HBM by owner: {format_owners(self.bytes_by_owner)}; {advice(self.stage)}\n{self.failure.message}"
         )
 
 

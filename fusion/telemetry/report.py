@@ -39,6 +39,8 @@ class RunReport:
     """Lines of `run_folder.describe`."""
     outcome: str = "finished"
     """How the run ended, in words: `finished`, `stopped by Ctrl-C at step 12`."""
+    evaluated: str = ""
+    """What was evaluated alone, in words, without a step; "": the run trains."""
     steps: int = 0
     wall_s: float = 0.0
     reward_start: float | None = None
@@ -124,6 +126,8 @@ class RunReport:
             console.print(self.text(), markup=False, highlight=False, soft_wrap=True, end="")
 
     def _headline(self) -> str:
+        if self.evaluated:
+            return f"{self.outcome}: evaluated {self.evaluated}"
         parts = [f"{self.outcome}: {self.steps} steps" + (f" in {duration(self.wall_s)}" if self.wall_s else "")]
         if self.reward_start is not None and self.reward_end is not None:
             of = f" (means of {self.reward_window} steps)" if self.reward_window > 1 else ""

@@ -64,6 +64,7 @@ def evaluate(arguments: Arguments, usage: str) -> None:
     shown = redirect_stdout(sys.stderr) if arguments.json == "-" else nullcontext()
     with tempfile.TemporaryDirectory(prefix="evaluate-") as folder, shown:
         if not arguments.is_model:
+            from stalesync import savepoint
             from stalesync.conversion import checkpoint_in, convert
 
             config.model.path = str(Path(folder) / "model")
@@ -76,7 +77,9 @@ def evaluate(arguments: Arguments, usage: str) -> None:
             config.validate(trains=False)
         except ValueError as error:
             refuse(usage, error)
-        run = run_job(config, trains=False)
+        step = None if checkpoint is None else savepoint.read(checkpoint)["step"]
+        of = "" if step is None else f"step {step} of "
+        run = run_job(config, evaluates=f"{of}{arguments.source}")
     _write(arguments, checkpoint, run)
 
 

@@ -45,7 +45,9 @@ def test_bad_arguments_are_refused():
 def test_a_card_that_is_not_there_is_refused():
     with pytest.raises(ValueError, match="device.kind=cuda: this machine or this build of torch has no CUDA card"):
         open_device("cuda")
-    with pytest.raises(ValueError, match="device.kind=npu: torch_npu .*; try device.kind=emulated"):
+    with pytest.raises(
+        ValueError, match="device.kind=npu: torch_npu .*; Ascend cards need CANN .*; try device.kind=emulated"
+    ):
         open_device("npu")
 
 

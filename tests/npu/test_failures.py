@@ -88,6 +88,7 @@ def test_failures_survive_json_and_pickle():
     memory = pickle.loads(pickle.dumps(OutOfMemory("train", failure)))
     assert (memory.rank, memory.stage, memory.bytes_by_owner) == (3, "train", HELD)
     assert str(memory).startswith("rank 3 is out of memory in stage 'train', optimizer; HBM by owner: weights 3.0 MiB")
+    assert "lower training.token_budget" in str(memory) and "scripts/plan.py" in str(memory)
     assert failures_in(aborted, rank=0, stage="outer") == [failure], "an abort is passed on, not wrapped"
 
 

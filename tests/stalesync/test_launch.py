@@ -18,6 +18,7 @@ from stalesync.ray_cluster import has_token, keep_token, ray_cluster, token_file
 from stalesync.resume import new_folder, reopen
 from stalesync.run_log import Progress, RunLog
 from tests.machine import run
+from tests.stalesync.runs import train
 
 
 @pytest.fixture(autouse=True)
@@ -223,3 +224,17 @@ def test_a_queue_that_fails_where_storage_is_full_names_it(monkeypatch):
         QueueFailed, match=r"^the queue has failed: killed \(shared memory is full: /dev/shm: [\d,]+ bytes"
     ):
         raise QueueFailed("killed")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["reward.path={folder}/mine.py:score"], "raised RuntimeError: no such judge"),
+        (["device.kind=npu"], "device.kind=npu: torch_npu is not installed; Ascend cards need CANN"),
+    ],
+)
+def test_a_start_that_fails_keeps_no_name(base, tmp_path, overrides, message):
+    (tmp_path / "mine.py").write_text("raise RuntimeError('no such judge')")
+    done = train(base, tmp_path / "runs", *[one.format(folder=tmp_path) for one in overrides])
+    assert done.returncode == 1 and message in done.stderr, done.stderr
+    assert not (tmp_path / "runs").exists() or not [*(tmp_path / "runs").iterdir()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -39,6 +40,25 @@ def test_the_end_of_a_child_is_noticed_by_its_name(tmp_path):
         for process in started.values():
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ("exit 7", "by itself, with status 7: it gave up waiting"),
+        ("kill -9 $$", "killed, out of host memory, or crashed"),
+    ],
+)
+def test_a_raylet_that_gave_up_is_not_called_killed(tmp_path, end, reason):
+    raylet = tmp_path / "raylet"
+    shutil.copy(shutil.which("bash"), raylet)
+    process = subprocess.Popen([raylet, "-c", f"read line; {end}"], stdin=subprocess.PIPE)
+    with closing(RayProcesses(["raylet"])) as processes:
+        process.stdin.close()
+        wait_for(processes.ended, 20)
+        with pytest.raises(RayEnded, match=re.escape(f"Ray's process raylet has ended ({reason}")):
+            processes.check()
+    process.wait()
 
 
 def test_a_process_that_ends_while_ray_starts_is_given_up_from_another_thread(tmp_path):

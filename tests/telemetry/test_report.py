@@ -63,6 +63,11 @@ def test_of_many_cards_the_least_and_the_most_busy_are_shown():
     assert "54.2%" in text, "of all twelve"
 
 
+def test_an_evaluation_alone_does_not_speak_of_steps():
+    report = RunReport(evaluated="step 40 of runs/a", reward_start=1.0, reward_end=1.0)
+    assert report.text() == "finished: evaluated step 40 of runs/a\n"
+
+
 def test_an_empty_run_is_reported_too(tmp_path):
     report = RunReport.from_folder(RunFolder(tmp_path, "run").path, outcome="stopped by Ctrl-C before the first step")
     assert report.text().splitlines()[0] == "stopped by Ctrl-C before the first step: 0 steps"
