@@ -82,7 +82,8 @@ def submit(folder: Path, changes: Mapping[str, Any]) -> InferenceShare:
 
 def present_share(folder: Path, limits: Limits) -> InferenceShare:
     """Returns the current share, from the run's record."""
-    applied = [row for row in read_jsonl(folder / RECORD) if row["outcome"] == "applied"]
+    rows = read_jsonl(folder / RECORD, {"outcome": str, "share": dict, "num_engines": int})
+    applied = [row for row in rows if row["outcome"] == "applied"]
     return limits.restored(applied[-1]["share"], applied[-1]["num_engines"]) if applied else limits.start
 
 

@@ -265,6 +265,8 @@ def _run(
         progress.run, progress.stage = run, "train" if checkpoint is None else "resume"
         if checkpoint is not None:
             _resume(run, earlier, spec)
+        for line in folder.notes:
+            view.note(line)
         progress.stage = "train"
         # Also here, because nothing below can be relied on to end when Ray has failed.
         stack.enter_context(logs.recording(progress, report, world=spec.world))

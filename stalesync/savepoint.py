@@ -4,8 +4,8 @@
                           queue/                     samples in progress, including suspended ones
                           drafts/                    history of prompts, with rollout.drafts=history or both
                           controller.json            the run's state
-                          manifest.json              sizes and digests of all these files, written last: marks the
-                                                     checkpoint as complete
+                          manifest.json              sizes and digests of all these files, and digests of the rows of
+                                                     the logs beside it, written last: marks the checkpoint as complete
 
 The states of run and queue are taken while no engine runs, all generated samples are scored, and all that were scored
 or trained are acknowledged to the queue (`TrainingRun.cut`), so that no sample is scored or trained twice after a
@@ -30,6 +30,7 @@ from fusion.model import Parallel
 from fusion.telemetry.files import sync, write_atomic
 from fusion.telemetry.manifest import NAME as MARK
 from fusion.telemetry.manifest import find_damage, read_manifest, write_manifest
+from fusion.telemetry.row_digests import NO_SEALS, Seal
 from fusion.telemetry.run_folder import complete_checkpoints, step_of
 from fusion.training.schedule import Schedule
 
@@ -58,14 +59,19 @@ def begin(target: Path, queue: DistQueue | None) -> None:
         queue.checkpoint(str((target / QUEUE).resolve()))
 
 
-def finish(target: Path, state: str) -> None:
-    """Completes a checkpoint whose other files are on disk. ``state``: the run's state as JSON."""
+def finish(target: Path, state: str, seals: Mapping[str, Seal] = NO_SEALS) -> None:
+    """Completes a checkpoint whose other files are on disk.
+
+    Args:
+        state: the run's state as JSON.
+        seals: of the logs in the run's folder (`RunFolder.seal`).
+    """
     write_atomic(target / NAME, state)
     sync(target / NAME)
     # The cards have hashed what they wrote; only the small files and the queue's are read here.
     written_by_cards = target / TRAINER
     hashed = read_manifest(written_by_cards) if written_by_cards.is_dir() else {}
-    write_manifest(target, {f"{TRAINER}/{name}": record for name, record in hashed.items()})
+    write_manifest(target, {f"{TRAINER}/{name}": record for name, record in hashed.items()}, seals)
     sync(target.parent)
 
 

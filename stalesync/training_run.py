@@ -20,6 +20,7 @@ from fusion.colocate import Worker, WorkerSpec
 from fusion.rollout import EvalAnswer
 from fusion.rollout.partial_samples import check_kept
 from fusion.telemetry import LiveView, RunFolder
+from fusion.telemetry.manifest import read_seals, write_seals
 from fusion.telemetry.page.cautions import CautionWatch
 from fusion.telemetry.run_folder import complete_checkpoints
 from fusion.training.algorithms import make_algorithm
@@ -222,7 +223,7 @@ class TrainingRun:
             metrics |= {"timing_s/testing": time.perf_counter() - start}
         if self.step == self.config.run.steps:
             metrics |= self.evaluation.short_metrics("after")
-        self.folder.complete(self.step, metrics)
+        self.folder.complete(self.step, metrics, partial(write_seals, self.checkpoint))
         if is_best:
             self.folder.write_best(self.evaluation.best())
 
@@ -408,6 +409,7 @@ class TrainingRun:
         """Writes a checkpoint from which a run of the same name can resume, and the Hugging Face export, while the next
         steps run. The cards hash what they write; the manifest of all files is written last."""
         target, export, as_json = self.checkpoint, str(self.folder.hf), json.dumps(state)
+        log_bytes = self.folder.log_bytes()
         starts, best, chosen = self._draft_starts, self.evaluation.best(), self.evaluation.history.best
 
         def write() -> None:
@@ -415,7 +417,7 @@ class TrainingRun:
             if self.config.rollout.drafts_history:
                 if ranks := self._unchanged(starts):
                     self.cards.on(ranks).call(Worker.save_drafts, str(target / savepoint.DRAFTS))
-            savepoint.finish(target, as_json)
+            savepoint.finish(target, as_json, self.folder.seal(log_bytes))
             if best is not None:
                 self.folder.write_best(best)
             savepoint.prune(target.parent, self.config.run.keep, spared=chosen[:1] if chosen else ())
@@ -439,7 +441,7 @@ class TrainingRun:
         if earlier.ended:
             state = savepoint.without_groups(state, ENDED)
         self.load_state_dict(state, other_order=any(RULES[key] is Rule.ORDER for key in earlier.accepted))
-        self.folder.rewind(self.step)
+        self.folder.rewind(self.step, read_seals(checkpoint))
         if earlier.ended:
             self.folder.log_groups(self.step + 1, earlier.ended, f"failed:{ENDED}")
         saved = complete_checkpoints(self.folder.path)

@@ -146,19 +146,6 @@ def iterate_jsonl(path: Path | str, required: Mapping[str, type] = NOTHING) -> I
             yield record
 
 
-def keep_lines(path: Path, keep: Callable[[dict[str, Any]], bool], required: Mapping[str, type] = NOTHING) -> int:
-    """Rewrite a JSON-lines file with only the objects that `keep` accepts; returns how many were dropped.
-
-    Args:
-        required: as of `read_jsonl`, which raises ValueError.
-    """
-    records = read_jsonl(path, required)
-    kept = [record for record in records if keep(record)]
-    if len(kept) < len(records):
-        write_atomic(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in kept))
-    return len(records) - len(kept)
-
-
 def cut_torn_line(fd: int) -> None:
     """Remove everything after the last newline of an open file."""
     end = size = os.fstat(fd).st_size

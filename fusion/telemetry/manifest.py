@@ -1,7 +1,9 @@
 """List the files of a folder with their sizes and digests, and find the one that is damaged.
 
-    manifest.json   {"digest": …, "files": {"trainer/rank-00000.safetensors": {"bytes": 4096, "xxh3_128": "…"}, …}}
+    manifest.json   {"digest": …, "files": {"trainer/rank-00000.safetensors": {"bytes": 4096, "xxh3_128": "…"}, …},
+                     "logs": …}
 
+A checkpoint's manifest also has the seals of the logs that lie beside it (`row_digests.py`).
 The manifest is written last and in a canonical form, with the digest of its own list, so that a change of any byte of
 any file is found, in the manifest, too. The digest (xxh3, 128 bits) finds damage, not forgery; it is computed faster
 than any disk reads. What a process writes it hashes in memory (`FileWriter`), so that no byte is read again; what
@@ -21,6 +23,7 @@ from typing import Any
 import xxhash
 
 from fusion.telemetry.files import naming_file, open_new, sync, write_all, write_atomic
+from fusion.telemetry.row_digests import NO_SEALS, Seal
 
 NAME = "manifest.json"
 CHUNK_BYTES = 8 << 20
@@ -42,9 +45,10 @@ class FileRecord:
         Raises:
             OSError: it cannot be read, or is a symbolic link.
         """
-        digest, buffer = xxhash.xxh3_128(), bytearray(CHUNK_BYTES)
-        view, nbytes = memoryview(buffer), 0
+        digest, nbytes = xxhash.xxh3_128(), 0
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        # Not larger than the file: each thread that has read keeps as much memory for later.
+        view = memoryview(bytearray(min(CHUNK_BYTES, os.fstat(fd).st_size + 1)))
         with open(fd, "rb", buffering=0) as file:
             try:
                 while count := file.readinto(view):
@@ -93,16 +97,31 @@ class FileWriter:
             self._fd = -1
 
 
-def write_manifest(folder: Path, records: Mapping[str, FileRecord]) -> None:
+def write_manifest(folder: Path, records: Mapping[str, FileRecord], seals: Mapping[str, Seal] = NO_SEALS) -> None:
     """Completes a folder whose other files are on disk: writes the manifest, and syncs it.
 
     Args:
         records: of files that were hashed when they were written, by path relative to ``folder``; all others below
             ``folder`` are read.
+        seals: of logs beside the folder, by name.
     """
     unread = [name for name in _files(folder) if name not in records]
     everything = dict(records) | dict(zip(unread, _read_all(folder, unread), strict=True))
-    write_atomic(folder / NAME, _text(everything))
+    _write(folder, everything, seals)
+
+
+def write_seals(folder: Path, seals: Mapping[str, Seal]) -> None:
+    """Replaces the seals of these logs in the manifest of a complete folder, atomically.
+
+    Raises:
+        ValueError: the manifest is missing or damaged.
+    """
+    records, others = _read(folder)
+    _write(folder, records, {**others, **seals})
+
+
+def _write(folder: Path, records: Mapping[str, FileRecord], seals: Mapping[str, Seal]) -> None:
+    write_atomic(folder / NAME, _text(records, seals))
     sync(folder / NAME)
     sync(folder)
 
@@ -113,15 +132,30 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     Raises:
         ValueError: the manifest is missing or damaged.
     """
+    return _read(folder)[0]
+
+
+def read_seals(folder: Path) -> dict[str, Seal]:
+    """Returns the seals of the logs beside a folder by name; none, if an earlier version wrote the manifest.
+
+    Raises:
+        ValueError: the manifest is missing or damaged.
+    """
+    return _read(folder)[1]
+
+
+def _read(folder: Path) -> tuple[dict[str, FileRecord], dict[str, Seal]]:
     try:
         text = (folder / NAME).read_text(encoding="utf-8")
-        files = json.loads(text)["files"]
+        content = json.loads(text)
+        files, logs = content["files"], content.get("logs", {})
         records = {name: FileRecord(int(one["bytes"]), str(one["xxh3_128"])) for name, one in files.items()}
+        seals = {name: Seal.from_json(blocks) for name, blocks in logs.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{NAME} cannot be read ({type(error).__name__})") from None
-    if text != _text(records):
+    if text != _text(records, seals):
         raise ValueError(f"{NAME} does not match its own digest")
-    return records
+    return records, seals
 
 
 def find_damage(folder: Path, names: Iterable[str] | None = None) -> str | None:
@@ -163,9 +197,10 @@ def _files(folder: Path) -> list[str]:
     return sorted(name for path in paths if (name := path.relative_to(folder).as_posix()) != NAME)
 
 
-def _text(records: Mapping[str, FileRecord]) -> str:
+def _text(records: Mapping[str, FileRecord], seals: Mapping[str, Seal]) -> str:
     files: dict[str, Any] = {
         name: {"bytes": record.nbytes, "xxh3_128": record.xxh3_128} for name, record in sorted(records.items())
     }
-    digest = xxhash.xxh3_128_hexdigest(json.dumps(files, sort_keys=True).encode())
-    return json.dumps({"digest": digest, "files": files}, indent=1) + "\n"
+    logs = {"logs": {name: seal.to_json() for name, seal in sorted(seals.items())}} if seals else {}
+    digest = xxhash.xxh3_128_hexdigest(json.dumps([files, logs] if logs else files, sort_keys=True).encode())
+    return json.dumps({"digest": digest, "files": files, **logs}, indent=1) + "\n"

@@ -36,7 +36,6 @@ from fusion.telemetry.files import (
     NOT_FINITE,
     JsonLines,
     finite,
-    keep_lines,
     read_jsonl,
     remove_temporary,
     tolerating_full,
@@ -46,6 +45,7 @@ from fusion.telemetry.folder_lock import NAME as LOCK
 from fusion.telemetry.folder_lock import FolderLock
 from fusion.telemetry.loggers import Logger, LoggerGroup, find_loggers
 from fusion.telemetry.manifest import NAME as CHECKPOINT_MARK
+from fusion.telemetry.row_digests import NO_SEALS, ROWS, SINGLE_ROWS, RowDigests, Seal, rewind
 from fusion.telemetry.timeline import Span
 from fusion.telemetry.trace import TimelineFile
 
@@ -53,6 +53,8 @@ log = logging.getLogger(__name__)
 
 EVALUATIONS = "evaluations.jsonl"
 BEST = "best.json"
+LOGS = ("metrics.jsonl", "samples.jsonl", "groups.jsonl", EVALUATIONS, "control.jsonl")
+"""Logs of which a checkpoint seals the rows"""
 PROFILES = "profile"
 
 REPEATED_BYTES = 1 << 18
@@ -92,6 +94,9 @@ class RunFolder:
         self._loggers: LoggerGroup | None = None
         self._full: dict[str, str] = {}
         """A note for each file for which there was no space, by its path"""
+        self._digests = {name: RowDigests(1 if name in SINGLE_ROWS else ROWS) for name in LOGS}
+        self.damage: list[str] = []
+        """A line for each file in which damage was found, and dropped"""
 
     @property
     def name(self) -> str:
@@ -132,7 +137,7 @@ class RunFolder:
         """Write config.yaml from YAML text, a mapping or a dataclass; a different one of an earlier start is kept."""
         text = config if isinstance(config, str) else _yaml(config)
         path = self.path / "config.yaml"
-        if path.exists() and path.read_text(encoding="utf-8") != text:
+        if path.exists() and path.read_bytes() != text.encode():
             earlier = len(list(self.path.glob("config.start-*.yaml"))) + 1
             path.rename(self.path / f"config.start-{earlier}.yaml")
         write_atomic(path, text)
@@ -148,8 +153,8 @@ class RunFolder:
 
     @property
     def notes(self) -> list[str]:
-        """A sentence for each logger that has failed, and for each file for which there was no space."""
-        return [*self._full.values(), *([] if self._loggers is None else self._loggers.notes)]
+        """A line for each file in which damage was found, for which there was no space, and each logger that failed."""
+        return [*self.damage, *self._full.values(), *([] if self._loggers is None else self._loggers.notes)]
 
     def log(self, step: int, figures: Mapping[str, SupportsFloat]) -> None:
         """Write the figures of one step to metrics.jsonl and the loggers."""
@@ -159,17 +164,41 @@ class RunFolder:
         self._metrics.write({"step": step, **numbers})
         self._opened_loggers().log(step, numbers)
 
-    def complete(self, step: int, figures: Mapping[str, SupportsFloat]) -> None:
+    def complete(
+        self,
+        step: int,
+        figures: Mapping[str, SupportsFloat],
+        seal: Callable[[Mapping[str, Seal]], None] = lambda seals: None,
+    ) -> None:
         """Add figures to the row of a step that an earlier start of the run has logged, the last one. Called before the
-        first `log` of a start; `repeat` then sends the row to the loggers."""
+        first `log` of a start; `repeat` then sends the row to the loggers.
+
+        Args:
+            seal: called before the row is written, with the seals of what an evaluation writes, for the checkpoint.
+        """
         assert self._metrics is None, "complete after writing"
-        path = self.path / "metrics.jsonl"
+        path = self.path / (name := "metrics.jsonl")
+        log_bytes = self.log_bytes()
+        seals = self.seal({one: log_bytes[one] for one in (name, EVALUATIONS)})
         rows = read_jsonl(path, {"step": int})
         logged: dict[str, Any] = next((row for row in reversed(rows) if row["step"] == step), {})
         added = {name: float(value) for name, value in figures.items()}
         completed = {"step": step, **_figures(logged), **added}
         kept = [row for row in rows if row["step"] != step]
-        write_atomic(path, "".join(json.dumps(finite(row), ensure_ascii=False) + "\n" for row in [*kept, completed]))
+        lines = [json.dumps(finite(row), ensure_ascii=False) + "\n" for row in [*kept, completed]]
+        self._digests[name] = RowDigests(1)
+        self._digests[name].add(line.encode() for line in lines)
+        before = seals[name].blocks[-1] if logged else None
+        seal({**seals, name: dataclasses.replace(self._digests[name].sealed(), before=before)})
+        write_atomic(path, "".join(lines))
+
+    def log_bytes(self) -> dict[str, int]:
+        """Return the size of each log now, for `seal`."""
+        return {name: path.stat().st_size if (path := self.path / name).exists() else 0 for name in LOGS}
+
+    def seal(self, log_bytes: Mapping[str, int]) -> dict[str, Seal]:
+        """Digest what the logs had when `log_bytes` was called, for the manifest of a checkpoint; any thread may."""
+        return {name: self._digests[name].seal(self.path / name, end) for name, end in log_bytes.items()}
 
     def repeat(self, before_first: Mapping[str, float]) -> None:
         """Send the last rows of an earlier start of the run to the loggers again: a logger may keep in memory what it
@@ -244,20 +273,34 @@ class RunFolder:
         """Add the spans of any cards to timeline.json."""
         with tolerating_full(self._note_full):
             if self._timeline is None:
-                self._timeline = TimelineFile(self.path / "timeline.json")
+                self._timeline = self._opened_timeline(self.path / "timeline.json")
             self._timeline.append(*spans)
 
-    def rewind(self, step: int) -> int:
+    def _opened_timeline(self, path: Path) -> TimelineFile:
+        try:
+            return TimelineFile(path)
+        except ValueError as error:
+            aside = path.replace(path.with_name(f"{path.name}.damaged"))
+            self.damage.append(f"{error}; it is kept as {aside.name}, and a new one begins")
+            return TimelineFile(path)
+
+    def rewind(self, step: int, seals: Mapping[str, Seal] = NO_SEALS) -> int:
         """Forget what was written of steps after `step`, the one a resumed run starts from; returns how many steps.
+        Damaged rows are dropped, and listed in `damage`.
 
         -1 forgets the evaluation before the first step, too. Call it before the first `log` of the resumed run. The
         timeline keeps what happened: the time was spent.
+
+        Args:
+            seals: of the checkpoint that the run resumes from.
         """
         files = self._metrics, self._samples, self._groups, self._evaluations
         assert files == (None,) * len(files), "rewind after writing"
-        for name in ("samples.jsonl", "groups.jsonl", EVALUATIONS):
-            keep_lines(self.path / name, lambda row: row["step"] <= step, {"step": int})
-        return keep_lines(self.path / "metrics.jsonl", lambda row: row["step"] <= step, {"step": int})
+        num_cut = 0
+        for name in reversed(LOGS):
+            num_cut, damage = rewind(self.path / name, step, seals.get(name))
+            self.damage += [damage] if damage else []
+        return num_cut
 
     def close(self) -> None:
         """Close the files and release the lock. All files are readable without it."""

@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from fusion.telemetry import RunFolder, Span
-from fusion.telemetry.files import TAIL_BYTES, JsonLines, keep_lines, open_new, read_jsonl, write_atomic
+from fusion.telemetry.files import TAIL_BYTES, JsonLines, open_new, read_jsonl, write_atomic
 
 
 def test_only_the_user_enters_a_new_run_folder_whatever_the_umask(tmp_path):
@@ -94,7 +94,7 @@ def test_a_torn_line_of_any_length_is_cut(tmp_path, size):
     file.write({"a": 2})
     file.close()
     assert [json.loads(line)["a"] for line in path.read_text().splitlines()] == [1, 2]
-    assert keep_lines(path, lambda row: row["a"] == 2) == 1 and read_jsonl(path) == [{"a": 2}]
+    assert read_jsonl(path) == [{"a": 1}, {"a": 2}]
 
 
 def test_a_new_file_takes_no_name_that_is_taken(tmp_path):

@@ -10,7 +10,16 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.telemetry.manifest import FileRecord, FileWriter, find_damage, read_manifest, write_manifest
+from fusion.telemetry.manifest import (
+    FileRecord,
+    FileWriter,
+    find_damage,
+    read_manifest,
+    read_seals,
+    write_manifest,
+    write_seals,
+)
+from fusion.telemetry.row_digests import Block, Seal
 
 
 def folder_with(root, contents):
@@ -31,6 +40,30 @@ def test_a_folder_as_it_was_written_has_no_damage(tmp_path):
     assert find_damage(folder) is None and find_damage(folder, ["empty"]) is None
 
 
+SEALS = {"metrics.jsonl": Seal((Block(9, 1, "a" * 32), Block(20, 2, "b" * 32)), before=Block(18, 2, "c" * 32))}
+
+
+def test_seals_of_logs_are_part_of_the_manifest_and_can_be_replaced(tmp_path):
+    folder = folder_with(tmp_path, CONTENTS)
+    write_manifest(folder, {})
+    assert read_seals(folder) == {}, "as an earlier version wrote it"
+    write_seals(folder, SEALS)
+    assert (
+        find_damage(folder) is None and read_seals(folder) == SEALS and read_manifest(folder).keys() == CONTENTS.keys()
+    )
+
+
+def test_reading_a_small_file_takes_little_memory(tmp_path, monkeypatch):
+    """Of a thread that has read, the memory stays with the process."""
+    sizes = []
+    monkeypatch.setattr("builtins.bytearray", lambda size: sizes.append(size) or bytes_array(size))
+    FileRecord.of(folder_with(tmp_path, {"a": b"abc"}) / "a")
+    assert sizes == [4]
+
+
+bytes_array = bytearray
+
+
 def test_a_file_that_the_disk_cannot_read_is_named():
     with pytest.raises(OSError, match="/proc/self/mem") as failed:
         FileRecord.of(Path("/proc/self/mem"))  # its first page is not mapped: EIO
@@ -42,7 +75,7 @@ def test_a_file_that_the_disk_cannot_read_is_named():
 def test_every_flipped_bit_is_found_in_every_file_and_in_the_manifest_itself(data):
     with tempfile.TemporaryDirectory() as root:
         folder = folder_with(Path(root), CONTENTS)
-        write_manifest(folder, {})
+        write_manifest(folder, {}, data.draw(st.sampled_from([{}, SEALS])))
         name = data.draw(st.sampled_from([*(name for name in CONTENTS if CONTENTS[name]), "manifest.json"]))
         path = folder / name
         before = path.read_bytes()

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -190,6 +191,69 @@ def test_a_resumed_run_completes_the_row_of_the_step_that_it_begins_after(tmp_pa
     curves = scalars(run.path / "tensorboard")
     assert curves["a"] == [(1, 1.0), (2, 2.0), (3, 30.0)]
     assert curves["val-core/a/reward/mean@1"] == [(2, 0.5)]
+
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 2
+    path.write_bytes(data)
+
+
+def test_damage_beside_a_checkpoint_is_named_and_dropped_and_blocks_no_resume(tmp_path):
+    with RunFolder(tmp_path, "run") as run:
+        for step in (1, 2, 3):
+            run.log(step, {"a": float(step)})
+            run.log_samples(step, [{"prompt": "p", "response": "r", "reward": 1.0}])
+            run.log_groups(step, [f"g{step}"], "trained", 0)
+            run.log_evaluation(step, [{"step": step, "file": "f", "value": 0.25}], {})
+        run.log_spans([Span("card 0", "train", "train", 0, 5)])
+        seals = run.seal(run.log_bytes())
+        run.log(4, {"a": 4.0})
+    text = (run.path / "evaluations.jsonl").read_bytes()
+    flip(run.path / "evaluations.jsonl", text.index(b"0.25") + 2)  # it still parses: 0.05
+    flip(run.path / "metrics.jsonl", 0)  # it does not
+    flip(run.path / "groups.jsonl", -1)
+    (run.path / "samples.jsonl").unlink()
+    flip(run.path / "timeline.json", (run.path / "timeline.json").read_bytes().index(b"traceEvents"))
+    (run.path / "config.yaml").write_bytes(b"\xff")
+    with RunFolder(tmp_path, "run", if_exists="resume") as run:
+        run.write_config({"a": 1})
+        assert run.rewind(3, seals) == 1
+        run.log_spans([Span("card 0", "train", "train", 0, 5)])
+        assert [row["step"] for row in metrics(run)] == [row["step"] for row in run.evaluations()] == [2, 3]
+        named = [line.split(";")[0] for line in run.notes]
+        damaged = "damaged rows were dropped"
+        assert named[:4] == [
+            f"evaluations.jsonl: {damaged} (1)",
+            f"groups.jsonl: {damaged} (1-3)",
+            "samples.jsonl is missing: it had 3 rows",
+            f"metrics.jsonl: {damaged} (1)",
+        ]
+        assert "timeline.json: expected a timeline" in named[4] and len(read_timeline(run.path / "timeline.json")) == 1
+        assert run.seal(run.log_bytes())["metrics.jsonl"].blocks[-1].rows == 2
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_row_is_completed_after_the_manifest_has_it(tmp_path, killed):
+    """Killed between the two: the next start finds no damage."""
+    sealed = {}
+
+    def seal(seals):
+        sealed.update(seals)
+        if killed:
+            raise KeyboardInterrupt
+
+    with RunFolder(tmp_path, "run") as run:
+        for step in (1, 2):
+            run.log(step, {"a": float(step)})
+    with RunFolder(tmp_path, "run", if_exists="resume") as run:
+        with pytest.raises(KeyboardInterrupt) if killed else nullcontext():
+            run.complete(2, {"b": 1.0}, seal)
+        now = run.seal(run.log_bytes())
+        assert killed or all(now[name].blocks == seal.blocks for name, seal in sealed.items())
+    with RunFolder(tmp_path, "run", if_exists="resume") as run:
+        assert run.rewind(2, sealed) == 0 and not run.damage
+        assert [row.get("b") for row in metrics(run)] == [None, None if killed else 1.0]
 
 
 def test_a_resumed_run_sends_its_last_rows_to_its_loggers_again_and_no_more(tmp_path, monkeypatch):

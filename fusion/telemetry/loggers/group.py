@@ -10,6 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from fusion.telemetry.files import write_atomic
 from fusion.telemetry.loggers.interface import LoggedRun, Logger
 
@@ -33,9 +35,8 @@ class LoggerGroup:
     def __init__(
         self, folder: Path, classes: Mapping[str, type[Logger]], config: Mapping[str, Any] | None = None
     ) -> None:
-        self.notes: list[str] = []
         self._loggers: dict[str, Logger] = {}
-        run_id, earlier = _read(folder / NAME)
+        run_id, earlier, self.notes = _read(folder / NAME)
         run = LoggedRun(name=folder.resolve().name, folder=folder, id=run_id, config=config or {})
         for name, cls in classes.items():
             try:
@@ -43,8 +44,7 @@ class LoggerGroup:
             except Exception as error:  # each library has exceptions of its own
                 self.close()
                 raise ValueError(f"run.loggers: {name} could not be started: {_described(error)}") from error
-        record = {"id": run_id, "loggers": sorted({*earlier, *classes})}
-        write_atomic(folder / NAME, json.dumps(record) + "\n")
+        write_atomic(folder / NAME, _text(run_id, sorted({*earlier, *classes})))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Log the metrics of one step to each. One that raises is closed and left out from then on."""
@@ -78,9 +78,25 @@ def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {message[:MAX_CHARACTERS]}"
 
 
-def _read(path: Path) -> tuple[str, list[str]]:
-    """Returns the id of the run, a new one if it has none yet, and the loggers that have logged it."""
+def _read(path: Path) -> tuple[str, list[str], list[str]]:
+    """Returns the id of the run, a new one if it has none yet, the loggers that have logged it, and a note if the file
+    is damaged."""
     if not path.exists():
-        return secrets.token_hex(8), []
-    record = json.loads(path.read_text(encoding="utf-8"))
-    return record["id"], record["loggers"]
+        return secrets.token_hex(8), [], []
+    text = path.read_bytes()
+    try:
+        record = json.loads(text)
+        run_id, earlier = str(record["id"]), list(map(str, record["loggers"]))
+        if "digest" in record and text != _text(run_id, earlier).encode():
+            raise ValueError("it does not match its own digest")
+        return run_id, earlier, []
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        note = f"{path.name} is damaged ({type(error).__name__}): loggers record this run under a new id"
+        log.warning(note)
+        return secrets.token_hex(8), [], [note]
+
+
+def _text(run_id: str, loggers: list[str]) -> str:
+    """Returns the content of the file, with a digest of it."""
+    record = {"id": run_id, "loggers": loggers}
+    return json.dumps(record | {"digest": xxhash.xxh3_128_hexdigest(json.dumps(record).encode())}) + "\n"

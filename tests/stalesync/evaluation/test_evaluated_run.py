@@ -120,6 +120,15 @@ def test_an_evaluation_that_is_due_where_a_run_resumes_is_in_the_row_of_its_step
     assert not any("val/rewards/before" in row for row in rows)
     assert json.loads((run / "best.json").read_text())["step"] == 2 and checkpoints(run) == ["step-2", "step-3"]
 
+    data = bytearray((run / "evaluations.jsonl").read_bytes())
+    data[data.index(b".", data.index(b'"value"')) + 1] ^= 1
+    (run / "evaluations.jsonl").write_bytes(data)
+    done = train(base, tmp_path, *common, "run.steps=3", "run.eval_prompts=0", "run.resume=true", *added)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "evaluations.jsonl: damaged rows were dropped (1)" in done.stdout and rows_of(run) == rows
+    assert evaluations(run) == {("falling", 3): history["falling", 3]}
+    assert json.loads((run / "best.json").read_text())["step"] == 3
+
 
 @pytest.mark.parametrize(
     "options",

@@ -52,6 +52,24 @@ def test_every_logger_receives_every_step_under_one_id_over_all_starts(tmp_path)
     assert [one.num_closed for one in (first, second, added)] == [1, 1, 1]
 
 
+@pytest.mark.parametrize("content", [b"{}", b"[]", b"\xff", b'{"id": "x"}', None])
+def test_a_damaged_file_of_ids_is_named_and_gives_a_new_id(tmp_path, content):
+    one = recorder()
+    with RunFolder(tmp_path, "run") as folder:
+        folder.open_loggers({"one": one})
+    path = folder.path / "loggers.json"
+    text = path.read_bytes()
+    path.write_bytes(text.replace(one.made[0].run.id.encode(), b"0" * 16) if content is None else content)
+    with RunFolder(tmp_path, "run", "resume") as folder:
+        folder.open_loggers({"one": one})
+        assert folder.notes[0].startswith("loggers.json is damaged")
+    with RunFolder(tmp_path, "run", "resume") as folder:
+        folder.open_loggers({"one": one})
+        assert not folder.notes
+    first, second, third = (logger.run for logger in one.made)
+    assert first.id != second.id == third.id and not second.resumed and third.resumed
+
+
 def test_one_that_fails_is_stopped_and_reported_and_the_others_go_on(tmp_path, caplog):
     good, bad = recorder(), recorder(fails_at=2, fails_to_close=True)
     with RunFolder(tmp_path, "run") as folder, caplog.at_level(logging.WARNING):
