@@ -2,24 +2,32 @@
 
 run.resume=true    a complete checkpoint is resumed; without one the run is refused, and no folder is created
 run.resume=auto    likewise; without one the run starts, and what an earlier start left is kept in `start-<n>/`
+run.resume=false   the run starts, in a new folder, or likewise in one that has nothing but a start that failed before
+                   its first step was done
 """
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import count, takewhile
 from pathlib import Path
 from typing import Any
 
 from fusion.inference import SamplingParams
 from fusion.telemetry import RunFolder
-from fusion.telemetry.run_folder import complete_checkpoints
+from fusion.telemetry.folder_lock import FolderInUse
+from fusion.telemetry.run_folder import EVALUATIONS, complete_checkpoints
 from stalesync import savepoint
 from stalesync.config import Config, RunConfig
 from stalesync.overrides import load
 from stalesync.prompts import PromptSource
 from stalesync.resume_rules import ENDED, RULES, Changes, Rule, compare, decide
 from stalesync.run_inputs import find_other_content, settings_of
+from stalesync.run_log import ERROR
 
 
 @dataclass(frozen=True)
@@ -79,10 +87,39 @@ def reopen(run: RunConfig) -> Reopened | None:
 
 
 def new_folder(run: RunConfig) -> RunFolder:
-    """Creates the folder of a run that starts: of exactly its name where a later start is to find it."""
+    """Creates the folder of a run that starts: of exactly its name where a later start is to find it. Otherwise takes a
+    folder that a failed start has left, if it comes before the first free name."""
+    numbered = (Path(run.dir, f"{run.name}-{number}" if number > 1 else run.name) for number in count(1))
+    for path in takewhile(os.path.lexists, numbered if run.resume == "false" else ()):
+        if (folder := _reused(path)) is not None:
+            return folder
     folder = RunFolder(run.dir, run.name, "suffix" if run.resume == "false" else "resume")
     print(f"nothing to resume, starting: {folder.choice}" if run.resume == "auto" else folder.choice)
     return folder
+
+
+def _reused(path: Path) -> RunFolder | None:
+    """Opens a folder that has only a failed start, and sets aside what that has left; None: it has something else."""
+    with suppress(FolderInUse):
+        if _has_only_failed_start(path):
+            folder = RunFolder(path.parent, path.name, "resume")
+            if _has_only_failed_start(path):  # still, now that it is locked
+                print(f"starting in {path}, where a start has failed: what it left is kept in {folder.set_aside()}")
+                return folder
+            folder.close()
+    return None
+
+
+def _has_only_failed_start(path: Path) -> bool:
+    """Whether a folder is this user's own, and the last start in it failed before its first step or evaluation was
+    done, as none did before."""
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        return False
+    done = ("checkpoints", "hf"), ("metrics.jsonl", EVALUATIONS)
+    folders, logs = ([path / name for name in names if os.path.lexists(path / name)] for names in done)
+    is_empty = not any(any(folder.iterdir()) for folder in folders) and not any(log.lstat().st_size for log in logs)
+    return (path / ERROR).is_file() and is_empty
 
 
 def check_changes(earlier: Reopened, config: Config, *, source: PromptSource, inputs: Mapping[str, Any]) -> Reopened:

@@ -16,7 +16,7 @@ runs/<name>/config.yaml       the resolved configuration
             hf/               the model as a Hugging Face folder
             logs/             what every process logged; run.log, error.json: why the run failed (`stalesync.run_log`)
             report.html       all of it as one page, written when the run ends (`page/`)
-            start-<n>/        what starts before the first checkpoint left, with `run.resume=auto`
+            start-<n>/        what starts left that had no checkpoint (`run.resume=auto`), or failed before a step
             lock.json         locked while the run has the folder; names its process
 
 Only the user who started the run may enter the folder (mode 0700).

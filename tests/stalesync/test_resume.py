@@ -13,6 +13,7 @@ from stalesync.config import Config, RunConfig
 from stalesync.overrides import composed, load
 from stalesync.resume import Reopened, check_changes, check_resume, check_weights, new_folder, reopen
 from stalesync.run_inputs import find_other_content, settings_of
+from stalesync.run_log import RunLog, describe_failure
 from stalesync.savepoint import NoWholeCheckpoint
 from tests.stalesync.test_savepoint import checkpoint
 
@@ -58,6 +59,66 @@ def test_auto_starts_where_nothing_is_to_be_resumed_and_keeps_what_an_earlier_st
             assert note in capsys.readouterr().out
         assert contents(run / f"start-{number}") == before
         assert sorted(path.name for path in run.iterdir()) == ["lock.json", *(f"start-{n + 1}" for n in range(number))]
+
+
+def failed_start(folder):
+    with RunFolder(folder.parent, folder.name, "resume"):
+        RunLog(folder).write_failure(describe_failure(ValueError("no card"), stage="start", step=None, hosts=()), 0)
+
+
+def test_a_name_whose_only_start_failed_is_used_again_and_what_it_left_is_kept(tmp_path, capsys):
+    for number in (1, 2):
+        failed_start(run := tmp_path / "run")
+        before = {name: data for name, data in contents(run).items() if not str(name).startswith(("start-", "lock"))}
+        with new_folder(RunConfig(dir=str(tmp_path))) as folder:
+            assert folder.path == run and not folder.resumed
+        assert contents(run / f"start-{number}") == before
+        kept = f"starting in {run}, where a start has failed: what it left is kept in {run / f'start-{number}'}\n"
+        assert capsys.readouterr().out == kept
+        (run / "logs").mkdir()
+    with RunFolder(tmp_path, "run"):
+        failed_start(tmp_path / "run-3")
+        with new_folder(RunConfig(dir=str(tmp_path))) as folder:
+            assert folder.name == "run-3", "after run, which did not fail, and run-2, which is locked"
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        "a row",
+        "an evaluation",
+        "a checkpoint",
+        "an export",
+        "no error",
+        "a lock",
+        "a link",
+        "of others",
+        "others write",
+    ],
+)
+def test_a_folder_with_anything_but_a_failed_start_is_not_touched(tmp_path, left, monkeypatch):
+    failed_start(run := tmp_path / "run")
+    if left == "a checkpoint":
+        (checkpoint(run, 3) / "manifest.json").unlink()
+    elif name := {"a row": "metrics.jsonl", "an evaluation": "evaluations.jsonl", "an export": "hf/x"}.get(left):
+        (run / "hf").mkdir()
+        (run / name).write_text("{")
+    elif left == "no error":
+        (run / "error.json").unlink()
+    elif left == "others write":
+        run.chmod(0o770)
+    elif left == "a link":
+        run.symlink_to(run.rename(tmp_path / "elsewhere"))
+    lock = RunFolder(tmp_path, "run", "resume") if left == "a lock" else None
+    before = contents(tmp_path)
+    with monkeypatch.context() as patch:
+        if left == "of others":
+            patch.setattr("os.geteuid", lambda: run.stat().st_uid + 1)
+        with new_folder(RunConfig(dir=str(tmp_path))) as folder:
+            assert folder.name == "run-2"
+    assert {name: data for name, data in contents(tmp_path).items() if "run-2" not in str(name)} == before
+    if lock is not None:
+        lock.close()
 
 
 @pytest.mark.parametrize("resume", ["true", "auto"])
