@@ -22,12 +22,11 @@ def main() -> None:
         print(USAGE, as_called(__doc__.rstrip()), sep="\n\n")
         return
     from stalesync.command_line import refuse
-    from stalesync.overrides import check_overrides, composed
+    from stalesync.overrides import accepted, composed
 
     conf = RECIPES / "conf"
     try:
-        check_overrides(sys.argv[1:], [folder.name for folder in conf.iterdir() if folder.is_dir()])
-        config = composed(conf, sys.argv[1:])
+        config = composed(conf, accepted(sys.argv[1:], conf))
         config.validate()
         from stalesync.check import check
 

@@ -20,13 +20,10 @@ USAGE = as_called("usage: python scripts/train.py [--help] [--cfg job] [GROUP=CH
 
 def main() -> None:
     from stalesync.command_line import refuse
-    from stalesync.overrides import accepted, composed, help_text
+    from stalesync.overrides import accepted, choices_in, composed, help_text
 
-    choices = {
-        folder.name: sorted(f.stem for f in folder.glob("*.yaml")) for folder in CONF.iterdir() if folder.is_dir()
-    }
     if {"-h", "--help"} & set(sys.argv[1:]):
-        print(USAGE, as_called(__doc__.rstrip()), help_text(choices), sep="\n\n")
+        print(USAGE, as_called(__doc__.rstrip()), help_text(choices_in(CONF)), sep="\n\n")
         return
     try:
         sys.argv[1:] = accepted(sys.argv[1:], CONF)

@@ -7,51 +7,40 @@ with `--job` what would be refused is listed instead.
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from fusion.costmodel.presets import Preset, load_shape
-from stalesync.config import Config
-from stalesync.overrides import as_yaml, composed, known_keys
+from rich.console import Console, RenderableType
 
-IRRELEVANT = {
-    "run.*": "names, length, checkpoints and logs of a run",
-    "eval.*": "evaluations are no part of a step",
-    "data.*": "what prompts contain; their number and lengths are read",
-    "reward.name": "rewards are computed beside generation",
-    "reward.path": "likewise",
-    "reward.time_limit_s": "likewise",
-    "reward.workers": "likewise",
-    "reward.memory_mib": "likewise",
-    "reward.terms": "likewise",
-    "reward.max_failed_share": "likewise",
-    "training.lr": "values of an update, not its duration",
-    "training.betas": "likewise",
-    "training.weight_decay": "likewise",
-    "training.clip_grad": "likewise",
-    "training.schedule": "likewise",
-    "training.warmup_steps": "likewise",
-    "training.load_balancing*": "likewise",
-    "training.router_bias_rate": "likewise",
-    "algorithm.name": "advantages and losses; which groups a filter drops depends on rewards",
-    "algorithm.clip_*": "likewise",
-    "algorithm.kl_in": "likewise",
-    "algorithm.normalize_advantages": "likewise",
-    "algorithm.loss_aggregation": "likewise",
-    "algorithm.overlong_buffer": "likewise",
-    "rollout.temperature": "what is sampled; the lengths of responses are assumed",
-    "rollout.top_*": "likewise",
-    "rollout.min_p": "likewise",
-    "rollout.stop": "likewise",
-    "cluster.address": "how Ray is reached",
-    "cluster.stage_timeout_s": "when a stage counts as failed",
-    "device.kind": "cluster.hardware names the cards",
+from fusion.costmodel.hardware import Hardware
+from fusion.costmodel.presets import Preset, load_cluster, load_shape
+from stalesync.config import Config
+from stalesync.overrides import as_yaml, choices_in, composed, known_keys, value_of
+
+_IRRELEVANT = {
+    "names, length, checkpoints and logs of a run": "run.*",
+    "evaluations are no part of a step": "eval.*",
+    "what prompts contain; their number and lengths are read": "data.*",
+    "rewards are computed beside generation": """
+        reward.name reward.path reward.time_limit_s reward.workers reward.memory_mib reward.terms
+        reward.max_failed_share""",
+    "values of an update, not its duration": """
+        training.lr training.betas training.weight_decay training.clip_grad training.schedule training.warmup_steps
+        training.load_balancing* training.router_bias_rate""",
+    "advantages and losses; which groups a filter drops depends on rewards": """
+        algorithm.name algorithm.clip_* algorithm.kl_in algorithm.normalize_advantages algorithm.loss_aggregation
+        algorithm.overlong_buffer""",
+    "what is sampled; the lengths of responses are assumed": """
+        rollout.temperature rollout.top_* rollout.min_p rollout.stop""",
+    "how Ray is reached, and when a stage counts as failed": "cluster.address cluster.stage_timeout_s",
+    "cluster.hardware names the cards": "device.kind",
 }
-"""Pattern of keys that no command needs → why. A key that a command reads is not among them for it."""
+IRRELEVANT = tuple(" ".join(_IRRELEVANT.values()).split())
+"""Patterns of keys that no command needs. A key that a command reads is not among them for it."""
 LAYOUTS = frozenset(f"parallel.{side}.{axis}" for side in ("train", "infer") for axis in ("tp", "ep", "pp", "etp"))
 """The keys that `layout_of` reads."""
 
@@ -78,7 +67,7 @@ def parse(arguments: Sequence[str], *, options: Collection[str], flags: Sequence
     Raises:
         ValueError: an unknown argument, with the most similar known one; or a flag without a path.
     """
-    choices = {folder.name: {f.stem for f in folder.glob("*.yaml")} for folder in conf.iterdir() if folder.is_dir()}
+    choices = choices_in(conf)
     known = [*options, *known_keys(), *choices]
     parsed, remaining = Arguments(), list(arguments)
     while remaining:
@@ -128,6 +117,29 @@ def model_of(options: Mapping[str, str], shapes: Path) -> Preset:
     return load_shape(options.get(key), shapes, key=key)
 
 
+def cluster_of(options: Mapping[str, str], conf: Path) -> tuple[Hardware, int]:
+    """Loads the cards that `cluster=` or `cluster.hardware=` names, and their number.
+
+    Raises:
+        ValueError: as of `load_cluster`.
+    """
+    hardware, npus = options.get("cluster.hardware"), options.get("cluster.npus")
+    return load_cluster(options.get("cluster"), hardware=hardware, npus=npus, folder=conf / "cluster")
+
+
+def print_answer(table: RenderableType, content: Mapping[str, Any], *, json_path: str | None, width: int) -> None:
+    """Prints a table of at least ``width`` columns, and writes the content as JSON; to "-": prints JSON alone."""
+    if json_path is not None:
+        text = json.dumps(content, indent=2)
+        if json_path == "-":
+            print(text)
+            return
+        Path(json_path).write_text(text + "\n")
+    console = Console()
+    console = console if console.is_terminal and console.width >= width else Console(width=width)
+    console.print(table)
+
+
 def job_config(
     arguments: Arguments, conf: Path, *, command: str, reads: Collection[str], defaults: Sequence[str]
 ) -> tuple[Config, list[str]]:
@@ -165,8 +177,3 @@ def unread_keys(config: Config, base: Config, reads: Collection[str]) -> list[st
     """Lists the keys in which two configs differ that are neither in ``reads`` nor irrelevant."""
     changed = [key for key in known_keys() if value_of(config, key) != value_of(base, key)]
     return [key for key in changed if key not in reads and not any(fnmatchcase(key, one) for one in IRRELEVANT)]
-
-
-def value_of(config: Config, key: str) -> Any:
-    """Returns the value of a key by its full path."""
-    return reduce(getattr, key.split("."), config)

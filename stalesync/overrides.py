@@ -10,7 +10,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -89,9 +89,19 @@ def composed(conf: Path, overrides: Sequence[str], saved: Config | None = None) 
     return composed_config
 
 
+def choices_in(conf: Path) -> dict[str, list[str]]:
+    """Lists the choices of every config group in the folder ``conf``."""
+    return {path.name: sorted(file.stem for file in path.glob("*.yaml")) for path in conf.iterdir() if path.is_dir()}
+
+
+def value_of(config: Config, key: str) -> Any:
+    """Returns the value of a key by its full path."""
+    return reduce(getattr, key.split("."), config)
+
+
 def known_keys(node: type = Config, prefix: str = "") -> list[str]:
     """Lists every key with its full path."""
-    return list(documented_keys(node, prefix))
+    return list(typed_keys(node, prefix))
 
 
 def documented_keys(node: type = Config, prefix: str = "") -> dict[str, str]:
@@ -128,10 +138,7 @@ def help_text(choices: Mapping[str, Sequence[str]], width: int = 120) -> str:
     lines += [f"  {group}: {', '.join(names)}" for group, names in sorted(choices.items())]
     lines += ["", "Keys (KEY=VALUE) with their defaults:"]
     for key, text in documented_keys().items():
-        default: Any = Config()
-        for name in key.split("."):
-            default = getattr(default, name)
-        lines.append(f"  {key}={as_yaml(default)}")
+        lines.append(f"  {key}={as_yaml(value_of(Config(), key))}")
         lines += textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
     return "\n".join(lines)
 
@@ -151,7 +158,7 @@ def accepted(arguments: Sequence[str], conf: Path) -> list[str]:
     Raises:
         ValueError: the first word that is not accepted, with what is.
     """
-    choices = {path.name: sorted(file.stem for file in path.glob("*.yaml")) for path in conf.iterdir() if path.is_dir()}
+    choices = choices_in(conf)
     check_overrides(arguments, choices)
     for argument in arguments:
         group, equals, choice = argument.partition("=")

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-
 from fusion.costmodel.layouts import parse_layout
-from fusion.costmodel.presets import check_figures, load_cluster
+from fusion.costmodel.presets import check_figures
 from fusion.costmodel.report import as_dict, render
-from fusion.costmodel.search import Estimate, Ranking, estimate, rank
+from fusion.costmodel.search import Estimate, estimate, rank
 from fusion.costmodel.setup import Setup
 from fusion.model import Parallel
-from stalesync.job_arguments import LAYOUTS, job_config, layout_of, model_of, parse
+from stalesync.job_arguments import LAYOUTS, cluster_of, job_config, layout_of, model_of, parse, print_answer
 from stalesync.workload import describe, setup_of
 
 OPTIONS = ("model", "model.path", "cluster", "train", "infer", "cluster.hardware", "cluster.npus")
@@ -44,12 +41,7 @@ def answer(arguments: Sequence[str], recipes: Path) -> int:
     parsed = parse(arguments, options=OPTIONS, flags=["--json"], conf=conf)
     options = parsed.options
     model = model_of(options, recipes / "shapes")
-    hardware, dies = load_cluster(
-        options.get("cluster"),
-        hardware=options.get("cluster.hardware"),
-        npus=options.get("cluster.npus"),
-        folder=conf / "cluster",
-    )
+    hardware, dies = cluster_of(options, conf)
     config, lines = job_config(parsed, conf, command="plan.py", reads=READS, defaults=DEFAULTS)
     setup = setup_of(config, model.shape, hardware=hardware, dies=dies)
     train, infer = (
@@ -61,13 +53,9 @@ def answer(arguments: Sequence[str], recipes: Path) -> int:
     if config.longest_sample > config.training.token_budget:
         budget = f"training.token_budget={config.training.token_budget}"
         lines.append(f"a run refuses {budget}: less than the longest sample, {config.longest_sample} tokens")
-    _print(
-        chosen,
-        ranking,
-        check=check_figures(recipes / "shapes"),
-        notes=(*model.notes, describe(config), *lines),
-        json_path=parsed.paths.get("--json"),
-    )
+    check, notes = check_figures(recipes / "shapes"), (*model.notes, describe(config), *lines)
+    table, content = render(chosen, ranking, check=check, notes=notes), as_dict(chosen, ranking, check)
+    print_answer(table, content | {"notes": notes}, json_path=parsed.paths.get("--json"), width=WIDTH)
     return 1 if chosen.problems else 0
 
 
@@ -75,22 +63,3 @@ def _chosen(setup: Setup, train: Parallel | None, infer: Parallel | None) -> Est
     """Estimates the requested layouts; one that is `auto` (None) is the best in combination with the other."""
     best = rank(setup, (train, infer), num_exact=1).pairs[0].setup if not (train and infer) else setup
     return estimate(setup.with_layouts(train or best.train, infer or best.infer))
-
-
-def _print(
-    chosen: Estimate,
-    ranking: Ranking,
-    *,
-    check: dict[str, float],
-    notes: tuple[str, ...],
-    json_path: str | None,
-) -> None:
-    if json_path is not None:
-        text = json.dumps(as_dict(chosen, ranking, check) | {"notes": notes}, indent=2)
-        if json_path == "-":
-            print(text)
-            return
-        Path(json_path).write_text(text + "\n")
-    console = Console()
-    console = console if console.is_terminal and console.width >= WIDTH else Console(width=WIDTH)
-    console.print(render(chosen, ranking, check=check, notes=notes))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from fusion.model.huggingface import WHOLE_BYTES
 from stalesync.host_files import MAX_NAMED, digest_of
-from stalesync.overrides import known_keys
+from stalesync.overrides import known_keys, value_of
 
 if TYPE_CHECKING:
     from stalesync.config import Config
@@ -37,14 +37,7 @@ UNREAD = (".md", ".lock", ".gitattributes", ".gitignore")
 
 def settings_of(config: Config) -> dict[str, Any]:
     """Returns the value of every key."""
-
-    def value(key: str) -> Any:
-        node: Any = config
-        for name in key.split("."):
-            node = getattr(node, name)
-        return node
-
-    return json.loads(json.dumps({key: value(key) for key in known_keys()}))  # as a checkpoint returns them
+    return json.loads(json.dumps({key: value_of(config, key) for key in known_keys()}))  # as a checkpoint returns them
 
 
 def inputs_of(config: Config, masked_ids: Iterable[Iterable[int]]) -> dict[str, Any]:

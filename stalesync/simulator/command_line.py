@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 
 from rich.console import Console
 
-from fusion.costmodel.presets import load_cluster
 from fusion.ep_switch.config import DEPLOYMENTS
 from fusion.npu.config import DeviceConfig
 from stalesync.config import Config
-from stalesync.job_arguments import LAYOUTS, Arguments, job_config, layout_of, model_of, parse
+from stalesync.job_arguments import LAYOUTS, Arguments, cluster_of, job_config, layout_of, model_of, parse, print_answer
 from stalesync.simulator.cluster import Case, Scenario, base_of, check_supernodes, lengths_of, simulate
 from stalesync.simulator.outcome import min_steps
 from stalesync.simulator.plot import draw
@@ -44,7 +42,7 @@ def answer(arguments: Sequence[str], recipes: Path) -> None:
         ValueError: an argument that is unknown or wrong, by key.
     """
     parsed = parse(arguments, options=OPTIONS, flags=["--json", "--png"], conf=recipes / "conf")
-    png_path, json_path = parsed.paths.get("--png"), parsed.paths.get("--json")
+    png_path = parsed.paths.get("--png")
     if png_path == "-":
         raise ValueError("--png needs a path")
     scenario, cases = scenario_of(parsed, recipes), cases_of(parsed.options)
@@ -62,15 +60,8 @@ def answer(arguments: Sequence[str], recipes: Path) -> None:
             outcomes[case] = simulate(scenario, bases[case.deployment], case)
     if png_path:
         draw(outcomes, Path(png_path), f"{scenario.shape.name}: tokens/s")
-    if json_path:
-        text = json.dumps(as_dict(scenario, bases, outcomes), indent=2)
-        if json_path == "-":
-            print(text)
-            return
-        Path(json_path).write_text(text + "\n")
-    console = Console()
-    console = console if console.is_terminal and console.width >= WIDTH else Console(width=WIDTH)
-    console.print(render(scenario, bases, outcomes))
+    content = as_dict(scenario, bases, outcomes)
+    print_answer(render(scenario, bases, outcomes), content, json_path=parsed.paths.get("--json"), width=WIDTH)
 
 
 def cases_of(options: Mapping[str, str]) -> list[Case]:
@@ -100,12 +91,7 @@ def scenario_of(parsed: Arguments, recipes: Path) -> Scenario:
     options = parsed.options
     conf = recipes / "conf"
     preset = model_of(options, recipes / "shapes")
-    hardware, npus = load_cluster(
-        options.get("cluster"),
-        hardware=options.get("cluster.hardware"),
-        npus=options.get("cluster.npus"),
-        folder=conf / "cluster",
-    )
+    hardware, npus = cluster_of(options, conf)
     config, notes = job_config(parsed, conf, command="simulate.py", reads=READS, defaults=DEFAULTS)
     config.device = DeviceConfig("emulated", pace=options.get("model", options.get("model.path")), pace_tokens=1)
     config.cluster.npus, config.cluster.hardware = npus, hardware.name

@@ -14,8 +14,8 @@ from fusion.costmodel.setup import PUBLISHED_WORKLOAD
 from fusion.resources import RECIPES
 from stalesync import planning
 from stalesync.config import Config
-from stalesync.job_arguments import IRRELEVANT, job_config, parse, unread_keys, value_of
-from stalesync.overrides import composed, known_keys
+from stalesync.job_arguments import IRRELEVANT, job_config, parse, unread_keys
+from stalesync.overrides import composed, known_keys, value_of
 from stalesync.simulator import command_line as simulator
 from stalesync.workload import describe, lengths_of, workload_of
 
