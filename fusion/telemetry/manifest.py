@@ -50,13 +50,10 @@ class FileRecord:
         # Not larger than the file: each thread that has read keeps as much memory for later.
         view = memoryview(bytearray(min(CHUNK_BYTES, os.fstat(fd).st_size + 1)))
         with open(fd, "rb", buffering=0) as file:
-            try:
+            with naming_file(path, 0):
                 while count := file.readinto(view):
                     digest.update(view[:count])
                     nbytes += count
-            except OSError as error:  # of a descriptor: it does not know the name
-                error.filename = str(path)
-                raise
         return cls(nbytes, digest.hexdigest())
 
 

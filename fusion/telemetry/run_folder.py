@@ -51,9 +51,9 @@ from fusion.telemetry.trace import TimelineFile
 
 log = logging.getLogger(__name__)
 
-EVALUATIONS = "evaluations.jsonl"
+METRICS, SAMPLES, GROUPS, EVALUATIONS = "metrics.jsonl", "samples.jsonl", "groups.jsonl", "evaluations.jsonl"
 BEST = "best.json"
-LOGS = ("metrics.jsonl", "samples.jsonl", "groups.jsonl", EVALUATIONS, "control.jsonl")
+LOGS = (METRICS, SAMPLES, GROUPS, EVALUATIONS, "control.jsonl")
 """Logs of which a checkpoint seals the rows"""
 PROFILES = "profile"
 
@@ -86,10 +86,7 @@ class RunFolder:
         self._lock = FolderLock(self.path)
         remove_temporary(self.path)
         self.samples_per_step = samples_per_step
-        self._metrics: JsonLines | None = None
-        self._samples: JsonLines | None = None
-        self._groups: JsonLines | None = None
-        self._evaluations: JsonLines | None = None
+        self._logs: dict[str, JsonLines] = {}
         self._timeline: TimelineFile | None = None
         self._loggers: LoggerGroup | None = None
         self._full: dict[str, str] = {}
@@ -159,9 +156,7 @@ class RunFolder:
     def log(self, step: int, figures: Mapping[str, SupportsFloat]) -> None:
         """Write the figures of one step to metrics.jsonl and the loggers."""
         numbers = {name: float(value) for name, value in figures.items()}
-        if self._metrics is None:
-            self._metrics = JsonLines(self.path / "metrics.jsonl", self._note_full)
-        self._metrics.write({"step": step, **numbers})
+        self._log(METRICS).write({"step": step, **numbers})
         self._opened_loggers().log(step, numbers)
 
     def complete(
@@ -176,20 +171,19 @@ class RunFolder:
         Args:
             seal: called before the row is written, with the seals of what an evaluation writes, for the checkpoint.
         """
-        assert self._metrics is None, "complete after writing"
-        path = self.path / (name := "metrics.jsonl")
-        log_bytes = self.log_bytes()
-        seals = self.seal({one: log_bytes[one] for one in (name, EVALUATIONS)})
+        assert METRICS not in self._logs, "complete after writing"
+        path, log_bytes = self.path / METRICS, self.log_bytes()
+        seals = self.seal({name: log_bytes[name] for name in (METRICS, EVALUATIONS)})
         rows = read_jsonl(path, {"step": int})
         logged: dict[str, Any] = next((row for row in reversed(rows) if row["step"] == step), {})
         added = {name: float(value) for name, value in figures.items()}
         completed = {"step": step, **_figures(logged), **added}
         kept = [row for row in rows if row["step"] != step]
         lines = [json.dumps(finite(row), ensure_ascii=False) + "\n" for row in [*kept, completed]]
-        self._digests[name] = RowDigests(1)
-        self._digests[name].add(line.encode() for line in lines)
-        before = seals[name].blocks[-1] if logged else None
-        seal({**seals, name: dataclasses.replace(self._digests[name].sealed(), before=before)})
+        digests = self._digests[METRICS] = RowDigests(1)
+        digests.add(line.encode() for line in lines)
+        before = seals[METRICS].blocks[-1] if logged else None
+        seal({**seals, METRICS: dataclasses.replace(digests.sealed(), before=before)})
         write_atomic(path, "".join(lines))
 
     def log_bytes(self) -> dict[str, int]:
@@ -207,7 +201,7 @@ class RunFolder:
         Args:
             before_first: figures of the evaluation before the first step, which no row has.
         """
-        rows, size = read_jsonl(self.path / "metrics.jsonl", {"step": int}), 0
+        rows, size = read_jsonl(self.path / METRICS, {"step": int}), 0
         first = len(rows)
         while first and size < REPEATED_BYTES:
             first -= 1
@@ -224,10 +218,9 @@ class RunFolder:
 
         `describe` returns the row of one: `prompt`, `response`, `reward`, and what else the caller likes to keep.
         """
-        if self._samples is None:
-            self._samples = JsonLines(self.path / "samples.jsonl", self._note_full)
+        file = self._log(SAMPLES)
         for sample in _spaced(samples, self.samples_per_step):
-            self._samples.write({"step": step, **describe(sample)})
+            file.write({"step": step, **describe(sample)})
 
     def log_groups(
         self,
@@ -243,17 +236,13 @@ class RunFolder:
             lag: policy versions between the admission and the training of each.
             tokens: `prompt_tokens` of each group and `response_tokens`, a list for each.
         """
-        if self._groups is None:
-            self._groups = JsonLines(self.path / "groups.jsonl", self._note_full)
         others = {"ended": ended} if lag is None else {"ended": ended, "lag": lag}
-        self._groups.write_each({"step": step}, "group", groups, others, tokens)
+        self._log(GROUPS).write_each({"step": step}, "group", groups, others, tokens)
 
     def log_evaluation(self, step: int, rows: Iterable[Mapping[str, Any]], figures: Mapping[str, float]) -> None:
         """Write the results of an evaluation after `step`. Before the first step, whose figures no row of metrics.jsonl
         has, also write the figures to the loggers."""
-        if self._evaluations is None:
-            self._evaluations = JsonLines(self.path / EVALUATIONS, self._note_full)
-        self._evaluations.write(*rows)
+        self._log(EVALUATIONS).write(*rows)
         if step == 0:
             self._opened_loggers().log(0, figures)
 
@@ -288,14 +277,12 @@ class RunFolder:
         """Forget what was written of steps after `step`, the one a resumed run starts from; returns how many steps.
         Damaged rows are dropped, and listed in `damage`.
 
-        -1 forgets the evaluation before the first step, too. Call it before the first `log` of the resumed run. The
-        timeline keeps what happened: the time was spent.
+        Call it before the first `log` of the resumed run. The timeline keeps what happened: the time was spent.
 
         Args:
             seals: of the checkpoint that the run resumes from.
         """
-        files = self._metrics, self._samples, self._groups, self._evaluations
-        assert files == (None,) * len(files), "rewind after writing"
+        assert not self._logs, "rewind after writing"
         num_cut = 0
         for name in reversed(LOGS):
             num_cut, damage = rewind(self.path / name, step, seals.get(name))
@@ -304,11 +291,10 @@ class RunFolder:
 
     def close(self) -> None:
         """Close the files and release the lock. All files are readable without it."""
-        lines = self._metrics, self._samples, self._groups, self._evaluations
-        for file in (*lines, self._timeline, self._loggers):
+        for file in (*self._logs.values(), self._timeline, self._loggers):
             if file is not None:
                 file.close()
-        self._metrics = self._samples = self._groups = self._evaluations = self._timeline = self._loggers = None
+        self._logs, self._timeline, self._loggers = {}, None, None
         self._lock.release()
 
     def __enter__(self) -> RunFolder:
@@ -316,6 +302,12 @@ class RunFolder:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _log(self, name: str) -> JsonLines:
+        """Opens a log before its first row."""
+        if name not in self._logs:
+            self._logs[name] = JsonLines(self.path / name, self._note_full)
+        return self._logs[name]
 
     def _note_full(self, error: OSError) -> None:
         """Warns, once for each file, that the run goes on without it."""
