@@ -31,7 +31,7 @@ from fusion.telemetry.files import sync, write_atomic
 from fusion.telemetry.manifest import NAME as MARK
 from fusion.telemetry.manifest import find_damage, read_manifest, write_manifest
 from fusion.telemetry.row_digests import NO_SEALS, Seal
-from fusion.telemetry.run_folder import complete_checkpoints, step_of
+from fusion.telemetry.run_folder import complete_checkpoints, step_of, unmarked_checkpoints
 from fusion.training.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def newest(folder: Path) -> tuple[Path, list[str]]:
     for step, path in reversed(complete_checkpoints(folder).items()):
         damage = find_damage(path)
         if damage is None:
-            newer = [one for one in _unmarked(folder) if _step(one) > step]
+            newer = [one for number, one in unmarked_checkpoints(folder).items() if number > step]
             lines = [_set_aside(bad, f"is damaged: {why}", "damaged", resumed=path) for bad, why in damaged.items()]
             return path, lines + [_pass_over(one, resumed=path) for one in newer]
         damaged[path] = damage
@@ -150,7 +150,7 @@ def check_resumable(folder: Path) -> None:
     """
     if complete_checkpoints(folder):
         return
-    unmarked = _unmarked(folder)
+    unmarked = [*unmarked_checkpoints(folder).values()]
     if old := [path for path in unmarked if (path / NAME).exists() and [*path.glob("trainer/*.pt")]]:
         raise NoWholeCheckpoint(
             f"run.resume: {old[0]} was written by an earlier version, whose checkpoints cannot be resumed; start "
@@ -168,18 +168,6 @@ def check_resumable(folder: Path) -> None:
         f"run.resume=true: expected a run with a complete checkpoint; {has}{hint} (run.resume=auto starts a run that "
         "has nothing to resume)"
     )
-
-
-def _step(path: Path) -> int:
-    step = step_of(path.name)
-    assert step is not None
-    return step
-
-
-def _unmarked(folder: Path) -> list[Path]:
-    """Lists the folders of a run's checkpoints that are not marked as complete, in ascending order."""
-    paths = [path for path in folder.glob("checkpoints/step-*") if step_of(path.name) is not None]
-    return sorted((path for path in paths if not (path / MARK).exists()), key=_step)
 
 
 def _describe_unmarked(path: Path) -> str:

@@ -15,13 +15,15 @@ Row = Mapping[str, float]
 class Column:
     """One column: a header of up to two lines, its metrics (the first existing one is shown), and their format.
 
-    A name ending in `*` is the sum of all metrics with this prefix.
+    A name ending in `*` is the sum of all metrics with this prefix. ``only_with``: the metric without which the column
+    is left out; "": there is none.
     """
 
     title: str
     names: tuple[str, ...]
     show: Callable[[float], str]
     width: int
+    only_with: str = ""
 
     def cell(self, row: Row) -> str:
         for name in self.names:
@@ -51,15 +53,20 @@ def share(value: float) -> str:
 
 REFERENCE_KL = ("actor/kl_loss", "actor/reward_kl_penalty", "critic/kl")
 
+
+def _optional(title: str, name: str, show: Callable[[float], str], width: int) -> Column:
+    return Column(title, (name,), show, width, only_with=name)
+
+
 COLUMNS = (
     Column("step", ("step",), lambda value: f"{value:.0f}", width=4),
     Column("reward", ("critic/rewards/mean",), lambda value: f"{value:.3f}", width=6),
-    Column("live\ngroups", ("frac_reward_zero_std",), lambda dead: f"{1 - dead:.0%}", width=6),
-    Column("zero\nadv.", ("critic/advantages/zero_share",), share, width=5),
-    Column("cut", ("response_length/clip_ratio",), share, width=4),
-    Column("failed", ("reward/failed_share",), share, width=6),
-    Column("ESS", ("rollout_corr/rollout_is_eff_sample_size",), share, width=5),
-    Column("kept\nmass", ("training/kept_mass_mean",), lambda value: f"{value:.3f}", width=5),
+    _optional("live\ngroups", "frac_reward_zero_std", lambda dead: f"{1 - dead:.0%}", width=6),
+    _optional("zero\nadv.", "critic/advantages/zero_share", share, width=5),
+    _optional("cut", "response_length/clip_ratio", share, width=4),
+    _optional("failed", "reward/failed_share", share, width=6),
+    _optional("ESS", "rollout_corr/rollout_is_eff_sample_size", share, width=5),
+    _optional("kept\nmass", "training/kept_mass_mean", lambda value: f"{value:.3f}", width=5),
     Column("length", ("response_length/mean",), lambda value: f"{value:.1f}", width=6),
     Column("KL", REFERENCE_KL, small, width=7),
     Column("tokens\n/s", ("perf/tokens_per_s", "perf/throughput"), lambda value: f"{value:,.0f}", width=7),
@@ -68,29 +75,23 @@ COLUMNS = (
     Column("ref\ns", ("timing_s/ref",), seconds, width=5),
     Column("train\ns", ("timing_s/train", "timing_s/update_actor"), seconds, width=5),
     Column("switch\ns", ("timing_s/switch", "timing_s/switch_*"), seconds, width=6),
-    Column("tokens\n/pass", ("rollout/tokens_per_forward_mean",), lambda value: f"{value:.2f}", width=6),
+    Column(
+        "tokens\n/pass",
+        ("rollout/tokens_per_forward_mean",),
+        lambda value: f"{value:.2f}",
+        width=6,
+        only_with="rollout/draft_mib_max",
+    ),
     Column("infer\nHBM", ("memory/infer/peak_mib",), lambda mib: human_bytes(mib * MIB), width=5),
     Column("train\nHBM", ("memory/train/peak_mib",), lambda mib: human_bytes(mib * MIB), width=5),
 )
-
-
-ONLY_WITH = {
-    "tokens\n/pass": "rollout/draft_mib_max",
-    "live\ngroups": "frac_reward_zero_std",
-    "zero\nadv.": "critic/advantages/zero_share",
-    "cut": "response_length/clip_ratio",
-    "failed": "reward/failed_share",
-    "ESS": "rollout_corr/rollout_is_eff_sample_size",
-    "kept\nmass": "training/kept_mass_mean",
-}
-"""Title of a column → the metric without which it is left out"""
 
 
 def columns_for(row: Row) -> tuple[Column, ...]:
     """Choose the columns for rows like this one: what shows whether there is a signal to learn from comes first, where
     it was measured. Without a reference model, the KL is that to the policy that generated, and its header is
     different; without drafts a forward pass yields one token a sequence."""
-    columns = [one for one in COLUMNS if ONLY_WITH.get(one.title, "step") in {"step", *row}]
+    columns = [one for one in COLUMNS if not one.only_with or one.only_with in row]
     if any(name in row for name in REFERENCE_KL) or "actor/ppo_kl" not in row:
         return tuple(columns)
     return tuple(

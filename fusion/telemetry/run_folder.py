@@ -342,8 +342,18 @@ def step_of(name: str) -> int | None:
 
 def complete_checkpoints(path: Path) -> dict[int, Path]:
     """Map the steps of a run's complete checkpoints to their folders, in ascending order."""
-    marked = {step_of(mark.parent.name): mark.parent for mark in path.glob(f"checkpoints/step-*/{CHECKPOINT_MARK}")}
-    return {step: folder for step, folder in sorted((s, f) for s, f in marked.items() if s is not None)}
+    return _checkpoints(path, marked=True)
+
+
+def unmarked_checkpoints(path: Path) -> dict[int, Path]:
+    """Map the steps of a run's checkpoints that are not marked as complete to their folders, in ascending order."""
+    return _checkpoints(path, marked=False)
+
+
+def _checkpoints(path: Path, *, marked: bool) -> dict[int, Path]:
+    found = ((step_of(folder.name), folder) for folder in path.glob("checkpoints/step-*"))
+    chosen = [(step, one) for step, one in found if step is not None and (one / CHECKPOINT_MARK).exists() == marked]
+    return dict(sorted(chosen))
 
 
 def describe(path: Path | str) -> list[str]:
