@@ -21,6 +21,7 @@ from fusion.rewards.answers import expected_response
 from stalesync.config import Config
 from stalesync.launch import prepare, start_rewards
 from stalesync.prompts import Prompt, PromptSource
+from stalesync.tokenizer_folder import describe_masked
 from stalesync.workload import setup_of
 
 log = logging.getLogger(__name__)
@@ -48,7 +49,8 @@ def check(config: Config) -> list[str]:
         tokenizer, source, opened, spec = prepare(config, model)
         assert spec.detokenizer is not None
         prompts = source.sample(NUM_ROWS)
-        show("tokenizer", describe_tokenizer(tokenizer, source, prompts[0], spec.detokenizer.end_token_ids))
+        masked = describe_masked(spec.masked_ids, model.vocab_size)
+        show("tokenizer", [*describe_tokenizer(tokenizer, source, prompts[0], spec.detokenizer.end_token_ids), *masked])
         show("prompts", describe_prompts(config, source, prompts))
         rule, _, files = start_rewards(stack, config, source, opened, num_answers=NUM_ROWS)
         show("reward", [f"{config.reward.model}: not called"] if rule is None else call(rule, prompts[0]))

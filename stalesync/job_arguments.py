@@ -19,7 +19,7 @@ from rich.console import Console, RenderableType
 from fusion.costmodel.hardware import Hardware
 from fusion.costmodel.presets import Preset, load_cluster, load_shape
 from stalesync.config import Config
-from stalesync.overrides import as_yaml, choices_in, composed, known_keys, value_of
+from stalesync.overrides import accepted, as_yaml, choices_in, composed, known_keys, value_of
 
 _IRRELEVANT = {
     "names, length, checkpoints and logs of a run": "run.*",
@@ -158,7 +158,8 @@ def job_config(
     """
     conf = conf.absolute()  # Hydra expects it
     base = composed(conf, defaults)
-    config = composed(conf, [*defaults, *arguments.overrides]) if arguments.overrides else base
+    overrides = accepted(arguments.overrides, conf)
+    config = composed(conf, [*defaults, *overrides]) if overrides else base
     unread = unread_keys(config, base, reads)
     if unread and not arguments.for_job:
         value, only = (as_yaml(value_of(one, unread[0])) for one in (config, base))

@@ -3,6 +3,7 @@
     run.steps=1e3             run.steps=1000
     device.capacity_bytes=2G  device.capacity_bytes=2147483648     K, M, G, T: powers of 1024
     run.loggers=wandb         run.loggers=[wandb]
+    run.name=1e3              run.name='1e3'
 
 A value with quotes, brackets or an interpolation is Hydra's own to read, and stays as it is.
 """
@@ -15,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any, Union, get_args, get_origin
 
 HYDRAS_OWN = re.compile(r"^$|^['\"\[{]|\$\{|^\w+\(")
-BYTES = re.compile(r"(\d+(?:\.\d+)?)([KMGT])(?:i?B)?", re.IGNORECASE)
+BYTES = re.compile(r"(\d+(?:\.\d+)?)([KMGT])i?B?", re.IGNORECASE)
 TRUTHS = ("true", "false")
 
 
@@ -42,6 +43,9 @@ def typed(key: str, text: str, hint: Any) -> str:
         found, expected = _integer(text, sized), f"a whole number{' or one with K, M, G or T' if sized else ''}"
     elif kind is float:
         found, expected = (text if _number(text) is not None else ""), "a number"
+    elif kind is str:
+        quote = next((one for one in "'\"" if one not in text and "\\" not in text), "")
+        found = f"{quote}{text}{quote}"
     elif kind is bool:
         found, expected = (text if text.lower() in TRUTHS else ""), "true or false"
     if not found:

@@ -72,7 +72,7 @@ def test_a_job_is_described_without_starting_ray(overrides, capsys, monkeypatch)
 
 
 def test_warnings_come_last_and_do_not_refuse(overrides, capsys, monkeypatch):
-    arguments = overrides("1", "\\boxed{}", "Paris", "4", **{"device.capacity_bytes": 1 << 20})
+    arguments = overrides("1", "\\boxed{}", "Paris", "4", **{"device.capacity_bytes": "1M"})
     status, told = run(capsys, monkeypatch, arguments)
     warnings = [line for line in told.out.splitlines() if line.startswith("warning: ")]
     assert status == 0 and told.out.endswith(f"the job can start; {len(warnings)} warnings\n")
@@ -87,6 +87,7 @@ def test_warnings_come_last_and_do_not_refuse(overrides, capsys, monkeypatch):
         (["1"], {"algorithm.group_size": "0"}, "algorithm.group_size=0"),
         (["1"], {"data.system_prompt": "x"}, "data.system_prompt needs a tokenizer with a chat template"),
         (["1"], {"no.such": "1"}, "unknown key 'no.such'"),
+        (["1"], {"algorithm": "ppo"}, "algorithm=ppo: expected one of dapo, "),
     ],
 )
 def test_what_a_run_would_refuse_is_refused_with_status_2(overrides, capsys, monkeypatch, answers, changes, message):

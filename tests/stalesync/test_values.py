@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from stalesync.other_names import OTHER_NAMES
@@ -25,6 +26,10 @@ CONF = ROOT / "recipes" / "conf"
         (["device.capacity_bytes=2G"], 2 << 30),
         (["device.capacity_bytes=1.5GiB"], 3 << 29),
         (["device.capacity_bytes=null"], None),
+        (["device.capacity_bytes=128Mi"], 128 << 20),
+        (["data.system_prompt=You add, I check."], "You add, I check."),
+        (["data.system_prompt=You're right: 1+1=2"], "You're right: 1+1=2"),
+        (["data.source=my set (1).jsonl"], "my set (1).jsonl"),
         (["run.loggers=wandb"], ["wandb"]),
         (["run.loggers=wandb,tensorboard"], ["wandb", "tensorboard"]),
         (["run.loggers=[]"], []),
@@ -82,6 +87,17 @@ def test_what_hydra_itself_refuses_is_one_line(word):
 
 def test_hydras_own_options_pass():
     check_overrides(["--cfg", "job", "--resolve", "-m", "--info=all"])
+
+
+@given(
+    st.text(st.characters(codec="ascii", min_codepoint=32, exclude_characters="\\$'\"[{("), min_size=1).map(str.strip)
+)
+@example("1e3")
+@example("FALSE")
+def test_a_text_keeps_its_characters(text):
+    if text and text.lower() not in ("null", "none"):
+        word = f"data.system_prompt={typed('data.system_prompt', text, str | None)}"
+        assert OverridesParser.create().parse_override(word).value() == text
 
 
 @given(st.sampled_from(sorted(typed_keys())), st.text(st.characters(codec="ascii"), max_size=6))
