@@ -96,7 +96,7 @@ def answers_of(*texts):
 
 @pytest.mark.parametrize(
     ("rule", "bad"),
-    [("math", ["", "#### ", "\\boxed{}", "\x0crac{1}{2}", "\ufffd8"]), ("arithmetic", ["#1#2", "\x00"])],
+    [("math", ["", "#### ", "\\boxed{}", "\x0crac{1}{2}", "\ufffd8"]), ("arithmetic", ["", "#1#2", "\x00"])],
 )
 def test_answers_that_can_never_be_right_are_named(pools, rule, bad):
     assert check_answers(pools[rule], answers_of("#12", "x y")) == []
