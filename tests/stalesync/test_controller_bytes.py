@@ -44,8 +44,9 @@ def test_the_controller_receives_text_and_lengths_and_no_token(base, judge, tmp_
     found = json.loads(counts.read_text())
     assert sum(row["response_length/mean"] for row in rows_of(tmp_path / "run")) / 2 > RESPONSE / 2
 
-    assert found["queue_bytes"].keys() == {"text"}, "tokens and log-probabilities stay where they are"
-    metadata = found["queue_total_bytes"] - found["queue_bytes"]["text"]
+    assert found["queue_bytes"].keys() == {"text", "cut"}, "tokens and log-probabilities stay where they are"
+    assert found["queue_bytes"]["cut"] == found["samples"], "a byte: whether the limit ended the response"
+    metadata = found["queue_total_bytes"] - sum(found["queue_bytes"].values())
     assert found["samples"] >= 64 and metadata < SAMPLE_METADATA * found["samples"], metadata / found["samples"]
     assert {"answer"} <= {stage for stage, *_ in found["reports"]}
     for stage, size, items, texts in found["reports"]:

@@ -10,6 +10,7 @@ from tests.machine import communicate, run
 
 START = """
 import os, signal, sys, time
+from pathlib import Path
 from stalesync import stopping
 from stalesync.failures import RayEnded
 from stalesync.ray_end import Ender
@@ -23,7 +24,7 @@ def show_report(outcome):
     print(outcome, os.read(told, 1) == GIVING_UP, flush=True)
 
 told, pipe = os.pipe()
-ender = Ender(Guard("mark", pipe, ends_itself=True), report, show_report)
+ender = Ender(Guard("mark", pipe, Path("ray"), ends_itself=True), report, show_report)
 """
 
 GIVE_UP = """
