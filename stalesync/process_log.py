@@ -8,7 +8,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -58,35 +58,60 @@ def _text(log: _Tolerant) -> io.TextIOWrapper:
 
 
 @contextmanager
-def logging_to(path: Path) -> Iterator[list[str]]:
+def logging_to(path: Path, earlier: Sequence[logging.LogRecord] = ()) -> Iterator[list[str]]:
     """Appends to a file what this process logs in the block; warnings are still printed to the standard error. Yields
-    the notes of the final report: whether there was no space for the file."""
-    notes: list[str] = []
+    the notes of the final report: ``earlier`` warnings, and whether there was no space for the file.
+
+    Args:
+        earlier: of `keeping_warnings`; they are written first.
+    """
+    notes = [record.getMessage().partition("\n")[0] for record in earlier]
 
     def note_full(error: OSError) -> None:
-        if not notes:
+        if len(notes) == len(earlier):
             notes.append(f"{error}: the run goes on, it has a gap")
-            print(notes[0], file=sys.stderr)
+            print(notes[-1], file=sys.stderr)
 
-    stream = _text(_Tolerant(path, "a", note_full))
     root = logging.getLogger()
-    level, handlers = root.level, list[logging.Handler]([logging.StreamHandler(stream)])
-    handlers[0].setFormatter(logging.Formatter(FORMAT))
+    level, file = root.level, logging.StreamHandler(stream := _text(_Tolerant(path, "a", note_full)))
+    file.setFormatter(logging.Formatter(FORMAT))
+    for record in earlier:
+        file.handle(record)
+    root.setLevel(logging.INFO)
+    try:
+        with _added(file):
+            yield notes
+    finally:
+        root.setLevel(level)
+        stream.close()
+
+
+@contextmanager
+def keeping_warnings(kept: list[logging.LogRecord]) -> Iterator[None]:
+    """Adds to a list the warnings of the block, which are still printed, for the log of a run that has none yet."""
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = kept.append  # type: ignore[assignment, method-assign]
+    with _added(handler):
+        yield
+
+
+@contextmanager
+def _added(handler: logging.Handler) -> Iterator[None]:
+    """Lets a handler receive what this process logs in the block, besides those that print it."""
+    root = logging.getLogger()
+    handlers = [handler]
     if not root.handlers:
         console = logging.StreamHandler()
         console.setLevel(logging.WARNING)
         handlers.append(console)
-    for handler in handlers:
-        root.addHandler(handler)
-    root.setLevel(logging.INFO)
+    for one in handlers:
+        root.addHandler(one)
     try:
-        yield notes
+        yield
     finally:
-        root.setLevel(level)
-        for handler in handlers:
-            root.removeHandler(handler)
-            handler.close()
-        stream.close()
+        for one in handlers:
+            root.removeHandler(one)
+            one.close()
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import pytest
 from fusion.npu.failures import FailureKind, RankFailure
 from stalesync import run_log
 from stalesync.failures import CardFailed, FailedStage, QueueFailed, RayNotStarted, late_rank
-from stalesync.process_log import logging_to, stderr_to
+from stalesync.process_log import keeping_warnings, logging_to, stderr_to
 from stalesync.run_log import Progress, RunLog, describe_failure
 from stalesync.stopping import Stopped
 
@@ -183,6 +183,21 @@ def test_what_c_writes_to_the_standard_error_while_ray_starts_goes_to_its_log(tm
     with stderr_to(None):
         os.write(2, b"shown, too\n")
     assert capfd.readouterr().err == "shown, too\n"
+
+
+def test_warnings_from_before_the_log_are_printed_once_and_in_log_and_notes(tmp_path, capsys, monkeypatch):
+    root, early = logging.getLogger(), []
+    monkeypatch.setattr(root, "handlers", [])
+    with keeping_warnings(early):
+        logging.getLogger("stalesync.launch").warning("reward.path: %s", "a sample failed\nits trace")
+        logging.getLogger("stalesync.launch").info("a detail")
+    with logging_to(tmp_path / "controller.log", early) as notes:
+        logging.getLogger("stalesync.cards").warning("later")
+    assert root.handlers == [] and notes == ["reward.path: a sample failed"]
+    assert capsys.readouterr().err == "reward.path: a sample failed\nits trace\nlater\n"
+    first, trace, later = (tmp_path / "controller.log").read_text().splitlines()
+    assert first.endswith("WARNING stalesync.launch: reward.path: a sample failed") and trace == "its trace"
+    assert later.endswith("later")
 
 
 def test_warnings_of_the_controller_are_in_its_log_and_still_printed(tmp_path, capsys, monkeypatch):
