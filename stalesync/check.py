@@ -16,8 +16,6 @@ from fusion.costmodel.search import problems
 from fusion.costmodel.setup import Setup
 from fusion.costmodel.shape import Shape
 from fusion.model import ModelConfig
-from fusion.rewards import RewardPool, RewardSample
-from fusion.rewards.answers import expected_response
 from stalesync.config import Config
 from stalesync.launch import prepare, start_rewards
 from stalesync.prompts import Prompt, PromptSource
@@ -30,7 +28,6 @@ GIB = 2**30
 NUM_ROWS = 1000
 """Maximum number of rows whose lengths and answers are looked at"""
 BINS, BAR = 8, 40
-SHOWN_CHARS = 60
 EMULATED_BYTES = 2 << 30
 """Memory of an emulated card without device.capacity_bytes"""
 SOME_CARD = "ascend_910b"
@@ -52,8 +49,8 @@ def check(config: Config) -> list[str]:
         masked = describe_masked(spec.masked_ids, model.vocab_size)
         show("tokenizer", [*describe_tokenizer(tokenizer, source, prompts[0], spec.detokenizer.end_token_ids), *masked])
         show("prompts", describe_prompts(config, source, prompts))
-        rule, _, files = start_rewards(stack, config, source, opened, num_answers=NUM_ROWS)
-        show("reward", [f"{config.reward.model}: not called"] if rule is None else call(rule, prompts[0]))
+        _, _, files, calls = start_rewards(stack, config, source, opened, num_answers=NUM_ROWS)
+        show("reward", ([f"{config.reward.model}: not called"] if config.reward.model else []) + calls)
         show("evaluation", [f"{file.name}: {file.rows.describe()}" for file in files if file.rows is not None])
         show("memory of a card", describe_memory(config, model))
         balancing = [config.training.describe_balancing(model.router_aux_coef)] if model.num_experts else []
@@ -119,16 +116,6 @@ def histogram(lengths: Sequence[int]) -> list[str]:
     bars = ["#" * -(-count * BAR // max(counts)) for count in counts]
     rows = zip(names, bars, counts, strict=True)
     return [f"{name:>{longest}} tokens {bar} {count}" for name, bar, count in rows]
-
-
-def call(pool: RewardPool, prompt: Prompt) -> list[str]:
-    """Calls a reward once, with the reference answer as the response; the pool logs a failure as a warning."""
-    response = expected_response(pool.kind, prompt.answer) or prompt.answer
-    sample = RewardSample(prompt.text, response, prompt.answer, prompt.fields, prefill=prompt.prefill)
-    (outcome,) = pool.score([sample])
-    result = f"{outcome.reward:g}" if outcome.reward is not None else f"failed ({outcome.error})"
-    called = f"{pool.kind} of {response[-SHOWN_CHARS:]!r}, where the answer is {prompt.answer[-SHOWN_CHARS:]!r}"
-    return [f"{called}: {result} in {outcome.seconds:.3f} s"]
 
 
 def describe_memory(config: Config, model: ModelConfig) -> list[str]:

@@ -29,13 +29,13 @@ from fusion.telemetry.run_folder import complete_checkpoints
 from stalesync import savepoint
 from stalesync.config import Config
 from stalesync.evaluation.files import EvalFile, OpenedFile, open_files, with_rewards
-from stalesync.process_log import logging_to
+from stalesync.process_log import keeping_warnings, logging_to
 from stalesync.prompts import ChatTemplate, PromptSource
 from stalesync.ray_cluster import check_token, ray_cluster
 from stalesync.ray_folder import root_of
 from stalesync.ray_guard import Report
 from stalesync.resume import Reopened, check_changes, check_resume, check_weights, new_folder, reopen
-from stalesync.reward_terms import Term, check_reference_answers, check_term_fields, start_terms
+from stalesync.reward_terms import Term, call_once, check_reference_answers, check_term_fields, start_terms
 from stalesync.run_inputs import inputs_of
 from stalesync.run_log import Progress, RunLog
 from stalesync.stopping import acknowledging, blocking_signals, holding, ignore_stops, stoppable
@@ -72,7 +72,9 @@ def launch(config: Config, *, evaluates: str = "") -> Path:
     model = config.validate(trains=trains)
     check_resume(config.run)
     config = config.resolved()
-    _, source, opened, spec = prepare(config, model)
+    early: list[logging.LogRecord] = []
+    with keeping_warnings(early):
+        _, source, opened, spec = prepare(config, model)
     check_token(config.cluster.address)
     if config.cluster.address is None:
         root_of(os.environ)
@@ -87,13 +89,14 @@ def launch(config: Config, *, evaluates: str = "") -> Path:
         if earlier is not None:
             stack.enter_context(earlier.folder)
             earlier = check_changes(earlier, config, source=source, inputs=inputs)
-        rule, terms, files = start_rewards(stack, config, source, opened)
+        with keeping_warnings(early):
+            rule, terms, files, _ = start_rewards(stack, config, source, opened)
         with holding():  # a run that has a folder reports how it ended
             folder = stack.enter_context(new_folder(config.run)) if earlier is None else earlier.folder
             folder.write_config(asdict(config))
             stack.callback(lambda: report_run(folder.path, **report))
             progress, logs = Progress(), RunLog(folder.path)
-            report["notes"] = stack.enter_context(logging_to(logs.controller))
+            report["notes"] = stack.enter_context(logging_to(logs.controller, early))
             stack.enter_context(logs.recording(progress, report, world=spec.world, settle=ignore_stops))
         if trains:
             print(describe(config))
@@ -137,13 +140,13 @@ def prepare(config: Config, model: ModelConfig) -> tuple[Any, PromptSource, list
 
 def start_rewards(
     stack: ExitStack, config: Config, source: PromptSource, opened: Sequence[OpenedFile], num_answers: int = 64
-) -> tuple[RewardPool | None, list[Term], list[EvalFile]]:
-    """Starts the processes of a job's rewards, which end with ``stack``, and checks the fields of the data and up to
-    ``num_answers`` of its reference answers. Returns the reward itself (None: a reward model), its terms, and the files
-    of the evaluations.
+) -> tuple[RewardPool | None, list[Term], list[EvalFile], list[str]]:
+    """Starts the processes of a job's rewards, which end with ``stack``, checks the fields of the data and up to
+    ``num_answers`` of its reference answers, and calls each reward once. Returns the reward itself (None: a reward
+    model), its terms, the files of the evaluations, and a line for each call.
 
     Raises:
-        ValueError: a reward cannot be loaded, lacks a field, or can match no reference answer.
+        ValueError: a reward cannot be loaded, lacks a field, returns no reward, or can match no reference answer.
     """
     rule = stack.enter_context(RewardPool(config.reward)) if config.reward.kind != "model" else None
     if rule is not None:
@@ -164,7 +167,13 @@ def start_rewards(
         start=lambda reward: stack.enter_context(RewardPool(reward)),
         num_answers=num_answers,
     )
-    return rule, terms, files
+    (prompt,) = source.sample(1)
+    asked = {file.pool: (f"eval.files: {file.name!r}: ", file.prompts[0]) for file in files}
+    asked |= {term.pool: (f"reward.terms[{index}] ({term.spec.name}): ", prompt) for index, term in enumerate(terms)}
+    asked[rule] = "", prompt
+    pools = [(pool, *asked[pool]) for pool in reversed(asked) if pool is not None]
+    group_size = config.algorithm.group_size
+    return rule, terms, files, [call_once(pool, one, group_size=group_size, key=key) for pool, key, one in pools]
 
 
 def _run(

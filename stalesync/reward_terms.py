@@ -16,8 +16,11 @@ from fusion.rewards import (
     check_required_fields,
     length_term,
 )
-from stalesync.prompts import PromptSource
+from fusion.rewards.answers import expected_response
+from stalesync.prompts import Prompt, PromptSource
 from stalesync.samples import Sample
+
+SHOWN_CHARS = 60
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,26 @@ def check_reference_answers(
     answers = source.reference_answers(count)
     pools = (rule, *(term.pool for term in terms))
     return [line for pool in pools if pool is not None for line in check_answers(pool, answers)]
+
+
+def call_once(pool: RewardPool, prompt: Prompt, *, group_size: int, key: str = "") -> str:
+    """Calls a reward once, with the reference answer as every response of a group; returns a line that describes it.
+    The pool logs a failure as a warning: a judge may be down for a moment, and an answer need not be a response.
+
+    Args:
+        key: names the reward in an error.
+
+    Raises:
+        ValueError: the reward has returned something that is no reward.
+    """
+    response = expected_response(pool.kind, prompt.answer) or prompt.answer
+    others = [response] * (group_size - 1)
+    (outcome,) = pool.score([RewardSample(prompt.text, response, prompt.answer, prompt.fields, others, prompt.prefill)])
+    called = f"{pool.kind} of {response[-SHOWN_CHARS:]!r}, where the answer is {prompt.answer[-SHOWN_CHARS:]!r}"
+    if outcome.error == "bad_type":
+        raise ValueError(f"{key}{pool.label}: {called}: it {outcome.detail}")
+    result = f"{outcome.reward:g}" if outcome.reward is not None else f"failed ({outcome.error})"
+    return f"{called}: {result} in {outcome.seconds:.3f} s"
 
 
 def score_text(pool: RewardPool, samples: Sequence[Sample]) -> list[RewardOutcome]:

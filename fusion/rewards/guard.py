@@ -52,6 +52,8 @@ class RewardPool:
         self._config, self._spec = config, spec or config.spec
         self.kind = self._spec.kind
         """What the children compute: `RewardSpec.kind`"""
+        self.label = self._spec.label
+        """The reward in messages"""
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._children: list[Child] = []
@@ -207,7 +209,7 @@ class RewardPool:
         end = f"was killed by {signal_name(-status)}" if status < 0 else f"exited with status {status}"
         end = child.unreadable or end
         if not child.ready:
-            self._start_error = f"{self._source()}: its process {end} before it was ready\n{trace}".rstrip()
+            self._start_error = f"{self.label}: its process {end} before it was ready\n{trace}".rstrip()
             return
         detail = f"the process that scored this sample {end}\n{trace}".rstrip()
         self._fail_current(child, batch, error="died", detail=detail, distinct=end)
@@ -217,7 +219,7 @@ class RewardPool:
         trace = child.dump_stack()
         self._drop(child)
         if not child.ready:
-            self._start_error = f"{self._source()}: not ready after {START_LIMIT_S:.0f} s\n{trace}".rstrip()
+            self._start_error = f"{self.label}: not ready after {START_LIMIT_S:.0f} s\n{trace}".rstrip()
             return
         limit = self._config.time_limit_s
         distinct = next((line.rpartition(" in ")[2] for line in trace.splitlines() if " in " in line), "")
@@ -253,7 +255,7 @@ class RewardPool:
             self._logged_errors.add((outcome.error, distinct))
             log.warning(
                 "%s: a sample failed (%s) and is not scored. Logged once; reward/failed counts all.\n%s",
-                self._source(), outcome.error, outcome.detail,
+                self.label, outcome.error, outcome.detail,
             )  # fmt: skip
 
     def _fail_remaining(self, batch: Batch) -> None:
@@ -266,9 +268,6 @@ class RewardPool:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the reward pool is closed")
-
-    def _source(self) -> str:
-        return self._spec.label
 
     def _fill(self) -> None:
         """Start children until there are `config.workers`; none if the pool is closed."""

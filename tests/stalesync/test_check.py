@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import sys
 
 import pytest
@@ -105,6 +106,21 @@ def test_the_reward_is_called_once_and_its_failure_is_a_warning(overrides, tmp_p
     assert "custom of '1', where the answer is '1': failed (raised)" in capsys.readouterr().out
     assert any("no judge" in line for line in warnings)
     assert (tmp_path / "own.py.calls").read_text() == "x"
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ("reward.terms=[{{reward: {own}}}]", "reward.terms[0] (score): reward.path="),
+        ("eval.files=[{{path: {rows}, name: own, reward: {own}}}]", "eval.files: 'own': reward.path="),
+    ],
+)
+def test_a_term_and_the_reward_of_a_file_are_called_too(overrides, tmp_path, changes, key):
+    (file := tmp_path / "own.py").write_text("def score(prompt, response, answer):\n    return 'good'\n")
+    change = changes.format(own=f"'{file}:score'", rows=tmp_path / "rows.jsonl")
+    config = composed(RECIPES / "conf", [*overrides("1", "2"), change])
+    with pytest.raises(ValueError, match=re.escape(key) + ".*it returned 'good' \\(str\\); expected a finite number"):
+        check(config)
 
 
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=50))

@@ -34,6 +34,8 @@ from pathlib import Path
 
 def score(prompt, response, answer, **fields):
     logs, kills = Path({logs!r}), {kills!r}
+    if not logs.is_dir():  # the call before the run has a folder
+        return 0.0
     with open({calls!r}, "a") as calls:
         calls.write("x")
         number = calls.tell()

@@ -229,12 +229,14 @@ def test_a_queue_that_fails_where_storage_is_full_names_it(monkeypatch):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["reward.path={folder}/mine.py:score"], "raised RuntimeError: no such judge"),
+        (["reward.path={folder}/broken.py:score"], "raised RuntimeError: no such judge"),
+        (["reward.path={folder}/mine.py:score"], "it returned {'points': 1} (dict); expected a finite number"),
         (["device.kind=npu"], "device.kind=npu: torch_npu is not installed; Ascend cards need CANN"),
     ],
 )
 def test_a_start_that_fails_keeps_no_name(base, tmp_path, overrides, message):
-    (tmp_path / "mine.py").write_text("raise RuntimeError('no such judge')")
+    (tmp_path / "broken.py").write_text("raise RuntimeError('no such judge')")
+    (tmp_path / "mine.py").write_text("def score(prompt, response, answer): return {'points': 1}")
     done = train(base, tmp_path / "runs", *[one.format(folder=tmp_path) for one in overrides])
     assert done.returncode == 1 and message in done.stderr, done.stderr
     assert not (tmp_path / "runs").exists() or not [*(tmp_path / "runs").iterdir()]

@@ -8,7 +8,7 @@ from fusion.rewards import RewardConfig, RewardOutcome, RewardPool
 from fusion.telemetry import Metrics
 from stalesync.prompts import Prompt
 from stalesync.reward_sources import WeightedReward
-from stalesync.reward_terms import check_term_fields, start_terms
+from stalesync.reward_terms import call_once, check_term_fields, start_terms
 from stalesync.sample_columns import SampleColumns
 from stalesync.sample_metrics import add_sample_metrics
 from stalesync.samples import Sample
@@ -35,6 +35,45 @@ class Base:
 
     def take_reports(self):
         return ["report"]
+
+
+RESULTS = """
+from pathlib import Path
+
+def one(prompt, response, answer):
+    return {value}
+
+def batch(prompts, responses, answers, a):
+    return [{value} for _ in prompts]
+
+def group(prompt, response, answer, other_responses):
+    return {value} if other_responses == [response] * 3 else 1 / 0
+
+def no_list(prompts, responses, answers):
+    return {value}
+"""
+
+
+@pytest.mark.parametrize("name", ["one", "batch", "group", "no_list"])
+@pytest.mark.parametrize(
+    ("value", "called"),
+    [("0.5", ": 0.5 in "), ("1 / 0", "failed (raised)"), ("'yes'", None), ("None", None), ("{'points': 1}", None)],
+)
+def test_a_function_that_returns_no_reward_is_refused_by_its_first_call_and_a_failure_is_a_warning(
+    tmp_path, caplog, name, value, called
+):
+    (file := tmp_path / "own.py").write_text(RESULTS.replace("{value}", value))
+    prompt = Prompt("g", (1,), "p", "gold", {"a": "field"})
+    if name == "no_list" and called != "failed (raised)":
+        called = None
+    with RewardPool(RewardConfig("custom", path=f"{file}:{name}", workers=1)) as pool:
+        if called is not None:
+            assert called in call_once(pool, prompt, group_size=4)
+            assert ("ZeroDivisionError" in caplog.text) == (called == "failed (raised)")
+            return
+        key = rf"^a term: reward.path='.*own.py:{name}': custom of 'gold', .* is 'gold': it returned .*expected"
+        with pytest.raises(ValueError, match=key):
+            call_once(pool, prompt, group_size=4, key="a term: ")
 
 
 def scored(samples):
