@@ -181,18 +181,22 @@ class QueueActor:
         """Write the state of this moment and copies of its segments to `folder`. Idempotent for a call retried with
         the same `cut`."""
         async with self._call():
-            if checkpoint.is_whole(folder, cut):
-                return
-            snapshot, numbers = self.core.snapshot(checkpoint.segment_path), [s.number for s in self.core.ledger.live]
-            with self.core.ledger.pinned(*numbers):
-                unfinished = checkpoint.Unfinished(folder, cut)
-                try:
-                    partial = unfinished.partial
-                    await self.fleet.copy_out(numbers, lambda number: str(partial / checkpoint.segment_path(number)))
-                    await asyncio.to_thread(unfinished.finish, snapshot, numbers)
-                except BaseException:
-                    unfinished.abort()
-                    raise
+            await self._checkpoint(folder, cut)
+        await asyncio.to_thread(checkpoint.release_freed)
+
+    async def _checkpoint(self, folder: str, cut: str) -> None:
+        if checkpoint.is_whole(folder, cut):
+            return
+        snapshot, numbers = self.core.snapshot(checkpoint.segment_path), [s.number for s in self.core.ledger.live]
+        with self.core.ledger.pinned(*numbers):
+            unfinished = checkpoint.Unfinished(folder, cut)
+            try:
+                partial = unfinished.partial
+                await self.fleet.copy_out(numbers, lambda number: str(partial / checkpoint.segment_path(number)))
+                await asyncio.to_thread(unfinished.finish, snapshot, numbers)
+            except BaseException:
+                unfinished.abort()
+                raise
 
     # ---- calls of clients
 

@@ -10,10 +10,12 @@ that of the snapshot; segments are immutable, so they may be copied later, as lo
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 from distqueue.core.recovery import outline
@@ -30,6 +32,13 @@ CUT = "cut"
 def segment_path(number: int) -> str:
     """Path of a segment, relative to the checkpoint's folder."""
     return f"{SEGMENTS}/{number}"
+
+
+def release_freed() -> None:
+    """Return the memory that a snapshot has used and freed to the system. glibc keeps it, in pieces between what lives
+    on, so that a queue would grow with every checkpoint."""
+    with suppress(OSError, AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class Unfinished:

@@ -82,7 +82,7 @@ ray_folder=/tmp/ray-RANDOM
 [ -n "$dry" ] || ray_folder=/tmp/ray-$(head -c 8 /dev/urandom | od -An -tx1 | tr -d ' \n')
 on() { # HOST COMMAND...: run the command on HOST with bash, whatever the login shell, in this checkout and its environment
   local host=$1 line; shift
-  line="cd $(printf %q "$PWD") && export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$token RAY_TMPDIR=$ray_folder && source scripts/environment.sh && $(printf '%q ' "$@")"
+  line="cd $(printf %q "$PWD") && export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=$token MALLOC_ARENA_MAX=2 RAY_task_events_report_interval_ms=0 RAY_TMPDIR=$ray_folder && source scripts/environment.sh && $(printf '%q ' "$@")"
   line=${line% }
   if [ -n "$dry" ]; then echo "ssh -o BatchMode=yes $host bash <<< ${line@Q}"; else ssh -o BatchMode=yes "$host" bash <<< "$line"; fi
 }

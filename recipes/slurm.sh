@@ -30,6 +30,7 @@ head=${nodes[0]} port=$((20000 + SLURM_JOB_ID % 10000)) count=${#nodes[@]}
 
 ray_pids=() run_pid='' stopped=''
 export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$PWD/.ray-token-$SLURM_JOB_ID"
+export MALLOC_ARENA_MAX=2 RAY_task_events_report_interval_ms=0 # bound the memory of Ray's processes (docs/stalesync.md)
 # Ray lets all users write to its temporary folder: it is in one that mkdir creates, with a name that nobody can know before.
 RAY_TMPDIR=/tmp/ray-$(head -c 8 /dev/urandom | od -An -tx1 | tr -d ' \n')
 export RAY_TMPDIR

@@ -29,6 +29,7 @@ from fusion.telemetry.run_folder import complete_checkpoints
 from stalesync import savepoint
 from stalesync.config import Config
 from stalesync.evaluation.files import EvalFile, OpenedFile, open_files, with_rewards
+from stalesync.garbage import share_arenas
 from stalesync.process_log import keeping_warnings, logging_to
 from stalesync.prompts import ChatTemplate, PromptSource
 from stalesync.ray_cluster import check_token, ray_cluster
@@ -82,6 +83,7 @@ def launch(config: Config, *, evaluates: str = "") -> Path:
     for name in IMPORTED_LATE:
         import_module(name)
     loggers = find_loggers(config.run.loggers)
+    share_arenas()
     with stoppable(), ExitStack() as stack, acknowledging():
         report: dict[str, Any] = {"outcome": "failed", "evaluated": evaluates}
         inputs = inputs_of(config, spec.masked_ids) if trains else {}

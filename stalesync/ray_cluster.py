@@ -15,6 +15,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from stalesync.garbage import ARENAS
 from stalesync.process_log import stderr_to
 from stalesync.ray_end import Ender, ShowReport
 from stalesync.ray_folder import EXPOSED, exposed
@@ -241,7 +242,23 @@ def _start() -> None:
     except OSError:  # no home to write to: only this run's processes have the token
         os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
     # Without an address Ray would join a cluster that already runs on this machine.
-    _initialise(None, address="local", include_dashboard=False, num_cpus=max(2, os.cpu_count() or 1))
+    with bounding_memory():
+        _initialise(None, address="local", include_dashboard=False, num_cpus=max(2, os.cpu_count() or 1))
+
+
+@contextmanager
+def bounding_memory() -> Iterator[None]:
+    """Let the processes that start inside the block share arenas, and keep no record of calls: Ray's GCS would keep the
+    last 100,000, some 2 KB each, for a dashboard that is not started. Keeps the user's settings; on a cluster that is
+    joined, `ray start` has the same (docs/stalesync.md)."""
+    bounds = {"MALLOC_ARENA_MAX": str(ARENAS), "RAY_task_events_report_interval_ms": "0"}
+    added = {name: value for name, value in bounds.items() if name not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def _initialise(cluster: str | None, **options: Any) -> None:

@@ -1,6 +1,7 @@
 """How samples ended: a count per reason, and the last ids, so that late puts and acks for them are recognised.
 
-Invariants: `counts` is exact; exactly the last `remembered` ids that ended are found, each with its reason.
+Invariants: `counts` is exact; exactly the last `remembered` ids that ended are found, each with its reason;
+their memory is taken at the start, as arrays that double while a run lasts for days would grow by a multiple of it.
 """
 
 from __future__ import annotations
@@ -22,17 +23,15 @@ class Endings:
     def __init__(self, remembered: int = REMEMBERED) -> None:
         self.remembered = remembered
         self.counts: Counter[str] = Counter()
-        self._index = NameIndex()
+        self._index = NameIndex(room=remembered)
         self._total = 0
         """ids remembered so far: the next one goes to slot _total % remembered of a ring"""
-        self._how = np.zeros(0, np.int32)
+        self._how = np.zeros(remembered, np.int32)
         self._reasons = {DONE: 0}
 
     def find(self, names: Names) -> np.ndarray:
         """(B,) int32: code of the `reason` each ended for; NONE where it did not end, or long ago."""
         slots = self._index.find(names)
-        if not len(self._how):
-            return np.full(len(slots), NONE, np.int32)
         return np.where(slots == NONE, NONE, self._how[np.maximum(slots, 0)])
 
     def code(self, reason: str) -> int:
@@ -53,10 +52,6 @@ class Endings:
         slots = np.arange(self._total, self._total + len(names)) % self.remembered
         if len(forgotten := slots[np.arange(self._total, self._total + len(names)) >= self.remembered]):
             self._index.remove(forgotten)
-        if len(self._how) < min(self._total + len(names), self.remembered):
-            grown = np.zeros(min(2 * (self._total + len(names)), self.remembered), np.int32)
-            grown[: len(self._how)] = self._how
-            self._how = grown
         self._how[slots] = how
         self._index.insert(names, slots)
         self._total += len(names)

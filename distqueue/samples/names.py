@@ -66,14 +66,17 @@ class Names:
 
 
 class NameIndex:
-    """The slots of names. The caller chooses the slots; `hash_of` must be the one that made its `Names`."""
+    """The slots of names. The caller chooses the slots; `hash_of` must be the one that made its `Names`.
 
-    def __init__(self, hash_of: Callable[[str], int] = hash) -> None:
+    `room`: number of names for which memory is taken at once.
+    """
+
+    def __init__(self, hash_of: Callable[[str], int] = hash, room: int = 32) -> None:
         self._hash_of = hash_of
-        self._buckets = np.zeros((8, WIDTH), np.uint64)
+        self._buckets = np.zeros((1 << max(3, (2 * room // WIDTH - 1).bit_length()), WIDTH), np.uint64)
         self._used = self._erased = 0
-        self._heads = np.zeros(64, "S8")
-        self._hashes = np.zeros(64, np.uint32)
+        self._heads = np.zeros(max(64, room), "S8")
+        self._hashes = np.zeros(max(64, room), np.uint32)
         """by slot, so that names are removed or copied to another index without encoding and hashing them again"""
         self._tails: dict[int, bytes] = {}
 

@@ -66,16 +66,19 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Records the spans of one card in one process; safe from several threads. `clock_ns` may be a virtual clock."""
+    """Records the spans of one card in one process; safe from several threads. `clock_ns` may be a virtual clock.
 
-    def __init__(self, card: str, clock_ns: Callable[[], int] = wall_ns) -> None:
+    `max_spans`: number of the last spans that are kept until `drain`; 0 where nobody drains it, None: all.
+    """
+
+    def __init__(self, card: str, clock_ns: Callable[[], int] = wall_ns, max_spans: int | None = None) -> None:
         self.card = card
         self.clock_ns = clock_ns
         self.annotate: Callable[[str], AbstractContextManager[Any]] | None = None
         """Marks the block of every `span` by its name in another record, such as a profiler's"""
         self.after_mark: Callable[[], None] | None = None
         """Called after every mark of a `strip`, on its thread"""
-        self._spans: deque[Span] = deque()
+        self._spans: deque[Span] = deque(maxlen=max_spans)
         self._strip: _OpenStrip | None = None
 
     def span(self, name: str, kind: str = "", lane: str = MAIN) -> _OpenSpan:

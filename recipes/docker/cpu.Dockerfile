@@ -22,6 +22,7 @@ USER 1000
 WORKDIR /work
 # TOKENIZERS_PARALLELISM is no secret.
 # hadolint ignore=DL3064
-ENV OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false RAY_TMPDIR=/ray
+ENV OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false \
+    MALLOC_ARENA_MAX=2 RAY_task_events_report_interval_ms=0 RAY_TMPDIR=/ray
 RUN python -c "from fusion.npu import open_device; open_device('emulated')"
 CMD ["rlfusion", "--help"]

@@ -141,6 +141,7 @@ def test_the_recipe_plans_resolves_and_prints_without_hardware(tmp_path, tmp_pat
     assert all(line.rstrip("'").endswith("mkdir -m 700 /tmp/ray-RANDOM") for line in created)
     assert all(line.rstrip("'").endswith("rm -rf /tmp/ray-RANDOM") for line in removed)
     assert all("RAY_TMPDIR=/tmp/ray-RANDOM && " in line for line in commands), "of Ray and of the job that joins it"
+    assert all("MALLOC_ARENA_MAX=2 RAY_task_events_report_interval_ms=0 " in line for line in commands)
     assert "host0 " in commands[0] and "--head --port=6379" in commands[0] and "NPU" in commands[0]
     assert all("--address=host0:6379" in line for line in commands[1:48])
     job = commands[48]

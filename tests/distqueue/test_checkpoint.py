@@ -16,7 +16,7 @@ import pytest
 import ray
 
 from distqueue import DistQueue, PackedBatch, QueueDrained
-from distqueue.checkpoint import CUT, Unfinished, load
+from distqueue.checkpoint import CUT, Unfinished, load, release_freed
 from distqueue.core import QueueCore
 from distqueue.fleet import ShardHandle
 from distqueue.inspection import journal_state
@@ -194,7 +194,25 @@ class Gated:
         return await self.shard.copy.remote(segments)
 
 
-def test_what_ends_or_moves_before_it_is_copied_is_in_the_checkpoint(tmp_path: Path) -> None:
+def test_memory_that_a_snapshot_has_freed_is_returned_to_the_system() -> None:
+    blocks = [bytes(2000) for _ in range(20_000)]
+    kept = blocks[::100]  # in the same pages as what is freed, up to the end of the heap
+    del blocks
+    before = resident_bytes()
+    release_freed()
+    assert before - resident_bytes() > 20 << 20 and len(kept) == 200
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_what_ends_or_moves_before_it_is_copied_is_in_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released: list[bool] = []
+    monkeypatch.setattr("distqueue.checkpoint.release_freed", lambda: released.append(True))
+
     async def main() -> None:
         actor = PlainActor(tmp_path / "journal")
         await actor.start()
@@ -216,7 +234,7 @@ def test_what_ends_or_moves_before_it_is_copied_is_in_the_checkpoint(tmp_path: P
 
     asyncio.run(main())
     batch = everything(tmp_path / "checkpoint")
-    assert batch.ids == ("stays", "ends", "moves") and same(batch)
+    assert batch.ids == ("stays", "ends", "moves") and same(batch) and released == [True]
 
 
 def everything(folder: Path) -> PackedBatch:

@@ -95,7 +95,8 @@ def test_images_have_the_user_of_the_pods(job):
         assert re.findall(r"^USER (\S+)$", text, re.MULTILINE) == ["1000"]
         assert re.search(r"useradd .*--uid 1000\b", text) and re.search(r"chown (ray|1000:1000) /work", text)
         assert re.search(r"install -d -m 700 -o (ray|1000) /ray$", text, re.MULTILINE), "nobody else may enter it"
-        assert re.search(r"^ENV .*\bRAY_TMPDIR=/ray$", text, re.MULTILINE), "for Ray of KubeRay's start command, too"
+        (environment,) = re.findall(r"^ENV (OMP_.*\bRAY_TMPDIR=/ray)$", text.replace("\\\n", ""), re.MULTILINE)
+        assert {"MALLOC_ARENA_MAX=2", "RAY_task_events_report_interval_ms=0"} < set(environment.split()), "Ray's, too"
 
 
 def test_the_image_for_ascend_has_canns_paths_without_an_entry_point():

@@ -94,6 +94,13 @@ def test_processes_record_on_one_clock():
     assert [card.card for card in summarize(recorded)] == ["card 0", "card 1"]
 
 
+def test_a_timeline_that_nobody_drains_keeps_nothing():
+    timeline = Timeline("card 0", max_spans=0)
+    with timeline.span("train"):
+        pass
+    assert timeline.drain() == []
+
+
 def test_nothing_is_lost_while_threads_record_and_one_drains():
     timeline, drained = Timeline("c"), []
     threads = [threading.Thread(target=lambda: [timeline.add("x", 0, 1) for _ in range(5000)]) for _ in range(4)]

@@ -61,7 +61,7 @@ class WeightReceiver:
             staged=None,
             pool=HostPool(device),
             metrics=self._metrics,
-            timeline=Timeline("discarded: the card is generating"),
+            timeline=Timeline("discarded: the card is generating", max_spans=0),
         )
         self._interim_report = interim_report
         self._adopted = threading.Event()

@@ -65,6 +65,16 @@ def test_a_name_with_a_nul_is_refused() -> None:
         NameIndex().names(["fine", "a\0b"])
 
 
+def test_endings_take_their_memory_at_the_start() -> None:
+    endings, ids = Endings(remembered=5000), iter(range(12_000))
+    sizes = []
+    for _ in range(12):
+        endings.add(endings._index.names([f"prompt-{next(ids):06}/3" for _ in range(1000)]), "done")
+        arrays = (endings._how, *vars(endings._index).values())
+        sizes.append([array.nbytes for array in arrays if isinstance(array, np.ndarray)])
+    assert len(sizes[0]) == 4 and all(size == sizes[0] for size in sizes)
+
+
 @settings(max_examples=60)
 @given(batches=st.lists(st.tuples(st.integers(0, 9), st.sampled_from(["done", "dropped:stale"])), max_size=12))
 def test_the_last_endings_are_remembered(batches: list[tuple[int, str]]) -> None:
