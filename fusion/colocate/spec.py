@@ -70,8 +70,11 @@ class WorkerSpec:
     masked_ids: tuple[tuple[int, int], ...] = ()
 
     def policy(self) -> ModelConfig:
-        """Reads the policy's specification from its folder; the reference's, too."""
-        return replace(ModelConfig.from_hf(self.model.path), masked_ids=self.masked_ids)
+        """Reads the policy's specification from its folder, with the end tokens of the run, which its exports name; the
+        reference's, too."""
+        model = ModelConfig.from_hf(self.model.path)
+        ends = self.detokenizer.end_token_ids if self.detokenizer else ()
+        return replace(model, masked_ids=self.masked_ids, eos_token_ids=ends or model.eos_token_ids)
 
     @property
     def world(self) -> int:

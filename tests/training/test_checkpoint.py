@@ -268,13 +268,14 @@ def flip(path, bit):
 def test_an_export_is_the_model_that_was_saved(checkpoint, device, tmp_path):
     engine = make_engine(Case(checkpoint, dtype="bfloat16", bucket_bytes=3000), device)
     step(engine, 1)
-    engine.model.config = replace(engine.model.config, masked_ids=((20, 22), (31, 32)))
+    engine.model.config = replace(engine.model.config, masked_ids=((20, 22), (31, 32)), eos_token_ids=(1, 2))
     save_checkpoint(engine, tmp_path / "trainer")
     save_folder(engine.model, tmp_path / "direct")
     export_checkpoint(tmp_path / "trainer", tmp_path / "exported")
     direct, exported = ({p.name: p.read_bytes() for p in (tmp_path / one).iterdir()} for one in ("direct", "exported"))
     assert direct == exported
-    assert json.loads(exported["generation_config.json"])["suppress_tokens"] == [20, 21, 31]
+    generation = json.loads(exported["generation_config.json"])
+    assert (generation["suppress_tokens"], generation["eos_token_id"]) == ([20, 21, 31], [1, 2])
 
 
 def _folder(path, content):

@@ -102,6 +102,8 @@ def test_both_ends_stop_the_engine_and_are_taken_from_the_text(tmp_path):
         spec = worker_spec(config, ModelConfig.from_hf(tmp_path), tokenizer)
         # `Generation` passes them to the engines as stop tokens.
         assert spec.detokenizer.end_token_ids == ends
+        # The model that is trained has them, so that its exports name them.
+        assert spec.policy().eos_token_ids == ends
         shutil.rmtree(tmp_path / "chat_template.jinja", ignore_errors=True)
 
 
