@@ -15,6 +15,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from typing import Any
 
 from stalesync.prompts.config import DataConfig
@@ -186,9 +187,8 @@ class ChatTemplate:
         return {*self._tokenizer.all_special_tokens, *(token.content for token in added if token.special)}
 
     def _appended_tokens(self) -> tuple[int, ...]:
-        """Return the end token if the tokenizer appends it to every text."""
-        end, text = self._tokenizer.eos_token_id, "1"
-        if end is None:
+        """Return the tokens that the tokenizer puts behind every text: its end token, or a separator."""
+        ids, whole = (self._tokenizer("1", add_special_tokens=add)["input_ids"] for add in (False, True))
+        if not ids or ids[-1] not in whole:
             return ()
-        ids, with_special = (self._tokenizer(text, add_special_tokens=add)["input_ids"] for add in (False, True))
-        return (end,) if with_special[-1:] == [end] != ids[-1:] else ()
+        return tuple(takewhile(lambda id: id != ids[-1], reversed(whole)))[::-1]

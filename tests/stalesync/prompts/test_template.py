@@ -30,13 +30,15 @@ QWEN3 = (
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
-def tokenizer_of(template=None, *, appends=False):
+def tokenizer_of(template=None, *, appends=""):
     vocabulary = {token: id for id, token in enumerate([*SPECIAL, *map(chr, range(32, 127)), "\n"])}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token=None))
     core.pre_tokenizer, core.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
     core.add_special_tokens(SPECIAL)
     if appends:
-        core.post_processor = processors.TemplateProcessing("$A <|endoftext|>", special_tokens=[(SPECIAL[0], 0)])
+        core.post_processor = processors.TemplateProcessing(
+            appends, special_tokens=[*zip(SPECIAL, range(len(SPECIAL)), strict=True)]
+        )
     return PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token=SPECIAL[0], additional_special_tokens=SPECIAL[1:], chat_template=template
     )
@@ -81,12 +83,15 @@ def test_a_template_without_an_end_of_turn_or_that_refuses_a_lone_answer_has_non
 
 
 @pytest.mark.parametrize("choice", ["auto", "never"])
-def test_an_end_token_that_the_tokenizer_appends_does_not_end_a_prompt(choice):
-    tokenizer = tokenizer_of(CHATML if choice == "never" else None, appends=True)
-    assert tokenizer("12")["input_ids"][-1] == 0
+@pytest.mark.parametrize(
+    ("begin", "appended"), [("", "<|endoftext|>"), ("<|im_start|> ", "<|im_end|>"), ("", "<|im_end|> <|endoftext|>")]
+)
+def test_tokens_that_the_tokenizer_appends_do_not_end_a_prompt(choice, begin, appended):
+    tokenizer = tokenizer_of(CHATML if choice == "never" else None, appends=f"{begin}$A {appended}")
+    assert tokenizer.decode(tokenizer("12")["input_ids"][-1]) in appended
     source = PromptSource(DataConfig("addition", chat_template=choice), tokenizer, seed=0)
-    assert all(tokenizer.decode(prompt.ids) == prompt.text for prompt in source.next(100))
-    assert source.template.describe((0,)) == ["the tokenizer appends <|endoftext|> to a text: removed from prompts"]
+    assert all(tokenizer.decode(prompt.ids) == begin.strip() + prompt.text for prompt in source.next(100))
+    assert source.template.describe((0,)) == [f"the tokenizer appends {appended} to a text: removed from prompts"]
     ends_itself = tokenizer_of()("1<|endoftext|>")["input_ids"]
     assert ChatTemplate(DataConfig(), tokenizer_of()).tokenize(["1<|endoftext|>"]) == [ends_itself]
 
