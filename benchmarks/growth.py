@@ -1,13 +1,14 @@
 """Measure how the costs of a run grow: with groups, samples, sequences, cards, prompts and steps.
 
-    python benchmarks/growth.py --json growth.json               (about 10 minutes on two cores)
+    python benchmarks/growth.py --json growth.json               (about 20 minutes on two cores)
     python benchmarks/growth.py --only controller,decode         or events, queue, calls, memory
-    python benchmarks/growth.py --only memory --steps 60
+    python benchmarks/growth.py --only memory --steps 300
 
 controller: CPU of the whole controller per group of 8 samples, at 64 to 16,384 groups a step (`growth_controller.py`).
 events: of the staleness ledger and of the request buffer. queue: samples per second while 10k to 1M are held. decode:
 the host's part of a decode step at 1 to 1,024 sequences (`growth_decode.py`). calls: calls of Ray in a step of a real
-run. memory: resident memory of the controller and of the workers, and bytes of the run's folder (`growth_run.py`).
+run. memory: of each process of a run that suspends, drafts, saves and evaluates, and bytes of its folder
+(`growth_run.py`).
 
 Times are CPU times. How much longer this machine computes than the reference machine (`tests/machine.py`) is measured
 beside each; targets are checked for the reference machine.
@@ -29,14 +30,14 @@ GROUPS = (64, 256, 1024, 4096, 16384)
 HELD = (10_000, 100_000, 1_000_000)
 SEQUENCES = (1, 8, 64, 256, 1024)
 CARDS, PROMPTS = (1, 2, 4), (16, 64, 256)
-SETTLED = 50
+SETTLED = 100
 """Step behind which memory must not grow"""
 
 TARGETS = {
     "controller_us_a_group": 50.0,
     "decode_us_at_64": 1000.0,
     "decode_us_a_sequence": 4.0,
-    "rss_growth": 0.02,
+    "memory_growth": 0.02,
     "calls_by_prompts": 0.0,
 }
 """Upper bounds, on the reference machine"""
@@ -137,20 +138,20 @@ def calls(args: argparse.Namespace) -> Figures:
 
 
 def memory(args: argparse.Namespace) -> Figures:
-    from benchmarks.growth_run import growth_of_rss, run
+    from benchmarks.growth_run import WHOLE, growth_of_memory, run
 
-    figures: Figures = {"folder_bytes_a_step": {}}
     first = min(SETTLED, args.steps // 2)
     with model_folder() as folder:
-        records = {cards: run(folder, cards=cards, prompts=16, steps=args.steps) for cards in (1, 2)}
-    for cards, steps in records.items():
-        written = (steps[-1]["folder"] - steps[first - 1]["folder"]) / (len(steps) - first)
-        figures["folder_bytes_a_step"][cards] = written
-        for name in ("controller", "workers"):
-            figures[f"{name}_growth_{cards}"] = growth = growth_of_rss(steps, name, first)
-            print(f"{cards} cards, {name}: {steps[-1]['rss'][name] >> 20} MiB, {growth:+.2%} behind step {first}")
-        print(f"{cards} cards: {written:,.0f} bytes of the run's folder a step")
-    return figures | {"rss_growth": max(value for name, value in figures.items() if "_growth_" in name)}
+        steps = run(folder, cards=2, prompts=8, steps=args.steps, others=tuple(WHOLE))
+    sizes = growth_of_memory(steps, first)
+    print(f"mean memory of a tenth of the {len(steps)} steps, behind step {first} and at the end:")
+    for name, (before, after) in sizes.items():
+        over = " MISSED" * (after / before - 1 > TARGETS["memory_growth"])
+        print(f"{name:30} {before / 1e6:7.1f} MB {after / 1e6:7.1f} MB {after / before - 1:+7.2%}{over}")
+    written = (steps[-1]["folder"] - steps[first - 1]["folder"]) / (len(steps) - first)
+    print(f"{written:,.0f} bytes of the run's folder a step")
+    growth = max(after / before - 1 for before, after in sizes.values())
+    return {"bytes": sizes, "folder_bytes_a_step": written, "memory_growth": growth}
 
 
 def model_folder() -> Any:
@@ -191,7 +192,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     parser.add_argument("--only", help=f"some of {', '.join(PARTS)}")
-    parser.add_argument("--steps", type=int, default=200, help="of the run whose memory is measured")
+    parser.add_argument("--steps", type=int, default=1000, help="of the run whose memory is measured")
     parser.add_argument("--decode-steps", type=int, default=60)
     parser.add_argument(
         "--device", default="cpu", help="of `decode`: cpu (default), or a kind of fusion.npu: emulated, …"

@@ -1,7 +1,7 @@
 """Count, in a real run of a tiny model, the controller's calls of Ray, memory of its processes and bytes of its folder.
 
 The run is one as `scripts/train.py` starts it, and writes a line per step. `calls`: calls of actors by method that the
-controller made in the step; `rss`: resident bytes of the controller, and of all workers; `folder`: bytes of the run's
+controller made in the step; `memory`: resident anonymous bytes of each process of the run; `folder`: bytes of the run's
 folder without checkpoints, model and logs.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -18,6 +19,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from benchmarks.chaos_space import victim_of  # noqa: E402
 
 SMALL = [
     "device=emulated",
@@ -30,7 +33,22 @@ SMALL = [
     "run.name=run",
     "parallel=single",
 ]
+WHOLE = [
+    "fusion=hybrid",
+    "stalesync.max_staleness=1",
+    "rollout.max_response_length=24",
+    "rollout.chunk_tokens=4",
+    "rollout.suspended_kv=pool",
+    "rollout.drafts=both",
+    "reward.max_failed_share=1",
+    "run.save_every=20",
+    "eval.every=20",
+    "run.eval_prompts=16",
+]
+"""A run that suspends, drafts, saves and evaluates: whatever may hold memory"""
 WAIT_S = 900
+STEP_S = 5
+"""Seconds a step may take in a run that is longer than `WAIT_S`"""
 
 
 def run(folder: Path, *, cards: int, prompts: int, steps: int, others: tuple[str, ...] = ()) -> list[dict[str, Any]]:
@@ -43,7 +61,12 @@ def run(folder: Path, *, cards: int, prompts: int, steps: int, others: tuple[str
     code = "from benchmarks.growth_run import observed_run; observed_run()"
     command = [sys.executable, "-c", code, str(record), *overrides]
     done = subprocess.run(
-        command, cwd=ROOT, text=True, capture_output=True, timeout=WAIT_S, env=os.environ | {"OMP_NUM_THREADS": "1"}
+        command,
+        cwd=ROOT,
+        text=True,
+        capture_output=True,
+        timeout=max(WAIT_S, STEP_S * steps),
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     if done.returncode:
         sys.exit(f"{' '.join(command)}\n{done.stdout[-1000:]}{done.stderr[-3000:]}")
@@ -62,24 +85,26 @@ def calls_of_a_step(records: list[dict[str, Any]]) -> dict[str, float]:
     return {"calls": calls, "polled": sum(by_method.get(name, 0) for name in POLLED)}
 
 
-def growth_of_rss(records: list[dict[str, Any]], name: str, first: int) -> float:
-    """Return by how much memory grew behind step ``first``: the mean of the last tenth of the steps over the mean of a
-    tenth from there on, less 1."""
-    sizes = [one["rss"][name] for one in records]
-    tenth = max(1, len(sizes) // 10)
-    return (sum(sizes[-tenth:]) / sum(sizes[first : first + tenth])) - 1
+def growth_of_memory(records: list[dict[str, Any]], first: int) -> dict[str, tuple[float, float]]:
+    """Return the mean memory of each process over a tenth of the steps behind step ``first``, and over the last tenth.
+    Processes that do not live all the time between are left out."""
+    tenth = max(1, len(records) // 10)
+    series = [one["memory"] for one in records[first:]]
+    lasting = [name for name in series[0] if all(name in sizes for sizes in series)]
+    means = {
+        name: [sum(s[name] for s in part) / tenth for part in (series[:tenth], series[-tenth:])] for name in lasting
+    }
+    return {name: (before, after) for name, (before, after) in means.items()}
 
 
 def observe(record: str) -> None:
     """Make the controller of this process write a line of ``record`` after each step."""
     from ray.actor import ActorHandle
 
-    from fusion.colocate import Worker
     from stalesync.controller import Controller
 
     calls: Counter[str] = Counter()
     make_call, train_step = ActorHandle._actor_method_call, Controller.train_step
-    pids: list[int] = []
 
     def counted_call(self: Any, method_name: str, *args: Any, **options: Any) -> Any:
         sent = options.get("args") or (args[0] if args else ())
@@ -89,13 +114,11 @@ def observe(record: str) -> None:
     def recorded_step(
         self: Controller, step: int, close_last: Callable[[], None], log_last: Callable[[], None]
     ) -> None:
-        if not pids:
-            pids.extend(status["pid"] for status in self.cards.on().ask(Worker.status))
         calls.clear()
         train_step(self, step, close_last, log_last)
         line = {
             "calls": dict(calls),
-            "rss": {"controller": _resident_bytes("self"), "workers": sum(map(_resident_bytes, pids))},
+            "memory": _anonymous_bytes(),
             "folder": _folder_bytes(self.folder.path),
             "seconds": self.step_metrics.metrics.result()["timing_s/step"],
         }
@@ -105,8 +128,30 @@ def observe(record: str) -> None:
     ActorHandle._actor_method_call, Controller.train_step = counted_call, recorded_step  # type: ignore[method-assign]
 
 
-def _resident_bytes(pid: int | str) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def _anonymous_bytes() -> dict[str, int]:
+    """Return the resident bytes that are not of files or shared, of this process and of all below it."""
+    found: dict[int, int] = {}
+    names: dict[int, str] = {}
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                status = dict(line.split(":", 1) for line in (folder / "status").read_text().splitlines())
+                command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            except (OSError, ValueError):
+                continue
+            pid = int(folder.name)
+            children.setdefault(int(status["PPid"]), []).append(pid)
+            found[pid] = int(status.get("RssAnon", "0 kB").split()[0]) << 10
+            names[pid] = (
+                victim_of(command) or (re.findall(r"ray::\w+|\w+\.py\b", command) or [status["Name"].strip()])[0]
+            )
+    names[os.getpid()] = "controller"
+    below, reached = [os.getpid()], 0
+    while reached < len(below):
+        below += children.get(below[reached], [])
+        reached += 1
+    return {f"{names[pid]} {pid}": found[pid] for pid in below}
 
 
 def _folder_bytes(folder: Path) -> int:

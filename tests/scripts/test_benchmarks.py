@@ -8,7 +8,7 @@ import pytest
 from benchmarks import backends, backends_engines, drafts_sides, rollout_rhyme
 from benchmarks.drafts_paced import EPOCHS, SIDES, LongAnswers, compared
 from benchmarks.growth import misses
-from benchmarks.growth_run import calls_of_a_step, growth_of_rss
+from benchmarks.growth_run import calls_of_a_step, growth_of_memory
 from benchmarks.rollout_workloads import RHYME
 from benchmarks.rotation import in_rotation
 from benchmarks.stalesync_modes import Mode, Workload, log_of, new_home
@@ -92,9 +92,10 @@ def test_a_growing_file_is_read_by_whole_lines(tmp_path):
 
 
 def test_growth_is_that_of_the_last_steps_over_those_that_follow_the_first():
-    records = [{"rss": {"workers": 100 + step * (step < 50) + 10 * (step > 190)}} for step in range(200)]
-    assert growth_of_rss(records, "workers", 50) == pytest.approx(0.045)
-    assert growth_of_rss(records[:5], "workers", 2) == pytest.approx(104 / 102 - 1)
+    sizes = [100 + step * (step < 50) + 10 * (step > 190) for step in range(200)]
+    records = [{"memory": {"worker 7": size} | ({} if size == 110 else {"reward 8": 1})} for size in sizes]
+    assert growth_of_memory(records, 50) == {"worker 7": (100, 104.5)}
+    assert growth_of_memory(records[:5], 2) == {"worker 7": (102, 104), "reward 8": (1, 1)}
 
 
 def test_calls_for_what_arrives_are_counted_apart_and_a_disturbed_step_is_left_out():
@@ -104,8 +105,8 @@ def test_calls_for_what_arrives_are_counted_apart_and_a_disturbed_step_is_left_o
 
 
 def test_a_target_is_checked_where_it_was_measured():
-    lines = misses({"decode": {"decode_us_at_64": 1001.0, "intercept_us": 7.0}, "memory": {"rss_growth": 0.02}})
-    assert [line.split()[:2] for line in lines] == [["MISSED", "decode_us_at_64:"], ["ok", "rss_growth:"]]
+    lines = misses({"decode": {"decode_us_at_64": 1001.0, "intercept_us": 7.0}, "memory": {"memory_growth": 0.02}})
+    assert [line.split()[:2] for line in lines] == [["MISSED", "decode_us_at_64:"], ["ok", "memory_growth:"]]
 
 
 def test_every_response_of_a_group_is_replayed_in_every_order(monkeypatch):
