@@ -156,7 +156,8 @@ def _anonymous_bytes() -> dict[str, int]:
 
 def _folder_bytes(folder: Path) -> int:
     apart = {"checkpoints", "hf", "logs"}
-    files = (path for path in folder.rglob("*") if path.is_file() and path.relative_to(folder).parts[0] not in apart)
+    tops = [path for path in folder.iterdir() if path.name not in apart]  # checkpoints are removed meanwhile
+    files = (path for top in tops for path in [top, *top.rglob("*")] if path.is_file())
     return sum(path.stat().st_size for path in files)
 
 
