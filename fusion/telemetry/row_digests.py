@@ -147,24 +147,28 @@ def rewind(path: Path, step: int, seal: Seal | None) -> tuple[int, str | None]:
 
 
 def _by_seal(path: Path, seal: Seal) -> Kept:
-    kept, start, first = Kept(), 0, 1
+    kept, start, gap, begin, first = Kept(), 0, 0, 0, 1
     with _opened(path) as file:
         for block in seal.blocks:
             accepted = [block, seal.before] if seal.before and block is seal.blocks[-1] else [block]
-            whole = next((one for one in accepted if _matches(file, start, one)), None)
+            # The rows before it are damaged, or gone: a resume that dropped them has ended before its first checkpoint.
+            places = [(at, at + one.end - begin, one) for at in dict.fromkeys((start + gap, start)) for one in accepted]
+            whole = next((place for place in places if _matches(file, *place)), None)
             if whole is None:
                 kept.drop(first, block.rows)
+                gap += block.end - begin
             else:
-                kept.keep(start, whole.end)
-            start, first = (whole or block).end, block.rows + 1
-        file.seek(start)
+                kept.keep(*whole[:2])
+                start, gap = whole[1], 0
+            begin, first = block.end, block.rows + 1
+        file.seek(start + gap)
         kept.num_cut = sum(line.endswith(b"\n") for line in file)
     return kept
 
 
-def _matches(file: BinaryIO, start: int, block: Block) -> bool:
+def _matches(file: BinaryIO, start: int, end: int, block: Block) -> bool:
     file.seek(start)
-    return xxhash.xxh3_128_hexdigest(file.read(block.end - start)) == block.xxh3_128
+    return xxhash.xxh3_128_hexdigest(file.read(end - start)) == block.xxh3_128
 
 
 def _by_step(path: Path, step: int) -> Kept:

@@ -64,6 +64,9 @@ def test_rows_of_whole_blocks_are_kept_and_no_others(count, per_block, later, to
             assert path.with_name("groups.jsonl.damaged").read_bytes() == data
             first = 1 + per_block * kept.index(False)
             assert line.startswith(f"groups.jsonl: damaged rows were dropped ({first}")
+        left = path.read_bytes()
+        rewind(path, count, seal)
+        assert path.read_bytes() == left, "a start that ended before its first checkpoint dropped them"
         again = rewind(path, count, sealed(path, path.read_bytes().splitlines(keepends=True), per_block))
         assert again == (0, None)
 
