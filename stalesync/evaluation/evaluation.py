@@ -125,12 +125,13 @@ class Evaluation:
     def notes(self) -> list[str]:
         """Returns the mean rewards of the first and the last evaluation by file, and which checkpoint is the best."""
         lines = []
+        trained = any(result.step for result in self.history.results)
         for file in self.files:
             what = "held-out prompts" if file.name == HELD_OUT else file.name
             ends = [self.history.first(file.name), self.history.last(file.name)]
             means = {one.step: one.mean.value for one in ends if one is not None and one.mean is not None}
             if means:
-                rewards = ", ".join(f"{mean:.3f} {_when(step)}" for step, mean in means.items())
+                rewards = ", ".join(f"{mean:.3f}{_when(step) if trained else ''}" for step, mean in means.items())
                 lines.append(f"reward on {what}: {rewards} (evaluations.jsonl)")
         if best := self.best():
             lines.append(f"best checkpoint: {best['checkpoint']}, {best['metric']}={best['value']:.3g} (best.json)")
@@ -138,4 +139,4 @@ class Evaluation:
 
 
 def _when(step: int) -> str:
-    return f"after step {step}" if step else "before"
+    return f" after step {step}" if step else " before"

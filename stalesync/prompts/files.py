@@ -6,7 +6,7 @@ import json
 import logging
 import random
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol
@@ -110,6 +110,12 @@ class FileRows:
             log.warning("%d of %d rows are skipped (data.bad_rows): %s", self.num_bad, len(self._table), first_error)
         if shadowed := sorted(self._columns_not_passed({*names})):
             log.warning("data.source: the columns %s are not passed to the reward function", ", ".join(shadowed))
+        if nested := self._fields_of_answer(usable[0]):
+            log.warning(
+                "data.answer_field=%r: an object, whose JSON text is the reference answer; its fields: %s",
+                self._config.answer_field,
+                ", ".join(nested),
+            )
         return usable if self.num_bad else range(len(self._table)), lengths
 
     def _read(self, indices: Iterable[int], names: dict[str, None]) -> tuple[dict[int, Row], dict[int, ValueError]]:
@@ -123,6 +129,12 @@ class FileRows:
             except ValueError as error:
                 errors[index] = error
         return rows, errors
+
+    def _fields_of_answer(self, index: int) -> list[str]:
+        """Returns the names of the fields of a row's answer, as `data.answer_field` takes them, if it is an object."""
+        columns = self._table.parsed(index) if isinstance(self._table, JsonRows) else self._table[index]
+        answer = value_at(columns, path_of(columns, name := self._config.answer_field))
+        return [f"{name}.{field}" for field in answer] if isinstance(answer, Mapping) else []
 
     def _columns_not_passed(self, names: set[str]) -> set[str]:
         return (names & {*ARGUMENTS}) - {self._config.prompt_field, self._config.answer_field}

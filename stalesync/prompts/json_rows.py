@@ -62,11 +62,14 @@ class JsonRows:
         Raises:
             ValueError: it is not a JSON object in UTF-8, or has a field twice; or the file was changed.
         """
+        return self.parsed(index, self._text_field)
+
+    def parsed(self, index: int, text_field: str = "") -> dict[str, Any]:
+        """Returns the fields of a row as `parse_object`; by default none of them as text."""
         if self._file_status() != self._status:
             raise ValueError(f"{self._path} was changed while it was read")
         try:
-            text = self._bytes[self._starts[index] : self._ends[index]].decode()
-            return parse_object(text, self._text_field)
+            return parse_object(self._bytes[self._starts[index] : self._ends[index]].decode(), text_field)
         except json.JSONDecodeError as error:
             raise ValueError(f"not valid JSON: {error.msg} at character {error.pos + 1}") from None
         except UnicodeDecodeError as error:

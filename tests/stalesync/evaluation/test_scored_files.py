@@ -199,6 +199,16 @@ def test_every_row_of_a_file_is_accounted_for_in_words_metrics_and_results(tmp_p
     assert FileResult.from_row({k: v for k, v in result.row().items() if k != "rows"}).rows == {}
 
 
+def test_only_an_evaluation_with_a_later_one_is_before_the_training(opened):
+    evaluation, _ = opened({"name": "a", "reward": "math"})
+    (file,) = evaluation.files
+    scorer = Scorer(NoReward(), queue=None)
+    for step, means in ((0, "0.500"), (3, "0.500 before, 1.000 after step 3")):
+        texts = ["{answer}", "{answer}" if step else "-1"]
+        evaluation.history.add([evaluation.score(file, scorer, answers_to(file, texts), step)])
+        assert evaluation.notes() == [f"reward on a: {means} (evaluations.jsonl)"]
+
+
 def test_held_out_rows_that_are_too_long_are_counted(tmp_path):
     config = Config()
     config.data.max_prompt_length, config.data.long_prompts = 4, "skip"

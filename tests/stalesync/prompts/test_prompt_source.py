@@ -250,6 +250,31 @@ def test_columns_called_as_an_argument_of_the_reward_are_not_passed_twice(tokeni
     assert "the columns response are not passed to the reward function" in caplog.text
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "json", "parquet"])
+@pytest.mark.parametrize(
+    ("field", "answer", "names"),
+    [
+        ("a", {"style": "rule", "ground_truth": "7"}, "a.style, a.ground_truth"),
+        ("a.b", {"b": {"c": "7"}}, "a.b.c"),
+        ("a", '{"ground_truth": "7"}', None),
+        ("a.ground_truth", {"ground_truth": "7"}, None),
+        ("a", [7], None),
+    ],
+)
+def test_an_object_as_the_answer_is_warned_of_with_its_fields(tokenizer, tmp_path, caplog, kind, field, answer, names):
+    rows, file = [{"q": "1", "a": answer}] * 3, tmp_path / f"rows.{kind}"
+    if kind == "parquet":
+        import pyarrow.parquet
+
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    else:
+        file.write_text(json.dumps(rows) if kind == "json" else "".join(json.dumps(row) + "\n" for row in rows))
+    source_of(tokenizer, file, answer_field=field)
+    warnings = [record.getMessage() for record in caplog.records]
+    expected = f"data.answer_field={field!r}: an object, whose JSON text is the reference answer; its fields: {names}"
+    assert warnings == ([] if names is None else [expected])
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
