@@ -16,7 +16,9 @@ complete that is not (`left_over`). A run that goes on without a worker, because
 at an age within the bound (`too_old`), and at staleness 0 the metrics and final weights of a run that was not
 disturbed, to the bit (`not_bitwise`; of a step in which an engine was replaced, without what engines count);
 `not_finished` counts chains whose last start failed. Where groups are in progress after a kill, the run is first
-resumed under another setting, which must be refused by key and change no file (`not_refused`). A chain in which a
+resumed under another setting, which must be refused by key and change no file (`not_refused`). Between two starts a
+file beside the checkpoint is damaged: a resume must name it (`unnamed_flips`), and the run must end as if it had not
+been, apart from rows that were dropped. A chain in which a
 reward process was killed while it scored a sample is not compared: that sample is not trained.
 
 Exit status 1 if any of these but `late` is not 0. Needs root or user namespaces (`chaos_space.py`).
@@ -45,7 +47,17 @@ from benchmarks.chaos_forks import Forks  # noqa: E402
 from benchmarks.chaos_plan import DEPLOYMENTS, Chain, plan_chain  # noqa: E402
 from benchmarks.chaos_verdict import Ended, Verdict, differences, has_failed_rewards, judge  # noqa: E402
 
-FAULTS = ("lost", "twice", "too_old", "not_bitwise", "not_finished", "not_refused", "left_over", "unnamed")
+FAULTS = (
+    "lost",
+    "twice",
+    "too_old",
+    "not_bitwise",
+    "not_finished",
+    "not_refused",
+    "unnamed_flips",
+    "left_over",
+    "unnamed",
+)
 """Figures that must be 0"""
 START_S = 15.0
 """Seconds in which a run starts, until an undisturbed one has been measured"""
@@ -95,6 +107,7 @@ class Chaos:
             **{name: self.faults[name] for name in (*FAULTS, "late")},
             "chains": sum(chain["chain"] >= 0 for chain in self.chains),
             "changed_resumes": sum(chain["changed_resumes"] for chain in self.chains),
+            "flips": sum(len(chain["flips"]) for chain in self.chains),
             "compared_bitwise": sum(chain["compared"] for chain in self.chains),
             "minutes": round((time.monotonic() - self._begin_s) / 60, 1),
             "start_s": round(self.start_s, 1),
@@ -188,6 +201,7 @@ class Chaos:
             "not_bitwise": verdict.not_bitwise,
             "not_finished": [result.failed] if result.failed else [],
             "not_refused": result.not_refused,
+            "unnamed_flips": result.unnamed_flips,
             "left_over": list(result.left),
         }
         with self._lock:
@@ -201,6 +215,7 @@ class Chaos:
                     "kills": len(result.ends),
                     "compared": result.compared,
                     "changed_resumes": result.num_changed,
+                    "flips": result.flips,
                     **lines,
                 }
             )

@@ -8,20 +8,25 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
+from random import Random
 from typing import Any
 
+from benchmarks.chaos_flips import Flip, strike, with_dropped
 from benchmarks.chaos_forks import Forks
 from benchmarks.chaos_plan import STEPS, Chain, Kill
 from benchmarks.chaos_run import StartedRun
 from benchmarks.chaos_space import Space
 from benchmarks.chaos_verdict import Ended, Remains
-from fusion.telemetry.run_folder import complete_checkpoints
+from fusion.telemetry.run_folder import GROUPS, METRICS, complete_checkpoints
 from stalesync import savepoint
 from stalesync.savepoint import groups_in_progress
 
 COMMON = """device=emulated cluster.npus=2 parallel=single data=addition data.max_prompt_length=8
-data.prompts_per_step=8 algorithm.group_size=4 run.eval_prompts=0 training.lr=1e-3 reward.max_failed_share=1
+data.prompts_per_step=8 algorithm.group_size=4 training.lr=1e-3 reward.max_failed_share=1
 run.name=run run.resume=auto""".split()
+
+EVALUATED = """run.eval_prompts=8 eval.every=6 eval.best=val-core/held_out/reward/mean@1""".split()
+"""Of chains that are not compared with an undisturbed run, which has no evaluations"""
 
 CHANGED = (
     ("algorithm.group_size", "2"),
@@ -31,6 +36,9 @@ CHANGED = (
     ("data.prompts_per_step", "4"),
 )
 """Settings under which groups in progress cannot go on: a resume must refuse them by key"""
+
+NOTHING = Kill("", "", None, 0.0, 0.0, ends=False)
+"""Of a run that ends by itself"""
 
 Note = Callable[[Chain, Ended], None]
 
@@ -46,6 +54,8 @@ class Result:
         start_s: seconds in which the last start ended its first step.
         compared: whether it was compared with the undisturbed run.
         num_changed: resumes under another setting; not_refused: those that were not refused as they must.
+        flips: files that were damaged between two starts; unnamed_flips: those that no resume named.
+        dropped: rows of these that resumes dropped, by file.
     """
 
     chain: Chain
@@ -58,6 +68,9 @@ class Result:
     compared: bool = False
     num_changed: int = 0
     not_refused: list[str] = field(default_factory=list)
+    flips: list[str] = field(default_factory=list)
+    unnamed_flips: list[str] = field(default_factory=list)
+    dropped: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
 
 def overrides_of(chain: Chain, *, model: Path, runs: Path) -> list[str]:
@@ -67,7 +80,7 @@ def overrides_of(chain: Chain, *, model: Path, runs: Path) -> list[str]:
     replaces = chain.deployment in ("separate", "hybrid")  # engines, whose requests are generated in other batches then
     return [
         *COMMON,
-        *(longer if chain.bound else ["rollout.max_response_length=5"]),
+        *([*longer, *EVALUATED] if chain.bound else ["rollout.max_response_length=5", "run.eval_prompts=0"]),
         f"model.path={model}",
         f"run.dir={runs}",
         f"run.steps={STEPS}",
@@ -101,7 +114,7 @@ def run_chain(
     """
     result, space = Result(chain), Space(folder, forks)
     try:
-        arguments = overrides_of(chain, model=model, runs=space.runs)
+        arguments, flip = overrides_of(chain, model=model, runs=space.runs), None
         for number, kills in enumerate(chain.starts, start=1):
             run = StartedRun(space, arguments, name="run", reference_s=reference_s)
             for kill in () if stopping() else kills:
@@ -109,11 +122,16 @@ def run_chain(
                     result.ends.append(ended)
                     note(chain, ended)
             status = run.wait_for_end()
-            if status == 0 or number == len(chain.starts):
+            finishes = status == 0 or number == len(chain.starts)
+            if flip is not None:
+                flip = _judge_flip(result, flip, run.describe(NOTHING, status), finishes)
+            if finishes:
                 _collect(result, run)
                 return result
             space.clear(space.commands())
             _resume_changed(result, space, arguments, reference_s)
+            if flip is None and (flip := strike(space.seen(space.runs / "run"), Random(kills[-1].pick))):
+                result.flips.append(flip.name)
         raise AssertionError("a chain has a last start")
     finally:
         space.close()
@@ -138,6 +156,18 @@ def execute(run: StartedRun, kill: Kill) -> Iterator[Ended]:
             yield run.observe_end(instead, None)
 
 
+def _judge_flip(result: Result, flip: Flip, ended: Ended, finishes: bool) -> Flip | None:
+    """Judge a start after a file was damaged; return the flip if it was killed before it could name the file."""
+    dropped = flip.dropped_rows(ended.out + ended.err)
+    if dropped is not None:
+        result.dropped.setdefault(flip.name, []).extend(dropped)
+    elif not finishes:
+        return flip
+    else:
+        result.unnamed_flips.append(f"{flip.name} was damaged, and no resume named it")
+    return None
+
+
 def _resume_changed(result: Result, space: Space, arguments: Sequence[str], reference_s: float) -> None:
     """Resume under another setting, where groups are in progress: it must be refused by key, and change no file."""
     folder = space.seen(space.runs / "run")
@@ -149,7 +179,7 @@ def _resume_changed(result: Result, space: Space, arguments: Sequence[str], refe
     run = StartedRun(space, [*arguments, f"{key}={value}"], name="run", reference_s=reference_s)
     status = run.wait_for_end()
     result.num_changed += 1
-    err = run.describe(Kill("", "", None, 0.0, 0.0, ends=False), status).err
+    err = run.describe(NOTHING, status).err
     if status != 1 or not re.search(rf"^error: .*{re.escape(key)}.*cannot resume", err, re.MULTILINE):
         result.not_refused.append(f"{key}={value}: exit status {status}: {err[-400:]}")
     elif before != _modified(folder):
@@ -163,7 +193,7 @@ def _modified(folder: Path) -> dict[Path, int]:
 
 def _collect(result: Result, run: StartedRun) -> None:
     """Fill in what the last start has left."""
-    last = run.observe_end(Kill("", "", None, 0.0, 0.0, ends=False), None)
+    last = run.observe_end(NOTHING, None)
     result.failed = "" if last.status == 0 else f"{last.message}\n{last.err[-4000:]}"
     result.start_s = run.first_step_s or run.start_s
     result.left = last.left
@@ -176,8 +206,8 @@ def _collect(result: Result, run: StartedRun) -> None:
         json.loads((newest / "controller.json").read_text()),
         steps=STEPS,
         bound=result.chain.bound,
-        metrics=read_rows(run.folder / "metrics.jsonl"),
-        groups=read_rows(run.folder / "groups.jsonl"),
+        metrics=with_dropped(read_rows(run.folder / METRICS), result.dropped.get(METRICS, ()), "step"),
+        groups=with_dropped(read_rows(run.folder / GROUPS), result.dropped.get(GROUPS, ()), "group"),
     )
 
 

@@ -37,7 +37,7 @@ class StartedRun:
         self._begin_s, self._reference_s = time.monotonic(), reference_s
         self.first_step_s: float | None = None
         """Seconds from the start of the process to the end of its first step"""
-        self._rows_before = self.num_rows()
+        self._step_before = self.last_step()
         self._outputs = [(space.seen(space.runs.parent) / file) for file in ("out", "err")]
         self._stat: tuple[int, int] = (-1, -1)
         self._step = 0
@@ -73,16 +73,17 @@ class StartedRun:
     def running(self) -> bool:
         return self.process.poll() is None
 
-    def num_rows(self) -> int:
-        """Return the number of steps in `metrics.jsonl`."""
+    def last_step(self) -> int:
+        """Return the last step in `metrics.jsonl`, 0 before the first one."""
         try:
-            return (self.folder / "metrics.jsonl").read_bytes().count(b"\n")
+            steps = re.findall(rb'^\{"step": (\d+).*\n', (self.folder / "metrics.jsonl").read_bytes(), re.MULTILINE)
         except OSError:
             return 0
+        return int(steps[-1]) if steps else 0
 
     def wait_for_step(self, step: int) -> bool:
         """Wait until this start has ended a step, and the run at least ``step`` of them; False: it has ended before."""
-        reached = max(step, self._rows_before + 1)
+        reached = max(step, self._step_before + 1)
         return self._wait(lambda: self._new_steps() >= reached)
 
     def wait_for_victim(self, victim: str) -> bool:
@@ -139,12 +140,12 @@ class StartedRun:
     def observe_survival(self, kill: Kill, rank: int | None = None, mended: bool = False) -> Ended:
         """Wait until a run that was struck has ended two more steps, the one in progress and another, or has ended. A
         disk that was filled is freed when the run has warned: the rows of its steps are written then."""
-        struck_s, rows = time.monotonic(), self.num_rows()
+        struck_s, rows = time.monotonic(), self.last_step()
         if kill.filled:
             warned = re.compile(NAMED[kill.victim], re.MULTILINE)
             self._wait(lambda: bool(warned.search(self._outputs[1].read_text(errors="replace"))), self.start_s)
             self.space.free(kill.victim)
-        went_on = self._wait(lambda: self.num_rows() >= rows + 2, HANGS_STARTS * self.start_s)
+        went_on = self._wait(lambda: self.last_step() >= rows + 2, HANGS_STARTS * self.start_s)
         seconds = time.monotonic() - struck_s
         status = 0 if went_on else self.wait_for_end(0.0)
         return self.describe(kill, status, rank=rank, seconds=seconds, mended=mended)
@@ -206,12 +207,12 @@ class StartedRun:
         except OSError:
             return 0
         if (about.st_size, about.st_mtime_ns) != self._stat:
-            self._stat, rows = (about.st_size, about.st_mtime_ns), self.num_rows()
-            if rows > self._rows_before:
+            self._stat, rows = (about.st_size, about.st_mtime_ns), self.last_step()
+            if rows > self._step_before:
                 self._step = rows
                 self.first_step_s = self.first_step_s or time.monotonic() - self._begin_s
             else:
-                self._rows_before = rows  # it has gone back to its checkpoint
+                self._step_before = rows  # it has gone back to its checkpoint
         return self._step
 
     def _pids(self, victim: str) -> list[int]:

@@ -6,12 +6,14 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.chaos_chain import is_temporary
+from benchmarks.chaos_chain import is_temporary, read_rows
+from benchmarks.chaos_flips import Flip, strike, with_dropped
 from benchmarks.chaos_plan import (
     AFTER_SAVE,
     BEFORE_SAVE,
@@ -26,6 +28,8 @@ from benchmarks.chaos_plan import (
 )
 from benchmarks.chaos_space import Space, victim_of
 from benchmarks.chaos_verdict import Ended, Remains, differences, has_failed_rewards, judge
+from fusion.telemetry.manifest import write_manifest
+from fusion.telemetry.row_digests import RowDigests, rewind
 from tests import machine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -251,6 +255,29 @@ def test_a_worker_that_is_replaced_is_named_in_the_output_of_a_run_that_goes_on(
 def test_a_reward_that_was_killed_while_it_scored_is_seen():
     assert has_failed_rewards([{"step": 1}, {"step": 2, "reward/failed": 1.0}])
     assert not has_failed_rewards([{"step": 1, "reward/failed": 0.0}])
+
+
+def test_a_file_beside_the_checkpoint_is_damaged_and_what_a_resume_says_of_it_is_judged(tmp_path):
+    step = tmp_path / "checkpoints" / "step-2"
+    step.mkdir(parents=True)
+    rows = [{"step": number, "group": f"e0-{number}"} for number in range(1, 5)]
+    lines = [json.dumps(row).encode() + b"\n" for row in rows]
+    whole, digests = b"".join(lines[:3]), RowDigests(1)
+    digests.add(lines[:3])
+    write_manifest(step, {}, {"metrics.jsonl": digests.sealed()})
+    for random in map(Random, range(20)):
+        (tmp_path / "metrics.jsonl").write_bytes(b"".join(lines))
+        (tmp_path / "groups.jsonl").write_bytes(b"not sealed")
+        flip = strike(tmp_path, random)
+        data = (tmp_path / "metrics.jsonl").read_bytes()
+        assert flip == Flip("metrics.jsonl", whole) and data[: len(whole)] != whole
+        num_cut, line = rewind(tmp_path / "metrics.jsonl", 2, digests.sealed())
+        dropped, kept = flip.dropped_rows(line), read_rows(tmp_path / "metrics.jsonl")
+        assert with_dropped(kept, dropped, "step") == rows[:3] and len(dropped) + len(kept) == 3
+        assert flip.dropped_rows("samples.jsonl: damaged rows were dropped (1)") is None
+    assert with_dropped(rows, [{"step": 2, "group": "e0-2", "old": 1}], "group") == rows, "trained again"
+    assert Flip("loggers.json", b"{").dropped_rows("loggers.json is damaged (ValueError): loggers") == []
+    assert Flip("timeline.json", b"{").dropped_rows("") == []
 
 
 @pytest.fixture
