@@ -9,7 +9,6 @@ runs/NAME/control.jsonl.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 from fusion.resources import as_called
@@ -23,21 +22,24 @@ def main() -> None:
     parser.add_argument(
         "changes", nargs="*", metavar="KEY=VALUE", help="settings to change; none: print the current ones"
     )
-    options = parser.parse_args()
-    if malformed := [change for change in options.changes if "=" not in change]:
-        parser.error(f"{malformed[0]!r}: expected KEY=VALUE")
+    options, others = parser.parse_known_args()
+    words = [*others, *options.changes]
     from stalesync.control import Limits, present_share, submit
-    from stalesync.overrides import load
+    from stalesync.overrides import check_overrides, typed_keys
+    from stalesync.values import typed_words
 
-    changes = dict(change.split("=", 1) for change in options.changes)
     try:
-        if changes:
+        check_overrides(words, ["engines"])
+        if malformed := [word for word in words if "=" not in word]:
+            raise ValueError(f"{malformed[0]!r}: expected KEY=VALUE")
+        if words:
+            changes = dict(word.split("=", 1) for word in typed_words(words, typed_keys()))
             print(f"requested: {submit(options.folder, changes)}")
             return
-        limits = Limits.of(load(options.folder / "config.yaml"))
+        limits = Limits.of_run(options.folder)
         share = present_share(options.folder, limits)
     except (ValueError, OSError) as error:
-        sys.exit(f"error: {error}")
+        parser.error(str(error))
     for number, cards in enumerate(limits.engines):
         print(f"engine {number}: cards {', '.join(map(str, cards))}{'' if number in share.engines else ' (idle)'}")
     print(f"current settings: {share}")

@@ -52,7 +52,7 @@ def main() -> int:
 
     try:
         answer(sys.argv[1:], RECIPES)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         print(as_called(USAGE), f"error: {error}", sep="\n", file=sys.stderr)
         return 2
     return 0

@@ -38,6 +38,17 @@ class Limits:
     def of(cls, config: Config) -> Limits:
         return cls(config, config.deployment)
 
+    @classmethod
+    def of_run(cls, folder: Path) -> Limits:
+        """Returns those of the run in a folder.
+
+        Raises:
+            ValueError: it is not the folder of a run.
+        """
+        if not (folder / "config.yaml").is_file():
+            raise ValueError(f"{folder}: expected the folder of a run, with its config.yaml")
+        return cls.of(load(folder / "config.yaml"))
+
     @property
     def engines(self) -> list[tuple[int, ...]]:
         return self.deployment.engines(engine_size(self.config.infer_layout))
@@ -70,9 +81,7 @@ def submit(folder: Path, changes: Mapping[str, Any]) -> InferenceShare:
         ValueError: ``folder`` is not the folder of a run, or the changes do not fit its config; nothing is written
         then.
     """
-    if not (folder / "config.yaml").is_file():
-        raise ValueError(f"{folder}: expected the folder of a run, with its config.yaml")
-    limits = Limits.of(load(folder / "config.yaml"))
+    limits = Limits.of_run(folder)
     waiting = folder / REQUEST
     requested = (json.loads(waiting.read_text()) if waiting.is_file() else {}) | dict(changes)
     share = limits.changed(present_share(folder, limits), requested)

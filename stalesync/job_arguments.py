@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -19,7 +20,20 @@ from rich.console import Console, RenderableType
 from fusion.costmodel.hardware import Hardware
 from fusion.costmodel.presets import Preset, load_cluster, load_shape
 from stalesync.config import Config
-from stalesync.overrides import accepted, as_yaml, choices_in, composed, known_keys, value_of
+from stalesync.other_names import OTHER_NAMES
+from stalesync.overrides import (
+    HYDRA_OPTIONS,
+    accepted,
+    as_yaml,
+    check_overrides,
+    choices_in,
+    composed,
+    known_keys,
+    names_here,
+    typed_keys,
+    value_of,
+)
+from stalesync.values import typed
 
 _IRRELEVANT = {
     "names, length, checkpoints and logs of a run": "run.*",
@@ -67,8 +81,8 @@ def parse(arguments: Sequence[str], *, options: Collection[str], flags: Sequence
     Raises:
         ValueError: an unknown argument, with the most similar known one; or a flag without a path.
     """
-    choices = choices_in(conf)
-    known = [*options, *known_keys(), *choices]
+    choices, hints = choices_in(conf), typed_keys()
+    known = [*options, *hints, *choices]
     parsed, remaining = Arguments(), list(arguments)
     while remaining:
         argument = remaining.pop(0)
@@ -80,10 +94,15 @@ def parse(arguments: Sequence[str], *, options: Collection[str], flags: Sequence
         elif argument == "--job":
             parsed.for_job = True
         elif not equals or name not in known:
+            if name in OTHER_NAMES or names_here(name, list(hints)) or name[:1] == "-" and name not in HYDRA_OPTIONS:
+                check_overrides([argument, *remaining[:1]])
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"did you mean {near[0]}=?" if near else f"expected one of {', '.join(options)}, or a key of a job"
             raise ValueError(f"unknown argument {argument!r}; {hint}")
         elif name in options and not (name == "model" and value in choices["model"]):
+            if hints.get(name) is int:
+                with suppress(ValueError):  # the command itself states what it expects
+                    value = ",".join(typed(name, text, int) for text in value.split(","))
             parsed.options[name] = value
         else:
             parsed.overrides.append(argument)

@@ -43,7 +43,7 @@ def load(path: Path) -> Config:
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))
     except OmegaConfBaseException as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{path}: {_in_a_line(error)}") from None
     assert isinstance(config, Config)
     return config
 
@@ -59,6 +59,8 @@ def composed(conf: Path, overrides: Sequence[str], saved: Config | None = None) 
     Raises:
         ValueError: an override that is no value of its key, or a choice that the group does not have.
     """
+    if options := [word for word in overrides if word.startswith("-")]:
+        raise ValueError(f"{options[0]!r}: expected KEY=VALUE or GROUP=CHOICE")
     from hydra import compose, initialize_config_dir
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -84,7 +86,7 @@ def composed(conf: Path, overrides: Sequence[str], saved: Config | None = None) 
                     OmegaConf.update(config, key, value, merge=False)
         composed_config = OmegaConf.to_object(config)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ValueError("; ".join(line.strip() for line in str(error).splitlines()[:2])) from None
+        raise ValueError(_in_a_line(error)) from None
     assert isinstance(composed_config, Config)
     return composed_config
 
@@ -97,6 +99,10 @@ def choices_in(conf: Path) -> dict[str, list[str]]:
 def value_of(config: Config, key: str) -> Any:
     """Returns the value of a key by its full path."""
     return reduce(getattr, key.split("."), config)
+
+
+def _in_a_line(error: Exception) -> str:
+    return "; ".join(line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()[:2] if line)
 
 
 def known_keys(node: type = Config, prefix: str = "") -> list[str]:
@@ -190,7 +196,7 @@ def check_overrides(arguments: Sequence[str], groups: Iterable[str] = ()) -> Non
         if argument.startswith("-") and (option := argument.partition("=")[0]) not in HYDRA_OPTIONS:
             key, following = option.lstrip("-").replace("-", "_"), arguments[arguments.index(argument) + 1 :]
             value = argument.partition("=")[2] or next(iter(following), "VALUE")
-            names = [key] if key in keys else _names_here(key, keys)
+            names = [key] if key in keys else names_here(key, keys)
             raise ValueError(
                 f"{argument!r}: expected KEY=VALUE; write {names[0] if len(names) == 1 else 'KEY'}={value}"
             )
@@ -203,7 +209,7 @@ def check_overrides(arguments: Sequence[str], groups: Iterable[str] = ()) -> Non
         key = argument.split("=", 1)[0].lstrip("+~").split("@")[0]
         if key in choices or key in keys or key.startswith("hydra"):
             continue
-        if names := _names_here(key, keys):
+        if names := names_here(key, keys):
             raise ValueError(f"unknown key {key!r}; it is {' or '.join(names)} here")
         if key in OTHER_NAMES:
             raise ValueError(f"unknown key {key!r}; there is none like it here (docs/coming_from.md)")
@@ -212,7 +218,7 @@ def check_overrides(arguments: Sequence[str], groups: Iterable[str] = ()) -> Non
         raise ValueError(f"unknown key {key!r}{hint}")
 
 
-def _names_here(key: str, keys: Sequence[str]) -> list[str]:
+def names_here(key: str, keys: Sequence[str]) -> list[str]:
     """Returns what a key of verl or TRL, or the last part of a key, is called here; nothing if that is not known."""
     last = key.rpartition(".")[2]
     for wanted in (key, last):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from stalesync import planning
+from stalesync.job_arguments import job_config, parse
 from stalesync.other_names import OTHER_NAMES
 from stalesync.overrides import accepted, check_overrides, composed, known_keys, typed_keys
+from stalesync.simulator import command_line
 from stalesync.values import typed
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,6 +88,52 @@ def test_what_hydra_itself_refuses_is_one_line(word):
     with pytest.raises(ValueError) as caught:
         composed(CONF, accepted([word], CONF))
     assert "\n" not in str(caught.value) and "HYDRA_FULL_ERROR" not in str(caught.value)
+
+
+COMMANDS = {  # the words before those of a job
+    "plan": ["model=qwen3_30b_a3b", "cluster=a3_16"],
+    "simulate": ["model=qwen3_30b_a3b", "cluster.hardware=h100", "cluster.npus=16"],
+    "check": [],
+    "evaluate": ["{run}"],
+    "control": ["{run}"],
+}
+WRONG = {
+    "--lr 1e-4": "'--lr': expected KEY=VALUE; write training.lr=1e-4",
+    "max_num_seqs=8": "unknown key 'max_num_seqs'; it is rollout.max_seqs here",
+    "rollout.max_seqs=few": "rollout.max_seqs=few: expected a whole number",
+    "rollout.max_seqs=1.5": "rollout.max_seqs=1.5: expected a whole number",
+    "-m": "'-m'",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_refuses_what_train_does_in_a_line_with_status_2(command, wrong, tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.yaml").write_text("{}")
+    words = [word.format(run=tmp_path) for word in COMMANDS[command]]
+    monkeypatch.setattr(sys, "argv", [f"{command}.py", *words, *wrong.split()])
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(importlib.import_module(f"scripts.{command}").main())
+    *usage, error = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2 and usage[0].startswith("usage: ") and len(usage) <= 2
+    assert "error: " in error and WRONG[wrong] in error
+
+
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_plan_and_simulate_read_values_as_train_does(command):
+    known = {"plan": planning, "simulate": command_line}[command]
+    words = "cluster.npus=1e2 rollout.max_seqs=1e2 fusion.bucket_bytes=2G rollout.stop=end --job".split()
+    parsed = parse(words, options=known.OPTIONS, flags=[], conf=CONF)
+    assert parsed.options == {"cluster.npus": "100"}
+    config, _ = job_config(parsed, CONF, command=command, reads=known.READS, defaults=())
+    assert (config.rollout.max_seqs, config.fusion.bucket_bytes, config.rollout.stop) == (100, 2 << 30, ["end"])
+
+
+def test_control_reads_values_as_train_does(tmp_path, monkeypatch, capsys):
+    (tmp_path / "config.yaml").write_text("{}")
+    monkeypatch.setattr(sys, "argv", ["control.py", str(tmp_path), "rollout.max_seqs=1e1", "engines=all"])
+    importlib.import_module("scripts.control").main()
+    assert "rollout.max_seqs=10" in capsys.readouterr().out
 
 
 def test_hydras_own_options_pass():
