@@ -16,12 +16,12 @@ PIDFD_INFO_EXIT = 1 << 3
 
 
 class ExitStatus:
-    """Watches a process of the same user."""
+    """Watches a process of the same user. ``descriptor``: readable when it has ended; -1: there is none."""
 
     def __init__(self, pid: int) -> None:
-        self._pid, self._pidfd = pid, -1
+        self._pid, self.descriptor = pid, -1
         with suppress(OSError, AttributeError):  # it has ended, or kernel or interpreter are older than Linux 5.3
-            self._pidfd = os.pidfd_open(pid)
+            self.descriptor = os.pidfd_open(pid)
 
     def read(self) -> int | None:
         """Returns the exit status, negative for a signal; None: it has not ended, or the kernel does not keep it."""
@@ -33,13 +33,13 @@ class ExitStatus:
         return None if status is None else os.waitstatus_to_exitcode(status)
 
     def close(self) -> None:
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
 
     def _of_reaped(self) -> int | None:
-        if self._pidfd >= 0:
+        if self.descriptor >= 0:
             with suppress(OSError):  # an older kernel
-                mask, status = INFO.unpack(fcntl.ioctl(self._pidfd, PIDFD_GET_INFO, INFO.pack(PIDFD_INFO_EXIT, 0)))
+                mask, status = INFO.unpack(fcntl.ioctl(self.descriptor, PIDFD_GET_INFO, INFO.pack(PIDFD_INFO_EXIT, 0)))
                 if mask & PIDFD_INFO_EXIT:
                     return int(status)
         return None

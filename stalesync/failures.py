@@ -92,12 +92,16 @@ class RayEnded(RunFailed):
     None: it is not known."""
 
     def __init__(self, name: str, status: int | None = None):
-        reason = full_storage() or "killed, out of host memory, or crashed"
-        if status is not None and status > 0 and not full_storage():
+        reason = "its exit status is unknown"
+        if full := full_storage():
+            reason = full
+        elif status is not None and status >= 0:
             reason = (
                 f"by itself, with status {status}: it gave up waiting for another process of Ray, as on a busy "
                 "machine, or could not start; run again later"
             )
+        elif status is not None:
+            reason = PROCESS_ENDED
         super().__init__(f"Ray's process {name} has ended ({reason}); its logs are in the run's folder, {LOGS}")
 
 

@@ -104,6 +104,13 @@ class Report(NamedTuple):
         report_failure(error, stderr, logs=logs, progress=Progress("Ray"), world=self.world)
 
 
+class Ended(NamedTuple):
+    """A process of Ray that has ended. ``status``: as of `RayEnded`."""
+
+    name: str
+    status: int | None
+
+
 @dataclass
 class Guard:
     """The guard, seen from the controller. ``mark``: of the processes that it ends; ``pipe``: it reads; ``folder``:
@@ -254,7 +261,7 @@ def main(
         elif ended:
             from stalesync.failures import RayEnded
 
-            Report(*report)(RayEnded(ended), 2)
+            Report(*report)(RayEnded(*ended), 2)
             if os.getppid() == controller:
                 os.kill(controller, signal.SIGKILL)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # who reads it waits for its end
@@ -264,16 +271,17 @@ def main(
     remove(Path(folder), keep_logs_in=failed_in)
 
 
-def ended_before(controller: int, before: Collection[int]) -> tuple[str | KeyboardInterrupt | None, bool]:
-    """Waits until the controller has ended or leaves its Ray. Returns the name of a process of Ray that ended before
-    the controller did, or that ended `FROZEN_S` ago while the controller starts Ray (None: the controller was the
-    first, or reports by itself; a signal: the controller starts Ray and has not been able to end by it for
-    `FROZEN_STOP_S`), and whether what is left of Ray may end by itself.
+def ended_before(controller: int, before: Collection[int]) -> tuple[Ended | KeyboardInterrupt | None, bool]:
+    """Waits until the controller has ended or leaves its Ray. Returns a process of Ray that ended before the controller
+    did, or that ended `FROZEN_S` ago while the controller starts Ray (None: the controller was the first, or reports by
+    itself; a signal: the controller starts Ray and has not been able to end by it for `FROZEN_STOP_S`), and whether
+    what is left of Ray may end by itself.
 
     Args:
         before: children of the controller that are none of this Ray's.
     """
-    ended, ended_s, starting, stopped_s = None, 0.0, True, float("inf")
+    ended: Ended | None = None
+    ended_s, starting, stopped_s = 0.0, True, float("inf")
     with (
         closing(EndOrder()) as order,
         closing(ExitStatus(controller)) as status,
@@ -291,7 +299,8 @@ def ended_before(controller: int, before: Collection[int]) -> tuple[str | Keyboa
                 if fd == order.thread:  # Ray's processes that end from now on do so with the controller
                     return ended or _named_by_exit(controller, status, processes), not starting
                 if fd != 0:
-                    ended, ended_s = ended or processes.name_of(fd), ended_s or time.monotonic()
+                    name = processes.name_of(fd)
+                    ended, ended_s = ended or Ended(name, processes.status_of(name)), ended_s or time.monotonic()
                     continue
                 news = os.read(0, MAX_NEWS_BYTES)
                 starting = starting and STARTED not in news
@@ -308,13 +317,13 @@ def ended_before(controller: int, before: Collection[int]) -> tuple[str | Keyboa
         return ended or _named_by_exit(controller, status, processes), not starting
 
 
-def _named_by_exit(controller: int, status: ExitStatus, processes: RayProcesses) -> str | None:
+def _named_by_exit(controller: int, status: ExitStatus, processes: RayProcesses) -> Ended | None:
     """Waits until the controller has ended. Returns the raylet if Ray's C++ has ended it, as it does at once when the
     raylet closes its connection: what the raylet has left to do then may take longer than the end of the controller."""
     while os.getppid() == controller:
         time.sleep(LOOK_S)
     ended_by_ray = RAYLET in processes.names and status.read() == RAY_EXIT
-    return RAYLET if ended_by_ray else None
+    return Ended(RAYLET, processes.status_of(RAYLET)) if ended_by_ray else None
 
 
 def _paths() -> list[str]:

@@ -10,10 +10,11 @@ import select
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stalesync.exit_status import ExitStatus
 from stalesync.stopping import SIGNALS
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class RayProcesses:
     ) -> None:
         self._names, self._parent, self._seen = names, parent or os.getpid(), {*before}
         self._name_by_fd: dict[int, str] = {}
+        self._statuses: dict[int, ExitStatus] = {}
         there = self.add_started()
         self._missing = next((name for name in names if complete and name not in there), None)
 
@@ -79,10 +81,10 @@ class RayProcesses:
         names = {name for pid, name in started.items() if pid not in self._seen}
         for pid, name in started.items():
             if name in self._names and pid not in self._seen:
-                try:
-                    self._name_by_fd[os.pidfd_open(pid)] = name
-                except (OSError, AttributeError):  # it has ended, or kernel or interpreter are older than Linux 5.3
+                status = ExitStatus(pid)
+                if (fd := status.descriptor) < 0:
                     continue
+                self._name_by_fd[fd], self._statuses[fd] = name, status
                 self._seen.add(pid)
         return names
 
@@ -96,13 +98,9 @@ class RayProcesses:
         return next((self._name_by_fd[fd] for fd, _ in poll.poll(0)), None)
 
     def status_of(self, name: str) -> int | None:
-        """Returns the exit status of one that has ended, negative for a signal; None: it is no child, or was reaped."""
-        for fd, known in self._name_by_fd.items():
-            if known == name:
-                with suppress(OSError):
-                    if found := os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                        return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
-        return None
+        """Returns the exit status of one that has ended, as `ExitStatus.read`."""
+        found = (self._statuses[fd].read() for fd, known in self._name_by_fd.items() if known == name)
+        return next((status for status in found if status is not None), None)
 
     def check(self) -> None:
         """Checks that all of them run. Any thread.
@@ -116,9 +114,9 @@ class RayProcesses:
             raise RayEnded(name, self.status_of(name))
 
     def close(self) -> None:
-        for fd in self._name_by_fd:
-            os.close(fd)
-        self._name_by_fd = {}
+        for status in self._statuses.values():
+            status.close()
+        self._name_by_fd, self._statuses = {}, {}
 
 
 @contextmanager
@@ -169,22 +167,20 @@ def watching_start(
 
     def watch() -> None:
         ended_s: float | None = None
-        name_by_pid: dict[int, str] = {}
-        while inside:
-            poll()
-            now_s, started = time.monotonic(), started_by(os.getpid())
-            name_by_pid |= {pid: name for pid, name in started.items() if name in names and pid not in before}
-            running = children_of(os.getpid())
-            ended = sorted(name for pid, name in name_by_pid.items() if pid not in running)
-            ended_s = (ended_s or now_s) if ended else None
-            if ended_s is not None and now_s - ended_s > GIVE_UP_S:
-                with lock:
-                    if inside:
-                        from stalesync.failures import RayEnded
+        with closing(RayProcesses(names, before=before)) as processes:
+            while inside:
+                poll()
+                processes.add_started()
+                now_s, ended = time.monotonic(), processes.ended()
+                ended_s = (ended_s or now_s) if ended else None
+                if ended and ended_s is not None and now_s - ended_s > GIVE_UP_S:
+                    with lock:
+                        if inside:
+                            from stalesync.failures import RayEnded
 
-                        give_up(RayEnded(ended[0]))
-                return
-            time.sleep(WATCH_S)
+                            give_up(RayEnded(ended, processes.status_of(ended)))
+                    return
+                time.sleep(WATCH_S)
 
     thread = threading.Thread(target=watch, name="start of Ray", daemon=True)
     thread.start()

@@ -42,13 +42,16 @@ def test_the_end_of_a_child_is_noticed_by_its_name(tmp_path):
             process.wait()
 
 
-@pytest.mark.parametrize(
+ENDS = pytest.mark.parametrize(
     ("end", "reason"),
     [
-        ("exit 7", "by itself, with status 7: it gave up waiting"),
+        ("exit 1", "by itself, with status 1: it gave up waiting"),
         ("kill -9 $$", "killed, out of host memory, or crashed"),
     ],
 )
+
+
+@ENDS
 def test_a_raylet_that_gave_up_is_not_called_killed(tmp_path, end, reason):
     raylet = tmp_path / "raylet"
     shutil.copy(shutil.which("bash"), raylet)
@@ -76,6 +79,17 @@ def test_a_process_that_ends_while_ray_starts_is_given_up_from_another_thread(tm
             process.kill()
         assert ended.wait(patience(20))
     assert len(given_up) == 1 and "Ray's process gcs_server has ended" in given_up[0]
+
+
+@ENDS
+def test_while_ray_starts_the_end_is_named_by_its_exit_status(tmp_path, end, reason):
+    shutil.copy(shutil.which("bash"), tmp_path / "raylet")
+    given_up, ended = [], threading.Event()
+    with watching_start(lambda error: (given_up.append(str(error)), ended.set())):
+        process = subprocess.Popen([tmp_path / "raylet", "-c", end])
+        assert ended.wait(patience(20))
+    process.wait()
+    assert len(given_up) == 1 and f"Ray's process raylet has ended ({reason}" in given_up[0]
 
 
 def test_a_process_that_ends_before_it_was_seen_is_given_up_too(tmp_path):
