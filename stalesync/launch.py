@@ -242,7 +242,7 @@ def _run(
         cards = stack.enter_context(Cards(spec, queue, timeout_s, logs.of_rank, [check_ray], texts, restarts, peers))
         progress.hosts = [str(host) for host in cards.hosts]
         descriptions = cards.prepare()
-        weights = check_weights(earlier, config.run, cards.on().call(Worker.checksums))
+        weights = check_weights(earlier, config.run, cards.on().call(Worker.checksums), view.note)
         view.note(f"{spec.world} x {descriptions[0]}; trains in {spec.train}, generates in {spec.infer}")
         for file in files:
             if file.rows is not None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count, takewhile
@@ -25,7 +25,7 @@ from stalesync import savepoint
 from stalesync.config import Config, RunConfig
 from stalesync.overrides import load
 from stalesync.prompts import PromptSource
-from stalesync.resume_rules import ENDED, RULES, Changes, Rule, compare, decide
+from stalesync.resume_rules import ENDED, RULES, Changes, Rule, compare, decide, superfluous
 from stalesync.run_inputs import find_other_content, settings_of
 from stalesync.run_log import ERROR
 
@@ -146,13 +146,13 @@ def check_changes(earlier: Reopened, config: Config, *, source: PromptSource, in
     if why := source.find_other_order(state["prompts"]):
         keys = [key for key in settings if RULES[key] is Rule.ORDER] or ["data.source"]
         content |= dict.fromkeys(keys, why)
-    groups, named = savepoint.groups_in_progress(state), config.run.resume_changed
+    groups, undecided = savepoint.groups_in_progress(state), _keys_of_large_files(saved)
     masks_others = bool(groups) and saved.get("masked_ids", []) != inputs["masked_ids"]
     if masks_others:
         ending = f"{len(groups)} groups in progress, sampled with other masked ids, would end as failed:{ENDED}"
         content["model.path"] = "; ".join(filter(None, (content.get("model.path"), ending)))
     changes = Changes(settings, content, len(groups), truncation=_truncates(before) != config.rollout.truncates)
-    ends = decide(changes, named, undecided=_keys_of_large_files(saved))
+    ends = decide(changes, _needed(changes, config.run, notes.append, undecided), undecided)
     if line := changes.describe():
         notes.append(line)
     if ends := ends or masks_others:
@@ -167,14 +167,30 @@ def _truncates(settings: Mapping[str, Any]) -> bool:
     return SamplingParams(**{name: settings[key] for name, key in keys.items() if key in settings}).truncates
 
 
+def _needed(
+    changes: Changes, run: RunConfig, note: Callable[[str], None], undecided: Collection[str] = ()
+) -> list[str]:
+    """Returns the named keys. With `run.resume=auto` those that are not needed are left out, and noted: a scheduler
+    starts a job with the same names again after the resume that needed them."""
+    spare = [name for name in superfluous(changes, run.resume_changed, undecided) if name in RULES]
+    if run.resume != "auto" or not spare:
+        return run.resume_changed
+    note(f"run.resume_changed: {', '.join(spare)}: not needed by this resume, and ignored")
+    return [name for name in run.resume_changed if name not in spare]
+
+
 def check_weights(
-    earlier: Reopened, run: RunConfig, loaded: Iterable[Mapping[str, Mapping[str, int]]]
+    earlier: Reopened,
+    run: RunConfig,
+    loaded: Iterable[Mapping[str, Mapping[str, int]]],
+    note: Callable[[str], None],
 ) -> dict[str, dict[str, int]]:
     """Compares the checksums of large files, which the cards have taken while they loaded them, with the checkpoint's;
     returns them, to be saved by role and file.
 
     Args:
         loaded: of `Worker.checksums`, by card.
+        note: shows a line to the user.
 
     Raises:
         ValueError: a model has other content than at the checkpoint, or a key is named whose content is the same.
@@ -190,7 +206,9 @@ def check_weights(
         if role in sums and key not in earlier.accepted:
             content |= find_other_content({key: files}, {key: sums[role]})
     undecided = _keys_of_large_files(saved) - earlier.accepted
-    decide(Changes({}, content, 0), [key for key in run.resume_changed if key in undecided])
+    changes = Changes({}, content, 0)
+    named = replace(run, resume_changed=[key for key in run.resume_changed if key in undecided])
+    decide(changes, _needed(changes, named, note))
     return sums
 
 

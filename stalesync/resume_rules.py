@@ -134,7 +134,7 @@ def decide(changes: Changes, named: Collection[str], undecided: Collection[str] 
     Raises:
         ValueError: a change is refused, or a name is superfluous; names every such key and what is possible.
     """
-    in_progress = {key for key in {*changes.settings, *changes.content} if _needs_no_groups(key, changes)}
+    in_progress = _keys_in_progress(changes)
     refused = in_progress | changes.content.keys()
     if never := sorted(key for key in changes.settings if RULES[key] is Rule.NEVER):
         lines = [
@@ -146,12 +146,21 @@ def decide(changes: Changes, named: Collection[str], undecided: Collection[str] 
         lines = [_refusal(key, changes, in_progress=key in in_progress) for key in unnamed]
         allowed = ",".join(sorted({*named} & refused | {*unnamed}))
         raise ValueError(f"{'; '.join(lines)}. run.resume_changed=[{allowed}] resumes nevertheless")
-    if superfluous := sorted({*named} - refused - {*undecided}):
+    if names := superfluous(changes, named, undecided):
         raise ValueError(
-            f"run.resume_changed: {', '.join(superfluous)}: expected only keys whose change this resume would refuse"
+            f"run.resume_changed: {', '.join(names)}: expected only keys whose change this resume would refuse"
             + (f": {', '.join(sorted(refused))}" if refused else ", of which there are none")
         )
     return bool(in_progress)
+
+
+def superfluous(changes: Changes, named: Collection[str], undecided: Collection[str] = ()) -> list[str]:
+    """Lists the names that are refused by no rule; arguments as of `decide`."""
+    return sorted({*named} - _keys_in_progress(changes) - changes.content.keys() - {*undecided})
+
+
+def _keys_in_progress(changes: Changes) -> set[str]:
+    return {key for key in {*changes.settings, *changes.content} if _needs_no_groups(key, changes)}
 
 
 def _needs_no_groups(key: str, changes: Changes) -> bool:

@@ -182,18 +182,49 @@ def test_groups_in_progress_of_a_run_that_masked_other_ids_end_only_if_the_model
 def test_a_model_that_differs_only_in_large_files_is_refused_when_the_cards_have_loaded_it(tmp_path):
     saved = {"weights": {"policy": {"big": 3}, "reference": {"big": 3}}}
     earlier = Reopened(RunFolder(tmp_path, "run", "resume"), state={"inputs": saved})
-    run = RunConfig(resume="true")
+    run, notes = RunConfig(resume="true"), []
     cards = [{"policy": {"big": 5}}, {"policy": {"big": (1 << 64) - 2}, "reference": {"big": 3}}, {"policy": {}}]
     with earlier.folder:
-        assert check_weights(earlier, run, cards) == saved["weights"], "added up, mod 2^64"
+        assert check_weights(earlier, run, cards, notes.append) == saved["weights"], "added up, mod 2^64"
         cards[1]["reference"]["big"] = 4
         with pytest.raises(ValueError, match=r"^model.path: cannot resume: other content of big\. run.resume_changed"):
-            check_weights(earlier, run, cards)
+            check_weights(earlier, run, cards, notes.append)
         run.resume_changed = ["model.path"]
-        assert check_weights(earlier, run, cards)["reference"] == {"big": 4}
+        assert check_weights(earlier, run, cards, notes.append)["reference"] == {"big": 4}
         cards[1]["reference"]["big"] = 3
         with pytest.raises(ValueError, match="run.resume_changed: model.path: expected only keys whose change"):
-            check_weights(earlier, run, cards)
+            check_weights(earlier, run, cards, notes.append)
+        run.resume, notes[:] = "auto", []
+        assert check_weights(earlier, run, cards, notes.append) == saved["weights"]
+        assert notes == ["run.resume_changed: model.path: not needed by this resume, and ignored"]
+
+
+@pytest.mark.parametrize("resume", ["auto", "true"])
+def test_a_name_left_in_the_job_script_does_not_refuse_the_next_automatic_restart(tmp_path, resume):
+    config = Config(run=RunConfig(dir=str(tmp_path), resume=resume, resume_changed=["rollout.temperature"]))
+    inputs = {"settings": settings_of(config), "files": {}, "masked_ids": []}
+    before = {**inputs, "settings": {**inputs["settings"], "rollout.temperature": 0.5}}
+    earlier = Reopened(RunFolder(tmp_path, "run", "resume"), checkpoint(tmp_path / "run", 2))
+    source = SimpleNamespace(find_other_order=lambda state: "")
+
+    def resumed(saved, groups):
+        state = {"ledger": {"in_flight": dict.fromkeys(groups, 0), "finished": {}}, "prompts": {}, "inputs": saved}
+        savepoint.write_atomic(earlier.checkpoint / "controller.json", json.dumps(state))
+        return check_changes(earlier, config, source=source, inputs=inputs)
+
+    with earlier.folder:
+        assert resumed(before, "ab").ended == ("a", "b"), "the resume that needs the name"
+        if resume == "true":
+            with pytest.raises(ValueError, match="run.resume_changed: rollout.temperature: expected only keys whose"):
+                resumed(inputs, "cd")
+            return
+        restarted = resumed(inputs, "cd")
+        assert restarted.ended == () and restarted.notes == (
+            "run.resume_changed: rollout.temperature: not needed by this resume, and ignored",
+        )
+        config.run.resume_changed = ["rollout.temprature"]
+        with pytest.raises(ValueError, match="run.resume_changed: rollout.temprature: expected only keys whose change"):
+            resumed(inputs, "cd")
 
 
 def test_other_content_is_found_by_file_and_of_lists_only_where_an_entry_stays(tmp_path):
