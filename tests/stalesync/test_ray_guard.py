@@ -84,8 +84,8 @@ folder, how, patience_s = Path(sys.argv[1]), sys.argv[2], float(sys.argv[3])
 with guarded([], Report(str(folder), 1)) as guard:
     with marking(guard.mark):
         die_with_parent = lambda: ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # as Ray's do
-        command = [folder / "raylet", "-c", "read line; exit 1"]
-        raylet = subprocess.Popen(command, preexec_fn=die_with_parent, stdin=subprocess.PIPE)
+        words, stdin = (["-c", "read line; exit 1"], subprocess.PIPE) if how == "gives up" else (["600"], None)
+        raylet = subprocess.Popen([folder / "raylet", *words], preexec_fn=die_with_parent, stdin=stdin)
     print(raylet.pid, flush=True)
     sys.stdin.readline()
     if how == "exits":
@@ -110,7 +110,7 @@ with guarded([], Report(str(folder), 1)) as guard:
     [("ends", 1, 1), ("hangs", -9, 1), ("gives up", -9, 1), ("reports", 1, 0), ("killed", -9, 0)],
 )
 def test_the_end_of_a_controller_that_the_end_of_ray_has_caused_is_reported(tmp_path, how, status, reported):
-    shutil.copy(shutil.which("bash"), tmp_path / "raylet")
+    shutil.copy(shutil.which("bash" if how == "gives up" else "sleep"), tmp_path / "raylet")
     command = [sys.executable, "-c", STARTING, str(tmp_path), how, str(patience(1))]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     controller = subprocess.Popen(command, **pipes, text=True)
@@ -131,7 +131,7 @@ def test_the_end_of_a_controller_that_the_end_of_ray_has_caused_is_reported(tmp_
 
 def test_a_raylet_is_named_that_ends_the_controller_before_its_own_end_is_seen(tmp_path):
     """Ray's C++ ends the controller with status 1 when the raylet closes its connection."""
-    shutil.copy(shutil.which("bash"), tmp_path / "raylet")
+    shutil.copy(shutil.which("sleep"), tmp_path / "raylet")
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     command = [sys.executable, "-c", STARTING, str(tmp_path), "exits", "0"]
     controller = subprocess.Popen(command, **pipes, text=True)
@@ -145,7 +145,7 @@ def test_a_raylet_is_named_that_ends_the_controller_before_its_own_end_is_seen(t
 
 @pytest.mark.parametrize("first", ["raylet", "controller"])
 def test_the_one_that_ended_first_is_known_to_a_guard_that_finds_both_ended(tmp_path, first):
-    shutil.copy(shutil.which("bash"), tmp_path / "raylet")
+    shutil.copy(shutil.which("sleep"), tmp_path / "raylet")
     command = [sys.executable, "-c", STARTING, str(tmp_path), "exits", "0"]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     controller = subprocess.Popen(command, **pipes, text=True)
