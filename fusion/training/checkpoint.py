@@ -74,7 +74,7 @@ def save_checkpoint(
     write_atomic(_note(partial, mesh.rank), json.dumps(note))
     _barrier(group)
     if mesh.rank == 0:
-        _complete(trainer, partial, state["steps"])
+        _complete(trainer, partial, state["steps"], state["skipped_in_a_row"])
         replace_folder(partial, folder)
     _barrier(group)
 
@@ -112,14 +112,14 @@ def load_checkpoint(
     if verify:
         all_or_none(check, group=mesh.world_group, rank=mesh.rank, stage="restore")
     all_or_none(read, group=mesh.world_group, rank=mesh.rank, stage="restore")
-    trainer.resume_at(saved["steps"])
+    trainer.resume_at(saved["steps"], saved.get("skipped_in_a_row", 0))
     if known := saved.get("schedule"):
         trainer.schedule = trainer.schedule.resumed(Schedule(**known), saved["steps"], steps_left)
 
 
 def read_trainer(folder: Path) -> dict[str, Any]:
-    """Reads what a checkpoint says about itself: `steps`, `dtype`, `layout`, `model` (a Hugging Face config) and
-    `masked_ids` (of `ModelConfig`; absent if an earlier version wrote it).
+    """Reads what a checkpoint says about itself: `steps`, `dtype`, `layout`, `model` (a Hugging Face config),
+    `masked_ids` (of `ModelConfig`) and `skipped_in_a_row` (both absent if an earlier version wrote it).
 
     Raises:
         ValueError: there is no checkpoint, or one of an earlier version.
@@ -143,7 +143,7 @@ def _check_model(saved: dict[str, Any], own: dict[str, Any], folder: Path) -> No
             )
 
 
-def _complete(trainer: TrainEngine, partial: Path, steps: int) -> None:
+def _complete(trainer: TrainEngine, partial: Path, steps: int, skipped_in_a_row: int) -> None:
     """Merges the ranks' notes and writes all other files, the manifest last."""
     world = trainer.model.mesh.parallel.world
     notes = [json.loads(_note(partial, rank).read_text()) for rank in range(world)]
@@ -152,6 +152,7 @@ def _complete(trainer: TrainEngine, partial: Path, steps: int) -> None:
     dtype, config = _dtype(trainer), trainer.model.config
     about = {
         "steps": steps,
+        "skipped_in_a_row": skipped_in_a_row,
         "dtype": dtype,
         "layout": _layout(trainer),
         "model": config.to_hf(dtype),

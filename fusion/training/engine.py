@@ -233,7 +233,8 @@ class EmbeddedTrainEngine:
         weights = {f"weights.{index}": flat for index, flat in enumerate(self.model.weights.flats)}
         if self.model.weights.card.numel():
             weights[CARD_VALUES] = self.model.weights.card
-        return {"tensors": weights | self.optimizer.tensors(), "steps": self.optimizer.steps}
+        counts = {"steps": self.optimizer.steps, "skipped_in_a_row": self.optimizer.skipped_in_a_row}
+        return {"tensors": weights | self.optimizer.tensors(), **counts}
 
     def chunks(self, state: dict[str, Any]) -> list[Chunk]:
         """Returns this rank's shard of masters and moments in a `state_dict`, live or copied, as boxes of the global
@@ -242,11 +243,11 @@ class EmbeddedTrainEngine:
         views = self.weight_views(state)
         return [*self.optimizer.chunks(state["tensors"], views), *self.optimizer.untrained_chunks(views)]
 
-    def resume_at(self, steps: int) -> None:
+    def resume_at(self, steps: int, skipped_in_a_row: int) -> None:
         """Continues from the live `chunks`, which were overwritten: publishes the masters as weights on all replicas,
-        and sets the number of optimizer steps. Collective."""
+        and sets the numbers of optimizer steps. Collective."""
         self.optimizer.publish()
-        self.optimizer.steps = steps
+        self.optimizer.steps, self.optimizer.skipped_in_a_row = steps, skipped_in_a_row
 
     def weight_views(self, state: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Returns the weights in a copy of `state_dict` by local name, as views of the copy. Those on the host, which

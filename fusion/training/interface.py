@@ -112,8 +112,8 @@ class TrainEngine(Protocol):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's state: ``tensors``, the live weights and optimizer states by name, and ``steps``. All
-        must be resident, in HBM or on the host."""
+        """Returns this rank's state: ``tensors``, the live weights and optimizer states by name, which must be
+        resident, in HBM or on the host; ``steps``; and ``skipped_in_a_row``, the last `SKIPPED_IN_A_ROW`."""
 
     def chunks(self, state: dict[str, Any]) -> list[Chunk]:
         """Returns this rank's part of what a checkpoint needs, in a `state_dict` or a copy of one: boxes of global
@@ -122,9 +122,9 @@ class TrainEngine(Protocol):
         tensor NAME. Can be called on any thread.
         """
 
-    def resume_at(self, steps: int) -> None:
+    def resume_at(self, steps: int, skipped_in_a_row: int) -> None:
         """Continues from the live `chunks`, all of which were overwritten with the values of a checkpoint: derives all
-        other state from them, and sets the number of optimizer steps. Collective."""
+        other state from them, and sets the numbers of optimizer steps, and of those skipped in a row. Collective."""
 
     def weight_views(self, state: dict[str, Any]) -> dict[str, torch.Tensor]:
         """Returns the weights in a copy of `state_dict` by the names of ``model.table``, each in its local shape, as

@@ -100,7 +100,7 @@ class FakeTrainer:
 
     def state_dict(self) -> dict[str, Any]:
         weights = {f"weights.{index}": flat for index, flat in enumerate(self.model.weights.flats)}
-        return {"tensors": weights | self.optimizer_states(), "steps": self.steps}
+        return {"tensors": weights | self.optimizer_states(), "steps": self.steps, "skipped_in_a_row": 0}
 
     def chunks(self, state: dict[str, Any]) -> list[Chunk]:
         weights = [
@@ -109,7 +109,7 @@ class FakeTrainer:
         ]
         return [*weights, Chunk("moment", (4,), (0,), state["tensors"]["exp_avg.0"])]
 
-    def resume_at(self, steps: int) -> None:
+    def resume_at(self, steps: int, skipped_in_a_row: int) -> None:
         self.steps = steps
 
     def weight_views(self, state: dict[str, Any]) -> dict[str, torch.Tensor]:

@@ -27,6 +27,7 @@ from fusion.training.chunk_files import file_of, merge_tables, table_of, write_c
 from fusion.training.chunk_reader import ChunkReader, read_chunks
 from fusion.training.chunks import Chunk
 from fusion.training.export import export_checkpoint
+from fusion.training.interface import SKIPPED_IN_A_ROW
 from fusion.training.shards import SharedElements, gradient_buckets, own_range, shard_pieces
 from tests.helpers import run_ranks, tiny_checkpoint, tiny_config
 from tests.training.ranks import LONGEST, Case, make_engine, my_share, sample_batch
@@ -69,6 +70,20 @@ def test_resume_is_bitwise(checkpoint, tmp_path, layout, dtype):
     case = Case(checkpoint, layout, {"warmup_steps": 3, "token_budget": 40}, dtype=dtype, bucket_bytes=20000)
     assert run_ranks(interrupted, layout.world, case, str(tmp_path / "trainer")) == [(True, True)] * layout.world
     assert [path.name for path in tmp_path.iterdir()] == ["trainer"]
+
+
+def test_updates_that_are_skipped_in_a_row_are_counted_across_a_resume(checkpoint, device, tmp_path):
+    def skipped(engine):
+        engine.forward_backward(my_share(sample_batch(8, 1), engine), GRPO)
+        next(iter(engine.gradients().values()))[3] = float("nan")
+        return engine.optimizer_step()[SKIPPED_IN_A_ROW]
+
+    engine, again = (make_engine(Case(checkpoint), device) for _ in range(2))
+    assert [skipped(engine), skipped(engine)] == [1, 2]
+    save_checkpoint(engine, tmp_path / "trainer")
+    load_checkpoint(again, tmp_path / "trainer")
+    assert skipped(again) == 3
+    assert step(again, 2)[SKIPPED_IN_A_ROW] == 0
 
 
 def test_states_on_the_host_are_saved_and_taken_up_by_a_trainer_that_keeps_them_in_hbm(checkpoint, device, tmp_path):
