@@ -16,6 +16,7 @@ from fusion.costmodel.search import problems
 from fusion.costmodel.setup import Setup
 from fusion.costmodel.shape import Shape
 from fusion.model import ModelConfig
+from fusion.telemetry.memory import human_bytes
 from stalesync.config import Config
 from stalesync.launch import prepare, start_rewards
 from stalesync.prompts import Prompt, PromptSource
@@ -24,7 +25,6 @@ from stalesync.workload import setup_of
 
 log = logging.getLogger(__name__)
 
-GIB = 2**30
 NUM_ROWS = 1000
 """Maximum number of rows whose lengths and answers are looked at"""
 BINS, BAR = 8, 40
@@ -125,10 +125,11 @@ def describe_memory(config: Config, model: ModelConfig) -> list[str]:
     for problem in problems(setup, sizes):
         log.warning("memory: %s", problem)
     whose = "" if config.cluster.hardware or config.device.capacity_bytes else f" of {setup.hardware.name}"
+    twice = "; with model.dtype=float32 a card takes up to twice as much" if config.model.dtype == "float32" else ""
     return [
-        *(f"{phase}: {sizes.total(phase) / GIB:.2f} of {usable / GIB:.2f} GiB{whose}" for phase in sizes.phases),
+        *(f"{phase}: {human_bytes(sizes.total(phase))} of {human_bytes(usable)}{whose}" for phase in sizes.phases),
         f"KV cache: {sizes.kv_tokens:,} tokens, {sizes.kv_tokens // config.longest_sample:,} samples of maximum length",
-        f"trains in {config.train_layout}, generates in {config.infer_layout}; estimated for bfloat16 weights",
+        f"trains in {config.train_layout}, generates in {config.infer_layout}; estimated for bfloat16 weights{twice}",
     ]
 
 

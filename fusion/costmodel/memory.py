@@ -2,7 +2,8 @@
 
     train    weights, gradients (fp32, not sharded), optimizer (fp32 masters and moments, sharded over replicas),
              activations
-    switch   the larger of both layouts' weights, four buckets, the optimizer state being offloaded; no gradients
+    switch   the larger of both layouts' weights, four buckets (none larger than the weights), the
+             optimizer state being offloaded; no gradients
     infer    weights (twice with `fusion.double_buffer` on cards that only generate), activations of an engine step, and
              the KV cache: `rollout.kv_fraction` of the remaining HBM
 
@@ -94,7 +95,7 @@ def estimate_memory(setup: Setup) -> Memory:
     weights = [largest_weight_bytes(shape, side) for side in (train, infer)]
     stays = states if setup.shared and setup.fusion.offload == "none" else 0
     leaves = states if setup.shared and setup.fusion.offload == "switch" else 0
-    buckets, usable = 4 * setup.fusion.bucket_bytes, setup.hardware.usable_bytes
+    buckets, usable = 4 * min(setup.fusion.bucket_bytes, max(weights)), setup.hardware.usable_bytes
     overlap = max(weights) + buckets + leaves <= usable
     switching: dict[str, float] = {
         "weights": max(weights),

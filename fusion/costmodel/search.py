@@ -20,6 +20,7 @@ from fusion.costmodel.switch_time import Switch, to_infer, to_train
 from fusion.costmodel.traffic import Traffic, switch_traffic
 from fusion.ep_switch.topology import LEVELS
 from fusion.model import Parallel
+from fusion.telemetry.memory import human_bytes
 
 GIB = 2.0**30
 
@@ -98,8 +99,8 @@ def problems(setup: Setup, sizes: Memory) -> tuple[str, ...]:
         if sizes.total(phase) > usable:
             owner = max(sizes.phases[phase], key=lambda owner: sizes.phases[phase][owner])
             messages.append(
-                f"{phase} takes {sizes.total(phase) / GIB:.0f} GiB of {usable / GIB:.0f} a die, "
-                f"{owner} {sizes.phases[phase][owner] / GIB:.0f}"
+                f"{phase} takes {human_bytes(sizes.total(phase))} of {human_bytes(usable)} a die, "
+                f"{owner} {human_bytes(sizes.phases[phase][owner])}"
             )
     longest = int(setup.workload.prompt) + setup.workload.longest
     if sizes.kv_tokens < longest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from fusion.costmodel import Setup, Shape, estimate_memory
 from fusion.costmodel.hardware import hardware_named
 from fusion.costmodel.memory import stage_weights
 from fusion.costmodel.presets import load_shape
+from fusion.costmodel.search import problems
 from fusion.costmodel.setup import EngineLimits, TrainingLimits
 from fusion.ep_switch.config import FusionConfig
 from fusion.model import Parallel, local_params, plan_units
@@ -88,3 +90,18 @@ def test_separate_cards_keep_their_states():
         estimate_memory(replace(apart, rollout=EngineLimits(kv_fraction=0.45))).kv_tokens
         < estimate_memory(apart).kv_tokens
     )
+
+
+def test_a_switch_needs_no_bucket_larger_than_the_weights():
+    setup = Setup(Shape("tiny", tiny_config()), ASCEND_910C, Parallel(1), Parallel(1))
+    switch = estimate_memory(setup).phases["switch"]
+    assert 0 < switch["buckets"] == 4 * switch["weights"] < FusionConfig().bucket_bytes
+
+
+def test_what_does_not_fit_a_small_card_is_named_with_sizes_other_than_zero():
+    hbm, reserved = replace(ASCEND_910C.hbm_bytes, value=float(1 << 16)), replace(ASCEND_910C.reserved_bytes, value=0.0)
+    card = replace(ASCEND_910C, hbm_bytes=hbm, reserved_bytes=reserved)
+    setup = Setup(Shape("tiny", tiny_config()), card, Parallel(1), Parallel(1))
+    messages = [text for text in problems(setup, estimate_memory(setup)) if text.startswith("switch")]
+    (message,) = messages
+    assert re.fullmatch(r"switch takes [1-9][0-9.]*[KM] of 64.0K a die, buckets [1-9][0-9.]*[KM]", message)

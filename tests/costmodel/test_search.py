@@ -44,7 +44,7 @@ def test_what_does_not_fit_is_said_with_numbers():
     ranking = rank(setup("pangu_718b", 32))
     assert not ranking.deployments and ranking.refused["train does not fit into HBM"] > 0
     said = " ".join(ranking.pairs[0].problems)
-    assert "train takes" in said and "GiB of 60 a die" in said and "its host has" in said
+    assert "train takes" in said and "G of 60.0G a die" in said and "its host has" in said
 
 
 def test_each_limit_is_a_problem_of_its_own():

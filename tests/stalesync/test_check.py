@@ -63,8 +63,8 @@ def test_a_job_is_described_without_starting_ray(overrides, capsys, monkeypatch)
         "9 rows an epoch; 1 dropped: longer than data.max_prompt_length=8",
         "1-1 tokens " + "#" * BAR + " 1\n",
         "math of '\\\\boxed{7}', where the answer is '\\\\boxed{7}': 1 in ",
-        "train: 0.0",
-        "of 2.00 GiB of the emulated card",
+        "M of 2.00G of the emulated card",
+        "estimated for bfloat16 weights; with model.dtype=float32 a card takes up to twice as much",
         "4 prompts x 2 responses = 8 samples; at most 116 tokens",
         "samples are at most 0 versions old, correction none",
     ):
