@@ -94,3 +94,9 @@ def test_every_room_has_a_page():
     rooms = [path.name for path in (ROOT / "fusion").iterdir() if (path / "__init__.py").is_file()]
     for room in [*rooms, "stalesync", "distqueue"]:
         assert (ROOT / "docs" / f"{room}.md").is_file(), f"docs/{room}.md"
+
+
+def test_every_kind_of_silent_fault_names_a_test():
+    _, *sections = (ROOT / "docs" / "silent.md").read_text().split("\n## ")
+    without = [text.split("\n")[0] for text in sections if not any("tests/" in file for file, _ in references(text))]
+    assert len(sections) == 25 and without == []

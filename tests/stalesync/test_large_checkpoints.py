@@ -30,7 +30,7 @@ def test_a_run_trains_resumes_elsewhere_and_exports_all_of_it(tmp_path: Path) ->
     base = quantize_folder(str(tmp_path / "bf16"), tmp_path / "fp8")
     make_tokenizer(tmp_path / "fp8")
     for steps, cards in ((2, FOUR), (3, [*TWO, "fusion=separate"])):
-        done = train(tmp_path / "fp8", tmp_path, *OPTIONS, *cards, f"run.steps={steps}", "run.resume=true")
+        done = train(tmp_path / "fp8", tmp_path, *OPTIONS, *cards, f"run.steps={steps}", "run.resume=auto")
         assert done.returncode == 0, done.stdout + done.stderr
         exported = weights_of(tmp_path / "run" / "hf")
         assert exported.keys() == base.keys() and len(rows_of(tmp_path / "run")) == steps
