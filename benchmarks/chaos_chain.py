@@ -18,8 +18,8 @@ from benchmarks.chaos_run import StartedRun
 from benchmarks.chaos_space import Space
 from benchmarks.chaos_verdict import Ended, Remains
 from fusion.telemetry.run_folder import GROUPS, METRICS, complete_checkpoints
-from stalesync import savepoint
-from stalesync.savepoint import groups_in_progress
+from stalesync.job import savepoint
+from stalesync.job.savepoint import groups_in_progress
 
 COMMON = """device=emulated cluster.npus=2 parallel=single data=addition data.max_prompt_length=8
 data.prompts_per_step=8 algorithm.group_size=4 training.lr=1e-3 reward.max_failed_share=1

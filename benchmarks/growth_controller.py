@@ -33,18 +33,18 @@ from fusion.rollout.packing import CUT, TEXT
 from fusion.telemetry import MemoryLedger, RunFolder
 from fusion.training import AlgorithmConfig
 from fusion.training.algorithms import make_algorithm
-from stalesync.admission import Admission
-from stalesync.admission_spec import AdmissionSpec
-from stalesync.controller import Controller
-from stalesync.garbage import collecting_seldom
-from stalesync.generation import Generation
-from stalesync.groups import Groups
+from stalesync.loop.controller import Controller
+from stalesync.loop.generation import Generation
+from stalesync.loop.groups import Groups
+from stalesync.loop.step_metrics import StepMetrics
+from stalesync.loop.update import Updater
+from stalesync.policy.admission import Admission
+from stalesync.policy.admission_spec import AdmissionSpec
+from stalesync.policy.staleness import StalenessLedger
+from stalesync.process.garbage import collecting_seldom
 from stalesync.prompts import Prompt
-from stalesync.samples import Sample
-from stalesync.scoring import RESPONSE, Scorer
-from stalesync.staleness import StalenessLedger
-from stalesync.step_metrics import StepMetrics
-from stalesync.update import Updater
+from stalesync.scoring.samples import Sample
+from stalesync.scoring.scoring import RESPONSE, Scorer
 
 GROUP_SIZE, CARDS, SLOTS, MESSAGE = 8, 64, 256, 64
 """Samples of a group; cards, each an engine; requests that an engine decodes at a time; samples of a message"""

@@ -16,7 +16,7 @@ GROUP_SIZE, ENGINES, BATCH = 8, 64, 4096
 def measure_ledger(groups: int) -> float:
     """Return events per second: groups are admitted and finish, the ledger is asked after each whether a step may begin
     and what it waits for, and they are trained; two versions in progress."""
-    from stalesync.staleness import StalenessLedger
+    from stalesync.policy.staleness import StalenessLedger
 
     ledger, names = StalenessLedger(1, groups), [f"e0-{k}" for k in range(2 * groups)]
     start_s = time.process_time()

@@ -101,7 +101,7 @@ def observe(record: str) -> None:
     """Make the controller of this process write a line of ``record`` after each step."""
     from ray.actor import ActorHandle
 
-    from stalesync.controller import Controller
+    from stalesync.loop.controller import Controller
 
     calls: Counter[str] = Counter()
     make_call, train_step = ActorHandle._actor_method_call, Controller.train_step

@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fusion.rollout.kv_pool.pool import KVPoolSpec
 from fusion.rollout.kv_pool.remote import KVServer
-from stalesync.kv_servers import RayPeer
+from stalesync.cards.kv_servers import RayPeer
 
 STORE_BYTES = 512 << 20
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import ray
 
-from stalesync.ray_folder import PREFIX, RAY, root_of
+from stalesync.process.ray_folder import PREFIX, RAY, root_of
 
 
 def start_ray(num_cpus: int) -> None:

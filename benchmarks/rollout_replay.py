@@ -37,7 +37,7 @@ from benchmarks.rollout_workloads import (
 )
 from fusion.costmodel.pace import EngineCost, StepSums
 from fusion.npu import DeviceConfig
-from stalesync.config import Config
+from stalesync.job.config import Config
 from stalesync.prompts.lengths import ForcedLengths
 from stalesync.simulator.drafts import DraftSpec
 from stalesync.simulator.lengths import SimulatedPrompt

@@ -29,7 +29,7 @@ from typing import Any
 from benchmarks.rollout_replay import PublishedEngineCost
 from benchmarks.rollout_workloads import CHUNK_TOKENS, MAX_BATCH_TOKENS, MAX_SEQS, PROMPT_TOKENS, RHYME, SPREAD
 from fusion.npu import DeviceConfig
-from stalesync.config import Config
+from stalesync.job.config import Config
 from stalesync.prompts.lengths import ForcedLengths
 from stalesync.simulator.drafts import DraftSpec
 from stalesync.simulator.lengths import DrawnLengths

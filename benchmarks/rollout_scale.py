@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from fusion.resources import RECIPES
-from stalesync.job_arguments import parse
+from stalesync.job.job_arguments import parse
 from stalesync.simulator.cluster import base_of, simulate
 from stalesync.simulator.command_line import OPTIONS, cases_of, scenario_of
 from stalesync.simulator.report import growing_loss, linearity

@@ -22,7 +22,7 @@ def main() -> None:
         print(USAGE, as_called(__doc__.rstrip()), sep="\n\n")
         return
     from stalesync.command_line import refuse
-    from stalesync.overrides import accepted, composed
+    from stalesync.job.overrides import accepted, composed
 
     conf = RECIPES / "conf"
     try:

@@ -24,9 +24,9 @@ def main() -> None:
     )
     options, others = parser.parse_known_args()
     words = [*others, *options.changes]
-    from stalesync.control import Limits, present_share, submit
-    from stalesync.overrides import check_overrides, typed_keys
-    from stalesync.values import typed_words
+    from stalesync.job.control import Limits, present_share, submit
+    from stalesync.job.overrides import check_overrides, typed_keys
+    from stalesync.job.values import typed_words
 
     try:
         check_overrides(words, ["engines"])

@@ -26,7 +26,7 @@ def main() -> None:
     options = parser.parse_args()
     if not options.source.is_dir():
         parser.error(f"{options.source}: expected the folder of a run, or of a checkpoint")
-    from stalesync.conversion import convert
+    from stalesync.job.conversion import convert
 
     try:
         print(convert(options.source, options.out, options.tokenizer))

@@ -36,7 +36,7 @@ CAPTURE: dict[str, Any] = {"capture_output": True, "text": True}
 if CHECKOUT:
     sys.path.insert(0, str(ROOT))  # needs no installation
 
-from stalesync.combinations import Backend, Combination, Environment, combinations, megatron, vllm  # noqa: E402
+from stalesync.job.combinations import Backend, Combination, Environment, combinations, megatron, vllm  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ The evaluation is the one of a run (docs/evaluation.md), on the same cards and i
 its own in run.dir: evaluate-NAME, with logs and all results.
 """
 
-from stalesync.stopping import ignore_stops, leave_at_stops
+from stalesync.process.stopping import ignore_stops, leave_at_stops
 
 if __name__ == "__main__":
     leave_at_stops()  # before anything else is imported, which takes seconds
@@ -35,7 +35,7 @@ def main() -> None:
         print(USAGE, as_called(__doc__.rstrip()), sep="\n\n")
         return
     from stalesync.command_line import refuse
-    from stalesync.evaluation.standalone import evaluate, parse_arguments
+    from stalesync.standalone import evaluate, parse_arguments
 
     try:
         arguments = parse_arguments(sys.argv[1:], CONF)

@@ -32,7 +32,7 @@ def main() -> None:
     shape = None if options.shape is None else _read_shape(options.shape, parser)
 
     from fusion.npu import open_device
-    from stalesync.base_model import make_base_model
+    from stalesync.job.base_model import make_base_model
 
     changes = {} if options.target is None else {"target": options.target}
     device = open_device(options.device)

@@ -5,7 +5,7 @@ python scripts/train.py --cfg job …       prints the composed config and stops
 python scripts/train.py --help            lists the groups and every key with its default and meaning
 """
 
-from stalesync.stopping import ignore_stops, leave_at_stops
+from stalesync.process.stopping import ignore_stops, leave_at_stops
 
 if __name__ == "__main__":
     leave_at_stops()  # before anything else is imported, which takes seconds
@@ -20,7 +20,7 @@ USAGE = as_called("usage: python scripts/train.py [--help] [--cfg job] [GROUP=CH
 
 def main() -> None:
     from stalesync.command_line import refuse
-    from stalesync.overrides import accepted, choices_in, composed, help_text
+    from stalesync.job.overrides import accepted, choices_in, composed, help_text
 
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(USAGE, as_called(__doc__.rstrip()), help_text(choices_in(CONF)), sep="\n\n")
@@ -38,8 +38,8 @@ def compose_and_run() -> None:
     from omegaconf import OmegaConf
 
     from stalesync.command_line import refuse, run_job
-    from stalesync.config import Config
-    from stalesync.overrides import register
+    from stalesync.job.config import Config
+    from stalesync.job.overrides import register
 
     register()
 

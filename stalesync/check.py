@@ -17,11 +17,11 @@ from fusion.costmodel.setup import Setup
 from fusion.costmodel.shape import Shape
 from fusion.model import ModelConfig
 from fusion.telemetry.memory import human_bytes
-from stalesync.config import Config
+from stalesync.job.config import Config
+from stalesync.job.tokenizer_folder import describe_masked
+from stalesync.job.workload import setup_of
 from stalesync.launch import prepare, start_rewards
 from stalesync.prompts import Prompt, PromptSource
-from stalesync.tokenizer_folder import describe_masked
-from stalesync.workload import setup_of
 
 log = logging.getLogger(__name__)
 

@@ -8,20 +8,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from fusion.telemetry.files import FULL
-from stalesync.stopping import describe_stop, exit_status
+from stalesync.process.stopping import describe_stop, exit_status
 
 if TYPE_CHECKING:
-    from stalesync.config import Config
+    from stalesync.job.config import Config
 
 
 def run_job(config: Config, *, evaluates: str = "") -> Path:
     """Runs a job whose config is valid to its end; returns its folder. Ends the process if the job fails (exit status
     1) or is stopped by a signal. ``evaluates``: as of `launch`."""
-    from stalesync.ray_cluster import set_environment
+    from stalesync.process.ray_cluster import set_environment
 
     set_environment(config.cluster.address)
-    from stalesync.failures import RunFailed
     from stalesync.launch import launch
+    from stalesync.process.failures import RunFailed
 
     try:
         return launch(config, evaluates=evaluates)

@@ -26,30 +26,31 @@ from fusion.rollout.kv_pool.pool import KVPoolSpec
 from fusion.telemetry import LiveView, RunFolder, report_run
 from fusion.telemetry.loggers import find_loggers
 from fusion.telemetry.run_folder import complete_checkpoints
-from stalesync import savepoint
-from stalesync.config import Config
 from stalesync.evaluation.files import EvalFile, OpenedFile, open_files, with_rewards
-from stalesync.garbage import share_arenas
-from stalesync.process_log import keeping_warnings, logging_to
+from stalesync.job import savepoint
+from stalesync.job.config import Config
+from stalesync.job.resume import Reopened, check_changes, check_resume, check_weights, new_folder, reopen
+from stalesync.job.run_inputs import inputs_of
+from stalesync.job.tokenizer_folder import describe_masked, end_token_ids, load_tokenizer, masked_ids, num_ids
+from stalesync.job.workload import describe
+from stalesync.process.garbage import share_arenas
+from stalesync.process.process_log import keeping_warnings, logging_to
+from stalesync.process.ray_cluster import check_token, ray_cluster
+from stalesync.process.ray_folder import root_of
+from stalesync.process.ray_guard import Report
+from stalesync.process.run_log import Progress, RunLog
+from stalesync.process.stopping import acknowledging, blocking_signals, holding, ignore_stops, stoppable
 from stalesync.prompts import ChatTemplate, PromptSource
-from stalesync.ray_cluster import check_token, ray_cluster
-from stalesync.ray_folder import root_of
-from stalesync.ray_guard import Report
-from stalesync.resume import Reopened, check_changes, check_resume, check_weights, new_folder, reopen
-from stalesync.reward_terms import Term, call_once, check_reference_answers, check_term_fields, start_terms
-from stalesync.run_inputs import inputs_of
-from stalesync.run_log import Progress, RunLog
-from stalesync.stopping import acknowledging, blocking_signals, holding, ignore_stops, stoppable
-from stalesync.tokenizer_folder import describe_masked, end_token_ids, load_tokenizer, masked_ids, num_ids
-from stalesync.workload import describe
+from stalesync.scoring.terms import Term, call_once, check_reference_answers, check_term_fields, start_terms
 
 if TYPE_CHECKING:
-    from stalesync.training_run import TrainingRun
+    from stalesync.loop.training_run import TrainingRun
 
 log = logging.getLogger(__name__)
 
-IMPORTED_LATE = """ray distqueue.client stalesync.cards stalesync.evaluation.evaluation stalesync.host_check
-stalesync.reward_sources stalesync.scoring stalesync.text_server stalesync.training_run""".split()
+IMPORTED_LATE = """ray distqueue.client stalesync.cards.cards stalesync.evaluation.evaluation
+stalesync.process.host_check stalesync.scoring.sources stalesync.scoring.scoring
+stalesync.cards.text_server stalesync.loop.training_run""".split()
 """What a run needs. Imported before it has a folder, when a signal can still end the process at once: an exception that
 a signal raises in an import may be lost, or leave half of a module"""
 
@@ -196,14 +197,14 @@ def _run(
 ) -> None:
     from distqueue import DistQueue
     from distqueue.payload.sweep import memory
-    from stalesync.cards import Cards
+    from stalesync.cards.cards import Cards
+    from stalesync.cards.kv_servers import kv_servers
+    from stalesync.cards.text_server import text_server
     from stalesync.evaluation import Evaluation
-    from stalesync.host_check import check_hosts
-    from stalesync.kv_servers import kv_servers
-    from stalesync.reward_sources import ModelReward, RewardSource, RuleReward, WeightedReward
-    from stalesync.scoring import Scorer
-    from stalesync.text_server import text_server
-    from stalesync.training_run import TASKS, TrainingRun
+    from stalesync.loop.training_run import TASKS, TrainingRun
+    from stalesync.process.host_check import check_hosts
+    from stalesync.scoring.scoring import Scorer
+    from stalesync.scoring.sources import ModelReward, RewardSource, RuleReward, WeightedReward
 
     with ExitStack() as stack, acknowledging():
         earlier = earlier or Reopened(folder)
@@ -273,7 +274,8 @@ def _run(
             ),
             inputs={**inputs, "weights": weights},
         )
-        progress.run, progress.stage = run, "train" if checkpoint is None else "resume"
+        progress.current_step = lambda: min(run.step + 1, config.run.steps)
+        progress.stage = "train" if checkpoint is None else "resume"
         if checkpoint is not None:
             _resume(run, earlier, spec)
         for line in folder.notes:
@@ -312,7 +314,7 @@ def naming_queue(check_ray: Callable[[], None]) -> Iterator[None]:
         QueueFailed: the queue has ended, or there is no space for it.
     """
     from distqueue import QueueClosed, StorageFull
-    from stalesync.failures import QueueFailed
+    from stalesync.process.failures import QueueFailed
 
     try:
         yield

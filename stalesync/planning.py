@@ -11,8 +11,8 @@ from fusion.costmodel.report import as_dict, render
 from fusion.costmodel.search import Estimate, estimate, rank
 from fusion.costmodel.setup import Setup
 from fusion.model import Parallel
-from stalesync.job_arguments import LAYOUTS, cluster_of, job_config, layout_of, model_of, parse, print_answer
-from stalesync.workload import describe, setup_of
+from stalesync.job.job_arguments import LAYOUTS, cluster_of, job_config, layout_of, model_of, parse, print_answer
+from stalesync.job.workload import describe, setup_of
 
 OPTIONS = ("model", "model.path", "cluster", "train", "infer", "cluster.hardware", "cluster.npus")
 READS = LAYOUTS | frozenset(

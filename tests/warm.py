@@ -200,7 +200,7 @@ def use_ray() -> None:
     """Starts Ray in this process, unless it runs; whoever needs another one shuts this one down first."""
     import ray
 
-    from stalesync.ray_cluster import set_environment
+    from stalesync.process.ray_cluster import set_environment
 
     if not ray.is_initialized():
         set_environment(None)  # a test may have changed it since this Ray has read it
@@ -255,7 +255,7 @@ def _become(request: dict[str, Any]) -> None:
 
 
 def _session(requests: str, answers: str) -> int:
-    from stalesync.ray_cluster import ray_cluster
+    from stalesync.process.ray_cluster import ray_cluster
 
     with open(requests) as lines, open(answers, "w") as told, ray_cluster(None):
         for line in lines:

@@ -14,7 +14,7 @@ runs/<name>/config.yaml       the resolved configuration
             profile/          step-<n>-card-<rank>.json: profiler traces of the steps in `run.profile_steps`
             checkpoints/      step-<n>: from which a run resumes
             hf/               the model as a Hugging Face folder
-            logs/             what every process logged; run.log, error.json: why the run failed (`stalesync.run_log`)
+            logs/             what every process logged; run.log, error.json: why the run failed
             report.html       all of it as one page, written when the run ends (`page/`)
             start-<n>/        what starts left that had no checkpoint (`run.resume=auto`), or failed before a step
             lock.json         locked while the run has the folder; names its process

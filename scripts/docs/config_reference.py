@@ -20,8 +20,8 @@ from typing import Any, get_type_hints
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the site is built where rlfusion is not installed
 
-from stalesync.config import Config  # noqa: E402
-from stalesync.overrides import as_yaml, documented_keys  # noqa: E402
+from stalesync.job.config import Config  # noqa: E402
+from stalesync.job.overrides import as_yaml, documented_keys  # noqa: E402
 
 INTRODUCTION = """# Config keys
 

@@ -11,10 +11,10 @@ from stalesync.evaluation.config import HELD_OUT, EvalConfig
 from stalesync.evaluation.files import EvalFile
 from stalesync.evaluation.history import EvalHistory
 from stalesync.evaluation.results import FileResult, estimates_of, graded
-from stalesync.failed_rewards import FailedRewards
-from stalesync.failures import RewardsFailed
-from stalesync.reward_sources import RuleReward
-from stalesync.scoring import Scorer
+from stalesync.process.failures import RewardsFailed
+from stalesync.scoring.failed_rewards import FailedRewards
+from stalesync.scoring.scoring import Scorer
+from stalesync.scoring.sources import RuleReward
 
 ANSWERS_KEPT, MAX_ANSWER_CHARACTERS = 64, 1500
 """Number of prompts of a file whose first answers are recorded, and how much of each text"""

@@ -13,10 +13,10 @@ from fusion.rewards.config import RewardConfig
 from stalesync.evaluation.config import HELD_OUT, EvalFileSpec
 from stalesync.prompts import Prompt, PromptSource
 from stalesync.prompts.rows import RowCounts
-from stalesync.reward_terms import Term, check_reference_answers, check_term_fields
+from stalesync.scoring.terms import Term, check_reference_answers, check_term_fields
 
 if TYPE_CHECKING:
-    from stalesync.config import Config
+    from stalesync.job.config import Config
 
 log = logging.getLogger(__name__)
 

@@ -21,13 +21,13 @@ from fusion.costmodel.setup import Setup
 from fusion.costmodel.shape import Shape
 from fusion.model import Parallel
 from fusion.model.options import LayoutConfig
-from stalesync.config import Config
+from stalesync.job.config import Config
+from stalesync.job.workload import lengths_of as assumed_lengths
+from stalesync.job.workload import setup_of
 from stalesync.simulator.lengths import DrawnLengths, Lengths, TraceLengths
 from stalesync.simulator.outcome import Outcome, outcome_of
 from stalesync.simulator.run import SimulatedRun
 from stalesync.simulator.setup import SimulationSetup
-from stalesync.workload import lengths_of as assumed_lengths
-from stalesync.workload import setup_of
 
 
 @dataclass(frozen=True)

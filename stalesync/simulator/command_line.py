@@ -10,8 +10,17 @@ from rich.console import Console
 
 from fusion.ep_switch.config import DEPLOYMENTS
 from fusion.npu.config import DeviceConfig
-from stalesync.config import Config
-from stalesync.job_arguments import LAYOUTS, Arguments, cluster_of, job_config, layout_of, model_of, parse, print_answer
+from stalesync.job.config import Config
+from stalesync.job.job_arguments import (
+    LAYOUTS,
+    Arguments,
+    cluster_of,
+    job_config,
+    layout_of,
+    model_of,
+    parse,
+    print_answer,
+)
 from stalesync.simulator.cluster import Case, Scenario, base_of, check_supernodes, lengths_of, simulate
 from stalesync.simulator.outcome import min_steps
 from stalesync.simulator.plot import draw

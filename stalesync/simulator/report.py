@@ -11,9 +11,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from stalesync.job.workload import describe, lengths_of
 from stalesync.simulator.cluster import Base, Case, Scenario
 from stalesync.simulator.outcome import LOSSES, Outcome
-from stalesync.workload import describe, lengths_of
 
 PUBLISHED = {
     "tokens_per_s": {

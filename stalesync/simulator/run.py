@@ -1,4 +1,4 @@
-"""Run the loop in virtual time: obeys the commands of `stalesync/admission.py` as `stalesync/controller.py` does.
+"""Run the loop in virtual time: obey the commands of `policy/admission.py` as `loop/controller.py` does.
 
     Admission.step, feed ─ commands ─► SimulatedRun ─► SimulatedCards ─► engines, switches, training
            ▲                                                                     │ messages, unfinished requests
@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fusion.rollout import SuspendedSample
-from stalesync.admission import Admission
-from stalesync.commands import (
+from stalesync.policy.admission import Admission
+from stalesync.policy.commands import (
     Accumulate,
     AdmitGroups,
     AwaitSamples,
@@ -28,7 +28,9 @@ from stalesync.commands import (
     SwitchToTrain,
     Train,
 )
-from stalesync.garbage import collecting_seldom
+from stalesync.policy.staleness import StalenessLedger
+from stalesync.policy.tail import TAIL
+from stalesync.process.garbage import collecting_seldom
 from stalesync.simulator.cards import Message, SimulatedCards
 from stalesync.simulator.clock import Clock
 from stalesync.simulator.engine_spec import RequestSize
@@ -37,8 +39,6 @@ from stalesync.simulator.record import Decision, StepRecord, Totals
 from stalesync.simulator.sequence import SimulatedRequest
 from stalesync.simulator.setup import SimulationSetup
 from stalesync.simulator.work import Work
-from stalesync.staleness import StalenessLedger
-from stalesync.tail import TAIL
 
 
 class SimulatedRun:
@@ -287,7 +287,7 @@ class SimulatedRun:
 
 
 def _only_starts(command: Command) -> bool:
-    """Whether a command may be executed while the cards switch for the engines (as in `stalesync/controller.py`)."""
+    """Whether a command may be executed while the cards switch for the engines (as in `loop/controller.py`)."""
     return isinstance(command, AdmitGroups) or (isinstance(command, Dispatch) and not command.forget_by_engine)
 
 

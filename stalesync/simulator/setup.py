@@ -1,6 +1,6 @@
 """Resolve a run's config into what its simulation needs: the same deployment, decisions and costs as the run's.
 
-Config ─┬─► WorkerSpec ─► AdmissionSpec, InferenceShare      as `stalesync/training_run.py`
+Config ─┬─► WorkerSpec ─► AdmissionSpec, InferenceShare      as `stalesync/loop/training_run.py`
         └─► Pace ─► EngineSpec, TrainerCost, SwitchCost      as `fusion/colocate/paced.py`
 """
 
@@ -15,8 +15,9 @@ from fusion.costmodel.pace import EngineCost, Pace, SwitchCost, TrainerCost
 from fusion.ep_switch.config import FusionConfig
 from fusion.model import Parallel
 from fusion.rollout.length_history import MAX_ROWS
-from stalesync.admission_spec import AdmissionSpec, admission_spec
-from stalesync.config import Config
+from stalesync.job.config import Config
+from stalesync.job.decision_settings import admission_spec
+from stalesync.policy.admission_spec import AdmissionSpec
 from stalesync.simulator.engine_spec import EngineSpec
 from stalesync.simulator.overheads import Overheads
 from stalesync.simulator.sequence import RankLimits

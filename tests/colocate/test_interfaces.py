@@ -26,7 +26,7 @@ from tests.helpers import tiny_checkpoint
 
 ROOT = Path(fusion.__file__).resolve().parents[1]
 
-EXTEND_THE_EMBEDDED = {"fusion/colocate/parts.py", "fusion/colocate/paced.py", "stalesync/base_model.py"}
+EXTEND_THE_EMBEDDED = {"fusion/colocate/parts.py", "fusion/colocate/paced.py", "stalesync/job/base_model.py"}
 """The default parts, what paces them, and a script's own training without a worker"""
 
 

@@ -10,7 +10,7 @@ import yaml
 from fusion.costmodel.hardware import hardware_named, hardware_names, load_hardware
 from fusion.costmodel.hardware.load import FOLDER
 from fusion.ep_switch.topology import LEVELS, Topology
-from stalesync.config import ClusterConfig
+from stalesync.job.config import ClusterConfig
 
 CLUSTERS = Path(__file__).resolve().parents[2] / "recipes" / "conf" / "cluster"
 ASCEND_910C = hardware_named("ascend_910c")

@@ -22,7 +22,10 @@ def loaded_by(statement: str) -> set[str]:
 
 @pytest.mark.parametrize(
     "modules",
-    ["fusion.colocate.worker, fusion.colocate.parts", "stalesync.cards, stalesync.controller, stalesync.config"],
+    [
+        "fusion.colocate.worker, fusion.colocate.parts",
+        "stalesync.cards.cards, stalesync.loop.controller, stalesync.job.config",
+    ],
 )
 def test_a_worker_that_is_not_paced_does_not_load_the_cost_model(modules):
     assert not {name for name in loaded_by(f"import {modules}") if name.startswith("fusion.costmodel")}

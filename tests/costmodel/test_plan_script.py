@@ -19,8 +19,8 @@ from fusion.costmodel.presets import load_shape
 from fusion.costmodel.setup import PUBLISHED_WORKLOAD
 from fusion.model import ModelConfig, global_params
 from stalesync import planning
-from stalesync.config import Config
-from stalesync.overrides import register
+from stalesync.job.config import Config
+from stalesync.job.overrides import register
 from tests import machine
 from tests.costmodel.test_shape import NAMES
 from tests.helpers import tiny_config

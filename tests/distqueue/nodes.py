@@ -12,7 +12,7 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distqueue import DistQueue, PackedBatch
-from stalesync.ray_cluster import set_environment
+from stalesync.process.ray_cluster import set_environment
 from tests.machine import patience, wait_for
 from tests.warm import launcher
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stalesync.overrides import check_overrides
+from stalesync.job.overrides import check_overrides
 from tests import machine
 from tests.docs.commands import Block, blocks
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import pytest
 
 from scripts.docs.config_reference import accepted, keys, page
-from stalesync.config import Config
-from stalesync.overrides import known_keys
+from stalesync.job.config import Config
+from stalesync.job.overrides import known_keys
 
 PAGE = page()
 

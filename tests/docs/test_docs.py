@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from stalesync.overrides import known_keys
+from stalesync.job.overrides import known_keys
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

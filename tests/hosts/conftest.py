@@ -1,7 +1,7 @@
 import pytest
 
 from fusion.npu import open_device
-from stalesync.base_model import make_base_model
+from stalesync.job.base_model import make_base_model
 
 
 @pytest.fixture(scope="session")

@@ -16,8 +16,8 @@ from fusion.colocate.frozen.retokenize import same_tokenizer
 from fusion.model import Mesh, Transformer, save_folder
 from fusion.model.tokenizer_files import has_tokenizer, tokenizer_files
 from fusion.npu import open_device
+from stalesync.job.tokenizer_folder import load_tokenizer
 from stalesync.prompts import make_tokenizer
-from stalesync.tokenizer_folder import load_tokenizer
 from tests.helpers import tiny_config
 
 TEXT = "ab ba"

@@ -10,7 +10,7 @@ from fusion.rewards.answers import equal_as_text, expected_response, is_damaged,
 from fusion.rewards.arithmetic import arithmetic
 from fusion.rewards.math import math_answer
 from stalesync.prompts import DataConfig, PromptSource, make_tokenizer
-from stalesync.reward_terms import check_reference_answers
+from stalesync.scoring.terms import check_reference_answers
 
 PROSE = ["Paris", "see solution", "B", "(B)", "\\text{True}", "New York City", "中文学校"]
 MATHEMATICS = [

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from stalesync.overrides import known_keys
+from stalesync.job.overrides import known_keys
 from tests.machine import cpu_patience
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ import yaml
 
 from fusion.resources import RECIPES
 from stalesync.console import scripts_by_command
-from stalesync.overrides import check_overrides, composed
+from stalesync.job.overrides import check_overrides, composed
 from tests.machine import run
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -5,7 +5,7 @@ from contextlib import suppress
 import pytest
 
 from fusion.npu import open_device
-from stalesync.base_model import make_base_model
+from stalesync.job.base_model import make_base_model
 from tests.stalesync.runs import begin, descendants, wait_until
 
 LUCK = """

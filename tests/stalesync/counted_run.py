@@ -20,7 +20,7 @@ MEASURED = ("metrics", "spans", "memory")
 def count(target):
     from distqueue import DistQueue
     from fusion.colocate import StageReport
-    from stalesync.cards import Cards
+    from stalesync.cards.cards import Cards
 
     columns, reports, handles = {}, [], []
     create, get, read, wait, ask = DistQueue.create, DistQueue.get, DistQueue.read, Cards.wait, Cards.ask_each

@@ -4,9 +4,9 @@ outcomes, and checks its invariants."""
 from types import SimpleNamespace
 
 from fusion.rollout import SuspendedSample
-from stalesync.admission import Admission
-from stalesync.admission_spec import AdmissionSpec
-from stalesync.commands import (
+from stalesync.policy.admission import Admission
+from stalesync.policy.admission_spec import AdmissionSpec
+from stalesync.policy.commands import (
     Accumulate,
     AdmitGroups,
     AwaitSamples,
@@ -17,7 +17,7 @@ from stalesync.commands import (
     SwitchToTrain,
     Train,
 )
-from stalesync.staleness import StalenessLedger
+from stalesync.policy.staleness import StalenessLedger
 
 
 class FakeCluster:

@@ -13,7 +13,7 @@ from fusion.npu import open_device
 from fusion.rewards.arithmetic import arithmetic
 from fusion.training import EmbeddedTrainEngine, Sequences, split_over_ranks
 from fusion.training.algorithms import make_algorithm
-from stalesync.config import Config
+from stalesync.job.config import Config
 from stalesync.prompts import PromptSource
 
 

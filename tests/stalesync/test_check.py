@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fusion.resources import RECIPES
 from scripts import check as script
 from stalesync.check import BAR, BINS, check, collecting_warnings, histogram
-from stalesync.overrides import composed
+from stalesync.job.overrides import composed
 from stalesync.prompts import make_tokenizer
 from tests.helpers import tiny_checkpoint
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fusion.npu import open_device
-from stalesync.base_model import make_base_model
+from stalesync.job.base_model import make_base_model
 from tests.stalesync.runs import rows_of, train, weights_of
 
 LONG = """run.steps=3 run.eval_prompts=0 training.lr=3e-3 data=worked data.rows=4 data.prompts_per_step=4

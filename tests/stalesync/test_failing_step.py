@@ -11,14 +11,14 @@ from fusion.rollout import RequestBuffer
 from fusion.telemetry import Metrics
 from fusion.telemetry.page.cautions import CautionWatch
 from fusion.training.interface import SKIPPED_IN_A_ROW
-from stalesync.controller import Controller
 from stalesync.evaluation import EvalConfig, Evaluation
-from stalesync.failures import GradientsNotFinite
-from stalesync.garbage import NEW_OBJECTS, collecting_seldom
+from stalesync.loop.controller import Controller
+from stalesync.loop.sample_columns import SampleColumns
+from stalesync.loop.training_run import TrainingRun
+from stalesync.process.failures import GradientsNotFinite
+from stalesync.process.garbage import NEW_OBJECTS, collecting_seldom
 from stalesync.prompts import Prompt
-from stalesync.sample_columns import SampleColumns
-from stalesync.samples import Sample
-from stalesync.training_run import TrainingRun
+from stalesync.scoring.samples import Sample
 
 
 class Failed(Exception):

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.machine import communicate
+from tests.stalesync.loop.test_saving import _whole
 from tests.stalesync.runs import kill, rows_of, train, wait_until, weights_of
-from tests.stalesync.test_saving import _whole
 
 STEPS = 14
 OPTIONS = [

@@ -5,7 +5,7 @@ import yaml
 
 from fusion.model import ModelConfig, global_params
 from fusion.npu import open_device
-from stalesync.base_model import make_base_model
+from stalesync.job.base_model import make_base_model
 from tests.stalesync.runs import rows_of, train, weights_of
 from tests.warm import ROOT
 

@@ -11,12 +11,14 @@ import ray
 
 from distqueue import QueueClosed, StorageFull
 from fusion.telemetry import RunFolder
-from stalesync import failures, launch, savepoint
-from stalesync.config import Config, RunConfig
-from stalesync.failures import ClusterOpen, QueueFailed, RayEnded, RayNotStarted
-from stalesync.ray_cluster import has_token, keep_token, ray_cluster, token_file
-from stalesync.resume import new_folder, reopen
-from stalesync.run_log import Progress, RunLog
+from stalesync import launch
+from stalesync.job import savepoint
+from stalesync.job.config import Config, RunConfig
+from stalesync.job.resume import new_folder, reopen
+from stalesync.process import failures
+from stalesync.process.failures import ClusterOpen, QueueFailed, RayEnded, RayNotStarted
+from stalesync.process.ray_cluster import has_token, keep_token, ray_cluster, token_file
+from stalesync.process.run_log import Progress, RunLog
 from tests.machine import run
 from tests.stalesync.runs import train
 
@@ -41,7 +43,7 @@ def test_a_ray_that_does_not_start_in_time_says_what_to_do(monkeypatch):
 LATE = """
 import ray
 
-from stalesync.ray_cluster import ray_cluster
+from stalesync.process.ray_cluster import ray_cluster
 
 with ray_cluster(None):
     assert ray.is_initialized()
@@ -164,8 +166,8 @@ sys.stdin.read()
 JOIN = """
 import sys
 
-from stalesync.failures import ClusterOpen
-from stalesync.ray_cluster import ray_cluster
+from stalesync.process.failures import ClusterOpen
+from stalesync.process.ray_cluster import ray_cluster
 
 try:
     with ray_cluster(sys.argv[1]):

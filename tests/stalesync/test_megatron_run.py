@@ -7,9 +7,9 @@ import torch
 import yaml
 
 from fusion.npu import open_device
-from stalesync.base_model import make_base_model
+from stalesync.job.base_model import make_base_model
+from tests.stalesync.loop.test_saving import _whole
 from tests.stalesync.runs import FOUR, kill, rows_of, train, wait_until, weights_of
-from tests.stalesync.test_saving import _whole
 from tests.warm import ROOT
 
 pytestmark = [

@@ -8,7 +8,7 @@ import torch
 from fusion.colocate.stages import StageLog
 from fusion.npu import open_device
 from fusion.telemetry.page import read_run
-from stalesync.config import RunConfig
+from stalesync.job.config import RunConfig
 from tests.stalesync.runs import FOUR, train
 from tests.stalesync.test_stale_run import LONG, TWO
 

@@ -6,11 +6,11 @@ import torch
 
 from distqueue import LocalQueue, PackedBatch
 from fusion.rollout.types import SuspendedSample, row_of
-from stalesync.admission import Admission
-from stalesync.commands import AdmitGroups, AwaitSamples
-from stalesync.engine_restarts import EngineRestarts
-from stalesync.groups import Groups
-from stalesync.staleness import StalenessLedger
+from stalesync.loop.engine_restarts import EngineRestarts
+from stalesync.loop.groups import Groups
+from stalesync.policy.admission import Admission
+from stalesync.policy.commands import AdmitGroups, AwaitSamples
+from stalesync.policy.staleness import StalenessLedger
 from tests.stalesync.fake_cluster import share_of, spec_of
 
 SIZE = 6

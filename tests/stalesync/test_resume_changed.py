@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from fusion.telemetry.run_folder import complete_checkpoints
-from stalesync import savepoint
+from stalesync.job import savepoint
 from tests.stalesync.runs import rows_of, train
 
 OPTIONS = ["stalesync.max_staleness=1", "run.eval_prompts=0", "run.save_every=1", "run.keep=0"]

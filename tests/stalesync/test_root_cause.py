@@ -16,9 +16,16 @@ from fusion.colocate.phases import PhaseError
 from fusion.ep_switch import SwitchError
 from fusion.ep_switch.outcome import SwitchFailure
 from fusion.npu.failures import AbortedOnAllRanks, CollectiveFailed, FailureKind, OutOfMemory, RankFailure
-from stalesync.card import STAGES, Card
-from stalesync.failures import CardFailed, FailedStage, QueueFailed, root_cause
-from stalesync.stage_calls import BESIDE, Reported, RunningStage, first_of_each_card, gather_causes, gather_failures
+from stalesync.cards.card import STAGES, Card
+from stalesync.cards.stage_calls import (
+    BESIDE,
+    Reported,
+    RunningStage,
+    first_of_each_card,
+    gather_causes,
+    gather_failures,
+)
+from stalesync.process.failures import CardFailed, FailedStage, QueueFailed, root_cause
 
 HCCL = "EI0002: [PID: 4711] The wait execution of the Notify register times out. Remote Rank(0)"
 NCCL = "NCCL communicator was aborted on rank 0. Original reason for failure was: unhandled system error"
@@ -150,20 +157,20 @@ def test_stages_run_beside_others_in_the_concurrency_groups_of_a_card():
 @pytest.mark.parametrize("late", [True, False])
 def test_a_host_that_is_lost_is_waited_for_although_stages_behind_the_one_it_ran_have_failed(late, monkeypatch):
     """The other cards notice first, and refuse their next stage at once."""
-    monkeypatch.setattr("stalesync.stage_calls.GATHER_FAILURES_S", 0.1)
+    monkeypatch.setattr("stalesync.cards.stage_calls.GATHER_FAILURES_S", 0.1)
     switch, generate = begun("switch", "generate")
     generate.pending = {"behind 0": 0, "behind 1": 1}
     switch.pending = {"peer 1": 1, "lost": 2}
     due = [["behind 0", "behind 1", "peer 1"], *[[]] * (4 if late else 0), ["lost"]]
-    monkeypatch.setattr("stalesync.stage_calls.ray.wait", lambda refs, timeout: (due.pop(0) if due else [], None))
+    monkeypatch.setattr("stalesync.cards.stage_calls.ray.wait", lambda refs, timeout: (due.pop(0) if due else [], None))
     clock = iter(range(99))
-    monkeypatch.setattr("stalesync.stage_calls.time.monotonic", lambda: next(clock) / 20)
+    monkeypatch.setattr("stalesync.cards.stage_calls.time.monotonic", lambda: next(clock) / 20)
 
     def get(ref):
         errors = {"lost": ray.exceptions.RayActorError(), "peer 1": CollectiveFailed("connection closed by peer")}
         raise errors.get(ref, PhaseError("cannot generate in phase broken"))
 
-    monkeypatch.setattr("stalesync.stage_calls.ray.get", get)
+    monkeypatch.setattr("stalesync.cards.stage_calls.ray.get", get)
     first = FailedStage(RankFailure(0, "switch", FailureKind.PEER_LOST, "RuntimeError", "connection closed by peer"))
     cause = root_cause(gather_failures(first, [switch, generate]))
     assert (cause.failure.rank, cause.failure.stage, cause.failure.kind) == (2, "switch", FailureKind.DIED)
@@ -179,14 +186,14 @@ def test_a_host_that_is_lost_is_waited_for_although_stages_behind_the_one_it_ran
     ],
 )
 def test_the_stage_that_a_card_ran_is_named_before_a_control_call_if_it_failed_by_itself(errors, stages, monkeypatch):
-    monkeypatch.setattr("stalesync.stage_calls.GATHER_FAILURES_S", 0.05)
-    monkeypatch.setattr("stalesync.stage_calls.ray.wait", lambda refs, timeout: ([*errors.keys() & refs], None))
+    monkeypatch.setattr("stalesync.cards.stage_calls.GATHER_FAILURES_S", 0.05)
+    monkeypatch.setattr("stalesync.cards.stage_calls.ray.wait", lambda refs, timeout: ([*errors.keys() & refs], None))
 
     def get(ref):
         if error := errors[ref]:
             raise error
 
-    monkeypatch.setattr("stalesync.stage_calls.ray.get", get)
+    monkeypatch.setattr("stalesync.cards.stage_calls.ray.get", get)
     generate, switch = begun("generate", "switch")
     generate.pending, switch.pending = {"generate": 1}, {"switch": 1}
     call = FailedStage.of(ray.exceptions.RayActorError(), rank=1, stage="submit")

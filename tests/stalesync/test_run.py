@@ -13,7 +13,7 @@ import yaml
 
 from fusion.telemetry import read_timeline, summarize_run
 from fusion.telemetry.files import read_jsonl
-from stalesync.overrides import load
+from stalesync.job.overrides import load
 from tests import machine
 from tests.colocate.cards import tiny_reward_model
 from tests.helpers import tiny_checkpoint

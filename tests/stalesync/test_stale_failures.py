@@ -10,7 +10,7 @@ from collections import Counter
 
 import pytest
 
-from stalesync.control import submit
+from stalesync.job.control import submit
 from tests.machine import communicate, patience, within
 from tests.stalesync.runs import assert_gone, descendants, rows_of, train, wait_until
 

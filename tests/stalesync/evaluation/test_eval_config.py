@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from stalesync.config import Config
 from stalesync.evaluation import EvalConfig
 from stalesync.evaluation.config import EvalFileSpec
+from stalesync.job.config import Config
 from tests.helpers import tiny_checkpoint
 
 METRICS = "val-core/held_out/reward/mean@1, val-core/held_out/reward/pass@1"
@@ -104,7 +104,7 @@ def configured(folder, **changes):
 
 
 def test_files_are_a_list_of_paths_and_mappings_on_the_command_line(tmp_path):
-    from stalesync.evaluation.standalone import parse_arguments
+    from stalesync.standalone import parse_arguments
     from tests.warm import ROOT
 
     (tmp_path / "config.json").write_text("{}")
@@ -117,7 +117,7 @@ def test_files_are_a_list_of_paths_and_mappings_on_the_command_line(tmp_path):
 
 
 def test_the_config_of_a_run_is_the_default_of_its_evaluation(tmp_path):
-    from stalesync.evaluation.standalone import parse_arguments
+    from stalesync.standalone import parse_arguments
     from tests.warm import ROOT
 
     conf, run = ROOT / "recipes" / "conf", tmp_path / "one"

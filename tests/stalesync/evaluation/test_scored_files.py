@@ -8,17 +8,17 @@ import pytest
 
 from fusion.rewards import RewardPool
 from fusion.rollout import EvalAnswer
-from stalesync.commands import Publish
-from stalesync.config import Config
 from stalesync.evaluation import EvalConfig, Evaluation
 from stalesync.evaluation.files import open_files, with_rewards
 from stalesync.evaluation.results import FileResult
-from stalesync.failures import CardFailed, RewardsFailed
+from stalesync.job.config import Config
+from stalesync.loop.training_run import TrainingRun
+from stalesync.policy.commands import Publish
+from stalesync.process.failures import CardFailed, RewardsFailed
 from stalesync.prompts import PromptSource, make_tokenizer
 from stalesync.prompts.rows import RowCounts
-from stalesync.reward_sources import RuleReward
-from stalesync.scoring import Scorer
-from stalesync.training_run import TrainingRun
+from stalesync.scoring.scoring import Scorer
+from stalesync.scoring.sources import RuleReward
 
 REWARDS = """
 def exact(prompt, response, answer):

@@ -11,9 +11,9 @@ from transformers import PreTrainedTokenizerFast
 
 from fusion.model import ModelConfig
 from fusion.resources import RECIPES
-from stalesync.config import Config
+from stalesync.job.config import Config
+from stalesync.job.overrides import composed
 from stalesync.launch import worker_spec
-from stalesync.overrides import composed
 from stalesync.prompts import ChatTemplate, DataConfig, PromptSource
 from tests import machine
 from tests.helpers import tiny_checkpoint

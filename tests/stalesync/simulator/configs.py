@@ -8,7 +8,7 @@ from fusion.costmodel.presets import load_shape
 from fusion.model import Parallel
 from fusion.npu import DeviceConfig
 from fusion.resources import SHAPES
-from stalesync.config import Config
+from stalesync.job.config import Config
 from stalesync.prompts.lengths import ForcedLengths
 from stalesync.simulator.lengths import DrawnLengths
 from stalesync.simulator.overheads import Overheads

@@ -15,9 +15,9 @@ from pathlib import Path
 @contextmanager
 def recording(path):
     """Records the decisions of runs inside the block; the process may do other runs after it."""
-    from stalesync.commands import Accumulate, Dispatch, Train
-    from stalesync.controller import Controller
-    from stalesync.groups import Groups
+    from stalesync.loop.controller import Controller
+    from stalesync.loop.groups import Groups
+    from stalesync.policy.commands import Accumulate, Dispatch, Train
 
     execute, admit = Controller.execute, Groups.admit
 

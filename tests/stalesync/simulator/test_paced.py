@@ -11,7 +11,7 @@ import json
 import pytest
 
 from benchmarks.stalesync_modes import make_model
-from stalesync.overrides import load
+from stalesync.job.overrides import load
 from stalesync.prompts.lengths import ForcedLengths
 from stalesync.simulator.lengths import SimulatedPrompt, TraceLengths
 from stalesync.simulator.run import SimulatedRun

@@ -4,7 +4,7 @@ import pytest
 
 from fusion.telemetry.loggers import check_loggers, find_loggers
 from fusion.telemetry.loggers.registry import BUILT_IN
-from stalesync.config import RunConfig
+from stalesync.job.config import RunConfig
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,79 @@
+"""Start the workers of a run as Ray actors, one per card, by rank; start others in place of those that have died."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from distqueue import DistQueue
+from fusion.colocate import WorkerSpec
+from fusion.npu.config import claim
+from stalesync.cards.card import Card
+from stalesync.policy.placing import check_cards, order_by_place, spread
+from stalesync.process.hosts import Host, alive_hosts, all_hosts
+
+THREADS = {"control": 2, "chunks": 1, "weights": 1, "save": 1, "watch": 1}
+"""Threads of a card beside that of its stages, by the kind of call"""
+
+
+class CardActors:
+    """Holds the actors by rank, in no order until `order`.
+
+    Args:
+        text_server: the actor through which engines exchange text (`text_server.py`), or None.
+    """
+
+    def __init__(self, spec: WorkerSpec, queue: DistQueue, text_server: Any):
+        kind, resources = claim(spec.device.kind, ray.cluster_resources())
+        check_cards(kind, spec.world, ray.cluster_resources())
+        self._args = replace(spec, device=replace(spec.device, kind=kind)), queue, text_server
+        remote: Any = ray.remote
+        self._class = remote(concurrency_groups=THREADS, **resources)(Card)
+        self._chooses_nodes = kind == "emulated"
+        self.hosts: list[Host] = []
+        """Of every rank, once they are in order"""
+        nodes = _nodes_of(spec.world, alive_hosts(ray.nodes())) if self._chooses_nodes else [None] * spec.world
+        self._actors = [self._start(node) for node in nodes]
+        self.num_starts = [1] * spec.world
+        """Number of processes that each rank has had"""
+
+    def __getitem__(self, rank: int) -> Any:
+        return self._actors[rank]
+
+    def order(self, places: Sequence[tuple[str, list[str]]]) -> None:
+        """Gives ranks by place. ``places``: of each actor, as `Card.place`."""
+        hosts = all_hosts(ray.nodes())
+        order = order_by_place([(hosts[node].address, cards) for node, cards in places])
+        self._actors = [self._actors[index] for index in order]
+        self.hosts = [hosts[places[index][0]] for index in order]
+
+    def restart(self, ranks: Iterable[int]) -> None:
+        """Starts other actors for these ranks, on the same hosts if these live."""
+        for rank in ranks:
+            self.num_starts[rank] += 1
+            self._actors[rank] = self._start(self.hosts[rank].node if self._chooses_nodes else None, soft=True)
+
+    def observe_places(self, ranks: Sequence[int], places: Sequence[tuple[str, list[str]]]) -> None:
+        """Records on which hosts actors have been restarted."""
+        hosts = all_hosts(ray.nodes())
+        for rank, (node, _) in zip(ranks, places, strict=True):
+            self.hosts[rank] = hosts[node]
+
+    def end(self, ranks: Iterable[int] | None = None) -> None:
+        """Ends the processes of these ranks; None: of all."""
+        for actor in self._actors if ranks is None else [self._actors[rank] for rank in ranks]:
+            ray.kill(actor)
+
+    def _start(self, node: str | None, soft: bool = False) -> Any:
+        """Starts an actor. ``node``: on which, None: Ray chooses; ``soft``: elsewhere if there is none."""
+        place = {} if node is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=soft)}
+        return self._class.options(**place).remote(*self._args)
+
+
+def _nodes_of(world: int, hosts: dict[str, Host]) -> list[str]:
+    """Returns Ray's id of the node of each emulated card."""
+    return spread(world, sorted(hosts, key=lambda node: hosts[node].address))

@@ -1,0 +1,131 @@
+"""Run one card as a Ray actor.
+
+Stages run one after the other. Methods in concurrency groups run at the same time: control calls, the call that waits
+for requests at the end of their chunk, the transfer of new weights to a card that continues generating, and the writing
+of a checkpoint. One call is never answered: by it the end of the process is noticed.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import ray
+
+from distqueue import DistQueue
+from fusion.colocate import InferenceShare, StageReport, Worker, WorkerSpec
+from fusion.colocate.failures import ships_failures
+from fusion.inference import Request
+from fusion.npu import Device
+from fusion.rollout import SuspendedSample
+from stalesync.cards.kv_servers import RayPeer, remote_pools
+from stalesync.cards.text_server import caller
+from stalesync.process.process_log import write_log_to
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _in_group(name: str) -> Callable[[Method], Method]:
+    """Runs a method in a concurrency group of the actor; to a type checker the method stays as it is."""
+    method: Any = ray.method
+    return method(concurrency_group=name)
+
+
+STAGES = (
+    "prepare",
+    "rejoin",
+    "recover",
+    "switch",
+    "receive",
+    "generate",
+    "answer",
+    "reference",
+    "score",
+    "train",
+    "snapshot",
+    "save",
+    "restore",
+    "snapshot_drafts",
+    "save_drafts",
+    "restore_drafts",
+    "begin_profile",
+    "end_profile",
+)
+"""Methods whose failures end the run; they are sent as typed errors"""
+
+
+@ships_failures(*STAGES)
+class Card(Worker):
+    """`Worker` as an actor. `take_rank` must be called first, after Ray has placed the actor."""
+
+    def __init__(self, spec: WorkerSpec, queue: DistQueue, text_server: Any = None):
+        self._spec_and_queue, self._text_server = (spec, queue), text_server
+
+    def place(self) -> tuple[str, list[str]]:
+        """Returns Ray's id of the node, and the accelerators that Ray has assigned to this actor."""
+        context = ray.get_runtime_context()
+        return context.get_node_id(), [card for cards in context.get_accelerator_ids().values() for card in cards]
+
+    def take_rank(self, rank: int, log: str | None = None, kv_peers: Sequence[RayPeer] = ()) -> None:
+        """Becomes the worker of this rank, which writes what it logs and prints to the file ``log`` (None: Ray's).
+        ``kv_peers``: the KV pool of the machine of each rank; (): KV does not travel between machines."""
+        if log is not None:
+            write_log_to(log)
+        spec, queue = self._spec_and_queue
+        pools = remote_pools(spec, rank, kv_peers)
+        super().__init__(spec, rank, queue, exchange_texts=caller(self._text_server), kv_peers=pools)
+
+    @_in_group("watch")
+    def watch(self) -> None:
+        """Never returns: Ray reports the end of this process to who waits for it, whatever the card does."""
+        threading.Event().wait()
+
+    def prepare(self, address: str, device: Device | None = None, restart: int = 0) -> str:
+        description = super().prepare(address, device, restart)
+        # What exists now lives as long as the card. To look for garbage in it takes 0.15 s, during which the cards that
+        # compute with this one wait for it.
+        gc.collect()
+        gc.freeze()
+        return description
+
+    @_in_group("weights")
+    def receive(self, version: int, share: InferenceShare) -> StageReport:
+        return super().receive(version, share)
+
+    @_in_group("save")
+    def save(self, checkpoint: str, export: str) -> None:
+        super().save(checkpoint, export)
+
+    @_in_group("save")
+    def save_drafts(self, folder: str) -> None:
+        super().save_drafts(folder)
+
+    @_in_group("control")
+    def ask_profile(self, folder: str, step: int | None) -> None:
+        super().ask_profile(folder, step)
+
+    @_in_group("control")
+    def status(self) -> dict[str, Any]:
+        return super().status()
+
+    @_in_group("control")
+    def submit(self, requests: Sequence[Request]) -> None:
+        super().submit(requests)
+
+    @_in_group("control")
+    def abort(self, request_ids: Sequence[str]) -> None:
+        super().abort(request_ids)
+
+    @_in_group("control")
+    def forget(self, request_ids: Sequence[str]) -> None:
+        super().forget(request_ids)
+
+    @_in_group("control")
+    def pause(self) -> None:
+        super().pause()
+
+    @_in_group("chunks")
+    def await_ended_chunks(self, timeout_s: float) -> list[SuspendedSample]:
+        return super().await_ended_chunks(timeout_s)

@@ -1,0 +1,157 @@
+"""Find the cause of what cards report as failed, and end the engines that are replaced.
+
+a stage, a control call or a process of a card has failed ─► gather what other cards report
+    every card that has died is of an engine that is replaced ─► its stages are abandoned, the run goes on
+    else ─► `CardFailed` names the root cause
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+
+from fusion.npu.failures import FailureKind
+from stalesync.cards.actors import CardActors
+from stalesync.cards.engine_watch import EngineWatch
+from stalesync.cards.stage_calls import RunningStage, describe_hanging, gather_causes, gather_failures
+from stalesync.policy.engine_deaths import IDLE, TRANSFERS, EngineDeaths
+from stalesync.process.failures import CardFailed, FailedStage, RunFailed, is_consequence, late_rank, root_cause
+from stalesync.process.hosts import alive_hosts, describe_ranks
+
+STATUS_TIMEOUT_S = 5.0
+"""When a stage times out, a card that reports its status within this time is assumed to wait for another card."""
+
+
+class CardFailures:
+    """Decides what the failures of a run's cards end.
+
+    Args:
+        engines: ranks of every engine.
+        deaths: decides which engines are replaced.
+        running: the stages in progress; those that are abandoned are removed from it.
+        health_checks: a failing one is the cause of all that has ended.
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[tuple[int, ...]],
+        deaths: EngineDeaths,
+        *,
+        actors: CardActors,
+        running: list[RunningStage[Any]],
+        health_checks: Sequence[Callable[[], None]],
+    ):
+        self.watch = EngineWatch(engines, deaths, describe=lambda cause: str(self._error(cause)))
+        self._engines, self._actors, self._running = engines, actors, running
+        self._health_checks = health_checks
+
+    def observe(self, running: RunningStage[Any], first: FailedStage) -> None:
+        """Raises the root cause among the failures of the stages in progress, unless they are those of engines that are
+        replaced; ``first`` was reported first, in the stage ``running``."""
+        failed, why = self._mend(running, first)
+        if not failed:
+            return
+        if running in self._running:
+            self._running.remove(running)
+        cause = root_cause(failed)
+        stage = cause.failure.stage
+        if is_consequence(cause) and (hanging := self.find_unresponsive()):
+            message = f"stage {stage!r}{describe_hanging(hanging, self._actors.hosts)}. {self._error(cause)}"
+            raise CardFailed(message, failure=late_rank(hanging[0], stage, message), trace=cause.trace)
+        raise self._error(cause, why) from None
+
+    def observe_end(self, rank: int, error: Exception) -> None:
+        """Raises the root cause of the end of a card's process, unless its engine is replaced."""
+        self.observe(_idle(rank), FailedStage.of(error, rank=rank, stage=IDLE))
+
+    def is_replaced(self, failed: FailedStage) -> bool:
+        """Whether the engine of a card that did not answer a control call has died and is replaced."""
+        if failed.failure.kind is not FailureKind.DIED:
+            return False
+        return self.watch.is_down(failed.failure.rank) or not self._mend(_idle(failed.failure.rank), failed)[0]
+
+    def of_call(self, call: FailedStage) -> RunFailed:
+        """Returns the failure of a control call, or that of the stage in progress which is its cause."""
+        return self._error(root_cause(gather_causes(call, list(self._running))))
+
+    def hang(self, stage: str, late: Sequence[int], timeout_s: float) -> CardFailed:
+        """Returns the failure of a stage whose ranks ``late`` were not done in time."""
+        hanging = self.find_unresponsive()
+        message = (
+            f"stage {stage!r}: ranks {list(late)} were not done after {timeout_s:.0f} s (cluster.stage_timeout_s)"
+            f"{describe_hanging(hanging, self._actors.hosts)}"
+        )
+        return CardFailed(message, failure=late_rank((hanging or late)[0], stage, message))
+
+    def silence(self, call: str, late: Sequence[int], timeout_s: float) -> CardFailed:
+        """Returns the failure of a control call that the ranks ``late`` did not answer in time."""
+        names, hang = describe_ranks(late, self._actors.hosts), "it hangs" if len(late) == 1 else "they hang"
+        message = f"{names} did not answer {call!r} in {timeout_s:.0f} s: {hang}"
+        return CardFailed(message, failure=late_rank(late[0], call, message))
+
+    def find_unresponsive(self) -> list[int]:
+        """Returns the ranks that do not answer a control call within `STATUS_TIMEOUT_S`."""
+        rank_by_ref = {self._actors[rank].status.remote(): rank for rank in range(len(self._actors.num_starts))}
+        _, unanswered = ray.wait(list(rank_by_ref), num_returns=len(rank_by_ref), timeout=STATUS_TIMEOUT_S)
+        return sorted(rank_by_ref[ref] for ref in unanswered)
+
+    def _mend(self, running: RunningStage[Any], first: FailedStage) -> tuple[list[FailedStage], str]:
+        """Ends the engines that have died, if they are replaced; ``first`` was reported first, in the stage
+        ``running``. Returns the failures that end the run, none if it goes on, and why it does not."""
+        others = [stage for stage in list(self._running) if stage is not running]
+        if running.stage in ("generate", "answer") and self.watch.is_down(first.failure.rank):
+            self._abandon(running)  # it was begun before the engine was known to be dead
+            return [], ""
+        failed = gather_failures(first, (running, *others))
+        stages: dict[int, set[str]] = {}
+        for stage in (running, *others):
+            for rank in {*stage.ranks} - {*stage.results}:
+                stages.setdefault(rank, set()).add(stage.stage)
+        engines = self.watch.observe_failures(failed, stages)
+        for engine in engines:
+            ranks = self._engines[engine]
+            self._actors.end(ranks)
+            for stage in (running, *others):
+                if {*stage.ranks} <= {*ranks}:
+                    self._abandon(stage)
+                elif stage.stage in TRANSFERS:
+                    self._break_off(stage, ranks)
+        return ([], "") if engines else (failed, self.watch.why_not(failed, stages))
+
+    def _break_off(self, transfer: RunningStage[Any], lost: Sequence[int]) -> None:
+        """Expects of a transfer of weights only that it ends on its cards, but for those in ``lost``; and nothing of
+        what these were to do behind it."""
+        transfer.died = True
+        transfer.pending = {ref: rank for ref, rank in transfer.pending.items() if rank not in lost}
+        for stage in list(self._running):
+            behind = stage.stage in ("generate", "answer") and stage.begun_s >= transfer.begun_s
+            if behind and {*stage.ranks} <= {*transfer.ranks} and transfer.stage == "switch":
+                self._abandon(stage)
+
+    def _abandon(self, stage: RunningStage[Any]) -> None:
+        """Expects no result of a stage any more."""
+        stage.died = True
+        stage.pending.clear()
+        if stage in self._running:
+            self._running.remove(stage)
+
+    def _error(self, cause: FailedStage, why: str = "") -> RunFailed:
+        """Returns the error with which a failure ends the run. ``why``: it does not go on without the card.
+
+        Raises:
+            RunFailed: a health check fails: of that, the end of a worker is a consequence.
+        """
+        if cause.failure.kind is FailureKind.DIED:
+            for health_check in self._health_checks:
+                health_check()
+        hosts = self._actors.hosts
+        if len({*hosts}) < 2:
+            return cause.error(why=why)
+        return cause.error(hosts, lost_hosts={*hosts} - {*alive_hosts(ray.nodes()).values()}, why=why)
+
+
+def _idle(rank: int) -> RunningStage[Any]:
+    """In place of the stage of a card of which only the end is known."""
+    return RunningStage(IDLE, (rank,), {})

@@ -1,0 +1,410 @@
+"""Compose the config of a run: one dataclass per group, each in the package that owns it, and checks across groups.
+
+Hydra composes a run's config from `recipes/conf` over these dataclasses; it is validated once and never changes. The
+documentation of a key is the text below its field.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from distqueue.config import QueueConfig
+from fusion.colocate.deployment import Deployment, deploy
+from fusion.colocate.share import InferenceShare
+from fusion.colocate.spec import engine_size, layout_of_engine
+from fusion.ep_switch.config import FusionConfig
+from fusion.inference.backends.support import check_vllm
+from fusion.inference.config import RolloutConfig
+from fusion.model import ModelConfig, Parallel, check_folder
+from fusion.model.options import LayoutConfig, ParallelConfig, PolicyModelConfig
+from fusion.npu.config import DeviceConfig
+from fusion.resources import SHAPES
+from fusion.rewards.config import RewardConfig
+from fusion.telemetry.loggers import check_loggers
+from fusion.telemetry.validation import Checks
+from fusion.training.backends.support import check_megatron
+from fusion.training.config import AlgorithmConfig, TrainingConfig
+from stalesync.evaluation.config import EvalConfig
+from stalesync.policy.save_interval import SaveInterval
+from stalesync.prompts.config import DataConfig
+
+if TYPE_CHECKING:
+    from fusion.costmodel.pace import Pace
+    from fusion.ep_switch.topology import Topology
+
+RESUME = ("false", "true", "auto")
+
+
+@dataclass
+class ClusterConfig:
+    """The cards of a run and how Ray reaches them."""
+
+    npus: int = 1
+    """Number of cards of the run, including those that only generate or score; one worker per card."""
+    address: str | None = None
+    """Ray cluster to join ("auto" on a head node); null: start Ray on this machine."""
+    hardware: str | None = None
+    """Type of the cards, a file of `fusion/costmodel/hardware` (ascend_910b, ascend_910c, h100, h800); it defines the
+    speed of the links; null: all links are equal."""
+    stage_timeout_s: float = 1800.0
+    """Timeout of a stage in seconds: a longer stage ends the run with an error that names the ranks still running
+    it."""
+
+    def validate(self) -> None:
+        """Checks every value of the group.
+
+        Raises:
+            ValueError: a value that is not accepted, by key.
+        """
+        check = Checks("cluster", self)
+        check.integer("npus", at_least=1)
+        check.number("stage_timeout_s", above=0)
+        _ = self.topology  # raises if the hardware is unknown
+
+    @property
+    def topology(self) -> Topology | None:
+        """Bandwidths of the links between the cards; None: all are equal.
+
+        Raises:
+            ValueError: `cluster.hardware` is unknown.
+        """
+        if self.hardware is None:
+            return None
+        from fusion.costmodel.hardware import hardware_named  # imported only if needed, as it loads the cost model
+
+        return hardware_named(self.hardware).topology
+
+
+@dataclass
+class StaleSyncConfig:
+    """How far generation may run ahead of training."""
+
+    max_staleness: int = 0
+    """Staleness bound: maximum number of policy versions that the oldest token of a trained sample may lag behind; 0:
+    the synchronous loop."""
+    train_tokens: int | None = None
+    """A step starts as soon as finished groups hold this many tokens, prompts and responses; `data.prompts_per_step` is
+    then its maximum number of groups, and groups that reach the bound are always included. null: a step always trains
+    `data.prompts_per_step` groups."""
+    lend: bool = True
+    """Cards that train begin a step's training while its last responses are still generated: where other cards only
+    generate, with `max_staleness` > 0 and the conditions in docs/stalesync.md. In `hybrid` the requests of their
+    engines go to these cards."""
+
+    def validate(self) -> None:
+        """Checks every value of the group.
+
+        Raises:
+            ValueError: a value that is not accepted, by key.
+        """
+        check = Checks("stalesync", self)
+        check.integer("max_staleness", at_least=0)
+        check.integer("train_tokens", at_least=1, null=True)
+        check.boolean("lend")
+        check.that(
+            "train_tokens",
+            self.train_tokens is None or self.max_staleness > 0,
+            "null at stalesync.max_staleness=0, where a step trains its whole batch of data.prompts_per_step groups",
+        )
+
+
+@dataclass
+class RunConfig:
+    """What a run is called, how long it trains, and what it saves."""
+
+    name: str = "run"
+    """Folder of the run in `dir`; a name that is taken gets a number unless `resume` is set."""
+    dir: str = "runs"
+    """Folder of all runs."""
+    steps: int = 100
+    """Number of training steps (policy versions)."""
+    seed: int = 0
+    """Seeds the order of prompts and every sampled token; any whole number."""
+    eval_prompts: int = 64
+    """Number of held-out prompts of `data.source`, which every evaluation answers: as `held_out` besides `eval.files`;
+    0: none."""
+    save_every: str = "30min"
+    """Interval between checkpoints: a number of steps (10) or a time (90s, 30min, 2h), counted at the end of a step; 0:
+    only after the last step. The last step is always saved."""
+    keep: int = 2
+    """Number of checkpoints to keep, the newest ones, besides the best one (`eval.best`); 0: all."""
+    max_engine_restarts: int = 3
+    """Number of times that an engine whose process has died is replaced (cards that only generate, in the deployments
+    `separate` and `hybrid`); the next death ends the run. 0: every death does."""
+    loggers: list[str] = field(default_factory=lambda: ["tensorboard"])
+    """Loggers of the metrics, beside metrics.jsonl: `tensorboard`, `wandb`, `mlflow`, `swanlab`, `trackio` (`pip
+    install` the library), or your own class as `module:Class` (docs/telemetry.md). []: none."""
+    profile_steps: list[int] = field(default_factory=list)
+    """Steps of which every card writes a trace of torch's profiler (on Ascend torch_npu's) into `profile/` of the run's
+    folder, such as [3,4]: from 1 to `steps`. []: none."""
+    resume: str = "false"
+    """`true`: resume from the newest checkpoint of the run with this name, which must have one. `auto`: resume, or
+    start the run if it has no checkpoint: for jobs that a scheduler starts again. `false`: start a new run."""
+    resume_changed: list[str] = field(default_factory=list)
+    """Keys whose change a resume would refuse, such as [model.path] whose folder has other content: it resumes
+    nevertheless. Groups in progress that depend on such a key end as `failed:resume_changed` (docs/stalesync.md)."""
+
+    def __post_init__(self) -> None:
+        self.resume = str(self.resume).lower()  # YAML's true and false arrive as booleans or as "True" and "False"
+
+    def validate(self) -> None:
+        """Checks every value of the group.
+
+        Raises:
+            ValueError: a value that is not accepted, by key.
+        """
+        check = Checks("run", self)
+        check.that("name", bool(self.name), "a name")
+        check.integer("steps", at_least=1)
+        check.integer("seed")
+        check.integer("eval_prompts", "keep", "max_engine_restarts", at_least=0)
+        try:
+            SaveInterval.parse(self.save_every)
+        except ValueError as error:
+            check.that("save_every", False, str(error))
+        named = isinstance(self.loggers, list) and all(isinstance(name, str) for name in self.loggers)
+        check.that("loggers", named, "a list of names")
+        check_loggers(self.loggers)
+        check.that(
+            "profile_steps",
+            isinstance(self.profile_steps, list)
+            and all(type(step) is int and 1 <= step <= self.steps for step in self.profile_steps),
+            f"a list of whole numbers from 1 to run.steps={self.steps}",
+        )
+        check.one_of("resume", RESUME)
+        named = isinstance(self.resume_changed, list) and all(isinstance(name, str) for name in self.resume_changed)
+        check.that("resume_changed", named, "a list of keys")
+        may_resume = self.resume != "false" or not self.resume_changed
+        check.that("resume_changed", may_resume, "[] without run.resume=true or auto")
+
+
+@dataclass
+class Config:
+    """Everything a run depends on, by group."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    model: PolicyModelConfig = field(default_factory=PolicyModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    fusion: FusionConfig = field(default_factory=FusionConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    queue: QueueConfig = field(default_factory=QueueConfig)
+    stalesync: StaleSyncConfig = field(default_factory=StaleSyncConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    device: DeviceConfig = field(default_factory=DeviceConfig)
+
+    @property
+    def deployment(self) -> Deployment:
+        needs = {"reference": self.algorithm.kl_coef > 0, "reward_model": self.reward.kind == "model"}
+        return deploy(self.fusion, self.cluster.npus, **needs)
+
+    @property
+    def train_layout(self) -> Parallel:
+        return self._layout("parallel.train", self.deployment.train, self.parallel.train)
+
+    @property
+    def infer_layout(self) -> Parallel:
+        return self._layout("parallel.infer", self.deployment.generate, self.parallel.infer)
+
+    @property
+    def pace(self) -> Pace | None:
+        """The modelled cards whose step times emulated cards reproduce; None where they are not paced."""
+        if self.device.pace is None:
+            return None
+        from fusion.costmodel.pace import Pace
+
+        return Pace.load(self.device, self.cluster.hardware, SHAPES)
+
+    def score_layout(self, model: ModelConfig, cards: tuple[int, ...]) -> Parallel:
+        """Returns the layout of the reference or reward ``model`` over the cards that host it.
+
+        Raises:
+            ValueError: the layout does not fit the model or the cards, by key.
+        """
+        shape = self.parallel.score
+        if shape.pp != 1:
+            raise ValueError(
+                f"parallel.score.pp={shape.pp}: expected 1, as reference and reward model have no pipeline stages"
+            )
+        if not model.num_experts:
+            shape = dataclasses.replace(shape, ep=1, etp=1)
+        layout = self._layout("parallel.score", cards, shape)
+        layout.check(model, "parallel.score")
+        return layout
+
+    def resolved(self) -> Config:
+        """Returns a copy in which the nulls that depend on other groups are resolved, as a run uses and saves it."""
+        correction = self.algorithm.correction or ("decoupled" if self.stalesync.max_staleness else "none")
+        return dataclasses.replace(self, algorithm=dataclasses.replace(self.algorithm, correction=correction))
+
+    @property
+    def longest_sample(self) -> int:
+        """Maximum number of tokens of a sample, prompt and response in total."""
+        return self.data.max_prompt_length + self.rollout.max_response_length
+
+    def validate(self, *, trains: bool = True) -> ModelConfig:
+        """Validates every key and the constraints between keys; returns the shape of the model.
+
+        Args:
+            trains: whether the job trains; else it only evaluates.
+
+        Raises:
+            ValueError: names the key to change, or both numbers that conflict.
+        """
+        resolved = self.resolved()
+        for group in dataclasses.fields(resolved):
+            getattr(resolved, group.name).validate()
+        if trains:
+            self._check_learns()
+        if not self.model.path:
+            raise ValueError("model.path='': expected a Hugging Face checkpoint folder")
+        self.data.check_source()
+        model = ModelConfig.from_hf(self.model.path)
+        if model.num_labels:
+            raise ValueError(
+                f"model.path: {self.model.path} has a head of {model.num_labels} scores; expected a causal "
+                "language model. A reward model is named by reward.model"
+            )
+        check_folder(self.model.path, model)
+        self.train_layout.check(model, "parallel.train")
+        self.infer_layout.check(model, "parallel.infer")
+        if self.training.backend == "megatron":
+            check_megatron(model, self.train_layout)
+        if self.rollout.backend == "vllm":
+            check_vllm(
+                model.without_predictors,
+                self.rollout,
+                layout_of_engine(self.infer_layout),
+                device=self.device,
+                replay=self.algorithm.replay,
+            )
+        self.deployment.engines(engine_size(self.infer_layout))
+        if self.fusion.score_cards and self.deployment.reference:
+            self.score_layout(model, self.deployment.reference)
+        if self.reward.model:
+            self._check_reward_model(self.reward.model)
+        self._check_batches(model)
+        self._check_evaluation(model)
+        only_generate = {*self.deployment.generate} - {*self.deployment.train}
+        if self.fusion.double_buffer and not (only_generate and self.stalesync.max_staleness):
+            raise ValueError(
+                "fusion.double_buffer=true: expected fusion.deployment=separate or hybrid, not "
+                f"{self.fusion.deployment}, and stalesync.max_staleness > 0, not {self.stalesync.max_staleness}: "
+                "otherwise no engine continues while weights arrive"
+            )
+        if self.rollout.order == "histopipe" and not self.stalesync.max_staleness:
+            raise ValueError(
+                "rollout.order=histopipe: expected another one with stalesync.max_staleness=0, as it orders two steps "
+                "such that the second begins before the first has ended"
+            )
+        if self.rollout.pools_kv and not (self.rollout.max_chunk_tokens or self.pools_suspended):
+            raise ValueError(
+                "rollout.suspended_kv=pool: expected rollout.chunk_tokens below rollout.max_response_length="
+                f"{self.rollout.max_response_length}, or fusion.deployment=hybrid and stalesync.max_staleness > 0: "
+                "otherwise no request leaves its engine before its KV is freed"
+            )
+        if self.algorithm.replay != "none" and not model.num_experts:
+            raise ValueError(f"algorithm.replay={self.algorithm.replay!r}: expected none, as the model is dense")
+        if self.training.router_bias_rate and not (model.num_experts and model.experts.router.correction):
+            raise ValueError(
+                f"training.router_bias_rate={self.training.router_bias_rate}: expected 0, as the routers of "
+                f"{self.model.path} have no correction bias"
+            )
+        if pace := self.pace:
+            pace.check(self.train_layout, "parallel.train")
+            pace.check(self.infer_layout, "parallel.infer")
+        return model
+
+    @property
+    def pools_suspended(self) -> bool:
+        """Whether requests of engines whose cards train are continued meanwhile by the others."""
+        shared, generate = {*self.deployment.shared}, {*self.deployment.generate}
+        return bool(shared) and not generate <= shared and self.stalesync.max_staleness > 0
+
+    def _check_learns(self) -> None:
+        """Refuses settings under which all advantages are 0, whatever the rewards."""
+        check = Checks("rollout", self.rollout)
+        same = "as otherwise all responses to a prompt are the same and nothing is learned"
+        check.that(
+            "temperature", self.rollout.temperature > 0, f"above 0, {same}; eval.temperature=0 evaluates greedily"
+        )
+        check.that("top_k", self.rollout.top_k != 1, f"0, or at least 2, {same}")
+        check.that("min_p", self.rollout.min_p < 1, f"below 1, {same}")
+        check = Checks("data", self.data)
+        several = self.data.prompts_per_step * self.algorithm.group_size > 1
+        check.that("prompts_per_step", several, "at least 2 with algorithm.group_size=1, as rewards are compared")
+
+    def _check_reward_model(self, path: str) -> None:
+        model = ModelConfig.from_hf(path, key="reward.model")
+        check_folder(path, model, key="reward.model")
+        if model.num_labels != 1:
+            head = f"a head of {model.num_labels} labels" if model.num_labels else "no such head"
+            raise ValueError(
+                f"reward.model: {path} has {head}; expected a Qwen3ForSequenceClassification folder with num_labels=1"
+            )
+        self.score_layout(model, self.deployment.reward_model)
+
+    def _check_evaluation(self, model: ModelConfig) -> None:
+        held_out = self.run.eval_prompts > 0
+        self.eval.check_best(held_out)
+        temperature = self.rollout.temperature if self.eval.temperature is None else self.eval.temperature
+        if self.eval.samples > 1 and temperature == 0:
+            raise ValueError(
+                f"eval.samples={self.eval.samples}: expected 1 with rollout.temperature=0, as all answers to a prompt "
+                "would be equal; eval.temperature sets another one"
+            )
+        response, positions = self.eval.max_response_length, self.rollout.max_length or model.max_positions
+        left = min(positions, model.max_positions) - self.data.max_prompt_length
+        if response is not None and response > left:
+            raise ValueError(
+                f"eval.max_response_length={response}: expected at most {left}, the positions behind a prompt of "
+                f"data.max_prompt_length={self.data.max_prompt_length} (rollout.max_length and the model's)"
+            )
+
+    def _layout(self, key: str, cards: tuple[int, ...], shape: LayoutConfig) -> Parallel:
+        world, npus = len(cards), self.cluster.npus
+        try:
+            return Parallel(world, shape.tp, shape.ep, pp=shape.pp, etp=shape.etp)
+        except ValueError as error:
+            subset = f"; {world} of them in fusion.deployment={self.fusion.deployment}" if world < npus else ""
+            raise ValueError(f"{key}: {error} (cluster.npus={npus}{subset})") from None
+
+    def _check_batches(self, model: ModelConfig) -> None:
+        prompts, minibatches, group = self.data.prompts_per_step, self.algorithm.minibatches, self.algorithm.group_size
+        if prompts % minibatches:
+            raise ValueError(f"algorithm.minibatches={minibatches} does not divide data.prompts_per_step={prompts}")
+        samples, replicas = prompts // minibatches * group, self.train_layout.dp
+        if samples < replicas:
+            raise ValueError(
+                f"a minibatch has {samples} samples (data.prompts_per_step={prompts} / algorithm.minibatches="
+                f"{minibatches} x algorithm.group_size={group}), fewer than the {replicas} data-parallel replicas of "
+                f"parallel.train on cluster.npus={self.cluster.npus}"
+            )
+        if self.rollout.probe and self.rollout.probe >= group:
+            raise ValueError(f"rollout.probe={self.rollout.probe}: expected fewer than algorithm.group_size={group}")
+        buffer, response = self.algorithm.overlong_buffer, self.rollout.max_response_length
+        if buffer is not None and buffer > response:
+            raise ValueError(f"algorithm.overlong_buffer={buffer} exceeds rollout.max_response_length={response}")
+        longest = self.longest_sample
+        if longest > model.max_positions:
+            raise ValueError(
+                f"data.max_prompt_length={self.data.max_prompt_length} + rollout.max_response_length="
+                f"{self.rollout.max_response_length} exceeds the model's max_position_embeddings={model.max_positions}"
+            )
+        if self.rollout.max_length is not None and longest > self.rollout.max_length:
+            raise ValueError(
+                f"rollout.max_length={self.rollout.max_length}: expected null, or at least the longest sample, "
+                f"data.max_prompt_length + rollout.max_response_length = {longest} tokens"
+            )
+        InferenceShare.of(self.rollout, engines=1).check_longest(self.rollout, longest)
+        if longest > self.training.token_budget:
+            raise ValueError(
+                f"training.token_budget={self.training.token_budget} is less than the longest sample, "
+                f"data.max_prompt_length + rollout.max_response_length = {longest} tokens"
+            )

@@ -1,0 +1,63 @@
+"""Export a kept checkpoint of a run to a Hugging Face folder (`scripts/convert.py`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fusion.model.tokenizer_files import has_tokenizer
+from fusion.telemetry.manifest import find_damage
+from fusion.telemetry.run_folder import complete_checkpoints
+from stalesync.job import savepoint
+
+
+def convert(source: Path, out: Path, tokenizer: Path | None = None) -> str:
+    """Writes the weights of a checkpoint to ``out``; returns a line that says what was written.
+
+    Args:
+        source: the folder of a run, whose newest checkpoint is taken, or of a checkpoint.
+        tokenizer: the folder whose tokenizer files are copied. None: the run's own export, or its `model.path`.
+
+    Raises:
+        ValueError: ``source`` holds no complete checkpoint, a file of it (named) is damaged, or ``out`` is not empty.
+    """
+    checkpoint = checkpoint_in(source)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} exists: expected a new or an empty folder")
+    if damage := find_damage(checkpoint):
+        raise ValueError(f"{checkpoint} is damaged: {damage}")
+    tokenizer = tokenizer or _tokenizer_of(checkpoint)
+    from fusion.training.export import export_checkpoint
+
+    export_checkpoint(checkpoint / savepoint.TRAINER, out, tokenizer)
+    step = savepoint.read(checkpoint)["step"]
+    return f"{out}: the model after step {step} ({checkpoint}), with " + (
+        f"the tokenizer of {tokenizer}" if tokenizer else "no tokenizer: none was found; name its folder by --tokenizer"
+    )
+
+
+def checkpoint_in(source: Path) -> Path:
+    """Returns the folder of a checkpoint itself, or the newest checkpoint of a run.
+
+    Raises:
+        ValueError: there is no complete checkpoint.
+    """
+    if (source / savepoint.MARK).is_file() and (source / savepoint.NAME).is_file():
+        return source
+    complete = [*complete_checkpoints(source).values()]
+    if complete:
+        return complete[-1]
+    if (source / savepoint.NAME).is_file() or (source / "checkpoints").is_dir():
+        raise ValueError(f"{source}: no checkpoint in it is complete, or an earlier version wrote it")
+    raise ValueError(f"{source}: expected the folder of a run, or a checkpoint (runs/NAME/checkpoints/step-N)")
+
+
+def _tokenizer_of(checkpoint: Path) -> Path | None:
+    """Returns the first folder with a tokenizer: the run's export, then the model that the run began with."""
+    run = checkpoint.resolve().parents[1]
+    candidates = [run / "hf"]
+    if (run / "config.yaml").is_file():
+        import yaml
+
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        candidates.append(Path(config["model"]["path"]))
+    return next((folder for folder in candidates if has_tokenizer(folder)), None)

@@ -1,0 +1,90 @@
+"""Resolve the settings of a config that the decisions of a run depend on. Pure: a simulation asks for them, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from fusion.rollout.length_classes import HistoPipeSpec
+from fusion.rollout.router import PoolRouting
+from stalesync.policy.admission_spec import AdmissionSpec
+
+if TYPE_CHECKING:
+    from fusion.colocate.spec import WorkerSpec
+    from stalesync.job.config import Config
+
+MAX_REFILLS = 10
+"""Number of batches of groups that a step may filter before it trains the groups it has."""
+
+
+def admission_spec(
+    config: Config,
+    spec: WorkerSpec,
+    *,
+    scores_beside: bool,
+    filters: bool,
+    by_group: bool,
+    num_rows: int,
+    machines: Sequence[int] = (),
+) -> AdmissionSpec:
+    """Return the settings that the decisions of a run depend on. ``by_group``: whether the algorithm's advantages of a
+    group depend on no other; ``num_rows``: of the data, 0: without end; ``machines``: the number of the machine of each
+    rank, (): all are on one."""
+    sharing = {*spec.deployment.shared}
+    shared_engines = frozenset(engine for engine, ranks in enumerate(spec.engines) if sharing & {*ranks})
+    others_generate = len(shared_engines) < len(spec.engines)
+    slots = spec.rollout.max_seqs * spec.infer_of_one_engine.dp
+    histopipe = HistoPipeSpec(
+        num_engines=len(spec.engines),
+        engine_slots=slots,
+        group_size=config.algorithm.group_size,
+        num_classes=spec.rollout.length_classes,
+    )
+    return AdmissionSpec(
+        group_size=config.algorithm.group_size,
+        num_engines=len(spec.engines),
+        shared_engines=shared_engines,
+        engine_slots=slots,
+        max_response_tokens=spec.rollout.sampling().max_tokens,
+        max_filtered_groups=MAX_REFILLS * config.data.prompts_per_step,
+        ahead=spec.ahead,
+        scores_beside=scores_beside,
+        keeps_kv=spec.rollout.keeps_kv or spec.rollout.pools_kv,
+        kv_pool=_pool_routing(spec, machines) if spec.rollout.pools_kv else None,
+        num_probes=spec.rollout.num_probes,
+        chunk_tokens=spec.rollout.max_chunk_tokens,
+        order=spec.rollout.order,
+        num_rows=num_rows,
+        exact_lengths=_exact_lengths(spec, config.algorithm.group_size),
+        histopipe=histopipe if spec.rollout.order == "histopipe" else None,
+        lends=others_generate and scores_beside and by_group and _accumulates(config, spec),
+        minibatches=config.algorithm.minibatches,
+        filters=filters,
+    )
+
+
+def _accumulates(config: Config, spec: WorkerSpec) -> bool:
+    """Whether a step's gradient may be accumulated in parts as groups become ready. Not at staleness 0, where sums must
+    not depend on timing; not with a reference, whose weights would need the memory of the gradients."""
+    by_groups = config.stalesync.train_tokens is None
+    return config.stalesync.lend and spec.ahead and by_groups and config.algorithm.kl_coef == 0
+
+
+def _pool_routing(spec: WorkerSpec, machines: Sequence[int]) -> PoolRouting:
+    return PoolRouting(
+        spec.rollout.kv_spread,
+        spec.rollout.kv_pull_tokens,
+        [tuple(machines[rank] for rank in ranks) for ranks in spec.engines] if machines else (),
+        remote=spec.rollout.kv_remote != "none",
+    )
+
+
+def _exact_lengths(spec: WorkerSpec, group_size: int) -> Callable[[str], Sequence[int]]:
+    """Return the function that gives the lengths of a group's responses where they are forced and ordered by: to draw
+    them takes 0.2 ms a group."""
+    if spec.rollout.order != "oracle":
+        return lambda group: ()
+    from stalesync.prompts.lengths import ForcedLengths  # which loads more than a decision needs
+
+    lengths = ForcedLengths.of(spec.rollout, spec.seed)
+    return lambda group: () if lengths is None else lengths.of_members(group, range(group_size))

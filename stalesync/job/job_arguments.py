@@ -1,0 +1,199 @@
+"""Read the arguments of `scripts/train.py` for commands that answer for a job without running it (plan, simulate).
+
+Invariant: of every key that an argument changes, the command reads it, it is in IRRELEVANT, or it is refused by name;
+with `--job` what would be refused is listed instead.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, RenderableType
+
+from fusion.costmodel.hardware import Hardware
+from fusion.costmodel.presets import Preset, load_cluster, load_shape
+from stalesync.job.config import Config
+from stalesync.job.other_names import OTHER_NAMES
+from stalesync.job.overrides import (
+    HYDRA_OPTIONS,
+    accepted,
+    as_yaml,
+    check_overrides,
+    choices_in,
+    composed,
+    known_keys,
+    names_here,
+    typed_keys,
+    value_of,
+)
+from stalesync.job.values import typed
+
+_IRRELEVANT = {
+    "names, length, checkpoints and logs of a run": "run.*",
+    "evaluations are no part of a step": "eval.*",
+    "what prompts contain; their number and lengths are read": "data.*",
+    "rewards are computed beside generation": """
+        reward.name reward.path reward.time_limit_s reward.workers reward.memory_mib reward.terms
+        reward.max_failed_share""",
+    "values of an update, not its duration": """
+        training.lr training.betas training.weight_decay training.clip_grad training.schedule training.warmup_steps
+        training.load_balancing* training.router_bias_rate""",
+    "advantages and losses; which groups a filter drops depends on rewards": """
+        algorithm.name algorithm.clip_* algorithm.kl_in algorithm.normalize_advantages algorithm.loss_aggregation
+        algorithm.overlong_buffer""",
+    "what is sampled; the lengths of responses are assumed": """
+        rollout.temperature rollout.top_* rollout.min_p rollout.stop""",
+    "how Ray is reached, and when a stage counts as failed": "cluster.address cluster.stage_timeout_s",
+    "cluster.hardware names the cards": "device.kind",
+}
+IRRELEVANT = tuple(" ".join(_IRRELEVANT.values()).split())
+"""Patterns of keys that no command needs. A key that a command reads is not among them for it."""
+LAYOUTS = frozenset(f"parallel.{side}.{axis}" for side in ("train", "infer") for axis in ("tp", "ep", "pp", "etp"))
+"""The keys that `layout_of` reads."""
+
+
+@dataclass
+class Arguments:
+    """A parsed command line. ``options``: of the command, by name; ``paths``: by flag; ``overrides``: those of a job;
+    ``for_job``: whether keys that the command does not read are listed instead of refused."""
+
+    options: dict[str, str] = field(default_factory=dict)
+    paths: dict[str, str] = field(default_factory=dict)
+    overrides: list[str] = field(default_factory=list)
+    for_job: bool = False
+
+
+def parse(arguments: Sequence[str], *, options: Collection[str], flags: Sequence[str], conf: Path) -> Arguments:
+    """Splits the arguments by what they are.
+
+    Args:
+        options: names of the command's own `name=value`.
+        flags: flags with a path, such as `--json`.
+        conf: folder of the config groups.
+
+    Raises:
+        ValueError: an unknown argument, with the most similar known one; or a flag without a path.
+    """
+    choices, hints = choices_in(conf), typed_keys()
+    known = [*options, *hints, *choices]
+    parsed, remaining = Arguments(), list(arguments)
+    while remaining:
+        argument = remaining.pop(0)
+        name, equals, value = argument.partition("=")
+        if name in flags:
+            parsed.paths[name] = value if equals else remaining.pop(0) if remaining else ""
+            if not parsed.paths[name]:
+                raise ValueError(f"{name} needs a path")
+        elif argument == "--job":
+            parsed.for_job = True
+        elif not equals or name not in known:
+            if name in OTHER_NAMES or names_here(name, list(hints)) or name[:1] == "-" and name not in HYDRA_OPTIONS:
+                check_overrides([argument, *remaining[:1]])
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]}=?" if near else f"expected one of {', '.join(options)}, or a key of a job"
+            raise ValueError(f"unknown argument {argument!r}; {hint}")
+        elif name in options and not (name == "model" and value in choices["model"]):
+            if hints.get(name) is int:
+                with suppress(ValueError):  # the command itself states what it expects
+                    value = ",".join(typed(name, text, int) for text in value.split(","))
+            parsed.options[name] = value
+        else:
+            parsed.overrides.append(argument)
+    return parsed
+
+
+def layout_of(arguments: Arguments, config: Config, side: str) -> str:
+    """Returns the layout that `train=` (`infer=`) or `parallel.train` states, as text; auto: the best one is searched.
+
+    Raises:
+        ValueError: both are stated.
+    """
+    text, key = arguments.options.get(side), f"parallel.{side}"
+    if not any(override.startswith((f"{key}.", "parallel=")) for override in arguments.overrides):
+        return text or "auto"
+    if text is not None:
+        raise ValueError(f"{side}={text!r}: expected it or {key}, not both")
+    sizes = getattr(config.parallel, side)
+    return "".join(f"{axis}{getattr(sizes, axis)}" for axis in ("tp", "pp", "ep", "etp"))
+
+
+def model_of(options: Mapping[str, str], shapes: Path) -> Preset:
+    """Loads the model that `model=` or `model.path=` names.
+
+    Raises:
+        ValueError: both or neither is stated, or there is no such model.
+    """
+    if {"model", "model.path"} <= options.keys():
+        raise ValueError(f"model.path={options['model.path']}: expected model= or model.path=, not both")
+    key = "model.path" if "model.path" in options else "model"
+    return load_shape(options.get(key), shapes, key=key)
+
+
+def cluster_of(options: Mapping[str, str], conf: Path) -> tuple[Hardware, int]:
+    """Loads the cards that `cluster=` or `cluster.hardware=` names, and their number.
+
+    Raises:
+        ValueError: as of `load_cluster`.
+    """
+    hardware, npus = options.get("cluster.hardware"), options.get("cluster.npus")
+    return load_cluster(options.get("cluster"), hardware=hardware, npus=npus, folder=conf / "cluster")
+
+
+def print_answer(table: RenderableType, content: Mapping[str, Any], *, json_path: str | None, width: int) -> None:
+    """Prints a table of at least ``width`` columns, and writes the content as JSON; to "-": prints JSON alone."""
+    if json_path is not None:
+        text = json.dumps(content, indent=2)
+        if json_path == "-":
+            print(text)
+            return
+        Path(json_path).write_text(text + "\n")
+    console = Console()
+    console = console if console.is_terminal and console.width >= width else Console(width=width)
+    console.print(table)
+
+
+def job_config(
+    arguments: Arguments, conf: Path, *, command: str, reads: Collection[str], defaults: Sequence[str]
+) -> tuple[Config, list[str]]:
+    """Composes the config of the job, as `scripts/train.py` does.
+
+    Args:
+        command: name of the command, for messages.
+        reads: the keys that it reads.
+        defaults: overrides that apply unless an argument states otherwise.
+
+    Returns:
+        The config, and lines that state what is assumed and what is not modelled.
+
+    Raises:
+        ValueError: a value that is not accepted, or a changed key that the command neither reads nor may ignore.
+    """
+    conf = conf.absolute()  # Hydra expects it
+    base = composed(conf, defaults)
+    overrides = accepted(arguments.overrides, conf)
+    config = composed(conf, [*defaults, *overrides]) if overrides else base
+    unread = unread_keys(config, base, reads)
+    if unread and not arguments.for_job:
+        value, only = (as_yaml(value_of(one, unread[0])) for one in (config, base))
+        raise ValueError(f"{unread[0]}={value}: expected {only}, as {command} does not model this key")
+    stated = {override.split("=")[0] for override in arguments.overrides}
+    assumed = [default for default in defaults if default.split("=")[0] not in stated]
+    lines = [f"assumed unless stated: {' '.join(assumed)}"] if assumed else []
+    unmodelled = " ".join(f"{key}={as_yaml(value_of(config, key))}" for key in unread)
+    lines += [f"not modelled: {unmodelled}"] if unread else []
+    for group in ("run", "data", "algorithm", "training", "fusion", "rollout"):
+        getattr(config, group).validate()
+    return config, lines
+
+
+def unread_keys(config: Config, base: Config, reads: Collection[str]) -> list[str]:
+    """Lists the keys in which two configs differ that are neither in ``reads`` nor irrelevant."""
+    changed = [key for key in known_keys() if value_of(config, key) != value_of(base, key)]
+    return [key for key in changed if key not in reads and not any(fnmatchcase(key, one) for one in IRRELEVANT)]

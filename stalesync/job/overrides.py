@@ -1,0 +1,228 @@
+"""Provide the config to Hydra and to the command line: its schema, its keys with their documentation, and loading of
+a saved config."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import difflib
+import inspect
+import re
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache, reduce
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from stalesync.job.config import Config
+from stalesync.job.other_names import OTHER_NAMES
+from stalesync.job.values import typed_words
+
+HYDRA_OPTIONS = frozenset(
+    "-h --help --hydra-help --version -c --cfg --resolve -p --package -r --run -m --multirun -sc --shell-completion "
+    "-cp --config-path -cn --config-name -cd --config-dir --experimental-rerun -i --info".split()
+)
+
+
+def register() -> None:
+    """Registers the dataclasses as the schema of `recipes/conf/config.yaml`."""
+    from hydra.core.config_store import ConfigStore
+
+    ConfigStore.instance().store(name="schema", node=Config)
+
+
+def load(path: Path) -> Config:
+    """Loads the config that a run saved as its config.yaml.
+
+    Raises:
+        ValueError: a key that this version does not know, or a value of another type.
+    """
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))
+    except OmegaConfBaseException as error:
+        raise ValueError(f"{path}: {_in_a_line(error)}") from None
+    assert isinstance(config, Config)
+    return config
+
+
+def composed(conf: Path, overrides: Sequence[str], saved: Config | None = None) -> Config:
+    """Composes a config from overrides, as `scripts/train.py` does.
+
+    Args:
+        conf: folder of the config groups.
+        overrides: `KEY=VALUE` and `GROUP=CHOICE`, which `accepted` has returned.
+        saved: the config that they change; None: that of `config.yaml` in ``conf``.
+
+    Raises:
+        ValueError: an override that is no value of its key, or a choice that the group does not have.
+    """
+    if options := [word for word in overrides if word.startswith("-")]:
+        raise ValueError(f"{options[0]!r}: expected KEY=VALUE or GROUP=CHOICE")
+    from hydra import compose, initialize_config_dir
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        if saved is None:
+            register()
+            with initialize_config_dir(str(conf), version_base="1.3"):
+                config: Any = compose("config", overrides=list(overrides))
+        else:
+            config = OmegaConf.structured(saved)
+            for one in OverridesParser.create().parse_overrides(list(overrides)):
+                key, value = one.key_or_group, one.value()
+                if (conf / key).is_dir():
+                    choice = conf / key / f"{value}.yaml"
+                    if not choice.is_file():
+                        has = ", ".join(sorted(path.stem for path in (conf / key).glob("*.yaml")))
+                        raise ValueError(f"{key}={value}: expected one of {has}")
+                    OmegaConf.update(config, key, OmegaConf.load(choice))
+                else:
+                    OmegaConf.update(config, key, value, merge=False)
+        composed_config = OmegaConf.to_object(config)
+    except (HydraException, OmegaConfBaseException) as error:
+        raise ValueError(_in_a_line(error)) from None
+    assert isinstance(composed_config, Config)
+    return composed_config
+
+
+def choices_in(conf: Path) -> dict[str, list[str]]:
+    """Lists the choices of every config group in the folder ``conf``."""
+    return {path.name: sorted(file.stem for file in path.glob("*.yaml")) for path in conf.iterdir() if path.is_dir()}
+
+
+def value_of(config: Config, key: str) -> Any:
+    """Returns the value of a key by its full path."""
+    return reduce(getattr, key.split("."), config)
+
+
+def _in_a_line(error: Exception) -> str:
+    return "; ".join(line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()[:2] if line)
+
+
+def known_keys(node: type = Config, prefix: str = "") -> list[str]:
+    """Lists every key with its full path."""
+    return list(typed_keys(node, prefix))
+
+
+def documented_keys(node: type = Config, prefix: str = "") -> dict[str, str]:
+    """Maps every key, by its full path, to the text below its field."""
+    documented: dict[str, str] = {}
+    hints, texts = get_type_hints(node), _field_texts(node)
+    for item in dataclasses.fields(node):
+        path, child = prefix + item.name, hints[item.name]
+        if dataclasses.is_dataclass(child):
+            documented |= documented_keys(child, path + ".")  # type: ignore[arg-type]
+        else:
+            documented[path] = texts.get(item.name, "")
+    return documented
+
+
+@cache
+def _field_texts(node: type) -> dict[str, str]:
+    """Maps the fields of a dataclass to the string literals that follow them in its source."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(node))).body[0].body  # type: ignore[attr-defined]
+    return {
+        statement.target.id: " ".join(following.value.value.split())
+        for statement, following in zip(body, body[1:], strict=False)
+        if isinstance(statement, ast.AnnAssign)
+        and isinstance(statement.target, ast.Name)
+        and isinstance(following, ast.Expr)
+        and isinstance(following.value, ast.Constant)
+        and isinstance(following.value.value, str)
+    }
+
+
+def help_text(choices: Mapping[str, Sequence[str]], width: int = 120) -> str:
+    """Lists the config groups with their ``choices`` and every key with its default and its documentation."""
+    lines = ["Groups (GROUP=CHOICE takes a file of recipes/conf):"]
+    lines += [f"  {group}: {', '.join(names)}" for group, names in sorted(choices.items())]
+    lines += ["", "Keys (KEY=VALUE) with their defaults:"]
+    for key, text in documented_keys().items():
+        lines.append(f"  {key}={as_yaml(value_of(Config(), key))}")
+        lines += textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
+    return "\n".join(lines)
+
+
+def as_yaml(value: Any) -> str:
+    """Returns a default as a user writes it in YAML or on the command line."""
+    literals = {None: "null", True: "true", False: "false"}
+    return literals[value] if value is None or isinstance(value, bool) else repr(value) if value == "" else str(value)
+
+
+def accepted(arguments: Sequence[str], conf: Path) -> list[str]:
+    """Checks the words of a command line, and returns them as Hydra reads them.
+
+    Args:
+        conf: folder of the config groups.
+
+    Raises:
+        ValueError: the first word that is not accepted, with what is.
+    """
+    choices = choices_in(conf)
+    check_overrides(arguments, choices)
+    for argument in arguments:
+        group, equals, choice = argument.partition("=")
+        if equals and group in choices and choice not in choices[group] and re.fullmatch(r"[\w./-]*", choice):
+            raise ValueError(f"{argument}: expected one of {', '.join(choices[group])}")
+    return typed_words([*arguments], typed_keys())
+
+
+def typed_keys(node: type = Config, prefix: str = "") -> dict[str, Any]:
+    """Maps every key, by its full path, to its type."""
+    found: dict[str, Any] = {}
+    for name, hint in get_type_hints(node).items():
+        nested = dataclasses.is_dataclass(hint)
+        found |= typed_keys(hint, f"{prefix}{name}.") if nested else {prefix + name: hint}  # type: ignore[arg-type]
+    return found
+
+
+def check_overrides(arguments: Sequence[str], groups: Iterable[str] = ()) -> None:
+    """Checks Hydra overrides before the config is composed: rejects arguments that are not overrides, and unknown keys.
+
+    Args:
+        groups: names that choose a config file instead of a value (`algorithm=grpo`).
+
+    Raises:
+        ValueError: the first rejected argument; for an unknown key, with the most similar known one.
+    """
+    keys, choices = known_keys(), set(groups)
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        if argument.startswith("-") and (option := argument.partition("=")[0]) not in HYDRA_OPTIONS:
+            key, following = option.lstrip("-").replace("-", "_"), arguments[arguments.index(argument) + 1 :]
+            value = argument.partition("=")[2] or next(iter(following), "VALUE")
+            names = [key] if key in keys else names_here(key, keys)
+            raise ValueError(
+                f"{argument!r}: expected KEY=VALUE; write {names[0] if len(names) == 1 else 'KEY'}={value}"
+            )
+        if argument.startswith(("-", "~")):
+            continue
+        if "=" not in argument:
+            if not before.startswith("-"):  # the value of one of Hydra's options, as in --cfg job
+                raise ValueError(f"{argument!r}: expected KEY=VALUE or GROUP=CHOICE")
+            continue
+        key = argument.split("=", 1)[0].lstrip("+~").split("@")[0]
+        if key in choices or key in keys or key.startswith("hydra"):
+            continue
+        if names := names_here(key, keys):
+            raise ValueError(f"unknown key {key!r}; it is {' or '.join(names)} here")
+        if key in OTHER_NAMES:
+            raise ValueError(f"unknown key {key!r}; there is none like it here (docs/coming_from.md)")
+        similar = difflib.get_close_matches(key, [*keys, *choices], n=1, cutoff=0.4)
+        hint = f"; did you mean {similar[0]!r}?" if similar else ""
+        raise ValueError(f"unknown key {key!r}{hint}")
+
+
+def names_here(key: str, keys: Sequence[str]) -> list[str]:
+    """Returns what a key of verl or TRL, or the last part of a key, is called here; nothing if that is not known."""
+    last = key.rpartition(".")[2]
+    for wanted in (key, last):
+        named = [here for name, here in OTHER_NAMES.items() if name == wanted or name.endswith(f".{wanted}")]
+        if named := [*dict.fromkeys(filter(None, named))]:
+            return named
+    return [one for one in keys if one.rpartition(".")[2] == last]

@@ -1,0 +1,75 @@
+"""Derive the workload of a step from a job's config: the one of plan, simulation and run.
+
+    samples          data.prompts_per_step x algorithm.group_size
+    prompt           data.max_prompt_length tokens
+    responses        drawn by `prompts/lengths.py` around a median, at most rollout.max_response_length tokens
+    their median     rollout.forced_median; null: MEDIAN_SHARE of rollout.max_response_length
+
+Pure: the same config gives the same workload and the same text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+from fusion.costmodel.hardware import Hardware
+from fusion.costmodel.setup import EngineLimits, Setup, TrainingLimits, Workload
+from fusion.costmodel.shape import Shape
+from fusion.model import Parallel
+from stalesync.job.config import Config
+from stalesync.prompts.lengths import ForcedLengths
+
+MEDIAN_SHARE = 1 / 8
+"""Median over maximum of the lengths of responses where the config states no median"""
+
+
+def lengths_of(config: Config) -> ForcedLengths:
+    """Returns the lengths of responses that are assumed of a job."""
+    rollout = config.rollout
+    median = rollout.forced_median or max(1.0, MEDIAN_SHARE * rollout.max_response_length)
+    lengths = ForcedLengths.of(replace(rollout, forced_median=median), config.run.seed)
+    assert lengths is not None
+    return lengths
+
+
+def workload_of(config: Config) -> Workload:
+    """Returns the workload of one step."""
+    return Workload(
+        samples=config.data.prompts_per_step * config.algorithm.group_size,
+        prompt=float(config.data.max_prompt_length),
+        response=lengths_of(config).mean,
+        longest=config.rollout.max_response_length,
+    )
+
+
+def setup_of(config: Config, shape: Shape, *, hardware: Hardware, dies: int) -> Setup:
+    """Returns the setup of a job on ``dies``, without layouts."""
+    return Setup(
+        shape,
+        hardware,
+        train=Parallel(dies),
+        infer=Parallel(dies),
+        training=_limits(TrainingLimits, config.training),
+        fusion=config.fusion,
+        rollout=_limits(EngineLimits, config.rollout),
+        workload=workload_of(config),
+    )
+
+
+def _limits(kind: type, group: object) -> Any:
+    """Returns those fields of a config group that a plan depends on."""
+    return kind(**{f.name: getattr(group, f.name) for f in fields(kind)})
+
+
+def describe(config: Config) -> str:
+    """Describes the workload with the keys it comes from."""
+    work, lengths = workload_of(config), lengths_of(config)
+    stated = config.rollout.forced_median is not None
+    origin = "rollout.forced_median" if stated else f"{MEDIAN_SHARE:g} of it, as rollout.forced_median=null"
+    return (
+        f"workload of a step: {work.samples:,} samples (data.prompts_per_step={config.data.prompts_per_step} x "
+        f"algorithm.group_size={config.algorithm.group_size}); prompts of {work.prompt:,.0f} tokens "
+        f"(data.max_prompt_length); responses of at most {work.longest:,} (rollout.max_response_length), "
+        f"{work.response:,.0f} on average, with a median of {lengths.median:,g} ({origin})"
+    )

@@ -1,0 +1,332 @@
+"""Run the training loop. It handles only metadata: ids, lengths, rewards; tensors pass between cards in the queue.
+
+    prompts ─admit─► [switch] ─► generate ─► [switch] ─► score ─► advantages ─► reference ─► train ─► next version ─► …
+                                 │  ▲ suspended           ▲                        │           │
+                                 │  └──────┐              │                        │           │
+                                 └──────── queue ─────────┘──────── queue ────────►└── queue ──┘
+
+The same loop runs every staleness and every deployment. `admission.py` decides the next command; the controller
+executes it and reports the results to `Admission`. At staleness 0 a step publishes the weights to the engines, admits
+this version's batch, generates all of it, switches the cards back, scores and trains. Above 0 a training step begins
+when enough groups are ready, or in the tail of their generation (`lending.py`); engines on cards that train are
+suspended, the others continue. What is left to do for a
+step when its training is done (acknowledge its samples, log its metrics) is done while the cards switch for the next.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from distqueue import DistQueue
+from fusion.telemetry import LiveView, RunFolder, throughput
+from stalesync.cards.cards import Cards
+from stalesync.job.config import Config
+from stalesync.job.control import ControlDesk
+from stalesync.loop.engine_restarts import EngineRestarts
+from stalesync.loop.generation import Generation
+from stalesync.loop.groups import Groups
+from stalesync.loop.sample_columns import SampleColumns
+from stalesync.loop.sample_metrics import add_sample_metrics, add_staleness_metrics
+from stalesync.loop.step_metrics import StepMetrics
+from stalesync.loop.update import TRAIN, Updater
+from stalesync.policy.admission import Admission
+from stalesync.policy.commands import (
+    Accumulate,
+    AdmitGroups,
+    AwaitSamples,
+    Command,
+    Dispatch,
+    Publish,
+    Score,
+    Suspend,
+    SwitchToTrain,
+    Train,
+)
+from stalesync.policy.tail import TAIL
+from stalesync.process import in_flight
+from stalesync.process.failures import logging_errors
+from stalesync.prompts import PromptSource
+from stalesync.scoring.samples import Sample
+from stalesync.scoring.scoring import Scorer
+
+POLL_S = 0.5
+"""Interval at which the controller checks the health of the cards while it waits for samples."""
+
+
+@dataclass(kw_only=True)
+class Controller:
+    """Executes the commands of `admission`, step by step. The cards that train are in the training phase before and
+    after each step."""
+
+    config: Config
+    admission: Admission
+    cards: Cards
+    queue: DistQueue
+    source: PromptSource
+    scorer: Scorer
+    groups: Groups
+    generation: Generation
+    restarts: EngineRestarts
+    updater: Updater
+    desk: ControlDesk
+    step_metrics: StepMetrics
+    folder: RunFolder
+    view: LiveView
+    attention_ranks: int = 1
+    """Number of attention ranks of an engine"""
+    num_shared_cards: int = 0
+    """Number of cards that train and generate"""
+    _kv_tokens: float | None = None
+    """Capacity of the smallest KV cache in the last step"""
+    _num_tokens: int = 0
+    """Prompt and response tokens of all groups that ended in this step"""
+    _last_sample_s: float = 0.0
+    """Time at which the last samples arrived or weights were published, whichever is later (`time.perf_counter`)"""
+    _published_s: float = 0.0
+    """Time at which the cards began to switch for the engines"""
+    _lost_polled_s: float = 0.0
+    """Time at which the queue was last asked for lost samples"""
+    _closing: Future[dict[str, float]] | None = None
+    """The queue's figures after the last step, while it is being closed"""
+    _figures: dict[str, float] = field(default_factory=dict)
+    """Other figures of that step"""
+    _unlogged: SampleColumns | None = None
+    """Samples whose groups ended in this step, until `log_samples` records them"""
+
+    def train_step(self, step: int, close_last: Callable[[], None], log_last: Callable[[], None]) -> None:
+        """Runs step number ``step``, from 1.
+
+        Args:
+            close_last: begins to close the step before it, unless that is done: called while the cards switch.
+            log_last: closes and logs that step, unless that is done: called while the cards generate, or before they
+                do anything else but switch.
+        """
+        start = time.perf_counter()
+        self.groups.step = step
+        self.view.begin_step(step)
+        if reply := self.desk.read(step, self._kv_tokens):
+            self.view.note(reply)
+        self.restarts.check()
+        for command in self.admission.step(self.config.run.steps - step + 1, self.desk.share):
+            if isinstance(command, Publish):
+                self.execute(command, meanwhile=log_last if command.beside else close_last)
+                continue
+            if not _only_starts(command):
+                log_last()
+            self.execute(command)
+        seconds, metrics = time.perf_counter() - start, self.step_metrics.metrics
+        metrics.update(throughput(self._num_tokens, seconds, self.config.cluster.npus))
+        metrics.add("timing_s/step", seconds)
+        self.step_metrics.take(self.scorer.take_reports())
+
+    def begin_close(self) -> None:
+        """Begins to close the last step: to acknowledge its samples to the queue. Its metrics may be added to until
+        `end_close`."""
+        self._figures = {**self.admission.ledger.metrics(), **self.source.metrics()}
+        self._closing = in_flight.begin(self._acknowledge)
+
+    def end_close(self) -> dict[str, float]:
+        """Returns the metrics of the step that `begin_close` has begun to close."""
+        assert self._closing is not None, "begin_close comes first"
+        figures = {**self._figures, **self._closing.result()}
+        self._figures, self._closing = {}, None
+        return self.step_metrics.close(self.cards.reported_until_ns, figures)
+
+    def take_metrics(self) -> dict[str, float]:
+        """Returns the metrics of the last step, which failed or is not closed, without the queue's: it may have
+        ended."""
+        figures = self._figures or {**self.admission.ledger.metrics(), **self.source.metrics()}
+        return self.step_metrics.close(self.cards.reported_until_ns, figures)
+
+    def _acknowledge(self) -> dict[str, float]:
+        """Acknowledges the samples of the last step; returns the queue's figures after it. In one call, which reaches
+        the queue before any sample of the next step does."""
+        trained = self.updater.take_trained()
+        return self.queue.ack_with_stats(TRAIN, trained) if trained else self.queue.stats()
+
+    def execute(self, command: Command, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Executes a command, and passes the results to `Admission`. ``meanwhile``: called by `Publish`,
+        while the cards switch and before their reports are taken."""
+        if self.generation.publishing and not _only_starts(command):
+            if not self.end_publish() and isinstance(command, Dispatch):
+                return  # its requests are among those that were returned
+        start, share = time.perf_counter(), self.desk.share
+        match command:
+            case Publish(beside=beside):
+                self.view.phase("send weights" if beside else "switch to infer")
+                if not beside:
+                    self.restarts.rejoin()
+                if not self.generation.publish(command, share, meanwhile):
+                    self.suspend([engine for engine in self.admission.running if not self.cards.is_down(engine)])
+                    self.generation.recover()
+                if self.generation.publishing:  # its seconds are counted at its end
+                    self._published_s = start
+                    return
+                self._last_sample_s = time.perf_counter()
+            case AdmitGroups(count):
+                self.groups.admit(self.source.next(count))
+            case Dispatch():
+                self.generation.dispatch(command)
+            case AwaitSamples():
+                self.await_samples()
+            case Suspend(engines, to_train):
+                if to_train and not self.generation.returning:
+                    self.generation.begin_switch_to_train(self.admission.ledger.version, share)
+                self.suspend(engines)
+            case SwitchToTrain():
+                self.view.phase("switch to train")
+                self.generation.switch_to_train(self.admission.ledger.version, share)
+            case Score():
+                self.view.phase("reward")
+                self.score()
+            case Accumulate(groups):
+                self.train(groups, update=False)
+            case Train(groups):
+                self.train(groups)
+        self.admission.observe_seconds(command, time.perf_counter() - start)
+        self.step_metrics.add_seconds(self.admission.stage, time.perf_counter() - start)
+
+    def end_publish(self) -> bool:
+        """Waits until the cards have switched for the engines, which may have been started meanwhile. Returns whether
+        they have: if an engine has died, `Admission` publishes again."""
+        published = self.generation.end_publish()
+        if not published:
+            self.generation.recover()
+            for engine in [engine for engine in self.admission.running if not self.cards.is_down(engine)]:
+                self.restarts.return_unstarted(engine)
+            self.restarts.observe()
+        self._last_sample_s = time.perf_counter()
+        self.step_metrics.add_seconds("switch", self._last_sample_s - self._published_s)
+        return published
+
+    def observe(self, timeout_s: float) -> bool:
+        """Reports generated and scored samples and requests whose chunk has ended to `Admission`; waits at most
+        ``timeout_s`` for the first sample. Returns whether there were any."""
+        generated, scored = self.scorer.poll(timeout_s)
+        self.groups.note(generated, scored)
+        self.note_lost()
+        chunks = self.generation.take_ended_chunks()
+        for engine, samples in chunks.items():
+            self.admission.observe_chunks_ended(engine, samples)
+        num_chunks = sum(one.generated > 0 for samples in chunks.values() for one in samples)
+        self.step_metrics.metrics.add("rollout/chunks_total", num_chunks)
+        self.restarts.observe()
+        return bool(generated or scored or num_chunks)
+
+    def note_lost(self, now: bool = False) -> None:
+        """Reports the samples that the queue has lost, and records how many requests engines have; at most every
+        `POLL_S` seconds, unless ``now``."""
+        if now or time.perf_counter() - self._lost_polled_s >= POLL_S:
+            self.scorer.note_lost(self.groups.note_lost(self.queue.lost(self.groups.num_noted_lost)))
+            self._lost_polled_s = time.perf_counter()
+            counts = [self.admission.buffer.num_running_on(engine) for engine in self.admission.running]
+            if counts:
+                self.step_metrics.metrics.add("perf/in_flight_max", max(counts))
+                self.step_metrics.metrics.add("perf/in_flight_min", min(counts))
+
+    def await_samples(self) -> None:
+        """Waits for samples, and checks the health of the cards."""
+        ledger, buffer, size = self.admission.ledger, self.admission.buffer, self.groups.size
+        self.view.phase("generate", ledger.num_ready * size, ledger.expected_groups * size)
+        self.generation.begin_return(ledger.version, self.desk.share)
+        in_tail = buffer.num("running") <= TAIL * ledger.expected_groups * size
+        self.step_metrics.begin_wait(for_older=ledger.waits_for_older, in_tail=in_tail)
+        if self.observe(POLL_S):
+            self._last_sample_s = time.perf_counter()
+        self.restarts.check()
+        self.generation.check_silence(time.perf_counter() - self._last_sample_s, buffer.num_running_on)
+
+    def suspend(self, engines: Sequence[int]) -> None:
+        """Stops engines, and reports their unfinished requests to `Admission`."""
+        for engine, samples in self.generation.suspend(engines).items():
+            self.admission.observe_stopped(engine, samples)
+            self.step_metrics.metrics.add("rollout/suspended_total", sum(one.generated > 0 for one in samples))
+        self.restarts.observe()
+
+    def score(self) -> None:
+        """Scores the samples that could not be scored while the cards generated."""
+        scored, reports = self.scorer.score_waiting()
+        self.step_metrics.take(reports)
+        self.groups.note([], scored)
+
+    def train(self, trained: Sequence[str], update: bool = True) -> None:
+        """Trains groups, while cards that do not train generate. ``update``: with an optimizer step, else their
+        gradients are accumulated for it."""
+        metrics, ledger = self.step_metrics.metrics, self.admission.ledger
+        samples, ended = self.groups.take(trained)
+        self._unlogged = ended if self._unlogged is None else self._unlogged.merged(ended)
+        meanwhile = self.log_samples if update else (lambda: None)
+        try:
+            with self.cards.polling(self.keep_busy):
+                has_lost = self.updater.train(trained, samples, ledger.version, metrics, meanwhile, update=update)
+        except BaseException:
+            if self._unlogged is not None:  # it failed before the cards began to train
+                with logging_errors("logging the step's samples"):
+                    self.log_samples()
+            raise
+        if has_lost:
+            self.note_lost(now=True)
+        lost = self.groups.untrained(trained, samples)
+        self.groups.log_trained(trained, samples, lost)
+        bound = self.config.stalesync.max_staleness
+        add_staleness_metrics(metrics, samples, version=ledger.version, max_staleness=bound)
+        (self.admission.observe_trained if update else self.admission.observe_accumulated)(trained, lost)
+
+    def keep_busy(self) -> None:
+        """Keeps engines busy while other cards train: observes them, and dispatches further requests."""
+        self.observe(0.0)
+        for command in self.admission.feed():
+            self.execute(command)
+
+    def stop(self) -> None:
+        """Suspends all engines."""
+        for command in self.admission.stop():
+            self.execute(command)
+
+    def settle(self) -> None:
+        """Suspends all engines, and waits until all finished samples have arrived through the queue and are scored,
+        what was scored and trained is acknowledged, and the processes of replaced engines are prepared."""
+        self.stop()
+        self.restarts.await_started()
+        while self.admission.buffer.num("running"):  # finished samples that have not arrived yet
+            self.groups.note(*self.scorer.poll(POLL_S))
+            self.note_lost()
+            self.cards.check()
+        self.score()
+        while self.scorer.num_unscored:
+            self.groups.note(*self.scorer.poll(POLL_S))
+            self.cards.check()
+        self.scorer.wait_acknowledged()
+        self.updater.acknowledge()
+
+    def log_samples(self) -> None:
+        """Records all samples whose groups have ended in this step, once."""
+        assert self._unlogged is not None
+        samples, self._unlogged = self._unlogged, None
+        metrics = self.step_metrics.metrics
+        self._num_tokens = sum(samples.tokens)
+        metrics.add("rollout/engines", len(self.desk.share.engines))
+        metrics.add("rollout/lent_card_s", self.admission.take_lent_s() * self.num_shared_cards)
+        metrics.add("rollout/suspended_total", 0)
+        metrics.update(self.admission.buffer.take_metrics())
+        self._kv_tokens = metrics.result().get("rollout/kv_tokens_min", self._kv_tokens)
+        if self._kv_tokens is not None:
+            self.admission.observe_kv_tokens(int(self._kv_tokens) * self.attention_ranks)
+        add_sample_metrics(metrics, samples)
+        if samples:
+            self.folder.log_samples(self.groups.step, samples.samples, _describe)
+
+
+def _only_starts(command: Command) -> bool:
+    """Whether a command may be executed while the cards switch for the engines: it starts those at most, which begin
+    when they have switched."""
+    return isinstance(command, AdmitGroups) or (isinstance(command, Dispatch) and not command.forget_by_engine)
+
+
+def _describe(sample: Sample) -> dict[str, Any]:
+    row = {"prompt": sample.prompt.text, "response": sample.response, "reward": sample.outcome.reward}
+    return row | ({"terms": sample.outcome.terms} if sample.outcome.terms else {})

@@ -1,0 +1,336 @@
+"""Control the engines: call the cards' stages as decided in `admission.py`.
+
+publish ─► dispatch ─► engines: `generate` in the background ─► queue
+              ▲          │
+              ├ chunks ──┤   requests suspended at the end of their chunk, while engines run
+              └ suspend ─┘   unfinished requests of engines that stop
+
+A card runs its stages one after the other, in the order in which they are begun. So the next stage is begun behind a
+switch, and a switch behind `generate`, before this process has heard of its end: the card waits for no message.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+from uuid import uuid4
+
+from fusion.colocate import InferenceShare, StageReport, Worker, WorkerSpec
+from fusion.inference import Request, SamplingParams
+from fusion.inference.request import NO_REWARDS
+from fusion.inference.request_columns import Requests
+from fusion.rollout import EvalAnswer, SuspendedSample, assign_groups
+from stalesync.cards.cards import WARN_EVERY_S, Cards
+from stalesync.cards.stage_calls import RunningStage, StageCall, describe_hanging, stage_call
+from stalesync.policy.commands import Dispatch, DispatchedRequests, Publish
+from stalesync.policy.reward_history import RewardHistory
+from stalesync.process.failures import CardFailed, late_rank
+from stalesync.prompts import Prompt
+from stalesync.prompts.lengths import ForcedLengths
+
+MAX_CHUNK_WAIT_S = 60.0
+"""Maximum seconds for which a call waits on an engine's first card for requests whose chunk has ended."""
+
+EVAL_ROWS = "eval/"
+"""How the ids of the queue's rows begin that hold the answers to held-out prompts"""
+
+log = logging.getLogger(__name__)
+
+
+class Generation:
+    """Runs the engines, which are numbered as in ``spec.engines``.
+
+    Args:
+        prompts: prompts of the groups in progress, by id.
+        take_reports: called with the reports of the cards.
+        on_ended_chunks: called on another thread when `take_ended_chunks` has something to return.
+        rewards: of the last groups of the data rows, for drafts from them; None: there are no such drafts.
+    """
+
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        cards: Cards,
+        prompts: Mapping[str, Prompt],
+        take_reports: Callable[[Sequence[StageReport]], None],
+        on_ended_chunks: Callable[[], None] = lambda: None,
+        rewards: RewardHistory | None = None,
+    ) -> None:
+        self._rewards = rewards
+        self._spec, self._cards, self._prompts, self._take_reports = spec, cards, prompts, take_reports
+        ends = None if spec.detokenizer is None else spec.detokenizer.end_token_ids
+        self._sampling = spec.rollout.sampling(stop_token_ids=ends)
+        self._sampling_fields = asdict(self._sampling)
+        self._chunk_tokens = spec.rollout.max_chunk_tokens
+        self._on_ended_chunks = on_ended_chunks
+        self._lengths = ForcedLengths.of(spec.rollout, spec.seed)
+        self._running: dict[int, RunningStage[StageReport]] = {}
+        """Running `generate` stages by engine"""
+        self._publishing: RunningStage[StageReport] | None = None
+        """The switch for the engines, until its reports are taken"""
+        self._returning: RunningStage[StageReport] | None = None
+        """The switch back to the training phase, likewise"""
+        self._to_recover: list[int] = []
+        """Ranks that live, of a transfer of weights that has failed"""
+        self._stopping = False
+        """Whether the running engines stop by themselves"""
+        self._lost = False
+        """Whether an engine has died since the weights were published to all: its requests may be dispatched again"""
+        self._asked_chunks: dict[int, Any] = {}
+        """First card of a running engine → the call that waits there for ended chunks"""
+        self._warned_silent_s = 0.0
+        """Seconds without a sample at the last warning"""
+
+    def publish(self, command: Publish, share: InferenceShare, meanwhile: Callable[[], None] = lambda: None) -> bool:
+        """Publishes the weights of a policy version to the engines of ``share``. If no engine runs, returns while the
+        cards switch: `dispatch` may start engines, and `end_publish` takes the reports. ``meanwhile``: called while the
+        cards switch, before any report is taken. Returns whether the engines have, or get, the weights: not if one has
+        died meanwhile; then the others are to be suspended, and `recover` must follow."""
+        actor = self._spec.deployment.actor
+        if not command.beside:
+            self._lost = False
+            self._publishing = self._cards.on(actor).begin(Worker.switch, "infer", command.version, share)
+            meanwhile()
+            return True
+        beside = [rank for engine in command.beside for rank in self._spec.engines[engine]]
+        others = [rank for rank in actor if rank not in beside]
+        receiving = self._cards.on(beside).begin(Worker.receive, command.version, share)
+        switching = self._cards.on(others).begin(Worker.switch, "infer", command.version, share, while_generating=True)
+        meanwhile()
+        self._take_reports(self._cards.wait(switching))
+        reports = self._cards.wait(receiving)
+        if switching.died or receiving.died:
+            self._note_lost_transfer()
+            return False
+        self._take_reports(reports)
+        for running in self._running.values():
+            running.reported_until_ns = min(report.until_ns for report in reports)
+        return True
+
+    @property
+    def publishing(self) -> bool:
+        """Whether cards switch for the engines, and their reports are not taken yet."""
+        return self._publishing is not None
+
+    def end_publish(self) -> bool:
+        """Waits until the cards have switched for the engines, and takes their reports. Returns whether they have: not
+        if an engine has died meanwhile: none that was started behind the switch runs, and `recover` must follow."""
+        assert self._publishing is not None, "the cards do not switch"
+        publishing, self._publishing = self._publishing, None
+        self._take_reports(self._cards.wait(publishing))
+        if publishing.died:
+            self._running.clear()
+            self._note_lost_transfer()
+        return not publishing.died
+
+    def recover(self) -> None:
+        """Recovers the cards that live from a transfer of weights that has failed, when no engine runs any more. The
+        weights are to be published again."""
+        ranks, self._to_recover = self._to_recover, []
+        self._cards.on(ranks).call(Worker.recover)
+
+    def _note_lost_transfer(self) -> None:
+        dead = {
+            rank for engine, ranks in enumerate(self._spec.engines) if self._cards.is_down(engine) for rank in ranks
+        }
+        self._to_recover = [rank for rank in self._spec.deployment.actor if rank not in dead]
+
+    @property
+    def returning(self) -> bool:
+        """Whether the switch back to the training phase was begun, and its reports are not taken yet."""
+        return self._returning is not None
+
+    def begin_switch_to_train(self, version: int, share: InferenceShare) -> None:
+        """Begins to return the cards that train to the training phase, behind the stages that they run now."""
+        self._returning = self._cards.on(self._spec.deployment.train).begin(Worker.switch, "train", version, share)
+
+    def begin_return(self, version: int, share: InferenceShare) -> None:
+        """Begins to return the cards that train, if they can do so without waiting for each other: behind the stage of
+        an engine that has all of them and stops by itself, or when all engines have stopped."""
+        if self._returning is not None or not self._stopping or self._lost:
+            return
+        running = list(self._running.values())
+        alone = len(running) == 1 and {*running[0].ranks} >= {*self._spec.deployment.train}
+        if alone or not any(stage.pending for stage in running):
+            self.begin_switch_to_train(version, share)
+
+    def switch_to_train(self, version: int, share: InferenceShare) -> None:
+        """Returns the cards that train to the training phase, if that is not begun yet, and waits for them."""
+        if self._returning is None:
+            self.begin_switch_to_train(version, share)
+        assert self._returning is not None
+        returning, self._returning = self._returning, None
+        self._take_reports(self._cards.wait(returning))
+
+    def dispatch(self, command: Dispatch) -> None:
+        """Starts engines with their requests, submits requests to running ones, and frees unused parked KV. Only the
+        first, while the cards switch for the engines."""
+        submitted: dict[int, StageCall[None]] = {}
+        for engine, dispatched in command.requests_by_engine.items():
+            ranks, requests = self._spec.engines[engine], self._requests(dispatched)
+            if engine in command.starting:
+                calls = {rank: stage_call(Worker.generate, [], stay=not command.last) for rank in ranks[1:]}
+                first = stage_call(Worker.generate, requests, stay=not command.last)
+                self._running[engine] = self._cards.begin_each({ranks[0]: first, **calls})
+            else:
+                submitted[ranks[0]] = stage_call(Worker.submit, requests)
+        self._stopping = command.last
+        assert not (self.publishing and (submitted or command.forget_by_engine)), "the cards switch"
+        self._cards.ask_each(submitted)
+        left = {self._spec.engines[engine][0]: ids for engine, ids in command.forget_by_engine.items()}
+        self._cards.ask_each({rank: stage_call(Worker.forget, ids) for rank, ids in left.items()})
+
+    def suspend(self, engines: Sequence[int]) -> dict[int, list[SuspendedSample]]:
+        """Stops engines between two steps; returns the unfinished requests of each, but of those that have died
+        (`forget`)."""
+        engines = [engine for engine in engines if engine in self._running]  # not if its switch has failed
+        if not engines:
+            return {}
+        if not self._stopping:  # a pause would find its engine in a later stage
+            self._cards.on([self._spec.engines[engine][0] for engine in engines]).ask(Worker.pause)
+        suspended: dict[int, list[SuspendedSample]] = {}
+        stopped: list[StageReport] = []
+        try:
+            for engine in engines:
+                running = self._running.pop(engine)
+                reports = self._cards.wait(running)
+                if not running.died:
+                    suspended[engine] = [one for report in reports for one in report.suspended]
+                    stopped += reports
+        finally:  # if a card has failed, those of the engines that had stopped before
+            self._take_reports(stopped)
+        first_cards = {self._spec.engines[engine][0]: engine for engine in suspended}
+        asked = {rank: self._asked_chunks.pop(rank) for rank in first_cards if rank in self._asked_chunks}
+        while asked:  # answered when the stage ends
+            for rank, samples in self._cards.take_answers(asked, WARN_EVERY_S).items():
+                suspended[first_cards[rank]] += samples
+            self._cards.check()
+        return suspended
+
+    def forget(self, engine: int) -> None:
+        """Forgets an engine that has died and is replaced."""
+        self._running.pop(engine, None)
+        self._asked_chunks.pop(self._spec.engines[engine][0], None)
+        self._lost = True
+
+    def take_ended_chunks(self) -> dict[int, list[SuspendedSample]]:
+        """Returns, by engine, the requests whose chunk has ended since the last call. One call waits on the first card
+        of each running engine until there are some."""
+        if not self._chunk_tokens or self.publishing:
+            return {}
+        engine_of = {self._spec.engines[engine][0]: engine for engine in self._running}
+        answers = self._cards.take_answers(self._asked_chunks)
+        if unasked := [rank for rank in engine_of if rank not in self._asked_chunks]:
+            call = stage_call(Worker.await_ended_chunks, MAX_CHUNK_WAIT_S)
+            self._asked_chunks |= self._cards.begin_asking(call, unasked, self._on_ended_chunks)
+        return {engine_of[rank]: samples for rank, samples in answers.items() if samples}
+
+    def check_silence(self, silent_s: float, num_running_on: Callable[[int], int]) -> None:
+        """Warns if no sample has arrived for ``silent_s`` seconds; after the stage timeout, ends the run.
+
+        Raises:
+            CardFailed: names the running engines and the number of their samples.
+        """
+        if silent_s < min(self._warned_silent_s + WARN_EVERY_S, self._cards.timeout_s):
+            self._warned_silent_s = min(self._warned_silent_s, silent_s)
+            return
+        self._warned_silent_s = silent_s
+        engines = ", ".join(
+            f"engine {engine} (ranks {list(self._spec.engines[engine])}) has {num_running_on(engine)} samples"
+            for engine in self._running
+        )
+        if silent_s > self._cards.timeout_s:
+            hanging = self._cards.find_unresponsive()
+            message = (
+                f"no sample has arrived for {silent_s:.0f} s (cluster.stage_timeout_s): {engines}"
+                f"{describe_hanging(hanging, self._cards.hosts)}"
+            )
+            raise CardFailed(message, failure=late_rank(hanging[0], "generate", message) if hanging else None)
+        log.warning("no sample has arrived for %.0f s: %s", silent_s, engines)
+
+    def answer(
+        self,
+        prompts: Sequence[Prompt],
+        engines: Sequence[int],
+        *,
+        sampling: Mapping[str, Any] | None = None,
+        for_model: bool = False,
+    ) -> dict[str, EvalAnswer]:
+        """Answers each prompt once; returns the answers by the prompt's id. Prompts whose ids are equal up to a slash
+        are equal, and share their KV. The prompts of an engine that dies are answered by the others; without an answer
+        are those for which none was left. Called while no engine runs.
+
+        Args:
+            sampling: fields of `SamplingParams` in which the answers differ from the rollouts.
+            for_model: the reward model scores the answers: their tokens are stored in the queue, in rows that no task
+                receives.
+        """
+        assert not self._running, "engines must be suspended before they answer"
+        answers: dict[str, EvalAnswer] = {}
+        params = replace(self._sampling, **(sampling or {}))
+        left, living = list(prompts), [engine for engine in engines if not self._cards.is_down(engine)]
+        while left and living:
+            rows = f"{EVAL_ROWS}{uuid4().hex}/" if for_model else ""
+            running = self._begin_answers(left, living, params, rows)
+            for engine, stage in running.items():
+                reports = self._cards.wait(stage)
+                self._take_reports(reports)
+                answers |= {answer.id: answer for report in reports for answer in report.answers}
+                if stage.died:
+                    living.remove(engine)
+            left = [prompt for prompt in left if prompt.id not in answers]
+        return answers
+
+    def _begin_answers(
+        self, prompts: Sequence[Prompt], engines: Sequence[int], sampling: SamplingParams, rows: str
+    ) -> dict[int, RunningStage[StageReport]]:
+        """Begins to answer prompts; returns the stage of each engine."""
+        by_group: dict[str, list[Prompt]] = {}
+        for prompt in prompts:
+            by_group.setdefault(prompt.id.partition("/")[0], []).append(prompt)
+        load_by_group = {group: sum(len(prompt.ids) for prompt in asked) for group, asked in by_group.items()}
+        requests = {
+            group: [Request(prompt.id, prompt.ids, sampling, group=group) for prompt in asked]
+            for group, asked in by_group.items()
+        }
+        running: dict[int, RunningStage[StageReport]] = {}
+        for engine, groups in zip(engines, assign_groups(load_by_group, [0] * len(engines)), strict=True):
+            first, *others = self._spec.engines[engine]
+            calls = {rank: stage_call(Worker.answer, [], rows) for rank in others}
+            calls[first] = stage_call(Worker.answer, [one for group in groups for one in requests[group]], rows)
+            running[engine] = self._cards.begin_each(calls)
+        return running
+
+    def _requests(self, dispatched: DispatchedRequests) -> Requests:
+        """Returns the requests with what their prompts and the run's settings add."""
+        ids, groups, count = dispatched.ids, dispatched.groups, len(dispatched.ids)
+        distinct = list(dict.fromkeys(groups))
+        index_by_group = {group: index for index, group in enumerate(distinct)}
+        indices, same = [index_by_group[group] for group in groups], [0] * count
+        exact_tokens = [0] * count
+        if self._lengths is not None:
+            exact_tokens = [
+                self._lengths(group, int(id.rsplit("/", 1)[1])) for id, group in zip(ids, groups, strict=True)
+            ]
+        last_rewards = ([NO_REWARDS], same)
+        if self._rewards is not None:
+            last_rewards = ([self._rewards.of(group) for group in distinct], indices)
+        return Requests(
+            {
+                "id": ids,
+                "prompt": ([self._prompts[group].ids for group in distinct], indices),
+                "params": ([self._sampling_fields], same),
+                "group": (distinct, indices),
+                "response": ([()], same),
+                "chunk_tokens": [self._chunk_tokens] * count,
+                "exact_tokens": exact_tokens,
+                "earlier": dispatched.earlier,
+                "kv_rank": dispatched.kv_ranks,
+                "priority": dispatched.priorities,
+                "kv_tokens": dispatched.kv_tokens,
+                "kv_engine": dispatched.kv_engines,
+                "last_rewards": last_rewards,
+            }
+        )

@@ -1,0 +1,201 @@
+"""Track the groups in progress: their prompts and scored samples, until each ends trained, filtered or failed.
+
+generated samples ──────────────────────────────► admission: observe_generated
+scored samples ─► all of a group ─┬─ trainable ─► admission: observe_scored ─► … take: trained
+                                  └─ not ───────► admission: observe_filtered, observe_failed; the queue drops them
+lost samples ─────► cannot be scored, if they were not yet; a group of which no sample is left has failed
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, groupby
+from operator import itemgetter
+from typing import Any
+
+from distqueue import DistQueue, LostSample
+from fusion.rewards import RewardOutcome
+from fusion.telemetry import RunFolder
+from fusion.training.algorithms import Algorithm
+from stalesync.loop.sample_columns import SampleColumns
+from stalesync.policy.admission import Admission
+from stalesync.policy.reward_history import RewardHistory
+from stalesync.prompts import Prompt
+from stalesync.scoring.samples import LOST, Sample, by_id
+
+log = logging.getLogger(__name__)
+
+
+@dataclass
+class Groups:
+    """Tracks the groups of a run. ``size``: number of samples of a group."""
+
+    size: int
+    admission: Admission
+    prompts: dict[str, Prompt]
+    """Prompts of all groups that have not ended, by id; shared with the scorer"""
+    algorithm: Algorithm
+    queue: DistQueue
+    folder: RunFolder
+    rewards: RewardHistory | None = None
+    """Rewards of the groups that may be trained, by row; None: nobody needs them"""
+    scored: dict[str, list[Sample]] = field(default_factory=dict)
+    """Scored samples by group, of groups that have not ended; of complete groups in order of ids"""
+    num_failed_rewards: int = 0
+    """Number of samples that could not be scored since the start of the run"""
+    step: int = 1
+    """The step in whose record an ended group is logged: the current one or, while a checkpoint is taken, the last one,
+    which the checkpoint contains"""
+    lost: set[str] = field(default_factory=set)
+    """Samples that the queue has lost"""
+    num_noted_lost: int = 0
+    """Number of samples that were passed to `note_lost`"""
+    _ended: list[Sample] = field(default_factory=list)
+    """Samples of groups that failed or were filtered since `take`"""
+    _discarded: dict[str, list[str]] = field(default_factory=dict)
+    """Reason → samples of groups that have ended, which the queue is about to drop"""
+    _given_up: set[str] = field(default_factory=set)
+    """Lost samples that were counted without having arrived; they may arrive after all"""
+
+    def admit(self, prompts: Iterable[Prompt]) -> None:
+        """Admits a group for each prompt."""
+        admitted = {prompt.id: prompt for prompt in prompts}
+        self.prompts.update(admitted)
+        self.admission.observe_admitted({group: len(prompt.ids) for group, prompt in admitted.items()})
+
+    def note(self, generated: Sequence[Sample], scored: Sequence[Sample]) -> None:
+        """Records samples, and reports generated samples and completely scored groups to `Admission`."""
+        if self._given_up:
+            generated = [sample for sample in generated if sample.id not in self._given_up]
+            scored = [sample for sample in scored if sample.id not in self._given_up]
+        self._record(generated, scored)
+
+    def note_lost(self, lost: Sequence[LostSample]) -> list[Sample]:
+        """Records samples that the queue has lost. One that was not taken from the queue yet counts as generated and
+        cannot be scored, and is returned; one that was is lost to training only."""
+        self.num_noted_lost += len(lost)
+        given_up = []
+        for one in lost:
+            self.lost.add(one.id)
+            log.error("sample %r has ended as %s", one.id, one.reason)
+            entry = self.admission.buffer.entries.get(one.id)
+            if one.group in self.prompts and entry is not None and entry.state == "running":
+                prompt = self.prompts[one.group]
+                sample = Sample(one.id, prompt, "", len(prompt.ids), entry.generated)
+                sample.outcome = RewardOutcome(None, error=LOST, detail=one.reason)
+                self._given_up.add(one.id)
+                given_up.append(sample)
+                self._record([sample], [sample], lost=True)
+        return given_up
+
+    def untrained(self, groups: Sequence[str], samples: SampleColumns) -> list[str]:
+        """Returns those of the groups, whose ``samples`` were passed to training, of which every sample was lost."""
+        left = samples.without_errors
+        if self.lost:
+            left = left.where([id not in self.lost for id in left.ids])
+        trained = set(left.groups)
+        return [group for group in groups if group not in trained]
+
+    def log_trained(self, groups: Sequence[str], samples: SampleColumns, lost: Iterable[str]) -> None:
+        """Records how the groups that were passed to training ended, and the lengths of their ``samples``, which are in
+        order of ids; ``lost``: those of which no sample was left."""
+        first_of = {samples.groups[first]: first for first in range(0, len(samples), self.size)}
+        """Group → the position of its first sample"""
+        untrained, ledger = set(lost), self.admission.ledger
+        outcomes = [(f"failed:{LOST}" if group in untrained else "trained", ledger.lag(group)) for group in groups]
+        for (ended, lag), run in groupby(zip(outcomes, groups, strict=True), key=itemgetter(0)):
+            ended_so = [group for _, group in run]
+            firsts = [first_of[group] for group in ended_so]
+            tokens: dict[str, list[Any]] = {
+                "prompt_tokens": [samples.prompt_tokens[first] for first in firsts],
+                "response_tokens": [samples.response_tokens[first : first + self.size] for first in firsts],
+            }
+            self.folder.log_groups(self.step, ended_so, ended, lag=lag, tokens=tokens)
+
+    def _record(self, generated: Sequence[Sample], scored: Sequence[Sample], *, lost: bool = False) -> None:
+        response_tokens = {sample.id: sample.response_tokens for sample in generated}
+        assert len(response_tokens) == len(generated), "a sample has arrived twice"
+        self.admission.observe_generated(response_tokens, lost=lost)
+        for one in scored:
+            group = one.prompt.id
+            if (members := self.scored.get(group)) is None:
+                members = self.scored[group] = []
+            members.append(one)
+            if len(members) == self.size:
+                members.sort(key=by_id)
+                self._judge(group, members)
+        discarded, self._discarded = self._discarded, {}
+        for reason, ids in discarded.items():  # one call of the queue, however many groups have ended
+            self.queue.drop(ids, reason)
+
+    def take(self, trained: Sequence[str]) -> tuple[SampleColumns, SampleColumns]:
+        """Removes groups that are going to be trained; returns their samples, and the samples of all groups that ended
+        since the last call, both in order of ids."""
+        groups = [self.scored.pop(group) for group in trained]
+        for group in trained:
+            del self.prompts[group]
+        # An id is that of its group, a slash and a number, and members are in order: so are those of sorted groups.
+        groups.sort(key=_first_id)
+        samples = SampleColumns.of(list(chain.from_iterable(groups)))
+        ended, self._ended = self._ended, []
+        return samples, SampleColumns.of(sorted([*samples.samples, *ended], key=by_id)) if ended else samples
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns plain JSON."""
+        return {
+            "texts": [prompt.state_dict() for prompt in self.prompts.values()],
+            "scored": [sample.state_dict() for members in self.scored.values() for sample in members],
+            "failed_rewards": self.num_failed_rewards,
+            **({} if self.rewards is None else {"rewards": self.rewards.state_dict()}),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the state into this new object; other keys are ignored."""
+        self.num_failed_rewards = state["failed_rewards"]
+        if self.rewards is not None:
+            self.rewards.load_state_dict(state.get("rewards", {}))
+        for fields in state["texts"]:
+            self.prompts[fields["id"]] = Prompt(**fields | {"ids": tuple(fields["ids"])})
+        for fields in state["scored"]:
+            group = fields["group"]
+            self.scored.setdefault(group, []).append(Sample.restore(self.prompts[group], fields))
+        for members in self.scored.values():  # a state of an earlier format has them in order of arrival
+            if len(members) == self.size:
+                members.sort(key=by_id)
+
+    def _judge(self, group: str, members: list[Sample]) -> None:
+        """Decides whether a group whose samples are all scored may be trained, or ends."""
+        rewards, errors, tokens = list[float | None](), list[str](), 0
+        for member in members:
+            outcome = member.outcome
+            rewards.append(outcome.reward)
+            if outcome.error is None:
+                tokens += member.prompt_tokens + member.response_tokens
+            else:
+                errors.append(outcome.error)
+        self.num_failed_rewards += len(errors)
+        if len(errors) == len(members):
+            why = LOST if errors[0] == LOST else f"reward_{errors[0]}"
+            self.admission.observe_failed(group, why)
+            self._end(group, f"failed:{why}", why)
+        elif rule := self.algorithm.filter_rule(rewards):
+            self.admission.observe_filtered(group, rule)
+            self._end(group, f"filtered:{rule}", rule)
+        else:
+            if self.rewards is not None:
+                self.rewards.observe({member.id: member.outcome.reward for member in members})
+            self.admission.observe_scored(group, tokens)
+
+    def _end(self, group: str, ended: str, reason: str) -> None:
+        """Ends a group that is not trained; `_record` drops its samples from the queue."""
+        self.folder.log_groups(self.step, [group], ended)
+        members = self.scored.pop(group)
+        del self.prompts[group]
+        self._discarded.setdefault(reason, []).extend(member.id for member in members)
+        self._ended += members
+
+
+def _first_id(members: Sequence[Sample]) -> str:
+    return members[0].id

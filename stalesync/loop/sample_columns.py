@@ -1,0 +1,83 @@
+"""Hold the samples of a step as columns. Pure.
+
+A step visits its samples some twenty times: to claim them, for their advantages, to split them over replicas, for its
+metrics. Each visit of the objects would cost several cache misses a sample, so they are read once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from itertools import compress
+from operator import add
+
+from stalesync.scoring.samples import Sample, by_id
+
+
+@dataclass(frozen=True, eq=False)
+class SampleColumns:
+    """Scored samples as columns with one value of each; not changed after they were created."""
+
+    samples: Sequence[Sample]
+    ids: list[str]
+    groups: list[str]
+    prompt_tokens: list[int]
+    response_tokens: list[int]
+    oldest: list[int]
+    newest: list[int]
+    cut: list[bool]
+    rewards: list[float | None]
+    errors: list[str | None]
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> SampleColumns:
+        """Reads the columns of samples, in their order."""
+        columns = cls(
+            samples,
+            ids=[],
+            groups=[],
+            prompt_tokens=[],
+            response_tokens=[],
+            oldest=[],
+            newest=[],
+            cut=[],
+            rewards=[],
+            errors=[],
+        )
+        for sample in samples:  # one pass, as the next would find each sample out of the cache again
+            columns.ids.append(sample.id)
+            columns.groups.append(sample.prompt.id)
+            columns.prompt_tokens.append(sample.prompt_tokens)
+            columns.response_tokens.append(sample.response_tokens)
+            columns.oldest.append(sample.oldest)
+            columns.newest.append(sample.newest)
+            columns.cut.append(sample.cut)
+            columns.rewards.append(sample.outcome.reward)
+            columns.errors.append(sample.outcome.error)
+        return columns
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @cached_property
+    def tokens(self) -> list[int]:
+        """Tokens of the prompt and the response of each sample."""
+        return list(map(add, self.prompt_tokens, self.response_tokens))
+
+    @property
+    def without_errors(self) -> SampleColumns:
+        """The samples whose reward did not fail; itself if none did. Not cached: it would refer to itself, and its
+        samples would live until garbage is collected."""
+        return self if self.errors.count(None) == len(self) else self.where([error is None for error in self.errors])
+
+    def merged(self, others: SampleColumns) -> SampleColumns:
+        """Returns these samples and ``others``, in order of ids."""
+        return SampleColumns.of(sorted([*self.samples, *others.samples], key=by_id)) if len(others) else self
+
+    def where(self, kept: Sequence[bool]) -> SampleColumns:
+        """Returns the samples for which ``kept`` is true; itself if it is for all."""
+        if all(kept):
+            return self
+        columns = (getattr(self, field.name) for field in fields(self))
+        return SampleColumns(*[list(compress(column, kept)) for column in columns])

@@ -1,0 +1,57 @@
+"""Compute the metrics of a step's samples, with verl's names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from operator import gt
+
+import numpy as np
+
+from fusion.rewards import reward_metrics
+from fusion.telemetry import Metrics
+from fusion.training.algorithms.baseline import equal, equal_groups, number_groups
+from stalesync.loop.sample_columns import SampleColumns
+
+
+def add_sample_metrics(metrics: Metrics, samples: SampleColumns) -> None:
+    """Adds rewards and lengths of samples that were trained, filtered or failed, and `frac_reward_zero_std` (TRL's
+    name), the share of groups whose rewards are all equal."""
+    metrics.update(reward_metrics(samples.rewards, samples.errors))
+    scored = samples.without_errors
+    if scored:
+        dead = equal_groups(np.array(scored.rewards, dtype=np.float64), number_groups(scored.groups))
+        metrics.add("frac_reward_zero_std", dead.mean(), len(dead))
+    _add_terms(metrics, samples)
+    if not samples:
+        return
+    metrics.spread("response_length", samples.response_tokens)
+    metrics.spread("prompt_length", samples.prompt_tokens)
+    metrics.add("response_length/clip_ratio", sum(samples.cut) / len(samples))
+
+
+def _add_terms(metrics: Metrics, samples: SampleColumns) -> None:
+    """Adds `critic/rewards/<name>/mean` and `…/std` (0 if all are equal) of the parts of a reward that has several,
+    over the scored samples."""
+    terms = [sample.outcome.terms for sample in samples.samples if sample.outcome.terms]
+    for name in terms[0] if terms else ():
+        values = np.array([parts[name] for parts in terms])
+        metrics.add(f"critic/rewards/{name}/mean", sum(values.tolist()) / len(values), len(values))
+        std = 0.0 if equal(float(values.min()), float(values.max())) else values.std()
+        metrics.add(f"critic/rewards/{name}/std", std, len(values))
+
+
+def add_staleness_metrics(metrics: Metrics, samples: SampleColumns, *, version: int, max_staleness: int) -> None:
+    """Adds the lag in versions of the oldest token of every sample trained in ``version``, and the number of samples
+    with tokens of several versions. Leaves out samples whose reward failed.
+
+    Raises:
+        AssertionError: a sample lags behind by more than ``max_staleness``.
+    """
+    scored = samples.without_errors
+    num_by_lag = {version - oldest: count for oldest, count in Counter(scored.oldest).items()}
+    assert max(num_by_lag, default=0) <= max_staleness, (
+        f"a sample {max(num_by_lag)} versions old was trained; the bound is {max_staleness}"
+    )
+    for lag in range(max_staleness + 1):
+        metrics.add(f"staleness/lag_{lag}_count", num_by_lag.get(lag, 0))
+    metrics.add("staleness/mixed_versions_count", sum(map(gt, scored.newest, scored.oldest)))

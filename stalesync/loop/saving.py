@@ -1,0 +1,116 @@
+"""Write a checkpoint while the run continues: in a thread of the controller, and one of every card that trains.
+
+    controller   … ─ cut ─► next step ─► next step ─► … ─ cut: waits until the previous one is written ─► …
+    cards             └ snapshot: a copy of the state in host memory
+                             └─► save: the copy, synced ──┐
+    thread                                                └─► manifest.json ─► older checkpoints are removed
+
+Invariants:
+1. One checkpoint is written at a time, and a cut begins when the previous one is complete.
+2. A checkpoint is complete (its manifest exists) only when all its other files are on disk; only then are older ones
+   removed.
+3. An error is raised when the run next checks its cards, begins another save, or ends.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from distqueue.errors import StorageFull
+from stalesync.process.failures import RunFailed
+from stalesync.process.run_log import add_note
+
+
+class SaveFailed(RunFailed):
+    """The controller's part of a checkpoint could not be written."""
+
+
+ADVICE = (
+    "the run ends because a checkpoint could not be written; those that are complete stay. Where there is no space, "
+    "free some, or move the run's folder to another disk and set run.dir; then resume with run.resume=true"
+)
+
+
+class Saver:
+    """Runs the thread that writes checkpoints."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        self._figures: dict[str, float] = {}
+        self._written_s = 0.0
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Measures the block, in which the run is paused for a cut. Waits first until the previous checkpoint is
+        written.
+
+        Raises:
+            RunFailed: the previous checkpoint could not be written.
+        """
+        start = time.perf_counter()
+        self.finish()
+        cut = time.perf_counter()
+        try:
+            yield
+        except (OSError, StorageFull) as error:
+            failed = SaveFailed(_describe(error))
+            add_note(failed, ADVICE)
+            raise failed from error
+        self._figures |= {"timing_s/save": time.perf_counter() - start, "timing_s/save/wait": cut - start}
+
+    def begin(self, write: Callable[[], None], discard: Callable[[], None] = lambda: None) -> None:
+        """Runs ``write`` in the thread, and ``discard`` if that fails, and returns at once."""
+        assert self._thread is None, "one checkpoint is written at a time"
+        self._thread = threading.Thread(target=self._run, args=(write, discard), name="save", daemon=True)
+        self._thread.start()
+
+    @property
+    def writing(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def check(self) -> None:
+        """Raises the error of the thread, if any.
+
+        Raises:
+            RunFailed: a checkpoint could not be written.
+        """
+        if self._error is not None:
+            raise self._error
+
+    def finish(self) -> None:
+        """Waits for the thread.
+
+        Raises:
+            RunFailed: as `check`.
+        """
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            self._figures["save/write_s"] = self._written_s
+        self.check()
+
+    def metrics(self) -> dict[str, float]:
+        """Returns the metrics of a cut since the last call: seconds of the pause, seconds of it spent waiting for the
+        previous checkpoint, and seconds of writing that one."""
+        figures, self._figures = self._figures, {}
+        return figures
+
+    def _run(self, write: Callable[[], None], discard: Callable[[], None]) -> None:
+        start = time.perf_counter()
+        try:
+            write()
+        except Exception as error:
+            discard()
+            failed = error if isinstance(error, RunFailed) else SaveFailed(_describe(error))
+            add_note(failed, ADVICE)
+            self._error = failed
+        self._written_s = time.perf_counter() - start
+
+
+def _describe(error: Exception) -> str:
+    return f"the controller failed in stage 'save': {type(error).__name__}: {error}"

@@ -1,0 +1,236 @@
+"""Train one step on scored groups: compute advantages, run the reference, and train minibatches.
+
+    groups ─ claim ─► advantages ─ put ─► queue ─► train, by id ─► ack
+                          ▲                 │
+                          └── reward KL ── reference (kl_in=reward: before the advantages; kl_in=loss: meanwhile)
+
+Invariants: the samples of a step are claimed for the task `train` before their advantages are written, so the queue
+rejects, by id, a sample that was trained or is being trained; the cards train exactly the claimed samples; a sample is
+acknowledged after its optimizer step. This process reads no payload from the queue.
+
+The cards wait for no answer that they need not know: while the queue answers the claim, the reference runs, and
+training is begun behind the reference where each card trains with what it has written itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from distqueue import PackedBatch, SamplesLost
+from fusion.colocate import StageReport, Worker, WorkerSpec
+from fusion.telemetry import LiveView, Metrics
+from fusion.training import split_over_ranks
+from fusion.training.algorithms import Algorithm
+from fusion.training.division import split_groups
+from stalesync.cards.cards import Cards
+from stalesync.cards.stage_calls import RunningStage, calls_of_replicas, stage_call
+from stalesync.loop.sample_columns import SampleColumns
+from stalesync.process import in_flight
+
+log = logging.getLogger(__name__)
+
+TRAIN = "train"
+"""The queue's task of training."""
+
+
+class TrainQueue(Protocol):
+    """The part of the queue's interface that an update uses: no method here returns payload."""
+
+    def claim(self, task: str, ids: Sequence[str]) -> None: ...
+
+    def put(self, batch: PackedBatch) -> object: ...
+
+    def ack(self, task: str, ids: Sequence[str]) -> None: ...
+
+    def drop(self, ids: Sequence[str], reason: str) -> None: ...
+
+
+@dataclass(kw_only=True)
+class Updater:
+    """Runs the stages of an update. ``record_reports``: called with the cards' reports of every stage."""
+
+    spec: WorkerSpec
+    cards: Cards
+    queue: TrainQueue
+    view: LiveView
+    algorithm: Algorithm
+    record_reports: Callable[[Sequence[StageReport]], None]
+    _trained: list[str] = field(default_factory=list)
+    """Trained samples that are not acknowledged yet"""
+    _num_accumulated: int = 0
+    """Number of groups of which the trainer has accumulated gradients that no optimizer step has used yet"""
+
+    @property
+    def kl_in(self) -> str | None:
+        """Where the KL divergence from the reference is applied: `loss` or `reward`; None: there is no reference."""
+        return self.spec.algorithm.kl_in if self.spec.algorithm.kl_coef > 0 else None
+
+    def train(
+        self,
+        groups: Sequence[str],
+        samples: SampleColumns,
+        version: int,
+        metrics: Metrics,
+        meanwhile: Callable[[], None] = lambda: None,
+        *,
+        update: bool = True,
+    ) -> bool:
+        """Trains policy ``version`` on all scored samples of these groups; drops samples whose reward failed, and
+        leaves out those that the queue has lost. `Controller` calls `acknowledge` when it closes the step.
+
+        Args:
+            groups: in the order in which minibatches take them.
+            samples: of these groups, in order of ids.
+            meanwhile: called once, while the cards train.
+            update: False: the gradients of these samples are accumulated, for the next call's optimizer step.
+
+        Returns:
+            whether the queue had lost samples.
+
+        Raises:
+            ValueError: a sample has been trained, is being trained, or has been dropped.
+        """
+        with metrics.timer("adv"):
+            scored = self._drop_failed(samples)
+            claiming = in_flight.begin(self._claim, scored)
+        running: RunningStage[StageReport] | None = None
+        if self.kl_in == "loss" and scored:
+            running = self._begin_reference(self._reference_shares(self._minibatches(groups, scored), scored))
+        kept = claiming.result()
+        if kept and self.kl_in == "reward":
+            kl = self._take_reference(self._begin_reference(self._shares(kept)), metrics)
+            kept = self._put_advantages(kept, metrics, kl)
+        elif kept:
+            self._put_advantages(kept, metrics)
+        if running is not None and not (kept and self._trains_behind_reference):
+            self._take_reference(running, metrics)
+            running = None
+        if not kept and not (update and self._num_accumulated):
+            log.warning("no sample of %d groups could be scored, nothing is trained on them", len(groups))
+            meanwhile()
+            return len(kept) < len(scored)
+        minibatches = self._minibatches(groups, kept) if update else [self._shares_of(kept)]
+        calls = [
+            stage_call(Worker.train, [shares[dp] for shares in minibatches], version=version, update=update)
+            for dp in range(self.spec.train.dp)
+        ]
+        training = self.cards.begin_each(calls_of_replicas(self.spec.train, self.spec.deployment.train, calls))
+        if running is not None:
+            self._take_reference(running, metrics)
+        self.view.phase("train")
+        with metrics.timer("train"):
+            meanwhile()
+            reports = self.cards.wait(training)
+            self.record_reports(reports)
+        self._trained += kept.ids
+        self._num_accumulated = 0 if update else self._num_accumulated + len({*kept.groups})
+        return len(kept) < len(scored) or any(report.has_lost for report in reports)
+
+    def take_trained(self) -> list[str]:
+        """Returns the trained samples that the caller acknowledges to the queue now."""
+        trained, self._trained = self._trained, []
+        return trained
+
+    def acknowledge(self) -> None:
+        """Acknowledges the samples of the last training to the queue, which frees them."""
+        if trained := self.take_trained():
+            self.queue.ack(TRAIN, trained)
+
+    def _drop_failed(self, samples: SampleColumns) -> SampleColumns:
+        """Drops samples whose reward failed from the queue; returns the others."""
+        scored = samples.without_errors
+        ids_by_error: dict[str, list[str]] = {}
+        for id, error in zip(samples.ids, samples.errors, strict=True) if len(scored) < len(samples) else ():
+            if error is not None:
+                ids_by_error.setdefault(error, []).append(id)
+        for error, ids in ids_by_error.items():
+            self.queue.drop(ids, f"reward_{error}")
+        return scored
+
+    def _claim(self, samples: SampleColumns) -> SampleColumns:
+        """Claims the samples for the task; returns those that the queue has not lost."""
+        while samples:
+            try:
+                self.queue.claim(TRAIN, samples.ids)
+                break
+            except SamplesLost as error:
+                log.error("%d samples are not trained: %s", len(error.ids), str(error))
+                lost = set(error.ids)
+                samples = samples.where([id not in lost for id in samples.ids])
+        return samples
+
+    def _put_advantages(
+        self, samples: SampleColumns, metrics: Metrics, kl: Mapping[str, float] | None = None
+    ) -> SampleColumns:
+        """Puts the column of advantages; returns the samples that have one. ``kl``: to be subtracted from the rewards,
+        by sample; those that were lost when the reference read them have none."""
+        with metrics.timer("adv"):
+            if kl is not None:
+                samples = samples.where([id in kl for id in samples.ids])
+                if not samples:
+                    return samples
+                metrics.add("actor/reward_kl_penalty", sum(kl.values()) / sum(samples.response_tokens))
+            advantages, _ = self.algorithm.advantages(
+                rewards=samples.rewards,
+                groups=samples.groups,
+                response_lengths=samples.response_tokens,
+                reference_kl=None if kl is None else [kl[id] for id in samples.ids],
+                cut=samples.cut,
+            )
+            self.queue.put(PackedBatch.from_samples(samples.ids, {"advantage": advantages}))
+            metrics.spread("critic/advantages", advantages.tolist())
+            metrics.add("critic/advantages/zero_share", (advantages == 0).sum() / len(advantages), len(advantages))
+        return samples
+
+    @property
+    def _trains_behind_reference(self) -> bool:
+        """Whether every replica trains with what it has written as the reference: no card need wait for others."""
+        return self.spec.reference is None
+
+    def _begin_reference(self, shares: list[list[str]]) -> RunningStage[StageReport]:
+        """Begins to compute the reference's log-probabilities. ``shares``: sample ids by replica."""
+        self.view.phase("reference")
+        layout, ranks = self.spec.reference or self.spec.train, self.spec.deployment.reference
+        calls = [stage_call(Worker.reference, ids) for ids in shares]
+        return self.cards.begin_each(calls_of_replicas(layout, ranks, calls))
+
+    def _take_reference(self, running: RunningStage[StageReport], metrics: Metrics) -> dict[str, float]:
+        """Waits for the reference; returns each sample's KL by id if it is applied to the reward."""
+        reports = self.cards.wait(running)
+        metrics.add("timing_s/ref", time.monotonic() - running.begun_s)
+        self.record_reports(reports)
+        return {id: kl for report in reports for id, kl in report.reference_kl.items()}
+
+    def _minibatches(self, groups: Sequence[str], samples: SampleColumns) -> list[list[list[str]]]:
+        """Returns sample ids by minibatch and replica, of those minibatches that have samples: without gradients an
+        optimizer step would still move the weights. What is accumulated is the beginning of the first of them."""
+        accumulated = [""] * self._num_accumulated
+        chunks = split_groups([*accumulated, *groups], self.spec.algorithm.minibatches)
+        if len(chunks) <= 1 or not samples:
+            return [self._shares_of(samples)]
+        batches = [samples.where([group in chunk for group in samples.groups]) for chunk in map(set, chunks)]
+        return [self._shares_of(batch) for batch in batches if batch]
+
+    def _shares_of(self, samples: SampleColumns) -> list[list[str]]:
+        """Returns sample ids by replica of the trainer."""
+        return _split_over_replicas(samples, self.spec.train.dp)
+
+    def _shares(self, samples: SampleColumns) -> list[list[str]]:
+        """Returns sample ids by replica of the reference."""
+        return _split_over_replicas(samples, (self.spec.reference or self.spec.train).dp)
+
+    def _reference_shares(self, minibatches: list[list[list[str]]], samples: SampleColumns) -> list[list[str]]:
+        """Returns sample ids by replica of the reference; the same as for training if it uses the training layout."""
+        if self.spec.reference is None:
+            return [[id for shares in minibatches for id in shares[dp]] for dp in range(self.spec.train.dp)]
+        return self._shares(samples)
+
+
+def _split_over_replicas(samples: SampleColumns, num_replicas: int) -> list[list[str]]:
+    """Splits sample ids over data-parallel replicas, balanced by tokens."""
+    ids = samples.ids
+    return [[ids[index] for index in share] for share in split_over_ranks(samples.tokens, num_replicas)]

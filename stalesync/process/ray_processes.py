@@ -1,0 +1,228 @@
+"""Notice that a process of Ray has ended. Ray waits a minute for its GCS, and then ends the controller without cleanup.
+
+Only for a Ray that this process has started: its processes are children of this one.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stalesync.process.exit_status import ExitStatus
+from stalesync.process.stopping import SIGNALS
+
+if TYPE_CHECKING:
+    from stalesync.process.failures import RayEnded
+
+RAYLET = "raylet"
+NAMES = ("gcs_server", RAYLET)
+"""Ray cannot do without these."""
+
+WATCH_S = 0.1
+"""Interval at which the processes are checked while Ray starts"""
+
+GIVE_UP_S = 0.5
+"""Time in which Ray may report by itself that one of them has ended, while it starts"""
+
+NOTICE_S = 1.5
+"""Time in which a run may notice by itself that one of them has ended, after that it is interrupted …"""
+
+LEAVE_S = 3.0
+"""… and time in which it must then have ended"""
+
+
+class RayProcesses:
+    """Watches the children of a process that have one of ``names``.
+
+    Args:
+        parent: None: this process.
+        before: children that are not watched, such as those of an earlier Ray.
+        complete: all of them have started: one that is not there has ended, and nothing is left of it.
+    """
+
+    def __init__(
+        self,
+        names: Collection[str] = NAMES,
+        *,
+        parent: int | None = None,
+        before: Collection[int] = (),
+        complete: bool = False,
+    ) -> None:
+        self._names, self._parent, self._seen = names, parent or os.getpid(), {*before}
+        self._name_by_fd: dict[int, str] = {}
+        self._statuses: dict[int, ExitStatus] = {}
+        there = self.add_started()
+        self._missing = next((name for name in names if complete and name not in there), None)
+
+    @property
+    def descriptors(self) -> list[int]:
+        """Each is readable when its process has ended."""
+        return list(self._name_by_fd)
+
+    @property
+    def names(self) -> set[str]:
+        """The names of those that have started."""
+        return {*self._name_by_fd.values()}
+
+    def name_of(self, descriptor: int) -> str:
+        """Returns the name of the process of one of these descriptors."""
+        return self._name_by_fd[descriptor]
+
+    def add_started(self) -> set[str]:
+        """Watches those that have started since, too, also one that has ended already. Returns the names of all
+        children that are not excluded."""
+        started = started_by(self._parent)
+        names = {name for pid, name in started.items() if pid not in self._seen}
+        for pid, name in started.items():
+            if name in self._names and pid not in self._seen:
+                status = ExitStatus(pid)
+                if (fd := status.descriptor) < 0:
+                    continue
+                self._name_by_fd[fd], self._statuses[fd] = name, status
+                self._seen.add(pid)
+        return names
+
+    def ended(self) -> str | None:
+        """Returns the name of one that has ended; None: all of them run. Any thread."""
+        if self._missing:
+            return self._missing
+        poll = select.poll()  # one object must not be polled by two threads at a time
+        for fd in self._name_by_fd:
+            poll.register(fd, select.POLLIN)
+        return next((self._name_by_fd[fd] for fd, _ in poll.poll(0)), None)
+
+    def status_of(self, name: str) -> int | None:
+        """Returns the exit status of one that has ended, as `ExitStatus.read`."""
+        found = (self._statuses[fd].read() for fd, known in self._name_by_fd.items() if known == name)
+        return next((status for status in found if status is not None), None)
+
+    def check(self) -> None:
+        """Checks that all of them run. Any thread.
+
+        Raises:
+            RayEnded: one has ended.
+        """
+        if name := self.ended():
+            from stalesync.process.failures import RayEnded
+
+            raise RayEnded(name, self.status_of(name))
+
+    def close(self) -> None:
+        for status in self._statuses.values():
+            status.close()
+        self._name_by_fd, self._statuses = {}, {}
+
+
+@contextmanager
+def watching_end(
+    processes: RayProcesses, interrupt: Callable[[RayEnded], None], give_up: Callable[[RayEnded], None]
+) -> Iterator[None]:
+    """If one of the processes has ended and the block lasts another `NOTICE_S`, calls ``interrupt`` from a thread, and
+    after another `LEAVE_S` ``give_up``: a call of Ray may wait for much longer."""
+    left, lock = threading.Event(), threading.Lock()
+
+    def call(act: Callable[[RayEnded], None], error: RayEnded, after_s: float) -> None:
+        left.wait(after_s)
+        with lock:
+            if not left.is_set():
+                act(error)
+
+    def watch() -> None:
+        while not left.wait(WATCH_S):
+            if name := processes.ended():
+                from stalesync.process.failures import RayEnded
+
+                error = RayEnded(name, processes.status_of(name))
+                call(interrupt, error, NOTICE_S)
+                call(give_up, error, LEAVE_S)
+                return
+
+    thread = threading.Thread(target=watch, name="watch Ray", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        with lock:
+            left.set()
+        thread.join()
+
+
+@contextmanager
+def watching_start(
+    give_up: Callable[[RayEnded], None], names: Collection[str] = NAMES, poll: Callable[[], None] = lambda: None
+) -> Iterator[None]:
+    """Watches the children that have one of ``names`` and start inside the block. If one has ended and the block lasts
+    another `GIVE_UP_S`, calls ``give_up`` from a thread: Ray would wait a minute, and may then end this process.
+
+    Args:
+        poll: called by that thread every `WATCH_S`.
+    """
+    inside, lock, before = True, threading.Lock(), started_by(os.getpid())
+
+    def watch() -> None:
+        ended_s: float | None = None
+        with closing(RayProcesses(names, before=before)) as processes:
+            while inside:
+                poll()
+                processes.add_started()
+                now_s, ended = time.monotonic(), processes.ended()
+                ended_s = (ended_s or now_s) if ended else None
+                if ended and ended_s is not None and now_s - ended_s > GIVE_UP_S:
+                    with lock:
+                        if inside:
+                            from stalesync.process.failures import RayEnded
+
+                            give_up(RayEnded(ended, processes.status_of(ended)))
+                    return
+                time.sleep(WATCH_S)
+
+    thread = threading.Thread(target=watch, name="start of Ray", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        with lock:
+            inside = False
+        thread.join()
+
+
+def pending_stop(pid: int) -> int:
+    """Returns the number of the signal with which someone asks a process to end, and that all its threads block; 0."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    pending = int(next((line.split()[1] for line in lines if line.startswith("ShdPnd:")), "0"), 16)
+    return next((int(number) for number in SIGNALS if pending >> (number - 1) & 1), 0)
+
+
+def children_of(parent: int) -> dict[int, str]:
+    """Returns the names of a process's children that have not ended, as the kernel has them (at most 15 bytes), by
+    process id."""
+    return {pid: name for pid, (name, state) in _children(parent).items() if state not in "ZX"}
+
+
+def started_by(parent: int) -> dict[int, str]:
+    """As `children_of`, with those that have ended and of whose end the parent has not learnt."""
+    return {pid: name for pid, (name, _) in _children(parent).items()}
+
+
+def _children(parent: int) -> dict[int, tuple[str, str]]:
+    """Returns name and state of each child by process id."""
+    children = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                before, after = (entry / "stat").read_text().rsplit(")", 1)
+            except OSError:  # it has ended
+                continue
+            state, ppid, *_ = after.split()
+            if int(ppid) == parent:
+                children[int(entry.name)] = (before.split("(", 1)[1], state)
+    return children

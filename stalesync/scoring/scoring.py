@@ -1,0 +1,432 @@
+"""From finished samples to rewards, while others are generated wherever the source of rewards may.
+
+    queue ─► the thread leases samples as they finish ─► `poll`: generated
+               └─ scored at once, where the source is concurrent ───────► `poll`: scored
+                                    └─ else by `score_waiting`, when the cards have switched to TRAIN
+
+The queue delivers a sample's text, whether it was cut, and its lengths as metadata; its tokens are never sent to this
+process. The cards of a reward model read them directly from the queue.
+
+A reward that asks for the other responses of a group has each sample wait until all of its group have arrived or are
+lost (`WholeGroups`). A sample is then acknowledged when it arrives: the controller has its text, and a checkpoint
+contains it. Otherwise it is acknowledged when it is scored.
+
+The queue delivers a sample again whose lease has ended before it was acknowledged: it expired, or the queue's actor was
+restarted, whose journal holds no leases. Such a sample is scored once all the same (`Arrivals`).
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Container, Mapping, Sequence
+from typing import Any, Protocol
+
+from distqueue import PackedBatch
+from distqueue.core import QueueClosed
+from fusion.colocate import StageReport
+from fusion.rewards import RewardOutcome
+from fusion.rollout.packing import CUT, TEXT
+from fusion.rollout.types import EvalAnswer
+from stalesync.process.failures import RewardsFailed
+from stalesync.prompts import Prompt
+from stalesync.scoring.batch_size import BatchSize
+from stalesync.scoring.failed_rewards import FailedRewards, TooManyFailed
+from stalesync.scoring.samples import Sample, by_id
+from stalesync.scoring.sources import RewardSource
+from stalesync.scoring.whole_groups import WholeGroups
+
+REWARD = "reward"
+"""The queue's task of scoring."""
+
+RESPONSE = "response"
+"""Column of the response's tokens, of which the controller receives the number only."""
+
+EVALUATED = "evaluated"
+"""Reason for which the tokens of a held-out prompt's answer are dropped from the queue."""
+
+MAX_STOP_S = 2.0
+"""Maximum seconds for which the end of the block waits until the samples that are being scored are scored"""
+
+POLL_S = 1.0
+"""Interval at which the thread that waits for samples checks whether it must end."""
+
+MIN_GROUPS_KEPT = 512
+"""Number of groups whose samples are remembered before those that have ended are looked for"""
+
+
+class ScoringQueue(Protocol):
+    """The part of the queue's interface that scoring uses."""
+
+    def get(
+        self,
+        task: str,
+        columns: Sequence[str],
+        count: int,
+        *,
+        lengths: Sequence[str],
+        partial: bool,
+        timeout_s: float,
+    ) -> PackedBatch: ...
+
+    def ack(self, task: str, ids: Sequence[str]) -> None: ...
+
+    def drop(self, ids: Sequence[str], reason: str) -> None: ...
+
+
+class ScoringProgress:
+    """Tracks which samples were generated, wait for their score, and are scored. Pure.
+
+    Invariants (property-tested): every sample is taken once as generated and once as scored, never scored first;
+    `num_unscored` counts the samples that are ready to be scored and not taken as scored yet, `num_unacknowledged`
+    those that are about to be acknowledged to the queue.
+    """
+
+    def __init__(self) -> None:
+        self.num_unscored = 0
+        self.num_unacknowledged = 0
+        self._generated: list[Sample] = []
+        self._scored: list[Sample] = []
+        self._waiting: list[Sample] = []
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._generated or self._scored)
+
+    def observe_generated(self, samples: Sequence[Sample]) -> None:
+        """Records generated samples."""
+        self._generated += samples
+
+    def observe_ready(self, samples: Sequence[Sample], wait: bool) -> None:
+        """Records generated samples that can be scored. ``wait``: `take_waiting` returns them for scoring; else the
+        caller scores them."""
+        self.num_unscored += len(samples)
+        if wait:
+            self._waiting += samples
+
+    def observe_scored(self, samples: Sequence[Sample]) -> None:
+        """Records scored samples."""
+        self._scored += samples
+
+    def observe_to_acknowledge(self, count: int) -> None:
+        """Records that the caller is about to acknowledge samples to the queue."""
+        self.num_unacknowledged += count
+
+    def observe_acknowledged(self, count: int) -> None:
+        self.num_unacknowledged -= count
+
+    def take_generated(self) -> list[Sample]:
+        """Returns the samples generated since the last call, in order of ids."""
+        generated, self._generated = self._generated, []
+        return sorted(generated, key=by_id)
+
+    def take_scored(self) -> list[Sample]:
+        """Returns the samples scored since the last call, in order of ids."""
+        scored, self._scored = self._scored, []
+        self.num_unscored -= len(scored)
+        return sorted(scored, key=by_id)
+
+    def take_waiting(self) -> list[Sample]:
+        """Returns the samples that wait to be scored, in order of ids."""
+        waiting, self._waiting = self._waiting, []
+        return sorted(waiting, key=by_id)
+
+
+class Arrivals:
+    """Tracks which samples have arrived, at least until their group has ended. ``in_progress``: the groups that have
+    not.
+
+    Cost: amortized O(1) for each sample. Memory follows the number of samples of groups in progress.
+    """
+
+    def __init__(self, in_progress: Container[str]) -> None:
+        self._in_progress = in_progress
+        self._samples: dict[str, set[str]] = {}
+        """Group → its samples that have arrived"""
+        self._max_groups = MIN_GROUPS_KEPT
+
+    def new(self, ids: Sequence[str], groups: Sequence[str]) -> list[int]:
+        """Returns the positions of those samples of a delivery that arrive for the first time."""
+        known = self._samples
+        positions = []
+        for position, (id, group) in enumerate(zip(ids, groups, strict=True)):
+            arrived = known.get(group)
+            if arrived is None:
+                known[group] = {id}
+            elif id in arrived:
+                continue
+            else:
+                arrived.add(id)
+            positions.append(position)
+        if len(known) > self._max_groups:
+            self._samples = {group: arrived for group, arrived in known.items() if group in self._in_progress}
+            self._max_groups = max(MIN_GROUPS_KEPT, 2 * len(self._samples))
+        return positions
+
+
+class Scorer:
+    """Leases samples of the queue's task `reward` while the block lasts: use it as a context manager. After the block
+    its thread scores no sample; a call of the source that is still under way after `MAX_STOP_S` is left behind.
+
+    Args:
+        max_failed_share: if the share of failed rewards exceeds it (`FailedRewards`), the call that scores or polls
+            raises `RewardsFailed`.
+        group_size: number of samples of a group, all of which the source is given together; None: each is scored when
+            it has arrived.
+    """
+
+    def __init__(
+        self,
+        source: RewardSource,
+        queue: ScoringQueue,
+        max_failed_share: float = 1.0,
+        group_size: int | None = None,
+    ):
+        self._source, self._queue = source, queue
+        self._groups = None if group_size is None else WholeGroups(group_size)
+        self._released: list[Sample] = []
+        """Samples that need not wait for others of their group any more, for the thread to score"""
+        self._failed = FailedRewards(max_failed_share)
+        self.prompts: dict[str, Prompt] = {}
+        """Prompts of all groups that have not ended, by id; `Groups` adds each before its samples are generated"""
+        self._arrivals = Arrivals(self.prompts)
+        self._progress = ScoringProgress()
+        self._changed = threading.Condition()
+        """Lock for all accesses to the progress and the error"""
+        self._error: BaseException | None = None
+        self._woken = False
+        """Whether `wake` was called since the last `poll`"""
+        self._stopping = threading.Event()
+        self._scoring = threading.Lock()
+        """Held by the thread while it handles samples"""
+        self._batch_size = BatchSize()
+        self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
+
+    def __enter__(self) -> Scorer:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # The thread itself may wait for samples for another `POLL_S`; it is not joined, as it takes none any more.
+        self._stopping.set()
+        if self._scoring.acquire(timeout=MAX_STOP_S):
+            self._scoring.release()
+
+    @property
+    def concurrent(self) -> bool:
+        """Whether samples are scored while others are generated."""
+        return self._source.concurrent
+
+    @property
+    def num_unscored(self) -> int:
+        """Number of generated samples whose score `poll` has not returned yet, without those that wait for others of
+        their group."""
+        with self._changed:
+            return self._progress.num_unscored
+
+    def wait_acknowledged(self) -> None:
+        """Waits until every scored sample is acknowledged to the queue. Raises the exception of the scoring thread, if
+        any."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._error is not None or not self._progress.num_unacknowledged)
+            if self._error is not None:
+                raise self._error
+
+    def poll(self, timeout_s: float) -> tuple[list[Sample], list[Sample]]:
+        """Returns the samples generated and those scored since the last call, each in order of ids; waits at most
+        ``timeout_s`` for the first one, or for `wake`. Raises the exception of the scoring thread, if any."""
+        with self._changed:
+            if not (self._progress.has_news or self._error or self._woken):
+                self._changed.wait(timeout_s)
+            self._woken = False
+            if self._error is not None:
+                raise self._error
+            return self._progress.take_generated(), self._progress.take_scored()
+
+    def wake(self) -> None:
+        """Ends the wait of `poll`: something else has happened. Thread-safe."""
+        with self._changed:
+            self._woken = True
+            self._changed.notify_all()
+
+    def score_waiting(self) -> tuple[list[Sample], list[StageReport]]:
+        """Scores the samples that could not be scored concurrently, in the TRAIN phase. Also returns the cards'
+        reports."""
+        with self._changed:
+            waiting = self._progress.take_waiting()
+        if not waiting:
+            return [], self._source.take_reports()
+        self._score(waiting)
+        with self._changed:
+            return self._progress.take_scored(), self._source.take_reports()
+
+    def take_reports(self) -> list[StageReport]:
+        """Returns the reports of cards that have scored since the last call, here or in `score_waiting`."""
+        return self._source.take_reports()
+
+    def note_lost(self, samples: Sequence[Sample]) -> None:
+        """Records samples that the queue has lost before they arrived: no other sample waits for them."""
+        if self._groups is not None and samples:
+            with self._changed:
+                self._observe_ready(self._groups.give_up(samples))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the samples that wait for others of their group as plain JSON; nothing if there are none."""
+        with self._changed:
+            held = [] if self._groups is None else [sample.unscored_state_dict() for sample in self._groups.held()]
+        return {"held": held} if held else {}
+
+    def load_state_dict(self, state: Mapping[str, Any], scored: Mapping[str, Sequence[Sample]]) -> None:
+        """Restores the state; other keys are ignored. `prompts` has been restored.
+
+        Args:
+            scored: samples by group that have a score, of groups that have not ended.
+        """
+        known = {sample.id for members in scored.values() for sample in members}
+        held = [Sample.restore(self.prompts[fields["group"]], fields) for fields in state.get("held", ())]
+        held = [sample for sample in held if sample.id not in known]  # one may have been lost after it had arrived
+        with self._changed:
+            self._observe_ready(held if self._groups is None else self._groups.restore(held, scored))
+
+    def score_answers(
+        self,
+        prompts: Sequence[Prompt],
+        answers: Mapping[str, EvalAnswer],
+        source: RewardSource | None = None,
+        *,
+        group_size: int = 1,
+    ) -> list[tuple[str, RewardOutcome]]:
+        """Scores one answer per prompt (by its id), in the TRAIN phase; returns text and outcome of each. Drops the
+        rows of the answers' tokens from the queue.
+
+        Args:
+            source: a reward of these prompts' own, whose failures are not counted here; None: the run's.
+            group_size: number of consecutive prompts that are the same one: their answers are a group.
+        """
+        samples = [
+            Sample(
+                id=answers[prompt.id].row or prompt.id,
+                prompt=prompt,
+                response=answers[prompt.id].text,
+                prompt_tokens=len(prompt.ids),
+                response_tokens=answers[prompt.id].response_tokens,
+            )
+            for prompt in prompts
+        ]
+        for start in range(0, len(samples), group_size):
+            group = samples[start : start + group_size]
+            for sample in group:
+                sample.others = [other.response for other in group if other is not sample]
+        outcomes = (source or self._source)(samples)
+        if source is None:
+            with self._changed:
+                _refuse(self._failed.observe(outcomes))
+        if rows := [answers[prompt.id].row for prompt in prompts if answers[prompt.id].row]:
+            self._queue.drop(rows, EVALUATED)
+        return [(sample.response, outcome) for sample, outcome in zip(samples, outcomes, strict=True)]
+
+    def check_failed(self) -> None:
+        """Judges the rewards at the end of a run.
+
+        Raises:
+            RewardsFailed: too many failed.
+        """
+        with self._changed:
+            _refuse(self._failed.judge())
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.is_set():
+                try:
+                    batch = self._queue.get(
+                        REWARD,
+                        [TEXT, CUT],
+                        self._batch_size.count,
+                        lengths=[RESPONSE],
+                        partial=True,
+                        timeout_s=POLL_S,
+                    )
+                except TimeoutError:
+                    batch = None
+                start = time.perf_counter()
+                with self._scoring:
+                    if not self._stopping.is_set():
+                        self._take(batch)
+                if batch is not None:
+                    self._batch_size.observe(len(batch), time.perf_counter() - start)
+        except BaseException as error:
+            if self._stopping.is_set() and isinstance(error, QueueClosed):
+                return
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _take(self, batch: PackedBatch | None) -> None:
+        """Handles the samples of a batch, and scores what is ready."""
+        samples = [] if batch is None else self._describe(batch)
+        with self._changed:
+            self._progress.observe_generated(samples)
+            if self._groups is None:
+                self._observe_ready(samples)
+            else:
+                self._observe_ready(self._groups.add(samples))
+                self._progress.observe_to_acknowledge(len(samples))
+            ready, self._released = self._released, []
+            self._changed.notify_all()
+        if self._groups is not None:
+            self._acknowledge(samples)
+        if ready:
+            self._score(ready)
+
+    def _observe_ready(self, samples: Sequence[Sample]) -> None:
+        """Records samples that can be scored; holds the lock."""
+        self._progress.observe_ready(samples, wait=not self.concurrent)
+        if self.concurrent:
+            self._released += samples
+
+    def _score(self, samples: Sequence[Sample]) -> None:
+        """Scores samples. They are reported before they are acknowledged, so that training need not wait for that."""
+        outcomes = self._source(samples)
+        for sample, outcome in zip(samples, outcomes, strict=True):
+            sample.outcome = outcome
+        with self._changed:
+            _refuse(self._failed.observe(outcomes))
+            self._progress.observe_scored(samples)
+            if self._groups is None:
+                self._progress.observe_to_acknowledge(len(samples))
+            self._changed.notify_all()
+        if self._groups is None:
+            self._acknowledge(samples)
+
+    def _acknowledge(self, samples: Sequence[Sample]) -> None:
+        if not samples:
+            return
+        self._queue.ack(REWARD, [sample.id for sample in samples])
+        with self._changed:
+            self._progress.observe_acknowledged(len(samples))
+            self._changed.notify_all()
+
+    def _describe(self, batch: PackedBatch) -> list[Sample]:
+        """Returns the batch's samples in order of ids. Leaves out those that have arrived before, and those whose group
+        has ended meanwhile: the queue has lost them, and `Groups.note_lost` has counted them."""
+        groups = {*batch.groups}
+        prompts_by_group = {group: prompt for group in groups if (prompt := self.prompts.get(group)) is not None}
+        rows = self._arrivals.new(batch.ids, batch.groups)
+        if len(prompts_by_group) < len(groups):
+            rows = [row for row in rows if batch.groups[row] in prompts_by_group]
+        if len(rows) < len(batch):
+            batch = batch.select(rows)
+        if not batch.ids:
+            return []
+        prompts = [prompts_by_group[group] for group in batch.groups]
+        prompt_tokens = [len(prompt.ids) for prompt in prompts]
+        oldest, newest = zip(*batch.versions, strict=True)
+        lengths, cut = batch.lengths[RESPONSE], batch[CUT].buffer.tolist()
+        fields = batch.ids, prompts, batch[TEXT].texts(), prompt_tokens, lengths, oldest, newest, cut
+        samples = map(Sample, *fields)  # by keyword it would take three times as long
+        return sorted(samples, key=by_id)
+
+
+def _refuse(verdict: TooManyFailed | None) -> None:
+    if verdict is not None:
+        raise RewardsFailed(str(verdict))

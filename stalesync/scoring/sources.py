@@ -1,0 +1,80 @@
+"""Score samples by a rule in guarded processes, or by a reward model on its cards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from fusion.colocate import StageReport, Worker, WorkerSpec
+from fusion.rewards import RewardOutcome, RewardPool, combine
+from fusion.training import split_over_ranks
+from stalesync.cards.cards import Cards
+from stalesync.cards.stage_calls import calls_of_replicas, stage_call
+from stalesync.scoring.samples import Sample
+from stalesync.scoring.terms import Term, score_text
+
+
+class RewardSource(Protocol):
+    """Scores samples. ``concurrent``: may do so while the engines generate."""
+
+    concurrent: bool
+
+    def __call__(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
+        """Returns one outcome per sample, in order."""
+
+    def take_reports(self) -> list[StageReport]:
+        """Returns the reports of the cards used since the last call."""
+
+
+class RuleReward:
+    """Scores text by rules and users' functions, in the guarded processes of ``pool``."""
+
+    concurrent = True
+
+    def __init__(self, pool: RewardPool):
+        self._pool = pool
+
+    def __call__(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
+        return score_text(self._pool, samples)
+
+    def take_reports(self) -> list[StageReport]:
+        return []
+
+
+class ModelReward:
+    """Scores samples by the reward model on the cards that host it, which read the samples' tokens from the queue."""
+
+    def __init__(self, cards: Cards, spec: WorkerSpec):
+        assert spec.reward_model is not None
+        self.concurrent = not {*spec.deployment.reward_model} & {*spec.deployment.actor}
+        self._cards, self._ranks = cards, spec.deployment.reward_model
+        self._layout = spec.reward_model.layout
+        self._reports: list[StageReport] = []
+
+    def __call__(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
+        shares = split_over_ranks([sample.tokens for sample in samples], self._layout.dp)
+        calls = [stage_call(Worker.score, [samples[index].id for index in share]) for share in shares]
+        reports = self._cards.call_each(calls_of_replicas(self._layout, self._ranks, calls))
+        self._reports += reports
+        outcome_by_id = {id: outcome for report in reports for id, outcome in report.scores.items()}
+        lost = RewardOutcome(None, error="lost", detail="its tokens were damaged or lost in the queue")
+        return [outcome_by_id.get(sample.id, lost) for sample in samples]
+
+    def take_reports(self) -> list[StageReport]:
+        reports, self._reports = self._reports, []
+        return reports
+
+
+class WeightedReward:
+    """Adds ``terms`` to the reward of ``base``, which has the weight 1; ``title``: its name among them."""
+
+    def __init__(self, base: RewardSource, title: str, terms: Sequence[Term]):
+        self.concurrent = base.concurrent
+        self._base, self._title, self._terms = base, title, terms
+
+    def __call__(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
+        parts = {self._title: (1.0, self._base(samples))}
+        return combine(parts | {term.spec.name: (term.spec.weight, term.outcomes(samples)) for term in self._terms})
+
+    def take_reports(self) -> list[StageReport]:
+        return self._base.take_reports()

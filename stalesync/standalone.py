@@ -1,0 +1,133 @@
+"""Evaluate a checkpoint or a model folder alone (`scripts/evaluate.py`): the evaluation before the first step of a run
+that has no step."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from stalesync.job.config import Config
+from stalesync.job.overrides import accepted, composed, load
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """What is evaluated, and how. ``json``: where the results are written; None: into the evaluation's folder; `-`:
+    they are printed to the standard output, and all else to the standard error."""
+
+    source: Path
+    config: Config
+    json: str | None = None
+
+    @property
+    def is_model(self) -> bool:
+        """Whether the source is a model; else a checkpoint is exported first."""
+        return _is_model(self.source)
+
+
+def parse_arguments(arguments: Sequence[str], conf: Path) -> Arguments:
+    """Parses the command line; ``conf``: folder of the config groups.
+
+    Raises:
+        ValueError: an argument is not accepted, or the source is neither a run, a checkpoint nor a model.
+    """
+    words, json_path = _take_option([*arguments], "--json")
+    if not words or "=" in words[0] or words[0].startswith("-"):
+        raise ValueError("expected the folder of a run, a checkpoint or a model")
+    source, overrides = Path(words[0]), words[1:]
+    overrides = accepted(overrides, conf)
+    if _is_model(source):
+        config = composed(conf, ["run.eval_prompts=0", f"model.path={json.dumps(str(source))}", *overrides])
+    else:
+        config = composed(conf, overrides, saved=load(_config_of(source)))
+    config.run.name, config.run.resume, config.eval.best = f"evaluate-{_name_of(source)}", "false", None
+    if not (config.eval.files or config.run.eval_prompts):
+        raise ValueError("eval.files=[]: expected files, or run.eval_prompts above 0")
+    if not (config.data.source or config.run.eval_prompts):  # nothing is trained: no other rows are read
+        first = config.eval.specs()[0]
+        fields = {name: getattr(first, name) or getattr(config.data, name) for name in ("prompt_field", "answer_field")}
+        config.data = replace(config.data, source=first.path, **fields)
+    return Arguments(source, config, json_path)
+
+
+def evaluate(arguments: Arguments, usage: str) -> None:
+    """Runs the evaluation, writes its results, and reports where. Ends the process if it fails, with ``usage`` if the
+    config is wrong."""
+    from stalesync.command_line import fail, refuse, run_job
+
+    config, checkpoint = arguments.config, None
+    shown = redirect_stdout(sys.stderr) if arguments.json == "-" else nullcontext()
+    with tempfile.TemporaryDirectory(prefix="evaluate-") as folder, shown:
+        if not arguments.is_model:
+            from stalesync.job import savepoint
+            from stalesync.job.conversion import checkpoint_in, convert
+
+            config.model.path = str(Path(folder) / "model")
+            try:
+                checkpoint = checkpoint_in(arguments.source)
+                convert(checkpoint, Path(config.model.path))
+            except (ValueError, OSError) as error:
+                fail(f"error: {error}", error)
+        try:
+            config.validate(trains=False)
+        except ValueError as error:
+            refuse(usage, error)
+        step = None if checkpoint is None else savepoint.read(checkpoint)["step"]
+        of = "" if step is None else f"step {step} of "
+        run = run_job(config, evaluates=f"{of}{arguments.source}")
+    _write(arguments, checkpoint, run)
+
+
+def _write(arguments: Arguments, checkpoint: Path | None, run: Path) -> None:
+    from fusion.telemetry.files import read_jsonl, write_atomic
+    from fusion.telemetry.run_folder import EVALUATIONS
+    from stalesync.job import savepoint
+
+    results = [{key: value for key, value in row.items() if key != "step"} for row in read_jsonl(run / EVALUATIONS)]
+    step = None if checkpoint is None else savepoint.read(checkpoint)["step"]
+    model = {
+        "model": str(arguments.source),
+        "checkpoint": None if checkpoint is None else str(checkpoint),
+        "step": step,
+    }
+    text = json.dumps(model | {"results": results}, indent=2, ensure_ascii=False) + "\n"
+    if arguments.json == "-":
+        print(text, end="")
+        return
+    path = Path(arguments.json) if arguments.json else run / "evaluation.json"
+    write_atomic(path, text)
+    print(f"results: {path}", file=sys.stderr)
+
+
+def _take_option(words: list[str], option: str) -> tuple[list[str], str | None]:
+    """Removes ``option VALUE`` or ``option=VALUE`` from the words."""
+    for index, word in enumerate(words):
+        if word == option:
+            if index + 1 == len(words):
+                raise ValueError(f"{option}: expected a path")
+            return words[:index] + words[index + 2 :], words[index + 1]
+        if word.startswith(f"{option}="):
+            return words[:index] + words[index + 1 :], word.partition("=")[2]
+    return words, None
+
+
+def _is_model(source: Path) -> bool:
+    return (source / "config.json").is_file()
+
+
+def _config_of(source: Path) -> Path:
+    """Returns the saved config of a run, or of the run of a checkpoint."""
+    for folder in (source, *source.resolve().parents[1:2]):
+        if (folder / "config.yaml").is_file():
+            return folder / "config.yaml"
+    raise ValueError(f"{source}: expected the folder of a run (with config.yaml), a checkpoint of it, or a model")
+
+
+def _name_of(source: Path) -> str:
+    path = source.resolve()
+    return f"{path.parents[1].name}-{path.name}" if path.parent.name == "checkpoints" else path.name

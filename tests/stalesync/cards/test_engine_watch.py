@@ -1,0 +1,73 @@
+"""Engines that die, as `stalesync.cards.engine_watch` notices them; processes are futures that fail when they end."""
+
+import threading
+from concurrent.futures import Future
+from types import SimpleNamespace
+
+import pytest
+
+from fusion.npu.failures import FailureKind, RankFailure
+from stalesync.cards.cards import engine_watch
+from stalesync.cards.engine_watch import EngineWatch
+from stalesync.policy.engine_deaths import EngineDeaths
+from stalesync.process.failures import FailedStage
+
+ENGINES = [(1, 2), (3,)]
+
+
+class Process:
+    def __init__(self):
+        self.end = Future()
+        self.watch = SimpleNamespace(remote=lambda: SimpleNamespace(future=lambda: self.end))
+
+    def kill(self):
+        self.end.set_exception(RuntimeError("killed"))
+
+
+@pytest.fixture
+def watched():
+    processes = {rank: Process() for rank in range(4)}
+    watch = EngineWatch(ENGINES, EngineDeaths(ENGINES, [1, 2, 3], 3), describe=str)
+    for rank in (1, 2, 3):
+        watch.watch(rank, processes[rank])
+    return watch, processes
+
+
+def died(rank):
+    return FailedStage(RankFailure(rank, "generate", FailureKind.DIED, "RayActorError", "died"))
+
+
+def test_a_death_is_reported_once_and_not_that_of_the_other_cards_of_its_engine(watched):
+    watch, processes = watched
+    processes[1].kill()
+    assert [rank for rank, _ in watch.take_ended(processes)] == [1]
+    assert watch.observe_failures([died(1)], {1: {"generate"}}) == [0]
+    processes[2].kill()
+    assert list(watch.take_ended(processes)) == [] and watch.is_down(2) and not watch.is_down(3)
+    assert watch.take_dead(processes).keys() == {0} and watch.take_dead(processes) == {}
+    watch.observe_restarted(0)
+    assert not watch.is_down(1)
+
+
+@pytest.mark.parametrize("first_by", ["its stage", "its end"])
+def test_a_dead_engine_is_reported_when_all_its_processes_have_ended(watched, first_by):
+    watch, processes = watched
+    processes[1].kill()
+    if first_by == "its end":
+        list(watch.take_ended(processes))
+    watch.observe_failures([died(1)], {1: {"generate"}})
+    reported = []
+    waiting = threading.Thread(target=lambda: reported.append(watch.take_dead(processes)))
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive() and not reported
+    processes[2].kill()
+    waiting.join()
+    assert reported[0].keys() == {0}
+
+
+def test_processes_whose_end_is_not_known_are_not_awaited_for_ever(watched, monkeypatch):
+    watch, processes = watched
+    monkeypatch.setattr(engine_watch, "MAX_END_S", 0.05)
+    watch.observe_failures([died(3)], {3: {"generate"}})
+    assert watch.take_dead(processes).keys() == {1}

@@ -1,0 +1,481 @@
+"""Bad config is refused before anything starts, by key."""
+
+import ast
+import dataclasses
+import functools
+import inspect
+import math
+import re
+import sys
+import textwrap
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+from fusion.inference.backends.support import check_vllm
+from fusion.inference.config import RolloutConfig
+from fusion.model import Parallel
+from fusion.model.formats.vllm import FAMILIES as VLLM_FAMILIES
+from fusion.model.options import LayoutConfig
+from fusion.npu.config import DeviceConfig
+from fusion.training.algorithms import ALGORITHMS
+from fusion.training.backends.support import check_megatron
+from stalesync.job.config import Config
+from stalesync.job.overrides import check_overrides, known_keys, register
+from tests import machine
+from tests.colocate.cards import tiny_reward_model
+from tests.families import KINDS, MLA, family_checkpoint, family_config
+from tests.helpers import tiny_checkpoint, tiny_config
+
+PACED = {"device__kind": "emulated", "device__pace": "qwen3_30b_a3b", "cluster__hardware": "ascend_910c"}
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return tiny_checkpoint(tmp_path_factory.mktemp("base"))
+
+
+def _config(checkpoint, **changes):
+    config = Config()
+    config.model.path, config.data.source = checkpoint, "addition"
+    config.cluster.npus = 4
+    config.data.max_prompt_length, config.rollout.max_response_length = 16, 16
+    for path, value in changes.items():
+        node = config
+        *parents, last = path.split("__")
+        for parent in parents:
+            node = getattr(node, parent)
+        assert hasattr(node, last)
+        setattr(node, last, value)
+    return config
+
+
+def test_the_default_job_is_valid(checkpoint):
+    assert _config(checkpoint).validate().num_experts == 8
+
+
+def test_what_corrects_older_samples_follows_the_bound_where_nothing_is_chosen(checkpoint):
+    for staleness, chosen, expected in ((0, None, "none"), (1, None, "decoupled"), (1, "none", "none")):
+        config = _config(checkpoint, stalesync__max_staleness=staleness, algorithm__correction=chosen)
+        assert config.resolved().algorithm.correction == expected
+        assert config.algorithm.correction == chosen
+    _config(checkpoint, stalesync__max_staleness=1, algorithm__correction_cap=3.0).validate()
+
+
+def test_a_group_has_a_probe_where_siblings_are_drafted_from(checkpoint):
+    for drafts, chosen, expected in (("none", None, 0), ("history", None, 0), ("siblings", None, 1), ("both", 0, 0)):
+        config = _config(checkpoint, rollout__drafts=drafts, rollout__probe=chosen)
+        config.validate()
+        assert config.rollout.num_probes == expected
+    _config(checkpoint, rollout__drafts="both", rollout__probe=7, rollout__draft_tree=2).validate()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"rollout__chunk_tokens": 8}, {"fusion__deployment": "hybrid", "stalesync__max_staleness": 1}],
+)
+def test_kv_is_pooled_where_requests_leave_their_engine_before_the_weights_change(checkpoint, changes):
+    _config(checkpoint, rollout__suspended_kv="pool", **changes).validate()
+
+
+def test_histopipe_needs_two_steps_in_progress(checkpoint):
+    pipe = {"rollout__order": "histopipe", "rollout__length_classes": 2}
+    _config(checkpoint, stalesync__max_staleness=1, **pipe).validate()
+    with pytest.raises(
+        ValueError, match="rollout.order=histopipe: expected another one with stalesync.max_staleness=0"
+    ):
+        _config(checkpoint, **pipe).validate()
+    with pytest.raises(ValueError, match=r"rollout.length_classes=.*the default\) with rollout.order=history"):
+        _config(checkpoint, rollout__length_classes=2).validate()
+
+
+def test_replay_needs_experts(checkpoint, tmp_path):
+    for replay in ("train", "rollout"):
+        _config(checkpoint, algorithm__replay=replay).validate()
+        dense = _config(tiny_checkpoint(tmp_path, experts=False), algorithm__replay=replay)
+        with pytest.raises(ValueError, match=f"algorithm.replay='{replay}': expected none, as the model is dense"):
+            dense.validate()
+
+
+def test_biases_are_moved_only_where_routers_have_them(checkpoint, tmp_path):
+    with pytest.raises(ValueError, match="training.router_bias_rate=0.001: expected 0, as the routers of .* have no"):
+        _config(checkpoint, training__router_bias_rate=0.001).validate()
+    corrected = family_checkpoint(tmp_path, "glm4_moe")
+    _config(corrected, training__router_bias_rate=0.001).validate()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout__temperature": 0.0}, "rollout.temperature=0.0: expected above 0, .*eval.temperature=0 evaluates"),
+        ({"rollout__top_k": 1}, "rollout.top_k=1: expected 0, or at least 2"),
+        ({"rollout__min_p": 1.0}, "rollout.min_p=1.0: expected below 1"),
+        (
+            {"algorithm__name": "reinforce_plus_plus", "algorithm__group_size": 1, "data__prompts_per_step": 1},
+            "data.prompts_per_step=1: expected at least 2 with algorithm.group_size=1",
+        ),
+    ],
+)
+def test_a_job_that_cannot_learn_is_refused_where_it_trains(checkpoint, changes, message):
+    config = _config(checkpoint, cluster__npus=1, **changes)
+    with pytest.raises(ValueError, match=message):
+        config.validate()
+    config.validate(trains=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model__path": ""}, "model.path='': expected a Hugging Face checkpoint folder"),
+        ({"data__source": ""}, "data.source='': expected addition, .* .data=file data.source=FILE, data=addition or"),
+        ({"model__path": "nowhere"}, "model.path: nowhere.* does not exist"),
+        ({"model__dtype": "float8"}, "model.dtype='float8': expected one of"),
+        ({"parallel__train": LayoutConfig(tp=3)}, r"parallel.train: tp=3 does not divide the 4 ranks"),
+        ({"parallel__infer": LayoutConfig(ep=3)}, r"parallel.infer: ep=3 does not divide the 4 ranks"),
+        ({"parallel__infer": LayoutConfig(ep=16), "cluster__npus": 16}, "ep=16 does not divide .* num_experts=8"),
+        ({"parallel__train": LayoutConfig(pp=4)}, "parallel.train.pp=4 exceeds the model's num_hidden_layers=2"),
+        ({"parallel__infer": LayoutConfig(ep=2, etp=4)}, "parallel.infer: ep x etp=8 does not divide the 4 ranks"),
+        ({"queue__durability": "disk"}, "queue.durability='disk': expected one of memory, journal"),
+        ({"queue__max_bytes": 0}, "queue.max_bytes=0: expected a whole number of at least 1, or null"),
+        ({"queue__spill": "here"}, "queue.spill='here': expected an absolute path"),
+        (
+            {"queue__spill": "/d", "queue__durability": "journal"},
+            "queue.spill='/d': expected null, as the samples",
+        ),
+        ({"algorithm__minibatches": 3}, "algorithm.minibatches=3 does not divide data.prompts_per_step=64"),
+        (
+            {"data__prompts_per_step": 1, "algorithm__group_size": 2, "algorithm__minibatches": 1},
+            "a minibatch has 2 samples .* fewer than the 4 data-parallel replicas",
+        ),
+        ({"algorithm__overlong_buffer": 999}, "algorithm.overlong_buffer=999 exceeds rollout.max_response_length="),
+        ({"rollout__max_response_length": 2000}, "exceeds the model's max_position_embeddings=1024"),
+        (
+            {"rollout__max_length": 31},
+            "rollout.max_length=31: expected null, or at least the longest sample, .* = 32 tok",
+        ),
+        ({"rollout__max_kv_tokens": 10}, "rollout.max_kv_tokens=10: expected null, or at least the longest sample"),
+        (
+            {"rollout__max_kv_tokens": 47, "rollout__block_size": 48},
+            "rollout.max_kv_tokens=47: .*rollout.block_size=48",
+        ),
+        ({"training__token_budget": 20}, "training.token_budget=20 is less than the longest sample"),
+        ({"rollout__drafts": "both", "rollout__probe": 8}, "rollout.probe=8: expected fewer than algorithm.group_size"),
+        ({"rollout__probe": -1}, "rollout.probe=-1: expected a whole number of at least 0, or null"),
+        ({"rollout__probe": 1}, "rollout.probe=1: expected 0 or null with rollout.drafts=none"),
+        (
+            {"rollout__drafts": "siblings", "rollout__draft_history": 2},
+            r"rollout.draft_history=2: expected 1 ",
+        ),
+        ({"rollout__drafts": "history", "rollout__probe": 1}, "rollout.probe=1: .* rollout.drafts=history"),
+        ({"rollout__kv_remote": "none"}, r"rollout.kv_remote='none': expected \"ray\" .* with suspended_kv=recompute"),
+        ({"rollout__kv_remote": "tcp"}, "rollout.kv_remote='tcp': expected one of none, ray"),
+        ({"rollout__draft_tree": 2}, r"rollout.draft_tree=2: expected 1 \(the default\) with rollout.drafts=none"),
+        ({"rollout__draft_mib": 64}, r"rollout.draft_mib=64: expected 1024 \(the default\) with rollout.drafts=none"),
+        ({"rollout__top_p": 1.5}, r"rollout.top_p=1.5: expected a number in \(0, 1\]"),
+        ({"stalesync__max_staleness": -1}, "stalesync.max_staleness=-1"),
+        ({"stalesync__train_tokens": 100}, "stalesync.train_tokens=100: expected null at stalesync.max_staleness=0"),
+        (
+            {"stalesync__max_staleness": 1, "stalesync__train_tokens": 0},
+            "stalesync.train_tokens=0: expected a whole",
+        ),
+        ({"device__kind": "tpu"}, "device.kind=.*tpu.*: expected one of"),
+        ({"reward__name": "vibes"}, "reward.name='vibes'"),
+        ({"cluster__npus": 0}, "cluster.npus=0: expected a whole number of at least 1"),
+        ({"fusion__deployment": "shared"}, "fusion.deployment='shared': expected one of separate, colocated, full, hy"),
+        (
+            {"fusion__deployment": "separate", "parallel__train": LayoutConfig(ep=4)},
+            r"parallel.train: ep=4 does not divide the 2 ranks .* \(cluster.npus=4; 2 of them in fusion.deployment=sep",
+        ),
+        (
+            {"fusion__deployment": "hybrid", "fusion__infer_cards": 1, "parallel__infer": LayoutConfig(tp=2)},
+            "parallel.infer: an engine takes 2 cards, which does not divide the 3 cards that train and generate",
+        ),
+        ({"fusion__score_cards": 2}, "fusion.score_cards=2: nothing would run on them, as algorithm.kl_coef is 0"),
+        (
+            {"fusion__score_cards": 2, "algorithm__kl_coef": 0.1, "parallel__score": LayoutConfig(tp=4)},
+            "parallel.score: tp=4 does not divide the 2 ranks of the layout",
+        ),
+        (
+            {"fusion__score_cards": 2, "algorithm__kl_coef": 0.1, "parallel__score": LayoutConfig(pp=2)},
+            "parallel.score.pp=2: expected 1",
+        ),
+        (
+            {"fusion__double_buffer": True},
+            "fusion.double_buffer=true: expected .*separate or hybrid, not colocated, and",
+        ),
+        (
+            {"rollout__suspended_kv": "pool", "rollout__chunk_tokens": 16},
+            "rollout.suspended_kv=pool: expected rollout.chunk_tokens below rollout.max_response_length=16, or .*",
+        ),
+        ({"reward__model": "nowhere"}, "reward.model: nowhere.* does not exist"),
+        (
+            {"reward__model": "judge", "reward__path": "judge.py:score"},
+            "reward.model='judge' and reward.path='judge.py",
+        ),
+        ({"rollout__forced_median": 17.0}, "rollout.forced_median=17.0: expected 1 to rollout.max_response_length=16"),
+        (
+            {"device__pace": "qwen3_30b_a3b"},
+            "device.pace='qwen3_30b_a3b': expected device.kind=emulated with it, or null; device.kind=auto",
+        ),
+        ({**PACED, "cluster__hardware": None}, "device.pace=qwen3_30b_a3b: expected cluster.hardware to name"),
+        ({**PACED, "device__pace": "abacus"}, "device.pace='abacus': expected one of .*qwen3_30b_a3b"),
+        ({**PACED, "device__pace_tokens": 0}, "device.pace_tokens=0: expected a whole number of at least 1"),
+        ({**PACED, "device__pace_speed": 0.0}, "device.pace_speed=0.0: expected a number above 0"),
+        ({"run__steps": 0}, "run.steps=0: expected a whole number of at least 1"),
+    ],
+)
+def test_what_does_not_fit_is_said_with_its_key(checkpoint, changes, message):
+    with pytest.raises(ValueError, match=message):
+        _config(checkpoint, **changes).validate()
+
+
+def test_a_reward_model_has_one_score(checkpoint, tmp_path):
+    with pytest.raises(
+        ValueError, match="reward.model: .* has no such head; expected a Qwen3ForSequenceClassification"
+    ):
+        _config(checkpoint, reward__model=checkpoint).validate()
+    two = tiny_reward_model(tmp_path / "two", num_labels=2)
+    with pytest.raises(ValueError, match="has a head of 2 labels; expected .* with num_labels=1"):
+        _config(checkpoint, reward__model=two).validate()
+    one = tiny_reward_model(tmp_path / "one")
+    config = _config(checkpoint, reward__model=one, fusion__deployment="full")
+    config.validate()
+    assert config.deployment.reward_model == (0, 1, 2, 3)
+
+
+NO_BOUND = {"run.seed": "any whole number is a seed", "eval.pass_reward": "rewards may be negative"}
+"""Numeric keys that a negative number is legal for, and why."""
+
+
+def _numeric_keys(node=Config, prefix=""):
+    """(key, kinds of number it takes) of every numeric key."""
+    for name, kind in get_type_hints(node).items():
+        if dataclasses.is_dataclass(kind):
+            yield from _numeric_keys(kind, f"{prefix}{name}.")
+        elif {int, float} & {kind, *get_args(kind)}:
+            yield prefix + name, kind
+
+
+@pytest.mark.parametrize(
+    ("key", "kind"), list(_numeric_keys()), ids=lambda value: value if isinstance(value, str) else ""
+)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, -1, True])
+def test_a_number_is_finite_and_in_its_range_in_every_group(key, kind, value):
+    if value == -1 and value is not True and key in NO_BOUND:
+        return
+    config = Config()
+    *parents, name = key.split(".")
+    node = functools.reduce(getattr, parents, config)
+    assert getattr(node, name) is None or not isinstance(getattr(node, name), bool)
+    setattr(node, name, [value, 0.9] if kind == list[float] else value)
+    with pytest.raises(ValueError, match=rf"^{re.escape(key)}=.*: expected "):
+        getattr(config, parents[0]).validate()
+
+
+def test_every_numeric_key_is_among_those_checked():
+    numeric = dict(_numeric_keys())
+    assert {"cluster.stage_timeout_s", "training.betas", "parallel.score.etp", "queue.max_bytes"} < numeric.keys()
+    assert NO_BOUND.keys() < numeric.keys() and len(numeric) > 50
+
+
+def _undocumented(node, prefix=""):
+    """Keys whose field is not followed by a text."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(node))).body[0].body
+    hints = get_type_hints(node)
+    for statement, following in zip(body, [*body[1:], None], strict=True):
+        if isinstance(statement, ast.AnnAssign):
+            name = statement.target.id
+            text = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            if dataclasses.is_dataclass(hints[name]):
+                yield from _undocumented(hints[name], f"{prefix}{name}.")
+            elif not (text and isinstance(following.value.value, str)):
+                yield prefix + name
+
+
+def test_there_are_fewer_than_190_keys_and_each_is_documented():
+    keys = known_keys()
+    assert len(keys) == len(set(keys)) < 190
+    assert list(_undocumented(Config)) == []
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("rollout.temprature=1", "unknown key 'rollout.temprature'; did you mean 'rollout.temperature'?"),
+        ("training.learning_rate=1", "unknown key 'training.learning_rate'"),
+        ("algoritm=grpo", "unknown key 'algoritm'; did you mean 'algorithm'?"),
+        ("+cluster.cards=4", "unknown key 'cluster.cards'"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_right_one(argument, message):
+    with pytest.raises(ValueError, match=message.replace("?", r"\?")):
+        check_overrides([argument], ["algorithm", "cluster"])
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_has_a_choice_file_that_is_valid(name):
+    register()
+    with initialize_config_dir(str(ROOT / "recipes" / "conf"), version_base=None):
+        found = OmegaConf.to_object(compose("config", [f"algorithm={name}"]))
+    assert isinstance(found, Config) and found.algorithm.name == name
+    found.algorithm.validate()
+
+
+def test_known_keys_pass():
+    check_overrides(["rollout.temperature=0.5", "cluster=four", "hydra.verbose=true", "--cfg", "job"], ["cluster"])
+
+
+def _train(*arguments):
+    command = [sys.executable, "scripts/train.py", *arguments]
+    return machine.run(command, timeout_s=120, cwd=ROOT)
+
+
+def test_cfg_job_prints_the_resolved_config(checkpoint):
+    shown = _train("--cfg", "job", f"model.path={checkpoint}", "cluster=four", "parallel=tp2ep2_ep4", "device=emulated")
+    assert shown.returncode == 0, shown.stderr
+    for line in ("npus: 4", "kind: emulated", "tp: 2", "group_size: 8", f"path: {checkpoint}"):
+        assert line in shown.stdout
+
+
+def test_the_command_line_refuses_in_one_line(checkpoint):
+    refused = _train(f"model.path={checkpoint}", "rollout.temprature=1")
+    assert refused.returncode == 2
+    usage, error = refused.stderr.strip().splitlines()
+    assert usage.startswith("usage: python scripts/train.py")
+    assert error == "error: unknown key 'rollout.temprature'; did you mean 'rollout.temperature'?"
+    refused = _train(f"model.path={checkpoint}", "data=addition", "cluster.npus=3", "parallel.train.tp=2")
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    assert "error: parallel.train: tp=2 does not divide the 3 ranks of the layout (cluster.npus=3)" in refused.stderr
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused_before_a_worker_starts(tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    folder = tiny_checkpoint(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="lacks the tensor 'model.layers.1.mlp.experts.3.up_proj.weight'"):
+        _config(folder).validate()
+
+
+@pytest.mark.parametrize(
+    ("config", "layout", "message"),
+    [
+        (tiny_config(), Parallel(4, tp=4), "parallel.train.tp=4 exceeds the model's num_key_value_heads=2"),
+        (
+            family_config("deepseek_v3", q_lora_rank=18),
+            Parallel(4, tp=4),
+            r"parallel.train.tp=4 does not divide the 18 rows of linear_q_down_proj \(q_lora_rank\)",
+        ),
+        (
+            family_config("pangu_ultra_moe", attention_qk_rope_dim=6),
+            Parallel(4, tp=4),
+            r"parallel.train.tp=4 does not divide the 22 rows of linear_kv_down_proj \(kv_lora_rank \+ qk_rope",
+        ),
+    ],
+    ids=["heads", "queries", "latents"],
+)
+def test_the_megatron_backend_refuses_layouts_by_key(monkeypatch, config, layout, message):
+    monkeypatch.setattr("fusion.training.backends.support.installed_version", lambda: "0.16.0")
+    layout.check(config, "parallel.train")
+    check_megatron(config, Parallel())
+    with pytest.raises(ValueError, match=f"{message}.*or training.backend=embedded"):
+        check_megatron(config, layout)
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_the_megatron_backend_takes_every_family_in_every_number_of_stages(kind, monkeypatch):
+    monkeypatch.setattr("fusion.training.backends.support.installed_version", lambda: "0.16.0")
+    config = family_config(kind)
+    for stages in range(1, config.num_layers + 1):
+        check_megatron(config, Parallel(2 * stages, tp=2, pp=stages))
+
+
+def test_a_layout_is_refused_for_the_megatron_backend_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("fusion.training.backends.support.installed_version", lambda: "0.16.0")
+    checkpoint = tiny_checkpoint(tmp_path)
+    _config(checkpoint, parallel__train__tp=4).validate()
+    with pytest.raises(ValueError, match="parallel.train.tp=4 exceeds the model's num_key_value_heads=2.*embedded"):
+        _config(checkpoint, training__backend="megatron", parallel__train__tp=4).validate()
+    sequences = dict(training__load_balancing="sequence", training__load_balancing_coef=1e-4)
+    _config(checkpoint, training__backend="megatron", **sequences).validate()
+
+
+VLLM = {"rollout__backend": "vllm", "device__kind": "emulated"}
+
+
+@pytest.fixture
+def vllm(monkeypatch):
+    """As where vLLM is installed."""
+    monkeypatch.setattr("fusion.inference.backends.support.installed_version", lambda: "0.27.1")
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (dict(algorithm__replay="rollout"), "algorithm.replay=rollout: vLLM"),
+        (dict(rollout__batch_invariant=True), "rollout.batch_invariant=true: vLLM"),
+        (dict(rollout__suspended_kv="keep"), "rollout.suspended_kv=keep: vLLM"),
+        (dict(rollout__suspended_kv="pool", rollout__chunk_tokens=4), "rollout.suspended_kv=pool: vLLM"),
+        (dict(rollout__drafts="siblings"), "rollout.drafts=siblings: vLLM"),
+        (PACED, "device.pace=qwen3_30b_a3b: "),
+        (dict(device__kind="cuda"), "device.kind=cuda: vLLM"),
+        (dict(parallel__infer__pp=2), "parallel.infer.pp=2: "),
+        (dict(parallel__infer__tp=4, parallel__infer__ep=2), "parallel.infer.ep=2 with etp=1: vLLM"),
+    ],
+)
+def test_the_vllm_backend_refuses_by_key_what_it_would_ignore(checkpoint, vllm, changes, message):
+    _config(checkpoint, **changes).validate()
+    _config(checkpoint, **VLLM).validate()
+    with pytest.raises(ValueError, match=f"{re.escape(message)}.*or rollout.backend=embedded"):
+        _config(checkpoint, **VLLM | changes).validate()
+
+
+def test_the_vllm_backend_generates_in_layouts_that_hold_every_expert_once(checkpoint, vllm):
+    for layout in (dict(tp=2, ep=2), dict(tp=2, ep=4), dict(ep=4), dict(tp=2, etp=2), dict(ep=2)):
+        changes = {f"parallel__infer__{axis}": size for axis, size in layout.items()}
+        _config(checkpoint, **VLLM, **changes).validate()
+
+
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_the_vllm_backend_takes_known_families_and_refuses_others_by_name(kind, vllm):
+    def check(device="emulated"):
+        check_vllm(family_config(kind), RolloutConfig(), Parallel(), device=DeviceConfig(device), replay="none")
+
+    if kind in VLLM_FAMILIES:
+        check()
+    if kind in VLLM_FAMILIES and kind not in MLA:
+        return check("npu")
+    with pytest.raises(ValueError, match=f"rollout.backend=vllm: .*{kind}.*or rollout.backend=embedded"):
+        check("npu")
+
+
+def test_vllm_that_is_not_installed_is_refused_with_the_command_that_installs_it(checkpoint, monkeypatch):
+    for version, problem in ((None, "is not installed"), ("0.11.0", r"is 0.11.0, expected 0.27.\*")):
+        monkeypatch.setattr("fusion.inference.backends.support.installed_version", lambda: version)  # noqa: B023
+        with pytest.raises(ValueError, match=f"vLLM {problem}; bash scripts/environment.sh --backend vllm, or rollout"):
+            _config(checkpoint, **VLLM).validate()
+    with pytest.raises(ValueError, match="rollout.backend='sglang': expected"):
+        _config(checkpoint, rollout__backend="sglang").validate()
+
+
+def test_a_backend_that_is_not_installed_is_refused_with_the_command_that_installs_it(checkpoint, monkeypatch):
+    for version, problem in ((None, "is not installed"), ("0.12.3", r"is 0.12.3, expected 0.16.\*")):
+        monkeypatch.setattr("fusion.training.backends.support.installed_version", lambda: version)  # noqa: B023
+        with pytest.raises(ValueError, match=rf"megatron-core {problem}; pip install megatron-core==0\.16\.1"):
+            _config(checkpoint, training__backend="megatron").validate()
+    with pytest.raises(ValueError, match="training.backend='nemo': expected"):
+        _config(checkpoint, training__backend="nemo").validate()
+
+
+@pytest.mark.parametrize("loggers", [None, 3, "wandb", [1], [["a"]]])
+def test_loggers_that_are_no_list_of_names_are_refused_by_key(loggers):
+    config = Config()
+    config.run.loggers = loggers
+    with pytest.raises(ValueError, match="^run.loggers=.*: expected a list of names"):
+        config.run.validate()

@@ -1,0 +1,190 @@
+"""Plan, simulation and run answer for one job: every key is read, irrelevant by a stated list, or refused by name."""
+
+import contextlib
+import copy
+import functools
+import io
+import json
+from dataclasses import asdict
+from fnmatch import fnmatchcase
+
+import pytest
+
+from fusion.costmodel.setup import PUBLISHED_WORKLOAD
+from fusion.resources import RECIPES
+from stalesync import planning
+from stalesync.job.config import Config
+from stalesync.job.job_arguments import IRRELEVANT, job_config, parse, unread_keys
+from stalesync.job.overrides import composed, known_keys, value_of
+from stalesync.job.workload import describe, lengths_of, workload_of
+from stalesync.simulator import command_line as simulator
+
+CONF = (RECIPES / "conf").absolute()
+JOB = """model=olmoe_7b cluster.hardware=ascend_910c cluster.npus=8 data.prompts_per_step=16 data.max_prompt_length=64
+algorithm.group_size=4 rollout.max_response_length=512 rollout.forced_median=64""".split()
+QUICK = {"data.prompts_per_step", "rollout.max_response_length"}
+HYBRID = ("fusion=hybrid", "stalesync.max_staleness=1", "run.steps=4")
+POOL = (*HYBRID, "rollout.suspended_kv=pool", "rollout.chunk_tokens=16")
+MANY = ("rollout.max_seqs=4096", "data.prompts_per_step=4096")
+COMMANDS = {"plan.py": planning, "simulate.py": simulator}
+CONTEXTS = {
+    "fusion.infer_cards": HYBRID,
+    "fusion.double_buffer": HYBRID,
+    "fusion.bucket_bytes": MANY,
+    "fusion.offload": HYBRID,
+    "stalesync.train_tokens": HYBRID,
+    "stalesync.lend": HYBRID,
+    "rollout.order": (*HYBRID, "rollout.max_seqs=2"),
+    "rollout.max_batch_tokens": ("rollout.max_seqs=16",),
+    "rollout.block_size": ("rollout.max_kv_tokens=1200", "rollout.max_seqs=8"),
+    "stalesync.max_staleness": ("run.steps=4",),
+    "rollout.suspended_kv": HYBRID,
+    "rollout.kv_spread": POOL,
+    "rollout.kv_pull_tokens": POOL,
+    "rollout.kv_fraction": MANY,
+}
+"""Arguments beside which a key has an effect; those of a simulation only are left out of a plan."""
+VALUES = {
+    "cluster.hardware": "h100",
+    "cluster.address": "auto",
+    "fusion.deployment": "hybrid",
+    "fusion.resident": "one",
+    "fusion.offload": "none",
+    "fusion.infer_cards": "2",
+    "training.recompute": "false",
+    "cluster.npus": "16",
+    "parallel.train.tp": "4",
+    "rollout.max_response_length": "1024",
+    "fusion.bucket_bytes": str(4 << 30),
+    "data.prompts_per_step": "32",
+    "model.path": "moonlight_16b_a3b",
+    "rollout.forced_spread": "[0.1,0.1,0.1]",
+    "rollout.order": "fifo",
+    "rollout.chunk_tokens": "16",
+    "rollout.suspended_kv": "keep",
+    "rollout.max_kv_tokens": "700",
+    "rollout.kv_fraction": "0.2",
+    "rollout.kv_spread": "0",
+    "rollout.kv_pull_tokens": "1",
+    "rollout.max_batch_tokens": "96",
+    "rollout.max_seqs": "2",
+    "rollout.block_size": "256",
+    "algorithm.kl_coef": "0.1",
+    "stalesync.train_tokens": "2000",
+    "data.rows": "7",
+}
+"""Other values of keys for which `other` finds none that is accepted, or has an effect."""
+
+
+def other(key):
+    """Another value of a key, as text."""
+    value = value_of(Config(), key)
+    if key in VALUES:
+        return VALUES[key]
+    if isinstance(value, bool):
+        return str(not value).lower()
+    if isinstance(value, int | float):
+        return str(value * 2 or 1)
+    return "[x]" if isinstance(value, list) else "1" if value is None else "other"
+
+
+@functools.cache
+def figures(command, arguments):
+    """What a command computes for arguments, without what it prints of these."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(io.StringIO()):
+        COMMANDS[command].answer([*arguments, "--json", "-"], RECIPES)
+    shown = json.loads(printed.getvalue())
+    return json.dumps({key: shown[key] for key in shown.keys() - {"notes", "workload", "config", "lengths"}})
+
+
+def arguments_of(command, key, *more):
+    replaced = {argument.split("=")[0] for argument in more} | ({"model"} if key == "model.path" and more else set())
+    context = CONTEXTS.get(key, ())
+    if command == "plan.py":
+        context = [one for one in context if one.split("=")[0] in {*planning.OPTIONS, *planning.READS}]
+    else:
+        context = ["run.steps=3", *context]
+    words = {word.split("=")[0]: word for word in (*JOB, *context)}
+    return (*(word for name, word in words.items() if name not in replaced), *more)
+
+
+def changed(config, key):
+    """The config with another value of a key."""
+    other_config = copy.deepcopy(config)
+    *path, name = key.split(".")
+    setattr(functools.reduce(getattr, path, other_config), name, object())
+    return other_config
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_key_is_read_or_irrelevant_or_refused(command):
+    reads, config, base = COMMANDS[command].READS, composed(CONF, []), composed(CONF, [])
+    irrelevant = {key for key in known_keys() if any(fnmatchcase(key, pattern) for pattern in IRRELEVANT)}
+    for key in known_keys():
+        found = unread_keys(changed(config, key), base, reads)
+        assert found == ([] if key in reads | irrelevant else [key])
+    assert all(any(fnmatchcase(key, pattern) for key in known_keys()) for pattern in IRRELEVANT)
+    matter = {key for key in known_keys() if key.startswith(("rollout.draft", "rollout.kv_", "queue.", "fusion."))}
+    assert not irrelevant & matter, "they change what a run takes"
+
+
+@pytest.mark.parametrize(
+    ("command", "key"),
+    [
+        pytest.param(name, key, marks=() if key in QUICK else pytest.mark.extended)
+        for name, module in COMMANDS.items()
+        for key in sorted(module.READS | ({*module.OPTIONS} & {*known_keys()}))
+    ],
+)
+def test_a_key_that_is_read_changes_the_figures(command, key):
+    assert figures(command, arguments_of(command, key, f"{key}={other(key)}")) != figures(
+        command, arguments_of(command, key)
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_key_that_is_not_modelled_is_refused_or_listed(command):
+    module = COMMANDS[command]
+
+    def of(*arguments):
+        parsed = parse([*JOB, *arguments], options=module.OPTIONS, flags=[], conf=CONF)
+        return job_config(parsed, CONF, command=command, reads=module.READS, defaults=module.DEFAULTS)
+
+    with pytest.raises(ValueError, match=f"rollout.drafts=siblings: expected none, as {command} does not model this"):
+        of("rollout.drafts=siblings")
+    assert of("rollout.drafts=siblings", "--job")[1][-1] == "not modelled: rollout.drafts=siblings"
+    assert of("model.dtype=bfloat16", "data=file", "data.source=x.jsonl", "run.name=x", "reward=math")
+    with pytest.raises(ValueError, match="model.dtype=float32: expected bfloat16"):
+        of("model=float32")
+
+
+def test_plan_simulation_and_run_share_one_workload():
+    config = composed(CONF, [word for word in JOB[3:]])
+    work = workload_of(config)
+    assert (work.samples, work.prompt, work.longest) == (64, 64, 512)
+    assert (
+        simulator.scenario_of(
+            parse(JOB, options=simulator.OPTIONS, flags=[], conf=CONF), RECIPES
+        ).config.data.prompts_per_step
+        * 4
+        == work.samples
+    )
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        planning.answer([*JOB, "--json", "-"], RECIPES)
+    shown = json.loads(printed.getvalue())
+    assert shown["workload"] == asdict(work) and describe(config) in shown["notes"]
+
+
+def test_lengths_that_are_not_stated_follow_a_stated_rule():
+    config = composed(CONF, ["rollout.max_response_length=8000"])
+    assert "a median of 1,000 (0.125 of it, as rollout.forced_median=null)" in describe(config)
+    lengths = lengths_of(config)
+    drawn = [length for one in range(4000) for length in lengths.of_members(f"e0-{one}", range(2))]
+    assert sum(drawn) / len(drawn) == pytest.approx(workload_of(config).response, rel=0.05)
+
+
+def test_the_published_workload_is_stated_by_arguments():
+    stated = """data.prompts_per_step=512 algorithm.group_size=16 data.max_prompt_length=78 rollout.forced_median=1577
+    rollout.forced_spread=[0,0,0] rollout.max_response_length=3072"""
+    assert workload_of(composed(CONF, stated.split())) == PUBLISHED_WORKLOAD

@@ -1,0 +1,56 @@
+"""Columns of samples: the values of each in order, those that are kept, and no reference that outlives a step."""
+
+import weakref
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fusion.rewards import RewardOutcome
+from stalesync.loop.sample_columns import SampleColumns
+from stalesync.prompts import Prompt
+from stalesync.scoring.samples import Sample
+
+NUMBERS = st.integers(0, 9)
+OUTCOMES = st.builds(RewardOutcome, NUMBERS.map(float)) | st.just(RewardOutcome(None, "raised"))
+
+
+@st.composite
+def samples_of_groups(draw):
+    samples = []
+    for number, outcome in enumerate(draw(st.lists(OUTCOMES, max_size=8))):
+        prompt = Prompt(f"g{number // 3}", (1, 2), "1+1=", "2")
+        sample = Sample(f"{prompt.id}/{number}", prompt, "2", *draw(st.tuples(NUMBERS, NUMBERS)))
+        sample.oldest, sample.newest, sample.outcome = *draw(st.tuples(NUMBERS, NUMBERS)), outcome
+        sample.cut = draw(st.booleans())
+        samples.append(sample)
+    return samples
+
+
+def rows(columns):
+    fields = columns.prompt_tokens, columns.response_tokens, columns.oldest, columns.newest, columns.cut
+    return list(zip(columns.ids, columns.groups, *fields, columns.rewards, columns.errors, columns.tokens, strict=True))
+
+
+def row(one):
+    versions, outcome = (one.oldest, one.newest), (one.outcome.reward, one.outcome.error)
+    return (one.id, one.prompt.id, one.prompt_tokens, one.response_tokens, *versions, one.cut, *outcome, one.tokens)
+
+
+@given(samples_of_groups(), st.data())
+def test_columns_have_the_values_of_the_samples_that_are_kept_in_order(samples, data):
+    columns = SampleColumns.of(samples)
+    assert rows(columns) == [row(one) for one in samples] and len(columns) == len(samples)
+    kept = data.draw(st.lists(st.booleans(), min_size=len(samples), max_size=len(samples)))
+    chosen = columns.where(kept)
+    assert list(chosen.samples) == [one for one, keeps in zip(samples, kept, strict=True) if keeps]
+    assert rows(chosen) == [row(one) for one in chosen.samples]
+    assert rows(columns.without_errors) == [row(one) for one in samples if one.outcome.error is None]
+
+
+@given(samples_of_groups())
+def test_columns_are_freed_when_their_step_ends_before_garbage_is_collected(samples):
+    columns = SampleColumns.of(samples)
+    assert columns.tokens is columns.tokens and len(columns.without_errors) <= len(columns)
+    freed = weakref.ref(columns)
+    del columns
+    assert freed() is None

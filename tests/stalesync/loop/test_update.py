@@ -1,0 +1,314 @@
+"""The update step against a real queue, with cards that only read: nothing is trained twice, lost, or read back."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from distqueue import LocalQueue, PackedBatch, SamplesLost
+from fusion.colocate import Worker
+from fusion.model import Parallel
+from fusion.rewards import RewardOutcome
+from fusion.telemetry import Metrics
+from fusion.training import AlgorithmConfig
+from fusion.training.algorithms import make_algorithm
+from stalesync.cards.stage_calls import RunningStage
+from stalesync.loop.sample_columns import SampleColumns
+from stalesync.loop.update import Updater
+from stalesync.prompts import Prompt
+from stalesync.scoring.samples import Sample
+
+GROUPS, GROUP = 3, 2
+READS = ("get", "get_async", "read", "stats")
+
+
+class Killed(Exception):
+    pass
+
+
+class ControllersQueue:
+    """The queue as the controller has it: it counts calls, and dies at a given one."""
+
+    def __init__(self, queue, dies_at=None):
+        self._queue, self._dies_at, self.calls = queue, dies_at, []
+
+    def __getattr__(self, name):
+        assert name not in READS, f"the update step reads back by {name!r}"
+
+        def call(*args):
+            self.calls.append(name)
+            if len(self.calls) == self._dies_at:
+                raise Killed(name)
+            return getattr(self._queue, name)(*args)
+
+        return call
+
+
+class TrainingCards:
+    """Reads what it is told to train, as a card does, and counts how often each sample was trained."""
+
+    def __init__(self, queue, dies=False):
+        self._queue, self._dies, self.trained, self.has_lost = queue, dies, [], False
+        self.num_samples = []
+        """Of each minibatch"""
+
+    def begin_each(self, calls):
+        for call in calls.values():
+            assert call.stage == Worker.train.__name__
+            self._train(*call.args)
+
+    def wait(self, running):
+        if self._dies:
+            raise Killed(Worker.train.__name__)
+        return [SimpleNamespace(has_lost=False), SimpleNamespace(has_lost=self.has_lost)]
+
+    def _train(self, minibatches):
+        for ids in minibatches:
+            self.num_samples.append(len(ids))
+            if ids:
+                batch = self._queue.read(ids, ["response", "advantage"])
+                assert list(batch.ids) == ids
+                self.trained += ids
+
+
+def _scored(lost=()):
+    groups = {}
+    for group in range(GROUPS):
+        prompt = Prompt(f"g{group}", (1, 2), "1+1=", "2")
+        for member in range(GROUP):
+            id = f"g{group}/{member}"
+            outcome = RewardOutcome(None, "raised") if id in lost else RewardOutcome(float(member))
+            sample = Sample(id, prompt, "2", 2, 3)
+            sample.outcome = outcome
+            groups.setdefault(prompt.id, []).append(sample)
+    return groups
+
+
+def _queue(groups, kind=LocalQueue):
+    queue = kind(["reward", "train"], lease_s=1000)
+    ids = [sample.id for members in groups.values() for sample in members]
+    queue.put(PackedBatch.from_samples([*ids, "other"], {"response": [torch.arange(3)] * (len(ids) + 1)}))
+    queue.ack("reward", queue.get("reward", ["response"], len(ids) + 1).ids)
+    return queue
+
+
+def _updater(queue, cards):
+    config = AlgorithmConfig(group_size=GROUP, minibatches=2)
+    spec = SimpleNamespace(algorithm=config, reference=None, train=Parallel(1), deployment=SimpleNamespace(train=(0,)))
+    view = SimpleNamespace(phase=lambda name: None)
+    algorithm = make_algorithm(config, 8)
+    parts = {"spec": spec, "cards": cards, "queue": queue, "view": view, "algorithm": algorithm}
+    return Updater(**parts, record_reports=lambda reports: None)
+
+
+def _update(updater, groups, meanwhile=lambda: None):
+    samples = SampleColumns.of([sample for members in groups.values() for sample in members])
+    return updater.train(list(groups), samples, 0, Metrics(), meanwhile)
+
+
+def _train(updater, groups):
+    _update(updater, groups)
+    updater.acknowledge()
+
+
+def test_every_scored_sample_is_claimed_written_trained_and_acknowledged_once():
+    groups = _scored(lost=["g1/0"])
+    queue = _queue(groups)
+    seen, cards = ControllersQueue(queue), TrainingCards(queue)
+    _train(_updater(seen, cards), groups)
+    assert sorted(cards.trained) == ["g0/0", "g0/1", "g1/1", "g2/0", "g2/1"]
+    assert seen.calls == ["drop", "claim", "put", "ack"]
+    figures = queue.stats()
+    assert figures["distqueue/ended/done"] == 5 and figures["distqueue/ended/dropped:reward_raised"] == 1
+    assert figures["distqueue/rows"] == 1, "a sample that the ledger did not name stays as it was"
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_further_work_is_done_once_while_the_cards_train_also_if_nothing_is_trained(trained):
+    order = []
+
+    class Ordered(TrainingCards):
+        def wait(self, running):
+            order.append("wait")
+            return []
+
+    groups = _scored([] if trained else [f"g{group}/{member}" for group in range(GROUPS) for member in range(GROUP)])
+    queue = _queue(groups)
+    _update(_updater(queue, Ordered(queue)), groups, lambda: order.append("meanwhile"))
+    assert order == (["meanwhile", "wait"] if trained else ["meanwhile"])
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("refused", [False, True])
+def test_training_begins_behind_a_reference_that_the_same_cards_compute(apart, refused):
+    order = []
+
+    class Ordered(TrainingCards):
+        def begin_each(self, calls):
+            ((stage, ids),) = {(call.stage, str(call.args[0])) for call in calls.values()}
+            order.append(f"begin {stage}")
+            if stage == Worker.train.__name__:
+                super().begin_each(calls)
+            return RunningStage(stage, (0,), {})
+
+        def wait(self, running):
+            order.append(f"wait {running.stage}")
+            return [SimpleNamespace(has_lost=False, reference_kl={})]
+
+    groups = _scored(lost=["g1/0"])
+    queue = _queue(groups)
+    if refused:
+        queue.claim("train", ["g2/1"])
+    cards = Ordered(queue)
+    updater = _updater(queue, cards)
+    updater.spec.algorithm = replace(updater.spec.algorithm, kl_coef=0.1, kl_in="loss")
+    updater.spec.reference = Parallel(1) if apart else None
+    updater.spec.deployment = SimpleNamespace(train=(0,), reference=(0,))
+    if refused:
+        with pytest.raises(ValueError, match="sample 'g2/1'"):
+            _update(updater, groups)
+        assert order == ["begin reference"] and not cards.trained
+        return
+    assert not _update(updater, groups, lambda: order.append("meanwhile"))
+    first = ["wait reference", "begin train"] if apart else ["begin train", "wait reference"]
+    assert order == ["begin reference", *first, "meanwhile", "wait train"]
+    assert sorted(cards.trained) == ["g0/0", "g0/1", "g1/1", "g2/0", "g2/1"]
+
+
+@pytest.mark.parametrize("minibatches", [2, 3])
+@pytest.mark.parametrize("failed", [["g0"], ["g2"], ["g0", "g1"], ["g1", "g2"]])
+def test_no_optimizer_step_is_made_without_samples(failed, minibatches):
+    groups = _scored(lost=[f"{group}/{member}" for group in failed for member in range(GROUP)])
+    queue = _queue(groups)
+    cards = TrainingCards(queue)
+    updater = _updater(queue, cards)
+    updater.spec.algorithm = replace(updater.spec.algorithm, minibatches=minibatches)
+    _train(updater, groups)
+    assert cards.num_samples == [GROUP] * (3 - len(failed)) or (minibatches, cards.num_samples) == (2, [2 * GROUP])
+
+
+@pytest.mark.parametrize("left", [0, 1])
+def test_what_is_accumulated_counts_for_the_first_minibatch_that_has_samples(left):
+    """Of three groups two are accumulated, of one of which no sample could be scored, and then ``left`` is trained."""
+    groups = _scored(lost=["g0/0", "g0/1"])
+    first, rest = {name: groups[name] for name in ("g0", "g1")}, dict([*groups.items()][2 : 2 + left])
+    queue = _queue(groups)
+    cards = TrainingCards(queue)
+    updater = _updater(queue, cards)
+    samples = SampleColumns.of([sample for members in first.values() for sample in members])
+    updater.train(list(first), samples, 0, Metrics(), update=False)
+    _train(updater, rest)
+    assert cards.num_samples == [GROUP, GROUP * left], "each step has gradients, if only accumulated ones"
+
+
+def test_samples_whose_reward_failed_are_dropped_in_one_call_per_error():
+    groups = _scored(lost=["g0/0", "g1/0"])
+    groups["g2"][0].outcome = RewardOutcome(None, "timeout")
+    queue = _queue(groups)
+    seen, cards = ControllersQueue(queue), TrainingCards(queue)
+    _train(_updater(seen, cards), groups)
+    assert seen.calls == ["drop", "drop", "claim", "put", "ack"]
+    assert sorted(cards.trained) == ["g0/1", "g1/1", "g2/1"]
+    figures = queue.stats()
+    assert figures["distqueue/ended/dropped:reward_raised"] == 2
+    assert figures["distqueue/ended/dropped:reward_timeout"] == 1
+
+
+def test_a_sample_that_was_trained_or_is_being_trained_is_refused_by_name_and_trained_by_nobody():
+    groups = _scored()
+    queue = _queue(groups)
+    queue.claim("train", ["g2/1"])
+    cards = TrainingCards(queue)
+    with pytest.raises(ValueError, match="sample 'g2/1': task 'train' has leased it already"):
+        _train(_updater(queue, cards), groups)
+    queue.ack("train", ["g2/1"])
+    with pytest.raises(ValueError, match="sample 'g2/1': done"):
+        _train(_updater(queue, cards), groups)
+    assert not cards.trained and queue.stats()["distqueue/train/leased"] == 0
+
+
+@pytest.mark.parametrize("dies_at", [1, 2, "train", 3])
+def test_an_update_that_is_killed_at_any_point_leaves_every_sample_untrained_in_the_queue(dies_at):
+    groups = _scored()
+    queue = _queue(groups)
+    seen = ControllersQueue(queue, dies_at)
+    with pytest.raises(Killed):
+        _train(_updater(seen, TrainingCards(queue, dies=dies_at == "train")), groups)
+    figures = queue.stats()
+    assert figures["distqueue/rows"] == 7 and "distqueue/ended/done" not in figures, "an ack is the last thing done"
+
+
+class LosingQueue(LocalQueue):
+    """Loses a sample when it is claimed, or when the cards read it."""
+
+    loses_at: tuple[str, list[str]] = ("", [])
+
+    def claim(self, task, ids):
+        self._lose("claim")
+        super().claim(task, ids)
+
+    def read(self, ids, columns):
+        self._lose("read")
+        return super().read(ids, columns)
+
+    def _lose(self, when):
+        if self.loses_at[0] == when:
+            self.lose(self.loses_at[1], "damaged")
+
+
+class CarefulCards(TrainingCards):
+    """Goes on without what was lost, as a card does."""
+
+    def _train(self, minibatches):
+        left = []
+        for ids in minibatches:
+            try:
+                self._queue.read(ids or ["other"], ["response"])
+            except SamplesLost as error:
+                self.has_lost = True
+                ids = [id for id in ids if id not in error.ids]
+            left += [ids] if ids else []
+        super()._train(left)
+
+
+@pytest.mark.parametrize("when", ["before", "claim", "read"])
+def test_what_is_lost_is_not_trained_and_the_rest_is(when):
+    groups = _scored()
+    queue = _queue(groups, LosingQueue)
+    lost = ["g0/1", "g2/0", "g2/1"]
+    if when == "before":
+        queue.lose(lost, "damaged")
+    queue.loses_at = when, lost
+    cards = CarefulCards(queue)
+    updater = _updater(queue, cards)
+    assert _update(updater, groups)
+    updater.acknowledge()
+    assert sorted(cards.trained) == ["g0/0", "g1/0", "g1/1"]
+    figures = queue.stats()
+    assert figures["distqueue/ended/done"] == 3 and figures["distqueue/ended/lost:damaged"] == 3
+    assert [one.id for one in queue.lost()] == lost
+
+
+@pytest.mark.parametrize("layout", [Parallel(4, tp=2), Parallel(8, tp=2, pp=2)])
+def test_every_card_is_sent_the_samples_of_its_replica_only(layout):
+    groups, ranks = _scored(), tuple(range(layout.world, 0, -1))
+    queue = _queue(groups)
+    updater = _updater(queue, sent := SentCalls())
+    updater.spec.train, updater.spec.deployment = layout, SimpleNamespace(train=ranks)
+    _update(updater, groups)
+    by_place = [sent.calls[rank].args[0] for rank in ranks]
+    for place, minibatches in enumerate(by_place):
+        first_of_replica = layout.coordinate("dp", place) * layout.tp
+        assert minibatches == by_place[first_of_replica]
+    replicas = [by_place[dp * layout.tp] for dp in range(layout.dp)]
+    ids = sorted(id for minibatches in replicas for ids in minibatches for id in ids)
+    assert ids == sorted(sample.id for members in groups.values() for sample in members)
+
+
+class SentCalls:
+    def begin_each(self, calls):
+        self.calls = calls
+
+    def wait(self, running):
+        return []

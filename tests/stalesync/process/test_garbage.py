@@ -1,0 +1,52 @@
+"""The threads of a process share arenas, and Ray's processes get the same bound and keep no record of calls."""
+
+import os
+import subprocess
+import sys
+
+from stalesync.process.garbage import ARENAS
+from stalesync.process.ray_cluster import bounding_memory
+from tests.machine import patience
+
+THREADS = """
+import ctypes, re, sys, threading
+from stalesync.process.garbage import share_arenas
+if "share" in sys.argv:
+    share_arenas()
+libc = ctypes.CDLL(None)
+libc.malloc.restype = libc.fdopen.restype = ctypes.c_void_p
+together = threading.Barrier(8)
+def allocate():
+    together.wait()
+    libc.malloc(1000)
+    together.wait()
+threads = [threading.Thread(target=allocate) for _ in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+file = open(sys.argv[1], "wb+")
+stream = ctypes.c_void_p(libc.fdopen(file.fileno(), b"w"))
+libc.malloc_info(0, stream)
+libc.fflush(stream)
+print(len(re.findall("<heap nr=", open(sys.argv[1]).read())))
+"""
+
+
+def num_arenas(tmp_path, *words):
+    command = [sys.executable, "-c", THREADS, str(tmp_path / "info"), *words]
+    inherited = {name: value for name, value in os.environ.items() if name != "MALLOC_ARENA_MAX"}
+    done = subprocess.run(command, text=True, capture_output=True, timeout=patience(30), check=True, env=inherited)
+    return int(done.stdout)
+
+
+def test_threads_share_arenas(tmp_path):
+    assert num_arenas(tmp_path, "share") <= ARENAS < num_arenas(tmp_path)
+
+
+def test_processes_of_ray_share_arenas_and_keep_no_record_of_calls(monkeypatch):
+    monkeypatch.setattr("os.environ", environment := {"MALLOC_ARENA_MAX": "7"})
+    with bounding_memory():
+        assert environment == {"MALLOC_ARENA_MAX": "7", "RAY_task_events_report_interval_ms": "0"}, "the user's setting"
+    assert environment == {"MALLOC_ARENA_MAX": "7"}, "nothing is left to processes that start later"
+    environment.clear()
+    with bounding_memory():
+        assert environment["MALLOC_ARENA_MAX"] == str(ARENAS)
