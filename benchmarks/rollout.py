@@ -4,7 +4,7 @@
     python benchmarks/rollout.py --only paced --steps 2
 
 paced: one step's requests on eight emulated cards of modelled speed, four engines, in every order of
-`fusion/rollout/order.py`: modelled tokens per second of generation, seconds of its tail (in which at most a tenth of
+`fusion/rollout/orders`: modelled tokens per second of generation, seconds of its tail (in which at most a tenth of
 the samples is left), and speed relative to `oracle`, which knows every length (`rollout_paced.py`).
 
 orders: every order in virtual time, on three workloads, with and without runaways (`rollout_orders.py`).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from dataclasses import dataclass, field
 from math import inf
 
@@ -18,7 +19,16 @@ FORCED_SPREAD = (0.89, 0.43, 0.01)
 """Of a published trace (`stalesync/prompts/lengths.py`)"""
 
 BACKENDS = ("embedded", "vllm")
-ORDERS = ("fifo", "least_generated", "context", "history", "oracle", "histopipe")
+ORDERS = {
+    "fifo": "fusion.rollout.orders.fifo:FifoOrder",
+    "least_generated": "fusion.rollout.orders.least_generated:LeastGeneratedOrder",
+    "context": "fusion.rollout.orders.context:ContextOrder",
+    "history": "fusion.rollout.orders.history:HistoryOrder",
+    "oracle": "fusion.rollout.orders.oracle:OracleOrder",
+    "histopipe": "fusion.rollout.orders.histopipe:HistoPipeOrder",
+}
+"""Module and class of each order of requests"""
+OWN_CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 DRAFT_BUDGETS = ("measured", "window")
 
 BLOCK_MULTIPLE = 16
@@ -59,12 +69,13 @@ class RolloutConfig:
     requests are batched together then depends on timing: at staleness 0 a run is bitwise repeatable only with
     batch_invariant."""
     order: str = "history"
-    """Which waiting request an engine receives next (`fusion/rollout/order.py`): `history` (the most tokens left,
+    """Which waiting request an engine receives next (`fusion/rollout/orders`): `history` (the most tokens left,
     estimated from the same row's last epoch and from finished responses of the group; while many responses run away, as
     `least_generated`), `fifo` (the oldest), `least_generated` (the one with the fewest tokens so far), `context` (Seer:
     one response of each group first, then the groups whose finished responses are longest); `oracle` (the most tokens
     left) only with forced_median; `histopipe` (RhymeRL: by the length in the last epoch, one step from short to long,
-    the next from long to short, on engines that each prefer a class of lengths) only with stalesync.max_staleness > 0.
+    the next from long to short, on engines that each prefer a class of lengths) only with stalesync.max_staleness > 0;
+    `module:Class`, a subclass of `fusion.rollout.orders.interface.Order` of your own (docs/rollout.md).
     With chunk_tokens it decides again after every chunk, otherwise only where a response begins; where nothing is known
     of lengths, `history` is then `fifo`."""
     length_classes: int = 4
@@ -170,7 +181,8 @@ class RolloutConfig:
         check.one_of("backend", BACKENDS)
         check.one_of("suspended_kv", SUSPENDED_KV)
         check.one_of("kv_remote", KV_REMOTE)
-        check.one_of("order", ORDERS)
+        known_order = self.order in ORDERS or OWN_CLASS.fullmatch(self.order) is not None
+        check.that("order", known_order, f"one of {', '.join(ORDERS)}, or module:Class")
         check.integer("length_classes", at_least=1)
         check.that(
             "order",

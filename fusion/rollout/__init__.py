@@ -1,8 +1,8 @@
 """Many engines as one: which request runs where, and what becomes of its tokens.
 
     buffer            the requests of all groups in flight, and which engine holds which       ┐
-    router            assigns groups to engines                                                │
-    order, histopipe  which waiting request is next, and which engine prefers it               │ pure
+    dispatch          assigns requests to engines                                              │
+    orders/           which waiting request is next, and which engine prefers it               │ pure
     types             what an engine's stage reports: suspended samples, answers               ┘
     engine_stage      runs one engine for a stage: steps, control calls, outputs to the queue
     partial_samples   suspended samples, kept in the queue until an engine resumes them

@@ -19,12 +19,12 @@ The first ``num_probes`` requests of a group run ahead (Seer's probes), so that 
 draft from. This is an order within an engine (`Entry.priority`) and no condition: where there is capacity, no request
 waits for a probe.
 
-Which waiting request comes next is decided by `order.py`, where it goes by this file. With bounds (`EngineRoom`) a
-request goes only where its prompt, its tokens so far and those of its next chunk fit, besides those of all requests
-that the engine has; if the next one fits nowhere, nothing goes. An engine without a request takes any.
+Which waiting request comes next is decided by an order (`orders/`), where it goes by `dispatch.py`. With bounds
+(`EngineRoom`) a request goes only where its prompt, its tokens so far and those of its next chunk fit, besides those of
+all requests that the engine has; if the next one fits nowhere, nothing goes. An engine without a request takes any.
 
 Cost, for n requests in progress and E engines to dispatch to: `finish` O(1) for each request (with an order that knows
-siblings, as in `waiting_requests.py`), `is_finished` and counts O(1); `suspend` O(log n); `dispatch`
+siblings, as in `orders/ranked.py`), `is_finished` and counts O(1); `suspend` O(log n); `dispatch`
 O(E + d (log n + log E)) for d requests that it dispatches. No other method but `of`, `forget_kv`, `state_dict` and,
 where engines share KV, `observe_new_weights` visits all requests.
 
@@ -41,14 +41,11 @@ from dataclasses import dataclass, field, fields
 from math import fsum
 from typing import Any, Literal, NamedTuple
 
-from fusion.rollout.assignment import assign_all, fill
-from fusion.rollout.engine_room import EngineRoom
-from fusion.rollout.histopipe import HistoPipeRequests
-from fusion.rollout.length_classes import HistoPipeSpec
+from fusion.rollout.dispatch import EngineRoom, PoolRouting, assign_all, fill
 from fusion.rollout.length_history import MAX_ROWS, LengthHistory, row_of
-from fusion.rollout.order import KNOWS_LAST_EPOCH, Lengths
-from fusion.rollout.router import PoolRouting
-from fusion.rollout.waiting_requests import WaitingRequests, make_waiting
+from fusion.rollout.orders import find_order
+from fusion.rollout.orders.interface import Lengths, OrderInputs
+from fusion.rollout.orders.length_classes import HistoPipeSpec
 
 State = Literal["waiting", "running", "finished"]
 
@@ -133,7 +130,7 @@ class RequestBuffer:
 
     Args:
         num_probes: requests of a group that run ahead of the others; 0: none.
-        order: in which they are dispatched, a key of `ORDERS`.
+        order: in which they are dispatched: a name as of `rollout.order`.
         exact_lengths: gives the lengths of all responses of a group, for the order `oracle`.
         pool: how engines share KV; None: they do not.
         max_rows: rows of the data of which lengths are kept, for orders that know the last epoch; 0: none comes a
@@ -150,7 +147,7 @@ class RequestBuffer:
         max_rows: int = MAX_ROWS,
         histopipe: HistoPipeSpec | None = None,
     ) -> None:
-        self._num_probes, self._order, self._exact_lengths, self._pool = num_probes, order, exact_lengths, pool
+        self._num_probes, self._exact_lengths, self._pool = num_probes, exact_lengths, pool
         self.entries: dict[str, Entry] = {}
         self._groups: dict[str, Group] = {}
         self._left_kv: dict[int, list[str]] = {}
@@ -158,9 +155,7 @@ class RequestBuffer:
         """Number of requests ever added"""
         self.history = LengthHistory(max_rows)
         """Lengths of the rows whose groups have ended, if the order knows them"""
-        self._waiting: WaitingRequests = (
-            make_waiting(order, self.history) if histopipe is None else HistoPipeRequests(histopipe)
-        )
+        self._waiting = find_order(order)(OrderInputs(self.history, histopipe))
         self._count: Counter[State] = Counter()
         self._held: defaultdict[int, Held] = defaultdict(Held)
         """Engine → what it has"""
@@ -300,7 +295,7 @@ class RequestBuffer:
                 groups.append(entry.group)
             if lost:
                 group.complete = False
-            elif self._order != "fifo":
+            else:
                 self._waiting.observe_finished(entry.group, num_tokens)
         self._count["running"] -= len(generated)
         self._count["finished"] += len(generated)
@@ -319,10 +314,9 @@ class RequestBuffer:
             del self.entries[entry.id]
         self._count["finished"] -= len(members) - removed.num_unfinished
         self._count["waiting"] -= removed.num_unfinished
-        if removed.num_unfinished or self._order != "fifo":
-            waiting = [entry for entry in members if entry.state == "waiting"] if removed.num_unfinished else []
-            self._waiting.discard(group, waiting)
-        if self._order in KNOWS_LAST_EPOCH and removed.complete and not removed.num_unfinished:
+        waiting = [entry for entry in members if entry.state == "waiting"] if removed.num_unfinished else []
+        self._waiting.discard(group, waiting)
+        if self._waiting.knows_last_epoch and removed.complete and not removed.num_unfinished:
             self.history.observe(members[0].position, row_of(group), [entry.generated for entry in members])
         return members
 
@@ -347,15 +341,14 @@ class RequestBuffer:
             entry.member = len(self._groups[entry.group].members)
             entry.behind = entry.member >= self._num_probes > 0
             self._insert(entry.group, entry.state, [entry])
-            if entry.state == "finished" and self._order != "fifo":
+            if entry.state == "finished":
                 self._waiting.observe_finished(entry.group, entry.generated)
         self._waiting.take_errors()  # they were reported before
 
     def _add_group(self, group: str, max_tokens: int, step: int) -> None:
         self._groups[group] = Group()
-        if self._order != "fifo":
-            lengths = Lengths(max_tokens, self.history.of(row_of(group)), self._exact_lengths(group), step=step)
-            self._waiting.add_group(group, lengths)
+        lengths = Lengths(max_tokens, self.history.of(row_of(group)), self._exact_lengths(group), step=step)
+        self._waiting.add_group(group, lengths)
 
     def _insert(self, group: str, state: State, entries: list[Entry]) -> None:
         """Adds requests of one group in one state, the newest of all."""

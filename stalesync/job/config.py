@@ -22,6 +22,7 @@ from fusion.model.options import LayoutConfig, ParallelConfig, PolicyModelConfig
 from fusion.npu.config import DeviceConfig
 from fusion.resources import SHAPES
 from fusion.rewards.config import RewardConfig
+from fusion.rollout.orders import find_order
 from fusion.telemetry.loggers import check_loggers
 from fusion.telemetry.validation import Checks
 from fusion.training.backends.support import check_megatron
@@ -298,6 +299,7 @@ class Config:
                 f"{self.fusion.deployment}, and stalesync.max_staleness > 0, not {self.stalesync.max_staleness}: "
                 "otherwise no engine continues while weights arrive"
             )
+        find_order(self.rollout.order)
         if self.rollout.order == "histopipe" and not self.stalesync.max_staleness:
             raise ValueError(
                 "rollout.order=histopipe: expected another one with stalesync.max_staleness=0, as it orders two steps "

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from fusion.rollout.length_classes import HistoPipeSpec
-from fusion.rollout.router import PoolRouting
+from fusion.rollout import HistoPipeSpec, PoolRouting
 from stalesync.policy.admission_spec import AdmissionSpec
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ the buffer's (`fusion/rollout/buffer.py`), for how many groups or requests `supp
 At staleness 0 without chunks engines receive all requests at the start, so that the batches of requests do not depend
 on timing. Otherwise requests are bound late: an engine has at most AHEAD[1] times the number of requests that it
 decodes at a time, of which the KV fits its cache, and receives more when it has no more than AHEAD[0] times that
-number. The remaining requests can go to any engine with capacity, in the order of `fusion/rollout/order.py`, and start
+number. The remaining requests can go to any engine with capacity, in an order of `fusion/rollout/orders`, and start
 no earlier (and so become no older) than necessary.
 
 The requests of an engine that has died are dispatched to the others. Where these have got their last requests, and

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from fusion.rollout.length_classes import HistoPipeSpec
-from fusion.rollout.router import PoolRouting
+from fusion.rollout import HistoPipeSpec, PoolRouting
 
 AHEAD = 1.25, 1.5
 """Bounds of an engine's requests, relative to the number that it decodes at a time: at or below the first it receives

@@ -93,6 +93,15 @@ def test_histopipe_needs_two_steps_in_progress(checkpoint):
         _config(checkpoint, rollout__length_classes=2).validate()
 
 
+@pytest.mark.parametrize(
+    ("order", "problem"),
+    [("shortest", "expected one of fifo, .*, or module:Class"), ("no_such_module:Shortest", "cannot be imported")],
+)
+def test_an_order_that_cannot_be_found_is_refused_before_a_worker_starts(checkpoint, order, problem):
+    with pytest.raises(ValueError, match=f"rollout.order=.{{0,1}}{order}.{{0,1}}: {problem}"):
+        _config(checkpoint, rollout__order=order).validate()
+
+
 def test_replay_needs_experts(checkpoint, tmp_path):
     for replay in ("train", "rollout"):
         _config(checkpoint, algorithm__replay=replay).validate()

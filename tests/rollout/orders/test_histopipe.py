@@ -1,4 +1,4 @@
-"""The invariants of `fusion.rollout.histopipe`, against a plain choice among all waiting requests."""
+"""The invariants of `fusion.rollout.orders.histopipe`, against a plain choice among all waiting requests."""
 
 from dataclasses import dataclass
 
@@ -6,9 +6,10 @@ import hypothesis.strategies as st
 from hypothesis import given, settings
 
 from fusion.rollout import EngineRoom, RequestBuffer
-from fusion.rollout.histopipe import NO_CLASS, HistoPipeRequests, ascends
-from fusion.rollout.length_classes import HistoPipeSpec
-from fusion.rollout.order import Lengths
+from fusion.rollout.length_history import LengthHistory
+from fusion.rollout.orders.histopipe import NO_CLASS, HistoPipeOrder, ascends
+from fusion.rollout.orders.interface import Lengths, OrderInputs
+from fusion.rollout.orders.length_classes import HistoPipeSpec
 
 MAX_TOKENS, ENGINES, SIZE, GROUP = 100, 5, 2, 5
 
@@ -38,7 +39,7 @@ def prefers(waiting, one, engine):
 @given(st.integers(1, 4), st.randoms(use_true_random=False))
 def test_random_events_take_each_request_once_and_the_next_one_that_an_engine_prefers(classes, random):
     spec = HistoPipeSpec(ENGINES, 4, SIZE, num_classes=classes)
-    waiting, there, running, groups = HistoPipeRequests(spec), {}, {}, {}
+    waiting, there, running, groups = HistoPipeOrder(OrderInputs(LengthHistory(), spec)), {}, {}, {}
     for event in range(150):
         match random.choice(["add", "take", "take for", "take for", "put back", "return", "finish", "discard"]):
             case "add":

@@ -1,4 +1,4 @@
-"""The invariants of `fusion.rollout.order` and `waiting_requests`, against a plain sort of all waiting requests."""
+"""The invariants of `fusion.rollout.orders`, against a plain sort of all waiting requests."""
 
 from dataclasses import dataclass
 
@@ -7,13 +7,22 @@ import pytest
 from hypothesis import given, settings
 
 from fusion.inference.config import ORDERS
-from fusion.rollout import order as order_module
+from fusion.rollout import EngineRoom, RequestBuffer
 from fusion.rollout.length_history import LengthHistory
-from fusion.rollout.order import HEDGE, OVERDUE, Lengths, remaining
-from fusion.rollout.stamped_heap import StampedHeap
-from fusion.rollout.waiting_requests import SERVE_STARVED, make_waiting
+from fusion.rollout.orders import find_order
+from fusion.rollout.orders.context import SERVE_STARVED
+from fusion.rollout.orders.history import HEDGE, OVERDUE, remaining
+from fusion.rollout.orders.interface import Lengths, Order, OrderInputs
+from fusion.rollout.orders.ranked import RankedOrder
+from fusion.rollout.orders.stamped_heap import StampedHeap
 
 MAX_TOKENS = 100
+PLAIN_ORDERS = sorted({*ORDERS} - {"histopipe"})
+"""Without the one that has a test of its own"""
+
+
+def make_waiting(name, history):
+    return find_order(name)(OrderInputs(history))
 
 
 @dataclass(eq=False)
@@ -76,7 +85,7 @@ class PlainOrder:
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.sampled_from(sorted(order_module.ORDERS)), st.integers(1, 4), st.randoms(use_true_random=False))
+@given(st.sampled_from(PLAIN_ORDERS), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_random_events_take_what_a_plain_sort_takes_and_each_request_once(name, group_size, random):
     history = LengthHistory()
     waiting, plain = make_waiting(name, history), PlainOrder(name)
@@ -133,8 +142,43 @@ def test_random_events_take_what_a_plain_sort_takes_and_each_request_once(name, 
             assert not waiting._served.keys() - groups.keys(), "nothing of an ended group stays"
 
 
-def test_every_order_can_be_chosen():
-    assert set(ORDERS) == {*order_module.ORDERS, "histopipe"}, "the last is in a file of its own"
+def test_every_order_is_found_by_its_name():
+    assert len({find_order(name) for name in ORDERS}) == len(ORDERS)
+
+
+class LongestPrompt(RankedOrder):
+    """An order of one's own."""
+
+    def rank(self, request, lengths):
+        return (-len(request.id),)
+
+
+def test_an_order_of_ones_own_is_found_by_module_and_class():
+    name = f"{__name__}:LongestPrompt"
+    assert find_order(name) is LongestPrompt
+    buffer = RequestBuffer(order=name)
+    for group in ("a", "bbb", "cc"):
+        buffer.add(group, [group], prompt_tokens=1, max_tokens=5)
+    (entries,) = buffer.dispatch([0], EngineRoom(9)).values()
+    assert [entry.id for entry in entries] == ["bbb", "cc", "a"]
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("no_such_module:Order", "cannot be imported"),
+        (f"{__name__}:NoSuchClass", "expected a subclass of"),
+        (f"{__name__}:Request", "expected a subclass of"),
+    ],
+)
+def test_what_is_no_order_is_refused(name, problem):
+    with pytest.raises(ValueError, match=f"rollout.order={name}: {problem}"):
+        find_order(name)
+
+
+def test_an_order_without_its_methods_is_not_created():
+    with pytest.raises(TypeError, match="abstract"):
+        Order(OrderInputs(LengthHistory()))
 
 
 def test_a_response_that_outgrows_its_estimate_is_taken_for_a_longer_one():
@@ -213,7 +257,7 @@ def test_a_starved_group_that_finds_no_room_is_next_until_it_does():
     assert waiting.take() is starved and waiting.take().group == "a"
 
 
-@pytest.mark.parametrize("name", sorted({*order_module.ORDERS} - {"fifo"}))
+@pytest.mark.parametrize("name", sorted({*PLAIN_ORDERS} - {"fifo"}))
 def test_stale_items_do_not_accumulate(name):
     waiting = make_waiting(name, LengthHistory())
     waiting.add_group("g", Lengths(MAX_TOKENS, exact=[50] * 100))

@@ -1,11 +1,11 @@
-"""The invariants of `fusion.rollout.length_classes`, against every other division of the engines."""
+"""The invariants of `fusion.rollout.orders.length_classes`, against every other division of the engines."""
 
 from itertools import combinations
 
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from fusion.rollout.length_classes import (
+from fusion.rollout.orders.length_classes import (
     ClassWork,
     ExpectedLength,
     HistoPipeSpec,

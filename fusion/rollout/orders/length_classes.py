@@ -9,9 +9,9 @@ all responses together take tokens / (engines x slots) steps or more, and every 
 
     time(n) = max(longest, tokens / (n x slots)) + c x tokens / n
 
-Invariants (property-tested in tests/rollout/test_length_classes.py): every class has a group, and at least one engine;
-every engine has one class; classes are in order of length; no other shares have a shorter longest class, equal ones
-among them. Cost, for n groups, C classes and E engines: O(n log n + E log C).
+Invariants (property-tested in tests/rollout/orders/test_length_classes.py): every class has a group, and at least one
+engine; every engine has one class; classes are in order of length; no other shares have a shorter longest class, equal
+ones among them. Cost, for n groups, C classes and E engines: O(n log n + E log C).
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ HistoPipe (RhymeRL, arXiv 2508.18588): the groups of a step are ranked by the le
 epoch, and divided into classes that the engines share out (`length_classes.py`). An engine that has the short responses
 of one step has the long ones of the next, and goes on to them without waiting: this needs a staleness bound of at least
 1. It prefers requests of its class, the oldest step's first; what its class's engines cannot take goes to any engine
-with capacity, so nothing waits while there is capacity (`assignment.py:fill`). A group whose row is not known counts as
+with capacity, so nothing waits while there is capacity (`dispatch.py:fill`). A group whose row is not known counts as
 the median, and belongs to no class: any engine takes it.
 
 Tail migration: a request belongs to no class either once 90 % of its class is finished and it has outgrown
@@ -22,20 +22,19 @@ length. A restored step is ranked again, of the groups that are left; directions
 Cost, for n waiting requests, C classes and s steps in progress: `add` O(1), `take` and `take_for` O(s C + log n), and
 once a step the cost of `plan_classes`.
 
-Invariants (property-tested in tests/rollout/test_histopipe.py): every request that is added is taken once, unless it is
-discarded; `take` returns the waiting request of the lowest rank, (step, ± expected length), the oldest of equals;
-`take_for` returns the one of the lowest rank of those without a class and those that have the
-engine's class in their step, and None only if there is none.
+Invariants (property-tested in tests/rollout/orders/test_histopipe.py): `take` returns the waiting request of the lowest
+rank, (step, ± expected length), the oldest of equals; `take_for` returns the one of the lowest rank of those without a
+class and those that have the engine's class in their step, and None only if there is none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
-from fusion.rollout.length_classes import ClassPlan, ExpectedLength, HistoPipeSpec, plan_classes
-from fusion.rollout.order import Lengths
-from fusion.rollout.stamped_heap import StampedHeap
+from fusion.rollout.orders.interface import Lengths, Order, OrderInputs
+from fusion.rollout.orders.length_classes import ClassPlan, ExpectedLength, HistoPipeSpec, plan_classes
+from fusion.rollout.orders.stamped_heap import StampedHeap
 
 if TYPE_CHECKING:
     from fusion.rollout.buffer import Entry
@@ -51,18 +50,22 @@ def ascends(step: int) -> bool:
     return step % 2 == 1
 
 
-class HistoPipeRequests:
-    """The waiting requests of all groups, as `WaitingRequests`, by step and class."""
+class HistoPipeOrder(Order):
+    """The waiting requests of all groups, by step and class."""
 
-    def __init__(self, spec: HistoPipeSpec) -> None:
-        self._spec = spec
+    knows_last_epoch: ClassVar[bool] = True
+    prefers_engines: ClassVar[bool] = True
+
+    def __init__(self, inputs: OrderInputs) -> None:
+        super().__init__(inputs)
+        assert inputs.histopipe is not None, "the order histopipe has settings"
+        self._spec = inputs.histopipe
         self._steps: dict[int, _Step] = {}
         self._step_of: dict[str, _Step] = {}
         self._new: dict[str, Entry] = {}
         """Requests that have been added since the last `take`, by id"""
         self._num_ranked = 0
         """Number of the others"""
-        self._errors: list[float] = []
 
     def __len__(self) -> int:
         return len(self._new) + self._num_ranked
@@ -79,11 +82,9 @@ class HistoPipeRequests:
         return self._take(range(NO_CLASS, self._spec.num_classes))
 
     def take_for(self, engine: int) -> Entry | None:
-        """Takes out the next request that this engine prefers; None: it prefers none."""
         return self._take(None, engine)
 
     def moves(self, request: Entry) -> bool:
-        """Whether a request leaves the engine that has its KV, if another one has more room."""
         return self._step_of[request.group].moves(request)
 
     def put_back(self, request: Entry) -> None:
@@ -106,10 +107,6 @@ class HistoPipeRequests:
         step.discard_group(group)
         if not step.groups:
             del self._steps[step.number]
-
-    def take_errors(self) -> list[float]:
-        errors, self._errors = self._errors, []
-        return errors
 
     def _take(self, classes: Sequence[int] | None, engine: int = 0) -> Entry | None:
         """Takes out the request of the lowest rank of these classes; None: of those of an engine."""

@@ -1,0 +1,44 @@
+"""The waiting requests of all groups, and which of them is dispatched next: one file per order. Pure.
+
+    interface          Order: what the request buffer asks of one; Lengths: what is known of a group's responses
+    ranked             RankedOrder: takes the lowest rank first; an order of one's own defines `rank`
+
+    order              the next request is …                                       it knows
+    fifo               the oldest                                                  nothing
+    least_generated    the one with the fewest tokens so far                       nothing
+    context            a probe; else one of the group with the longest estimate    finished siblings
+    history            the one with the most tokens left, by estimate              last epoch, finished siblings
+    oracle             the one with the most tokens left                           the length of every response
+    histopipe          shortest or longest first, in turn                          last epoch
+
+    stamped_heap       items by a rank that may change
+    length_classes     classes of groups by length, and their shares of the engines (`histopipe`)
+
+`rollout.order` is a name of `fusion.inference.config.ORDERS`, or `module:Class`, a subclass of `Order`. With chunks
+(`rollout.chunk_tokens`) a request returns to the buffer after each of them, so an order decides again and again;
+without, only where a response begins.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from fusion.inference.config import ORDERS
+from fusion.rollout.orders.interface import Order
+
+
+def find_order(name: str) -> type[Order]:
+    """Import the class of an order. ``name``: a key of `ORDERS`, or `module:Class`.
+
+    Raises:
+        ValueError: the module cannot be imported, or has no such subclass of `Order`.
+    """
+    module, _, cls = ORDERS.get(name, name).partition(":")
+    try:
+        found: Any = getattr(import_module(module), cls, None)
+    except Exception as error:  # whatever a module raises while it is imported, it cannot be used
+        raise ValueError(f"rollout.order={name}: cannot be imported: {type(error).__name__}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, Order)):
+        raise ValueError(f"rollout.order={name}: expected a subclass of fusion.rollout.orders.interface.Order")
+    return found
