@@ -14,7 +14,7 @@ import random
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -37,9 +37,11 @@ from stalesync.loop.controller import Controller
 from stalesync.loop.generation import Generation
 from stalesync.loop.groups import Groups
 from stalesync.loop.step_metrics import StepMetrics
+from stalesync.loop.step_rows import StepRows
 from stalesync.loop.update import Updater
 from stalesync.policy.admission import Admission
 from stalesync.policy.admission_spec import AdmissionSpec
+from stalesync.policy.pacing import PaceTally
 from stalesync.policy.staleness import StalenessLedger
 from stalesync.process.garbage import collecting_seldom
 from stalesync.prompts import Prompt
@@ -125,7 +127,7 @@ class NamedCards:
         def begin(stage: Any, *args: Any, **_: Any) -> Any:
             if args[0] == "infer":
                 self.version = args[1]
-            return SimpleNamespace(stage=stage.__name__, ranks=tuple(ranks))
+            return SimpleNamespace(stage=stage.__name__, ranks=tuple(ranks), died=False)
 
         def call(stage: Any, *args: Any, **options: Any) -> list[StageReport]:
             return self.wait(begin(stage, *args, **options))
@@ -249,12 +251,15 @@ def make_controller(groups: int, staleness: int, watch: Stopwatch, folder: Path)
         StalenessLedger(staleness, groups),
     )
     run_folder = RunFolder(folder, f"groups-{groups}-{staleness}")
-    view: Any = SimpleNamespace(begin_step=lambda *_: None, phase=lambda *_: None, note=lambda *_: None)
+    view: Any = SimpleNamespace(
+        begin_step=lambda *_: None, update=lambda *_: None, phase=lambda *_: None, note=lambda *_: None
+    )
     metrics = StepMetrics(spec.world, run_folder)
     rule = make_algorithm(algorithm, 512)
     share = InferenceShare(everyone, 0.9, SLOTS)
     groups_ = Groups(GROUP_SIZE, admission, scorer.prompts, rule, queue=queue, folder=run_folder)  # type: ignore[arg-type]
-    any_: dict[str, Any] = dict(cards=cards, queue=queue, view=view)
+    any_: dict[str, Any] = dict(cards=cards, queue=queue, view=view, source=NamedPrompts(watch), folder=run_folder)
+    updater = Updater(spec=spec, algorithm=rule, record_reports=metrics.take, cards=cards, queue=queue, view=view)  # type: ignore[arg-type]
     return Controller(
         config=SimpleNamespace(  # type: ignore[arg-type]
             run=SimpleNamespace(steps=1 << 20),
@@ -264,39 +269,22 @@ def make_controller(groups: int, staleness: int, watch: Stopwatch, folder: Path)
         ),
         restarts=SimpleNamespace(**dict.fromkeys(("check", "observe", "rejoin"), lambda: None)),  # type: ignore[arg-type]
         admission=admission,
-        source=NamedPrompts(watch),  # type: ignore[arg-type]
         scorer=scorer,
         groups=groups_,
         generation=Generation(spec, cards, scorer.prompts, metrics.take),  # type: ignore[arg-type]
-        updater=Updater(spec=spec, algorithm=rule, record_reports=metrics.take, **any_),
+        updater=updater,
+        rows=StepRows(
+            ledger=admission.ledger,
+            updater=updater,
+            step_metrics=metrics,
+            pace=PaceTally(None),
+            take_save_metrics=dict,
+            **any_,
+        ),
         desk=SimpleNamespace(read=lambda *_: "", share=share),  # type: ignore[arg-type]
         step_metrics=metrics,
-        folder=run_folder,
         **any_,
     )
-
-
-class Closing:
-    """In place of a run: closes each step once."""
-
-    def __init__(self, controller: Controller) -> None:
-        self._controller, self._begun, self._closed = controller, 0, 0
-
-    def step(self, step: int) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Returns the functions that begin to close a step and that end it."""
-
-        def begin() -> None:
-            if self._begun < step:
-                self._begun = step
-                self._controller.begin_close()
-
-        def end() -> None:
-            begin()
-            if self._closed < step:
-                self._closed = step
-                self._controller.end_close()
-
-        return begin, end
 
 
 def measure(groups: int, staleness: int, min_groups: int = 8192) -> dict[str, float]:
@@ -305,13 +293,12 @@ def measure(groups: int, staleness: int, min_groups: int = 8192) -> dict[str, fl
     watch = Stopwatch()
     with tempfile.TemporaryDirectory() as name:
         controller = make_controller(groups, staleness, watch, Path(name))
-        controller.train_step(1, lambda: None, lambda: None)
-        close = Closing(controller)
+        controller.train_step()
         steps = max(2, min_groups // groups)
         with collecting_seldom((staleness + 1) * groups * GROUP_SIZE):
             start_s, calls = watch.read_s(), controller.queue.calls  # type: ignore[attr-defined]
-            for step in range(2, 2 + steps):
-                controller.train_step(step, *close.step(step - 1))
+            for _ in range(steps):
+                controller.train_step()
             cpu_s, calls = watch.read_s() - start_s, controller.queue.calls - calls  # type: ignore[attr-defined]
         assert controller.admission.ledger.ended["trained"] == groups * (1 + steps), "all groups were trained"
         controller.folder.close()

@@ -13,7 +13,6 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +110,9 @@ def observe(record: str) -> None:
         calls[" ".join([method_name, *map(str, sent[:2])]) if method_name == "change" else method_name] += 1
         return make_call(self, method_name, *args, **options)
 
-    def recorded_step(
-        self: Controller, step: int, close_last: Callable[[], None], log_last: Callable[[], None]
-    ) -> None:
+    def recorded_step(self: Controller) -> None:
         calls.clear()
-        train_step(self, step, close_last, log_last)
+        train_step(self)
         line = {
             "calls": dict(calls),
             "memory": _anonymous_bytes(),

@@ -1,6 +1,5 @@
 """Check a job before it starts: what it reads, how it is scored, how much memory it takes, what its settings mean.
-Starts neither Ray nor a card; the part without estimates is the one that a run does itself (`launch.prepare`,
-`launch.start_rewards`)."""
+Starts neither Ray nor a card; the part without estimates is the one that a run does itself (`prepare.py`)."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from fusion.telemetry.memory import human_bytes
 from stalesync.job.config import Config
 from stalesync.job.tokenizer_folder import describe_masked
 from stalesync.job.workload import setup_of
-from stalesync.launch import prepare, start_rewards
+from stalesync.prepare import prepare, start_rewards
 from stalesync.prompts import Prompt, PromptSource
 
 log = logging.getLogger(__name__)

@@ -4,35 +4,32 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distqueue.config import QueueOptions
-from fusion.colocate import RewardModelSpec, Worker, WorkerSpec
-from fusion.colocate.frozen.retokenize import same_tokenizer
-from fusion.model import ModelConfig
+from fusion.colocate import Worker, WorkerSpec
 from fusion.npu.device import check_cards
 from fusion.resources import RECIPES, as_called
-from fusion.rewards import RewardPool, check_required_fields
-from fusion.rollout.detokenize import detokenizer_spec
-from fusion.rollout.kv_pool.pool import KVPoolSpec
+from fusion.rewards import RewardPool
 from fusion.telemetry import LiveView, RunFolder, report_run
 from fusion.telemetry.loggers import find_loggers
 from fusion.telemetry.run_folder import complete_checkpoints
-from stalesync.evaluation.files import EvalFile, OpenedFile, open_files, with_rewards
+from stalesync.evaluation.files import EvalFile
 from stalesync.job import savepoint
 from stalesync.job.config import Config
 from stalesync.job.resume import Reopened, check_changes, check_resume, check_weights, new_folder, reopen
 from stalesync.job.run_inputs import inputs_of
-from stalesync.job.tokenizer_folder import describe_masked, end_token_ids, load_tokenizer, masked_ids, num_ids
+from stalesync.job.tokenizer_folder import describe_masked
 from stalesync.job.workload import describe
+from stalesync.prepare import prepare, start_rewards
+from stalesync.process.failures import naming_queue
 from stalesync.process.garbage import share_arenas
 from stalesync.process.process_log import keeping_warnings, logging_to
 from stalesync.process.ray_cluster import check_token, ray_cluster
@@ -40,17 +37,19 @@ from stalesync.process.ray_folder import root_of
 from stalesync.process.ray_guard import Report
 from stalesync.process.run_log import Progress, RunLog
 from stalesync.process.stopping import acknowledging, blocking_signals, holding, ignore_stops, stoppable
-from stalesync.prompts import ChatTemplate, PromptSource
-from stalesync.scoring.terms import Term, call_once, check_reference_answers, check_term_fields, start_terms
+from stalesync.prompts import PromptSource
+from stalesync.scoring.terms import Term
 
 if TYPE_CHECKING:
-    from stalesync.loop.training_run import TrainingRun
+    from distqueue import DistQueue
+    from stalesync.cards.cards import Cards
+    from stalesync.scoring.scoring import Scorer
 
 log = logging.getLogger(__name__)
 
 IMPORTED_LATE = """ray distqueue.client stalesync.cards.cards stalesync.evaluation.evaluation
 stalesync.process.host_check stalesync.scoring.sources stalesync.scoring.scoring
-stalesync.cards.text_server stalesync.loop.training_run""".split()
+stalesync.cards.text_server stalesync.loop.build""".split()
 """What a run needs. Imported before it has a folder, when a signal can still end the process at once: an exception that
 a signal raises in an import may be lost, or leave half of a module"""
 
@@ -106,7 +105,7 @@ def launch(config: Config, *, evaluates: str = "") -> Path:
         if trains and model.num_experts:
             print(config.training.describe_balancing(model.router_aux_coef))
         folder.open_loggers(loggers, asdict(config))
-        _run(
+        Launch(
             config=config,
             spec=spec,
             source=source,
@@ -115,108 +114,106 @@ def launch(config: Config, *, evaluates: str = "") -> Path:
             logs=logs,
             progress=progress,
             report=report,
-            earlier=earlier,
+            earlier=earlier or Reopened(folder),
             inputs=inputs,
             files=files,
             terms=terms,
             trains=trains,
-        )
+        ).run()
     return folder.path
 
 
-def prepare(config: Config, model: ModelConfig) -> tuple[Any, PromptSource, list[OpenedFile], WorkerSpec]:
-    """Reads the tokenizer and every row of a job whose config is valid, and logs what its user may not expect. Returns
-    tokenizer, prompts, the files of its evaluations, and what the cards need.
+@dataclass(kw_only=True)
+class Launch:
+    """A job whose config and data are checked, and whose rewards have started: what is left is Ray and the cards.
 
-    Raises:
-        ValueError: something cannot be used, by key.
+    ``rule``, ``terms``: of the reward (`start_rewards`); ``progress``, ``report``: how far it has come, and how it
+    ended; ``earlier``: the run that it resumes; ``inputs``: what its checkpoints depend on; ``trains``: else it
+    evaluates the weights that it begins with.
     """
-    tokenizer = load_tokenizer(config.model.path, model)
-    source = PromptSource(config.data, tokenizer, config.run.seed, held_out=config.run.eval_prompts)
-    opened = open_files(config, tokenizer)
-    for line in source.template.describe(end_token_ids(tokenizer, model, config.model.path)):
-        log.warning("model.path: %s", line)
-    spec = worker_spec(config, model, tokenizer)
-    warn_if_endless(config, spec)
-    return tokenizer, source, opened, spec
 
+    config: Config
+    spec: WorkerSpec
+    source: PromptSource
+    rule: RewardPool | None
+    folder: RunFolder
+    logs: RunLog
+    progress: Progress
+    report: dict[str, Any]
+    earlier: Reopened
+    inputs: Mapping[str, Any] = field(default_factory=dict)
+    files: Sequence[EvalFile] = ()
+    terms: Sequence[Term] = ()
+    trains: bool = True
 
-def start_rewards(
-    stack: ExitStack, config: Config, source: PromptSource, opened: Sequence[OpenedFile], num_answers: int = 64
-) -> tuple[RewardPool | None, list[Term], list[EvalFile], list[str]]:
-    """Starts the processes of a job's rewards, which end with ``stack``, checks the fields of the data and up to
-    ``num_answers`` of its reference answers, and calls each reward once. Returns the reward itself (None: a reward
-    model), its terms, the files of the evaluations, and a line for each call.
+    def run(self) -> None:
+        """Start Ray and the cards, run the loop, and end all of them again."""
+        from stalesync.evaluation import Evaluation
+        from stalesync.loop.build import build_run
 
-    Raises:
-        ValueError: a reward cannot be loaded, lacks a field, returns no reward, or can match no reference answer.
-    """
-    rule = stack.enter_context(RewardPool(config.reward)) if config.reward.kind != "model" else None
-    if rule is not None:
-        check_required_fields(config.reward, rule.required_fields, source.fields)
-    terms = start_terms(config.reward, lambda reward, spec: stack.enter_context(RewardPool(reward, spec)))
-    check_term_fields(config.reward, terms, source.fields)
-    for line in check_reference_answers(rule, terms, source, num_answers):
-        log.warning("%s", line)
-    num_held_out = config.run.eval_prompts
-    held_out = source.evaluation(num_held_out) if num_held_out else []
-    files = with_rewards(
-        config,
-        opened,
-        held_out=held_out,
-        held_out_rows=source.counts(held_out, num_held_out),
-        rule=rule,
-        terms=terms,
-        start=lambda reward: stack.enter_context(RewardPool(reward)),
-        num_answers=num_answers,
-    )
-    (prompt,) = source.sample(1)
-    asked = {file.pool: (f"eval.files: {file.name!r}: ", file.prompts[0]) for file in files}
-    asked |= {term.pool: (f"reward.terms[{index}] ({term.spec.name}): ", prompt) for index, term in enumerate(terms)}
-    asked[rule] = "", prompt
-    pools = [(pool, *asked[pool]) for pool in reversed(asked) if pool is not None]
-    group_size = config.algorithm.group_size
-    return rule, terms, files, [call_once(pool, one, group_size=group_size, key=key) for pool, key, one in pools]
+        config, folder, progress, earlier = self.config, self.folder, self.progress, self.earlier
+        with ExitStack() as stack, acknowledging():
+            view = self._open_view(stack)
+            check_ray, queue = self._start_ray(stack, view)
+            cards, weights = self._start_cards(stack, view, check_ray, queue)
+            run = build_run(
+                config=config,
+                spec=self.spec,
+                cards=cards,
+                queue=queue,
+                source=self.source,
+                scorer=self._start_scorer(stack, cards, queue),
+                folder=folder,
+                view=view,
+                evaluation=Evaluation(
+                    config.eval,
+                    self.files,
+                    held_out=config.run.eval_prompts > 0,
+                    max_failed_share=config.reward.max_failed_share,
+                ),
+                inputs={**self.inputs, "weights": weights},
+            )
+            progress.current_step = lambda: min(run.step + 1, config.run.steps)
+            if earlier.checkpoint is not None:
+                progress.stage = "resume"
+                run.checkpoints.restore(earlier)
+            for line in folder.notes:
+                view.note(line)
+            progress.stage = "train"
+            # Also here, because nothing below can be relied on to end when Ray has failed.
+            stack.enter_context(self.logs.recording(progress, self.report, world=self.spec.world))
+            with naming_queue(check_ray):
+                try:
+                    run.run() if self.trains else run.run_evaluation()
+                except KeyboardInterrupt:
+                    self.report["next_steps"] = [how_to_resume(folder)] if self.trains else []
+                    raise
+                finally:
+                    self.report["notes"] += folder.notes
+            self.report["notes"] += [*earlier.notes, *run.notes()]
+            self.report["next_steps"] = next_steps(config, folder) if self.trains else []
 
-
-def _run(
-    *,
-    config: Config,
-    spec: WorkerSpec,
-    source: PromptSource,
-    rule: RewardPool | None,
-    folder: RunFolder,
-    logs: RunLog,
-    progress: Progress,
-    report: dict[str, Any],
-    earlier: Reopened | None = None,
-    inputs: Mapping[str, Any],
-    files: Sequence[EvalFile] = (),
-    terms: Sequence[Term] = (),
-    trains: bool = True,
-) -> None:
-    from distqueue import DistQueue
-    from distqueue.payload.sweep import memory
-    from stalesync.cards.cards import Cards
-    from stalesync.cards.kv_servers import kv_servers
-    from stalesync.cards.text_server import text_server
-    from stalesync.evaluation import Evaluation
-    from stalesync.loop.training_run import TASKS, TrainingRun
-    from stalesync.process.host_check import check_hosts
-    from stalesync.scoring.scoring import Scorer
-    from stalesync.scoring.sources import ModelReward, RewardSource, RuleReward, WeightedReward
-
-    with ExitStack() as stack, acknowledging():
-        earlier = earlier or Reopened(folder)
-        checkpoint, notes = earlier.checkpoint, earlier.notes
+    def _open_view(self, stack: ExitStack) -> LiveView:
+        checkpoint = self.earlier.checkpoint
         steps_done = 0 if checkpoint is None else savepoint.read(checkpoint)["step"]
         with blocking_signals():  # in the view's thread: the main thread is to receive them
-            view = stack.enter_context(LiveView(config.run.steps, title=folder.name, steps_done=steps_done))
-        for line in notes:
+            steps = self.config.run.steps
+            view = stack.enter_context(LiveView(steps, title=self.folder.name, steps_done=steps_done))
+        for line in self.earlier.notes:
             view.note(line)
+        return view
+
+    def _start_ray(self, stack: ExitStack, view: LiveView) -> tuple[Callable[[], None], DistQueue]:
+        """Start Ray and the queue; return a health check of Ray's processes, and the queue."""
+        from distqueue import DistQueue
+        from distqueue.payload.sweep import memory
+        from stalesync.loop.update import TASKS
+        from stalesync.process.host_check import check_hosts
+
+        config, folder = self.config, self.folder
         view.phase("start Ray and the workers")
-        progress.stage = "start Ray"
-        report_end = Report(str(folder.path), spec.world)
+        self.progress.stage = "start Ray"
+        report_end = Report(str(folder.path), self.spec.world)
         roots: list[Path | str] = [memory(), *filter(None, (config.queue.spill, config.rollout.kv_spill))]
 
         def show_report(outcome: str) -> None:
@@ -224,166 +221,66 @@ def _run(
             report_run(folder.path, outcome=outcome)
             sys.stdout.flush()
 
-        check_ray = stack.enter_context(ray_cluster(config.cluster.address, logs.ray, roots, report_end, show_report))
-        progress.stage = "compare the hosts"
+        address = config.cluster.address
+        check_ray = stack.enter_context(ray_cluster(address, self.logs.ray, roots, report_end, show_report))
+        self.progress.stage = "compare the hosts"
         models = {"model.path": config.model.path, "reward.model": config.reward.model}
         check_hosts(folder.path, models, config.cluster.stage_timeout_s)
         stack.enter_context(naming_queue(check_ray))
-        name = folder.name if config.cluster.address is None else f"{folder.name}-{os.getpid()}"
-        options = queue_options(config, folder)
         queue = DistQueue.create(
-            TASKS, options, name=name, checkpoint=savepoint.queue_of(None if earlier.ended else checkpoint)
+            TASKS,
+            queue_options(config, folder),
+            name=folder.name if address is None else f"{folder.name}-{os.getpid()}",
+            checkpoint=savepoint.queue_of(None if self.earlier.ended else self.earlier.checkpoint),
         )
         stack.callback(queue.close)
-        progress.stage = "start the workers"
-        texts = stack.enter_context(text_server(spec))
-        timeout_s = config.cluster.stage_timeout_s
-        peers = stack.enter_context(kv_servers(spec))
-        restarts = config.run.max_engine_restarts
-        cards = stack.enter_context(Cards(spec, queue, timeout_s, logs.of_rank, [check_ray], texts, restarts, peers))
-        progress.hosts = [str(host) for host in cards.hosts]
+        return check_ray, queue
+
+    def _start_cards(
+        self, stack: ExitStack, view: LiveView, check_ray: Callable[[], None], queue: DistQueue
+    ) -> tuple[Cards, Any]:
+        """Start the workers, which load the model; return them, and the checksums of its weights."""
+        from stalesync.cards.cards import Cards
+        from stalesync.cards.kv_servers import kv_servers
+        from stalesync.cards.text_server import text_server
+
+        self.progress.stage = "start the workers"
+        config, spec = self.config, self.spec
+        cards = stack.enter_context(
+            Cards(
+                spec,
+                queue,
+                config.cluster.stage_timeout_s,
+                self.logs.of_rank,
+                health_checks=[check_ray],
+                text_server=stack.enter_context(text_server(spec)),
+                max_engine_restarts=config.run.max_engine_restarts,
+                kv_peers=stack.enter_context(kv_servers(spec)),
+            )
+        )
+        self.progress.hosts = [str(host) for host in cards.hosts]
         descriptions = cards.prepare()
-        weights = check_weights(earlier, config.run, cards.on().call(Worker.checksums), view.note)
+        weights = check_weights(self.earlier, config.run, cards.on().call(Worker.checksums), view.note)
         view.note(f"{spec.world} x {descriptions[0]}; trains in {spec.train}, generates in {spec.infer}")
-        for file in files:
+        for file in self.files:
             if file.rows is not None:
                 view.note(f"evaluates {file.name}: {file.rows.describe()}")
         view.note(f"fusion.deployment={spec.deployment.name}: {spec.deployment.describe()}")
         for line in describe_masked(spec.masked_ids, spec.policy().vocab_size):
             view.note(line)
-        reward_source: RewardSource = RuleReward(rule) if rule is not None else ModelReward(cards, spec)
+        return cards, weights
+
+    def _start_scorer(self, stack: ExitStack, cards: Cards, queue: DistQueue) -> Scorer:
+        from stalesync.scoring.scoring import Scorer
+        from stalesync.scoring.sources import ModelReward, RewardSource, RuleReward, WeightedReward
+
+        config, rule, terms = self.config, self.rule, self.terms
+        source: RewardSource = RuleReward(rule) if rule is not None else ModelReward(cards, self.spec)
         if terms:
-            reward_source = WeightedReward(reward_source, config.reward.title, terms)
+            source = WeightedReward(source, config.reward.title, terms)
         needs_groups = any(pool.needs_group for pool in (rule, *(term.pool for term in terms)) if pool is not None)
         group_size = config.algorithm.group_size if needs_groups else None
-        scorer = stack.enter_context(Scorer(reward_source, queue, config.reward.max_failed_share, group_size))
-        run = TrainingRun(
-            config=config,
-            spec=spec,
-            cards=cards,
-            queue=queue,
-            source=source,
-            scorer=scorer,
-            folder=folder,
-            view=view,
-            evaluation=Evaluation(
-                config.eval,
-                files,
-                held_out=config.run.eval_prompts > 0,
-                max_failed_share=config.reward.max_failed_share,
-            ),
-            inputs={**inputs, "weights": weights},
-        )
-        progress.current_step = lambda: min(run.step + 1, config.run.steps)
-        progress.stage = "train" if checkpoint is None else "resume"
-        if checkpoint is not None:
-            _resume(run, earlier, spec)
-        for line in folder.notes:
-            view.note(line)
-        progress.stage = "train"
-        # Also here, because nothing below can be relied on to end when Ray has failed.
-        stack.enter_context(logs.recording(progress, report, world=spec.world))
-        with naming_queue(check_ray):
-            try:
-                run.run() if trains else run.run_evaluation()
-            except KeyboardInterrupt:
-                report["next_steps"] = [how_to_resume(folder)] if trains else []
-                raise
-            finally:
-                report["notes"] += folder.notes
-        report["notes"] += [*notes, *run.notes()]
-        report["next_steps"] = next_steps(config, folder) if trains else []
-
-
-def _resume(run: TrainingRun, earlier: Reopened, spec: WorkerSpec) -> None:
-    """Restores the run from a checkpoint."""
-    checkpoint = earlier.checkpoint
-    assert checkpoint is not None
-    run.restore(earlier)
-    run.view.note(f"resuming from {checkpoint}, step {run.step}")
-    if (saved_in := savepoint.layout_of(checkpoint)) != spec.train:
-        run.view.note(f"it was saved by {saved_in.world} cards in {saved_in}: masters and moments are resharded")
-
-
-@contextmanager
-def naming_queue(check_ray: Callable[[], None]) -> Iterator[None]:
-    """Raises the end of the queue as `QueueFailed`, unless it is a consequence of the end of Ray.
-
-    Raises:
-        RayEnded: by ``check_ray``.
-        QueueFailed: the queue has ended, or there is no space for it.
-    """
-    from distqueue import QueueClosed, StorageFull
-    from stalesync.process.failures import QueueFailed
-
-    try:
-        yield
-    except (QueueClosed, StorageFull) as error:
-        check_ray()
-        raise QueueFailed(error) from error
-
-
-def worker_spec(config: Config, model: ModelConfig, tokenizer: Any) -> WorkerSpec:
-    """Returns the part of the config that every card needs.
-
-    Raises:
-        ValueError: the reward model has fewer tokens than the policy's tokenizer, whose ids it would have to read.
-    """
-    deployment, fusion = config.deployment, config.fusion
-    turn_end = ChatTemplate(config.data, tokenizer).turn_end
-    ends = end_token_ids(tokenizer, model, config.model.path, turn_end)
-    reference = deployment.reference if fusion.score_cards else ()
-    return WorkerSpec(
-        seed=config.run.seed,
-        steps=config.run.steps * config.algorithm.minibatches,
-        model=config.model,
-        deployment=deployment,
-        train=config.train_layout,
-        infer=config.infer_layout,
-        fusion=fusion,
-        rollout=config.rollout,
-        training=config.training,
-        algorithm=config.algorithm,
-        device=config.device,
-        reference=config.score_layout(model, reference) if reference else None,
-        reward_model=_reward_model(config, tokenizer) if config.reward.model else None,
-        topology=config.cluster.topology,
-        pace=config.pace,
-        ahead=config.stalesync.max_staleness > 0,
-        detokenizer=detokenizer_spec(config.model.path, tokenizer, ends),
-        kv_pool=_kv_pool(config) if config.rollout.pools_kv else None,
-        masked_ids=masked_ids(tokenizer, model, ends),
-    )
-
-
-def _kv_pool(config: Config) -> KVPoolSpec:
-    return KVPoolSpec.of(config.rollout, run=secrets.token_hex(8), takes_suspended=config.pools_suspended)
-
-
-def _reward_model(config: Config, tokenizer: Any) -> RewardModelSpec:
-    path = config.reward.model
-    assert path is not None
-    model = ModelConfig.from_hf(path)
-    retokenize = not same_tokenizer(config.model.path, path)
-    if not retokenize and model.vocab_size < num_ids(tokenizer):
-        raise ValueError(
-            f"reward.model: {path} has vocab_size={model.vocab_size} and no tokenizer; the policy's tokenizer has "
-            f"{num_ids(tokenizer)} tokens"
-        )
-    return RewardModelSpec(path, config.score_layout(model, config.deployment.reward_model), retokenize)
-
-
-def warn_if_endless(config: Config, spec: WorkerSpec) -> None:
-    """Warns if nothing but the limit ends a response."""
-    rollout = config.rollout
-    assert spec.detokenizer is not None
-    if not (spec.detokenizer.end_token_ids or rollout.stop or rollout.forced_median):
-        log.warning(
-            "model.path: %s names no end token (eos_token_id): every response will be "
-            "rollout.max_response_length=%d tokens long; name one, or set rollout.stop",
-            config.model.path,
-            rollout.max_response_length,
-        )
+        return stack.enter_context(Scorer(source, queue, config.reward.max_failed_share, group_size))
 
 
 def queue_options(config: Config, folder: RunFolder) -> QueueOptions:

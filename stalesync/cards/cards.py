@@ -180,6 +180,12 @@ class Cards:
         """Whether an engine has died, and is not started again yet."""
         return self._watch.is_down(self.engines[engine][0])
 
+    @property
+    def living(self) -> list[int]:
+        """Ranks of the cards whose engine, if they have one, has not died or is started again."""
+        dead = {rank for engine, ranks in enumerate(self.engines) if self.is_down(engine) for rank in ranks}
+        return [rank for rank in range(self.world) if rank not in dead]
+
     def num_starts(self, rank: int) -> int:
         """Number of processes that this card has had."""
         return self._actors.num_starts[rank]

@@ -8,7 +8,7 @@
                                                      the logs beside it, written last: marks the checkpoint as complete
 
 The states of run and queue are taken while no engine runs, all generated samples are scored, and all that were scored
-or trained are acknowledged to the queue (`TrainingRun.cut`), so that no sample is scored or trained twice after a
+or trained are acknowledged to the queue (`Checkpoints.cut`), so that no sample is scored or trained twice after a
 restart.
 
 Only folders named `step-<number>` are checkpoints of the run: copies of any other name (`step-4-good`) are neither
@@ -36,6 +36,7 @@ from fusion.training.schedule import Schedule
 
 if TYPE_CHECKING:
     from distqueue import DistQueue
+    from fusion.telemetry import RunFolder
     from stalesync.job.config import Config
 
 NAME = "controller.json"
@@ -48,6 +49,11 @@ log = logging.getLogger(__name__)
 
 class NoWholeCheckpoint(ValueError):
     """A run has no checkpoint from which it can resume."""
+
+
+def path_of(folder: RunFolder, step: int) -> Path:
+    """Return the folder of the checkpoint after a step."""
+    return folder.checkpoints / f"step-{step}"
 
 
 def begin(target: Path, queue: DistQueue | None) -> None:

@@ -16,8 +16,7 @@ step when its training is done (acknowledge its samples, log its metrics) is don
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,8 +30,10 @@ from stalesync.loop.generation import Generation
 from stalesync.loop.groups import Groups
 from stalesync.loop.sample_columns import SampleColumns
 from stalesync.loop.sample_metrics import add_sample_metrics, add_staleness_metrics
+from stalesync.loop.step import Step
 from stalesync.loop.step_metrics import StepMetrics
-from stalesync.loop.update import TRAIN, Updater
+from stalesync.loop.step_rows import StepRows
+from stalesync.loop.update import Updater
 from stalesync.policy.admission import Admission
 from stalesync.policy.commands import (
     Accumulate,
@@ -47,7 +48,6 @@ from stalesync.policy.commands import (
     Train,
 )
 from stalesync.policy.tail import TAIL
-from stalesync.process import in_flight
 from stalesync.process.failures import logging_errors
 from stalesync.prompts import PromptSource
 from stalesync.scoring.samples import Sample
@@ -74,6 +74,7 @@ class Controller:
     updater: Updater
     desk: ControlDesk
     step_metrics: StepMetrics
+    rows: StepRows
     folder: RunFolder
     view: LiveView
     attention_ranks: int = 1
@@ -90,82 +91,59 @@ class Controller:
     """Time at which the cards began to switch for the engines"""
     _lost_polled_s: float = 0.0
     """Time at which the queue was last asked for lost samples"""
-    _closing: Future[dict[str, float]] | None = None
-    """The queue's figures after the last step, while it is being closed"""
-    _figures: dict[str, float] = field(default_factory=dict)
-    """Other figures of that step"""
     _unlogged: SampleColumns | None = None
     """Samples whose groups ended in this step, until `log_samples` records them"""
 
-    def train_step(self, step: int, close_last: Callable[[], None], log_last: Callable[[], None]) -> None:
-        """Runs step number ``step``, from 1.
+    last: Step = field(init=False)
+    """The last completed step. It is closed and logged while the cards switch for the next one"""
 
-        Args:
-            close_last: begins to close the step before it, unless that is done: called while the cards switch.
-            log_last: closes and logs that step, unless that is done: called while the cards generate, or before they
-                do anything else but switch.
-        """
-        start = time.perf_counter()
-        self.groups.step = step
-        self.view.begin_step(step)
-        if reply := self.desk.read(step, self._kv_tokens):
+    def __post_init__(self) -> None:
+        self.last = Step(0, self.rows, logged=True)
+
+    @property
+    def max_samples(self) -> int:
+        """Maximum number of samples in progress."""
+        return (self.config.stalesync.max_staleness + 1) * self.admission.ledger.groups_per_step * self.groups.size
+
+    def train_step(self) -> None:
+        """Run the step after `last`."""
+        start, step = time.perf_counter(), Step(self.last.number + 1, self.rows)
+        self.groups.step = step.number
+        self.view.begin_step(step.number)
+        if reply := self.desk.read(step.number, self._kv_tokens):
             self.view.note(reply)
         self.restarts.check()
-        for command in self.admission.step(self.config.run.steps - step + 1, self.desk.share):
-            if isinstance(command, Publish):
-                self.execute(command, meanwhile=log_last if command.beside else close_last)
-                continue
-            if not _only_starts(command):
-                log_last()
+        for command in self.admission.step(self.config.run.steps - self.last.number, self.desk.share):
+            if not (isinstance(command, Publish) or _only_starts(command)):
+                self.last.log()
             self.execute(command)
         seconds, metrics = time.perf_counter() - start, self.step_metrics.metrics
         metrics.update(throughput(self._num_tokens, seconds, self.config.cluster.npus))
         metrics.add("timing_s/step", seconds)
         self.step_metrics.take(self.scorer.take_reports())
+        self.last = step
 
-    def begin_close(self) -> None:
-        """Begins to close the last step: to acknowledge its samples to the queue. Its metrics may be added to until
-        `end_close`."""
-        self._figures = {**self.admission.ledger.metrics(), **self.source.metrics()}
-        self._closing = in_flight.begin(self._acknowledge)
-
-    def end_close(self) -> dict[str, float]:
-        """Returns the metrics of the step that `begin_close` has begun to close."""
-        assert self._closing is not None, "begin_close comes first"
-        figures = {**self._figures, **self._closing.result()}
-        self._figures, self._closing = {}, None
-        return self.step_metrics.close(self.cards.reported_until_ns, figures)
-
-    def take_metrics(self) -> dict[str, float]:
-        """Returns the metrics of the last step, which failed or is not closed, without the queue's: it may have
-        ended."""
-        figures = self._figures or {**self.admission.ledger.metrics(), **self.source.metrics()}
-        return self.step_metrics.close(self.cards.reported_until_ns, figures)
-
-    def _acknowledge(self) -> dict[str, float]:
-        """Acknowledges the samples of the last step; returns the queue's figures after it. In one call, which reaches
-        the queue before any sample of the next step does."""
-        trained = self.updater.take_trained()
-        return self.queue.ack_with_stats(TRAIN, trained) if trained else self.queue.stats()
-
-    def execute(self, command: Command, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Executes a command, and passes the results to `Admission`. ``meanwhile``: called by `Publish`,
-        while the cards switch and before their reports are taken."""
+    def execute(self, command: Command) -> None:
+        """Execute a command, and report its results to `Admission`."""
         if self.generation.publishing and not _only_starts(command):
             if not self.end_publish() and isinstance(command, Dispatch):
                 return  # its requests are among those that were returned
         start, share = time.perf_counter(), self.desk.share
         match command:
-            case Publish(beside=beside):
-                self.view.phase("send weights" if beside else "switch to infer")
-                if not beside:
-                    self.restarts.rejoin()
-                if not self.generation.publish(command, share, meanwhile):
+            case Publish(beside=()):
+                self.view.phase("switch to infer")
+                self.restarts.rejoin()
+                self.generation.begin_publish(command, share)
+                self.last.begin_close()
+                self._published_s = start
+                return  # its seconds are counted at its end
+            case Publish():
+                self.view.phase("send weights")
+                self.generation.begin_publish(command, share)
+                self.last.log()
+                if not self.generation.end_publish():
                     self.suspend([engine for engine in self.admission.running if not self.cards.is_down(engine)])
                     self.generation.recover()
-                if self.generation.publishing:  # its seconds are counted at its end
-                    self._published_s = start
-                    return
                 self._last_sample_s = time.perf_counter()
             case AdmitGroups(count):
                 self.groups.admit(self.source.next(count))
@@ -259,10 +237,12 @@ class Controller:
         metrics, ledger = self.step_metrics.metrics, self.admission.ledger
         samples, ended = self.groups.take(trained)
         self._unlogged = ended if self._unlogged is None else self._unlogged.merged(ended)
-        meanwhile = self.log_samples if update else (lambda: None)
         try:
             with self.cards.polling(self.keep_busy):
-                has_lost = self.updater.train(trained, samples, ledger.version, metrics, meanwhile, update=update)
+                training = self.updater.begin(trained, samples, ledger.version, metrics, update=update)
+                if update:
+                    self.log_samples()
+                has_lost = self.updater.finish(training, metrics)
         except BaseException:
             if self._unlogged is not None:  # it failed before the cards began to train
                 with logging_errors("logging the step's samples"):
@@ -319,6 +299,21 @@ class Controller:
         add_sample_metrics(metrics, samples)
         if samples:
             self.folder.log_samples(self.groups.step, samples.samples, _describe)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain JSON, between two steps. No engine has a request."""
+        state: dict[str, Any] = {"step": self.last.number, "prompts": self.source.state_dict()}
+        state |= {"share": self.desk.state_dict(), **self.admission.state_dict()}
+        return state | self.groups.state_dict() | self.scorer.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any], other_order: bool = False) -> None:
+        """Restore the state into this new object. ``other_order``: whether prompts may come in another order."""
+        self.last = Step(state["step"], self.rows, logged=True)
+        self.source.load_state_dict(state["prompts"], other_order)
+        self.desk.load_state_dict(state["share"])
+        self.admission.load_state_dict(state)
+        self.groups.load_state_dict(state)
+        self.scorer.load_state_dict(state, self.groups.scored)
 
 
 def _only_starts(command: Command) -> bool:

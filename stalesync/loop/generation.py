@@ -68,10 +68,10 @@ class Generation:
         self._lengths = ForcedLengths.of(spec.rollout, spec.seed)
         self._running: dict[int, RunningStage[StageReport]] = {}
         """Running `generate` stages by engine"""
-        self._publishing: RunningStage[StageReport] | None = None
-        """The switch for the engines, until its reports are taken"""
+        self._publishing: list[RunningStage[StageReport]] = []
+        """The switch for the engines, until its reports are taken; then the engines that receive while they generate"""
         self._returning: RunningStage[StageReport] | None = None
-        """The switch back to the training phase, likewise"""
+        """The switch back to the training phase, until its reports are taken"""
         self._to_recover: list[int] = []
         """Ranks that live, of a transfer of weights that has failed"""
         self._stopping = False
@@ -83,59 +83,50 @@ class Generation:
         self._warned_silent_s = 0.0
         """Seconds without a sample at the last warning"""
 
-    def publish(self, command: Publish, share: InferenceShare, meanwhile: Callable[[], None] = lambda: None) -> bool:
-        """Publishes the weights of a policy version to the engines of ``share``. If no engine runs, returns while the
-        cards switch: `dispatch` may start engines, and `end_publish` takes the reports. ``meanwhile``: called while the
-        cards switch, before any report is taken. Returns whether the engines have, or get, the weights: not if one has
-        died meanwhile; then the others are to be suspended, and `recover` must follow."""
+    def begin_publish(self, command: Publish, share: InferenceShare) -> None:
+        """Begin to publish the weights of a policy version to the engines of ``share``; `end_publish` must follow. If
+        no engine runs, `dispatch` may start engines behind the switch of the cards."""
         actor = self._spec.deployment.actor
-        if not command.beside:
-            self._lost = False
-            self._publishing = self._cards.on(actor).begin(Worker.switch, "infer", command.version, share)
-            meanwhile()
-            return True
         beside = [rank for engine in command.beside for rank in self._spec.engines[engine]]
-        others = [rank for rank in actor if rank not in beside]
+        if not beside:
+            self._lost = False
+            self._publishing = [self._cards.on(actor).begin(Worker.switch, "infer", command.version, share)]
+            return
+        others = self._cards.on([rank for rank in actor if rank not in beside])
         receiving = self._cards.on(beside).begin(Worker.receive, command.version, share)
-        switching = self._cards.on(others).begin(Worker.switch, "infer", command.version, share, while_generating=True)
-        meanwhile()
-        self._take_reports(self._cards.wait(switching))
-        reports = self._cards.wait(receiving)
-        if switching.died or receiving.died:
-            self._note_lost_transfer()
-            return False
-        self._take_reports(reports)
-        for running in self._running.values():
-            running.reported_until_ns = min(report.until_ns for report in reports)
-        return True
+        switching = others.begin(Worker.switch, "infer", command.version, share, while_generating=True)
+        self._publishing = [switching, receiving]
 
     @property
     def publishing(self) -> bool:
         """Whether cards switch for the engines, and their reports are not taken yet."""
-        return self._publishing is not None
+        return bool(self._publishing)
 
     def end_publish(self) -> bool:
-        """Waits until the cards have switched for the engines, and takes their reports. Returns whether they have: not
-        if an engine has died meanwhile: none that was started behind the switch runs, and `recover` must follow."""
-        assert self._publishing is not None, "the cards do not switch"
-        publishing, self._publishing = self._publishing, None
-        self._take_reports(self._cards.wait(publishing))
-        if publishing.died:
-            self._running.clear()
-            self._note_lost_transfer()
-        return not publishing.died
+        """Wait until the engines have the weights, and take the reports. Return whether they have: not if one has died
+        meanwhile. Then none that was started behind the switch runs, those that go on are to be suspended, and
+        `recover` must follow."""
+        assert self._publishing, "no weights are being published"
+        publishing, self._publishing = self._publishing, []
+        reports = []
+        for stage in publishing:
+            reports = self._cards.wait(stage)
+            self._take_reports(reports)
+        if any(stage.died for stage in publishing):
+            if len(publishing) == 1:
+                self._running.clear()
+            self._to_recover = [rank for rank in self._cards.living if rank in self._spec.deployment.actor]
+            return False
+        if len(publishing) > 1:  # the engines have received between two of their steps
+            for running in self._running.values():
+                running.reported_until_ns = min(report.until_ns for report in reports)
+        return True
 
     def recover(self) -> None:
         """Recovers the cards that live from a transfer of weights that has failed, when no engine runs any more. The
         weights are to be published again."""
         ranks, self._to_recover = self._to_recover, []
         self._cards.on(ranks).call(Worker.recover)
-
-    def _note_lost_transfer(self) -> None:
-        dead = {
-            rank for engine, ranks in enumerate(self._spec.engines) if self._cards.is_down(engine) for rank in ranks
-        }
-        self._to_recover = [rank for rank in self._spec.deployment.actor if rank not in dead]
 
     @property
     def returning(self) -> bool:

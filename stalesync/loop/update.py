@@ -36,6 +36,9 @@ log = logging.getLogger(__name__)
 TRAIN = "train"
 """The queue's task of training."""
 
+TASKS = ("reward", TRAIN)
+"""Tasks that must acknowledge a sample before the queue frees it."""
+
 
 class TrainQueue(Protocol):
     """The part of the queue's interface that an update uses: no method here returns payload."""
@@ -47,6 +50,19 @@ class TrainQueue(Protocol):
     def ack(self, task: str, ids: Sequence[str]) -> None: ...
 
     def drop(self, ids: Sequence[str], reason: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training under way. ``samples``: those that are trained; ``stage``: of the cards, None: there is nothing to
+    train; ``has_lost``: whether the queue had lost others; ``update``: whether the optimizer steps; ``begun_s``: by
+    `time.monotonic`."""
+
+    samples: SampleColumns
+    stage: RunningStage[StageReport] | None
+    has_lost: bool
+    update: bool = True
+    begun_s: float = 0.0
 
 
 @dataclass(kw_only=True)
@@ -69,27 +85,16 @@ class Updater:
         """Where the KL divergence from the reference is applied: `loss` or `reward`; None: there is no reference."""
         return self.spec.algorithm.kl_in if self.spec.algorithm.kl_coef > 0 else None
 
-    def train(
-        self,
-        groups: Sequence[str],
-        samples: SampleColumns,
-        version: int,
-        metrics: Metrics,
-        meanwhile: Callable[[], None] = lambda: None,
-        *,
-        update: bool = True,
-    ) -> bool:
-        """Trains policy ``version`` on all scored samples of these groups; drops samples whose reward failed, and
-        leaves out those that the queue has lost. `Controller` calls `acknowledge` when it closes the step.
+    def begin(
+        self, groups: Sequence[str], samples: SampleColumns, version: int, metrics: Metrics, *, update: bool = True
+    ) -> Training:
+        """Begin to train policy ``version`` on all scored samples of these groups; `finish` must follow. Drops samples
+        whose reward failed, and leaves out those that the queue has lost.
 
         Args:
             groups: in the order in which minibatches take them.
             samples: of these groups, in order of ids.
-            meanwhile: called once, while the cards train.
             update: False: the gradients of these samples are accumulated, for the next call's optimizer step.
-
-        Returns:
-            whether the queue had lost samples.
 
         Raises:
             ValueError: a sample has been trained, is being trained, or has been dropped.
@@ -109,10 +114,10 @@ class Updater:
         if running is not None and not (kept and self._trains_behind_reference):
             self._take_reference(running, metrics)
             running = None
+        has_lost = len(kept) < len(scored)
         if not kept and not (update and self._num_accumulated):
             log.warning("no sample of %d groups could be scored, nothing is trained on them", len(groups))
-            meanwhile()
-            return len(kept) < len(scored)
+            return Training(kept, None, has_lost)
         minibatches = self._minibatches(groups, kept) if update else [self._shares_of(kept)]
         calls = [
             stage_call(Worker.train, [shares[dp] for shares in minibatches], version=version, update=update)
@@ -122,13 +127,19 @@ class Updater:
         if running is not None:
             self._take_reference(running, metrics)
         self.view.phase("train")
-        with metrics.timer("train"):
-            meanwhile()
-            reports = self.cards.wait(training)
-            self.record_reports(reports)
-        self._trained += kept.ids
-        self._num_accumulated = 0 if update else self._num_accumulated + len({*kept.groups})
-        return len(kept) < len(scored) or any(report.has_lost for report in reports)
+        return Training(kept, training, has_lost, update, time.monotonic())
+
+    def finish(self, training: Training, metrics: Metrics) -> bool:
+        """Wait for a training that has begun; return whether the queue had lost samples. Its samples are acknowledged
+        when its step is closed."""
+        if training.stage is None:
+            return training.has_lost
+        reports = self.cards.wait(training.stage)
+        self.record_reports(reports)
+        metrics.add("timing_s/train", time.monotonic() - training.begun_s)
+        self._trained += training.samples.ids
+        self._num_accumulated = 0 if training.update else self._num_accumulated + len({*training.samples.groups})
+        return training.has_lost or any(report.has_lost for report in reports)
 
     def take_trained(self) -> list[str]:
         """Returns the trained samples that the caller acknowledges to the queue now."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -235,3 +235,20 @@ def logging_errors(task: str) -> Iterator[None]:
         yield
     except Exception:
         log.exception("%s failed after another failure", task)
+
+
+@contextmanager
+def naming_queue(check_ray: Callable[[], None]) -> Iterator[None]:
+    """Raise the end of the queue as `QueueFailed`, unless it is a consequence of the end of Ray.
+
+    Raises:
+        RayEnded: by ``check_ray``.
+        QueueFailed: the queue has ended, or there is no space for it.
+    """
+    from distqueue import QueueClosed, StorageFull
+
+    try:
+        yield
+    except (QueueClosed, StorageFull) as error:
+        check_ray()
+        raise QueueFailed(error) from error

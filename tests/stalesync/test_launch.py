@@ -14,7 +14,7 @@ from fusion.telemetry import RunFolder
 from stalesync import launch
 from stalesync.job import savepoint
 from stalesync.job.config import Config, RunConfig
-from stalesync.job.resume import new_folder, reopen
+from stalesync.job.resume import Reopened, new_folder, reopen
 from stalesync.process import failures
 from stalesync.process.failures import ClusterOpen, QueueFailed, RayEnded, RayNotStarted
 from stalesync.process.ray_cluster import has_token, keep_token, ray_cluster, token_file
@@ -82,7 +82,7 @@ def test_progress_begins_at_the_step_of_the_checkpoint(tmp_path, monkeypatch, re
     monkeypatch.setattr(launch, "LiveView", show)
     earlier = reopen(config.run)
     with new_folder(config.run) if earlier is None else earlier.folder as folder, pytest.raises(Shown) as shown:
-        launch._run(
+        launch.Launch(
             config=config,
             spec=None,
             source=None,
@@ -91,9 +91,8 @@ def test_progress_begins_at_the_step_of_the_checkpoint(tmp_path, monkeypatch, re
             logs=RunLog(folder.path),
             progress=Progress(),
             report={},
-            earlier=earlier,
-            inputs={},
-        )
+            earlier=earlier or Reopened(folder),
+        ).run()
     assert shown.value.args == (12, steps_done)
 
 
@@ -113,7 +112,7 @@ def test_shared_memory_or_a_disk_that_is_full_is_named_where_ray_ends(monkeypatc
 def test_a_queue_that_ends_while_it_starts_is_named():
     """As while the run trains: what is raised is then the queue's own error."""
     with pytest.raises(QueueFailed, match="the queue has failed: killed; with queue.durability=journal"):
-        with launch.naming_queue(lambda: None):
+        with failures.naming_queue(lambda: None):
             raise QueueClosed("killed")
 
 
@@ -220,7 +219,7 @@ def test_a_token_is_readable_by_its_user_only_and_never_replaced(tmp_path):
 
 def test_a_queue_that_fails_where_storage_is_full_names_it(monkeypatch):
     full = StorageFull("shared memory is full: /dev/shm/distqueue-1/s: 0 bytes are free")
-    with pytest.raises(QueueFailed, match=f"^the queue has failed: {full}$"), launch.naming_queue(lambda: None):
+    with pytest.raises(QueueFailed, match=f"^the queue has failed: {full}$"), failures.naming_queue(lambda: None):
         raise full
     monkeypatch.setattr(failures, "MIN_FREE_BYTES", 1 << 62)
     with pytest.raises(

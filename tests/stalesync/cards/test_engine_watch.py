@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from fusion.npu.failures import FailureKind, RankFailure
-from stalesync.cards.cards import engine_watch
+from stalesync.cards import engine_watch
 from stalesync.cards.engine_watch import EngineWatch
 from stalesync.policy.engine_deaths import EngineDeaths
 from stalesync.process.failures import FailedStage

@@ -1,8 +1,6 @@
 """Files and their rewards, without cards: what is refused before the start, scores, and failures by name."""
 
 import json
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 
@@ -12,13 +10,16 @@ from stalesync.evaluation import EvalConfig, Evaluation
 from stalesync.evaluation.files import open_files, with_rewards
 from stalesync.evaluation.results import FileResult
 from stalesync.job.config import Config
-from stalesync.loop.training_run import TrainingRun
+from stalesync.loop.controller import Controller
+from stalesync.loop.evaluator import Evaluator
+from stalesync.loop.step import Step
 from stalesync.policy.commands import Publish
 from stalesync.process.failures import CardFailed, RewardsFailed
 from stalesync.prompts import PromptSource, make_tokenizer
 from stalesync.prompts.rows import RowCounts
 from stalesync.scoring.scoring import Scorer
 from stalesync.scoring.sources import RuleReward
+from tests.stalesync.loop.fakes import Generation, make_controller
 
 REWARDS = """
 def exact(prompt, response, answer):
@@ -152,28 +153,29 @@ def test_a_file_whose_answers_a_rule_can_never_match_is_refused(opened):
 
 
 def test_a_card_that_fails_while_it_answers_leaves_a_note_of_the_file(opened):
-    run, commands = object.__new__(TrainingRun), []
-    run.evaluation, _ = opened({"name": "hard", "reward": "math"})
-    run.step, run.config = 3, Config()
-    run.admission = SimpleNamespace(ledger=SimpleNamespace(version=3))
-    run.loop = SimpleNamespace(
-        settle=lambda: commands.append("settle"),
-        execute=commands.append,
-        end_publish=lambda: True,
-        restarts=SimpleNamespace(num_restarts=0),
-    )
-    run.step_metrics = SimpleNamespace(excluded=nullcontext)
-    run.view = SimpleNamespace(phase=lambda _: None)
-    run.desk = SimpleNamespace(share=SimpleNamespace(engines=[0]))
+    commands = []
 
-    def answer(*_, **__):
-        raise CardFailed("rank 0 failed in stage 'answer'")
+    class Settling(Controller):
+        def settle(self):
+            commands.append("settle")
 
-    run.generation = SimpleNamespace(answer=answer)
+        def execute(self, command):
+            commands.append(command)
+
+        def end_publish(self):
+            return True
+
+    class Failing(Generation):
+        def answer(self, *_, **__):
+            raise CardFailed("rank 0 failed in stage 'answer'")
+
+    loop = make_controller([], kind=Settling, generation=Failing([]))
+    loop.last = Step(3, loop.rows, logged=True)
+    evaluation, _ = opened({"name": "hard", "reward": "math"})
     with pytest.raises(CardFailed) as failed:
-        run.evaluate()
-    assert commands == ["settle", Publish(3)], "samples in progress are settled before the engines answer"
-    assert failed.value.__notes__ == [f"evaluation of {run.evaluation.files[0].describe()} after step 3"]
+        Evaluator(evaluation=evaluation, loop=loop, rows=loop.rows, by_model=False, last=9).evaluate()
+    assert commands == ["settle", Publish(0)], "samples in progress are settled before the engines answer"
+    assert failed.value.__notes__ == [f"evaluation of {evaluation.files[0].describe()} after step 3"]
 
 
 def test_every_row_of_a_file_is_accounted_for_in_words_metrics_and_results(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from fusion.model import ModelConfig
 from stalesync.job.config import Config
 from stalesync.job.tokenizer_folder import describe_masked, end_token_ids, load_tokenizer, masked_ids
-from stalesync.launch import warn_if_endless, worker_spec
+from stalesync.prepare import warn_if_endless, worker_spec
 from stalesync.prompts import make_tokenizer
 from tests.helpers import tiny_checkpoint
 

@@ -162,18 +162,20 @@ def test_new_weights_are_received_beside_by_engines_that_go_on():
     made, cards = _generation()
     share = InferenceShare((0, 1), 0.5, 4)
     del cards.begun[:]
-    made.publish(Publish(3, beside=(1,)), share, lambda: cards.begun.append("meanwhile"))
+    made.begin_publish(Publish(3, beside=(1,)), share)
+    assert len(cards.begun) == 2 and made.publishing
+    assert made.end_publish() and not made.publishing
     assert cards.begun[:2] == [
         ("receive", [2, 3], 3, share),
         ("switch", [0, 1], "infer", 3, share, "while_generating"),
     ]
-    assert cards.begun[2:] == ["meanwhile", ("wait", (0, 1)), ("wait", (2, 3))]
+    assert cards.begun[2:] == [("wait", (0, 1)), ("wait", (2, 3))]
     assert [running.reported_until_ns for running in made._running.values()] == [7, 7]
     del cards.begun[:]
-    made.publish(Publish(4), share, lambda: cards.begun.append("meanwhile"))
-    assert cards.begun == [("switch", [0, 1, 2, 3], "infer", 4, share), "meanwhile"] and made.publishing
+    made.begin_publish(Publish(4), share)
+    assert cards.begun == [("switch", [0, 1, 2, 3], "infer", 4, share)] and made.publishing
     made.end_publish()
-    assert cards.begun[2:] == [("wait", (0, 1, 2, 3))] and not made.publishing
+    assert cards.begun[1:] == [("wait", (0, 1, 2, 3))] and not made.publishing
 
 
 def test_cards_that_train_switch_behind_the_stages_that_they_run():

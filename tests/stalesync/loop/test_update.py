@@ -57,6 +57,7 @@ class TrainingCards:
         for call in calls.values():
             assert call.stage == Worker.train.__name__
             self._train(*call.args)
+        return RunningStage(Worker.train.__name__, tuple(calls), {})
 
     def wait(self, running):
         if self._dies:
@@ -102,9 +103,10 @@ def _updater(queue, cards):
     return Updater(**parts, record_reports=lambda reports: None)
 
 
-def _update(updater, groups, meanwhile=lambda: None):
-    samples = SampleColumns.of([sample for members in groups.values() for sample in members])
-    return updater.train(list(groups), samples, 0, Metrics(), meanwhile)
+def _update(updater, groups, *, update=True):
+    samples, metrics = SampleColumns.of([sample for members in groups.values() for sample in members]), Metrics()
+    training = updater.begin(list(groups), samples, 0, metrics, update=update)
+    return updater.finish(training, metrics)
 
 
 def _train(updater, groups):
@@ -125,18 +127,23 @@ def test_every_scored_sample_is_claimed_written_trained_and_acknowledged_once():
 
 
 @pytest.mark.parametrize("trained", [True, False])
-def test_further_work_is_done_once_while_the_cards_train_also_if_nothing_is_trained(trained):
-    order = []
+def test_the_cards_train_before_they_are_awaited_and_nobody_waits_if_nothing_is_trained(trained):
+    class Waiting(TrainingCards):
+        waits = 0
 
-    class Ordered(TrainingCards):
         def wait(self, running):
-            order.append("wait")
-            return []
+            self.waits += 1
+            return super().wait(running)
 
     groups = _scored([] if trained else [f"g{group}/{member}" for group in range(GROUPS) for member in range(GROUP)])
-    queue = _queue(groups)
-    _update(_updater(queue, Ordered(queue)), groups, lambda: order.append("meanwhile"))
-    assert order == (["meanwhile", "wait"] if trained else ["meanwhile"])
+    queue, metrics = _queue(groups), Metrics()
+    cards = Waiting(queue)
+    updater = _updater(queue, cards)
+    samples = SampleColumns.of([sample for members in groups.values() for sample in members])
+    training = updater.begin(list(groups), samples, 0, metrics)
+    assert cards.waits == 0 and len(cards.trained) == len(training.samples) == (GROUPS * GROUP if trained else 0)
+    assert not updater.finish(training, metrics) and cards.waits == trained
+    assert ("timing_s/train" in metrics.result()) == trained
 
 
 @pytest.mark.parametrize("apart", [False, True])
@@ -148,9 +155,7 @@ def test_training_begins_behind_a_reference_that_the_same_cards_compute(apart, r
         def begin_each(self, calls):
             ((stage, ids),) = {(call.stage, str(call.args[0])) for call in calls.values()}
             order.append(f"begin {stage}")
-            if stage == Worker.train.__name__:
-                super().begin_each(calls)
-            return RunningStage(stage, (0,), {})
+            return super().begin_each(calls) if stage == Worker.train.__name__ else RunningStage(stage, (0,), {})
 
         def wait(self, running):
             order.append(f"wait {running.stage}")
@@ -170,9 +175,9 @@ def test_training_begins_behind_a_reference_that_the_same_cards_compute(apart, r
             _update(updater, groups)
         assert order == ["begin reference"] and not cards.trained
         return
-    assert not _update(updater, groups, lambda: order.append("meanwhile"))
+    assert not _update(updater, groups)
     first = ["wait reference", "begin train"] if apart else ["begin train", "wait reference"]
-    assert order == ["begin reference", *first, "meanwhile", "wait train"]
+    assert order == ["begin reference", *first, "wait train"]
     assert sorted(cards.trained) == ["g0/0", "g0/1", "g1/1", "g2/0", "g2/1"]
 
 
@@ -196,8 +201,7 @@ def test_what_is_accumulated_counts_for_the_first_minibatch_that_has_samples(lef
     queue = _queue(groups)
     cards = TrainingCards(queue)
     updater = _updater(queue, cards)
-    samples = SampleColumns.of([sample for members in first.values() for sample in members])
-    updater.train(list(first), samples, 0, Metrics(), update=False)
+    _update(updater, first, update=False)
     _train(updater, rest)
     assert cards.num_samples == [GROUP, GROUP * left], "each step has gradients, if only accumulated ones"
 

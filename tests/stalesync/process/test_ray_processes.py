@@ -14,9 +14,8 @@ from contextlib import closing
 import pytest
 
 from distqueue import QueueClosed
-from stalesync.launch import naming_queue
 from stalesync.process import ray_processes
-from stalesync.process.failures import QueueFailed, RayEnded
+from stalesync.process.failures import QueueFailed, RayEnded, naming_queue
 from stalesync.process.ray_processes import GIVE_UP_S, WATCH_S, RayProcesses, children_of, watching_end, watching_start
 from stalesync.process.stopping import acknowledging, raise_in_main, stoppable
 from tests.machine import patience, wait_for, within

@@ -13,7 +13,7 @@ from fusion.model import ModelConfig
 from fusion.resources import RECIPES
 from stalesync.job.config import Config
 from stalesync.job.overrides import composed
-from stalesync.launch import worker_spec
+from stalesync.prepare import worker_spec
 from stalesync.prompts import ChatTemplate, DataConfig, PromptSource
 from tests import machine
 from tests.helpers import tiny_checkpoint

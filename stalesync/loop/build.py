@@ -1,0 +1,138 @@
+"""Build a training run from its config, its cards and its queue."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from distqueue import DistQueue
+from fusion.colocate import WorkerSpec
+from fusion.telemetry import LiveView, RunFolder
+from fusion.training.algorithms import make_algorithm
+from stalesync.cards.cards import Cards
+from stalesync.evaluation import Evaluation
+from stalesync.job.config import Config
+from stalesync.job.control import ControlDesk
+from stalesync.job.decision_settings import admission_spec
+from stalesync.loop.checkpoints import Checkpoints
+from stalesync.loop.controller import Controller
+from stalesync.loop.engine_restarts import EngineRestarts
+from stalesync.loop.evaluator import Evaluator
+from stalesync.loop.generation import Generation
+from stalesync.loop.groups import Groups
+from stalesync.loop.saving import Saver
+from stalesync.loop.step_metrics import StepMetrics
+from stalesync.loop.step_rows import StepRows
+from stalesync.loop.training_run import TrainingRun
+from stalesync.loop.update import Updater
+from stalesync.policy.admission import Admission
+from stalesync.policy.pacing import PaceTally
+from stalesync.policy.reward_history import RewardHistory
+from stalesync.policy.staleness import StalenessLedger
+from stalesync.process.hosts import number_hosts
+from stalesync.prompts import PromptSource
+from stalesync.scoring.scoring import Scorer
+
+
+def build_run(
+    *,
+    config: Config,
+    spec: WorkerSpec,
+    cards: Cards,
+    queue: DistQueue,
+    source: PromptSource,
+    scorer: Scorer,
+    folder: RunFolder,
+    view: LiveView,
+    evaluation: Evaluation,
+    inputs: Mapping[str, Any],
+) -> TrainingRun:
+    """Return a run that has not begun. ``inputs``: what it depends on (`run_inputs.py`), kept in its checkpoints."""
+    algorithm = make_algorithm(config.algorithm, config.rollout.max_response_length)
+    settings = admission_spec(
+        config,
+        spec,
+        scores_beside=scorer.concurrent,
+        filters=algorithm.filters,
+        by_group=algorithm.by_group,
+        num_rows=source.num_rows or 0,
+        machines=number_hosts(cards.hosts),
+    )
+    stalesync = config.stalesync
+    ledger = StalenessLedger(stalesync.max_staleness, config.data.prompts_per_step, stalesync.train_tokens)
+    admission = Admission(settings, ledger)
+    rewards = RewardHistory(settings.num_rows) if config.rollout.drafts_history else None
+    step_metrics, saver, pace = StepMetrics(spec.world, folder), Saver(), PaceTally(spec.pace)
+    cards.health_checks.append(saver.check)
+    groups = Groups(
+        size=config.algorithm.group_size,
+        admission=admission,
+        prompts=scorer.prompts,
+        algorithm=algorithm,
+        queue=queue,
+        folder=folder,
+        rewards=rewards,
+    )
+    generation = Generation(
+        spec,
+        cards,
+        prompts=scorer.prompts,
+        take_reports=step_metrics.take,
+        on_ended_chunks=scorer.wake,
+        rewards=rewards,
+    )
+    updater = Updater(
+        spec=spec, cards=cards, queue=queue, view=view, algorithm=algorithm, record_reports=step_metrics.take
+    )
+    rows = StepRows(
+        cards=cards,
+        queue=queue,
+        ledger=ledger,
+        source=source,
+        updater=updater,
+        step_metrics=step_metrics,
+        folder=folder,
+        view=view,
+        pace=pace,
+        take_save_metrics=saver.metrics,
+    )
+    loop = Controller(
+        config=config,
+        admission=admission,
+        cards=cards,
+        queue=queue,
+        source=source,
+        scorer=scorer,
+        groups=groups,
+        generation=generation,
+        restarts=EngineRestarts(
+            spec=spec,
+            cards=cards,
+            queue=queue,
+            admission=admission,
+            groups=groups,
+            generation=generation,
+            step_metrics=step_metrics,
+            note=view.note,
+        ),
+        attention_ranks=spec.infer_of_one_engine.dp,
+        num_shared_cards=len(spec.deployment.shared),
+        updater=updater,
+        desk=ControlDesk(folder.path, config),
+        step_metrics=step_metrics,
+        rows=rows,
+        folder=folder,
+        view=view,
+    )
+    by_model = config.reward.kind == "model"
+    return TrainingRun(
+        config=config,
+        spec=spec,
+        cards=cards,
+        loop=loop,
+        rows=rows,
+        evaluator=Evaluator(evaluation=evaluation, loop=loop, rows=rows, by_model=by_model, last=config.run.steps),
+        checkpoints=Checkpoints(
+            config=config, spec=spec, cards=cards, loop=loop, evaluation=evaluation, inputs=inputs, saver=saver
+        ),
+    )

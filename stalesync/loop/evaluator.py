@@ -1,0 +1,125 @@
+"""Evaluate the current weights between two steps: pause the run, answer every file's prompts, score, and record."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from fusion.rollout import EvalAnswer
+from fusion.telemetry.manifest import write_seals
+from stalesync.evaluation import Evaluation
+from stalesync.evaluation.files import EvalFile
+from stalesync.job import savepoint
+from stalesync.loop.controller import Controller
+from stalesync.loop.generation import EVAL_ROWS
+from stalesync.loop.step_rows import RESTARTS, StepRows
+from stalesync.policy.commands import Publish, SwitchToTrain
+from stalesync.process.failures import RunFailed
+from stalesync.process.run_log import add_note
+from stalesync.prompts import Prompt
+from stalesync.scoring.scoring import EVALUATED, RESPONSE
+
+
+@dataclass(kw_only=True)
+class Evaluator:
+    """Evaluates the weights of ``loop``. ``by_model``: whether the run's own reward is a model's; ``last``: the number
+    of the run's last step."""
+
+    evaluation: Evaluation
+    loop: Controller
+    rows: StepRows
+    by_model: bool
+    last: int
+
+    def due(self, number: int) -> bool:
+        """Whether to evaluate after step ``number`` (0: before the first one)."""
+        return self.evaluation.due(number, self.last)
+
+    def begin(self) -> None:
+        """Evaluate before the first step of this start of the run, if that is due. Where the run was resumed, this
+        completes the row of the step that the checkpoint was saved after; the checkpoint may be the best."""
+        number, folder = self.loop.last.number, self.loop.folder
+        if self.due(number):
+            start = time.perf_counter()
+            is_best, metrics = self.evaluate()
+            if not number:
+                self.rows.extra |= self.evaluation.short_metrics("before")
+            else:
+                metrics |= {"timing_s/testing": time.perf_counter() - start} if metrics else {}
+                if number == self.last:
+                    metrics |= self.evaluation.short_metrics("after")
+                folder.complete(number, metrics, partial(write_seals, savepoint.path_of(folder, number)))
+                if is_best:
+                    folder.write_best(self.evaluation.best())
+        if number:
+            folder.repeat(self.evaluation.first_metrics())
+
+    def after_step(self) -> bool:
+        """Close the last step, with an evaluation after it; return whether it is the best so far."""
+        self.loop.last.close()
+        start = time.perf_counter()
+        is_best, metrics = self.evaluate()
+        if metrics:
+            self.rows.extra |= metrics | {"timing_s/testing": time.perf_counter() - start}
+        if self.loop.last.number == self.last:
+            self.rows.extra |= self.evaluation.short_metrics("after")
+        return is_best
+
+    def evaluate(self) -> tuple[bool, dict[str, float]]:
+        """Evaluate the current weights and record the results; return whether they are the best so far, and metrics.
+
+        Noise is keyed by the prompt and the answer's number, so two evaluations differ only by the weights. The answers
+        are never trained: no task of the queue receives them. Unfinished samples are suspended, as for a cut, and
+        every file is answered by itself, so that its batches do not depend on other files.
+        """
+        if not self.evaluation.files:
+            return False, {}
+        loop, number, step_metrics = self.loop, self.loop.last.number, self.loop.step_metrics
+        loop.settle()
+        before = loop.restarts.num_restarts
+        with step_metrics.excluded():
+            answers = self._answers()
+            results = [
+                self.evaluation.score(file, loop.scorer, answers[file.name], number) for file in self.evaluation.files
+            ]
+            step_metrics.take(loop.scorer.take_reports())
+        is_best = self.evaluation.history.add(results)
+        metrics = {name: value for result in results for name, value in result.metrics().items()}
+        if count := loop.restarts.num_restarts - before:
+            loop.queue.drop([row for row in loop.queue.holding(RESPONSE) if row.startswith(EVAL_ROWS)], EVALUATED)
+            self.rows.extra[RESTARTS] = self.rows.extra.get(RESTARTS, 0) + count
+        loop.folder.log_evaluation(number, [result.row() for result in results], metrics)
+        when = f"after step {number}" if number else "before the first step"
+        loop.view.note(f"evaluation {when}: {', '.join(result.describe() for result in results)}")
+        return is_best, metrics
+
+    def _answers(self) -> dict[str, dict[str, EvalAnswer]]:
+        """Return the answers to the prompts of each file, by its name. If no engine lives to give one, the weights are
+        published again, which waits until one is replaced."""
+        files, samples = self.evaluation.files, self.evaluation.config.samples
+        asked = {file.name: file.asked(samples) for file in files}
+        answers: dict[str, dict[str, EvalAnswer]] = {file.name: {} for file in files}
+        while any(len(answers[name]) < len(prompts) for name, prompts in asked.items()):
+            self.loop.execute(Publish(self.loop.admission.ledger.version))
+            self.loop.view.phase("evaluate")
+            if self.loop.end_publish():
+                for file in files:
+                    left = [prompt for prompt in asked[file.name] if prompt.id not in answers[file.name]]
+                    answers[file.name] |= self._answer(file, left)
+            self.loop.execute(SwitchToTrain())
+            self.loop.restarts.observe()
+        return answers
+
+    def _answer(self, file: EvalFile, prompts: Sequence[Prompt]) -> dict[str, EvalAnswer]:
+        try:
+            return self.loop.generation.answer(
+                prompts,
+                self.loop.desk.share.engines,
+                sampling=self.evaluation.config.sampling,
+                for_model=file.pool is None and self.by_model,
+            )
+        except RunFailed as error:
+            add_note(error, f"evaluation of {file.describe()} after step {self.loop.last.number}")
+            raise

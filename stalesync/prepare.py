@@ -1,0 +1,141 @@
+"""Prepare a job before Ray starts: read its tokenizer, data and evaluations, and start and check its rewards."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from fusion.colocate import RewardModelSpec, WorkerSpec
+from fusion.colocate.frozen.retokenize import same_tokenizer
+from fusion.model import ModelConfig
+from fusion.rewards import RewardPool, check_required_fields
+from fusion.rollout.detokenize import detokenizer_spec
+from fusion.rollout.kv_pool.pool import KVPoolSpec
+from stalesync.evaluation.files import EvalFile, OpenedFile, open_files, with_rewards
+from stalesync.job.config import Config
+from stalesync.job.tokenizer_folder import end_token_ids, load_tokenizer, masked_ids, num_ids
+from stalesync.prompts import ChatTemplate, PromptSource
+from stalesync.scoring.terms import Term, call_once, check_reference_answers, check_term_fields, start_terms
+
+log = logging.getLogger(__name__)
+
+
+def prepare(config: Config, model: ModelConfig) -> tuple[Any, PromptSource, list[OpenedFile], WorkerSpec]:
+    """Reads the tokenizer and every row of a job whose config is valid, and logs what its user may not expect. Returns
+    tokenizer, prompts, the files of its evaluations, and what the cards need.
+
+    Raises:
+        ValueError: something cannot be used, by key.
+    """
+    tokenizer = load_tokenizer(config.model.path, model)
+    source = PromptSource(config.data, tokenizer, config.run.seed, held_out=config.run.eval_prompts)
+    opened = open_files(config, tokenizer)
+    for line in source.template.describe(end_token_ids(tokenizer, model, config.model.path)):
+        log.warning("model.path: %s", line)
+    spec = worker_spec(config, model, tokenizer)
+    warn_if_endless(config, spec)
+    return tokenizer, source, opened, spec
+
+
+def start_rewards(
+    stack: ExitStack, config: Config, source: PromptSource, opened: Sequence[OpenedFile], num_answers: int = 64
+) -> tuple[RewardPool | None, list[Term], list[EvalFile], list[str]]:
+    """Starts the processes of a job's rewards, which end with ``stack``, checks the fields of the data and up to
+    ``num_answers`` of its reference answers, and calls each reward once. Returns the reward itself (None: a reward
+    model), its terms, the files of the evaluations, and a line for each call.
+
+    Raises:
+        ValueError: a reward cannot be loaded, lacks a field, returns no reward, or can match no reference answer.
+    """
+    rule = stack.enter_context(RewardPool(config.reward)) if config.reward.kind != "model" else None
+    if rule is not None:
+        check_required_fields(config.reward, rule.required_fields, source.fields)
+    terms = start_terms(config.reward, lambda reward, spec: stack.enter_context(RewardPool(reward, spec)))
+    check_term_fields(config.reward, terms, source.fields)
+    for line in check_reference_answers(rule, terms, source, num_answers):
+        log.warning("%s", line)
+    num_held_out = config.run.eval_prompts
+    held_out = source.evaluation(num_held_out) if num_held_out else []
+    files = with_rewards(
+        config,
+        opened,
+        held_out=held_out,
+        held_out_rows=source.counts(held_out, num_held_out),
+        rule=rule,
+        terms=terms,
+        start=lambda reward: stack.enter_context(RewardPool(reward)),
+        num_answers=num_answers,
+    )
+    (prompt,) = source.sample(1)
+    asked = {file.pool: (f"eval.files: {file.name!r}: ", file.prompts[0]) for file in files}
+    asked |= {term.pool: (f"reward.terms[{index}] ({term.spec.name}): ", prompt) for index, term in enumerate(terms)}
+    asked[rule] = "", prompt
+    pools = [(pool, *asked[pool]) for pool in reversed(asked) if pool is not None]
+    group_size = config.algorithm.group_size
+    return rule, terms, files, [call_once(pool, one, group_size=group_size, key=key) for pool, key, one in pools]
+
+
+def worker_spec(config: Config, model: ModelConfig, tokenizer: Any) -> WorkerSpec:
+    """Returns the part of the config that every card needs.
+
+    Raises:
+        ValueError: the reward model has fewer tokens than the policy's tokenizer, whose ids it would have to read.
+    """
+    deployment, fusion = config.deployment, config.fusion
+    turn_end = ChatTemplate(config.data, tokenizer).turn_end
+    ends = end_token_ids(tokenizer, model, config.model.path, turn_end)
+    reference = deployment.reference if fusion.score_cards else ()
+    return WorkerSpec(
+        seed=config.run.seed,
+        steps=config.run.steps * config.algorithm.minibatches,
+        model=config.model,
+        deployment=deployment,
+        train=config.train_layout,
+        infer=config.infer_layout,
+        fusion=fusion,
+        rollout=config.rollout,
+        training=config.training,
+        algorithm=config.algorithm,
+        device=config.device,
+        reference=config.score_layout(model, reference) if reference else None,
+        reward_model=_reward_model(config, tokenizer) if config.reward.model else None,
+        topology=config.cluster.topology,
+        pace=config.pace,
+        ahead=config.stalesync.max_staleness > 0,
+        detokenizer=detokenizer_spec(config.model.path, tokenizer, ends),
+        kv_pool=_kv_pool(config) if config.rollout.pools_kv else None,
+        masked_ids=masked_ids(tokenizer, model, ends),
+    )
+
+
+def _kv_pool(config: Config) -> KVPoolSpec:
+    return KVPoolSpec.of(config.rollout, run=secrets.token_hex(8), takes_suspended=config.pools_suspended)
+
+
+def _reward_model(config: Config, tokenizer: Any) -> RewardModelSpec:
+    path = config.reward.model
+    assert path is not None
+    model = ModelConfig.from_hf(path)
+    retokenize = not same_tokenizer(config.model.path, path)
+    if not retokenize and model.vocab_size < num_ids(tokenizer):
+        raise ValueError(
+            f"reward.model: {path} has vocab_size={model.vocab_size} and no tokenizer; the policy's tokenizer has "
+            f"{num_ids(tokenizer)} tokens"
+        )
+    return RewardModelSpec(path, config.score_layout(model, config.deployment.reward_model), retokenize)
+
+
+def warn_if_endless(config: Config, spec: WorkerSpec) -> None:
+    """Warns if nothing but the limit ends a response."""
+    rollout = config.rollout
+    assert spec.detokenizer is not None
+    if not (spec.detokenizer.end_token_ids or rollout.stop or rollout.forced_median):
+        log.warning(
+            "model.path: %s names no end token (eos_token_id): every response will be "
+            "rollout.max_response_length=%d tokens long; name one, or set rollout.stop",
+            config.model.path,
+            rollout.max_response_length,
+        )
