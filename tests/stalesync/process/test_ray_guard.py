@@ -197,8 +197,7 @@ def _watches(guard):
 
 def _guards(controller):
     """The guards of a process, by what they are told. Waits for one: until it executes, it looks like its parent."""
-    wait_for(lambda: _find_guards(controller), 20)
-    return _find_guards(controller)
+    return wait_for(lambda: _find_guards(controller), 20)
 
 
 def _find_guards(controller):
