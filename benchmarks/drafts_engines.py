@@ -91,11 +91,11 @@ class Engine:
 
 
 class Cluster:
-    """Engines in modelled time, and the store. ``news_s``, ``store_s``: CPU seconds of the engines' steps for the
+    """Engines in modelled time, and the store. ``update_s``, ``store_s``: CPU seconds of the engines' steps for the
     exchange, and of the store; ``steps``: of all engines."""
 
     def __init__(self, count: int, shares: bool, siblings: bool, history: bool) -> None:
-        self.now_s = self.news_s = self.store_s = 0.0
+        self.now_s = self.update_s = self.store_s = 0.0
         self.steps = 0
         store = TextStore(1 << 30)
 
@@ -132,9 +132,9 @@ class Cluster:
             return
         self.steps += 1
         start_s = time.thread_time()
-        if news := drafter.news():
-            drafter.read(news)
-        self.news_s += time.thread_time() - start_s
+        if update := drafter.drafts_update():
+            drafter.read(update)
+        self.update_s += time.thread_time() - start_s
         if drafter.exchange._thread is not None:
             drafter.exchange._thread.join()
 
@@ -180,6 +180,6 @@ def _measure(groups: Sequence[Said], count: int, shares: bool, name: str) -> dic
         sent, received = sum(one.sent_tokens for one in totals), sum(one.received_tokens for one in totals)
         figures["bytes_per_token"] = sum(one.sent_bytes for one in totals) / sent
         figures["received_bytes_per_token"] = sum(one.received_bytes for one in totals) / max(1, received)
-        figures["step_us"] = 1e6 * cluster.news_s / cluster.steps
+        figures["step_us"] = 1e6 * cluster.update_s / cluster.steps
         figures["store_us"] = 1e6 * cluster.store_s / sent
     return figures

@@ -314,10 +314,10 @@ def _decode(model: Transformer, live: int, budget: DraftBudget | WindowBudget | 
             drafter.end(one)
     engine.submit(requests)
     engine.step()
-    before, start_s = engine.scheduler.generated_tokens, time.thread_time()
+    before, start_s = engine.scheduler.counters.generated_tokens, time.thread_time()
     while engine.scheduler.unfinished:
         engine.step()
-    rate = (engine.scheduler.generated_tokens - before) / (time.thread_time() - start_s)
+    rate = (engine.scheduler.counters.generated_tokens - before) / (time.thread_time() - start_s)
     status = engine.status()
     return rate, 1 + status["accepted_tokens"] / max(1.0, status["decoded_sequences"])
 

@@ -50,7 +50,7 @@ def _rates(model: Transformer, live: int, temperature: float, drafts: bool) -> l
             for prompt in source.next()
             for i in range(GROUP)
         )
-        before, start_s = engine.scheduler.generated_tokens, time.thread_time()
+        before, start_s = engine.scheduler.counters.generated_tokens, time.thread_time()
         engine.run()
-        rates.append((engine.scheduler.generated_tokens - before) / (time.thread_time() - start_s))
+        rates.append((engine.scheduler.counters.generated_tokens - before) / (time.thread_time() - start_s))
     return rates

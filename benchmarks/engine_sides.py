@@ -144,9 +144,9 @@ def run_engine(
     def generate() -> None:
         engine.submit(requests)
         while not outputs or len(outputs) < len(requests):
-            before = engine.scheduler.generated_tokens
+            before = engine.scheduler.counters.generated_tokens
             outputs.extend(engine.step())
-            rows.append(engine.scheduler.generated_tokens - before)
+            rows.append(engine.scheduler.counters.generated_tokens - before)
 
     seconds = timed(device, generate)
     rows[0] = prompts.numel()

@@ -107,22 +107,22 @@ def measure(num_tokens: int) -> dict[str, float]:
         seconds: dict[str, list[float]] = {name: [] for name in NAMES}
         for repeat in range(REPEATS + 1):
             request = Request(f"r{repeat}", prompt, SamplingParams(max_tokens=8, stop_token_ids=()), chunk_tokens=1)
-            before = [made.pooled.counts.seconds for made in (one, other, far)]
+            before = [made.counters.kv_pool_s for made in (one, other, far)]
             one.submit([request])
             (output,) = one.run()
-            park = one.pooled.counts.seconds
+            park = one.counters.kv_pool_s
             pull, step = continued(other, request, output)
             prefill, _ = continued(plain, request, output)
             one.submit([request])
             (output,) = one.run()
             remote_pull, _ = continued(far, request, output)
-            fetch, remote_fetch = (made.pooled.counts.seconds for made in (other, far))
+            fetch, remote_fetch = (made.counters.kv_pool_s for made in (other, far))
             values = park - before[0], pull, fetch - before[1], prefill, step, remote_pull, remote_fetch - before[2]
             for name, value in zip(seconds, values, strict=True):
                 seconds[name] += [value] if repeat else []  # the first one allocates
             one.forget([request.id])
-        assert other.pooled.counts.pulls == far.pooled.counts.remote == REPEATS + 1
-        nbytes = other.pooled.counts.fetched_bytes // (REPEATS + 1)
+        assert other.counters.kv_pool_pulls == far.counters.kv_pool_remote == REPEATS + 1
+        nbytes = other.counters.kv_pool_bytes // (REPEATS + 1)
         for store in (one.pooled.store, other.pooled.store, far.pooled.store):
             assert isinstance(store, KVFiles)
             store.close()

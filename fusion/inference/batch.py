@@ -62,8 +62,8 @@ class Batch:
 
     ``slots`` [P * (N + M) * K]: where each of the P parts of what a token keeps (`KVLayout`: its key of each head, then
     each value; or one latent) goes in a pool seen as rows of ``width``.
-    ``repeated`` [M]: rows that are written a second time, to other paths of their draft or for a twin; None: there are
-    none.
+    ``repeated`` [M]: rows that are written a second time, to other paths of their draft or for a shared prefill; None:
+    there are none.
     ``blocks``, ``offsets`` int64 [N + M] on the host: the places in the cache; ``written``: the row of each.
     ``sampled`` [S]: the rows whose logits are required; None: all rows.
     """
@@ -89,10 +89,14 @@ def build_batch(step: Step, cache: KVCache, invariant: bool = False) -> Batch:
     paged_paths = invariant or reads_by_table(cache)
     before, behind = (paths, []) if paged_paths else ([], paths)
     pieces = [(seq, 1) for seq in step.decodes] + before + short + whole + long + behind
-    table, first_of_piece = _block_table([rows for rows, _ in pieces] + [seq for seq, _ in step.twins])
+    table, first_of_piece = _block_table([rows for rows, _ in pieces] + [seq for seq, _ in step.shared_prefill])
     starts = np.fromiter((rows.computed for rows, _ in pieces), np.int64, len(pieces))
     if only_decodes := not (step.chunks or paths):
-        positions, first, ends = starts, first_of_piece, np.arange(1, len(pieces) + 1)  # no chunks, so no twins
+        positions, first, ends = (
+            starts,
+            first_of_piece,
+            np.arange(1, len(pieces) + 1),
+        )
         ids = np.fromiter((seq.tokens[-1] for seq in step.decodes), np.int64, len(pieces))
     else:
         counts = np.fromiter((count for _, count in pieces), np.int64, len(pieces))
@@ -103,7 +107,7 @@ def build_batch(step: Step, cache: KVCache, invariant: bool = False) -> Batch:
     first_path = len(step.decodes) if paged_paths else len(pieces) - len(paths)
     first_row = int(ends[first_path - 1]) if first_path else 0  # of the drafts, whose rows lie one behind the other
     end_of = {} if only_decodes else {id(rows): end for (rows, _), end in zip(pieces, ends.tolist(), strict=True)}
-    repeated, holders = _repeated_rows(step, first_row, first_path, end_of=end_of, first_twin=len(pieces))
+    repeated, holders = _repeated_rows(step, first_row, first_path, end_of=end_of, first_shared=len(pieces))
     written = np.concatenate([np.arange(len(positions)), repeated])
     block, offset = np.divmod(positions[written], block_size)
     block = table[np.concatenate([first, first_of_piece[holders]]) + block]
@@ -146,13 +150,13 @@ def _new_tokens(rows: Sequence | PathRows, count: int) -> list[int]:
 
 
 def _repeated_rows(
-    step: Step, row: int, piece: int, *, end_of: dict[int, int], first_twin: int
+    step: Step, row: int, piece: int, *, end_of: dict[int, int], first_shared: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Rows that are written a second time, and the number in the block table of who holds the blocks, int64 both: rows
-    that a path of a draft has in common with an earlier one, and those that fill the last block of a twin.
+    that a path of a draft has in common with an earlier one, and those that fill the last block of a shared prefill.
 
     Args:
-        row: first row of the drafts; ``piece``: first piece; ``first_twin``: number of the first twin.
+        row: first row of the drafts; ``piece``: first piece; ``first_shared``: number of the first shared prefill.
         end_of: the row behind those of each sequence.
     """
     rows: list[int] = []
@@ -163,7 +167,7 @@ def _repeated_rows(
             pieces += [piece] * len(shared)
             piece += 1
         row += len(one)
-    for number, (seq, other) in enumerate(step.twins, first_twin):
+    for number, (seq, other) in enumerate(step.shared_prefill, first_shared):
         count, end = len(seq.tokens) - seq.computed, end_of[id(other)]
         rows += range(end - count, end)
         pieces += [number] * count
@@ -214,6 +218,6 @@ def _long_chunks(
 
 def _sampled_rows(step: Step, end_of: dict[int, int], first_row: int) -> np.ndarray:
     """The rows of ``step.drawn``. ``end_of``: as in `_repeated_rows`; ``first_row``: of the drafts."""
-    rows = [end_of[id(seq)] - 1 for seq in step.sampled[: len(step.sampled) - len(step.twins)]]
-    rows += [end_of[id(other)] - 1 for _, other in step.twins]
+    rows = [end_of[id(seq)] - 1 for seq in step.sampled[: len(step.sampled) - len(step.shared_prefill)]]
+    rows += [end_of[id(other)] - 1 for _, other in step.shared_prefill]
     return np.concatenate([np.array(rows, np.int64), np.arange(first_row, first_row + sum(map(len, step.verified)))])

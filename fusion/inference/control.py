@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from fusion.inference.counters import COLUMNS, RankState, RankStates
 from fusion.inference.request import Request
 from fusion.inference.request_columns import from_columns, to_columns
 from fusion.inference.validation import checked_ids, checked_version
@@ -104,82 +105,32 @@ class Inbox:
         return len(self._orders.submit)
 
 
-@dataclass
-class Counters:
-    """One rank's counters, exchanged at every step; totals since construction. A request is counted only by the first
-    TP rank of the attention rank that owns it, so that sums over ranks are correct."""
-
-    waiting: int = 0
-    running: int = 0
-    generated_tokens: int = 0
-    preemptions: int = 0
-    prefix_hit_tokens: int = 0
-    dummy_steps: int = 0
-    kv_restored_tokens: int = 0
-    recomputed_tokens: int = 0
-    kv_pool_hits: int = 0
-    kv_pool_pulls: int = 0
-    kv_pool_remote: int = 0
-    kv_pool_misses: int = 0
-    kv_pool_damaged: int = 0
-    kv_pool_evictions: int = 0
-    kv_pool_bytes: int = 0
-    kv_pool_us: int = 0
-    interrupted: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-    decoded_sequences: int = 0
-    step_decodes: int = 0
-    """Of the last step; `step_us` 0: it computed nothing"""
-    step_drafted: int = 0
-    step_draft_tokens: int = 0
-    step_accepted_tokens: int = 0
-    step_prefills: int = 0
-    step_us: int = 0
-    step_drafting_us: int = 0
-    news_bytes: int = 0
-    """Of what this rank sends in `ControlChannel.spread`"""
-
-    def of_pool(self) -> dict[str, float]:
-        """Returns the figures of the KV pool, as `InferEngine.status` reports them."""
-        names = ("hits", "pulls", "remote", "misses", "damaged", "evictions", "bytes")
-        counts: dict[str, float] = {f"kv_pool_{name}": getattr(self, f"kv_pool_{name}") for name in names}
-        return counts | {"kv_pool_s": self.kv_pool_us * 1e-6}
-
-    def row(self) -> list[int]:
-        return [getattr(self, name) for name in COUNTERS]
-
-
-COUNTERS = [counter.name for counter in fields(Counters)]
-WAITING, RUNNING, NEWS = map(COUNTERS.index, ("waiting", "running", "news_bytes"))
-
-
 class ControlChannel:
     """One rank's end of the control channel. A single rank sends nothing."""
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
         self.inbox = Inbox()
-        self.table = np.zeros((mesh.parallel.world, len(COUNTERS)), np.int64)
-        """Counters of every rank at the last `exchange`: int64 [ranks, `COUNTERS`]"""
+        self.states = RankStates(np.zeros((mesh.parallel.world, COLUMNS)))
+        """States of all ranks at the last `exchange`"""
         ranks, own = range(mesh.parallel.world), mesh.dp_rank
         self._same_schedule = [rank for rank in ranks if mesh.parallel.coordinate("dp", rank) == own]
 
-    def exchange(self, counters: Counters) -> Orders:
-        """Returns this step's orders, the same on every rank, updates `table`, and sends what other ranks report to the
+    def exchange(self, state: RankState) -> Orders:
+        """Return this step's orders, the same on every rank, update `states`, and send what other ranks report to the
         leader's inbox. Collective."""
         orders = self.inbox.take() if self.mesh.rank == 0 else Orders()
         if self.mesh.world_group is None:
-            self.table = np.array([counters.row()], np.int64)
+            self.states = RankStates(np.array([state.row()]))
             return orders
         reports = self.inbox.take_reports() if self.mesh.rank else []
         payload = orders.encode() if orders else json.dumps(reports).encode() if reports else b""
-        row = torch.tensor([len(payload), *counters.row()])
+        row = torch.tensor([len(payload), *state.row()], dtype=torch.float64)
         rows = row.new_empty(self.mesh.parallel.world * row.numel())
         dist.all_gather_into_tensor(rows, row, group=self.mesh.world_group)
         table = rows.view(-1, row.numel()).numpy()
-        self.table = table[:, 1:]
-        size, *reported = table[:, 0].tolist()
+        self.states = RankStates(table[:, 1:])
+        size, *reported = table[:, 0].astype(int).tolist()
         self._send_reports(payload, reported)
         if not size:
             return orders
@@ -200,18 +151,18 @@ class ControlChannel:
                 dist.recv(data, group=group, group_src=source)
                 self.inbox.report(json.loads(data.numpy().tobytes()))
 
-    def spread(self, news: bytes) -> bytes:
+    def spread(self, update: bytes) -> bytes:
         """Returns on every rank what the first rank with the same schedule passes; it has said in `exchange` how many
         bytes that is. Collective over these ranks; sends nothing if there is nothing."""
         first, *others = self._same_schedule
-        size = int(self.table[first, NEWS])
+        size = self.states.update_bytes(first)
         if not (size and others):
-            return news
+            return update
         group, rank = self.mesh.world_group, self.mesh.rank
         if rank == first:
             for other in others:
-                dist.send(_bytes_of(news), group=group, group_dst=other)
-            return news
+                dist.send(_bytes_of(update), group=group, group_dst=other)
+            return update
         data = torch.empty(size, dtype=torch.uint8)
         dist.recv(data, group=group, group_src=first)
         return data.numpy().tobytes()
@@ -228,19 +179,6 @@ class ControlChannel:
         tensor = torch.tensor(values)
         dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self.mesh.world_group)
         return tensor.tolist()
-
-    @property
-    def unfinished(self) -> np.ndarray:
-        """Number of requests that wait or run, by rank: int64 [ranks]."""
-        return self.table[:, WAITING] + self.table[:, RUNNING]
-
-    def of_leader(self) -> Counters:
-        """Returns the leader's counters."""
-        return Counters(*self.table[0].tolist())
-
-    def totals(self) -> Counters:
-        """Returns the sums of `table` over the ranks."""
-        return Counters(*self.table.sum(0).tolist())
 
 
 def _bytes_of(payload: bytes) -> torch.Tensor:

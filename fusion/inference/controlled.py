@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from fusion.inference.control import ControlChannel
+from fusion.inference.counters import Counters
 from fusion.inference.request import Output, Request
 from fusion.inference.validation import check_distinct, check_fits, checked_requests
 from fusion.model import Mesh, WeightHolder
@@ -18,6 +19,7 @@ class ControlledEngine:
     Attributes:
         max_length: of prompt and response in total.
         capacity_tokens: capacity of an attention rank's KV cache in tokens, at the last allocation.
+        shares_kv: whether its KV is in the machine's pool, too.
     """
 
     model: WeightHolder
@@ -25,7 +27,9 @@ class ControlledEngine:
 
     def __init__(self, mesh: Mesh):
         self.mesh, self.control = mesh, ControlChannel(mesh)
+        self.counters = Counters()
         self.capacity_tokens = 0
+        self.shares_kv = False
         self.paused = False
         self._idle = True
         self._busy_s = 0.0
@@ -79,21 +83,13 @@ class ControlledEngine:
         self.paused = False
 
     def status(self) -> dict[str, float]:
-        totals = self.control.totals()
+        states = self.control.states
+        totals = states.totals()
         return {
-            "depth": totals.waiting + len(self.control.inbox),
-            "running": totals.running,
-            "generated_tokens": totals.generated_tokens,
-            "preemptions": totals.preemptions,
-            "prefix_hit_tokens": totals.prefix_hit_tokens,
-            "dummy_steps": totals.dummy_steps,
-            "kv_restored_tokens": totals.kv_restored_tokens,
-            "recomputed_tokens": totals.recomputed_tokens,
-            "interrupted": totals.interrupted,
-            "drafted_tokens": totals.drafted_tokens,
-            "accepted_tokens": totals.accepted_tokens,
-            "decoded_sequences": totals.decoded_sequences,
-            "tokens_per_s": totals.generated_tokens / self._busy_s if self._busy_s else 0.0,
+            "depth": states.waiting + len(self.control.inbox),
+            "running": states.running,
+            **{name: total for name, total in totals.items() if self.shares_kv or not name.startswith("kv_pool_")},
+            "tokens_per_s": totals["generated_tokens"] / self._busy_s if self._busy_s else 0.0,
             "policy_version": self.policy_version,
             "kv_tokens": self.capacity_tokens,
         }

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING
 
 from fusion.inference.blocks import BlockManager
 from fusion.inference.config import RolloutConfig
-from fusion.inference.control import Counters, Orders
+from fusion.inference.control import Orders
 from fusion.inference.controlled import ControlledEngine
+from fusion.inference.counters import NO_COST, RankState
 from fusion.inference.forward import Forward
 from fusion.inference.interface import InferEngine
 from fusion.inference.kv_cache import KVCache, count_blocks
@@ -88,6 +89,7 @@ class EmbeddedEngine(ControlledEngine):
             max_seqs=config.max_seqs,
             max_batch_tokens=config.max_batch_tokens,
             prefix_cache=config.prefix_cache,
+            counters=self.counters,
         )
         self.scheduler.stop_strings, self.scheduler.drafter = stop_strings, drafter
         assert not routing or shape.num_experts, "a model without experts has no routing"
@@ -107,7 +109,9 @@ class EmbeddedEngine(ControlledEngine):
                 max_blocks=limit,
                 charged_block_bytes=self.cache.block_bytes // layers * max_layers,
                 names_blocks=config.prefix_cache,
+                counters=self.counters,
             )
+            self.shares_kv = True
         self.parked = parked = self.pooled or ParkedKV(memory, self.cache, routing=own_routing, max_blocks=limit)
         # Without a reference to self: a reference cycle would keep KV alive.
         self.scheduler.on_chunk_end = lambda seq: parked.park([seq])
@@ -124,9 +128,7 @@ class EmbeddedEngine(ControlledEngine):
         )
         self.on_adopt: Callable[[int], None] = lambda version: None
         self.last_step_kind = ""
-        self._dummy_steps = 0
-        self._interrupted = 0
-        self._step_cost = StepCost(0, 0, 0, 0.0)
+        self._step_cost = NO_COST
         """Of the last step"""
         self._interned: dict[SamplingParams, SamplingParams] = {}
 
@@ -194,9 +196,6 @@ class EmbeddedEngine(ControlledEngine):
             self.scheduler.restart(version=version)
             self.cache.invalidate()
 
-    def status(self) -> dict[str, float]:
-        return super().status() | (self.control.totals().of_pool() if self.pooled is not None else {})
-
     # Generation
 
     def step(self) -> list[Output]:
@@ -206,7 +205,7 @@ class EmbeddedEngine(ControlledEngine):
         self._observe_cost()
         if not self._idle:
             assert self.cache.pools, "there are unfinished requests, but no KV cache: allocate_kv comes before step"
-            accepted = self.scheduler.accepted_tokens
+            accepted = self.counters.accepted_tokens
             step, computing = self.scheduler.schedule(), time.perf_counter()
             assert step or not self.scheduler.unfinished
             self.last_step_kind = step.kind
@@ -222,14 +221,14 @@ class EmbeddedEngine(ControlledEngine):
                     len(step.verified),
                     tokens=sum(len(one) - 1 for one in step.verified),
                     seconds=seconds,
-                    accepted=self.scheduler.accepted_tokens - accepted,
+                    accepted=self.counters.accepted_tokens - accepted,
                     drafting_s=self.scheduler.drafter.take_seconds(),
                     prefills=bool(step.chunks),
                 )
         return outputs if self._reports else []
 
     def suspend(self) -> list[Output]:
-        outputs = self._apply_orders(self.control.exchange(self._counters()))
+        outputs = self._apply_orders(self._exchange())
         if self.pooled is not None:
             self.pooled.suspend(self.scheduler.running, self.scheduler.waiting)
         else:
@@ -238,7 +237,7 @@ class EmbeddedEngine(ControlledEngine):
         for output in suspended:
             self._locate_kv(output, kept=output.request_id in self.parked)
         outputs += suspended
-        self.control.exchange(self._counters())
+        self._exchange()
         self._idle = True
         return outputs if self._reports else []
 
@@ -248,36 +247,26 @@ class EmbeddedEngine(ControlledEngine):
         return self.mesh.tp_rank == 0 and self.mesh.first_stage
 
     def _observe_cost(self) -> None:
-        """Tells the drafter what the leader's last step has cost: the same figures on every rank, which have to draft
-        alike."""
-        leader, self._step_cost = self.control.of_leader(), StepCost(0, 0, 0, 0.0)
-        if self.scheduler.drafter is not None and leader.step_us:
-            self.scheduler.drafter.observe_step(
-                StepCost(
-                    leader.step_decodes,
-                    leader.step_drafted,
-                    tokens=leader.step_draft_tokens,
-                    seconds=leader.step_us * 1e-6,
-                    accepted=leader.step_accepted_tokens,
-                    drafting_s=leader.step_drafting_us * 1e-6,
-                    prefills=bool(leader.step_prefills),
-                )
-            )
+        """Report to the drafter what the leader's last step has cost: the same figures on every rank, which have to
+        draft alike."""
+        cost, self._step_cost = self.control.states.leader_cost(), NO_COST
+        if self.scheduler.drafter is not None and cost.seconds:
+            self.scheduler.drafter.observe_step(cost)
 
     def _take_orders(self) -> list[Output]:
         drafter = self.scheduler.drafter
-        news = drafter.news() if drafter is not None and self._reports else b""
-        orders = self.control.exchange(self._counters(len(news)))
-        if drafter is not None and (news := self.control.spread(news)):
-            drafter.read(news)
+        drafts_update = drafter.drafts_update() if drafter is not None and self._reports else b""
+        orders = self._exchange(len(drafts_update))
+        if drafter is not None and (drafts_update := self.control.spread(drafts_update)):
+            drafter.read(drafts_update)
         outputs = self._apply_orders(orders) if orders else []
-        self._idle = not self.control.unfinished.any() and not orders
+        self._idle = not self.control.states.unfinished.any() and not orders
         return outputs
 
     def _apply_orders(self, orders: Orders) -> list[Output]:
         parallel = self.mesh.parallel
         self.parked.forget(orders.forget)
-        loads = self.control.unfinished[: parallel.stage_world : parallel.tp].tolist()
+        loads = self.control.states.unfinished[: parallel.stage_world : parallel.tp].tolist()
         placed = zip(orders.submit, place(loads, orders.submit), strict=True)
         own = {request.id: self._sequence(request) for request, rank in placed if rank == self.mesh.dp_rank}
         if self.pooled is not None:
@@ -298,7 +287,7 @@ class EmbeddedEngine(ControlledEngine):
     def _adopt(self, version: int) -> None:
         if not self.config.keeps_kv:
             running = self.scheduler.running
-            self._interrupted += sum(len(seq.tokens) > len(seq.request.prompt) for seq in running)
+            self.counters.interrupted += sum(len(seq.tokens) > len(seq.request.prompt) for seq in running)
         self.on_adopt(version)
         self.policy_version = version
 
@@ -310,7 +299,7 @@ class EmbeddedEngine(ControlledEngine):
         return seq
 
     def _compute(self, step: Step) -> list[Output]:
-        self._dummy_steps += not step
+        self.counters.dummy_steps += not step
         self.cache.clean(self.scheduler.blocks.highest)
         sampled = self.forward(step)
         if isnan(sum(sampled.logprobs)):
@@ -327,33 +316,14 @@ class EmbeddedEngine(ControlledEngine):
         if kept and self.pooled is not None:
             output.kv_tokens = self.pooled.computed(output.request_id)
 
-    def _counters(self, news_bytes: int = 0) -> Counters:
-        scheduler = self.scheduler
-        if not self._reports:
-            return Counters()
-        return Counters(
-            waiting=len(scheduler.waiting),
-            running=len(scheduler.running),
-            generated_tokens=scheduler.generated_tokens,
-            preemptions=scheduler.preemptions,
-            prefix_hit_tokens=scheduler.prefix_hit_tokens,
-            dummy_steps=self._dummy_steps,
-            kv_restored_tokens=scheduler.kv_restored_tokens,
-            recomputed_tokens=scheduler.recomputed_tokens,
-            interrupted=self._interrupted,
-            drafted_tokens=scheduler.drafted_tokens,
-            accepted_tokens=scheduler.accepted_tokens,
-            decoded_sequences=scheduler.decoded_sequences,
-            step_decodes=self._step_cost.decodes,
-            step_drafted=self._step_cost.drafted,
-            step_draft_tokens=self._step_cost.tokens,
-            step_accepted_tokens=self._step_cost.accepted,
-            step_prefills=int(self._step_cost.prefills),
-            step_us=round(self._step_cost.seconds * 1e6),
-            step_drafting_us=round(self._step_cost.drafting_s * 1e6),
-            news_bytes=news_bytes,
-            **({} if self.pooled is None else self.pooled.totals()),
-        )
+    def _exchange(self, update_bytes: int = 0) -> Orders:
+        """Send this rank's state to the others; return this step's orders."""
+        scheduler, state = self.scheduler, RankState()
+        if self._reports:
+            state = RankState(
+                len(scheduler.waiting), len(scheduler.running), update_bytes, self._step_cost, self.counters
+            )
+        return self.control.exchange(state)
 
 
 if TYPE_CHECKING:

@@ -97,14 +97,8 @@ class InferEngine(Protocol):
         """Returns metrics of the whole engine at the last step. Thread-safe, on every rank.
 
         depth, running: number of waiting and of running requests; tokens_per_s: generated tokens per second in `step`;
-        policy_version; kv_tokens: capacity of an attention rank. Totals since construction: generated_tokens,
-        preemptions, prefix_hit_tokens; dummy_steps (steps of idle ranks for the exchange between experts);
-        kv_restored_tokens (tokens whose KV was copied back from the host); recomputed_tokens (tokens computed again
-        because their KV had been dropped); interrupted (running requests with tokens whose KV was dropped because of
-        new weights); decoded_sequences (sequences that decoded in a step, over all steps); drafted_tokens (verified)
-        and accepted_tokens (of these, the ones that were sampled). With rollout.suspended_kv=pool also kv_pool_hits,
-        kv_pool_pulls, kv_pool_remote, kv_pool_misses, kv_pool_damaged, kv_pool_evictions, kv_pool_bytes and kv_pool_s
-        (`pooled.PoolCounts`).
+        policy_version; kv_tokens: capacity of an attention rank; and the fields of `Counters`, totals since
+        construction, `kv_pool_…` only with rollout.suspended_kv=pool.
         """
 
     # Generation

@@ -29,6 +29,7 @@ import torch
 
 from fusion.inference import scheduler
 from fusion.inference.blocks import BlockName, names_of, next_name, root_name
+from fusion.inference.counters import Counters
 from fusion.inference.kv_cache import KVCache
 from fusion.inference.parked import Entry, HostMemory, ParkedKV
 from fusion.inference.request import Request
@@ -134,21 +135,6 @@ class KVStore(KVSource, Protocol):
         """Returns the number of tokens of the KV that this rank has parked of a request; 0: none."""
 
 
-@dataclass
-class PoolCounts:
-    """Totals of one rank: requests continued behind KV that it wrote itself (``hits``), or another rank or engine
-    (``pulls``), of these on other machines (``remote``); requests whose KV was not there (``misses``) or not what it
-    should be (``damaged``); bytes fetched, and seconds spent reading, writing, verifying and waiting for files."""
-
-    hits: int = 0
-    pulls: int = 0
-    remote: int = 0
-    misses: int = 0
-    damaged: int = 0
-    fetched_bytes: int = 0
-    seconds: float = 0.0
-
-
 class PooledKV(ParkedKV):
     """Parks the KV of one rank in the pool, and fetches it from there.
 
@@ -158,6 +144,7 @@ class PooledKV(ParkedKV):
         max_blocks: bound on the blocks fetched and not restored yet, the same on all ranks; None: no bound.
         charged_block_bytes: of a block against the limits of the store, the same on all ranks.
         names_blocks: whether restored blocks are shared by name.
+        counters: of this rank; `kv_pool_…` are counted here.
     """
 
     def __init__(
@@ -171,9 +158,10 @@ class PooledKV(ParkedKV):
         max_blocks: int | None,
         charged_block_bytes: int,
         names_blocks: bool,
+        counters: Counters,
     ):
         super().__init__(memory, cache, routing, max_blocks)
-        self.store, self.counts = store, PoolCounts()
+        self.store, self._counters = store, counters
         self._peers = None if store is None else store.peers
         self._shard = _shard_of(mesh, cache)
         self._charged_block_bytes, self._names_blocks = charged_block_bytes, names_blocks
@@ -229,7 +217,7 @@ class PooledKV(ParkedKV):
                 self._settle_fetch(sequences[id], result)
         if self.store is not None:
             self.store.forget(wanted)  # another attention rank has it now, or it is of no use
-        self.counts.seconds += time.perf_counter() - began
+        self._counters.kv_pool_s += time.perf_counter() - began
 
     def observe_step(self, step: scheduler.Step, seconds: float) -> None:
         """Records the seconds of a step, of which most is prefill."""
@@ -259,20 +247,6 @@ class PooledKV(ParkedKV):
     def host_bytes(self) -> int:
         return super().host_bytes + (0 if self.store is None else self.store.nbytes)
 
-    def totals(self) -> dict[str, int]:
-        """Returns the totals of this rank, named as in `Counters`."""
-        counts = self.counts
-        return {
-            "kv_pool_hits": counts.hits,
-            "kv_pool_pulls": counts.pulls,
-            "kv_pool_remote": counts.remote,
-            "kv_pool_misses": counts.misses,
-            "kv_pool_damaged": counts.damaged,
-            "kv_pool_evictions": 0 if self.store is None else self.store.evictions,
-            "kv_pool_bytes": counts.fetched_bytes,
-            "kv_pool_us": round(counts.seconds * 1e6),
-        }
-
     def computed(self, id: str) -> int:
         """Returns the number of tokens of a request whose KV this rank has in the pool."""
         return 0 if self.store is None else self.store.computed(id)
@@ -287,8 +261,9 @@ class PooledKV(ParkedKV):
         key, _ = self._key(id, entry.since, entry.tokens, entry.names)
         charged = entry.blocks * self._charged_block_bytes
         self.store.park(key, computed=entry.computed, kv=entry.region, routing=entry.routing, charged_bytes=charged)
+        self._counters.kv_pool_evictions = self.store.evictions
         self._give(entry)
-        self.counts.seconds += time.perf_counter() - began
+        self._counters.kv_pool_s += time.perf_counter() - began
 
     def _fetch(self, seq: scheduler.Sequence, version: int) -> int:
         """Reads the KV of a sequence into an entry, verified; returns what was found."""
@@ -360,19 +335,19 @@ class PooledKV(ParkedKV):
         return torch.empty(expected[:-1], dtype=self._routing.dtype)
 
     def _settle_fetch(self, seq: scheduler.Sequence, result: int) -> None:
-        entry, counts = self._entries.get(seq.request.id), self.counts
+        entry, counters = self._entries.get(seq.request.id), self._counters
         if result >= REMOTE:
             assert entry is not None
             seq.parked, seq.since = entry.computed, entry.since
             seq.names = list(entry.names)
-            counts.hits += result == HIT
-            counts.pulls += result in (PULLED, REMOTE)
-            counts.remote += result == REMOTE
-            counts.fetched_bytes += entry.region.numel()
+            counters.kv_pool_hits += result == HIT
+            counters.kv_pool_pulls += result in (PULLED, REMOTE)
+            counters.kv_pool_remote += result == REMOTE
+            counters.kv_pool_bytes += entry.region.numel()
             return
         self.abandon([seq.request.id])
-        counts.damaged += result == DAMAGED
-        counts.misses += result == MISSING
+        counters.kv_pool_damaged += result == DAMAGED
+        counters.kv_pool_misses += result == MISSING
 
     def _key(
         self, id: str, version: int, tokens: Sequence[int], names: Sequence[BlockName]

@@ -10,7 +10,7 @@ them to fill, and the sequence continues behind them.
 Policy: decodes first, then prefills that have begun, then waiting requests in order (`waiting.py`: by priority, of one
 priority first come, first served) as far as tokens, sequences and blocks allow. Where a running sequence finds no
 block, the newest is preempted. Siblings that are admitted in one step compute their prompt once: full blocks are found
-by name, and the rows behind them also fill the last block of each twin.
+by name, and the rows behind them also fill the last block of those that share their prefill.
 
 Invariants: a step computes at most ``max_batch_tokens`` tokens of at most ``max_seqs`` sequences; a sequence's blocks
 cover its computed tokens; the oldest running sequence always makes progress, so every request that fits the cache alone
@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from fusion.inference.blocks import BlockManager, next_name, root_name
+from fusion.inference.counters import Counters
 from fusion.inference.request import FinishReason, Output, Request
 from fusion.inference.sequence import Blocks, Sequence, Step
 from fusion.inference.stop_strings import StopStrings
@@ -44,29 +45,27 @@ class Scheduler:
     """Schedules the requests of one attention rank."""
 
     def __init__(
-        self, blocks: BlockManager, *, max_seqs: int, max_batch_tokens: int, prefix_cache: bool = True, version: int = 0
+        self,
+        blocks: BlockManager,
+        *,
+        max_seqs: int,
+        max_batch_tokens: int,
+        prefix_cache: bool = True,
+        version: int = 0,
+        counters: Counters | None = None,
     ):
         self.blocks, self.max_seqs, self.max_batch_tokens = blocks, max_seqs, max_batch_tokens
         self.prefix_cache = prefix_cache
         self.version = version
         self.waiting: WaitingLine[Sequence] = WaitingLine()
         self.running: list[Sequence] = []
-        self.preemptions = 0
-        self.prefix_hit_tokens = 0
-        self.generated_tokens = 0
-        self.kv_restored_tokens = 0
-        self.recomputed_tokens = 0
+        self.counters = counters or Counters()
         self.routing: RecordedRouting | None = None
         """None: routing is not recorded"""
         self.stop_strings: StopStrings | None = None
         """Strings that end a response, unless its length is exact"""
         self.drafter: Drafter | None = None
         """Proposes what running sequences continue with; None: each decodes one token a step"""
-        self.drafted_tokens = 0
-        self.accepted_tokens = 0
-        """Tokens of drafts that were verified, and of these the ones that were sampled"""
-        self.decoded_sequences = 0
-        """Sequences that decoded in a step, with a draft or without, over all steps"""
         self.on_chunk_end: Callable[[Sequence], None] = lambda seq: None
         """Called with a sequence whose chunk ends, before its blocks are released"""
 
@@ -79,12 +78,12 @@ class Scheduler:
 
     def schedule(self) -> Step:
         """Returns the next step and allocates its blocks; `commit` must follow."""
-        budget, preemptions = self.max_batch_tokens, self.preemptions
+        budget, preemptions = self.max_batch_tokens, self.counters.preemptions
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
         chunks: list[tuple[Sequence, int]] = []
         restored: list[tuple[Sequence, int, int]] = []
-        twins: list[tuple[Sequence, Sequence]] = []
+        shared_prefill: list[tuple[Sequence, Sequence]] = []
         size = self.blocks.block_size
         for seq in list(self.running):
             blocks, length = seq.blocks, len(seq.tokens)
@@ -100,8 +99,8 @@ class Scheduler:
             if count > 0 and seq.blocks and self._may_grow(seq, count):
                 chunks.append((seq, count))
                 budget -= count
-        if self.preemptions == preemptions:
-            twins = self._admit(chunks, budget, restored)
+        if self.counters.preemptions == preemptions:
+            shared_prefill = self._admit(chunks, budget, restored)
         else:
             decodes = [seq for seq in decodes if seq.blocks]
         verified: list[Verification] = []
@@ -117,12 +116,12 @@ class Scheduler:
             sampled=[
                 *decodes,
                 *(seq for seq, n in chunks if seq.computed + n == len(seq.tokens)),
-                *(seq for seq, _ in twins),
+                *(seq for seq, _ in shared_prefill),
             ],
             restored=restored,
             verified=verified,
             copied=[pair for one in verified for pair in one.copies(size)],
-            twins=twins,
+            shared_prefill=shared_prefill,
         )
 
     def commit(
@@ -133,7 +132,7 @@ class Scheduler:
         size = self.blocks.block_size
         for seq, count in step.chunks:
             seq.computed += count
-        for seq, _ in step.twins:
+        for seq, _ in step.shared_prefill:
             seq.computed = len(seq.tokens)
         for seq in step.decodes:
             computed = seq.computed = seq.computed + 1
@@ -146,8 +145,8 @@ class Scheduler:
         for seq, token, logprob, ids in zip(step.sampled, *columns, strict=True):
             if reason := self._append(seq, token, logprob, ids):
                 outputs.append(self._end(seq, reason))
-        self.generated_tokens += single
-        self.decoded_sequences += len(step.decodes) + len(step.verified)
+        self.counters.generated_tokens += single
+        self.counters.decoded_sequences += len(step.decodes) + len(step.verified)
         for one in step.verified:
             rows = slice(single, single := single + len(one))
             if reason := self._keep(one, tokens[rows], logprobs[rows], kept[rows]):
@@ -184,9 +183,9 @@ class Scheduler:
         if self.prefix_cache:
             self._name_full(seq, seq.computed)
         seq.noise = []
-        self.generated_tokens += seq.computed - before
-        self.drafted_tokens += len(one) - 1
-        self.accepted_tokens += seq.computed - before - 1
+        self.counters.generated_tokens += seq.computed - before
+        self.counters.drafted_tokens += len(one) - 1
+        self.counters.accepted_tokens += seq.computed - before - 1
         if self.drafter is not None:
             self.drafter.observe(one, kept[: seq.computed - before])
         return reason
@@ -229,18 +228,18 @@ class Scheduler:
     ) -> list[tuple[Sequence, Sequence]]:
         """Admits waiting requests; returns those whose tokens another computes in this step, and the other."""
         size = self.blocks.block_size
-        twins: list[tuple[Sequence, Sequence]] = []
+        shared_prefill: list[tuple[Sequence, Sequence]] = []
         complete: dict[tuple[Any, ...], Sequence] = {}
         while self.waiting and budget > 0 and len(self.running) < self.max_seqs:
             seq = self.waiting.first
             hits = self.blocks.find(seq.names) if seq.parked else self._find_prefix(seq)
             start = seq.parked or len(hits) * size
-            twin = None if seq.parked or not complete else complete.get(_end_behind(seq, len(hits), size))
-            count = len(seq.tokens) - start if twin else min(len(seq.tokens) - start, budget)
+            computing = None if seq.parked or not complete else complete.get(_end_behind(seq, len(hits), size))
+            count = len(seq.tokens) - start if computing else min(len(seq.tokens) - start, budget)
             wanted = -(-(start + count) // size) - len(hits)
             # One block is reserved for each running sequence, so that the new one is not preempted at once.
             if wanted + self.blocks.idle(hits) + len(self.running) > self.blocks.available and self.running:
-                return twins
+                return shared_prefill
             self.waiting.popleft()
             self.running.append(seq)
             self.blocks.share(hits)
@@ -251,13 +250,13 @@ class Scheduler:
                 restored.append(self._take_back(seq))
             else:
                 seq.since = self.version
-                self.prefix_hit_tokens += start
-                self.recomputed_tokens += 0 if twin else max(0, seq.known - start)
+                self.counters.prefix_hit_tokens += start
+                self.counters.recomputed_tokens += 0 if computing else max(0, seq.known - start)
             grown = self._may_grow(seq, count)
             assert grown
-            if twin:
-                self.prefix_hit_tokens += count
-                twins.append((seq, twin))
+            if computing:
+                self.counters.prefix_hit_tokens += count
+                shared_prefill.append((seq, computing))
                 continue
             chunks.append((seq, count))
             budget -= count
@@ -266,7 +265,7 @@ class Scheduler:
             if self.prefix_cache and seq.since == self.version and computes_end:
                 self._extend_names(seq, whole)
                 complete[_end_behind(seq, whole, size)] = seq
-        return twins
+        return shared_prefill
 
     def _take_back(self, seq: Sequence) -> tuple[Sequence, int, int]:
         """Allocates the blocks of parked KV that no sibling has restored before; returns which are to be filled."""
@@ -275,7 +274,7 @@ class Scheduler:
         for block, name in zip(seq.blocks[first:], seq.names[first:], strict=False):
             self.blocks.name(block, name)
         seq.named = len(seq.names)
-        self.kv_restored_tokens += seq.parked
+        self.counters.kv_restored_tokens += seq.parked
         seq.parked = 0
         return seq, first, end
 
@@ -295,7 +294,7 @@ class Scheduler:
             while wanted > self.blocks.available:
                 victim = self.running.pop()
                 self._withdraw(victim)
-                self.preemptions += 1
+                self.counters.preemptions += 1
                 if victim is seq:
                     assert self.running, "a sequence that fits the cache alone finds no block in it"
                     return False
@@ -358,6 +357,6 @@ class Scheduler:
 
 
 def _end_behind(seq: Sequence, whole: int, size: int) -> tuple[Any, ...]:
-    """Returns the name of a sequence's first ``whole`` blocks and the tokens behind them: who has the same has the same
+    """Return the name of a sequence's first ``whole`` blocks and the tokens behind them: equal keys mean equal
     tokens."""
     return (*seq.names[:whole][-1:], *seq.tokens[whole * size :])

@@ -107,10 +107,10 @@ class Sequence:
 class Step:
     """The work of one step.
 
-    ``decodes`` compute one token each; ``chunks`` are (sequence, count) pieces of prefill; ``twins`` are (sequence, one
-    of these): its tokens are those of a chunk that reaches its end, whose rows also fill the sequence's last block.
-    ``sampled`` are the sequences for which a token is sampled: all decodes, then the chunks that reach their sequence's
-    end, then the twins, in this order.
+    ``decodes`` compute one token each; ``chunks`` are (sequence, count) pieces of prefill; ``shared_prefill`` are
+    (sequence, one of these): its tokens are those of a chunk that reaches its end, whose rows also fill the sequence's
+    last block. ``sampled`` are the sequences for which a token is sampled: all decodes, then the chunks that reach
+    their sequence's end, then those of ``shared_prefill``, in this order.
     ``restored`` are (sequence, first block, end): the blocks whose KV is copied from the host first. ``verified`` are
     sequences with a draft, of which a token is sampled behind every row; ``copied`` are (from, to): blocks that are
     copied first, for the paths of the drafts.
@@ -122,7 +122,7 @@ class Step:
     restored: list[tuple[Sequence, int, int]] = field(default_factory=list)
     verified: list[Verification] = field(default_factory=list)
     copied: list[tuple[int, int]] = field(default_factory=list)
-    twins: list[tuple[Sequence, Sequence]] = field(default_factory=list)
+    shared_prefill: list[tuple[Sequence, Sequence]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self.sampled or self.chunks or self.verified)

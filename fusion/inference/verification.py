@@ -66,12 +66,12 @@ class Drafter(Protocol):
     def adopt(self, version: int) -> None:
         """Record that the engine's policy is of another version from now on."""
 
-    def news(self) -> bytes:
+    def drafts_update(self) -> bytes:
         """Return what has arrived for the drafters of all ranks with this schedule, to be read by each at this step;
         b"": nothing. Called at every step, on the first of these ranks."""
 
-    def read(self, news: bytes) -> None:
-        """Read what `news` has returned on the first rank of the schedule, at the same step on every rank."""
+    def read(self, drafts_update: bytes) -> None:
+        """Read what `drafts_update` has returned on the first rank of the schedule, at the same step on every rank."""
 
     def observe(self, one: Verification, kept: Items[int]) -> None:
         """Record which rows of a draft were kept."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from fusion.inference import InferEngine, Output, Request
+from fusion.inference.counters import TOTALS
 from fusion.rollout.drafts.drafter import TextDrafter
 from fusion.rollout.drafts.metrics import DraftReport
 from fusion.rollout.packing import pack_answers
@@ -24,31 +25,6 @@ from fusion.rollout.partial_samples import PartialSamples, SampleStore
 from fusion.rollout.types import EvalAnswer, SuspendedSample
 from fusion.telemetry import WAIT_DATA, Metrics, Timeline
 from fusion.telemetry.memory import MIB
-
-TOTALS = (
-    "generated_tokens",
-    "dummy_steps",
-    "preemptions",
-    "prefix_hit_tokens",
-    "kv_restored_tokens",
-    "recomputed_tokens",
-    "interrupted",
-    "drafted_tokens",
-    "accepted_tokens",
-)
-"""Totals of `InferEngine.status` whose increase a stage reports."""
-
-POOL_TOTALS = (
-    "kv_pool_hits",
-    "kv_pool_pulls",
-    "kv_pool_remote",
-    "kv_pool_misses",
-    "kv_pool_damaged",
-    "kv_pool_evictions",
-    "kv_pool_bytes",
-    "kv_pool_s",
-)
-"""… and those of an engine that shares its KV"""
 
 MAX_PENDING = 64
 """Maximum number of finished samples that a card collects before it puts them to the queue in one message."""
@@ -130,11 +106,12 @@ class EngineStage:
         if not self.engine.is_leader:
             return
         before, self._reported = self._reported, self.engine.status()
-        for name in (*TOTALS, *(name for name in POOL_TOTALS if name in self._reported)):
-            metrics.add(f"rollout/{name}", self._reported[name] - before[name], rule="sum")
-        drafted, accepted = (self._reported[name] - before[name] for name in ("drafted_tokens", "accepted_tokens"))
-        metrics.add("rollout/wasted_tokens", drafted - accepted, rule="sum")
-        if decoded := self._reported["decoded_sequences"] - before["decoded_sequences"]:
+        added = {name: self._reported[name] - before[name] for name in TOTALS if name in before}
+        decoded, accepted = added.pop("decoded_sequences"), added["accepted_tokens"]
+        for name, increase in added.items():
+            metrics.add(f"rollout/{name}", increase, rule="sum")
+        metrics.add("rollout/wasted_tokens", added["drafted_tokens"] - accepted, rule="sum")
+        if decoded:
             metrics.add("rollout/tokens_per_forward_mean", 1 + accepted / decoded, decoded)
         metrics.add("rollout/kv_tokens_min", self._reported["kv_tokens"])
 

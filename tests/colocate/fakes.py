@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fusion.inference import InferEngine, Output, Request, RolloutConfig
+from fusion.inference.counters import TOTALS
 from fusion.model import Buckets, Mesh, ModelConfig, WeightHolder, local_params, plan_units, unit_bytes
 from fusion.model.formats import EMBEDDED
 from fusion.npu import Device
@@ -170,10 +171,8 @@ class FakeEngine:
         self.policy_version = version
 
     def status(self) -> dict[str, float]:
-        totals = ("preemptions", "prefix_hit_tokens", "dummy_steps", "kv_restored_tokens", "recomputed_tokens")
-        drafts = ("decoded_sequences", "drafted_tokens", "accepted_tokens")
-        figures = dict.fromkeys((*totals, *drafts, "interrupted", "depth", "tokens_per_s"), 0.0)
-        return figures | {
+        totals = [name for name in TOTALS if not name.startswith("kv_pool_")]
+        return dict.fromkeys((*totals, "depth", "tokens_per_s"), 0.0) | {
             "running": len(self._running),
             "generated_tokens": self._generated,
             "policy_version": self.policy_version,

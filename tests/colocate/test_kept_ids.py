@@ -74,7 +74,7 @@ def gap_of_rollouts(rank, device, folder, parallel, params):
     truth = shared(tokens(engine.run()))
     engine.scheduler.drafter = Guesses(truth, right=0.7, children=2)
     rows = broken_rollouts(engine, params, leads=rank == 0)
-    assert engine.scheduler.drafted_tokens > engine.scheduler.accepted_tokens > 0
+    assert engine.scheduler.counters.drafted_tokens > engine.scheduler.counters.accepted_tokens > 0
     assert shared({id: rows["response"][i].tolist() for i, id in enumerate(rows.ids)}) == truth
     model = Transformer(ModelConfig.from_hf(folder), engine.mesh, device, torch.float32)
     load_weights(model, folder)

@@ -126,9 +126,9 @@ def test_drafts_change_no_token_and_no_logprob(model, params, schedule, kind, ch
     assert found == plain
     scheduler = drafted.scheduler
     assert scheduler.blocks.available == scheduler.blocks.count, "no block is lost"
-    assert scheduler.accepted_tokens <= scheduler.drafted_tokens
+    assert scheduler.counters.accepted_tokens <= scheduler.counters.drafted_tokens
     if kind == "wrong":
-        assert scheduler.accepted_tokens < 0.2 * max(10, scheduler.drafted_tokens)
+        assert scheduler.counters.accepted_tokens < 0.2 * max(10, scheduler.counters.drafted_tokens)
     drafted.release_kv()
 
 

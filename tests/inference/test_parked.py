@@ -216,18 +216,18 @@ def test_kv_of_older_weights_is_never_found_under_the_new_version():
         else:
             made.policy_version = 1
         made.step()
-        before = made.scheduler.prefix_hit_tokens
+        before = made.scheduler.counters.prefix_hit_tokens
         # The beginning of what the kept one holds, its new tokens included, as a prompt of their own
         tokens = tuple(made.scheduler.running[0].tokens)
         made.submit([Request("new", prompt, params), Request("behind", tokens, params)])
         made.step()
-        assert made.scheduler.prefix_hit_tokens - before == 48, "only what the first of these two has computed"
+        assert made.scheduler.counters.prefix_hit_tokens - before == 48, "only what the first of these two has computed"
         outputs = {output.request_id: output for output in made.run()}
         made.submit(
             [Request("after", (*outputs["old"].prompt, *outputs["old"].before, *outputs["old"].tokens), params)]
         )
         made.step()
-        assert made.scheduler.prefix_hit_tokens - before == 48 + 64, "what `behind` has, and no more"
+        assert made.scheduler.counters.prefix_hit_tokens - before == 48 + 64, "what `behind` has, and no more"
 
 
 def test_new_weights_between_two_steps_leave_kept_requests_where_they_are_and_mark_them_mixed():

@@ -251,11 +251,11 @@ def test_an_engine_fetches_no_more_than_it_may_park(root):
     wanted = long(10, prompt=tuple(range(2, 30)) * 8, tokens=30)
     again = moved(wanted, generate(one, [replace(request, chunk_tokens=9) for request in wanted]))
     other.submit(again)
-    other._apply_orders(other.control.exchange(other._counters()))
-    counts = other.pooled.counts
+    other._apply_orders(other._exchange())
+    counters = other.counters
     assert (
-        counts.pulls + counts.misses == 10
-        and counts.misses > 0
+        counters.kv_pool_pulls + counters.kv_pool_misses == 10
+        and counters.kv_pool_misses > 0
         and other.pooled.blocks * other.cache.block_bytes <= 1 << 20
     )
 

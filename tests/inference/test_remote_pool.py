@@ -100,12 +100,12 @@ def test_without_room_or_without_its_engine_no_machine_is_asked():
         again = begun(one, wanted, {})
         parked = sum(request.kv_tokens > 0 for request in again)
         other.submit([replace(request, kv_engine=None) for request in again[:2]])
-        other._apply_orders(other.control.exchange(other._counters()))
+        other._apply_orders(other._exchange())
         assert not peers[0].asked
         other.submit(again[2:])
-        other._apply_orders(other.control.exchange(other._counters()))
+        other._apply_orders(other._exchange())
         assert other.pooled.blocks * other.cache.block_bytes <= 1 << 20
-        assert len(peers[0].asked) == other.pooled.counts.remote < parked
+        assert len(peers[0].asked) == other.counters.kv_pool_remote < parked
 
 
 def test_an_engine_fetches_only_after_it_has_measured_its_prefill():

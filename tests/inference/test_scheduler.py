@@ -36,12 +36,12 @@ def check_step(scheduler, step, before):
         assert 0 < count <= len(seq.tokens) - seq.computed
         assert len(seq.blocks) == -(-(seq.computed + count) // SIZE)
     chunk_of = {id(seq): count for seq, count in step.chunks}
-    for seq, other in step.twins:
+    for seq, other in step.shared_prefill:
         assert seq in scheduler.running and seq not in before and seq.tokens == other.tokens
         assert other.computed + chunk_of[id(other)] == len(other.tokens), "the other computes its last token now"
         assert other.computed <= seq.computed < len(seq.tokens), "and all that the twin does not share"
         assert len(seq.blocks) == -(-len(seq.tokens) // SIZE)
-    writers = [seq for seq, _ in computed] + [seq for seq, _ in step.twins]
+    writers = [seq for seq, _ in computed] + [seq for seq, _ in step.shared_prefill]
     assert len({id(seq) for seq in writers}) == len(writers)
     written = [b for seq in writers for b in seq.blocks[seq.computed // SIZE :]]
     assert len(written) == len(set(written))  # nobody writes where another writes
@@ -62,7 +62,7 @@ def check_step(scheduler, step, before):
     held = {b for seq in scheduler.running for b in seq.blocks}
     assert len(held) + scheduler.blocks.available == BLOCKS
     ending = [s for s, n in step.chunks if s.computed + n == len(s.tokens)]
-    assert step.sampled == step.decodes + ending + [s for s, _ in step.twins]
+    assert step.sampled == step.decodes + ending + [s for s, _ in step.shared_prefill]
     if scheduler.unfinished:
         assert step
 
@@ -183,7 +183,7 @@ def test_prefill_takes_a_block_from_a_younger_decode_that_was_already_scheduled(
     young.computed, young.tokens = 1, [1, 1]
     step = scheduler.schedule()
     assert step.decodes == [] and [(s.request.id, n) for s, n in step.chunks] == [("old", 4)]
-    assert scheduler.preemptions == 1 and list(scheduler.waiting) == [young] and young.tokens == [1, 1]
+    assert scheduler.counters.preemptions == 1 and list(scheduler.waiting) == [young] and young.tokens == [1, 1]
 
 
 @given(
@@ -237,17 +237,21 @@ def test_siblings_that_are_admitted_together_compute_their_prompt_once():
         scheduler.add(sequence(name, (0,) * length, 3, 0, 0))
     step = scheduler.schedule()
     assert [(s.request.id, n) for s, n in step.chunks] == [("a", 6), ("c", 4)]
-    assert [(s.request.id, other.request.id) for s, other in step.twins] == [("b", "a"), ("d", "a"), ("e", "c")]
-    assert scheduler.prefix_hit_tokens == 6 + 4 + 6 + 8, "b, then the first block of c, d, e"
+    assert [(s.request.id, other.request.id) for s, other in step.shared_prefill] == [
+        ("b", "a"),
+        ("d", "a"),
+        ("e", "c"),
+    ]
+    assert scheduler.counters.prefix_hit_tokens == 6 + 4 + 6 + 8, "b, then the first block of c, d, e"
     scheduler.commit(step, [3] * 5, [0.0] * 5)
     assert [seq.computed for seq in scheduler.running] == [6, 6, 8, 6, 8]
     blocks = [list(seq.blocks) for seq in scheduler.running]
     assert len({table[0] for table in blocks}) == 1 and len({table[1] for table in blocks}) == 5
 
 
-def test_a_prompt_that_is_computed_in_two_steps_and_one_without_a_prefix_cache_have_no_twins():
+def test_a_prompt_that_is_computed_in_two_steps_and_one_without_a_prefix_cache_share_no_prefill():
     for options in (dict(max_batch_tokens=4), dict(max_batch_tokens=64, prefix_cache=False)):
         scheduler = Scheduler(BlockManager(20, SIZE), max_seqs=8, **options)
         for name in "ab":
             scheduler.add(sequence(name, (0,) * 6, 3, 0, 0))
-        assert not scheduler.schedule().twins
+        assert not scheduler.schedule().shared_prefill

@@ -102,8 +102,8 @@ def test_a_stop_string_ends_a_response_inside_its_draft(broken, right):
     else:
         got = {name: pair[0] for name, pair in generate_brokenly(made, wanted, broken).items()}
     assert got == {name: cut(tokens, stops) for name, tokens in whole.items()} != whole
-    assert made.scheduler.accepted_tokens > 0
-    assert broken is not None or made.scheduler.generated_tokens == sum(map(len, got.values()))
+    assert made.scheduler.counters.accepted_tokens > 0
+    assert broken is not None or made.scheduler.counters.generated_tokens == sum(map(len, got.values()))
 
 
 def test_the_prompt_is_not_searched_and_an_exact_length_is_kept():

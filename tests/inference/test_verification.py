@@ -30,7 +30,7 @@ class Guesses:
 
     def adopt(self, version): ...
 
-    def news(self):
+    def drafts_update(self):
         return b""
 
     def read(self, news): ...
@@ -88,8 +88,8 @@ def test_tokens_and_logprobs_are_those_without_drafts_to_the_bit(params, childre
     drafted.scheduler.drafter = Guesses(truth_of(plain), children=children)
     assert by_id(generate(drafted, wanted)) == plain
     scheduler = drafted.scheduler
-    assert 0 < scheduler.accepted_tokens < scheduler.drafted_tokens
-    assert scheduler.generated_tokens == sum(len(tokens) for tokens, _ in plain.values())
+    assert 0 < scheduler.counters.accepted_tokens < scheduler.counters.drafted_tokens
+    assert scheduler.counters.generated_tokens == sum(len(tokens) for tokens, _ in plain.values())
     assert scheduler.blocks.available == scheduler.blocks.count, "no block is lost"
 
 
@@ -111,7 +111,7 @@ def test_chunks_aborts_new_weights_and_little_memory_change_no_token(seed, opera
     drafted = engine(batch_invariant=True, max_kv_tokens=(512, 256, 192)[seed], max_batch_tokens=64)
     drafted.scheduler.drafter = Guesses(truth_of(plain), right=0.9)
     assert generate_brokenly(drafted, wanted, seed) == plain
-    assert drafted.scheduler.accepted_tokens > 0
+    assert drafted.scheduler.counters.accepted_tokens > 0
 
 
 def test_right_drafts_save_forward_passes():
@@ -178,7 +178,7 @@ def test_routing_is_that_of_the_tokens_that_were_kept():
     for output in generate(drafted, wanted):
         assert output.tokens == plain[output.request_id].tokens
         assert output.routing.equal(plain[output.request_id].routing)
-    assert drafted.scheduler.accepted_tokens > 0
+    assert drafted.scheduler.counters.accepted_tokens > 0
 
 
 trees = st.integers(1, 12).flatmap(lambda n: st.tuples(*(st.integers(-1, i - 1) for i in range(n))))
@@ -244,4 +244,4 @@ def test_where_the_batch_decides_how_a_row_is_computed_tokens_differ_only_where_
         lower = min(said[same], other[same])
         assert abs(number - reached[lower].item()) < 1e-5, (request.id, same)
     print(f"{different} of {compared} tokens differ")
-    assert compared >= 100_000 and drafted.scheduler.accepted_tokens > 10_000
+    assert compared >= 100_000 and drafted.scheduler.counters.accepted_tokens > 10_000

@@ -104,7 +104,7 @@ def exchanging_rank(rank, device, folder, parallel):
         said = Sequence.of(Request(f"other-{one.id}", one.prompt, one.params, one.group), one.params, ())
         said.tokens += [2 + (7 * i) % 29 for i in range(100)]
         other.draft([said], [8], 100)
-    other.news()
+    other.drafts_update()
     other.exchange._thread.join()
     if made.mesh.tp_rank == 0 and made.mesh.first_stage:
         drafter.exchange = TextExchange(lambda message: answer(store, message), rank, 2)

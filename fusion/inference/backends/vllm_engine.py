@@ -19,8 +19,9 @@ from typing import TYPE_CHECKING, Any
 from fusion.inference.backends.vllm_core import VllmCore, max_length_of
 from fusion.inference.backends.vllm_sampler import KeyedSampler
 from fusion.inference.config import RolloutConfig
-from fusion.inference.control import Counters, Orders
+from fusion.inference.control import Orders
 from fusion.inference.controlled import ControlledEngine
+from fusion.inference.counters import RankState
 from fusion.inference.interface import InferEngine
 from fusion.inference.placement import place
 from fusion.inference.request import FinishReason, Output, Request, SamplingParams
@@ -71,7 +72,6 @@ class VllmEngine(ControlledEngine):
         self._arrived = 0
         self._withdrawn: set[str] = set()
         """Requests that `_restart` has preempted since the last step"""
-        self._totals = Counters()
         self._interned: dict[SamplingParams, SamplingParams] = {}
 
     @property
@@ -173,20 +173,19 @@ class VllmEngine(ControlledEngine):
         return self.mesh.tp_rank == 0
 
     def _exchange(self, idle: bool = False) -> Orders:
-        scheduler, counters = self.core.scheduler, Counters()
+        scheduler, state = self.core.scheduler, RankState()
         if self._reports:
-            counters = self._totals
-            counters.running = len(scheduler.running) if scheduler is not None else 0
-            counters.waiting = len(self.sequences) - counters.running
-        orders = self.control.exchange(counters)
-        self._idle = idle or (not self.control.unfinished.any() and not orders)
+            running = len(scheduler.running) if scheduler is not None else 0
+            state = RankState(len(self.sequences) - running, running, counters=self.counters)
+        orders = self.control.exchange(state)
+        self._idle = idle or (not self.control.states.unfinished.any() and not orders)
         return orders
 
     def _apply_orders(self, orders: Orders) -> list[Output]:
         if not orders:
             return []
         parallel = self.mesh.parallel
-        loads = self.control.unfinished[:: parallel.tp].tolist()
+        loads = self.control.states.unfinished[:: parallel.tp].tolist()
         for request, rank in zip(orders.submit, place(loads, orders.submit), strict=True):
             if rank == self.mesh.dp_rank:
                 self._add(request)
@@ -227,13 +226,13 @@ class VllmEngine(ControlledEngine):
     def _adopt(self, version: int) -> None:
         if self.core.scheduler is not None:
             running = (self.sequences[request.request_id] for request in self.core.scheduler.running)
-            self._totals.interrupted += sum(len(seq.tokens) > len(seq.request.prompt) for seq in running)
+            self.counters.interrupted += sum(len(seq.tokens) > len(seq.request.prompt) for seq in running)
         self.on_adopt(version)
         self.policy_version = version
 
     def _compute(self) -> list[Output]:
         """Runs one step of vLLM's scheduler and worker; returns the requests that ended."""
-        core, totals = self.core, self._totals
+        core, totals = self.core, self.counters
         plan = core.scheduler.schedule()
         self._observe(plan)
         core.clean(_highest_block(plan))
@@ -243,13 +242,13 @@ class VllmEngine(ControlledEngine):
         totals.dummy_steps += not plan.total_num_scheduled_tokens and self.mesh.parallel.dp > 1
         ended = []
         for of_client in core.scheduler.update_from_output(plan, result).values():
-            for news in of_client.outputs:
-                ended += self._append(news)
+            for output in of_client.outputs:
+                ended += self._append(output)
         return ended
 
     def _observe(self, plan: Any) -> None:
         """Counts what vLLM has scheduled, and advances the sequences."""
-        totals, sequences = self._totals, self.sequences
+        totals, sequences = self.counters, self.sequences
         for name in plan.preempted_req_ids or ():
             if name not in self._withdrawn and name in sequences:
                 totals.preemptions += 1
@@ -274,21 +273,21 @@ class VllmEngine(ControlledEngine):
         if plan.num_scheduled_tokens:
             self.last_step_kind = "decode" if decodes == len(plan.num_scheduled_tokens) else "prefill"
 
-    def _append(self, news: Any) -> list[Output]:
+    def _append(self, output: Any) -> list[Output]:
         """Appends a request's new token; returns its output if it ends with it."""
-        seq = self.sequences[news.request_id]
-        (token,), (logprob, kept) = news.new_token_ids, self.sampler.sampled[news.request_id]
+        seq = self.sequences[output.request_id]
+        (token,), (logprob, kept) = output.new_token_ids, self.sampler.sampled[output.request_id]
         if isnan(logprob):
             raise FloatingPointError(f"request {seq.request.id!r}: the logits of policy {self._version} are NaN")
         seq.append(token, logprob, self._version, kept)
-        self._totals.generated_tokens += 1
+        self.counters.generated_tokens += 1
         reason: FinishReason | None = None
         if token in seq.stop_token_ids or self._completes(seq):
             reason = "stop"
         elif len(seq.tokens) >= seq.limit:
             reason = seq.reason_at_limit
         if reason is None:
-            assert news.finish_reason is None, f"vLLM has ended request {news.request_id!r}: {news.finish_reason}"
+            assert output.finish_reason is None, f"vLLM has ended request {output.request_id!r}: {output.finish_reason}"
             return []
         return [self._end(seq, reason)]
 

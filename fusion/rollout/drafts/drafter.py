@@ -164,20 +164,20 @@ class TextDrafter:
         self.texts.adopt(version)
         self.texts.drop_oldest()  # text is kept, too, while nothing is drafted
 
-    def news(self) -> bytes:
+    def drafts_update(self) -> bytes:
         if self.exchange is None:
             return b""
         keys = {prompt.key for prompt in self.texts.live.values() if prompt}
-        return self.exchange.news(keys, self.texts.version)
+        return self.exchange.drafts_update(keys, self.texts.version)
 
     def flush(self) -> None:
         """Sends the text that other engines do not know yet: this one stops."""
         if self.exchange is not None:
             self.exchange.flush(self.texts.version)
 
-    def read(self, news: bytes) -> None:
+    def read(self, drafts_update: bytes) -> None:
         began_s = self._clock()
-        _, pieces = decode(news)
+        _, pieces = decode(drafts_update)
         for piece in pieces:
             count = self.texts.read_piece(piece)
             self.totals.read += count

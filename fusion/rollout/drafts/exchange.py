@@ -1,7 +1,7 @@
 """Exchange text with the drafters of other engines: asynchronously, in batches, beside the steps of the engine.
 
-    first rank of a schedule   step: news ─► message ─ thread ─► store of the run ─ reply ─► next step: news
-    its other TP ranks, stages       ◄─ the same news at the same step (`ControlChannel.spread`) ─┘
+    first rank of a schedule   step: texts ─► message ─ thread ─► store of the run ─ reply ─► next step: `drafts_update`
+    its other TP ranks, stages       ◄─ the same update at the same step (`ControlChannel.spread`) ─┘
 
 A step only prepares a message and takes over a reply that has arrived; a store that does not answer is never waited
 for. If it has ended or fails, the engine drafts from its own text from then on: this is logged once, and counted.
@@ -122,7 +122,7 @@ class TextExchange:
         if self._client is not None:
             self._client.forget(prompt)
 
-    def news(self, running: Collection[bytes], version: int) -> bytes:
+    def drafts_update(self, running: Collection[bytes], version: int) -> bytes:
         """Return pieces of others that this step reads, encoded; b"": none. Takes over a reply that has arrived, and
         sends the next message if it is due.
 
@@ -135,9 +135,9 @@ class TextExchange:
             self._take_reply(began_s)
         elif self._client is not None and self._is_due(self._client, running, began_s):
             self._send(self._client, running, version)
-        news = self._next_pieces()
+        pieces = self._next_pieces()
         self.totals.seconds += self._clock() - began_s
-        return encode({}, news) if news else b""
+        return encode({}, pieces) if pieces else b""
 
     def flush(self, version: int) -> None:
         """Send what others do not know yet, unless a message is under way: the engine makes no step for some time."""

@@ -67,9 +67,9 @@ def test_an_engine_samples_the_same_with_drafts(children, brokenly):
     drafted.scheduler.drafter = made = drafter(max_children=children)
     found = generate_brokenly(drafted, wanted, seed=1) if brokenly else by_id(generate(drafted, wanted))
     assert found == plain
-    assert 0 < drafted.scheduler.accepted_tokens < drafted.scheduler.drafted_tokens
-    assert drafted.scheduler.drafted_tokens == sum(made.totals.drafted)
-    assert drafted.scheduler.accepted_tokens == sum(made.totals.accepted)
+    assert 0 < drafted.scheduler.counters.accepted_tokens < drafted.scheduler.counters.drafted_tokens
+    assert drafted.scheduler.counters.drafted_tokens == sum(made.totals.drafted)
+    assert drafted.scheduler.counters.accepted_tokens == sum(made.totals.accepted)
 
 
 def test_a_window_samples_the_same_and_depends_on_no_clock():

@@ -37,7 +37,7 @@ class Run:
 
     def step(self, made):
         """One step of an engine, to which what it sends is answered at once."""
-        news = made.news()
+        news = made.drafts_update()
         if news:
             made.read(news)
         if made.exchange._thread is not None:
@@ -236,14 +236,14 @@ def test_a_store_that_hangs_is_not_waited_for_and_reported_once(caplog):
         seq.tokens += [5]
         paths(made, seq)
         clock.now_s += 1
-        assert made.news() == b""
+        assert made.drafts_update() == b""
     assert caplog.text.count("has not answered") == 1 and made.exchange.totals.failures == 0
     release.set()
     wait_for(lambda: not made.exchange._thread.is_alive(), 10)
     run = Run(1, store=store)
     run.drafters[0].exchange._writer = 1
-    made.news()
-    made.news()
+    made.drafts_update()
+    made.drafts_update()
     wait_for(lambda: not made.exchange._thread.is_alive(), 10)
     other = sequence("g/0", [1], [2, 3, 4], group="g")
     paths(run.drafters[0], other)
@@ -318,5 +318,5 @@ def test_engines_sample_the_same_with_the_text_of_others_and_accept_more():
                 if shares and one.scheduler.drafter.exchange._thread is not None:
                     one.scheduler.drafter.exchange._thread.join()
         assert found == plain
-        accepted[shares] = made[1].scheduler.accepted_tokens
+        accepted[shares] = made[1].scheduler.counters.accepted_tokens
     assert accepted[True] > accepted[False]
