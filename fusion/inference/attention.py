@@ -33,7 +33,7 @@ MAX_SCORES = 1 << 26
 
 
 class PagedAttention:
-    """Implements `Attend` for one step: writes the step's keys and values to the cache, then attends."""
+    """Implement `Attend` for one step: write the step's keys and values to the cache, then attend."""
 
     def __init__(self, cache: KVCache, batch: Batch):
         self.cache, self.batch = cache, batch

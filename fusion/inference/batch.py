@@ -82,7 +82,7 @@ class Batch:
 
 
 def build_batch(step: Step, cache: KVCache, invariant: bool = False) -> Batch:
-    """Builds the tensors of a step."""
+    """Build the tensors of a step."""
     block_size, heads = cache.block_size, cache.layout.heads
     short, whole, long = _sort_chunks(step, invariant)
     paths: list[Piece] = [piece for one in step.verified for piece in _paths(one)]
@@ -152,8 +152,9 @@ def _new_tokens(rows: Sequence | PathRows, count: int) -> list[int]:
 def _repeated_rows(
     step: Step, row: int, piece: int, *, end_of: dict[int, int], first_shared: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows that are written a second time, and the number in the block table of who holds the blocks, int64 both: rows
-    that a path of a draft has in common with an earlier one, and those that fill the last block of a shared prefill.
+    """Return the rows that are written a second time, and the number in the block table of the holder of the blocks,
+    int64 both: rows that a path of a draft has in common with an earlier one, and those that fill the last block of a
+    shared prefill.
 
     Args:
         row: first row of the drafts; ``piece``: first piece; ``first_shared``: number of the first shared prefill.
@@ -175,7 +176,7 @@ def _repeated_rows(
 
 
 def _to_card(arrays: list[np.ndarray], device: Device) -> Iterator[torch.Tensor]:
-    """Copies int64 arrays [n] to the card at once, from pinned memory where the card has it; yields them in order."""
+    """Copy int64 arrays [n] to the card at once, from pinned memory where the card has it; yield them in order."""
     host = device.host_empty((sum(map(len, arrays)),), torch.int64)
     np.concatenate(arrays, out=host.numpy())
     return iter(host.to(device.torch_device, non_blocking=True).split([len(array) for array in arrays]))

@@ -43,7 +43,7 @@ def names_of(policy_version: int, tokens: Sequence[int], size: int, known: Itera
 
 
 class BlockManager:
-    """Manages blocks ``0 … count - 1`` of ``block_size`` tokens each."""
+    """Manage blocks ``0 … count - 1`` of ``block_size`` tokens each."""
 
     def __init__(self, count: int, block_size: int):
         self.count, self.block_size = count, block_size

@@ -115,8 +115,8 @@ class RolloutConfig:
     """MiB that a card may have in kv_spill; what was parked longest ago is removed first; null: until the disk is
     full."""
     kv_spread: int = 32
-    """With suspended_kv=pool, how many requests more than the least loaded engine another may have and still gets back
-    those whose KV it has parked."""
+    """With suspended_kv=pool, maximum imbalance at which a request returns to its KV: requests that the engine which
+    has parked it may have more than the least loaded one."""
     kv_pull_tokens: int = 512
     """With suspended_kv=pool, number of tokens from which an engine copies KV that another one has parked; shorter KV
     is computed again."""
@@ -126,16 +126,16 @@ class RolloutConfig:
     computed again."""
     drafts: str = "none"
     """What drafts several tokens of a response, which one forward pass verifies: `siblings` (the other responses of the
-    group that the engine has generated so far), `history` (what the prompt's last group said, in an earlier epoch),
-    `both`; `none`. Every token is sampled with its own noise as without drafts: the same tokens with batch_invariant,
-    else up to rounding, as for any change of the batch. None is verified where measured costs say that it does not
-    pay. They are measured to help where answers are long and a step takes many milliseconds, and to cost time with a
-    small model and many sequences (docs/figures.md), so there are none by default."""
+    group that the engine has generated so far), `history` (the responses of the prompt's last group, in an earlier
+    epoch), `both`; `none`. Every token is sampled with its own noise as without drafts: the same tokens with
+    batch_invariant, else up to rounding, as for any change of the batch. None is verified where it does not pay by
+    measured costs. They are measured to help where answers are long and a step takes many milliseconds, and to cost
+    time with a small model and many sequences (docs/figures.md), so there are none by default."""
     draft_tree: int = 1
     """Maximum number of drafted tokens behind one token; 1: drafts are single paths, no trees."""
     draft_history: int = 1
-    """Number of earlier groups of a prompt of which text is history, at most 8. 1: what the last one said replaces what
-    was said before; more: text counts half as much as that of the next group."""
+    """Number of earlier groups of a prompt of which text is history, at most 8. 1: the text of the last one replaces
+    the earlier; more: text counts half as much as that of the next group."""
     draft_budget: str = "measured"
     """How much of the drafts is verified. `measured`: as many tokens of all sequences as make the most tokens a second,
     by the costs and the acceptance measured in this run; none where that does not pay. `window`: of each sequence 2,
@@ -162,7 +162,7 @@ class RolloutConfig:
     """Computes bitwise the same logprobs under any batching, chunking or order of arrival, at some cost in speed."""
 
     def validate(self) -> None:
-        """Checks every value of the group.
+        """Check every value of the group.
 
         Raises:
             ValueError: a value that is not accepted, by key.
@@ -216,7 +216,7 @@ class RolloutConfig:
         )
 
     def _check_unused(self, check: Checks) -> None:
-        """Refuses options of an order, of drafts and of the KV pool where there is none to which they apply."""
+        """Refuse options of an order, of drafts and of the KV pool where there is none to which they apply."""
         for name in ("kv_spill", "max_spilled_kv_mib", "kv_spread", "kv_pull_tokens", "kv_remote"):
             default = getattr(RolloutConfig, name)
             unused = not self.pools_kv and getattr(self, name) != default
@@ -269,7 +269,7 @@ class RolloutConfig:
         return self.sampling().truncates
 
     def sampling(self, **changes: object) -> SamplingParams:
-        """Returns the sampling parameters of a request under this config, with ``changes`` applied."""
+        """Return the sampling parameters of a request under this config, with ``changes`` applied."""
         values: dict = dict(
             temperature=self.temperature,
             top_k=self.top_k,

@@ -53,7 +53,7 @@ class Orders:
 
 
 class Inbox:
-    """Collects control calls from any thread until the leader's next step takes them. Requests must have been checked
+    """Collect control calls from any thread until the leader's next step takes them. Requests must have been checked
     (`validation.checked_requests`); ids and versions are checked here, with a `ValueError` in the calling thread."""
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class ControlChannel:
         return orders if orders else Orders.decode(data.numpy().tobytes())
 
     def _send_reports(self, payload: bytes, sizes: Sequence[int]) -> None:
-        """Sends this rank's reports to the leader, which receives those of all others; ``sizes``: in bytes."""
+        """Send this rank's reports to the leader, which receives those of all others; ``sizes``: in bytes."""
         group, rank = self.mesh.world_group, self.mesh.rank
         if rank:
             if payload:
@@ -152,8 +152,8 @@ class ControlChannel:
                 self.inbox.report(json.loads(data.numpy().tobytes()))
 
     def spread(self, update: bytes) -> bytes:
-        """Returns on every rank what the first rank with the same schedule passes; it has said in `exchange` how many
-        bytes that is. Collective over these ranks; sends nothing if there is nothing."""
+        """Return on every rank what the first rank with the same schedule passes; its size was exchanged by
+        `exchange`. Collective over these ranks; send nothing if there is nothing."""
         first, *others = self._same_schedule
         size = self.states.update_bytes(first)
         if not (size and others):
@@ -168,12 +168,12 @@ class ControlChannel:
         return data.numpy().tobytes()
 
     def min_over_ranks(self, value: int) -> int:
-        """Returns the smallest value over all ranks. Collective."""
+        """Return the smallest value over all ranks. Collective."""
         (smallest,) = self.each_min_over_ranks([value])
         return smallest
 
     def each_min_over_ranks(self, values: list[int]) -> list[int]:
-        """Returns the smallest value over all ranks, of each place of the list. Collective."""
+        """Return the smallest value over all ranks, of each place of the list. Collective."""
         if self.mesh.world_group is None:
             return values
         tensor = torch.tensor(values)

@@ -13,7 +13,7 @@ from fusion.model import Mesh, WeightHolder
 
 
 class ControlledEngine:
-    """Sends control calls from any thread of the leader, and reports the metrics of all ranks. `InferEngine` specifies
+    """Send control calls from any thread of the leader, and report the metrics of all ranks. `InferEngine` specifies
     the methods; a subclass defines `step` and `policy_version`.
 
     Attributes:
@@ -67,7 +67,7 @@ class ControlledEngine:
         return self.control.inbox.take_reports()
 
     def forget(self, ids: Iterable[str]) -> None:
-        """Frees parked KV, if there is any, before the requests of later `submit` calls are placed."""
+        """Free parked KV, if there is any, before the requests of later `submit` calls are placed."""
         assert self.is_leader, "parked KV is freed by rank 0 of the engine"
         self.control.inbox.forget(ids)
 
@@ -102,7 +102,7 @@ class ControlledEngine:
         raise NotImplementedError
 
     def run(self) -> list[Output]:
-        """Steps until the engine is idle; returns all outputs. Collective."""
+        """Step until the engine is idle; return all outputs. Collective."""
         outputs = self.step()
         while not self._idle:
             outputs += self.step()

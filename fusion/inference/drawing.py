@@ -22,7 +22,7 @@ NOISE_AHEAD = 16
 
 
 class Draw:
-    """Samples tokens. Collective over the mesh's TP and PP groups.
+    """Sample tokens. Collective over the mesh's TP and PP groups.
 
     Args:
         seed: seed of the run.
@@ -33,7 +33,7 @@ class Draw:
         self.model, self.mesh, self.seed, self.max_rows = model, mesh, seed, max_rows
 
     def __call__(self, hidden: torch.Tensor | None, batch: Batch, step: Step) -> Sampled:
-        """Returns a token for each of ``step.drawn``, sampled on the last stage, equal on all."""
+        """Return a token for each of ``step.drawn``, sampled on the last stage, equal on all."""
         noise, sequences = noise_of(step.sampled, self.seed), step.drawn
         if step.verified:
             noise = np.concatenate([noise, self._noise_of_rows(step.verified)])
@@ -47,7 +47,7 @@ class Draw:
         return self._spread(sampled, sequences)
 
     def _spread(self, sampled: Sampled | None, sequences: list[Sequence]) -> Sampled:
-        """Broadcasts what the last stage has sampled; None: on the others."""
+        """Broadcast what the last stage has sampled; None: on the others."""
         group, source = self.mesh.pp_group, self.mesh.parallel.pp - 1
         drawn = torch.zeros(3, len(sequences), dtype=torch.float64)
         if sampled is not None:
@@ -80,7 +80,7 @@ class Draw:
         return Sampled(tokens, logprobs, kept if any(kept) else None)
 
     def _whole_rows(self, logits_nVl: torch.Tensor) -> torch.Tensor:
-        """Gathers the columns of all TP ranks: [n, V]."""
+        """Gather the columns of all TP ranks: [n, V]."""
         group = self.mesh.tp_group
         if group is None:
             return logits_nVl
@@ -91,14 +91,14 @@ class Draw:
         return shards.view(ranks, rows, columns).transpose(0, 1).reshape(rows, ranks * columns)
 
     def _noise_of_rows(self, verified: list[Verification]) -> np.ndarray:
-        """Returns the number of the position behind each row of drafts."""
+        """Return the number of the position behind each row of drafts."""
         keys = np.array([one.seq.noise_key for one in verified], np.uint64).repeat([len(one) for one in verified])
         positions = np.concatenate([len(one.seq.tokens) + np.array(one.depths) for one in verified])
         return uniforms(self.seed, keys, positions)
 
 
 def noise_of(sampled: list[Sequence], seed: int) -> np.ndarray:
-    """Returns a number for each sequence's next position. Numbers are drawn for several positions at once, as the
+    """Return a number for each sequence's next position. Numbers are drawn for several positions at once, as the
     generator's ten rounds take about the same time for few numbers as for many."""
     empty = [seq for seq in sampled if not seq.noise]
     if empty:

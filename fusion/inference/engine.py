@@ -139,7 +139,7 @@ class EmbeddedEngine(ControlledEngine):
     # Memory and weights
 
     def allocate_kv(self) -> None:
-        """Allocates ``kv_fraction`` of the device's free memory, at most ``max_kv_tokens``; all blocks are empty.
+        """Allocate ``kv_fraction`` of the device's free memory, at most ``max_kv_tokens``; all blocks are empty.
 
         Raises:
             ValueError: as `InferEngine.allocate_kv`.
@@ -199,7 +199,7 @@ class EmbeddedEngine(ControlledEngine):
     # Generation
 
     def step(self) -> list[Output]:
-        """Computes one step; returns outputs on the first TP rank and stage of the attention rank that owns them."""
+        """Compute one step; return outputs on the first TP rank and stage of the attention rank that owns them."""
         began = time.perf_counter()
         outputs, self.last_step_kind = self._take_orders(), ""
         self._observe_cost()

@@ -21,7 +21,7 @@ from fusion.npu import Device
 
 
 class Forward:
-    """Computes steps. Collective over the mesh. ``seed``: seed of the run; ``routing``: records the experts of all
+    """Compute steps. Collective over the mesh. ``seed``: seed of the run; ``routing``: records the experts of all
     tokens; None: does not record."""
 
     def __init__(
@@ -43,7 +43,7 @@ class Forward:
 
     @torch.inference_mode()
     def __call__(self, step: Step) -> Sampled:
-        """Returns a token for each of ``step.drawn``, the same on ranks of equal schedule."""
+        """Return a token for each of ``step.drawn``, the same on ranks of equal schedule."""
         batch = build_batch(step, self.cache, self.batch_invariant)
         self.parked.restore(step.restored)
         self.cache.copy(step.copied)
@@ -72,7 +72,7 @@ class Forward:
             self.routing.write(batch, routing)
 
     def _receive_hidden(self, batch: Batch) -> torch.Tensor | None:
-        """Receives the hidden states [n, D] of this TP rank's rows; None on the first stage."""
+        """Receive the hidden states [n, D] of this TP rank's rows; None on the first stage."""
         mesh, model = self.mesh, self.model
         if mesh.first_stage:
             return None

@@ -43,21 +43,21 @@ class InferEngine(Protocol):
 
     @policy_version.setter
     def policy_version(self, version: int) -> None:
-        """Declares that the weights are those of another policy. Collective. New requests never use KV of older
+        """Declare that the weights are those of another policy. Collective. New requests never use KV of older
         weights; unfinished requests are recomputed or, with rollout.suspended_kv=keep, continued on their KV."""
 
     def allocate_kv(self) -> None:
-        """Allocates the KV cache from the free memory of the device, within the limits of the config. Collective.
+        """Allocate the KV cache from the free memory of the device, within the limits of the config. Collective.
 
         Raises:
             ValueError: the memory is too small for one block, or for a waiting request; names the keys to change.
         """
 
     def release_kv(self) -> None:
-        """Releases the KV cache's memory. Unfinished requests keep their tokens and wait. Collective."""
+        """Release the KV cache's memory. Unfinished requests keep their tokens and wait. Collective."""
 
     def reconfigure(self, config: RolloutConfig) -> None:
-        """Changes the limits of memory, sequences and tokens from the next `allocate_kv` on. Collective; only while no
+        """Change the limits of memory, sequences and tokens from the next `allocate_kv` on. Collective; only while no
         KV cache is allocated.
 
         Raises:
@@ -67,7 +67,7 @@ class InferEngine(Protocol):
     # Control calls: thread-safe, on the leader
 
     def submit(self, requests: Iterable[Request]) -> None:
-        """Submits requests; they start at the next step.
+        """Submit requests; they start at the next step.
 
         Raises:
             ValueError: a request is malformed or can never fit; names its id, the field or key to change, its value
@@ -75,26 +75,26 @@ class InferEngine(Protocol):
         """
 
     def abort(self, ids: Iterable[str] | None = None) -> None:
-        """Aborts requests (None: all) at the next step, whose outputs contain their tokens, with reason "abort".
+        """Abort requests (None: all) at the next step, whose outputs contain their tokens, with reason "abort".
         Unknown ids are ignored."""
 
     def forget(self, ids: Iterable[str]) -> None:
-        """Frees the parked KV of suspended requests that will not be resumed here. Unknown ids are ignored."""
+        """Free the parked KV of suspended requests that will not be resumed here. Unknown ids are ignored."""
 
     def pause(self) -> None:
-        """Makes `paused` true on every rank after the next step."""
+        """Make `paused` true on every rank after the next step."""
 
     def adopt(self, version: int) -> None:
-        """Makes every rank call `on_adopt` before its next step and continue as policy ``version``."""
+        """Make every rank call `on_adopt` before its next step and continue as policy ``version``."""
 
     def report(self, items: Iterable[Mapping[str, Any]]) -> None:
-        """Sends plain JSON from any rank to the leader, with the next step. Thread-safe, on every rank."""
+        """Send plain JSON from any rank to the leader, with the next step. Thread-safe, on every rank."""
 
     def take_reports(self) -> list[dict[str, Any]]:
-        """Returns what all ranks have reported and what has arrived since the last call. Thread-safe, on the leader."""
+        """Return what all ranks have reported and what has arrived since the last call. Thread-safe, on the leader."""
 
     def status(self) -> dict[str, float]:
-        """Returns metrics of the whole engine at the last step. Thread-safe, on every rank.
+        """Return metrics of the whole engine at the last step. Thread-safe, on every rank.
 
         depth, running: number of waiting and of running requests; tokens_per_s: generated tokens per second in `step`;
         policy_version; kv_tokens: capacity of an attention rank; and the fields of `Counters`, totals since
@@ -104,7 +104,7 @@ class InferEngine(Protocol):
     # Generation
 
     def resume(self) -> None:
-        """Clears `paused`. Collective."""
+        """Clear `paused`. Collective."""
 
     @property
     def paused(self) -> bool:
@@ -119,7 +119,7 @@ class InferEngine(Protocol):
         """Kind of this rank's last step: "prefill" (with or without decodes), "decode", or "" (nothing computed)."""
 
     def step(self) -> list[Output]:
-        """Computes one step: for every running request at most one token, and those of its draft. Collective.
+        """Compute one step: for every running request at most one token, and those of its draft. Collective.
 
         Returns:
             the requests that ended, on one of the ranks that schedule them; on the others an empty list.
@@ -129,8 +129,8 @@ class InferEngine(Protocol):
         """
 
     def suspend(self) -> list[Output]:
-        """Suspends every request, also those not started, with reason "abort"; `Output.kv_rank` is set if the KV is
-        kept on the host, `Output.kv_tokens` if it is in the machine's pool. Returns the same as `step`. Collective."""
+        """Suspend every request, also those not started, with reason "abort"; `Output.kv_rank` is set if the KV is
+        kept on the host, `Output.kv_tokens` if it is in the machine's pool. Return the same as `step`. Collective."""
 
     @property
     def parked_kv_bytes(self) -> int:

@@ -28,7 +28,7 @@ def score_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class KVCache:
-    """Holds one rank's pools, the workspace in which attention gathers blocks, and attention masks, from `allocate` to
+    """Hold one rank's pools, the workspace in which attention gathers blocks, and attention masks, from `allocate` to
     `release`.
 
     The workspace is kept allocated, because the pages of a large temporary tensor would be mapped again in every layer.
@@ -51,7 +51,7 @@ class KVCache:
         return blocks * self.block_bytes // self.layers
 
     def allocate(self, blocks: int, workspace_blocks: int) -> None:
-        """Allocates ``blocks`` per pool, and a workspace to gather ``workspace_blocks`` at a time; owner "kv"."""
+        """Allocate ``blocks`` per pool, and a workspace to gather ``workspace_blocks`` at a time; owner "kv"."""
         assert not self.pools
         with self.device.owner("kv"):
             self.blocks = blocks
@@ -70,7 +70,7 @@ class KVCache:
         return masks.unsqueeze(1).to(self.device.torch_device)
 
     def release(self) -> None:
-        """Releases every byte, even under views that are still held."""
+        """Release every byte, even under views that are still held."""
         for tensor in (*self.pools, self.workspace, self.masks):
             tensor.untyped_storage().resize_(0)
         self.pools = []
@@ -81,7 +81,7 @@ class KVCache:
         return self.layers, *self.layout.pool_shape(blocks, self.block_size)
 
     def copy_out(self, blocks: Sequence[int], host: torch.Tensor) -> None:
-        """Queues the copy of a sequence's blocks to ``host``, of `host_shape`: the blocks of a layer are gathered, then
+        """Queue the copy of a sequence's blocks to ``host``, of `host_shape`: the blocks of a layer are gathered, then
         copied at once."""
         rows = self._rows(blocks)
         room = self.workspace[: len(rows)]
@@ -90,7 +90,7 @@ class KVCache:
             layer.copy_(room, non_blocking=True)
 
     def copy_in(self, host: torch.Tensor, first: int, blocks: Sequence[int]) -> None:
-        """Queues the copy of what `copy_out` wrote, from its block ``first`` on, into as many ``blocks``."""
+        """Queue the copy of what `copy_out` wrote, from its block ``first`` on, into as many ``blocks``."""
         rows, count = self._rows(blocks), len(blocks)
         room = self.workspace[: len(rows)]
         for pool, layer in zip(self.pools, host.unflatten(1, (self.layout.parts, -1)), strict=True):
@@ -99,7 +99,7 @@ class KVCache:
             pool.index_copy_(0, rows, room)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies blocks: (from, to)."""
+        """Copy blocks: (from, to)."""
         if not pairs:
             return
         source, target = (self._rows(blocks) for blocks in zip(*pairs, strict=True))
@@ -111,12 +111,12 @@ class KVCache:
         return torch.tensor(rows, device=self.device.torch_device)
 
     def invalidate(self) -> None:
-        """Marks the content of the pools as undefined: `clean` zeroes each block before it is used again, as a NaN left
+        """Mark the content of the pools as undefined: `clean` zeroes each block before it is used again, as a NaN left
         in it would spread."""
         self._clean = 0
 
     def clean(self, block: int) -> None:
-        """Makes the content of all blocks up to this one finite, for any previous content of the memory.
+        """Make the content of all blocks up to this one finite, for any previous content of the memory.
 
         Attention weighs the unused end of a block with 0, and 0 · NaN is NaN. Pages are first touched here, so a pool
         that is never filled costs no physical memory on a host.
@@ -129,7 +129,7 @@ class KVCache:
 
 
 def count_blocks(cache: KVCache, config: RolloutConfig, *, max_length: int, bytes_free: int) -> tuple[int, int]:
-    """Returns the number of blocks that a rank can allocate in ``bytes_free`` (less than 1: too little memory), and the
+    """Return the number of blocks that a rank can allocate in ``bytes_free`` (less than 1: too little memory), and the
     blocks of its workspace."""
     per_sequence = -(-max_length // config.block_size)
     workspace = max(WORKSPACE_TOKENS // config.block_size, per_sequence)

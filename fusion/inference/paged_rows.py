@@ -133,7 +133,7 @@ class _SlicePlan:
 
 
 def _row_slice(plan: _SlicePlan, bias: torch.Tensor, tensors: Iterator[torch.Tensor]) -> RowSlice:
-    """Takes the plan's ``arrays`` from the card's tensors."""
+    """Take the plan's ``arrays`` from the card's tensors."""
     pieces, owner, place = (next(tensors) for _ in plan.arrays)
     return RowSlice(
         plan.start, plan.stop, plan.stretch, pieces=pieces, owner=owner, bias=bias, width=plan.width, place=place
@@ -143,7 +143,7 @@ def _row_slice(plan: _SlicePlan, bias: torch.Tensor, tensors: Iterator[torch.Ten
 def _slice_rows(
     positions: np.ndarray, first: np.ndarray, table: np.ndarray, *, cache: KVCache, invariant: bool
 ) -> Iterator[_SlicePlan]:
-    """Plans one slice that reads the pool in place if that is cheaper, else slices with as many pairs as the workspace
+    """Plan one slice that reads the pool in place if that is cheaper, else slices with as many pairs as the workspace
     holds."""
     counts = positions // cache.block_size + 1
     ends = np.cumsum(counts)
@@ -168,8 +168,8 @@ def _slice_rows(
 
 
 def _stretch(blocks: np.ndarray) -> tuple[int, int, np.ndarray]:
-    """The stretch of the pool that holds all blocks, and for each block of it a pair that reads it (-1: none), then the
-    pairs that are left over because several rows read one block."""
+    """Return the stretch of the pool that holds all blocks, and for each block of it a pair that reads it (-1: none),
+    then the pairs that are left over because several rows read one block."""
     low, high = int(blocks.min()), int(blocks.max()) + 1
     reader = np.full(high - low, -1)
     reader[blocks - low] = np.arange(len(blocks))
@@ -187,7 +187,7 @@ def _plan_slice(
     counts: np.ndarray,
     cache: KVCache,
 ) -> _SlicePlan:
-    """Rows ``start:stop`` over the pairs in the given order, of which the first are the stretch's."""
+    """Plan rows ``start:stop`` over the pairs in the given order, of which the first are the stretch's."""
     width = int(counts[start:stop].max())
     owner = pairs.owner[order] - start
     place = owner * width + pairs.index[order]

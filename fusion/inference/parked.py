@@ -53,7 +53,7 @@ class Entry:
 
 
 class ParkedKV:
-    """Parks the KV of one rank.
+    """Park the KV of one rank.
 
     Args:
         memory: where KV is parked; None: nothing is parked.
@@ -78,7 +78,7 @@ class ParkedKV:
         """Blocks copied to the host since construction"""
 
     def park(self, sequences: Iterable[scheduler.Sequence]) -> None:
-        """Starts copying the KV of running sequences to the host, in order up to the bound; sets their `parked`. Their
+        """Start copying the KV of running sequences to the host, in order up to the bound; set their `parked`. Their
         blocks may be released, but not written by another stream before `settle`.
 
         Raises:
@@ -100,7 +100,7 @@ class ParkedKV:
             seq.parked = seq.computed
 
     def claim(self, seq: scheduler.Sequence) -> None:
-        """Assigns a submitted request's parked KV to its sequence if the tokens are the same; frees it otherwise."""
+        """Assign a submitted request's parked KV to its sequence if the tokens are the same; free it otherwise."""
         entry = self._entries.get(seq.request.id)
         if entry is None:
             return
@@ -110,7 +110,7 @@ class ParkedKV:
             self.forget([seq.request.id])
 
     def restore(self, restored: Iterable[tuple[scheduler.Sequence, int, int]]) -> None:
-        """Queues the copies of a step's `Step.restored` on the current stream, before its KV is read."""
+        """Queue the copies of a step's `Step.restored` on the current stream, before its KV is read."""
         for seq, first, end in restored:
             entry = self._entries.pop(seq.request.id)
             assert end == entry.blocks and entry.computed <= len(seq.tokens)
@@ -123,11 +123,11 @@ class ParkedKV:
                 self._routing.fill(seq.blocks, first, entry.routing)
 
     def forget(self, ids: Iterable[str]) -> None:
-        """Frees the parked KV of these requests; ids without any are ignored."""
+        """Free the parked KV of these requests; ids without any are ignored."""
         self.abandon(ids)
 
     def abandon(self, ids: Iterable[str]) -> None:
-        """Frees the KV on the host of requests that have ended; ids without any are ignored."""
+        """Free the KV on the host of requests that have ended; ids without any are ignored."""
         for id in ids:
             entry = self._entries.pop(id, None)
             if entry is not None:
@@ -135,7 +135,7 @@ class ParkedKV:
                 self._give(entry)
 
     def settle(self) -> None:
-        """Waits for all copies: afterwards the memory of the KV cache may be released."""
+        """Wait for all copies: afterwards the memory of the KV cache may be released."""
         for entry in (*self._entries.values(), *self._returning):
             entry.copied.synchronize()
         self._free_restored()
@@ -202,7 +202,7 @@ class ParkedKV:
 
 
 def max_parked_blocks(config: RolloutConfig, cache: KVCache, max_layers: int) -> int | None:
-    """Returns the number of blocks that a rank may park (None: no bound); the same on every stage, computed for a stage
+    """Return the number of blocks that a rank may park (None: no bound); the same on every stage, computed for a stage
     with ``max_layers``."""
     parks = config.keeps_kv or config.pools_kv
     if not parks or config.max_parked_kv_mib is None:

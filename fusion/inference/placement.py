@@ -17,7 +17,7 @@ class Placeable(Protocol):
 
 
 def place(loads: list[int], requests: Iterable[Placeable]) -> list[int]:
-    """Returns the attention rank of each new request: where its KV is parked, and siblings together, as long as the
+    """Return the attention rank of each new request: where its KV is parked, and siblings together, as long as the
     ranks stay balanced.
 
     Args:

@@ -43,11 +43,11 @@ DAMAGED, MISSING, REMOTE, PULLED, HIT = range(5)
 or itself. Ranks agree on the smallest"""
 
 PREFILL_SHARE = 0.5
-"""Of the tokens of a step, from which on its seconds count as those of prefill"""
+"""Minimum prefill share of a step's tokens for the step to count as prefill"""
 
 
 class KVDamaged(RuntimeError):
-    """A file is not what was written for its request; the message says what differs."""
+    """A file is not what was written for its request; the message names what differs."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class FoundKV(Protocol):
     own: bool
 
     def read(self, kv: torch.Tensor, routing: torch.Tensor) -> None:
-        """Reads the payload into uint8 tensors of its sizes, and verifies it there.
+        """Read the payload into uint8 tensors of its sizes, and verify it there.
 
         Raises:
             KVDamaged: the checksum differs, or the file has ended.
@@ -85,7 +85,7 @@ class KVSource(Protocol):
     """Where KV is found: the files of this machine, or the pool of another one."""
 
     def find(self, key: KVKey) -> FoundKV | None:
-        """Opens the KV of this rank's part, whoever wrote it; None: there is none, or it is not worth fetching.
+        """Open the KV of this rank's part, of any writer; None: there is none, or it is not worth fetching.
 
         Raises:
             KVDamaged: it is not of this user, or its header is not what was asked for.
@@ -96,10 +96,10 @@ class KVPeers(Protocol):
     """The pools of other machines; implemented by `fusion.rollout.kv_pool.remote.RemotePools`."""
 
     def of(self, engine: int) -> Sequence[KVSource]:
-        """Returns those of the machines of an engine, which is numbered as in the run; each gives a file once."""
+        """Return those of the machines of an engine, which is numbered as in the run; each gives a file once."""
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Records what a prefill has taken: KV that would take longer to fetch is not fetched."""
+        """Record what a prefill has taken: KV that would take longer to fetch is not fetched."""
 
 
 class KVStore(KVSource, Protocol):
@@ -120,23 +120,23 @@ class KVStore(KVSource, Protocol):
     def park(
         self, key: KVKey, *, computed: int, kv: torch.Tensor, routing: torch.Tensor | None, charged_bytes: int
     ) -> bool:
-        """Writes KV; returns False if there is no place. ``charged_bytes``: counts against the limits."""
+        """Write KV; return False if there is no place. ``charged_bytes``: counts against the limits."""
 
     def discard(self, key: KVKey) -> None:
-        """Removes a file, whoever wrote it."""
+        """Remove a file of any writer."""
 
     def forget(self, ids: Iterable[str]) -> None:
-        """Removes what this rank has parked of these requests; ids without any are ignored."""
+        """Remove what this rank has parked of these requests; ids without any are ignored."""
 
     def clear(self) -> None:
-        """Removes all that this rank has parked."""
+        """Remove all that this rank has parked."""
 
     def computed(self, id: str) -> int:
-        """Returns the number of tokens of the KV that this rank has parked of a request; 0: none."""
+        """Return the number of tokens of the KV that this rank has parked of a request; 0: none."""
 
 
 class PooledKV(ParkedKV):
-    """Parks the KV of one rank in the pool, and fetches it from there.
+    """Park the KV of one rank in the pool, and fetch it from there.
 
     Args:
         memory: host memory through which KV is copied.
@@ -167,7 +167,7 @@ class PooledKV(ParkedKV):
         self._charged_block_bytes, self._names_blocks = charged_block_bytes, names_blocks
 
     def park(self, sequences: Iterable[scheduler.Sequence]) -> None:
-        """Writes the KV of running sequences to files. Their blocks may be released and written afterwards."""
+        """Write the KV of running sequences to files. Their blocks may be released and written afterwards."""
         self._free_restored()
         for seq in sequences:
             count = self._count(seq)
@@ -178,7 +178,7 @@ class PooledKV(ParkedKV):
                 self._write(seq.request.id, entry)
 
     def suspend(self, running: Iterable[scheduler.Sequence], waiting: Iterable[scheduler.Sequence]) -> None:
-        """Parks what the running sequences have, and what was fetched for waiting ones, unless that would be of no
+        """Park what the running sequences have, and what was fetched for waiting ones, unless that would be of no
         use."""
         if self.store is None or not self.store.takes_suspended:
             self.abandon(list(self._entries))
@@ -197,7 +197,7 @@ class PooledKV(ParkedKV):
         version: int,
         agree: Callable[[list[int]], list[int]],
     ) -> None:
-        """Fetches the KV of a step's new requests that have some in the pool, for those that all ranks find; sets their
+        """Fetch the KV of a step's new requests that have some in the pool, for those that all ranks find; set their
         `parked`. Collective over the engine.
 
         Args:
@@ -220,7 +220,7 @@ class PooledKV(ParkedKV):
         self._counters.kv_pool_s += time.perf_counter() - began
 
     def observe_step(self, step: scheduler.Step, seconds: float) -> None:
-        """Records the seconds of a step, of which most is prefill."""
+        """Record the seconds of a step, of which most is prefill."""
         prefill = sum(count for _, count in step.chunks)
         if (
             self._peers is not None
@@ -229,16 +229,16 @@ class PooledKV(ParkedKV):
             self._peers.observe_prefill(prefill, seconds)
 
     def claim(self, seq: scheduler.Sequence) -> None:
-        """Does nothing: KV is fetched, by all ranks at once."""
+        """Do nothing: KV is fetched, by all ranks at once."""
 
     def forget(self, ids: Iterable[str]) -> None:
-        """Removes what this rank has written of these requests. What it has fetched stays: the orders to forget come
-        from the one who knows where files are left, and may be later than the request itself."""
+        """Remove what this rank has written of these requests. What it has fetched stays: calls to forget come
+        from the controller, which knows where files are left, and may be later than the request itself."""
         if self.store is not None:
             self.store.forget(ids)
 
     def clear(self) -> None:
-        """Frees everything: the weights are others."""
+        """Free everything: the weights are others."""
         self.abandon(list(self._entries))
         if self.store is not None:
             self.store.clear()
@@ -248,14 +248,14 @@ class PooledKV(ParkedKV):
         return super().host_bytes + (0 if self.store is None else self.store.nbytes)
 
     def computed(self, id: str) -> int:
-        """Returns the number of tokens of a request whose KV this rank has in the pool."""
+        """Return the number of tokens of a request whose KV this rank has in the pool."""
         return 0 if self.store is None else self.store.computed(id)
 
     def __contains__(self, id: str) -> bool:
         return self.computed(id) > 0
 
     def _write(self, id: str, entry: Entry) -> None:
-        """Writes an entry to a file, and gives its region back."""
+        """Write an entry to a file, and give its region back."""
         assert self.store is not None
         began = time.perf_counter()
         key, _ = self._key(id, entry.since, entry.tokens, entry.names)
@@ -266,7 +266,7 @@ class PooledKV(ParkedKV):
         self._counters.kv_pool_s += time.perf_counter() - began
 
     def _fetch(self, seq: scheduler.Sequence, version: int) -> int:
-        """Reads the KV of a sequence into an entry, verified; returns what was found."""
+        """Read the KV of a sequence into an entry, verified; return what was found."""
         if self.store is None:
             return MISSING
         key, names = self._key(seq.request.id, version, seq.tokens, [])
@@ -286,7 +286,7 @@ class PooledKV(ParkedKV):
             self.store.discard(key)
 
     def _sources(self, request: Request) -> Iterator[KVSource]:
-        """Yields where the KV of a request may be. Other machines are not asked for what there is no room for."""
+        """Yield where the KV of a request may be. Other machines are not asked for what there is no room for."""
         assert self.store is not None
         yield self.store
         if self._peers is None or request.kv_engine is None:
@@ -323,7 +323,7 @@ class PooledKV(ParkedKV):
         return HIT if found.own else PULLED
 
     def _empty_routing(self, found: FoundKV) -> torch.Tensor:
-        """Returns a tensor for the routing in a file, which must be there exactly where this rank records it."""
+        """Return a tensor for the routing in a file, which must be there exactly where this rank records it."""
         if self._routing is None:
             if found.routing:
                 raise KVDamaged("it has routing, which this rank does not record")
@@ -352,7 +352,7 @@ class PooledKV(ParkedKV):
     def _key(
         self, id: str, version: int, tokens: Sequence[int], names: Sequence[BlockName]
     ) -> tuple[KVKey, list[BlockName]]:
-        """Returns the key of a request's KV, and the names of its full blocks; ``names``: those known already."""
+        """Return the key of a request's KV, and the names of its full blocks; ``names``: those known already."""
         size = self._cache.block_size
         chain = names_of(version, tokens, size, names)
         tail = next_name(chain[-1] if chain else root_name(version), tokens[len(chain) * size :])
@@ -360,6 +360,6 @@ class PooledKV(ParkedKV):
 
 
 def _shard_of(mesh: Mesh, cache: KVCache) -> str:
-    """Returns which part of which layers a rank's KV is: the same on corresponding ranks of engines in one layout."""
+    """Return which part of which layers a rank's KV is: the same on corresponding ranks of engines in one layout."""
     layout = mesh.parallel
     return f"tp {mesh.tp_rank}/{layout.tp}, pp {mesh.pp_rank}/{layout.pp}, {cache.dtype}, {list(cache.host_shape(1))}"

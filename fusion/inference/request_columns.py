@@ -48,7 +48,7 @@ class Requests(Sequence[Request]):
 
 
 def to_columns(requests: Sequence[Request]) -> dict[str, Any]:
-    """Returns the requests by field: lists of plain data, which JSON can encode."""
+    """Return the requests by field: lists of plain data, which JSON can encode."""
     columns: dict[str, Any] = {name: [getattr(one, name) for one in requests] for name in OWN}
     for name in SHARED:
         columns[name] = _distinct([getattr(one, name) for one in requests])
@@ -57,7 +57,7 @@ def to_columns(requests: Sequence[Request]) -> dict[str, Any]:
 
 
 def from_columns(columns: Mapping[str, Any]) -> list[Request]:
-    """Returns the requests that `to_columns` has encoded."""
+    """Return the requests that `to_columns` has encoded."""
     decode: dict[str, Callable[[Any], Any]] = {
         "prompt": tuple,
         "response": tuple,
@@ -74,7 +74,7 @@ def from_columns(columns: Mapping[str, Any]) -> list[Request]:
 
 
 def _distinct(values: Sequence[Any]) -> tuple[list[Any], list[int]]:
-    """Returns the distinct objects, and the index of each value among them."""
+    """Return the distinct objects, and the index of each value among them."""
     index_by_object: dict[int, int] = {}
     indices = [index_by_object.setdefault(id(value), len(index_by_object)) for value in values]
     return list({id(value): value for value in values}.values()), indices

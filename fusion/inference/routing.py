@@ -22,7 +22,7 @@ from fusion.model import Mesh, ModelConfig, routing_dtype
 
 
 class RoutingCache:
-    """Holds cells [blocks, block_size, layers, k] of `routing_dtype` in host memory; pages are only used once they are
+    """Hold cells [blocks, block_size, layers, k] of `routing_dtype` in host memory; pages are only used once they are
     written."""
 
     def __init__(self, config: ModelConfig, block_size: int):
@@ -31,40 +31,40 @@ class RoutingCache:
         self.allocate(0)
 
     def allocate(self, blocks: int) -> None:
-        """Replaces the cells by as many blocks as the KV cache has (0: releases the memory)."""
+        """Replace the cells by as many blocks as the KV cache has (0: releases the memory)."""
         self._cells = torch.empty(blocks, *self.cell, dtype=self.dtype).numpy()
 
     def write(self, batch: Batch, routing_NLk: torch.Tensor) -> None:
-        """Writes the routing of all tokens of a step, before any request of the step ends."""
+        """Write the routing of all tokens of a step, before any request of the step ends."""
         routing = routing_NLk.numpy()
         self._cells[batch.blocks, batch.offsets] = routing if batch.repeated is None else routing[batch.written]
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copies blocks: (from, to)."""
+        """Copy blocks: (from, to)."""
         if pairs and len(self._cells):
             source, target = np.array(pairs).T
             self._cells[target] = self._cells[source]
 
     def read(self, blocks: Sequence[int], start: int, end: int) -> torch.Tensor:
-        """Returns the routing [end - start, layers, k] of the tokens ``start:end`` of the sequence in these blocks."""
+        """Return the routing [end - start, layers, k] of the tokens ``start:end`` of the sequence in these blocks."""
         size = self.cell[0]
         first = start // size
         cells = self._cells[np.array(blocks[first : -(-end // size)], np.int64)]
         return torch.from_numpy(cells.reshape(-1, *self.cell[1:])[start - first * size : end - first * size])
 
     def join(self, pieces: list[torch.Tensor]) -> torch.Tensor:
-        """Returns results of `read` one behind the other."""
+        """Return results of `read` one behind the other."""
         return torch.cat(pieces) if pieces else torch.empty(0, *self.cell[1:], dtype=self.dtype)
 
     def fill(self, blocks: Sequence[int], first: int, routing_TLk: torch.Tensor) -> None:
-        """Writes a result of `read` back into these blocks, from the sequence's block ``first`` on."""
+        """Write a result of `read` back into these blocks, from the sequence's block ``first`` on."""
         size = self.cell[0]
         block, offset = np.divmod(np.arange(first * size, len(routing_TLk)), size)
         self._cells[np.array(blocks, np.int64)[block], offset] = routing_TLk[first * size :].numpy()
 
 
 def of_all_layers(routing_NLk: torch.Tensor, mesh: Mesh, config: ModelConfig) -> torch.Tensor | None:
-    """Gathers the sparse layers of all stages in order, on the first stage's first TP rank; returns None elsewhere. On
+    """Gather the sparse layers of all stages in order, on the first stage's first TP rank; return None elsewhere. On
     the CPU; collective over the stages."""
     if mesh.pp_group is None or mesh.tp_rank > 0:
         return routing_NLk if mesh.tp_rank == 0 else None

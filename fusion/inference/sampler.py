@@ -35,7 +35,7 @@ class Sampled(NamedTuple):
 
 
 def sample(logits_BV: torch.Tensor, params: list[SamplingParams], uniforms_B: np.ndarray) -> Sampled:
-    """Samples one token per row.
+    """Sample one token per row.
 
     Args:
         logits_BV: any float dtype.
@@ -61,7 +61,7 @@ def sample(logits_BV: torch.Tensor, params: list[SamplingParams], uniforms_B: np
 
 
 def split_kept(ids: np.ndarray, counts: list[int]) -> list[bytes]:
-    """Returns flat ``ids`` (int32) as the bytes of each token's ``counts``."""
+    """Return flat ``ids`` (int32) as the bytes of each token's ``counts``."""
     data, ends = ids.tobytes(), [4 * end for end in accumulate(counts, initial=0)]
     return [data[start:end] for start, end in zip(ends, ends[1:], strict=False)]
 
@@ -69,7 +69,7 @@ def split_kept(ids: np.ndarray, counts: list[int]) -> list[bytes]:
 def _sample_filtered(
     logprobs_BV: torch.Tensor, greedy_B: torch.Tensor, params: list[SamplingParams], uniforms_B: np.ndarray
 ) -> Sampled:
-    """Samples where at least one row is filtered. ``greedy_B``: the most likely tokens."""
+    """Sample where at least one row is filtered. ``greedy_B``: the most likely tokens."""
 
     def mask(values: list[bool]) -> torch.Tensor:
         return torch.tensor(values, device=logprobs_BV.device)
@@ -100,12 +100,12 @@ def _scale(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
 
 
 def _filters(params: SamplingParams, vocabulary: int) -> bool:
-    """Returns whether filters may exclude ids: all of a vocabulary are no filter."""
+    """Return whether filters may exclude ids: all of a vocabulary are no filter."""
     return params.truncates and (params.top_k < vocabulary or params.top_p < 1 or params.min_p > 0)
 
 
 def _kept(probs_BV: torch.Tensor, params: list[SamplingParams]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the ids from the most to the least likely, [B, V], and whether each is kept, bool [B, V]. The most likely
+    """Return the ids from the most to the least likely, [B, V], and whether each is kept, bool [B, V]. The most likely
     token is always kept; of equally likely tokens the one with the lower id."""
 
     def column(values: list[float]) -> torch.Tensor:
@@ -128,7 +128,7 @@ def _kept(probs_BV: torch.Tensor, params: list[SamplingParams]) -> tuple[torch.T
 
 
 def _invert(probs_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
-    """Returns the first token whose cumulative probability exceeds u times the total."""
+    """Return the first token whose cumulative probability exceeds u times the total."""
     cumulative = probs_BV.cumsum(-1)
     total = cumulative[:, -1:]
     # u · total may round up to the total, which no cumulative probability exceeds

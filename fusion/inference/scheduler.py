@@ -42,7 +42,7 @@ class RecordedRouting(Protocol):
 
 
 class Scheduler:
-    """Schedules the requests of one attention rank."""
+    """Schedule the requests of one attention rank."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Scheduler:
         self.waiting.append(seq)
 
     def schedule(self) -> Step:
-        """Returns the next step and allocates its blocks; `commit` must follow."""
+        """Return the next step and allocate its blocks; `commit` must follow."""
         budget, preemptions = self.max_batch_tokens, self.counters.preemptions
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
@@ -127,7 +127,7 @@ class Scheduler:
     def commit(
         self, step: Step, tokens: list[int], logprobs: list[float], kept: list[bytes] | None = None
     ) -> list[Output]:
-        """Appends the sampled tokens, one for each of ``step.drawn``, with what `Sampled` records of them; returns the
+        """Append the sampled tokens, one for each of ``step.drawn``, with what `Sampled` records of them; return the
         outputs of requests that ended."""
         size = self.blocks.block_size
         for seq, count in step.chunks:
@@ -156,7 +156,7 @@ class Scheduler:
         return outputs
 
     def _append(self, seq: Sequence, token: int, logprob: float, kept: bytes) -> FinishReason | None:
-        """Appends a sampled token; returns why the sequence ends with it, or None."""
+        """Append a sampled token; return why the sequence ends with it, or None."""
         seq.append(token, logprob, self.version, kept)
         if token in seq.stop_token_ids or self.stop_strings and self._completes(seq, self.stop_strings):
             return "stop"
@@ -165,8 +165,8 @@ class Scheduler:
     def _keep(
         self, one: Verification, sampled: list[int], logprobs: list[float], kept_ids: list[bytes]
     ) -> FinishReason | None:
-        """Appends the tokens of a draft's path as far as they were sampled, and the one behind them; the sequence takes
-        over the blocks of that path. Returns why the sequence ends, or None."""
+        """Append the tokens of a draft's path as far as they were sampled, and the one behind them; the sequence takes
+        over the blocks of that path. Return why the sequence ends, or None."""
         seq, kept, reason = one.seq, one.follow(sampled), None
         path = one.path_of(kept[-1])
         seq.blocks = one.table(path)
@@ -191,7 +191,7 @@ class Scheduler:
         return reason
 
     def abort(self, chosen: Callable[[Request], bool]) -> list[Output]:
-        """Ends the requests for which ``chosen`` holds; returns their outputs, tokens included."""
+        """End the requests for which ``chosen`` holds; return their outputs, tokens included."""
         ended = [seq for seq in self.running if chosen(seq.request)]
         gone = set(map(id, ended))
         self.running = [seq for seq in self.running if id(seq) not in gone]
@@ -199,7 +199,7 @@ class Scheduler:
         return [self._end(seq, "abort") for seq in ended]
 
     def restart(self, blocks: BlockManager | None = None, version: int | None = None) -> None:
-        """Drops all KV (new weights, memory released): running sequences wait again, in front, with their tokens. With
+        """Drop all KV (new weights, memory released): running sequences wait again, in front, with their tokens. With
         new weights, KV on the host is dropped, too; the caller frees it."""
         for seq in reversed(self.running):
             self._withdraw(seq)
@@ -213,7 +213,7 @@ class Scheduler:
         self._forget_names()
 
     def change_version(self, version: int) -> None:
-        """Keeps the KV over new weights: running sequences continue on it, and no other finds any of it by name."""
+        """Keep the KV over new weights: running sequences continue on it, and no other finds any of it by name."""
         self.version = version
         self.blocks.forget()
         self._forget_names()
@@ -226,7 +226,7 @@ class Scheduler:
     def _admit(
         self, chunks: list[tuple[Sequence, int]], budget: int, restored: list[tuple[Sequence, int, int]]
     ) -> list[tuple[Sequence, Sequence]]:
-        """Admits waiting requests; returns those whose tokens another computes in this step, and the other."""
+        """Admit waiting requests; return those whose tokens another computes in this step, and the other."""
         size = self.blocks.block_size
         shared_prefill: list[tuple[Sequence, Sequence]] = []
         complete: dict[tuple[Any, ...], Sequence] = {}
@@ -268,7 +268,7 @@ class Scheduler:
         return shared_prefill
 
     def _take_back(self, seq: Sequence) -> tuple[Sequence, int, int]:
-        """Allocates the blocks of parked KV that no sibling has restored before; returns which are to be filled."""
+        """Allocate the blocks of parked KV that no sibling has restored before; return which are to be filled."""
         first, end = len(seq.blocks), -(-seq.parked // self.blocks.block_size)
         seq.blocks.extend(self.blocks.take(end - first))
         for block, name in zip(seq.blocks[first:], seq.names[first:], strict=False):
@@ -279,7 +279,7 @@ class Scheduler:
         return seq, first, end
 
     def _find_prefix(self, seq: Sequence) -> list[int]:
-        """Finds cached blocks of the sequence's beginning. The last token is always computed: its logits are needed."""
+        """Find cached blocks of the sequence's beginning. The last token is always computed: its logits are needed."""
         if not self.prefix_cache:
             return []
         whole = (len(seq.tokens) - 1) // self.blocks.block_size
@@ -287,7 +287,7 @@ class Scheduler:
         return self.blocks.find(seq.names[:whole])
 
     def _may_grow(self, seq: Sequence, count: int) -> bool:
-        """Allocates blocks for ``count`` more tokens, preempting the newest sequences, in the end this one itself."""
+        """Allocate blocks for ``count`` more tokens, preempting the newest sequences, in the end this one itself."""
         end = seq.computed + count
         wanted = -(-end // self.blocks.block_size) - len(seq.blocks)
         if wanted > 0:
@@ -304,7 +304,7 @@ class Scheduler:
         return True
 
     def _name_full(self, seq: Sequence, end: int) -> None:
-        """Names the blocks that are full once ``end`` tokens are computed. For a chunk that is when it is scheduled, so
+        """Name the blocks that are full once ``end`` tokens are computed. For a chunk that is when it is scheduled, so
         that siblings in the same step share them: a layer writes all KV of a step before it reads any."""
         if seq.since != self.version:
             return
@@ -336,7 +336,7 @@ class Scheduler:
         return not seq.request.exact_tokens and stop_strings.completes(seq.tokens, seq.first_token)
 
     def _keep_routing(self, seq: Sequence) -> None:
-        """Keeps the routing of the tokens computed since, before their blocks are released. Tokens computed once more
+        """Keep the routing of the tokens computed since, before their blocks are released. Tokens computed once more
         keep theirs: their next tokens were sampled from the earlier pass."""
         if self.routing is not None and seq.computed > seq.routed:
             seq.routing.append(self.routing.read(seq.blocks, seq.routed, seq.computed))

@@ -16,7 +16,7 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 class StopStrings:
-    """Holds stop strings (at least one, none empty). ``decode``: text of some tokens, special tokens included.
+    """Hold stop strings (at least one, none empty). ``decode``: text of some tokens, special tokens included.
 
     Invariant: if `completes` was False for all shorter responses, it is True exactly where the text of the whole
     response contains a stop string.
@@ -32,7 +32,7 @@ class StopStrings:
         """Whether a token can be the last one of a stop string"""
 
     def completes(self, tokens: Sequence[int], start: int) -> bool:
-        """Returns whether the last token of the response ``tokens[start:]`` completes a stop string."""
+        """Return whether the last token of the response ``tokens[start:]`` completes a stop string."""
         if not self._can_end(tokens[-1]):
             return False
         text = self._decode(tokens[max(start, len(tokens) - self._window) :])

@@ -29,7 +29,7 @@ MAX_RANKS = 1 << 16
 
 
 def check_sampling(group: str, sampling: SamplingParams | RolloutConfig) -> None:
-    """Checks the sampling parameters of a request or of the config.
+    """Check the sampling parameters of a request or of the config.
 
     Raises:
         ValueError: a parameter out of its range; ``group`` prefixes its key.
@@ -45,7 +45,7 @@ def check_sampling(group: str, sampling: SamplingParams | RolloutConfig) -> None
 
 
 def checked_requests(requests: Iterable[Request], vocabulary: int) -> list[Request]:
-    """Returns the requests with exact Python types: tokens and numbers may have been those of numpy or torch, and
+    """Return the requests with exact Python types: tokens and numbers may have been those of numpy or torch, and
     sequences of tokens lists. What several share, such as a group's prompt, is checked once.
 
     Raises:
@@ -56,7 +56,7 @@ def checked_requests(requests: Iterable[Request], vocabulary: int) -> list[Reque
 
 
 class _Shared:
-    """Checks tokens and sampling parameters for one vocabulary, each object once: they cannot change."""
+    """Check tokens and sampling parameters for one vocabulary, each object once: they cannot change."""
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
@@ -156,7 +156,7 @@ def _checked(request: Request, shared: _Shared) -> Request:
 
 
 def _last_rewards(name: str, value: Any) -> tuple[str, tuple[float | None, ...]]:
-    """Returns the value itself if it has exact types already."""
+    """Return the value itself if it has exact types already."""
     if value is NO_REWARDS:
         return NO_REWARDS
     if not (type(value) in (tuple, list) and len(value) == 2 and type(value[1]) in (tuple, list)):
@@ -176,7 +176,7 @@ def _name(request: Request) -> str:
 
 
 def check_fits(request: Request, max_length: int, capacity_tokens: int) -> None:
-    """Checks that a request can finish.
+    """Check that a request can finish.
 
     Raises:
         ValueError: it cannot; names the numbers and the keys to change.
@@ -193,7 +193,7 @@ def check_fits(request: Request, max_length: int, capacity_tokens: int) -> None:
 
 
 def check_distinct(requests: Sequence[Request]) -> None:
-    """Checks that no two requests have the same id.
+    """Check that no two requests have the same id.
 
     Raises:
         ValueError: names the id.
@@ -206,7 +206,7 @@ def check_distinct(requests: Sequence[Request]) -> None:
 
 
 def checked_ids(ids: Iterable[str]) -> list[str]:
-    """Returns the request ids of a control call.
+    """Return the request ids of a control call.
 
     Raises:
         ValueError: not several texts.
@@ -220,7 +220,7 @@ def checked_ids(ids: Iterable[str]) -> list[str]:
 
 
 def checked_version(version: int) -> int:
-    """Returns a policy version.
+    """Return a policy version.
 
     Raises:
         ValueError: not a natural number.
@@ -250,7 +250,7 @@ def _params(where: str, params: SamplingParams, vocabulary: int) -> SamplingPara
 
 
 def _tokens(name: str, tokens: Any, vocabulary: int) -> tuple[int, ...]:
-    """Returns token ids as a tuple of int."""
+    """Return token ids as a tuple of int."""
     if hasattr(tokens, "tolist"):  # an array or a tensor
         tokens = tokens.tolist()
     expected = f"token ids, whole numbers in [0, {vocabulary - 1}]"
@@ -269,14 +269,14 @@ def _any_invalid(tokens: Sequence[Any], vocabulary: int) -> bool:
 
 
 def _whole(value: Any) -> Any:
-    """Returns a whole number (numpy's too, no bool) as an int, everything else unchanged."""
+    """Return a whole number (numpy's too, no bool) as an int, everything else unchanged."""
     if type(value) is int or value is None:  # most are, and asking for an abstract type takes far longer
         return value
     return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else value
 
 
 def _number(value: Any) -> Any:
-    """Returns a number (numpy's too, no bool) as a float, everything else unchanged."""
+    """Return a number (numpy's too, no bool) as a float, everything else unchanged."""
     if type(value) is float:
         return value
     if not isinstance(value, Real) or isinstance(value, bool):
@@ -288,7 +288,7 @@ def _number(value: Any) -> Any:
 
 
 def _plain(values: Any, **fields: Any) -> Any:
-    """Returns the dataclass with ``fields``; itself, where they are what it has."""
+    """Return the dataclass with ``fields``; itself, where they are what it has."""
     same = all(getattr(values, name) is value for name, value in fields.items())
     return values if same else replace(values, **fields)
 

@@ -53,7 +53,7 @@ class StepCost(NamedTuple):
 
 
 class Drafter(Protocol):
-    """Proposes drafts, the same on every rank with the same schedule: what it returns may depend only on its calls."""
+    """Propose drafts, the same on every rank with the same schedule: what it returns may depend only on its calls."""
 
     def draft(self, sequences: Items[Sequence], max_depth: Items[int], max_tokens: int) -> list[Draft | None]:
         """Return a draft for each sequence, or None.

@@ -3,7 +3,7 @@
     preempted ones, the last in front ─► those of the lowest `Request.priority`, first come, first served ─► …
 
 Invariant (property-tested): the first one is, of those that wait, the one preempted last, else the earliest of the
-lowest priority. An order holds nothing back: whoever is first is admitted as soon as there is room.
+lowest priority. Nothing is held back: the first one is admitted as soon as there is room.
 
 Cost, for n waiting requests: `append`, `appendleft`, `popleft` O(log n).
 """
@@ -36,7 +36,7 @@ PREEMPTED = -1
 
 
 class WaitingLine(Generic[Waiting]):
-    """Holds the waiting sequences in the order in which they are admitted."""
+    """Hold the waiting sequences in the order in which they are admitted."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, Waiting]] = []
@@ -45,12 +45,12 @@ class WaitingLine(Generic[Waiting]):
         """Place of the last one preempted, and of the last one that came"""
 
     def append(self, seq: Waiting) -> None:
-        """Adds a sequence behind those of its priority."""
+        """Add a sequence behind those of its priority."""
         self._back += 1
         heapq.heappush(self._heap, (seq.request.priority, self._back, seq))
 
     def appendleft(self, seq: Waiting) -> None:
-        """Adds a preempted sequence in front of all."""
+        """Add a preempted sequence in front of all."""
         self._front -= 1
         heapq.heappush(self._heap, (PREEMPTED, self._front, seq))
 
@@ -59,11 +59,11 @@ class WaitingLine(Generic[Waiting]):
         return self._heap[0][2]
 
     def popleft(self) -> Waiting:
-        """Takes out the first one."""
+        """Take out the first one."""
         return heapq.heappop(self._heap)[2]
 
     def remove(self, chosen: Callable[[Waiting], bool]) -> list[Waiting]:
-        """Takes out the sequences for which ``chosen`` holds; returns them in order."""
+        """Take out the sequences for which ``chosen`` holds; return them in order."""
         removed = [seq for seq in self if chosen(seq)]
         gone = set(map(id, removed))
         self._heap = [one for one in self._heap if id(one[2]) not in gone]

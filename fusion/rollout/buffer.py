@@ -126,7 +126,7 @@ class Held:
 
 
 class RequestBuffer:
-    """Holds requests by group, in the order in which groups were added.
+    """Hold requests by group, in the order in which groups were added.
 
     Args:
         num_probes: requests of a group that run ahead of the others; 0: none.
@@ -163,7 +163,7 @@ class RequestBuffer:
         """Requests with tokens that were dispatched to another engine than the last one, since `take_metrics`"""
 
     def add(self, group: str, ids: Iterable[str], prompt_tokens: int, max_tokens: int, step: int = 0) -> None:
-        """Adds a group of requests, which wait from now on. ``step``: in which it is expected to be trained."""
+        """Add a group of requests, which wait from now on. ``step``: in which it is expected to be trained."""
         assert group not in self._groups, f"group {group!r} was added before"
         self._add_group(group, max_tokens, step)
         first, num_probes = self._added, self._num_probes
@@ -177,21 +177,21 @@ class RequestBuffer:
         )
 
     def of(self, state: State) -> list[Entry]:
-        """Returns all requests in this state, oldest group first."""
+        """Return all requests in this state, oldest group first."""
         return [entry for entry in self.entries.values() if entry.state == state]
 
     def num(self, state: State) -> int:
-        """Counts requests in this state."""
+        """Count requests in this state."""
         return self._count[state]
 
     def num_running_on(self, engine: int) -> int:
-        """Counts requests that an engine has."""
+        """Count requests that an engine has."""
         return self._held[engine].requests
 
     def dispatch(
         self, engines: Sequence[int], room: EngineRoom | None = None, *, slots: int = 0
     ) -> dict[int, list[Entry]]:
-        """Assigns waiting requests to engines; returns the assigned ones by engine, in the order of all.
+        """Assign waiting requests to engines; return the assigned ones by engine, in the order of all.
 
         Without ``room`` all are assigned: those with KV to the engine that has it as far as loads stay even, the others
         of a group together, to the least loaded engine; the oldest first if all can run at once. With it they are
@@ -217,25 +217,25 @@ class RequestBuffer:
         return by_engine
 
     def observe_new_weights(self) -> None:
-        """Records that engines which share KV free all of it, because their weights are new."""
+        """Record that engines which share KV free all of it, because their weights are new."""
         for entry in self.entries.values() if self._pool else ():
             if entry.state == "waiting":
                 entry.kv, entry.kv_tokens = None, 0
 
     def forget_kv(self, engine: int) -> None:
-        """Records that the KV that an engine has is gone, because the engine has died."""
+        """Record that the KV that an engine has is gone, because the engine has died."""
         self._left_kv.pop(engine, None)
         for entry in self.entries.values():
             if entry.kv and entry.kv[0] == engine:
                 entry.kv, entry.kv_tokens = None, 0
 
     def take_left_kv(self) -> dict[int, list[str]]:
-        """Returns, by engine, the requests that were resumed elsewhere since the last call and left their KV there."""
+        """Return, by engine, the requests that were resumed elsewhere since the last call and left their KV there."""
         left, self._left_kv = self._left_kv, {}
         return left
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns the number of requests that have continued on another engine since the last call and, with an order
+        """Return the number of requests that have continued on another engine since the last call and, with an order
         that estimates lengths, the mean relative error of the estimates for the responses that have finished."""
         migrated, self._migrated = self._migrated, 0
         metrics = {"rollout/migrations_total": float(migrated)}
@@ -254,7 +254,7 @@ class RequestBuffer:
         kv_rank: int | None = None,
         kv_tokens: int = 0,
     ) -> None:
-        """Returns a request from an engine to the waiting ones.
+        """Return a request from an engine to the waiting ones.
 
         Args:
             generated: tokens so far.
@@ -278,7 +278,7 @@ class RequestBuffer:
         self._waiting.add([entry])
 
     def finish(self, generated: Mapping[str, int], *, lost: bool = False) -> Finished:
-        """Marks requests finished. ``generated``: the tokens of each, by id; ``lost``: only as far as they are known,
+        """Mark requests finished. ``generated``: the tokens of each, by id; ``lost``: only as far as they are known,
         as the samples are lost."""
         engines: dict[int, None] = {}
         groups: list[str] = []
@@ -306,7 +306,7 @@ class RequestBuffer:
         return not self._groups[group].num_unfinished
 
     def remove(self, group: str) -> list[Entry]:
-        """Removes a group, none of whose requests is on an engine; returns its requests."""
+        """Remove a group, none of whose requests is on an engine; return its requests."""
         removed = self._groups.pop(group)
         members = removed.members
         for entry in members:
@@ -328,12 +328,12 @@ class RequestBuffer:
         return group in self._groups
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Returns plain JSON. All requests must have been suspended: no engine may have one."""
+        """Return plain JSON. All requests must have been suspended: no engine may have one."""
         assert not self.num("running"), "engines are suspended before the buffer is saved"
         return [{name: getattr(entry, name) for name in SAVED} | {"kv": None} for entry in self.entries.values()]
 
     def load_state_dict(self, state: Iterable[dict[str, Any]]) -> None:
-        """Restores a buffer into this empty one. Keys of earlier formats that are not used any more are ignored."""
+        """Restore a buffer into this empty one. Keys of earlier formats that are not used any more are ignored."""
         for fields_ in state:
             entry = Entry(**{key: value for key, value in fields_.items() if key in SAVED}, position=self._added)
             if entry.group not in self._groups:
@@ -351,7 +351,7 @@ class RequestBuffer:
         self._waiting.add_group(group, lengths)
 
     def _insert(self, group: str, state: State, entries: list[Entry]) -> None:
-        """Adds requests of one group in one state, the newest of all."""
+        """Add requests of one group in one state, the newest of all."""
         known = self._groups[group]
         known.members += entries
         self.entries.update({entry.id: entry for entry in entries})
@@ -380,13 +380,13 @@ class RequestBuffer:
         return self._pool is not None and self._pool.pulls(entry.kv_tokens, kv_home=kv_home, engine=engine)
 
     def _locate_kv(self, entry: Entry, engine: int, kv: tuple[int, int] | None = None, kv_tokens: int = 0) -> None:
-        """Records where the KV of a request of this engine is now; what it has at another is left there."""
+        """Record where the KV of a request of this engine is now; what it has at another is left there."""
         if entry.kv and entry.kv[0] != engine:
             self._left_kv.setdefault(entry.kv[0], []).append(entry.id)
         entry.kv, entry.kv_tokens = kv, kv_tokens
 
     def _stop(self, entry: Entry) -> int:
-        """Takes a request from its engine, which it returns."""
+        """Take a request from its engine, which it returns."""
         engine = entry.engine
         assert entry.state == "running" and engine is not None, f"request {entry.id!r} is {entry.state}"
         held = self._held[engine]

@@ -37,27 +37,27 @@ class DetokenizerSpec:
 
 
 class Detokenizer:
-    """Decodes responses; loads its tokenizer when it is first called. One thread at a time."""
+    """Decode responses; load its tokenizer when it is first called. One thread at a time."""
 
     def __init__(self, spec: DetokenizerSpec):
         self._spec = spec
         self._decode: Callable[[list[int]], str] | None = None
 
     def __call__(self, tokens: Sequence[int]) -> str:
-        """Returns a response as its reward sees it: without the end token that stopped it, with every other token,
+        """Return a response as its reward sees it: without the end token that stopped it, with every other token,
         special tokens included."""
         ended = bool(tokens) and tokens[-1] in self._spec.end_token_ids
         return self.decode(tokens[:-1] if ended else tokens)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Returns the text of tokens, special tokens included."""
+        """Return the text of tokens, special tokens included."""
         if self._decode is None:
             self._decode = _load(self._spec)
         return self._decode(list(tokens))
 
 
 def detokenizer_spec(folder: str, tokenizer: Any, end_token_ids: tuple[int, ...]) -> DetokenizerSpec:
-    """Describes ``tokenizer``, which transformers loaded from ``folder``, for the cards."""
+    """Describe ``tokenizer``, which transformers loaded from ``folder``, for the cards."""
     return DetokenizerSpec(folder, end_token_ids, _is_standalone(folder, tokenizer))
 
 

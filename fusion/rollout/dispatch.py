@@ -74,7 +74,7 @@ class Vacancy:
 
 @dataclass(frozen=True)
 class PoolRouting:
-    """Routes requests whose KV is in the pool of a machine.
+    """Route requests whose KV is in the pool of a machine.
 
     Args:
         max_spread: maximum imbalance at which a request returns to its KV, in requests more than those of the least
@@ -115,7 +115,7 @@ class PoolRouting:
 
 
 class LowestEngine:
-    """Finds the engine of the lowest rank, of several the first, while ranks only rise; O(log n) each."""
+    """Find the engine of the lowest rank, of several the first, while ranks only rise; O(log n) each."""
 
     def __init__(self, engines: Iterable[int], rank_of: Callable[[int], Any]) -> None:
         self._rank_of = rank_of

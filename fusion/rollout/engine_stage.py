@@ -3,7 +3,7 @@
 requests ─► engine ─ finished ─► merged with what was generated before, detokenised ─► queue
               │
               ├─ end of a chunk ─► suspended: a row of `partial_samples`, reported to the first card
-              └─ pause ──────────► suspended likewise; the stage ends
+              └─ pause ──────────► suspended, too; the stage ends
 
 Its time is recorded step by step: `prefill` if anything was prefilled, `decode`, `wait_data` if this card computed
 nothing (no requests, or a step for the sake of other cards), `put` to the queue.
@@ -33,14 +33,14 @@ MAX_PENDING_S = 0.2
 """Maximum seconds that a finished sample waits for others."""
 
 MAX_GATHER_S = 0.05
-"""Maximum seconds that a request at the end of its chunk waits for others before the controller is told."""
+"""Maximum seconds that a request at the end of its chunk waits for others before it is reported to the controller."""
 
 IDLE_POLL_S = 0.001
 """An idle engine polls for orders this often."""
 
 
 class EngineStage:
-    """Runs one engine. Collective over its cards: `run`, `answer`. Any thread of the first card: `submit`,
+    """Run one engine. Collective over its cards: `run`, `answer`. Any thread of the first card: `submit`,
     `await_suspended`.
 
     ``detokenize``: gives responses their text; None: they get none. ``routing``: the engine's outputs have
@@ -76,8 +76,8 @@ class EngineStage:
     def run(
         self, requests: Sequence[Request], *, stay: bool, metrics: Metrics, timeline: Timeline
     ) -> list[SuspendedSample]:
-        """Steps until the engine is paused or, unless ``stay``, until it is idle. The requests are the first card's.
-        Returns the unfinished samples."""
+        """Step until the engine is paused or, unless ``stay``, until it is idle. The requests are the first card's.
+        Return the unfinished samples."""
         engine, self._reported, self._running = self.engine, self.engine.status(), True
         try:
             engine.resume()
@@ -99,7 +99,7 @@ class EngineStage:
         return self._take_suspended()
 
     def count(self, metrics: Metrics) -> None:
-        """Adds the engine's figures since the last call; the totals of all cards on its first card."""
+        """Add the engine's figures since the last call; the totals of all cards on its first card."""
         metrics.add("rollout/parked_kv_mib_max", self.engine.parked_kv_bytes / MIB)
         if self._drafts is not None:
             self._drafts.add_to(metrics)
@@ -116,7 +116,7 @@ class EngineStage:
         metrics.add("rollout/kv_tokens_min", self._reported["kv_tokens"])
 
     def answer(self, requests: Sequence[Request], rows: str, timeline: Timeline) -> list[EvalAnswer]:
-        """Steps until all requests have finished, while nothing else is in the engine; returns their answers.
+        """Step until all requests have finished, while nothing else is in the engine; return their answers.
 
         Args:
             rows: the tokens of answer `<id>` are put to the queue as row `<rows><id>`, in no task's columns; "": their
@@ -144,12 +144,12 @@ class EngineStage:
         ]
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Submits requests to the engine, suspended ones with the tokens they have. On the first card."""
+        """Submit requests to the engine, suspended ones with the tokens they have. On the first card."""
         self.engine.submit(self._partials.restore(requests))
 
     def await_suspended(self, timeout_s: float) -> list[SuspendedSample]:
-        """Returns the samples of all cards suspended at the end of a chunk since the last call; waits at most
-        ``timeout_s`` for the first one, and `MAX_GATHER_S` for others. Returns at once when `run` has ended. On the
+        """Return the samples of all cards suspended at the end of a chunk since the last call; wait at most
+        ``timeout_s`` for the first one, and `MAX_GATHER_S` for others. Return at once when `run` has ended. On the
         first card; the other cards report theirs to it when they step, and what is left at the end of `run` there."""
         with self._changed:
             if self._changed.wait_for(lambda: self._suspended or not self._running, timeout_s) and self._running:
@@ -168,12 +168,12 @@ class EngineStage:
                 self._changed.notify_all()
 
     def _receive(self) -> None:
-        """Takes over what the other cards have reported to the first one."""
+        """Take over what the other cards have reported to the first one."""
         if self.engine.is_leader and self.engine.num_ranks > 1:
             self._add_suspended([SuspendedSample.from_dict(item) for item in self.engine.take_reports()])
 
     def _step_until_paused(self, stay: bool, mark: Callable[[str], None]) -> list[Output]:
-        """Steps until the engine is paused or, unless ``stay``, idle. Returns what has finished and was not put yet."""
+        """Step until the engine is paused or, unless ``stay``, idle. Return what has finished and was not put yet."""
         engine, pending, put_s = self.engine, list[Output](), time.monotonic()
         sending: Future[None] | None = None
         while not engine.paused:

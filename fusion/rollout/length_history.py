@@ -26,7 +26,7 @@ RUNAWAY = 4
 """Rarer than one in a thousand in a group of lognormal lengths whose logarithms deviate by 0.43"""
 
 MIN_GROUP = 4
-"""Responses of a group whose median says what is usual"""
+"""Minimum responses of a group for its median to be its usual length"""
 
 HALF_LIFE = 256
 KEPT = 0.5 ** (1 / HALF_LIFE)
@@ -35,12 +35,12 @@ MIN_RESPONSES = 500
 
 
 def row_of(group: str) -> str:
-    """Returns the data row of a group: its id, `e{epoch}-{row}`, without the epoch."""
+    """Return the data row of a group: its id, `e{epoch}-{row}`, without the epoch."""
     return group.split("-", 1)[-1]
 
 
 class LengthHistory:
-    """Holds response lengths in tokens by row, the newest rows last."""
+    """Hold response lengths in tokens by row, the newest rows last."""
 
     def __init__(self, max_rows: int = MAX_ROWS) -> None:
         self._max_rows = max_rows
@@ -55,11 +55,11 @@ class LengthHistory:
         return self._num_runaways / max(self._num_responses, MIN_RESPONSES)
 
     def observe(self, position: int, row: str, lengths: Sequence[int]) -> None:
-        """Records the lengths of a group's responses. ``position``: in the order in which groups were admitted."""
+        """Record the lengths of a group's responses. ``position``: in the order in which groups were admitted."""
         self._ended.append((position, row, lengths))
 
     def end_step(self) -> None:
-        """Makes what was recorded known: the lengths of a row's group replace those of its earlier one."""
+        """Make what was recorded known: the lengths of a row's group replace those of its earlier one."""
         ended, self._ended = sorted(self._ended), []
         for _, row, lengths in ended:
             if self._max_rows:
@@ -72,11 +72,11 @@ class LengthHistory:
             self._num_responses = self._num_responses * KEPT + len(lengths)
 
     def of(self, row: str) -> Sequence[int]:
-        """Returns the lengths of the row's last group; empty if it has had none."""
+        """Return the lengths of the row's last group; empty if it has had none."""
         return self._lengths.get(row, ())
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns plain JSON."""
+        """Return plain JSON."""
         return {
             "rows": {row: list(lengths) for row, lengths in self._lengths.items()},
             "num_runaways": self._num_runaways,
@@ -85,7 +85,7 @@ class LengthHistory:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores a history into this empty one. An earlier format has the rows only."""
+        """Restore a history into this empty one. An earlier format has the rows only."""
         self._lengths = {row: array("I", lengths) for row, lengths in state.get("rows", state).items()}
         self._num_runaways = state.get("num_runaways", 0.0)
         self._num_responses = state.get("num_responses", 0.0)

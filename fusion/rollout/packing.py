@@ -29,7 +29,7 @@ ids; only where the rollouts' sampling truncates"""
 
 
 def pack_outputs(outputs: Sequence[Output], texts: Sequence[str] = ()) -> PackedBatch:
-    """Packs finished samples, one row each.
+    """Pack finished samples, one row each.
 
     Columns: `prompt` and `response` int64 [L], `behaviour_logprobs` float32 [L], `versions` int32 [L], `cut` bool;
     `text` (UTF-8), where the responses' ``texts`` are given; those of `KEPT`, where outputs have them; `routing`
@@ -58,7 +58,7 @@ def pack_outputs(outputs: Sequence[Output], texts: Sequence[str] = ()) -> Packed
 
 
 def kept_columns(outputs: Sequence[Output], names: Sequence[str]) -> dict[str, Column | list[np.ndarray]]:
-    """Returns the columns of kept ids under these two names; {} where no token has any."""
+    """Return the columns of kept ids under these two names; {} where no token has any."""
     if not any(output.kept_counts for output in outputs):
         return {}
     counts = Column.of_numbers([output.kept_counts for output in outputs], torch.int32, names[0])
@@ -67,7 +67,7 @@ def kept_columns(outputs: Sequence[Output], names: Sequence[str]) -> dict[str, C
 
 
 def _spans(versions: Column) -> list[tuple[int, int]]:
-    """Returns the policy versions of each sample's oldest and newest token; (0, 0) where there is none."""
+    """Return the policy versions of each sample's oldest and newest token; (0, 0) where there is none."""
     assert versions.offsets is not None
     starts, ends = versions.offsets[:-1].numpy(), versions.offsets[1:].numpy()
     spans = np.zeros((len(starts), 2), np.int64)
@@ -78,7 +78,7 @@ def _spans(versions: Column) -> list[tuple[int, int]]:
 
 
 def pack_answers(outputs: Sequence[Output], rows: Sequence[str]) -> PackedBatch:
-    """Packs responses that are not trained on under these row ids: `prompt` and `response` int64 [L]."""
+    """Pack responses that are not trained on under these row ids: `prompt` and `response` int64 [L]."""
     return PackedBatch.from_samples(rows, _token_columns(outputs))
 
 

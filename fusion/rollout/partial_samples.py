@@ -80,7 +80,7 @@ class PartialSamples:
         """Columns by row and name"""
 
     def restore(self, requests: Sequence[Request]) -> list[Request]:
-        """Returns the requests, those that name an `earlier` row with its tokens as their response; without those whose
+        """Return the requests, those that name an `earlier` row with its tokens as their response; without those whose
         row is lost."""
         rows = [request.earlier for request in requests if request.earlier]
         columns_by_row = self._read(rows, self._columns if self._caches else COLUMNS[:1])
@@ -100,8 +100,8 @@ class PartialSamples:
         ]
 
     def put(self, finished: Sequence[Output], suspended: Sequence[Output] = ()) -> list[SuspendedSample]:
-        """Puts finished samples to the queue, with what was generated before in front, and suspended ones as partial
-        rows; drops the rows that both replace. Returns the suspended ones, without those whose row is lost."""
+        """Put finished samples to the queue, with what was generated before in front, and suspended ones as partial
+        rows; drop the rows that both replace. Return the suspended ones, without those whose row is lost."""
         grown = [output for output in suspended if output.tokens]
         for output in suspended:
             if not output.tokens:
@@ -138,13 +138,13 @@ class PartialSamples:
         ]
 
     def _take_earlier(self, outputs: Sequence[Output]) -> dict[str, dict[str, torch.Tensor]]:
-        """Returns the columns of the outputs' earlier rows, without those that are lost."""
+        """Return the columns of the outputs' earlier rows, without those that are lost."""
         rows = [output.earlier for output in outputs if output.earlier]
         columns_by_row = {row: self._cached.pop(row) for row in rows if row in self._cached}
         return columns_by_row | self._read([row for row in rows if row not in columns_by_row], self._columns)
 
     def _read(self, rows: Sequence[str], columns: Sequence[str]) -> dict[str, dict[str, torch.Tensor]]:
-        """Returns columns by row and name, without the rows that are lost."""
+        """Return columns by row and name, without the rows that are lost."""
         while rows:
             try:
                 batch = self._queue.read(rows, columns)
@@ -163,7 +163,7 @@ class PartialSamples:
 
 
 def check_kept(holding: Callable[[str], Iterable[str]], truncates: bool) -> None:
-    """Checks that the rows of a restored queue have kept ids exactly where this run's sampling records them.
+    """Check that the rows of a restored queue have kept ids exactly where this run's sampling records them.
 
     Args:
         holding: returns the rows that hold a column.
@@ -184,7 +184,7 @@ def check_kept(holding: Callable[[str], Iterable[str]], truncates: bool) -> None
 
 
 def _merge(outputs: Sequence[Output], columns_by_row: Mapping[str, Mapping[str, torch.Tensor]]) -> list[Output]:
-    """Returns the outputs with what was generated before them in front."""
+    """Return the outputs with what was generated before them in front."""
     merged = []
     for output in outputs:
         if output.earlier:

@@ -10,12 +10,12 @@ if TYPE_CHECKING:  # a policy that uses these loads no engine
 
 
 def row_of(id: str, num_tokens: int) -> str:
-    """Returns the id of the queue's row with the first ``num_tokens`` tokens of an unfinished sample."""
+    """Return the id of the queue's row with the first ``num_tokens`` tokens of an unfinished sample."""
     return f"{id}~{num_tokens}"
 
 
 def parse_row(row: str) -> tuple[str, int]:
-    """Returns sample and number of tokens of a row named by `row_of`."""
+    """Return sample and number of tokens of a row named by `row_of`."""
     id, _, num_tokens = row.rpartition("~")
     return id, int(num_tokens)
 
@@ -41,7 +41,7 @@ class SuspendedSample:
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> SuspendedSample:
-        """Restores a sample from its fields, also if they were sent as JSON."""
+        """Restore a sample from its fields, also if they were sent as JSON."""
         versions = fields["versions"]
         return cls(**fields | {"versions": None if versions is None else tuple(versions)})
 

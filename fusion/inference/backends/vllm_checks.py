@@ -1,4 +1,4 @@
-"""Check when vLLM starts that its tensors are what the table says, and that it computes from them.
+"""Check when vLLM starts that its tensors are those of the table, and that it computes from them.
 
     keyed values ─► vLLM's own loader ─► its tensors ─► compared, part by part, with the table      (`KeyedWeights`)
     a dummy batch ─► every module that has weights: other weights, at another place, change its output (`check_live`)
@@ -76,7 +76,7 @@ class KeyedWeights:
         """Compare what vLLM's loader has put where with a table.
 
         Raises:
-            WeightsNotOurs: an element lies elsewhere than the table says (names both sides).
+            WeightsNotOurs: an element lies elsewhere than in the table (names both sides).
         """
         for param in table:
             if param.layer is not None and param.layer not in self.layers:
@@ -168,7 +168,7 @@ def check_live(core: VllmCore, table: Iterable[LocalParam]) -> None:
 
 
 class _Probe:
-    """Stands in for the forward pass of a module: replaces its weights one by one and compares the outputs."""
+    """Stand in for the forward pass of a module: replace its weights one by one and compare the outputs."""
 
     def __init__(
         self,

@@ -108,7 +108,7 @@ class VllmCore:
         return sum(tensor.size for tensor in self._kv_config(1).kv_cache_tensors)
 
     def allocate_kv(self, blocks: int) -> None:
-        """Allocates a KV cache of ``blocks`` on the card, and one more that vLLM never uses; owner "kv". Unfinished
+        """Allocate a KV cache of ``blocks`` on the card, and one more that vLLM never uses; owner "kv". Unfinished
         requests wait in a new scheduler."""
         from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
         from vllm.v1.core.sched.scheduler import Scheduler
@@ -138,7 +138,7 @@ class VllmCore:
                 self.scheduler.add_request(request)
 
     def release_kv(self) -> None:
-        """Releases the KV cache. Unfinished requests keep their tokens, and wait."""
+        """Release the KV cache. Unfinished requests keep their tokens, and wait."""
         if self.scheduler is not None:
             self.scheduler.reset_prefix_cache(reset_running_requests=True)
         for layer in self.runner.compilation_config.static_forward_context.values():
@@ -150,7 +150,7 @@ class VllmCore:
         self._kv, self._raw_kv = [], []
 
     def clean(self, block: int) -> None:
-        """Makes the content of all blocks up to this one finite, for any previous content of the memory, as
+        """Make the content of all blocks up to this one finite, for any previous content of the memory, as
         `KVCache.clean` does: pages of the host are first touched here."""
         if block >= self._clean:
             end = min(len(self._raw_kv[0]), max(block + 1, 2 * self._clean))
@@ -167,7 +167,7 @@ class VllmCore:
 
     @contextmanager
     def _kv_on_card(self) -> Iterator[None]:
-        """Makes the runner allocate its KV on our card."""
+        """Make the runner allocate its KV on our card."""
         runner, (allocate, device) = self.runner, (self.runner._allocate_kv_cache_tensors, self.device)
 
         def on_card(config: Any) -> dict[str, torch.Tensor]:
@@ -302,7 +302,7 @@ def _shared_name(mesh: Mesh) -> str:
 
 @contextmanager
 def _unchanged_process() -> Iterator[None]:
-    """Undoes what vLLM changes of the process while it starts: environment variables (libraries to preload into child
+    """Undo what vLLM changes of the process while it starts: environment variables (libraries to preload into child
     processes among them), random states, and functions of torch that it replaces."""
     environment = dict(os.environ)
     replaced = [(owner, name, getattr(owner, name)) for owner, names in _REPLACED.items() for name in names]

@@ -81,7 +81,7 @@ class VllmEngine(ControlledEngine):
     # Memory and weights
 
     def allocate_kv(self) -> None:
-        """Allocates ``kv_fraction`` of the device's free memory, at most ``max_kv_tokens``; all blocks are empty.
+        """Allocate ``kv_fraction`` of the device's free memory, at most ``max_kv_tokens``; all blocks are empty.
 
         Raises:
             ValueError: as `InferEngine.allocate_kv`.
@@ -107,7 +107,7 @@ class VllmEngine(ControlledEngine):
         scheduler.max_num_scheduled_tokens = config.max_batch_tokens
 
     def reconfigure(self, config: RolloutConfig) -> None:
-        """Changes the limits of memory, sequences and tokens from the next `allocate_kv` on.
+        """Change the limits of memory, sequences and tokens from the next `allocate_kv` on.
 
         Raises:
             ValueError: a value out of range, by key; vLLM has sized its buffers by the first config.
@@ -137,7 +137,7 @@ class VllmEngine(ControlledEngine):
         self._restart()
 
     def _restart(self) -> None:
-        """Drops all KV: running requests wait again, with their tokens."""
+        """Drop all KV: running requests wait again, with their tokens."""
         self.device.synchronize()  # vLLM on the host reads what the card has written
         if self.core.scheduler is None:
             return
@@ -152,7 +152,7 @@ class VllmEngine(ControlledEngine):
     # Generation
 
     def step(self) -> list[Output]:
-        """Computes one step; returns outputs on the first TP rank of the attention rank that owns them."""
+        """Compute one step; return outputs on the first TP rank of the attention rank that owns them."""
         began = time.perf_counter()
         outputs, self.last_step_kind = self._apply_orders(self._exchange()), ""
         if not self._idle:
@@ -231,7 +231,7 @@ class VllmEngine(ControlledEngine):
         self.policy_version = version
 
     def _compute(self) -> list[Output]:
-        """Runs one step of vLLM's scheduler and worker; returns the requests that ended."""
+        """Run one step of vLLM's scheduler and worker; return the requests that ended."""
         core, totals = self.core, self.counters
         plan = core.scheduler.schedule()
         self._observe(plan)
@@ -247,7 +247,7 @@ class VllmEngine(ControlledEngine):
         return ended
 
     def _observe(self, plan: Any) -> None:
-        """Counts what vLLM has scheduled, and advances the sequences."""
+        """Count what vLLM has scheduled, and advance the sequences."""
         totals, sequences = self.counters, self.sequences
         for name in plan.preempted_req_ids or ():
             if name not in self._withdrawn and name in sequences:
@@ -274,7 +274,7 @@ class VllmEngine(ControlledEngine):
             self.last_step_kind = "decode" if decodes == len(plan.num_scheduled_tokens) else "prefill"
 
     def _append(self, output: Any) -> list[Output]:
-        """Appends a request's new token; returns its output if it ends with it."""
+        """Append a request's new token; return its output if it ends with it."""
         seq = self.sequences[output.request_id]
         (token,), (logprob, kept) = output.new_token_ids, self.sampler.sampled[output.request_id]
         if isnan(logprob):
@@ -296,7 +296,7 @@ class VllmEngine(ControlledEngine):
         return strings is not None and not seq.request.exact_tokens and strings.completes(seq.tokens, seq.first_token)
 
     def _end(self, seq: Sequence, reason: FinishReason) -> Output:
-        """Removes a request from vLLM unless that has ended it itself; one by one, in the same order on all ranks."""
+        """Remove a request from vLLM unless that has ended it itself; one by one, in the same order on all ranks."""
         from vllm.v1.request import RequestStatus
 
         name = seq.request.id
@@ -308,7 +308,7 @@ class VllmEngine(ControlledEngine):
 
 
 def _highest_block(plan: Any) -> int:
-    """Returns the highest number of the KV blocks that requests get in a step of vLLM's; 0: none do."""
+    """Return the highest number of the KV blocks that requests get in a step of vLLM's; 0: none do."""
     granted = [new.block_ids for new in plan.scheduled_new_reqs]
     granted += [blocks for blocks in plan.scheduled_cached_reqs.new_block_ids if blocks is not None]
     return max((block for groups in granted for blocks in groups for block in blocks), default=0)

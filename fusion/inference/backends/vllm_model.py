@@ -3,8 +3,8 @@
     vLLM's nn.Module ── its parameters ── views of units ── Buckets ── allocated, released and moved by a switch
                         (on an emulated card: host views of them)
 
-A parameter's `.data` is set anew whenever the memory of its unit has been allocated anew: before each forward pass the
-addresses of the units are compared with those of the last one.
+A parameter's `.data` is set again whenever the memory of its unit has been allocated again: before each forward pass
+the addresses of the units are compared with those of the last one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fusion.npu import Device
 
 
 class VllmModel:
-    """Starts vLLM (`vllm_core.start`) and holds one rank's shard of its weights. Construction is collective.
+    """Start vLLM (`vllm_core.start`) and hold one rank's shard of its weights. Construction is collective.
 
     Args:
         batch_invariant: must be False: vLLM's results depend on the batch.

@@ -20,7 +20,7 @@ from fusion.inference.sequence import Sequence
 
 
 class KeyedSampler(nn.Module):
-    """Stands in for `model_runner.sampler`. Imported and created only where vLLM is installed.
+    """Stand in for `model_runner.sampler`. Imported and created only where vLLM is installed.
 
     Attributes:
         sampled: logprob and kept ids (`Sampled`) of each token of the last call, by request id; requests without a

@@ -5,7 +5,7 @@
     choose       the most probable tokens of all sequences, as many as make the most tokens a second; those of
                  probes, which siblings draft from, and of requests that have come back (the tail) come first
 
-The marginal-benefit rule of Seer (arXiv 2511.14617, section 3.4) with costs that are measured while the run goes on: on
+The marginal-benefit rule of Seer (arXiv 2511.14617, section 3.4) with costs that are measured during the run: on
 a card whose decode is bound by bandwidth drafted tokens are almost free, on a busy one they are not worth their time,
 and `choose` takes none. Steps with few and with many sequences are fitted apart, as their costs are not on one line.
 What attempts have cost without gain is bounded besides (`losses`): `skips` holds further ones back.
@@ -38,7 +38,7 @@ EXPLORE_EVERY = 200
 
 FIRST_PLAIN_AFTER = 16
 """Steps with drafts after which one goes without, to measure what it costs now; then after twice as many, up to
-`EXPLORE_EVERY`. Of steps that all draft, no fit tells what one without would cost"""
+`EXPLORE_EVERY`. Steps that all draft do not determine what one without would cost"""
 
 MIN_EXPLORED = 8
 """Tokens, at least, of the largest steps that are verified only to measure; with many sequences two of each"""
@@ -57,7 +57,7 @@ MIN_STEPS, MIN_PLAIN_STEPS = 8, 2
 """Steps with drafts that are verified at first only to measure, and without any, to which they are compared"""
 
 MAX_VARIANCE = 1e6
-"""Bound of the variance of a coefficient that the steps of a run tell nothing about"""
+"""Bound of the variance of a coefficient that the steps of a run do not determine"""
 
 MAX_DEPTH = 16
 """Tokens of a path of a draft"""
@@ -91,9 +91,9 @@ class Acceptance:
 
 
 class CostFit:
-    """Fits the seconds of a step by recursive least squares with forgetting; those of the drafter, which do not depend
-    on how much is verified, are averaged apart. Where all drafts are about equally long, the steps do not tell a draft
-    from its tokens: one of the two coefficients may be negative, and only their sum has a meaning."""
+    """Fit the seconds of a step by recursive least squares with forgetting; those of the drafter, which do not depend
+    on how much is verified, are averaged apart. Where all drafts are about equally long, the steps do not separate a
+    draft from its tokens: one of the two coefficients may be negative, and only their sum has a meaning."""
 
     def __init__(self, like: CostFit | None = None) -> None:
         self.drafting_s: float = 0.0 if like is None else like.drafting_s
@@ -143,7 +143,7 @@ class CostFit:
 
 
 class DraftBudget:
-    """Chooses how much of the drafts of a step is verified."""
+    """Choose how much of the drafts of a step is verified."""
 
     def __init__(self) -> None:
         self.acceptance = Acceptance()
@@ -170,10 +170,10 @@ class DraftBudget:
         return MAX_DEPTH
 
     def observe_draft(self, request: str, drafted: int, kept: int) -> None:
-        """Single drafts do not matter here."""
+        """Ignore single drafts."""
 
     def end(self, request: str) -> None:
-        """Requests do not matter here."""
+        """Ignore the end of a request."""
 
     def observe_step(self, step: StepCost) -> None:
         """Record a step."""
@@ -230,7 +230,8 @@ class DraftBudget:
         if not self._began and (fit is None or not fit.plain_steps):
             self._began = True  # what a step costs without drafts is measured first
         elif self._is_to_explore(size, fit):
-            # In turns many tokens, half as many, and these in few deep drafts: tells what a token costs from a draft.
+            # In turns many tokens, half as many, and these in few deep drafts: separates the cost of a token from a
+            # draft's.
             kind = self._explored[size] % 3
             if kind == 2:
                 order = np.arange(len(owners))[:max_tokens]
@@ -262,13 +263,13 @@ def _lost(step: StepCost, seconds: float, fit: CostFit | None) -> float:
     """Return the seconds by which drafts have made a step longer than what they saved, negative: shorter. ``seconds``:
     that it counts as. Of a step that also prefills only what is expected of the drafts is known: it saves nothing."""
     num_sequences = step.decodes + step.drafted
-    if fit is None or not fit.plain_steps:  # a drafted token costs as much as a decoded one, say
+    if fit is None or not fit.plain_steps:  # assume that a drafted token costs as much as a decoded one
         return step.drafting_s + seconds * (step.tokens - step.accepted) / (num_sequences + step.tokens)
     plain = fit.expected(num_sequences, 0, 0)
     saved = plain * step.accepted / num_sequences
     if not step.prefills:
         return seconds - plain - saved
-    if fit.steps == fit.plain_steps:  # likewise
+    if fit.steps == fit.plain_steps:  # the same assumption
         added = plain * step.tokens / num_sequences
     else:
         added = fit.expected(step.decodes, step.drafted, step.tokens) - fit.drafting_s - plain
@@ -291,5 +292,5 @@ def in_order(probabilities: np.ndarray, urgent: np.ndarray | None) -> np.ndarray
 
 
 def _size(num_sequences: int) -> int:
-    """Steps of similar numbers of sequences have one size: 1, 2, 3-4, 5-8, …"""
+    """Return the size of a step, one for similar numbers of sequences: 1, 2, 3-4, 5-8, …"""
     return (max(1, num_sequences) - 1).bit_length()

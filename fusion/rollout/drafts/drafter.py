@@ -28,14 +28,14 @@ from fusion.rollout.drafts.window import WindowBudget
 
 
 class TextDrafter:
-    """Implements `Drafter`.
+    """Implement `Drafter`.
 
     Args:
         siblings: draft from the responses of the same group; ``history``: from those of the prompt's last groups, the
             better rewarded ones first (`Request.last_rewards`).
         max_history: of these groups; text counts half as much as that of the next one.
         max_children: tokens of a draft behind one; 1: drafts are single paths.
-        max_depth: tokens of a path, at most; None: as the budget says.
+        max_depth: tokens of a path, at most; None: as by the budget.
         budget: how much of the drafts is verified; None: `DraftBudget`.
         max_bytes: of all text, indexed; ``max_group_bytes``: of one prompt's, its last group included.
         max_age: policy versions after which the text of a prompt that no request has used is dropped; None: never.
@@ -77,7 +77,7 @@ class TextDrafter:
 
     @classmethod
     def of(cls, config: RolloutConfig) -> TextDrafter | None:
-        """Creates the drafter that a config asks for."""
+        """Create the drafter that a config asks for."""
         if config.drafts == "none":
             return None
         return cls(
@@ -138,7 +138,7 @@ class TextDrafter:
         return drafts
 
     def observe(self, one: Verification, kept: Items[int]) -> None:
-        """Records which rows of a verification were kept."""
+        """Record which rows of a verification were kept."""
         began_s = self._clock()
         shares, sources = self._drafted.pop(id(one.seq))
         is_kept, rows = np.zeros(len(one), bool), np.array(one.rows)
@@ -171,7 +171,7 @@ class TextDrafter:
         return self.exchange.drafts_update(keys, self.texts.version)
 
     def flush(self) -> None:
-        """Sends the text that other engines do not know yet: this one stops."""
+        """Send the text that other engines do not know yet: this one stops."""
         if self.exchange is not None:
             self.exchange.flush(self.texts.version)
 
@@ -185,19 +185,19 @@ class TextDrafter:
         self.totals.seconds += self._clock() - began_s
 
     def end(self, seq: Sequence) -> None:
-        """Reads the last tokens of a sequence that leaves the engine."""
+        """Read the last tokens of a sequence that leaves the engine."""
         began_s = self._clock()
         self.texts.end(seq)
         self.budget.end(seq.request.id)
         self.totals.seconds += self._clock() - began_s
 
     def history(self, max_tokens: int) -> list[Piece]:
-        """Returns what the next group of each prompt would have as history, of the prompts used last first, for
+        """Return what the next group of each prompt would have as history, of the prompts used last first, for
         `load_history`."""
         return self.texts.history(max_tokens)
 
     def load_history(self, pieces: Items[Piece]) -> None:
-        """Loads what `history` has returned into a drafter that has seen nothing yet."""
+        """Load what `history` has returned into a drafter that has seen nothing yet."""
         self.texts.load_history(pieces)
 
     def _draft_of(self, seq: Sequence, drafts: Drafts, chosen: np.ndarray, n: int) -> Draft | None:

@@ -113,7 +113,7 @@ class TextExchange:
             self._client.note(prompt, group, request, tokens, known)
 
     def end_group(self, prompt: bytes) -> None:
-        """Record that the responses to a prompt so far do not go on."""
+        """Record that the responses to a prompt so far are complete."""
         if self._client is not None:
             self._client.end_group(prompt)
 
@@ -168,7 +168,7 @@ class TextExchange:
             self.totals.sent_bytes += len(message)
             self.totals.received_bytes += len(reply)
             self._reply = decode(decompress(reply))
-        except Exception as error:  # whatever it is, the run goes on without
+        except Exception as error:  # whatever it is, the run continues without
             self._reply = error
 
     def _take_reply(self, now_s: float) -> None:

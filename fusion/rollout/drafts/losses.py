@@ -22,7 +22,7 @@ CREDIT_STEPS = 4
 
 
 class DraftLosses:
-    """Sums what drafting has cost a run. ``seconds``: of all its steps; ``lost``: of these by drafting, negative: saved
+    """Sum what drafting has cost a run. ``seconds``: of all its steps; ``lost``: of these by drafting, negative: saved
     by it."""
 
     def __init__(self) -> None:

@@ -16,14 +16,14 @@ EXCHANGED = ("sent_bytes", "sent_tokens", "received_bytes")
 
 
 class DraftReport:
-    """Adds a drafter's metrics: means over the drafts of all cards, so that ranks that draft alike do not count
+    """Add a drafter's metrics: means over the drafts of all cards, so that ranks that draft alike do not count
     twice."""
 
     def __init__(self, drafter: TextDrafter) -> None:
         self._drafter, self._before, self._exchanged = drafter, DraftTotals(), ExchangeTotals()
 
     def add_to(self, metrics: Metrics) -> None:
-        """Adds `rollout/draft_hit_rate` (sequences with a draft, of those for which one was looked up),
+        """Add `rollout/draft_hit_rate` (sequences with a draft, of those for which one was looked up),
         `rollout/draft_accepted_length_mean` (tokens of a verified draft that were kept),
         `rollout/draft_acceptance_{siblings,history}` (share of drafted tokens that were kept), `timing_s/draft`,
         `rollout/draft_mib_max`, `rollout/draft_dropped_max` and `rollout/draft_expired_max` (prompts since the run
@@ -48,7 +48,7 @@ class DraftReport:
             self._add_exchanged(self._drafter.exchange.totals, metrics)
 
     def _add_exchanged(self, now: ExchangeTotals, metrics: Metrics) -> None:
-        """Adds `rollout/draft_{sent,received}_bytes`, `rollout/draft_sent_tokens`, `rollout/draft_exchange_failures`
+        """Add `rollout/draft_{sent,received}_bytes`, `rollout/draft_sent_tokens`, `rollout/draft_exchange_failures`
         (engines that have lost the store) and `timing_s/draft_exchange`; of the store since the run began
         `rollout/draft_store_mib_max`, `rollout/draft_store_dropped_max` and `rollout/draft_store_expired_max`."""
         before, self._exchanged = self._exchanged, replace(now)

@@ -25,7 +25,7 @@ def load() -> ctypes.CDLL:
     path = build(Library("drafts", "rlfusion_drafts", {"suffix_index": SOURCE.read_text()}, flags=FLAGS))
     try:
         library = ctypes.CDLL(str(path))
-    except OSError as error:  # built for another system, say, and shared with this one
+    except OSError as error:  # e.g. built for another system, and shared with this one
         raise BuildError(f"{path} cannot be loaded: {error}") from None
     library.suffix_index_new.restype = ctypes.c_void_p
     library.suffix_index_new.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64]

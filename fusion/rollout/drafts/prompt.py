@@ -10,7 +10,7 @@ from fusion.inference.request import LastRewards
 from fusion.rollout.drafts.rewards import reward_by_request
 
 
-class Said(NamedTuple):
+class PastResponse(NamedTuple):
     """A response of an earlier group. ``reward``: None: not known, or the response has none."""
 
     request: str
@@ -18,7 +18,7 @@ class Said(NamedTuple):
     reward: float | None = None
 
 
-History = list[list[Said]]
+History = list[list[PastResponse]]
 """Responses by group, those of the last one first"""
 
 
@@ -53,34 +53,33 @@ class Prompt:
     def num_tokens(self) -> int:
         """Tokens of texts and history, which are held besides the index."""
         past = [text for texts in self.past.values() for text in texts.values()]
-        history = [said.tokens for texts in self.history for said in texts]
+        history = [one.tokens for texts in self.history for one in texts]
         return sum(map(len, (self.tokens, *self.texts.values(), *history, *past)))
 
     def join(self, group: str) -> None:
-        """Counts a group's responses as siblings."""
+        """Count a group's responses as siblings."""
         self.groups.add(group)
         self.texts |= self.past.pop(group, {})
 
     def text_of(self, request: str) -> tuple[array[int], bool]:
-        """Returns the text of a request, and whether it is a sibling's."""
+        """Return the text of a request, and whether it is a sibling's."""
         text = self.texts.get(request)
         if text is not None:
             return text, True
         return next(texts[request] for texts in self.past.values() if request in texts), False
 
     def next_history(self, max_groups: int, group: str = "") -> History:
-        """Returns what a group that begins now has as its history, of at most ``max_groups`` groups, the last one
-        first: those that said anything; ``group``: the one that begins, of which other engines may have said
-        something."""
-        past = [Said(*item) for name, texts in self.past.items() if name != group for item in texts.items()]
-        own = [Said(*item) for item in self.texts.items() if item[1]]
+        """Return what a group that begins now has as its history, of at most ``max_groups`` groups, the last one
+        first: those that have text; ``group``: the one that begins, of which other engines may have text."""
+        past = [PastResponse(*item) for name, texts in self.past.items() if name != group for item in texts.items()]
+        own = [PastResponse(*item) for item in self.texts.items() if item[1]]
         last, *older = self.history or [[]]
         earlier = [last + past, *older]
         return [texts for texts in ([own, *earlier] if own else earlier) if texts][:max_groups]
 
 
 def rewarded(history: History, last: LastRewards) -> History:
-    """Returns a history in which the responses of the last group have their rewards, as far as they are known."""
+    """Return a history in which the responses of the last group have their rewards, as far as they are known."""
     if not last[1]:
         return history
     known = reward_by_request(last)

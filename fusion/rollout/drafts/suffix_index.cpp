@@ -55,7 +55,7 @@ struct Node {
 
 struct Settings {
   int32_t max_depth, max_nodes, max_children, bins;
-  const double* acceptance; // probability that a token is right, by its share in so many bins
+  const double* acceptance; // probability that a token is right, by its share, in bins
 
   double probability_of(double share) const { return acceptance[std::min(int32_t(share * bins), bins - 1)]; }
 };

@@ -7,7 +7,7 @@ SuffixDecoding (arXiv 2411.04975); more are the beams of Seer's grouped speculat
 Nodes come most probable first, so that any beginning of a draft is the best tree of its size.
 
 The share of a token: occurrences of the text before it followed by the token over those followed by anything.
-Sequences count with their weight; one of weight 0 only reads. The caller says how often a token of a share is right
+Sequences count with their weight; one of weight 0 only reads. The caller states how often a token of a share is right
 (`acceptance`); the probability of a node is the product along its path.
 """
 
@@ -99,7 +99,7 @@ def _native_library():
 
 
 def make_indexes() -> SuffixIndexes:
-    """Create indexes in C++, or in Python where there is no compiler (said once)."""
+    """Create indexes in C++, or in Python where there is no compiler (logged once)."""
     from fusion.rollout.drafts.native import NativeIndexes
     from fusion.rollout.drafts.plain import PlainIndexes
 

@@ -61,7 +61,7 @@ class TextClient:
         """Record that a response has grown.
 
         Args:
-            tokens: the whole response, which the caller goes on to extend.
+            tokens: the whole response, which the caller extends further.
             known: tokens with which the request came, which another engine has sent.
         """
         text = self._changed.get(request)
@@ -74,11 +74,11 @@ class TextClient:
         self._changed[request] = text
 
     def end_group(self, prompt: bytes) -> None:
-        """Record that the responses to a prompt so far do not go on."""
+        """Record that the responses to a prompt so far are complete."""
         self._stored.pop(prompt, None)
 
     def forget(self, prompt: bytes) -> None:
-        """Record that the index of a prompt was dropped: what others said to it is asked for from the beginning."""
+        """Record that the index of a prompt was dropped: the text of others is asked for from the beginning."""
         self.end_group(prompt)
         self._cursors.pop(prompt, None)
         self._asked.discard(prompt)

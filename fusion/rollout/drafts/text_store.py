@@ -1,7 +1,7 @@
 """Keep the responses of all engines by prompt, and return to each engine what others have added since it last asked.
 
     engine 0 ─ pieces it has generated ─► texts of each prompt, ─ pieces that others have ─► engine 1
-               (request, position)        and who wrote what       written behind a cursor
+               (request, position)        and the writer of each   written behind a cursor
 
 Pure: no clock, no process. Invariants (property-tested):
 
@@ -10,7 +10,7 @@ Pure: no clock, no process. Invariants (property-tested):
    replaces what it was, provided that its beginning arrives first.
 2. A piece that does not join what is here is not stored; the reply names the length from which its writer continues.
 3. Texts take at most `max_bytes`; prompts used longest ago are dropped first. Of a prompt the last `max_groups` groups
-   are kept. A prompt that nobody has used for more than `max_age` policy versions is dropped.
+   are kept. A prompt that was not used for more than `max_age` policy versions is dropped.
 """
 
 from __future__ import annotations

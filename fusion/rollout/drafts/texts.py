@@ -2,13 +2,13 @@
 
     running sequences ─ read ─► texts of their prompt ─ index ─► places in its index, for `SuffixIndexes.draft`
     sequences that end ─ end ──┘   ▲   ▲
-    the next group of the prompt: what the last one said becomes history, weighed by its rewards
+    the next group of the prompt: the responses of the last one become history, weighed by its rewards
     what other engines have generated for it (`exchange`)
 
 An index belongs to a prompt, whichever epoch it comes from, and is created and extended only when drafts for the prompt
 are looked up: a text of which none are costs no more than to be kept. Where text and indexes exceed `max_bytes`,
 prompts without running requests are dropped, those used longest ago first; then the others, whose running requests are
-not drafted for any more; likewise a prompt whose own text exceeds `max_group_bytes`. What is kept depends only on the
+not drafted for any more; so is a prompt whose own text exceeds `max_group_bytes`. What is kept depends only on the
 calls.
 """
 
@@ -24,14 +24,14 @@ from fusion.inference.request import Request
 from fusion.inference.sequence import Sequence
 from fusion.rollout.drafts.exchange import TextExchange
 from fusion.rollout.drafts.pieces import Piece
-from fusion.rollout.drafts.prompt import History, Prompt, Said, rewarded
+from fusion.rollout.drafts.prompt import History, PastResponse, Prompt, rewarded
 from fusion.rollout.drafts.rewards import NEUTRAL, weights_of
 from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, SuffixIndexes
 from fusion.rollout.drafts.totals import DraftTotals
 
 MIN_MATCH, MAX_MATCH = 3, 7
 """Tokens of a sequence that must occur elsewhere for a draft, and that are compared (RhymeRL, arXiv 2508.18588: 7 down
-to 3): the more are compared, the fewer places say what follows"""
+to 3): the more are compared, the fewer places are found"""
 
 MAX_PROMPT = 1024
 """Tokens at the end of a prompt that are indexed"""
@@ -91,7 +91,7 @@ class PromptTexts:
     # Reading
 
     def read(self, sequences: Items[Sequence]) -> list[tuple[int, Prompt]]:
-        """Reads the new tokens of sequences that run; returns the number and the prompt of each that is read."""
+        """Read the new tokens of sequences that run; return the number and the prompt of each that is read."""
         found: list[tuple[int, Prompt]] = []
         for i, seq in enumerate(sequences):
             prompt = self._read(seq)
@@ -100,7 +100,7 @@ class PromptTexts:
         return found
 
     def end(self, seq: Sequence) -> None:
-        """Reads the last tokens of a sequence that leaves the engine, unless it never ran."""
+        """Read the last tokens of a sequence that leaves the engine, unless it never ran."""
         request = seq.request.id
         if request not in self.live and len(seq.tokens) == seq.first_token + len(seq.request.response):
             return
@@ -110,7 +110,7 @@ class PromptTexts:
             prompt.live.discard(request)
 
     def read_piece(self, piece: Piece) -> int:
-        """Adds what another engine has generated to the texts of its prompt; returns the number of tokens added."""
+        """Add what another engine has generated to the texts of its prompt; return the number of tokens added."""
         prompt = self.prompts.get(piece.prompt)
         if prompt is None or piece.request in prompt.live:
             return 0
@@ -144,18 +144,18 @@ class PromptTexts:
         return prompt
 
     def _begin(self, seq: Sequence) -> None:
-        """Adds a request to the texts of its prompt: where it left, if its response goes on from there."""
+        """Add a request to the texts of its prompt: behind its text, if its response continues that."""
         request = seq.request
         key = _key(request.prompt)
         prompt = self.prompts.get(key)
         if prompt is not None and prompt.live:
             prompt.join(request.group)
         text = None if prompt is None else prompt.texts.get(request.id)
-        goes_on = text is not None and list(text) == seq.tokens[seq.first_token : seq.first_token + len(text)]
-        is_new = request.group not in prompt.groups or (text and not goes_on) if prompt is not None else True
+        continues = text is not None and list(text) == seq.tokens[seq.first_token : seq.first_token + len(text)]
+        is_new = request.group not in prompt.groups or (text and not continues) if prompt is not None else True
         if prompt is None or (is_new and not prompt.live):
-            prompt, goes_on = self._begin_group(key, request, last=prompt), False
-        if not goes_on:
+            prompt, continues = self._begin_group(key, request, last=prompt), False
+        if not continues:
             self._open(prompt, prompt.texts, request.id)
         prompt.live.add(request.id)
         prompt.version = self.version
@@ -163,14 +163,14 @@ class PromptTexts:
         self.prompts.move_to_end(key)
 
     def _begin_group(self, key: bytes, request: Request, last: Prompt | None) -> Prompt:
-        """Begins the texts of a prompt for another group, with what the last one said as history."""
+        """Begin the texts of a prompt for another group, with the responses of the last one as history."""
         history: History = []
         begun: dict[str, array[int]] = {}
         if last is None:
             history = self._drop_restored(key)
         else:
             begun = last.past.get(request.group, {})
-            if self._history:  # a group that said nothing, because it was aborted, leaves the history as it is
+            if self._history:  # a group without text, because it was aborted, leaves the history as it is
                 history = last.next_history(self._max_history, request.group)
             self._drop(last)
             if self.exchange is not None:
@@ -185,7 +185,7 @@ class PromptTexts:
         return prompt
 
     def _open(self, prompt: Prompt, texts: dict[str, array[int]], request: str) -> None:
-        """Begins a response, ``texts``: those of its group; a request that is generated again has no other."""
+        """Begin a response, ``texts``: those of its group; a request that is generated again has no other."""
         self._num_tokens -= len(texts.get(request, ()))
         texts[request] = array("i")
         prompt.numbers.pop(request, None)
@@ -206,7 +206,7 @@ class PromptTexts:
     # Indexes
 
     def index(self, sequences: Items[tuple[str, Prompt]]) -> list[Place]:
-        """Brings the indexes of prompts up to date; returns the places of these requests in them."""
+        """Bring the indexes of prompts up to date; return the places of these requests in them."""
         places: list[Place] = []
         texts: list[array[int]] = []
         for prompt in {prompt.key: prompt for _, prompt in sequences if prompt.stale}.values():
@@ -227,28 +227,28 @@ class PromptTexts:
         return [(self._index_of(prompt), prompt.numbers[request]) for request, prompt in sequences]
 
     def _index_of(self, prompt: Prompt) -> int:
-        """Returns the index of a prompt; creates it with the prompt's history, unless there is one."""
+        """Return the index of a prompt; create it with the prompt's history, unless there is one."""
         if prompt.index is not None:
             return prompt.index
         index = prompt.index = self.indexes.new(prompt.tokens, MIN_MATCH, MAX_MATCH)
         self._num_tokens -= len(prompt.tokens)
         prompt.tokens = array("i")
-        for age, said in enumerate(prompt.history):
-            weights = weights_of([one.reward for one in said])
+        for age, responses in enumerate(prompt.history):
+            weights = weights_of([one.reward for one in responses])
             opened = [self.indexes.open(index, HISTORY, weight * (self._newest_weight >> age)) for weight in weights]
-            self.indexes.extend([(index, number) for number in opened], [one.tokens for one in said])
+            self.indexes.extend([(index, number) for number in opened], [one.tokens for one in responses])
         return index
 
     # Checkpoints
 
     def history(self, max_tokens: int) -> list[Piece]:
-        """Returns what the next group of each prompt would have as history, of the prompts used last first, for
+        """Return what the next group of each prompt would have as history, of the prompts used last first, for
         `load_history`."""
         groups_by_prompt = list(self._restored.items())
         groups_by_prompt += [(key, prompt.next_history(self._max_history)) for key, prompt in self.prompts.items()]
         pieces: list[Piece] = []
         for key, groups in reversed(groups_by_prompt if self._history else []):
-            texts = [(str(age), one) for age, said in enumerate(groups) for one in said]
+            texts = [(str(age), one) for age, responses in enumerate(groups) for one in responses]
             max_tokens -= sum(len(one.tokens) for _, one in texts)
             if max_tokens < 0:
                 break
@@ -256,7 +256,7 @@ class PromptTexts:
         return pieces
 
     def load_history(self, pieces: Items[Piece]) -> None:
-        """Loads what `history` has returned, before anything else was read."""
+        """Load what `history` has returned, before anything else was read."""
         self._restored_version = None
         ages = {str(age): age for age in range(self._max_history)} | {"": 0}
         for piece in reversed(pieces) if self._history else ():
@@ -265,13 +265,13 @@ class PromptTexts:
                 continue
             groups = self._restored.setdefault(piece.prompt, [])
             groups += [[] for _ in range(age + 1 - len(groups))]
-            groups[age].insert(0, Said(piece.request, piece.tokens, piece.reward))
+            groups[age].insert(0, PastResponse(piece.request, piece.tokens, piece.reward))
             self._num_tokens += len(piece.tokens)
 
     # Dropping
 
     def adopt(self, version: int) -> None:
-        """Records the policy version of the engine, and drops prompts that were not used for too long."""
+        """Record the policy version of the engine, and drop prompts that were not used for too long."""
         self.version = version
         if self._restored_version is None:
             self._restored_version = version
@@ -287,7 +287,7 @@ class PromptTexts:
             self.totals.expired += 1
 
     def drop_oldest(self) -> None:
-        """Drops prompts until what is kept has room."""
+        """Drop prompts until what is kept has room."""
         for key in self._grown:
             prompt = self.prompts.get(key)
             if prompt is None:
@@ -305,7 +305,7 @@ class PromptTexts:
             self._drop_running(next((prompt for prompt in prompts if not prompt.live), None) or next(iter(prompts)))
 
     def _drop_running(self, prompt: Prompt) -> None:
-        """Drops a prompt for which there is no room; its running requests are not drafted for any more."""
+        """Drop a prompt for which there is no room; its running requests are not drafted for any more."""
         for request in prompt.live:
             self.live[request] = None
         self._forget(prompt)
@@ -313,11 +313,11 @@ class PromptTexts:
 
     def _drop_restored(self, key: bytes) -> History:
         groups = self._restored.pop(key, [])
-        self._num_tokens -= sum(len(one.tokens) for said in groups for one in said)
+        self._num_tokens -= sum(len(one.tokens) for responses in groups for one in responses)
         return groups
 
     def _forget(self, prompt: Prompt) -> None:
-        """Drops a prompt; what other engines have is asked for again if a request of it comes."""
+        """Drop a prompt; what other engines have is asked for again if a request of it comes."""
         self._drop(prompt)
         if self.exchange is not None:
             self.exchange.forget(prompt.key)

@@ -20,7 +20,7 @@ FIRST, STEP, MAX_WINDOW = 2, 2, 32
 
 
 class WindowBudget:
-    """Implements what `TextDrafter` asks of a `DraftBudget`."""
+    """Implement what `TextDrafter` asks of a `DraftBudget`."""
 
     def __init__(self) -> None:
         self.acceptance = Acceptance()
@@ -41,7 +41,7 @@ class WindowBudget:
         self._windows.pop(request, None)
 
     def observe_step(self, step: StepCost) -> None:
-        """Costs do not matter here."""
+        """Ignore costs."""
 
     def skips(self, num_sequences: int) -> bool:
         return False

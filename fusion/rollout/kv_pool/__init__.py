@@ -2,7 +2,7 @@
 
     pool      which KV of a rank is in memory, on disk, or evicted: limits, least recently parked first   (pure)
     header    the format of a file, and what a reader verifies                                          (pure bytes)
-    folder    one rank's part of a folder: who owns, sees and takes a file, and what is left when a rank dies
+    folder    one rank's part of a folder: owner, readers and end of a file, also when a rank dies
     files     parks and finds the KV of one rank in these folders
     pull      which KV is pulled from other machines, and how long an engine waits for it                        (pure)
     remote    serves the files of a machine, and fetches those of others

@@ -1,6 +1,6 @@
 """Write, find and remove the files of one rank in the KV pool of its machine, as `pool.py` plans.
 
-    park ─► memory: /dev/shm ─ over the limit ─► disk: rollout.kv_spill       folder.py: both, and who may see what
+    park ─► memory: /dev/shm ─ over the limit ─► disk: rollout.kv_spill       folder.py: both, and their owners
                     │                                │
     find ◄──────────┴────────────────────────────────┘  first in memory: a file is on disk before it leaves it
 
@@ -56,7 +56,7 @@ class OpenKV:
         self.computed, self.kv_bytes, self.routing = header.computed, header.kv_bytes, header.routing
 
     def read(self, kv: torch.Tensor, routing: torch.Tensor) -> None:
-        """Reads the payload and verifies it, as `FoundKV.read`."""
+        """Read the payload and verify it, as `FoundKV.read`."""
         parts = [bytes_of(part) for part in (kv, routing)]
         try:
             for part in parts:
@@ -143,7 +143,7 @@ class KVFiles:
         return False
 
     def find(self, key: KVKey) -> FoundKV | None:
-        """Opens a file in memory, else on disk: its writer moves it there before it removes it here."""
+        """Open a file in memory, else on disk: its writer moves it there before it removes it here."""
         name = self._name(key)
         for folder in self._folders.values():
             try:
@@ -173,7 +173,7 @@ class KVFiles:
             self._execute(command)
 
     def close(self) -> None:
-        """Removes this rank's files, and the folders if no other rank is in them."""
+        """Remove this rank's files, and the folders if no other rank is in them."""
         self.clear()
         for folder in self._folders.values():
             folder.close()
@@ -186,7 +186,7 @@ class KVFiles:
         return shard_name(self._run_on_host, key)
 
     def _make_room(self, id: str, nbytes: int) -> Place | None:
-        """Moves and removes files as planned; returns where the new one goes, None: nowhere."""
+        """Move and remove files as planned; return where the new one goes, None: nowhere."""
         place: Place | None = None
         for command in self._plan.park(id, nbytes):
             if isinstance(command, Write):
@@ -208,7 +208,7 @@ class KVFiles:
         folder.remove(self._names.pop(id))
 
     def _spill(self, id: str) -> None:
-        """Moves a file to disk. If another engine has taken it, nothing is left to move."""
+        """Move a file to disk. If another engine has taken it, nothing is left to move."""
         name, source, content = self._names[id], self._folders["memory"], b""
         try:
             content = source.read(name)
@@ -226,7 +226,7 @@ class KVFiles:
             self._count_full(len(content), error)
 
     def _count_full(self, nbytes: int, error: OSError | None) -> None:
-        """Counts KV for which there is no space, and says so once."""
+        """Count KV for which there is no space, and warn once."""
         self.evictions += 1
         if not self._warned:
             self._warned = True
@@ -238,7 +238,7 @@ class KVFiles:
             )
 
     def _verified(self, handle: int, key: KVKey) -> Header:
-        """Returns the header of an open file.
+        """Return the header of an open file.
 
         Raises:
             KVDamaged: it is not this user's own, or not what was asked for.
@@ -252,7 +252,7 @@ class KVFiles:
 
 
 def _read_header(handle: int) -> tuple[Header, int]:
-    """Returns the header of an open file, and its bytes.
+    """Return the header of an open file, and its bytes.
 
     Raises:
         KVDamaged: it is none.
@@ -263,7 +263,7 @@ def _read_header(handle: int) -> tuple[Header, int]:
 
 
 def _remove_files_of(rank: int, folder: PoolFolder) -> None:
-    """Removes what an earlier process of this rank has written: nobody else does before the run ends."""
+    """Remove what an earlier process of this rank has written, which no other process does before the run ends."""
     for name in folder.names():
         with suppress(OSError, KVDamaged):  # another rank has taken it, or it is damaged
             handle = folder.open(name)
@@ -276,7 +276,7 @@ def _remove_files_of(rank: int, folder: PoolFolder) -> None:
 
 
 def open_files(spec: KVPoolSpec, rank: int, peers: KVPeers | None = None) -> KVFiles | None:
-    """Opens a rank's files in the pool; None, with a warning, if there is no space for its folders."""
+    """Open a rank's files in the pool; None, with a warning, if there is no space for its folders."""
     try:
         return KVFiles(spec, rank, peers=peers)
     except StorageFull as error:
@@ -285,7 +285,7 @@ def open_files(spec: KVPoolSpec, rank: int, peers: KVPeers | None = None) -> KVF
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Returns the memory of a contiguous tensor of the host."""
+    """Return the memory of a contiguous tensor of the host."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
 
 

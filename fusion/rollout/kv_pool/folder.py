@@ -4,11 +4,11 @@
     ROOT/distqueue-kv-RUN-BOOT/rank-R/        files that rank R is writing, and those whose memory it will use again
     ROOT/distqueue-kv-RUN-BOOT/rank-R.lock    locked by rank R's process, and naming it
 
-The folder is one that `distqueue.payload.sweep` knows: once no lock is held, whoever sweeps next removes it: the guard
-of a killed run, or the start of any other queue. The last rank that closes removes it itself.
+The folder is one that `distqueue.payload.sweep` knows: once no lock is held, the next sweep removes it: that of the
+guard of a killed run, or of the start of any other queue. The last rank that closes removes it itself.
 
 Everything is readable by its owner only. A file is written completely under a private name, then moved to `files`,
-where nobody changes it. Who has read it takes it out of there, and writes its own next file into the same memory: the
+where it is never changed. Its reader takes it out of there, and writes its own next file into the same memory: the
 kernel needs several times longer to find new pages than to copy into old ones.
 """
 
@@ -32,17 +32,17 @@ FILES = "files"
 
 
 def folder_of(root: Path, run: str, boot: str) -> Path:
-    """Returns the folder of a run's pool on a host below ``root``."""
+    """Return the folder of a run's pool on a host below ``root``."""
     return root / f"{PREFIX}kv-{run}-{boot[:8]}"
 
 
 def files_of(root: Path, run: str, boot: str) -> Path:
-    """Returns the folder below ``root`` with the files that a run has parked on a host."""
+    """Return the folder below ``root`` with the files that a run has parked on a host."""
     return folder_of(root, run, boot) / FILES
 
 
 def is_private(about: os.stat_result) -> bool:
-    """Whether something is a file of this user, which nobody else can open."""
+    """Whether something is a file of this user that no other user can open."""
     return stat.S_ISREG(about.st_mode) and about.st_uid == os.getuid() and not about.st_mode & 0o077
 
 
@@ -74,11 +74,11 @@ class PoolFolder:
             leaving.unlink()
 
     def names(self) -> list[str]:
-        """Returns the names of the files that any rank may open."""
+        """Return the names of the files that any rank may open."""
         return os.listdir(self._files)
 
     def open(self, name: str) -> int:
-        """Opens a file for reading, and returns its handle.
+        """Open a file for reading, and return its handle.
 
         Raises:
             OSError: among others, there is none, or it is a link.
@@ -86,7 +86,7 @@ class PoolFolder:
         return os.open(self._files / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def write(self, name: str, parts: Sequence[memoryview]) -> None:
-        """Writes a file; one of that name is replaced.
+        """Write a file; one of that name is replaced.
 
         Raises:
             OSError: among others, there is no space (`distqueue.errors.FULL`); nothing was written.
@@ -105,7 +105,7 @@ class PoolFolder:
         path.rename(self._files / name)
 
     def take(self, name: str) -> None:
-        """Removes a file that this rank has read, or that nobody will; its memory is this rank's. Does nothing if there
+        """Remove a file that this rank has read, or that no rank will; its memory is this rank's. Do nothing if there
         is none."""
         path = self._new_path()
         with suppress(FileNotFoundError):
@@ -118,11 +118,11 @@ class PoolFolder:
                 path.unlink()
 
     def remove(self, name: str) -> None:
-        """Removes a file, which another rank may still be reading."""
+        """Remove a file, which another rank may still be reading."""
         (self._files / name).unlink(missing_ok=True)
 
     def read(self, name: str) -> bytes:
-        """Returns a file's content.
+        """Return a file's content.
 
         Raises:
             FileNotFoundError: another rank has taken it.
@@ -130,7 +130,7 @@ class PoolFolder:
         return (self._files / name).read_bytes()
 
     def close(self) -> None:
-        """Removes this rank's part, and the folder if no other rank has a lock in it."""
+        """Remove this rank's part, and the folder if no other rank has a lock in it."""
         if not [other for other in self.path.glob(f"*{LOCK}") if other.name != self._private.name + LOCK]:
             shutil.rmtree(self.path, ignore_errors=True)
         remove(self._private)
@@ -143,7 +143,7 @@ class PoolFolder:
         return self._private / str(next(self._numbers))
 
     def _take_idle(self) -> tuple[Path, int]:
-        """Returns a file to write to, and the bytes that it has."""
+        """Return a file to write to, and the bytes that it has."""
         if not self._idle:
             return self._new_path(), 0
         path, nbytes = self._idle.pop()
@@ -166,7 +166,7 @@ class PoolFolder:
             os.close(handle)
 
     def _check_free(self, nbytes: int) -> None:
-        """Raises ENOSPC if the file system would have less free than it should."""
+        """Raise ENOSPC if the file system would have less free than it should."""
         about = os.statvfs(self.path)
         if about.f_bavail * about.f_frsize - nbytes < self._min_free * about.f_blocks * about.f_frsize:
             message = f"{nbytes:,} bytes would leave less than {self._min_free:.0%} of its space free"

@@ -2,7 +2,7 @@
 
     | magic, 8 bytes | header bytes, u32 | xxh3 of the header, u64 | header (JSON) | KV | routing |
 
-The header says what the payload is, and has its checksum; a reader states what it expects and gets that or an error.
+The header describes the payload and has its checksum; a reader states what it expects and gets that or an error.
 The name of a file is a digest of the same facts, so that KV of other weights, tokens, ranks or hosts is not even found.
 """
 
@@ -53,7 +53,7 @@ class Header:
 
     @classmethod
     def decode(cls, preamble: bytes, text: bytes) -> Header:
-        """Decodes what `encode` has written; ``text``: the rest of as many bytes as `header_bytes` says.
+        """Decode what `encode` has written; ``text``: the rest, of `header_bytes` bytes.
 
         Raises:
             KVDamaged: the checksum differs, or it is no header.
@@ -80,7 +80,7 @@ class Header:
         return header
 
     def check(self, *, shard: str, key: KVKey, file_bytes: int, header_bytes: int) -> None:
-        """Verifies that this is the header of that rank's KV of that request, in a file of that size.
+        """Verify that this is the header of that rank's KV of that request, in a file of that size.
 
         Raises:
             KVDamaged: it is not.
@@ -98,7 +98,7 @@ class Header:
 
 
 def header_bytes(preamble: bytes) -> int:
-    """Returns the bytes of the JSON header behind a preamble.
+    """Return the bytes of the JSON header behind a preamble.
 
     Raises:
         KVDamaged: it is not the preamble of a file of the pool.
@@ -112,23 +112,23 @@ def header_bytes(preamble: bytes) -> int:
 
 
 def run_on_host(run: str, boot: str) -> str:
-    """Returns what all files of a run on one host have in common."""
+    """Return what all files of a run on one host have in common."""
     return f"{run} {boot}"
 
 
 def shard_name(run_on_host: str, key: KVKey) -> str:
-    """Returns what only ranks of one run and host with the same part of the same layers have in common."""
+    """Return what only ranks of one run and host with the same part of the same layers have in common."""
     return f"{run_on_host} {key.shard}"
 
 
 def file_name(shard: str, key: KVKey) -> str:
-    """Returns the name of the file of a rank's KV of a request."""
+    """Return the name of the file of a rank's KV of a request."""
     facts = json.dumps([MAGIC.decode(), shard, key.request, key.version, key.prefix, key.num_tokens])
     return hashlib.blake2b(facts.encode(), digest_size=20).hexdigest()
 
 
 def payload_sum(parts: Sequence[memoryview]) -> int:
-    """Returns the checksum of a payload that consists of these parts."""
+    """Return the checksum of a payload that consists of these parts."""
     digest = xxh3_64()
     for part in parts:
         digest.update(part)

@@ -78,7 +78,7 @@ class KVPoolSpec:
 
 
 class PoolPlan:
-    """Plans the files of one rank. ``max_memory_bytes``, ``max_disk_bytes``: None: no limit; 0: none."""
+    """Plan the files of one rank. ``max_memory_bytes``, ``max_disk_bytes``: None: no limit; 0: none."""
 
     def __init__(self, max_memory_bytes: int | None, max_disk_bytes: int | None = 0):
         self._configured: dict[Place, int | None] = {"memory": max_memory_bytes, "disk": max_disk_bytes}
@@ -88,7 +88,7 @@ class PoolPlan:
         self._held: dict[Place, int] = {"memory": 0, "disk": 0}
 
     def park(self, id: str, nbytes: int) -> list[Command]:
-        """Plans the parking of a request's KV; without a `Write` it has no place. Commands are executed in order."""
+        """Plan the parking of a request's KV; without a `Write` it has no place. Commands are executed in order."""
         commands = self.forget([id])
         for place in ("memory", "disk"):
             if self._fits_alone(place, nbytes):
@@ -98,22 +98,22 @@ class PoolPlan:
         return commands
 
     def forget(self, ids: Iterable[str]) -> list[Command]:
-        """Plans the removal of what these requests have parked; ids without any are ignored."""
+        """Plan the removal of what these requests have parked; ids without any are ignored."""
         return [Remove(id, place) for id in ids if (place := self._drop(id))]
 
     def observe_gone(self, id: str) -> None:
-        """Records that a file does not exist: another engine has taken it, or it could not be written."""
+        """Record that a file does not exist: another engine has taken it, or it could not be written."""
         self._drop(id)
 
     def observe_full(self, id: str) -> None:
-        """Records that a file could not be written for lack of space: what its place holds without it is the limit
+        """Record that a file could not be written for lack of space: what its place holds without it is the limit
         until `clear`."""
         place = self._drop(id)
         assert place is not None
         self._max_bytes[place] = self._held[place]
 
     def clear(self) -> list[Command]:
-        """Plans the removal of everything, and begins again with the limits of the construction."""
+        """Plan the removal of everything, and begin again with the limits of the construction."""
         self._max_bytes = dict(self._configured)
         return self.forget([id for entries in self._entries.values() for id in entries])
 
@@ -134,7 +134,7 @@ class PoolPlan:
         return limit is None or nbytes <= limit
 
     def _make_room(self, place: Place, nbytes: int) -> list[Command]:
-        """Plans until ``nbytes`` fit: entries in memory go to disk if they fit there, else they are evicted."""
+        """Plan until ``nbytes`` fit: entries in memory go to disk if they fit there, else they are evicted."""
         limit, commands = self._max_bytes[place], list[Command]()
         while limit is not None and self._held[place] + nbytes > limit:
             id, size = next(iter(self._entries[place].items()))

@@ -1,7 +1,7 @@
 """Decide which KV is pulled from other machines, and how long an engine waits for it. Pure: no socket, no clock.
 
     prefill steps ─► seconds a token ─┐
-                                      ├─► patience_s: seconds to wait for KV of so many tokens; 0: it is computed again
+                                      ├─► patience_s: seconds to wait for KV of n tokens; 0: it is computed again
     pulls from a machine ─► s a token ┘
 
 An engine waits for KV at most as long as it would take to compute it. So a request costs at most twice what it costs
@@ -44,25 +44,25 @@ class PullPlan:
     _machines: dict[str, Machine] = field(default_factory=dict)
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Records a step that has computed the KV of ``tokens`` tokens."""
+        """Record a step that has computed the KV of ``tokens`` tokens."""
         self.prefill_s_per_token = _mean(self.prefill_s_per_token, seconds / tokens)
 
     def observe_pulled(self, machine: str, tokens: int, seconds: float) -> None:
-        """Records that KV has arrived."""
+        """Record that KV has arrived."""
         known = self._of(machine)
         known.s_per_token = _mean(known.s_per_token, seconds / tokens)
 
     def observe_late(self, machine: str, tokens: int, waited_s: float) -> None:
-        """Records that KV has not arrived in time. Its rate is at least this."""
+        """Record that KV has not arrived in time. Its rate is at least this."""
         known = self._of(machine)
         known.s_per_token = max(known.s_per_token or 0.0, waited_s / tokens)
 
     def observe_gone(self, machine: str) -> None:
-        """Records that a machine does not exist any more."""
+        """Record that a machine does not exist any more."""
         self._of(machine).gone = True
 
     def patience_s(self, machine: str, tokens: int) -> float:
-        """Returns for how long to wait for KV of a machine; 0: it is not asked. Counts the request as skipped or not.
+        """Return for how long to wait for KV of a machine; 0: it is not asked. Count the request as skipped or not.
 
         Args:
             tokens: of which there would be KV.

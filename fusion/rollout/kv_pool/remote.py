@@ -57,14 +57,14 @@ class Peer(Protocol):
 
     @property
     def machine(self) -> str:
-        """Its name."""
+        """Name of the machine."""
 
     @property
     def boot(self) -> str:
         """The boot of its host, which is part of the names of its files."""
 
     def take(self, name: str, timeout_s: float) -> memoryview | None:
-        """Takes a file out of the pool of the machine, and returns its bytes; None: there is none. They are freed with
+        """Take a file out of the pool of the machine, and return its bytes; None: there is none. They are freed with
         the last reference to them.
 
         Raises:
@@ -74,7 +74,7 @@ class Peer(Protocol):
 
 
 class KVServer:
-    """Serves the files that the ranks of this machine have parked."""
+    """Serve the files that the ranks of this machine have parked."""
 
     def __init__(self, spec: KVPoolSpec, root: Path | None = None):
         self._boot = NodeProcess.of(os.getpid()).boot
@@ -82,11 +82,11 @@ class KVServer:
         self._folders = [files_of(folder, spec.run, self._boot) for folder in roots]
 
     def boot(self) -> str:
-        """Returns the boot of this host, which is part of the names of its files."""
+        """Return the boot of this host, which is part of the names of its files."""
         return self._boot
 
     def take(self, name: str) -> np.ndarray | None:
-        """Removes a file and returns its bytes, uint8; None: there is none, or it is not this user's own.
+        """Remove a file and return its bytes, uint8; None: there is none, or it is not this user's own.
 
         Raises:
             ValueError: it is not the name of a file of the pool.
@@ -130,7 +130,7 @@ class ReceivedKV:
         self.computed, self.kv_bytes, self.routing, self.own = header.computed, header.kv_bytes, header.routing, False
 
     def read(self, kv: torch.Tensor, routing: torch.Tensor) -> None:
-        """Copies the payload and verifies the copy, as `FoundKV.read`."""
+        """Copy the payload and verify the copy, as `FoundKV.read`."""
         assert self._content is not None, "it was closed"
         start, parts = 0, [bytes_of(part) for part in (kv, routing)]
         for part in parts:
@@ -151,7 +151,7 @@ class RemotePool:
         self._run_on_host = run_on_host(run, peer.boot)
 
     def find(self, key: KVKey) -> FoundKV | None:
-        """Fetches the file of this rank's part, unless computing the KV again is faster."""
+        """Fetch the file of this rank's part, unless computing the KV again is faster."""
         tokens = key.num_tokens - 1
         patience_s = self._plan.patience_s(self._peer.machine, tokens)
         if not patience_s:
@@ -186,11 +186,11 @@ class RemotePools:
         }
 
     def of(self, engine: int) -> Sequence[KVSource]:
-        """Returns the pools of the machines of an engine."""
+        """Return the pools of the machines of an engine."""
         return self._pools.get(engine, ())
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Records a step that has computed the KV of ``tokens`` tokens."""
+        """Record a step that has computed the KV of ``tokens`` tokens."""
         self._plan.observe_prefill(tokens, seconds)
 
 

@@ -31,7 +31,7 @@ class ContextOrder(RankedOrder):
         self._served: dict[str, int] = {}
         """Group → number of takes when one of its requests was last taken"""
         self._taken = self._served_before = 0
-        """Number of requests ever taken; what `_served` said of the group of the last one before"""
+        """Number of requests ever taken; value of `_served` of the last one's group before that"""
 
     def rank(self, request: Entry, lengths: Lengths) -> Rank:
         return (0, request.generated) if request.member == 0 else (1, -lengths.longest)

@@ -6,7 +6,7 @@
 
 HistoPipe (RhymeRL, arXiv 2508.18588): the groups of a step are ranked by the lengths that their rows had in the last
 epoch, and divided into classes that the engines share out (`length_classes.py`). An engine that has the short responses
-of one step has the long ones of the next, and goes on to them without waiting: this needs a staleness bound of at least
+of one step has the long ones of the next, and begins them without waiting: this needs a staleness bound of at least
 1. It prefers requests of its class, the oldest step's first; what its class's engines cannot take goes to any engine
 with capacity, so nothing waits while there is capacity (`dispatch.py:fill`). A group whose row is not known counts as
 the median, and belongs to no class: any engine takes it.
@@ -109,7 +109,7 @@ class HistoPipeOrder(Order):
             del self._steps[step.number]
 
     def _take(self, classes: Sequence[int] | None, engine: int = 0) -> Entry | None:
-        """Takes out the request of the lowest rank of these classes; None: of those of an engine."""
+        """Take out the request of the lowest rank of these classes; None: of those of an engine."""
         self._rank_new()
         for number in sorted(self._steps):
             step = self._steps[number]
@@ -178,7 +178,7 @@ class _Step:
         self.groups[group] = self._unranked[group] = _Group(lengths)
 
     def rank_groups(self) -> None:
-        """Assigns the groups that have been added to classes."""
+        """Assign the groups that have been added to classes."""
         groups, self._unranked = self._unranked.values(), {}
         known = [group.expected for group in groups if group.expected is not None]
         if self._plan is None and known:
@@ -197,14 +197,14 @@ class _Step:
         return NO_CLASS if plan is None else plan.class_of_engine(engine, ascending=ascends(self.number))
 
     def push(self, request: Entry) -> None:
-        """Adds a request of a ranked group."""
+        """Add a request of a ranked group."""
         group = self.groups[request.group]
         chosen = self._classes[NO_CLASS if self.moves(request) else group.number]
         chosen.waiting.push((group.tokens if ascends(self.number) else -group.tokens,), request)
         self._class_of[request.id] = chosen
 
     def take(self, classes: Iterable[int]) -> Entry | None:
-        """Takes out the request of the lowest rank of these classes; None: there is none."""
+        """Take out the request of the lowest rank of these classes; None: there is none."""
         waiting = [one for number in {*classes} if (one := self._classes[number]).waiting]
         if not waiting:
             return None
@@ -221,7 +221,7 @@ class _Step:
         return in_tail and request.generated > self._spec.growth * group.tokens
 
     def observe_finished(self, group: str) -> float | None:
-        """Counts a finished response; returns the length that it was expected to have, if its row is known."""
+        """Count a finished response; return the length that it was expected to have, if its row is known."""
         known = self.groups[group]
         known.num_finished += 1
         if group not in self._unranked:

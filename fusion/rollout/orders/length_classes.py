@@ -74,11 +74,11 @@ class ClassPlan:
         return len(self.shares)
 
     def class_of(self, tokens: float) -> int:
-        """Returns the class of a group whose responses are expected to have ``tokens``; 0: the shortest."""
+        """Return the class of a group whose responses are expected to have ``tokens``; 0: the shortest."""
         return bisect_right(self.bounds, tokens)
 
     def class_of_engine(self, engine: int, *, ascending: bool) -> int:
-        """Returns the class of an engine. ``ascending``: the first engines have the shortest class, else the
+        """Return the class of an engine. ``ascending``: the first engines have the shortest class, else the
         longest."""
         last_engines = list(accumulate(self.shares))
         place = engine if ascending else last_engines[-1] - 1 - engine
@@ -86,7 +86,7 @@ class ClassPlan:
 
 
 def plan_classes(expected: Sequence[ExpectedLength], spec: HistoPipeSpec) -> ClassPlan:
-    """Divides groups into classes of as many groups each, as far as lengths differ, and the engines among these."""
+    """Divide groups into classes of as many groups each, as far as lengths differ, and the engines among these."""
     means = sorted(one.mean for one in expected)
     count = min(spec.num_classes, spec.num_engines, len(means))
     cuts = {means[len(means) * number // count] for number in range(1, count)}
@@ -112,7 +112,7 @@ class ClassWork(NamedTuple):
         return ClassWork(self.tokens + tokens, max(self.longest, longest))
 
     def curve(self, spec: HistoPipeSpec) -> Callable[[int], float]:
-        """Returns the time of the class by its number of engines, in decode steps without sequences."""
+        """Return the time of the class by its number of engines, in decode steps without sequences."""
 
         def time_on(engines: int) -> float:
             steps = max(self.longest, self.tokens / (engines * spec.engine_slots))
@@ -122,7 +122,7 @@ class ClassWork(NamedTuple):
 
 
 def share_engines(curves: Sequence[Callable[[int], float]], num_engines: int) -> list[int]:
-    """Shares engines out such that the longest class takes as little time as possible: each engine to the class that
+    """Share engines out such that the longest class takes as little time as possible: each engine to the class that
     takes longest so far, which no other division can beat where no curve rises.
 
     Args:
@@ -140,6 +140,6 @@ def share_engines(curves: Sequence[Callable[[int], float]], num_engines: int) ->
 
 
 def equal_shares(num_classes: int, num_engines: int) -> list[int]:
-    """Shares engines out evenly."""
+    """Share engines out evenly."""
     ends = [num_engines * number // num_classes for number in range(num_classes + 1)]
     return [end - begin for begin, end in zip(ends, ends[1:], strict=False)]

@@ -1,6 +1,6 @@
 """Keep items by a rank that may change. Pure.
 
-An item whose rank changes is pushed again, and its previous place stays until it comes to the top: the stamp tells
+An item whose rank changes is pushed again, and its previous place stays until it comes to the top: the stamp shows
 which is valid. Stale ones are removed when they are the larger part, so the cost stays amortized O(log n).
 """
 
@@ -43,7 +43,7 @@ class StampedHeap(Generic[Item]):
         return len(self._stamp)
 
     def push(self, rank: Rank, item: Item) -> None:
-        """Adds an item, or changes its rank."""
+        """Add an item, or change its rank."""
         self._stamped += 1
         self._stamp[item.id] = self._stamped
         heapq.heappush(self._items, (rank, item.position, self._stamped, item))
@@ -60,12 +60,12 @@ class StampedHeap(Generic[Item]):
         return rank, item
 
     def pop(self) -> Item:
-        """Takes out the item of the lowest rank."""
+        """Take out the item of the lowest rank."""
         item = self.first[1]
         heapq.heappop(self._items)
         del self._stamp[item.id]
         return item
 
     def discard(self, item: Item) -> None:
-        """Removes an item, if it is here."""
+        """Remove an item, if it is here."""
         self._stamp.pop(item.id, None)
