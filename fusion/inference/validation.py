@@ -26,6 +26,16 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e5
 their differences vanish in its 24 bits."""
 MAX_TOKENS = 10**9
 MAX_RANKS = 1 << 16
+SHARED = ("prompt", "response", "params", "last_rewards")
+"""Fields that several requests share, as one object"""
+_NUMBERS = {
+    "chunk_tokens": (MAX_TOKENS, False),
+    "priority": (MAX_TOKENS, False),
+    "kv_tokens": (MAX_TOKENS, False),
+    "kv_rank": (MAX_RANKS - 1, True),
+    "kv_engine": (MAX_RANKS - 1, True),
+}
+"""Whole numbers of a request: the highest one, and whether None is accepted"""
 
 
 def check_sampling(group: str, sampling: SamplingParams | RolloutConfig) -> None:
@@ -56,116 +66,69 @@ def checked_requests(requests: Iterable[Request], vocabulary: int) -> list[Reque
 
 
 class _Shared:
-    """Check tokens and sampling parameters for one vocabulary, each object once: they cannot change."""
+    """Check the fields that several requests share for one vocabulary, each object once: they cannot change."""
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
-        self._tokens: dict[int, tuple[Any, tuple[int, ...]]] = {}
-        """By id: the tuple, so that no other object gets its id, and what it has become"""
-        self._params: dict[int, tuple[SamplingParams, SamplingParams]] = {}
-        self._rewards: dict[int, tuple[Any, tuple[str, tuple[float | None, ...]]]] = {}
+        self._known: dict[str, dict[int, tuple[Any, Any]]] = {name: {} for name in SHARED}
+        """By field and id: the object, so that no other one gets its id, and what it has become"""
 
-    def tokens(self, request: Request, name: str) -> tuple[int, ...]:
+    def __call__(self, request: Request, name: str) -> Any:
         value = getattr(request, name)
-        known = self._tokens.get(id(value))
+        known = self._known[name].get(id(value))
         if known is not None:
             return known[1]
-        checked = _tokens(f"{_name(request)}: {name}", value, self._vocabulary)
-        if type(value) is tuple:
-            self._tokens[id(value)] = value, checked
+        check = _params if name == "params" else _last_rewards if name == "last_rewards" else _tokens
+        checked = check(f"{_name(request)}: {name}", value, self._vocabulary)
+        if isinstance(value, (tuple, SamplingParams)):
+            self._known[name][id(value)] = value, checked
         return checked
-
-    def params(self, request: Request) -> SamplingParams:
-        value = request.params
-        known = self._params.get(id(value))
-        if known is None:
-            known = self._params[id(value)] = value, _params(_name(request), value, self._vocabulary)
-        return known[1]
-
-    def last_rewards(self, request: Request) -> tuple[str, tuple[float | None, ...]]:
-        value = request.last_rewards
-        known = self._rewards.get(id(value))
-        if known is None:
-            known = self._rewards[id(value)] = value, _last_rewards(_name(request), value)
-        return known[1]
 
 
 def _checked(request: Request, shared: _Shared) -> Request:
     # Written for speed: a stage submits all of its requests at once, and each field of each is checked.
     if not isinstance(request, Request):
         raise ValueError(f"request={request!r:.200}: expected a Request")
-    if not isinstance(request.params, SamplingParams):
-        raise ValueError(f"{_name(request)}: params={request.params!r:.200}: expected SamplingParams")
     for name in ("id", "group", "earlier"):
         text = getattr(request, name)
         if type(text) is not str or not text.isascii():
-            _check_text(_name(request), name, text)
-    prompt, response = shared.tokens(request, "prompt"), shared.tokens(request, "response")
-    params, last_rewards = shared.params(request), shared.last_rewards(request)
-    chunk, exact, rank = _whole(request.chunk_tokens), _whole(request.exact_tokens), _whole(request.kv_rank)
-    priority, kv_tokens, kv_engine = _whole(request.priority), _whole(request.kv_tokens), _whole(request.kv_engine)
-    begun, limit = len(response), params.max_tokens
-    if not prompt:
+            _check_text(f"{_name(request)}: {name}", text)
+    checked = {name: shared(request, name) for name in SHARED}
+    begun, limit = len(checked["response"]), checked["params"].max_tokens
+    if not checked["prompt"]:
         raise ValueError(f"{_name(request)}: the prompt is empty; expected at least one token")
     if begun >= limit:
         raise ValueError(
             f"{_name(request)}: the response has {begun} tokens already; expected fewer than max_tokens={limit}"
         )
+    exact = checked["exact_tokens"] = _whole(request.exact_tokens)
     if type(exact) is not int or (exact and not begun < exact <= limit):
         expected = f"0, or more than the {begun} tokens of the response and at most max_tokens={limit}"
         raise ValueError(f"{_name(request)}: exact_tokens={exact!r:.200}: expected {expected}")
-    if type(chunk) is not int or not 0 <= chunk <= MAX_TOKENS:
-        raise ValueError(f"{_name(request)}: chunk_tokens={chunk!r:.200}: expected a whole number in [0, {MAX_TOKENS}]")
-    if rank is not None and (type(rank) is not int or not 0 <= rank < MAX_RANKS):
-        raise ValueError(
-            f"{_name(request)}: kv_rank={rank!r:.200}: expected a whole number in [0, {MAX_RANKS - 1}], or None"
-        )
-    if type(priority) is not int or not 0 <= priority <= MAX_TOKENS:
-        raise ValueError(f"{_name(request)}: priority={priority!r:.200}: expected a whole number in [0, {MAX_TOKENS}]")
-    if type(kv_tokens) is not int or not 0 <= kv_tokens <= MAX_TOKENS:
-        raise ValueError(
-            f"{_name(request)}: kv_tokens={kv_tokens!r:.200}: expected a whole number in [0, {MAX_TOKENS}]"
-        )
-    if kv_engine is not None and (type(kv_engine) is not int or not 0 <= kv_engine < MAX_RANKS):
-        raise ValueError(
-            f"{_name(request)}: kv_engine={kv_engine!r:.200}: expected a whole number in [0, {MAX_RANKS - 1}], or None"
-        )
-    same = prompt is request.prompt and response is request.response and params is request.params
-    same = same and chunk is request.chunk_tokens and exact is request.exact_tokens
-    same = (
-        same
-        and kv_tokens is request.kv_tokens
-        and kv_engine is request.kv_engine
-        and last_rewards is request.last_rewards
-    )
-    if same and rank is request.kv_rank and priority is request.priority:
-        return request
-    return replace(
-        request,
-        prompt=prompt,
-        response=response,
-        params=params,
-        chunk_tokens=chunk,
-        exact_tokens=exact,
-        kv_rank=rank,
-        priority=priority,
-        kv_tokens=kv_tokens,
-        kv_engine=kv_engine,
-        last_rewards=last_rewards,
-    )
+    for name, (highest, null) in _NUMBERS.items():
+        value = getattr(request, name)
+        if value is None and null:
+            continue
+        if type(value) is not int:
+            value = _whole(value)
+        checked[name] = value
+        if type(value) is not int or not 0 <= value <= highest:
+            expected = f"a whole number in [0, {highest}]{', or None' if null else ''}"
+            raise ValueError(f"{_name(request)}: {name}={value!r:.200}: expected {expected}")
+    return _plain(request, **checked)
 
 
-def _last_rewards(name: str, value: Any) -> tuple[str, tuple[float | None, ...]]:
+def _last_rewards(name: str, value: Any, vocabulary: int) -> tuple[str, tuple[float | None, ...]]:
     """Return the value itself if it has exact types already."""
     if value is NO_REWARDS:
         return NO_REWARDS
     if not (type(value) in (tuple, list) and len(value) == 2 and type(value[1]) in (tuple, list)):
-        raise ValueError(f"{name}: last_rewards={value!r:.200}: expected (group, rewards)")
+        raise ValueError(f"{name}={value!r:.200}: expected (group, rewards)")
     group, rewards = value
-    _check_text(name, "last_rewards[0]", group)
+    _check_text(f"{name}[0]", group)
     for reward in rewards:
         if reward is not None and not is_finite(reward):
-            raise ValueError(f"{name}: last_rewards has {reward!r:.200}: expected a finite number, or None")
+            raise ValueError(f"{name} has {reward!r:.200}: expected a finite number, or None")
     if type(value) is type(rewards) is tuple and all(reward is None or type(reward) is float for reward in rewards):
         return value
     return group, tuple(None if reward is None else float(reward) for reward in rewards)
@@ -215,7 +178,7 @@ def checked_ids(ids: Iterable[str]) -> list[str]:
         raise ValueError(f"ids={ids!r}: expected a list of request ids")
     ids = list(ids)
     for id in ids:
-        _check_text("a control call", "ids", id)
+        _check_text("a control call: ids", id)
     return ids
 
 
@@ -231,9 +194,10 @@ def checked_version(version: int) -> int:
     return plain
 
 
-def _params(where: str, params: SamplingParams, vocabulary: int) -> SamplingParams:
+def _params(group: str, params: Any, vocabulary: int) -> SamplingParams:
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"{group}={params!r:.200}: expected SamplingParams")
     stops = params.stop_token_ids
-    group = f"{where}: params"
     plain = _plain(
         params,
         temperature=_number(params.temperature),
@@ -289,14 +253,16 @@ def _number(value: Any) -> Any:
 
 def _plain(values: Any, **fields: Any) -> Any:
     """Return the dataclass with ``fields``; itself, where they are what it has."""
-    same = all(getattr(values, name) is value for name, value in fields.items())
-    return values if same else replace(values, **fields)
+    for name, value in fields.items():
+        if getattr(values, name) is not value:
+            return replace(values, **fields)
+    return values
 
 
-def _check_text(where: str, name: str, value: Any) -> None:
+def _check_text(name: str, value: Any) -> None:
     try:
         encodable = isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:
         encodable = False
     if not encodable:
-        raise ValueError(f"{where}: {name}={value!r:.200}: expected text that UTF-8 can encode")
+        raise ValueError(f"{name}={value!r:.200}: expected text that UTF-8 can encode")
