@@ -23,7 +23,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
@@ -242,23 +242,35 @@ def keeping_handlers() -> Iterator[None]:
 
 
 @contextmanager
-def restoring_handlers() -> Iterator[None]:
-    """Restores the handlers of STOP_SIGNALS at the end of the block, in which Ray's C++ gives SIGTERM its default
-    effect, of which Python learns nothing. In the main thread, one that would be raised waits for the end of the block;
-    where the run ends by a signal already, a second one still ends it at once."""
+def restoring_handlers() -> Iterator[Callable[[], None]]:
+    """Restore the handlers of STOP_SIGNALS at the end of the block, in which Ray's C++ gives SIGTERM its default effect,
+    of which Python learns nothing. In the main thread, one that would be raised waits for the end of the block; where
+    the run ends by a signal already, a second one still ends it at once.
+
+    Yields what restores them inside the block, as soon as the C++ is done: a signal that this thread blocks is received
+    by another one, and by default it would end the process.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield lambda: None
         return
-    waiting = STOP_SIGNALS if _stops.phase == "raise" else ()
+    waiting, arrived = STOP_SIGNALS if _stops.phase == "raise" else (), list[int]()
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     before = signal.pthread_sigmask(signal.SIG_BLOCK, waiting)
-    try:
-        yield
-    finally:
+
+    def restore(waits: bool = True) -> None:
         for number, handler in handlers.items():
             if handler is not None:  # not one that C code has set
-                signal.signal(number, handler)
+                holds = waits and number in waiting and callable(handler)
+                signal.signal(number, (lambda number, _: arrived.append(number)) if holds else handler)
+
+    try:
+        restore()
+        yield restore
+    finally:
+        restore(waits=False)
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number in arrived[:1]:
+            signal.raise_signal(number)
 
 
 @contextmanager

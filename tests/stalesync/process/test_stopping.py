@@ -103,6 +103,37 @@ def test_a_signal_waits_while_a_handler_in_c_would_end_the_process():
     assert (ended.returncode, ended.stdout.split("\n")) == (0, ["came to its end", "SIGTERM", ""])
 
 
+SHUTTING_DOWN = """
+import os, signal, threading
+import ray
+from stalesync.process.ray_cluster import _shutting_down
+from stalesync.process.stopping import Stopped, stoppable
+
+class Node:
+    def kill_all_processes(self):
+        os.kill(os.getpid(), signal.SIGTERM)  # another thread receives it
+        threading.Event().wait(0.05)
+
+def shutdown():
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # as the C++ of Ray does
+    ray._private.worker._global_node.kill_all_processes()
+    print("shut down", flush=True)
+
+ray._private.worker._global_node, ray.shutdown = Node(), shutdown
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+try:
+    with stoppable(), _shutting_down():
+        pass
+except Stopped as stop:
+    print(stop.signal.name)
+"""
+
+
+def test_a_signal_waits_for_the_end_of_ray_also_where_another_thread_receives_it():
+    ended = subprocess.run([sys.executable, "-c", SHUTTING_DOWN], stdout=subprocess.PIPE, text=True)
+    assert (ended.returncode, ended.stdout) == (0, "shut down\nSIGTERM\n")
+
+
 def test_a_process_that_is_started_meanwhile_can_be_ended_by_the_signal():
     report = [sys.executable, "-c", "import signal; print(*signal.pthread_sigmask(signal.SIG_BLOCK, ()))"]
     with stoppable(), keeping_handlers():
