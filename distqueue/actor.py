@@ -25,7 +25,7 @@ import ray
 from distqueue import checkpoint
 from distqueue.actor_calls import GONE
 from distqueue.config import QueueOptions
-from distqueue.core import QueueClosed, QueueCore, Share
+from distqueue.core import JournalFull, QueueClosed, QueueCore, Share
 from distqueue.errors import Damage, LostSample, StorageFull
 from distqueue.fleet import Fleet
 from distqueue.journal import Journal
@@ -327,9 +327,11 @@ class QueueActor:
             try:
                 await self.journal.flushed()
             except Exception as error:  # memory is ahead of the disk: nothing more may be answered
-                self.core.close()
+                kind = JournalFull if isinstance(error, StorageFull) else QueueClosed
+                failure = kind(f"journal {self.options.journal}: {error}")
+                self.core.close(failure)
                 log.exception("writing the journal failed")
-                raise QueueClosed(f"journal {self.options.journal}: {error}") from None
+                raise failure from None
         self.fleet.discard(discards)
 
     async def _wait(self, answer: asyncio.Future[Any], wait_s: float) -> None:

@@ -50,6 +50,8 @@ class QueueCore:
         self.layouts: dict[str, Layout] = {}
         self.record = record
         self.closed = False
+        self._failure: QueueClosed | None = None
+        """why it was closed, if that was not asked for"""
         self.recovered = False
         """Leases from before are unknown: an ack of a sample that was never handed out here is accepted"""
         self.late = 0
@@ -257,9 +259,9 @@ class QueueCore:
             self.writers.serve(now_s)
             self.readers.serve(now_s)
 
-    def close(self) -> None:
-        """Close the queue: every waiting and every later call raises QueueClosed."""
-        self.closed = True
+    def close(self, failure: QueueClosed | None = None) -> None:
+        """Close the queue: every waiting and every later call raises QueueClosed, or the failure that closed it."""
+        self.closed, self._failure = True, self._failure or failure
         readers, writers = self.readers.all_waiting(), self.writers.waiting
         self.readers.waiting, self.writers.waiting = {}, []
         for waiter in readers:
@@ -366,6 +368,8 @@ class QueueCore:
             raise self._closed(selection)
 
     def _closed(self, selection: Selection | None = None) -> QueueClosed:
+        if self._failure is not None:
+            return type(self._failure)(*self._failure.args)
         waiting = f"; task {selection.task!r} cannot get {list(selection.required)}" if selection else ""
         return QueueClosed(f"the queue is closed{waiting}")
 

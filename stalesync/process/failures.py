@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
+from distqueue.core.errors import JournalFull
 from distqueue.errors import StorageFull
 from fusion.colocate.failures import StageFailed, stage_kind
 from fusion.npu.failures import CONSEQUENCES, FailureKind, RankFailure
@@ -114,8 +115,8 @@ class QueueFailed(RunFailed):
 
     def __init__(self, reason: object, *, failure: RankFailure | None = None, trace: str = ""):
         message = f"the queue has failed: {reason}"
-        if isinstance(reason, StorageFull):
-            pass
+        if isinstance(reason, StorageFull) or (failure is not None and failure.error == JournalFull.__name__):
+            pass  # it names what is full
         elif full := full_storage():
             message = f"{message} ({full}; free some space)"
         else:

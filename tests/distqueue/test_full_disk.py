@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,9 +18,9 @@ import torch
 from distqueue import DistQueue, PackedBatch, QueueClosed, StorageFull
 from distqueue.actor import QueueActor
 from distqueue.config import QueueOptions
-from distqueue.core import QueueCore
+from distqueue.core import JournalFull, QueueCore
 from distqueue.fleet import Fleet, half_of
-from distqueue.journal import INDEX
+from distqueue.journal import INDEX, Journal
 from distqueue.messages import File
 from distqueue.payload.columns import stretches_of
 from distqueue.payload.segment_file import SegmentFile, lay_out
@@ -27,6 +28,7 @@ from distqueue.payload.shard import Shard
 from distqueue.payload.sweep import own
 from distqueue.payload.wire import to_wire
 from distqueue.samples import SampleTable
+from tests.distqueue.core.cores import select
 from tests.distqueue.faults import make_batch
 from tests.distqueue.power_loss import PlainActor, put
 from tests.distqueue.test_journal import files_of_at_most
@@ -176,6 +178,29 @@ def test_a_queue_whose_shard_has_no_space_names_it_and_leaves_nothing(small: Pat
         DistQueue.create(["train"], spill=str(small))
     name = str(full.value).split(f"{small}/")[1].split("/")[0]  # of the folders of this queue, also in shared memory
     assert os.listdir(small) == ["filler"] and not Path("/dev/shm", name).exists()
+
+
+def test_all_clients_of_a_queue_whose_journal_has_no_space_are_told_the_file_and_the_bytes(small: Path) -> None:
+    actor = QueueActor(name="", tasks=("train",), options=QueueOptions(journal=str(small / "queue")), node="here")
+    actor.core = QueueCore(SampleTable(("train",), 60.0, None), max_rows=10, epoch="1")
+    actor.fleet = Fleet(actor.core, actor.options, "1")
+    answers: list[object] = []
+    actor.core.ask(select(1), share=None, now_s=0.0, answer=answers.append)
+    actor.journal = Journal(small / "queue", actor.core.snapshot)
+    actor.journal.begin(actor.core.snapshot())
+    _fill(small)
+    full = rf"^journal {small}/queue: the disk is full: {small}/queue/journal: [\d,]+ bytes were asked for, \d+ are free"
+    actor.journal.append("large", bytes(1 << 16))
+    with pytest.raises(JournalFull, match=full):
+        asyncio.run(actor._settle())
+    with pytest.raises(JournalFull, match=full):
+        actor.core.ack("train", [], 0.0)
+    (answer,) = answers
+    assert isinstance(answer, JournalFull) and re.match(full, str(answer))
+    actor.core.close()  # as its client does, whose run has failed
+    with pytest.raises(JournalFull, match=full):
+        actor.core.seal(0.0)
+    actor.journal.close()
 
 
 def test_a_shard_whose_node_has_gone_is_named_with_the_reason_of_ray() -> None:

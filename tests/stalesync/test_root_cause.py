@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from distqueue import QueueClosed
+from distqueue.core import JournalFull
 from fusion.colocate.failures import StageFailed, ships_failures
 from fusion.colocate.phases import PhaseError
 from fusion.ep_switch import SwitchError
@@ -114,6 +115,11 @@ def test_a_queue_that_closed_is_named_not_the_rank_that_noticed():
     error = reported(shipped(1, QueueClosed("the core died")), shipped(0, dist.DistBackendError(NCCL)))
     assert isinstance(error, QueueFailed)
     assert str(error).startswith("the queue has failed: the core died (on rank 1 in stage 'train')")
+
+
+def test_a_full_disk_of_the_queue_is_named_without_the_advice_to_have_a_journal():
+    error = reported(shipped(1, JournalFull("journal /runs/queue: the disk is full: 0 bytes are free")))
+    assert str(error).endswith("are free (on rank 1 in stage 'train')") and isinstance(error, QueueFailed)
 
 
 def test_a_queue_that_closed_during_a_control_call_is_named_too():
