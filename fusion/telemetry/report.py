@@ -41,7 +41,8 @@ class RunReport:
     """How the run ended, in words: `finished`, `stopped by Ctrl-C at step 12`."""
     evaluated: str = ""
     """What was evaluated alone, in words, without a step; "": the run trains."""
-    steps: int = 0
+    steps: int | None = 0
+    """None: unknown."""
     wall_s: float = 0.0
     reward_start: float | None = None
     reward_end: float | None = None
@@ -128,7 +129,8 @@ class RunReport:
     def _headline(self) -> str:
         if self.evaluated:
             return f"{self.outcome}: evaluated {self.evaluated}"
-        parts = [f"{self.outcome}: {self.steps} steps" + (f" in {duration(self.wall_s)}" if self.wall_s else "")]
+        steps = "" if self.steps is None else f": {self.steps} steps"
+        parts = [f"{self.outcome}{steps}" + (f" in {duration(self.wall_s)}" if self.wall_s else "")]
         if self.reward_start is not None and self.reward_end is not None:
             of = f" (means of {self.reward_window} steps)" if self.reward_window > 1 else ""
             parts.append(f"reward {self.reward_start:.3f} → {self.reward_end:.3f}{of}")

@@ -10,7 +10,7 @@ from fusion.telemetry.report import RunReport
 
 def report_run(folder: Path, **fields: Any) -> None:
     """Write `report.html` and print the report. A page that cannot be written, on a full disk for example, is a note of
-    the report: the run has its result.
+    the report, and so is a damaged file, without whose figures the report then is: the run has its result or its error.
 
     Args:
         fields: of `RunReport`, beside what the folder holds.
@@ -21,4 +21,9 @@ def report_run(folder: Path, **fields: Any) -> None:
         write_page([folder], outcome=fields.get("outcome"))
     except (OSError, ValueError) as error:
         fields["notes"] = [*fields.get("notes", ()), f"report.html could not be written: {error}"]
-    RunReport.from_folder(folder, **fields).show()
+    try:
+        report = RunReport.from_folder(folder, **fields)
+    except (OSError, ValueError) as error:
+        notes = (*fields.get("notes", ()), f"the figures could not be read: {error}")
+        report = RunReport(**{"folder": [f"{folder}/"], "steps": None, **fields, "notes": notes})
+    report.show()

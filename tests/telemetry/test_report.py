@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from fusion.telemetry import Answer, MemoryLedger, RunFolder, RunReport, Span, compare, summarize
+from fusion.telemetry import Answer, MemoryLedger, RunFolder, RunReport, Span, compare, report_run, summarize
 from fusion.telemetry.evaluations import changes_of
 from fusion.telemetry.page.run_data import read_run
 
@@ -21,6 +21,18 @@ def leave_a_run(root) -> RunFolder:
             run.log_spans([Span("card 0", kind, kind, start * 10**8, end * 10**8)])
         run.log_spans([Span("card 1", "wait_data", "wait_data", 0, 3 * 10**9)])
     return run
+
+
+def test_a_damaged_row_is_a_note_of_the_report_and_hides_no_error(tmp_path, capsys):
+    run = leave_a_run(tmp_path)
+    with (run.path / "groups.jsonl").open("w") as file:
+        file.write('{"step": 1, "group"; "g1"}\n')
+    report_run(run.path, outcome="failed", notes=["3 rows"])
+    lines = capsys.readouterr().out.splitlines()
+    damaged = f"{run.path}/groups.jsonl, line 1: expected one JSON object: Expecting ':' delimiter: line 1 column 20"
+    assert lines[0] == "failed" and "  3 rows" in lines and f"  {run.path}/" in lines
+    assert f"  report.html could not be written: {damaged} (char 19)" in lines
+    assert f"  the figures could not be read: {damaged} (char 19)" in lines
 
 
 def test_the_report_tells_what_the_folder_holds(tmp_path):
