@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -201,20 +200,29 @@ def _write(path: Path, kept: Kept) -> Path | None:
     if aside is not None:
         while aside.exists():
             aside = aside.with_name(f"{aside.name}-again")
-        shutil.copyfile(path, aside, follow_symlinks=False)
+        _copy(path, [(0, path.stat().st_size)], aside)
     end = kept.spans[-1][1] if kept.spans else 0
     if len(kept.spans) <= 1 and (not kept.spans or kept.spans[0][0] == 0):
         with _opened(path, os.O_RDWR) as file:
             os.ftruncate(file.fileno(), min(end, os.fstat(file.fileno()).st_size))
         return aside
-    temporary, fd = open_temporary(path)
-    with _opened(path) as file, open(fd, "wb", buffering=0):
-        for start, end in kept.spans:
-            file.seek(start)
-            while piece := file.read(min(COPY_BYTES, end - file.tell())):
-                write_all(fd, piece)
-    os.replace(temporary, path)
+    _copy(path, kept.spans, path)
     return aside
+
+
+def _copy(path: Path, spans: Iterable[tuple[int, int]], target: Path) -> None:
+    """Replace the target by these bytes of a file, atomically."""
+    temporary, fd = open_temporary(target)
+    try:
+        with _opened(path) as file, open(fd, "wb", buffering=0):
+            for start, end in spans:
+                file.seek(start)
+                while piece := file.read(min(COPY_BYTES, end - file.tell())):
+                    write_all(fd, piece, path=target)
+        os.replace(temporary, target)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _opened(path: Path, flags: int = os.O_RDONLY) -> BinaryIO:

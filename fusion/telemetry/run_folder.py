@@ -273,7 +273,12 @@ class RunFolder:
             self.damage.append(f"{error}; it is kept as {aside.name}, and a new one begins")
             return TimelineFile(path)
 
-    def rewind(self, step: int, seals: Mapping[str, Seal] = NO_SEALS) -> int:
+    def rewind(
+        self,
+        step: int,
+        seals: Mapping[str, Seal] = NO_SEALS,
+        seal: Callable[[Mapping[str, Seal]], None] = lambda seals: None,
+    ) -> int:
         """Forget what was written of steps after `step`, the one a resumed run starts from; returns how many steps.
         Damaged rows are dropped, and listed in `damage`.
 
@@ -281,12 +286,16 @@ class RunFolder:
 
         Args:
             seals: of the checkpoint that the run resumes from.
+            seal: called with the seals of what is left if rows were dropped, for the checkpoint: another resume from it
+                finds no damage.
         """
         assert not self._logs, "rewind after writing"
         num_cut = 0
         for name in reversed(LOGS):
             num_cut, damage = rewind(self.path / name, step, seals.get(name))
             self.damage += [damage] if damage else []
+        if self.damage:
+            seal(self.seal(self.log_bytes()))
         return num_cut
 
     def close(self) -> None:
@@ -310,10 +319,10 @@ class RunFolder:
         return self._logs[name]
 
     def _note_full(self, error: OSError) -> None:
-        """Warns, once for each file, that the run goes on without it."""
+        """Warns, once for each file, that the run continues without it."""
         if error.filename not in self._full:
             later = "the lines are written when there is space" if error.filename.endswith(".jsonl") else "it has a gap"
-            self._full[error.filename] = f"{error}: the run goes on, {later}"
+            self._full[error.filename] = f"{error}: the run continues, {later}"
             log.warning(self._full[error.filename])
 
     def _opened_loggers(self) -> LoggerGroup:

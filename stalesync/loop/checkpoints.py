@@ -15,7 +15,7 @@ from typing import Any
 
 from fusion.colocate import Worker, WorkerSpec
 from fusion.rollout.partial_samples import check_kept
-from fusion.telemetry.manifest import read_seals
+from fusion.telemetry.manifest import read_seals, write_seals
 from fusion.telemetry.run_folder import complete_checkpoints
 from stalesync.cards.cards import Cards
 from stalesync.evaluation import Evaluation
@@ -99,7 +99,7 @@ class Checkpoints:
             state = savepoint.without_groups(state, ENDED)
         loop.load_state_dict(state, other_order=any(RULES[key] is Rule.ORDER for key in earlier.accepted))
         step, folder = loop.last.number, loop.folder
-        folder.rewind(step, read_seals(checkpoint))
+        folder.rewind(step, read_seals(checkpoint), partial(write_seals, checkpoint))
         if earlier.ended:
             folder.log_groups(step + 1, earlier.ended, f"failed:{ENDED}")
         digests = {} if "eval.files" in earlier.accepted else self.evaluation.digests

@@ -21,7 +21,7 @@ from stalesync.loop.evaluator import Evaluator
 from stalesync.loop.step_rows import StepRows
 from stalesync.policy.save_interval import SaveInterval
 from stalesync.process.garbage import collecting_seldom
-from stalesync.process.stopping import completing, requested_stop
+from stalesync.process.stopping import completing, notes_of_request, requested_stop
 
 
 @dataclass(kw_only=True)
@@ -142,4 +142,4 @@ class TrainingRun:
             lines.append(f"{source.num_bad_rows} rows of data.source could not be used (data.bad_rows=skip)")
         if num_skipped := source.metrics().get("data/skipped_prompts", 0):
             lines.append(f"{num_skipped:.0f} prompts were longer than data.max_prompt_length")
-        return lines
+        return lines + notes_of_request()

@@ -50,6 +50,8 @@ SHOW_CURSOR = b"\x1b[?25h"
 
 REQUESTED = b"SIGTERM: the step under way ends, then a checkpoint is saved; a second signal ends the run without it\n"
 
+COMPLETED = "SIGTERM arrived when the last step had begun: the run was completed"
+
 Phase = Literal["idle", "leave", "raise", "hold", "stopping", "ended"]
 
 
@@ -187,6 +189,11 @@ def requested_stop() -> Stopped | None:
     return _stops.request
 
 
+def notes_of_request() -> list[str]:
+    """Return a note for the report of a run that has come to its end although it received a SIGTERM."""
+    return [] if _stops.request is None else [COMPLETED]
+
+
 def held_too_long() -> KeyboardInterrupt | None:
     """Returns the signal that has waited for `HOLD_S` for the end of `holding` or `keeping_handlers`. Called by a
     thread that was started inside the block, again and again."""
@@ -243,9 +250,9 @@ def keeping_handlers() -> Iterator[None]:
 
 @contextmanager
 def restoring_handlers() -> Iterator[Callable[[], None]]:
-    """Restore the handlers of STOP_SIGNALS at the end of the block, in which Ray's C++ gives SIGTERM its default effect,
-    of which Python learns nothing. In the main thread, one that would be raised waits for the end of the block; where
-    the run ends by a signal already, a second one still ends it at once.
+    """Restore the handlers of STOP_SIGNALS at the end of the block, in which Ray's C++ gives SIGTERM its default
+    effect, of which Python learns nothing. In the main thread, one that would be raised waits for the end of the block;
+    where the run ends by a signal already, a second one still ends it at once.
 
     Yields what restores them inside the block, as soon as the C++ is done: a signal that this thread blocks is received
     by another one, and by default it would end the process.

@@ -10,6 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from fusion.telemetry.row_digests import Block, RowDigests, Seal, rewind
+from tests.telemetry.test_full_disk import full
 
 
 def rows_of(count, first=1):
@@ -112,6 +113,15 @@ def test_without_a_seal_rows_are_cut_by_their_step_and_bad_ones_do_not_block_a_r
     num_cut, line = rewind(path, 2, None)
     assert num_cut == 1 and "damaged rows were dropped (2-3, 5)" in line
     assert path.read_bytes() == good[0] + good[1]
+
+
+def test_a_damaged_log_that_cannot_be_kept_stays_as_it_is_and_is_named(tmp_path):
+    path = tmp_path / "groups.jsonl"
+    path.write_bytes(b"[]\n" + b"".join(rows_of(9)))
+    before = path.read_bytes()
+    with full(), pytest.raises(OSError, match=r"bytes to write, .*free\): '.*/groups.jsonl.damaged'"):
+        rewind(path, 9, None)
+    assert path.read_bytes() == before and [*tmp_path.iterdir()] == [path]
 
 
 def test_a_missing_log_is_named(tmp_path):

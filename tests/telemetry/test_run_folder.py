@@ -214,9 +214,10 @@ def test_damage_beside_a_checkpoint_is_named_and_dropped_and_blocks_no_resume(tm
     (run.path / "samples.jsonl").unlink()
     flip(run.path / "timeline.json", (run.path / "timeline.json").read_bytes().index(b"traceEvents"))
     (run.path / "config.yaml").write_bytes(b"\xff")
+    sealed = {}
     with RunFolder(tmp_path, "run", if_exists="resume") as run:
         run.write_config({"a": 1})
-        assert run.rewind(3, seals) == 1
+        assert run.rewind(3, seals, sealed.update) == 1
         run.log_spans([Span("card 0", "train", "train", 0, 5)])
         assert [row["step"] for row in metrics(run)] == [row["step"] for row in run.evaluations()] == [2, 3]
         named = [line.split(";")[0] for line in run.notes]
@@ -229,6 +230,10 @@ def test_damage_beside_a_checkpoint_is_named_and_dropped_and_blocks_no_resume(tm
         ]
         assert "timeline.json: expected a timeline" in named[4] and len(read_timeline(run.path / "timeline.json")) == 1
         assert run.seal(run.log_bytes())["metrics.jsonl"].blocks[-1].rows == 2
+    kept = sorted(path.name for path in run.path.iterdir())
+    with RunFolder(tmp_path, "run", if_exists="resume") as run:  # before it has another checkpoint
+        run.rewind(3, sealed)
+        assert run.damage == [] and sorted(path.name for path in run.path.iterdir()) == kept
 
 
 @pytest.mark.parametrize("killed", [False, True])

@@ -23,6 +23,7 @@ from stalesync.process.stopping import (
     holding,
     ignore_stops,
     keeping_handlers,
+    notes_of_request,
     raise_in_main,
     requested_stop,
     stoppable,
@@ -293,11 +294,12 @@ def test_a_signal_that_a_call_of_ray_raises_as_another_exception_is_still_that_s
 def test_the_first_sigterm_is_a_request_where_the_block_completes_what_it_does(monkeypatch, capfd):
     with stoppable():
         with completing():
-            assert requested_stop() is None
+            assert requested_stop() is None and notes_of_request() == []
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)  # as of a shell and of a scheduler, both of which pass it on
             time.sleep(0.01)
             assert describe_stop(requested_stop()) == "stopped by SIGTERM"
+        assert notes_of_request() == ["SIGTERM arrived when the last step had begun: the run was completed"]
         with pytest.raises(Stopped):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(patience(5))
