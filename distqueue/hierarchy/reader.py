@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distqueue.column import Column
-from distqueue.core import QueueClosed, QueueDrained
+from distqueue.core import JournalFull, QueueClosed, QueueDrained
 from distqueue.errors import SamplesLost
 from distqueue.hierarchy.exchange import Exchange
 from distqueue.messages import ColumnInfo, Put, pack, spans_of, unpack
@@ -35,7 +35,7 @@ MAX_SILENCE_S = 60.0
 """While the leader waits for samples, it messages the other ranks this often: their group's timeout is meant to detect
 dead ranks, not slow samples."""
 
-RAISED = (QueueDrained, QueueClosed, TimeoutError, ValueError)
+RAISED = (QueueDrained, JournalFull, QueueClosed, TimeoutError, ValueError)
 """Errors that all ranks raise as the leader does, besides SamplesLost; any other error is a RuntimeError on the other
 ranks."""
 

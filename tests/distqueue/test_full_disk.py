@@ -189,7 +189,9 @@ def test_all_clients_of_a_queue_whose_journal_has_no_space_are_told_the_file_and
     actor.journal = Journal(small / "queue", actor.core.snapshot)
     actor.journal.begin(actor.core.snapshot())
     _fill(small)
-    full = rf"^journal {small}/queue: the disk is full: {small}/queue/journal: [\d,]+ bytes were asked for, \d+ are free"
+    full = (
+        rf"^journal {small}/queue: the disk is full: {small}/queue/journal: [\d,]+ bytes were asked for, \d+ are free"
+    )
     actor.journal.append("large", bytes(1 << 16))
     with pytest.raises(JournalFull, match=full):
         asyncio.run(actor._settle())
