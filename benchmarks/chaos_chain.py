@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.chaos_flips import Flip, strike, with_dropped
 from benchmarks.chaos_forks import Forks
-from benchmarks.chaos_plan import STEPS, Chain, Kill
+from benchmarks.chaos_plan import SELDOM, STEPS, Chain, Kill
 from benchmarks.chaos_run import StartedRun
 from benchmarks.chaos_space import Space
 from benchmarks.chaos_verdict import Ended, Remains
@@ -25,8 +25,10 @@ COMMON = """device=emulated cluster.npus=2 parallel=single data=addition data.ma
 data.prompts_per_step=8 algorithm.group_size=4 training.lr=1e-3 reward.max_failed_share=1
 run.name=run run.resume=auto""".split()
 
-EVALUATED = """run.eval_prompts=8 eval.every=6 eval.best=val-core/held_out/reward/mean@1""".split()
+EVALUATED = """run.eval_prompts=8 eval.best=val-core/held_out/reward/mean@1""".split()
 """Of chains that are not compared with an undisturbed run, which has no evaluations"""
+EVAL_EVERY = 6
+"""Steps between evaluations, of which the best is saved; where the disk is to be full between checkpoints, SELDOM"""
 
 CHANGED = (
     ("algorithm.group_size", "2"),
@@ -77,10 +79,15 @@ def overrides_of(chain: Chain, *, model: Path, runs: Path) -> list[str]:
     """Return the arguments of every start of a chain. Above staleness 0, responses are long enough that training
     suspends some."""
     longer = ["rollout.max_response_length=24", "rollout.forced_median=6"]
+    every = SELDOM if chain.save_every == f"{SELDOM}" else EVAL_EVERY
     replaces = chain.deployment in ("separate", "hybrid")  # engines, whose requests are generated in other batches then
     return [
         *COMMON,
-        *([*longer, *EVALUATED] if chain.bound else ["rollout.max_response_length=5", "run.eval_prompts=0"]),
+        *(
+            [*longer, *EVALUATED, f"eval.every={every}"]
+            if chain.bound
+            else ["rollout.max_response_length=5", "run.eval_prompts=0"]
+        ),
         f"model.path={model}",
         f"run.dir={runs}",
         f"run.steps={STEPS}",

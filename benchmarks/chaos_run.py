@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.chaos_forks import Forked
-from benchmarks.chaos_plan import FILLED, STEPS, Kill
+from benchmarks.chaos_plan import FILLED, Kill
 from benchmarks.chaos_space import Space, victim_of
 from benchmarks.chaos_verdict import MENDED, NAMED, Ended
 
@@ -41,7 +41,7 @@ class StartedRun:
         self._outputs = [(space.seen(space.runs.parent) / file) for file in ("out", "err")]
         self._stat: tuple[int, int] = (-1, -1)
         self._step = 0
-        self._hung = self._trained = False
+        self._hung, self._rows = False, 0
         self._num_mended = 0
         """Number of engines that were replaced before the last kill"""
         script, all_variables = [str(ROOT / "scripts" / "train.py"), *arguments], environment() | space.environment()
@@ -101,7 +101,7 @@ class StartedRun:
 
     def strike(self, kill: Kill) -> tuple[bool, int | None]:
         """Kill or fill. Return whether the victim was there, and the rank if it is a worker that has one."""
-        self._trained = self._new_steps() >= STEPS
+        self._rows = self._new_steps()
         self._num_mended = self.count_mended()
         if kill.filled:
             self.space.fill(kill.victim)
@@ -179,7 +179,7 @@ class StartedRun:
             status=status,
             out=out,
             err=err,
-            trained=self._trained,
+            rows=self._rows,
             rank=rank,
             seconds=seconds,
             limit_s=LATE_STARTS * self.start_s,

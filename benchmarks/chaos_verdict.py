@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.chaos_plan import LOGS, Kill
+from benchmarks.chaos_plan import LOGS, STEPS, Kill
+from stalesync.process.stopping import COMPLETED
 
 STATUS = {"SIGTERM": 143, "SIGINT": 130}
 """Exit status of a run that ends by a signal, as a shell reports it …"""
@@ -29,9 +30,14 @@ NAMED = {
     "gcs": r"^error: Ray's process gcs_server has ended",
     "disk": FULL,
     "shared memory": FULL,
-    LOGS: r"/metrics\.jsonl': the run goes on",
+    LOGS: r"/metrics\.jsonl': the run continues",
 }
 """How the standard error names what ended a run, or what it goes on without"""
+NOT_SAVED = (
+    r"^error: (the controller|rank \d+) failed in stage 'save': "
+    r".*(No space left on device|the disk is full).*/checkpoints/"
+)
+"""… and the end of a run where a checkpoint falls due while there is no space for its logs"""
 # It may be killed by its guard then, exit status -9: while it connects to Ray, it can do nothing else.
 NOT_STARTED = r"^error: Ray did not start on this machine"
 """… a process of Ray that is killed while Ray starts, where Ray notices that itself"""
@@ -54,12 +60,12 @@ class Ended:
         launched: whether the run had its folder.
         status: exit status of the controller, negative for a signal; None: it did not end and was killed.
         out, err: its standard output and error.
-        trained: whether all steps had been trained when it was killed.
+        rows: number of steps whose metrics were written when it was killed.
         rank: of the worker that was killed; None: another victim, or it had no rank yet.
         seconds: from the kill to the end of the last process of the run, or to the next step of one that goes on.
         limit_s: within which this had to happen.
         left: processes, segments and files that are left over.
-        mended: whether the run goes on because the engine of the worker is replaced.
+        mended: whether the run continues because the engine of the worker is replaced.
     """
 
     kill: Kill
@@ -67,7 +73,7 @@ class Ended:
     status: int | None
     out: str = ""
     err: str = ""
-    trained: bool = False
+    rows: int = 0
     rank: int | None = None
     seconds: float = 0.0
     limit_s: float = float("inf")
@@ -107,9 +113,11 @@ class Ended:
         if self.status == 0 and kill.victim == LOGS and not re.search(NAMED[LOGS], self.err):
             return "logs are not named"
         if self.status == 0:
-            return f"{kill.signal} was ignored" if kill.victim == "controller" and not self.trained else ""
+            return f"{kill.signal} was ignored" if kill.victim == "controller" and not self._may_finish else ""
         if kill.victim == "controller":
             return self._unnamed_signal()
+        if kill.victim == LOGS and self.status == 1 and re.search(NOT_SAVED, self.err, re.MULTILINE):
+            return ""
         if not kill.ends:
             return f"it ended, exit status {self.status}"
         frozen = kill.step is None and kill.victim in ("raylet", "gcs")
@@ -123,6 +131,13 @@ class Ended:
         if self.rank is not None and int(found["rank"]) != self.rank:
             return f"rank {found['rank']} is named instead of {self.rank}"
         return ""
+
+    @property
+    def _may_finish(self) -> bool:
+        """Whether a run that received a signal may come to its end: it had trained all steps; or it says that SIGTERM,
+        which lets it end its step, arrived in the last one. The metrics of a step are written in the next one."""
+        in_last = self.kill.signal == "SIGTERM" and self.rows >= STEPS - 2 and COMPLETED in self.out
+        return self.rows >= STEPS or in_last
 
     def _unnamed_signal(self) -> str:
         signal = self.kill.signal

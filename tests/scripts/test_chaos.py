@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.chaos_chain import is_temporary, read_rows
+from benchmarks.chaos_chain import is_temporary, overrides_of, read_rows
 from benchmarks.chaos_flips import Flip, strike, with_dropped
 from benchmarks.chaos_plan import (
     AFTER_SAVE,
@@ -30,6 +30,7 @@ from benchmarks.chaos_space import Space, victim_of
 from benchmarks.chaos_verdict import Ended, Remains, differences, has_failed_rewards, judge
 from fusion.telemetry.manifest import write_manifest
 from fusion.telemetry.row_digests import RowDigests, rewind
+from stalesync.process.stopping import COMPLETED
 from tests import machine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,6 +53,13 @@ def test_a_plan_depends_on_seed_and_number_and_its_kills_are_in_order(seed, inde
                 "no checkpoint meanwhile"
             )
         assert (kill.victim == "queue") <= (kill.ends == (chain.durability == "memory"))
+
+
+def test_checkpoints_are_far_where_the_disk_is_to_be_full_between_them():
+    for chain in (plan_chain(0, index) for index in range(60)):
+        settings = dict(word.split("=", 1) for word in overrides_of(chain, model=ROOT, runs=ROOT))
+        if any(kill.victim == LOGS for kills in chain.starts for kill in kills):
+            assert settings["run.save_every"] == f"{SELDOM}" == settings.get("eval.every", f"{SELDOM}")
 
 
 @given(seed=st.integers(0, 99), round=st.integers(0, 9))
@@ -103,6 +111,10 @@ def _ended(victim, status, err="", out="", **changes):
 DIED = "error: rank 1 died in stage 'train' (killed, out of host memory, or crashed)\nevery rank's log: run.log\n"
 
 
+FULL_CHECKPOINT = "the disk is full: /r/checkpoints/step-6.partial/1: 4,096 bytes were asked for, 0 are free"
+FULL_WEIGHTS = "[Errno 28] No space left on device (9 bytes to write, 0 bytes are free): '/r/checkpoints/step-6/0'"
+
+
 @pytest.mark.parametrize(
     "ended",
     [
@@ -119,9 +131,13 @@ DIED = "error: rank 1 died in stage 'train' (killed, out of host memory, or cras
         _ended("gcs", -9, "error: Ray's process gcs_server has ended (killed)", step=None),
         _ended("disk", 1, "Traceback\nOSError: [Errno 28] No space left on device: 'metrics.jsonl'", signal=""),
         _ended("shard", 0, ends=False),
-        _ended(LOGS, 0, "[Errno 28] No space left: '/r/metrics.jsonl': the run goes on, the", signal="", ends=False),
+        _ended(LOGS, 0, "[Errno 28] No space left: '/r/metrics.jsonl': the run continues, the", signal="", ends=False),
         _ended("worker", 0),  # it came too late
-        _ended("controller", 0, signal="SIGINT", trained=True),
+        _ended("controller", 0, signal="SIGINT", rows=STEPS),
+        _ended("controller", 0, signal="SIGTERM", rows=STEPS),
+        _ended("controller", 0, out=f"Notes\n  {COMPLETED}\n", signal="SIGTERM", rows=STEPS - 1),
+        _ended(LOGS, 1, f"error: the controller failed in stage 'save': StorageFull: {FULL_CHECKPOINT}", ends=False),
+        _ended(LOGS, 1, f"error: rank 0 failed in stage 'save': OSError: {FULL_WEIGHTS}", ends=False),
     ],
 )
 def test_an_end_that_is_named(ended):
@@ -143,10 +159,28 @@ def test_an_end_that_is_named(ended):
             replace(_ended("controller", 143, signal="SIGTERM"), launched=False),
             "the standard error does not say 'stopped by SIGTERM'",
         ),
-        (_ended("controller", 0, signal="SIGINT"), "SIGINT was ignored"),
+        (_ended("controller", 0, signal="SIGINT", rows=STEPS - 1), "SIGINT was ignored"),
+        (_ended("controller", 0, signal="SIGTERM", rows=STEPS - 1), "SIGTERM was ignored"),
+        (_ended("controller", 0, out=COMPLETED, signal="SIGTERM", rows=STEPS - 3), "SIGTERM was ignored"),
+        (_ended("controller", 0, out=COMPLETED, signal="SIGINT", rows=STEPS - 1), "SIGINT was ignored"),
         (_ended("disk", 1, "error: rank 1 died in stage 'save'", signal=""), "disk is not named"),
-        (_ended("disk", 1, "[Errno 28] No space left on device: 'a': the run goes on", signal=""), "disk is not named"),
+        (
+            _ended("disk", 1, "[Errno 28] No space left on device: 'a': the run continues", signal=""),
+            "disk is not named",
+        ),
         (_ended(LOGS, 0, "step 4", signal="", ends=False), "logs are not named"),
+        (
+            _ended(LOGS, 1, "error: the queue has failed: the disk is full: /r/queue/1", ends=False),
+            "it ended, exit status 1",
+        ),
+        (
+            _ended(LOGS, 1, "error: the controller failed in stage 'save': OSError: /r/checkpoints/step-6", ends=False),
+            "it ended, exit status 1",
+        ),
+        (
+            _ended("shard", 1, f"error: the controller failed in stage 'save': {FULL_CHECKPOINT}", ends=False),
+            "it ended, exit status 1",
+        ),
         (_ended("shard", 1, "error: the queue has failed: x", ends=False), "it ended, exit status 1"),
     ],
 )
