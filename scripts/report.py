@@ -2,7 +2,7 @@
 
 python scripts/report.py runs/quickstart                  writes runs/quickstart/report.html
 python scripts/report.py runs/one runs/two                two runs side by side: runs/one/report-one-two.html
-python scripts/report.py runs/quickstart --follow         writes it again and again while the run goes on; the page
+python scripts/report.py runs/quickstart --follow         writes it again and again during the run; the page
                                                           reloads itself
 
 The file needs neither a server nor a network. It contains samples and the config of the runs.

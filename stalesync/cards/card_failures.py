@@ -1,7 +1,7 @@
 """Find the cause of what cards report as failed, and end the engines that are replaced.
 
 a stage, a control call or a process of a card has failed ─► gather what other cards report
-    every card that has died is of an engine that is replaced ─► its stages are abandoned, the run goes on
+    every card that has died is of an engine that is replaced ─► its stages are abandoned, the run continues
     else ─► `CardFailed` names the root cause
 """
 

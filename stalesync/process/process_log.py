@@ -69,7 +69,7 @@ def logging_to(path: Path, earlier: Sequence[logging.LogRecord] = ()) -> Iterato
 
     def note_full(error: OSError) -> None:
         if len(notes) == len(earlier):
-            notes.append(f"{error}: the run goes on, it has a gap")
+            notes.append(f"{error}: the run continues, and the log has a gap")
             print(notes[-1], file=sys.stderr)
 
     root = logging.getLogger()

@@ -1,5 +1,5 @@
-"""Whoever fails or hangs while training and generation run ahead of each other is named, or the run goes on without it:
-whole runs, real Ray, real workers, emulated cards."""
+"""Whoever fails or hangs while training and generation run ahead of each other is named, or the run continues without
+it: whole runs, real Ray, real workers, emulated cards."""
 
 import json
 import os

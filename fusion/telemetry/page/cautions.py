@@ -41,7 +41,7 @@ EQUAL_GROUPS = 0.8
 ENDED_WELL = ("trained", "filtered")
 
 RECENT = 10
-"""Number of steps over whose mean a caution is found while the run goes on."""
+"""Number of steps over whose mean a caution is found during the run."""
 
 SAMPLE_SIZE, GAP = "rollout_corr/rollout_is_eff_sample_size", "staleness/0/rollout_logprobs_diff_mean"
 SKIPPED, FAILED, PREEMPTED = "training/skipped_updates", "reward/failed", "rollout/preemptions"
@@ -70,7 +70,7 @@ def cautions(
 
 
 class CautionWatch:
-    """Finds cautions while a run goes on, each once. Memory does not grow with the number of steps.
+    """Finds cautions during a run, each once. Memory does not grow with the number of steps.
 
     What is lost or not finite is found in its step, what a step's metrics show when `RECENT` steps show it on average.
     """

@@ -49,7 +49,7 @@ def write_page(
 
 
 def follow(folders: Sequence[Path], path: Path, every_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Write the page again and again, until no run goes on; the last one does not reload itself."""
+    """Write the page again and again, until no run is in progress; the last one does not reload itself."""
     while True:
         start = time.monotonic()
         if not _write(folders, path, None, every_s):
@@ -58,7 +58,7 @@ def follow(folders: Sequence[Path], path: Path, every_s: float, sleep: Callable[
 
 
 def _write(folders: Sequence[Path], path: Path, outcome: str | None, refresh_s: float | None) -> bool:
-    """Writes the page; returns whether a run goes on."""
+    """Writes the page; returns whether a run is in progress."""
     runs = [read_run(folder, outcome) for folder in folders]
     if len({run["name"] for run in runs}) < len(runs):
         runs = [run | {"name": str(folder)} for run, folder in zip(runs, folders, strict=True)]

@@ -1,4 +1,4 @@
-"""Read a run folder into the data of its report: one JSON object of bounded size, also while the run goes on."""
+"""Read a run folder into the data of its report: one JSON object of bounded size, also during the run."""
 
 from __future__ import annotations
 

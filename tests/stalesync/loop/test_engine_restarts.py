@@ -1,4 +1,4 @@
-"""An engine whose process is killed is replaced, and the run goes on: whole runs, real Ray, real workers, emulated
+"""An engine whose process is killed is replaced, and the run continues: whole runs, real Ray, real workers, emulated
 cards. The reward function kills, so that it comes in the middle of a step's generation."""
 
 import json

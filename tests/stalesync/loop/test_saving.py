@@ -1,4 +1,4 @@
-"""Checkpoints are written while the run goes on: whole runs on a slow or a full disk, and the thread that writes."""
+"""Checkpoints are written during the run: whole runs on a slow or a full disk, and the thread that writes."""
 
 import json
 import re
@@ -101,7 +101,7 @@ def test_a_full_disk_stops_logs_and_the_run_only_at_its_next_checkpoint(base, st
     assert "in stage 'save'" in err and "No space left on device" in err and "set run.dir" in err, err
     assert re.search(r"bytes to write, [\d,]+ bytes are free\): '\S+/checkpoints/step-12/", err), err
     for name in ("metrics.jsonl", "groups.jsonl", "samples.jsonl", "timeline.json", "controller.log"):
-        (warning,) = [line for line in err.splitlines() if f"/{name}': the run goes on" in line]
+        (warning,) = [line for line in err.splitlines() if f"/{name}': the run continues" in line]
         assert warning in " ".join(out.split()), f"the report repeats it: {out}"
     full.unlink()
     done = train(base, tmp_path, *TWO, "run.steps=13", "run.save_every=6", "run.resume=true")

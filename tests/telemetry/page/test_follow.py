@@ -52,7 +52,7 @@ def test_the_command_writes_the_page_and_prints_the_text(tmp_path):
     out = tmp_path / "both.html"
     command = [sys.executable, script, str(one), str(other), "--out", str(out), "--follow"]
     done = run(command, 60, stdout=subprocess.PIPE, text=True)
-    assert done.returncode == 0 and "other" in out.read_text(), "no run goes on: written once"
+    assert done.returncode == 0 and "other" in out.read_text(), "no run is in progress: written once"
 
 
 def test_a_folder_without_a_run_and_damage_are_errors(tmp_path):
