@@ -34,7 +34,7 @@ SOME_CARD = "ascend_910b"
 
 
 def check(config: Config) -> list[str]:
-    """Checks a job, and prints what it finds; returns the warnings.
+    """Check a job, and print what it finds; return the warnings.
 
     Raises:
         ValueError: the job would be refused.
@@ -58,14 +58,14 @@ def check(config: Config) -> list[str]:
 
 
 def show(title: str, lines: Sequence[str]) -> None:
-    """Prints a section, if it has lines."""
+    """Print a section, if it has lines."""
     if lines:
         print(title, *(f"  {line}" for line in lines), sep="\n", flush=True)
 
 
 @contextmanager
 def collecting_warnings() -> Iterator[list[str]]:
-    """Collects the warnings that are logged in the block, in place of the handlers that print them."""
+    """Collect the warnings that are logged in the block, in place of the handlers that print them."""
     found: list[str] = []
     root, handler = logging.getLogger(), logging.Handler(logging.WARNING)
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
@@ -77,7 +77,7 @@ def collecting_warnings() -> Iterator[list[str]]:
 
 
 def describe_tokenizer(tokenizer: Any, source: PromptSource, prompt: Prompt, end_token_ids: Sequence[int]) -> list[str]:
-    """Returns how a prompt ends as the model reads it, and what ends a response."""
+    """Return how a prompt ends as the model reads it, and what ends a response."""
     prefill = source.template.prefill
     kind = "prompts rendered by the chat template" if source.template.applies else "prompts as they are"
     return [
@@ -88,7 +88,7 @@ def describe_tokenizer(tokenizer: Any, source: PromptSource, prompt: Prompt, end
 
 
 def describe_prompts(config: Config, source: PromptSource, prompts: Sequence[Prompt]) -> list[str]:
-    """Returns the number of rows, of those that are dropped and why, and a histogram of lengths in tokens."""
+    """Return the number of rows, of those that are dropped and why, and a histogram of lengths in tokens."""
     rows = "endless" if source.num_rows is None else f"{source.num_rows:,} rows an epoch"
     held_out = len(source.evaluation(config.run.eval_prompts)) if source.digest else 0
     rows += f"; {held_out:,} held out" if held_out else ""
@@ -104,7 +104,7 @@ def describe_prompts(config: Config, source: PromptSource, prompts: Sequence[Pro
 
 
 def histogram(lengths: Sequence[int]) -> list[str]:
-    """Returns a bar for each of up to `BINS` ranges of lengths of equal width."""
+    """Return a bar for each of up to `BINS` ranges of lengths of equal width."""
     low, high = min(lengths), max(lengths)
     width = max(1, -(-(high - low + 1) // BINS))
     counts = [0] * ((high - low) // width + 1)
@@ -118,7 +118,7 @@ def histogram(lengths: Sequence[int]) -> list[str]:
 
 
 def describe_memory(config: Config, model: ModelConfig) -> list[str]:
-    """Returns the estimated memory of a card in each phase; logs a warning if a phase does not fit."""
+    """Return the estimated memory of a card in each phase; log a warning if a phase does not fit."""
     setup = plan_of(config, model)
     sizes, usable = estimate_memory(setup), setup.hardware.usable_bytes
     for problem in problems(setup, sizes):
@@ -133,7 +133,7 @@ def describe_memory(config: Config, model: ModelConfig) -> list[str]:
 
 
 def plan_of(config: Config, model: ModelConfig) -> Setup:
-    """Returns the plan of a job for cards with the memory of its own."""
+    """Return the plan of a job for cards with the memory of its own."""
     hardware = hardware_named(config.cluster.hardware or SOME_CARD)
     emulated = EMULATED_BYTES if config.device.kind == "emulated" else None
     if capacity := config.device.capacity_bytes or emulated:
@@ -150,7 +150,7 @@ def plan_of(config: Config, model: ModelConfig) -> Setup:
 
 
 def describe_step(config: Config, prompts: Sequence[Prompt], *, num_rows: int | None) -> list[str]:
-    """Returns what the settings of a step mean together."""
+    """Return what the settings of a step mean together."""
     algorithm, training, staleness = config.algorithm, config.training, config.stalesync.max_staleness
     num_prompts, group = config.data.prompts_per_step, algorithm.group_size
     samples, response = num_prompts * group, config.rollout.max_response_length

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def run_job(config: Config, *, evaluates: str = "") -> Path:
-    """Runs a job whose config is valid to its end; returns its folder. Ends the process if the job fails (exit status
+    """Run a job whose config is valid to its end; return its folder. End the process if the job fails (exit status
     1) or is stopped by a signal. ``evaluates``: as of `launch`."""
     from stalesync.process.ray_cluster import set_environment
 
@@ -37,13 +37,13 @@ def run_job(config: Config, *, evaluates: str = "") -> Path:
 
 
 def fail(text: str, error: Exception) -> NoReturn:
-    """Ends the process: the text on stderr, and in its last line where the run's log is; exit status 1."""
+    """End the process: the text on stderr, and in its last line where the run's log is; exit status 1."""
     notes = [note for note in getattr(error, "__notes__", ()) if note not in text]
     print(text, *notes, sep="\n", file=sys.stderr)
     sys.exit(1)
 
 
 def refuse(usage: str, error: ValueError) -> NoReturn:
-    """Ends the process as for any wrong argument: usage and error on stderr, exit status 2."""
+    """End the process as for any wrong argument: usage and error on stderr, exit status 2."""
     print(usage, f"error: {error}", sep="\n", file=sys.stderr)
     sys.exit(2)

@@ -19,7 +19,7 @@ USAGE = f"usage: {COMMAND} [--help] COMMAND [ARGUMENT ...]"
 
 
 def main() -> int:
-    """Runs the command that the arguments name; returns the exit status 2 if there is none of that name."""
+    """Run the command that the arguments name; return the exit status 2 if there is none of that name."""
     commands, arguments = scripts_by_command(SCRIPTS), sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, describe(commands), f"{COMMAND} COMMAND --help explains a command.", sep="\n\n")
@@ -34,7 +34,7 @@ def main() -> int:
 
 
 def execute(path: Path) -> None:
-    """Executes a script as `__main__` of this process. `runpy.run_path` would put the path into ``sys.argv[0]``, by
+    """Execute a script as `__main__` of this process. `runpy.run_path` would put the path into ``sys.argv[0]``, by
     which the script knows the command (`as_called`)."""
     module = sys.modules["__main__"] = ModuleType("__main__")
     module.__file__ = str(path)
@@ -42,12 +42,12 @@ def execute(path: Path) -> None:
 
 
 def scripts_by_command(folder: Path) -> dict[str, Path]:
-    """Returns the scripts of a folder by the names of their commands: `make_base.py` is `make-base`."""
+    """Return the scripts of a folder by the names of their commands: `make_base.py` is `make-base`."""
     return {path.stem.replace("_", "-"): path for path in sorted(folder.glob("*.py"))}
 
 
 def describe(commands: dict[str, Path]) -> str:
-    """Returns one line for each command: the first sentence of its script."""
+    """Return one line for each command: the first sentence of its script."""
     lines = []
     for name, path in commands.items():
         documentation = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
@@ -57,7 +57,7 @@ def describe(commands: dict[str, Path]) -> str:
 
 
 def unknown(name: str, commands: list[str]) -> str:
-    """Returns the message about a command that does not exist, with the nearest name."""
+    """Return the message about a command that does not exist, with the nearest name."""
     nearest = get_close_matches(name, commands, n=1, cutoff=0.5)
     meant = f"did you mean {nearest[0]!r}?" if nearest else f"expected one of {', '.join(commands)}"
     return f"unknown command {name!r}; {meant}"

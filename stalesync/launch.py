@@ -55,7 +55,7 @@ a signal raises in an import may be lost, or leave half of a module"""
 
 
 def launch(config: Config, *, evaluates: str = "") -> Path:
-    """Runs a job to its end; returns its folder.
+    """Run a job to its end; return its folder.
 
     Args:
         evaluates: what is evaluated, in words: no step is run; "": the job trains.
@@ -284,7 +284,7 @@ class Launch:
 
 
 def queue_options(config: Config, folder: RunFolder) -> QueueOptions:
-    """Returns the options of the run's queue. A resumed run restores the queue of its checkpoint: samples that a
+    """Return the options of the run's queue. A resumed run restores the queue of its checkpoint: samples that a
     journal recorded later are removed and generated again."""
     options = QueueOptions(
         **asdict(config.queue),
@@ -297,7 +297,7 @@ def queue_options(config: Config, folder: RunFolder) -> QueueOptions:
 
 
 def how_to_resume(folder: RunFolder) -> str:
-    """Returns how a run that was stopped continues."""
+    """Return how a run that was stopped continues."""
     saved = complete_checkpoints(folder.path)
     if not saved:
         return "no checkpoint was saved: the same command begins again"

@@ -26,7 +26,7 @@ WIDTH = 100
 
 
 def answer(arguments: Sequence[str], recipes: Path) -> int:
-    """Plans the requested job and prints it.
+    """Plan the requested job and print it.
 
     Args:
         recipes: the folder that holds `shapes/` and `conf/`.
@@ -60,6 +60,6 @@ def answer(arguments: Sequence[str], recipes: Path) -> int:
 
 
 def _chosen(setup: Setup, train: Parallel | None, infer: Parallel | None) -> Estimate:
-    """Estimates the requested layouts; one that is `auto` (None) is the best in combination with the other."""
+    """Estimate the requested layouts; one that is `auto` (None) is the best in combination with the other."""
     best = rank(setup, (train, infer), num_exact=1).pairs[0].setup if not (train and infer) else setup
     return estimate(setup.with_layouts(train or best.train, infer or best.infer))

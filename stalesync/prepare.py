@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 
 def prepare(config: Config, model: ModelConfig) -> tuple[Any, PromptSource, list[OpenedFile], WorkerSpec]:
-    """Reads the tokenizer and every row of a job whose config is valid, and logs what its user may not expect. Returns
+    """Read the tokenizer and every row of a job whose config is valid, and log what its user may not expect. Return
     tokenizer, prompts, the files of its evaluations, and what the cards need.
 
     Raises:
@@ -43,8 +43,8 @@ def prepare(config: Config, model: ModelConfig) -> tuple[Any, PromptSource, list
 def start_rewards(
     stack: ExitStack, config: Config, source: PromptSource, opened: Sequence[OpenedFile], num_answers: int = 64
 ) -> tuple[RewardPool | None, list[Term], list[EvalFile], list[str]]:
-    """Starts the processes of a job's rewards, which end with ``stack``, checks the fields of the data and up to
-    ``num_answers`` of its reference answers, and calls each reward once. Returns the reward itself (None: a reward
+    """Start the processes of a job's rewards, which end with ``stack``, checks the fields of the data and up to
+    ``num_answers`` of its reference answers, and calls each reward once. Return the reward itself (None: a reward
     model), its terms, the files of the evaluations, and a line for each call.
 
     Raises:
@@ -79,7 +79,7 @@ def start_rewards(
 
 
 def worker_spec(config: Config, model: ModelConfig, tokenizer: Any) -> WorkerSpec:
-    """Returns the part of the config that every card needs.
+    """Return the part of the config that every card needs.
 
     Raises:
         ValueError: the reward model has fewer tokens than the policy's tokenizer, whose ids it would have to read.
@@ -129,7 +129,7 @@ def _reward_model(config: Config, tokenizer: Any) -> RewardModelSpec:
 
 
 def warn_if_endless(config: Config, spec: WorkerSpec) -> None:
-    """Warns if nothing but the limit ends a response."""
+    """Warn if nothing but the limit ends a response."""
     rollout = config.rollout
     assert spec.detokenizer is not None
     if not (spec.detokenizer.end_token_ids or rollout.stop or rollout.forced_median):

@@ -31,7 +31,7 @@ class Arguments:
 
 
 def parse_arguments(arguments: Sequence[str], conf: Path) -> Arguments:
-    """Parses the command line; ``conf``: folder of the config groups.
+    """Parse the command line; ``conf``: folder of the config groups.
 
     Raises:
         ValueError: an argument is not accepted, or the source is neither a run, a checkpoint nor a model.
@@ -56,7 +56,7 @@ def parse_arguments(arguments: Sequence[str], conf: Path) -> Arguments:
 
 
 def evaluate(arguments: Arguments, usage: str) -> None:
-    """Runs the evaluation, writes its results, and reports where. Ends the process if it fails, with ``usage`` if the
+    """Run the evaluation, writes its results, and report where. End the process if it fails, with ``usage`` if the
     config is wrong."""
     from stalesync.command_line import fail, refuse, run_job
 
@@ -105,7 +105,7 @@ def _write(arguments: Arguments, checkpoint: Path | None, run: Path) -> None:
 
 
 def _take_option(words: list[str], option: str) -> tuple[list[str], str | None]:
-    """Removes ``option VALUE`` or ``option=VALUE`` from the words."""
+    """Remove ``option VALUE`` or ``option=VALUE`` from the words."""
     for index, word in enumerate(words):
         if word == option:
             if index + 1 == len(words):
@@ -121,7 +121,7 @@ def _is_model(source: Path) -> bool:
 
 
 def _config_of(source: Path) -> Path:
-    """Returns the saved config of a run, or of the run of a checkpoint."""
+    """Return the saved config of a run, or of the run of a checkpoint."""
     for folder in (source, *source.resolve().parents[1:2]):
         if (folder / "config.yaml").is_file():
             return folder / "config.yaml"

@@ -45,35 +45,35 @@ class CardActors:
         return self._actors[rank]
 
     def order(self, places: Sequence[tuple[str, list[str]]]) -> None:
-        """Gives ranks by place. ``places``: of each actor, as `Card.place`."""
+        """Give ranks by place. ``places``: of each actor, as `Card.place`."""
         hosts = all_hosts(ray.nodes())
         order = order_by_place([(hosts[node].address, cards) for node, cards in places])
         self._actors = [self._actors[index] for index in order]
         self.hosts = [hosts[places[index][0]] for index in order]
 
     def restart(self, ranks: Iterable[int]) -> None:
-        """Starts other actors for these ranks, on the same hosts if these live."""
+        """Start other actors for these ranks, on the same hosts if these live."""
         for rank in ranks:
             self.num_starts[rank] += 1
             self._actors[rank] = self._start(self.hosts[rank].node if self._chooses_nodes else None, soft=True)
 
     def observe_places(self, ranks: Sequence[int], places: Sequence[tuple[str, list[str]]]) -> None:
-        """Records on which hosts actors have been restarted."""
+        """Record on which hosts actors have been restarted."""
         hosts = all_hosts(ray.nodes())
         for rank, (node, _) in zip(ranks, places, strict=True):
             self.hosts[rank] = hosts[node]
 
     def end(self, ranks: Iterable[int] | None = None) -> None:
-        """Ends the processes of these ranks; None: of all."""
+        """End the processes of these ranks; None: of all."""
         for actor in self._actors if ranks is None else [self._actors[rank] for rank in ranks]:
             ray.kill(actor)
 
     def _start(self, node: str | None, soft: bool = False) -> Any:
-        """Starts an actor. ``node``: on which, None: Ray chooses; ``soft``: elsewhere if there is none."""
+        """Start an actor. ``node``: on which, None: Ray chooses; ``soft``: elsewhere if there is none."""
         place = {} if node is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=soft)}
         return self._class.options(**place).remote(*self._args)
 
 
 def _nodes_of(world: int, hosts: dict[str, Host]) -> list[str]:
-    """Returns Ray's id of the node of each emulated card."""
+    """Return Ray's id of the node of each emulated card."""
     return spread(world, sorted(hosts, key=lambda node: hosts[node].address))

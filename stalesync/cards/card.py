@@ -28,7 +28,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _in_group(name: str) -> Callable[[Method], Method]:
-    """Runs a method in a concurrency group of the actor; to a type checker the method stays as it is."""
+    """Run a method in a concurrency group of the actor; to a type checker the method stays as it is."""
     method: Any = ray.method
     return method(concurrency_group=name)
 
@@ -64,12 +64,12 @@ class Card(Worker):
         self._spec_and_queue, self._text_server = (spec, queue), text_server
 
     def place(self) -> tuple[str, list[str]]:
-        """Returns Ray's id of the node, and the accelerators that Ray has assigned to this actor."""
+        """Return Ray's id of the node, and the accelerators that Ray has assigned to this actor."""
         context = ray.get_runtime_context()
         return context.get_node_id(), [card for cards in context.get_accelerator_ids().values() for card in cards]
 
     def take_rank(self, rank: int, log: str | None = None, kv_peers: Sequence[RayPeer] = ()) -> None:
-        """Becomes the worker of this rank, which writes what it logs and prints to the file ``log`` (None: Ray's).
+        """Become the worker of this rank, which writes what it logs and prints to the file ``log`` (None: Ray's).
         ``kv_peers``: the KV pool of the machine of each rank; (): KV does not travel between machines."""
         if log is not None:
             write_log_to(log)

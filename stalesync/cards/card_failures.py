@@ -48,7 +48,7 @@ class CardFailures:
         self._health_checks = health_checks
 
     def observe(self, running: RunningStage[Any], first: FailedStage) -> None:
-        """Raises the root cause among the failures of the stages in progress, unless they are those of engines that are
+        """Raise the root cause among the failures of the stages in progress, unless they are those of engines that are
         replaced; ``first`` was reported first, in the stage ``running``."""
         failed, why = self._mend(running, first)
         if not failed:
@@ -63,7 +63,7 @@ class CardFailures:
         raise self._error(cause, why) from None
 
     def observe_end(self, rank: int, error: Exception) -> None:
-        """Raises the root cause of the end of a card's process, unless its engine is replaced."""
+        """Raise the root cause of the end of a card's process, unless its engine is replaced."""
         self.observe(_idle(rank), FailedStage.of(error, rank=rank, stage=IDLE))
 
     def is_replaced(self, failed: FailedStage) -> bool:
@@ -73,11 +73,11 @@ class CardFailures:
         return self.watch.is_down(failed.failure.rank) or not self._mend(_idle(failed.failure.rank), failed)[0]
 
     def of_call(self, call: FailedStage) -> RunFailed:
-        """Returns the failure of a control call, or that of the stage in progress which is its cause."""
+        """Return the failure of a control call, or that of the stage in progress which is its cause."""
         return self._error(root_cause(gather_causes(call, list(self._running))))
 
     def hang(self, stage: str, late: Sequence[int], timeout_s: float) -> CardFailed:
-        """Returns the failure of a stage whose ranks ``late`` were not done in time."""
+        """Return the failure of a stage whose ranks ``late`` were not done in time."""
         hanging = self.find_unresponsive()
         message = (
             f"stage {stage!r}: ranks {list(late)} were not done after {timeout_s:.0f} s (cluster.stage_timeout_s)"
@@ -86,20 +86,20 @@ class CardFailures:
         return CardFailed(message, failure=late_rank((hanging or late)[0], stage, message))
 
     def silence(self, call: str, late: Sequence[int], timeout_s: float) -> CardFailed:
-        """Returns the failure of a control call that the ranks ``late`` did not answer in time."""
+        """Return the failure of a control call that the ranks ``late`` did not answer in time."""
         names, hang = describe_ranks(late, self._actors.hosts), "it hangs" if len(late) == 1 else "they hang"
         message = f"{names} did not answer {call!r} in {timeout_s:.0f} s: {hang}"
         return CardFailed(message, failure=late_rank(late[0], call, message))
 
     def find_unresponsive(self) -> list[int]:
-        """Returns the ranks that do not answer a control call within `STATUS_TIMEOUT_S`."""
+        """Return the ranks that do not answer a control call within `STATUS_TIMEOUT_S`."""
         rank_by_ref = {self._actors[rank].status.remote(): rank for rank in range(len(self._actors.num_starts))}
         _, unanswered = ray.wait(list(rank_by_ref), num_returns=len(rank_by_ref), timeout=STATUS_TIMEOUT_S)
         return sorted(rank_by_ref[ref] for ref in unanswered)
 
     def _mend(self, running: RunningStage[Any], first: FailedStage) -> tuple[list[FailedStage], str]:
-        """Ends the engines that have died, if they are replaced; ``first`` was reported first, in the stage
-        ``running``. Returns the failures that end the run, none if it goes on, and why it does not."""
+        """End the engines that have died, if they are replaced; ``first`` was reported first, in the stage
+        ``running``. Return the failures that end the run, none if it goes on, and why it does not."""
         others = [stage for stage in list(self._running) if stage is not running]
         if running.stage in ("generate", "answer") and self.watch.is_down(first.failure.rank):
             self._abandon(running)  # it was begun before the engine was known to be dead
@@ -121,7 +121,7 @@ class CardFailures:
         return ([], "") if engines else (failed, self.watch.why_not(failed, stages))
 
     def _break_off(self, transfer: RunningStage[Any], lost: Sequence[int]) -> None:
-        """Expects of a transfer of weights only that it ends on its cards, but for those in ``lost``; and nothing of
+        """Expect of a transfer of weights only that it ends on its cards, but for those in ``lost``; and nothing of
         what these were to do behind it."""
         transfer.died = True
         transfer.pending = {ref: rank for ref, rank in transfer.pending.items() if rank not in lost}
@@ -131,14 +131,14 @@ class CardFailures:
                 self._abandon(stage)
 
     def _abandon(self, stage: RunningStage[Any]) -> None:
-        """Expects no result of a stage any more."""
+        """Expect no result of a stage any more."""
         stage.died = True
         stage.pending.clear()
         if stage in self._running:
             self._running.remove(stage)
 
     def _error(self, cause: FailedStage, why: str = "") -> RunFailed:
-        """Returns the error with which a failure ends the run. ``why``: it does not go on without the card.
+        """Return the error with which a failure ends the run. ``why``: it does not go on without the card.
 
         Raises:
             RunFailed: a health check fails: of that, the end of a worker is a consequence.

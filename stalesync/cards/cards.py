@@ -70,7 +70,7 @@ class CardGroup:
     def call(
         self, stage: Callable[Concatenate[Card, Params], Result], *args: Params.args, **kwargs: Params.kwargs
     ) -> list[Result]:
-        """Runs a stage on these cards at once; returns the results by rank.
+        """Run a stage on these cards at once; return the results by rank.
 
         Raises:
             CardFailed: a card raised, died or timed out, in this stage or in another one in progress. Of several
@@ -82,14 +82,14 @@ class CardGroup:
     def begin(
         self, stage: Callable[Concatenate[Card, Params], Result], *args: Params.args, **kwargs: Params.kwargs
     ) -> RunningStage[Result]:
-        """Starts a stage and returns at once; `Cards.wait` waits for it."""
+        """Start a stage and return at once; `Cards.wait` waits for it."""
         call = stage_call(stage, *args, **kwargs)
         return self._cards.begin_each({rank: call for rank in self._ranks})
 
     def ask(
         self, request: Callable[Concatenate[Card, Params], Result], *args: Params.args, **kwargs: Params.kwargs
     ) -> list[Result]:
-        """Sends a control call to these cards, which answer while a stage runs; returns the answers by rank.
+        """Send a control call to these cards, which answer while a stage runs; return the answers by rank.
 
         Raises:
             CardFailed: a card raised, is dead, or does not answer. If the stage that it runs has failed, too, that is
@@ -159,7 +159,7 @@ class Cards:
         self.close()
 
     def prepare(self) -> list[str]:
-        """Joins the workers in one process group and loads the model; returns a description of each card."""
+        """Join the workers in one process group and load the model; return a description of each card."""
         host = self.hosts[0].address if len({*self.hosts}) > 1 else LOOPBACK
         (self._address,) = self.on([0]).call(Worker.rendezvous, host)
         descriptions = self.on().call(Worker.prepare, self._address)
@@ -172,7 +172,7 @@ class Cards:
         return self._actors.hosts
 
     def take_dead(self) -> dict[int, str]:
-        """Returns the engines that have died since the last call, each with a text that says how. Their processes have
+        """Return the engines that have died since the last call, each with a text that says how. Their processes have
         ended."""
         return self._watch.take_dead(self._actors)
 
@@ -191,7 +191,7 @@ class Cards:
         return self._actors.num_starts[rank]
 
     def restart(self, engine: int, number: int) -> None:
-        """Starts other processes for an engine that has died, on the same hosts if these live, and prepares them; the
+        """Start other processes for an engine that has died, on the same hosts if these live, and prepares them; the
         actor's cards `rejoin` then. May be called on another thread.
 
         Args:
@@ -209,11 +209,11 @@ class Cards:
         self._watch_cards(ranks)
 
     def on(self, ranks: Sequence[int] | None = None) -> CardGroup:
-        """Selects cards by rank (None: all of them)."""
+        """Select cards by rank (None: all of them)."""
         return CardGroup(self, range(self.world) if ranks is None else ranks)
 
     def call_each(self, calls: Mapping[int, StageCall[Result]]) -> list[Result]:
-        """Runs one stage on several cards at once, each with its own arguments (by rank); returns the results in the
+        """Run one stage on several cards at once, each with its own arguments (by rank); return the results in the
         same order.
 
         Raises:
@@ -222,7 +222,7 @@ class Cards:
         return self.wait(self.begin_each(calls))
 
     def begin_each(self, calls: Mapping[int, StageCall[Result]]) -> RunningStage[Result]:
-        """Starts what `call_each` runs, and returns at once; `wait` waits for it."""
+        """Start what `call_each` runs, and return at once; `wait` waits for it."""
         (stage,) = {call.stage for call in calls.values()}
         with self._sending:
             rank_by_ref = dict(zip(self._send(calls), calls, strict=True))
@@ -231,7 +231,7 @@ class Cards:
         return running
 
     def wait(self, running: RunningStage[Result]) -> list[Result]:
-        """Waits for a stage; returns its results in the order of its ranks, none if its engine is replaced.
+        """Wait for a stage; return its results in the order of its ranks, none if its engine is replaced.
 
         Raises:
             CardFailed: as `CardGroup.call`.
@@ -265,7 +265,7 @@ class Cards:
             self._poll, self._polling_thread = None, 0
 
     def check(self, timeout_s: float = 0.0) -> None:
-        """Polls the health checks and collects results of the stages that this thread began, waiting at most
+        """Poll the health checks and collect results of the stages that this thread began, waiting at most
         ``timeout_s`` for the first.
 
         Raises:
@@ -299,7 +299,7 @@ class Cards:
         return min([wall_ns(), *(running.reported_until_ns for running in list(self._running))])
 
     def ask_each(self, calls: Mapping[int, StageCall[Result]]) -> list[Result]:
-        """Sends control calls to several cards at once, each with its own arguments (by rank); returns the answers in
+        """Send control calls to several cards at once, each with its own arguments (by rank); return the answers in
         the same order, None from a card that has died and is replaced.
 
         Raises:
@@ -333,7 +333,7 @@ class Cards:
     def begin_asking(
         self, call: StageCall[Result], ranks: Sequence[int], on_answer: Callable[[], None]
     ) -> dict[int, Any]:
-        """Sends a control call that may wait on these cards; returns Ray's reference of each answer, by rank.
+        """Send a control call that may wait on these cards; return Ray's reference of each answer, by rank.
         ``on_answer``: called at each answer, on another thread."""
         ref_by_rank = dict(zip(ranks, self._send(dict.fromkeys(ranks, call)), strict=True))
         for ref in ref_by_rank.values():
@@ -341,7 +341,7 @@ class Cards:
         return ref_by_rank
 
     def take_answers(self, asked: dict[int, Any], timeout_s: float = 0.0) -> dict[int, Any]:
-        """Removes those calls of `begin_asking` that are answered; returns the answers by rank. Waits at most
+        """Remove those calls of `begin_asking` that are answered; return the answers by rank. Wait at most
         ``timeout_s`` until all are.
 
         Raises:
@@ -360,11 +360,11 @@ class Cards:
         return answers
 
     def find_unresponsive(self) -> list[int]:
-        """Returns the ranks that do not answer a control call within seconds."""
+        """Return the ranks that do not answer a control call within seconds."""
         return self._failures.find_unresponsive()
 
     def close(self) -> None:
-        """Ends all workers."""
+        """End all workers."""
         self._actors.end()
 
     def _assign_ranks(self, ranks: Sequence[int]) -> None:
@@ -381,13 +381,13 @@ class Cards:
         return Patience(time.monotonic(), limit_s=self.timeout_s, warn_every_s=WARN_EVERY_S)
 
     def _send(self, calls: Mapping[int, StageCall[Any]]) -> list[Any]:
-        """Sends calls by rank; returns Ray's references in the same order."""
+        """Send calls by rank; return Ray's references in the same order."""
         return [
             getattr(self._actors[rank], call.stage).remote(*call.args, **call.kwargs) for rank, call in calls.items()
         ]
 
     def _fail_call(self, call: FailedStage) -> None:
-        """Raises the failure of a control call, or that of the stage in progress which is its cause, unless the engine
+        """Raise the failure of a control call, or that of the stage in progress which is its cause, unless the engine
         of the card is replaced."""
         if self._failures.is_replaced(call):
             return

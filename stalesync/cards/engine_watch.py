@@ -53,7 +53,7 @@ class EngineWatch:
         actor.watch.remote().future().add_done_callback(note)
 
     def take_ended(self, actors: Any) -> Iterator[tuple[int, Exception]]:
-        """Yields rank and Ray's error of watched processes that have ended, whose engines are not known to be dead.
+        """Yield rank and Ray's error of watched processes that have ended, whose engines are not known to be dead.
         ``actors``: that run now, by rank."""
         while self._ended:
             rank, actor, error = self._ended.popleft()
@@ -67,7 +67,7 @@ class EngineWatch:
         return self._deaths.engine_of(rank) in self._down
 
     def observe_failures(self, failed: Sequence[FailedStage], stages: Mapping[int, Collection[str]]) -> list[int]:
-        """Returns the engines that have died and are replaced; none: the run ends. ``stages``: under way, by rank."""
+        """Return the engines that have died and are replaced; none: the run ends. ``stages``: under way, by rank."""
         engines = self._deaths.observe_failures([one.failure for one in failed], stages)
         for engine in engines:
             cause = root_cause([one for one in failed if one.failure.rank in self._engines[engine]])
@@ -76,11 +76,11 @@ class EngineWatch:
         return engines
 
     def why_not(self, failed: Sequence[FailedStage], stages: Mapping[int, Collection[str]]) -> str:
-        """Returns why engines that have died are not replaced; "": what has died is no engine."""
+        """Return why engines that have died are not replaced; "": what has died is no engine."""
         return self._deaths.why_not([one.failure for one in failed], stages)
 
     def take_dead(self, actors: Any) -> dict[int, str]:
-        """Returns the engines that have died since the last call, each with a text that says how. Waits until their
+        """Return the engines that have died since the last call, each with a text that says how. Wait until their
         processes have ended, at most `MAX_END_S`: what one has sent before cannot arrive later. ``actors``: as of
         `take_ended`."""
         dead, self._dead = self._dead, {}
@@ -93,6 +93,6 @@ class EngineWatch:
         return dead
 
     def observe_restarted(self, engine: int) -> None:
-        """Records that other processes run for an engine."""
+        """Record that other processes run for an engine."""
         self._down.discard(engine)
         self._gone -= {*self._engines[engine]}

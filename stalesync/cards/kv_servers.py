@@ -44,7 +44,7 @@ class RayPeer:
 
 @contextmanager
 def kv_servers(spec: WorkerSpec) -> Iterator[Mapping[str, RayPeer] | None]:
-    """Runs the servers while the block runs, and yields them by Ray's id of the node; None: there is one machine only,
+    """Run the servers while the block runs, and yields them by Ray's id of the node; None: there is one machine only,
     or KV does not travel, and nothing is started."""
     nodes = list(alive_hosts(ray.nodes()))
     if spec.kv_pool is None or spec.rollout.kv_remote != "ray" or len(nodes) < 2:
@@ -65,7 +65,7 @@ def kv_servers(spec: WorkerSpec) -> Iterator[Mapping[str, RayPeer] | None]:
 
 
 def remote_pools(spec: WorkerSpec, rank: int, peers: Sequence[RayPeer]) -> RemotePools | None:
-    """Returns the pools of the other machines as a rank sees them. ``peers``: the machine of each rank; (): None."""
+    """Return the pools of the other machines as a rank sees them. ``peers``: the machine of each rank; (): None."""
     if not peers or spec.kv_pool is None:
         return None
     by_engine: dict[int, list[Peer]] = {}

@@ -42,14 +42,14 @@ class StageCall(NamedTuple, Generic[Result]):
 def stage_call(
     stage: Callable[Concatenate[Card, Params], Result], *args: Params.args, **kwargs: Params.kwargs
 ) -> StageCall[Result]:
-    """Binds arguments to a stage, for `Cards.call_each`."""
+    """Bind arguments to a stage, for `Cards.call_each`."""
     return StageCall(stage.__name__, args, kwargs)
 
 
 def calls_of_replicas(
     layout: Parallel, ranks: Sequence[int], calls: Sequence[StageCall[Result]]
 ) -> dict[int, StageCall[Result]]:
-    """Returns the calls by rank of a stage that replicas compute with different samples.
+    """Return the calls by rank of a stage that replicas compute with different samples.
 
     Args:
         layout: of the mesh that ``ranks`` form, in its order.
@@ -83,7 +83,7 @@ class Reported(NamedTuple):
 
 
 def gather_failures(first: FailedStage, running: Sequence[RunningStage[Any]]) -> list[FailedStage]:
-    """Returns the failures of the stages in progress, among them their root cause if it is reported in time; ``first``
+    """Return the failures of the stages in progress, among them their root cause if it is reported in time; ``first``
     was reported first, in ``running[0]``. A stage may have been begun behind one that failed on the same card: only the
     first counts."""
     pending = {ref: (rank, stage) for stage in running for ref, rank in stage.pending.items()}
@@ -97,7 +97,7 @@ def gather_failures(first: FailedStage, running: Sequence[RunningStage[Any]]) ->
 
 
 def gather_causes(call: FailedStage, running: Sequence[RunningStage[Any]]) -> list[FailedStage]:
-    """Returns the failures of stages in progress of which that of a control call may be a consequence: what ends a card
+    """Return the failures of stages in progress of which that of a control call may be a consequence: what ends a card
     ends the stage that it runs, too, and that stage is to be named. If none fails by itself within `GATHER_FAILURES_S`,
     the control call's."""
     pending = {ref: (rank, stage) for stage in running for ref, rank in stage.pending.items()}
@@ -106,7 +106,7 @@ def gather_causes(call: FailedStage, running: Sequence[RunningStage[Any]]) -> li
 
 
 def first_of_each_card(reported: Sequence[Reported]) -> list[FailedStage]:
-    """Returns the failures without those of stages that were begun behind another failed one on the same card."""
+    """Return the failures without those of stages that were begun behind another failed one on the same card."""
     first_s: dict[int, float] = {}
     for failed, stage in reported:
         if stage.stage not in BESIDE:
@@ -118,7 +118,7 @@ def first_of_each_card(reported: Sequence[Reported]) -> list[FailedStage]:
 
 
 def _failures_of(pending: dict[Any, tuple[int, RunningStage[Any]]], timeout_s: float) -> Iterator[Reported]:
-    """Yields failures as they are reported within ``timeout_s``. ``pending``: Ray's reference → rank, stage; what has
+    """Yield failures as they are reported within ``timeout_s``. ``pending``: Ray's reference → rank, stage; what has
     been reported is removed."""
     deadline = time.monotonic() + timeout_s
     while pending and time.monotonic() < deadline:
@@ -132,7 +132,7 @@ def _failures_of(pending: dict[Any, tuple[int, RunningStage[Any]]], timeout_s: f
 
 
 def describe_hanging(ranks: Sequence[int], hosts: Sequence[Host] = ()) -> str:
-    """Returns the part of an error message that names the ranks that did not answer a status call, with their hosts if
+    """Return the part of an error message that names the ranks that did not answer a status call, with their hosts if
     there are several; "" if all did."""
     if not ranks:
         return ""

@@ -23,7 +23,7 @@ class TextServer:
         self._store = TextStore(max_bytes, max_groups, max_age)
 
     def answer(self, message: bytes) -> bytes:
-        """Answers a message of a `TextExchange`.
+        """Answer a message of a `TextExchange`.
 
         Raises:
             ValueError: it is malformed.
@@ -33,7 +33,7 @@ class TextServer:
 
 @contextmanager
 def text_server(spec: WorkerSpec) -> Iterator[Any]:
-    """Runs the server while the block runs, and yields its handle; None: there are no drafts, or nobody to exchange
+    """Run the server while the block runs, and yields its handle; None: there are no drafts, or nobody to exchange
     text with, and nothing is started."""
     rollout = spec.rollout
     if rollout.drafts == "none" or not rollout.draft_exchange or len(spec.drafting_ranks) < 2:
@@ -49,5 +49,5 @@ def text_server(spec: WorkerSpec) -> Iterator[Any]:
 
 
 def caller(server: Any) -> Callable[[bytes], bytes] | None:
-    """Returns a function that sends a message to the server and returns its reply; None: there is no server."""
+    """Return a function that sends a message to the server and returns its reply; None: there is no server."""
     return None if server is None else lambda message: ray.get(server.answer.remote(message))

@@ -37,7 +37,7 @@ class EvalFileSpec:
 
     @classmethod
     def parse(cls, entry: Any, key: str) -> EvalFileSpec:
-        """Reads an entry of `eval.files`.
+        """Read an entry of `eval.files`.
 
         Args:
             key: of the entry, for messages: `eval.files[0]`.
@@ -61,7 +61,7 @@ class EvalFileSpec:
         return spec
 
     def validate(self, key: str) -> None:
-        """Checks every field; ``key``: of the entry, for messages.
+        """Check every field; ``key``: of the entry, for messages.
 
         Raises:
             ValueError: a field that is not accepted, by key.
@@ -121,7 +121,7 @@ class EvalConfig:
     is saved, and `best.json` names it. Rewards and pass@k are to be high, response lengths low. null: none."""
 
     def validate(self) -> None:
-        """Checks every value of the group.
+        """Check every value of the group.
 
         Raises:
             ValueError: a value that is not accepted, by key.
@@ -145,7 +145,7 @@ class EvalConfig:
         return {name: value for name, value in fields.items() if value is not None}
 
     def specs(self) -> list[EvalFileSpec]:
-        """Returns the files, checked.
+        """Return the files, checked.
 
         Raises:
             ValueError: an entry of `eval.files` is not accepted, by key.
@@ -162,7 +162,7 @@ class EvalConfig:
         return specs
 
     def check_best(self, held_out: bool) -> Goal | None:
-        """Returns whether `eval.best` is to be high or low; None: it is not set.
+        """Return whether `eval.best` is to be high or low; None: it is not set.
 
         Args:
             held_out: whether held-out prompts are evaluated.

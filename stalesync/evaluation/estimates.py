@@ -38,7 +38,7 @@ class Estimate:
 
 
 def pass_at_each(num_samples: int, num_correct: int) -> list[float]:
-    """Returns the unbiased estimates of pass@1 to pass@``num_samples`` of one prompt, exact to the last bit of a float.
+    """Return the unbiased estimates of pass@1 to pass@``num_samples`` of one prompt, exact to the last bit of a float.
     The binomials follow from each other: computed anew for each k, they take 17 s for 1,000
     answers to each of 1,300 prompts.
 
@@ -57,7 +57,7 @@ def pass_at_each(num_samples: int, num_correct: int) -> list[float]:
 
 
 def estimate(by_prompt: Sequence[float], within: tuple[float, float] = (-math.inf, math.inf)) -> Estimate | None:
-    """Returns the mean over prompts with Student's interval; None: there is no prompt.
+    """Return the mean over prompts with Student's interval; None: there is no prompt.
 
     Args:
         by_prompt: one number for each prompt.
@@ -76,7 +76,7 @@ def estimate(by_prompt: Sequence[float], within: tuple[float, float] = (-math.in
 
 @lru_cache(maxsize=1024)
 def student_quantile(freedom: int) -> float:
-    """Returns the t for which Student's distribution of ``freedom`` degrees has CONFIDENCE between -t and t."""
+    """Return the t for which Student's distribution of ``freedom`` degrees has CONFIDENCE between -t and t."""
     low, high = 0.0, 1.0
     while _student_between(high, freedom) < CONFIDENCE:
         low, high = high, 2 * high
@@ -86,7 +86,7 @@ def student_quantile(freedom: int) -> float:
 
 
 def _student_between(t: float, freedom: int) -> float:
-    """Returns the probability of [-t, t] (Abramowitz and Stegun, 26.7.3 and 26.7.4: a finite sum)."""
+    """Return the probability of [-t, t] (Abramowitz and Stegun, 26.7.3 and 26.7.4: a finite sum)."""
     angle = math.atan2(t, math.sqrt(freedom))
     sine, square = math.sin(angle), math.cos(angle) ** 2
     odd = freedom % 2

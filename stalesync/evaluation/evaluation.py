@@ -43,11 +43,11 @@ class Evaluation:
         return {file.name: file.digest for file in self.files}
 
     def due(self, step: int, last: int) -> bool:
-        """Returns whether to evaluate after ``step`` of ``last`` steps (0: before the first one)."""
+        """Return whether to evaluate after ``step`` of ``last`` steps (0: before the first one)."""
         return bool(self.files) and self.history.due(step, last)
 
     def score(self, file: EvalFile, scorer: Scorer, answers: Mapping[str, EvalAnswer], step: int) -> FileResult:
-        """Scores the answers to the prompts of ``file.asked``, by their ids.
+        """Score the answers to the prompts of ``file.asked``, by their ids.
 
         Raises:
             RewardsFailed: too many of the reward's results failed, or all of this file's; names file and reward.
@@ -95,7 +95,7 @@ class Evaluation:
         )
 
     def check_failed(self) -> None:
-        """Judges the rewards of the files at the end of a run.
+        """Judge the rewards of the files at the end of a run.
 
         Raises:
             RewardsFailed: too many of one failed; names file and reward.
@@ -105,25 +105,25 @@ class Evaluation:
                 raise RewardsFailed(f"evaluation of {file.describe()}: {verdict}")
 
     def best(self) -> dict[str, str | int | float] | None:
-        """Returns what `best.json` records; None: no checkpoint is the best."""
+        """Return what `best.json` records; None: no checkpoint is the best."""
         if self.history.best is None or self.config.best is None:
             return None
         step, value = self.history.best
         return {"metric": self.config.best, "value": value, "step": step, "checkpoint": f"checkpoints/step-{step}"}
 
     def short_metrics(self, when: str) -> dict[str, float]:
-        """Returns `val/rewards/<when>`, the mean reward of the held-out prompts in the last evaluation, if any answer
+        """Return `val/rewards/<when>`, the mean reward of the held-out prompts in the last evaluation, if any answer
         could be scored."""
         last = self.history.last(HELD_OUT)
         return {} if last is None or last.mean is None else {f"val/rewards/{when}": last.mean.value}
 
     def first_metrics(self) -> dict[str, float]:
-        """Returns the metrics of the evaluation before the first step, if there was one."""
+        """Return the metrics of the evaluation before the first step, if there was one."""
         first = [result for result in self.history.results if not result.step]
         return {name: value for result in first for name, value in result.metrics().items()}
 
     def notes(self) -> list[str]:
-        """Returns the mean rewards of the first and the last evaluation by file, and which checkpoint is the best."""
+        """Return the mean rewards of the first and the last evaluation by file, and which checkpoint is the best."""
         lines = []
         trained = any(result.step for result in self.history.results)
         for file in self.files:

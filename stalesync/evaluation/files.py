@@ -46,11 +46,11 @@ class EvalFile:
     rows: RowCounts | None = None
 
     def describe(self) -> str:
-        """Returns file and reward for messages."""
+        """Return file and reward for messages."""
         return f"{self.name!r} ({self.path}) with the reward {self.reward}"
 
     def asked(self, samples: int) -> list[Prompt]:
-        """Returns the prompts as often as each is answered. The first answer has the prompt's id, so its noise is the
+        """Return the prompts as often as each is answered. The first answer has the prompt's id, so its noise is the
         same for any number of answers; others have `<id>/<number>`."""
         return [
             replace(prompt, id=f"{prompt.id}/{number}") if number else prompt
@@ -60,7 +60,7 @@ class EvalFile:
 
 
 def open_files(config: Config, tokenizer: Any) -> list[OpenedFile]:
-    """Reads and checks every row of `eval.files`, as those of `data.source` are.
+    """Read and check every row of `eval.files`, as those of `data.source` are.
 
     Raises:
         ValueError: a file or a row cannot be used; names the file.
@@ -85,7 +85,7 @@ def with_rewards(
     start: Callable[[RewardConfig], RewardPool],
     num_answers: int = 64,
 ) -> list[EvalFile]:
-    """Starts the rewards of the files, one for all files that share it, and checks the fields that they require.
+    """Start the rewards of the files, one for all files that share it, and check the fields that they require.
 
     Args:
         held_out, held_out_rows: held-out prompts of `data.source`, and what became of their rows.
@@ -128,7 +128,7 @@ def with_rewards(
 
 @contextmanager
 def naming(what: str) -> Iterator[None]:
-    """Prefixes the message of a ValueError of the block."""
+    """Prefix the message of a ValueError of the block."""
     try:
         yield
     except ValueError as error:

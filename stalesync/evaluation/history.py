@@ -34,20 +34,20 @@ class EvalHistory:
         """Step and value of the best evaluation after a step; None: there was none, or `eval.best` is not set"""
 
     def due(self, step: int, last: int) -> bool:
-        """Returns whether to evaluate after ``step`` of ``last`` steps (0: before the first one)."""
+        """Return whether to evaluate after ``step`` of ``last`` steps (0: before the first one)."""
         if not self.results:
             return True
         return step > self.results[-1].step and (step == last or bool(self._every and step % self._every == 0))
 
     def add(self, results: Sequence[FileResult]) -> bool:
-        """Records an evaluation; returns whether it is the best one so far."""
+        """Record an evaluation; return whether it is the best one so far."""
         self.results += map(_without_answers, results)
         return self._choose(results)
 
     def restore(
         self, rows: Iterable[Mapping[str, Any]], digests: Mapping[str, str | None], saved: Container[int]
     ) -> None:
-        """Restores the results of a run's earlier starts into this empty history.
+        """Restore the results of a run's earlier starts into this empty history.
 
         Args:
             rows: of `FileResult.row`, of steps that the resumed run has.
@@ -71,11 +71,11 @@ class EvalHistory:
                 self._choose(results)
 
     def first(self, file: str) -> FileResult | None:
-        """Returns the first result of a file."""
+        """Return the first result of a file."""
         return next((result for result in self.results if result.file == file), None)
 
     def last(self, file: str) -> FileResult | None:
-        """Returns the last result of a file."""
+        """Return the last result of a file."""
         return next((result for result in reversed(self.results) if result.file == file), None)
 
     def _choose(self, results: Sequence[FileResult]) -> bool:
@@ -91,5 +91,5 @@ class EvalHistory:
 
 
 def _without_answers(result: FileResult) -> FileResult:
-    """Returns what a history needs of a result: answers are in the file."""
+    """Return what a history needs of a result: answers are in the file."""
     return replace(result, answers=[], right="")

@@ -50,12 +50,12 @@ class FileResult:
     right: str = ""
 
     def row(self) -> dict[str, Any]:
-        """Returns plain JSON."""
+        """Return plain JSON."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> FileResult:
-        """Restores a result from what `row` returned; other keys are ignored."""
+        """Restore a result from what `row` returned; other keys are ignored."""
         fields = {item.name: row[item.name] for item in dataclasses.fields(cls) if item.name not in ("rows", "right")}
         estimates = {name: Estimate(**one) for name, one in row["estimates"].items()}
         return cls(**fields | {"rows": row.get("rows", {}), "right": row.get("right", ""), "estimates": estimates})
@@ -66,7 +66,7 @@ class FileResult:
         return self.estimates.get(f"reward/mean@{self.samples}")
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics, by verl's names (`names`)."""
+        """Return the metrics, by verl's names (`names`)."""
         named = {names.reward_mean(self.file, self.samples): f"reward/mean@{self.samples}"}
         named |= {names.pass_at(self.file, k, self.samples): f"reward/pass@{k}" for k in names.logged_k(self.samples)}
         named |= {names.length_mean(self.file, self.samples): f"response_length/mean@{self.samples}"}
@@ -82,7 +82,7 @@ class FileResult:
         return metrics | {names.failed(self.file): float(self.failed)} | dropped
 
     def describe(self) -> str:
-        """Returns the mean reward in one line."""
+        """Return the mean reward in one line."""
         if (mean := self.mean) is None:
             return f"{self.file}: no answer could be scored by {self.reward}"
         interval = "" if mean.low is None else f" [{mean.low:.3f}, {mean.high:.3f}]"
@@ -90,7 +90,7 @@ class FileResult:
 
 
 def graded(outcome: RewardOutcome, pass_reward: float) -> str:
-    """Returns `RIGHT` or `WRONG`, by the first term where a reward has several; `-` if it could not be scored."""
+    """Return `RIGHT` or `WRONG`, by the first term where a reward has several; `-` if it could not be scored."""
     if outcome.reward is None:
         return "-"
     reward = next(iter(outcome.terms.values())) if outcome.terms else outcome.reward
@@ -100,7 +100,7 @@ def graded(outcome: RewardOutcome, pass_reward: float) -> str:
 def estimates_of(
     outcomes: Sequence[Sequence[RewardOutcome]], lengths: Sequence[Sequence[int]], pass_reward: float
 ) -> dict[str, Estimate]:
-    """Estimates the statistics of a file; those that no prompt has are left out.
+    """Estimate the statistics of a file; those that no prompt has are left out.
 
     Args:
         outcomes: of every prompt's answers.
@@ -125,5 +125,5 @@ def estimates_of(
 
 
 def _mean_of_prompts(by_prompt: Sequence[Sequence[float]]) -> Estimate | None:
-    """Estimates the mean over prompts of the mean over answers; a prompt without any is left out."""
+    """Estimate the mean over prompts of the mean over answers; a prompt without any is left out."""
     return estimate([sum(answers) / len(answers) for answers in by_prompt if answers])

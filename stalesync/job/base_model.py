@@ -72,7 +72,7 @@ def make_base_model(
     shape: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> float:
-    """Warms up a model on ``task``, saves it with its tokenizer, and returns its sampled accuracy (0 … 1).
+    """Warm up a model on ``task``, save it with its tokenizer, and return its sampled accuracy (0 … 1).
 
     Args:
         shape: fields of its `config.json`, without those that the tokenizer determines; None: a Qwen3-MoE.
@@ -153,7 +153,7 @@ def _initial_model(fields: Mapping[str, Any], tokenizer: Any, *, device: Device,
 def _accuracy(
     plan: WarmUp, model: Transformer, tokenizer: Any, *, prompts: list[Prompt], rewards: RewardPool, step: int
 ) -> float:
-    """Returns the mean reward of one sampled answer per prompt."""
+    """Return the mean reward of one sampled answer per prompt."""
     config = RolloutConfig(max_response_length=plan.response_tokens, max_seqs=plan.check_prompts)
     engine = EmbeddedEngine(model, model.mesh, device=model.device, config=config, seed=step)
     engine.allocate_kv()

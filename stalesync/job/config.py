@@ -54,7 +54,7 @@ class ClusterConfig:
     it."""
 
     def validate(self) -> None:
-        """Checks every value of the group.
+        """Check every value of the group.
 
         Raises:
             ValueError: a value that is not accepted, by key.
@@ -95,7 +95,7 @@ class StaleSyncConfig:
     engines go to these cards."""
 
     def validate(self) -> None:
-        """Checks every value of the group.
+        """Check every value of the group.
 
         Raises:
             ValueError: a value that is not accepted, by key.
@@ -151,7 +151,7 @@ class RunConfig:
         self.resume = str(self.resume).lower()  # YAML's true and false arrive as booleans or as "True" and "False"
 
     def validate(self) -> None:
-        """Checks every value of the group.
+        """Check every value of the group.
 
         Raises:
             ValueError: a value that is not accepted, by key.
@@ -223,7 +223,7 @@ class Config:
         return Pace.load(self.device, self.cluster.hardware, SHAPES)
 
     def score_layout(self, model: ModelConfig, cards: tuple[int, ...]) -> Parallel:
-        """Returns the layout of the reference or reward ``model`` over the cards that host it.
+        """Return the layout of the reference or reward ``model`` over the cards that host it.
 
         Raises:
             ValueError: the layout does not fit the model or the cards, by key.
@@ -240,7 +240,7 @@ class Config:
         return layout
 
     def resolved(self) -> Config:
-        """Returns a copy in which the nulls that depend on other groups are resolved, as a run uses and saves it."""
+        """Return a copy in which the nulls that depend on other groups are resolved, as a run uses and saves it."""
         correction = self.algorithm.correction or ("decoupled" if self.stalesync.max_staleness else "none")
         return dataclasses.replace(self, algorithm=dataclasses.replace(self.algorithm, correction=correction))
 
@@ -250,7 +250,7 @@ class Config:
         return self.data.max_prompt_length + self.rollout.max_response_length
 
     def validate(self, *, trains: bool = True) -> ModelConfig:
-        """Validates every key and the constraints between keys; returns the shape of the model.
+        """Validate every key and the constraints between keys; return the shape of the model.
 
         Args:
             trains: whether the job trains; else it only evaluates.
@@ -330,7 +330,7 @@ class Config:
         return bool(shared) and not generate <= shared and self.stalesync.max_staleness > 0
 
     def _check_learns(self) -> None:
-        """Refuses settings under which all advantages are 0, whatever the rewards."""
+        """Refuse settings under which all advantages are 0, whatever the rewards."""
         check = Checks("rollout", self.rollout)
         same = "as otherwise all responses to a prompt are the same and nothing is learned"
         check.that(

@@ -40,7 +40,7 @@ class Limits:
 
     @classmethod
     def of_run(cls, folder: Path) -> Limits:
-        """Returns those of the run in a folder.
+        """Return those of the run in a folder.
 
         Raises:
             ValueError: it is not the folder of a run.
@@ -58,7 +58,7 @@ class Limits:
         return InferenceShare.of(self.config.rollout, len(self.engines))
 
     def changed(self, share: InferenceShare, changes: Mapping[str, Any]) -> InferenceShare:
-        """Returns the share with changes applied.
+        """Return the share with changes applied.
 
         Raises:
             ValueError: as `InferenceShare.changed`.
@@ -68,14 +68,14 @@ class Limits:
         )
 
     def restored(self, state: Mapping[str, Any], num_engines: int) -> InferenceShare:
-        """Returns a share from its `state`, of a run with ``num_engines``. Engines are numbered by layout: with another
+        """Return a share from its `state`, of a run with ``num_engines``. Engines are numbered by layout: with another
         number of engines all of them generate."""
         engines = {} if num_engines == len(self.engines) else {"engines": "all"}
         return self.changed(self.start, {**state, **engines})
 
 
 def submit(folder: Path, changes: Mapping[str, Any]) -> InferenceShare:
-    """Writes a request to a run's folder, merged with a pending one; returns the share that is requested.
+    """Write a request to a run's folder, merged with a pending one; return the share that is requested.
 
     Raises:
         ValueError: ``folder`` is not the folder of a run, or the changes do not fit its config; nothing is written
@@ -90,7 +90,7 @@ def submit(folder: Path, changes: Mapping[str, Any]) -> InferenceShare:
 
 
 def present_share(folder: Path, limits: Limits) -> InferenceShare:
-    """Returns the current share, from the run's record."""
+    """Return the current share, from the run's record."""
     rows = read_jsonl(folder / RECORD, {"outcome": str, "share": dict, "num_engines": int})
     applied = [row for row in rows if row["outcome"] == "applied"]
     return limits.restored(applied[-1]["share"], applied[-1]["num_engines"]) if applied else limits.start
@@ -104,7 +104,7 @@ class ControlDesk:
         self.share = self._limits.start
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Returns the share for a checkpoint; None if it is that of the config."""
+        """Return the share for a checkpoint; None if it is that of the config."""
         if self.share == self._limits.start:
             return None
         return {"share": self.share.state(), "num_engines": len(self._limits.engines)}
@@ -114,7 +114,7 @@ class ControlDesk:
             self.share = self._limits.restored(state["share"], state["num_engines"])
 
     def read(self, step: int, kv_tokens: float | None) -> str | None:
-        """Takes the pending request, if any; returns its outcome for the log.
+        """Take the pending request, if any; return its outcome for the log.
 
         Args:
             kv_tokens: capacity of the smallest KV cache of the last step; None before the first. A request that would

@@ -11,7 +11,7 @@ from stalesync.job import savepoint
 
 
 def convert(source: Path, out: Path, tokenizer: Path | None = None) -> str:
-    """Writes the weights of a checkpoint to ``out``; returns a line that says what was written.
+    """Write the weights of a checkpoint to ``out``; return a line that says what was written.
 
     Args:
         source: the folder of a run, whose newest checkpoint is taken, or of a checkpoint.
@@ -36,7 +36,7 @@ def convert(source: Path, out: Path, tokenizer: Path | None = None) -> str:
 
 
 def checkpoint_in(source: Path) -> Path:
-    """Returns the folder of a checkpoint itself, or the newest checkpoint of a run.
+    """Return the folder of a checkpoint itself, or the newest checkpoint of a run.
 
     Raises:
         ValueError: there is no complete checkpoint.
@@ -52,7 +52,7 @@ def checkpoint_in(source: Path) -> Path:
 
 
 def _tokenizer_of(checkpoint: Path) -> Path | None:
-    """Returns the first folder with a tokenizer: the run's export, then the model that the run began with."""
+    """Return the first folder with a tokenizer: the run's export, then the model that the run began with."""
     run = checkpoint.resolve().parents[1]
     candidates = [run / "hf"]
     if (run / "config.yaml").is_file():

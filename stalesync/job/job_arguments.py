@@ -71,7 +71,7 @@ class Arguments:
 
 
 def parse(arguments: Sequence[str], *, options: Collection[str], flags: Sequence[str], conf: Path) -> Arguments:
-    """Splits the arguments by what they are.
+    """Split the arguments by what they are.
 
     Args:
         options: names of the command's own `name=value`.
@@ -110,7 +110,7 @@ def parse(arguments: Sequence[str], *, options: Collection[str], flags: Sequence
 
 
 def layout_of(arguments: Arguments, config: Config, side: str) -> str:
-    """Returns the layout that `train=` (`infer=`) or `parallel.train` states, as text; auto: the best one is searched.
+    """Return the layout that `train=` (`infer=`) or `parallel.train` states, as text; auto: the best one is searched.
 
     Raises:
         ValueError: both are stated.
@@ -125,7 +125,7 @@ def layout_of(arguments: Arguments, config: Config, side: str) -> str:
 
 
 def model_of(options: Mapping[str, str], shapes: Path) -> Preset:
-    """Loads the model that `model=` or `model.path=` names.
+    """Load the model that `model=` or `model.path=` names.
 
     Raises:
         ValueError: both or neither is stated, or there is no such model.
@@ -137,7 +137,7 @@ def model_of(options: Mapping[str, str], shapes: Path) -> Preset:
 
 
 def cluster_of(options: Mapping[str, str], conf: Path) -> tuple[Hardware, int]:
-    """Loads the cards that `cluster=` or `cluster.hardware=` names, and their number.
+    """Load the cards that `cluster=` or `cluster.hardware=` names, and their number.
 
     Raises:
         ValueError: as of `load_cluster`.
@@ -147,7 +147,7 @@ def cluster_of(options: Mapping[str, str], conf: Path) -> tuple[Hardware, int]:
 
 
 def print_answer(table: RenderableType, content: Mapping[str, Any], *, json_path: str | None, width: int) -> None:
-    """Prints a table of at least ``width`` columns, and writes the content as JSON; to "-": prints JSON alone."""
+    """Print a table of at least ``width`` columns, and write the content as JSON; to "-": prints JSON alone."""
     if json_path is not None:
         text = json.dumps(content, indent=2)
         if json_path == "-":
@@ -162,7 +162,7 @@ def print_answer(table: RenderableType, content: Mapping[str, Any], *, json_path
 def job_config(
     arguments: Arguments, conf: Path, *, command: str, reads: Collection[str], defaults: Sequence[str]
 ) -> tuple[Config, list[str]]:
-    """Composes the config of the job, as `scripts/train.py` does.
+    """Compose the config of the job, as `scripts/train.py` does.
 
     Args:
         command: name of the command, for messages.
@@ -194,6 +194,6 @@ def job_config(
 
 
 def unread_keys(config: Config, base: Config, reads: Collection[str]) -> list[str]:
-    """Lists the keys in which two configs differ that are neither in ``reads`` nor irrelevant."""
+    """List the keys in which two configs differ that are neither in ``reads`` nor irrelevant."""
     changed = [key for key in known_keys() if value_of(config, key) != value_of(base, key)]
     return [key for key in changed if key not in reads and not any(fnmatchcase(key, one) for one in IRRELEVANT)]

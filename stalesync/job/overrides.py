@@ -25,14 +25,14 @@ HYDRA_OPTIONS = frozenset(
 
 
 def register() -> None:
-    """Registers the dataclasses as the schema of `recipes/conf/config.yaml`."""
+    """Register the dataclasses as the schema of `recipes/conf/config.yaml`."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name="schema", node=Config)
 
 
 def load(path: Path) -> Config:
-    """Loads the config that a run saved as its config.yaml.
+    """Load the config that a run saved as its config.yaml.
 
     Raises:
         ValueError: a key that this version does not know, or a value of another type.
@@ -49,7 +49,7 @@ def load(path: Path) -> Config:
 
 
 def composed(conf: Path, overrides: Sequence[str], saved: Config | None = None) -> Config:
-    """Composes a config from overrides, as `scripts/train.py` does.
+    """Compose a config from overrides, as `scripts/train.py` does.
 
     Args:
         conf: folder of the config groups.
@@ -92,12 +92,12 @@ def composed(conf: Path, overrides: Sequence[str], saved: Config | None = None) 
 
 
 def choices_in(conf: Path) -> dict[str, list[str]]:
-    """Lists the choices of every config group in the folder ``conf``."""
+    """List the choices of every config group in the folder ``conf``."""
     return {path.name: sorted(file.stem for file in path.glob("*.yaml")) for path in conf.iterdir() if path.is_dir()}
 
 
 def value_of(config: Config, key: str) -> Any:
-    """Returns the value of a key by its full path."""
+    """Return the value of a key by its full path."""
     return reduce(getattr, key.split("."), config)
 
 
@@ -106,12 +106,12 @@ def _in_a_line(error: Exception) -> str:
 
 
 def known_keys(node: type = Config, prefix: str = "") -> list[str]:
-    """Lists every key with its full path."""
+    """List every key with its full path."""
     return list(typed_keys(node, prefix))
 
 
 def documented_keys(node: type = Config, prefix: str = "") -> dict[str, str]:
-    """Maps every key, by its full path, to the text below its field."""
+    """Map every key, by its full path, to the text below its field."""
     documented: dict[str, str] = {}
     hints, texts = get_type_hints(node), _field_texts(node)
     for item in dataclasses.fields(node):
@@ -125,7 +125,7 @@ def documented_keys(node: type = Config, prefix: str = "") -> dict[str, str]:
 
 @cache
 def _field_texts(node: type) -> dict[str, str]:
-    """Maps the fields of a dataclass to the string literals that follow them in its source."""
+    """Map the fields of a dataclass to the string literals that follow them in its source."""
     body = ast.parse(textwrap.dedent(inspect.getsource(node))).body[0].body  # type: ignore[attr-defined]
     return {
         statement.target.id: " ".join(following.value.value.split())
@@ -139,7 +139,7 @@ def _field_texts(node: type) -> dict[str, str]:
 
 
 def help_text(choices: Mapping[str, Sequence[str]], width: int = 120) -> str:
-    """Lists the config groups with their ``choices`` and every key with its default and its documentation."""
+    """List the config groups with their ``choices`` and every key with its default and its documentation."""
     lines = ["Groups (GROUP=CHOICE takes a file of recipes/conf):"]
     lines += [f"  {group}: {', '.join(names)}" for group, names in sorted(choices.items())]
     lines += ["", "Keys (KEY=VALUE) with their defaults:"]
@@ -150,13 +150,13 @@ def help_text(choices: Mapping[str, Sequence[str]], width: int = 120) -> str:
 
 
 def as_yaml(value: Any) -> str:
-    """Returns a default as a user writes it in YAML or on the command line."""
+    """Return a default as a user writes it in YAML or on the command line."""
     literals = {None: "null", True: "true", False: "false"}
     return literals[value] if value is None or isinstance(value, bool) else repr(value) if value == "" else str(value)
 
 
 def accepted(arguments: Sequence[str], conf: Path) -> list[str]:
-    """Checks the words of a command line, and returns them as Hydra reads them.
+    """Check the words of a command line, and return them as Hydra reads them.
 
     Args:
         conf: folder of the config groups.
@@ -174,7 +174,7 @@ def accepted(arguments: Sequence[str], conf: Path) -> list[str]:
 
 
 def typed_keys(node: type = Config, prefix: str = "") -> dict[str, Any]:
-    """Maps every key, by its full path, to its type."""
+    """Map every key, by its full path, to its type."""
     found: dict[str, Any] = {}
     for name, hint in get_type_hints(node).items():
         nested = dataclasses.is_dataclass(hint)
@@ -183,7 +183,7 @@ def typed_keys(node: type = Config, prefix: str = "") -> dict[str, Any]:
 
 
 def check_overrides(arguments: Sequence[str], groups: Iterable[str] = ()) -> None:
-    """Checks Hydra overrides before the config is composed: rejects arguments that are not overrides, and unknown keys.
+    """Check Hydra overrides before the config is composed: rejects arguments that are not overrides, and unknown keys.
 
     Args:
         groups: names that choose a config file instead of a value (`algorithm=grpo`).
@@ -219,7 +219,7 @@ def check_overrides(arguments: Sequence[str], groups: Iterable[str] = ()) -> Non
 
 
 def names_here(key: str, keys: Sequence[str]) -> list[str]:
-    """Returns what a key of verl or TRL, or the last part of a key, is called here; nothing if that is not known."""
+    """Return what a key of verl or TRL, or the last part of a key, is called here; nothing if that is not known."""
     last = key.rpartition(".")[2]
     for wanted in (key, last):
         named = [here for name, here in OTHER_NAMES.items() if name == wanted or name.endswith(f".{wanted}")]

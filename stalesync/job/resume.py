@@ -51,7 +51,7 @@ class Reopened:
 
 
 def check_resume(run: RunConfig) -> None:
-    """Checks that a run that must resume can.
+    """Check that a run that must resume can.
 
     Raises:
         NoWholeCheckpoint: it has no complete checkpoint.
@@ -61,7 +61,7 @@ def check_resume(run: RunConfig) -> None:
 
 
 def reopen(run: RunConfig) -> Reopened | None:
-    """Opens the folder of an earlier start that this one continues; None: there is none.
+    """Open the folder of an earlier start that this one continues; None: there is none.
 
     Raises:
         FolderInUse: another process has the folder.
@@ -87,7 +87,7 @@ def reopen(run: RunConfig) -> Reopened | None:
 
 
 def new_folder(run: RunConfig) -> RunFolder:
-    """Creates the folder of a run that starts: of exactly its name where a later start is to find it. Otherwise takes a
+    """Create the folder of a run that starts: of exactly its name where a later start is to find it. Otherwise takes a
     folder that a failed start has left, if it comes before the first free name."""
     numbered = (Path(run.dir, f"{run.name}-{number}" if number > 1 else run.name) for number in count(1))
     for path in takewhile(os.path.lexists, numbered if run.resume == "false" else ()):
@@ -99,7 +99,7 @@ def new_folder(run: RunConfig) -> RunFolder:
 
 
 def _reused(path: Path) -> RunFolder | None:
-    """Opens a folder that has only a failed start, and sets aside what that has left; None: it has something else."""
+    """Open a folder that has only a failed start, and sets aside what that has left; None: it has something else."""
     with suppress(FolderInUse):
         if _has_only_failed_start(path):
             folder = RunFolder(path.parent, path.name, "resume")
@@ -123,7 +123,7 @@ def _has_only_failed_start(path: Path) -> bool:
 
 
 def check_changes(earlier: Reopened, config: Config, *, source: PromptSource, inputs: Mapping[str, Any]) -> Reopened:
-    """Compares what the checkpoint depends on with this start, and notes a line that lists every change.
+    """Compare what the checkpoint depends on with this start, and notes a line that lists every change.
 
     Args:
         inputs: what this start depends on, without the weights.
@@ -170,7 +170,7 @@ def _truncates(settings: Mapping[str, Any]) -> bool:
 def _needed(
     changes: Changes, run: RunConfig, note: Callable[[str], None], undecided: Collection[str] = ()
 ) -> list[str]:
-    """Returns the named keys. With `run.resume=auto` those that are not needed are left out, and noted: a scheduler
+    """Return the named keys. With `run.resume=auto` those that are not needed are left out, and noted: a scheduler
     starts a job with the same names again after the resume that needed them."""
     spare = [name for name in superfluous(changes, run.resume_changed, undecided) if name in RULES]
     if run.resume != "auto" or not spare:
@@ -185,8 +185,8 @@ def check_weights(
     loaded: Iterable[Mapping[str, Mapping[str, int]]],
     note: Callable[[str], None],
 ) -> dict[str, dict[str, int]]:
-    """Compares the checksums of large files, which the cards have taken while they loaded them, with the checkpoint's;
-    returns them, to be saved by role and file.
+    """Compare the checksums of large files, which the cards have taken while they loaded them, with the checkpoint's;
+    return them, to be saved by role and file.
 
     Args:
         loaded: of `Worker.checksums`, by card.
@@ -221,7 +221,7 @@ def _keys_of_large_files(saved: Mapping[str, Any]) -> set[str]:
 
 
 def _settings_in(folder: Path) -> dict[str, Any]:
-    """Returns the settings of the last start; {} if this version cannot read them."""
+    """Return the settings of the last start; {} if this version cannot read them."""
     try:
         return settings_of(load(folder / "config.yaml"))
     except (OSError, ValueError):

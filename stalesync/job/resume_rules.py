@@ -111,21 +111,21 @@ class Changes:
     truncation: bool = False
 
     def describe(self) -> str:
-        """Returns a line that lists every change; "" if there is none."""
+        """Return a line that lists every change; "" if there is none."""
         listed = [f"{key}={as_yaml(new)} (was {as_yaml(old)})" for key, (old, new) in sorted(self.settings.items())]
         listed += [f"{key} ({what})" for key, what in sorted(self.content.items())]
         return f"settings changed by this resume: {', '.join(listed)}" if listed else ""
 
 
 def compare(saved: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Returns saved and new value of the settings that differ. Keys that only one of the two has are left out: of other
+    """Return saved and new value of the settings that differ. Keys that only one of the two has are left out: of other
     versions."""
     common = [key for key in saved if key in new and RULES[key] is not Rule.FOLDER]
     return {key: (saved[key], new[key]) for key in common if saved[key] != new[key]}
 
 
 def decide(changes: Changes, named: Collection[str], undecided: Collection[str] = ()) -> bool:
-    """Checks the changes; returns whether the groups in progress end.
+    """Check the changes; return whether the groups in progress end.
 
     Args:
         named: `run.resume_changed`.
@@ -155,7 +155,7 @@ def decide(changes: Changes, named: Collection[str], undecided: Collection[str] 
 
 
 def superfluous(changes: Changes, named: Collection[str], undecided: Collection[str] = ()) -> list[str]:
-    """Lists the names that are refused by no rule; arguments as of `decide`."""
+    """List the names that are refused by no rule; arguments as of `decide`."""
     return sorted({*named} - _keys_in_progress(changes) - changes.content.keys() - {*undecided})
 
 

@@ -36,12 +36,12 @@ UNREAD = (".md", ".lock", ".gitattributes", ".gitignore")
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Returns the value of every key."""
+    """Return the value of every key."""
     return json.loads(json.dumps({key: value_of(config, key) for key in known_keys()}))  # as a checkpoint returns them
 
 
 def inputs_of(config: Config, masked_ids: Iterable[Iterable[int]]) -> dict[str, Any]:
-    """Returns what a start depends on, without the weights. ``masked_ids``: of `WorkerSpec`.
+    """Return what a start depends on, without the weights. ``masked_ids``: of `WorkerSpec`.
 
     Raises:
         OSError: a file cannot be read.
@@ -51,7 +51,7 @@ def inputs_of(config: Config, masked_ids: Iterable[Iterable[int]]) -> dict[str, 
 
 
 def digest_files(config: Config) -> dict[str, dict[str, str]]:
-    """Reads the files that a run depends on, besides `data.source`; returns their digests.
+    """Read the files that a run depends on, besides `data.source`; return their digests.
 
     Raises:
         OSError: a file cannot be read.
@@ -75,7 +75,7 @@ def digest_files(config: Config) -> dict[str, dict[str, str]]:
 
 
 def find_other_content(saved: Digests, new: Digests, changed: Iterable[str] = ()) -> dict[str, str]:
-    """Returns by key what has other content than at the checkpoint.
+    """Return by key what has other content than at the checkpoint.
 
     Args:
         changed: keys with another value. Of a reward that is another one, the content is expected to differ.
@@ -96,6 +96,6 @@ def _folder(path: str) -> dict[str, Path]:
 
 
 def _code(reward: str | None, name: str | None = None) -> dict[str, Path]:
-    """Returns the file of a reward that is a function of the user."""
+    """Return the file of a reward that is a function of the user."""
     file, colon, _ = (reward or "").rpartition(":")
     return {file if name is None else name: Path(file)} if colon else {}

@@ -57,7 +57,7 @@ def path_of(folder: RunFolder, step: int) -> Path:
 
 
 def begin(target: Path, queue: DistQueue | None) -> None:
-    """Creates the folder of a checkpoint and writes the queue's part (None: the queue is empty). Removes files that an
+    """Create the folder of a checkpoint and write the queue's part (None: the queue is empty). Remove files that an
     interrupted run left there."""
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir(parents=True)
@@ -66,7 +66,7 @@ def begin(target: Path, queue: DistQueue | None) -> None:
 
 
 def finish(target: Path, state: str, seals: Mapping[str, Seal] = NO_SEALS) -> None:
-    """Completes a checkpoint whose other files are on disk.
+    """Complete a checkpoint whose other files are on disk.
 
     Args:
         state: the run's state as JSON.
@@ -82,23 +82,23 @@ def finish(target: Path, state: str, seals: Mapping[str, Seal] = NO_SEALS) -> No
 
 
 def discard(target: Path) -> None:
-    """Removes a checkpoint that could not be completed: its files may be what fills the disk."""
+    """Remove a checkpoint that could not be completed: its files may be what fills the disk."""
     if not (target / MARK).exists():
         shutil.rmtree(target, ignore_errors=True)
 
 
 def read(checkpoint: Path) -> Mapping[str, Any]:
-    """Returns the run's state."""
+    """Return the run's state."""
     return json.loads((checkpoint / NAME).read_text())
 
 
 def groups_in_progress(state: Mapping[str, Any]) -> list[str]:
-    """Returns the groups of the run's state that are neither trained nor otherwise ended."""
+    """Return the groups of the run's state that are neither trained nor otherwise ended."""
     return [*state["ledger"]["in_flight"], *state["ledger"]["finished"]]
 
 
 def without_groups(state: Mapping[str, Any], why: str) -> dict[str, Any]:
-    """Returns the run's state with all groups in progress ended as `failed:WHY`. The queue's part must not be used."""
+    """Return the run's state with all groups in progress ended as `failed:WHY`. The queue's part must not be used."""
     ledger, ended = state["ledger"], dict(state["ledger"]["ended"])
     ended[f"failed:{why}"] = ended.get(f"failed:{why}", 0) + len(groups_in_progress(state))
     nothing: dict[str, Any] = {"buffer": [], "texts": [], "scored": [], "held": []}
@@ -106,18 +106,18 @@ def without_groups(state: Mapping[str, Any], why: str) -> dict[str, Any]:
 
 
 def queue_of(checkpoint: Path | None) -> str | None:
-    """Returns the queue's part of a checkpoint, to create the queue from; None if the checkpoint has none."""
+    """Return the queue's part of a checkpoint, to create the queue from; None if the checkpoint has none."""
     folder = None if checkpoint is None else checkpoint / QUEUE
     return str(folder.resolve()) if folder is not None and folder.is_dir() else None
 
 
 def layout_of(checkpoint: Path) -> Parallel:
-    """Returns the layout that the checkpoint's trainer had."""
+    """Return the layout that the checkpoint's trainer had."""
     return Parallel(**json.loads((checkpoint / TRAINER / "trainer.json").read_text())["layout"])
 
 
 def schedule_of(checkpoint: Path, config: Config, steps_left: int) -> Schedule:
-    """Returns the schedule of the learning rate of a run that resumes from the checkpoint."""
+    """Return the schedule of the learning rate of a run that resumes from the checkpoint."""
     saved, training = json.loads((checkpoint / TRAINER / "trainer.json").read_text()), config.training
     total = config.run.steps * config.algorithm.minibatches
     own = Schedule(training.lr, training.schedule, training.warmup_steps, total)
@@ -125,7 +125,7 @@ def schedule_of(checkpoint: Path, config: Config, steps_left: int) -> Schedule:
 
 
 def newest(folder: Path) -> tuple[Path, list[str]]:
-    """Reads the complete checkpoints of a run from the newest on, and returns the first that is as it was written, with
+    """Read the complete checkpoints of a run from the newest on; return the first that is as it was written, with
     a line for each newer one that was passed over. Those that are damaged or lack only the mark are renamed.
 
     Raises:
@@ -149,7 +149,7 @@ def newest(folder: Path) -> tuple[Path, list[str]]:
 
 
 def check_resumable(folder: Path) -> None:
-    """Checks that a run has a complete checkpoint; reads and changes nothing else.
+    """Check that a run has a complete checkpoint; read and changes nothing else.
 
     Raises:
         NoWholeCheckpoint: it has none; names what it has, and runs of similar names.
@@ -182,7 +182,7 @@ def _describe_unmarked(path: Path) -> str:
 
 
 def _pass_over(path: Path, resumed: Path) -> str:
-    """Names a checkpoint that is not marked as complete; renames it if nothing else is missing, as the next save of
+    """Name a checkpoint that is not marked as complete; rename it if nothing else is missing, as the next save of
     this step would replace it."""
     if (path / NAME).exists():
         return _set_aside(path, f"has no {MARK}", "unmarked", resumed=resumed)
@@ -192,7 +192,7 @@ def _pass_over(path: Path, resumed: Path) -> str:
 
 
 def _set_aside(path: Path, why: str, suffix: str, *, resumed: Path) -> str:
-    """Renames a checkpoint, so that it does not count as one of those to keep; returns what happened."""
+    """Rename a checkpoint, so that it does not count as one of those to keep; return what happened."""
     aside, number = path.with_name(f"{path.name}.{suffix}"), 2
     while aside.exists():
         aside, number = path.with_name(f"{path.name}.{suffix}-{number}"), number + 1
@@ -203,7 +203,7 @@ def _set_aside(path: Path, why: str, suffix: str, *, resumed: Path) -> str:
 
 
 def prune(checkpoints: Path, keep: int, spared: Container[int] = ()) -> None:
-    """Removes complete checkpoints except the last ``keep`` (0: removes none) and those of the steps ``spared``, and
+    """Remove complete checkpoints except the last ``keep`` (0: removes none) and those of the steps ``spared``, and
     incomplete ones older than those. Of each checkpoint, the file that marks it as complete is removed first."""
     complete = [*complete_checkpoints(checkpoints.parent)]
     if not keep or len(complete) < keep:

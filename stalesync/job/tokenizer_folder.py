@@ -10,7 +10,7 @@ from fusion.model import ModelConfig
 
 
 def load_tokenizer(folder: str, model: ModelConfig) -> Any:
-    """Loads the tokenizer of a model folder.
+    """Load the tokenizer of a model folder.
 
     Raises:
         ValueError: the folder has no tokenizer (transformers would then make one up for some models), one that cannot
@@ -39,12 +39,12 @@ def load_tokenizer(folder: str, model: ModelConfig) -> Any:
 
 
 def num_ids(tokenizer: Any) -> int:
-    """Returns one more than a tokenizer's largest id: ids may have gaps."""
+    """Return one more than a tokenizer's largest id: ids may have gaps."""
     return 1 + max(tokenizer.get_vocab().values(), default=-1)
 
 
 def masked_ids(tokenizer: Any, model: ModelConfig, ends: Iterable[int]) -> tuple[tuple[int, int], ...]:
-    """Returns the ids of the model's vocabulary that no token has, as ascending ranges [start, stop). End tokens
+    """Return the ids of the model's vocabulary that no token has, as ascending ranges [start, stop). End tokens
     (``ends``) are left out: a response must be able to end."""
     known = {*tokenizer.get_vocab().values(), *tokenizer.added_tokens_decoder, *ends}
     core = getattr(tokenizer, "backend_tokenizer", None)  # of two ids with the same token, `get_vocab` has one
@@ -58,13 +58,13 @@ def masked_ids(tokenizer: Any, model: ModelConfig, ends: Iterable[int]) -> tuple
 
 
 def describe_masked(masked: tuple[tuple[int, int], ...], vocab_size: int) -> list[str]:
-    """Returns a line if ids are masked."""
+    """Return a line if ids are masked."""
     total = sum(stop - start for start, stop in masked)
     return [f"model.path: {total} of {vocab_size} ids have no token: they are never sampled"] if total else []
 
 
 def end_token_ids(tokenizer: Any, model: ModelConfig, folder: str, turn_end: int | None = None) -> tuple[int, ...]:
-    """Returns the tokens that end a response: those of `generation_config.json` or `config.json`, the tokenizer's, and
+    """Return the tokens that end a response: those of `generation_config.json` or `config.json`, the tokenizer's, and
     the one with which its chat template ends a turn.
 
     Raises:

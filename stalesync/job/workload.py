@@ -25,7 +25,7 @@ MEDIAN_SHARE = 1 / 8
 
 
 def lengths_of(config: Config) -> ForcedLengths:
-    """Returns the lengths of responses that are assumed of a job."""
+    """Return the lengths of responses that are assumed of a job."""
     rollout = config.rollout
     median = rollout.forced_median or max(1.0, MEDIAN_SHARE * rollout.max_response_length)
     lengths = ForcedLengths.of(replace(rollout, forced_median=median), config.run.seed)
@@ -34,7 +34,7 @@ def lengths_of(config: Config) -> ForcedLengths:
 
 
 def workload_of(config: Config) -> Workload:
-    """Returns the workload of one step."""
+    """Return the workload of one step."""
     return Workload(
         samples=config.data.prompts_per_step * config.algorithm.group_size,
         prompt=float(config.data.max_prompt_length),
@@ -44,7 +44,7 @@ def workload_of(config: Config) -> Workload:
 
 
 def setup_of(config: Config, shape: Shape, *, hardware: Hardware, dies: int) -> Setup:
-    """Returns the setup of a job on ``dies``, without layouts."""
+    """Return the setup of a job on ``dies``, without layouts."""
     return Setup(
         shape,
         hardware,
@@ -58,12 +58,12 @@ def setup_of(config: Config, shape: Shape, *, hardware: Hardware, dies: int) -> 
 
 
 def _limits(kind: type, group: object) -> Any:
-    """Returns those fields of a config group that a plan depends on."""
+    """Return those fields of a config group that a plan depends on."""
     return kind(**{f.name: getattr(group, f.name) for f in fields(kind)})
 
 
 def describe(config: Config) -> str:
-    """Describes the workload with the keys it comes from."""
+    """Describe the workload with the keys it comes from."""
     work, lengths = workload_of(config), lengths_of(config)
     stated = config.rollout.forced_median is not None
     origin = "rollout.forced_median" if stated else f"{MEDIAN_SHARE:g} of it, as rollout.forced_median=null"

@@ -169,7 +169,7 @@ class Controller:
         self.step_metrics.add_seconds(self.admission.stage, time.perf_counter() - start)
 
     def end_publish(self) -> bool:
-        """Waits until the cards have switched for the engines, which may have been started meanwhile. Returns whether
+        """Wait until the cards have switched for the engines, which may have been started meanwhile. Return whether
         they have: if an engine has died, `Admission` publishes again."""
         published = self.generation.end_publish()
         if not published:
@@ -182,8 +182,8 @@ class Controller:
         return published
 
     def observe(self, timeout_s: float) -> bool:
-        """Reports generated and scored samples and requests whose chunk has ended to `Admission`; waits at most
-        ``timeout_s`` for the first sample. Returns whether there were any."""
+        """Report generated and scored samples and requests whose chunk has ended to `Admission`; wait at most
+        ``timeout_s`` for the first sample. Return whether there were any."""
         generated, scored = self.scorer.poll(timeout_s)
         self.groups.note(generated, scored)
         self.note_lost()
@@ -196,7 +196,7 @@ class Controller:
         return bool(generated or scored or num_chunks)
 
     def note_lost(self, now: bool = False) -> None:
-        """Reports the samples that the queue has lost, and records how many requests engines have; at most every
+        """Report the samples that the queue has lost, and record how many requests engines have; at most every
         `POLL_S` seconds, unless ``now``."""
         if now or time.perf_counter() - self._lost_polled_s >= POLL_S:
             self.scorer.note_lost(self.groups.note_lost(self.queue.lost(self.groups.num_noted_lost)))
@@ -207,7 +207,7 @@ class Controller:
                 self.step_metrics.metrics.add("perf/in_flight_min", min(counts))
 
     def await_samples(self) -> None:
-        """Waits for samples, and checks the health of the cards."""
+        """Wait for samples, and check the health of the cards."""
         ledger, buffer, size = self.admission.ledger, self.admission.buffer, self.groups.size
         self.view.phase("generate", ledger.num_ready * size, ledger.expected_groups * size)
         self.generation.begin_return(ledger.version, self.desk.share)
@@ -219,20 +219,20 @@ class Controller:
         self.generation.check_silence(time.perf_counter() - self._last_sample_s, buffer.num_running_on)
 
     def suspend(self, engines: Sequence[int]) -> None:
-        """Stops engines, and reports their unfinished requests to `Admission`."""
+        """Stop engines, and report their unfinished requests to `Admission`."""
         for engine, samples in self.generation.suspend(engines).items():
             self.admission.observe_stopped(engine, samples)
             self.step_metrics.metrics.add("rollout/suspended_total", sum(one.generated > 0 for one in samples))
         self.restarts.observe()
 
     def score(self) -> None:
-        """Scores the samples that could not be scored while the cards generated."""
+        """Score the samples that could not be scored while the cards generated."""
         scored, reports = self.scorer.score_waiting()
         self.step_metrics.take(reports)
         self.groups.note([], scored)
 
     def train(self, trained: Sequence[str], update: bool = True) -> None:
-        """Trains groups, while cards that do not train generate. ``update``: with an optimizer step, else their
+        """Train groups, while cards that do not train generate. ``update``: with an optimizer step, else their
         gradients are accumulated for it."""
         metrics, ledger = self.step_metrics.metrics, self.admission.ledger
         samples, ended = self.groups.take(trained)
@@ -257,18 +257,18 @@ class Controller:
         (self.admission.observe_trained if update else self.admission.observe_accumulated)(trained, lost)
 
     def keep_busy(self) -> None:
-        """Keeps engines busy while other cards train: observes them, and dispatches further requests."""
+        """Keep engines busy while other cards train: observes them, and dispatch further requests."""
         self.observe(0.0)
         for command in self.admission.feed():
             self.execute(command)
 
     def stop(self) -> None:
-        """Suspends all engines."""
+        """Suspend all engines."""
         for command in self.admission.stop():
             self.execute(command)
 
     def settle(self) -> None:
-        """Suspends all engines, and waits until all finished samples have arrived through the queue and are scored,
+        """Suspend all engines, and wait until all finished samples have arrived through the queue and are scored,
         what was scored and trained is acknowledged, and the processes of replaced engines are prepared."""
         self.stop()
         self.restarts.await_started()
@@ -284,7 +284,7 @@ class Controller:
         self.updater.acknowledge()
 
     def log_samples(self) -> None:
-        """Records all samples whose groups have ended in this step, once."""
+        """Record all samples whose groups have ended in this step, once."""
         assert self._unlogged is not None
         samples, self._unlogged = self._unlogged, None
         metrics = self.step_metrics.metrics

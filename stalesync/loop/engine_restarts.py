@@ -60,7 +60,7 @@ class EngineRestarts:
     """Number of restarts since the run was started"""
 
     def observe(self) -> None:
-        """Reports engines that have died to `Admission`, with what survives of their requests, and begins to replace
+        """Report engines that have died to `Admission`, with what survives of their requests, and begin to replace
         them."""
         for engine, how in self.cards.take_dead().items():
             self.generation.forget(engine)
@@ -71,16 +71,16 @@ class EngineRestarts:
             self.note(f"{how}; {requests}, and engine {engine} is started again")
 
     def return_unstarted(self, engine: int) -> None:
-        """Reports to `Admission` that an engine that lives has none of its requests, as its cards have not switched."""
+        """Report to `Admission` that an engine that lives has none of its requests, as its cards have not switched."""
         self.admission.observe_stopped(engine, self._find(engine).suspended)
 
     def check(self) -> None:
-        """Checks the health of the cards (`Cards.check`), and observes the deaths of engines."""
+        """Check the health of the cards (`Cards.check`), and observes the deaths of engines."""
         self.cards.check()
         self.observe()
 
     def await_started(self) -> None:
-        """Waits until the processes of all replaced engines are prepared.
+        """Wait until the processes of all replaced engines are prepared.
 
         Raises:
             CardFailed: one is not, or another card fails.
@@ -93,7 +93,7 @@ class EngineRestarts:
             restart.started.result()
 
     def rejoin(self) -> None:
-        """Lets replaced engines, if there are any, join the other cards; weights must follow. While no engine runs and
+        """Let replaced engines, if there are any, join the other cards; weights must follow. While no engine runs and
         no card trains.
 
         Raises:
@@ -112,13 +112,13 @@ class EngineRestarts:
         self._restarts.clear()
 
     def _start(self, engine: int, number: int) -> int:
-        """Starts other processes for an engine; returns when they are prepared (`wall_ns`)."""
+        """Start other processes for an engine; return when they are prepared (`wall_ns`)."""
         self.cards.restart(engine, number)
         return wall_ns()
 
     def _recover(self, engine: int) -> str:
-        """Returns the requests of an engine that has died to the buffer, with the tokens that the queue holds of them.
-        Returns in words what becomes of them."""
+        """Return the requests of an engine that has died to the buffer, with the tokens that the queue holds of them.
+        Return in words what becomes of them."""
         found = self._find(engine)
         self.admission.observe_died(engine, found.suspended)
         if not found.suspended:
@@ -127,7 +127,7 @@ class EngineRestarts:
         return f"its {len(found.suspended)} unfinished requests go on elsewhere, with {kept} tokens that were kept"
 
     def _find(self, engine: int) -> Recovered:
-        """Returns what the queue holds of the requests of an engine that does not run any more."""
+        """Return what the queue holds of the requests of an engine that does not run any more."""
         finished = {*self.queue.holding(RESPONSE)}
         rows: dict[str, list[int]] = {}
         for row in self.queue.holding(COLUMNS[0]):

@@ -123,7 +123,7 @@ class Generation:
         return True
 
     def recover(self) -> None:
-        """Recovers the cards that live from a transfer of weights that has failed, when no engine runs any more. The
+        """Recover the cards that live from a transfer of weights that has failed, when no engine runs any more. The
         weights are to be published again."""
         ranks, self._to_recover = self._to_recover, []
         self._cards.on(ranks).call(Worker.recover)
@@ -134,11 +134,11 @@ class Generation:
         return self._returning is not None
 
     def begin_switch_to_train(self, version: int, share: InferenceShare) -> None:
-        """Begins to return the cards that train to the training phase, behind the stages that they run now."""
+        """Begin to return the cards that train to the training phase, behind the stages that they run now."""
         self._returning = self._cards.on(self._spec.deployment.train).begin(Worker.switch, "train", version, share)
 
     def begin_return(self, version: int, share: InferenceShare) -> None:
-        """Begins to return the cards that train, if they can do so without waiting for each other: behind the stage of
+        """Begin to return the cards that train, if they can do so without waiting for each other: behind the stage of
         an engine that has all of them and stops by itself, or when all engines have stopped."""
         if self._returning is not None or not self._stopping or self._lost:
             return
@@ -148,7 +148,7 @@ class Generation:
             self.begin_switch_to_train(version, share)
 
     def switch_to_train(self, version: int, share: InferenceShare) -> None:
-        """Returns the cards that train to the training phase, if that is not begun yet, and waits for them."""
+        """Return the cards that train to the training phase, if that is not begun yet, and wait for them."""
         if self._returning is None:
             self.begin_switch_to_train(version, share)
         assert self._returning is not None
@@ -156,7 +156,7 @@ class Generation:
         self._take_reports(self._cards.wait(returning))
 
     def dispatch(self, command: Dispatch) -> None:
-        """Starts engines with their requests, submits requests to running ones, and frees unused parked KV. Only the
+        """Start engines with their requests, submits requests to running ones, and free unused parked KV. Only the
         first, while the cards switch for the engines."""
         submitted: dict[int, StageCall[None]] = {}
         for engine, dispatched in command.requests_by_engine.items():
@@ -174,7 +174,7 @@ class Generation:
         self._cards.ask_each({rank: stage_call(Worker.forget, ids) for rank, ids in left.items()})
 
     def suspend(self, engines: Sequence[int]) -> dict[int, list[SuspendedSample]]:
-        """Stops engines between two steps; returns the unfinished requests of each, but of those that have died
+        """Stop engines between two steps; return the unfinished requests of each, but of those that have died
         (`forget`)."""
         engines = [engine for engine in engines if engine in self._running]  # not if its switch has failed
         if not engines:
@@ -201,13 +201,13 @@ class Generation:
         return suspended
 
     def forget(self, engine: int) -> None:
-        """Forgets an engine that has died and is replaced."""
+        """Forget an engine that has died and is replaced."""
         self._running.pop(engine, None)
         self._asked_chunks.pop(self._spec.engines[engine][0], None)
         self._lost = True
 
     def take_ended_chunks(self) -> dict[int, list[SuspendedSample]]:
-        """Returns, by engine, the requests whose chunk has ended since the last call. One call waits on the first card
+        """Return, by engine, the requests whose chunk has ended since the last call. One call waits on the first card
         of each running engine until there are some."""
         if not self._chunk_tokens or self.publishing:
             return {}
@@ -219,7 +219,7 @@ class Generation:
         return {engine_of[rank]: samples for rank, samples in answers.items() if samples}
 
     def check_silence(self, silent_s: float, num_running_on: Callable[[int], int]) -> None:
-        """Warns if no sample has arrived for ``silent_s`` seconds; after the stage timeout, ends the run.
+        """Warn if no sample has arrived for ``silent_s`` seconds; after the stage timeout, ends the run.
 
         Raises:
             CardFailed: names the running engines and the number of their samples.
@@ -249,7 +249,7 @@ class Generation:
         sampling: Mapping[str, Any] | None = None,
         for_model: bool = False,
     ) -> dict[str, EvalAnswer]:
-        """Answers each prompt once; returns the answers by the prompt's id. Prompts whose ids are equal up to a slash
+        """Answer each prompt once; return the answers by the prompt's id. Prompts whose ids are equal up to a slash
         are equal, and share their KV. The prompts of an engine that dies are answered by the others; without an answer
         are those for which none was left. Called while no engine runs.
 
@@ -277,7 +277,7 @@ class Generation:
     def _begin_answers(
         self, prompts: Sequence[Prompt], engines: Sequence[int], sampling: SamplingParams, rows: str
     ) -> dict[int, RunningStage[StageReport]]:
-        """Begins to answer prompts; returns the stage of each engine."""
+        """Begin to answer prompts; return the stage of each engine."""
         by_group: dict[str, list[Prompt]] = {}
         for prompt in prompts:
             by_group.setdefault(prompt.id.partition("/")[0], []).append(prompt)
@@ -295,7 +295,7 @@ class Generation:
         return running
 
     def _requests(self, dispatched: DispatchedRequests) -> Requests:
-        """Returns the requests with what their prompts and the run's settings add."""
+        """Return the requests with what their prompts and the run's settings add."""
         ids, groups, count = dispatched.ids, dispatched.groups, len(dispatched.ids)
         distinct = list(dict.fromkeys(groups))
         index_by_group = {group: index for index, group in enumerate(distinct)}

@@ -60,20 +60,20 @@ class Groups:
     """Lost samples that were counted without having arrived; they may arrive after all"""
 
     def admit(self, prompts: Iterable[Prompt]) -> None:
-        """Admits a group for each prompt."""
+        """Admit a group for each prompt."""
         admitted = {prompt.id: prompt for prompt in prompts}
         self.prompts.update(admitted)
         self.admission.observe_admitted({group: len(prompt.ids) for group, prompt in admitted.items()})
 
     def note(self, generated: Sequence[Sample], scored: Sequence[Sample]) -> None:
-        """Records samples, and reports generated samples and completely scored groups to `Admission`."""
+        """Record samples, and report generated samples and completely scored groups to `Admission`."""
         if self._given_up:
             generated = [sample for sample in generated if sample.id not in self._given_up]
             scored = [sample for sample in scored if sample.id not in self._given_up]
         self._record(generated, scored)
 
     def note_lost(self, lost: Sequence[LostSample]) -> list[Sample]:
-        """Records samples that the queue has lost. One that was not taken from the queue yet counts as generated and
+        """Record samples that the queue has lost. One that was not taken from the queue yet counts as generated and
         cannot be scored, and is returned; one that was is lost to training only."""
         self.num_noted_lost += len(lost)
         given_up = []
@@ -91,7 +91,7 @@ class Groups:
         return given_up
 
     def untrained(self, groups: Sequence[str], samples: SampleColumns) -> list[str]:
-        """Returns those of the groups, whose ``samples`` were passed to training, of which every sample was lost."""
+        """Return those of the groups, whose ``samples`` were passed to training, of which every sample was lost."""
         left = samples.without_errors
         if self.lost:
             left = left.where([id not in self.lost for id in left.ids])
@@ -99,7 +99,7 @@ class Groups:
         return [group for group in groups if group not in trained]
 
     def log_trained(self, groups: Sequence[str], samples: SampleColumns, lost: Iterable[str]) -> None:
-        """Records how the groups that were passed to training ended, and the lengths of their ``samples``, which are in
+        """Record how the groups that were passed to training ended, and the lengths of their ``samples``, which are in
         order of ids; ``lost``: those of which no sample was left."""
         first_of = {samples.groups[first]: first for first in range(0, len(samples), self.size)}
         """Group → the position of its first sample"""
@@ -131,7 +131,7 @@ class Groups:
             self.queue.drop(ids, reason)
 
     def take(self, trained: Sequence[str]) -> tuple[SampleColumns, SampleColumns]:
-        """Removes groups that are going to be trained; returns their samples, and the samples of all groups that ended
+        """Remove groups that are going to be trained; return their samples, and the samples of all groups that ended
         since the last call, both in order of ids."""
         groups = [self.scored.pop(group) for group in trained]
         for group in trained:
@@ -143,7 +143,7 @@ class Groups:
         return samples, SampleColumns.of(sorted([*samples.samples, *ended], key=by_id)) if ended else samples
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns plain JSON."""
+        """Return plain JSON."""
         return {
             "texts": [prompt.state_dict() for prompt in self.prompts.values()],
             "scored": [sample.state_dict() for members in self.scored.values() for sample in members],
@@ -152,7 +152,7 @@ class Groups:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the state into this new object; other keys are ignored."""
+        """Restore the state into this new object; other keys are ignored."""
         self.num_failed_rewards = state["failed_rewards"]
         if self.rewards is not None:
             self.rewards.load_state_dict(state.get("rewards", {}))
@@ -166,7 +166,7 @@ class Groups:
                 members.sort(key=by_id)
 
     def _judge(self, group: str, members: list[Sample]) -> None:
-        """Decides whether a group whose samples are all scored may be trained, or ends."""
+        """Decide whether a group whose samples are all scored may be trained, or end."""
         rewards, errors, tokens = list[float | None](), list[str](), 0
         for member in members:
             outcome = member.outcome
@@ -189,7 +189,7 @@ class Groups:
             self.admission.observe_scored(group, tokens)
 
     def _end(self, group: str, ended: str, reason: str) -> None:
-        """Ends a group that is not trained; `_record` drops its samples from the queue."""
+        """End a group that is not trained; `_record` drops its samples from the queue."""
         self.folder.log_groups(self.step, [group], ended)
         members = self.scored.pop(group)
         del self.prompts[group]

@@ -32,7 +32,7 @@ class SampleColumns:
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> SampleColumns:
-        """Reads the columns of samples, in their order."""
+        """Read the columns of samples, in their order."""
         columns = cls(
             samples,
             ids=[],
@@ -72,11 +72,11 @@ class SampleColumns:
         return self if self.errors.count(None) == len(self) else self.where([error is None for error in self.errors])
 
     def merged(self, others: SampleColumns) -> SampleColumns:
-        """Returns these samples and ``others``, in order of ids."""
+        """Return these samples and ``others``, in order of ids."""
         return SampleColumns.of(sorted([*self.samples, *others.samples], key=by_id)) if len(others) else self
 
     def where(self, kept: Sequence[bool]) -> SampleColumns:
-        """Returns the samples for which ``kept`` is true; itself if it is for all."""
+        """Return the samples for which ``kept`` is true; itself if it is for all."""
         if all(kept):
             return self
         columns = (getattr(self, field.name) for field in fields(self))

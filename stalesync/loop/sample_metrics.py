@@ -14,7 +14,7 @@ from stalesync.loop.sample_columns import SampleColumns
 
 
 def add_sample_metrics(metrics: Metrics, samples: SampleColumns) -> None:
-    """Adds rewards and lengths of samples that were trained, filtered or failed, and `frac_reward_zero_std` (TRL's
+    """Add rewards and lengths of samples that were trained, filtered or failed, and `frac_reward_zero_std` (TRL's
     name), the share of groups whose rewards are all equal."""
     metrics.update(reward_metrics(samples.rewards, samples.errors))
     scored = samples.without_errors
@@ -30,7 +30,7 @@ def add_sample_metrics(metrics: Metrics, samples: SampleColumns) -> None:
 
 
 def _add_terms(metrics: Metrics, samples: SampleColumns) -> None:
-    """Adds `critic/rewards/<name>/mean` and `…/std` (0 if all are equal) of the parts of a reward that has several,
+    """Add `critic/rewards/<name>/mean` and `…/std` (0 if all are equal) of the parts of a reward that has several,
     over the scored samples."""
     terms = [sample.outcome.terms for sample in samples.samples if sample.outcome.terms]
     for name in terms[0] if terms else ():
@@ -41,7 +41,7 @@ def _add_terms(metrics: Metrics, samples: SampleColumns) -> None:
 
 
 def add_staleness_metrics(metrics: Metrics, samples: SampleColumns, *, version: int, max_staleness: int) -> None:
-    """Adds the lag in versions of the oldest token of every sample trained in ``version``, and the number of samples
+    """Add the lag in versions of the oldest token of every sample trained in ``version``, and the number of samples
     with tokens of several versions. Leaves out samples whose reward failed.
 
     Raises:

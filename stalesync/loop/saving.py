@@ -45,7 +45,7 @@ class Saver:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Measures the block, in which the run is paused for a cut. Waits first until the previous checkpoint is
+        """Measure the block, in which the run is paused for a cut. Wait first until the previous checkpoint is
         written.
 
         Raises:
@@ -63,7 +63,7 @@ class Saver:
         self._figures |= {"timing_s/save": time.perf_counter() - start, "timing_s/save/wait": cut - start}
 
     def begin(self, write: Callable[[], None], discard: Callable[[], None] = lambda: None) -> None:
-        """Runs ``write`` in the thread, and ``discard`` if that fails, and returns at once."""
+        """Run ``write`` in the thread, and ``discard`` if that fails; return at once."""
         assert self._thread is None, "one checkpoint is written at a time"
         self._thread = threading.Thread(target=self._run, args=(write, discard), name="save", daemon=True)
         self._thread.start()
@@ -74,7 +74,7 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def check(self) -> None:
-        """Raises the error of the thread, if any.
+        """Raise the error of the thread, if any.
 
         Raises:
             RunFailed: a checkpoint could not be written.
@@ -83,7 +83,7 @@ class Saver:
             raise self._error
 
     def finish(self) -> None:
-        """Waits for the thread.
+        """Wait for the thread.
 
         Raises:
             RunFailed: as `check`.
@@ -95,7 +95,7 @@ class Saver:
         self.check()
 
     def metrics(self) -> dict[str, float]:
-        """Returns the metrics of a cut since the last call: seconds of the pause, seconds of it spent waiting for the
+        """Return the metrics of a cut since the last call: seconds of the pause, seconds of it spent waiting for the
         previous checkpoint, and seconds of writing that one."""
         figures, self._figures = self._figures, {}
         return figures

@@ -25,28 +25,28 @@ class StepMetrics:
         """`timing_s/…` that waiting for samples is also added to → whether it applies now"""
 
     def begin_first_step(self) -> None:
-        """Starts the accounting of the cards' time: work before the first step is not counted in its usage."""
+        """Start the accounting of the cards' time: work before the first step is not counted in its usage."""
         self._usage.count(wall_ns())
 
     def take(self, reports: Sequence[StageReport]) -> None:
-        """Merges the reports of a stage's cards."""
+        """Merge the reports of a stage's cards."""
         for report in reports:
             self.metrics.merge(report.metrics)
             self._memory.merge(report.memory)
         self.add_spans(*[report.spans for report in reports])
 
     def add_spans(self, *spans: Sequence[Span]) -> None:
-        """Adds what cards did to the timeline and to their usage."""
+        """Add what cards did to the timeline and to their usage."""
         self._folder.log_spans(*spans)
         self._usage.add(chain.from_iterable(spans))
 
     def begin_wait(self, *, for_older: bool, in_tail: bool) -> None:
-        """Begins to wait for samples. ``for_older``: the step has groups enough, but older ones must come first;
+        """Begin to wait for samples. ``for_older``: the step has groups enough, but older ones must come first;
         ``in_tail``: few of its samples are still being generated."""
         self._waits = {"wait_older": for_older, "gen_tail": in_tail}
 
     def add_seconds(self, stage: Stage, seconds: float) -> None:
-        """Adds the seconds that executing a command of ``stage`` took."""
+        """Add the seconds that executing a command of ``stage`` took."""
         if stage in TIMERS:
             self.metrics.add(f"timing_s/{TIMERS[stage]}", seconds)
         if stage != "generate":
@@ -56,7 +56,7 @@ class StepMetrics:
 
     @contextmanager
     def excluded(self) -> Iterator[None]:
-        """Excludes metrics, memory and the cards' time of the block, such as an evaluation's, from the step's. No stage
+        """Exclude metrics, memory and the cards' time of the block, such as an evaluation's, from the step's. No stage
         may be under way at its start. The timeline has its spans all the same."""
         metrics, memory, start_ns = self.metrics, self._memory, wall_ns()
         self.metrics, self._memory = Metrics(), MemoryLedger()
@@ -67,7 +67,7 @@ class StepMetrics:
             self._usage.exclude(start_ns, wall_ns())
 
     def close(self, reported_until_ns: int, figures: Mapping[str, float]) -> dict[str, float]:
-        """Returns the step's row, with ``figures`` in it; the next step begins.
+        """Return the step's row, with ``figures`` in it; the next step begins.
 
         Args:
             reported_until_ns: up to when the work of all cards has been reported (`wall_ns`).

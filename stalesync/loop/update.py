@@ -142,17 +142,17 @@ class Updater:
         return training.has_lost or any(report.has_lost for report in reports)
 
     def take_trained(self) -> list[str]:
-        """Returns the trained samples that the caller acknowledges to the queue now."""
+        """Return the trained samples that the caller acknowledges to the queue now."""
         trained, self._trained = self._trained, []
         return trained
 
     def acknowledge(self) -> None:
-        """Acknowledges the samples of the last training to the queue, which frees them."""
+        """Acknowledge the samples of the last training to the queue, which frees them."""
         if trained := self.take_trained():
             self.queue.ack(TRAIN, trained)
 
     def _drop_failed(self, samples: SampleColumns) -> SampleColumns:
-        """Drops samples whose reward failed from the queue; returns the others."""
+        """Drop samples whose reward failed from the queue; return the others."""
         scored = samples.without_errors
         ids_by_error: dict[str, list[str]] = {}
         for id, error in zip(samples.ids, samples.errors, strict=True) if len(scored) < len(samples) else ():
@@ -163,7 +163,7 @@ class Updater:
         return scored
 
     def _claim(self, samples: SampleColumns) -> SampleColumns:
-        """Claims the samples for the task; returns those that the queue has not lost."""
+        """Claim the samples for the task; return those that the queue has not lost."""
         while samples:
             try:
                 self.queue.claim(TRAIN, samples.ids)
@@ -177,7 +177,7 @@ class Updater:
     def _put_advantages(
         self, samples: SampleColumns, metrics: Metrics, kl: Mapping[str, float] | None = None
     ) -> SampleColumns:
-        """Puts the column of advantages; returns the samples that have one. ``kl``: to be subtracted from the rewards,
+        """Put the column of advantages; return the samples that have one. ``kl``: to be subtracted from the rewards,
         by sample; those that were lost when the reference read them have none."""
         with metrics.timer("adv"):
             if kl is not None:
@@ -203,21 +203,21 @@ class Updater:
         return self.spec.reference is None
 
     def _begin_reference(self, shares: list[list[str]]) -> RunningStage[StageReport]:
-        """Begins to compute the reference's log-probabilities. ``shares``: sample ids by replica."""
+        """Begin to compute the reference's log-probabilities. ``shares``: sample ids by replica."""
         self.view.phase("reference")
         layout, ranks = self.spec.reference or self.spec.train, self.spec.deployment.reference
         calls = [stage_call(Worker.reference, ids) for ids in shares]
         return self.cards.begin_each(calls_of_replicas(layout, ranks, calls))
 
     def _take_reference(self, running: RunningStage[StageReport], metrics: Metrics) -> dict[str, float]:
-        """Waits for the reference; returns each sample's KL by id if it is applied to the reward."""
+        """Wait for the reference; return each sample's KL by id if it is applied to the reward."""
         reports = self.cards.wait(running)
         metrics.add("timing_s/ref", time.monotonic() - running.begun_s)
         self.record_reports(reports)
         return {id: kl for report in reports for id, kl in report.reference_kl.items()}
 
     def _minibatches(self, groups: Sequence[str], samples: SampleColumns) -> list[list[list[str]]]:
-        """Returns sample ids by minibatch and replica, of those minibatches that have samples: without gradients an
+        """Return sample ids by minibatch and replica, of those minibatches that have samples: without gradients an
         optimizer step would still move the weights. What is accumulated is the beginning of the first of them."""
         accumulated = [""] * self._num_accumulated
         chunks = split_groups([*accumulated, *groups], self.spec.algorithm.minibatches)
@@ -227,21 +227,21 @@ class Updater:
         return [self._shares_of(batch) for batch in batches if batch]
 
     def _shares_of(self, samples: SampleColumns) -> list[list[str]]:
-        """Returns sample ids by replica of the trainer."""
+        """Return sample ids by replica of the trainer."""
         return _split_over_replicas(samples, self.spec.train.dp)
 
     def _shares(self, samples: SampleColumns) -> list[list[str]]:
-        """Returns sample ids by replica of the reference."""
+        """Return sample ids by replica of the reference."""
         return _split_over_replicas(samples, (self.spec.reference or self.spec.train).dp)
 
     def _reference_shares(self, minibatches: list[list[list[str]]], samples: SampleColumns) -> list[list[str]]:
-        """Returns sample ids by replica of the reference; the same as for training if it uses the training layout."""
+        """Return sample ids by replica of the reference; the same as for training if it uses the training layout."""
         if self.spec.reference is None:
             return [[id for shares in minibatches for id in shares[dp]] for dp in range(self.spec.train.dp)]
         return self._shares(samples)
 
 
 def _split_over_replicas(samples: SampleColumns, num_replicas: int) -> list[list[str]]:
-    """Splits sample ids over data-parallel replicas, balanced by tokens."""
+    """Split sample ids over data-parallel replicas, balanced by tokens."""
     ids = samples.ids
     return [[ids[index] for index in share] for share in split_over_ranks(samples.tokens, num_replicas)]

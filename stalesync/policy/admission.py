@@ -124,7 +124,7 @@ class Admission:
         """Seconds for which cards that generate were lent since `take_lent_s`"""
 
     def step(self, steps_left: int, share: InferenceShare) -> Iterator[Command]:
-        """Yields the commands of one step.
+        """Yield the commands of one step.
 
         Args:
             steps_left: remaining steps of the run, including this one.
@@ -143,7 +143,7 @@ class Admission:
         self.stage = "idle"
 
     def feed(self) -> Iterator[Command]:
-        """Yields commands that keep running engines busy: dispatches requests whose chunk has ended, and gives more to
+        """Yield commands that keep running engines busy: dispatches requests whose chunk has ended, and give more to
         engines with few requests."""
         chunks_ended, self._chunks_ended = self._chunks_ended, False
         if self.running.low and self.spec.ahead:
@@ -152,16 +152,16 @@ class Admission:
             yield from self._supply.dispatch()
 
     def stop(self) -> Iterator[Command]:
-        """Yields a command that stops all running engines, if there are any."""
+        """Yield a command that stops all running engines, if there are any."""
         if self.running:
             yield Suspend(tuple(self.running))
 
     def observe_admitted(self, prompt_tokens: Mapping[str, int]) -> None:
-        """Records the groups of `AdmitGroups` with the length of their prompts; their requests wait from now on."""
+        """Record the groups of `AdmitGroups` with the length of their prompts; their requests wait from now on."""
         self._supply.observe_admitted(prompt_tokens)
 
     def observe_generated(self, response_tokens: Mapping[str, int], *, lost: bool = False) -> None:
-        """Records that samples are generated, by id with the tokens of their responses. ``lost``: they are not, but
+        """Record that samples are generated, by id with the tokens of their responses. ``lost``: they are not, but
         they will not be; the tokens are those that are known."""
         engines, groups = self.buffer.finish(response_tokens, lost=lost)
         for engine in engines:
@@ -172,37 +172,37 @@ class Admission:
                 self.ledger.finish(group, sum([entry.load for entry in members]))
 
     def observe_scored(self, group: str, tokens: int) -> None:
-        """Records that all samples of a group are scored, and that it may be trained. ``tokens``: of its samples whose
+        """Record that all samples of a group are scored, and that it may be trained. ``tokens``: of its samples whose
         reward did not fail."""
         if self.spec.scores_beside:
             self.ledger.finish(group, tokens)
 
     def observe_filtered(self, group: str, rule: str) -> None:
-        """Records that all samples of a group are scored, and that a rule of the algorithm filters it."""
+        """Record that all samples of a group are scored, and that a rule of the algorithm filters it."""
         self.ledger.filter(group, rule)
         self._num_filtered += 1
 
     def observe_failed(self, group: str, why: str) -> None:
-        """Records that no sample of a group could be scored."""
+        """Record that no sample of a group could be scored."""
         self.ledger.fail(group, why)
 
     def observe_kv_tokens(self, kv_tokens: int) -> None:
-        """Records the capacity of an engine's KV cache in tokens: of all its attention ranks, the smallest engine's."""
+        """Record the capacity of an engine's KV cache in tokens: of all its attention ranks, the smallest engine's."""
         self._supply.kv_tokens = kv_tokens
 
     def observe_chunks_ended(self, engine: int, suspended: Sequence[SuspendedSample]) -> None:
-        """Records requests that a running engine suspended at the end of their chunk."""
+        """Record requests that a running engine suspended at the end of their chunk."""
         self._supply.take_back(engine, suspended)
         self._chunks_ended |= bool(suspended)
         self._supply.count(engine)
 
     def observe_stopped(self, engine: int, suspended: Sequence[SuspendedSample]) -> None:
-        """Records that an engine has stopped; ``suspended``: its unfinished requests."""
+        """Record that an engine has stopped; ``suspended``: its unfinished requests."""
         self._supply.take_back(engine, suspended)
         self.running.remove(engine)
 
     def observe_died(self, engine: int, suspended: Sequence[SuspendedSample]) -> None:
-        """Records that an engine has died. ``suspended``: its requests, but for those whose samples are on their way;
+        """Record that an engine has died. ``suspended``: its requests, but for those whose samples are on their way;
         with what survives of each."""
         self._supply.take_back(engine, suspended)
         self.buffer.forget_kv(engine)
@@ -212,7 +212,7 @@ class Admission:
         self._chunks_ended |= not self._supply.dispatches_once
 
     def observe_seconds(self, command: Command, seconds: float) -> None:
-        """Records how long a command has taken, with everything that was executed meanwhile."""
+        """Record how long a command has taken, with everything that was executed meanwhile."""
         if self._lending is None:
             return
         if isinstance(command, SwitchToTrain):
@@ -221,13 +221,13 @@ class Admission:
             self._lending.observe_seconds(seconds)
 
     def take_lent_s(self) -> float:
-        """Returns for how many seconds the cards that train and generate trained while generation went on, since the
+        """Return for how many seconds the cards that train and generate trained while generation went on, since the
         last call."""
         lent_s, self._lent_s = self._lent_s, 0.0
         return lent_s
 
     def observe_accumulated(self, groups: Sequence[str], lost: Sequence[str] = ()) -> None:
-        """Records that the gradient of the groups of `Accumulate` is part of this version's, except that of those in
+        """Record that the gradient of the groups of `Accumulate` is part of this version's, except that of those in
         ``lost``, of which no sample was left."""
         for group in lost:
             self.ledger.fail(group, "lost")
@@ -235,25 +235,25 @@ class Admission:
         self.ledger.train([group for group in groups if group not in untrained])
 
     def observe_trained(self, groups: Sequence[str], lost: Sequence[str] = ()) -> None:
-        """Records that the groups of `Train` are trained, except those in ``lost``, of which no sample was left; begins
+        """Record that the groups of `Train` are trained, except those in ``lost``, of which no sample was left; begin
         the next version."""
         self.observe_accumulated(groups, lost)
         self.ledger.advance()
         self.buffer.history.end_step()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns plain JSON, between two steps. No engine has a request."""
+        """Return plain JSON, between two steps. No engine has a request."""
         state = {"ledger": self.ledger.state_dict(), "buffer": self.buffer.state_dict()}
         return state | {"lengths": self.buffer.history.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores the state into this new object; other keys are ignored."""
+        """Restore the state into this new object; other keys are ignored."""
         self.ledger.load_state_dict(state["ledger"])
         self.buffer.history.load_state_dict(state.get("lengths", {}))
         self.buffer.load_state_dict(state["buffer"])
 
     def _collect(self, share: InferenceShare) -> Iterator[Command]:
-        """Yields commands until a step's groups are ready, the engines that share cards have stopped, and all that is
+        """Yield commands until a step's groups are ready, the engines that share cards have stopped, and all that is
         generated is scored."""
         self.stage = "switch"
         beside = self._beside(share)
@@ -289,7 +289,7 @@ class Admission:
         yield Score()
 
     def _lend(self, lending: Lending) -> Iterator[Command]:
-        """Returns the cards that train before the step has its groups, where that pays, and has them accumulate
+        """Return the cards that train before the step has its groups, where that pays, and has them accumulate
         gradients."""
         num_requests, step = self.running.total + self.buffer.num("waiting"), self.ledger.expected_groups
         if not lending.observe_requests(num_requests):
@@ -315,7 +315,7 @@ class Admission:
         return -(-self.ledger.groups_per_step // self.spec.minibatches) - self.ledger.trained_now
 
     def _return(self) -> Iterator[Command]:
-        """Stops the engines whose cards train now, and returns these."""
+        """Stop the engines whose cards train now, and return these."""
         self.stage = "stop"
         yield from self._stop_shared()
         self.stage = "switch"
@@ -342,7 +342,7 @@ class Admission:
         return not self.running
 
     def _publish_again(self, share: InferenceShare) -> Iterator[Command]:
-        """Replaces the engines that have died, and dispatches their requests to all."""
+        """Replace the engines that have died, and dispatches their requests to all."""
         self.stage = "switch"
         if self._lending is not None:
             self._lent_s += self._lending.interrupt()
@@ -354,7 +354,7 @@ class Admission:
         yield from self._supply.dispatch(share.engines, last=self._supply.dispatches_once)
 
     def _stop_shared(self) -> Iterator[Command]:
-        """Stops the engines whose cards train now, and dispatches their requests to the others. At staleness 0, where
+        """Stop the engines whose cards train now, and dispatch their requests to the others. At staleness 0, where
         the others have none, stops all: they report their figures in the step that they belong to."""
         stopping = tuple(engine for engine in self.running if engine in self.spec.shared_engines or not self.spec.ahead)
         if stopping:
@@ -363,13 +363,13 @@ class Admission:
             yield from self._supply.dispatch()
 
     def _admit_shorter(self) -> Iterator[Command]:
-        """Admits further groups to a step that lacks tokens, because its groups were shorter than expected."""
+        """Admit further groups to a step that lacks tokens, because its groups were shorter than expected."""
         if self.ledger.tokens_per_step is not None:
             yield from self._supply.admit()
             yield from self._supply.dispatch()
 
     def _beside(self, share: InferenceShare) -> tuple[int, ...]:
-        """Returns the engines that can receive new weights while they generate: all that share no card with the
+        """Return the engines that can receive new weights while they generate: all that share no card with the
         trainer, if exactly these run, and are to continue with the same settings; else none."""
         separate = [engine for engine in range(self.spec.num_engines) if engine not in self.spec.shared_engines]
         if not self.spec.ahead or share != self._share or list(self.running) != separate:

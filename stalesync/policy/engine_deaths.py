@@ -67,7 +67,7 @@ class EngineDeaths:
         return cls(engines, only_generate, max_restarts, sends_again=not deployment.shared)
 
     def engine_of(self, rank: int) -> int | None:
-        """Returns the engine of a card if it may be replaced."""
+        """Return the engine of a card if it may be replaced."""
         return self._engine_of.get(rank)
 
     @property
@@ -76,7 +76,7 @@ class EngineDeaths:
         return list(self._engine_of)
 
     def observe_failures(self, failures: Sequence[RankFailure], stages: Mapping[int, Collection[str]]) -> list[int]:
-        """Returns the engines to replace, which are counted; none: the run ends.
+        """Return the engines to replace, which are counted; none: the run ends.
 
         Args:
             failures: of all cards that have failed; one at least has died.
@@ -92,7 +92,7 @@ class EngineDeaths:
         return sorted(engines)
 
     def why_not(self, failures: Sequence[RankFailure], stages: Mapping[int, Collection[str]]) -> str:
-        """Returns why engines that have died are not replaced; "": they are, or what has died is no engine."""
+        """Return why engines that have died are not replaced; "": they are, or what has died is no engine."""
         engines = self._dead_engines(failures)
         if not engines:
             return ""
@@ -104,7 +104,7 @@ class EngineDeaths:
         return ""
 
     def _dead_engines(self, failures: Sequence[RankFailure]) -> set[int]:
-        """Returns the engines of which a card has died; none if another card has died, too."""
+        """Return the engines of which a card has died; none if another card has died, too."""
         dead = {self.engine_of(one.rank) for one in failures if one.kind is FailureKind.DIED}
         return set() if None in dead else {engine for engine in dead if engine is not None}
 
@@ -122,7 +122,7 @@ class Recovered:
 def recover(
     entries: Iterable[Entry], *, finished: Collection[str], rows: Mapping[str, Sequence[int]], version: int
 ) -> Recovered:
-    """Returns what survives of the requests of an engine that has died.
+    """Return what survives of the requests of an engine that has died.
 
     Args:
         entries: that the engine had.

@@ -60,42 +60,42 @@ class Lending:
         """Whether weights were published again since generation began"""
 
     def begin_generation(self) -> None:
-        """Records that the cards generate, with new weights."""
+        """Record that the cards generate, with new weights."""
         self._tail_s, self._lent_s, self._interrupted = None, None, False
 
     def interrupt(self) -> float:
-        """Records that weights are published again before the step has its groups, so that the cards generate again:
-        the seconds of its tail tell nothing. Returns for how many seconds they were lent until now."""
+        """Record that weights are published again before the step has its groups, so that the cards generate again:
+        the seconds of its tail tell nothing. Return for how many seconds they were lent until now."""
         lent_s, self._tail_s, self._lent_s, self._interrupted = self._lent_s or 0.0, None, None, True
         return lent_s
 
     def observe_requests(self, num_requests: int) -> bool:
-        """Records how many requests are waiting or running; returns whether cards may return now: they only train, or
+        """Record how many requests are waiting or running; return whether cards may return now: they only train, or
         the tail has begun."""
         if self._tail_s is None and num_requests <= TAIL * self._step_samples:
             self._tail_s = 0.0
         return not self._generates or self._tail_s is not None
 
     def observe_seconds(self, seconds: float) -> None:
-        """Records that generation has gone on for some time since the last call."""
+        """Record that generation has gone on for some time since the last call."""
         if self._tail_s is not None:
             self._tail_s += seconds
         if self._lent_s is not None:
             self._lent_s += seconds
 
     def observe_return(self, seconds: float) -> None:
-        """Records how long the cards took to return to training."""
+        """Record how long the cards took to return to training."""
         self.mean_return_s = _mean(self.mean_return_s, seconds)
 
     def end_generation(self) -> float:
-        """Records that the step has its groups; returns for how many seconds cards that generate were lent."""
+        """Record that the step has its groups; return for how many seconds cards that generate were lent."""
         if not self._interrupted:
             self.mean_tail_s = _mean(self.mean_tail_s, self._tail_s or 0.0)
         lent_s, self._tail_s, self._lent_s = self._lent_s or 0.0, None, None
         return lent_s
 
     def returns(self, num_ready: int, num_groups: int, *, num_requests: int, num_others: int) -> bool:
-        """Decides whether the cards that train return now. Called where `observe_requests` allows it, until they do.
+        """Decide whether the cards that train return now. Called where `observe_requests` allows it, until they do.
 
         Args:
             num_ready: groups that may be trained now; ``num_groups``: of a step.

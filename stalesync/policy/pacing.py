@@ -23,7 +23,7 @@ class PaceTally:
         self._lost_by_kind: Counter[str] = Counter()
 
     def count(self, metrics: Mapping[str, float]) -> None:
-        """Adds a step's metrics."""
+        """Add a step's metrics."""
         lost = sums(metrics, "pace/overrun_s/")
         self._lost_by_kind.update(lost)
         self._lost_s += sum(lost.values())
@@ -35,7 +35,7 @@ class PaceTally:
         return self._lost_s / self._wall_s if self._wall_s else 0.0
 
     def notes(self) -> list[str]:
-        """Returns a line with the pace and, if the run did not keep it, that its times are invalid."""
+        """Return a line with the pace and, if the run did not keep it, that its times are invalid."""
         if self.pace is None:
             return []
         pace = f"cards took the time of {self.pace}"
@@ -49,5 +49,5 @@ class PaceTally:
 
 
 def sums(metrics: Mapping[str, float], prefix: str) -> dict[str, float]:
-    """Returns the metrics whose names begin with ``prefix``, by the rest of their names."""
+    """Return the metrics whose names begin with ``prefix``, by the rest of their names."""
     return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}

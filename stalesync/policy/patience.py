@@ -19,7 +19,7 @@ class Patience:
         self.limit_s, self._warn_every_s = limit_s, warn_every_s
 
     def observe_waiting(self, now_s: float) -> Decision:
-        """Returns what to do at ``now_s``, when it has not arrived yet."""
+        """Return what to do at ``now_s``, when it has not arrived yet."""
         if now_s - self.begun_s > self.limit_s:
             return "stop"
         if now_s - self._warned_s > self._warn_every_s:

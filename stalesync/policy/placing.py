@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def order_by_place(places: Sequence[tuple[str, list[str]]]) -> list[int]:
-    """Returns the index of the card of rank 0, 1, …: node by node, card by card, so that consecutive ranks have fast
+    """Return the index of the card of rank 0, 1, …: node by node, card by card, so that consecutive ranks have fast
     links.
 
     Args:
@@ -22,7 +22,7 @@ def order_by_place(places: Sequence[tuple[str, list[str]]]) -> list[int]:
 
 
 def check_cards(kind: str, world: int, cluster: dict[str, float]) -> None:
-    """Checks that the cluster has enough cards, as Ray would wait for missing ones without a timeout.
+    """Check that the cluster has enough cards, as Ray would wait for missing ones without a timeout.
 
     Raises:
         ValueError: the cluster has fewer cards than the run needs.
@@ -36,6 +36,6 @@ def check_cards(kind: str, world: int, cluster: dict[str, float]) -> None:
 
 
 def spread(world: int, nodes: Sequence[str]) -> list[str]:
-    """Returns the node of each emulated card: evenly, and neighbours together. Ray does not count such cards, and would
+    """Return the node of each emulated card: evenly, and neighbours together. Ray does not count such cards, and would
     place them at random."""
     return [nodes[index * len(nodes) // world] for index in range(world)]

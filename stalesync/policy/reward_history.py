@@ -25,7 +25,7 @@ class RewardHistory:
         self._rewards: dict[str, LastRewards] = {}
 
     def observe(self, rewards: Mapping[str, float | None]) -> None:
-        """Records the rewards of a group's responses, by their ids; they replace those of the row's earlier group.
+        """Record the rewards of a group's responses, by their ids; they replace those of the row's earlier group.
         None, or not finite: the response has none."""
         group = next(iter(rewards)).rsplit("/", 1)[0]
         numbers = {int(id.rsplit("/", 1)[1]): reward for id, reward in rewards.items()}
@@ -37,14 +37,14 @@ class RewardHistory:
             del self._rewards[next(iter(self._rewards))]
 
     def of(self, group: str) -> LastRewards:
-        """Returns what is known of the last group of this group's row."""
+        """Return what is known of the last group of this group's row."""
         last = self._rewards.get(row_of(group), NO_REWARDS)
         return NO_REWARDS if last[0] == group else last
 
     def state_dict(self) -> dict[str, list[float | None]]:
-        """Returns plain JSON: the rewards by group."""
+        """Return plain JSON: the rewards by group."""
         return {group: list(rewards) for group, rewards in self._rewards.values()}
 
     def load_state_dict(self, state: Mapping[str, Sequence[Any]]) -> None:
-        """Restores a history into this empty one."""
+        """Restore a history into this empty one."""
         self._rewards = {row_of(group): (group, tuple(rewards)) for group, rewards in state.items()}

@@ -18,13 +18,13 @@ class RunningEngines:
         self.low: set[int] = set()
 
     def update(self, engine: int, count: int) -> None:
-        """Records that a running engine has ``count`` requests; it starts if it did not run."""
+        """Record that a running engine has ``count`` requests; it starts if it did not run."""
         self.total += count - self._counts.get(engine, 0)
         self._counts[engine] = count
         (self.low.add if count <= self._low_requests else self.low.discard)(engine)
 
     def remove(self, engine: int) -> None:
-        """Records that an engine has stopped."""
+        """Record that an engine has stopped."""
         self.total -= self._counts.pop(engine)
         self.low.discard(engine)
 

@@ -23,7 +23,7 @@ class SaveInterval:
 
     @classmethod
     def parse(cls, value: int | str) -> SaveInterval:
-        """Reads `run.save_every`.
+        """Read `run.save_every`.
 
         Raises:
             ValueError: it is neither a number of steps nor a time; the message is what was expected.
@@ -39,7 +39,7 @@ class SaveInterval:
         raise ValueError(EXPECTED)
 
     def due(self, step: int, elapsed_s: float, writing: bool) -> bool:
-        """Returns whether to save after ``step``.
+        """Return whether to save after ``step``.
 
         Args:
             elapsed_s: since the previous cut, or since the start of the run.

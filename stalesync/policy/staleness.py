@@ -102,13 +102,13 @@ class StalenessLedger:
         return min(self.groups_per_step, ceil(self.tokens_per_step * groups / tokens))
 
     def next_steps(self, count: int) -> list[int]:
-        """Returns the version in which each of the next groups to be admitted is expected to be trained, behind those
+        """Return the version in which each of the next groups to be admitted is expected to be trained, behind those
         in progress."""
         behind, step = self.num_untrained, self.expected_groups
         return [self.version + (behind + number) // step for number in range(count)]
 
     def admit(self, groups: Iterable[str]) -> None:
-        """Admits groups at the current version."""
+        """Admit groups at the current version."""
         room = self.may_admit
         for count, group in enumerate(groups, start=1):
             assert group not in self.in_flight and group not in self.finished, f"group {group} is admitted already"
@@ -117,7 +117,7 @@ class StalenessLedger:
             self._num_untrained_of[self.version] += 1
 
     def finish(self, group: str, tokens: int = 0) -> None:
-        """Marks a group as finished: its samples are all generated and, if samples are scored while others are
+        """Mark a group as finished: its samples are all generated and, if samples are scored while others are
         generated (`AdmissionSpec.scores_beside`), also scored.
 
         Args:
@@ -128,12 +128,12 @@ class StalenessLedger:
         self._totals = groups + 1, tokens_before + tokens
 
     def ready(self) -> list[str]:
-        """Returns the finished groups that may be trained in this version, oldest first; groups of the same age by
+        """Return the finished groups that may be trained in this version, oldest first; groups of the same age by
         name, so that the order in which they finished has no effect."""
         return self._oldest_first()[: self.num_ready]
 
     def enough(self) -> list[str]:
-        """Returns the groups with which a step may begin now, oldest first; empty if others must finish first."""
+        """Return the groups with which a step may begin now, oldest first; empty if others must finish first."""
         count = self._num_enough
         return self._oldest_first()[:count] if count else []
 
@@ -143,13 +143,13 @@ class StalenessLedger:
         return self._num_enough > 0
 
     def begin_training(self, num_groups: int) -> None:
-        """Fixes the number of groups that this version trains; `train` will name them. Groups admitted in between
+        """Fix the number of groups that this version trains; `train` will name them. Groups admitted in between
         cannot use the remaining places of this version."""
         assert num_groups <= self._places
         self._num_training = num_groups
 
     def train(self, groups: Iterable[str]) -> None:
-        """Marks finished groups as trained in this version."""
+        """Mark finished groups as trained in this version."""
         self._num_training = None
         for group in groups:
             age = self.version - self._remove_finished(group)
@@ -160,15 +160,15 @@ class StalenessLedger:
         assert self._in_time(self.version, self._places), "an older group lost its place"
 
     def lag(self, group: str) -> int:
-        """Returns the number of versions since a finished group was admitted."""
+        """Return the number of versions since a finished group was admitted."""
         return self.version - self.finished[group]
 
     def filter(self, group: str, rule: str) -> None:
-        """Ends a group that a rule of the algorithm excludes from training."""
+        """End a group that a rule of the algorithm excludes from training."""
         self._end(group, f"filtered:{rule}")
 
     def fail(self, group: str, why: str) -> None:
-        """Ends a group that cannot be trained."""
+        """End a group that cannot be trained."""
         self._end(group, f"failed:{why}")
 
     @property
@@ -177,7 +177,7 @@ class StalenessLedger:
         return self._in_time(self.version + 1, self.groups_per_step)
 
     def advance(self) -> int:
-        """Publishes the next policy version and returns it."""
+        """Publish the next policy version and return it."""
         assert self.may_advance, "an untrained group could not be trained in time"
         self.version += 1
         self.trained_now = 0
@@ -190,14 +190,14 @@ class StalenessLedger:
         return (held or len(self.finished) >= self._places) and not self.is_enough
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns plain JSON, between two versions."""
+        """Return plain JSON, between two versions."""
         assert not self.trained_now, "a version is saved when it is published"
         state = {"version": self.version, "in_flight": self.in_flight, "finished": self.finished}
         ages = {str(age): count for age, count in self.ages.items()}
         return state | {"tokens": self.tokens, "sizes": list(self._totals), "ended": dict(self.ended), "ages": ages}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores a ledger into this empty one."""
+        """Restore a ledger into this empty one."""
         self.version, self.in_flight = state["version"], dict(state["in_flight"])
         groups, tokens = state["sizes"]
         self._totals = groups, tokens
@@ -209,7 +209,7 @@ class StalenessLedger:
         self.ages = Counter({int(age): count for age, count in state["ages"].items()})
 
     def metrics(self) -> dict[str, float]:
-        """Returns the ages of trained groups, and the number of groups by how they ended."""
+        """Return the ages of trained groups, and the number of groups by how they ended."""
         trained = sum(self.ages.values())
         mean = sum(age * count for age, count in self.ages.items()) / trained if trained else 0.0
         metrics = {"staleness/mean": mean, "staleness/max": float(max(self.ages, default=0))}
@@ -232,7 +232,7 @@ class StalenessLedger:
         return ready if ready >= self._places else 0
 
     def _oldest_first(self) -> list[str]:
-        """Returns the finished groups by age, groups of the same age by name. They are sorted only when they are asked
+        """Return the finished groups by age, groups of the same age by name. They are sorted only when they are asked
         for: keeping them sorted would move on average half of them for each group that finishes."""
         if self._sorted is None:
             self._sorted = sorted(sorted(self.finished), key=self.finished.__getitem__)  # stable: of one age by name
@@ -259,7 +259,7 @@ class StalenessLedger:
         return due
 
     def _by_min_age(self) -> Iterator[tuple[int, int, int]]:
-        """Yields for each age k from s down to 0: the number of untrained and of finished groups of age >= k, and of
+        """Yield for each age k from s down to 0: the number of untrained and of finished groups of age >= k, and of
         places for them in later versions."""
         untrained = finished = 0
         for age in range(self.max_staleness, -1, -1):
@@ -292,7 +292,7 @@ class StalenessLedger:
         self._sorted = None
 
     def _remove_finished(self, group: str) -> int:
-        """Returns the version at which it was admitted."""
+        """Return the version at which it was admitted."""
         version = self.finished.pop(group)
         self._finished_tokens -= self.tokens.pop(group)
         _decrement(self._num_untrained_of, version)
@@ -302,7 +302,7 @@ class StalenessLedger:
 
 
 def _decrement(counts: Counter[int], version: int) -> None:
-    """Decrements a count and removes it at 0, so that the counts do not grow during the run."""
+    """Decrement a count and remove it at 0, so that the counts do not grow during the run."""
     counts[version] -= 1
     if not counts[version]:
         del counts[version]

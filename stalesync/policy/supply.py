@@ -34,7 +34,7 @@ class Supply:
         """Number of groups in the last `AdmitGroups` that are not admitted yet"""
 
     def observe_admitted(self, prompt_tokens: Mapping[str, int]) -> None:
-        """Records the groups of `AdmitGroups` with the length of their prompts; their requests wait from now on."""
+        """Record the groups of `AdmitGroups` with the length of their prompts; their requests wait from now on."""
         expected = self._num_requested
         assert len(prompt_tokens) == expected, f"{len(prompt_tokens)} groups were admitted, expected {expected}"
         self._num_requested = 0
@@ -45,7 +45,7 @@ class Supply:
             self._buffer.add(group, ids, prompt_tokens=length, max_tokens=self._spec.max_response_tokens, step=step)
 
     def admit(self, engines: Sequence[int] | None = None) -> Iterator[Command]:
-        """Admits as many groups as the ledger allows, the remaining steps can train, and these engines (None: those
+        """Admit as many groups as the ledger allows, the remaining steps can train, and these engines (None: those
         that run) can start; with `histopipe`, which ranks the groups of a step, also those that have to wait."""
         count = self.num_admissible
         if count > 0 and self._spec.ahead and self._spec.histopipe is None:
@@ -56,7 +56,7 @@ class Supply:
             assert not self._num_requested, "AdmitGroups must be followed by observe_admitted"
 
     def dispatch(self, engines: Sequence[int] | None = None, last: bool = False) -> Iterator[Command]:
-        """Dispatches waiting requests to these engines (None: those that run), and starts those that do not run.
+        """Dispatch waiting requests to these engines (None: those that run), and start those that do not run.
         ``last``: of the step."""
         starting: frozenset[int] = frozenset()
         if engines is None:
@@ -82,7 +82,7 @@ class Supply:
         return not (self._spec.binds_late or self._spec.filters or self._ledger.tokens_per_step is not None)
 
     def take_back(self, engine: int, suspended: Sequence[SuspendedSample]) -> None:
-        """Records that an engine has suspended these requests, which wait again."""
+        """Record that an engine has suspended these requests, which wait again."""
         for one in suspended:
             self._buffer.suspend(
                 engine,
@@ -95,7 +95,7 @@ class Supply:
             )
 
     def count(self, engine: int) -> None:
-        """Updates the number of requests of an engine if it runs: samples may arrive after their engine has stopped."""
+        """Update the number of requests of an engine if it runs: samples may arrive after their engine has stopped."""
         if engine in self._running:
             self._running.update(engine, self._buffer.num_running_on(engine))
 
@@ -107,7 +107,7 @@ class Supply:
         return max(0, min(left, self._ledger.may_admit))
 
     def _groups_to_begin(self, max_requests: int, engines: Sequence[int] | None) -> int:
-        """Returns the number of groups that these engines (None: those that run) could start now."""
+        """Return the number of groups that these engines (None: those that run) could start now."""
         if engines is None:
             num_engines, held = len(self._running), self._running.total
         else:

@@ -39,25 +39,25 @@ class EndOrder:
         _call("prctl", PR_SET_PDEATHSIG, ctypes.c_ulong(SIGNAL))
 
     def watch(self, descriptors: Collection[int]) -> None:
-        """Adds those that are not watched yet, each of which `poll` returns once: pidfds."""
+        """Add those that are not watched yet, each of which `poll` returns once: pidfds."""
         for fd in {*descriptors} - self._watched:
             self._epoll.register(fd, select.EPOLLIN | select.EPOLLONESHOT)
             self._watched.add(fd)
 
     def watch_input(self, fd: int) -> None:
-        """Adds a descriptor that `poll` returns whenever it can be read."""
+        """Add a descriptor that `poll` returns whenever it can be read."""
         self._epoll.register(fd, select.EPOLLIN)
 
     def unwatch_input(self, fd: int) -> None:
         self._epoll.unregister(fd)
 
     def poll(self, timeout_s: float) -> list[int]:
-        """Waits at most ``timeout_s`` for the first of the descriptors; returns those that are ready, in the order in
+        """Wait at most ``timeout_s`` for the first of the descriptors; return those that are ready, in the order in
         which they became ready."""
         return [fd for fd, _ in self._epoll.poll(timeout_s)]
 
     def close(self) -> None:
-        """Stops watching. The signal stays blocked."""
+        """Stop watching. The signal stays blocked."""
         self._epoll.close()
         os.close(self.thread)
 

@@ -24,7 +24,7 @@ class ExitStatus:
             self.descriptor = os.pidfd_open(pid)
 
     def read(self) -> int | None:
-        """Returns the exit status, negative for a signal; None: it has not ended, or the kernel does not keep it."""
+        """Return the exit status, negative for a signal; None: it has not ended, or the kernel does not keep it."""
         status = self._of_reaped()
         if status is None:
             status = self._of_zombie()

@@ -154,7 +154,7 @@ class FailedStage:
 
     @classmethod
     def of(cls, error: Exception, *, rank: int, stage: str) -> FailedStage:
-        """Converts the exception that Ray raises for a stage of a worker."""
+        """Convert the exception that Ray raises for a stage of a worker."""
         import ray  # here: Ray's guard starts without it
 
         if isinstance(error, ray.exceptions.RayActorError):
@@ -168,7 +168,7 @@ class FailedStage:
         return cls(failure, str(error).strip())
 
     def error(self, hosts: Sequence[Host] = (), lost_hosts: Collection[Host] = (), why: str = "") -> RunFailed:
-        """Returns the error with which the run ends if this is its root cause.
+        """Return the error with which the run ends if this is its root cause.
 
         Args:
             hosts: of every rank; they are named if there are several.
@@ -190,7 +190,7 @@ class FailedStage:
 
 
 def full_storage() -> str:
-    """Returns which of the file systems that Ray cannot do without is full, with its free bytes; "" if none is."""
+    """Return which of the file systems that Ray cannot do without is full, with its free bytes; "" if none is."""
     disk = os.environ.get(ROOT_VARIABLE) or os.environ.get("TMPDIR") or "/tmp"
     for name, path in (("shared memory", "/dev/shm"), ("the disk", disk)):
         if os.path.isdir(path) and (free := _free_bytes(path)) < MIN_FREE_BYTES:
@@ -204,7 +204,7 @@ def _free_bytes(path: str) -> int:
 
 
 def first_line(text: str) -> str:
-    """Returns the first line of a text, which may go on with the stack of a C++ program; at most MAX_CAUSE_CHARS."""
+    """Return the first line of a text, which may go on with the stack of a C++ program; at most MAX_CAUSE_CHARS."""
     line = " ".join(next(iter(text.strip().splitlines()), "").split())
     return line if len(line) <= MAX_CAUSE_CHARS else line[: MAX_CAUSE_CHARS - 2] + " …"
 
@@ -215,12 +215,12 @@ def is_consequence(failed: FailedStage) -> bool:
 
 
 def late_rank(rank: int, stage: str, message: str) -> RankFailure:
-    """Describes a rank that did not end a stage, or answer a control call, in time."""
+    """Describe a rank that did not end a stage, or answer a control call, in time."""
     return RankFailure(rank=rank, stage=stage, kind=FailureKind.TIMED_OUT, error="", message=message)
 
 
 def root_cause(failed: Iterable[FailedStage]) -> FailedStage:
-    """Chooses a died worker before a failure, and either before a consequence of another rank's failure; of equal kinds
+    """Choose a died worker before a failure, and either before a consequence of another rank's failure; of equal kinds
     the lowest rank."""
     return min(failed, key=lambda one: (_severity(one.failure.kind), one.failure.rank))
 
@@ -231,7 +231,7 @@ def _severity(kind: FailureKind) -> int:
 
 @contextmanager
 def logging_errors(task: str) -> Iterator[None]:
-    """Logs an error of the block instead of raising it: for what is written after a failure, which it would hide."""
+    """Log an error of the block instead of raising it: for what is written after a failure, which it would hide."""
     try:
         yield
     except Exception:

@@ -30,7 +30,7 @@ class HostsDiffer(RunFailed):
 
 
 def check_hosts(folder: Path, models: Mapping[str, str | None], timeout_s: float) -> None:
-    """Checks the hosts of the Ray cluster that this process has joined; does nothing where there is only one. Warns of
+    """Check the hosts of the Ray cluster that this process has joined; does nothing where there is only one. Warns of
     those whose Ray other users can change.
 
     Args:

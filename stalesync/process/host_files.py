@@ -59,7 +59,7 @@ class HostReport:
 
 
 def report_files(mark: str, folders: Mapping[str, str], ray_session: str | None = None) -> HostReport:
-    """Reports what this host sees.
+    """Report what this host sees.
 
     Args:
         mark: path of the controller's mark.
@@ -83,7 +83,7 @@ def report_files(mark: str, folders: Mapping[str, str], ray_session: str | None 
 
 
 def find_differences(folder: str, own: HostReport, reports: Mapping[Host, HostReport]) -> list[str]:
-    """Returns a line for each thing that hosts lack or have otherwise than the controller; [] if all agree.
+    """Return a line for each thing that hosts lack or have otherwise than the controller; [] if all agree.
 
     Args:
         folder: the run's.
@@ -120,14 +120,14 @@ def _difference(name: str, own: Digests | None, theirs: Digests | None, host: Ho
 
 
 def digests_of(folder: Path) -> dict[str, str] | None:
-    """Returns digests of the files of a folder, without its subfolders; None if there is none."""
+    """Return digests of the files of a folder, without its subfolders; None if there is none."""
     if not folder.is_dir():
         return None
     return {path.name: digest_of(path) for path in sorted(folder.iterdir()) if path.is_file()}
 
 
 def code_digests() -> dict[str, str]:
-    """Returns digests of the project's own sources, and the versions of what it depends on most."""
+    """Return digests of the project's own sources, and the versions of what it depends on most."""
     root = Path(__file__).resolve().parents[2]
     digests = {
         str(path.relative_to(root)): digest_of(path) for package in PACKAGES for path in _sources(root / package)
@@ -136,7 +136,7 @@ def code_digests() -> dict[str, str]:
 
 
 def digest_of(path: Path, whole_bytes: int = WHOLE_BYTES) -> str:
-    """Returns the size of a file and a digest (xxh3, 64 bits) of it, or of three pieces if it has more than
+    """Return the size of a file and a digest (xxh3, 64 bits) of it, or of three pieces if it has more than
     ``whole_bytes``.
 
     Raises:

@@ -31,7 +31,7 @@ class Host:
 
 
 def all_hosts(nodes: Iterable[Mapping[str, Any]]) -> dict[str, Host]:
-    """Returns the hosts of `ray.nodes()` by Ray's id, also those that have left the cluster."""
+    """Return the hosts of `ray.nodes()` by Ray's id, also those that have left the cluster."""
     return {
         node["NodeID"]: Host(node["NodeID"], name=node["NodeManagerHostname"], address=node["NodeManagerAddress"])
         for node in nodes
@@ -39,23 +39,23 @@ def all_hosts(nodes: Iterable[Mapping[str, Any]]) -> dict[str, Host]:
 
 
 def alive_hosts(nodes: Sequence[Mapping[str, Any]]) -> dict[str, Host]:
-    """Returns the hosts of `ray.nodes()` that are in the cluster, by Ray's id."""
+    """Return the hosts of `ray.nodes()` that are in the cluster, by Ray's id."""
     return all_hosts([node for node in nodes if node["Alive"]])
 
 
 def number_hosts(hosts: Sequence[Host]) -> list[int]:
-    """Numbers the host of each rank, in order of appearance."""
+    """Number the host of each rank, in order of appearance."""
     numbers = {host: number for number, host in enumerate(dict.fromkeys(hosts))}
     return [numbers[host] for host in hosts]
 
 
 def describe_hosts(hosts: Iterable[Host]) -> str:
-    """Returns "host-a (10.0.0.1) and host-b (10.0.0.2)"."""
+    """Return "host-a (10.0.0.1) and host-b (10.0.0.2)"."""
     return " and ".join(sorted(map(str, hosts)))
 
 
 def describe_ranks(ranks: Iterable[int], hosts: Sequence[Host] = ()) -> str:
-    """Returns "rank 1 and rank 4"; "rank 1 on host-a (10.0.0.1) and rank 4 on host-b (10.0.0.2)" where ``hosts``, the
+    """Return "rank 1 and rank 4"; "rank 1 on host-a (10.0.0.1) and rank 4 on host-b (10.0.0.2)" where ``hosts``, the
     host of every rank, are several."""
     if len({*hosts}) < 2:
         return " and ".join(f"rank {rank}" for rank in sorted(ranks))

@@ -23,8 +23,8 @@ os.register_at_fork(after_in_child=_idle.clear)
 
 
 def begin(call: Callable[Params, Result], *args: Params.args, **kwargs: Params.kwargs) -> Future[Result]:
-    """Calls a function on another thread, which does not keep the process from ending. The future's `result` returns
-    and raises what the function does."""
+    """Call a function on another thread, which does not keep the process from ending. The future's `result` returns
+    and raise what the function does."""
     future: Future[Result] = Future()
     try:
         calls = _idle.pop()
@@ -41,7 +41,7 @@ def _serve(calls: Calls) -> None:
 
 
 def _execute(calls: Calls, call: Callable[[], Any], future: Future[Any]) -> None:
-    """Executes one call. The thread counts as idle before the caller can have the result: it begins the next."""
+    """Execute one call. The thread counts as idle before the caller can have the result: it begins the next."""
     try:
         result = call()
     except BaseException as error:

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 
 def write_log_to(path: str) -> None:
-    """Appends to a file what this process logs, prints, or writes from C++, and its stack if it crashes, from now on.
+    """Append to a file what this process logs, prints, or writes from C++, and its stack if it crashes, from now on.
     Where the file cannot be opened, because this host does not have the folder, all stays as it is."""
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -53,13 +53,13 @@ class _Tolerant(io.FileIO):
 
 
 def _text(log: _Tolerant) -> io.TextIOWrapper:
-    """Opens a log for text. Every line is written at once: what was printed is not lost in a crash."""
+    """Open a log for text. Every line is written at once: what was printed is not lost in a crash."""
     return io.TextIOWrapper(log, encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
 @contextmanager
 def logging_to(path: Path, earlier: Sequence[logging.LogRecord] = ()) -> Iterator[list[str]]:
-    """Appends to a file what this process logs in the block; warnings are still printed to the standard error. Yields
+    """Append to a file what this process logs in the block; warnings are still printed to the standard error. Yields
     the notes of the final report: ``earlier`` warnings, and whether there was no space for the file.
 
     Args:
@@ -88,7 +88,7 @@ def logging_to(path: Path, earlier: Sequence[logging.LogRecord] = ()) -> Iterato
 
 @contextmanager
 def keeping_warnings(kept: list[logging.LogRecord]) -> Iterator[None]:
-    """Adds to a list the warnings of the block, which are still printed, for the log of a run that has none yet."""
+    """Add to a list the warnings of the block, which are still printed, for the log of a run that has none yet."""
     handler = logging.Handler(logging.WARNING)
     handler.emit = kept.append  # type: ignore[assignment, method-assign]
     with _added(handler):
@@ -97,7 +97,7 @@ def keeping_warnings(kept: list[logging.LogRecord]) -> Iterator[None]:
 
 @contextmanager
 def _added(handler: logging.Handler) -> Iterator[None]:
-    """Lets a handler receive what this process logs in the block, besides those that print it."""
+    """Let a handler receive what this process logs in the block, besides those that print it."""
     root = logging.getLogger()
     handlers = [handler]
     if not root.handlers:
@@ -116,7 +116,7 @@ def _added(handler: logging.Handler) -> Iterator[None]:
 
 @contextmanager
 def stderr_to(path: Path | None) -> Iterator[None]:
-    """Appends to a file what the process, also from C++, writes to its standard error in the block. None: changes
+    """Append to a file what the process, also from C++, writes to its standard error in the block. None: changes
     nothing."""
     if path is None:
         yield

@@ -33,8 +33,8 @@ def ray_cluster(
     report: Report | None = None,
     show_report: ShowReport = lambda outcome: None,
 ) -> Iterator[Callable[[], None]]:
-    """Joins the cluster at ``address``, or starts Ray on this machine (None); at the block's end leaves the cluster, or
-    stops Ray, also if this process is killed. Does nothing where Ray is initialised already. Yields a health check of
+    """Join the cluster at ``address``, or start Ray on this machine (None); at the block's end leaves the cluster, or
+    stop Ray, also if this process is killed. Does nothing where Ray is initialised already. Yields a health check of
     the Ray that it has started.
 
     Args:
@@ -96,7 +96,7 @@ def ray_cluster(
 
 @contextmanager
 def _shutting_down() -> Iterator[None]:
-    """Shuts Ray down at the block's end, also where it has not started as a whole."""
+    """Shut Ray down at the block's end, also where it has not started as a whole."""
     import ray
 
     try:
@@ -123,7 +123,7 @@ def _call_before_processes_end(call: Callable[[], None]) -> None:
 
 
 def set_environment(address: str | None) -> None:
-    """Sets what Ray reads from the environment when it is imported, and what its processes read; keeps the user's
+    """Set what Ray reads from the environment when it is imported, and what its processes read; keep the user's
     settings. Where Ray has been imported already, it reads them again."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Ray starts workers at niceness 15: on a busy core they get about 3 % of the CPU time.
@@ -150,7 +150,7 @@ def _read_environment_again() -> None:
 
 
 def check_token(address: str | None) -> None:
-    """Checks that there is a token for the cluster at ``address``, if there is a cluster.
+    """Check that there is a token for the cluster at ``address``, if there is a cluster.
 
     Raises:
         ClusterOpen: there is none.
@@ -162,7 +162,7 @@ def check_token(address: str | None) -> None:
 
 
 def _check_admitted(address: str) -> None:
-    """Calls the cluster without a token and with that of this process, once: Ray itself would call again for minutes.
+    """Call the cluster without a token and with that of this process, once: Ray itself would call again for minutes.
 
     Raises:
         ClusterOpen: the cluster accepts callers without a token, and the user has not chosen so.
@@ -199,7 +199,7 @@ def _admits(address: str) -> bool:
 
 @contextmanager
 def _without_token() -> Iterator[None]:
-    """Lets this process call Ray without its token inside the block."""
+    """Let this process call Ray without its token inside the block."""
     mode = os.environ["RAY_AUTH_MODE"]
     try:
         os.environ["RAY_AUTH_MODE"] = "disabled"
@@ -220,7 +220,7 @@ def _uses_token(environment: Mapping[str, str]) -> bool:
 
 
 def keep_token(environment: Mapping[str, str], home: Path) -> None:
-    """Creates the token of a user who has none where Ray looks for it (`ray get-auth-token`), readable by that user
+    """Create the token of a user who has none where Ray looks for it (`ray get-auth-token`), readable by that user
     only. Ray would let others read it.
 
     Raises:
@@ -244,7 +244,7 @@ def keep_token(environment: Mapping[str, str], home: Path) -> None:
 
 
 def token_file(home: Path) -> Path:
-    """Returns the file in which Ray looks for the token of a user."""
+    """Return the file in which Ray looks for the token of a user."""
     return home / ".ray" / "auth_token"
 
 

@@ -33,12 +33,12 @@ class Ender:
         """The main thread is not to be interrupted any more"""
 
     def interrupt(self, error: RunFailed) -> None:
-        """Interrupts the main thread, which raises the error."""
+        """Interrupt the main thread, which raises the error."""
         if not self.shuts_down:
             raise_in_main(error)
 
     def give_up(self, error: RunFailed) -> NoReturn:
-        """Reports the error and ends this process."""
+        """Report the error and end this process."""
         assert self._guard is not None and self._report is not None
         self._guard.send(GIVING_UP)
         try:
@@ -49,7 +49,7 @@ class Ender:
 
     @contextmanager
     def watching_start(self) -> Iterator[None]:
-        """Ends this process when a signal has waited too long for the end of the block, which starts Ray or joins a
+        """End this process when a signal has waited too long for the end of the block, which starts Ray or joins a
         cluster, or if an error can be reported, when a process of Ray has ended inside it."""
         self._stderr = os.dup(2)  # inside the block, 2 becomes the log of Ray's start
         try:

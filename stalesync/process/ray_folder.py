@@ -44,7 +44,7 @@ LOGS = "logs/ray"
 
 
 def root_of(environment: Mapping[str, str]) -> Path:
-    """Returns the folder in which that of a run is created. TMPDIR is not used where it is unsuitable.
+    """Return the folder in which that of a run is created. TMPDIR is not used where it is unsuitable.
 
     Raises:
         ValueError: RAY_TMPDIR, or /tmp, is too long for sockets, or other users can replace what is in it.
@@ -68,7 +68,7 @@ def _unsuitable(folder: Path) -> str:
 
 
 def exposed(folder: Path) -> str:
-    """Returns how a user other than this one and root can replace a folder, or what is in it: through a link on the way
+    """Return how a user other than this one and root can replace a folder, or what is in it: through a link on the way
     to it, or a folder that they may write to, unless one above it keeps them out. "": in no way.
 
     Raises:
@@ -89,7 +89,7 @@ def exposed(folder: Path) -> str:
 
 @contextmanager
 def ray_folder() -> Iterator[Path]:
-    """Creates the folder of a run; at the block's end it is removed, if it is still there.
+    """Create the folder of a run; at the block's end it is removed, if it is still there.
 
     Raises:
         ValueError: by `root_of`.
@@ -111,7 +111,7 @@ def ray_folder() -> Iterator[Path]:
 
 
 def remove(folder: Path, keep_logs_in: Path | None = None) -> None:
-    """Removes the folder of a run whose Ray has ended, and those of runs all of whose processes were killed.
+    """Remove the folder of a run whose Ray has ended, and those of runs all of whose processes were killed.
 
     Args:
         keep_logs_in: a run's folder, to which Ray's logs are copied before.

@@ -97,7 +97,7 @@ class Report(NamedTuple):
     world: int
 
     def __call__(self, error: RunFailed, stderr: int) -> None:
-        """Records the error in the run's folder, and writes it to ``stderr``, a descriptor."""
+        """Record the error in the run's folder, and write it to ``stderr``, a descriptor."""
         from stalesync.process.run_log import Progress, RunLog, report_failure
 
         logs = RunLog(Path(self.folder), begins=False)
@@ -125,7 +125,7 @@ class Guard:
     ends_itself: bool = False
 
     def send(self, news: bytes) -> None:
-        """Sends one of these messages."""
+        """Send one of these messages."""
         self.ends_itself = news == STARTED or (self.ends_itself and news == LEAVING)
         with suppress(BrokenPipeError):  # somebody has killed the guard
             os.write(self.pipe, news)
@@ -133,7 +133,7 @@ class Guard:
 
 @contextmanager
 def guarded(roots: Sequence[Path | str] = (), report: Report | None = None) -> Iterator[Guard]:
-    """Guards the Ray that is started inside the block, in `marking`; at the block's end, none of its processes is left,
+    """Guard the Ray that is started inside the block, in `marking`; at the block's end, none of its processes is left,
     and its folder is removed.
 
     Args:
@@ -181,7 +181,7 @@ def _guarded(folder: Path, roots: Sequence[Path | str], report: Report | None) -
 
 @contextmanager
 def marking(mark: str, folder: Path | None = None) -> Iterator[None]:
-    """Marks the processes that are started in the block, and what they start; a Ray among them is in ``folder``."""
+    """Mark the processes that are started in the block, and what they start; a Ray among them is in ``folder``."""
     marks = {MARK: mark, KEEP_ENVIRONMENT: "1"} | ({} if folder is None else {ROOT_VARIABLE: str(folder)})
     before = {name: os.environ.get(name) for name in marks}
     os.environ.update(marks)
@@ -204,7 +204,7 @@ class Members:
         """When each was started (clock ticks), by process id"""
 
     def look(self) -> list[int]:
-        """Returns the ids of those that have not ended."""
+        """Return the ids of those that have not ended."""
         parents, started = dict[int, int](), dict[int, int]()
         for folder in Path("/proc").iterdir():
             if folder.name.isdigit():
@@ -228,7 +228,7 @@ class Members:
 
 
 def end_session(mark: str, roots: Sequence[str], quiet_s: float = LOOKS_S, grace_s: float = GRACE_S) -> None:
-    """Waits until no process of the Ray with this mark has been seen for ``quiet_s``, kills those that are left after
+    """Wait until no process of the Ray with this mark has been seen for ``quiet_s``, kills those that are left after
     ``grace_s``, and removes the folders of dead queues."""
     start_s = seen_s = time.monotonic()
     processes = Members(mark)
@@ -249,7 +249,7 @@ def end_session(mark: str, roots: Sequence[str], quiet_s: float = LOOKS_S, grace
 def main(
     controller: int, mark: str, roots: list[str], folder: str, before: list[int], report: list[Any] | None
 ) -> None:
-    """Waits until the controller has ended, then ends what is left of its Ray."""
+    """Wait until the controller has ended, then end what is left of its Ray."""
     grace_s, failed_in = GRACE_S, None
     if report is not None:
         ended, ends_itself = ended_before(controller, before)
@@ -272,8 +272,8 @@ def main(
 
 
 def ended_before(controller: int, before: Collection[int]) -> tuple[Ended | KeyboardInterrupt | None, bool]:
-    """Waits until the controller has ended or leaves its Ray. Returns a process of Ray that ended before the controller
-    did, or that ended `FROZEN_S` ago while the controller starts Ray (None: the controller was the first, or reports by
+    """Wait until the controller has ended or leaves its Ray. Return a process of Ray that ended before the controller
+    did, or that ended `FROZEN_S` ago while the controller starts Ray (None: the controller was the first, or report by
     itself; a signal: the controller starts Ray and has not been able to end by it for `FROZEN_STOP_S`), and whether
     what is left of Ray may end by itself.
 
@@ -318,7 +318,7 @@ def ended_before(controller: int, before: Collection[int]) -> tuple[Ended | Keyb
 
 
 def _named_by_exit(controller: int, status: ExitStatus, processes: RayProcesses) -> Ended | None:
-    """Waits until the controller has ended. Returns the raylet if Ray's C++ has ended it, as it does at once when the
+    """Wait until the controller has ended. Return the raylet if Ray's C++ has ended it, as it does at once when the
     raylet closes its connection: what the raylet has left to do then may take longer than the end of the controller."""
     while os.getppid() == controller:
         time.sleep(LOOK_S)

@@ -71,11 +71,11 @@ class RayProcesses:
         return {*self._name_by_fd.values()}
 
     def name_of(self, descriptor: int) -> str:
-        """Returns the name of the process of one of these descriptors."""
+        """Return the name of the process of one of these descriptors."""
         return self._name_by_fd[descriptor]
 
     def add_started(self) -> set[str]:
-        """Watches those that have started since, too, also one that has ended already. Returns the names of all
+        """Watch those that have started since, too, also one that has ended already. Return the names of all
         children that are not excluded."""
         started = started_by(self._parent)
         names = {name for pid, name in started.items() if pid not in self._seen}
@@ -89,7 +89,7 @@ class RayProcesses:
         return names
 
     def ended(self) -> str | None:
-        """Returns the name of one that has ended; None: all of them run. Any thread."""
+        """Return the name of one that has ended; None: all of them run. Any thread."""
         if self._missing:
             return self._missing
         poll = select.poll()  # one object must not be polled by two threads at a time
@@ -98,12 +98,12 @@ class RayProcesses:
         return next((self._name_by_fd[fd] for fd, _ in poll.poll(0)), None)
 
     def status_of(self, name: str) -> int | None:
-        """Returns the exit status of one that has ended, as `ExitStatus.read`."""
+        """Return the exit status of one that has ended, as `ExitStatus.read`."""
         found = (self._statuses[fd].read() for fd, known in self._name_by_fd.items() if known == name)
         return next((status for status in found if status is not None), None)
 
     def check(self) -> None:
-        """Checks that all of them run. Any thread.
+        """Check that all of them run. Any thread.
 
         Raises:
             RayEnded: one has ended.
@@ -157,7 +157,7 @@ def watching_end(
 def watching_start(
     give_up: Callable[[RayEnded], None], names: Collection[str] = NAMES, poll: Callable[[], None] = lambda: None
 ) -> Iterator[None]:
-    """Watches the children that have one of ``names`` and start inside the block. If one has ended and the block lasts
+    """Watch the children that have one of ``names`` and start inside the block. If one has ended and the block lasts
     another `GIVE_UP_S`, calls ``give_up`` from a thread: Ray would wait a minute, and may then end this process.
 
     Args:
@@ -193,7 +193,7 @@ def watching_start(
 
 
 def pending_stop(pid: int) -> int:
-    """Returns the number of the signal with which someone asks a process to end, and that all its threads block; 0."""
+    """Return the number of the signal with which someone asks a process to end, and that all its threads block; 0."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except (FileNotFoundError, ProcessLookupError):
@@ -203,7 +203,7 @@ def pending_stop(pid: int) -> int:
 
 
 def children_of(parent: int) -> dict[int, str]:
-    """Returns the names of a process's children that have not ended, as the kernel has them (at most 15 bytes), by
+    """Return the names of a process's children that have not ended, as the kernel has them (at most 15 bytes), by
     process id."""
     return {pid: name for pid, (name, state) in _children(parent).items() if state not in "ZX"}
 
@@ -214,7 +214,7 @@ def started_by(parent: int) -> dict[int, str]:
 
 
 def _children(parent: int) -> dict[int, tuple[str, str]]:
-    """Returns name and state of each child by process id."""
+    """Return name and state of each child by process id."""
     children = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

@@ -39,7 +39,7 @@ MAX_LOG_BYTES, MAX_LOGS_BYTES = 256 << 10, 32 << 20
 
 
 def describe_failure(error: BaseException, *, stage: str, step: int | None, hosts: Sequence[str]) -> dict[str, Any]:
-    """Describes why a run ended, as plain JSON.
+    """Describe why a run ended, as plain JSON.
 
     Args:
         stage: what the controller did; replaced by the card's stage where a card failed.
@@ -74,7 +74,7 @@ def describe_failure(error: BaseException, *, stage: str, step: int | None, host
 
 
 def report_failure(error: RunFailed, stderr: int, *, logs: RunLog, progress: Progress, world: int) -> None:
-    """Records an error for which no exception can be raised, and writes it to ``stderr``, a descriptor."""
+    """Record an error for which no exception can be raised, and write it to ``stderr``, a descriptor."""
     failure = describe_failure(error, stage=progress.stage, step=progress.step, hosts=progress.hosts)
     try:
         note = f"every rank's log and the traceback: {logs.write_failure(failure, world)}"
@@ -84,7 +84,7 @@ def report_failure(error: RunFailed, stderr: int, *, logs: RunLog, progress: Pro
 
 
 def headline(failure: Mapping[str, Any]) -> str:
-    """Returns the first line of `run.log`: rank and stage first."""
+    """Return the first line of `run.log`: rank and stage first."""
     rank = "controller" if failure["rank"] is None else f"rank {failure['rank']}"
     step = "" if failure["step"] is None else f", step {failure['step']}"
     reason = failure["message"].splitlines()
@@ -131,7 +131,7 @@ class RunLog:
     def recording(
         self, progress: Progress, report: dict[str, Any], *, world: int, settle: Callable[[], None] = lambda: None
     ) -> Iterator[None]:
-        """States in ``report["outcome"]`` how the block ends, and calls ``settle`` before: that is final. If it fails,
+        """State in ``report["outcome"]`` how the block ends, and call ``settle`` before: that is final. If it fails,
         writes why, with a note where to find it."""
         try:
             yield
@@ -152,7 +152,7 @@ class RunLog:
             raise
 
     def write_failure(self, failure: Mapping[str, Any], world: int) -> Path:
-        """Writes both files for a run of ``world`` ranks; returns the path of `run.log`.
+        """Write both files for a run of ``world`` ranks; return the path of `run.log`.
 
         Raises:
             OSError: a file could not be written.
@@ -175,7 +175,7 @@ class RunLog:
             yield end_of(path, min(MAX_LOG_BYTES, MAX_LOGS_BYTES // len(logs)))
 
     def _keep_earlier(self) -> None:
-        """Renames the record of an earlier start."""
+        """Rename the record of an earlier start."""
         kept = (re.search(r"\.start-(\d+)\.", path.name) for path in self._folder.glob("*.start-*"))
         number = 1 + max((int(match[1]) for match in kept if match), default=0)
         for name in (ERROR, RUN_LOG):
@@ -185,12 +185,12 @@ class RunLog:
 
 
 def encodable(text: str) -> str:
-    """Returns a text that UTF-8 can encode: half a surrogate pair, as data and file names may have, as an escape."""
+    """Return a text that UTF-8 can encode: half a surrogate pair, as data and file names may have, as an escape."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def end_of(path: Path, max_bytes: int) -> str:
-    """Returns the last ``max_bytes`` of a log, from the beginning of a line."""
+    """Return the last ``max_bytes`` of a log, from the beginning of a line."""
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -205,6 +205,6 @@ def end_of(path: Path, max_bytes: int) -> str:
 
 
 def add_note(error: BaseException, note: str) -> None:
-    """Adds a note to an error, once, as `BaseException.add_note`, which Python 3.10 lacks."""
+    """Add a note to an error, once, as `BaseException.add_note`, which Python 3.10 lacks."""
     notes = getattr(error, "__notes__", ())
     error.__notes__ = [*notes, *([] if note in notes else [note])]  # type: ignore[attr-defined]

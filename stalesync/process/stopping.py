@@ -89,12 +89,12 @@ _stops = _Stops("idle")
 
 
 def describe_stop(stop: KeyboardInterrupt) -> str:
-    """Returns how the run ended, for its report."""
+    """Return how the run ended, for its report."""
     return f"stopped by {stop.signal.name}" if isinstance(stop, Stopped) else "stopped by Ctrl-C"
 
 
 def exit_status(stop: KeyboardInterrupt) -> int:
-    """Returns the exit status of a process that ends by a signal."""
+    """Return the exit status of a process that ends by a signal."""
     return 128 + (stop.signal if isinstance(stop, Stopped) else signal.SIGINT)
 
 
@@ -117,7 +117,7 @@ def ignore_stops() -> None:
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Raises KeyboardInterrupt in the block for SIGINT, `Stopped` for STOP_SIGNALS. One that the parent process
+    """Raise KeyboardInterrupt in the block for SIGINT, `Stopped` for STOP_SIGNALS. One that the parent process
     ignores, as `nohup` does with SIGHUP, stays ignored."""
     global _stops
     outer, before = _stops, dict[signal.Signals, Any]()
@@ -136,7 +136,7 @@ def stoppable() -> Iterator[None]:
 
 @contextmanager
 def acknowledging() -> Iterator[None]:
-    """Surrounds the innermost block that ends the run when it is interrupted. Raises what a handler raised, which a
+    """Surround the innermost block that ends the run when it is interrupted. Raise what a handler raised, which a
     call of Ray replaces by another exception, or the failure for which another thread has interrupted the block
     (`raise_in_main`)."""
     try:
@@ -153,7 +153,7 @@ def acknowledging() -> Iterator[None]:
 
 @contextmanager
 def holding() -> Iterator[None]:
-    """Raises a signal that arrives in the block at its end."""
+    """Raise a signal that arrives in the block at its end."""
     if (phase := _stops.phase) != "raise":
         yield
         return
@@ -174,7 +174,7 @@ def holding() -> Iterator[None]:
 
 @contextmanager
 def completing() -> Iterator[None]:
-    """Lets the block complete what it does at the first SIGTERM: it asks for `requested_stop`, and raises that when it
+    """Let the block complete what it does at the first SIGTERM: it asks for `requested_stop`, and raises that when it
     has saved. Any other signal, and a SIGTERM that comes more than `FORCE_S` later, are raised in it. A request that
     the block has not raised, since it has come to its end, changes nothing."""
     _stops.completes = True
@@ -185,7 +185,7 @@ def completing() -> Iterator[None]:
 
 
 def requested_stop() -> Stopped | None:
-    """Returns the SIGTERM that has arrived in `completing`."""
+    """Return the SIGTERM that has arrived in `completing`."""
     return _stops.request
 
 
@@ -195,7 +195,7 @@ def notes_of_request() -> list[str]:
 
 
 def held_too_long() -> KeyboardInterrupt | None:
-    """Returns the signal that has waited for `HOLD_S` for the end of `holding` or `keeping_handlers`. Called by a
+    """Return the signal that has waited for `HOLD_S` for the end of `holding` or `keeping_handlers`. Called by a
     thread that was started inside the block, again and again."""
     if _stops.held is None and (arrived := (signal.sigpending() | _told()) & {*SIGNALS}):
         _stops.held_s, _stops.held = time.monotonic(), exception_of(min(arrived))
@@ -203,7 +203,7 @@ def held_too_long() -> KeyboardInterrupt | None:
 
 
 def _told() -> set[int]:
-    """Returns the numbers of signals that any thread has received, also where the main thread waits in C."""
+    """Return the numbers of signals that any thread has received, also where the main thread waits in C."""
     try:
         return {*os.read(_stops.told, 64)} if _stops.told >= 0 else set()
     except BlockingIOError:
@@ -211,7 +211,7 @@ def _told() -> set[int]:
 
 
 def raise_in_main(failure: BaseException) -> None:
-    """Interrupts the main thread, also where it waits, if it is inside `stoppable` and has not been interrupted
+    """Interrupt the main thread, also where it waits, if it is inside `stoppable` and has not been interrupted
     before; `acknowledging` raises the failure. Any other thread."""
     if _stops.phase == "raise" and _stops.first is None:
         _stops.failure = failure
@@ -219,7 +219,7 @@ def raise_in_main(failure: BaseException) -> None:
 
 
 def leave(stop: KeyboardInterrupt) -> NoReturn:
-    """Ends the process at once with a message. Any thread."""
+    """End the process at once with a message. Any thread."""
     if os.isatty(1):
         os.write(1, SHOW_CURSOR)
     os.write(2, f"{describe_stop(stop)}\n".encode())
@@ -228,7 +228,7 @@ def leave(stop: KeyboardInterrupt) -> NoReturn:
 
 @contextmanager
 def keeping_handlers() -> Iterator[None]:
-    """Restores the handlers of STOP_SIGNALS at the end of the block, in which Ray replaces that of SIGTERM, in Python
+    """Restore the handlers of STOP_SIGNALS at the end of the block, in which Ray replaces that of SIGTERM, in Python
     and then in C++ by one that ends the process. In the main thread, a signal that arrives meanwhile waits for the end
     of the block; one that another thread receives is passed to the former handler."""
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
@@ -282,7 +282,7 @@ def restoring_handlers() -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def blocking_signals() -> Iterator[None]:
-    """Blocks signals in this thread and for good in those it starts, but not in processes that it forks."""
+    """Block signals in this thread and for good in those it starts, but not in processes that it forks."""
     global _forked_mask
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     _forked_mask = before
@@ -306,7 +306,7 @@ os.register_at_fork(after_in_child=_unblock_in_child)
 
 
 def _install() -> dict[signal.Signals, Any]:
-    """Handles all signals that the parent process does not ignore; returns the handlers before."""
+    """Handle all signals that the parent process does not ignore; return the handlers before."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     before = {number: handler for number, handler in before.items() if handler is not signal.SIG_IGN}
     for number in before:
@@ -315,7 +315,7 @@ def _install() -> dict[signal.Signals, Any]:
 
 
 def _handle(number: int, _: object) -> None:
-    """Handles a signal, in the main thread."""
+    """Handle a signal, in the main thread."""
     stop = exception_of(number)
     match _stops.phase:
         case "leave":
@@ -332,7 +332,7 @@ def _handle(number: int, _: object) -> None:
 
 
 def _is_request(stop: Stopped) -> bool:
-    """Returns whether a signal asks to complete what is under way: the first SIGTERM in `completing`, and those that
+    """Return whether a signal asks to complete what is under way: the first SIGTERM in `completing`, and those that
     come with it."""
     if not _stops.completes or stop.signal != signal.SIGTERM:
         return False
@@ -343,7 +343,7 @@ def _is_request(stop: Stopped) -> bool:
 
 
 def exception_of(number: int) -> KeyboardInterrupt:
-    """Returns what is raised for a signal."""
+    """Return what is raised for a signal."""
     return KeyboardInterrupt() if number == signal.SIGINT else Stopped(number)
 
 

@@ -70,7 +70,7 @@ class DataConfig:
     """`worked_arithmetic`: maximum number of terms in a sum; the minimum is 2."""
 
     def check_source(self) -> None:
-        """Checks that the source is a generator or may be a file.
+        """Check that the source is a generator or may be a file.
 
         Raises:
             ValueError: it is neither, or not stated.
@@ -81,7 +81,7 @@ class DataConfig:
         Checks("data", self).that("source", known, ", ".join((*GENERATORS, f"{paths} {groups}")))
 
     def validate(self) -> None:
-        """Checks every value of the group.
+        """Check every value of the group.
 
         Raises:
             ValueError: a value that is not accepted, by key.

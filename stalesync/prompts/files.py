@@ -81,7 +81,7 @@ class FileRows:
         return [self.row(index) for index in self._held_out[:count]]
 
     def _check_rows(self, check: CheckRows) -> tuple[Sequence[int], Sequence[int]]:
-        """Returns the indices of the rows that can be used, and the number of tokens of their prompts."""
+        """Return the indices of the rows that can be used, and the number of tokens of their prompts."""
         names: dict[str, None] = {}  # in order
         common: set[str] | None = None
         usable, lengths = array("q"), array("q")
@@ -119,7 +119,7 @@ class FileRows:
         return usable if self.num_bad else range(len(self._table)), lengths
 
     def _read(self, indices: Iterable[int], names: dict[str, None]) -> tuple[dict[int, Row], dict[int, ValueError]]:
-        """Returns the rows that could be read, and the errors of the others; adds the names of all columns."""
+        """Return the rows that could be read, and the errors of the others; add the names of all columns."""
         rows, errors = {}, {}
         for index in indices:
             try:
@@ -131,7 +131,7 @@ class FileRows:
         return rows, errors
 
     def _fields_of_answer(self, index: int) -> list[str]:
-        """Returns the names of the fields of a row's answer, as `data.answer_field` takes them, if it is an object."""
+        """Return the names of the fields of a row's answer, as `data.answer_field` takes them, if it is an object."""
         columns = self._table.parsed(index) if isinstance(self._table, JsonRows) else self._table[index]
         answer = value_at(columns, path_of(columns, name := self._config.answer_field))
         return [f"{name}.{field}" for field in answer] if isinstance(answer, Mapping) else []
@@ -205,7 +205,7 @@ def _is_json(value: Any) -> bool:
 
 
 def _open(config: DataConfig) -> tuple[Table, str]:
-    """Opens the file of `data.source`; returns its rows and a digest of its content."""
+    """Open the file of `data.source`; return its rows and a digest of its content."""
     path = Path(config.source)
     if not path.is_file():
         raise ValueError(f"data.source={config.source!r}: no such file: {path.absolute()}")
@@ -227,7 +227,7 @@ def _digest(path: Path) -> str:
 
 
 def _parquet(path: Path) -> Table:
-    """Opens a Parquet file with the library `datasets` (memory-mapped, no network access)."""
+    """Open a Parquet file with the library `datasets` (memory-mapped, no network access)."""
     import datasets
 
     bars_enabled = datasets.is_progress_bar_enabled()

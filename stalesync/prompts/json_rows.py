@@ -57,7 +57,7 @@ class JsonRows:
         return len(self._starts)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Returns the fields of a row.
+        """Return the fields of a row.
 
         Raises:
             ValueError: it is not a JSON object in UTF-8, or has a field twice; or the file was changed.
@@ -65,7 +65,7 @@ class JsonRows:
         return self.parsed(index, self._text_field)
 
     def parsed(self, index: int, text_field: str = "") -> dict[str, Any]:
-        """Returns the fields of a row as `parse_object`; by default none of them as text."""
+        """Return the fields of a row as `parse_object`; by default none of them as text."""
         if self._file_status() != self._status:
             raise ValueError(f"{self._path} was changed while it was read")
         try:
@@ -90,7 +90,7 @@ class JsonRows:
             start += len(line)
 
     def _find_elements(self, start: int) -> None:
-        """Finds the elements of one array. Positions in the text are converted to those in the bytes."""
+        """Find the elements of one array. Positions in the text are converted to those in the bytes."""
         try:
             text = self._bytes[start:].decode()
             at, counted, offset = _skip_space(text, 1), 0, start
@@ -161,7 +161,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _text_of(text: str, field: str) -> str:
-    """Returns the text of a field's value in a valid object that has it."""
+    """Return the text of a field's value in a valid object that has it."""
     at = _skip_space(text, _skip_space(text, 0) + 1)
     while True:
         name, at = scanstring(text, at + 1)

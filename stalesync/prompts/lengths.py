@@ -40,7 +40,7 @@ class ForcedLengths:
 
     @classmethod
     def of(cls, config: RolloutConfig, seed: int) -> ForcedLengths | None:
-        """Creates the lengths of a run; None where the policy ends its responses."""
+        """Create the lengths of a run; None where the policy ends its responses."""
         if config.forced_median is None:
             return None
         between, within, runaway = config.forced_spread
@@ -59,15 +59,15 @@ class ForcedLengths:
         return (1 - runaway) * drawn + runaway * self.cap
 
     def __call__(self, prompt_id: str, member: int) -> int:
-        """Returns the number of tokens of the response of a group member: 1 … cap."""
+        """Return the number of tokens of the response of a group member: 1 … cap."""
         return self.of_members(prompt_id, range(member, member + 1))[0]
 
     def of_members(self, prompt_id: str, members: range) -> list[int]:
-        """Returns the lengths of several members of a group."""
+        """Return the lengths of several members of a group."""
         return self.of_groups([prompt_id], members)[0]
 
     def of_groups(self, prompt_ids: Sequence[str], members: range) -> list[list[int]]:
-        """Returns the lengths of several members of each group."""
+        """Return the lengths of several members of each group."""
         keys = np.array([request_key(id) for id in prompt_ids], np.uint64)
         rows = np.array([request_key(f"e0-{row_of(id)}") for id in prompt_ids], np.uint64)
         size, (between, inside, runaway) = len(members), self.spread

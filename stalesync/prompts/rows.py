@@ -28,7 +28,7 @@ class RowCounts:
     evaluated: int
 
     def describe(self) -> str:
-        """Returns the counts in words, with the key that decides on rows that are left out."""
+        """Return the counts in words, with the key that decides on rows that are left out."""
         reasons = {
             "cannot be used (data.bad_rows)": self.bad,
             "behind the first rows that are used (eval.files rows)": self.unused,
@@ -54,9 +54,9 @@ class Rows(Protocol):
     def row(self, index: int) -> Row: ...
 
     def name(self, index: int) -> str:
-        """Returns the name of a row for error messages."""
+        """Return the name of a row for error messages."""
         ...
 
     def evaluation(self, count: int) -> list[Row]:
-        """Returns up to `count` held-out rows, the same on every call."""
+        """Return up to `count` held-out rows, the same on every call."""
         ...

@@ -37,7 +37,7 @@ class Prompt:
     prefill: str = ""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the fields as plain JSON."""
+        """Return the fields as plain JSON."""
         state = asdict(self)
         if not self.prefill:
             del state["prefill"]
@@ -69,7 +69,7 @@ class PromptSource:
 
     @property
     def fields(self) -> frozenset[str]:
-        """Names of the fields that every row has, besides prompt and answer."""
+        """Name of the fields that every row has, besides prompt and answer."""
         return self._rows.fields
 
     @property
@@ -78,7 +78,7 @@ class PromptSource:
         return self._rows.num_bad if isinstance(self._rows, FileRows) else 0
 
     def next(self, n: int | None = None) -> list[Prompt]:
-        """Returns the next `n` prompts (default: `data.prompts_per_step`), without those that are skipped as too
+        """Return the next `n` prompts (default: `data.prompts_per_step`), without those that are skipped as too
         long."""
         num_prompts = self._config.prompts_per_step if n is None else n
         taken: list[Prompt] = []
@@ -95,24 +95,24 @@ class PromptSource:
         return taken
 
     def evaluation(self, n: int) -> list[Prompt]:
-        """Returns `n` held-out prompts with ids `eval-0`, …: the same on every call, and none that `next` returns
+        """Return `n` held-out prompts with ids `eval-0`, …: the same on every call, and none that `next` returns
         (except for the one-digit sums, which are all used for both). A file has at most `held_out`."""
         rows = self._rows.evaluation(n)
         names = [f"eval-{index}" for index in range(len(rows))]
         return self._fitting(self._encode(names, rows))
 
     def in_order(self, prefix: str) -> list[Prompt]:
-        """Returns the prompts of an epoch of a file in the order of its rows, without those that are skipped as too
+        """Return the prompts of an epoch of a file in the order of its rows, without those that are skipped as too
         long; the id of each is the index of its row behind ``prefix``."""
         assert self._indices is not None, f"there is no end to the rows of {self._config.source}"
         return self._fitting(self._prompts([(f"{prefix}{index}", index) for index in self._indices]))
 
     def reference_answers(self, count: int) -> list[ReferenceAnswer]:
-        """Returns the answers of up to ``count`` training rows, spread evenly; does not advance."""
+        """Return the answers of up to ``count`` training rows, spread evenly; does not advance."""
         return [ReferenceAnswer(f"row {index}", self._rows.row(index).answer) for index in self._spread(count)]
 
     def sample(self, count: int) -> list[Prompt]:
-        """Returns the prompts of up to ``count`` training rows, spread evenly; does not advance.
+        """Return the prompts of up to ``count`` training rows, spread evenly; does not advance.
 
         Raises:
             ValueError: all of them are too long.
@@ -133,7 +133,7 @@ class PromptSource:
         return [indices[place * len(indices) // count] for place in range(count)] if len(indices) > count else indices
 
     def counts(self, evaluated: Sequence[Prompt], held_out: int | None = None) -> RowCounts:
-        """Returns what became of the rows of which `in_order`, or `evaluation` of ``held_out`` rows, has returned the
+        """Return what became of the rows of which `in_order`, or `evaluation` of ``held_out`` rows, has returned the
         prompts ``evaluated``."""
         if held_out is not None:
             read = len(self._rows.evaluation(held_out))
@@ -149,13 +149,13 @@ class PromptSource:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Returns `data/epoch`, `data/skipped_prompts` since the start of the run, and `data/bad_rows` of the file if
+        """Return `data/epoch`, `data/skipped_prompts` since the start of the run, and `data/bad_rows` of the file if
         it has any."""
         bad = {"data/bad_rows": float(self.num_bad_rows)} if self.num_bad_rows else {}
         return {"data/epoch": float(self._epoch), "data/skipped_prompts": float(self._skipped)} | bad
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what `load_state_dict` needs to resume at the next prompt; plain JSON."""
+        """Return what `load_state_dict` needs to resume at the next prompt; plain JSON."""
         return {
             "source": self._config.source,
             "rows": self.num_rows,
@@ -167,7 +167,7 @@ class PromptSource:
         }
 
     def find_other_order(self, state: Mapping[str, Any]) -> str:
-        """Returns why prompts would come in another order than in the run whose `state_dict` is ``state``; "" if they
+        """Return why prompts would come in another order than in the run whose `state_dict` is ``state``; "" if they
         would not."""
         digest, source = state.get("digest"), self._config.source
         if state["seed"] != self._seed:
@@ -180,7 +180,7 @@ class PromptSource:
         return ""
 
     def load_state_dict(self, state: Mapping[str, Any], other_order: bool = False) -> None:
-        """Resumes where `state` was taken.
+        """Resume where `state` was taken.
 
         Args:
             other_order: resume at the same position of the same epoch, even if its prompts are others.
@@ -205,7 +205,7 @@ class PromptSource:
         return None if self._indices is None else len(self._indices)
 
     def _choose_rows(self) -> Sequence[int] | None:
-        """Returns the rows of an epoch; None: there is no end to them.
+        """Return the rows of an epoch; None: there is no end to them.
 
         Raises:
             ValueError: the file has fewer than `data.rows`.
@@ -222,7 +222,7 @@ class PromptSource:
         return indices[:wanted]
 
     def _advance(self) -> tuple[int, int]:
-        """Moves to the next prompt and returns its (epoch, row)."""
+        """Move to the next prompt and return its (epoch, row)."""
         indices = self._indices
         if indices is None:
             self._position += 1
@@ -260,7 +260,7 @@ class PromptSource:
         ]
 
     def _check(self, rows: Sequence[Row]) -> list[int | ValueError]:
-        """Returns the number of tokens of each prompt; the error of one that cannot be rendered or tokenized, or has no
+        """Return the number of tokens of each prompt; the error of one that cannot be rendered or tokenized, or has no
         token, or whose text or answer is no Unicode."""
         found: list[int | ValueError] = [self._length_of(row) for row in rows] if len(rows) == 1 else []
         if len(rows) > 1:
@@ -308,7 +308,7 @@ class PromptSource:
                 )
 
     def _lengths(self) -> Iterator[tuple[str, int]]:
-        """Yields every prompt's name and number of tokens; of an endless source, only the longest's."""
+        """Yield every prompt's name and number of tokens; of an endless source, only the longest's."""
         rows = self._rows
         if isinstance(rows, FileRows):
             yield from ((rows.name(index), length) for index, length in zip(rows.usable, rows.lengths, strict=True))
@@ -322,6 +322,6 @@ class PromptSource:
 
 
 def solution_ids(prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:
-    """Returns the tokens of a correct response with the end token, for supervised warm-up; only for generators."""
+    """Return the tokens of a correct response with the end token, for supervised warm-up; only for generators."""
     ids = tokenizer(prompt.fields["solution"], add_special_tokens=False)["input_ids"]
     return (*ids, tokenizer.eos_token_id)

@@ -45,7 +45,7 @@ class _CpuLimitReached(BaseException):
 
 @contextmanager
 def _cpu_limit(seconds: float) -> Iterator[None]:
-    """Raises `_CpuLimitReached` in the block after ``seconds`` of this process's CPU time; only in the main thread,
+    """Raise `_CpuLimitReached` in the block after ``seconds`` of this process's CPU time; only in the main thread,
     which alone receives signals."""
     if threading.current_thread() is not threading.main_thread():
         yield

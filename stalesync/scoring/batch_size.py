@@ -22,7 +22,7 @@ class BatchSize:
         self.count = MIN_BATCH
 
     def observe(self, num_samples: int, seconds: float) -> None:
-        """Records how long a batch took: its samples' scores, and their way from the queue and back."""
+        """Record how long a batch took: its samples' scores, and their way from the queue and back."""
         if seconds > 2 * BATCH_S:
             self.count = max(MIN_BATCH, self.count // 2)
         elif seconds <= BATCH_S and num_samples == self.count:

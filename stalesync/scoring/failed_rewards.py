@@ -49,7 +49,7 @@ class FailedRewards:
         self._first: RewardOutcome | None = None
 
     def observe(self, outcomes: Sequence[RewardOutcome]) -> TooManyFailed | None:
-        """Records outcomes; returns the verdict if the run must end."""
+        """Record outcomes; return the verdict if the run must end."""
         errors = [outcome.error for outcome in outcomes]
         if self._first is None and not any(errors):
             self._errors.extend(errors)
@@ -62,7 +62,7 @@ class FailedRewards:
         return verdict
 
     def judge(self) -> TooManyFailed | None:
-        """Returns the verdict on the samples so far, however few."""
+        """Return the verdict on the samples so far, however few."""
         if self._first is None or self._num_by_error.total() <= self.max_share * len(self._errors):
             return None
         return TooManyFailed(self.max_share, len(self._errors), dict(+self._num_by_error), self._first)

@@ -37,20 +37,20 @@ class Sample:
         return self.prompt_tokens + self.response_tokens
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns a scored sample as plain JSON, with the id of its group in place of the prompt."""
+        """Return a scored sample as plain JSON, with the id of its group in place of the prompt."""
         outcome = asdict(self.outcome)
         if self.outcome.terms is None:
             del outcome["terms"]
         return self.unscored_state_dict() | {"outcome": outcome}
 
     def unscored_state_dict(self) -> dict[str, Any]:
-        """Returns a sample that has no outcome yet, likewise."""
+        """Return a sample that has no outcome yet, likewise."""
         fields = {name: getattr(self, name) for name in SAVED} | {"group": self.prompt.id}
         return fields | {"cut": True} if self.cut else fields
 
     @classmethod
     def restore(cls, prompt: Prompt, state: Mapping[str, Any]) -> Sample:
-        """Restores a sample of ``prompt`` from what `state_dict` or `unscored_state_dict` returned."""
+        """Restore a sample of ``prompt`` from what `state_dict` or `unscored_state_dict` returned."""
         sample = cls(prompt=prompt, cut=state.get("cut", False), **{name: state[name] for name in SAVED})
         if "outcome" in state:
             sample.outcome = RewardOutcome(**state["outcome"])

@@ -94,40 +94,40 @@ class ScoringProgress:
         return bool(self._generated or self._scored)
 
     def observe_generated(self, samples: Sequence[Sample]) -> None:
-        """Records generated samples."""
+        """Record generated samples."""
         self._generated += samples
 
     def observe_ready(self, samples: Sequence[Sample], wait: bool) -> None:
-        """Records generated samples that can be scored. ``wait``: `take_waiting` returns them for scoring; else the
+        """Record generated samples that can be scored. ``wait``: `take_waiting` returns them for scoring; else the
         caller scores them."""
         self.num_unscored += len(samples)
         if wait:
             self._waiting += samples
 
     def observe_scored(self, samples: Sequence[Sample]) -> None:
-        """Records scored samples."""
+        """Record scored samples."""
         self._scored += samples
 
     def observe_to_acknowledge(self, count: int) -> None:
-        """Records that the caller is about to acknowledge samples to the queue."""
+        """Record that the caller is about to acknowledge samples to the queue."""
         self.num_unacknowledged += count
 
     def observe_acknowledged(self, count: int) -> None:
         self.num_unacknowledged -= count
 
     def take_generated(self) -> list[Sample]:
-        """Returns the samples generated since the last call, in order of ids."""
+        """Return the samples generated since the last call, in order of ids."""
         generated, self._generated = self._generated, []
         return sorted(generated, key=by_id)
 
     def take_scored(self) -> list[Sample]:
-        """Returns the samples scored since the last call, in order of ids."""
+        """Return the samples scored since the last call, in order of ids."""
         scored, self._scored = self._scored, []
         self.num_unscored -= len(scored)
         return sorted(scored, key=by_id)
 
     def take_waiting(self) -> list[Sample]:
-        """Returns the samples that wait to be scored, in order of ids."""
+        """Return the samples that wait to be scored, in order of ids."""
         waiting, self._waiting = self._waiting, []
         return sorted(waiting, key=by_id)
 
@@ -146,7 +146,7 @@ class Arrivals:
         self._max_groups = MIN_GROUPS_KEPT
 
     def new(self, ids: Sequence[str], groups: Sequence[str]) -> list[int]:
-        """Returns the positions of those samples of a delivery that arrive for the first time."""
+        """Return the positions of those samples of a delivery that arrive for the first time."""
         known = self._samples
         positions = []
         for position, (id, group) in enumerate(zip(ids, groups, strict=True)):
@@ -225,7 +225,7 @@ class Scorer:
             return self._progress.num_unscored
 
     def wait_acknowledged(self) -> None:
-        """Waits until every scored sample is acknowledged to the queue. Raises the exception of the scoring thread, if
+        """Wait until every scored sample is acknowledged to the queue. Raise the exception of the scoring thread, if
         any."""
         with self._changed:
             self._changed.wait_for(lambda: self._error is not None or not self._progress.num_unacknowledged)
@@ -233,8 +233,8 @@ class Scorer:
                 raise self._error
 
     def poll(self, timeout_s: float) -> tuple[list[Sample], list[Sample]]:
-        """Returns the samples generated and those scored since the last call, each in order of ids; waits at most
-        ``timeout_s`` for the first one, or for `wake`. Raises the exception of the scoring thread, if any."""
+        """Return the samples generated and those scored since the last call, each in order of ids; wait at most
+        ``timeout_s`` for the first one, or for `wake`. Raise the exception of the scoring thread, if any."""
         with self._changed:
             if not (self._progress.has_news or self._error or self._woken):
                 self._changed.wait(timeout_s)
@@ -244,13 +244,13 @@ class Scorer:
             return self._progress.take_generated(), self._progress.take_scored()
 
     def wake(self) -> None:
-        """Ends the wait of `poll`: something else has happened. Thread-safe."""
+        """End the wait of `poll`: something else has happened. Thread-safe."""
         with self._changed:
             self._woken = True
             self._changed.notify_all()
 
     def score_waiting(self) -> tuple[list[Sample], list[StageReport]]:
-        """Scores the samples that could not be scored concurrently, in the TRAIN phase. Also returns the cards'
+        """Score the samples that could not be scored concurrently, in the TRAIN phase. Also returns the cards'
         reports."""
         with self._changed:
             waiting = self._progress.take_waiting()
@@ -261,23 +261,23 @@ class Scorer:
             return self._progress.take_scored(), self._source.take_reports()
 
     def take_reports(self) -> list[StageReport]:
-        """Returns the reports of cards that have scored since the last call, here or in `score_waiting`."""
+        """Return the reports of cards that have scored since the last call, here or in `score_waiting`."""
         return self._source.take_reports()
 
     def note_lost(self, samples: Sequence[Sample]) -> None:
-        """Records samples that the queue has lost before they arrived: no other sample waits for them."""
+        """Record samples that the queue has lost before they arrived: no other sample waits for them."""
         if self._groups is not None and samples:
             with self._changed:
                 self._observe_ready(self._groups.give_up(samples))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the samples that wait for others of their group as plain JSON; nothing if there are none."""
+        """Return the samples that wait for others of their group as plain JSON; nothing if there are none."""
         with self._changed:
             held = [] if self._groups is None else [sample.unscored_state_dict() for sample in self._groups.held()]
         return {"held": held} if held else {}
 
     def load_state_dict(self, state: Mapping[str, Any], scored: Mapping[str, Sequence[Sample]]) -> None:
-        """Restores the state; other keys are ignored. `prompts` has been restored.
+        """Restore the state; other keys are ignored. `prompts` has been restored.
 
         Args:
             scored: samples by group that have a score, of groups that have not ended.
@@ -296,7 +296,7 @@ class Scorer:
         *,
         group_size: int = 1,
     ) -> list[tuple[str, RewardOutcome]]:
-        """Scores one answer per prompt (by its id), in the TRAIN phase; returns text and outcome of each. Drops the
+        """Score one answer per prompt (by its id), in the TRAIN phase; return text and outcome of each. Drop the
         rows of the answers' tokens from the queue.
 
         Args:
@@ -326,7 +326,7 @@ class Scorer:
         return [(sample.response, outcome) for sample, outcome in zip(samples, outcomes, strict=True)]
 
     def check_failed(self) -> None:
-        """Judges the rewards at the end of a run.
+        """Judge the rewards at the end of a run.
 
         Raises:
             RewardsFailed: too many failed.
@@ -362,7 +362,7 @@ class Scorer:
                 self._changed.notify_all()
 
     def _take(self, batch: PackedBatch | None) -> None:
-        """Handles the samples of a batch, and scores what is ready."""
+        """Handle the samples of a batch, and score what is ready."""
         samples = [] if batch is None else self._describe(batch)
         with self._changed:
             self._progress.observe_generated(samples)
@@ -379,13 +379,13 @@ class Scorer:
             self._score(ready)
 
     def _observe_ready(self, samples: Sequence[Sample]) -> None:
-        """Records samples that can be scored; holds the lock."""
+        """Record samples that can be scored; holds the lock."""
         self._progress.observe_ready(samples, wait=not self.concurrent)
         if self.concurrent:
             self._released += samples
 
     def _score(self, samples: Sequence[Sample]) -> None:
-        """Scores samples. They are reported before they are acknowledged, so that training need not wait for that."""
+        """Score samples. They are reported before they are acknowledged, so that training need not wait for that."""
         outcomes = self._source(samples)
         for sample, outcome in zip(samples, outcomes, strict=True):
             sample.outcome = outcome
@@ -407,7 +407,7 @@ class Scorer:
             self._changed.notify_all()
 
     def _describe(self, batch: PackedBatch) -> list[Sample]:
-        """Returns the batch's samples in order of ids. Leaves out those that have arrived before, and those whose group
+        """Return the batch's samples in order of ids. Leaves out those that have arrived before, and those whose group
         has ended meanwhile: the queue has lost them, and `Groups.note_lost` has counted them."""
         groups = {*batch.groups}
         prompts_by_group = {group: prompt for group in groups if (prompt := self.prompts.get(group)) is not None}

@@ -20,10 +20,10 @@ class RewardSource(Protocol):
     concurrent: bool
 
     def __call__(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
-        """Returns one outcome per sample, in order."""
+        """Return one outcome per sample, in order."""
 
     def take_reports(self) -> list[StageReport]:
-        """Returns the reports of the cards used since the last call."""
+        """Return the reports of the cards used since the last call."""
 
 
 class RuleReward:

@@ -31,7 +31,7 @@ class Term:
     pool: RewardPool | None
 
     def outcomes(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
-        """Returns the term of each sample, without its weight."""
+        """Return the term of each sample, without its weight."""
         if self.pool is not None:
             return score_text(self.pool, samples)
         free, longest = self.spec.free_tokens, self.spec.max_tokens
@@ -40,7 +40,7 @@ class Term:
 
 
 def start_terms(config: RewardConfig, start: Callable[[RewardConfig, RewardSpec], RewardPool]) -> list[Term]:
-    """Starts the processes of `reward.terms`.
+    """Start the processes of `reward.terms`.
 
     Args:
         start: starts a pool, and sees to its end.
@@ -59,7 +59,7 @@ def start_terms(config: RewardConfig, start: Callable[[RewardConfig, RewardSpec]
 
 
 def check_term_fields(config: RewardConfig, terms: Sequence[Term], everywhere: Collection[str]) -> None:
-    """Checks that every row has the fields that the terms require, ``everywhere``: those that every row has.
+    """Check that every row has the fields that the terms require, ``everywhere``: those that every row has.
 
     Raises:
         ValueError: names the term and the field.
@@ -75,8 +75,8 @@ def check_term_fields(config: RewardConfig, terms: Sequence[Term], everywhere: C
 def check_reference_answers(
     rule: RewardPool | None, terms: Sequence[Term], source: PromptSource, count: int = 64
 ) -> list[str]:
-    """Checks that the built-in rules among a reward and its terms can match ``count`` reference answers of the data;
-    returns warnings.
+    """Check that the built-in rules among a reward and its terms can match ``count`` reference answers of the data;
+    return warnings.
 
     Args:
         rule: processes of the reward itself; None: a reward model.
@@ -90,7 +90,7 @@ def check_reference_answers(
 
 
 def call_once(pool: RewardPool, prompt: Prompt, *, group_size: int, key: str = "") -> str:
-    """Calls a reward once, with the reference answer as every response of a group; returns a line that describes it.
+    """Call a reward once, with the reference answer as every response of a group; return a line that describes it.
     The pool logs a failure as a warning: a judge may be down for a moment, and an answer need not be a response.
 
     Args:
@@ -110,7 +110,7 @@ def call_once(pool: RewardPool, prompt: Prompt, *, group_size: int, key: str = "
 
 
 def score_text(pool: RewardPool, samples: Sequence[Sample]) -> list[RewardOutcome]:
-    """Scores the text of samples in the processes of a pool."""
+    """Score the text of samples in the processes of a pool."""
     asked = [(sample, sample.prompt) for sample in samples]
     return pool.score(
         [

@@ -36,7 +36,7 @@ class WholeGroups:
         self._given_up: set[str] = set()
 
     def add(self, samples: Iterable[Sample]) -> list[Sample]:
-        """Adds samples that have arrived; returns those that need not wait any more, these or earlier ones."""
+        """Add samples that have arrived; return those that need not wait any more, these or earlier ones."""
         released: list[Sample] = []
         for sample in samples:
             if sample.id in self._given_up:
@@ -49,7 +49,7 @@ class WholeGroups:
         return released
 
     def give_up(self, samples: Iterable[Sample]) -> list[Sample]:
-        """Records samples that are lost before they have arrived; returns those that need not wait any more."""
+        """Record samples that are lost before they have arrived; return those that need not wait any more."""
         released: list[Sample] = []
         for sample in samples:
             group = self._groups.setdefault(sample.prompt.id, _Group())
@@ -60,12 +60,12 @@ class WholeGroups:
         return released
 
     def held(self) -> Iterator[Sample]:
-        """Yields the samples that wait."""
+        """Yield the samples that wait."""
         for group in self._groups.values():
             yield from group.held
 
     def restore(self, held: Iterable[Sample], scored: Mapping[str, Sequence[Sample]]) -> list[Sample]:
-        """Restores samples that waited into this empty object; returns those that need not wait any more.
+        """Restore samples that waited into this empty object; return those that need not wait any more.
 
         Args:
             scored: samples by group that count as arrived and do not wait: those that were lost, and those of a run

@@ -65,7 +65,7 @@ class SimulatedCards:
     # Weights
 
     def publish(self) -> None:
-        """Begins to switch all cards of the actor for generation."""
+        """Begin to switch all cards of the actor for generation."""
         self._ready_s = self.clock.now + self.setup.switch.infer_s
         self._trainers_free_s = self._ready_s
         self.switch_s += self.setup.switch.infer_s * len(self.setup.worker.deployment.actor)
@@ -75,7 +75,7 @@ class SimulatedCards:
         return self._ready_s
 
     def publish_beside(self, version: int, beside: Sequence[int]) -> None:
-        """Sends weights to engines that run, and switches the other cards; returns when all have adopted them."""
+        """Send weights to engines that run, and switches the other cards; return when all have adopted them."""
         self.publish()
         self.clock.advance_to(self._ready_s)
         for number in beside:
@@ -83,7 +83,7 @@ class SimulatedCards:
         self.clock.wait_for(lambda: all(self.engines[number].has_adopted(version) for number in beside))
 
     def begin_return(self) -> None:
-        """Calls the cards that train to return as soon as they are free, unless that is done."""
+        """Call the cards that train to return as soon as they are free, unless that is done."""
         if self._called_s is None:
             self._called_s = self.clock.now
 
@@ -93,7 +93,7 @@ class SimulatedCards:
         return not any(engine.running for engine in self.engines)
 
     def switch_to_train(self) -> None:
-        """Returns the cards that train; returns when they have."""
+        """Return the cards that train; return when they have."""
         self.begin_return()
         assert self._called_s is not None
         returned_s = max(self._called_s, self._trainers_free_s) + self.setup.switch.train_s
@@ -105,11 +105,11 @@ class SimulatedCards:
     # Engines
 
     def start(self, number: int, requests: Sequence[SimulatedRequest], version: int, *, stay: bool) -> None:
-        """Starts an engine behind the switch of its cards."""
+        """Start an engine behind the switch of its cards."""
         self.engines[number].start(requests, version, time=self._ready_s, stay=stay)
 
     def suspend(self, numbers: Sequence[int]) -> dict[int, Sequence[SuspendedSample]]:
-        """Stops engines between two steps; returns the unfinished requests of each."""
+        """Stop engines between two steps; return the unfinished requests of each."""
         for number in numbers:
             self.engines[number].pause()
         self.clock.wait_for(lambda: all(number in self._stopped for number in numbers))
@@ -123,7 +123,7 @@ class SimulatedCards:
     # Training
 
     def begin_training(self, samples_by_group: Mapping[str, Sequence[int]], update: bool = True) -> float:
-        """Begins to train groups, oldest first; returns the time of its end. ``samples_by_group``: tokens of prompt
+        """Begin to train groups, oldest first; return the time of its end. ``samples_by_group``: tokens of prompt
         and response of each sample; ``update``: with optimizer steps, else gradients are accumulated."""
         time = self.clock.now
         replicas = self.setup.worker.train.dp
@@ -149,7 +149,7 @@ class SimulatedCards:
     # Messages
 
     def _put(self, engine: int, samples: Mapping[str, int]) -> None:
-        """Sends samples through the queue, whose actor handles one message after the other."""
+        """Send samples through the queue, whose actor handles one message after the other."""
         overheads = self.setup.overheads
         begins_s, takes_s = max(self.clock.now, self._queue_free_s), len(samples) * overheads.queue_s_per_sample
         self._queue_free_s = begins_s + takes_s
@@ -159,7 +159,7 @@ class SimulatedCards:
             self._share_text(samples)
 
     def _share_text(self, samples: Iterable[str]) -> None:
-        """Reports to the engines which responses have finished, whose siblings they draft from."""
+        """Report to the engines which responses have finished, whose siblings they draft from."""
         groups = [id.rsplit("/", 1)[0] for id in samples]
         self._finished.update(groups)
         for group in dict.fromkeys(groups):

@@ -27,12 +27,12 @@ class Clock:
         self._added = 0
 
     def at(self, time: float, action: Action) -> None:
-        """Executes ``action`` at ``time``, at the earliest now."""
+        """Execute ``action`` at ``time``, at the earliest now."""
         self._added += 1
         heapq.heappush(self._events, (max(time, self.now), self._added, action))
 
     def step(self) -> bool:
-        """Executes the earliest event. Returns whether there was one."""
+        """Execute the earliest event. Return whether there was one."""
         if not self._events:
             return False
         self.now, _, action = heapq.heappop(self._events)
@@ -40,12 +40,12 @@ class Clock:
         return True
 
     def wait_for(self, reached: Callable[[], bool]) -> None:
-        """Executes events until ``reached`` returns true. It must happen."""
+        """Execute events until ``reached`` returns true. It must happen."""
         while not reached():
             assert self.step(), "nothing happens any more"
 
     def advance_to(self, time: float) -> None:
-        """Executes all events up to ``time``, which then is now, unless it is past."""
+        """Execute all events up to ``time``, which then is now, unless it is past."""
         while self._events and self._events[0][0] <= time:
             self.step()
         self.now = max(self.now, time)

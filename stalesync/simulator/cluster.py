@@ -64,7 +64,7 @@ class Base:
 
 
 def check_supernodes(scenario: Scenario, supernodes: int) -> None:
-    """Checks that the cluster can be several times as large.
+    """Check that the cluster can be several times as large.
 
     Raises:
         ValueError: ``cluster.npus`` is not a whole supernode.
@@ -78,7 +78,7 @@ def check_supernodes(scenario: Scenario, supernodes: int) -> None:
 
 
 def base_of(scenario: Scenario, deployment: str) -> Base:
-    """Chooses the layouts of a deployment on one supernode: those given, else the best that fit.
+    """Choose the layouts of a deployment on one supernode: those given, else the best that fit.
 
     Raises:
         ValueError: a layout does not fit the model, the dies or their memory; by key.
@@ -110,7 +110,7 @@ def base_of(scenario: Scenario, deployment: str) -> Base:
 
 
 def simulate(scenario: Scenario, base: Base, case: Case) -> Outcome:
-    """Simulates one run.
+    """Simulate one run.
 
     Raises:
         ValueError: the layouts do not fit the cards, by key.
@@ -122,7 +122,7 @@ def simulate(scenario: Scenario, base: Base, case: Case) -> Outcome:
 
 
 def config_of(scenario: Scenario, base: Base, case: Case) -> Config:
-    """Returns the config of a run on several supernodes."""
+    """Return the config of a run on several supernodes."""
     config, factor = copy.deepcopy(scenario.config), case.supernodes
     config.cluster.npus *= factor
     config.data.prompts_per_step *= factor
@@ -136,7 +136,7 @@ def config_of(scenario: Scenario, base: Base, case: Case) -> Config:
 
 
 def lengths_of(scenario: Scenario) -> Lengths:
-    """Returns the source of prompts, from its start.
+    """Return the source of prompts, from its start.
 
     Raises:
         ValueError: the trace cannot be read, or its groups have another size.

@@ -42,7 +42,7 @@ WIDTH = 150
 
 
 def answer(arguments: Sequence[str], recipes: Path) -> None:
-    """Simulates what is asked for and prints it.
+    """Simulate what is asked for and print it.
 
     Args:
         recipes: the folder that holds `shapes/` and `conf/cluster/`.
@@ -74,7 +74,7 @@ def answer(arguments: Sequence[str], recipes: Path) -> None:
 
 
 def cases_of(options: Mapping[str, str]) -> list[Case]:
-    """Returns all combinations of the values of SWEPT.
+    """Return all combinations of the values of SWEPT.
 
     Raises:
         ValueError: a value that is not accepted, by key.
@@ -92,7 +92,7 @@ def cases_of(options: Mapping[str, str]) -> list[Case]:
 
 
 def scenario_of(parsed: Arguments, recipes: Path) -> Scenario:
-    """Resolves model, cluster and config of one supernode.
+    """Resolve model, cluster and config of one supernode.
 
     Raises:
         ValueError: a value that is not accepted, by key.

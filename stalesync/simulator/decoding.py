@@ -48,7 +48,7 @@ class Track:
     """(position, order, stamp, sequence), a heap; entries with an earlier stamp of their sequence are void"""
 
     def at(self, step: int) -> float:
-        """Returns the position after ``step`` steps."""
+        """Return the position after ``step`` steps."""
         return self.position + self.rate * (step - self.step)
 
     @property
@@ -75,7 +75,7 @@ class Decoding:
         """Step up to which these are counted"""
 
     def add(self, seq: Sequence, step: int) -> None:
-        """Adds a sequence to its track (`Sequence.track`)."""
+        """Add a sequence to its track (`Sequence.track`)."""
         self.count(step)
         track = self.tracks.get(seq.track)
         if track is None:
@@ -85,7 +85,7 @@ class Decoding:
         self.num += 1
 
     def remove(self, seq: Sequence, step: int) -> int:
-        """Removes a sequence; returns its length."""
+        """Remove a sequence; return its length."""
         self.count(step)
         track = self.tracks[seq.track]
         length = self.length(seq, step)
@@ -95,7 +95,7 @@ class Decoding:
         return length
 
     def move(self, seq: Sequence, step: int, to: int) -> None:
-        """Moves a sequence to another track."""
+        """Move a sequence to another track."""
         self.count(step)
         track = self.tracks[seq.track]
         gained = track.at(step) - seq.since
@@ -107,11 +107,11 @@ class Decoding:
         self._insert(seq, self.tracks[to])
 
     def length(self, seq: Sequence, step: int) -> int:
-        """Returns a sequence's tokens after ``step`` steps: what a draft brings beyond its end is not kept."""
+        """Return a sequence's tokens after ``step`` steps: what a draft brings beyond its end is not kept."""
         return min(seq.limit, seq.length + floor(self.tracks[seq.track].at(step) - seq.since + EPSILON))
 
     def set_drafts(self, step: int, drafted: int, rates: dict[int, float]) -> None:
-        """Verifies ``drafted`` tokens behind each sequence from now on; ``rates``: tokens a step by track."""
+        """Verify ``drafted`` tokens behind each sequence from now on; ``rates``: tokens a step by track."""
         self.count(step)
         self.drafted = drafted
         for number, rate in rates.items():
@@ -119,7 +119,7 @@ class Decoding:
             track.position, track.step, track.rate = track.at(step), step, rate
 
     def contexts(self, step: int) -> float:
-        """Returns the sum of the contexts of step number ``step``."""
+        """Return the sum of the contexts of step number ``step``."""
         return sum(track.offset + track.num * track.at(step) for track in self.tracks.values())
 
     @property
@@ -133,11 +133,11 @@ class Decoding:
         return sum(track.num * track.rate for track in self.tracks.values())
 
     def used(self, step: int) -> int:
-        """Counts the KV blocks after ``step`` steps."""
+        """Count the KV blocks after ``step`` steps."""
         return sum(track.growing.used(floor(track.at(step) + EPSILON)) for track in self.tracks.values() if track.num)
 
     def first_end(self, step: int) -> int | None:
-        """Returns the step after which the next sequence has ended, at least ``step``; None: there is none."""
+        """Return the step after which the next sequence has ended, at least ``step``; None: there is none."""
         ends = [
             step + max(0, ceil((end - track.at(step) - EPSILON) / track.rate))
             for track in self.tracks.values()
@@ -146,7 +146,7 @@ class Decoding:
         return min(ends, default=None)
 
     def ended(self, step: int) -> list[Sequence]:
-        """Returns the sequences that have ended after ``step`` steps; `remove` must follow."""
+        """Return the sequences that have ended after ``step`` steps; `remove` must follow."""
         sequences = []
         for track in self.tracks.values():
             while (end := track.first_end) is not None and end <= track.at(step) + EPSILON:
@@ -154,7 +154,7 @@ class Decoding:
         return sequences
 
     def count(self, step: int) -> None:
-        """Updates the totals to ``step`` steps."""
+        """Update the totals to ``step`` steps."""
         for track in self.tracks.values() if step > self._counted else ():
             first, after = track.at(self._counted), track.at(step)
             self.decoded_tokens += track.num * (after - first)

@@ -38,19 +38,19 @@ class DraftSpec:
     history: bool = False
 
     def track(self, finished_siblings: int) -> int:
-        """Returns the track of a sequence: the largest known number of finished siblings that it has at least."""
+        """Return the track of a sequence: the largest known number of finished siblings that it has at least."""
         return max(number for number in KEPT_BY_SIBLINGS if number <= finished_siblings) if self.siblings else 0
 
     def acceptance(self, track: int) -> float:
-        """Returns the acceptance of a drafted token of a track's sequences."""
+        """Return the acceptance of a drafted token of a track's sequences."""
         return self._acceptance[track]
 
     def tokens_per_step(self, track: int, drafted: int) -> float:
-        """Returns the tokens that a sequence gains in a step on average."""
+        """Return the tokens that a sequence gains in a step on average."""
         return self._kept[track][drafted]
 
     def choose(self, cost: EngineCost, num_by_track: Mapping[int, int], contexts: float) -> int:
-        """Returns the number of drafted tokens that bring the most tokens a second; of several the lowest.
+        """Return the number of drafted tokens that bring the most tokens a second; of several the lowest.
 
         Args:
             num_by_track: sequences that decode.
@@ -79,7 +79,7 @@ class DraftSpec:
 
 
 def _acceptance_of(kept: float) -> float:
-    """Returns the acceptance at which a draft of `MAX_DRAFTED` tokens yields ``kept`` tokens a step."""
+    """Return the acceptance at which a draft of `MAX_DRAFTED` tokens yields ``kept`` tokens a step."""
     low, high = 0.0, 1.0
     for _ in range(50):
         middle = (low + high) / 2

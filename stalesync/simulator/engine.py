@@ -94,7 +94,7 @@ class SimulatedEngine:
     # Orders
 
     def start(self, requests: Sequence[SimulatedRequest], version: int, *, time: float, stay: bool) -> None:
-        """Starts with empty KV caches at ``time``. ``stay``: it runs until `pause`, otherwise until it is idle."""
+        """Start with empty KV caches at ``time``. ``stay``: it runs until `pause`, otherwise until it is idle."""
         assert not self.running
         self.running, self._idle, self._stay = True, False, stay
         self.version = self._adopted = version
@@ -109,22 +109,22 @@ class SimulatedEngine:
         self._schedule(time, self._next)
 
     def submit(self, requests: Sequence[SimulatedRequest]) -> None:
-        """Adds requests at the next step."""
+        """Add requests at the next step."""
         self._orders.submit += requests
         self._interrupt()
 
     def forget(self, ids: Iterable[str]) -> None:
-        """Frees parked KV."""
+        """Free parked KV."""
         for id in ids:
             self._parked.pop(id, None)
 
     def adopt(self, version: int) -> None:
-        """Adopts new weights at the next step."""
+        """Adopt new weights at the next step."""
         self._orders.adopt = version
         self._interrupt()
 
     def pause(self) -> None:
-        """Stops after the current step. Nothing happens if it has stopped by itself."""
+        """Stop after the current step. Nothing happens if it has stopped by itself."""
         if self.running:
             self._orders.pause = True
             self._interrupt()
@@ -136,13 +136,13 @@ class SimulatedEngine:
     # Steps
 
     def _schedule(self, time: float, action: Callable[[], None]) -> None:
-        """Replaces the event that is due next."""
+        """Replace the event that is due next."""
         self._event += 1
         event = self._event
         self.clock.at(time, lambda: action() if event == self._event else None)
 
     def _interrupt(self) -> None:
-        """Shortens a jump to the end of the current step, or ends the wait of an idle engine."""
+        """Shorten a jump to the end of the current step, or end the wait of an idle engine."""
         if self._idle:
             self._idle = False
             self._schedule(self.clock.now, self._next)
@@ -153,7 +153,7 @@ class SimulatedEngine:
                 self._schedule(jump.time_of(steps), lambda: self._end_jump(jump, steps))
 
     def _next(self) -> None:
-        """Applies orders, and begins the next step or jump."""
+        """Apply orders, and begin the next step or jump."""
         if self._apply_orders():
             return
         if not self._num_unfinished:
@@ -174,7 +174,7 @@ class SimulatedEngine:
                 return
 
     def _plan(self, number: int) -> Plan:
-        """Plans what a rank prefills in the next step."""
+        """Plan what a rank prefills in the next step."""
         rank = self.ranks[number]
         preemptions = rank.preemptions
         plan = rank.plan(self.step)
@@ -183,7 +183,7 @@ class SimulatedEngine:
         return plan
 
     def _apply_orders(self) -> bool:
-        """Returns whether that has ended the stage, or takes time."""
+        """Return whether that has ended the stage, or takes time."""
         orders, self._orders = self._orders, _Orders()
         if orders.finished:
             self._draft_from(orders.finished)
@@ -234,7 +234,7 @@ class SimulatedEngine:
         self._next()
 
     def _prefill(self, plans: dict[int, Plan]) -> None:
-        """Begins a step in which ranks prefill."""
+        """Begin a step in which ranks prefill."""
         seconds = self._lines.seconds(self.step)
         for number, plan in plans.items():
             copy_s = self.spec.cost.back_s(plan.restored * self.spec.limits.block_size) if plan.restored else 0.0
@@ -253,7 +253,7 @@ class SimulatedEngine:
         self._end_step()
 
     def _steps_to_event(self) -> int:
-        """Returns the number of steps in which every rank only decodes; 0: one must be planned again."""
+        """Return the number of steps in which every rank only decodes; 0: one must be planned again."""
         first_end = self._first_end
         assert first_end < inf, "nothing decodes, and nothing is to be prefilled"
         num_steps = int(first_end) - self.step
@@ -268,7 +268,7 @@ class SimulatedEngine:
         return num_steps
 
     def _decode(self, count: int) -> None:
-        """Begins a jump over steps in which every rank only decodes."""
+        """Begin a jump over steps in which every rank only decodes."""
         jump = self._jump = self._lines.jump(self.clock.now, self.step, count)
         self._schedule(self.clock.now + jump.seconds, lambda: self._end_jump(jump, count))
 
@@ -279,7 +279,7 @@ class SimulatedEngine:
         self._end_step()
 
     def _end_step(self) -> None:
-        """Ends the sequences that have reached their limit, and goes on."""
+        """End the sequences that have reached their limit, and goes on."""
         chunks: list[SuspendedSample] = []
         ended: list[EngineSequence] = []
         while self._ends and self._first_end <= self.step:
@@ -307,7 +307,7 @@ class SimulatedEngine:
         self._next()
 
     def _end_of_step(self) -> float:
-        """Returns the time at which the current step ends; now, where no step only decodes."""
+        """Return the time at which the current step ends; now, where no step only decodes."""
         jump, now = self._jump, self.clock.now
         return now if jump is None else jump.time_of(jump.boundary(now))
 
@@ -319,7 +319,7 @@ class SimulatedEngine:
         return self._ends[0][0] if self._ends else inf
 
     def _refresh(self, number: int) -> None:
-        """Updates what depends on the decoding sequences of a rank, which have changed."""
+        """Update what depends on the decoding sequences of a rank, which have changed."""
         rank, decodes = self.ranks[number], self.ranks[number].decodes
         if (drafts := self.spec.drafts) is not None:
             drafted = drafts.choose(self.spec.cost, decodes.num_by_track, decodes.contexts(self.step))
@@ -339,7 +339,7 @@ class SimulatedEngine:
     # Drafts
 
     def observe_finished(self, group: str, num_finished: int) -> None:
-        """Records the number of finished responses of a group, on any engine: their text is drafted from."""
+        """Record the number of finished responses of a group, on any engine: their text is drafted from."""
         if self.spec.drafts is None:
             return
         self._finished[group] = num_finished
@@ -348,7 +348,7 @@ class SimulatedEngine:
             self._interrupt()
 
     def _draft_from(self, groups: Iterable[str]) -> None:
-        """Moves the decoding sequences of groups to the tracks of what they draft from."""
+        """Move the decoding sequences of groups to the tracks of what they draft from."""
         changed: dict[int, None] = {}
         for group in groups:
             for seq in self._by_group.get(group, ()):
@@ -374,7 +374,7 @@ class SimulatedEngine:
     # The end of a stage
 
     def _stop(self) -> None:
-        """Ends the stage: reports samples and unfinished requests."""
+        """End the stage: reports samples and unfinished requests."""
         self._outbox.send()
         suspended, copied = [], [0] * len(self.ranks)
         for number, rank in enumerate(self.ranks):
@@ -406,7 +406,7 @@ class SimulatedEngine:
         self.clock.at(self.clock.now + copy_s, stopped)
 
     def _park(self, seq: EngineSequence, *, pools: bool) -> bool:
-        """Parks the KV of a sequence that has left on the host, or with ``pools`` in the pool. Returns whether it
+        """Park the KV of a sequence that has left on the host, or with ``pools`` in the pool. Return whether it
         was."""
         if self.spec.keeps_kv and seq.computed:
             self._parked[seq.request.id] = seq.rank, seq.computed

@@ -39,7 +39,7 @@ class Piece:
     growth_s: float
 
     def seconds(self, steps: int) -> float:
-        """Returns the seconds of its first steps."""
+        """Return the seconds of its first steps."""
         return steps * self.first_s + self.growth_s * (steps * (steps - 1) / 2)
 
 
@@ -59,7 +59,7 @@ class Jump:
         self._add(first, count, fixed, growth)
 
     def boundary(self, time: float) -> int:
-        """Returns the number of steps after which ``time`` is reached, at least 0 and at most ``count``."""
+        """Return the number of steps after which ``time`` is reached, at least 0 and at most ``count``."""
         after_s = time - self.begins_s
         if after_s <= 0:
             return 0
@@ -69,7 +69,7 @@ class Jump:
         return self.count
 
     def time_of(self, steps: int) -> float:
-        """Returns the time at which this many steps are done."""
+        """Return the time at which this many steps are done."""
         for piece in self.pieces:
             if steps <= piece.before + piece.count:
                 return self.begins_s + piece.begins_s + piece.seconds(steps - piece.before)
@@ -100,7 +100,7 @@ class Jump:
 
 
 def _steps_until(piece: Piece, seconds: float) -> int:
-    """Returns the least number of steps of a piece that take at least ``seconds``."""
+    """Return the least number of steps of a piece that take at least ``seconds``."""
     slope, start = piece.growth_s / 2, piece.first_s - piece.growth_s / 2
     if slope > 0:
         estimate = (-start + sqrt(max(0.0, start * start + 4 * slope * seconds))) / (2 * slope)
@@ -124,23 +124,23 @@ class RankLines:
         self._fixed, self._growth = np.zeros(width), np.zeros(width)
 
     def clear(self) -> None:
-        """Empties all ranks: they decode nothing."""
+        """Empty all ranks: they decode nothing."""
         self._fixed[:] = 0.0
         self._growth[:] = 0.0
 
     def set(self, rank: int, *, decoding: int, offset: float, growth: float, drafted: int = 0) -> None:
-        """Sets what a rank decodes: ``decoding`` sequences, the sum of whose contexts in step k is ``offset`` + k x
+        """Set what a rank decodes: ``decoding`` sequences, the sum of whose contexts in step k is ``offset`` + k x
         ``growth``, and ``drafted`` tokens behind each."""
         for row, (fixed, slope) in enumerate(self._lines(decoding, drafted)):
             self._fixed[row * self._num_ranks + rank] = fixed + slope * offset
             self._growth[row * self._num_ranks + rank] = slope * growth
 
     def seconds(self, step: int) -> float:
-        """Returns the seconds of a step in which all ranks decode."""
+        """Return the seconds of a step in which all ranks decode."""
         return float((self._fixed + self._growth * step).max())
 
     def jump(self, begins_s: float, first: int, count: int) -> Jump:
-        """Returns ``count`` such steps from number ``first`` on."""
+        """Return ``count`` such steps from number ``first`` on."""
         return Jump(begins_s, first, count, self._fixed, self._growth)
 
     def _lines(self, decoding: int, drafted: int = 0) -> list[tuple[float, float]]:

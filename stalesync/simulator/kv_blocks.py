@@ -22,15 +22,15 @@ class GrowingBlocks:
         self.num_sequences = 0
 
     def add(self, length: int, step: int) -> None:
-        """Adds a sequence that has ``length`` tokens after ``step`` steps."""
+        """Add a sequence that has ``length`` tokens after ``step`` steps."""
         self._count(length, step, 1)
 
     def remove(self, length: int, step: int) -> None:
-        """Removes one: ``length`` and ``step`` as it was added, or any later pair of the same sequence."""
+        """Remove one: ``length`` and ``step`` as it was added, or any later pair of the same sequence."""
         self._count(length, step, -1)
 
     def used(self, step: int) -> int:
-        """Counts the blocks after ``step`` steps."""
+        """Count the blocks after ``step`` steps."""
         rounds, rest = divmod(step, self.size)
         started = sum(self._by_remainder[self.size - rest :]) if rest else 0
         return self._whole + rounds * self.num_sequences + started

@@ -31,7 +31,7 @@ class Lengths(Protocol):
     """Source of prompts."""
 
     def next(self, count: int) -> list[SimulatedPrompt]:
-        """Returns the next prompts."""
+        """Return the next prompts."""
         ...
 
 
@@ -60,7 +60,7 @@ class TraceLengths:
 
     @classmethod
     def read(cls, path: Path, *, prompt_tokens: int, max_response_tokens: int) -> TraceLengths:
-        """Reads a trace. Lines without `response_tokens` (groups that were filtered or failed) are left out.
+        """Read a trace. Lines without `response_tokens` (groups that were filtered or failed) are left out.
 
         Args:
             prompt_tokens: where a line does not state it.

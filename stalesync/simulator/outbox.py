@@ -31,14 +31,14 @@ class Outbox:
         """Whether `_send_later` will be called"""
 
     def open(self, time: float) -> None:
-        """Begins a stage of the engine."""
+        """Begin a stage of the engine."""
         self._sent_s = time
 
     def add(self, id: str, response_tokens: int) -> None:
         self._samples[id] = response_tokens
 
     def send_if_due(self) -> None:
-        """Sends samples, or arranges that they are sent when they have waited long enough. Called between two steps."""
+        """Send samples, or arranges that they are sent when they have waited long enough. Called between two steps."""
         if not self._samples:
             return
         due_s = self._sent_s + MAX_PENDING_S
@@ -49,7 +49,7 @@ class Outbox:
             self._clock.at(due_s, self._send_later)
 
     def send(self) -> None:
-        """Sends all samples now."""
+        """Send all samples now."""
         if self._samples:
             samples, self._samples = self._samples, {}
             self._sent_s = self._clock.now

@@ -54,7 +54,7 @@ class Outcome:
 
     @property
     def limit(self) -> str:
-        """Returns the kind of the largest loss."""
+        """Return the kind of the largest loss."""
         return max(self.lost, key=lambda kind: self.lost[kind])
 
     @property
@@ -66,12 +66,12 @@ class Outcome:
 
 
 def min_steps(max_staleness: int) -> int:
-    """Returns the number of steps that a run needs so that one is measured."""
+    """Return the number of steps that a run needs so that one is measured."""
     return 2 + 2 * max_staleness
 
 
 def outcome_of(run: SimulatedRun) -> Outcome:
-    """Computes the figures of a run that has ended."""
+    """Compute the figures of a run that has ended."""
     setup, pace, totals = run.setup, run.setup.engine.cost.pace, run.totals()
     ahead = setup.config.stalesync.max_staleness
     measured = run.steps[1 + ahead : len(run.steps) - ahead]
@@ -119,7 +119,7 @@ def _lost(run: SimulatedRun) -> dict[str, float]:
 
 
 def _gradient_bytes(run: SimulatedRun) -> float:
-    """Returns the bytes that the cards which train send between supernodes for the optimizer steps of a step: gradients
+    """Return the bytes that the cards which train send between supernodes for the optimizer steps of a step: gradients
     and gathered weights, where the replicas of a pipeline stage are in several."""
     trainer, minibatches = run.setup.trainer, run.setup.config.algorithm.minibatches
     supernode = trainer.pace.hardware.topology.ranks_per_supernode

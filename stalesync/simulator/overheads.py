@@ -29,5 +29,5 @@ class Overheads:
 
     @classmethod
     def none(cls) -> Overheads:
-        """Returns a host that takes no time: what remains is the work of the cards."""
+        """Return a host that takes no time: what remains is the work of the cards."""
         return cls(0.0, 0.0, 0.0, 0.0)

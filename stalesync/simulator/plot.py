@@ -16,7 +16,7 @@ COLOURS = ("#1f77b4", "#d1622b", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#7
 
 
 def draw(outcomes: Mapping[Case, Outcome], path: Path, title: str) -> None:
-    """Writes the plot; grey lines are linear growth from the first point of each line.
+    """Write the plot; grey lines are linear growth from the first point of each line.
 
     Raises:
         ValueError: Pillow is not installed, or the file cannot be written.
@@ -83,6 +83,6 @@ class _Axes:
 
 
 def _round_below(value: float) -> float:
-    """Returns the largest of 1, 2 and 5 times a power of ten that is at most ``value``."""
+    """Return the largest of 1, 2 and 5 times a power of ten that is at most ``value``."""
     power = 10.0 ** floor(log10(value))
     return max(power * factor for factor in (1, 2, 5) if power * factor <= value)

@@ -51,7 +51,7 @@ class Rank:
         return len(self.waiting) + len(self.running)
 
     def plan(self, step: int) -> Plan:
-        """Begins prefills and waiting requests as far as there is room; returns what step number ``step`` computes
+        """Begin prefills and waiting requests as far as there is room; return what step number ``step`` computes
         beside its decodes. `finish` must follow."""
         plan, preempted = Plan(), self.preempt(step)
         plan.last = [seq for seq in self.prefilling if seq.computed + 1 == seq.length]
@@ -71,7 +71,7 @@ class Rank:
         return plan
 
     def sums(self, plan: Plan, step: int) -> StepSums:
-        """Returns what the cost of the planned step depends on."""
+        """Return what the cost of the planned step depends on."""
         ending = [seq for seq, count in plan.chunks if seq.computed + count == seq.length] + plan.twins
         contexts, drafted = self.decodes.contexts(step), self.decodes.drafted
         return StepSums(
@@ -86,7 +86,7 @@ class Rank:
         )
 
     def finish(self, plan: Plan, step: int, version: int) -> list[Sequence]:
-        """Ends the planned step, after which there were ``step``; returns the sequences that have their first token:
+        """End the planned step, after which there were ``step``; return the sequences that have their first token:
         each decodes from now on."""
         for seq, count in [*((seq, 1) for seq in plan.last), *plan.chunks]:
             seq.computed += count
@@ -97,7 +97,7 @@ class Rank:
         return joined
 
     def leave(self, seq: Sequence, step: int) -> None:
-        """Removes a running sequence after ``step`` steps."""
+        """Remove a running sequence after ``step`` steps."""
         del self.running[seq]
         if seq.decoding:
             seq.length = self.decodes.remove(seq, step)
@@ -109,18 +109,18 @@ class Rank:
         self._release(seq, step)
 
     def keep_cached(self, seq: Sequence, step: int) -> None:
-        """Records that the blocks of a sequence that has left stay in the cache, until they are evicted."""
+        """Record that the blocks of a sequence that has left stay in the cache, until they are evicted."""
         self._cached[seq.request.id] = Cached(seq.computed // self.limits.block_size, expires=self._expiry(step))
 
     def withdraw(self, seq: Sequence, step: int) -> None:
-        """Returns a running sequence to the front of the waiting ones, with its tokens and without KV."""
+        """Return a running sequence to the front of the waiting ones, with its tokens and without KV."""
         self.leave(seq, step)
         seq.known = max(seq.known, seq.computed)
         seq.computed = seq.parked = 0
         self.waiting.appendleft(seq)
 
     def restart(self, step: int) -> None:
-        """Drops all KV, as the weights are new: running sequences wait again, in front."""
+        """Drop all KV, as the weights are new: running sequences wait again, in front."""
         for seq in reversed(list(self.running)):
             self.withdraw(seq, step)
         for seq in self.waiting:
@@ -128,7 +128,7 @@ class Rank:
         self.forget_prefixes()
 
     def forget_prefixes(self) -> None:
-        """Forgets what is cached, as new weights were adopted. What running sequences share stays theirs, and counts
+        """Forget what is cached, as new weights were adopted. What running sequences share stays theirs, and count
         once for each from now on."""
         for seq in self.running:
             self._other_blocks += seq.shared
@@ -136,7 +136,7 @@ class Rank:
         self._cached.clear()
 
     def preempt(self, step: int) -> bool:
-        """Withdraws the newest sequences until the decodes of the step find blocks. Returns whether there were any."""
+        """Withdraw the newest sequences until the decodes of the step find blocks. Return whether there were any."""
         before = self.preemptions
         while self._used(step) > self._capacity and len(self.running) > 1:
             self.withdraw(next(reversed(self.running)), step)
@@ -150,7 +150,7 @@ class Rank:
         return tokens is not None and self._reserved_tokens > tokens
 
     def steps_until_full(self, step: int, most: int) -> int:
-        """Returns the number of steps from number ``step`` on, at most ``most``, for which decodes find blocks."""
+        """Return the number of steps from number ``step`` on, at most ``most``, for which decodes find blocks."""
         capacity = self._capacity
         if self._used(step + most - 1) <= capacity:
             return most
@@ -166,7 +166,7 @@ class Rank:
         return inf if tokens is None else tokens // self.limits.block_size
 
     def _used(self, step: int) -> int:
-        """Counts the blocks held in step number ``step``."""
+        """Count the blocks held in step number ``step``."""
         return self.decodes.used(step) + self._other_blocks
 
     def _blocks(self, tokens: int) -> int:
@@ -217,7 +217,7 @@ class Rank:
     # The prefix cache
 
     def _find(self, seq: Sequence) -> int:
-        """Returns the number of cached tokens of a sequence's beginning; the last token is always computed."""
+        """Return the number of cached tokens of a sequence's beginning; the last token is always computed."""
         if not self.limits.prefix_cache:
             return 0
         whole = (seq.length - 1) // self.limits.block_size
@@ -225,7 +225,7 @@ class Rank:
         return min(whole, max(found)) * self.limits.block_size
 
     def _valid(self, key: str) -> int:
-        """Returns the number of cached blocks under a key."""
+        """Return the number of cached blocks under a key."""
         cached = self._cached.get(key)
         if cached is None:
             return 0
@@ -235,12 +235,12 @@ class Rank:
         return cached.blocks
 
     def _held(self, seq: Sequence, start: int) -> int:
-        """Returns the number of blocks of its first ``start`` tokens that siblings hold."""
+        """Return the number of blocks of its first ``start`` tokens that siblings hold."""
         cached = self._cached.get(seq.request.group)
         return min(start // self.limits.block_size, cached.blocks) if cached is not None and cached.holders else 0
 
     def _hold(self, seq: Sequence, start: int) -> None:
-        """Shares the blocks of the prompt with the siblings, now and when they come."""
+        """Share the blocks of the prompt with the siblings, now and when they come."""
         if not self.limits.prefix_cache:
             return
         held = self._held(seq, start)
@@ -251,7 +251,7 @@ class Rank:
         cached.holders[seq] = None
 
     def _name(self, seq: Sequence, end: int) -> None:
-        """Records that the first ``end`` tokens of a sequence are computed in this step: siblings find the whole blocks
+        """Record that the first ``end`` tokens of a sequence are computed in this step: siblings find the whole blocks
         of their prompt."""
         cached = self._cached.get(seq.request.group)
         if cached is not None and seq in cached.holders:

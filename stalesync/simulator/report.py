@@ -30,13 +30,13 @@ public. Nothing here is fitted to them."""
 
 
 def linearity(outcomes: Mapping[Case, Outcome], case: Case) -> float | None:
-    """Returns the speed over that of one supernode times their number; None: one supernode was not simulated."""
+    """Return the speed over that of one supernode times their number; None: one supernode was not simulated."""
     one = outcomes.get(Case(1, case.deployment, case.max_staleness))
     return None if one is None else outcomes[case].tokens_per_s / (case.supernodes * one.tokens_per_s)
 
 
 def growing_loss(outcomes: Mapping[Case, Outcome], case: Case) -> str | None:
-    """Returns the kind of lost time whose share grew most over one supernode: what limits linearity."""
+    """Return the kind of lost time whose share grew most over one supernode: what limits linearity."""
     one = outcomes.get(Case(1, case.deployment, case.max_staleness))
     if one is None or case.supernodes == 1:
         return None
@@ -45,7 +45,7 @@ def growing_loss(outcomes: Mapping[Case, Outcome], case: Case) -> str | None:
 
 
 def as_dict(scenario: Scenario, bases: Mapping[str, Base], outcomes: Mapping[Case, Outcome]) -> dict[str, Any]:
-    """Returns everything as plain data."""
+    """Return everything as plain data."""
     rows = [
         asdict(case)
         | outcome.as_dict()
@@ -65,7 +65,7 @@ def as_dict(scenario: Scenario, bases: Mapping[str, Base], outcomes: Mapping[Cas
 
 
 def render(scenario: Scenario, bases: Mapping[str, Base], outcomes: Mapping[Case, Outcome]) -> Group:
-    """Renders a report of at most 140 columns."""
+    """Render a report of at most 140 columns."""
     parts: list[RenderableType] = [Text(line) for line in _heading(scenario, bases)]
     parts += [Text(), _table(outcomes), Text(), _losses(outcomes), Text()]
     parts += [Text(line) for line in _anchors()]

@@ -66,7 +66,7 @@ class SimulatedRun:
         self._training_s = 0.0
 
     def run(self) -> list[StepRecord]:
-        """Runs all steps."""
+        """Run all steps."""
         steps = self.setup.config.run.steps
         config = self.setup.config
         ahead = 1 + config.stalesync.max_staleness
@@ -84,7 +84,7 @@ class SimulatedRun:
         return self.steps
 
     def execute(self, command: Command) -> None:
-        """Executes a command, and reports its results to `Admission`."""
+        """Execute a command, and report its results to `Admission`."""
         if self._publishing and not _only_starts(command):
             self._end_publish()
         start_s, record = self.clock.now, self._record
@@ -119,7 +119,7 @@ class SimulatedRun:
         self.admission.observe_seconds(command, self.clock.now - start_s)
 
     def totals(self) -> Totals:
-        """Returns the totals of all steps. Called at the end of the run, when all engines have stopped."""
+        """Return the totals of all steps. Called at the end of the run, when all engines have stopped."""
         engines, cards, scale = self.cards.engines, self.cards, self.setup.engine.cost.pace.token_scale
         done, first = Work(), (scale - 1) / scale
         begun = sum(engine.first_tokens for engine in engines)
@@ -154,7 +154,7 @@ class SimulatedRun:
             self._publishing = True
 
     def _end_publish(self) -> None:
-        """Waits until the cards have switched for the engines, which may have been started meanwhile."""
+        """Wait until the cards have switched for the engines, which may have been started meanwhile."""
         start_s, self._publishing = self.clock.now, False
         self.clock.advance_to(self.cards.ready_s)
         self._record.switch_s += self.clock.now - start_s
@@ -208,7 +208,7 @@ class SimulatedRun:
             self.admission.observe_stopped(engine, self._merged(suspended))
 
     def _train(self, groups: Sequence[str], update: bool = True) -> None:
-        """Trains groups, while cards that do not train generate; without ``update`` it accumulates their gradients."""
+        """Train groups, while cards that do not train generate; without ``update`` it accumulates their gradients."""
         config, ledger, record = self.setup.config, self.admission.ledger, self._record
         prompts = [self._prompts.pop(group) for group in groups]
         record.groups += groups
@@ -236,7 +236,7 @@ class SimulatedRun:
     # Observations
 
     def _observe_arrived(self) -> None:
-        """Reports what has arrived to `Admission`."""
+        """Report what has arrived to `Admission`."""
         messages: list[Message] = []
         while self.cards.arrived:
             messages.append(self.cards.arrived.popleft())
@@ -256,7 +256,7 @@ class SimulatedRun:
                 self.admission.observe_chunks_ended(message.engine, self._merged(message.chunks))
 
     def _merged(self, suspended: Sequence[SuspendedSample]) -> list[SuspendedSample]:
-        """Returns suspended samples with the version of their oldest token, which an earlier engine may have known."""
+        """Return suspended samples with the version of their oldest token, which an earlier engine may have known."""
         merged = []
         for one in suspended:
             oldest = self.admission.buffer.entries[one.id].oldest
@@ -274,14 +274,14 @@ class SimulatedRun:
     # Time of the controller
 
     def _call(self, num_cards: int) -> None:
-        """Calls cards, one after the other."""
+        """Call cards, one after the other."""
         seconds = num_cards * self.setup.overheads.call_s
         if not self._publishing and self.cards.all_stopped:
             self._record.idle_calls_s += seconds
         self._compute(seconds)
 
     def _compute(self, seconds: float) -> None:
-        """Spends the controller's time, while events of the cards go on."""
+        """Spend the controller's time, while events of the cards go on."""
         self._record.controller_s += seconds
         self.clock.advance_to(self.clock.now + seconds)
 

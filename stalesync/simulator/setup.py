@@ -39,7 +39,7 @@ class SimulationSetup:
 
     @classmethod
     def of(cls, config: Config, *, kv_tokens: int | None = None, overheads: Overheads | None = None) -> SimulationSetup:
-        """Resolves a config whose device has a pace.
+        """Resolve a config whose device has a pace.
 
         Args:
             kv_tokens: capacity of an attention rank's KV cache, in tokens of the run; None: no bound but that of the
@@ -98,7 +98,7 @@ class SimulationSetup:
 
 
 def _worker_spec(config: Config, pace: Pace) -> WorkerSpec:
-    """Returns the part of the config that every card needs, without models and tokenizers."""
+    """Return the part of the config that every card needs, without models and tokenizers."""
     return WorkerSpec(
         seed=config.run.seed,
         steps=config.run.steps * config.algorithm.minibatches,
@@ -131,6 +131,6 @@ class _Frozen:
 
 @lru_cache(maxsize=64)
 def _switch_cost(pace: Pace, train: Parallel, infer: Parallel, *, infer_first: int, fusion: _Frozen) -> SwitchCost:
-    """Computes the cost of a switch once for all runs with these layouts: of 12,288 dies it takes some seconds."""
+    """Compute the cost of a switch once for all runs with these layouts: of 12,288 dies it takes some seconds."""
     config = FusionConfig(deployment=fusion.deployment, offload=fusion.offload, double_buffer=fusion.double_buffer)
     return SwitchCost.of(pace, train=train, infer=infer, infer_first=infer_first, fusion=config)

@@ -38,7 +38,7 @@ class Work:
     updates: int = 0
 
     def generate(self, prompt_tokens: int, response_tokens: Iterable[int], token_scale: int) -> None:
-        """Adds a group: its prompt is prefilled once. The prefill samples the first of the ``token_scale`` modelled
+        """Add a group: its prompt is prefilled once. The prefill samples the first of the ``token_scale`` modelled
         tokens of a response's first token."""
         first = (token_scale - 1) / token_scale
         for tokens in response_tokens:
@@ -48,7 +48,7 @@ class Work:
         self.prefill_pairs += attention_pairs(prompt_tokens)
 
     def train(self, lengths: Iterable[int], token_scale: int) -> None:
-        """Adds samples of these lengths, prompt and response."""
+        """Add samples of these lengths, prompt and response."""
         for length in lengths:
             self.trained += length * token_scale
             self.trained_pairs += attention_pairs(length * token_scale)
@@ -87,7 +87,7 @@ class Bound:
         """Modelled seconds of a rank for a decode, a token of its context, a prefilled token and an attended pair"""
 
     def __call__(self, work: Work) -> CardSeconds:
-        """Returns the card-seconds of work, in seconds of the run."""
+        """Return the card-seconds of work, in seconds of the run."""
         rank_s = max(
             work.decodes * decode + work.contexts * context + work.prefilled * token + work.prefill_pairs * pair
             for decode, context, token, pair in self._lines
