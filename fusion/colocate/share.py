@@ -78,9 +78,9 @@ class InferenceShare:
         size, limit = config.block_size, self.max_kv_tokens
         if limit is not None and limit // size * size < max_tokens:
             raise ValueError(
-                f"rollout.max_kv_tokens={limit}: expected null, or at least the longest sample "
-                f"(data.max_prompt_length + rollout.max_response_length = {max_tokens} tokens) in whole blocks of "
-                f"rollout.block_size={size}"
+                f"rollout.max_kv_tokens={limit}: expected null, or at least the longest sample or answer of an "
+                f"evaluation (data.max_prompt_length + the larger of rollout.max_response_length and "
+                f"eval.max_response_length = {max_tokens} tokens) in whole blocks of rollout.block_size={size}"
             )
 
     def state(self) -> dict[str, Any]:

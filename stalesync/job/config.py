@@ -249,6 +249,11 @@ class Config:
         """Maximum number of tokens of a sample, prompt and response in total."""
         return self.data.max_prompt_length + self.rollout.max_response_length
 
+    @property
+    def longest_request(self) -> int:
+        """Maximum number of tokens of a sample or of an answer in an evaluation, with its prompt."""
+        return self.data.max_prompt_length + max(self.rollout.max_response_length, self.eval.max_response_length or 0)
+
     def validate(self, *, trains: bool = True) -> ModelConfig:
         """Validate every key and the constraints between keys; return the shape of the model.
 
@@ -361,12 +366,16 @@ class Config:
                 f"eval.samples={self.eval.samples}: expected 1 with rollout.temperature=0, as all answers to a prompt "
                 "would be equal; eval.temperature sets another one"
             )
-        response, positions = self.eval.max_response_length, self.rollout.max_length or model.max_positions
-        left = min(positions, model.max_positions) - self.data.max_prompt_length
+        response, rollout = self.eval.max_response_length, self.rollout
+        positions = min(rollout.max_length or model.max_positions, model.max_positions)
+        if rollout.max_kv_tokens is not None:
+            positions = min(positions, rollout.max_kv_tokens // rollout.block_size * rollout.block_size)
+        left = positions - self.data.max_prompt_length
         if response is not None and response > left:
             raise ValueError(
-                f"eval.max_response_length={response}: expected at most {left}, the positions behind a prompt of "
-                f"data.max_prompt_length={self.data.max_prompt_length} (rollout.max_length and the model's)"
+                f"eval.max_response_length={response}: expected at most {left}, what is left of the positions of the "
+                f"model, of rollout.max_length and of the whole blocks in rollout.max_kv_tokens behind a prompt of "
+                f"data.max_prompt_length={self.data.max_prompt_length}"
             )
 
     def _layout(self, key: str, cards: tuple[int, ...], shape: LayoutConfig) -> Parallel:

@@ -64,7 +64,7 @@ class Limits:
             ValueError: as `InferenceShare.changed`.
         """
         return share.changed(
-            changes, self.config.rollout, engines=len(self.engines), max_tokens=self.config.longest_sample
+            changes, self.config.rollout, engines=len(self.engines), max_tokens=self.config.longest_request
         )
 
     def restored(self, state: Mapping[str, Any], num_engines: int) -> InferenceShare:
@@ -141,10 +141,10 @@ class ControlDesk:
         return reply
 
     def _check_room(self, share: InferenceShare, kv_tokens: float | None) -> None:
-        longest = self._limits.config.longest_sample
+        longest = self._limits.config.longest_request
         left = longest if kv_tokens is None else int(kv_tokens * share.kv_fraction / self.share.kv_fraction)
         if left < longest:
             raise ValueError(
                 f"rollout.kv_fraction={share.kv_fraction} would leave about {left} tokens of KV cache, less than the "
-                f"longest sample, data.max_prompt_length + rollout.max_response_length = {longest}"
+                f"longest sample or answer of an evaluation, {longest} with its prompt"
             )

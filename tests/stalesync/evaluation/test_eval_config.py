@@ -82,6 +82,10 @@ def test_a_path_alone_is_a_file_with_the_name_of_the_file_and_the_reward_of_the_
         ({"eval__best": "x", "run__eval_prompts": 0}, "eval.best='x': expected null, as nothing is evaluated"),
         ({"eval__best": "val-core/a/reward/mean@2", "eval__files": ["a.jsonl"]}, "expected one of val-core/held_out"),
         ({"eval__max_response_length": 60_000}, "eval.max_response_length=60000: expected at most"),
+        (
+            {"eval__max_response_length": 49, "rollout__max_kv_tokens": 65, "rollout__block_size": 16},
+            "eval.max_response_length=49: expected at most 48, what is left of .* in rollout.max_kv_tokens behind",
+        ),
         ({"eval__samples": 2, "rollout__temperature": 0.0}, "eval.samples=2: expected 1 with rollout.temperature=0"),
     ],
 )
