@@ -6,31 +6,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from typing import Any
 
-from fusion.costmodel.hardware import hardware_named
-from fusion.costmodel.memory import estimate_memory
-from fusion.costmodel.search import problems
-from fusion.costmodel.setup import Setup
-from fusion.costmodel.shape import Shape
 from fusion.model import ModelConfig
 from fusion.telemetry.memory import human_bytes
+from stalesync.job.card_memory import estimate
 from stalesync.job.config import Config
 from stalesync.job.tokenizer_folder import describe_masked
-from stalesync.job.workload import setup_of
 from stalesync.prepare import prepare, start_rewards
 from stalesync.prompts import Prompt, PromptSource
-
-log = logging.getLogger(__name__)
 
 NUM_ROWS = 1000
 """Maximum number of rows whose lengths and answers are looked at"""
 BINS, BAR = 8, 40
-EMULATED_BYTES = 2 << 30
-"""Memory of an emulated card without device.capacity_bytes"""
-SOME_CARD = "ascend_910b"
-"""Card whose memory is assumed where none is named"""
 
 
 def check(config: Config) -> list[str]:
@@ -119,10 +107,8 @@ def histogram(lengths: Sequence[int]) -> list[str]:
 
 def describe_memory(config: Config, model: ModelConfig) -> list[str]:
     """Return the estimated memory of a card in each phase; log a warning if a phase does not fit."""
-    setup = plan_of(config, model)
-    sizes, usable = estimate_memory(setup), setup.hardware.usable_bytes
-    for problem in problems(setup, sizes):
-        log.warning("memory: %s", problem)
+    setup, sizes = estimate(config, model)
+    usable = setup.hardware.usable_bytes
     whose = "" if config.cluster.hardware or config.device.capacity_bytes else f" of {setup.hardware.name}"
     twice = "; with model.dtype=float32 a card takes up to twice as much" if config.model.dtype == "float32" else ""
     return [
@@ -130,23 +116,6 @@ def describe_memory(config: Config, model: ModelConfig) -> list[str]:
         f"KV cache: {sizes.kv_tokens:,} tokens, {sizes.kv_tokens // config.longest_sample:,} samples of maximum length",
         f"trains in {config.train_layout}, generates in {config.infer_layout}; estimated for bfloat16 weights{twice}",
     ]
-
-
-def plan_of(config: Config, model: ModelConfig) -> Setup:
-    """Return the plan of a job for cards with the memory of its own."""
-    hardware = hardware_named(config.cluster.hardware or SOME_CARD)
-    emulated = EMULATED_BYTES if config.device.kind == "emulated" else None
-    if capacity := config.device.capacity_bytes or emulated:
-        hbm, reserved = (
-            replace(figure, value=float(value))
-            for figure, value in ((hardware.hbm_bytes, capacity), (hardware.reserved_bytes, 0))
-        )
-        kind = "the emulated card" if emulated else hardware.name
-        hardware = replace(hardware, name=kind, hbm_bytes=hbm, reserved_bytes=reserved)
-    deployment, shape = config.deployment, Shape(config.model.path, model.without_predictors)
-    setup = setup_of(config, shape, hardware=hardware, dies=config.cluster.npus)
-    infer_first = 0 if deployment.shared else len(deployment.train)
-    return setup.with_layouts(config.train_layout, config.infer_layout, infer_first)
 
 
 def describe_step(config: Config, prompts: Sequence[Prompt], *, num_rows: int | None) -> list[str]:

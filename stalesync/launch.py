@@ -23,6 +23,7 @@ from fusion.telemetry.loggers import find_loggers
 from fusion.telemetry.run_folder import complete_checkpoints
 from stalesync.evaluation.files import EvalFile
 from stalesync.job import savepoint
+from stalesync.job.card_memory import estimate, knows_cards
 from stalesync.job.config import Config
 from stalesync.job.resume import Reopened, check_changes, check_resume, check_weights, new_folder, reopen
 from stalesync.job.run_inputs import inputs_of
@@ -76,6 +77,8 @@ def launch(config: Config, *, evaluates: str = "") -> Path:
     early: list[logging.LogRecord] = []
     with keeping_warnings(early):
         _, source, opened, spec = prepare(config, model)
+        if trains and knows_cards(config):
+            estimate(config, model)
     check_token(config.cluster.address)
     if config.cluster.address is None:
         root_of(os.environ)

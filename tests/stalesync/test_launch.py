@@ -233,6 +233,7 @@ def test_a_queue_that_fails_where_storage_is_full_names_it(monkeypatch):
     [
         (["reward.path={folder}/broken.py:score"], "raised RuntimeError: no such judge"),
         (["reward.path={folder}/mine.py:score"], "it returned {'points': 1} (dict); expected a finite number"),
+        (["reward.path={folder}/broken.py:score", "device.capacity_bytes=1M"], "memory: train takes "),
         (["device.kind=npu"], "device.kind=npu: torch_npu is not installed; Ascend cards need CANN"),
     ],
 )
