@@ -87,7 +87,9 @@ def _read(path: Path) -> tuple[str, list[str], list[str]]:
     try:
         record = json.loads(text)
         run_id, earlier = str(record["id"]), list(map(str, record["loggers"]))
-        if "digest" in record and text != _text(run_id, earlier).encode():
+        if {*record} != {"id", "loggers"} and text != _text(
+            run_id, earlier
+        ).encode():  # an earlier version had no digest
             raise ValueError("it does not match its own digest")
         return run_id, earlier, []
     except (ValueError, LookupError, TypeError, RecursionError) as error:

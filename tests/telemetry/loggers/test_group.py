@@ -1,4 +1,5 @@
 import logging
+from itertools import product
 
 import pytest
 
@@ -68,6 +69,17 @@ def test_a_damaged_file_of_ids_is_named_and_gives_a_new_id(tmp_path, content):
         assert not folder.notes
     first, second, third = (logger.run for logger in one.made)
     assert first.id != second.id == third.id and not second.resumed and third.resumed
+
+
+def test_every_flipped_bit_of_the_file_of_ids_is_named(tmp_path):
+    with RunFolder(tmp_path, "run") as folder:
+        folder.open_loggers({"one": recorder()})
+    path = folder.path / "loggers.json"
+    whole = path.read_bytes()
+    assert not LoggerGroup(folder.path, {}).notes
+    for at, bit in product(range(len(whole)), range(8)):
+        path.write_bytes(whole[:at] + bytes([whole[at] ^ 1 << bit]) + whole[at + 1 :])
+        assert LoggerGroup(folder.path, {}).notes, path.read_bytes()
 
 
 def test_one_that_fails_is_stopped_and_reported_and_the_others_go_on(tmp_path, caplog):
