@@ -297,7 +297,8 @@ class _Filling:
 
     def _widest_first(self) -> LowestEngine:
         """Return the engines by room, the most first, while room is only taken."""
-        return LowestEngine(self._vacancies, lambda engine: self._vacancies[engine].rank)
+        vacancies = self._vacancies  # not by `self`: a cycle would keep the requests until the next garbage collection
+        return LowestEngine(vacancies, lambda engine: vacancies[engine].rank)
 
 
 def _stays(home: int, vacancies: Mapping[int, Vacancy], widest: int, pool: PoolRouting) -> bool:

@@ -1,5 +1,6 @@
 """The invariants of `fusion.rollout.buffer`, under random engines."""
 
+import gc
 import random
 import sys
 from dataclasses import replace
@@ -23,6 +24,21 @@ ORDERS = {
     "least_generated": lambda entry: (entry.generated, entry.position),
     "oracle": lambda entry: (entry.generated - exact_lengths(entry.group)[entry.member], entry.position),
 }
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_dispatch_leaves_nothing_for_a_garbage_collection(order):
+    """The controller collects seldom: until then, all that were dispatched would stay."""
+    buffer = RequestBuffer(0, order, exact_lengths)
+    for group in range(3):
+        buffer.add(f"g{group}", [f"g{group}/{k}" for k in range(3)], 5, 100)
+    gc.collect()
+    gc.disable()
+    try:
+        assert sum(map(len, buffer.dispatch([0, 1], EngineRoom(requests=2)).values())) == 4
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 def by_position(entry):
