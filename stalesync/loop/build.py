@@ -8,7 +8,7 @@ from typing import Any
 from distqueue import DistQueue
 from fusion.colocate import WorkerSpec
 from fusion.telemetry import LiveView, RunFolder
-from fusion.training.algorithms import make_algorithm
+from fusion.training.algorithms import Algorithm, make_algorithm
 from stalesync.cards.cards import Cards
 from stalesync.evaluation import Evaluation
 from stalesync.job.config import Config
@@ -49,45 +49,20 @@ def build_run(
 ) -> TrainingRun:
     """Return a run that has not begun. ``inputs``: what it depends on (`run_inputs.py`), kept in its checkpoints."""
     algorithm = make_algorithm(config.algorithm, config.rollout.max_response_length)
-    settings = admission_spec(
-        config,
-        spec,
-        scores_beside=scorer.concurrent,
-        filters=algorithm.filters,
-        by_group=algorithm.by_group,
-        num_rows=source.num_rows or 0,
-        machines=number_hosts(cards.hosts),
-    )
-    stalesync = config.stalesync
-    ledger = StalenessLedger(stalesync.max_staleness, config.data.prompts_per_step, stalesync.train_tokens)
-    admission = Admission(settings, ledger)
-    rewards = RewardHistory(settings.num_rows) if config.rollout.drafts_history else None
+    admission = _admission(config, spec, cards, source, scorer, algorithm)
+    rewards = RewardHistory(admission.spec.num_rows) if config.rollout.drafts_history else None
     step_metrics, saver, pace = StepMetrics(spec.world, folder), Saver(), PaceTally(spec.pace)
     cards.health_checks.append(saver.check)
-    groups = Groups(
-        size=config.algorithm.group_size,
-        admission=admission,
-        prompts=scorer.prompts,
-        algorithm=algorithm,
-        queue=queue,
-        folder=folder,
-        rewards=rewards,
-    )
-    generation = Generation(
-        spec,
-        cards,
-        prompts=scorer.prompts,
-        take_reports=step_metrics.take,
-        on_ended_chunks=scorer.wake,
-        rewards=rewards,
-    )
+    size = config.algorithm.group_size
+    groups = Groups(size, admission, scorer.prompts, algorithm, queue=queue, folder=folder, rewards=rewards)
+    generation = Generation(spec, cards, scorer.prompts, step_metrics.take, scorer.wake, rewards)
     updater = Updater(
         spec=spec, cards=cards, queue=queue, view=view, algorithm=algorithm, record_reports=step_metrics.take
     )
     rows = StepRows(
         cards=cards,
         queue=queue,
-        ledger=ledger,
+        ledger=admission.ledger,
         source=source,
         updater=updater,
         step_metrics=step_metrics,
@@ -135,4 +110,22 @@ def build_run(
         checkpoints=Checkpoints(
             config=config, spec=spec, cards=cards, loop=loop, evaluation=evaluation, inputs=inputs, saver=saver
         ),
+    )
+
+
+def _admission(
+    config: Config, spec: WorkerSpec, cards: Cards, source: PromptSource, scorer: Scorer, algorithm: Algorithm
+) -> Admission:
+    settings = admission_spec(
+        config,
+        spec,
+        scores_beside=scorer.concurrent,
+        filters=algorithm.filters,
+        by_group=algorithm.by_group,
+        num_rows=source.num_rows or 0,
+        machines=number_hosts(cards.hosts),
+    )
+    stalesync = config.stalesync
+    return Admission(
+        settings, StalenessLedger(stalesync.max_staleness, config.data.prompts_per_step, stalesync.train_tokens)
     )

@@ -25,6 +25,7 @@ from math import inf
 from fusion.inference.placement import place
 from fusion.rollout import SuspendedSample
 from stalesync.simulator.clock import Clock
+from stalesync.simulator.draft_groups import DraftGroups
 from stalesync.simulator.engine_spec import EngineSpec, Listener, RequestSize
 from stalesync.simulator.jump import Jump, RankLines
 from stalesync.simulator.outbox import Outbox
@@ -84,10 +85,7 @@ class SimulatedEngine:
         """Ranks whose running sequences do not all fit the KV cache at their ends"""
         self._parked: dict[str, tuple[int, int]] = {}
         """Request → rank and tokens of its KV on the host"""
-        self._finished: dict[str, int] = {}
-        """Group → responses that have finished, where there are drafts"""
-        self._by_group: dict[str, dict[EngineSequence, None]] = {}
-        """Group → its sequences, where there are drafts"""
+        self._drafts = DraftGroups(spec.drafts)
         self._outbox = Outbox(clock, self._end_of_step, lambda samples: listener.samples(number, samples))
         self._lines = RankLines(spec.cost, spec.num_ranks)
 
@@ -101,7 +99,7 @@ class SimulatedEngine:
         orders = itertools.count()
         self.ranks = [Rank(self.spec.limits, orders) for _ in range(self.spec.num_ranks)]
         self.step, self._ends, self._end_of_rank, self._num_unfinished = 0, [], {}, 0
-        self._by_group.clear()
+        self._drafts.clear()
         self._preparing, self._overcommitted = set(), set()
         self._lines.clear()
         self._orders = _Orders(submit=list(requests))
@@ -211,9 +209,7 @@ class SimulatedEngine:
             seq.known = length - 1 if size.generated else 0
             home, tokens = self._parked.pop(request.id, (-1, 0))
             seq.parked = request.kv_tokens if self.spec.pools_kv else tokens if home == rank else 0
-            if self.spec.drafts is not None:
-                seq.track = self._track_of(request.group)
-                self._by_group.setdefault(request.group, {})[seq] = None
+            self._drafts.join(seq)
             self.ranks[rank].waiting.append(seq)
             self._preparing.add(rank)
 
@@ -289,7 +285,7 @@ class SimulatedEngine:
         for seq in sorted(ended, key=lambda seq: seq.order):
             rank = self.ranks[seq.rank]
             rank.leave(seq, self.step)
-            self._leave_group(seq)
+            self._drafts.leave(seq)
             self._num_unfinished -= 1
             if seq.complete:
                 self._outbox.add(seq.request.id, seq.limit - seq.prompt_tokens)
@@ -336,40 +332,20 @@ class SimulatedEngine:
             self._end_of_rank[number] = end
             heapq.heappush(self._ends, (end, number))
 
-    # Drafts
-
     def observe_finished(self, group: str, num_finished: int) -> None:
         """Record the number of finished responses of a group, on any engine: their text is drafted from."""
-        if self.spec.drafts is None:
-            return
-        self._finished[group] = num_finished
-        if self.running and group in self._by_group:
+        if self._drafts.finish(group, num_finished) and self.running:
             self._orders.finished.append(group)
             self._interrupt()
 
     def _draft_from(self, groups: Iterable[str]) -> None:
         """Move the decoding sequences of groups to the tracks of what they draft from."""
         changed: dict[int, None] = {}
-        for group in groups:
-            for seq in self._by_group.get(group, ()):
-                track = self._track_of(group)
-                if not seq.decoding:
-                    seq.track = track
-                elif seq.track != track:
-                    self.ranks[seq.rank].decodes.move(seq, self.step, track)
-                    changed[seq.rank] = None
+        for seq, track in self._drafts.moves(groups):
+            self.ranks[seq.rank].decodes.move(seq, self.step, track)
+            changed[seq.rank] = None
         for number in changed:
             self._refresh(number)
-
-    def _track_of(self, group: str) -> int:
-        return 0 if self.spec.drafts is None else self.spec.drafts.track(self._finished.get(group, 0))
-
-    def _leave_group(self, seq: EngineSequence) -> None:
-        if self.spec.drafts is not None:
-            members = self._by_group[seq.request.group]
-            del members[seq]
-            if not members:
-                del self._by_group[seq.request.group]
 
     # The end of a stage
 

@@ -18,8 +18,9 @@ from fusion.rewards import RewardOutcome
 from fusion.rollout import EvalAnswer
 from fusion.rollout.packing import pack_answers, pack_outputs
 from stalesync.prompts import Prompt
+from stalesync.scoring.progress import MIN_GROUPS_KEPT, Arrivals, ScoringProgress
 from stalesync.scoring.samples import Sample
-from stalesync.scoring.scoring import MIN_GROUPS_KEPT, Arrivals, Scorer, ScoringProgress
+from stalesync.scoring.scoring import Scorer
 from tests.machine import patience
 from tests.stalesync.fake_cluster import with_outcome
 
