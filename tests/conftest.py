@@ -5,9 +5,11 @@ import gc
 import os
 import shutil
 import tempfile
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.detection import is_hypothesis_test
 
 from tests.machine import MACHINE
 
@@ -30,6 +32,30 @@ atexit.register(shutil.rmtree, os.environ["RAY_TMPDIR"], ignore_errors=True)
 # How long an example takes is not what property tests ask, and no machine is too slow to draw one.
 settings.register_profile("suite", settings.default, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("suite")
+
+EXAMPLES = 25
+"""Number of examples of a property in the default run. `-m extended` runs those that ask for more with all of them"""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    extended = config.option.markexpr == "extended"
+    for item in items:
+        test = getattr(item, "obj", None)
+        holder, name = _settings_of(test) if is_hypothesis_test(test) else (None, "")
+        if holder is not None and (own := getattr(holder, name)).max_examples > EXAMPLES:
+            if extended:
+                item.add_marker("extended")
+            else:
+                setattr(holder, name, settings(own, max_examples=EXAMPLES))
+
+
+def _settings_of(test: Any) -> tuple[Any, str]:
+    """Return where the settings of a property are: with its function, or with the class of its state machine."""
+    machine = getattr(test, "__self__", None)
+    if machine is not None and hasattr(type(machine), "settings"):
+        return type(machine), "settings"
+    return getattr(test, "__func__", test), "_hypothesis_internal_use_settings"
 
 
 def pytest_collection_finish() -> None:
