@@ -44,7 +44,7 @@ from stalesync.simulator.lengths import SimulatedPrompt
 from stalesync.simulator.run import SimulatedRun
 from stalesync.simulator.sequence import SimulatedRequest
 from stalesync.simulator.setup import SimulationSetup
-from stalesync.simulator.work import Bound, Work
+from stalesync.simulator.work import Bound, SimulatedWork
 
 RUNAWAYS = 0.01
 """Share of responses at the maximum, in the runs that have such"""
@@ -128,7 +128,7 @@ def simulate(workload: Workload, mode: Mode, seed: int, runaways: float = 0.0, *
         _spread_over_ranks(run, setup.engine.num_ranks)
     run.admission.observe_kv_tokens(workload.kv_tokens * setup.engine.num_ranks)
     (step,) = run.run()
-    work = Work(0.0, step.work.contexts, step.work.prefilled, step.work.prefill_pairs)
+    work = SimulatedWork(0.0, step.work.contexts, step.work.prefilled, step.work.prefill_pairs)
     work.decodes = step.work.decodes
     return Rollout(
         seconds=step.generate_s,

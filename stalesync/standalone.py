@@ -16,7 +16,7 @@ from stalesync.job.overrides import accepted, composed, load
 
 
 @dataclass(frozen=True)
-class Arguments:
+class EvaluationArguments:
     """What is evaluated, and how. ``json``: where the results are written; None: into the evaluation's folder; `-`:
     they are printed to the standard output, and all else to the standard error."""
 
@@ -30,7 +30,7 @@ class Arguments:
         return _is_model(self.source)
 
 
-def parse_arguments(arguments: Sequence[str], conf: Path) -> Arguments:
+def parse_arguments(arguments: Sequence[str], conf: Path) -> EvaluationArguments:
     """Parse the command line; ``conf``: folder of the config groups.
 
     Raises:
@@ -52,10 +52,10 @@ def parse_arguments(arguments: Sequence[str], conf: Path) -> Arguments:
         first = config.eval.specs()[0]
         fields = {name: getattr(first, name) or getattr(config.data, name) for name in ("prompt_field", "answer_field")}
         config.data = replace(config.data, source=first.path, **fields)
-    return Arguments(source, config, json_path)
+    return EvaluationArguments(source, config, json_path)
 
 
-def evaluate(arguments: Arguments, usage: str) -> None:
+def evaluate(arguments: EvaluationArguments, usage: str) -> None:
     """Run the evaluation, writes its results, and report where. End the process if it fails, with ``usage`` if the
     config is wrong."""
     from stalesync.command_line import fail, refuse, run_job
@@ -83,7 +83,7 @@ def evaluate(arguments: Arguments, usage: str) -> None:
     _write(arguments, checkpoint, run)
 
 
-def _write(arguments: Arguments, checkpoint: Path | None, run: Path) -> None:
+def _write(arguments: EvaluationArguments, checkpoint: Path | None, run: Path) -> None:
     from fusion.telemetry.files import read_jsonl, write_atomic
     from fusion.telemetry.run_folder import EVALUATIONS
     from stalesync.job import savepoint

@@ -60,7 +60,7 @@ LAYOUTS = frozenset(f"parallel.{side}.{axis}" for side in ("train", "infer") for
 
 
 @dataclass
-class Arguments:
+class JobArguments:
     """A parsed command line. ``options``: of the command, by name; ``paths``: by flag; ``overrides``: those of a job;
     ``for_job``: whether keys that the command does not read are listed instead of refused."""
 
@@ -70,7 +70,7 @@ class Arguments:
     for_job: bool = False
 
 
-def parse(arguments: Sequence[str], *, options: Collection[str], flags: Sequence[str], conf: Path) -> Arguments:
+def parse(arguments: Sequence[str], *, options: Collection[str], flags: Sequence[str], conf: Path) -> JobArguments:
     """Split the arguments by what they are.
 
     Args:
@@ -83,7 +83,7 @@ def parse(arguments: Sequence[str], *, options: Collection[str], flags: Sequence
     """
     choices, hints = choices_in(conf), typed_keys()
     known = [*options, *hints, *choices]
-    parsed, remaining = Arguments(), list(arguments)
+    parsed, remaining = JobArguments(), list(arguments)
     while remaining:
         argument = remaining.pop(0)
         name, equals, value = argument.partition("=")
@@ -109,7 +109,7 @@ def parse(arguments: Sequence[str], *, options: Collection[str], flags: Sequence
     return parsed
 
 
-def layout_of(arguments: Arguments, config: Config, side: str) -> str:
+def layout_of(arguments: JobArguments, config: Config, side: str) -> str:
     """Return the layout that `train=` (`infer=`) or `parallel.train` states, as text; auto: the best one is searched.
 
     Raises:
@@ -160,7 +160,7 @@ def print_answer(table: RenderableType, content: Mapping[str, Any], *, json_path
 
 
 def job_config(
-    arguments: Arguments, conf: Path, *, command: str, reads: Collection[str], defaults: Sequence[str]
+    arguments: JobArguments, conf: Path, *, command: str, reads: Collection[str], defaults: Sequence[str]
 ) -> tuple[Config, list[str]]:
     """Compose the config of the job, as `scripts/train.py` does.
 

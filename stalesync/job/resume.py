@@ -24,7 +24,7 @@ from fusion.telemetry.run_folder import EVALUATIONS, complete_checkpoints
 from stalesync.job import savepoint
 from stalesync.job.config import Config, RunConfig
 from stalesync.job.overrides import load
-from stalesync.job.resume_rules import ENDED, RULES, Changes, Rule, compare, decide, superfluous
+from stalesync.job.resume_rules import ENDED, RULES, ResumeChanges, Rule, compare, decide, superfluous
 from stalesync.job.run_inputs import find_other_content, settings_of
 from stalesync.process.run_log import ERROR
 from stalesync.prompts import PromptSource
@@ -151,7 +151,7 @@ def check_changes(earlier: Reopened, config: Config, *, source: PromptSource, in
     if masks_others:
         ending = f"{len(groups)} groups in progress, sampled with other masked ids, would end as failed:{ENDED}"
         content["model.path"] = "; ".join(filter(None, (content.get("model.path"), ending)))
-    changes = Changes(settings, content, len(groups), truncation=_truncates(before) != config.rollout.truncates)
+    changes = ResumeChanges(settings, content, len(groups), truncation=_truncates(before) != config.rollout.truncates)
     ends = decide(changes, _needed(changes, config.run, notes.append, undecided), undecided)
     if line := changes.describe():
         notes.append(line)
@@ -168,7 +168,7 @@ def _truncates(settings: Mapping[str, Any]) -> bool:
 
 
 def _needed(
-    changes: Changes, run: RunConfig, note: Callable[[str], None], undecided: Collection[str] = ()
+    changes: ResumeChanges, run: RunConfig, note: Callable[[str], None], undecided: Collection[str] = ()
 ) -> list[str]:
     """Return the named keys. With `run.resume=auto` those that are not needed are left out, and noted: a scheduler
     starts a job with the same names again after the resume that needed them."""
@@ -206,7 +206,7 @@ def check_weights(
         if role in sums and key not in earlier.accepted:
             content |= find_other_content({key: files}, {key: sums[role]})
     undecided = _keys_of_large_files(saved) - earlier.accepted
-    changes = Changes({}, content, 0)
+    changes = ResumeChanges({}, content, 0)
     named = replace(run, resume_changed=[key for key in run.resume_changed if key in undecided])
     decide(changes, _needed(changes, named, note))
     return sums

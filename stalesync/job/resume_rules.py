@@ -95,7 +95,7 @@ _NEVER = {
 
 
 @dataclass(frozen=True)
-class Changes:
+class ResumeChanges:
     """What differs between a checkpoint and the start that resumes it.
 
     Attributes:
@@ -124,7 +124,7 @@ def compare(saved: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple
     return {key: (saved[key], new[key]) for key in common if saved[key] != new[key]}
 
 
-def decide(changes: Changes, named: Collection[str], undecided: Collection[str] = ()) -> bool:
+def decide(changes: ResumeChanges, named: Collection[str], undecided: Collection[str] = ()) -> bool:
     """Check the changes; return whether the groups in progress end.
 
     Args:
@@ -154,16 +154,16 @@ def decide(changes: Changes, named: Collection[str], undecided: Collection[str] 
     return bool(in_progress)
 
 
-def superfluous(changes: Changes, named: Collection[str], undecided: Collection[str] = ()) -> list[str]:
+def superfluous(changes: ResumeChanges, named: Collection[str], undecided: Collection[str] = ()) -> list[str]:
     """List the names that are refused by no rule; arguments as of `decide`."""
     return sorted({*named} - _keys_in_progress(changes) - changes.content.keys() - {*undecided})
 
 
-def _keys_in_progress(changes: Changes) -> set[str]:
+def _keys_in_progress(changes: ResumeChanges) -> set[str]:
     return {key for key in {*changes.settings, *changes.content} if _needs_no_groups(key, changes)}
 
 
-def _needs_no_groups(key: str, changes: Changes) -> bool:
+def _needs_no_groups(key: str, changes: ResumeChanges) -> bool:
     if not changes.num_groups:
         return False
     if RULES[key] is Rule.NOT_LOWER:
@@ -174,7 +174,7 @@ def _needs_no_groups(key: str, changes: Changes) -> bool:
     return RULES[key] is Rule.NO_GROUPS_CONTENT or (RULES[key] is Rule.NO_GROUPS and key in changes.settings)
 
 
-def _refusal(key: str, changes: Changes, in_progress: bool) -> str:
+def _refusal(key: str, changes: ResumeChanges, in_progress: bool) -> str:
     ends = f"; {changes.num_groups} groups in progress would end as failed:{ENDED}" if in_progress else ""
     if key in changes.content:
         return f"{key}: cannot resume: {changes.content[key]}{ends}"

@@ -119,7 +119,7 @@ def _admission(
     settings = admission_spec(
         config,
         spec,
-        scores_beside=scorer.concurrent,
+        scores_overlapped=scorer.concurrent,
         filters=algorithm.filters,
         by_group=algorithm.by_group,
         num_rows=source.num_rows or 0,

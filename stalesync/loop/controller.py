@@ -34,7 +34,7 @@ from stalesync.loop.step import Step
 from stalesync.loop.step_metrics import StepMetrics
 from stalesync.loop.step_rows import StepRows
 from stalesync.loop.update import Updater
-from stalesync.policy.admission import Admission
+from stalesync.policy.admission import STEP_TAIL, Admission
 from stalesync.policy.commands import (
     Accumulate,
     AdmitGroups,
@@ -47,7 +47,6 @@ from stalesync.policy.commands import (
     SwitchToTrain,
     Train,
 )
-from stalesync.policy.tail import TAIL
 from stalesync.process.failures import logging_errors
 from stalesync.prompts import PromptSource
 from stalesync.scoring.samples import Sample
@@ -130,7 +129,7 @@ class Controller:
                 return  # its requests are among those that were returned
         start, share = time.perf_counter(), self.desk.share
         match command:
-            case Publish(beside=()):
+            case Publish(overlapped=()):
                 self.view.phase("switch to infer")
                 self.restarts.rejoin()
                 self.generation.begin_publish(command, share)
@@ -211,7 +210,7 @@ class Controller:
         ledger, buffer, size = self.admission.ledger, self.admission.buffer, self.groups.size
         self.view.phase("generate", ledger.num_ready * size, ledger.expected_groups * size)
         self.generation.begin_return(ledger.version, self.desk.share)
-        in_tail = buffer.num("running") <= TAIL * ledger.expected_groups * size
+        in_tail = buffer.num("running") <= STEP_TAIL * ledger.expected_groups * size
         self.step_metrics.begin_wait(for_older=ledger.waits_for_older, in_tail=in_tail)
         if self.observe(POLL_S):
             self._last_sample_s = time.perf_counter()

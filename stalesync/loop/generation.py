@@ -87,13 +87,13 @@ class Generation:
         """Begin to publish the weights of a policy version to the engines of ``share``; `end_publish` must follow. If
         no engine runs, `dispatch` may start engines behind the switch of the cards."""
         actor = self._spec.deployment.actor
-        beside = [rank for engine in command.beside for rank in self._spec.engines[engine]]
-        if not beside:
+        overlapped = [rank for engine in command.overlapped for rank in self._spec.engines[engine]]
+        if not overlapped:
             self._lost = False
             self._publishing = [self._cards.on(actor).begin(Worker.switch, "infer", command.version, share)]
             return
-        others = self._cards.on([rank for rank in actor if rank not in beside])
-        receiving = self._cards.on(beside).begin(Worker.receive, command.version, share)
+        others = self._cards.on([rank for rank in actor if rank not in overlapped])
+        receiving = self._cards.on(overlapped).begin(Worker.receive, command.version, share)
         switching = others.begin(Worker.switch, "infer", command.version, share, while_generating=True)
         self._publishing = [switching, receiving]
 

@@ -4,7 +4,7 @@ admission      all decisions of the loop, as `commands`: admit, dispatch, suspen
                `admission_spec`: the settings that they depend on
 staleness      which groups may be admitted and which may be trained: the bound, as a state machine
 supply         how many groups are admitted, and how many requests each engine receives; `running_engines`: their load
-lending        when cards that train leave generation before a step has its groups; `tail`: a step's last samples
+lending        when cards that train leave generation before a step has its groups
 engine_deaths  whether the death of a card can be mended; `placing`: ranks to actors; `patience`: when a late call is
                reported and given up; `pacing`: whether a paced run kept its pace
 save_interval  when a checkpoint is due; `reward_history`: rewards of a row's last responses

@@ -4,7 +4,7 @@ Pure: no ray, no torch, no clock. Inputs are `observe_…` calls, outputs are co
 controller in a run, a simulator in virtual time, a property test) executes each command before it asks for the next.
 
     commands of `step`                               stage
-    ┌─► Suspend(engines)?, Publish(version, beside)  switch     engines that share no card with the trainer may continue
+    ┌─► Suspend(engines)?, Publish(version, …)       switch     engines that share no card with the trainer may continue
     │   AdmitGroups(count)?, Dispatch(…)             fill       all engines of the share start
     │   ┌─► AwaitSamples()                           generate   until a step's groups are ready
     │   ├── AdmitGroups(count)?, Dispatch(…)?                   as engines run low, chunks end, groups are filtered
@@ -83,6 +83,10 @@ if TYPE_CHECKING:
     from fusion.colocate import InferenceShare
 
 Stage = Literal["idle", "switch", "fill", "generate", "stop", "score", "train"]
+
+STEP_TAIL = 0.1
+"""Fraction of a step's samples: while at most so many are still being generated, generation is in its tail
+(`timing_s/gen_tail`)"""
 
 
 class Admission:
@@ -168,13 +172,13 @@ class Admission:
             self._supply.count(engine)
         for group in groups:
             members = self.buffer.remove(group)
-            if not self.spec.scores_beside:
+            if not self.spec.scores_overlapped:
                 self.ledger.finish(group, sum([entry.load for entry in members]))
 
     def observe_scored(self, group: str, tokens: int) -> None:
         """Record that all samples of a group are scored, and that it may be trained. ``tokens``: of its samples whose
         reward did not fail."""
-        if self.spec.scores_beside:
+        if self.spec.scores_overlapped:
             self.ledger.finish(group, tokens)
 
     def observe_filtered(self, group: str, rule: str) -> None:
@@ -256,13 +260,13 @@ class Admission:
         """Yield commands until a step's groups are ready, the engines that share cards have stopped, and all that is
         generated is scored."""
         self.stage = "switch"
-        beside = self._beside(share)
+        overlapped = self._overlapped(share)
         self._share = share
-        if not beside:
+        if not overlapped:
             yield from self.stop()
         if self._lending is not None:
             self._lending.begin_generation()
-        yield from self._publish(beside)
+        yield from self._publish(overlapped)
         self.stage = "fill"
         yield from self._supply.admit(share.engines)
         yield from self._supply.dispatch(share.engines, last=self._supply.dispatches_once)
@@ -321,14 +325,14 @@ class Admission:
         self.stage = "switch"
         yield SwitchToTrain()
 
-    def _publish(self, beside: tuple[int, ...] = ()) -> Iterator[Command]:
+    def _publish(self, overlapped: tuple[int, ...] = ()) -> Iterator[Command]:
         self._returned = False
-        yield Publish(self.ledger.version, beside)
-        if not {*beside} <= {*self.running}:  # one has died meanwhile, so that the others were stopped
+        yield Publish(self.ledger.version, overlapped)
+        if not {*overlapped} <= {*self.running}:  # one has died meanwhile, so that the others were stopped
             yield from self.stop()
-            beside = ()
+            overlapped = ()
             yield Publish(self.ledger.version)
-        self._has_died &= bool(beside)
+        self._has_died &= bool(overlapped)
         self.buffer.observe_new_weights()
 
     @property
@@ -368,7 +372,7 @@ class Admission:
             yield from self._supply.admit()
             yield from self._supply.dispatch()
 
-    def _beside(self, share: InferenceShare) -> tuple[int, ...]:
+    def _overlapped(self, share: InferenceShare) -> tuple[int, ...]:
         """Return the engines that can receive new weights while they generate: all that share no card with the
         trainer, if exactly these run, and are to continue with the same settings; else none."""
         separate = [engine for engine in range(self.spec.num_engines) if engine not in self.spec.shared_engines]

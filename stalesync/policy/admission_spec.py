@@ -17,14 +17,14 @@ class AdmissionSpec:
     """The settings of a run that its decisions depend on, in addition to the ledger's.
 
     ``shared_engines``: engines on cards that train; ``engine_slots``: requests an engine decodes at a time; ``ahead``:
-    whether generation runs ahead of training (staleness above 0); ``scores_beside``: whether samples are scored while
-    others are generated; ``keeps_kv``: whether engines park the KV of suspended requests; ``kv_pool``: how they share
-    it, None: they do not; ``chunk_tokens``: after which a request is suspended, 0: never; ``lends``: whether cards
-    that train may leave generation before a step has its groups (`lending.py`), of which the first of ``minibatches``
-    is then accumulated; ``filters``: whether the
-    algorithm may filter groups; ``max_filtered_groups``: number of filtered groups that a step replaces;
-    ``num_probes``: requests of a group that run ahead of the others; ``order``: of dispatch, ``exact_lengths`` and
-    ``histopipe`` for it, as of `RequestBuffer`, and ``num_rows`` of the data, 0: none comes a second time.
+    whether generation runs ahead of training (staleness above 0); ``scores_overlapped``: whether samples are scored
+    while others are generated; ``keeps_kv``: whether engines park the KV of suspended requests; ``kv_pool``: how they
+    share it, None: they do not; ``chunk_tokens``: after which a request is suspended, 0: never; ``lends``: whether
+    cards that train may leave generation before a step has its groups (`lending.py`), of which the first of
+    ``minibatches`` is then accumulated; ``filters``: whether the algorithm may filter groups; ``max_filtered_groups``:
+    number of filtered groups that a step replaces; ``num_probes``: requests of a group that run ahead of the others;
+    ``order``: of dispatch, ``exact_lengths`` and ``histopipe`` for it, as of `RequestBuffer`, and ``num_rows`` of the
+    data, 0: none comes a second time.
     """
 
     group_size: int
@@ -34,7 +34,7 @@ class AdmissionSpec:
     max_response_tokens: int
     max_filtered_groups: int
     ahead: bool = False
-    scores_beside: bool = True
+    scores_overlapped: bool = True
     keeps_kv: bool = False
     kv_pool: PoolRouting | None = None
     num_probes: int = 0

@@ -57,11 +57,11 @@ class Suspend:
 
 @dataclass(frozen=True)
 class Publish:
-    """Send the weights of policy ``version`` to the engines; the engines ``beside`` continue generating during the
+    """Send the weights of policy ``version`` to the engines; the engines ``overlapped`` continue generating during the
     transfer, no other engine runs."""
 
     version: int
-    beside: tuple[int, ...] = ()
+    overlapped: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from math import ceil
 
-TAIL = 0.2
+LENDING_TAIL = 0.2
 """The tail begins when at most this fraction of a step's samples is still to be generated. From 0.1 to 0.35 a simulated
 run takes as long within 3 %"""
 
@@ -72,7 +72,7 @@ class Lending:
     def observe_requests(self, num_requests: int) -> bool:
         """Record how many requests are waiting or running; return whether cards may return now: they only train, or
         the tail has begun."""
-        if self._tail_s is None and num_requests <= TAIL * self._step_samples:
+        if self._tail_s is None and num_requests <= LENDING_TAIL * self._step_samples:
             self._tail_s = 0.0
         return not self._generates or self._tail_s is not None
 

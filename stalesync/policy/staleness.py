@@ -118,7 +118,7 @@ class StalenessLedger:
 
     def finish(self, group: str, tokens: int = 0) -> None:
         """Mark a group as finished: its samples are all generated and, if samples are scored while others are
-        generated (`AdmissionSpec.scores_beside`), also scored.
+        generated (`AdmissionSpec.scores_overlapped`), also scored.
 
         Args:
             tokens: of its prompts and responses; of scored samples, only of those whose reward did not fail.

@@ -104,7 +104,7 @@ class Report(NamedTuple):
         report_failure(error, stderr, logs=logs, progress=Progress("Ray"), world=self.world)
 
 
-class Ended(NamedTuple):
+class EndedProcess(NamedTuple):
     """A process of Ray that has ended. ``status``: as of `RayEnded`."""
 
     name: str
@@ -271,7 +271,7 @@ def main(
     remove(Path(folder), keep_logs_in=failed_in)
 
 
-def ended_before(controller: int, before: Collection[int]) -> tuple[Ended | KeyboardInterrupt | None, bool]:
+def ended_before(controller: int, before: Collection[int]) -> tuple[EndedProcess | KeyboardInterrupt | None, bool]:
     """Wait until the controller has ended or leaves its Ray. Return a process of Ray that ended before the controller
     did, or that ended `FROZEN_S` ago while the controller starts Ray (None: the controller was the first, or report by
     itself; a signal: the controller starts Ray and has not been able to end by it for `FROZEN_STOP_S`), and whether
@@ -280,7 +280,7 @@ def ended_before(controller: int, before: Collection[int]) -> tuple[Ended | Keyb
     Args:
         before: children of the controller that are none of this Ray's.
     """
-    ended: Ended | None = None
+    ended: EndedProcess | None = None
     ended_s, starting, stopped_s = 0.0, True, float("inf")
     with (
         closing(EndOrder()) as order,
@@ -300,7 +300,7 @@ def ended_before(controller: int, before: Collection[int]) -> tuple[Ended | Keyb
                     return ended or _named_by_exit(controller, status, processes), not starting
                 if fd != 0:
                     name = processes.name_of(fd)
-                    ended, ended_s = ended or Ended(name, processes.status_of(name)), ended_s or time.monotonic()
+                    ended, ended_s = ended or EndedProcess(name, processes.status_of(name)), ended_s or time.monotonic()
                     continue
                 news = os.read(0, MAX_NEWS_BYTES)
                 starting = starting and STARTED not in news
@@ -317,13 +317,13 @@ def ended_before(controller: int, before: Collection[int]) -> tuple[Ended | Keyb
         return ended or _named_by_exit(controller, status, processes), not starting
 
 
-def _named_by_exit(controller: int, status: ExitStatus, processes: RayProcesses) -> Ended | None:
+def _named_by_exit(controller: int, status: ExitStatus, processes: RayProcesses) -> EndedProcess | None:
     """Wait until the controller has ended. Return the raylet if Ray's C++ has ended it, as it does at once when the
     raylet closes its connection: what the raylet has left to do then may take longer than the end of the controller."""
     while os.getppid() == controller:
         time.sleep(LOOK_S)
     ended_by_ray = RAYLET in processes.names and status.read() == RAY_EXIT
-    return Ended(RAYLET, processes.status_of(RAYLET)) if ended_by_ray else None
+    return EndedProcess(RAYLET, processes.status_of(RAYLET)) if ended_by_ray else None
 
 
 def _paths() -> list[str]:

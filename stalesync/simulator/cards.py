@@ -1,7 +1,7 @@
 """Execute the stages of all cards in virtual time: switches, engines, training.
 
     publish ─► ready ─► engines … stopped ─► return ─► train ─► publish …          cards that train
-    publish beside ─► received ─► engines adopt between two steps                  cards that only generate
+    publish overlapped ─► received ─► engines adopt between two steps              cards that only generate
 
 A card runs its stages one after the other. A stage of several cards begins when the last of them has been called and
 is free, and ends on all of them at once, as on paced cards.
@@ -24,7 +24,7 @@ from stalesync.simulator.setup import SimulationSetup
 
 
 @dataclass(frozen=True)
-class Message:
+class CardMessage:
     """What an engine reports to the controller: samples (response tokens by id) or requests at the end of a chunk."""
 
     engine: int
@@ -46,7 +46,7 @@ class SimulatedCards:
             for number in range(len(setup.worker.engines))
         ]
         self.cards_of_engine = len(setup.worker.engines[0])
-        self.arrived: deque[Message] = deque()
+        self.arrived: deque[CardMessage] = deque()
         self.switch_s = self.queue_busy_s = 0.0
         self._queue_free_s = 0.0
         self._finished: Counter[str] = Counter()
@@ -74,13 +74,13 @@ class SimulatedCards:
     def ready_s(self) -> float:
         return self._ready_s
 
-    def publish_beside(self, version: int, beside: Sequence[int]) -> None:
+    def publish_overlapped(self, version: int, overlapped: Sequence[int]) -> None:
         """Send weights to engines that run, and switches the other cards; return when all have adopted them."""
         self.publish()
         self.clock.advance_to(self._ready_s)
-        for number in beside:
+        for number in overlapped:
             self.engines[number].adopt(version)
-        self.clock.wait_for(lambda: all(self.engines[number].has_adopted(version) for number in beside))
+        self.clock.wait_for(lambda: all(self.engines[number].has_adopted(version) for number in overlapped))
 
     def begin_return(self) -> None:
         """Call the cards that train to return as soon as they are free, unless that is done."""
@@ -154,7 +154,7 @@ class SimulatedCards:
         begins_s, takes_s = max(self.clock.now, self._queue_free_s), len(samples) * overheads.queue_s_per_sample
         self._queue_free_s = begins_s + takes_s
         self.queue_busy_s += takes_s
-        self._deliver(self._queue_free_s + overheads.arrival_s, Message(engine, samples))
+        self._deliver(self._queue_free_s + overheads.arrival_s, CardMessage(engine, samples))
         if self.setup.engine.drafts is not None:
             self._share_text(samples)
 
@@ -167,7 +167,7 @@ class SimulatedCards:
                 engine.observe_finished(group, self._finished[group])
 
     def _put_chunks(self, engine: int, suspended: Sequence[SuspendedSample]) -> None:
-        self._deliver(self.clock.now + self.setup.overheads.arrival_s, Message(engine, {}, suspended))
+        self._deliver(self.clock.now + self.setup.overheads.arrival_s, CardMessage(engine, {}, suspended))
 
-    def _deliver(self, time: float, message: Message) -> None:
+    def _deliver(self, time: float, message: CardMessage) -> None:
         self.clock.at(time, lambda: self.arrived.append(message))

@@ -24,7 +24,7 @@ from fusion.model.options import LayoutConfig
 from stalesync.job.config import Config
 from stalesync.job.workload import lengths_of as assumed_lengths
 from stalesync.job.workload import setup_of
-from stalesync.simulator.lengths import DrawnLengths, Lengths, TraceLengths
+from stalesync.simulator.lengths import DrawnLengths, SimulatedLengths, TraceLengths
 from stalesync.simulator.outcome import Outcome, outcome_of
 from stalesync.simulator.run import SimulatedRun
 from stalesync.simulator.setup import SimulationSetup
@@ -135,7 +135,7 @@ def config_of(scenario: Scenario, base: Base, case: Case) -> Config:
     return config
 
 
-def lengths_of(scenario: Scenario) -> Lengths:
+def lengths_of(scenario: Scenario) -> SimulatedLengths:
     """Return the source of prompts, from its start.
 
     Raises:

@@ -13,7 +13,7 @@ from fusion.npu.config import DeviceConfig
 from stalesync.job.config import Config
 from stalesync.job.job_arguments import (
     LAYOUTS,
-    Arguments,
+    JobArguments,
     cluster_of,
     job_config,
     layout_of,
@@ -91,7 +91,7 @@ def cases_of(options: Mapping[str, str]) -> list[Case]:
     return [Case(count, name, bound) for name, bound, count in cases]
 
 
-def scenario_of(parsed: Arguments, recipes: Path) -> Scenario:
+def scenario_of(parsed: JobArguments, recipes: Path) -> Scenario:
     """Resolve model, cluster and config of one supernode.
 
     Raises:

@@ -30,7 +30,7 @@ from stalesync.simulator.engine_spec import EngineSpec, Listener, RequestSize
 from stalesync.simulator.jump import Jump, RankLines
 from stalesync.simulator.outbox import Outbox
 from stalesync.simulator.rank import Rank
-from stalesync.simulator.sequence import Plan, SimulatedRequest
+from stalesync.simulator.sequence import PrefillPlan, SimulatedRequest
 from stalesync.simulator.sequence import Sequence as EngineSequence
 
 
@@ -171,7 +171,7 @@ class SimulatedEngine:
                 self._decode(count)
                 return
 
-    def _plan(self, number: int) -> Plan:
+    def _plan(self, number: int) -> PrefillPlan:
         """Plan what a rank prefills in the next step."""
         rank = self.ranks[number]
         preemptions = rank.preemptions
@@ -229,7 +229,7 @@ class SimulatedEngine:
         self.adoptions += 1
         self._next()
 
-    def _prefill(self, plans: dict[int, Plan]) -> None:
+    def _prefill(self, plans: dict[int, PrefillPlan]) -> None:
         """Begin a step in which ranks prefill."""
         seconds = self._lines.seconds(self.step)
         for number, plan in plans.items():
@@ -240,7 +240,7 @@ class SimulatedEngine:
         self._jump = None
         self._schedule(self.clock.now + seconds, lambda: self._end_prefill(plans, seconds))
 
-    def _end_prefill(self, plans: dict[int, Plan], seconds: float) -> None:
+    def _end_prefill(self, plans: dict[int, PrefillPlan], seconds: float) -> None:
         self.busy_s += seconds
         self.step += 1
         for number, plan in plans.items():

@@ -5,7 +5,7 @@ together, the maximum over all ranks: a convex, piecewise linear function of k. 
 ends of an interval it is so inside of it, and the sum is that of an arithmetic series; elsewhere the interval is
 halved.
 
-    seconds of a step │      ╱      `Piece`s: first step, number of steps, seconds of the first, growth
+    seconds of a step │      ╱      `JumpPiece`s: first step, number of steps, seconds of the first, growth
                       │ ___╱
                       └────────► k
 
@@ -28,7 +28,7 @@ Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class JumpPiece:
     """``count`` steps, of which the first takes ``first_s`` and each further one ``growth_s`` more; they begin after
     ``before`` steps and ``begins_s`` seconds of the jump."""
 
@@ -54,7 +54,7 @@ class Jump:
 
     def __init__(self, begins_s: float, first: int, count: int, fixed: Array, growth: Array) -> None:
         self.begins_s, self.count = begins_s, count
-        self.pieces: list[Piece] = []
+        self.pieces: list[JumpPiece] = []
         self.seconds = 0.0
         self._add(first, count, fixed, growth)
 
@@ -94,12 +94,12 @@ class Jump:
 
     def _append(self, count: int, first_s: float, growth_s: float) -> None:
         before = self.pieces[-1].before + self.pieces[-1].count if self.pieces else 0
-        piece = Piece(before, self.seconds, count, first_s, growth_s)
+        piece = JumpPiece(before, self.seconds, count, first_s, growth_s)
         self.pieces.append(piece)
         self.seconds += piece.seconds(count)
 
 
-def _steps_until(piece: Piece, seconds: float) -> int:
+def _steps_until(piece: JumpPiece, seconds: float) -> int:
     """Return the least number of steps of a piece that take at least ``seconds``."""
     slope, start = piece.growth_s / 2, piece.first_s - piece.growth_s / 2
     if slope > 0:

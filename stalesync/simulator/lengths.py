@@ -27,7 +27,7 @@ class SimulatedPrompt:
     response_tokens: Sequence[int]
 
 
-class Lengths(Protocol):
+class SimulatedLengths(Protocol):
     """Source of prompts."""
 
     def next(self, count: int) -> list[SimulatedPrompt]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from stalesync.simulator.record import StepRecord
 from stalesync.simulator.run import SimulatedRun
-from stalesync.simulator.work import Bound, Work
+from stalesync.simulator.work import Bound, SimulatedWork
 
 LOSSES = {
     "underfilled": "engines decode in batches that are not full, as in the tail, or prefill again",
@@ -128,8 +128,8 @@ def _gradient_bytes(run: SimulatedRun) -> float:
     return trainer.roofline.optimizer_step().link_bytes * trainer.layout.world * minibatches
 
 
-def _sum(steps: list[StepRecord]) -> Work:
-    total = Work()
-    for field in fields(Work):
+def _sum(steps: list[StepRecord]) -> SimulatedWork:
+    total = SimulatedWork()
+    for field in fields(SimulatedWork):
         setattr(total, field.name, sum(getattr(step.work, field.name) for step in steps))
     return total

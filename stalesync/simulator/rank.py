@@ -25,7 +25,7 @@ from fusion.costmodel.pace import StepSums
 from fusion.costmodel.roofline import attention_pairs
 from fusion.inference.waiting import WaitingLine
 from stalesync.simulator.decoding import Decoding
-from stalesync.simulator.sequence import Cached, Plan, RankLimits, Sequence
+from stalesync.simulator.sequence import Cached, PrefillPlan, RankLimits, Sequence
 
 
 class Rank:
@@ -50,10 +50,10 @@ class Rank:
     def unfinished(self) -> int:
         return len(self.waiting) + len(self.running)
 
-    def plan(self, step: int) -> Plan:
+    def plan(self, step: int) -> PrefillPlan:
         """Begin prefills and waiting requests as far as there is room; return what step number ``step`` computes
         beside its decodes. `finish` must follow."""
-        plan, preempted = Plan(), self.preempt(step)
+        plan, preempted = PrefillPlan(), self.preempt(step)
         plan.last = [seq for seq in self.prefilling if seq.computed + 1 == seq.length]
         for seq in plan.last:
             self._grow(seq, 1)
@@ -70,7 +70,7 @@ class Rank:
             self._admit(plan, budget, step)
         return plan
 
-    def sums(self, plan: Plan, step: int) -> StepSums:
+    def sums(self, plan: PrefillPlan, step: int) -> StepSums:
         """Return what the cost of the planned step depends on."""
         ending = [seq for seq, count in plan.chunks if seq.computed + count == seq.length] + plan.twins
         contexts, drafted = self.decodes.contexts(step), self.decodes.drafted
@@ -85,7 +85,7 @@ class Rank:
             + self.decodes.num * attention_pairs(drafted),
         )
 
-    def finish(self, plan: Plan, step: int, version: int) -> list[Sequence]:
+    def finish(self, plan: PrefillPlan, step: int, version: int) -> list[Sequence]:
         """End the planned step, after which there were ``step``; return the sequences that have their first token:
         each decodes from now on."""
         for seq, count in [*((seq, 1) for seq in plan.last), *plan.chunks]:
@@ -177,7 +177,7 @@ class Rank:
         self._other_blocks += self._blocks(end) - self._blocks(seq.computed)
         self._name(seq, end)
 
-    def _admit(self, plan: Plan, budget: int, step: int) -> None:
+    def _admit(self, plan: PrefillPlan, budget: int, step: int) -> None:
         computing: set[tuple[str, int]] = set()
         while self.waiting and budget > 0 and len(self.running) < self.limits.max_seqs:
             seq = self.waiting.first

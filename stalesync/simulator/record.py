@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from stalesync.simulator.work import Work
+from stalesync.simulator.work import SimulatedWork
 
 
 class Decision(NamedTuple):
@@ -37,11 +37,11 @@ class StepRecord:
     tokens: int = 0
     groups: list[str] = field(default_factory=list)
     lags: list[int] = field(default_factory=list)
-    work: Work = field(default_factory=Work)
+    work: SimulatedWork = field(default_factory=SimulatedWork)
 
 
 @dataclass(frozen=True)
-class Totals:
+class RunTotals:
     """Totals of a run, in seconds of the run; card-seconds are summed over cards.
 
     ``generating_card_s``: of the steps of engines; ``switching_card_s``: of switches and adoptions;
@@ -55,4 +55,4 @@ class Totals:
     queue_busy_s: float
     preemptions: int
     recomputed_tokens: int
-    done: Work
+    done: SimulatedWork

@@ -15,7 +15,7 @@ from stalesync.job.workload import describe, lengths_of
 from stalesync.simulator.cluster import Base, Case, Scenario
 from stalesync.simulator.outcome import LOSSES, Outcome
 
-PUBLISHED = {
+PAPER = {
     "tokens_per_s": {
         "1 supernode, separate, synchronous": 14e3,
         "1 supernode, colocated, synchronous": 25e3,
@@ -60,7 +60,7 @@ def as_dict(scenario: Scenario, bases: Mapping[str, Base], outcomes: Mapping[Cas
         "lengths": str(scenario.trace) if scenario.trace else _lengths(scenario),
         "config": {name: asdict(getattr(config, name)) for name in ("run", "data", "algorithm", "rollout")},
         "rows": rows,
-        "published": PUBLISHED,
+        "published": PAPER,
     }
 
 
@@ -136,8 +136,8 @@ def _losses(outcomes: Mapping[Case, Outcome]) -> Table:
 
 
 def _anchors() -> list[str]:
-    speeds = ", ".join(f"{name} {speed / 1000:.0f}k" for name, speed in PUBLISHED["tokens_per_s"].items())
-    shares = ", ".join(f"{name} {share:.0%}" for name, share in PUBLISHED["linearity"].items())
+    speeds = ", ".join(f"{name} {speed / 1000:.0f}k" for name, speed in PAPER["tokens_per_s"].items())
+    shares = ", ".join(f"{name} {share:.0%}" for name, share in PAPER["linearity"].items())
     lines = [f"{kind}: {what}" for kind, what in LOSSES.items()]
     return [
         *lines,

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from fusion.rollout import SuspendedSample
-from stalesync.policy.admission import Admission
+from stalesync.policy.admission import STEP_TAIL, Admission
 from stalesync.policy.commands import (
     Accumulate,
     AdmitGroups,
@@ -29,23 +29,25 @@ from stalesync.policy.commands import (
     Train,
 )
 from stalesync.policy.staleness import StalenessLedger
-from stalesync.policy.tail import TAIL
 from stalesync.process.garbage import collecting_seldom
-from stalesync.simulator.cards import Message, SimulatedCards
+from stalesync.simulator.cards import CardMessage, SimulatedCards
 from stalesync.simulator.clock import Clock
 from stalesync.simulator.engine_spec import RequestSize
-from stalesync.simulator.lengths import Lengths, SimulatedPrompt
-from stalesync.simulator.record import Decision, StepRecord, Totals
+from stalesync.simulator.lengths import SimulatedLengths, SimulatedPrompt
+from stalesync.simulator.record import Decision, RunTotals, StepRecord
 from stalesync.simulator.sequence import SimulatedRequest
 from stalesync.simulator.setup import SimulationSetup
-from stalesync.simulator.work import Work
+from stalesync.simulator.work import SimulatedWork
 
 
 class SimulatedRun:
     """Simulates the steps of ``setup.config.run``. ``observe``: called with each decision."""
 
     def __init__(
-        self, setup: SimulationSetup, lengths: Lengths, observe: Callable[[Decision], None] = lambda decision: None
+        self,
+        setup: SimulationSetup,
+        lengths: SimulatedLengths,
+        observe: Callable[[Decision], None] = lambda decision: None,
     ) -> None:
         config = setup.config
         self.setup, self._lengths, self._observe = setup, lengths, observe
@@ -118,10 +120,10 @@ class SimulatedRun:
                 record.train_s += self.clock.now - start_s
         self.admission.observe_seconds(command, self.clock.now - start_s)
 
-    def totals(self) -> Totals:
+    def totals(self) -> RunTotals:
         """Return the totals of all steps. Called at the end of the run, when all engines have stopped."""
         engines, cards, scale = self.cards.engines, self.cards, self.setup.engine.cost.pace.token_scale
-        done, first = Work(), (scale - 1) / scale
+        done, first = SimulatedWork(), (scale - 1) / scale
         begun = sum(engine.first_tokens for engine in engines)
         done.decodes = sum(engine.decoded_tokens for engine in engines) + begun * first
         done.contexts = sum(engine.context_sum for engine in engines)
@@ -133,7 +135,7 @@ class SimulatedRun:
             done.updates += step.work.updates
         size = cards.cards_of_engine
         pauses = sum(engine.adoptions for engine in engines) * self.setup.engine.adopt_s
-        return Totals(
+        return RunTotals(
             generating_card_s=sum(engine.busy_s for engine in engines) * size,
             switching_card_s=cards.switch_s + (pauses + sum(engine.kv_copy_s for engine in engines)) * size,
             training_card_s=self._training_s * len(self.setup.worker.deployment.train),
@@ -147,8 +149,8 @@ class SimulatedRun:
 
     def _publish(self, command: Publish) -> None:
         self._call(len(self.setup.worker.deployment.actor))
-        if command.beside:
-            self.cards.publish_beside(command.version, command.beside)
+        if command.overlapped:
+            self.cards.publish_overlapped(command.version, command.overlapped)
         else:
             self.cards.publish()
             self._publishing = True
@@ -188,7 +190,7 @@ class SimulatedRun:
         start_s, cards = self.clock.now, self.cards
         if self._stopping and (cards.all_stopped or self._one_engine_has_all_trainers):
             cards.begin_return()
-        in_tail = self.admission.buffer.num("running") <= TAIL * ledger.expected_groups * size
+        in_tail = self.admission.buffer.num("running") <= STEP_TAIL * ledger.expected_groups * size
         self.clock.wait_for(lambda: bool(cards.arrived))
         self._observe_arrived()
         if in_tail:
@@ -237,7 +239,7 @@ class SimulatedRun:
 
     def _observe_arrived(self) -> None:
         """Report what has arrived to `Admission`."""
-        messages: list[Message] = []
+        messages: list[CardMessage] = []
         while self.cards.arrived:
             messages.append(self.cards.arrived.popleft())
         generated = {id: tokens for message in messages for id, tokens in message.samples.items()}

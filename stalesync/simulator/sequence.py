@@ -60,7 +60,7 @@ class Sequence:
 
 
 @dataclass(slots=True)
-class Plan:
+class PrefillPlan:
     """A rank's part of a step that prefills. ``last``: sequences whose prefill lacks one token, which decode it;
     ``restored``: blocks whose KV is copied from the host."""
 

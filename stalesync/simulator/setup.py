@@ -83,7 +83,7 @@ class SimulationSetup:
             admission=admission_spec(
                 config,
                 worker,
-                scores_beside=True,
+                scores_overlapped=True,
                 filters=False,
                 by_group=True,
                 num_rows=config.data.rows or MAX_ROWS,

@@ -25,7 +25,7 @@ MANY = 1_000_000
 
 
 @dataclass
-class Work:
+class SimulatedWork:
     """Sums of tokens. ``decodes``, ``contexts``: decode steps of sequences, with their contexts; ``prefilled``,
     ``prefill_pairs``: of prompts; ``trained``, ``trained_pairs``: of samples; ``updates``: optimizer steps."""
 
@@ -86,7 +86,7 @@ class Bound:
         ]
         """Modelled seconds of a rank for a decode, a token of its context, a prefilled token and an attended pair"""
 
-    def __call__(self, work: Work) -> CardSeconds:
+    def __call__(self, work: SimulatedWork) -> CardSeconds:
         """Return the card-seconds of work, in seconds of the run."""
         rank_s = max(
             work.decodes * decode + work.contexts * context + work.prefilled * token + work.prefill_pairs * pair

@@ -1,7 +1,7 @@
 """Run the processes of a stage side by side, and end them all when one fails or the time is over.
 
-run_processes(commands, timeout_s) ──► Outcome: what each wrote to standard output, and of the first one that failed
-                                                the last line of its error and the end of all it wrote
+run_processes(commands, timeout_s) ──► StageOutcome: what each wrote to standard output; of the first that failed
+                                                     the last line of its error and the end of all it wrote
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ POLL_S = 0.05
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StageOutcome:
     """``texts``: standard output of each process; ``error``: "" if all succeeded."""
 
     texts: Sequence[str] = field(default_factory=list)
@@ -37,7 +37,7 @@ class Outcome:
 
 def run_processes(
     commands: Sequence[Sequence[str]], *, timeout_s: float, cwd: Path, variables: Mapping[str, str]
-) -> Outcome:
+) -> StageOutcome:
     """Run the commands at the same time, each in a process group of its own, which ends with this call.
 
     Args:
@@ -55,11 +55,11 @@ def run_processes(
                 _end(process)
         texts = [output.read_text(errors="replace") for output, _ in files]
         if failed is None:
-            return Outcome(texts)
+            return StageOutcome(texts)
         errors_text = files[failed][1].read_text(errors="replace")
     why = why or _last_line(errors_text) or _last_line(texts[failed]) or "failed without a message"
     rank = f"rank {failed}: " if len(commands) > 1 else ""
-    return Outcome(texts, f"{rank}{why}", tail(f"{texts[failed]}\n{errors_text}"))
+    return StageOutcome(texts, f"{rank}{why}", tail(f"{texts[failed]}\n{errors_text}"))
 
 
 def _start(

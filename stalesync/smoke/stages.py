@@ -17,7 +17,7 @@ from typing import Any
 from fusion.resources import SCRIPTS
 from stalesync.smoke import training
 from stalesync.smoke.prerequisites import Missing
-from stalesync.smoke.processes import Outcome, run_processes
+from stalesync.smoke.processes import StageOutcome, run_processes
 from stalesync.smoke.report import FAILED, OK, SKIPPED, StageResult, tail
 
 NAMES = ("doctor", "device", "hccl", "switch", "train")
@@ -53,7 +53,7 @@ class Stages:
         if name not in ("doctor", "device") and self.cards is None:
             return StageResult(name, SKIPPED, error="the stage device found no card")
         start = time.monotonic()
-        stages: dict[str, Callable[[], tuple[Mapping[str, Any], Outcome]]] = {
+        stages: dict[str, Callable[[], tuple[Mapping[str, Any], StageOutcome]]] = {
             "doctor": self._doctor,
             "device": self._device,
             "hccl": lambda: self._ranks("hccl", self.cards or 1),
@@ -64,18 +64,20 @@ class Stages:
         status = FAILED if outcome.error else OK
         return StageResult(name, status, time.monotonic() - start, figures, outcome.error, outcome.output)
 
-    def _doctor(self) -> tuple[Mapping[str, Any], Outcome]:
+    def _doctor(self) -> tuple[Mapping[str, Any], StageOutcome]:
         outcome = self._run([[sys.executable, str(SCRIPTS / "doctor.py"), "--json", "--quick"]])
         try:
             read = json.loads(outcome.texts[0])
         except ValueError:
-            return {}, outcome if outcome.error else Outcome(error="no answer in JSON", output=tail(outcome.texts[0]))
+            return {}, outcome if outcome.error else StageOutcome(
+                error="no answer in JSON", output=tail(outcome.texts[0])
+            )
         lacking = [check["name"] for check in read["checks"] if check["status"] == "missing"]
         warned = [check["name"] for check in read["checks"] if check["status"] == "warn"]
         figures = {"warnings": ", ".join(warned) or "none", "checks": read["checks"]}
-        return figures, Outcome(error=f"missing: {', '.join(lacking)}" if lacking else "")
+        return figures, StageOutcome(error=f"missing: {', '.join(lacking)}" if lacking else "")
 
-    def _device(self) -> tuple[Mapping[str, Any], Outcome]:
+    def _device(self) -> tuple[Mapping[str, Any], StageOutcome]:
         """Check every card, one after another, so that each is alone."""
         if self.cards is None:
             counted = self._run([self._on_card("count")])
@@ -86,11 +88,11 @@ class Stages:
         for card in range(self.cards):
             outcome = self._run([self._on_card("device", rank=card)])
             if outcome.error:
-                return {"cards": card}, Outcome(error=f"card {card}: {outcome.error}", output=outcome.output)
+                return {"cards": card}, StageOutcome(error=f"card {card}: {outcome.error}", output=outcome.output)
             by_card.append(outcome.answers()[0])
-        return {"cards": self.cards, **by_card[0], "by_card": by_card}, Outcome()
+        return {"cards": self.cards, **by_card[0], "by_card": by_card}, StageOutcome()
 
-    def _ranks(self, stage: str, world: int) -> tuple[Mapping[str, Any], Outcome]:
+    def _ranks(self, stage: str, world: int) -> tuple[Mapping[str, Any], StageOutcome]:
         """Run a stage with a process on each of the first ``world`` cards; figures are the first rank's."""
         with tempfile.TemporaryDirectory() as folder:
             store = Path(folder, "store")
@@ -99,7 +101,7 @@ class Stages:
             return {"cards": world}, outcome
         return {**outcome.answers()[0], "by_rank": outcome.answers()}, outcome
 
-    def _train(self) -> tuple[Mapping[str, Any], Outcome]:
+    def _train(self) -> tuple[Mapping[str, Any], StageOutcome]:
         cards = cards_of_a_run(self.cards or 1)
         for command in (
             training.base_model_command(sys.executable, self.folder, self.kind),
@@ -112,9 +114,9 @@ class Stages:
             figures, wrong = training.summarise(training.read_metrics(self.folder))
         except (OSError, ValueError) as error:
             figures, wrong = {}, f"metrics.jsonl: {error}"
-        return {"cards": cards, **figures}, Outcome(error=wrong)
+        return {"cards": cards, **figures}, StageOutcome(error=wrong)
 
-    def _run(self, commands: list[list[str]]) -> Outcome:
+    def _run(self, commands: list[list[str]]) -> StageOutcome:
         variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
         return run_processes(commands, timeout_s=self.timeout_s, cwd=self.folder, variables=variables)
 

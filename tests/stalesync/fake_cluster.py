@@ -59,17 +59,17 @@ class FakeCluster:
 
     def obey(self, command):
         match command:
-            case Publish(version, beside):
+            case Publish(version, overlapped):
                 self.in_training = False
-                assert set(self.engines) == set(beside), "no other engine runs"
-                assert not self.spec.shared_engines & set(beside)
+                assert set(self.engines) == set(overlapped), "no other engine runs"
+                assert not self.spec.shared_engines & set(overlapped)
                 assert version == self.ledger.version
                 self.weights = version
-                assert not self.dead & set(beside)
-                if not beside:
+                assert not self.dead & set(overlapped)
+                if not overlapped:
                     self.dead.clear()
                     self.switching = not self.spec.shared_engines
-                elif not self.spec.shared_engines and self.dies(beside[0]):
+                elif not self.spec.shared_engines and self.dies(overlapped[0]):
                     self.stop_all()
             case AdmitGroups(count):
                 assert 0 < count
@@ -98,7 +98,7 @@ class FakeCluster:
                 assert not self.in_training, "its weights are in the training layout"
                 self.in_training = True
             case Score():
-                if not self.spec.scores_beside:
+                if not self.spec.scores_overlapped:
                     self.score()
             case Accumulate(groups):
                 assert groups and self.spec.lends and self.ledger.max_staleness
@@ -169,7 +169,7 @@ class FakeCluster:
                     requests.remove(id)
                     ended.setdefault(engine, []).append(self.suspended(id, least=1))
         self.arrive(0.7)
-        if self.spec.scores_beside and self.random.random() < 0.7:
+        if self.spec.scores_overlapped and self.random.random() < 0.7:
             self.score()
         for engine, samples in ended.items():
             self.admission.observe_chunks_ended(engine, samples)

@@ -114,9 +114,9 @@ def _engines_are_set_up_anew_for_another_share(run, folder):
     changed = wait_until(run, 30, lambda: [row for row in rows_of(folder) if row.get("rollout/kv_tokens_min") == 96])
     assert "timing_s/switch/pause" not in rows_of(folder)[changed[0]["step"] - 2], "they were stopped for it"
     last = len(rows_of(folder))
-    beside = "timing_s/switch/pause"
+    overlapped = "timing_s/switch/pause"
     wait_until(
-        run, 30, lambda: any(beside in row and row["rollout/kv_tokens_min"] == 96 for row in rows_of(folder)[last:])
+        run, 30, lambda: any(overlapped in row and row["rollout/kv_tokens_min"] == 96 for row in rows_of(folder)[last:])
     )
 
 

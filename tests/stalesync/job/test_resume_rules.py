@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from stalesync.job import resume_rules
 from stalesync.job.overrides import known_keys
-from stalesync.job.resume_rules import RULES, Changes, Rule, compare, decide
+from stalesync.job.resume_rules import RULES, ResumeChanges, Rule, compare, decide
 
 CONTENT = ("model.path", "reward.model", "reward.path", "reward.terms", "eval.files", "data.source", "run.eval_prompts")
 COMPARED = [key for key in known_keys() if RULES.get(key) is not Rule.FOLDER]
@@ -28,7 +28,7 @@ def test_every_key_has_exactly_one_rule():
     extra=st.lists(st.sampled_from(COMPARED), max_size=1),
 )
 def test_exactly_what_is_refused_must_be_named_and_ends_groups_in_progress(settings, content, num_groups, extra):
-    changes = Changes(settings, content, num_groups)
+    changes = ResumeChanges(settings, content, num_groups)
     if never := [key for key in settings if RULES[key] is Rule.NEVER]:
         with pytest.raises(ValueError) as error:
             decide(changes, [*settings, *content])
@@ -53,7 +53,9 @@ def test_exactly_what_is_refused_must_be_named_and_ends_groups_in_progress(setti
         with pytest.raises(ValueError, match=rf"run.resume_changed: {key}: expected only keys whose change"):
             decide(changes, named | {key})
         assert decide(changes, named | {key}, undecided=[key]) == ends
-    assert not compare(dict.fromkeys(COMPARED, 1), dict.fromkeys(COMPARED, 1)) and not decide(Changes({}, {}, 2), [])
+    assert not compare(dict.fromkeys(COMPARED, 1), dict.fromkeys(COMPARED, 1)) and not decide(
+        ResumeChanges({}, {}, 2), []
+    )
 
 
 @pytest.mark.parametrize(
@@ -78,8 +80,8 @@ def test_exactly_what_is_refused_must_be_named_and_ends_groups_in_progress(setti
 def test_with_groups_in_progress_a_change_is_right_or_refused_by_key(key, old, new, refused):
     settings = compare({key: old, "run.name": "a"}, {key: new, "run.name": "b", "a.later.key": 1})
     assert settings == {key: (old, new)}
-    assert not decide(Changes(settings, {}, 0), []), "without groups in progress nothing depends on it"
-    changes = Changes(settings, {}, 3)
+    assert not decide(ResumeChanges(settings, {}, 0), []), "without groups in progress nothing depends on it"
+    changes = ResumeChanges(settings, {}, 3)
     if not refused:
         assert not decide(changes, [])
         return
@@ -91,20 +93,20 @@ def test_with_groups_in_progress_a_change_is_right_or_refused_by_key(key, old, n
 @pytest.mark.parametrize("key", ["rollout.top_p", "rollout.top_k", "rollout.min_p"])
 def test_other_filters_are_for_new_tokens_unless_truncated_sampling_begins_or_ends(key):
     settings = {key: (0.5, 0.75)}
-    assert not decide(Changes(settings, {}, 3), []), "every token has the record of its own"
-    changes = Changes(settings, {}, 3, truncation=True)
+    assert not decide(ResumeChanges(settings, {}, 3), []), "every token has the record of its own"
+    changes = ResumeChanges(settings, {}, 3, truncation=True)
     with pytest.raises(ValueError, match=rf"^{key}=0.75: cannot resume.*3 groups .*run.resume_changed=\[{key}\]"):
         decide(changes, [])
     assert decide(changes, [key])
-    assert not decide(Changes(settings, {}, 0, truncation=True), [])
+    assert not decide(ResumeChanges(settings, {}, 0, truncation=True), [])
 
 
 def test_every_change_is_listed_in_one_line():
-    changes = Changes(
+    changes = ResumeChanges(
         {"training.lr": (1e-5, 1e-6), "fusion.checksum": (True, 1)}, {"model.path": "other content of x"}, 0
     )
     assert changes.describe() == (
         "settings changed by this resume: fusion.checksum=1 (was true), training.lr=1e-06 (was 1e-05), "
         "model.path (other content of x)"
     )
-    assert not Changes({}, {}, 3).describe()
+    assert not ResumeChanges({}, {}, 3).describe()

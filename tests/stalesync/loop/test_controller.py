@@ -62,12 +62,12 @@ def test_what_was_begun_behind_a_switch_that_has_failed_is_taken_back():
 
 def test_engines_that_have_not_received_weights_beside_are_stopped():
     first = ["publish", "close", "log 0", "end_publish", "suspend", "recover"]
-    assert _obeyed([Publish(1, beside=(1,)), Publish(1)], published=False)[:6] == first
+    assert _obeyed([Publish(1, overlapped=(1,)), Publish(1)], published=False)[:6] == first
 
 
 def test_a_step_is_logged_before_anything_of_the_next_one_is_reported():
-    assert _obeyed([Suspend((0,)), Publish(1, beside=(1,))])[:3] == ["close", "log 0", "suspend"]
-    assert _obeyed([Publish(1, beside=(1,)), START]) == ["publish", "close", "log 0", "end_publish", "dispatch"]
+    assert _obeyed([Suspend((0,)), Publish(1, overlapped=(1,))])[:3] == ["close", "log 0", "suspend"]
+    assert _obeyed([Publish(1, overlapped=(1,)), START]) == ["publish", "close", "log 0", "end_publish", "dispatch"]
 
 
 def test_the_scorer_learns_which_samples_will_not_arrive():

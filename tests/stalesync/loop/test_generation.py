@@ -162,7 +162,7 @@ def test_new_weights_are_received_beside_by_engines_that_go_on():
     made, cards = _generation()
     share = InferenceShare((0, 1), 0.5, 4)
     del cards.begun[:]
-    made.begin_publish(Publish(3, beside=(1,)), share)
+    made.begin_publish(Publish(3, overlapped=(1,)), share)
     assert len(cards.begun) == 2 and made.publishing
     assert made.end_publish() and not made.publishing
     assert cards.begun[:2] == [

@@ -27,7 +27,7 @@ OUTCOMES = [("ok",), ("ok", "ok", "filtered"), ("ok", "failed"), ("filtered", "f
     st.booleans(),
     st.randoms(use_true_random=False),
 )
-def test_a_random_run_keeps_the_bound_ends_every_group_and_never_stalls(deployment, bound, tokens, beside, random):
+def test_a_random_run_keeps_the_bound_ends_every_group_and_never_stalls(deployment, bound, tokens, overlapped, random):
     batch, size = random.randint(1, 6), random.randint(1, 3)
     filters = random.choice([0, batch, 10 * batch])
     chunks, outcomes = random.random() < 0.5, random.choice(OUTCOMES)
@@ -44,11 +44,11 @@ def test_a_random_run_keeps_the_bound_ends_every_group_and_never_stalls(deployme
         engine_slots=slots,
         max_filtered_groups=filters,
         ahead=bound > 0,
-        scores_beside=beside,
+        scores_overlapped=overlapped,
         keeps_kv=keeps_kv,
         kv_pool=PoolRouting(random.randint(0, 3), 4) if keeps_kv and random.random() < 0.5 else None,
         num_probes=random.randint(0, 2),
-        lends=bound > 0 and tokens is None and beside and deployment != "colocated" and random.random() < 0.7,
+        lends=bound > 0 and tokens is None and overlapped and deployment != "colocated" and random.random() < 0.7,
         minibatches=random.choice([1, 1, 2, 3]),
     )
     ledger = StalenessLedger(bound, batch, tokens if bound else None)
@@ -178,7 +178,7 @@ def test_engines_that_share_no_card_with_the_trainer_take_new_weights_while_they
     cluster.run_step(8, share_of(range(4)), finish)
     cluster.run_step(7, share_of(range(4), max_seqs=2), finish)
     cluster.run_step(6, share_of((0, 1)), finish)
-    assert [(one.version, one.beside) for one in published] == [(0, ()), (1, (2, 3)), (2, ()), (3, ())]
+    assert [(one.version, one.overlapped) for one in published] == [(0, ()), (1, (2, 3)), (2, ()), (3, ())]
     synchronous = Admission(spec_of("hybrid"), StalenessLedger(0, 4))
     assert [command for command, _ in zip(synchronous.step(1, share_of(range(4))), range(1), strict=False)] == [
         Publish(0)

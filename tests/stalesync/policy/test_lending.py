@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stalesync.policy.lending import GAIN, PART, TAIL, Lending
+from stalesync.policy.lending import GAIN, LENDING_TAIL, PART, Lending
 
 SAMPLES, GROUPS, SLOTS = 100, 25, 16
 seconds = st.floats(0.0, 100.0, allow_nan=False)
@@ -26,7 +26,7 @@ def test_cards_return_once_in_a_tail_that_is_longer_than_the_return_to_engines_t
             if number == interrupted:
                 assert lending.interrupt() == pytest.approx(lent_s)
                 in_tail, lent_s, returned = False, 0.0, False
-            in_tail |= requests <= TAIL * SAMPLES
+            in_tail |= requests <= LENDING_TAIL * SAMPLES
             assert lending.observe_requests(requests) == in_tail
             if in_tail and not returned:
                 asked = ready >= PART * GROUPS and requests <= SLOTS * others
