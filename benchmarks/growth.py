@@ -7,8 +7,8 @@
 controller: CPU of the whole controller per group of 8 samples, at 64 to 16,384 groups a step (`growth_controller.py`).
 events: of the staleness ledger and of the request buffer. queue: samples per second while 10k to 1M are held. decode:
 the host's part of a decode step at 1 to 1,024 sequences (`growth_decode.py`). calls: calls of Ray in a step of a real
-run. memory: of each process of a run that suspends, drafts, saves and evaluates, and bytes of its folder
-(`growth_run.py`).
+run. memory: of each process of a run that suspends, drafts, saves and evaluates, beside its floor, a Ray without any
+work; and bytes of its folder (`growth_run.py`).
 
 Times are CPU times. How much longer this machine computes than the reference machine (`tests/machine.py`) is measured
 beside each; targets are checked for the reference machine.
@@ -138,20 +138,26 @@ def calls(args: argparse.Namespace) -> Figures:
 
 
 def memory(args: argparse.Namespace) -> Figures:
-    from benchmarks.growth_run import WHOLE, growth_of_memory, run
+    from benchmarks.growth_run import WHOLE, growth_of_floor, growth_of_memory, idle_ray, run
 
     first = min(SETTLED, args.steps // 2)
     with model_folder() as folder:
-        steps = run(folder, cards=2, prompts=8, steps=args.steps, others=tuple(WHOLE))
+        with idle_ray(folder / "idle") as record:
+            steps = run(folder, cards=2, prompts=8, steps=args.steps, others=tuple(WHOLE))
+        idle = [json.loads(line) for line in record.read_text().splitlines()]
     sizes = growth_of_memory(steps, first)
     print(f"mean memory of a tenth of the {len(steps)} steps, behind step {first} and at the end:")
     for name, (before, after) in sizes.items():
         over = " MISSED" * (after / before - 1 > TARGETS["memory_growth"])
         print(f"{name:30} {before / 1e6:7.1f} MB {after / 1e6:7.1f} MB {after / before - 1:+7.2%}{over}")
+    floor = growth_of_floor(idle, steps, first)
+    for name, (before, after) in floor.items():
+        if name.split()[0] in ("gcs", "raylet"):
+            print(f"{'floor: idle ' + name:30} {before / 1e6:7.1f} MB {after / 1e6:7.1f} MB {after / before - 1:+7.2%}")
     written = (steps[-1]["folder"] - steps[first - 1]["folder"]) / (len(steps) - first)
     print(f"{written:,.0f} bytes of the run's folder a step")
     growth = max(after / before - 1 for before, after in sizes.values())
-    return {"bytes": sizes, "folder_bytes_a_step": written, "memory_growth": growth}
+    return {"bytes": sizes, "floor_bytes": floor, "folder_bytes_a_step": written, "memory_growth": growth}
 
 
 def model_folder() -> Any:

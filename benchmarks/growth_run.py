@@ -2,7 +2,9 @@
 
 The run is one as `scripts/train.py` starts it, and writes a line per step. `calls`: calls of actors by method that the
 controller made in the step; `memory`: resident anonymous bytes of each process of the run; `folder`: bytes of the run's
-folder without checkpoints, model and logs.
+folder without checkpoints, model and logs; `time`: seconds of a clock that all processes share.
+
+The floor of the memory of Ray's own processes is that of a Ray without any work, started beside the run.
 """
 
 from __future__ import annotations
@@ -12,7 +14,10 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +101,47 @@ def growth_of_memory(records: list[dict[str, Any]], first: int) -> dict[str, tup
     return {name: (before, after) for name, (before, after) in means.items()}
 
 
+def growth_of_floor(
+    idle: Sequence[dict[str, Any]], records: Sequence[dict[str, Any]], first: int
+) -> dict[str, tuple[float, float]]:
+    """Return the same of the processes of an idle Ray, in the time of these steps; {}: they were too short."""
+    tenth = max(1, len(records) // 10)
+    times = [one["time"] for one in records[first:]]
+    spans = [(part[0], part[-1]) for part in (times[:tenth], times[-tenth:])]
+    parts = [[one["memory"] for one in idle if begin <= one["time"] <= end] for begin, end in spans]
+    if not all(parts):
+        return {}
+    names = [name for name in parts[0][0] if all(name in sizes for part in parts for sizes in part)]
+    means = {name: [sum(sizes[name] for sizes in part) / len(part) for part in parts] for name in names}
+    return {name: (before, after) for name, (before, after) in means.items()}
+
+
+@contextmanager
+def idle_ray(home: Path) -> Iterator[Path]:
+    """Keep a Ray without any work beside the block; yields a file with a line of its memory each second."""
+    home.mkdir()
+    record = home / "record.jsonl"
+    command = [sys.executable, "-c", "from benchmarks.growth_run import idle; idle()"]
+    variables = os.environ | {"RAY_TMPDIR": str(home)}
+    with record.open("w") as out:
+        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=out, env=variables)
+    try:
+        yield record
+    finally:
+        process.communicate()
+
+
+def idle() -> None:
+    """Start a Ray as a run does, and print the memory of its processes each second until the standard input ends."""
+    from select import select
+
+    from stalesync.process.ray_cluster import ray_cluster
+
+    with ray_cluster(None):
+        while not select([sys.stdin], [], [], 1.0)[0]:
+            print(json.dumps({"memory": _anonymous_bytes(), "time": time.monotonic()}), flush=True)
+
+
 def observe(record: str) -> None:
     """Make the controller of this process write a line of ``record`` after each step."""
     from ray.actor import ActorHandle
@@ -117,6 +163,7 @@ def observe(record: str) -> None:
             "calls": dict(calls),
             "memory": _anonymous_bytes(),
             "folder": _folder_bytes(self.folder.path),
+            "time": time.monotonic(),
             "seconds": self.step_metrics.metrics.result()["timing_s/step"],
         }
         with open(record, "a") as file:

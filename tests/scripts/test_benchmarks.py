@@ -8,7 +8,7 @@ import pytest
 from benchmarks import backends, backends_engines, drafts_sides, rollout_rhyme
 from benchmarks.drafts_paced import EPOCHS, SIDES, LongAnswers, compared
 from benchmarks.growth import misses
-from benchmarks.growth_run import calls_of_a_step, growth_of_memory
+from benchmarks.growth_run import calls_of_a_step, growth_of_floor, growth_of_memory
 from benchmarks.rollout_workloads import RHYME
 from benchmarks.rotation import in_rotation
 from benchmarks.stalesync_modes import Mode, Workload, log_of, new_home
@@ -96,6 +96,13 @@ def test_growth_is_that_of_the_last_steps_over_those_that_follow_the_first():
     records = [{"memory": {"worker 7": size} | ({} if size == 110 else {"reward 8": 1})} for size in sizes]
     assert growth_of_memory(records, 50) == {"worker 7": (100, 104.5)}
     assert growth_of_memory(records[:5], 2) == {"worker 7": (102, 104), "reward 8": (1, 1)}
+
+
+def test_the_floor_of_growth_is_that_of_the_same_time():
+    records = [{"time": 10.0 + step / 2} for step in range(100)]  # the tenths last from 35 to 39.5 s, and from 55 s on
+    idle = [{"time": float(second), "memory": {"gcs 1": 100 + second, "x 2": second}} for second in range(70)]
+    del idle[58]["memory"]["x 2"]
+    assert growth_of_floor(idle, records, 50) == {"gcs 1": (137.0, 157.0)}
 
 
 def test_calls_for_what_arrives_are_counted_apart_and_a_disturbed_step_is_left_out():
