@@ -22,6 +22,7 @@ from fusion.npu import Device
 from fusion.rollout import SuspendedSample
 from stalesync.cards.kv_servers import RayPeer, remote_pools
 from stalesync.cards.text_server import caller
+from stalesync.process.garbage import keep_few_collectives
 from stalesync.process.process_log import write_log_to
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -73,6 +74,7 @@ class Card(Worker):
         ``kv_peers``: the KV pool of the machine of each rank; (): KV does not travel between machines."""
         if log is not None:
             write_log_to(log)
+        keep_few_collectives()
         spec, queue = self._spec_and_queue
         pools = remote_pools(spec, rank, kv_peers)
         super().__init__(spec, rank, queue, exchange_texts=caller(self._text_server), kv_peers=pools)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
@@ -21,6 +22,9 @@ NEW_OBJECTS = 50_000
 OBJECTS_PER_SAMPLE = 6
 """More than the objects that refer to others which are held for a sample in progress. So those of a step end before a
 collection visits them, and what is garbage is never more than the samples in progress."""
+
+NUM_COLLECTIVES = 100
+"""Number of collectives of which torch keeps a record"""
 
 ARENAS = 2
 """Number of arenas from which all threads of a process allocate"""
@@ -33,6 +37,14 @@ def share_arenas() -> None:
     glibc is left as it is."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, ARENAS)
+
+
+def keep_few_collectives() -> None:
+    """Let torch keep the last NUM_COLLECTIVES collectives of this process, with their stacks, for the analysis of a
+    hang; its default of 2,000 takes some MB that fill during the first thousand steps. Called before torch has a
+    process group; keeps the user's setting."""
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(NUM_COLLECTIVES))
 
 
 @contextmanager

@@ -4,9 +4,11 @@ import os
 import subprocess
 import sys
 
-from stalesync.process.garbage import ARENAS
+import pytest
+
+from stalesync.process.garbage import ARENAS, NUM_COLLECTIVES
 from stalesync.process.ray_cluster import bounding_memory
-from tests.machine import patience
+from tests.machine import patience, run
 
 THREADS = """
 import ctypes, re, sys, threading
@@ -40,6 +42,24 @@ def num_arenas(tmp_path, *words):
 
 def test_threads_share_arenas(tmp_path):
     assert num_arenas(tmp_path, "share") <= ARENAS < num_arenas(tmp_path)
+
+
+COLLECTIVES = """
+import json, os, sys, tempfile
+from stalesync.process.garbage import keep_few_collectives
+keep_few_collectives()
+import torch, torch.distributed as dist
+dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
+for _ in range(150):
+    dist.all_reduce(torch.zeros(1))
+print(len(json.loads(torch._C._distributed_c10d._dump_fr_trace_json())["entries"]))
+"""
+
+
+@pytest.mark.parametrize(("setting", "kept"), [({}, NUM_COLLECTIVES), ({"TORCH_FR_BUFFER_SIZE": "7"}, 7)])
+def test_few_collectives_are_recorded_unless_the_user_wants_more(setting, kept):
+    done = run([sys.executable, "-c", COLLECTIVES], 60, env=os.environ | setting)
+    assert done.stdout == f"{kept}\n", done.stderr
 
 
 def test_processes_of_ray_share_arenas_and_keep_no_record_of_calls(monkeypatch):
