@@ -33,7 +33,7 @@ class TextServer:
 
 @contextmanager
 def text_server(spec: WorkerSpec) -> Iterator[Any]:
-    """Run the server while the block runs, and yields its handle; None: there are no drafts, or nobody to exchange
+    """Run the server while the block runs, and yield its handle; None: there are no drafts, or no one to exchange
     text with, and nothing is started."""
     rollout = spec.rollout
     if rollout.drafts == "none" or not rollout.draft_exchange or len(spec.drafting_ranks) < 2:

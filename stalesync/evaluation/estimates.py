@@ -39,7 +39,7 @@ class Estimate:
 
 def pass_at_each(num_samples: int, num_correct: int) -> list[float]:
     """Return the unbiased estimates of pass@1 to pass@``num_samples`` of one prompt, exact to the last bit of a float.
-    The binomials follow from each other: computed anew for each k, they take 17 s for 1,000
+    The binomials follow from each other: computed again for each k, they take 17 s for 1,000
     answers to each of 1,300 prompts.
 
     Args:

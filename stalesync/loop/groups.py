@@ -40,7 +40,7 @@ class Groups:
     queue: DistQueue
     folder: RunFolder
     rewards: RewardHistory | None = None
-    """Rewards of the groups that may be trained, by row; None: nobody needs them"""
+    """Rewards of the groups that may be trained, by row; None: they are not needed"""
     scored: dict[str, list[Sample]] = field(default_factory=dict)
     """Scored samples by group, of groups that have not ended; of complete groups in order of ids"""
     num_failed_rewards: int = 0

@@ -4,7 +4,7 @@
                               │
                               └ its samples are acknowledged to the queue, while the cards switch for the next step
 
-Invariants: each transition is made once, whoever asks for it and however often; a step is logged after it is closed, or
+Invariants: each transition is made once, however often it is asked for; a step is logged after it is closed, or
 after its run has failed; its row is written at most once, also if that fails.
 """
 

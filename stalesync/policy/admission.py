@@ -85,7 +85,7 @@ if TYPE_CHECKING:
 Stage = Literal["idle", "switch", "fill", "generate", "stop", "score", "train"]
 
 STEP_TAIL = 0.1
-"""Fraction of a step's samples: while at most so many are still being generated, generation is in its tail
+"""Maximum fraction of a step's samples that are still being generated in the tail of its generation
 (`timing_s/gen_tail`)"""
 
 

@@ -65,7 +65,7 @@ class Lending:
 
     def interrupt(self) -> float:
         """Record that weights are published again before the step has its groups, so that the cards generate again:
-        the seconds of its tail tell nothing. Return for how many seconds they were lent until now."""
+        its tail is not measured. Return for how many seconds they were lent until now."""
         lent_s, self._tail_s, self._lent_s, self._interrupted = self._lent_s or 0.0, None, None, True
         return lent_s
 
