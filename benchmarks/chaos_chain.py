@@ -17,7 +17,7 @@ from benchmarks.chaos_plan import SELDOM, STEPS, Chain, Kill
 from benchmarks.chaos_run import StartedRun
 from benchmarks.chaos_space import Space
 from benchmarks.chaos_verdict import Ended, Remains
-from fusion.telemetry.run_folder import GROUPS, METRICS, complete_checkpoints
+from fusion.telemetry.run_contents import GROUPS, METRICS, complete_checkpoints
 from stalesync.job import savepoint
 from stalesync.job.savepoint import groups_in_progress
 

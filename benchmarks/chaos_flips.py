@@ -14,7 +14,7 @@ from random import Random
 from typing import Any
 
 from fusion.telemetry.manifest import read_seals
-from fusion.telemetry.run_folder import BEST, LOGS, complete_checkpoints
+from fusion.telemetry.run_contents import BEST, LOGS, complete_checkpoints
 
 NOT_NAMED = (BEST, "timeline.json")
 """Files that are written again or only drawn: a resume goes on whatever they hold, and need not name them"""

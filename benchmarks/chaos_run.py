@@ -247,7 +247,7 @@ def environment() -> dict[str, str]:
 def damaged_checkpoints(folder: Path) -> list[str]:
     """Return a line for each checkpoint that counts as complete and is not."""
     from fusion.telemetry.manifest import find_damage
-    from fusion.telemetry.run_folder import complete_checkpoints
+    from fusion.telemetry.run_contents import complete_checkpoints
 
     damages = {path: find_damage(path) for path in complete_checkpoints(folder).values()}
     return [f"{path.name}: {damage}" for path, damage in damages.items() if damage is not None]

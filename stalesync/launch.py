@@ -20,7 +20,7 @@ from fusion.resources import RECIPES, as_called
 from fusion.rewards import RewardPool
 from fusion.telemetry import LiveView, RunFolder, report_run
 from fusion.telemetry.loggers import find_loggers
-from fusion.telemetry.run_folder import complete_checkpoints
+from fusion.telemetry.run_contents import complete_checkpoints
 from stalesync.evaluation.files import EvalFile
 from stalesync.job import savepoint
 from stalesync.job.card_memory import estimate, knows_cards

@@ -85,7 +85,7 @@ def evaluate(arguments: EvaluationArguments, usage: str) -> None:
 
 def _write(arguments: EvaluationArguments, checkpoint: Path | None, run: Path) -> None:
     from fusion.telemetry.files import read_jsonl, write_atomic
-    from fusion.telemetry.run_folder import EVALUATIONS
+    from fusion.telemetry.run_contents import EVALUATIONS
     from stalesync.job import savepoint
 
     results = [{key: value for key, value in row.items() if key != "step"} for row in read_jsonl(run / EVALUATIONS)]

@@ -3,7 +3,7 @@
     worker                     controller                                       writes / shows
     Metrics.take()        ──►  Metrics.merge, throughput            ──►  RunFolder.log       metrics.jsonl, loggers
     Timeline.drain()      ──►  Usage.count → a row's perf/…         ──►  RunFolder.log_spans timeline.json (Perfetto)
-    MemoryLedger.record() ──►  MemoryLedger.merge → .metrics()      ──►  a row's memory/…, a table at the end
+    MemoryLedger.record() ──►  MemoryLedger.merge → .metrics()      ──►  a row's memory/…
                                finished samples                     ──►  RunFolder.log_samples
                                every step, every phase              ──►  LiveView (terminal) or a line per step (pipe)
                                the end, also after a crash          ──►  RunReport (text), page/ (report.html)

@@ -11,14 +11,12 @@ from .metrics import throughput as throughput
 from .report import RunReport as RunReport
 from .run_end import report_run as report_run
 from .run_folder import RunFolder as RunFolder
-from .run_folder import describe as describe
 from .timeline import WAIT_DATA as WAIT_DATA
 from .timeline import WAIT_WEIGHTS as WAIT_WEIGHTS
 from .timeline import CardSummary as CardSummary
 from .timeline import Span as Span
 from .timeline import Timeline as Timeline
 from .timeline import summarize as summarize
-from .timeline import summarize_run as summarize_run
 from .timeline import wall_ns as wall_ns
 from .trace import TimelineFile as TimelineFile
 from .trace import read_timeline as read_timeline

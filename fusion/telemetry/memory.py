@@ -90,16 +90,6 @@ class MemoryLedger:
         known = [one for one in (self.capacity, capacity) if one is not None]
         self.capacity = min(known, default=None)
 
-    def rows(self) -> list[list[str]]:
-        """Return the table as text cells: a header, a line for each owner, then the peak, and the capacity if known."""
-        rows = [["HBM of the fullest card", *self.phases]]
-        for owner in self.owners:
-            rows.append([owner, *(human_bytes(self.by_owner[phase].get(owner, 0)) for phase in self.phases)])
-        rows.append(["peak", *(human_bytes(self.peak[phase]) for phase in self.phases)])
-        if self.capacity is not None:
-            rows.append(["capacity", *(human_bytes(self.capacity) for _ in self.phases)])
-        return rows
-
 
 def human_bytes(count: float) -> str:
     """Format bytes in at most six characters, in binary units: `0`, `512`, `1.50K`, `12.3M`, `64.0G`."""

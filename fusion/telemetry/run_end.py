@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from fusion.telemetry.files import write_atomic
 from fusion.telemetry.report import RunReport
+from fusion.telemetry.run_contents import describe
 
 
 def report_run(folder: Path, **fields: Any) -> None:
@@ -15,15 +17,14 @@ def report_run(folder: Path, **fields: Any) -> None:
     Args:
         fields: of `RunReport`, beside what the folder holds.
     """
-    from fusion.telemetry.page import write_page
+    from fusion.telemetry.page import default_path, read_run, render
 
+    report = RunReport(**({"steps": None} | fields))
     try:
-        write_page([folder], outcome=fields.get("outcome"))
+        run = read_run(folder, fields.get("outcome"))
+        report = RunReport.from_folder(folder, run, **fields)
+        write_atomic(default_path([folder]), render([run]))
     except (OSError, ValueError) as error:
-        fields["notes"] = [*fields.get("notes", ()), f"report.html could not be written: {error}"]
-    try:
-        report = RunReport.from_folder(folder, **fields)
-    except (OSError, ValueError) as error:
-        notes = (*fields.get("notes", ()), f"the figures could not be read: {error}")
-        report = RunReport(**{"folder": [f"{folder}/"], "steps": None, **fields, "notes": notes})
+        report.notes = [*report.notes, f"report.html could not be written: {error}"]
+    report.folder = describe(folder)
     report.show()

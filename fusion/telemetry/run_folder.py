@@ -1,23 +1,4 @@
-"""Write the output folder of a run, readable while it runs and after it was killed.
-
-runs/<name>/config.yaml       the resolved configuration
-            metrics.jsonl     one JSON object per step
-            tensorboard/      the same figures as TensorBoard events; wandb/, mlflow.db, … of other loggers
-            loggers.json      the id of the run in all loggers (`loggers/`)
-            samples.jsonl     a few samples of every step: step, prompt, response, reward
-            groups.jsonl      every group that has ended: step, group, ended (trained, failed:…, filtered:…), and of
-                              trained ones lag, prompt_tokens, response_tokens
-            control.jsonl     changes to generation during the run, and requests that were refused
-            evaluations.jsonl every evaluation: step, file, and estimates with their intervals
-            best.json         the best checkpoint: metric, value, step, checkpoint; only with `eval.best`
-            timeline.json     spans of every card; open it in https://ui.perfetto.dev
-            profile/          step-<n>-card-<rank>.json: profiler traces of the steps in `run.profile_steps`
-            checkpoints/      step-<n>: from which a run resumes
-            hf/               the model as a Hugging Face folder
-            logs/             what every process logged; run.log, error.json: why the run failed
-            report.html       all of it as one page, written when the run ends (`page/`)
-            start-<n>/        what starts left that had no checkpoint (`run.resume=auto`), or failed before a step
-            lock.json         locked while the run has the folder; names its process
+"""Write the output folder of a run, readable while it runs and after it was killed (`run_contents.py` lists its files).
 
 Only the user who started the run may enter the folder (mode 0700).
 """
@@ -44,18 +25,12 @@ from fusion.telemetry.files import (
 from fusion.telemetry.folder_lock import NAME as LOCK
 from fusion.telemetry.folder_lock import FolderLock
 from fusion.telemetry.loggers import Logger, LoggerGroup, find_loggers
-from fusion.telemetry.manifest import NAME as CHECKPOINT_MARK
 from fusion.telemetry.row_digests import NO_SEALS, ROWS, SINGLE_ROWS, RowDigests, Seal, rewind
+from fusion.telemetry.run_contents import BEST, EVALUATIONS, GROUPS, LOGS, METRICS, PROFILES, SAMPLES
 from fusion.telemetry.timeline import Span
 from fusion.telemetry.trace import TimelineFile
 
 log = logging.getLogger(__name__)
-
-METRICS, SAMPLES, GROUPS, EVALUATIONS = "metrics.jsonl", "samples.jsonl", "groups.jsonl", "evaluations.jsonl"
-BEST = "best.json"
-LOGS = (METRICS, SAMPLES, GROUPS, EVALUATIONS, "control.jsonl")
-"""Logs of which a checkpoint seals the rows"""
-PROFILES = "profile"
 
 REPEATED_BYTES = 1 << 18
 """Size of the last rows that a resumed run sends to its loggers again: far more than these keep in memory"""
@@ -340,68 +315,6 @@ def _figures(row: Mapping[str, Any]) -> dict[str, float]:
     """Returns the figures of a row of metrics.jsonl as they were logged."""
     values = {name: value for name, value in row.items() if name not in ("step", NOT_FINITE)}
     return {name: float(value) for name, value in (values | row.get(NOT_FINITE, {})).items()}
-
-
-def step_of(name: str) -> int | None:
-    """Return the step of a checkpoint's folder by its name; None if it is no checkpoint of the run, such as a copy
-    (`step-4-good`) that a user keeps beside them."""
-    match = re.fullmatch(r"step-(0|[1-9][0-9]*)", name, re.ASCII)
-    return int(match[1]) if match else None
-
-
-def complete_checkpoints(path: Path) -> dict[int, Path]:
-    """Map the steps of a run's complete checkpoints to their folders, in ascending order."""
-    return _checkpoints(path, marked=True)
-
-
-def unmarked_checkpoints(path: Path) -> dict[int, Path]:
-    """Map the steps of a run's checkpoints that are not marked as complete to their folders, in ascending order."""
-    return _checkpoints(path, marked=False)
-
-
-def _checkpoints(path: Path, *, marked: bool) -> dict[int, Path]:
-    found = ((step_of(folder.name), folder) for folder in path.glob("checkpoints/step-*"))
-    chosen = [(step, one) for step, one in found if step is not None and (one / CHECKPOINT_MARK).exists() == marked]
-    return dict(sorted(chosen))
-
-
-def describe(path: Path | str) -> list[str]:
-    """Describe a run folder: its path, then a line for each existing file or folder. Incomplete checkpoints are not
-    counted."""
-    path = Path(path)
-    checkpoints = [folder.name for folder in complete_checkpoints(path).values()]
-    exports = (path / "hf" / "config.json").exists()
-    steps = len(read_jsonl(path / "metrics.jsonl"))
-    entries = (
-        ("run.log", (path / "run.log").exists(), "why the run failed, with the log of every rank; error.json"),
-        ("report.html", (path / "report.html").exists(), "curves, cards, memory and samples; open it in a browser"),
-        ("config.yaml", (path / "config.yaml").exists(), "the resolved configuration"),
-        ("metrics.jsonl", steps > 0, f"{steps} steps, one JSON object each"),
-        ("tensorboard/", any(path.glob("tensorboard/*")), f"tensorboard --logdir {path / 'tensorboard'}"),
-        ("samples.jsonl", (path / "samples.jsonl").exists(), "samples of every step with their rewards"),
-        ("groups.jsonl", (path / "groups.jsonl").exists(), "how every group of samples has ended"),
-        (EVALUATIONS, (path / EVALUATIONS).exists(), "every evaluation by file, with confidence intervals"),
-        (BEST, (path / BEST).exists(), "which checkpoint is the best"),
-        ("control.jsonl", (path / "control.jsonl").exists(), "changes to generation during the run"),
-        ("timeline.json", (path / "timeline.json").exists(), "what every card did; open it in https://ui.perfetto.dev"),
-        (
-            "profile/",
-            bool(traces := profiles(path)),
-            f"{len(traces)} profiler traces: {', '.join(traces[:4])}{' …' * (len(traces) > 4)}",
-        ),
-        ("checkpoints/", bool(checkpoints), f"{len(checkpoints)} kept: {', '.join(checkpoints[-3:])}"),
-        ("hf/", exports, "the trained model as a Hugging Face folder, with its tokenizer"),
-    )
-    return [f"{path}/"] + [f"  {name:<17} {what}" for name, there, what in entries if there]
-
-
-def profiles(path: Path) -> list[str]:
-    """Return the names of a run's profiler traces, by step and card. One that is incomplete is left out."""
-
-    def numbers(name: str) -> list[int]:
-        return [int(number) for number in re.findall(r"\d+", name)]
-
-    return sorted((trace.name for trace in (path / PROFILES).glob("step-*-card-*")), key=numbers)
 
 
 def _claim(root: Path, name: str, if_exists: IfExists) -> tuple[Path, str, bool]:

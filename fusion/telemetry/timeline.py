@@ -5,7 +5,7 @@
                          with timeline.strip() as mark: ...        each step: mark("decode"), inside the stage
                      spans = timeline.drain()                      plain tuples, travel to the controller
     controller:      file.append(spans)                            timeline.json, opens in Perfetto
-                     summarize_run(spans)                          per card: seconds of each kind + idle = wall
+                     summarize(spans)                              per card: time of each kind + idle = wall
 
 One clock: the machine's monotonic clock, mapped once per process to wall time, so that spans of several processes and
 nodes are on one axis and setting the wall clock does not move them. Times are integers (nanoseconds), so that parts
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import heapq
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -175,16 +175,6 @@ class CardSummary:
     by_kind_ns: dict[str, int]
     idle_ns: int
 
-    def __add__(self, other: CardSummary) -> CardSummary:
-        """Add the summary of the same card over another period."""
-        by_kind_ns = Counter(self.by_kind_ns) + Counter(other.by_kind_ns)
-        return CardSummary(
-            card=self.card,
-            wall_ns=self.wall_ns + other.wall_ns,
-            by_kind_ns=dict(sorted(by_kind_ns.items())),
-            idle_ns=self.idle_ns + other.idle_ns,
-        )
-
     @property
     def busy_ns(self) -> int:
         """Nanoseconds of all kinds except waiting."""
@@ -194,11 +184,6 @@ class CardSummary:
     def utilisation(self) -> float:
         """Busy share of the wall clock, 0 to 1."""
         return self.busy_ns / self.wall_ns if self.wall_ns else 0.0
-
-    def seconds(self) -> dict[str, float]:
-        """Return the seconds by kind, with `idle` and `wall` last."""
-        parts = {**self.by_kind_ns, "idle": self.idle_ns, "wall": self.wall_ns}
-        return {kind: ns / 1e9 for kind, ns in parts.items()}
 
 
 def summarize(
@@ -219,14 +204,6 @@ def summarize(
         by_card.setdefault(span.card, []).append(span)
     end = max(start, end)
     return [_summary(card, by_card[card], start=start, end=end) for card in sorted(by_card, key=natural)]
-
-
-def summarize_run(spans: Iterable[Span]) -> list[CardSummary]:
-    """Summarize a run that may have been stopped and resumed; the time in between is not counted."""
-    cards: dict[str, CardSummary] = {}
-    for card in (card for start in starts_of(spans) for card in summarize(start)):
-        cards[card.card] = cards[card.card] + card if card.card in cards else card
-    return [cards[name] for name in sorted(cards, key=natural)]
 
 
 def starts_of(spans: Iterable[Span]) -> list[list[Span]]:

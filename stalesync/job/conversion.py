@@ -6,7 +6,7 @@ from pathlib import Path
 
 from fusion.model.tokenizer_files import has_tokenizer
 from fusion.telemetry.manifest import find_damage
-from fusion.telemetry.run_folder import complete_checkpoints
+from fusion.telemetry.run_contents import complete_checkpoints
 from stalesync.job import savepoint
 
 

@@ -20,7 +20,7 @@ from typing import Any
 from fusion.inference import SamplingParams
 from fusion.telemetry import RunFolder
 from fusion.telemetry.folder_lock import FolderInUse
-from fusion.telemetry.run_folder import EVALUATIONS, complete_checkpoints
+from fusion.telemetry.run_contents import EVALUATIONS, complete_checkpoints
 from stalesync.job import savepoint
 from stalesync.job.config import Config, RunConfig
 from stalesync.job.overrides import load

@@ -31,7 +31,7 @@ from fusion.telemetry.files import sync, write_atomic
 from fusion.telemetry.manifest import NAME as MARK
 from fusion.telemetry.manifest import find_damage, read_manifest, write_manifest
 from fusion.telemetry.row_digests import NO_SEALS, Seal
-from fusion.telemetry.run_folder import complete_checkpoints, step_of, unmarked_checkpoints
+from fusion.telemetry.run_contents import complete_checkpoints, step_of, unmarked_checkpoints
 from fusion.training.schedule import Schedule
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any
 from fusion.colocate import Worker, WorkerSpec
 from fusion.rollout.partial_samples import check_kept
 from fusion.telemetry.manifest import read_seals, write_seals
-from fusion.telemetry.run_folder import complete_checkpoints
+from fusion.telemetry.run_contents import complete_checkpoints
 from stalesync.cards.cards import Cards
 from stalesync.evaluation import Evaluation
 from stalesync.job import savepoint

@@ -212,7 +212,7 @@ def test_every_stage_of_a_card_takes_modelled_time_and_tells_it(tmp_path):
         stages[name] = {n.removeprefix("pace/modelled_s/") for n in parts if n.startswith("pace/modelled_s/")}
         kinds.update(parts)
         for card in summarize(report.spans):
-            shown.update(card.seconds())
+            shown.update({kind: length_ns / 1e9 for kind, length_ns in card.by_kind_ns.items()})
 
     ids = [f"0/{n}" for n in range(4)]
     params = worker.spec.rollout.sampling()

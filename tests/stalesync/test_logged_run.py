@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from fusion.telemetry.run_folder import complete_checkpoints
+from fusion.telemetry.run_contents import complete_checkpoints
 from tests.machine import communicate
 from tests.stalesync.runs import kill, rows_of, wait_until
 from tests.telemetry.loggers.stores import mlflow_history, tensorboard_history, wandb_history

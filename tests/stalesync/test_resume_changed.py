@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from fusion.telemetry.run_folder import complete_checkpoints
+from fusion.telemetry.run_contents import complete_checkpoints
 from stalesync.job import savepoint
 from tests.stalesync.runs import rows_of, train
 

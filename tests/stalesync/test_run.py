@@ -11,8 +11,8 @@ import pytest
 import torch
 import yaml
 
-from fusion.telemetry import read_timeline, summarize_run
 from fusion.telemetry.files import read_jsonl
+from fusion.telemetry.page import read_run
 from stalesync.job.overrides import load
 from tests import machine
 from tests.colocate.cards import tiny_reward_model
@@ -65,15 +65,16 @@ def test_four_cards_train_and_leave_a_readable_run(base, tmp_path):
         "pp": 1,
         "etp": 1,
     }
-    cards = summarize_run(read_timeline(run / "timeline.json"))
-    assert len(cards) == 4 and {"prefill", "decode", "train", "save", "wait_data"} <= set(cards[0].by_kind_ns)
-    assert "seconds by card   card 0   card 1   card 2   card 3   share" in done.stdout
+    page = read_run(run)
+    assert [card["card"] for card in page["cards"]["table"]] == [f"card {rank}" for rank in range(4)]
+    assert {"prefill", "decode", "train", "save", "wait_data"} <= set(page["cards"]["table"][0]["seconds"])
+    assert page["memory"]["phases"] and page["memory"]["peak"]["train"] > 0
     assert all(0 < row["perf/utilisation"] < 1 for row in rows)
     assert {"prompt", "response", "reward"} <= set(json.loads((run / "samples.jsonl").read_text().splitlines()[0]))
     _, info = AutoModelForCausalLM.from_pretrained(run / "hf", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     assert len(AutoTokenizer.from_pretrained(run / "hf")) == 32
-    for promise in ("before", "after", "metrics.jsonl", "What to try next", "HBM of the fullest card"):
+    for promise in ("before", "after", "metrics.jsonl", "What to try next"):
         assert promise in done.stdout
 
 
@@ -145,8 +146,8 @@ def test_four_roles_on_four_cards_a_queue_that_is_killed_and_a_request_that_chan
     (record,) = [json.loads(line) for line in (folder / "control.jsonl").read_text().splitlines()]
     assert record["outcome"] == "applied" and record["step"] == rows[0]["step"]
     assert "actor_train 0-3, actor_generation 0-3, reference 0-3, reward_model 0-3" in out
-    for promise in ("switch by part", "reshard", "exchange", "offload", "onload", "kv"):
-        assert promise in out, promise
+    for part in ("reshard", "reshard/exchange", "offload", "onload", "kv"):
+        assert last[f"timing_s/switch/{part}"] > 0, part
 
 
 def test_rewards_that_fail_are_counted_and_shown_and_the_loop_goes_on(base, tmp_path):

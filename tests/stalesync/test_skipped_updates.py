@@ -2,7 +2,7 @@
 
 import pytest
 
-from fusion.telemetry.run_folder import complete_checkpoints
+from fusion.telemetry.run_contents import complete_checkpoints
 from fusion.training.interface import SKIPPED_IN_A_ROW
 from tests.stalesync.runs import kill, rows_of, train, wait_until
 from tests.stalesync.test_killed import assert_same_weights

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from fusion.telemetry.run_folder import complete_checkpoints, step_of
+from fusion.telemetry.run_contents import complete_checkpoints, step_of
 from tests.stalesync.runs import kill, rows_of, train, wait_until
 
 STALE = ["rollout.max_response_length=60", "rollout.forced_median=8", "run.eval_prompts=0", "fusion.checksum=true"]

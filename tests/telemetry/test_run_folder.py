@@ -13,8 +13,9 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
-from fusion.telemetry import RunFolder, Span, describe, read_timeline
+from fusion.telemetry import RunFolder, Span, read_timeline
 from fusion.telemetry.files import open_temporary, read_jsonl
+from fusion.telemetry.run_contents import describe
 
 ENDLESS = """
 import sys

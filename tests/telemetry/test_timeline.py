@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.telemetry import Span, Timeline, TimelineFile, read_timeline, summarize, summarize_run, wall_ns
+from fusion.telemetry import Span, Timeline, TimelineFile, read_timeline, summarize, wall_ns
 from tests.helpers import processes
 
 spans = st.lists(
@@ -49,26 +49,7 @@ def test_nested_spans_count_once_and_the_rest_is_idle():
     [card] = summarize([step, inner, Span("c", "x", "x", 110, 120)])
     assert card.by_kind_ns == {"step": 70, "gen": 30, "x": 10} and card.idle_ns == 10 and card.wall_ns == 120
     assert card.utilisation == pytest.approx(110 / 120)
-    assert list(card.seconds())[-2:] == ["idle", "wall"]
     assert summarize([]) == []
-
-
-def test_the_time_between_two_starts_of_a_run_is_nobodys():
-    def start(at: int, *more: Span) -> list[Span]:
-        there = [
-            Span("card 10", "prepare", "prepare", at, at + 5),
-            Span("card 2", "prepare", "prepare", at + 1, at + 6),
-        ]
-        return [*there, *more]
-
-    first = start(0, Span("card 10", "train", "train", 8, 20), Span("card 2", "x", "x", 6, 12))
-    second = start(1000, Span("card 10", "train", "train", 1006, 1010))
-    two, ten = summarize_run(second + first)
-    assert (two.card, ten.card) == ("card 2", "card 10")
-    assert two.wall_ns == ten.wall_ns == 20 + 10
-    assert ten.by_kind_ns == {"prepare": 10, "train": 16} and ten.idle_ns == 4
-    assert two.by_kind_ns == {"prepare": 10, "x": 6} and two.idle_ns == 14
-    assert summarize_run(first) == summarize(first) and summarize_run([]) == []
 
 
 def record(card: str, pipe) -> None:

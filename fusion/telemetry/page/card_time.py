@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from fusion.telemetry.by_card import by_main_kind
 from fusion.telemetry.stage_strip import StageStrip
 from fusion.telemetry.timeline import WAITING, CardSummary, Span, innermost, natural, starts_of
 
@@ -105,15 +104,24 @@ def _encoded(strip: StageStrip, kinds: dict[str, int]) -> dict[str, list[int]]:
     return {"kind": numbers, "us": [end - begin for begin, end in zip([0, *ends], ends, strict=False)]}
 
 
+def _by_main_kind(card: CardSummary) -> dict[str, int]:
+    """Sum nanoseconds by kind, including `idle`; kinds such as `switch/kv` count as `switch`."""
+    kinds_ns = {IDLE: card.idle_ns}
+    for kind, length_ns in card.by_kind_ns.items():
+        main = kind.partition("/")[0]
+        kinds_ns[main] = kinds_ns.get(main, 0) + length_ns
+    return kinds_ns
+
+
 def _row(card: CardSummary) -> dict[str, Any]:
-    seconds = {kind: ns / 1e9 for kind, ns in by_main_kind(card).items()}
+    seconds = {kind: ns / 1e9 for kind, ns in _by_main_kind(card).items()}
     return {"card": card.card, "wall_s": card.wall_ns / 1e9, "busy": card.utilisation, "seconds": seconds}
 
 
 def _kinds(cards: Sequence[CardSummary]) -> list[dict[str, Any]]:
     total: dict[str, int] = {}
     for card in cards:
-        for kind, ns in by_main_kind(card).items():
+        for kind, ns in _by_main_kind(card).items():
             total[kind] = total.get(kind, 0) + ns
     whole = sum(card.wall_ns for card in cards) or 1
     ordered = sorted(total, key=lambda kind: (kind == IDLE, kind.startswith(WAITING), -total[kind], kind))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from fusion.telemetry.by_card import MAX_TIMELINE_BYTES
 from fusion.telemetry.evaluations import RESULT, changes_of
 from fusion.telemetry.files import iterate_jsonl, read_jsonl
 from fusion.telemetry.folder_lock import is_held
@@ -19,9 +18,13 @@ from fusion.telemetry.page.curves import curves, number, step_seconds
 from fusion.telemetry.page.distributions import Distributions
 from fusion.telemetry.page.examples import Examples
 from fusion.telemetry.page.settings import flatten
-from fusion.telemetry.report import rewards_of
-from fusion.telemetry.run_folder import EVALUATIONS, PROFILES, profiles
+from fusion.telemetry.run_contents import EVALUATIONS, PROFILES, profiles
 from fusion.telemetry.trace import read_timeline
+
+REWARD = "critic/rewards/mean"
+
+MAX_TIMELINE_BYTES = 1 << 28
+"""Maximum size of a timeline.json that is read; reading takes about ten times as much memory"""
 
 
 def read_run(folder: Path | str, outcome: str | None = None) -> dict[str, Any]:
@@ -105,8 +108,18 @@ def read_failure(path: Path) -> str | None:
     return f"{rank}, stage {failure.get('stage')}, step {failure.get('step')}: {''.join(message[:1])} (run.log)"
 
 
+def rewards_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return `reward_start` and `reward_end`, means of `reward_window` steps each; nothing without rewards."""
+    rewards = [row[REWARD] for row in rows if row.get(REWARD) is not None]
+    if not rewards:
+        return {}
+    window = max(1, min(5, len(rewards) // 10))
+    start, end = sum(rewards[:window]) / window, sum(rewards[-window:]) / window
+    return {"reward_start": start, "reward_end": end, "reward_window": window}
+
+
 def _changes(path: Path) -> dict[str, Any] | None:
-    """Returns what training has changed, in words, and examples; None without two evaluations."""
+    """Return what training has changed, in words, and examples; None without two evaluations."""
     found = changes_of(read_jsonl(path, RESULT))
     return None if found is None else {"text": found.describe(), "answers": [asdict(one) for one in found.answers]}
 

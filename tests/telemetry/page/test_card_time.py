@@ -1,10 +1,13 @@
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.telemetry import Span, summarize_run
+from fusion.telemetry import Span, summarize
 from fusion.telemetry.page import card_time as module
 from fusion.telemetry.page.card_time import card_time
+from fusion.telemetry.timeline import natural, starts_of
 from tests.telemetry.page.runs import activities
 
 times = st.tuples(st.integers(0, 10**10), st.integers(0, 10**9))
@@ -37,13 +40,33 @@ def test_strips_fill_the_run_and_agree_with_the_table(spans):
 @given(spans)
 def test_the_table_is_the_summary_of_the_run(spans):
     drawn = card_time(spans)
-    expected = {card.card: card for card in summarize_run(spans)}
-    assert [row["card"] for row in drawn["table"]] == list(expected)
+    expected = Counter()
+    for card in (card for start in starts_of(spans) for card in summarize(start)):
+        expected[card.card] += card.wall_ns
+    assert [row["card"] for row in drawn["table"]] == sorted({span.card for span in spans}, key=natural)
     for row in drawn["table"]:
-        assert row["wall_s"] == expected[row["card"]].wall_ns / 1e9
+        assert row["wall_s"] == expected[row["card"]] / 1e9
         assert sum(row["seconds"].values()) == pytest.approx(row["wall_s"])
-    if any(card.wall_ns for card in expected.values()):
+    if any(expected.values()):
         assert sum(kind["share"] for kind in drawn["kinds"]) == pytest.approx(1)
+
+
+def test_the_time_between_two_starts_of_a_run_is_nobodys():
+    def start(at: int, *more: Span) -> list[Span]:
+        there = [
+            Span("card 10", "prepare", "prepare", at, at + 5),
+            Span("card 2", "prepare", "prepare", at + 1, at + 6),
+        ]
+        return [*there, *more]
+
+    first = start(0, Span("card 10", "train", "train", 8, 20), Span("card 2", "x", "x", 6, 12))
+    second = start(1000, Span("card 10", "train", "train", 1006, 1010))
+    drawn = card_time(second + first)
+    two, ten = drawn["table"]
+    assert (two["card"], ten["card"]) == ("card 2", "card 10")
+    assert two["wall_s"] == ten["wall_s"] == pytest.approx(30e-9)
+    assert ten["seconds"] == pytest.approx({"idle": 4e-9, "prepare": 10e-9, "train": 16e-9})
+    assert two["seconds"] == pytest.approx({"idle": 14e-9, "prepare": 10e-9, "x": 6e-9})
 
 
 def test_many_spans_become_few_runs_with_the_same_seconds(monkeypatch):

@@ -110,6 +110,6 @@ def test_a_timeline_of_another_program_is_named_and_the_rest_is_reported(tmp_pat
     assert page["cards"] is None and page["steps"] == 2
     assert any("timeline.json: expected a timeline written by this program" in line for line in page["cautions"])
     report = RunReport.from_folder(folder)
-    assert not report.cards and any("timeline.json: expected a timeline" in line for line in report.folder)
+    assert any("timeline.json: expected a timeline" in line for line in report.cautions)
     with pytest.raises(ValueError, match="timeline.json: expected a timeline written by this program"):
         TimelineFile(folder / "timeline.json")
