@@ -131,8 +131,9 @@ class EmulatedDevice(AcceleratorDevice):
     Args:
         session: processes that open the same card in the same session share its capacity; None: this process only.
         late: run asynchronous work as late as synchronisation allows (`device.streams=adversarial`).
-        expandable: use expandable segments; only these can be shared with other processes.
     """
+
+    can_share = True
 
     def __init__(
         self,
@@ -142,15 +143,14 @@ class EmulatedDevice(AcceleratorDevice):
         *,
         session: str | None,
         late: bool = False,
-        expandable: bool = True,
     ) -> None:
         super().__init__("emulated", "npu", torch.get_device_module("npu"), index)
-        self._extension, self.can_share = extension, expandable
+        self._extension = extension
         self._owner_ids = {name: extension.owner_id(name) for name in OWNERS}
         path = session_file(session, index)
         if path:
             sweep_sessions(path)
-        extension.open_card(index, path, capacity_bytes, expandable, late)
+        extension.open_card(index, path, capacity_bytes, late)
 
     def memory(self) -> Memory:
         stats = self._extension.stats(self.index)

@@ -122,7 +122,6 @@ def open_device(
     capacity_bytes: int | None = None,
     session: str | None = None,
     streams: str = "eager",
-    segments: str = "expandable",
 ) -> Device:
     """Open card `index` and make it the current one of this thread.
 
@@ -132,34 +131,29 @@ def open_device(
         session: emulated only; processes that open the same card in the same session share its capacity. None: the
             card belongs to this process alone.
         streams: see DeviceConfig.streams.
-        segments: how an emulated card's allocator reserves memory, `expandable` or `fixed` (emulator/heap.h). A real
-            card's allocator follows PYTORCH_NPU_ALLOC_CONF or PYTORCH_CUDA_ALLOC_CONF; where these are not set it uses
-            expandable segments, since fixed segments that a switch frees rarely fit what it allocates.
 
     Raises:
         ValueError: the kind does not exist or is not available.
     """
     DeviceConfig(kind=kind, capacity_bytes=capacity_bytes, streams=streams).validate()
-    if segments not in ("expandable", "fixed"):
-        raise ValueError(f"device segments {segments!r}: expected one of expandable, fixed")
     if kind in ("auto", "npu") and (npu := _torch_npu(required=kind == "npu")) is not None:
         return _accelerator("npu", npu, index, capacity_bytes=capacity_bytes)
     if kind == "cuda":
         check_cards(kind)
     if kind in ("auto", "cuda") and torch.cuda.is_available():
         return _accelerator("cuda", torch.cuda, index, capacity_bytes=capacity_bytes)
-    late, expandable = streams == "adversarial", segments == "expandable"
-    return _emulated(index, capacity_bytes, session=session, late=late, expandable=expandable)
+    return _emulated(index, capacity_bytes, session=session, late=streams == "adversarial")
 
 
 def _accelerator(kind: str, module: Any, index: int, capacity_bytes: int | None) -> Device:
     from fusion.npu.accelerator import RealDevice
 
-    os.environ.setdefault(f"PYTORCH_{kind.upper()}_ALLOC_CONF", "expandable_segments:True")  # read at the first tensor
+    # Fixed segments that a switch frees rarely fit what it allocates. Read at the first tensor.
+    os.environ.setdefault(f"PYTORCH_{kind.upper()}_ALLOC_CONF", "expandable_segments:True")
     return RealDevice(kind, module, index, capacity_bytes=capacity_bytes)
 
 
-def _emulated(index: int, capacity_bytes: int | None, *, session: str | None, late: bool, expandable: bool) -> Device:
+def _emulated(index: int, capacity_bytes: int | None, *, session: str | None, late: bool) -> Device:
     from fusion.npu.emulator import BuildError, install
 
     try:
@@ -174,7 +168,7 @@ def _emulated(index: int, capacity_bytes: int | None, *, session: str | None, la
         return LedgerDevice(index, capacity_bytes)
     from fusion.npu.accelerator import EmulatedDevice
 
-    return EmulatedDevice(extension, index, capacity_bytes, session=session, late=late, expandable=expandable)
+    return EmulatedDevice(extension, index, capacity_bytes, session=session, late=late)
 
 
 NO_CANN = "Ascend cards need CANN (source its set_env.sh) and torch_npu"

@@ -16,8 +16,8 @@ KIB, MIB = 1 << 10, 1 << 20
 CARD, SMALL, LARGE = 128 * MIB, 4 * KIB, 40 * KIB
 
 
-def _card(segments="expandable", capacity_bytes=CARD):
-    device = open_device("emulated", index=11, capacity_bytes=capacity_bytes, segments=segments)
+def _card(capacity_bytes=CARD):
+    device = open_device("emulated", index=11, capacity_bytes=capacity_bytes)
     if device.kind != "emulated":
         pytest.skip("no compiler to build the emulated NPU with")
     assert device.memory().allocated == 0
@@ -27,9 +27,9 @@ def _card(segments="expandable", capacity_bytes=CARD):
     return device
 
 
-@pytest.fixture(params=["expandable", "fixed"])
-def device(request):
-    yield _card(request.param)
+@pytest.fixture
+def device():
+    yield _card()
     torch.npu.set_device(0)
 
 
@@ -57,20 +57,12 @@ def test_small_and_large_requests_have_pools_of_their_own(device):
     del large, again
 
 
-def test_large_requests_take_what_their_mode_says():
-    fixed, expandable = (
-        [reserved for reserved in _reserved_of(mode, [11 * KIB, 18 * KIB, 21 * KIB])]
-        for mode in ("fixed", "expandable")
-    )
-    assert fixed == [LARGE, LARGE, LARGE + 24 * KIB], "half a segment or more gets one of its own, in steps of 4 KiB"
-    assert expandable == [LARGE, LARGE, 2 * LARGE], "page by page"
-
-
-def _reserved_of(mode, sizes):
-    device, tensors = _card(mode), []
-    for size in sizes:
+def test_large_requests_take_page_by_page(device):
+    tensors, reserved = [], []
+    for size in (11 * KIB, 18 * KIB, 21 * KIB):
         tensors.append(_take(device, size))
-        yield device.memory().reserved
+        reserved.append(device.memory().reserved)
+    assert reserved == [LARGE, LARGE, 2 * LARGE]
 
 
 def test_a_freed_block_is_used_again_and_best_fit_chooses_it(device):
@@ -79,40 +71,26 @@ def test_a_freed_block_is_used_again_and_best_fit_chooses_it(device):
     walls = [_take(device, 50 * KIB)]
     places = [tensor.data_ptr() for tensor in tensors]
     reserved = device.memory().reserved
-    if device.memory().fragmented == 0:  # fixed: every one has a segment
-        del tensors
-        assert _take(device, 90 * KIB).data_ptr() in places[1:2], "the smallest that is large enough"
-    else:
-        del tensors[1]
-        assert _take(device, 90 * KIB).data_ptr() == places[1]
-        del tensors
-        assert _take(device, 600 * KIB).data_ptr() == places[0], "free neighbours are one block"
+    del tensors[1]
+    assert _take(device, 90 * KIB).data_ptr() == places[1]
+    del tensors
+    assert _take(device, 600 * KIB).data_ptr() == places[0], "free neighbours are one block"
     assert device.memory().reserved == reserved
     del walls
 
 
-def test_a_hole_serves_again_only_where_segments_expand():
+def test_holes_serve_a_large_block_again(device):
     """Blocks of 1 MiB with a small one between each pair: freed, they are 64 MiB in pieces of 1 MiB."""
-    for mode, fits in (("expandable", True), ("fixed", False)):
-        device = _card(mode)
-        kept = []
-        if mode == "fixed":  # one segment to split: in this mode neighbours come from nothing else
-            whole = _take(device, 70 * MIB)
-            del whole
-        for _ in range(64):
-            large, between = _take(device, MIB), _take(device, 8 * KIB)
-            kept.append((large, between))
-        kept = [between for _, between in kept]
-        large = between = None
-        assert device.memory().allocated == 64 * 8 * KIB
-        if fits:
-            assert device.memory().free > CARD - 64 * 2 * LARGE
-            assert _take(device, 100 * MIB).numel() == 100 * MIB
-        else:
-            assert device.memory().fragmented > 60 * MIB
-            with pytest.raises(torch.OutOfMemoryError, match=r"6\d.\d\d MiB reserved but unused"):
-                _take(device, 100 * MIB)
-        del kept, large, between
+    kept = []
+    for _ in range(64):
+        large, between = _take(device, MIB), _take(device, 8 * KIB)
+        kept.append((large, between))
+    kept = [between for _, between in kept]
+    large = between = None
+    assert device.memory().allocated == 64 * 8 * KIB
+    assert device.memory().free > CARD - 64 * 2 * LARGE
+    assert _take(device, 100 * MIB).numel() == 100 * MIB
+    del kept, large, between
 
 
 def test_cached_segments_are_released_before_giving_up(device):
@@ -164,6 +142,8 @@ def test_statistics_are_those_of_torch(device):
     assert stats["reserved_bytes.all.current"] == stats["segment.all.current"] * SMALL == SMALL
     assert stats["inactive_split_bytes.all.current"] == 1024
     assert torch.npu.memory_reserved(11) == SMALL
+    nested = torch.npu.memory_stats_as_nested_dict(11)
+    assert nested["requested_bytes"]["all"]["current"] == 1800
     del tensors
     assert torch.npu.memory_stats(11)["allocated_bytes.all.peak"] == 3 * 1024
 
@@ -178,13 +158,12 @@ ACTIONS = st.lists(
 )
 
 
-@pytest.mark.parametrize("segments", ["expandable", "fixed"])
 @given(actions=ACTIONS)
 @settings(max_examples=40)
-def test_any_order_of_allocations_keeps_the_account(segments, actions):
+def test_any_order_of_allocations_keeps_the_account(actions):
     """Live blocks never overlap; allocated is their sum, rounded; reserved covers it and stays inside the card; `free`
     can be had; and in the end everything comes back."""
-    device = _card(segments, 8 * MIB)
+    device = _card(8 * MIB)
     streams = [device.current_stream(), device.new_stream(), device.new_stream()]
     live: list[tuple[torch.Tensor, int]] = []
     for stamp, (action, *values) in enumerate(actions):
@@ -198,8 +177,7 @@ def test_any_order_of_allocations_keeps_the_account(segments, actions):
             assert device.memory().reserved == device.memory().allocated + device.memory().fragmented
         memory = device.memory()
         assert memory.requested == sum(tensor.nbytes for tensor, _ in live)
-        rounded = sum(-(-tensor.nbytes // 512) * 512 for tensor, _ in live)
-        assert memory.allocated == rounded or segments == "fixed" and memory.allocated > rounded  # what is not split
+        assert memory.allocated == sum(-(-tensor.nbytes // 512) * 512 for tensor, _ in live)
         assert memory.allocated + memory.fragmented <= memory.reserved <= 8 * MIB
     most = _take(device, device.memory().free).fill_(255) if device.memory().free else None
     for tensor, stamp in live:

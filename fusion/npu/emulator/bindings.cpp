@@ -30,47 +30,6 @@ py::dict as_dict(const CardStats& stats) {
   return out;
 }
 
-py::dict as_dict(const c10::CachingAllocator::Stat& stat) {
-  py::dict out;
-  out["current"] = stat.current;
-  out["peak"] = stat.peak;
-  out["allocated"] = stat.allocated;
-  out["freed"] = stat.freed;
-  return out;
-}
-
-// As `torch.cuda.memory_snapshot()` returns it.
-py::dict as_dict(const SegmentView& segment) {
-  py::list blocks;
-  int64_t allocated = 0, active = 0, requested = 0;
-  for (const auto& block : segment.blocks) {
-    py::dict out;
-    out["address"] = block.address;
-    out["size"] = block.bytes;
-    out["requested_size"] = block.requested;
-    out["state"] = block.state;
-    out["frames"] = py::list();
-    blocks.append(out);
-    const std::string_view state = block.state;
-    if (state == "active_allocated") allocated += block.bytes;
-    if (state != "inactive") active += block.bytes, requested += block.requested;
-  }
-  py::dict out;
-  out["device"] = segment.card;
-  out["address"] = segment.address;
-  out["total_size"] = segment.bytes;
-  out["allocated_size"] = allocated;
-  out["active_size"] = active;
-  out["requested_size"] = requested;
-  out["stream"] = segment.stream;
-  out["segment_type"] = segment.large ? "large" : "small";
-  out["segment_pool_id"] = py::make_tuple(0, segment.pool);
-  out["is_expandable"] = segment.expandable;
-  out["frames"] = py::list();
-  out["blocks"] = blocks;
-  return out;
-}
-
 const c10::DataPtr& data_of(const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(tensor.device().type() == c10::kPrivateUse1, "not a tensor of the emulated NPU");
   return tensor.storage().unsafeGetStorageImpl()->data_ptr();
@@ -91,34 +50,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("free_and_capacity", &free_and_capacity);
   m.def("largest_request", &largest_request);
   m.def("limit_process", &limit_process);
-  m.def("take", [](int card, int64_t bytes, c10::StreamId stream) {
-    check_card(card);
-    TORCH_CHECK(!in_forked_child(), "npu: cannot be used in a forked process; start workers with 'spawn'");
-    return reinterpret_cast<int64_t>(take_block(card, bytes, stream));
-  });
-  m.def("give", [](int64_t address) { return free_raw_block(reinterpret_cast<void*>(address)); });
-  m.def("segments", [] {
-    py::list out;
-    for (const auto& segment : all_segments()) out.append(as_dict(segment));
-    return out;
-  });
-  m.def("new_pool_id", &new_pool_id);
-  m.def("make_pool", &make_pool);
-  m.def("pool_users", &pool_users);
-  m.def("enter_pool", &enter_pool);
-  m.def("leave_pool", &leave_pool);
-  m.def("drop_pool", &drop_pool);
-  m.def("pinned_stats", [] {
-    const auto stats = pinned_stats();
-    py::dict out;
-    out["active_bytes"] = as_dict(stats.active_bytes);
-    out["allocated_bytes"] = as_dict(stats.allocated_bytes);
-    out["active_requests"] = as_dict(stats.active_requests);
-    out["allocations"] = as_dict(stats.allocations);
-    return out;
-  });
-  m.def("reset_pinned_peaks", &reset_pinned_peaks);
-  m.def("reset_pinned_totals", &reset_pinned_totals);
   m.def("owner_id", &owner_id);
   m.def("exchange_owner", &exchange_owner);
   m.def("set_owner_of", [](const at::Tensor& tensor, int owner) { set_owner_of(data_of(tensor), owner); });

@@ -21,7 +21,7 @@ from fusion.npu.compiler import build as build_library
 HERE = Path(__file__).parent
 NAME = "rlfusion_npu"
 UNITS = (
-    ("ledger", "heap", "region", "cards", "owners", "pools", "allocator", "shared", "host", "streams", "copies")
+    ("ledger", "heap", "region", "cards", "owners", "allocator", "shared", "host", "streams", "copies")
     + ("runtime", "alias", "fallback", "kernels", "autocast"),
     ("collective", "hccl", "bindings"),
 )

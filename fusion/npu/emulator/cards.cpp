@@ -37,18 +37,18 @@ struct Card {
 // All cards that this process uses, and all blocks on them, under one lock.
 class Cards {
  public:
-  void open(int index, const std::string& path, std::optional<int64_t> capacity, bool expandable, bool late) {
+  void open(int index, const std::string& path, std::optional<int64_t> capacity, bool late) {
     check_card(index);
     const auto lock = lock_idle(index);
     auto& card = cards_[index];
-    const bool same = card.ledger && card.ledger->path() == path && card.heap->expandable() == expandable &&
-        is_late(index) == late && (!capacity || *capacity == card.ledger->capacity());
+    const bool same = card.ledger && card.ledger->path() == path && is_late(index) == late &&
+        (!capacity || *capacity == card.ledger->capacity());
     if (same) return;
     TORCH_CHECK_VALUE(
         !card.ledger || card.stats.allocated.current == 0, "npu:", index, " is open in this process with a capacity of ",
         card.ledger->capacity(), " bytes and in use; free its tensors before opening it with another capacity, session "
         "or mode");
-    start(card, path, capacity, expandable, late);
+    start(card, path, capacity, late);
     set_late(index, late);
   }
 
@@ -58,9 +58,7 @@ class Cards {
       auto& card = opened(index);
       free_unused(card);
       if (last_try) card.heap->release_cached(false);
-      auto* block = card.heap->allocate(bytes, stream, current_pool(index));
-      if (block == nullptr && last_try) block = card.heap->borrow(bytes, stream);
-      if (block != nullptr) return entered(index, block);
+      if (auto* block = card.heap->allocate(bytes, stream)) return entered(index, block);
       if (!last_try) continue;
       ++card.stats.out_of_memory;
       TORCH_CHECK_WITH(OutOfMemoryError, false, complaint(index, bytes, card.all_stats(), *card.ledger));
@@ -120,7 +118,6 @@ class Cards {
     std::lock_guard<std::mutex> lock(mutex_);
     const auto& block = *blocks_.at(memory);
     const auto& region = block.segment->region;
-    TORCH_CHECK(region.fd >= 0, "npu:", block.card, " has fixed segments, which other processes cannot map");
     return {getpid(), region.fd, region.inode, region.bytes, block.at - region.base, block.requested};
   }
 
@@ -130,23 +127,11 @@ class Cards {
     return function(opened(index));
   }
 
-  void release_cached(bool from_host) {
+  void release_cached() {
     for (int i = 0; i < kCards; ++i) {
       const auto lock = lock_idle(i);
-      if (cards_[i].heap) cards_[i].heap->release_cached(from_host);
+      if (cards_[i].heap) cards_[i].heap->release_cached(true);
     }
-  }
-
-  std::vector<SegmentView> view() {
-    std::lock_guard<std::mutex> lock(mutex_);
-    std::vector<SegmentView> views;
-    for (const auto& card : cards_) {
-      if (!card.heap) continue;
-      std::set<Block*> awaiting;
-      for (const auto& unused : card.unused) awaiting.insert(unused.block);
-      for (auto& one : card.heap->view(awaiting)) views.push_back(std::move(one));
-    }
-    return views;
   }
 
   void leave_sessions() {
@@ -164,15 +149,15 @@ class Cards {
 
   Card& opened(int index) {
     auto& card = at(index);
-    if (!card.ledger) start(card, "", std::nullopt, true, false);
+    if (!card.ledger) start(card, "", std::nullopt, false);
     return card;
   }
 
-  void start(Card& card, const std::string& path, std::optional<int64_t> capacity, bool expandable, bool late) {
+  void start(Card& card, const std::string& path, std::optional<int64_t> capacity, bool late) {
     card.heap.reset();
     card.ledger.reset();
     card.ledger = std::make_unique<CardLedger>(path, capacity);
-    card.heap = std::make_unique<Heap>(static_cast<int>(&card - cards_), *card.ledger, expandable, late);
+    card.heap = std::make_unique<Heap>(*card.ledger, late);
   }
 
   void* entered(int index, Block* block) {
@@ -228,8 +213,8 @@ Cards& cards() {
 
 } // namespace
 
-void open_card(int card, const std::string& path, std::optional<int64_t> capacity, bool expandable, bool late) {
-  cards().open(card, path, capacity, expandable, late);
+void open_card(int card, const std::string& path, std::optional<int64_t> capacity, bool late) {
+  cards().open(card, path, capacity, late);
 }
 
 CardStats card_stats(int card) {
@@ -274,10 +259,6 @@ void* take_block(int card, int64_t bytes) {
   return cards().allocate(card, bytes, current_stream(card));
 }
 
-void* take_block(int card, int64_t bytes, c10::StreamId stream) {
-  return cards().allocate(card, bytes, stream);
-}
-
 bool give_block(void* memory) {
   return cards().free(memory);
 }
@@ -295,15 +276,7 @@ void set_owner_of_block(void* memory, int owner) {
 }
 
 void release_cached() {
-  cards().release_cached(true);
-}
-
-void release_free_pages() {
-  cards().release_cached(false);
-}
-
-std::vector<SegmentView> all_segments() {
-  return cards().view();
+  cards().release_cached();
 }
 
 SharedHandle shared_place(void* memory) {

@@ -48,24 +48,32 @@ struct Gloo {
   bool is_done = false;
 };
 
-// result() and futures must return device tensors, not those that gloo worked on.
-class EagerWork final : public c10d::Work {
+// A collective that gloo executes; result() and futures return device tensors, not those that gloo works on.
+class OverGloo : public c10d::Work {
  public:
-  EagerWork(WorkPtr gloo, Tensors outputs, const char* name)
-      : gloo_(gloo), waiter_(std::move(gloo), name), outputs_(std::move(outputs)) {}
-  bool isCompleted() override { return gloo_->isCompleted(); }
-  bool isSuccess() const override { return gloo_->isSuccess(); }
-  std::exception_ptr exception() const override { return gloo_->exception(); }
-  int sourceRank() const override { return gloo_->sourceRank(); }
+  OverGloo(std::shared_ptr<Gloo> gloo, Tensors outputs) : gloo_(std::move(gloo)), outputs_(std::move(outputs)) {}
+  bool isSuccess() const override { return gloo_->work->isSuccess(); }
+  std::exception_ptr exception() const override { return gloo_->work->exception(); }
+  int sourceRank() const override { return gloo_->work->sourceRank(); }
   Tensors result() override { return outputs_; }
-  void synchronize() override { gloo_->synchronize(); }
-  bool wait(std::chrono::milliseconds timeout) override { return waiter_.wait(timeout); }
-  void abort() override { gloo_->abort(); }
-  uint64_t getSequencenumber() const override { return gloo_->getSequencenumber(); }
+  void abort() override { gloo_->work->abort(); }
+  uint64_t getSequencenumber() const override { return gloo_->work->getSequencenumber(); }
+
+ protected:
+  std::shared_ptr<Gloo> gloo_;
+  Tensors outputs_;
+};
+
+class EagerWork final : public OverGloo {
+ public:
+  using OverGloo::OverGloo;
+  bool isCompleted() override { return gloo_->work->isCompleted(); }
+  void synchronize() override { gloo_->work->synchronize(); }
+  bool wait(std::chrono::milliseconds timeout) override { return gloo_->wait(timeout); }
 
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     auto future = new_future(outputs_);
-    gloo_->getFuture()->addCallback([future, outputs = outputs_](c10::ivalue::Future& done) {
+    gloo_->work->getFuture()->addCallback([future, outputs = outputs_](c10::ivalue::Future& done) {
       if (done.hasError()) {
         future->setError(done.exception_ptr());
       } else {
@@ -74,11 +82,6 @@ class EagerWork final : public c10d::Work {
     });
     return future;
   }
-
- private:
-  WorkPtr gloo_;
-  Gloo waiter_;
-  Tensors outputs_;
 };
 
 // Keeps tensors alive until wait(), as real collectives do; after that, freeing them must follow in stream order.
@@ -87,32 +90,22 @@ struct Stash {
 };
 
 // wait() makes the current stream wait, not the host.
-class LateWork final : public c10d::Work {
+class LateWork final : public OverGloo {
  public:
-  LateWork(std::shared_ptr<Gloo> gloo, Moment moment, Tensors outputs, std::shared_ptr<Stash> stash)
-      : waiter_(std::move(gloo)),
-        gloo_(waiter_->work),
-        moment_(moment),
-        outputs_(std::move(outputs)),
-        stash_(std::move(stash)) {}
+  LateWork(std::shared_ptr<Gloo> gloo, Tensors outputs, Moment moment, std::shared_ptr<Stash> stash)
+      : OverGloo(std::move(gloo), std::move(outputs)), moment_(moment), stash_(std::move(stash)) {}
   bool isCompleted() override {
     if (reached(moment_)) return true;
-    if (gloo_->isCompleted()) reach(moment_); // still "not completed" once: a caller that polls gets it next time
+    if (gloo_->work->isCompleted()) reach(moment_); // still "not completed" once: a caller that polls gets it next time
     return false;
   }
-  bool isSuccess() const override { return gloo_->isSuccess(); }
-  std::exception_ptr exception() const override { return gloo_->exception(); }
-  int sourceRank() const override { return gloo_->sourceRank(); }
-  Tensors result() override { return outputs_; }
   void synchronize() override { wait(kNoTimeout); }
   bool wait(std::chrono::milliseconds timeout) override {
-    if (timeout != kNoTimeout) waiter_->wait(timeout);
+    if (timeout != kNoTimeout) gloo_->wait(timeout);
     enqueue_wait(moment_.card, current_stream(moment_.card), moment_);
     stash_->storages.clear();
     return true;
   }
-  void abort() override { gloo_->abort(); }
-  uint64_t getSequencenumber() const override { return gloo_->getSequencenumber(); }
 
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     reach(moment_);
@@ -122,10 +115,7 @@ class LateWork final : public c10d::Work {
   }
 
  private:
-  std::shared_ptr<Gloo> waiter_;
-  WorkPtr gloo_;
   Moment moment_;
-  Tensors outputs_;
   std::shared_ptr<Stash> stash_;
 };
 
@@ -213,30 +203,6 @@ Tensors Launch::updated(const Tensors& tensors) {
   return written(tensors);
 }
 
-Tensors Launch::read(const Tensors& tensors) {
-  Tensors out;
-  for (const auto& tensor : tensors) out.push_back(read(tensor));
-  return out;
-}
-
-Tensors Launch::written(const Tensors& tensors) {
-  Tensors out;
-  for (const auto& tensor : tensors) out.push_back(written(tensor));
-  return out;
-}
-
-TensorLists Launch::read(const TensorLists& lists) {
-  TensorLists out;
-  for (const auto& list : lists) out.push_back(read(list));
-  return out;
-}
-
-TensorLists Launch::written(const TensorLists& lists) {
-  TensorLists out;
-  for (const auto& list : lists) out.push_back(written(list));
-  return out;
-}
-
 void Launch::finish(const std::vector<Copy>& copies, const char* name) {
   for (const auto& it : copies) {
     if (!it.is_input) continue;
@@ -256,15 +222,15 @@ WorkPtr Launch::run(const std::function<WorkPtr()>& start) {
 }
 
 WorkPtr Launch::done(WorkPtr gloo_work) {
-  if (card_ < 0) return c10::make_intrusive<EagerWork>(std::move(gloo_work), std::move(outputs_), name_);
+  auto gloo = std::make_shared<Gloo>(std::move(gloo_work), name_);
+  if (card_ < 0) return c10::make_intrusive<EagerWork>(std::move(gloo), std::move(outputs_));
   auto stash = std::make_shared<Stash>(Stash{std::move(kept_)});
   std::vector<std::pair<const char*, const char*>> written;
   for (const auto& it : copies_) {
     if (!it.is_input) written.push_back(bytes_of(it.alias));
   }
-  auto waiter = std::make_shared<Gloo>(std::move(gloo_work), name_);
-  enqueue(card_, stream_, [waiter, backend = gloo_, copies = std::move(copies_), stash, name = name_] {
-    waiter->wait(kNoTimeout);
+  enqueue(card_, stream_, [gloo, backend = gloo_, copies = std::move(copies_), stash, name = name_] {
+    gloo->wait(kNoTimeout);
     finish(copies, name);
     stash->storages.clear();
   });
@@ -273,7 +239,7 @@ WorkPtr Launch::done(WorkPtr gloo_work) {
     std::lock_guard<std::mutex> lock(writes().mutex);
     for (const auto& [begin, end] : written) writes().of[{card_, stream_}].push_back({begin, end, moment});
   }
-  return c10::make_intrusive<LateWork>(std::move(waiter), moment, std::move(outputs_), std::move(stash));
+  return c10::make_intrusive<LateWork>(std::move(gloo), std::move(outputs_), moment, std::move(stash));
 }
 
 } // namespace npu

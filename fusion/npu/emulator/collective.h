@@ -28,10 +28,18 @@ class Launch {
 
   at::Tensor read(const at::Tensor& tensor);
   at::Tensor written(const at::Tensor& tensor);
-  Tensors read(const Tensors& tensors);
-  Tensors written(const Tensors& tensors);
-  TensorLists read(const TensorLists& lists);
-  TensorLists written(const TensorLists& lists);
+  template <typename T>
+  std::vector<T> read(const std::vector<T>& list) {
+    std::vector<T> stand_ins;
+    for (const auto& each : list) stand_ins.push_back(read(each));
+    return stand_ins;
+  }
+  template <typename T>
+  std::vector<T> written(const std::vector<T>& list) {
+    std::vector<T> stand_ins;
+    for (const auto& each : list) stand_ins.push_back(written(each));
+    return stand_ins;
+  }
   Tensors updated(const Tensors& tensors); // read and written
 
   // Starts the collective on gloo. Any error of gloo, now or in wait(), is a DistBackendError, as in a real backend.

@@ -5,7 +5,6 @@
 //   region.cpp     the host's memory behind them
 //   cards.cpp      the heap of every card, its statistics and the owner of every block
 //   owners.cpp     names of owners, and the owner of new allocations
-//   pools.cpp      private pools of memory
 //   allocator.cpp  PyTorch's device allocator
 //   shared.cpp     blocks that other processes map
 //   host.cpp       the hook on the CPU allocator; pinned memory
@@ -96,7 +95,7 @@ struct CardStats {
   int64_t owners[kMaxOwners] = {};
 };
 
-void open_card(int card, const std::string& path, std::optional<int64_t> capacity, bool expandable, bool late);
+void open_card(int card, const std::string& path, std::optional<int64_t> capacity, bool late);
 CardStats card_stats(int card);
 void reset_peak(int card);
 void reset_accumulated(int card);
@@ -104,41 +103,13 @@ std::pair<int64_t, int64_t> free_and_capacity(int card);
 int64_t largest_request(int card); // the largest allocation that would succeed now, in bytes
 void limit_process(int card, double fraction);
 void release_cached(); // on every card, and the host memory behind it
-void release_free_pages(); // on every card; the host keeps the memory behind it
 
 void* take_block(int card, int64_t bytes); // of the current stream; raises OutOfMemoryError
-void* take_block(int card, int64_t bytes, c10::StreamId stream);
 bool give_block(void* memory); // false: not a block
 void record_use(void* memory, c10::StreamId stream); // delays reuse of the block until that stream has finished with it
 int owner_of_block(void* memory); // -1: not a block
 void set_owner_of_block(void* memory, int owner);
 void leave_sessions(); // returns this process's memory to other processes before it ends
-
-// A contiguous range of a segment that is mapped, and the blocks in it.
-struct SegmentView {
-  struct BlockView {
-    int64_t address, bytes, requested;
-    const char* state; // as PyTorch's memory snapshots name it
-  };
-  int card;
-  int64_t address, bytes, pool;
-  c10::StreamId stream;
-  bool large, expandable;
-  std::vector<BlockView> blocks;
-};
-
-std::vector<SegmentView> all_segments(); // of every card of this process
-
-// ---- pools.cpp ------------------------------------------------------------------------------------------------
-
-int64_t new_pool_id();
-// Returns the id of a new pool with one user. `allocate` and `free`: addresses of functions that provide the memory of its
-// segments; 0: the card does.
-int64_t make_pool(int64_t allocate, int64_t free, bool use_on_oom, bool no_split);
-int64_t pool_users(int64_t id);
-int64_t enter_pool(int card, int64_t id); // makes it this thread's; returns the pool before it, 0: none
-void leave_pool(int card, int64_t id, int64_t before);
-void drop_pool(int64_t id); // one user less
 
 // ---- owners.cpp -----------------------------------------------------------------------------------------------
 
@@ -173,9 +144,6 @@ at::Tensor map_shared(int card, const SharedHandle& handle);
 // ---- host.cpp -------------------------------------------------------------------------------------------------
 
 bool is_pinned(const void* pointer);
-at::HostStats pinned_stats();
-void reset_pinned_peaks();
-void reset_pinned_totals();
 void install_host_allocators();
 
 // During its lifetime, this thread's allocations through the CPU allocator are charged to the card: outputs and

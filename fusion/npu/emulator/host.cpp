@@ -4,7 +4,6 @@
 #include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/CPUAllocator.h>
 
-#include <array>
 #include <map>
 
 namespace npu {
@@ -35,18 +34,13 @@ struct PinnedAllocator final : at::HostAllocator {
   struct Range {
     PinnedAllocator* self;
     c10::DataPtr data;
-    size_t bytes;
   };
 
   c10::DataPtr allocate(size_t bytes) override {
-    auto* range = new Range{this, c10::GetDefaultCPUAllocator()->allocate(bytes), bytes};
+    auto* range = new Range{this, c10::GetDefaultCPUAllocator()->allocate(bytes)};
     void* pointer = range->data.get();
     std::lock_guard<std::mutex> lock(mutex);
     ranges[pointer] = bytes;
-    stats.active_bytes.increase(bytes);
-    stats.allocated_bytes.increase(bytes);
-    stats.active_requests.increase(1);
-    stats.allocations.increase(1);
     return {pointer, range, &release, c10::Device(c10::kCPU)};
   }
 
@@ -55,10 +49,6 @@ struct PinnedAllocator final : at::HostAllocator {
     auto& self = *range->self;
     std::lock_guard<std::mutex> lock(self.mutex);
     self.ranges.erase(range->data.get());
-    self.stats.active_bytes.decrease(range->bytes);
-    self.stats.allocated_bytes.decrease(range->bytes);
-    self.stats.active_requests.decrease(1);
-    self.stats.allocations.decrease(1);
   }
 
   bool holds(const void* pointer) {
@@ -72,26 +62,12 @@ struct PinnedAllocator final : at::HostAllocator {
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
   bool record_event(void*, void*, c10::Stream) override { return true; }
   void empty_cache() override {}
-  at::HostStats get_stats() override {
-    std::lock_guard<std::mutex> lock(mutex);
-    return stats;
-  }
-  void reset_accumulated_stats() override {
-    std::lock_guard<std::mutex> lock(mutex);
-    for (auto* stat : all_of(stats)) stat->reset_accumulated();
-  }
-  void reset_peak_stats() override {
-    std::lock_guard<std::mutex> lock(mutex);
-    for (auto* stat : all_of(stats)) stat->reset_peak();
-  }
-
-  static std::array<c10::CachingAllocator::Stat*, 4> all_of(at::HostStats& stats) {
-    return {&stats.active_bytes, &stats.allocated_bytes, &stats.active_requests, &stats.allocations};
-  }
+  at::HostStats get_stats() override { return {}; } // not counted: torch.npu refuses them by name
+  void reset_accumulated_stats() override {}
+  void reset_peak_stats() override {}
 
   std::mutex mutex;
   std::map<void*, size_t> ranges;
-  at::HostStats stats;
 };
 
 PinnedAllocator& pinned_allocator() {
@@ -103,18 +79,6 @@ PinnedAllocator& pinned_allocator() {
 
 bool is_pinned(const void* pointer) {
   return pinned_allocator().holds(pointer);
-}
-
-at::HostStats pinned_stats() {
-  return pinned_allocator().get_stats();
-}
-
-void reset_pinned_peaks() {
-  pinned_allocator().reset_peak_stats();
-}
-
-void reset_pinned_totals() {
-  pinned_allocator().reset_accumulated_stats();
 }
 
 ChargeScope::ChargeScope(int card) : before_(std::exchange(t_charged_card, card)) {}

@@ -1,4 +1,4 @@
-"""`torch.npu`: mixed precision, and the legacy tensor types (`torch.npu.FloatTensor(3, 4)`)."""
+"""`torch.npu`: mixed precision."""
 
 from __future__ import annotations
 
@@ -43,28 +43,3 @@ class _GradScaler(torch.amp.GradScaler):
 
 
 namespace = SimpleNamespace(autocast=_Autocast, GradScaler=_GradScaler)
-
-
-def _legacy(name: str, dtype: torch.dtype) -> type:
-    class LegacyMeta(type):
-        def __instancecheck__(cls, obj: Any) -> bool:
-            return isinstance(obj, torch.Tensor) and obj.device.type == "npu" and obj.dtype == dtype
-
-    def new(cls: type, *args: Any) -> torch.Tensor:
-        if args and not isinstance(args[0], int):
-            return torch.tensor(args[0], dtype=dtype, device="npu")
-        return torch.empty(*(args or (0,)), dtype=dtype, device="npu")
-
-    return LegacyMeta(name, (), {"__new__": new, "__module__": "torch.npu", "dtype": dtype})
-
-
-BoolTensor = _legacy("BoolTensor", torch.bool)
-ByteTensor = _legacy("ByteTensor", torch.uint8)
-CharTensor = _legacy("CharTensor", torch.int8)
-ShortTensor = _legacy("ShortTensor", torch.int16)
-IntTensor = _legacy("IntTensor", torch.int32)
-LongTensor = _legacy("LongTensor", torch.int64)
-HalfTensor = _legacy("HalfTensor", torch.float16)
-BFloat16Tensor = _legacy("BFloat16Tensor", torch.bfloat16)
-FloatTensor = _legacy("FloatTensor", torch.float32)
-DoubleTensor = _legacy("DoubleTensor", torch.float64)

@@ -1,11 +1,8 @@
-"""`torch.npu`: the allocator: its statistics, pools of memory, raw blocks."""
+"""`torch.npu`: the allocator and its statistics."""
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -90,112 +87,5 @@ def host_empty_cache() -> None:
     torch._C._accelerator_emptyHostCache() if hasattr(torch._C, "_accelerator_emptyHostCache") else None
 
 
-def host_memory_stats_as_nested_dict() -> dict[str, Any]:
-    return state.extension.pinned_stats()
-
-
-def host_memory_stats() -> dict[str, Any]:
-    nested = host_memory_stats_as_nested_dict()
-    return {
-        f"{group}.{name}": value for group, stats in sorted(nested.items()) for name, value in sorted(stats.items())
-    }
-
-
-def reset_peak_host_memory_stats() -> None:
-    state.extension.reset_pinned_peaks()
-
-
-def reset_accumulated_host_memory_stats() -> None:
-    state.extension.reset_pinned_totals()
-
-
 def ipc_collect() -> None:
     pass
-
-
-def caching_allocator_alloc(size: int, device: Any = None, stream: Any = None) -> int:
-    """Allocate a block of `size` bytes on a stream (a `Stream` or its `npu_stream`) and return its address."""
-    if size == 0:
-        return 0
-    card = card_index(device)
-    if stream is None:
-        stream = torch.accelerator.current_stream(torch.device("npu", card))
-    if isinstance(stream, torch.Stream):
-        stream = stream.stream_id
-    if not isinstance(stream, int):
-        raise TypeError(f"Invalid type for stream argument, expected torch.npu.Stream or int, but got: {stream!r}")
-    return state.extension.take(card, size, stream)
-
-
-def caching_allocator_delete(mem_ptr: int) -> None:
-    if mem_ptr and not state.extension.give(mem_ptr):
-        raise RuntimeError(f"invalid device pointer: {mem_ptr:#x}")
-
-
-def memory_snapshot(mempool_id: tuple[int, int] | None = None) -> list[dict[str, Any]]:
-    """Return the segments of all cards that this process uses, or those of one pool, each with its blocks."""
-    segments = state.extension.segments()
-    return [one for one in segments if mempool_id is None or one["segment_pool_id"] == tuple(mempool_id)]
-
-
-class _Functions(NamedTuple):
-    """Addresses of the functions that provide the memory of a pool's segments."""
-
-    allocate: int
-    free: int
-
-
-class NPUPluggableAllocator:
-    """Functions of a library that allocate and free the memory of a pool (`MemPool(it.allocator())`).
-
-    Their signatures are `void* allocate(ssize_t bytes, int device, void* stream)` and
-    `void free(void* memory, size_t bytes, void* stream)`.
-    """
-
-    def __init__(self, path_to_so_file: str, alloc_fn_name: str, free_fn_name: str) -> None:
-        library = ctypes.CDLL(path_to_so_file)
-        allocate, free = (
-            ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in (alloc_fn_name, free_fn_name)
-        )
-        assert allocate is not None and free is not None
-        self._allocator = _Functions(allocate, free)
-
-    def allocator(self) -> _Functions:
-        return self._allocator
-
-
-class MemPool:
-    """A pool of memory: what is allocated from it shares no segment with other allocations."""
-
-    def __init__(self, allocator: _Functions | None = None, use_on_oom: bool = False, no_split: bool = False) -> None:
-        functions = allocator or _Functions(0, 0)
-        self._pool = state.extension.make_pool(functions.allocate, functions.free, use_on_oom, no_split)
-
-    def __del__(self) -> None:
-        state.extension.drop_pool(self._pool)
-
-    @property
-    def id(self) -> tuple[int, int]:
-        return (0, self._pool)
-
-    def use_count(self) -> int:
-        return state.extension.pool_users(self._pool)
-
-    def snapshot(self) -> list[dict[str, Any]]:
-        return memory_snapshot(self.id)
-
-
-@contextlib.contextmanager
-def use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
-    """Allocate from `pool` what this thread allocates on a card in the context."""
-    card, (_, number) = card_index(device), pool.id
-    before = state.extension.enter_pool(card, number)
-    try:
-        yield
-    finally:
-        state.extension.leave_pool(card, number, before)
-
-
-def graph_pool_handle() -> tuple[int, int]:
-    """Return an identifier that no pool has."""
-    return (0, state.extension.new_pool_id())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -14,21 +13,30 @@ _open: dict[int, record_function] = {}
 _pushed: dict[str, list[int]] = {}
 
 
-def _label(message: str, domain: str) -> str:
-    return message if domain == "default" else f"{domain}: {message}"
+class annotate(record_function):
+    """Context manager and decorator: a range, by default named as the decorated function."""
+
+    def __init__(self, message: str = "", stream: Any = None, domain: str = "default") -> None:
+        super().__init__(message if domain == "default" else f"{domain}: {message}")
+        self.message, self.stream, self.domain = message, stream, domain
+
+    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        return record_function.__call__(annotate(self.message or function.__name__, domain=self.domain), function)
 
 
 class mstx:
+    annotate = annotate
+    mstx_range = annotate
+
     @staticmethod
     def mark(message: str, stream: Any = None, domain: str = "default") -> None:
-        with record_function(_label(message, domain)):
+        with annotate(message, stream, domain):
             pass
 
     @staticmethod
     def range_start(message: str, stream: Any = None, domain: str = "default") -> int:
         number = next(_numbers)
-        _open[number] = record_function(_label(message, domain))
-        _open[number].__enter__()
+        _open[number] = annotate(message, stream, domain).__enter__()
         return number
 
     @staticmethod
@@ -51,36 +59,3 @@ class mstx:
             return -1
         mstx.range_end(pushed.pop())
         return len(pushed)
-
-    @staticmethod
-    def mstx_range(message: str, stream: Any = None, domain: str = "default") -> Callable[[Any], Any]:
-        return annotate(message, stream, domain)
-
-    annotate: type
-
-
-class annotate:
-    """Context manager and decorator: a range."""
-
-    def __init__(self, message: str = "", stream: Any = None, domain: str = "default") -> None:
-        self.message, self.stream, self.domain = message, stream, domain
-
-    def __enter__(self) -> annotate:
-        self.range_id = mstx.range_start(self.message, self.stream, self.domain)
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        mstx.range_end(self.range_id, self.domain)
-
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        message = self.message or function.__name__
-
-        @functools.wraps(function)
-        def inside(*args: Any, **options: Any) -> Any:
-            with annotate(message, self.stream, self.domain):
-                return function(*args, **options)
-
-        return inside
-
-
-mstx.annotate = annotate
