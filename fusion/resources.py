@@ -24,7 +24,7 @@ COMMAND = "rlfusion"
 
 
 def as_called(text: str) -> str:
-    """Returns ``text`` with its `python scripts/NAME.py` written as `rlfusion NAME`, if this process was started by
+    """Return ``text`` with its `python scripts/NAME.py` written as `rlfusion NAME`, if this process was started by
     that command."""
     if not sys.argv[0].startswith(f"{COMMAND} "):
         return text

@@ -1,4 +1,4 @@
-"""The cost model: memory, traffic and seconds of a model on a cluster, from shapes alone, hundreds of dies in seconds.
+"""Estimate memory, traffic and seconds of a model on a cluster, from shapes alone, hundreds of dies in seconds.
 
     recipes/shapes/*.yaml ──► shape      Shape: ModelConfig, and elements by scope from its parameter table
     hardware/*.yaml ────────► hardware/  Hardware: links, HBM, host of a card, each constant with its source

@@ -30,12 +30,12 @@ class AttentionCost:
     decode_pair_flops: float
 
     def kv_elements_of_rank(self, tp: int) -> int:
-        """Returns the elements of the KV cache per token on the TP rank that has most."""
+        """Return the elements of the KV cache per token on the TP rank that has most."""
         return self.kv_elements // self.kv_heads * -(-self.kv_heads // tp)
 
 
 def attention_cost(spec: AttentionSpec) -> AttentionCost:
-    """Returns the costs of a kind of attention."""
+    """Return the costs of a kind of attention."""
     match spec:
         case GroupedQuery(num_heads=heads, num_kv_heads=kv_heads, head_dim=c):
             pair_flops = 4.0 * heads * c

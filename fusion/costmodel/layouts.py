@@ -1,4 +1,4 @@
-"""Parses and formats layouts as text (`tp8pp8ep32`)."""
+"""Parse and format layouts as text (`tp8pp8ep32`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FORM = "sizes of tp, pp, ep and etp written together, like tp8pp8ep32 (those lef
 
 
 def parse_layout(key: str, text: str, *, world: int, shape: Shape) -> Parallel:
-    """Parses a layout over ``world`` dies; the remaining ones are data parallel. ``key``: `train` or `infer`.
+    """Parse a layout over ``world`` dies; the remaining ones are data parallel. ``key``: `train` or `infer`.
 
     Raises:
         ValueError: not of the form, or sizes that do not divide the dies or the model; names the key.
@@ -32,6 +32,6 @@ def parse_layout(key: str, text: str, *, world: int, shape: Shape) -> Parallel:
 
 
 def layout_text(parallel: Parallel) -> str:
-    """Formats a layout as `parse_layout` reads it."""
+    """Format a layout as `parse_layout` reads it."""
     sizes = {"tp": parallel.tp, "pp": parallel.pp, "ep": parallel.ep, "etp": parallel.etp}
     return "".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1 or axis in ("tp", "ep"))

@@ -1,4 +1,4 @@
-"""Estimates the HBM of a die by phase and owner, from shapes alone.
+"""Estimate the HBM of a die by phase and owner, from shapes alone.
 
     train    weights, gradients (fp32, not sharded), optimizer (fp32 masters and moments, sharded over replicas),
              activations
@@ -41,7 +41,7 @@ class StageWeights:
         return self.dense + self.expert
 
     def states_bytes(self, parallel: Parallel) -> int:
-        """Returns the bytes of the optimizer's shard."""
+        """Return the bytes of the optimizer's shard."""
         return STATE_BYTES * (-(-self.dense // parallel.dp) + -(-self.expert // parallel.edp))
 
 
@@ -65,7 +65,7 @@ class Memory:
 
 
 def stage_weights(shape: Shape, parallel: Parallel, stage: int) -> StageWeights:
-    """Counts the elements of the weights on a die of a pipeline stage."""
+    """Count the elements of the weights on a die of a pipeline stage."""
     dense = expert = 0
     for kind, layers in shape.kinds_of_stage(parallel, stage).items():
         dense += layers * shape.held(kind, parallel.tp)
@@ -79,12 +79,12 @@ def stage_weights(shape: Shape, parallel: Parallel, stage: int) -> StageWeights:
 
 
 def largest_weight_bytes(shape: Shape, parallel: Parallel) -> int:
-    """Returns the bytes of a die's weights in the pipeline stage that has most."""
+    """Return the bytes of a die's weights in the pipeline stage that has most."""
     return WEIGHT_BYTES * max(stage_weights(shape, parallel, stage).numel for stage in range(parallel.pp))
 
 
 def estimate_memory(setup: Setup) -> Memory:
-    """Estimates the HBM of every phase, and the capacity of the KV cache."""
+    """Estimate the HBM of every phase, and the capacity of the KV cache."""
     shape, train, infer = setup.shape, setup.train, setup.infer
     stages = [training_bytes(setup, stage) for stage in range(train.pp)]
     training = max(stages, key=lambda owners: sum(owners.values()))
@@ -117,7 +117,7 @@ def estimate_memory(setup: Setup) -> Memory:
 
 
 def training_bytes(setup: Setup, stage: int) -> dict[str, float]:
-    """Estimates the bytes by owner of a die of a pipeline stage while it trains."""
+    """Estimate the bytes by owner of a die of a pipeline stage while it trains."""
     shape, train = setup.shape, setup.train
     weights = stage_weights(shape, train, stage)
     states = weights.states_bytes(train)
@@ -130,7 +130,7 @@ def training_bytes(setup: Setup, stage: int) -> dict[str, float]:
 
 
 def generation_bytes(setup: Setup, stage: int) -> dict[str, float]:
-    """Estimates the bytes by owner of a die of a pipeline stage while it generates, without KV cache."""
+    """Estimate the bytes by owner of a die of a pipeline stage while it generates, without KV cache."""
     shape, infer, rollout = setup.shape, setup.infer, setup.rollout
     kinds = [shape.kinds[kind] for kind in shape.kinds_of_stage(infer, stage)]
     working = max(layer_bytes(shape, kind, infer, tokens=rollout.max_batch_tokens) for kind in kinds)
@@ -139,8 +139,8 @@ def generation_bytes(setup: Setup, stage: int) -> dict[str, float]:
 
 
 def _training_activations(setup: Setup, stage: int) -> float:
-    """Bytes of activations: 1F1B keeps one micro-batch per stage from this one on; with recomputation only the inputs
-    of layers."""
+    """Estimate the bytes of activations: 1F1B keeps one micro-batch per stage from this one on; with recomputation only
+    the inputs of layers."""
     shape, train, tokens = setup.shape, setup.train, setup.training.token_budget
     kinds = shape.kinds_of_stage(train, stage)
     working = [layer_bytes(shape, shape.kinds[kind], train, tokens=tokens) for kind in kinds.elements()]
@@ -152,7 +152,7 @@ def _training_activations(setup: Setup, stage: int) -> float:
 
 
 def layer_bytes(shape: Shape, layer: LayerSpec, parallel: Parallel, tokens: int) -> float:
-    """Bytes of the bf16 tensors that one layer keeps for ``tokens`` tokens of a data-parallel rank, on one die."""
+    """Count the bytes of the bf16 tensors that a layer keeps on a die for ``tokens`` tokens of a data-parallel rank."""
     d, rows = shape.config.hidden_size, tokens / parallel.tp
     attention = rows * (4 * d + 2 * shape.attention.width)
     match layer.mlp:

@@ -58,7 +58,7 @@ class Pace:
 
     @classmethod
     def load(cls, device: DeviceConfig, hardware: str | None, shapes: Path) -> Pace:
-        """Resolves the config of a device that has a pace; ``shapes``: the folder of the models' shapes.
+        """Resolve the config of a device that has a pace; ``shapes``: the folder of the models' shapes.
 
         Raises:
             ValueError: no such model or hardware, by key.
@@ -81,7 +81,7 @@ class Pace:
         return f"{self.shape.name} on {self.hardware.name}, {scales}"
 
     def check(self, parallel: Parallel, key: str) -> None:
-        """Checks that the modelled model can be cut by a layout of the run; ``key`` names the layout.
+        """Check that the modelled model can be cut by a layout of the run; ``key`` names the layout.
 
         Raises:
             ValueError: it cannot, with both numbers.
@@ -90,7 +90,7 @@ class Pace:
             raise ValueError(f"device.pace={self.shape.name} does not fit {key}: {wrong}")
 
     def run_seconds(self, modelled_s: float) -> float:
-        """Converts modelled seconds to seconds of the run."""
+        """Convert modelled seconds to seconds of the run."""
         return modelled_s / self.time_scale
 
 
@@ -139,7 +139,7 @@ class EngineCost:
         return Roofline(self.pace.shape, self.pace.hardware, self.layout)
 
     def __call__(self, load: EngineLoad) -> tuple[SecondsByKind, SecondsByKind]:
-        """Costs an attention rank's step: its seconds, and those of a card that never lacks requests."""
+        """Cost an attention rank's step: its seconds, and those of a card that never lacks requests."""
         scale, roofline = self.pace.token_scale, self.roofline
         # Of the modelled tokens of a sequence's first token, the prefill samples one, decode steps the others.
         batch = len(load.decode_contexts) + len(load.first_token_contexts) * (scale - 1) / scale
@@ -164,7 +164,7 @@ class EngineCost:
         return self._by_kind(decode.seconds, prefill) or {"decode": 0.0}, self._by_kind(ideal, prefill)
 
     def step_s(self, sums: StepSums) -> float:
-        """Costs an attention rank's step from the sums of what it computes: as `__call__`, in total."""
+        """Cost an attention rank's step from the sums of what it computes: as `__call__`, in total."""
         scale = self.pace.token_scale
         first = (scale - 1) / scale
         batch = sums.decodes + sums.first_tokens * first
@@ -177,7 +177,7 @@ class EngineCost:
         return self.pace.run_seconds(max(line(kv_tokens, attended) for line in lines) * scale)
 
     def decode_lines(self, batch: int, drafted: int = 0) -> list[tuple[float, float]]:
-        """Returns (seconds, seconds for each token of context) of lines whose maximum is the cost of a step that
+        """Return (seconds, seconds for each token of context) of lines whose maximum is the cost of a step that
         decodes ``batch`` sequences, and verifies ``drafted`` tokens behind each."""
         scale = self.pace.token_scale
         pairs = batch * attention_pairs(drafted) * scale
@@ -190,7 +190,7 @@ class EngineCost:
         ]
 
     def lines(self, tokens: float) -> tuple[Line, ...]:
-        """Returns `Roofline.step_lines`, computed once for each number of tokens."""
+        """Return `Roofline.step_lines`, computed once for each number of tokens."""
         lines = self._lines.get(tokens)
         if lines is None:
             lines = self._lines[tokens] = self.roofline.step_lines(tokens)
@@ -201,11 +201,11 @@ class EngineCost:
         return {}
 
     def out_s(self, kv_tokens: int) -> float:
-        """Estimates the seconds in which a die copies the KV of this many tokens of the run to the host."""
+        """Estimate the seconds in which a die copies the KV of this many tokens of the run to the host."""
         return self._copy_s(kv_tokens, self.pace.hardware.out_bytes_per_s)
 
     def back_s(self, kv_tokens: int) -> float:
-        """Estimates the seconds in which a die copies it back."""
+        """Estimate the seconds in which a die copies it back."""
         return self._copy_s(kv_tokens, self.pace.hardware.back_bytes_per_s)
 
     def _copy_s(self, kv_tokens: int, bytes_per_s: Figure) -> float:
@@ -231,7 +231,7 @@ class TrainerCost:
         return Roofline(self.pace.shape, self.pace.hardware, self.layout)
 
     def train(self, lengths: Sequence[int]) -> SecondsByKind:
-        """Costs forward and backward passes over samples of these lengths."""
+        """Cost forward and backward passes over samples of these lengths."""
         tokens, attended = self._sizes(lengths)
         work = self.roofline.train_step(
             tokens, attended, token_budget=TrainingLimits().token_budget, recompute=self.recompute
@@ -239,18 +239,18 @@ class TrainerCost:
         return {"train": self.pace.run_seconds(work.seconds * self.pace.training_scale)}
 
     def forward(self, lengths: Sequence[int], kind: str) -> SecondsByKind:
-        """Costs a forward pass over samples of these lengths, under the name ``kind``."""
+        """Cost a forward pass over samples of these lengths, under the name ``kind``."""
         tokens, attended = self._sizes(lengths)
         work = self.roofline.forward(tokens, attended, TrainingLimits().token_budget)
         return {kind: self.pace.run_seconds(work.seconds)}
 
     def update(self) -> SecondsByKind:
-        """Costs an optimizer step."""
+        """Cost an optimizer step."""
         work = self.roofline.optimizer_step()
         return {"optimizer": self.pace.run_seconds(work.seconds * self.pace.training_scale)}
 
     def _sizes(self, lengths: Sequence[int]) -> tuple[float, float]:
-        """(modelled tokens, modelled pairs of attention)."""
+        """Return the modelled tokens, and the modelled pairs of attention."""
         modelled = [length * self.pace.token_scale for length in lengths]
         return sum(modelled), sum(map(attention_pairs, modelled))
 
@@ -260,9 +260,9 @@ class SwitchCost:
     """Seconds of a switch, as `scripts/plan.py` estimates them."""
 
     infer_s: float
-    """To generation."""
+    """Seconds of a switch to generation."""
     train_s: float
-    """To training."""
+    """Seconds of a switch to training."""
     onload_s: float
     """Seconds of loading the optimizer, which overlaps with training."""
     adopt_s: float
@@ -272,7 +272,7 @@ class SwitchCost:
 
     @classmethod
     def of(cls, pace: Pace, *, train: Parallel, infer: Parallel, infer_first: int, fusion: FusionConfig) -> SwitchCost:
-        """Costs the switch between two layouts; ``infer_first``: the first rank that generates."""
+        """Cost the switch between two layouts; ``infer_first``: the first rank that generates."""
         # The run's buckets fit the run's model, not the modelled one.
         modelled = FusionConfig(
             deployment=fusion.deployment, offload=fusion.offload, double_buffer=fusion.double_buffer

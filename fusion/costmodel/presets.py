@@ -1,5 +1,5 @@
-"""Model shapes and clusters by name: `recipes/shapes/*.yaml`, Hugging Face folders, `recipes/conf/cluster/*.yaml`; and
-the published run that the figures are checked on."""
+"""Load model shapes and clusters by name: `recipes/shapes/*.yaml`, Hugging Face folders, `recipes/conf/cluster/*.yaml`;
+and check the figures on a published run."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Preset:
 
 
 def load_shape(name: str | None, folder: Path, key: str = "model") -> Preset:
-    """Loads the shape of a model: a preset in ``folder`` or a Hugging Face folder.
+    """Load the shape of a model: a preset in ``folder`` or a Hugging Face folder.
 
     Raises:
         ValueError: no such model, or a config that cannot be planned for; names ``key``.
@@ -47,7 +47,7 @@ def load_shape(name: str | None, folder: Path, key: str = "model") -> Preset:
 
 
 def load_cluster(name: str | None, hardware: str | None, npus: str | None, folder: Path) -> tuple[Hardware, int]:
-    """Resolves a cluster to its hardware and number of dies. ``hardware`` and ``npus`` override the preset; with both
+    """Resolve a cluster to its hardware and number of dies. ``hardware`` and ``npus`` override the preset; with both
     no preset is needed.
 
     Raises:
@@ -71,6 +71,6 @@ def load_cluster(name: str | None, hardware: str | None, npus: str | None, folde
 
 
 def check_figures(shapes: Path) -> dict[str, float]:
-    """Predicts the published run's switch: its parts in seconds."""
+    """Predict the published run's switch: its parts in seconds."""
     model, hardware, train, infer = PUBLISHED_RUN
     return published(Setup(load_shape(model, shapes).shape, hardware_named(hardware), train=train, infer=infer))

@@ -1,4 +1,4 @@
-"""Renders an estimate as tables of 100 columns, or as plain data for `--json`."""
+"""Render an estimate as tables of 100 columns, or as plain data for `--json`."""
 
 from __future__ import annotations
 
@@ -50,14 +50,14 @@ FIGURES = {
 
 
 def render(chosen: Estimate, ranking: Ranking, *, check: dict[str, float], notes: Iterable[str]) -> Group:
-    """Renders a report: the setup, whether it fits, its seconds, the alternatives, the constants with their sources."""
+    """Render a report: the setup, whether it fits, its seconds, the alternatives, the constants with their sources."""
     parts: list[RenderableType] = [_heading(chosen, notes), _memory(chosen), _bytes(chosen), _seconds(chosen)]
     parts += [_pairs(ranking, chosen), _deployments(ranking), _sources(chosen), _check(check)]
     return Group(*[piece for part in parts for piece in (part, Text())])
 
 
 def verdict(chosen: Estimate) -> str:
-    """Summarizes whether the setup fits, in one line."""
+    """Summarize whether the setup fits, in one line."""
     if chosen.problems:
         return "does not fit: " + "; ".join(chosen.problems)
     return (
@@ -67,7 +67,7 @@ def verdict(chosen: Estimate) -> str:
 
 
 def as_dict(chosen: Estimate, ranking: Ranking, check: dict[str, float]) -> dict[str, Any]:
-    """Returns the report as plain data: bytes, seconds, bytes/s."""
+    """Return the report as plain data: bytes, seconds, bytes/s."""
     setup, moved = chosen.setup, dict(zip(("to_generate", "to_train"), chosen.moved, strict=True))
     return {
         "model": {"name": setup.shape.name, "parameters": setup.shape.numel, "active": setup.shape.active},
@@ -169,7 +169,7 @@ def _table(*columns: str, left: int = 1) -> Table:
 
 
 def _under(title: str, table: Table, *captions: str) -> Group:
-    """Renders a table below its title and above its captions."""
+    """Render a table below its title and above its captions."""
     return Group(Text(title, style="bold"), table, *(Text(caption, style="dim") for caption in captions if caption))
 
 
@@ -277,7 +277,7 @@ def _deployments(ranking: Ranking) -> RenderableType:
 
 
 def _keys(plan: DeploymentEstimate) -> list[str]:
-    """Config keys of scripts/train.py that choose this deployment."""
+    """Return the config keys of scripts/train.py that choose this deployment."""
     keys = [f"fusion.deployment={plan.deployment}"]
     alone = plan.infer.world - (0 if plan.deployment == "separate" else plan.train.world)
     keys += [f"fusion.infer_cards={alone}"] if alone else []

@@ -1,4 +1,4 @@
-"""Estimates the seconds of one step of a die: a decode step, a prefill, a training step, an optimizer step.
+"""Estimate the seconds of one step of a die: a decode step, a prefill, a training step, an optimizer step.
 
     seconds = max(operations / reached flops, bytes / HBM bandwidth), summed over the pipeline stages
             + link bytes / link bandwidth + exchanges x latency + `layer_s` per layer
@@ -72,7 +72,7 @@ class Line(NamedTuple):
 
 
 def attention_pairs(count: float, before: float = 0.0) -> float:
-    """Counts the (query, key) pairs of causal attention of ``count`` tokens after ``before`` others."""
+    """Count the (query, key) pairs of causal attention of ``count`` tokens after ``before`` others."""
     return count * before + count * count / 2
 
 
@@ -88,7 +88,7 @@ class _Stage:
 
 
 class Roofline:
-    """Costs the steps of a model in a layout on one kind of die. Arguments are those of one data-parallel rank, all
+    """Cost the steps of a model in a layout on one kind of die. Arguments are those of one data-parallel rank, all
     others being alike; results are those of one die."""
 
     def __init__(self, shape: Shape, hardware: Hardware, parallel: Parallel):
@@ -101,11 +101,11 @@ class Roofline:
         self._decode_pair_flops = shape.attention.decode_pair_flops / parallel.tp
 
     def decode_step(self, sequences: float, kv_tokens: float) -> Work:
-        """Costs one token for each sequence; ``kv_tokens``: tokens in the cache, summed over the sequences."""
+        """Cost one token for each sequence; ``kv_tokens``: tokens in the cache, summed over the sequences."""
         return self.engine_step(sequences, kv_tokens)
 
     def prefill(self, tokens: float, attended: float) -> Work:
-        """Costs tokens of prompts, computed in chunks; ``attended``: their `attention_pairs`."""
+        """Cost tokens of prompts, computed in chunks; ``attended``: their `attention_pairs`."""
         chunks = ceil(tokens / CHUNK_TOKENS)
         return self.engine_step(0, 0, tokens / chunks, attended=attended / chunks) * chunks if chunks else Work(0.0)
 
@@ -117,7 +117,7 @@ class Roofline:
         attended: float = 0.0,
         drafted_pairs: float = 0.0,
     ) -> Work:
-        """Costs a step that decodes and prefills: the weights are read once for both.
+        """Cost a step that decodes and prefills: the weights are read once for both.
 
         Args:
             prefill_tokens: of prompts, and of drafts to verify.
@@ -135,7 +135,7 @@ class Roofline:
         return total
 
     def step_lines(self, tokens: float) -> tuple[Line, ...]:
-        """Returns lines whose maximum is the seconds of `engine_step` for this many tokens, decoded and prefilled: per
+        """Return lines whose maximum is the seconds of `engine_step` for this many tokens, decoded and prefilled: per
         kind of stage one line for operations and one for HBM, summed over the stages in every combination."""
         hardware = self.hardware
         compute = 1 / (hardware.flops.value * hardware.forward_reached.value)
@@ -156,7 +156,7 @@ class Roofline:
         return tuple(lines)
 
     def ideal_decode_s(self, sequences: float, kv_tokens: float, full: float) -> float:
-        """Estimates the seconds of these sequences as their share of a decode step of ``full`` sequences with equally
+        """Estimate the seconds of these sequences as their share of a decode step of ``full`` sequences with equally
         long contexts. The difference to `decode_step` is lost because there are too few sequences."""
         if not sequences:
             return 0.0
@@ -164,17 +164,17 @@ class Roofline:
         return self.decode_step(full, kv_tokens * full / sequences).seconds * sequences / full
 
     def forward(self, tokens: float, attended: float, token_budget: int) -> Work:
-        """Costs a pass without gradients, as for logprobs, in micro-batches."""
+        """Cost a pass without gradients, as for logprobs, in micro-batches."""
         return self._batch(tokens, attended, token_budget, passes=1, reached=self.hardware.forward_reached.value)
 
     def train_step(self, tokens: float, attended: float, token_budget: int, recompute: bool = True) -> Work:
-        """Costs forward and backward passes with recomputation, in micro-batches."""
+        """Cost forward and backward passes with recomputation, in micro-batches."""
         return self._batch(
             tokens, attended, token_budget, passes=4 if recompute else 3, reached=self.hardware.train_reached.value
         )
 
     def optimizer_step(self) -> Work:
-        """Costs the reduction of gradients over replicas, reading and writing states, and gathering weights."""
+        """Cost the reduction of gradients over replicas, reading and writing states, and gathering weights."""
         replicas = self.parallel.dp
         moved = self._held * (GRADIENT_BYTES + WEIGHT_BYTES) * (replicas - 1) / replicas
         touched = 2 * self._states + self._states / STATE_BYTES * (GRADIENT_BYTES + WEIGHT_BYTES)
@@ -183,7 +183,7 @@ class Roofline:
         return memory + wire + Work(2 * self.hardware.collective_s.value if replicas > 1 else 0.0)
 
     def experts_read(self, tokens: float) -> float:
-        """Estimates the share of a die's experts that any token of its group is routed to:
+        """Estimate the share of a die's experts that any token of its group is routed to:
         1 - (1 - k/E)^(tokens of the group)."""
         config = self.shape.config
         if not config.num_experts:

@@ -1,4 +1,4 @@
-"""Ranks layouts, deployments and numbers of dies by the seconds of a step of the loop.
+"""Rank layouts, deployments and numbers of dies by the seconds of a step of the loop.
 
 A layout that does not fit is never recommended: every phase has to fit the HBM of a die, a longest sequence the KV
 cache, the optimizer state the host's memory. Of those that fit, training layouts are ranked by `train_s`, generation
@@ -32,7 +32,7 @@ class Estimate:
     setup: Setup
     memory: Memory
     moved: tuple[Traffic, Traffic]
-    """To generate, and back."""
+    """Traffic of a switch to generation, and of one back."""
     switches: tuple[Switch, Switch]
     problems: tuple[str, ...]
     train_s: float
@@ -76,7 +76,7 @@ class Ranking:
 
 
 def estimate(setup: Setup) -> Estimate:
-    """Estimates memory, switches and step of one pair of layouts."""
+    """Estimate memory, switches and step of one pair of layouts."""
     topology, sizes = setup.hardware.topology, estimate_memory(setup)
     train, infer = setup.sides
     there = switch_traffic(setup.shape, train, infer, topology=topology)
@@ -93,7 +93,7 @@ def estimate(setup: Setup) -> Estimate:
 
 
 def problems(setup: Setup, sizes: Memory) -> tuple[str, ...]:
-    """Lists what does not fit, with both numbers; empty if everything fits."""
+    """List what does not fit, with both numbers; empty if everything fits."""
     messages, usable = [], setup.hardware.usable_bytes
     for phase in sizes.phases:
         if sizes.total(phase) > usable:
@@ -112,7 +112,7 @@ def problems(setup: Setup, sizes: Memory) -> tuple[str, ...]:
 
 
 def rank(setup: Setup, fixed: tuple[Parallel | None, Parallel | None] = (None, None), num_exact: int = 2) -> Ranking:
-    """Ranks layouts and deployments for the dies and the model of ``setup``.
+    """Rank layouts and deployments for the dies and the model of ``setup``.
 
     Args:
         fixed: layouts of training and of generation that are given; None: search.
@@ -134,7 +134,7 @@ def rank(setup: Setup, fixed: tuple[Parallel | None, Parallel | None] = (None, N
 
 
 def _best(setup: Setup, candidates: list[Parallel], training: bool, refused: Counter[str]) -> list[Parallel]:
-    """The layouts of one side that fit, best first; if none does, the one that exceeds HBM by the least."""
+    """Return the layouts of one side that fit, best first; if none does, the one that exceeds HBM by the least."""
     fitting, closest = [], []
     phase = "train" if training else "infer"
     for parallel in candidates:
@@ -154,7 +154,7 @@ def _best(setup: Setup, candidates: list[Parallel], training: bool, refused: Cou
 
 
 def _deployments(setup: Setup) -> list[DeploymentEstimate]:
-    """Ranks the deployments over the same dies, each with the best layouts for its cards; the fastest first."""
+    """Rank the deployments over the same dies, each with the best layouts for its cards; the fastest first."""
     world, node = setup.train.world, setup.hardware.topology.ranks_per_node
     estimates = [estimate_deployment(setup, "colocated", train_dies=world, infer_dies=world)]
     for dies in sorted({part // node * node for part in (world // 4, world // 2, 3 * world // 4)} - {0}):
@@ -164,7 +164,7 @@ def _deployments(setup: Setup) -> list[DeploymentEstimate]:
 
 
 def estimate_deployment(setup: Setup, name: str, *, train_dies: int, infer_dies: int) -> DeploymentEstimate | None:
-    """Estimates a deployment with its best layouts; None if nothing fits. In `hybrid` no engine spans dies that train
+    """Estimate a deployment with its best layouts; None if nothing fits. In `hybrid` no engine spans dies that train
     and dies that do not."""
     first = train_dies if name == "separate" else 0
     blank = setup.with_layouts(Parallel(train_dies), Parallel(infer_dies), first)
@@ -199,7 +199,7 @@ def estimate_deployment(setup: Setup, name: str, *, train_dies: int, infer_dies:
 
 
 def _switch_bound_s(setup: Setup, sizes: Memory) -> float:
-    """Bounds both switches by bytes alone: the longer of an engine's weights over the wire and the offload, then the
+    """Bound both switches by bytes alone: the longer of an engine's weights over the wire and the offload, then the
     onload."""
     hardware = setup.hardware
     weights = WEIGHT_BYTES * stage_weights(setup.shape, setup.infer, 0).numel
@@ -209,13 +209,13 @@ def _switch_bound_s(setup: Setup, sizes: Memory) -> float:
 
 
 def _outermost(hardware: Hardware, dies: int) -> int:
-    """Returns the level of the links that bound a switch between all dies. Links inside a supernode are one port: its
+    """Return the level of the links that bound a switch between all dies. Links inside a supernode are one port: its
     level counts even where all dies are in one node."""
     return LEVELS.index("supernode") if hardware.has_supernodes else hardware.topology.level(0, dies - 1)
 
 
 def candidate_layouts(setup: Setup, world: int, training: bool) -> list[Parallel]:
-    """Lists the layouts to rank: sizes that divide dies and model, TP within a node, no pipeline for generation."""
+    """List the layouts to rank: sizes that divide dies and model, TP within a node, no pipeline for generation."""
     config, node = setup.shape.config, setup.hardware.topology.ranks_per_node
     tps = [n for n in (1, 2, 4, 8, 16) if n <= node and world % n == 0]
     pps = [n for n in range(1, 17) if world % n == 0] if training else [1]

@@ -1,4 +1,4 @@
-"""Divides a model into segments: ranges of elements that a die holds wholly or not at all, in either of two layouts.
+"""Divide a model into segments: ranges of elements that a die holds wholly or not at all, in either of two layouts.
 
 Layers in the same pair of pipeline stages are held alike, and so are all tensors that the ranks divide alike: their
 elements are summed first (`groups`). This leaves a few ranges of a cut dimension that neither layout divides, each with
@@ -58,7 +58,7 @@ class Group(NamedTuple):
 
 
 def groups(shape: Shape, source: Parallel, target: Parallel) -> dict[Group, int]:
-    """Returns group → elements of its tensors."""
+    """Return group → elements of its tensors."""
     numel: Counter[Group] = Counter()
     for (kind, here, there), layers in _layers(shape, source, target).items():
         of_layer = _dense(shape, kind, source, target) + _experts(shape, kind, source, target)
@@ -74,14 +74,14 @@ def groups(shape: Shape, source: Parallel, target: Parallel) -> dict[Group, int]
 
 
 def _layers(shape: Shape, source: Parallel, target: Parallel) -> Counter[tuple[int, int, int]]:
-    """Returns (kind, stage of the source, stage of the target) → number of layers."""
+    """Return (kind, stage of the source, stage of the target) → number of layers."""
     count = shape.config.num_layers
     stages = [[stage for stage in range(side.pp) for _ in side.layers(count, stage)] for side in (source, target)]
     return Counter(zip(shape.kind_of, *stages, strict=True))
 
 
 def _dense(shape: Shape, scope: Scope, source: Parallel, target: Parallel) -> Counter[Tensors]:
-    """Returns the elements of what a scope has outside the experts and in units, by how it is divided."""
+    """Return the elements of what a scope has outside the experts and in units, by how it is divided."""
     numel: Counter[Tensors] = Counter()
     tensors = shape.tensors(scope, source.tp), shape.tensors(scope, target.tp)
     for before, after in zip(*tensors, strict=True):
@@ -94,7 +94,7 @@ def _dense(shape: Shape, scope: Scope, source: Parallel, target: Parallel) -> Co
 
 
 def _experts(shape: Shape, kind: int, source: Parallel, target: Parallel) -> Counter[Tensors]:
-    """Returns the elements of the experts of a layer, which EP and ETP divide evenly."""
+    """Return the elements of the experts of a layer, which EP and ETP divide evenly."""
     axes: tuple[Axis, ...] = ("ep", "etp")
     cuts = tuple(Cut(axis, *(_even(getattr(side, axis)) for side in (source, target))) for axis in axes)
     size = shape.routed_of(kind)
@@ -106,7 +106,7 @@ def _even(ranks: int) -> tuple[Share, ...]:
 
 
 def segments(group: Group, source: Side, target: Side, dies: int) -> tuple[Array, Array, Array]:
-    """(share of the group's bytes [G], who holds it [G, dies], who needs it [G, dies]) of every segment."""
+    """Return (share of the group's bytes [G], who holds it [G, dies], who needs it [G, dies]) of every segment."""
     pieces = [_slicing(cut) for cut in group.tensors.cuts]
     width = np.ones(1)
     for piece in pieces:
@@ -126,7 +126,7 @@ def segments(group: Group, source: Side, target: Side, dies: int) -> tuple[Array
 
 
 def _coordinates(parallel: Parallel, axis: Axis, place: Array) -> Array:
-    """`Parallel.coordinate` of many ranks at once, as it is arithmetic only."""
+    """Return `Parallel.coordinate` of many ranks at once, as it is arithmetic only."""
     return parallel.coordinate(axis, place)  # type: ignore[arg-type, return-value]
 
 

@@ -26,7 +26,7 @@ class Workload:
 
 
 PUBLISHED_WORKLOAD = Workload(samples=512 * 16, prompt=78.0, response=1577.0, longest=3072)
-"""Of the published run of DeepSeek-R1 on 128 Atlas A3 cards (cann-recipes-train)."""
+"""Workload of the published run of DeepSeek-R1 on 128 Atlas A3 cards (cann-recipes-train)."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Setup:
 
     @property
     def shared(self) -> bool:
-        """Whether any die both trains and generates."""
+        """Return whether any die both trains and generates."""
         return self.infer_first < self.train.world
 
     @property

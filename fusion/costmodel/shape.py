@@ -1,4 +1,4 @@
-"""Counts the elements of a model for planning, as the model's parameter table (`fusion.model.table`) holds them.
+"""Count the elements of a model for planning, as the model's parameter table (`fusion.model.table`) holds them.
 
 The table is read for one layer of each kind, with one of its experts, on every rank of a TP group. What these ranks
 hold of a tensor they hold in every layout with this TP: the layers of a kind are alike, and so are its experts, which
@@ -78,7 +78,7 @@ class Shape:
 
     @property
     def tied(self) -> bool:
-        """Whether the last pipeline stage has a copy of the embedding."""
+        """Return whether the last pipeline stage has a copy of the embedding."""
         return self.config.tie_embeddings and not self.config.num_labels
 
     @cached_property
@@ -104,32 +104,32 @@ class Shape:
         return self.dense + chosen - (0 if self.tied else self.held("embed", tp=1))
 
     def kinds_of_stage(self, parallel: Parallel, stage: int) -> Counter[int]:
-        """Returns index of a kind → number of its layers in a pipeline stage."""
+        """Return index of a kind → number of its layers in a pipeline stage."""
         layers = parallel.layers(self.config.num_layers, stage)
         return Counter(self.kind_of[layers.start : layers.stop])
 
     def held(self, scope: Scope, tp: int) -> int:
-        """Returns the elements on a TP rank of what a scope has outside the experts."""
+        """Return the elements on a TP rank of what a scope has outside the experts."""
         if (scope, tp) not in self._held:
             self._held[scope, tp] = sum(tensor.held for tensor in self.tensors(scope, tp))
         return self._held[scope, tp]
 
     def routed_of(self, kind: int) -> int:
-        """Returns the elements of all experts of a layer."""
+        """Return the elements of all experts of a layer."""
         return self._routed[kind]
 
     def tensors(self, scope: Scope, tp: int) -> tuple[Tensor, ...]:
-        """Returns what a scope has outside the experts; in the same order for every ``tp``."""
+        """Return what a scope has outside the experts; in the same order for every ``tp``."""
         if tp not in self._tensors:
             self._tensors[tp] = self._read(tp)
         return self._tensors[tp][scope]
 
     def num_tensors(self, kind: int) -> int:
-        """Returns the number of global tensors of a layer, those of the experts counted once."""
+        """Return the number of global tensors of a layer, those of the experts counted once."""
         return len(self.tensors(kind, 1)) + len({part.name for row in self._experts[kind] for part in row.parts})
 
     def kv_bytes(self, tp: int, pp: int = 1, itemsize: int = 2) -> int:
-        """Returns the bytes of one token's KV cache on one rank of the longest pipeline stage."""
+        """Return the bytes of one token's KV cache on one rank of the longest pipeline stage."""
         return self.attention.kv_elements_of_rank(tp) * -(-self.config.num_layers // pp) * itemsize
 
     @cached_property
@@ -160,14 +160,14 @@ class Shape:
         return tensors
 
     def _rows(self, kind: LayerSpec, tp: int, tp_rank: int) -> tuple[LocalParam, ...]:
-        """Returns the table of a TP rank of a model that has one layer, with one expert on each rank."""
+        """Return the table of a TP rank of a model that has one layer, with one expert on each rank."""
         experts = kind.mlp.num_experts if isinstance(kind.mlp, Sparse) else 1
         one_layer = replace(self.config.without_predictors, layers=(kind,))
         return local_params(one_layer, Parallel(lcm(tp, experts), tp=tp, ep=experts), tp_rank)
 
 
 def _scope(row: LocalParam, kind: int) -> Scope | None:
-    """Returns the scope of a row of a table with one layer; None for an expert's."""
+    """Return the scope of a row of a table with one layer; None for an expert's."""
     if row.expert:
         return None
     if row.layer is not None:
@@ -176,7 +176,7 @@ def _scope(row: LocalParam, kind: int) -> Scope | None:
 
 
 def _tensors(whole: list[LocalParam], *ranks: list[LocalParam]) -> tuple[Tensor, ...]:
-    """Returns the tensors of a scope, given its unsharded rows and those of every TP rank."""
+    """Return the tensors of a scope, given its unsharded rows and those of every TP rank."""
     held = [_boxes(rows) for rows in ranks]
     sharded = {part.name for row in whole if row.tp_sharded for part in row.parts}
     in_units = {part.name for row in whole if row.storage == "unit" for part in row.parts}
@@ -187,13 +187,13 @@ def _tensors(whole: list[LocalParam], *ranks: list[LocalParam]) -> tuple[Tensor,
 
 
 def _boxes(rows: list[LocalParam]) -> dict[str, Box]:
-    """Returns global tensor → the box that the rows hold of it, which may be in several parts."""
+    """Return global tensor → the box that the rows hold of it, which may be in several parts."""
     regions: dict[str, list[Box]] = {}
     for row in rows:
         for part in row.parts:
             regions.setdefault(part.name, []).append(part.region)
-    boxes = {name: _hull(found) for name, found in regions.items()}
-    assert all(_numel(boxes[name]) == sum(map(_numel, found)) for name, found in regions.items()), "parts with gaps"
+    boxes = {name: _hull(parts) for name, parts in regions.items()}
+    assert all(_numel(boxes[name]) == sum(map(_numel, parts)) for name, parts in regions.items()), "parts with gaps"
     return boxes
 
 
@@ -206,7 +206,7 @@ def _numel(box: Box) -> int:
 
 
 def _share(box: Box, whole: Box) -> Share:
-    """Returns what a box holds of a whole tensor, of which at most one dimension is cut."""
+    """Return what a box holds of a whole tensor, of which at most one dimension is cut."""
     cut = [(start, stop, size) for (start, stop), (_, size) in zip(box, whole, strict=True) if stop - start < size]
     assert len(cut) <= 1
     if not cut:

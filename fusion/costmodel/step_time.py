@@ -1,4 +1,4 @@
-"""Estimates the seconds of training and generation in a step of the loop: accurate enough to rank layouts and
+"""Estimate the seconds of training and generation in a step of the loop: accurate enough to rank layouts and
 deployments, not to predict a run.
 
     train       operations at `train_reached` of the peak, plus the bytes of TP (gather, reduce-scatter) and EP
@@ -28,7 +28,7 @@ EXPERT_SPREAD = 0.25
 
 
 def train_s(setup: Setup) -> float:
-    """Estimates one update over all samples of a step: forward, backward and recomputation."""
+    """Estimate one update over all samples of a step: forward, backward and recomputation."""
     shape, train, hardware = setup.shape, setup.train, setup.hardware
     tokens, passes = setup.workload.tokens, 4 if setup.training.recompute else 3
     spread = train.ep * train.etp
@@ -49,14 +49,14 @@ def train_s(setup: Setup) -> float:
 
 
 def expert_load_factor(shape: Shape, parallel: Parallel) -> float:
-    """Estimates the load of the die whose experts get the most tokens, relative to the mean."""
+    """Estimate the load of the die whose experts get the most tokens, relative to the mean."""
     if not shape.config.num_experts or parallel.ep == 1:
         return 1.0
     return 1 + EXPERT_SPREAD * sqrt(2 * log(parallel.ep) * parallel.ep / shape.config.num_experts)
 
 
 def generate_s(setup: Setup, kv_tokens: int) -> float:
-    """Estimates the generation of all samples of a step; infinite where the longest sequence does not fit.
+    """Estimate the generation of all samples of a step; infinite where the longest sequence does not fit.
 
     Args:
         kv_tokens: capacity of an attention rank's KV cache.
@@ -78,10 +78,10 @@ def generate_s(setup: Setup, kv_tokens: int) -> float:
 
 
 def reference_s(setup: Setup) -> float:
-    """Estimates the reference model's forward pass over all samples, on the dies that train."""
+    """Estimate the reference model's forward pass over all samples, on the dies that train."""
     return train_s(setup) / (4 if setup.training.recompute else 3)
 
 
 def group_bytes_per_s(hardware: Hardware, ranks: int) -> float:
-    """Returns the bandwidth of a group of neighbouring dies: that of its slowest link."""
+    """Return the bandwidth of a group of neighbouring dies: that of its slowest link."""
     return hardware.link_bytes_per_s(hardware.topology.level(0, ranks - 1) if ranks > 1 else 0)

@@ -1,4 +1,4 @@
-"""Estimates the seconds of a switch by part, and its bottleneck.
+"""Estimate the seconds of a switch by part, and its bottleneck.
 
     to generate   pack │ wire ░░░░░░░░░░░░░│        the longer of the two rows: host link and wire are separate links,
                   offload ░░░░░░░░░│                and packing overlaps with the wire bucket by bucket
@@ -46,11 +46,11 @@ class Switch:
     parts: dict[str, float]
     """Part → seconds, in the order of the drawing above; parts overlap."""
     seconds: float
-    """Of the whole switch."""
+    """Duration of the whole switch."""
     limit: str
     """The bottleneck."""
     onload_s: float = 0.0
-    """Of loading the optimizer state, which overlaps with training: `seconds` leaves it out."""
+    """Duration of loading the optimizer state, which overlaps with training and is not part of `seconds`."""
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,14 @@ class Wire:
 
     by_level: tuple[float, ...]
     seconds: float
-    """Of the slowest die, latencies of the rounds included."""
+    """Duration on the slowest die, latencies of the rounds included."""
     rounds: int
     busiest: str
     """What bounds that die: `sending` or `receiving`."""
 
 
 def wire(moved: Traffic, hardware: Hardware, bucket_bytes: int) -> Wire:
-    """Estimates the wire time of a switch. A round moves half a bucket of every die (`fusion.ep_switch.plan`)."""
+    """Estimate the wire time of a switch. A round moves half a bucket of every die (`fusion.ep_switch.plan`)."""
     speed = np.array([hardware.link_bytes_per_s(level) for level in range(len(LEVELS))])[:, None]
     ends = {"sending": moved.sent / speed, "receiving": moved.received / speed}
     taken = {end: np.maximum(seconds[:-1].sum(0), seconds[-1]) for end, seconds in ends.items()}
@@ -79,7 +79,7 @@ def wire(moved: Traffic, hardware: Hardware, bucket_bytes: int) -> Wire:
 
 
 def to_infer(setup: Setup, moved: Traffic, memory: Memory) -> Switch:
-    """Estimates the switch from training to generation."""
+    """Estimate the switch from training to generation."""
     hardware, wire_time = setup.hardware, wire(moved, setup.hardware, setup.fusion.bucket_bytes)
     pack = _pack(moved, hardware)
     leaves = setup.shared and setup.fusion.offload == "switch"
@@ -93,7 +93,7 @@ def to_infer(setup: Setup, moved: Traffic, memory: Memory) -> Switch:
 
 
 def to_train(setup: Setup, moved: Traffic, memory: Memory) -> Switch:
-    """Estimates the switch from generation to training; each unit comes over the wire or from the die's own masters."""
+    """Estimate the switch from generation to training; each unit comes over the wire or from the die's own masters."""
     hardware, shape, train = setup.hardware, setup.shape, setup.train
     wire_time = wire(moved, hardware, setup.fusion.bucket_bytes)
     away = setup.shared and setup.fusion.offload != "none"
@@ -119,7 +119,7 @@ def to_train(setup: Setup, moved: Traffic, memory: Memory) -> Switch:
 
 
 def adopt_s(setup: Setup) -> float:
-    """Estimates an engine's pause while its die copies received weights into the model, from its host or its HBM."""
+    """Estimate an engine's pause while its die copies received weights into the model, from its host or its HBM."""
     hardware, infer = setup.hardware, setup.infer
     nbytes = largest_weight_bytes(setup.shape, infer)
     if setup.fusion.double_buffer:
@@ -128,13 +128,13 @@ def adopt_s(setup: Setup) -> float:
 
 
 def _covered(replicas: int) -> float:
-    """Estimates the share of a die's weights whose units are wholly in its own shard of the masters. A shard is
+    """Estimate the share of a die's weights whose units are wholly in its own shard of the masters. A shard is
     1/replicas of a bucket, a unit 1/8 of one; a unit across a border is in no shard."""
     return 1.0 if replicas == 1 else max(0.0, 1 - replicas / UNITS_A_BUCKET) / replicas
 
 
 def published(setup: Setup) -> dict[str, float]:
-    """Estimates the seconds of `reshard` and `offload` as the A3 run implemented them: all-gather, blocking copies.
+    """Estimate the seconds of `reshard` and `offload` as the A3 run implemented them: all-gather, blocking copies.
 
     Reshard: every parameter is broadcast over its pipeline group, then gathered whole: dense ones over TP, experts over
     EP, on every die, tensor by tensor. Offload: the training weights go out through pageable memory (`.cpu()`, then
@@ -155,7 +155,7 @@ def published(setup: Setup) -> dict[str, float]:
 
 
 def _gathered_bytes(shape: Shape, train: Parallel) -> float:
-    """Bytes that a die receives in broadcasts over PP and gathers over TP and EP of the whole model."""
+    """Count the bytes that a die receives in broadcasts over PP and gathers over TP and EP of the whole model."""
     total = 0.0
     for numel, ranks in ((shape.dense, train.tp), (shape.routed, train.ep * train.etp)):
         total += WEIGHT_BYTES * numel / ranks * (train.pp - 1) / train.pp
@@ -164,7 +164,7 @@ def _gathered_bytes(shape: Shape, train: Parallel) -> float:
 
 
 def _pack(moved: Traffic, hardware: Hardware) -> float:
-    """Seconds of reading and writing what is packed, unpacked and copied inside the die with the most bytes."""
+    """Estimate the seconds of reading and writing what is packed, unpacked and copied, in the busiest die."""
     through = moved.sent.sum(0) + moved.received.sum(0) + moved.copied
     return float(2 * through.max() / hardware.hbm_bytes_per_s.value)
 

@@ -1,4 +1,4 @@
-"""Computes the bytes that every die sends and receives in a switch: exact, vectorised over hundreds of dies.
+"""Compute the bytes that every die sends and receives in a switch: exact, vectorised over hundreds of dies.
 
 The model is divided into segments (`fusion.costmodel.segments`). Bytes are linear in them, so their sums approximate
 nothing.
@@ -42,7 +42,7 @@ class Traffic:
 
 
 def switch_traffic(shape: Shape, source: Side, target: Side, topology: Topology, itemsize: int = 2) -> Traffic:
-    """Computes the bytes of a switch from one layout to another; ``itemsize``: bytes of an element on the wire."""
+    """Compute the bytes of a switch from one layout to another; ``itemsize``: bytes of an element on the wire."""
     dies = max(source.end, target.end)
     ledger = _Ledger(dies, topology)
     for group, numel in groups(shape, source.parallel, target.parallel).items():
@@ -68,12 +68,12 @@ class _Choice:
     needers: Array
 
     def offered(self, weight: Array) -> Array:
-        """Returns the weights of the holders, by segment [G, holders]."""
+        """Return the weights of the holders, by segment [G, holders]."""
         return self.hold * weight[self.dies]
 
 
 class _Ledger:
-    """Sums the bytes of segments. The holders of a segment share its sending by a weight per die; `close` balances the
+    """Sum the bytes of segments. The holders of a segment share its sending by a weight per die; `close` balances the
     weights."""
 
     def __init__(self, dies: int, topology: Topology):
@@ -86,7 +86,7 @@ class _Ledger:
         self.choices: list[_Choice] = []
 
     def add(self, nbytes: Array, hold: Array, need: Array, same_storage: bool) -> None:
-        """``nbytes`` [G] of each segment; ``hold`` and ``need`` [G, dies]."""
+        """Add segments: their ``nbytes`` [G], and who holds and needs them [G, dies]."""
         both = nbytes @ (hold & need)
         self.kept += both
         self.copied += 0 if same_storage else both
@@ -99,7 +99,7 @@ class _Ledger:
             self._spread(nbytes[rows, None], hold[:, h].astype(float), h, lacking=lacking[:, n].astype(float), n=n)
 
     def _spread(self, nbytes: Array, hold: Array, h: Array, lacking: Array, n: Array) -> None:
-        """Distributes segments from the fastest links outwards; ``h`` and ``n``: the dies of the columns of ``hold``
+        """Distribute segments from the fastest links outwards; ``h`` and ``n``: the dies of the columns of ``hold``
         and ``lacking``.
 
         ``outside``: share of a segment that comes from outside the groups handled so far; ``inner``: the dies of these
@@ -127,7 +127,7 @@ class _Ledger:
             outside, inner = entry, needers
 
     def _forward(self, levels: tuple[int, ...], taken_in: Array, outside: Array, n: Array) -> None:
-        """Counts what dies that receive a share for their group forward to the other inner groups that lack it."""
+        """Count what dies that receive a share for their group forward to the other inner groups that lack it."""
         before: Array | float = 1.0
         for level in levels:
             near = self.domain[level]
@@ -188,7 +188,7 @@ class _Ledger:
 
 
 def _sum_at(values: Array, groups: Array, at: Array) -> Array:
-    """Sums ``values`` [G, n] over the columns of each group (``groups`` [n], ascending) and looks up the groups ``at``
+    """Sum ``values`` [G, n] over the columns of each group (``groups`` [n], ascending) and look up the groups ``at``
     [k]: [G, k], 0 for a group without columns."""
     starts = np.flatnonzero(np.r_[True, groups[1:] != groups[:-1]])
     sums, ids = np.add.reduceat(values, starts, axis=1), groups[starts]

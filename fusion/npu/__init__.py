@@ -1,4 +1,4 @@
-"""The device layer: one interface to Ascend cards, CUDA cards and the NPU emulated on the CPU.
+"""Provide one interface to Ascend cards, CUDA cards and the NPU emulated on the CPU.
 
     open_device(kind) ──┬─ npu ──────► torch_npu  ─┐
                         ├─ cuda ─────► torch.cuda ─┼─ accelerator.py   owners by weak references (owners.py)

@@ -12,6 +12,7 @@ import glob
 import os
 import re
 import struct
+from abc import abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -21,7 +22,7 @@ import torch
 
 from fusion.npu.device import HANDLE_BYTES, Device
 from fusion.npu.memory import OWNERS, Memory, check_owner
-from fusion.npu.owners import OwnerMode, StorageOwners
+from fusion.npu.owners import NewStorages, StorageOwners
 
 HANDLE = struct.Struct("<6q")  # pid, file descriptor, inode, bytes of the file, offset, bytes of the block
 assert HANDLE.size == HANDLE_BYTES
@@ -29,7 +30,7 @@ PROCESS_GROUPS = {"npu": "cpu:gloo,npu:hccl", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 class AcceleratorDevice(Device):
-    """Implements what the three have in common; `module` is the device module."""
+    """Implement what the three have in common; `module` is the device module."""
 
     def __init__(self, kind: str, type_: str, module: Any, index: int) -> None:
         if not 0 <= index < module.device_count():
@@ -40,6 +41,26 @@ class AcceleratorDevice(Device):
         self.torch_device = torch.device(type_, index)
         self.process_group_backend = PROCESS_GROUPS[type_]
         module.set_device(index)
+
+    def memory(self) -> Memory:
+        stats = defaultdict(int, self.module.memory_stats(self.index))  # empty before the first tensor
+        allocated, reserved = stats["allocated_bytes.all.current"], stats["reserved_bytes.all.current"]
+        fragmented = stats["inactive_split_bytes.all.current"]
+        capacity, free = self._capacity_and_free(allocated, reserved, fragmented)
+        return Memory(
+            allocated=allocated,
+            reserved=reserved,
+            peak_allocated=stats["allocated_bytes.all.peak"],
+            peak_reserved=stats["reserved_bytes.all.peak"],
+            capacity=capacity,
+            free=free,
+            requested=stats["requested_bytes.all.current"],
+            fragmented=fragmented,
+        )
+
+    @abstractmethod
+    def _capacity_and_free(self, allocated: int, reserved: int, fragmented: int) -> tuple[int, int]:
+        """Return the bytes of the card, and those that this process can still allocate."""
 
     def reset_peak(self) -> None:
         self.module.reset_peak_memory_stats(self.index)
@@ -72,7 +93,7 @@ class AcceleratorDevice(Device):
 
 
 class RealDevice(AcceleratorDevice):
-    """Implements `Device` for an Ascend or CUDA card.
+    """Implement `Device` for an Ascend or CUDA card.
 
     Owners are tracked by weak references to storages; unclaimed memory counts as activations. Memory is not shared
     between processes: torch's IPC handles export whole segments, expandable ones only with newer drivers.
@@ -88,29 +109,15 @@ class RealDevice(AcceleratorDevice):
                 raise ValueError(f"device.capacity_bytes={capacity_bytes}: the card has {total} bytes")
             module.set_per_process_memory_fraction(capacity_bytes / total, index)
 
-    def memory(self) -> Memory:
-        stats = defaultdict(int, self.module.memory_stats(self.index))  # empty before the first tensor
-        allocated, reserved = stats["allocated_bytes.all.current"], stats["reserved_bytes.all.current"]
-        fragmented = stats["inactive_split_bytes.all.current"]
-        free, total = self.module.mem_get_info(self.index)
-        capacity = self._limit_bytes(total)
-        return Memory(
-            allocated=allocated,
-            reserved=reserved,
-            peak_allocated=stats["allocated_bytes.all.peak"],
-            peak_reserved=stats["reserved_bytes.all.peak"],
-            capacity=capacity,
-            free=max(0, min(free + reserved, capacity) - allocated - fragmented),
-            requested=stats["requested_bytes.all.current"],
-            fragmented=fragmented,
-        )
-
-    def _limit_bytes(self, capacity: int) -> int:
-        return capacity if self.capacity_bytes is None else min(capacity, self.capacity_bytes)
+    def _capacity_and_free(self, allocated: int, reserved: int, fragmented: int) -> tuple[int, int]:
+        free, capacity = self.module.mem_get_info(self.index)
+        if self.capacity_bytes is not None:
+            capacity = min(capacity, self.capacity_bytes)
+        return capacity, max(0, min(free + reserved, capacity) - allocated - fragmented)
 
     def owner(self, name: str) -> AbstractContextManager[None]:
         check_owner(name)
-        return OwnerMode(self._owners, name, self.torch_device)
+        return NewStorages(self.torch_device, lambda storage: self._owners.assign(storage, name))
 
     def assign(self, tensors: Iterable[torch.Tensor], name: str) -> None:
         check_owner(name)
@@ -125,7 +132,7 @@ class RealDevice(AcceleratorDevice):
 
 
 class EmulatedDevice(AcceleratorDevice):
-    """Implements `Device` for the NPU emulated on the CPU (`fusion/npu/emulator`), whose allocator stores the owner of
+    """Implement `Device` for the NPU emulated on the CPU (`fusion/npu/emulator`), whose allocator stores the owner of
     every block.
 
     Args:
@@ -152,18 +159,8 @@ class EmulatedDevice(AcceleratorDevice):
             sweep_sessions(path)
         extension.open_card(index, path, capacity_bytes, late)
 
-    def memory(self) -> Memory:
-        stats = self._extension.stats(self.index)
-        return Memory(
-            allocated=stats["allocated.current"],
-            reserved=stats["reserved.current"],
-            peak_allocated=stats["allocated.peak"],
-            peak_reserved=stats["reserved.peak"],
-            capacity=self._extension.free_and_capacity(self.index)[1],
-            free=self._extension.largest_request(self.index),
-            requested=stats["requested.current"],
-            fragmented=stats["fragmented"],
-        )
+    def _capacity_and_free(self, allocated: int, reserved: int, fragmented: int) -> tuple[int, int]:
+        return self._extension.free_and_capacity(self.index)[1], self._extension.largest_request(self.index)
 
     @contextmanager
     def owner(self, name: str) -> Iterator[None]:

@@ -47,7 +47,7 @@ class Library:
 
     @property
     def path(self) -> Path:
-        """Where the library lies once it is built."""
+        """Path of the library once it is built."""
         digest = hashlib.sha256(platform.machine().encode())
         for part in (*self.key, *(text.encode() for text in (*self.units.values(), *self.flags))):
             digest.update(part + b"\0")

@@ -15,7 +15,7 @@ DEFAULT_CAPACITY_BYTES = 2 << 30
 
 @dataclass
 class DeviceConfig:
-    """Selects the cards of a run and configures emulated ones."""
+    """Select the cards of a run and configure emulated ones."""
 
     kind: str = "auto"
     """`npu` (Ascend, through torch_npu), `cuda`, `emulated` (an NPU on the CPU), or `auto`: the first of these that is

@@ -21,13 +21,13 @@ HANDLE_BYTES = 48
 
 
 class Device(ABC):
-    """Represents one card. `kind` is `npu`, `cuda`, `emulated`, or `ledger` (an emulated card without a compiler)."""
+    """Represent one card. `kind` is `npu`, `cuda`, `emulated`, or `ledger` (an emulated card without a compiler)."""
 
     kind: str
     index: int
     torch_device: torch.device
     can_share: bool = False
-    """Whether `share` and `map` work."""
+    """Whether `share` and `map` are supported."""
     process_group_backend: str
     """For `torch.distributed.init_process_group`: gloo for the host's tensors, the card's own for the card's."""
 

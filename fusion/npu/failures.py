@@ -37,7 +37,7 @@ SETUP = frozenset(("init_process_group", "new_group", "destroy_process_group"))
 
 
 class FailureKind(str, Enum):
-    """Classifies why a rank failed; causes are listed before consequences."""
+    """Classify why a rank failed; causes are listed before consequences."""
 
     DIED = "died"
     OUT_OF_MEMORY = "out_of_memory"
@@ -98,7 +98,7 @@ class OutOfMemory(RuntimeError):
 
 @dataclass(frozen=True)
 class RankFailure:
-    """Describes the failure of one rank."""
+    """Describe the failure of one rank."""
 
     rank: int
     stage: str
@@ -108,7 +108,7 @@ class RankFailure:
     """Name of the exception's type; empty where another rank reports the failure."""
     message: str
     bytes_by_owner: dict[str, int] = field(default_factory=dict)
-    """Where the card was out of memory: HBM by owner at that time."""
+    """HBM by owner when the card was out of memory; else empty."""
 
     @classmethod
     def of(
@@ -206,7 +206,7 @@ def wait_for(work: dist.Work) -> None:
 
 
 def clear_frames(error: BaseException | None) -> None:
-    """Clears the local variables of the frames in which an error and its causes were raised, which live as long as the
+    """Clear the local variables of the frames in which an error and its causes were raised, which live as long as the
     error does."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)

@@ -14,16 +14,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusion.npu.config import DEFAULT_CAPACITY_BYTES
 from fusion.npu.device import Device
 from fusion.npu.memory import OWNERS, Memory, check_owner
-from fusion.npu.owners import storages_of
+from fusion.npu.owners import NewStorages
 
 
 class Ledger:
-    """Counts the bytes of live storages by owner; raises torch.OutOfMemoryError at capacity."""
+    """Count the bytes of live storages by owner; raise torch.OutOfMemoryError at capacity."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
@@ -86,27 +85,8 @@ class Ledger:
         self.peak = max(self.peak, self.allocated)
 
 
-class LedgerMode(TorchDispatchMode):
-    """Adds every new storage on ``device`` that an operation returns to the ledger."""
-
-    def __init__(self, ledger: Ledger, device: torch.device) -> None:
-        super().__init__()
-        self.ledger, self.device = ledger, device
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        outputs = storages_of(result, self.device)
-        if outputs:
-            inputs = storages_of((args, kwargs), self.device)
-            for key, storage in outputs.items():
-                if key not in inputs:
-                    self.ledger.add(storage)
-        return result
-
-
 class HostStream:
-    """Implements a stream on which all work is done when the call returns."""
+    """Implement a stream on which all work is done when the call returns."""
 
     def wait_stream(self, stream: Any) -> None: ...
     def wait_event(self, event: Any) -> None: ...
@@ -122,7 +102,7 @@ class HostStream:
 
 
 class HostEvent:
-    """Implements an event as a time of the host's clock."""
+    """Implement an event as a time of the host's clock."""
 
     def __init__(self) -> None:
         self.recorded_s: float | None = None
@@ -144,7 +124,7 @@ class HostEvent:
 
 
 class LedgerDevice(Device):
-    """Implements `Device` with CPU tensors that a ledger counts from its creation until `close()`."""
+    """Implement `Device` with CPU tensors that a ledger counts from its creation until `close()`."""
 
     kind = "ledger"
     torch_device = torch.device("cpu")
@@ -153,7 +133,7 @@ class LedgerDevice(Device):
     def __init__(self, index: int, capacity_bytes: int | None) -> None:
         self.index = index
         self.ledger = Ledger(capacity_bytes or DEFAULT_CAPACITY_BYTES)
-        self._mode = LedgerMode(self.ledger, self.torch_device)
+        self._mode = NewStorages(self.torch_device, self.ledger.add)
         self._mode.__enter__()
 
     def close(self) -> None:

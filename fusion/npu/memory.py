@@ -10,7 +10,7 @@ OWNERS = ("weights", "gradients", "optimizer", "kv", "activations", "buckets")
 
 @dataclass(frozen=True)
 class Memory:
-    """Holds the memory statistics of one card, in bytes.
+    """Hold the memory statistics of one card, in bytes.
 
     `requested` (by tensors), `allocated` (the same, rounded to blocks) and `reserved` (segments of the card, cached
     blocks included) are this process's. `fragmented`: reserved and unused, but in pieces that cannot be released.

@@ -6,6 +6,7 @@ A dispatch mode intercepts every operation inside `owner()`; an output storage t
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ PRUNE_EVERY = 1024
 
 
 class StorageOwners:
-    """Maps storages to owners. Entries of freed storages count nothing and are pruned periodically."""
+    """Map storages to owners. Entries of freed storages count nothing and are pruned periodically."""
 
     def __init__(self) -> None:
         self._owners: dict[int, tuple[StorageWeakRef, str]] = {}
@@ -55,15 +56,13 @@ def storages_of(values: Any, device: torch.device) -> dict[int, torch.UntypedSto
     }
 
 
-class OwnerMode(TorchDispatchMode):
-    """Assigns new storages on `device` to `owner`. Nested scopes all intercept an operation, the outermost first, so
-    that the innermost one wins."""
+class NewStorages(TorchDispatchMode):
+    """Call ``note`` with every new storage on ``device`` that an operation returns. Nested scopes all intercept an
+    operation, the outermost first, so that the innermost one has the last word."""
 
-    def __init__(self, owners: StorageOwners, owner: str, device: torch.device) -> None:
+    def __init__(self, device: torch.device, note: Callable[[torch.UntypedStorage], None]) -> None:
         super().__init__()
-        self.owners = owners
-        self.owner = owner
-        self.device = device
+        self.device, self.note = device, note
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -73,5 +72,5 @@ class OwnerMode(TorchDispatchMode):
             inputs = storages_of((args, kwargs), self.device)
             for key, storage in outputs.items():
                 if key not in inputs:
-                    self.owners.assign(storage, self.owner)
+                    self.note(storage)
         return result

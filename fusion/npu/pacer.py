@@ -35,7 +35,7 @@ BETWEEN = "between"
 
 
 class Pacer:
-    """Keeps the modelled clock of one process, for one thread. ``clock`` and ``sleep`` are in seconds.
+    """Keep the modelled clock of one process, for one thread. ``clock`` and ``sleep`` are in seconds.
 
     ``modelled_s``, ``ideal_s`` and ``overrun_s`` are by kind of work; ``waited_s`` was spent waiting for other cards
     or without work.
@@ -59,7 +59,7 @@ class Pacer:
 
     @property
     def stepping(self) -> bool:
-        """Whether the modelled clock runs: in a stage, or after a step outside of any stage."""
+        """Return whether the modelled clock runs: in a stage, or after a step outside of any stage."""
         return self._due is not None
 
     @contextmanager

@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class Profile:
-    """Profiles the thread that creates it until `close`, which must be called on the same thread.
+    """Profile the thread that creates it until `close`, which must be called on the same thread.
 
     Args:
         kind: of the device (`Device.kind`). An emulated card computes on the CPU, which is what is recorded then.
@@ -28,7 +28,7 @@ class Profile:
         self._profiler.start()
 
     def close(self) -> None:
-        """Stops and writes the trace. One that is cut off, because the disk is full for example, is removed, with a
+        """Stop and write the trace. One that is cut off, because the disk is full for example, is removed, with a
         warning: torch reports no error."""
         self._profiler.stop()
         if self._kind != "npu":  # there `stop` has written it
@@ -42,7 +42,7 @@ class Profile:
 
 
 def _is_whole(trace: Path) -> bool:
-    """Whether a file ends as a JSON object does."""
+    """Return whether a file ends as a JSON object does."""
     try:
         with trace.open("rb") as file:
             file.seek(max(0, trace.stat().st_size - 64))

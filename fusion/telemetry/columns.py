@@ -91,7 +91,7 @@ def columns_for(row: Row) -> tuple[Column, ...]:
     """Choose the columns for rows like this one: what shows whether there is a signal to learn from comes first, where
     it was measured. Without a reference model, the KL is that to the policy that generated, and its header is
     different; without drafts a forward pass yields one token a sequence."""
-    columns = [one for one in COLUMNS if not one.only_with or one.only_with in row]
+    columns = [column for column in COLUMNS if not column.only_with or column.only_with in row]
     if any(name in row for name in REFERENCE_KL) or "actor/ppo_kl" not in row:
         return tuple(columns)
     return tuple(

@@ -84,12 +84,12 @@ def changes_of(results: Sequence[Mapping[str, Any]]) -> Changes | None:
 
 def _rows(answers: Any) -> list[Mapping[str, Any]]:
     """Return the answers of a row up to the first that is none."""
-    found = []
+    rows = []
     for row in answers if isinstance(answers, list) else ():
         if not (isinstance(row, Mapping) and all(isinstance(row.get(name), str) for name in ("prompt", "response"))):
             break
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def compare(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]], count: int = 3) -> list[Answer]:
@@ -132,8 +132,8 @@ def evaluation_rows(results: Sequence[Mapping[str, Any]]) -> list[list[str]]:
 
 def _cell(result: Mapping[str, Any], statistic: str) -> str:
     """Return an estimate with its interval; empty where no answer could be scored."""
-    found = result["estimates"].get(statistic)
-    if found is None:
+    estimate = result["estimates"].get(statistic)
+    if estimate is None:
         return ""
-    interval = "" if found["low"] is None else f" [{found['low']:.3f}, {found['high']:.3f}]"
-    return f"{found['value']:.3f}{interval}"
+    interval = "" if estimate["low"] is None else f" [{estimate['low']:.3f}, {estimate['high']:.3f}]"
+    return f"{estimate['value']:.3f}{interval}"

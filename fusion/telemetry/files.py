@@ -51,7 +51,7 @@ TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}", re.DOTALL)
 
 
 class JsonLines:
-    """Appends one JSON object per line to `path`. NaN and infinities, which JSON lacks, are written as null and their
+    """Append one JSON object per line to `path`. NaN and infinities, which JSON lacks, are written as null and their
     names listed under "not_finite".
 
     Args:
@@ -198,7 +198,7 @@ def open_new(path: Path, mode: int = 0o644) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
 
-def exchange(one: Path, other: Path) -> bool:
+def exchange(first: Path, second: Path) -> bool:
     """Exchange two files or folders by name, atomically. Returns False, with nothing changed, if the system or the file
     system has no such operation.
 
@@ -209,12 +209,12 @@ def exchange(one: Path, other: Path) -> bool:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:  # glibc before 2.28, musl, other systems than Linux
         return False
-    if rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0:
+    if rename(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), RENAME_EXCHANGE) == 0:
         return True
     number = ctypes.get_errno()
     if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
         return False
-    raise OSError(number, os.strerror(number), str(one), None, str(other))
+    raise OSError(number, os.strerror(number), str(first), None, str(second))
 
 
 def replace_folder(new: Path, folder: Path) -> None:
@@ -286,8 +286,8 @@ def tolerating_full(report: Callable[[OSError], None]) -> Iterator[None]:
 
 
 def finite(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record as plain JSON values: tensors and arrays as numbers and lists, other objects by their text, non-finite
-    numbers as None with their names and values under "not_finite"."""
+    """Return the record as plain JSON values: tensors and arrays as numbers and lists, other objects by their text,
+    non-finite numbers as None with their names and values under "not_finite"."""
     broken: dict[str, str] = {}
     plain = {str(name): _plain(value, str(name), broken) for name, value in record.items()}
     return plain | {NOT_FINITE: broken} if broken else plain

@@ -1,4 +1,4 @@
-"""Lock a folder against a second process, by the kernel (flock), and name the holder to whoever finds it locked.
+"""Lock a folder against a second process, by the kernel (flock), and name the holder in the error of the second.
 
 The kernel releases the lock when its holder ends, however that happens, so a lock is never stale. The file stays; its
 content is only read while the lock is held. A process that the holder forks does not keep the lock.
@@ -39,7 +39,7 @@ class FolderInUse(ValueError):
 
 
 class FolderLock:
-    """Holds the lock of a folder until `release`, or until the object or the process ends.
+    """Hold the lock of a folder until `release`, or until the object or the process ends.
 
     Raises:
         FolderInUse: another `FolderLock`, of any process, holds it.
@@ -66,7 +66,7 @@ class FolderLock:
         write_all(fd, json.dumps(holder).encode(), 0)
 
     def release(self) -> None:
-        """Releases the lock. No error if it was released before."""
+        """Release the lock. No error if it was released before."""
         self._close()
         _held.discard(self)
 
@@ -107,7 +107,7 @@ os.register_at_fork(after_in_child=_release_in_child)
 
 
 def _read(fd: int) -> dict[str, str | int]:
-    """Returns what the holder wrote; nothing, if it has not written it yet."""
+    """Return what the holder wrote; nothing, if it has not written it yet."""
     try:
         holder = json.loads(os.pread(fd, 4096, 0))
     except ValueError:

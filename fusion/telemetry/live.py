@@ -35,7 +35,7 @@ QUIET_S = 10.0
 
 
 class LiveView:
-    """Shows the progress of a run of `total_steps` steps, of which `steps_done` were completed before it was resumed.
+    """Show the progress of a run of `total_steps` steps, of which `steps_done` were completed before it was resumed.
 
     Use it as a context manager; the terminal is restored however the block ends. `console` defaults to rich's own.
     """
@@ -152,7 +152,7 @@ class LiveView:
 
 
 class Bar:
-    """Shows the progress of long work; created by `progress`."""
+    """Show the progress of long work; created by `progress`."""
 
     def __init__(self, title: str, total: int | None, unit: str, console: Console, every_s: float) -> None:
         self.title, self.total, self.unit, self.done = title, total, unit, 0

@@ -40,7 +40,7 @@ class FileRecord:
 
     @classmethod
     def of(cls, path: Path) -> FileRecord:
-        """Reads a file.
+        """Read a file.
 
         Raises:
             OSError: it cannot be read, or is a symbolic link.
@@ -58,7 +58,7 @@ class FileRecord:
 
 
 class FileWriter:
-    """Writes a new file and hashes what it writes; `close` returns when it is on disk.
+    """Write a new file and hash what is written; `close` returns when it is on disk.
 
     Raises:
         OSError: the name is taken, or the disk is full.
@@ -72,7 +72,7 @@ class FileWriter:
         self._fd, self._digest, self._nbytes = open_new(path), xxhash.xxh3_128(), 0
 
     def write(self, data: bytes | memoryview) -> None:
-        """Appends bytes."""
+        """Append bytes."""
         view = memoryview(data)
         for start in range(0, len(view), WRITE_BYTES):
             piece = view[start : start + WRITE_BYTES]
@@ -81,21 +81,21 @@ class FileWriter:
         self._nbytes += len(view)
 
     def close(self) -> FileRecord:
-        """Syncs and closes the file."""
+        """Sync and close the file."""
         with naming_file(self._path, self._nbytes):
             os.fsync(self._fd)
         self.abort()
         return FileRecord(self._nbytes, self._digest.hexdigest())
 
     def abort(self) -> None:
-        """Closes the file without syncing it. No error if it was closed before."""
+        """Close the file without syncing it. No error if it was closed before."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 def write_manifest(folder: Path, records: Mapping[str, FileRecord], seals: Mapping[str, Seal] = NO_SEALS) -> None:
-    """Completes a folder whose other files are on disk: writes the manifest, and syncs it.
+    """Complete a folder whose other files are on disk: write the manifest, and sync it.
 
     Args:
         records: of files that were hashed when they were written, by path relative to ``folder``; all others below
@@ -108,7 +108,7 @@ def write_manifest(folder: Path, records: Mapping[str, FileRecord], seals: Mappi
 
 
 def write_seals(folder: Path, seals: Mapping[str, Seal]) -> None:
-    """Replaces the seals of these logs in the manifest of a complete folder, atomically.
+    """Replace the seals of these logs in the manifest of a complete folder, atomically.
 
     Raises:
         ValueError: the manifest is missing or damaged.
@@ -124,7 +124,7 @@ def _write(folder: Path, records: Mapping[str, FileRecord], seals: Mapping[str, 
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
-    """Returns the records of a folder by path.
+    """Return the records of a folder by path.
 
     Raises:
         ValueError: the manifest is missing or damaged.
@@ -133,7 +133,7 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
 
 
 def read_seals(folder: Path) -> dict[str, Seal]:
-    """Returns the seals of the logs beside a folder by name; none, if an earlier version wrote the manifest.
+    """Return the seals of the logs beside a folder by name; none, if an earlier version wrote the manifest.
 
     Raises:
         ValueError: the manifest is missing or damaged.
@@ -146,7 +146,7 @@ def _read(folder: Path) -> tuple[dict[str, FileRecord], dict[str, Seal]]:
         text = (folder / NAME).read_text(encoding="utf-8")
         content = json.loads(text)
         files, logs = content["files"], content.get("logs", {})
-        records = {name: FileRecord(int(one["bytes"]), str(one["xxh3_128"])) for name, one in files.items()}
+        records = {name: FileRecord(int(entry["bytes"]), str(entry["xxh3_128"])) for name, entry in files.items()}
         seals = {name: Seal.from_json(blocks) for name, blocks in logs.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{NAME} cannot be read ({type(error).__name__})") from None
@@ -156,7 +156,7 @@ def _read(folder: Path) -> tuple[dict[str, FileRecord], dict[str, Seal]]:
 
 
 def find_damage(folder: Path, names: Iterable[str] | None = None) -> str | None:
-    """Reads the files that the manifest lists; returns which of them is wrong and how, None if all are as written.
+    """Read the files that the manifest lists; return which of them is wrong and how, None if all are as written.
 
     Args:
         names: only these files, by path; None: all.
@@ -175,8 +175,8 @@ def find_damage(folder: Path, names: Iterable[str] | None = None) -> str | None:
         if nbytes != records[name].nbytes:
             return f"{name} has {nbytes} bytes instead of {records[name].nbytes}"
     try:
-        for name, found in zip(selected, _read_all(folder, selected), strict=True):
-            if found != records[name]:
+        for name, record in zip(selected, _read_all(folder, selected), strict=True):
+            if record != records[name]:
                 return f"{name} does not match its digest"
     except OSError as error:
         return f"{error.filename} cannot be read ({error.strerror})"
@@ -189,7 +189,7 @@ def _read_all(folder: Path, names: list[str]) -> list[FileRecord]:
 
 
 def _files(folder: Path) -> list[str]:
-    """Lists all files below a folder except its own manifest, by path."""
+    """List all files below a folder except its own manifest, by path."""
     paths = (path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
     return sorted(name for path in paths if (name := path.relative_to(folder).as_posix()) != NAME)
 

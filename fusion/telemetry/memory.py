@@ -87,7 +87,7 @@ class MemoryLedger:
         return ledger
 
     def _note_capacity(self, capacity: int | None) -> None:
-        known = [one for one in (self.capacity, capacity) if one is not None]
+        known = [nbytes for nbytes in (self.capacity, capacity) if nbytes is not None]
         self.capacity = min(known, default=None)
 
 

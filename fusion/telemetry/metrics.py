@@ -52,7 +52,7 @@ def rule_of(name: str) -> Rule:
 
 
 class Metrics:
-    """Accumulates one step's metrics on one rank; `merge` adds those of other ranks.
+    """Accumulate one step's metrics on one rank; `merge` adds those of other ranks.
 
     `synchronize` (a device's `synchronize`) is called before every reading of the clock by `timer`, so that a timed
     block includes the device work it started.

@@ -58,7 +58,11 @@ class Seal:
 
     @classmethod
     def from_json(cls, value: Sequence[Sequence[str]]) -> Seal:
-        """Raises ValueError or TypeError for anything that `to_json` does not return."""
+        """Rebuild a seal.
+
+        Raises:
+            ValueError, TypeError: anything that `to_json` does not return.
+        """
         blocks, before = ([_block(*text.split()) for text in some] for some in value)
         if any(a.end >= b.end or a.rows >= b.rows for a, b in pairwise([Block(0, 0, ""), *blocks])):
             raise ValueError("blocks that do not ascend")
@@ -73,7 +77,7 @@ NO_SEALS: Mapping[str, Seal] = MappingProxyType({})
 
 
 class RowDigests:
-    """Digests a log while it grows."""
+    """Digest a log while it grows."""
 
     def __init__(self, rows_per_block: int) -> None:
         self._rows_per_block = rows_per_block
@@ -151,7 +155,8 @@ def _by_seal(path: Path, seal: Seal) -> Kept:
         for block in seal.blocks:
             accepted = [block, seal.before] if seal.before and block is seal.blocks[-1] else [block]
             # The rows before it are damaged, or gone: a resume that dropped them has ended before its first checkpoint.
-            places = [(at, at + one.end - begin, one) for at in dict.fromkeys((start + gap, start)) for one in accepted]
+            starts = dict.fromkeys((start + gap, start))
+            places = [(at, at + sealed.end - begin, sealed) for at in starts for sealed in accepted]
             whole = next((place for place in places if _matches(file, *place)), None)
             if whole is None:
                 kept.drop(first, block.rows)

@@ -1,4 +1,4 @@
-"""Find what lies in the folder of a run, also of one that still goes on or was killed.
+"""Find what lies in the folder of a run, also of one that is running or was killed.
 
 runs/<name>/config.yaml       the resolved configuration
             metrics.jsonl     one JSON object per step

@@ -44,7 +44,7 @@ PRIVATE = 0o700
 
 
 class RunFolder:
-    """Creates `root/name` or reopens it, and locks it until `close`.
+    """Create `root/name` or reopen it, and lock it until `close`.
 
     If the name exists: `suffix` (default) takes the first free of `name-2`, `name-3`, …; `resume` continues in the
     folder. `choice` states in a sentence which it was.
@@ -254,7 +254,7 @@ class RunFolder:
         seals: Mapping[str, Seal] = NO_SEALS,
         seal: Callable[[Mapping[str, Seal]], None] = lambda seals: None,
     ) -> int:
-        """Forget what was written of steps after `step`, the one a resumed run starts from; returns how many steps.
+        """Forget what was written of steps after `step`, the one a resumed run starts from; return how many steps.
         Damaged rows are dropped, and listed in `damage`.
 
         Call it before the first `log` of the resumed run. The timeline keeps what happened: the time was spent.
@@ -288,13 +288,13 @@ class RunFolder:
         self.close()
 
     def _log(self, name: str) -> JsonLines:
-        """Opens a log before its first row."""
+        """Open a log before its first row."""
         if name not in self._logs:
             self._logs[name] = JsonLines(self.path / name, self._note_full)
         return self._logs[name]
 
     def _note_full(self, error: OSError) -> None:
-        """Warns, once for each file, that the run continues without it."""
+        """Warn, once for each file, that the run continues without it."""
         if error.filename not in self._full:
             later = "the lines are written when there is space" if error.filename.endswith(".jsonl") else "it has a gap"
             self._full[error.filename] = f"{error}: the run continues, {later}"
@@ -312,13 +312,13 @@ class RunFolder:
 
 
 def _figures(row: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the figures of a row of metrics.jsonl as they were logged."""
+    """Return the figures of a row of metrics.jsonl as they were logged."""
     values = {name: value for name, value in row.items() if name not in ("step", NOT_FINITE)}
     return {name: float(value) for name, value in (values | row.get(NOT_FINITE, {})).items()}
 
 
 def _claim(root: Path, name: str, if_exists: IfExists) -> tuple[Path, str, bool]:
-    """Creates or reopens the folder; returns its path, a sentence that states which, and whether it was reopened."""
+    """Create or reopen the folder; return its path, a sentence that states which, and whether it was reopened."""
     if if_exists not in ("suffix", "resume"):
         raise ValueError(f"if_exists={if_exists!r}: expected suffix or resume")
     root.mkdir(parents=True, exist_ok=True)

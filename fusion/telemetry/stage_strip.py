@@ -52,7 +52,7 @@ class StageStrip:
         return 4 * self._window_ns
 
     def mark(self, kind: str, now_ns: int) -> None:
-        """Records the time since the last mark as ``kind``."""
+        """Record the time since the last mark as ``kind``."""
         length_ns = now_ns - self._last_ns
         if length_ns <= 0:
             assert not length_ns, f"mark {kind}: {-length_ns} ns before the last one"
@@ -63,7 +63,7 @@ class StageStrip:
             self._coarsen()
 
     def runs(self) -> list[Run]:
-        """Returns the runs from the start to the last mark, and ends the current window."""
+        """Return the runs from the start to the last mark, and end the current window."""
         self._end_window()
         if len(self._runs) > self._max_runs:
             self._coarsen()

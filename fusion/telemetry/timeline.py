@@ -66,23 +66,23 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Records the spans of one card in one process; safe from several threads. `clock_ns` may be a virtual clock.
+    """Record the spans of one card in one process; safe from several threads. `clock_ns` may be a virtual clock.
 
-    `max_spans`: number of the last spans that are kept until `drain`; 0 where nobody drains it, None: all.
+    `max_spans`: number of the last spans that are kept until `drain`; 0 if it is never drained; None: all.
     """
 
     def __init__(self, card: str, clock_ns: Callable[[], int] = wall_ns, max_spans: int | None = None) -> None:
         self.card = card
         self.clock_ns = clock_ns
         self.annotate: Callable[[str], AbstractContextManager[Any]] | None = None
-        """Marks the block of every `span` by its name in another record, such as a profiler's"""
+        """Mark the block of every `span` by its name in another record, such as a profiler's"""
         self.after_mark: Callable[[], None] | None = None
         """Called after every mark of a `strip`, on its thread"""
         self._spans: deque[Span] = deque(maxlen=max_spans)
         self._strip: _OpenStrip | None = None
 
     def span(self, name: str, kind: str = "", lane: str = MAIN) -> _OpenSpan:
-        """Context manager: records the block as one span, also if it raises. `kind` defaults to the name."""
+        """Return a context manager that records the block as a span, also if it raises. `kind` defaults to the name."""
         return _OpenSpan(self, name, kind=kind or name, lane=lane)
 
     def add(self, name: str, start_ns: int, end_ns: int, kind: str = "", lane: str = MAIN) -> None:
@@ -95,7 +95,7 @@ class Timeline:
 
     @contextmanager
     def strip(self, lane: str = MAIN) -> Iterator[Callable[[str], None]]:
-        """Yields ``mark(kind)``, which records the time since the last mark as this kind. The block becomes a bounded
+        """Yield ``mark(kind)``, which records the time since the last mark as this kind. The block becomes a bounded
         number of spans whose seconds by kind are exact (`StageStrip`), also if it raises; the time after the last mark
         is not recorded. Called from one thread."""
         assert self._strip is None, "a strip is open already"
@@ -107,12 +107,12 @@ class Timeline:
             self._strip = None
 
     def mark(self, kind: str) -> None:
-        """Marks the open `strip`, if there is one. Called from its thread."""
+        """Mark the open `strip`, if there is one. Called from its thread."""
         if self._strip is not None:
             self._strip.mark(kind)
 
     def cut(self) -> None:
-        """Records the open `strip` up to its last mark, as if the block ended there and another began. Called from its
+        """Record the open `strip` up to its last mark, as if the block ended there and another began. Called from its
         thread."""
         if self._strip is not None:
             self._strip.cut()
@@ -124,7 +124,7 @@ class Timeline:
 
 
 class _OpenStrip:
-    """Turns the strip of a block into spans."""
+    """Turn the strip of a block into spans."""
 
     def __init__(self, timeline: Timeline, lane: str):
         self._timeline, self._lane, self._clock_ns = timeline, lane, timeline.clock_ns
@@ -144,7 +144,7 @@ class _OpenStrip:
 
 
 class _OpenSpan:
-    """Records its block as a span."""
+    """Record its block as a span."""
 
     __slots__ = ("timeline", "name", "kind", "lane", "start_ns", "annotation")
 

@@ -22,7 +22,7 @@ ENDING = b"\n]}\n"
 
 
 class TimelineFile:
-    """Appends spans to a trace; an existing file is continued on its own time axis.
+    """Append spans to a trace; an existing file is continued on its own time axis.
 
     `ts` of an event is microseconds since `otherData.origin_ns` (nanoseconds since the epoch); a card is a process of
     the trace, a lane a thread of it. Spans of one argument of `append` that begin together are written the longest
@@ -82,7 +82,7 @@ class TimelineFile:
             self._fd = -1
 
     def _ids_of(self, span: Span, events: list[dict[str, Any]]) -> tuple[int, int]:
-        """Numbers of the card and the lane; the events that name them are added when they are first seen."""
+        """Return the numbers of the card and the lane; the events that name them are added when they are first seen."""
         key = (span.card, span.lane)
         if key not in self._ids:
             cards = {card: pid for (card, _), (pid, _) in self._ids.items()}
@@ -108,7 +108,7 @@ def _longest_first(span: Span) -> tuple[int, int]:
 
 
 def _read(path: Path) -> tuple[int, list[Span]]:
-    """Returns the origin of a trace, in nanoseconds since the epoch, and its spans."""
+    """Return the origin of a trace, in nanoseconds since the epoch, and its spans."""
     try:
         trace = _load(path.read_text(encoding="utf-8", errors="replace"))
         origin_ns = trace["otherData"]["origin_ns"]

@@ -1,4 +1,4 @@
-"""Measures how busy the cards of a run were, step by step, from spans that arrive when a stage has ended.
+"""Measure how busy the cards of a run were, step by step, from spans that arrive when a stage has ended.
 
     step k      │ switch │ generate …                     │ train │ counted: up to here, if no stage is under way,
     step k + 1  │ switch │ generate ───── suspended ───── … ──────►   else up to where the oldest of these began
@@ -17,7 +17,7 @@ from fusion.telemetry.timeline import WAITING, Span, summarize
 
 
 class Usage:
-    """Accumulates the usage of these cards from ``start_ns`` on (`wall_ns`)."""
+    """Accumulate the usage of these cards from ``start_ns`` on (`wall_ns`)."""
 
     def __init__(self, cards: Iterable[str], start_ns: int):
         self._cards, self._start_ns = list(cards), start_ns
@@ -58,7 +58,7 @@ class Usage:
         return {"perf/utilisation": busy} | {f"timing_s/card/{kind}": seconds[kind] for kind in sorted(seconds)}
 
     def _take_periods(self, end_ns: int) -> list[tuple[int, int]]:
-        """Returns the time since the last count in parts, without what is excluded; the next count begins at
+        """Return the time since the last count in parts, without what is excluded; the next count begins at
         ``end_ns``."""
         periods, start = [], self._start_ns
         for begin, end in [*self._excluded, (end_ns, end_ns)]:

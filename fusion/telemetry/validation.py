@@ -22,7 +22,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Checks:
-    """Checks the attributes of ``values``, which are the keys of the config group ``group``.
+    """Check the attributes of ``values``, which are the keys of the config group ``group``.
 
     Args:
         group: prefix of the keys in an error message: a group (`rollout`), a node (`parallel.train`) or a request.
@@ -32,7 +32,7 @@ class Checks:
     values: Any
 
     def that(self, key: str, holds: bool, expected: str) -> None:
-        """Checks a condition on a key.
+        """Check a condition on a key.
 
         Raises:
             ValueError: ``holds`` is false; says what is ``expected`` of the key.
@@ -41,7 +41,7 @@ class Checks:
             raise ValueError(f"{self.group}.{key}={_shown(getattr(self.values, key))}: expected {expected}")
 
     def integer(self, *keys: str, at_least: int | None = None, at_most: int | None = None, null: bool = False) -> None:
-        """Expects whole numbers between ``at_least`` and ``at_most``, or None where ``null``.
+        """Expect whole numbers between ``at_least`` and ``at_most``, or None where ``null``.
 
         Raises:
             ValueError: names the first key that holds something else.
@@ -62,7 +62,7 @@ class Checks:
         below: float | None = None,
         null: bool = False,
     ) -> None:
-        """Expects finite numbers within the bounds, or None where ``null``.
+        """Expect finite numbers within the bounds, or None where ``null``.
 
         Raises:
             ValueError: names the first key that holds something else.
@@ -74,7 +74,7 @@ class Checks:
             self.that(key, holds, _range("a number", **bounds) + _or_null(null))
 
     def boolean(self, *keys: str) -> None:
-        """Expects true or false.
+        """Expect true or false.
 
         Raises:
             ValueError: names the first key that holds something else.
@@ -83,7 +83,7 @@ class Checks:
             self.that(key, isinstance(getattr(self.values, key), bool), "true or false")
 
     def one_of(self, key: str, choices: Collection[str], null: bool = False) -> None:
-        """Expects one of ``choices``, or None where ``null``.
+        """Expect one of ``choices``, or None where ``null``.
 
         Raises:
             ValueError: names the key and the choices.
@@ -94,7 +94,7 @@ class Checks:
 
 
 def is_finite(value: Any) -> bool:
-    """Returns whether ``value`` is an int or a float other than nan and inf."""
+    """Return whether ``value`` is an int or a float other than nan and inf."""
     try:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # a whole number beyond the range of a float

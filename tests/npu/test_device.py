@@ -10,7 +10,7 @@ import torch
 
 from fusion.npu import OWNERS, DeviceConfig, open_device
 from fusion.npu.ledger import LedgerDevice
-from fusion.npu.owners import OwnerMode, StorageOwners
+from fusion.npu.owners import NewStorages, StorageOwners
 
 KIB = 1 << 10
 
@@ -112,9 +112,9 @@ def test_the_ledger_trains_and_has_streams_and_events(ledger):
 def test_owners_by_weak_references_follow_the_storages():
     """What real cards use, tried on the CPU."""
     owners, cpu = StorageOwners(), torch.device("cpu")
-    with OwnerMode(owners, "weights", cpu):
+    with NewStorages(cpu, lambda storage: owners.assign(storage, "weights")):
         weights = torch.zeros(256)
-        with OwnerMode(owners, "kv", cpu):
+        with NewStorages(cpu, lambda storage: owners.assign(storage, "kv")):
             kv = torch.ones(512)
         view = weights[2:]
         view.add_(1)

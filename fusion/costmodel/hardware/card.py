@@ -30,7 +30,7 @@ class Hardware:
     collective_s: Figure
     """Latency of one exchange between all dies, independent of its size."""
     hbm_bytes: Figure
-    """Of one die."""
+    """HBM of a die."""
     reserved_bytes: Figure
     """Part of the HBM that the runtime holds before the first tensor."""
     hbm_bytes_per_s: Figure
@@ -44,18 +44,18 @@ class Hardware:
     layer_s: Figure
     """Time of a layer in an engine's step in addition to reads, arithmetic and exchanges: launches, the host."""
     out_bytes_per_s: Figure
-    """From a die to pinned host memory, while all dies of the node copy."""
+    """Bandwidth from a die to pinned host memory while all dies of the node copy."""
     back_bytes_per_s: Figure
-    """From pinned host memory to a die, likewise."""
+    """Bandwidth from pinned host memory to a die while all dies of the node copy."""
     host_bytes: Figure
     """Host memory of one node."""
     host_copy_bytes_per_s: Figure
-    """One core copying within host memory: what an unpinned copy waits for."""
+    """Bandwidth of one core that copies within host memory, for which an unpinned copy waits."""
     unmap_bytes_per_s: Figure
-    """HBM that the caching allocator releases in a second (`empty_cache`)."""
+    """Rate at which the caching allocator releases HBM (`empty_cache`)."""
 
     def link_bytes_per_s(self, level: int) -> float:
-        """Bandwidth that one die reaches over a link of a level of the topology, one way."""
+        """Return the bandwidth that one die reaches over a link of a level of the topology, one way."""
         return self.topology.bytes_per_s[level] * self.reached[level].value
 
     @property
@@ -78,11 +78,11 @@ class Hardware:
 
     @property
     def has_supernodes(self) -> bool:
-        """Whether several nodes share links that are faster than the network."""
+        """Return whether several nodes share links that are faster than the network."""
         return self.topology.ranks_per_supernode > self.topology.ranks_per_node
 
     def figures(self) -> dict[str, tuple[float, str]]:
-        """Returns every constant by name, with its source, for a report."""
+        """Return every constant by name, with its source, for a report."""
         shown: dict[str, tuple[float, str]] = {}
         for level in self.levels:
             peak, share = self.topology.bytes_per_s[level] / 1e9, self.reached[level]

@@ -1,4 +1,4 @@
-"""Loads a card's YAML file, strictly: every constant is there, is a finite number > 0 in a known unit, has a source.
+"""Load a card's YAML file, strictly: every constant is there, is a finite number > 0 in a known unit, has a source.
 
     topology:   dies_per_card, dies_per_node, dies_per_supernode (null: no supernodes), host link, source
     links:      card, node, supernode, network: peak bandwidth one way of one die, and the share of it that is reached
@@ -38,13 +38,13 @@ CONSTANTS = tuple(f.name for f in fields(Hardware) if f.name not in ("name", "to
 
 
 def hardware_names() -> tuple[str, ...]:
-    """The cards that `cluster.hardware` may name."""
+    """Return the cards that `cluster.hardware` may name."""
     return tuple(sorted(path.stem for path in FOLDER.glob("*.yaml")))
 
 
 @cache
 def hardware_named(name: str) -> Hardware:
-    """Loads the constants of a card by name.
+    """Load the constants of a card by name.
 
     Raises:
         ValueError: no card of this name.
@@ -55,7 +55,7 @@ def hardware_named(name: str) -> Hardware:
 
 
 def load_hardware(path: Path) -> Hardware:
-    """Loads and checks one card's file.
+    """Load and check one card's file.
 
     Raises:
         ValueError: a key that is unknown or missing, a value that is no finite number > 0, an unknown unit or a missing
@@ -76,7 +76,7 @@ def load_hardware(path: Path) -> Hardware:
 
 
 def _topology(shape: _Section, links: _Section) -> tuple[Topology, tuple[Figure, Figure, Figure, Figure]]:
-    """The machine's levels, and the share of each level's bandwidth that is reached."""
+    """Return the machine's levels, and the share of each level's bandwidth that is reached."""
     shape.expect("dies_per_card", "dies_per_node", "dies_per_supernode", "host_bytes_per_s", "source")
     card, node = shape.count("dies_per_card"), shape.count("dies_per_node")
     supernode = node if shape.values["dies_per_supernode"] is None else shape.count("dies_per_supernode")
@@ -114,7 +114,7 @@ class _Section:
         return ValueError(f"{self.file}: {'.'.join(filter(None, (self.key, key)))}: {what}")
 
     def expect(self, *keys: str, optional: tuple[str, ...] = ()) -> None:
-        """Checks that the section has exactly these keys."""
+        """Check that the section has exactly these keys."""
         for key in self.values:
             if key not in (*keys, *optional):
                 raise self.error(str(key), f"unknown key; expected {', '.join((*keys, *optional))}")
@@ -138,7 +138,7 @@ class _Section:
         return value
 
     def figure(self, key: str) -> Figure:
-        """A constant: ``value``, ``unit``, ``source`` and, where it has no published source, ``assumed: true``."""
+        """Return a constant of ``value``, ``unit``, ``source`` and, if that was not published, ``assumed: true``."""
         constant = self.section(key)
         constant.expect("value", "unit", "source", optional=("assumed",))
         # The longest suffix, as `hbm_bytes_per_s` also ends in `_s`.

@@ -57,7 +57,7 @@ def install() -> ModuleType:
 
 
 def is_installed() -> bool:
-    """Whether the device `npu` of this process is the emulated one."""
+    """Return whether the device `npu` of this process is the emulated one."""
     return _extension is not None
 
 

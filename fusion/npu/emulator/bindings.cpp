@@ -13,23 +13,6 @@ void bind_hccl(py::module& m);
 
 namespace {
 
-py::dict as_dict(const CardStats& stats) {
-  py::dict out;
-  auto put = [&](const std::string& name, const Stat& stat) {
-    out[(name + ".current").c_str()] = stat.current;
-    out[(name + ".peak").c_str()] = stat.peak;
-    out[(name + ".total").c_str()] = stat.total;
-  };
-  put("allocated", stats.allocated);
-  put("requested", stats.requested);
-  put("reserved", stats.reserved);
-  put("blocks", stats.blocks);
-  put("segments", stats.segments);
-  out["fragmented"] = stats.fragmented;
-  out["out_of_memory"] = stats.out_of_memory;
-  return out;
-}
-
 const c10::DataPtr& data_of(const at::Tensor& tensor) {
   TORCH_CHECK_VALUE(tensor.device().type() == c10::kPrivateUse1, "not a tensor of the emulated NPU");
   return tensor.storage().unsafeGetStorageImpl()->data_ptr();
@@ -43,10 +26,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   install_host_allocators();
   m.attr("cards") = kCards;
   m.def("open_card", &open_card);
-  m.def("stats", [](int card) { return as_dict(card_stats(card)); });
-  m.def("allocated", [](int card) { return card_stats(card).allocated.current; });
-  m.def("reset_peak", &reset_peak);
-  m.def("reset_accumulated", &reset_accumulated);
   m.def("free_and_capacity", &free_and_capacity);
   m.def("largest_request", &largest_request);
   m.def("limit_process", &limit_process);

@@ -44,7 +44,7 @@ def emulator_library() -> Library:
         flags=FLAGS,
         includes=includes,
         links=(f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", *(f"-l{name}" for name in LIBRARIES)),
-        key=[path.name.encode() + b"\0" + path.read_bytes() for path in sources] + [one.encode() for one in versions],
+        key=[*(path.name.encode() + b"\0" + path.read_bytes() for path in sources), *map(str.encode, versions)],
     )
 
 

@@ -29,7 +29,7 @@ Heap::~Heap() {
   }
 }
 
-// Takes the smallest free block that is large enough, and reuses its tree node for the remainder; else extends a segment.
+// Takes the smallest free block that is large enough, and reuses its tree node for the rest; else extends a segment.
 Block* Heap::allocate(int64_t bytes, c10::StreamId stream) {
   const int64_t rounded = round_up(bytes, sizes::kBlock);
   auto& pool = pool_of(rounded, stream);

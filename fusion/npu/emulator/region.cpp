@@ -1,5 +1,5 @@
-// Ranges of addresses and the host memory behind them: a sparse unnamed file (memfd) that other processes can map. The host
-// provides no memory before it is touched.
+// Ranges of addresses and the host memory behind them: a sparse unnamed file (memfd) that other processes can map. The
+// host provides no memory before it is touched.
 #include "heap.h"
 
 #include <c10/util/Exception.h>

@@ -41,8 +41,8 @@ Mappings& mappings() {
 }
 
 bool is_file(const std::string& path, int64_t inode) {
-  struct stat found {};
-  return stat(path.c_str(), &found) == 0 && static_cast<int64_t>(found.st_ino) == inode;
+  struct stat file {};
+  return stat(path.c_str(), &file) == 0 && static_cast<int64_t>(file.st_ino) == inode;
 }
 
 bool lies_in_its_file(const SharedHandle& handle) {
@@ -64,8 +64,8 @@ std::shared_ptr<Mapping> mapping_of(const SharedHandle& handle) {
   if (!mapping) {
     const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
     TORCH_CHECK_VALUE(fd >= 0, "a shared block cannot be mapped: ", path, ": ", strerror(errno));
-    struct stat found {};
-    if (fstat(fd, &found) != 0 || found.st_size < handle.file_bytes) {
+    struct stat file {};
+    if (fstat(fd, &file) != 0 || file.st_size < handle.file_bytes) {
       close(fd);
       TORCH_CHECK_VALUE(false, "a shared block cannot be mapped: ", path, " is smaller than its handle states");
     }

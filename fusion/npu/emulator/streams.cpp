@@ -35,8 +35,8 @@ struct Streams {
 };
 
 Streams& streams() {
-  static auto* one = new Streams(); // never destroyed: tensors may outlive static destructors
-  return *one;
+  static auto* instance = new Streams(); // never destroyed: tensors may outlive static destructors
+  return *instance;
 }
 
 // Work may take long, wait for other processes, and release Python objects.
@@ -94,8 +94,8 @@ void enqueue_wait(int card, c10::StreamId stream, const Moment& moment) {
 Moment end_of(int card, c10::StreamId stream) {
   auto& all = streams();
   std::lock_guard<std::mutex> lock(all.mutex);
-  const auto found = all.all.find({card, stream});
-  return {card, stream, found == all.all.end() ? 0 : found->second.enqueued};
+  const auto entry = all.all.find({card, stream});
+  return {card, stream, entry == all.all.end() ? 0 : entry->second.enqueued};
 }
 
 bool reached(const Moment& moment) {

@@ -1,4 +1,4 @@
-"""Fused operators for tensors in the host's memory: those of the plain CPU and of an emulated card.
+"""Fuse operators for tensors in the host's memory: those of the plain CPU and of an emulated card.
 
     fused.cpp, vector.h ──g++, once──► cache folder ──► torch.ops.rlfusion.{rms_norm, norm_rope, paged_attention, …}
 
@@ -69,7 +69,7 @@ def _operators(device_type: str) -> Operators | None:
 
 @cache
 def _load() -> Operators | None:
-    """Build the library if needed (10 s) and load it; None, said once, where it cannot be built."""
+    """Build the library if needed (10 s) and load it; None, with one warning, if it cannot be built."""
     try:
         path = build(_library())
         torch.ops.load_library(str(path))

@@ -19,13 +19,13 @@ NAME = "loggers.json"
 """File of the run folder: the run's id, and the loggers that have logged it."""
 
 MAX_CHARACTERS = 300
-"""Of an error in a note; the whole of it is in the log."""
+"""Maximum length of an error in a note; the whole of it is in the log"""
 
 log = logging.getLogger(__name__)
 
 
 class LoggerGroup:
-    """Starts the loggers of ``classes``, by name, for the run in ``folder``. ``notes``: a sentence for each that has
+    """Start the loggers of ``classes``, by name, for the run in ``folder``. ``notes``: a sentence for each that has
     failed since.
 
     Raises:
@@ -73,13 +73,13 @@ class LoggerGroup:
 
 
 def _described(error: Exception) -> str:
-    """Returns the first line of an error, shortened: some libraries' messages are pages long."""
+    """Return the first line of an error, shortened: some libraries' messages are pages long."""
     message = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {message[:MAX_CHARACTERS]}"
 
 
 def _read(path: Path) -> tuple[str, list[str], list[str]]:
-    """Returns the id of the run, a new one if it has none yet, the loggers that have logged it, and a note if the file
+    """Return the id of the run, a new one if it has none yet, the loggers that have logged it, and a note if the file
     is damaged."""
     if not path.exists():
         return secrets.token_hex(8), [], []
@@ -99,6 +99,6 @@ def _read(path: Path) -> tuple[str, list[str], list[str]]:
 
 
 def _text(run_id: str, loggers: list[str]) -> str:
-    """Returns the content of the file, with a digest of it."""
+    """Return the content of the file, with a digest of it."""
     record = {"id": run_id, "loggers": loggers}
     return json.dumps(record | {"digest": xxhash.xxh3_128_hexdigest(json.dumps(record).encode())}) + "\n"

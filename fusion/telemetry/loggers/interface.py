@@ -20,7 +20,7 @@ class LoggedRun:
     folder: Path
     """The run's folder; a logger keeps local files in a folder of its own name in it."""
     id: str
-    """Identifies the run over all its starts: 16 characters, 0-9 and a-f."""
+    """Identify the run over all its starts: 16 characters, 0-9 and a-f."""
     resumed: bool = False
     """The run was resumed, and this logger has logged it before: it continues that history."""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class LoggedRun:
 
 
 class Logger(Protocol):
-    """Receives the metrics of one run, in one thread. A class is named by `run.loggers=[module:Class]`.
+    """Receive the metrics of one run, in one thread. A class is named by `run.loggers=[module:Class]`.
 
     An exception of the constructor ends the run before any worker has started. One of `log` stops this logger only.
     """

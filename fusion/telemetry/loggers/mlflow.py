@@ -18,7 +18,7 @@ TAG = "rlfusion.id"
 """Tag of the run's id, by which a resumed run finds its own."""
 
 MAX_METRICS, MAX_PARAMS = 1000, 100
-"""Of one request, by MLflow's interface."""
+"""Maximum numbers of a request, by MLflow's interface"""
 
 MAX_PARAM_CHARACTERS = 500
 
@@ -27,7 +27,7 @@ REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)
 
 
 class MlflowLogger:
-    """Keeps one run of MLflow over all starts of a run, by a tag. A step is written while the next one runs; an error
+    """Keep one run of MLflow over all starts of a run, by a tag. A step is written while the next one runs; an error
     of that is raised by the next call."""
 
     def __init__(self, run: LoggedRun) -> None:
@@ -74,7 +74,7 @@ class MlflowLogger:
 
 
 def mlflow_name(metric: str) -> str:
-    """Returns the name of a metric as MLflow accepts it: `@` is `_at_`, as in verl, and other characters that it
+    """Return the name of a metric as MLflow accepts it: `@` is `_at_`, as in verl, and other characters that it
     refuses are underscores."""
     return REFUSED.sub("_", metric.replace("@", "_at_"))
 

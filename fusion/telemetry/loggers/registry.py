@@ -48,13 +48,13 @@ def check_loggers(names: Sequence[str], key: str = "run.loggers") -> None:
 
 
 def find_loggers(names: Sequence[str], key: str = "run.loggers") -> dict[str, type[Logger]]:
-    """Import the classes of loggers; returns them by name.
+    """Import the classes of loggers; return them by name.
 
     Raises:
         ValueError: as `check_loggers`; or a module cannot be imported, or has no such class; names ``key``.
     """
     check_loggers(names, key)
-    found: dict[str, type[Logger]] = {}
+    classes: dict[str, type[Logger]] = {}
     for name in names:
         module, cls = BUILT_IN.get(name) or name.split(":")
         try:
@@ -63,8 +63,8 @@ def find_loggers(names: Sequence[str], key: str = "run.loggers") -> dict[str, ty
             raise ValueError(f"{key}: {name} cannot be imported: {type(error).__name__}: {error}") from error
         if not callable(made):
             raise ValueError(f"{key}: {name}: expected a class {cls} in the module {module}")
-        found[name] = made
-    return found
+        classes[name] = made
+    return classes
 
 
 def _is_installed(module: str) -> bool:

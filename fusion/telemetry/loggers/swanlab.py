@@ -11,7 +11,7 @@ from fusion.telemetry.loggers.interface import PROJECT, LoggedRun
 
 
 class SwanLabLogger:
-    """Keeps one experiment of SwanLab over all starts of a run, by its id; without a server, each start has a folder
+    """Keep one experiment of SwanLab over all starts of a run, by its id; without a server, each start has a folder
     with that id. Nothing is asked on the terminal, nor its output taken."""
 
     def __init__(self, run: LoggedRun) -> None:

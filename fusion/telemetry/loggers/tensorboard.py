@@ -16,7 +16,7 @@ from fusion.telemetry.loggers.interface import LoggedRun
 
 
 class TensorBoardLogger:
-    """Writes one event file in `tensorboard/`. If there are earlier ones, of a run that was resumed, TensorBoard
+    """Write one event file in `tensorboard/`. If there are earlier ones, of a run that was resumed, TensorBoard
     forgets what they have of the first step of this one and of later ones."""
 
     def __init__(self, run: LoggedRun) -> None:

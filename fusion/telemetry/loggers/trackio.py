@@ -11,7 +11,7 @@ from fusion.telemetry.loggers.interface import PROJECT, LoggedRun
 
 
 class TrackioLogger:
-    """Keeps one run of Trackio over all starts of a run. Trackio resumes by name, so the name has part of the id."""
+    """Keep one run of Trackio over all starts of a run. Trackio resumes by name, so the name has part of the id."""
 
     def __init__(self, run: LoggedRun) -> None:
         self._run = trackio.init(

@@ -15,7 +15,7 @@ run repeats."""
 
 
 class WandbLogger:
-    """Keeps one run of W&B over all starts of a run, by its id. It prints where that is, and takes no output."""
+    """Keep one run of W&B over all starts of a run, by its id. It prints where that is, and takes no output."""
 
     def __init__(self, run: LoggedRun) -> None:
         self._run = wandb.init(

@@ -25,7 +25,7 @@ MIN_RUNS, MAX_CARD_RUNS = 500, 8000
 """Bounds of the number of runs of one card."""
 
 MAX_CARDS = 64
-"""With more cards: the number that is drawn, half of them the least busy and half the most busy ones."""
+"""Maximum number of cards that are drawn; of more, half are the least busy and half the most busy ones"""
 
 IDLE = "idle"
 
@@ -62,7 +62,7 @@ def card_time(spans: Iterable[Span], max_runs: int = MAX_RUNS) -> dict[str, Any]
 
 
 def _intervals(starts: Sequence[Sequence[Span]]) -> tuple[_Intervals, list[int]]:
-    """Returns what every card did in all starts, and the nanoseconds at which each start ends."""
+    """Return what every card did in all starts, and the nanoseconds at which each start ends."""
     intervals: _Intervals = {span.card: [] for start in starts for span in start}
     ends: list[int] = []
     for start in starts:

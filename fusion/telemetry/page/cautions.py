@@ -41,7 +41,7 @@ EQUAL_GROUPS = 0.8
 ENDED_WELL = ("trained", "filtered")
 
 RECENT = 10
-"""Number of steps over whose mean a caution is found during the run."""
+"""Number of steps whose mean is checked during the run"""
 
 SAMPLE_SIZE, GAP = "rollout_corr/rollout_is_eff_sample_size", "staleness/0/rollout_logprobs_diff_mean"
 SKIPPED, FAILED, PREEMPTED = "training/skipped_updates", "reward/failed", "rollout/preemptions"
@@ -64,13 +64,13 @@ def cautions(
         ended: number of groups by how they ended.
         failure: why the run failed, in one line; None: it did not.
     """
-    found = [f"the run failed: {failure}"] if failure else []
+    failed = [f"the run failed: {failure}"] if failure else []
     named = [*_not_finite(rows), *_lost(rows, ended), *_memory(rows, memory), *_learning(rows), *_speed(rows)]
-    return found + [_sentence(one) for one in named]
+    return failed + [_sentence(caution) for caution in named]
 
 
 class CautionWatch:
-    """Finds cautions during a run, each once. Memory does not grow with the number of steps.
+    """Find cautions during a run, each once. Memory does not grow with the number of steps.
 
     What is lost or not finite is found in its step, what a step's metrics show when `RECENT` steps show it on average.
     """
@@ -94,9 +94,9 @@ class CautionWatch:
             names = {name for row in self._recent for name in row if name not in TOTALS}
             mean = {name: value for name in names if (value := _mean(self._recent, name)) is not None}
             named += [*_learning([self._first, mean]), *_speed([mean])]
-        new = [one for one in named if one[0] not in self._known]
+        new = [caution for caution in named if caution[0] not in self._known]
         self._known |= {about for about, _ in new}
-        return [_sentence(one) for one in new]
+        return [_sentence(caution) for caution in new]
 
 
 def _sentence(caution: Caution) -> str:

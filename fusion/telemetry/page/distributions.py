@@ -27,7 +27,7 @@ TAIL_SHARE = 0.1
 
 
 class Distributions:
-    """Counts groups one by one. ``num_steps``: of the run so far, to find its first and last steps."""
+    """Count groups one by one. ``num_steps``: of the run so far, to find its first and last steps."""
 
     def __init__(self, num_steps: int) -> None:
         window = max(1, num_steps // WINDOW_SHARE)
@@ -44,7 +44,8 @@ class Distributions:
         tokens = group.get("response_tokens")
         if not isinstance(tokens, list):
             return
-        step, lengths = number(group.get("step")) or 0, [one for one in tokens if isinstance(one, int) and one >= 0]
+        step = number(group.get("step")) or 0
+        lengths = [length for length in tokens if isinstance(length, int) and length >= 0]
         self._lengths["all"].update(lengths)
         if step <= self._early:
             self._lengths["first"].update(lengths)
@@ -71,12 +72,12 @@ class Distributions:
         width = bin_width(min(everything), max(everything))
         first_bin, last_bin = min(everything) // width, max(everything) // width
         bins = range(first_bin, last_bin + 1)
-        histogram: dict[str, Any] = {"from": [one * width for one in bins], "width": width}
+        histogram: dict[str, Any] = {"from": [index * width for index in bins], "width": width}
         for name, counted in self._lengths.items():
             by_bin: Counter[int] = Counter()
             for length, count in counted.items():
                 by_bin[length // width] += count
-            histogram[name] = [by_bin[one] for one in bins]
+            histogram[name] = [by_bin[index] for index in bins]
         return histogram | {"summary": {name: summary(counted) for name, counted in self._lengths.items() if counted}}
 
 

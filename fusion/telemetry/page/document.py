@@ -85,7 +85,7 @@ def _assets(names: Sequence[str]) -> str:
 
 
 def _encodable(text: str) -> str:
-    """Replaces what UTF-8 lacks: a file name need not be text."""
+    """Replace what UTF-8 lacks: a file name need not be text."""
     return text.encode("utf-8", "replace").decode()
 
 

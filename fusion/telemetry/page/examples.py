@@ -22,7 +22,7 @@ _Ranked = tuple[float, int, dict[str, Any]]
 
 
 class Examples:
-    """Chooses among the rows of samples.jsonl, added one by one in their order."""
+    """Choose among the rows of samples.jsonl, added one by one in their order."""
 
     def __init__(self) -> None:
         self._first: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""Write the page of runs, once or again and again while they go on."""
+"""Write the page of runs, once or repeatedly while they are running."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def default_path(folders: Sequence[Path]) -> Path:
 def write_page(
     folders: Sequence[Path], path: Path | None = None, outcome: str | None = None, refresh_s: float | None = None
 ) -> Path:
-    """Write the page of one or several runs; returns its path. A reader sees the old or the new page.
+    """Write the page of one or several runs; return its path. A reader sees the old or the new page.
 
     Args:
         path: of the file; None: `default_path`.
@@ -49,7 +49,7 @@ def write_page(
 
 
 def follow(folders: Sequence[Path], path: Path, every_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Write the page again and again, until no run is in progress; the last one does not reload itself."""
+    """Rewrite the page until all runs have ended; the last one does not reload itself."""
     while True:
         start = time.monotonic()
         if not _write(folders, path, None, every_s):
@@ -58,7 +58,7 @@ def follow(folders: Sequence[Path], path: Path, every_s: float, sleep: Callable[
 
 
 def _write(folders: Sequence[Path], path: Path, outcome: str | None, refresh_s: float | None) -> bool:
-    """Writes the page; returns whether a run is in progress."""
+    """Write the page; return whether any run is running."""
     runs = [read_run(folder, outcome) for folder in folders]
     if len({run["name"] for run in runs}) < len(runs):
         runs = [run | {"name": str(folder)} for run, folder in zip(runs, folders, strict=True)]

@@ -1,4 +1,4 @@
-"""Read a run folder into the data of its report: one JSON object of bounded size, also during the run."""
+"""Read a run folder into the data of its report: one JSON object of bounded size, also while it is running."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def rewards_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _changes(path: Path) -> dict[str, Any] | None:
     """Return what training has changed, in words, and examples; None without two evaluations."""
-    found = changes_of(read_jsonl(path, RESULT))
-    return None if found is None else {"text": found.describe(), "answers": [asdict(one) for one in found.answers]}
+    changes = changes_of(read_jsonl(path, RESULT))
+    return None if changes is None else {"text": changes.describe(), "answers": list(map(asdict, changes.answers))}
 
 
 def memory_data(ledger: MemoryLedger) -> dict[str, Any] | None:
@@ -139,7 +139,7 @@ def memory_data(ledger: MemoryLedger) -> dict[str, Any] | None:
 
 
 def _timeline(path: Path) -> tuple[dict[str, Any] | None, list[str]]:
-    """Returns the cards' time, and a caution if it is left out."""
+    """Return the cards' time, and a caution if it is left out."""
     if not path.exists():
         return None, []
     if (size := path.stat().st_size) > MAX_TIMELINE_BYTES:

@@ -23,7 +23,7 @@ def flatten(config: Any, prefix: str = "") -> dict[str, str]:
 
 def differences(settings: Sequence[Mapping[str, str]]) -> list[dict[str, Any]]:
     """Return `key` and `values` (of each run; None where a run lacks the key) of the keys that are not equal in all."""
-    keys = dict.fromkeys(key for one in settings for key in one)
-    rows = [{"key": key, "values": [one.get(key) for one in settings]} for key in keys]
+    keys = dict.fromkeys(key for run in settings for key in run)
+    rows = [{"key": key, "values": [run.get(key) for run in settings]} for key in keys]
     differ = [row for row in rows if len(set(row["values"])) > 1]
     return sorted(differ, key=lambda row: row["key"] in EXPECTED_TO_DIFFER)

@@ -11,19 +11,19 @@ from fusion.npu.emulator.frontend.state import card_index
 
 
 def memory_allocated(device: Any = None) -> int:
-    return state.extension.allocated(card_index(device))
+    return torch.accelerator.memory_allocated(card_index(device))
 
 
 def max_memory_allocated(device: Any = None) -> int:
-    return state.extension.stats(card_index(device))["allocated.peak"]
+    return torch.accelerator.max_memory_allocated(card_index(device))
 
 
 def memory_reserved(device: Any = None) -> int:
-    return state.extension.stats(card_index(device))["reserved.current"]
+    return torch.accelerator.memory_reserved(card_index(device))
 
 
 def max_memory_reserved(device: Any = None) -> int:
-    return state.extension.stats(card_index(device))["reserved.peak"]
+    return torch.accelerator.max_memory_reserved(card_index(device))
 
 
 def memory_stats(device: Any = None) -> dict[str, Any]:
@@ -46,11 +46,11 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
-    state.extension.reset_peak(card_index(device))
+    torch.accelerator.reset_peak_memory_stats(card_index(device))
 
 
 def reset_accumulated_memory_stats(device: Any = None) -> None:
-    state.extension.reset_accumulated(card_index(device))
+    torch.accelerator.reset_accumulated_memory_stats(card_index(device))
 
 
 def memory_summary(device: Any = None, abbreviated: bool = False) -> str:

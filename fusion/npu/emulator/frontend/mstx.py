@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.autograd.profiler import record_function
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _numbers = itertools.count(1)
 _open: dict[int, record_function] = {}
@@ -20,8 +22,8 @@ class annotate(record_function):
         super().__init__(message if domain == "default" else f"{domain}: {message}")
         self.message, self.stream, self.domain = message, stream, domain
 
-    def __call__(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return record_function.__call__(annotate(self.message or function.__name__, domain=self.domain), function)
+    def __call__(self, func: F) -> F:
+        return record_function.__call__(annotate(self.message or func.__name__, domain=self.domain), func)
 
 
 class mstx:

@@ -34,7 +34,7 @@ class _IsEvent(type):
 
 
 class Event(metaclass=_IsEvent):
-    """Makes an event of the card: a plain `torch.Event`, because `elapsed_time` refuses subclasses."""
+    """Make an event of the card: a plain `torch.Event`, because `elapsed_time` refuses subclasses."""
 
     def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Any:
         return torch.Event("npu", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess)
