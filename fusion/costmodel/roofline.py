@@ -15,8 +15,9 @@ all their tokens.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
+from operator import add
 from typing import NamedTuple
 
 from fusion.costmodel.hardware import Hardware
@@ -42,20 +43,14 @@ class Work:
     link_bytes: float = 0.0
 
     def __add__(self, other: Work) -> Work:
-        return Work(
-            seconds=self.seconds + other.seconds,
-            flops=self.flops + other.flops,
-            hbm_bytes=self.hbm_bytes + other.hbm_bytes,
-            link_bytes=self.link_bytes + other.link_bytes,
-        )
+        return Work(*map(add, self._figures, other._figures))
 
     def __mul__(self, times: float) -> Work:
-        return Work(
-            seconds=self.seconds * times,
-            flops=self.flops * times,
-            hbm_bytes=self.hbm_bytes * times,
-            link_bytes=self.link_bytes * times,
-        )
+        return Work(*(figure * times for figure in self._figures))
+
+    @property
+    def _figures(self) -> tuple[float, ...]:
+        return self.seconds, self.flops, self.hbm_bytes, self.link_bytes
 
 
 class Line(NamedTuple):
@@ -221,12 +216,7 @@ class Roofline:
             )
         longest = max(stages, key=lambda work: work.seconds)
         bubble = 1 + (self.parallel.pp - 1) / micro_batches
-        return Work(
-            seconds=longest.seconds * bubble,
-            flops=longest.flops,
-            hbm_bytes=longest.hbm_bytes,
-            link_bytes=longest.link_bytes,
-        )
+        return replace(longest, seconds=longest.seconds * bubble)
 
     def _flops(
         self, stage: _Stage, tokens: float, attended: float, expert_load: float = 1.0, decoded_pairs: float = 0.0

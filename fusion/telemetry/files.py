@@ -189,13 +189,13 @@ def open_temporary(path: Path) -> tuple[Path, int]:
     return temporary, open_new(temporary)
 
 
-def open_new(path: Path, mode: int = 0o644) -> int:
+def open_new(path: Path) -> int:
     """Create a file and return a descriptor for reading and writing.
 
     Raises:
         FileExistsError: the name is taken, by a file or a link.
     """
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
 
 
 def exchange(first: Path, second: Path) -> bool:

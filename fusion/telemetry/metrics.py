@@ -52,15 +52,10 @@ def rule_of(name: str) -> Rule:
 
 
 class Metrics:
-    """Accumulate one step's metrics on one rank; `merge` adds those of other ranks.
+    """Accumulate one step's metrics on one rank; `merge` adds those of other ranks."""
 
-    `synchronize` (a device's `synchronize`) is called before every reading of the clock by `timer`, so that a timed
-    block includes the device work it started.
-    """
-
-    def __init__(self, synchronize: Callable[[], None] | None = None) -> None:
+    def __init__(self) -> None:
         self._parts: dict[str, Part] = {}
-        self._synchronize = synchronize
 
     def add(self, name: str, value: SupportsFloat, count: SupportsFloat = 1.0, rule: Rule | None = None) -> None:
         """Add one value: a number or a one-element tensor. `count` is its weight in a mean (tokens, samples)."""
@@ -93,11 +88,11 @@ class Metrics:
     @contextmanager
     def timer(self, name: str) -> Iterator[None]:
         """Add the duration of the block in seconds to `timing_s/<name>`, also if the block raises."""
-        start = self._now()
+        start = time.perf_counter()
         try:
             yield
         finally:
-            self.add(f"timing_s/{name}", self._now() - start)
+            self.add(f"timing_s/{name}", time.perf_counter() - start)
 
     def merge(self, other: Metrics | Mapping[str, Part]) -> Metrics:
         """Merge another rank's metrics into this one. Returns self."""
@@ -121,11 +116,6 @@ class Metrics:
         stage."""
         parts, self._parts = self._parts, {}
         return parts
-
-    def _now(self) -> float:
-        if self._synchronize is not None:
-            self._synchronize()
-        return time.perf_counter()
 
     def _fold(self, name: str, part: Part, within_rank: bool) -> None:
         known = self._parts.get(name)

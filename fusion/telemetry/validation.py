@@ -15,9 +15,9 @@ own).
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -40,38 +40,29 @@ class Checks:
         if not holds:
             raise ValueError(f"{self.group}.{key}={_shown(getattr(self.values, key))}: expected {expected}")
 
-    def integer(self, *keys: str, at_least: int | None = None, at_most: int | None = None, null: bool = False) -> None:
-        """Expect whole numbers between ``at_least`` and ``at_most``, or None where ``null``.
+    def integer(self, *keys: str, null: bool = False, **bounds: float) -> None:
+        """Expect whole numbers within the bounds (`_Bounds`), or None where ``null``.
 
         Raises:
             ValueError: names the first key that holds something else.
         """
-        expected = _range("a whole number", at_least=at_least, at_most=at_most) + _or_null(null)
-        for key in keys:
-            value = getattr(self.values, key)
-            whole = isinstance(value, int) and not isinstance(value, bool)
-            holds = (value is None and null) or (whole and _within(value, at_least=at_least, at_most=at_most))
-            self.that(key, holds, expected)
+        self._bounded(keys, "a whole number", is_whole, null=null, bounds=_Bounds(**bounds))
 
-    def number(
-        self,
-        *keys: str,
-        at_least: float | None = None,
-        above: float | None = None,
-        at_most: float | None = None,
-        below: float | None = None,
-        null: bool = False,
+    def number(self, *keys: str, null: bool = False, **bounds: float) -> None:
+        """Expect finite numbers within the bounds (`_Bounds`), or None where ``null``.
+
+        Raises:
+            ValueError: names the first key that holds something else.
+        """
+        self._bounded(keys, "a number", is_finite, null=null, bounds=_Bounds(**bounds))
+
+    def _bounded(
+        self, keys: Sequence[str], kind: str, is_kind: Callable[[Any], bool], *, null: bool, bounds: _Bounds
     ) -> None:
-        """Expect finite numbers within the bounds, or None where ``null``.
-
-        Raises:
-            ValueError: names the first key that holds something else.
-        """
-        bounds = {"at_least": at_least, "above": above, "at_most": at_most, "below": below}
         for key in keys:
             value = getattr(self.values, key)
-            holds = (value is None and null) or (is_finite(value) and _within(value, **bounds))
-            self.that(key, holds, _range("a number", **bounds) + _or_null(null))
+            holds = (value is None and null) or (is_kind(value) and bounds.hold(value))
+            self.that(key, holds, bounds.describe(kind) + (", or null" if null else ""))
 
     def boolean(self, *keys: str) -> None:
         """Expect true or false.
@@ -101,6 +92,11 @@ def is_finite(value: Any) -> bool:
         return False
 
 
+def is_whole(value: Any) -> bool:
+    """Return whether ``value`` is a whole number."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _shown(value: Any) -> str:
     try:
         return f"{value!r:.200}"
@@ -108,40 +104,30 @@ def _shown(value: Any) -> str:
         return "a whole number of thousands of digits"
 
 
-def _within(
-    value: float,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-) -> bool:
-    return (
-        (at_least is None or value >= at_least)
-        and (above is None or value > above)
-        and (at_most is None or value <= at_most)
-        and (below is None or value < below)
-    )
+class _Bounds(NamedTuple):
+    """Limits of a number; None: no limit."""
 
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
 
-def _range(
-    kind: str,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-) -> str:
-    low, high = (above if at_least is None else at_least), (below if at_most is None else at_most)
-    if low is None and high is None:
-        return kind
-    if low is not None and high is not None:
-        opening, closing = "[" if above is None else "(", "]" if below is None else ")"
-        return f"{kind} in {opening}{low:g}, {high:g}{closing}"
-    if low is not None:
-        return f"{kind} above {low:g}" if at_least is None else f"{kind} of at least {low:g}"
-    return f"{kind} below {high:g}" if at_most is None else f"{kind} of at most {high:g}"
+    def hold(self, value: float) -> bool:
+        return (
+            (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.below is None or value < self.below)
+        )
 
-
-def _or_null(null: bool) -> str:
-    return ", or null" if null else ""
+    def describe(self, kind: str) -> str:
+        low = self.above if self.at_least is None else self.at_least
+        high = self.below if self.at_most is None else self.at_most
+        if low is None and high is None:
+            return kind
+        if low is not None and high is not None:
+            opening, closing = "[" if self.above is None else "(", "]" if self.below is None else ")"
+            return f"{kind} in {opening}{low:g}, {high:g}{closing}"
+        if low is not None:
+            return f"{kind} above {low:g}" if self.at_least is None else f"{kind} of at least {low:g}"
+        return f"{kind} below {high:g}" if self.at_most is None else f"{kind} of at most {high:g}"

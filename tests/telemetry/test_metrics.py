@@ -91,8 +91,7 @@ def test_one_name_has_one_rule():
 
 
 def test_timers_add_up_on_a_rank_and_the_slowest_rank_counts():
-    synchronised = []
-    fast, slow = Metrics(lambda: synchronised.append(time.perf_counter())), Metrics()
+    fast, slow = Metrics(), Metrics()
     began_s = time.perf_counter()
     for _ in range(2):
         with fast.timer("gen"):
@@ -101,7 +100,6 @@ def test_timers_add_up_on_a_rank_and_the_slowest_rank_counts():
     with pytest.raises(KeyError), slow.timer("gen"):
         time.sleep(longer_s)
         raise KeyError
-    assert len(synchronised) == 4
     assert 0.02 <= fast.result()["timing_s/gen"] <= longer_s <= slow.result()["timing_s/gen"]
     assert fast.merge(slow).result()["timing_s/gen"] == slow.result()["timing_s/gen"]
 

@@ -27,42 +27,42 @@ OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """`module:Class`, a class of one's own"""
 
 
-def check_loggers(names: Sequence[str], key: str = "run.loggers") -> None:
+def check_loggers(names: Sequence[str]) -> None:
     """Check the names of loggers.
 
     Raises:
-        ValueError: a name is unknown or occurs twice, or its library or module is not installed; names ``key``.
+        ValueError: a name is unknown or occurs twice, or its library or module is not installed.
     """
     if len(set(names)) < len(names):
-        raise ValueError(f"{key}={list(names)}: expected each logger once")
+        raise ValueError(f"run.loggers={list(names)}: expected each logger once")
     for name in names:
         if name in BUILT_IN:
             if not _is_installed(name):
-                raise ValueError(f"{key}: {name} is not installed: pip install {name}")
+                raise ValueError(f"run.loggers: {name} is not installed: pip install {name}")
         elif OWN.fullmatch(name) is None:
-            raise ValueError(f"{key}: unknown logger {name!r}: expected {', '.join(BUILT_IN)} or module:Class")
+            raise ValueError(f"run.loggers: unknown logger {name!r}: expected {', '.join(BUILT_IN)} or module:Class")
         elif not _is_installed(module := name.partition(":")[0]):
             raise ValueError(
-                f"{key}: {name}: there is no module {module!r}: install it, or add its folder to PYTHONPATH"
+                f"run.loggers: {name}: there is no module {module!r}: install it, or add its folder to PYTHONPATH"
             )
 
 
-def find_loggers(names: Sequence[str], key: str = "run.loggers") -> dict[str, type[Logger]]:
+def find_loggers(names: Sequence[str]) -> dict[str, type[Logger]]:
     """Import the classes of loggers; return them by name.
 
     Raises:
-        ValueError: as `check_loggers`; or a module cannot be imported, or has no such class; names ``key``.
+        ValueError: as `check_loggers`; or a module cannot be imported, or has no such class.
     """
-    check_loggers(names, key)
+    check_loggers(names)
     classes: dict[str, type[Logger]] = {}
     for name in names:
         module, cls = BUILT_IN.get(name) or name.split(":")
         try:
             made: Any = getattr(import_module(module), cls, None)
         except Exception as error:  # whatever a module raises while it is imported, it cannot be used
-            raise ValueError(f"{key}: {name} cannot be imported: {type(error).__name__}: {error}") from error
+            raise ValueError(f"run.loggers: {name} cannot be imported: {type(error).__name__}: {error}") from error
         if not callable(made):
-            raise ValueError(f"{key}: {name}: expected a class {cls} in the module {module}")
+            raise ValueError(f"run.loggers: {name}: expected a class {cls} in the module {module}")
         classes[name] = made
     return classes
 

@@ -29,14 +29,11 @@ def default_path(folders: Sequence[Path]) -> Path:
     return folders[0] / f"report-{short}.html"
 
 
-def write_page(
-    folders: Sequence[Path], path: Path | None = None, outcome: str | None = None, refresh_s: float | None = None
-) -> Path:
+def write_page(folders: Sequence[Path], path: Path | None = None, refresh_s: float | None = None) -> Path:
     """Write the page of one or several runs; return its path. A reader sees the old or the new page.
 
     Args:
         path: of the file; None: `default_path`.
-        outcome: how the runs ended; None: found out from their folders.
         refresh_s: seconds after which a page of a running run reloads itself; None: never.
 
     Raises:
@@ -44,7 +41,7 @@ def write_page(
         ValueError: a file of a run is damaged.
     """
     path = path or default_path(folders)
-    _write(folders, path, outcome, refresh_s)
+    _write(folders, path, refresh_s)
     return path
 
 
@@ -52,14 +49,14 @@ def follow(folders: Sequence[Path], path: Path, every_s: float, sleep: Callable[
     """Rewrite the page until all runs have ended; the last one does not reload itself."""
     while True:
         start = time.monotonic()
-        if not _write(folders, path, None, every_s):
+        if not _write(folders, path, every_s):
             return
         sleep(max(every_s, (time.monotonic() - start) / MAX_SHARE))
 
 
-def _write(folders: Sequence[Path], path: Path, outcome: str | None, refresh_s: float | None) -> bool:
+def _write(folders: Sequence[Path], path: Path, refresh_s: float | None) -> bool:
     """Write the page; return whether any run is running."""
-    runs = [read_run(folder, outcome) for folder in folders]
+    runs = [read_run(folder) for folder in folders]
     if len({run["name"] for run in runs}) < len(runs):
         runs = [run | {"name": str(folder)} for run, folder in zip(runs, folders, strict=True)]
     running = any(run["running"] for run in runs)

@@ -84,7 +84,7 @@ function stalenessOf(run) {
     columnChart(columns),
     table(
       ["lag", "groups", "share"],
-      lag.map((one, index) => [String(one), groups[index].toLocaleString("en"), percent(groups[index] / total, 1)]),
+      lag.map((versions, index) => [String(versions), groups[index].toLocaleString("en"), percent(groups[index] / total, 1)]),
     ),
     element("p", {}, `Groups ended as: ${ended.join(", ")}.`),
   ];

@@ -128,7 +128,7 @@ class Chart {
 const onScreen = new WeakMap();
 const nearby = new IntersectionObserver(
   (entries) => {
-    for (const entry of entries.filter((one) => one.isIntersecting)) {
+    for (const entry of entries.filter((each) => each.isIntersecting)) {
       nearby.unobserve(entry.target);
       onScreen.get(entry.target)?.();
     }
@@ -217,13 +217,13 @@ function allMetrics(runs, names) {
   }
   const list = element("div", {});
   const show = (filter) => {
-    for (const chart of [...charts].filter((one) => list.contains(one.figure))) {
+    for (const chart of [...charts].filter((drawn) => list.contains(drawn.figure))) {
       chart.plot?.destroy();
       charts.delete(chart);
     }
     if (filter) {
       const matching = names.filter((name) => name.includes(filter)).slice(0, 60);
-      list.replaceChildren(element("div", { class: "charts" }, ...matching.map((one) => new Chart(runs, one).figure)));
+      list.replaceChildren(element("div", { class: "charts" }, ...matching.map((name) => new Chart(runs, name).figure)));
       return;
     }
     list.replaceChildren(

@@ -50,16 +50,16 @@ function build({ runs, differences, refresh_s: refreshSeconds }) {
     perRun("samples", "Samples", runs, (run) => run.samples.now.length, samplesOf),
     settingsSection(runs, differences),
   ].filter(Boolean);
-  const links = sections.map((one) => element("a", { href: `#${one.id}` }, one.querySelector("h2").textContent));
+  const links = sections.map((part) => element("a", { href: `#${part.id}` }, part.querySelector("h2").textContent));
   const heads = runs.map((run, index) => headline(run, index, runs.length > 1));
   page.append(element("div", { class: "heads" }, ...heads), element("nav", {}, ...links), ...sections);
   new ResizeObserver(() => {
     resizeCharts();
-    for (const one of strips) one.draw();
+    for (const strip of strips) strip.draw();
   }).observe(page);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     redrawCharts();
-    for (const one of strips) one.draw();
+    for (const strip of strips) strip.draw();
   });
   if (refreshSeconds !== null) setInterval(() => document.hidden || location.reload(), 1000 * refreshSeconds);
 }

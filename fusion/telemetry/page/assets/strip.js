@@ -162,7 +162,7 @@ class Strips {
       pen.fillRect(x, height - AXIS, 1, 4);
       pen.fillText(`${Number(time.toPrecision(6))} s`, Math.min(x, width - 42), height - AXIS / 2 + 2);
     }
-    for (const start of this.cards.starts_us.filter((one) => one > this.from && one < this.to)) {
+    for (const start of this.cards.starts_us.filter((time) => time > this.from && time < this.to)) {
       pen.fillRect(LABEL + (start - this.from) * this.scale, 0, 2, height - AXIS); // the run was resumed
     }
   }
