@@ -37,7 +37,8 @@ class Profile:
             if _is_whole(partial):
                 os.replace(partial, self._path.with_name(f"{self._path.name}.json"))
             else:
-                partial.unlink(missing_ok=True)
+                for left in (partial, partial.with_name(f"{partial.name}.tmp")):  # the second while torch writes
+                    left.unlink(missing_ok=True)
                 log.warning("%s.json could not be written, or not whole; is the disk full?", self._path)
 
 

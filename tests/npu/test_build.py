@@ -36,12 +36,12 @@ def test_two_processes_build_once_in_a_fresh_cache(tmp_path):
     processes = [_open(XDG_CACHE_HOME=str(tmp_path)) for _ in range(2)]
     for process in processes:
         output, errors = communicate(process, 300)
-        assert output == "emulated 8.0 32\n", errors
+        assert output == "emulated 8.0 512\n", errors
     (folder,) = (tmp_path / "rlfusion").iterdir()
     assert sorted(path.name for path in folder.iterdir()) == ["lock", "rlfusion_npu.so"]
     start = time.monotonic()
     output, errors = communicate(_open(XDG_CACHE_HOME=str(tmp_path)), 60)
-    assert output == "emulated 8.0 32\n", errors
+    assert output == "emulated 8.0 512\n", errors
     assert within(time.monotonic() - start, 15), "no second build"
 
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from torch.autograd.profiler import record_function
 
-F = TypeVar("F", bound=Callable[..., Any])
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 _numbers = itertools.count(1)
 _open: dict[int, record_function] = {}
@@ -22,7 +22,7 @@ class annotate(record_function):
         super().__init__(message if domain == "default" else f"{domain}: {message}")
         self.message, self.stream, self.domain = message, stream, domain
 
-    def __call__(self, func: F) -> F:
+    def __call__(self, func: _F) -> _F:
         return record_function.__call__(annotate(self.message or func.__name__, domain=self.domain), func)
 
 
