@@ -122,9 +122,8 @@ def idle_ray(home: Path) -> Iterator[Path]:
     home.mkdir()
     record = home / "record.jsonl"
     command = [sys.executable, "-c", "from benchmarks.growth_run import idle; idle()"]
-    variables = os.environ | {"RAY_TMPDIR": str(home)}
     with record.open("w") as out:
-        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=out, env=variables)
+        process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=out)
     try:
         yield record
     finally:
