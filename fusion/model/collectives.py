@@ -6,12 +6,16 @@ to a multiple of TP: only the wire buffer of `gather_rows` is rounded up, by les
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from fusion.model.mesh import Mesh
+
+Collective = Callable[[torch.Tensor], torch.Tensor]
 
 
 def shard_sizes(rows: int, ranks: int) -> list[int]:
@@ -21,149 +25,112 @@ def shard_sizes(rows: int, ranks: int) -> list[int]:
 
 def gather_rows(x_shard: torch.Tensor, rows: int, mesh: Mesh) -> torch.Tensor:
     """Gather [shard, …] of every TP rank into [rows, …] on all of them. Backward: reduce-scatter of the gradients."""
-    return x_shard if mesh.tp_group is None else _GatherRows.apply(x_shard, rows, mesh)
+    if mesh.tp_group is None:
+        return x_shard
+    sizes = shard_sizes(rows, mesh.parallel.tp)
+    gather, scatter = partial(_gather_even, sizes=sizes, group=mesh.tp_group), _scatter(sizes, mesh.tp_group)
+    return _WithAdjoint.apply(x_shard, gather, scatter)
 
 
 def reduce_scatter_rows(x_partial: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """Sum [rows, …] over TP; each rank keeps its shard. Backward: gather."""
-    return x_partial if mesh.tp_group is None else _ReduceScatterRows.apply(x_partial, mesh)
+    if mesh.tp_group is None:
+        return x_partial
+    sizes = shard_sizes(x_partial.shape[0], mesh.parallel.tp)
+    gather, scatter = partial(_gather_even, sizes=sizes, group=mesh.tp_group), _scatter(sizes, mesh.tp_group)
+    return _WithAdjoint.apply(x_partial, scatter, gather)
 
 
 def sum_over_tp(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     """Sum equally large tensors of all TP ranks, in rank order, on all of them. Backward: the same sum."""
-    return x if mesh.tp_group is None else _SumOverTP.apply(x, mesh)
+    if mesh.tp_group is None:
+        return x
+    total = partial(_sum, ranks=mesh.parallel.tp, group=mesh.tp_group)
+    return _WithAdjoint.apply(x, total, total)
 
 
 def exchange_rows(x: torch.Tensor, send: list[int], receive: list[int], mesh: Mesh) -> torch.Tensor:
     """Exchange rows by all-to-all over EP: send ``send[r]`` rows to EP rank r, receive ``receive[r]``, in rank
     order."""
-    return x if mesh.ep_group is None else _ExchangeRows.apply(x, send, receive, mesh)
+    if mesh.ep_group is None:
+        return x
+    forth = partial(_exchange, send=send, receive=receive, group=mesh.ep_group)
+    back = partial(_exchange, send=receive, receive=send, group=mesh.ep_group)
+    return _WithAdjoint.apply(x, forth, back)
 
 
 def gather_uneven(x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:
     """Gather [sizes[rank], …] of every rank of ``group`` in rank order. Backward: sum of partial gradients."""
-    return x if group is None else _GatherUneven.apply(x, sizes, group)
+    if group is None:
+        return x
+    return _WithAdjoint.apply(x, partial(_gather_uneven, sizes=sizes, group=group), _scatter(sizes, group))
 
 
 def reduce_scatter_uneven(x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:
     """Sum [sum(sizes), …] over ``group``; each rank keeps its ``sizes[rank]`` rows. Backward: gather."""
-    return x if group is None else _ReduceScatterUneven.apply(x, sizes, group)
+    if group is None:
+        return x
+    return _WithAdjoint.apply(x, _scatter(sizes, group), partial(_gather_uneven, sizes=sizes, group=group))
 
 
-def _gather(x: torch.Tensor, rows: int, mesh: Mesh) -> torch.Tensor:
-    ranks = mesh.parallel.tp
-    sizes = shard_sizes(rows, ranks)
+class _WithAdjoint(torch.autograd.Function):
+    """Apply a linear collective; its adjoint is the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, run: Collective, adjoint: Collective) -> torch.Tensor:
+        ctx.adjoint = adjoint
+        return run(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        return ctx.adjoint(grads[0]), None, None
+
+
+def _gather_even(x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Gather shards of `shard_sizes`, padded to the largest."""
     if sizes[0] == sizes[-1]:
-        out = x.new_empty(rows, *x.shape[1:])
-        dist.all_gather_into_tensor(out, x.contiguous(), group=mesh.tp_group)
+        out = x.new_empty(sum(sizes), *x.shape[1:])
+        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
         return out
     wire = x.new_zeros(sizes[0], *x.shape[1:])
     wire[: x.shape[0]] = x
-    out = x.new_empty(ranks, *wire.shape)
-    dist.all_gather_into_tensor(out.flatten(0, 1), wire, group=mesh.tp_group)
+    out = x.new_empty(len(sizes), *wire.shape)
+    dist.all_gather_into_tensor(out.flatten(0, 1), wire, group=group)
     return torch.cat([out[rank, :size] for rank, size in enumerate(sizes)])
-
-
-def _reduce_scatter(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    # An exchange and a sum in rank order: the backends' reduction trees add in an order that depends on the buffer's
-    # size, which would make a token's bits depend on the batch that it is in.
-    assert mesh.tp_group is not None
-    return _sum_scattered(x, shard_sizes(x.shape[0], mesh.parallel.tp), mesh.tp_group)
-
-
-def _sum_scattered(x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    num_rows = sizes[dist.get_rank(group)]
-    pieces = x.new_empty(len(sizes), num_rows, *x.shape[1:])
-    dist.all_to_all_single(pieces.flatten(0, 1), x.contiguous(), [num_rows] * len(sizes), sizes, group=group)
-    total = pieces[0]
-    for piece in pieces[1:]:
-        total = total + piece
-    return total
 
 
 def _gather_uneven(x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     # gloo has no uneven all-gather, so every rank sends its rows to every rank
-    ranks, out = len(sizes), x.new_empty(sum(sizes), *x.shape[1:])
-    dist.all_to_all_single(out, torch.cat([x] * ranks), sizes, [x.shape[0]] * ranks, group=group)
-    return out
+    ranks = len(sizes)
+    return _exchange(torch.cat([x] * ranks), send=[x.shape[0]] * ranks, receive=sizes, group=group)
 
 
-class _GatherRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rows: int, mesh: Mesh) -> torch.Tensor:
-        ctx.mesh = mesh
-        return _gather(x, rows, mesh)
+def _scatter(sizes: list[int], group: dist.ProcessGroup) -> Collective:
+    # An exchange and a sum in rank order: the backends' reduction trees add in an order that depends on the buffer's
+    # size, which would make a token's bits depend on the batch that it is in.
+    num_rows, ranks = sizes[dist.get_rank(group)], len(sizes)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor):
-        return _reduce_scatter(grads[0], ctx.mesh), None, None
+    def scatter(x: torch.Tensor) -> torch.Tensor:
+        pieces = _exchange(x, send=sizes, receive=[num_rows] * ranks, group=group)
+        return _in_order(pieces.view(ranks, num_rows, *x.shape[1:]))
 
-
-class _ReduceScatterRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-        ctx.mesh, ctx.rows = mesh, x.shape[0]
-        return _reduce_scatter(x, mesh)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor):
-        return _gather(grads[0], ctx.rows, ctx.mesh), None
+    return scatter
 
 
-class _SumOverTP(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-        ctx.mesh = mesh
-        return _sum(x, mesh)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor):
-        return _sum(grads[0], ctx.mesh), None
+def _sum(x: torch.Tensor, ranks: int, group: dist.ProcessGroup) -> torch.Tensor:
+    pieces = x.new_empty(ranks, *x.shape)
+    dist.all_gather_into_tensor(pieces.flatten(0, 1), x.contiguous(), group=group)
+    return _in_order(pieces)
 
 
-def _sum(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    pieces = x.new_empty(mesh.parallel.tp, *x.shape)
-    dist.all_gather_into_tensor(pieces.flatten(0, 1), x.contiguous(), group=mesh.tp_group)
+def _in_order(pieces: torch.Tensor) -> torch.Tensor:
     total = pieces[0]
     for piece in pieces[1:]:
         total = total + piece
     return total
 
 
-class _GatherUneven(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.sizes, ctx.group = sizes, group
-        return _gather_uneven(x, sizes, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor):
-        return _sum_scattered(grads[0], ctx.sizes, ctx.group), None, None
-
-
-class _ReduceScatterUneven(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.sizes, ctx.group = sizes, group
-        return _sum_scattered(x, sizes, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor):
-        return _gather_uneven(grads[0].contiguous(), ctx.sizes, ctx.group), None, None
-
-
-class _ExchangeRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, send: list[int], receive: list[int], mesh: Mesh) -> torch.Tensor:
-        ctx.send, ctx.receive, ctx.mesh = send, receive, mesh
-        return _exchange(x, send, receive, mesh)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor):
-        return _exchange(grads[0], ctx.receive, ctx.send, ctx.mesh), None, None, None
-
-
-def _exchange(x: torch.Tensor, send: list[int], receive: list[int], mesh: Mesh) -> torch.Tensor:
+def _exchange(x: torch.Tensor, *, send: list[int], receive: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     out = x.new_empty(sum(receive), *x.shape[1:])
-    dist.all_to_all_single(out, x.contiguous(), receive, send, group=mesh.ep_group)
+    dist.all_to_all_single(out, x.contiguous(), receive, send, group=group)
     return out
