@@ -252,7 +252,7 @@ class ModelConfig:
             "hidden_act": "silu",
             "attention_dropout": 0.0,
             "rms_norm_eps": self.rms_norm_eps,
-            **write_rotary(attention.rotary, head_dim),
+            **write_rotary(attention.rotary, head_dim, family.states_rotary_share),
             "tie_word_embeddings": self.tie_embeddings,
             "max_position_embeddings": self.max_positions,
             "initializer_range": self.initializer_range,

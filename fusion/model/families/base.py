@@ -1,25 +1,28 @@
 """Describe a family of models: how its `config.json` is read and written, and how its tensors are named.
 
-`Family.read` turns the fields of a `config.json` into one `LayerSpec` per layer; `Family.write` does the reverse. Every
-field is read, known to change nothing (`inert`), accepted with the values that are implemented (`only`), or refused by
-name. Fields that all families have are read by `ModelConfig`.
+`Family.read` turns the fields of a `config.json` into one `LayerSpec` per layer; `Family.write` does the reverse, for
+the fields that the family `states`, by the table `VALUES`. Every field is read, known to change nothing (`inert`),
+accepted with the values that are implemented (`only`), or refused by name. Fields that all families have are read and
+written by `ModelConfig`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fusion.model.hf_fields import Fields
 from fusion.model.hf_rotary import read_rotary
-from fusion.model.spec import AttentionSpec, Dense, GroupedQuery, LayerSpec, Names, QKNorm, Sparse
+from fusion.model.spec import AttentionSpec, Dense, GroupedQuery, LayerSpec, Names, QKNorm, Router, SharedExpert, Sparse
 
 if TYPE_CHECKING:
     from fusion.model.config import ModelConfig
 
 PREDICTORS, OTHER_PREDICTORS = "num_nextn_predict_layers", "num_mtp_layers"
 """Two names of the field of a family's predictors of further tokens"""
+GREEDY, GROUP_LIMITED = "greedy", "group_limited_greedy"
+"""Values of `topk_method`"""
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,10 @@ class Family:
 
     Attributes:
         architecture: the stem of its class names in transformers.
-        read, write: layers from fields; and the fields that not every family has, from a config.
+        read: layers from fields.
+        states: the fields of its `config.json` that not every family has, of `VALUES`, with spaces between them.
         renamed: other name of a field → its name here.
+        states_rotary_share: whether the share of rotated channels is written though all are: it is not the default.
         router_aux_field: the coefficient of the load-balancing loss; None: the family has no such loss.
         classifier: whether its `ForSequenceClassification` can be used as a reward model.
         predictors_field: the number of layers after the last that predict further tokens, which transformers ignores;
@@ -50,15 +55,60 @@ class Family:
     model_type: str
     architecture: str
     read: Callable[[Fields], tuple[LayerSpec, ...]]
-    write: Callable[[ModelConfig], dict[str, Any]]
+    states: str
     defaults: Defaults = field(default_factory=Defaults)
     only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     inert: frozenset[str] = frozenset()
     names: Names = field(default_factory=Names)
     renamed: Mapping[str, str] = field(default_factory=dict)
+    states_rotary_share: bool = False
     router_aux_field: str | None = None
     classifier: bool = False
     predictors_field: str | None = None
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        """Return the fields that the family states beside those that all do."""
+        return {name: VALUES[self.renamed.get(name, name)](config) for name in self.states.split()}
+
+
+def _shared(config: ModelConfig) -> SharedExpert:
+    assert config.experts.shared is not None
+    return config.experts.shared
+
+
+VALUES: Mapping[str, Callable[[Any], Any]] = {
+    "attention_bias": lambda config: isinstance(config.attention, GroupedQuery) and config.attention.qkv_bias,
+    "qkv_bias": lambda config: config.grouped_query.qkv_bias,
+    "use_qk_norm": lambda config: config.grouped_query.qk_norm == "head",
+    "rope_interleave": lambda config: config.attention.rotary.interleaved,
+    "q_lora_rank": lambda config: config.attention.q_rank,
+    "kv_lora_rank": lambda config: config.attention.kv_rank,
+    "qk_nope_head_dim": lambda config: config.attention.nope_dim,
+    "qk_rope_head_dim": lambda config: config.attention.rope_dim,
+    "v_head_dim": lambda config: config.attention.value_dim,
+    "sandwich_norm": lambda config: config.layers[0].sandwich,
+    "first_k_dense_replace": lambda config: config.num_layers - config.num_sparse_layers,
+    "decoder_sparse_step": lambda config: 1,
+    "mlp_only_layers": lambda config: [i for i, layer in enumerate(config.layers) if isinstance(layer.mlp, Dense)],
+    "num_experts": lambda config: config.experts.num_experts,
+    "num_local_experts": lambda config: config.experts.num_experts,
+    "n_routed_experts": lambda config: config.experts.num_experts,
+    "n_shared_experts": lambda config: _shared(config).width // config.experts.width,
+    "shared_expert_intermediate_size": lambda config: _shared(config).width,
+    "moe_intermediate_size": lambda config: config.experts.width,
+    "num_experts_per_tok": lambda config: config.experts.router.top_k,
+    "norm_topk_prob": lambda config: config.experts.router.normalise,
+    "router_enable_expert_bias": lambda config: config.experts.router.correction,
+    "topk_method": lambda config: GROUP_LIMITED if config.experts.router.groups > 1 else GREEDY,
+    "n_group": lambda config: config.experts.router.groups,
+    "topk_group": lambda config: config.experts.router.top_groups,
+    "routed_scaling_factor": lambda config: config.experts.router.scale,
+    PREDICTORS: lambda config: config.num_predictors,
+    **dict.fromkeys(("mlp_bias", "use_sliding_window"), lambda config: False),
+    **dict.fromkeys(("sliding_window", "clip_qkv"), lambda config: None),
+    "router_jitter_noise": lambda config: 0.0,
+}
+"""Field of a `config.json` → its value for a `ModelConfig`"""
 
 
 WINDOW = frozenset({"max_window_layers", "sliding_window"})
@@ -120,6 +170,49 @@ def mixed_layers(
     return layers
 
 
+def layers_after_dense(
+    fields: Fields, attention: AttentionSpec, router: Router, *, shared: int, dense: int, sandwich: bool = False
+) -> tuple[LayerSpec, ...]:
+    """Return dense layers up to `first_k_dense_replace`, then sparse ones with a shared expert.
+
+    Args:
+        shared, dense: the number of shared experts, which are one SwiGLU, and of dense layers, where none is stated.
+    """
+    width, num_dense = fields.size("moe_intermediate_size"), fields.count("first_k_dense_replace", dense)
+    experts = Sparse(
+        fields.size("n_routed_experts"), width, router, SharedExpert(width * fields.size("n_shared_experts", shared))
+    )
+    named = f"{fields.stated_as('first_k_dense_replace')}={num_dense}"
+    layers = mixed_layers(fields, attention, experts, named=named, is_sparse=lambda layer: layer >= num_dense)
+    return tuple(replace(layer, sandwich=sandwich) for layer in layers)
+
+
+def equal_layers(fields: Fields, attention: AttentionSpec, mlp: Dense | Sparse) -> tuple[LayerSpec, ...]:
+    """Return `num_hidden_layers` equal layers."""
+    return (LayerSpec(attention, mlp),) * fields.size("num_hidden_layers")
+
+
+def corrected_router(
+    fields: Fields,
+    *,
+    top_k: int | None = None,
+    groups: int = 1,
+    top_groups: int = 1,
+    scale: float = 1.0,
+) -> Router:
+    """Read a sigmoid router with a correction bias and groups, of these values where none are stated."""
+    return Router(
+        fields.size("num_experts_per_tok", top_k),
+        scores="sigmoid",
+        float32=True,
+        normalise=fields.flag("norm_topk_prob", True),
+        correction=True,
+        groups=fields.size("n_group", groups),
+        top_groups=fields.size("topk_group", top_groups),
+        scale=fields.positive("routed_scaling_factor", scale),
+    )
+
+
 def stepped_layers(fields: Fields, attention: GroupedQuery, experts: Sparse) -> tuple[LayerSpec, ...]:
     """Return layers of which `decoder_sparse_step` and `mlp_only_layers` tell the sparse ones (both absent: all)."""
     dense, step = fields.indices("mlp_only_layers"), fields.size("decoder_sparse_step", 1)
@@ -130,12 +223,6 @@ def stepped_layers(fields: Fields, attention: GroupedQuery, experts: Sparse) -> 
         named=f"mlp_only_layers={[*dense]} with decoder_sparse_step={step}",
         is_sparse=lambda layer: (layer + 1) % step == 0 and layer not in dense,
     )
-
-
-def write_stepped_layers(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields that `stepped_layers` reads."""
-    dense = [index for index, layer in enumerate(config.layers) if isinstance(layer.mlp, Dense)]
-    return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
 
 
 def num_experts(fields: Fields) -> int:

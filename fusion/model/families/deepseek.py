@@ -4,18 +4,23 @@ bias."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fusion.model.families.base import OTHER_PREDICTORS, PREDICTORS, Defaults, Family
-from fusion.model.families.latent import REMOTE, read_latent, read_layers, write_latent
+from fusion.model.families.base import (
+    GREEDY,
+    GROUP_LIMITED,
+    OTHER_PREDICTORS,
+    PREDICTORS,
+    Defaults,
+    Family,
+    corrected_router,
+    layers_after_dense,
+)
+from fusion.model.families.latent import REMOTE, STATES, read_latent
 from fusion.model.hf_fields import Fields
 from fusion.model.spec import LayerSpec, Names, Router
 
-if TYPE_CHECKING:
-    from fusion.model.config import ModelConfig
-
 POSITIONS_V2, POSITIONS_V3 = 2048, 4096
-GREEDY, GROUP_LIMITED = "greedy", "group_limited_greedy"
 
 
 def _read_v2(fields: Fields) -> tuple[LayerSpec, ...]:
@@ -31,42 +36,14 @@ def _read_v2(fields: Fields) -> tuple[LayerSpec, ...]:
         group_scores="best",
         float32=True,
     )
-    return read_layers(fields, read_latent(fields, max_positions=POSITIONS_V2), router, shared=2, dense=0)
-
-
-def _write_v2(config: ModelConfig) -> dict[str, Any]:
-    router = config.experts.router
-    return write_latent(config) | {
-        "topk_method": GROUP_LIMITED if router.groups > 1 else GREEDY,
-        "n_group": router.groups,
-        "topk_group": router.top_groups,
-        "mlp_bias": False,
-    }
+    return layers_after_dense(fields, read_latent(fields, max_positions=POSITIONS_V2), router, shared=2, dense=0)
 
 
 def _read_v3(fields: Fields) -> tuple[LayerSpec, ...]:
     interleaved = fields.flag("rope_interleave", True)
-    router = Router(
-        fields.size("num_experts_per_tok", 8),
-        scores="sigmoid",
-        float32=True,
-        normalise=fields.flag("norm_topk_prob", True),
-        correction=True,
-        groups=fields.size("n_group", 8),
-        top_groups=fields.size("topk_group", 4),
-        scale=fields.positive("routed_scaling_factor", 2.5),
-    )
+    router = corrected_router(fields, top_k=8, groups=8, top_groups=4, scale=2.5)
     attention = read_latent(fields, max_positions=POSITIONS_V3, interleaved=interleaved)
-    return read_layers(fields, attention, router, shared=1, dense=3)
-
-
-def _write_v3(config: ModelConfig) -> dict[str, Any]:
-    router = config.experts.router
-    return write_latent(config) | {
-        "n_group": router.groups,
-        "topk_group": router.top_groups,
-        "rope_interleave": config.attention.rotary.interleaved,
-    }
+    return layers_after_dense(fields, attention, router, shared=1, dense=3)
 
 
 ONLY: dict[str, tuple[Any, ...]] = {"attention_bias": (False,), "moe_layer_freq": (1,)}
@@ -75,7 +52,7 @@ DEEPSEEK_V2 = Family(
     "deepseek_v2",
     "DeepseekV2",
     _read_v2,
-    _write_v2,
+    f"{STATES} topk_method n_group topk_group mlp_bias",
     defaults=Defaults(max_positions=POSITIONS_V2, eos_token_id=2),
     only=ONLY
     | {"norm_topk_prob": (False,), "mlp_bias": (False,), "scoring_func": ("softmax",), "rope_interleave": (True,)},
@@ -86,7 +63,7 @@ DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3",
     _read_v3,
-    _write_v3,
+    f"{STATES} n_group topk_group rope_interleave",
     defaults=Defaults(max_positions=POSITIONS_V3, eos_token_id=1),
     only=ONLY | {"topk_method": ("noaux_tc",), "scoring_func": ("sigmoid",)},
     inert=REMOTE,

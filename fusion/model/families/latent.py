@@ -1,23 +1,22 @@
-"""Read and write what families with latent attention share, under DeepSeek's names: the attention itself, leading dense
-layers, routed and shared experts."""
+"""Read latent attention, under DeepSeek's names."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
 
-from fusion.model.families.base import mixed_layers
 from fusion.model.hf_fields import Fields
 from fusion.model.hf_rotary import read_rotary, softmax_scale
-from fusion.model.spec import Latent, LayerSpec, Router, SharedExpert, Sparse
-
-if TYPE_CHECKING:
-    from fusion.model.config import ModelConfig
+from fusion.model.spec import Latent
 
 Q_RANK = 1536
-"""Of a config without `q_lora_rank`; null is none"""
+"""Rank of queries of a config without `q_lora_rank`; null is none"""
 REMOTE = frozenset("auto_map ep_size pretraining_tp seq_aux aux_loss_alpha".split())
 """Fields of published configs that change nothing: of the authors' own code, and of its training loss"""
+STATES = (
+    "q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim attention_bias first_k_dense_replace "
+    "n_routed_experts n_shared_experts moe_intermediate_size num_experts_per_tok norm_topk_prob routed_scaling_factor"
+)
+"""Fields that all families with latent attention state"""
 
 
 def read_latent(
@@ -60,41 +59,3 @@ def read_latent(
         softmax_scale=softmax_scale(rotary, nope + rope),
         norm_eps=norm_eps,
     )
-
-
-def read_layers(
-    fields: Fields, attention: Latent, router: Router, *, shared: int, dense: int, sandwich: bool = False
-) -> tuple[LayerSpec, ...]:
-    """Return dense layers up to `first_k_dense_replace`, then sparse ones with a shared expert.
-
-    Args:
-        shared, dense: the number of shared experts, which are one SwiGLU, and of dense layers, where none is stated.
-    """
-    width, num_dense = fields.size("moe_intermediate_size"), fields.count("first_k_dense_replace", dense)
-    experts = Sparse(
-        fields.size("n_routed_experts"), width, router, SharedExpert(width * fields.size("n_shared_experts", shared))
-    )
-    named = f"{fields.stated_as('first_k_dense_replace')}={num_dense}"
-    layers = mixed_layers(fields, attention, experts, named=named, is_sparse=lambda layer: layer >= num_dense)
-    return tuple(replace(layer, sandwich=sandwich) for layer in layers)
-
-
-def write_latent(config: ModelConfig) -> dict[str, Any]:
-    """Return the fields that `read_latent` and `read_layers` read."""
-    attention, experts = config.attention, config.experts
-    assert isinstance(attention, Latent) and experts.shared is not None
-    return {
-        "q_lora_rank": attention.q_rank,
-        "kv_lora_rank": attention.kv_rank,
-        "qk_nope_head_dim": attention.nope_dim,
-        "qk_rope_head_dim": attention.rope_dim,
-        "v_head_dim": attention.value_dim,
-        "attention_bias": False,
-        "first_k_dense_replace": config.num_layers - config.num_sparse_layers,
-        "n_routed_experts": experts.num_experts,
-        "n_shared_experts": experts.shared.width // experts.width,
-        "moe_intermediate_size": experts.width,
-        "num_experts_per_tok": experts.router.top_k,
-        "norm_topk_prob": experts.router.normalise,
-        "routed_scaling_factor": experts.router.scale,
-    }

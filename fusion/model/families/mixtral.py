@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from fusion.model.families.base import Defaults, Family, grouped_query, num_experts
+from fusion.model.families.base import Defaults, Family, equal_layers, grouped_query, num_experts
 from fusion.model.hf_fields import Fields
 from fusion.model.spec import LayerSpec, Names, Router, Sparse, SwiGLUNames
-
-if TYPE_CHECKING:
-    from fusion.model.config import ModelConfig
 
 POSITIONS = 4096 * 32
 
@@ -18,23 +13,14 @@ def _read(fields: Fields) -> tuple[LayerSpec, ...]:
     router = Router(fields.size("num_experts_per_tok", 2), normalise=True)
     experts = Sparse(num_experts(fields), fields.size("intermediate_size"), router)
     attention = grouped_query(fields, theta=1e6, max_positions=POSITIONS)
-    return (LayerSpec(attention, experts),) * fields.size("num_hidden_layers")
-
-
-def _write(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "num_local_experts": config.experts.num_experts,
-        "num_experts_per_tok": config.experts.router.top_k,
-        "router_jitter_noise": 0.0,
-        "sliding_window": None,
-    }
+    return equal_layers(fields, attention, experts)
 
 
 MIXTRAL = Family(
     "mixtral",
     "Mixtral",
     _read,
-    _write,
+    "num_local_experts num_experts_per_tok router_jitter_noise sliding_window",
     defaults=Defaults(rms_norm_eps=1e-5, max_positions=POSITIONS, router_aux_coef=0.001, eos_token_id=2),
     router_aux_field="router_aux_loss_coef",
     only={"router_jitter_noise": (0,), "sliding_window": (None,)},

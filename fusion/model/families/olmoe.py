@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from fusion.model.families.base import Defaults, Family, grouped_query, num_experts
+from fusion.model.families.base import Defaults, Family, equal_layers, grouped_query, num_experts
 from fusion.model.hf_fields import Fields
 from fusion.model.spec import LayerSpec, Router, Sparse
-
-if TYPE_CHECKING:
-    from fusion.model.config import ModelConfig
 
 POSITIONS = 4096
 
@@ -29,24 +24,14 @@ def _read(fields: Fields) -> tuple[LayerSpec, ...]:
         fields.refuse("head_dim", attention.head_dim, (derived,))
     router = Router(fields.size("num_experts_per_tok", 8), normalise=fields.flag("norm_topk_prob", False))
     experts = Sparse(num_experts(fields), fields.size("intermediate_size"), router)
-    return (LayerSpec(attention, experts),) * fields.size("num_hidden_layers")
-
-
-def _write(config: ModelConfig) -> dict[str, Any]:
-    return {
-        "attention_bias": config.grouped_query.out_bias,
-        "num_experts": config.experts.num_experts,
-        "num_experts_per_tok": config.experts.router.top_k,
-        "norm_topk_prob": config.experts.router.normalise,
-        "clip_qkv": None,
-    }
+    return equal_layers(fields, attention, experts)
 
 
 OLMOE = Family(
     "olmoe",
     "Olmoe",
     _read,
-    _write,
+    "attention_bias num_experts num_experts_per_tok norm_topk_prob clip_qkv",
     defaults=Defaults(
         rms_norm_eps=1e-5, max_positions=POSITIONS, router_aux_coef=0.01, eos_token_id=50279, pad_token_id=1
     ),

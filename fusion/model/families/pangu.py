@@ -7,15 +7,10 @@ and both are written. The norms of the latents have the epsilon of the authors' 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-from fusion.model.families.base import OTHER_PREDICTORS, PREDICTORS, Defaults, Family
-from fusion.model.families.latent import REMOTE, read_latent, read_layers, write_latent
+from fusion.model.families.base import OTHER_PREDICTORS, PREDICTORS, Defaults, Family, layers_after_dense
+from fusion.model.families.latent import REMOTE, STATES, read_latent
 from fusion.model.hf_fields import Fields
 from fusion.model.spec import LayerSpec, Names, Router
-
-if TYPE_CHECKING:
-    from fusion.model.config import ModelConfig
 
 POSITIONS, THETA = 131072, 25600000.0
 OTHER_NAMES = {
@@ -47,28 +42,14 @@ def _read(fields: Fields) -> tuple[LayerSpec, ...]:
         scale=fields.positive("routed_scaling_factor", 2.5),
     )
     sandwich = fields.flag("sandwich_norm", False)
-    return read_layers(fields, attention, router, shared=1, dense=3, sandwich=sandwich)
-
-
-def _write(config: ModelConfig) -> dict[str, Any]:
-    written = write_latent(config)
-    return (
-        written
-        | {other: written[name] for other, name in OTHER_NAMES.items()}
-        | {
-            "sandwich_norm": config.layers[0].sandwich,
-            "router_enable_expert_bias": config.experts.router.correction,
-            "rope_interleave": config.attention.rotary.interleaved,
-            OTHER_PREDICTORS: config.num_predictors,
-        }
-    )
+    return layers_after_dense(fields, attention, router, shared=1, dense=3, sandwich=sandwich)
 
 
 PANGU_ULTRA_MOE = Family(
     "pangu_ultra_moe",
     "PanguUltraMoE",
     _read,
-    _write,
+    " ".join((STATES, *OTHER_NAMES, OTHER_PREDICTORS, "sandwich_norm router_enable_expert_bias rope_interleave")),
     defaults=Defaults(rms_norm_eps=1e-5, max_positions=POSITIONS, eos_token_id=1),
     only={"attention_bias": (False,), "mlp_bias": (False,)},
     inert=REMOTE,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from fusion.model.families.base import (
     WINDOW,
     Defaults,
@@ -11,13 +9,9 @@ from fusion.model.families.base import (
     grouped_query,
     num_experts,
     stepped_layers,
-    write_stepped_layers,
 )
 from fusion.model.hf_fields import Fields
 from fusion.model.spec import LayerSpec, Router, SharedExpert, Sparse
-
-if TYPE_CHECKING:
-    from fusion.model.config import ModelConfig
 
 
 def _read(fields: Fields) -> tuple[LayerSpec, ...]:
@@ -28,26 +22,12 @@ def _read(fields: Fields) -> tuple[LayerSpec, ...]:
     return stepped_layers(fields, attention, experts)
 
 
-def _write(config: ModelConfig) -> dict[str, Any]:
-    experts = config.experts
-    assert experts.shared is not None
-    return {
-        "qkv_bias": config.grouped_query.qkv_bias,
-        "use_sliding_window": False,
-        "num_experts": experts.num_experts,
-        "num_experts_per_tok": experts.router.top_k,
-        "moe_intermediate_size": experts.width,
-        "shared_expert_intermediate_size": experts.shared.width,
-        "norm_topk_prob": experts.router.normalise,
-        **write_stepped_layers(config),
-    }
-
-
 QWEN2_MOE = Family(
     "qwen2_moe",
     "Qwen2Moe",
     _read,
-    _write,
+    "qkv_bias use_sliding_window num_experts num_experts_per_tok moe_intermediate_size "
+    "shared_expert_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers",
     defaults=Defaults(router_aux_coef=0.001),
     inert=WINDOW,
     router_aux_field="router_aux_loss_coef",
