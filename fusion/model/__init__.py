@@ -4,7 +4,7 @@ spec          LayerSpec: what a layer consists of;   families   reads it from a 
 config        ModelConfig: the layers and what surrounds them, from and to a Hugging Face config.json
 parallel      Parallel: the grid of ranks as arithmetic;   mesh   Mesh: one rank's process groups
 local_param   LocalParam and Part: logical slices of global tensors, physical places in local ones
-table         the local tensors of every rank of a layout
+table         the local tensors of every rank of a layout;   shares   makes them from shares of global tensors
 formats       the tables of other programs' models, by name: Megatron-Core
 bucket_plan   which parameters are stored together in a unit or a bucket (pure)
 weights       Buckets: their storage, which can be released, reallocated and shared under live views

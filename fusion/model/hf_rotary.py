@@ -16,22 +16,18 @@ from fusion.model.spec import Rotary
 TABLES = ("rope_parameters", "rope_scaling")
 SHARED = {"rope_theta", "partial_rotary_factor"}
 """Fields that may be stated outside of the tables, too"""
-KINDS: Mapping[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "yarn": (
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    ),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+POSITIONS = {"original_max_position_embeddings": "original_max_positions"}
+KINDS: Mapping[str, Mapping[str, str]] = {
+    "default": {},
+    "linear": {"factor": "factor"},
+    "yarn": {"factor": "factor"}
+    | POSITIONS
+    | {name: name for name in "attention_factor beta_fast beta_slow truncate mscale mscale_all_dim".split()},
+    "llama3": {"factor": "factor"} | POSITIONS | {name: name for name in ("low_freq_factor", "high_freq_factor")},
 }
-"""rope_type → the fields that it reads, besides `rope_theta` and `partial_rotary_factor`."""
+"""rope_type → the fields that it has besides `rope_theta` and `partial_rotary_factor` → their names in `Rotary`."""
+OPTIONAL = ("mscale", "mscale_all_dim")
+"""Fields that are not stated where they are 0"""
 
 
 def read_rotary(
@@ -124,25 +120,9 @@ def write_rotary(rotary: Rotary, head_dim: int, states_share: bool = False) -> d
     Args:
         states_share: state the share of rotated channels though all are: it is not the family's default.
     """
-    table: dict[str, Any] = {"rope_type": rotary.kind}
-    if rotary.kind != "default":
-        table["factor"] = rotary.factor
-    if rotary.kind == "yarn":
-        table |= {
-            "original_max_position_embeddings": rotary.original_max_positions,
-            "attention_factor": rotary.attention_factor,
-            "beta_fast": rotary.beta_fast,
-            "beta_slow": rotary.beta_slow,
-            "truncate": rotary.truncate,
-        }
-        scales = {"mscale": rotary.mscale, "mscale_all_dim": rotary.mscale_all_dim}
-        table |= {name: scale for name, scale in scales.items() if scale}
-    if rotary.kind == "llama3":
-        table |= {
-            "original_max_position_embeddings": rotary.original_max_positions,
-            "low_freq_factor": rotary.low_freq_factor,
-            "high_freq_factor": rotary.high_freq_factor,
-        }
+    values = {field: getattr(rotary, name) for field, name in KINDS[rotary.kind].items()}
+    stated = {field: value for field, value in values.items() if value or field not in OPTIONAL}
+    table: dict[str, Any] = {"rope_type": rotary.kind, **stated}
     former = {"rope_scaling": dict(table)} if rotary.kind != "default" else {}
     share = rotary.width / head_dim
     if int(head_dim * share) < rotary.width:
@@ -173,9 +153,9 @@ class _Statements:
                 if value is not None:
                     self._stated.setdefault("rope_type" if field == "type" else field, {})[f"{table}.{field}"] = value
         if all(tables.values()):  # of two tables transformers reads one
-            one, other = ({field: tables[table][field] for field in tables[table].keys() - SHARED} for table in TABLES)
-            if _named(one) != _named(other):
-                raise ValueError(f"{fields.place} contradicts itself: rope_parameters={one}, rope_scaling={other}")
+            new, former = ({field: tables[table][field] for field in tables[table].keys() - SHARED} for table in TABLES)
+            if _named(new) != _named(former):
+                raise ValueError(f"{fields.place} contradicts itself: rope_parameters={new}, rope_scaling={former}")
 
     def refuse(self, field: str, supported: tuple[Any, ...]) -> NoReturn:
         place, value = next(iter(self._stated[field].items()))
@@ -186,26 +166,26 @@ class _Statements:
             self.refuse(field, ())
 
     def number(self, field: str, default: float | None = None) -> float:
-        return self._agreed(field, lambda one, place: one.positive(place), default)
+        return self._agreed(field, lambda fields, place: fields.positive(place), default)
 
     def size(self, field: str, default: int) -> int:
-        return self._agreed(field, lambda one, place: one.size(place), default)
+        return self._agreed(field, lambda fields, place: fields.size(place), default)
 
     def maybe(self, field: str) -> float | None:
         """Return a number that may be 0; None where there is none."""
-        return self._agreed(field, lambda one, place: one.non_negative(place, 0.0), None, optional=True)
+        return self._agreed(field, lambda fields, place: fields.non_negative(place, 0.0), None, optional=True)
 
     def flag(self, field: str, default: bool) -> bool:
-        return self._agreed(field, lambda one, place: one.flag(place, default), default)
+        return self._agreed(field, lambda fields, place: fields.flag(place, default), default)
 
     def text(self, field: str, default: str) -> str:
-        return self._agreed(field, lambda one, place: one.raw(place), default)
+        return self._agreed(field, lambda fields, place: fields.raw(place), default)
 
     def _agreed(self, field: str, read: Any, default: Any, optional: bool = False) -> Any:
         self._read.add(field)
         places = self._stated.get(field, {})
-        one = Fields(places, self._fields.place)
-        values = {place: read(one, place) for place in places}
+        fields = Fields(places, self._fields.place)
+        values = {place: read(fields, place) for place in places}
         if any(value != next(iter(values.values())) for value in values.values()):
             raise ValueError(f"{self._fields.place} contradicts itself: {values}")
         if not values and default is None and not optional:

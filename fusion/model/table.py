@@ -57,8 +57,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fusion.model.config import ModelConfig
-from fusion.model.local_param import LocalParam, Part
+from fusion.model.local_param import LocalParam
 from fusion.model.parallel import Parallel
+from fusion.model.shares import RankShares, Span, columns, stacked, whole
 from fusion.model.spec import AttentionSpec, Dense, GroupedQuery, Latent, Sparse, SwiGLUNames
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -94,17 +95,16 @@ def local_params(
 ) -> tuple[LocalParam, ...]:
     """Return the local tensors of ``rank`` in the order of the forward pass, matrices cut to ``max_numel`` elements."""
     rows = _TableRows(config, parallel, rank)
-    stage = parallel.coordinate("pp", rank)
-    first, last = stage == 0, stage == parallel.pp - 1
+    first, last = rows.stage == 0, rows.stage == parallel.pp - 1
     head = "score" if config.num_labels else "embed" if config.tie_embeddings else "lm_head"
     table = [rows.vocabulary("embed", EMBEDDING)] if first else []
-    own_layers = parallel.layers(config.num_layers, stage)
+    own_layers = parallel.layers(config.num_layers, rows.stage)
     for layer in range(config.num_layers):
         table += rows.layer(layer) if layer in own_layers else rows.on_every_rank(layer)
     if last:
-        table.append(rows.whole("norm", "model.norm.weight", (config.hidden_size,)))
+        table.append(whole("norm", "model.norm.weight", (config.hidden_size,)))
         if head == "score":
-            table.append(rows.whole("score", "score.weight", (config.num_labels, config.hidden_size)))
+            table.append(whole("score", "score.weight", (config.num_labels, config.hidden_size)))
         elif head == "lm_head":
             table.append(rows.vocabulary("lm_head", "lm_head.weight"))
         elif not first:
@@ -124,66 +124,33 @@ def predictor_params(config: ModelConfig, parallel: Parallel, rank: int) -> list
     return [param for layer in config.predictors for param in rows.predictor(layer)]
 
 
-class _TableRows:
+class _TableRows(RankShares):
     def __init__(self, config: ModelConfig, parallel: Parallel, rank: int):
-        self.config, self.parallel = config, parallel
-        self.tp_rank, self.ep_rank = parallel.coordinate("tp", rank), parallel.coordinate("ep", rank)
-        self.etp_rank = parallel.coordinate("etp", rank)
+        super().__init__(parallel, rank)
+        self.config, self.hidden = config, config.hidden_size
         self.dp_rank, self.edp_rank = parallel.coordinate("dp", rank), parallel.coordinate("edp", rank)
 
-    def tp_range(self, size: int) -> tuple[int, int]:
-        per_rank = size // self.parallel.tp
-        return self.tp_rank * per_rank, (self.tp_rank + 1) * per_rank
-
-    def whole(self, name: str, hf_name: str, shape: tuple[int, ...]) -> LocalParam:
-        box = tuple((0, size) for size in shape)
-        return LocalParam(name, shape, (Part(hf_name, box, box),))
-
     def vocabulary(self, name: str, hf_name: str) -> LocalParam:
-        return self.stacked_rows(name, [(hf_name, self.tp_range(self.config.vocab_size))])
-
-    def stacked_rows(
-        self, name: str, pieces: list[tuple[str, tuple[int, int]]], expert: bool = False, width: int | None = None
-    ) -> LocalParam:
-        """Stack rows of matrices of ``width`` columns; None: of the hidden size."""
-        width, offset, parts = width or self.config.hidden_size, 0, []
-        for hf_name, (start, stop) in pieces:
-            end = offset + stop - start
-            parts.append(Part(hf_name, ((start, stop), (0, width)), ((offset, end), (0, width))))
-            offset = end
-        return LocalParam(name, (offset, width), tuple(parts), expert=expert, tp_sharded=not expert)
-
-    def columns(self, name: str, hf_name: str, share: tuple[int, int], expert: bool = False) -> LocalParam:
-        (start, stop), height = share, self.config.hidden_size
-        part = Part(hf_name, ((0, height), (start, stop)), ((0, height), (0, stop - start)))
-        return LocalParam(name, (height, stop - start), (part,), expert=expert, tp_sharded=not expert)
-
-    def stacked_vector(self, name: str, pieces: list[tuple[str, tuple[int, int]]]) -> LocalParam:
-        offset, parts = 0, []
-        for hf_name, (start, stop) in pieces:
-            end = offset + stop - start
-            parts.append(Part(hf_name, ((start, stop),), ((offset, end),)))
-            offset = end
-        return LocalParam(name, (offset,), tuple(parts), tp_sharded=True)
+        return stacked(name, [(hf_name, self.of_tp(self.config.vocab_size))], self.hidden)
 
     def layer(self, index: int) -> list[LocalParam]:
         spec, hidden = self.config.layer(index), self.config.hidden_size
         hf, local = f"model.layers.{index}", f"layers.{index}"
         names, mlp = self.config.family_spec.names.sandwich, spec.mlp
         rows = [
-            self.whole(f"{local}.input_norm", f"{hf}.input_layernorm.weight", (hidden,)),
+            whole(f"{local}.input_norm", f"{hf}.input_layernorm.weight", (hidden,)),
             *self.attention(spec.attention, hf=f"{hf}.self_attn", local=f"{local}.attention"),
         ]
         if spec.sandwich:
-            rows.append(self.whole(f"{local}.attention_norm", f"{hf}.{names.attention}", (hidden,)))
+            rows.append(whole(f"{local}.attention_norm", f"{hf}.{names.attention}", (hidden,)))
         post_norm = names.mlp_input if spec.sandwich else "post_attention_layernorm.weight"
-        rows.append(self.whole(f"{local}.post_norm", f"{hf}.{post_norm}", (hidden,)))
+        rows.append(whole(f"{local}.post_norm", f"{hf}.{post_norm}", (hidden,)))
         if isinstance(mlp, Dense):
             rows += self.dense(mlp.width, hf=f"{hf}.mlp", local=f"{local}.mlp")
         else:
             rows += self.sparse(mlp, hf=hf, local=f"{local}.moe")
         if spec.sandwich:
-            rows.append(self.whole(f"{local}.mlp_norm", f"{hf}.{names.mlp}", (hidden,)))
+            rows.append(whole(f"{local}.mlp_norm", f"{hf}.{names.mlp}", (hidden,)))
         return [replace(row, layer=index) for row in rows]
 
     def attention(self, spec: AttentionSpec, *, hf: str, local: str) -> list[LocalParam]:
@@ -207,11 +174,11 @@ class _TableRows:
         hf, local, hidden = f"model.layers.{index}", f"layers.{index}", self.config.hidden_size
         rows = [
             self.vocabulary(f"{local}.embed", f"{hf}.embed_tokens.weight"),
-            self.whole(f"{local}.enorm", f"{hf}.enorm.weight", (hidden,)),
-            self.whole(f"{local}.hnorm", f"{hf}.hnorm.weight", (hidden,)),
+            whole(f"{local}.enorm", f"{hf}.enorm.weight", (hidden,)),
+            whole(f"{local}.hnorm", f"{hf}.hnorm.weight", (hidden,)),
             self.projection(f"{local}.eh_proj", f"{hf}.eh_proj.weight"),
             *self.layer(index),
-            self.whole(f"{local}.head_norm", f"{hf}.shared_head.norm.weight", (hidden,)),
+            whole(f"{local}.head_norm", f"{hf}.shared_head.norm.weight", (hidden,)),
             self.vocabulary(f"{local}.head", f"{hf}.shared_head.head.weight"),
         ]
         held = (row for row in rows if (self.edp_rank if row.expert else self.dp_rank) == 0)
@@ -219,85 +186,79 @@ class _TableRows:
 
     def projection(self, name: str, hf_name: str) -> LocalParam:
         """Return this rank's rows of a predictor's projection, as equal a share as TP allows."""
-        hidden, tp = self.config.hidden_size, self.parallel.tp
-        start, stop, width = self.tp_rank * hidden // tp, (self.tp_rank + 1) * hidden // tp, 2 * hidden
-        part = Part(hf_name, ((start, stop), (0, width)), ((0, stop - start), (0, width)))
-        return LocalParam(name, (stop - start, width), (part,), tp_sharded=True)
+        hidden, tp = self.hidden, self.parallel.tp
+        share = self.tp_rank * hidden // tp, (self.tp_rank + 1) * hidden // tp
+        return stacked(name, [(hf_name, share)], 2 * hidden)
 
     def grouped_query(self, spec: GroupedQuery, *, hf: str, local: str) -> list[LocalParam]:
         c = spec.head_dim
         first_kv, end_kv = kv_heads(self.config, self.parallel, self.tp_rank)
-        q_rows, kv_rows = self.tp_range(spec.num_heads * c), (first_kv * c, end_kv * c)
+        q_rows, kv_rows = self.of_tp(spec.num_heads * c), (first_kv * c, end_kv * c)
         shares = {"q": q_rows, "k": kv_rows, "v": kv_rows}
-        rows = [
-            self.stacked_rows(f"{local}.qkv", [(f"{hf}.{x}_proj.weight", share) for x, share in shares.items()]),
-        ]
+        weights = [(f"{hf}.{x}_proj.weight", share) for x, share in shares.items()]
+        rows = [stacked(f"{local}.qkv", weights, self.hidden)]
         if spec.qkv_bias:
             biases = [(f"{hf}.{x}_proj.bias", share) for x, share in shares.items()]
-            rows.append(self.stacked_vector(f"{local}.qkv_bias", biases))
+            rows.append(stacked(f"{local}.qkv_bias", biases))
         for x in ("q", "k") if spec.qk_norm != "none" else ():
             name, hf_name = f"{local}.{x}_norm", f"{hf}.{x}_norm.weight"
             if spec.qk_norm == "head":
-                rows.append(self.whole(name, hf_name, (c,)))
+                rows.append(whole(name, hf_name, (c,)))
             else:
-                rows.append(self.stacked_vector(name, [(hf_name, shares[x])]))
-        rows.append(self.columns(f"{local}.out", f"{hf}.o_proj.weight", q_rows))
+                rows.append(stacked(name, [(hf_name, shares[x])]))
+        rows.append(columns(f"{local}.out", f"{hf}.o_proj.weight", self.hidden, q_rows))
         if spec.out_bias:
-            rows.append(self.whole(f"{local}.out_bias", f"{hf}.o_proj.bias", (self.config.hidden_size,)))
+            rows.append(whole(f"{local}.out_bias", f"{hf}.o_proj.bias", (self.hidden,)))
         return rows
 
     def latent(self, spec: Latent, *, hf: str, local: str) -> list[LocalParam]:
         hidden, heads = self.config.hidden_size, spec.num_heads
-        q_rows = self.tp_range(heads * spec.head_dim)
+        q_rows = self.of_tp(heads * spec.head_dim)
         if spec.q_rank is None:
-            rows = [self.stacked_rows(f"{local}.q", [(f"{hf}.q_proj.weight", q_rows)])]
+            rows = [stacked(f"{local}.q", [(f"{hf}.q_proj.weight", q_rows)], hidden)]
         else:
             rows = [
-                self.whole(f"{local}.q_a", f"{hf}.q_a_proj.weight", (spec.q_rank, hidden)),
-                self.whole(f"{local}.q_a_norm", f"{hf}.q_a_layernorm.weight", (spec.q_rank,)),
-                self.stacked_rows(f"{local}.q_b", [(f"{hf}.q_b_proj.weight", q_rows)], width=spec.q_rank),
+                whole(f"{local}.q_a", f"{hf}.q_a_proj.weight", (spec.q_rank, hidden)),
+                whole(f"{local}.q_a_norm", f"{hf}.q_a_layernorm.weight", (spec.q_rank,)),
+                stacked(f"{local}.q_b", [(f"{hf}.q_b_proj.weight", q_rows)], spec.q_rank),
             ]
         channels = spec.nope_dim + spec.value_dim
-        kv_rows = [(f"{hf}.kv_b_proj.weight", self.tp_range(heads * channels))]
+        kv_rows = [(f"{hf}.kv_b_proj.weight", self.of_tp(heads * channels))]
         return [
             *rows,
-            self.whole(f"{local}.kv_a", f"{hf}.kv_a_proj_with_mqa.weight", (spec.cached_width, hidden)),
-            self.whole(f"{local}.kv_a_norm", f"{hf}.kv_a_layernorm.weight", (spec.kv_rank,)),
-            replace(self.stacked_rows(f"{local}.kv_b", kv_rows, width=spec.kv_rank), row_group=channels),
-            self.columns(f"{local}.out", f"{hf}.o_proj.weight", self.tp_range(heads * spec.value_dim)),
+            whole(f"{local}.kv_a", f"{hf}.kv_a_proj_with_mqa.weight", (spec.cached_width, hidden)),
+            whole(f"{local}.kv_a_norm", f"{hf}.kv_a_layernorm.weight", (spec.kv_rank,)),
+            replace(stacked(f"{local}.kv_b", kv_rows, spec.kv_rank), row_group=channels),
+            columns(f"{local}.out", f"{hf}.o_proj.weight", hidden, self.of_tp(heads * spec.value_dim)),
         ]
 
     def dense(self, width: int, *, hf: str, local: str) -> list[LocalParam]:
-        return self.swiglu(hf, local, SwiGLUNames(), share=self.tp_range(width), expert=False)
+        return self.swiglu(hf, local, SwiGLUNames(), share=self.of_tp(width), expert=False)
 
     def sparse(self, spec: Sparse, *, hf: str, local: str) -> list[LocalParam]:
-        names, experts, hidden = self.config.family_spec.names, spec.num_experts, self.config.hidden_size
-        width = spec.width // self.parallel.etp
-        share = self.etp_rank * width, (self.etp_rank + 1) * width
-        rows = [self.whole(f"{local}.router", f"{hf}.{names.router}", (experts, hidden))]
+        names, experts, hidden = self.config.family_spec.names, spec.num_experts, self.hidden
+        share = self.of_etp(spec.width)
+        rows = [whole(f"{local}.router", f"{hf}.{names.router}", (experts, hidden))]
         if spec.router.correction:
             rows.append(self.correction(spec, hf=hf, local=local))
-        num_local = experts // self.parallel.ep
-        for expert in range(self.ep_rank * num_local, (self.ep_rank + 1) * num_local):
+        for expert in self.experts(experts):
             hf_expert, name = f"{hf}.{names.experts}.{expert}", f"{local}.experts.{expert}"
             matrices = self.swiglu(hf_expert, name, names.expert, share=share, expert=True)
             rows += [replace(matrix, expert_index=expert) for matrix in matrices]
         if spec.shared:
             rows += self.dense(spec.shared.width, hf=f"{hf}.{names.shared}", local=f"{local}.shared")
             if spec.shared.gated:
-                rows.append(self.whole(f"{local}.shared_gate", f"{hf}.{names.shared_gate}", (1, hidden)))
+                rows.append(whole(f"{local}.shared_gate", f"{hf}.{names.shared_gate}", (1, hidden)))
         return rows
 
     def correction(self, spec: Sparse, *, hf: str, local: str) -> LocalParam:
         name = self.config.family_spec.names.correction
-        row = self.whole(f"{local}.correction", f"{hf}.{name}", (spec.num_experts,))
+        row = whole(f"{local}.correction", f"{hf}.{name}", (spec.num_experts,))
         return replace(row, storage="card", float32=True)
 
-    def swiglu(
-        self, hf: str, local: str, names: SwiGLUNames, *, share: tuple[int, int], expert: bool
-    ) -> list[LocalParam]:
+    def swiglu(self, hf: str, local: str, names: SwiGLUNames, *, share: Span, expert: bool) -> list[LocalParam]:
         gate_up = [(f"{hf}.{names.gate}", share), (f"{hf}.{names.up}", share)]
         return [
-            self.stacked_rows(f"{local}.gate_up", gate_up, expert=expert),
-            self.columns(f"{local}.down", f"{hf}.{names.down}", share, expert=expert),
+            stacked(f"{local}.gate_up", gate_up, self.hidden, expert=expert),
+            columns(f"{local}.down", f"{hf}.{names.down}", self.hidden, share, expert=expert),
         ]

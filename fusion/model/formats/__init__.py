@@ -13,8 +13,9 @@ from __future__ import annotations
 from typing import Literal
 
 from fusion.model.config import ModelConfig
+from fusion.model.local_param import LocalParam
 from fusion.model.parallel import Parallel
-from fusion.model.table import LocalParam, local_params
+from fusion.model.table import local_params
 
 Format = Literal["embedded", "megatron", "vllm", "vllm_cpu", "vllm_ascend"]
 

@@ -47,15 +47,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from fusion.model.config import ModelConfig
+from fusion.model.local_param import LocalParam
 from fusion.model.parallel import Parallel
+from fusion.model.shares import RankShares, Rows, Span, columns, stacked, whole, within
 from fusion.model.spec import Dense, GroupedQuery, Latent, LayerSpec, Sparse, SwiGLUNames
-from fusion.model.table import EMBEDDING, LocalParam, Part, predictor_params
+from fusion.model.table import EMBEDDING, predictor_params
 
-Rows = tuple[str, int, int]
-"""Rows [start, stop) of a global tensor."""
 SWIGLU = SwiGLUNames()
-Cut = tuple[int, int]
-"""A rank's number among those that share a tensor, and how many they are"""
 
 
 def local_params(config: ModelConfig, parallel: Parallel, rank: int) -> tuple[LocalParam, ...]:
@@ -93,19 +91,16 @@ def _cut_rows(config: ModelConfig) -> list[tuple[int, str]]:
             return [*low_rank, (spec.cached_width, "linear_kv_down_proj (kv_lora_rank + qk_rope_head_dim)")]
 
 
-class _Table:
+class _Table(RankShares):
     def __init__(self, config: ModelConfig, parallel: Parallel, rank: int):
-        self.config, self.parallel, self.hidden = config, parallel, config.hidden_size
-        self.names = config.family_spec.names
-        self.tp = parallel.coordinate("tp", rank), parallel.tp
-        self.etp = parallel.coordinate("etp", rank), parallel.etp
-        self.ep_rank, self.stage = parallel.coordinate("ep", rank), parallel.coordinate("pp", rank)
+        super().__init__(parallel, rank)
+        self.config, self.hidden, self.names = config, config.hidden_size, config.family_spec.names
 
     def params(self) -> Iterator[LocalParam]:
         config, last = self.config, self.stage == self.parallel.pp - 1
-        vocabulary = [(EMBEDDING, 0, config.vocab_size)]
+        vocabulary = [(EMBEDDING, (0, config.vocab_size))]
         if self.stage == 0:
-            yield self.rows("embedding.word_embeddings", vocabulary, self.tp)
+            yield self.rows("embedding.word_embeddings", vocabulary)
         own_layers = self.parallel.layers(config.num_layers, self.stage)
         for layer, spec in enumerate(config.layers):
             hf = f"model.layers.{layer}"
@@ -116,11 +111,11 @@ class _Table:
             for param in params:
                 yield replace(param, layer=layer)
         if last:
-            yield self.whole("decoder.final_layernorm.weight", "model.norm.weight", (config.hidden_size,))
+            yield whole("decoder.final_layernorm.weight", "model.norm.weight", (config.hidden_size,))
         if last and not config.tie_embeddings:
-            yield self.rows("output_layer", [("lm_head.weight", 0, config.vocab_size)], self.tp)
+            yield self.rows("output_layer", [("lm_head.weight", (0, config.vocab_size))])
         elif last and self.stage:
-            yield self.rows("output_layer", vocabulary, self.tp)
+            yield self.rows("output_layer", vocabulary)
 
     def layer(self, name: str, hf: str, spec: LayerSpec) -> Iterator[LocalParam]:
         sandwich = self.names.sandwich
@@ -136,7 +131,7 @@ class _Table:
         yield self.norm(f"{name}.pre_mlp_layernorm", f"{hf}.{before_mlp}")
         match spec.mlp:
             case Dense():
-                yield from self.mlp(f"{name}.mlp", f"{hf}.mlp", width=spec.mlp.width, cut=self.tp)
+                yield from self.mlp(f"{name}.mlp", f"{hf}.mlp", share=self.of_tp(spec.mlp.width))
             case Sparse():
                 yield from self.sparse(f"{name}.mlp", hf, spec)
         if spec.sandwich:
@@ -144,115 +139,86 @@ class _Table:
 
     def grouped_query(self, name: str, hf: str, spec: GroupedQuery) -> Iterator[LocalParam]:
         c = spec.head_dim
-        yield self.rows(f"{name}.linear_qkv", list(self.fused_qkv(hf, "weight", spec)), self.tp)
+        yield self.rows(f"{name}.linear_qkv", list(self.fused_qkv(hf, "weight", spec)))
         if spec.qkv_bias:
             yield self.vector(f"{name}.linear_qkv.bias", list(self.fused_qkv(hf, "bias", spec)))
-        yield self.columns(f"{name}.linear_proj", f"{hf}.o_proj.weight", width=spec.num_heads * c, cut=self.tp)
+        share = self.of_tp(spec.num_heads * c)
+        yield columns(f"{name}.linear_proj.weight", f"{hf}.o_proj.weight", self.hidden, share)
         if spec.out_bias:
-            yield self.whole(f"{name}.linear_proj.bias", f"{hf}.o_proj.bias", (self.hidden,))
+            yield whole(f"{name}.linear_proj.bias", f"{hf}.o_proj.bias", (self.hidden,))
         for x, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads)):
             local, hf_name = f"{name}.{x}_layernorm.weight", f"{hf}.{x}_norm.weight"
             match spec.qk_norm:
                 case "head":
-                    yield self.whole(local, hf_name, (c,))
+                    yield whole(local, hf_name, (c,))
                 case "projection":
-                    yield self.vector(local, [(hf_name, 0, heads * c)])
+                    yield self.vector(local, [(hf_name, (0, heads * c))])
 
     def latent(self, name: str, hf: str, spec: Latent) -> Iterator[LocalParam]:
         heads, q_rows = spec.num_heads, spec.num_heads * spec.head_dim
         if spec.q_rank is None:
-            yield self.rows(f"{name}.linear_q_proj", [(f"{hf}.q_proj.weight", 0, q_rows)], self.tp)
+            yield self.rows(f"{name}.linear_q_proj", [(f"{hf}.q_proj.weight", (0, q_rows))])
         else:
             down, up = f"{name}.linear_q_down_proj", f"{name}.linear_q_up_proj"
-            yield self.rows(down, [(f"{hf}.q_a_proj.weight", 0, spec.q_rank)], self.tp)
-            yield self.whole(f"{name}.q_layernorm.weight", f"{hf}.q_a_layernorm.weight", (spec.q_rank,))
-            yield self.rows(up, [(f"{hf}.q_b_proj.weight", 0, q_rows)], self.tp, width=spec.q_rank)
+            yield self.rows(down, [(f"{hf}.q_a_proj.weight", (0, spec.q_rank))])
+            yield whole(f"{name}.q_layernorm.weight", f"{hf}.q_a_layernorm.weight", (spec.q_rank,))
+            yield self.rows(up, [(f"{hf}.q_b_proj.weight", (0, q_rows))], spec.q_rank)
         kv_a = f"{hf}.kv_a_proj_with_mqa.weight"
-        yield self.rows(f"{name}.linear_kv_down_proj", [(kv_a, 0, spec.cached_width)], self.tp)
-        yield self.whole(f"{name}.kv_layernorm.weight", f"{hf}.kv_a_layernorm.weight", (spec.kv_rank,))
-        kv_b = [(f"{hf}.kv_b_proj.weight", 0, heads * (spec.nope_dim + spec.value_dim))]
-        yield self.rows(f"{name}.linear_kv_up_proj", kv_b, self.tp, width=spec.kv_rank)
-        yield self.columns(f"{name}.linear_proj", f"{hf}.o_proj.weight", width=heads * spec.value_dim, cut=self.tp)
+        yield self.rows(f"{name}.linear_kv_down_proj", [(kv_a, (0, spec.cached_width))])
+        yield whole(f"{name}.kv_layernorm.weight", f"{hf}.kv_a_layernorm.weight", (spec.kv_rank,))
+        kv_b = [(f"{hf}.kv_b_proj.weight", (0, heads * (spec.nope_dim + spec.value_dim)))]
+        yield self.rows(f"{name}.linear_kv_up_proj", kv_b, spec.kv_rank)
+        share = self.of_tp(heads * spec.value_dim)
+        yield columns(f"{name}.linear_proj.weight", f"{hf}.o_proj.weight", self.hidden, share)
 
     def sparse(self, name: str, hf: str, spec: LayerSpec) -> Iterator[LocalParam]:
         mlp, names, hidden = spec.mlp, self.names, self.hidden
         assert isinstance(mlp, Sparse)
-        yield self.whole(f"{name}.router.weight", f"{hf}.{names.router}", (mlp.num_experts, hidden))
+        yield whole(f"{name}.router.weight", f"{hf}.{names.router}", (mlp.num_experts, hidden))
         yield from self.correction(f"{name}.router", hf, spec)
-        num_local_experts = mlp.num_experts // self.parallel.ep
-        for slot in range(num_local_experts):
-            expert = self.ep_rank * num_local_experts + slot
+        for slot, expert in enumerate(self.experts(mlp.num_experts)):
             local, hf_expert = f"{name}.experts.local_experts.{slot}", f"{hf}.{names.experts}.{expert}"
-            for param in self.mlp(local, hf_expert, width=mlp.width, cut=self.etp, names=names.expert, expert=True):
+            for param in self.mlp(local, hf_expert, share=self.of_etp(mlp.width), names=names.expert, expert=True):
                 yield replace(param, expert_index=expert)
         if mlp.shared:
             shared = f"{name}.shared_experts"
-            yield from self.mlp(shared, f"{hf}.{names.shared}", width=mlp.shared.width, cut=self.tp)
+            yield from self.mlp(shared, f"{hf}.{names.shared}", share=self.of_tp(mlp.shared.width))
             if mlp.shared.gated:
-                yield self.whole(f"{shared}.gate_weight", f"{hf}.{names.shared_gate}", (1, hidden))
+                yield whole(f"{shared}.gate_weight", f"{hf}.{names.shared_gate}", (1, hidden))
 
     def correction(self, name: str, hf: str, spec: LayerSpec) -> Iterator[LocalParam]:
         """Yield the correction bias of a layer's router, which every rank holds, if it has one."""
         if isinstance(spec.mlp, Sparse) and spec.mlp.router.correction:
-            bias = self.whole(f"{name}.expert_bias", f"{hf}.{self.names.correction}", (spec.mlp.num_experts,))
+            bias = whole(f"{name}.expert_bias", f"{hf}.{self.names.correction}", (spec.mlp.num_experts,))
             yield replace(bias, storage="card", float32=True)
 
     def mlp(
-        self, name: str, hf: str, *, width: int, cut: Cut, names: SwiGLUNames = SWIGLU, expert: bool = False
+        self, name: str, hf: str, *, share: Span, names: SwiGLUNames = SWIGLU, expert: bool = False
     ) -> Iterator[LocalParam]:
-        gate_up = [(f"{hf}.{half}", *_share(0, width, cut)) for half in (names.gate, names.up)]
-        yield self.rows(f"{name}.linear_fc1", gate_up, cut=(0, 1), expert=expert)
-        yield self.columns(f"{name}.linear_fc2", f"{hf}.{names.down}", width=width, cut=cut, expert=expert)
+        gate_up = [(f"{hf}.{half}", share) for half in (names.gate, names.up)]
+        yield stacked(f"{name}.linear_fc1.weight", gate_up, self.hidden, expert=expert)
+        yield columns(f"{name}.linear_fc2.weight", f"{hf}.{names.down}", self.hidden, share, expert=expert)
 
     def fused_qkv(self, hf: str, kind: str, spec: GroupedQuery) -> Iterator[Rows]:
         """Yield all rows of the fused projection, KV group by KV group."""
         c, queries = spec.head_dim, spec.num_heads // spec.num_kv_heads
         for group in range(spec.num_kv_heads):
-            yield f"{hf}.q_proj.{kind}", group * queries * c, (group + 1) * queries * c
-            yield f"{hf}.k_proj.{kind}", group * c, (group + 1) * c
-            yield f"{hf}.v_proj.{kind}", group * c, (group + 1) * c
+            yield f"{hf}.q_proj.{kind}", (group * queries * c, (group + 1) * queries * c)
+            yield f"{hf}.k_proj.{kind}", (group * c, (group + 1) * c)
+            yield f"{hf}.v_proj.{kind}", (group * c, (group + 1) * c)
 
     def norm(self, name: str, hf: str) -> LocalParam:
-        return self.whole(f"{name}.weight", hf, (self.hidden,))
+        return whole(f"{name}.weight", hf, (self.hidden,))
 
-    def whole(self, name: str, hf: str, shape: tuple[int, ...]) -> LocalParam:
-        box = tuple((0, size) for size in shape)
-        return LocalParam(name, shape, (Part(hf, box, box),))
-
-    def rows(
-        self, name: str, stack: list[Rows], cut: Cut, *, expert: bool = False, width: int | None = None
-    ) -> LocalParam:
-        """Describe this rank's share of the stacked rows of matrices of ``width`` columns; None: of the hidden size."""
-        columns = (0, width or self.hidden)
-        share = list(_share_of_rows(stack, cut))
-        parts = tuple([Part(hf, (region, columns), (local, columns)) for hf, region, local in share])
-        shape = share[-1][2][1], columns[1]
-        return LocalParam(f"{name}.weight", shape, parts, expert=expert, tp_sharded=not expert)
+    def rows(self, name: str, stack: list[Rows], width: int | None = None) -> LocalParam:
+        """Describe this TP rank's share of the stacked rows of matrices of ``width`` columns; None: of the hidden
+        size."""
+        return stacked(f"{name}.weight", within(stack, self.of_tp(_num_rows(stack))), width or self.hidden)
 
     def vector(self, name: str, stack: list[Rows]) -> LocalParam:
         """Describe this TP rank's share of the stacked vectors."""
-        share = list(_share_of_rows(stack, self.tp))
-        parts = tuple([Part(hf, (region,), (local,)) for hf, region, local in share])
-        return LocalParam(name, (share[-1][2][1],), parts, tp_sharded=True)
-
-    def columns(self, name: str, hf_name: str, width: int, cut: Cut, expert: bool = False) -> LocalParam:
-        height, (start, stop) = self.hidden, _share(0, width, cut)
-        part = Part(hf_name, ((0, height), (start, stop)), ((0, height), (0, stop - start)))
-        return LocalParam(f"{name}.weight", (height, stop - start), (part,), expert=expert, tp_sharded=not expert)
+        return stacked(name, within(stack, self.of_tp(_num_rows(stack))))
 
 
-def _share_of_rows(stack: list[Rows], cut: Cut) -> Iterator[tuple[str, tuple[int, int], tuple[int, int]]]:
-    """Yield this rank's share of stacked rows: the global tensor, the rows of it, and the local rows."""
-    offset = 0
-    first, last = _share(0, sum(stop - start for _, start, stop in stack), cut)
-    for hf_name, start, stop in stack:
-        begin, end = max(offset, first), min(offset + stop - start, last)
-        if begin < end:
-            yield hf_name, (start + begin - offset, start + end - offset), (begin - first, end - first)
-        offset += stop - start
-
-
-def _share(start: int, stop: int, cut: Cut) -> tuple[int, int]:
-    index, count = cut
-    size = (stop - start) // count
-    return start + index * size, start + (index + 1) * size
+def _num_rows(stack: list[Rows]) -> int:
+    return sum(stop - start for _, (start, stop) in stack)

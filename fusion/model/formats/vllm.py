@@ -38,21 +38,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from fusion.model.config import ModelConfig
+from fusion.model.local_param import LocalParam, Part
 from fusion.model.parallel import Parallel
+from fusion.model.shares import RankShares, Span, columns, stacked
+from fusion.model.shares import whole as whole_of
 from fusion.model.spec import Dense, GroupedQuery, Latent, Sparse, SwiGLUNames
-from fusion.model.table import EMBEDDING, LocalParam, Part, kv_heads
+from fusion.model.table import EMBEDDING, kv_heads
 
 FAMILIES = ("qwen3", "qwen3_moe", "llama", "qwen2", "mixtral", "olmoe", "deepseek_v3")
 """Families of which vLLM's tensors are known and its output has been compared"""
 
 VOCABULARY_ROWS = 64
-"""The vocabulary is padded to a multiple of so many rows"""
+"""Rows to a multiple of which the vocabulary is padded"""
 
 OLMOE_EPS = 1e-5
-"""Of all norms of vLLM's OLMoE, whatever the config says"""
-
-Rows = tuple[str, tuple[int, int]]
-"""A global tensor and the range of its rows."""
+"""Epsilon of all norms of vLLM's OLMoE, whatever the config says"""
 
 
 @dataclass(frozen=True)
@@ -124,11 +124,10 @@ def _padded(vocab_size: int) -> int:
     return vocab_size + -vocab_size % VOCABULARY_ROWS
 
 
-class _Table:
+class _Table(RankShares):
     def __init__(self, config: ModelConfig, parallel: Parallel, rank: int, variant: Variant):
-        self.config, self.parallel, self.variant = config, parallel, variant
-        self.tp_rank, self.ep_rank = parallel.coordinate("tp", rank), parallel.coordinate("ep", rank)
-        self.etp_rank = parallel.coordinate("etp", rank)
+        super().__init__(parallel, rank)
+        self.config, self.variant = config, variant
 
     def params(self) -> Iterator[LocalParam]:
         config = self.config
@@ -143,11 +142,12 @@ class _Table:
     def vocabulary(self, name: str, hf: str) -> LocalParam:
         """Describe this rank's rows of the padded vocabulary; those past its end have no part."""
         size, width = self.config.vocab_size, self.config.hidden_size
-        rows = _padded(size) // self.parallel.tp
-        start = min(size, self.tp_rank * rows)
-        stop = min(size, (self.tp_rank + 1) * rows)
-        parts = (_rows_part(hf, (start, stop), 0, width),) if start < stop else ()
-        return LocalParam(name, (rows, width), parts, tp_sharded=True)
+        first, last = self.of_tp(_padded(size))
+        held = stacked(name, [(hf, (first, min(size, last)))] if first < size else [], width)
+        return replace(held, shape=(last - first, width))
+
+    def columns(self, name: str, share: Span) -> LocalParam:
+        return columns(name, name, self.config.hidden_size, share)
 
     def layer(self, index: int, path: str) -> Iterator[LocalParam]:
         spec, hidden = self.config.layer(index), self.config.hidden_size
@@ -166,44 +166,45 @@ class _Table:
 
     def grouped_query(self, spec: GroupedQuery, path: str) -> Iterator[LocalParam]:
         c, hidden = spec.head_dim, self.config.hidden_size
-        q_rows, (first, end) = self.share(spec.num_heads * c), kv_heads(self.config, self.parallel, self.tp_rank)
+        q_rows, (first, end) = self.of_tp(spec.num_heads * c), kv_heads(self.config, self.parallel, self.tp_rank)
         shares = {"q": q_rows, "k": (first * c, end * c), "v": (first * c, end * c)}
         weights = [(f"{path}.{x}_proj.weight", rows) for x, rows in shares.items()]
-        yield _rows(f"{path}.qkv_proj.weight", weights, hidden, tp_sharded=True)
+        yield stacked(f"{path}.qkv_proj.weight", weights, hidden)
         if spec.qkv_bias:
-            yield _vector(f"{path}.qkv_proj.bias", [(f"{path}.{x}_proj.bias", rows) for x, rows in shares.items()])
+            yield stacked(f"{path}.qkv_proj.bias", [(f"{path}.{x}_proj.bias", rows) for x, rows in shares.items()])
         if spec.qk_norm != "none":
             whole = spec.qk_norm == "projection"
             for x, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads)):
                 yield _whole(f"{path}.{x}_norm.weight", (heads * c if whole else c,))
-        yield _columns(f"{path}.o_proj.weight", hidden, q_rows)
+        yield self.columns(f"{path}.o_proj.weight", q_rows)
         if spec.out_bias:
             yield _whole(f"{path}.o_proj.bias", (hidden,))
 
     def latent(self, spec: Latent, path: str) -> Iterator[LocalParam]:
         hidden, heads = self.config.hidden_size, spec.num_heads
-        q_rows, kv_a = self.share(heads * spec.head_dim), (f"{path}.kv_a_proj_with_mqa.weight", (0, spec.cached_width))
+        q_rows, kv_a = self.of_tp(heads * spec.head_dim), (f"{path}.kv_a_proj_with_mqa.weight", (0, spec.cached_width))
         fused = self.variant.fused_latents and spec.q_rank is not None
         if spec.q_rank is None:
-            yield _rows(f"{path}.q_proj.weight", [(f"{path}.q_proj.weight", q_rows)], hidden, tp_sharded=True)
+            yield stacked(f"{path}.q_proj.weight", [(f"{path}.q_proj.weight", q_rows)], hidden)
         else:
             q_a = f"{path}.q_a_proj.weight", (0, spec.q_rank)
-            yield _rows(f"{path}.fused_qkv_a_proj.weight" if fused else q_a[0], [q_a, kv_a] if fused else [q_a], hidden)
+            name, pieces = (f"{path}.fused_qkv_a_proj.weight", [q_a, kv_a]) if fused else (q_a[0], [q_a])
+            yield stacked(name, pieces, hidden, tp_sharded=False)
             yield _whole(f"{path}.q_a_layernorm.weight", (spec.q_rank,))
             q_b = f"{path}.q_b_proj.weight"
-            yield _rows(q_b, [(q_b, q_rows)], spec.q_rank, tp_sharded=True)
+            yield stacked(q_b, [(q_b, q_rows)], spec.q_rank)
         if not fused:
-            yield _rows(kv_a[0], [kv_a], hidden)
+            yield stacked(kv_a[0], [kv_a], hidden, tp_sharded=False)
         yield _whole(f"{path}.kv_a_layernorm.weight", (spec.kv_rank,))
-        kv_b, kv_rows = f"{path}.kv_b_proj.weight", self.share(heads * (spec.nope_dim + spec.value_dim))
-        yield _rows(kv_b, [(kv_b, kv_rows)], spec.kv_rank, tp_sharded=True)
-        yield _columns(f"{path}.o_proj.weight", hidden, self.share(heads * spec.value_dim))
+        kv_b, kv_rows = f"{path}.kv_b_proj.weight", self.of_tp(heads * (spec.nope_dim + spec.value_dim))
+        yield stacked(kv_b, [(kv_b, kv_rows)], spec.kv_rank)
+        yield self.columns(f"{path}.o_proj.weight", self.of_tp(heads * spec.value_dim))
 
     def dense(self, width: int, path: str) -> Iterator[LocalParam]:
-        hidden, share, names = self.config.hidden_size, self.share(width), SwiGLUNames()
+        hidden, share, names = self.config.hidden_size, self.of_tp(width), SwiGLUNames()
         halves = [(f"{path}.{half}", share) for half in (names.gate, names.up)]
-        yield _rows(f"{path}.gate_up_proj.weight", halves, hidden, tp_sharded=True)
-        yield _columns(f"{path}.{names.down}", hidden, share)
+        yield stacked(f"{path}.gate_up_proj.weight", halves, hidden)
+        yield self.columns(f"{path}.{names.down}", share)
 
     def sparse(self, spec: Sparse, path: str) -> Iterator[LocalParam]:
         names, hidden = self.config.family_spec.names, self.config.hidden_size
@@ -211,64 +212,32 @@ class _Table:
         if spec.router.correction:
             correction = _whole(f"{path}.{names.correction}", (spec.num_experts,))
             yield replace(correction, storage="card", float32=True)
-        yield from self.experts(spec, f"{path}.{names.experts}", names.expert)
+        yield from self.stacks(spec, f"{path}.{names.experts}", names.expert)
         if spec.shared:
             yield from self.dense(spec.shared.width, f"{path}.{names.shared}")
             if spec.shared.gated:
                 yield _whole(f"{path}.{names.shared_gate}", (1, hidden))
 
-    def experts(self, spec: Sparse, path: str, names: SwiGLUNames) -> Iterator[LocalParam]:
+    def stacks(self, spec: Sparse, path: str, names: SwiGLUNames) -> Iterator[LocalParam]:
         """Describe the stacks of this rank's experts, or of its shares of all experts."""
-        hidden, count = self.config.hidden_size, spec.num_experts // self.parallel.ep
-        width = spec.width // self.parallel.etp
-        share, transposed = (self.etp_rank * width, (self.etp_rank + 1) * width), self.variant.transposed_experts
+        hidden, own, share = self.config.hidden_size, self.experts(spec.num_experts), self.of_etp(spec.width)
+        width, transposed = share[1] - share[0], self.variant.transposed_experts
         w13: list[Part] = []
         w2: list[Part] = []
-        for slot in range(count):
-            hf = f"{path}.{self.ep_rank * count + slot}"
+        for slot, expert in enumerate(own):
+            hf = f"{path}.{expert}"
             for half, name in enumerate((names.gate, names.up)):
                 place = (half * width, (half + 1) * width), (0, hidden)
                 w13.append(_matrix_of_stack(f"{hf}.{name}", (share, (0, hidden)), slot, place, transposed))
             place = (0, hidden), (0, width)
             w2.append(_matrix_of_stack(f"{hf}.{names.down}", ((0, hidden), share), slot, place, transposed))
-        for name, rows, columns, parts in (("w13", 2 * width, hidden, w13), ("w2", hidden, width, w2)):
-            shape = (count, columns, rows) if transposed else (count, rows, columns)
+        for name, rows, inner, parts in (("w13", 2 * width, hidden, w13), ("w2", hidden, width, w2)):
+            shape = (len(own), inner, rows) if transposed else (len(own), rows, inner)
             yield LocalParam(f"{path}.routed_experts.{name}_weight", shape, tuple(parts), expert=True)
-
-    def share(self, size: int) -> tuple[int, int]:
-        per_rank = size // self.parallel.tp
-        return self.tp_rank * per_rank, (self.tp_rank + 1) * per_rank
 
 
 def _whole(name: str, shape: tuple[int, ...]) -> LocalParam:
-    box = tuple((0, size) for size in shape)
-    return LocalParam(name, shape, (Part(name, box, box),))
-
-
-def _rows_part(hf: str, rows: tuple[int, int], at: int, width: int) -> Part:
-    return Part(hf, (rows, (0, width)), ((at, at + rows[1] - rows[0]), (0, width)))
-
-
-def _rows(name: str, pieces: list[Rows], width: int, tp_sharded: bool = False) -> LocalParam:
-    parts, end = [], 0
-    for hf, rows in pieces:
-        parts.append(_rows_part(hf, rows, end, width))
-        end += rows[1] - rows[0]
-    return LocalParam(name, (end, width), tuple(parts), tp_sharded=tp_sharded)
-
-
-def _vector(name: str, pieces: list[Rows]) -> LocalParam:
-    parts, end = [], 0
-    for hf, (start, stop) in pieces:
-        parts.append(Part(hf, ((start, stop),), ((end, end + stop - start),)))
-        end += stop - start
-    return LocalParam(name, (end,), tuple(parts), tp_sharded=True)
-
-
-def _columns(name: str, height: int, columns: tuple[int, int]) -> LocalParam:
-    width = columns[1] - columns[0]
-    part = Part(name, ((0, height), columns), ((0, height), (0, width)))
-    return LocalParam(name, (height, width), (part,), tp_sharded=True)
+    return whole_of(name, name, shape)
 
 
 def _matrix_of_stack(
