@@ -12,7 +12,6 @@ machines determine the duration of its rounds). Two rounds can be in flight: `co
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -68,66 +67,43 @@ class PeerLost(Exception):
         self.parameter = ""
 
 
-class Exchange(ABC):
-    """Implements one rank's end of the exchange. ``peers``: every rank of the group, including those of the plan.
+class Exchange:
+    """Implements one rank's end of the exchange; this one that of a rank alone, which sends nothing. ``peers``: every
+    rank of the group, including those of the plan.
 
     The calls of a switch are made in the order begin, open, agree, (settle k-2, send k, receive k-1) for every round,
     agree, close.
     """
 
-    name: str
+    name = "none"
 
     def __init__(self, *, rank: int, peers: Sequence[int], device: Device, clock: Stopwatch):
         self.rank, self.peers, self.device, self.clock = rank, tuple(peers), device, clock
 
-    @abstractmethod
     def begin(self) -> None:
         """Begin a switch and discard the state of the previous one."""
 
-    @abstractmethod
     def open(self, program: Program, checksum: bool) -> None:
         """Allocate the buffers that the exchange needs, owned by "buckets"."""
 
-    @abstractmethod
     def agree(self, vote: Vote) -> dict[int, Vote]:
         """Return every rank's vote. For a rank that does not answer, the rank that noticed reports the failure."""
+        return {self.rank: vote}
 
-    @abstractmethod
     def send(self, index: int, segments: Sequence[Segment]) -> None:
         """Send a round's outgoing segments, without waiting for their arrival."""
 
-    @abstractmethod
     def settle(self, index: int) -> None:
         """Wait until the storage sent in a round may be freed."""
 
-    @abstractmethod
     def receive(self, index: int, segments: Sequence[Segment]) -> None:
         """Wait for a round's incoming segments and copy them into the target."""
 
-    @abstractmethod
     def abandon(self) -> None:
         """After a failure of this rank, join what its peers still wait for, until the closing agreement."""
 
-    @abstractmethod
     def close(self) -> None:
         """Release the buffers."""
-
-
-class Alone(Exchange):
-    """Implements the exchange of a single rank, which sends nothing."""
-
-    name = "none"
-
-    def begin(self) -> None: ...
-    def open(self, program: Program, checksum: bool) -> None: ...
-    def agree(self, vote: Vote) -> dict[int, Vote]:
-        return {self.rank: vote}
-
-    def send(self, index: int, segments: Sequence[Segment]) -> None: ...
-    def settle(self, index: int) -> None: ...
-    def receive(self, index: int, segments: Sequence[Segment]) -> None: ...
-    def abandon(self) -> None: ...
-    def close(self) -> None: ...
 
 
 def lost_rank(

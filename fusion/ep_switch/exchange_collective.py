@@ -36,7 +36,8 @@ _switches: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 class CollectiveExchange(Exchange):
-    """Implements the exchange by collectives of a process group."""
+    """Implements the exchange by collectives of a process group. `settle` waits for nothing: the data was packed before
+    any later work of this rank's stream."""
 
     name = "collective"
 
@@ -88,9 +89,6 @@ class CollectiveExchange(Exchange):
                 sums.append(segment.sums(wire))
         self.clock.mark("pack")
         self._post(index, sums)
-
-    def settle(self, index: int) -> None:
-        """Wait for nothing: the data was packed before any later work of this rank's stream."""
 
     def receive(self, index: int, segments: Sequence[Segment]) -> None:
         self._round = index

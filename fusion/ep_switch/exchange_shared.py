@@ -130,7 +130,8 @@ class PeerMessages:
 
 
 class SharedExchange(Exchange):
-    """Implements the exchange by reading the storage of other processes on this machine."""
+    """Implements the exchange by reading the storage of other processes on this machine. `abandon` does nothing: the
+    closing vote is sent at once."""
 
     name = "shared"
 
@@ -205,9 +206,6 @@ class SharedExchange(Exchange):
             elif waiting:
                 self._wait_for(waiting, ROUND_TIMEOUT_S, arrived=lambda peer: index in ready[peer])
                 self.clock.mark("exchange")
-
-    def abandon(self) -> None:
-        """Do nothing: the closing vote is sent at once."""
 
     def close(self) -> None:
         self._scratch = None

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from math import prod
 from typing import NamedTuple
 
+from fusion.ep_switch.connected import connected
 from fusion.ep_switch.layout import Layout, is_contiguous, places_in
 from fusion.ep_switch.moves import Regions
 from fusion.model.boxes import Box, intersect, subtract
@@ -85,25 +86,12 @@ def families(source: Iterable[Slab], target: Iterable[Slab]) -> list[Family]:
     """Return the families of fragments that fill the slabs of the target, in the order of the slabs."""
     target = list(target)
     cuts = _Cuts(source, target)
-    fragments = {id(slab): cuts.fragments(slab) for slab in target}
-    head = {id(slab): slab for slab in target}
-
-    def first(slab: Slab) -> Slab:
-        while head[id(slab)] is not slab:
-            slab = head[id(slab)]
-        return slab
-
-    for slab_fragments in fragments.values():
-        for fragment in slab_fragments:
-            one, *others = [first(taker.slab) for taker in fragment.takers]
-            for other in others:
-                head[id(first(other))] = first(one)
-    members: dict[int, list[Slab]] = defaultdict(list)
-    for slab in target:
-        members[id(first(slab))].append(slab)
+    fragments = [cuts.fragments(slab) for slab in target]
+    number = {id(slab): index for index, slab in enumerate(target)}
+    taken = ([number[id(taker.slab)] for taker in piece.takers] for pieces in fragments for piece in pieces)
     return [
-        Family(tuple(slabs), tuple([fragment for slab in slabs for fragment in fragments[id(slab)]]))
-        for slabs in members.values()
+        Family(tuple([target[i] for i in group]), tuple([piece for i in group for piece in fragments[i]]))
+        for group in connected(len(target), taken)
     ]
 
 
@@ -134,11 +122,11 @@ class _Cuts:
                 if take[0].slab is not slab:
                     continue
                 shape = tuple([stop - start for start, stop in box])
-                one = Fragment(((name, box),), shape, givers=tuple(give), takers=tuple(take))
-                if fragments and _adjoin(fragments[-1], one):
-                    fragments[-1] = _join(fragments[-1], one)
+                fragment = Fragment(((name, box),), shape, givers=tuple(give), takers=tuple(take))
+                if fragments and _adjoin(fragments[-1], fragment):
+                    fragments[-1] = _join(fragments[-1], fragment)
                 else:
-                    fragments.append(one)
+                    fragments.append(fragment)
         return fragments
 
     def _cut(self, boxes: tuple[Box, ...], region: Box) -> list[tuple[Box, list[int]]]:
@@ -158,23 +146,23 @@ class _Cuts:
         return self._pieces[boxes, region]
 
 
-def _adjoin(one: Fragment, other: Fragment) -> bool:
+def _adjoin(first: Fragment, second: Fragment) -> bool:
     """Return whether the second directly follows the first in every slab."""
-    if len(one.givers) != len(other.givers) or len(one.takers) != len(other.takers):
+    if len(first.givers) != len(second.givers) or len(first.takers) != len(second.takers):
         return False
-    numel = one.numel
+    numel = first.numel
     return all(
         a.slab is b.slab
         and a.offset + numel == b.offset
-        and is_contiguous(one.shape, a.strides)
-        and is_contiguous(other.shape, b.strides)
-        for a, b in zip(one.givers + one.takers, other.givers + other.takers, strict=True)
+        and is_contiguous(first.shape, a.strides)
+        and is_contiguous(second.shape, b.strides)
+        for a, b in zip(first.givers + first.takers, second.givers + second.takers, strict=True)
     )
 
 
-def _join(one: Fragment, other: Fragment) -> Fragment:
-    give, take = (tuple([spot._replace(strides=(1,)) for spot in spots]) for spots in (one.givers, one.takers))
-    return Fragment(one.regions + other.regions, shape=(one.numel + other.numel,), givers=give, takers=take)
+def _join(first: Fragment, second: Fragment) -> Fragment:
+    give, take = (tuple([spot._replace(strides=(1,)) for spot in spots]) for spots in (first.givers, first.takers))
+    return Fragment(first.regions + second.regions, shape=(first.numel + second.numel,), givers=give, takers=take)
 
 
 def _inside(spot: Spot, whole: Box, box: Box) -> Spot:

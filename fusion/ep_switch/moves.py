@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
-from operator import eq
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from fusion.ep_switch.layout import Place
 from fusion.model.boxes import Box
@@ -65,8 +64,8 @@ class Move(NamedTuple):
             start = stop
 
 
-class MoveSketch(Protocol):
-    """Holds the part of a move that planning needs; `move` completes it."""
+class Transfer(Protocol):
+    """Holds the part of a move that planning needs; `move` completes it. A `Hop`, or a move itself."""
 
     @property
     def source_rank(self) -> int: ...
@@ -81,55 +80,41 @@ class MoveSketch(Protocol):
     def move(self) -> Move: ...
 
 
-class Moves(Sequence[Move]):
-    """Holds the moves of a round, each completed when it is read: a plan of many ranks has too many to store."""
-
-    __slots__ = ("sketches",)
-
-    def __init__(self, sketches: Iterable[MoveSketch]):
-        self.sketches: tuple[MoveSketch, ...] = tuple(sketches)
-
-    def __len__(self) -> int:
-        return len(self.sketches)
-
-    def __iter__(self) -> Iterator[Move]:
-        return (sketch.move() for sketch in self.sketches)
-
-    def __getitem__(self, index: Any) -> Any:
-        selected = self.sketches[index]
-        return tuple(sketch.move() for sketch in selected) if isinstance(index, slice) else selected.move()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Moves) and len(self) == len(other) and all(map(eq, self, other))
-
-    def __hash__(self) -> int:
-        return hash(tuple(self))
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Round:
-    """Groups moves that are exchanged together: allocate, copy, exchange, and release when all ranks have read.
+    """Groups transfers that are made together: allocate, copy, exchange, and release when all ranks have read.
 
     ``allocate_before``: units of the target; ``release_after``: units of the source.
     """
 
-    moves: Sequence[Move]
+    transfers: tuple[Transfer, ...]
     allocate_before: tuple[UnitId, ...]
     release_after: tuple[UnitId, ...]
 
     @property
-    def sketches(self) -> Sequence[MoveSketch]:
-        """The moves as sketches, without completing them."""
-        return self.moves.sketches if isinstance(self.moves, Moves) else self.moves
+    def moves(self) -> Iterator[Move]:
+        """The transfers as moves, completed one by one: a plan of many ranks has too many to store."""
+        return (transfer.move() for transfer in self.transfers)
+
+    @property
+    def sent(self) -> Iterator[Transfer]:
+        """The transfers between different ranks."""
+        return (transfer for transfer in self.transfers if not transfer.local)
 
     @property
     def exchange(self) -> bool:
         """Whether any two ranks exchange anything."""
-        return any(not sketch.local for sketch in self.sketches)
+        return any(True for _ in self.sent)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Round):
+            return NotImplemented
+        own, theirs = ((part.allocate_before, part.release_after, [*part.moves]) for part in (self, other))
+        return own == theirs
 
     def of(self, rank: int) -> list[Move]:
         """Return the moves that a rank sends, receives or copies."""
-        return [sketch.move() for sketch in self.sketches if rank in (sketch.source_rank, sketch.target_rank)]
+        return [transfer.move() for transfer in self.transfers if rank in (transfer.source_rank, transfer.target_rank)]
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusion.ep_switch.exchange import Alone, Exchange, Kind
+from fusion.ep_switch.exchange import Exchange, Kind
 from fusion.ep_switch.exchange_collective import CollectiveExchange
 from fusion.ep_switch.exchange_shared import PeerMessages, SharedExchange
 from fusion.ep_switch.peer_sockets import Invitation, Listener, machine
@@ -30,7 +30,7 @@ def open_exchange(device: Device, group: dist.ProcessGroup | None, *, kind: Kind
     group = group or dist.distributed_c10d._get_default_group()
     rank, peers = dist.get_rank(), dist.get_process_group_ranks(group)
     if len(peers) == 1:
-        return Alone(rank=rank, peers=peers, device=device, clock=clock)
+        return Exchange(rank=rank, peers=peers, device=device, clock=clock)
     if kind != "collective" and group not in _messages:
         _messages[group] = _connect(device, group, rank=rank, peers=peers)
     messages = _messages.get(group) if kind != "collective" else None

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 from math import exp
 from typing import Literal, NamedTuple
 
+from fusion.ep_switch.connected import connected
 from fusion.ep_switch.moves import UnitId
 from fusion.ep_switch.senders import Job
 
@@ -107,22 +108,11 @@ def evenly(demands: list[Demand]) -> list[int]:
 
 def clusters_of(demands: list[Demand]) -> list[tuple[int, ...]]:
     """Return the indices of slabs that are connected by units that they read in common, in order."""
-    head = list(range(len(demands)))
-
-    def first(index: int) -> int:
-        while head[index] != index:
-            head[index] = index = head[head[index]]
-        return index
-
-    reader: dict[UnitId, int] = {}
+    readers: dict[UnitId, list[int]] = defaultdict(list)
     for index, demand in enumerate(demands):
         for unit, _ in demand.reads:
-            one, other = sorted((first(index), first(reader.setdefault(unit, index))))
-            head[other] = one
-    clusters: dict[int, list[int]] = defaultdict(list)
-    for index in range(len(demands)):
-        clusters[first(index)].append(index)
-    return [tuple(cluster) for cluster in clusters.values()]
+            readers[unit].append(index)
+    return connected(len(demands), readers.values())
 
 
 class _Search:

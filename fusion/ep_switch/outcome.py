@@ -65,6 +65,6 @@ def first_by_rank(failures: Iterable[SwitchFailure]) -> list[SwitchFailure]:
     """Return one failure per rank, in the order of ranks: the earliest that names a parameter, else the earliest.
     Several ranks may report a rank that cannot report itself, and some of these were not waiting for its data."""
     first: dict[int, SwitchFailure] = {}
-    for failure in sorted(failures, key=lambda one: (one.rank, not one.parameter, one.round, one.parameter)):
+    for failure in sorted(failures, key=lambda f: (f.rank, not f.parameter, f.round, f.parameter)):
         first.setdefault(failure.rank, failure)
     return list(first.values())

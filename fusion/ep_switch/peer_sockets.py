@@ -1,4 +1,4 @@
-"""Connects the ranks of one machine by sockets: messages take microseconds, and the end of a process is seen at once.
+"""Connect the ranks of one machine by sockets: messages take microseconds, and the end of a process is seen at once.
 
 A switch in shared memory sends a few words a round ("ready", "read"), and a collective takes milliseconds on the host.
 Unix sockets of whole messages (SOCK_SEQPACKET) carry them; a rank that waits sleeps in `poll`, because there may be
@@ -32,7 +32,7 @@ MAX_UNGREETED = 64
 """Connections of this user that have not greeted yet; beyond that the oldest is closed."""
 
 ENDED, MALFORMED = "its process has ended", "it sent a malformed message"
-"""Why a peer is closed"""
+"""Reasons why a peer is closed"""
 
 _BUSY_PAUSE_S = 0.01
 _LAST, _MORE = b"\0", b"\1"
@@ -43,7 +43,7 @@ _HELLO = b"rlfusion"
 
 
 def machine() -> tuple[str, ...]:
-    """Returns what is equal for two processes that can reach each other's sockets and memory: one kernel, the same
+    """Return what is equal for two processes that can reach each other's sockets and memory: one kernel, the same
     namespaces."""
     with open("/proc/sys/kernel/random/boot_id") as file:
         boot = file.read().strip()
@@ -80,7 +80,7 @@ class Listener:
         self.socket.close()
 
     def connect(self, rank: int, invitations: Mapping[int, Invitation], timeout_s: float | None = None) -> PeerSockets:
-        """Connects this rank with every other one, given all invitations by rank. Collective over them; closes the
+        """Connect this rank with every other one, given all invitations by rank. Collective over them; close the
         listener.
 
         Args:
@@ -106,7 +106,7 @@ class Listener:
         return PeerSockets(sockets)
 
     def _accept(self, sockets: dict[int, socket.socket], missing: set[int], deadline: float) -> None:
-        """Adds the connections of the ``missing`` ranks to ``sockets``. Never waits for a single connection, since
+        """Add the connections of the ``missing`` ranks to ``sockets``. Never waits for a single connection, since
         other processes may connect and send nothing."""
         ungreeted: dict[int, socket.socket] = {}
         poll = select.poll()
@@ -136,7 +136,7 @@ class Listener:
                 connection.close()
 
     def _next_caller(self) -> socket.socket | None:
-        """Accepts a connection; returns None if it is of another user, or has gone."""
+        """Accept a connection; return None if it is of another user, or has gone."""
         try:
             connection, _ = self.socket.accept()
         except (BlockingIOError, ConnectionError):
@@ -148,7 +148,7 @@ class Listener:
         return connection
 
     def _greeted_by(self, connection: socket.socket, missing: set[int]) -> int | None:
-        """Returns the rank of the ``missing`` that has greeted over a connection; None if none of them did."""
+        """Return the rank of the ``missing`` that has greeted over a connection; None if none of them did."""
         try:
             greeting = connection.recv(_GREETING.size + 1)
         except OSError:
@@ -176,7 +176,7 @@ class PeerSockets:
             self._poll.register(connection, select.POLLIN)
 
     def send(self, peer: int, message: bytes) -> None:
-        """Sends a message; drops it if the peer is closed. Receives while the peer's buffer is full, as the peer may be
+        """Send a message; drop it if the peer is closed. Receives while the peer's buffer is full, as the peer may be
         sending to this rank.
 
         Raises:
@@ -189,14 +189,14 @@ class PeerSockets:
             self._send(peer, (_MORE if stop < len(message) else _LAST) + message[start:stop])
 
     def receive(self, timeout_s: float) -> list[tuple[int, bytes]]:
-        """Returns (peer, message) of what has arrived; waits until something does, or a peer closes."""
+        """Return (peer, message) of what has arrived; wait until something does, or a peer closes."""
         if not self._received:
             self._poll_once(timeout_s)
         received, self._received = self._received, []
         return received
 
     def disconnect(self, peer: int, reason: str) -> None:
-        """Receives nothing more from a peer, and sends it nothing more."""
+        """Receive nothing more from a peer, and send it nothing more."""
         if peer not in self.closed:
             self.closed[peer] = reason
             self._poll.unregister(self._sockets[peer])
@@ -222,7 +222,7 @@ class PeerSockets:
                 return  # what it sent before is still to be received, then its end
 
     def _poll_once(self, timeout_s: float) -> None:
-        """Receives one piece from every peer that has sent one."""
+        """Receive one piece from every peer that has sent one."""
         for fd, events in self._poll.poll(max(0.0, timeout_s) * 1e3):
             peer = self._peer_of[fd]
             if events == select.POLLOUT:
@@ -237,7 +237,7 @@ class PeerSockets:
                 self._take(peer, piece)
 
     def _take(self, peer: int, piece: bytes) -> None:
-        """Adds a piece to its peer's message."""
+        """Add a piece to its peer's message."""
         mark, partial = piece[:1], self._partial[peer]
         partial += piece[1:]
         if mark not in (_LAST, _MORE) or len(piece) > PIECE_BYTES + 1 or len(partial) > MAX_MESSAGE_BYTES:
@@ -249,7 +249,7 @@ class PeerSockets:
 
 
 def _call(rank: int, peer: int, invitation: Invitation, deadline: float) -> socket.socket:
-    """Connects to a peer, and greets it."""
+    """Connect to a peer, and greet it."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
         while not _has_connected(connection, invitation.address):
@@ -266,7 +266,7 @@ def _call(rank: int, peer: int, invitation: Invitation, deadline: float) -> sock
 
 
 def _has_connected(connection: socket.socket, address: str) -> bool:
-    """Connects; returns False if the listener's queue of connections is full."""
+    """Connect; return False if the listener's queue of connections is full."""
     connection.setblocking(False)
     try:
         connection.connect(address)

@@ -34,7 +34,6 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -42,7 +41,7 @@ import torch
 
 from fusion.ep_switch.fragments import families, slabs_of
 from fusion.ep_switch.layout import Layout
-from fusion.ep_switch.moves import MoveSketch, Round, Step, UnitId, steps_of
+from fusion.ep_switch.moves import Round, Step, UnitId, steps_of
 from fusion.ep_switch.order import Method, Storage, fill_order
 from fusion.ep_switch.rounds import pack_rounds
 from fusion.ep_switch.senders import Job, choose_senders
@@ -113,7 +112,7 @@ class Plan:
     @cached_property
     def relays(self) -> bool:
         """Whether a rank forwards what it received: others then read its target while it is being filled."""
-        return any(sketch.relayed for round_ in self.rounds for sketch in round_.sketches)
+        return any(transfer.relayed for round_ in self.rounds for transfer in round_.transfers)
 
     def shared_units(self, rank: int) -> dict[int, int]:
         """Map units of the target to the unit of the source with common storage on a rank."""
@@ -153,24 +152,29 @@ class Plan:
 
     def peak_bytes(self, rank: int) -> int:
         """Return the maximum bytes of weights and buffers that a rank holds, with two rounds in flight."""
-        if rank not in self._peaks:
-            self._peaks[rank] = self._peak(rank)
-        return self._peaks[rank]
+        weights = max((sum(self.source.unit_nbytes(rank)), *self._held(rank)))
+        return weights + sum(self.wire_bytes(rank)) + self.staging_bytes(rank)
 
-    def _peak(self, rank: int) -> int:
-        source, target = self.source.unit_nbytes(rank), self.target.unit_nbytes(rank)
-        peak = sum(source)
-        resident = peak - sum(source[index] for owner, index in self.unread if owner == rank)
-        released_later = 0
-        for round_ in self.rounds:
-            resident += sum(target[index] for owner, index in round_.allocate_before if owner == rank)
-            peak = max(peak, resident)
-            resident -= released_later
-            released_later = sum(source[index] for owner, index in round_.release_after if owner == rank)
-        return peak + sum(self.wire_bytes(rank)) + self.staging_bytes(rank)
+    def fullest_round(self, rank: int) -> int:
+        """Return the round after whose allocation a rank holds most."""
+        held = self._held(rank)
+        return held.index(max(held))
+
+    def _held(self, rank: int) -> list[int]:
+        """Return the bytes of a rank's weights after the allocation of each round."""
+        if rank not in self._held_by_rank:
+            source, target, released_later = self.source.unit_nbytes(rank), self.target.unit_nbytes(rank), 0
+            resident = sum(source) - sum(source[index] for owner, index in self.unread if owner == rank)
+            held = self._held_by_rank[rank] = list[int]()
+            for round_ in self.rounds:
+                resident += sum(target[index] for owner, index in round_.allocate_before if owner == rank)
+                held.append(resident)
+                resident -= released_later
+                released_later = sum(source[index] for owner, index in round_.release_after if owner == rank)
+        return self._held_by_rank[rank]
 
     @cached_property
-    def _peaks(self) -> dict[int, int]:
+    def _held_by_rank(self) -> dict[int, list[int]]:
         return {}
 
     @cached_property
@@ -191,10 +195,10 @@ class Plan:
         largest: tuple[dict[int, int], dict[int, int]] = {}, {}
         for round_ in self.rounds:
             of_round: tuple[dict[int, int], dict[int, int]] = defaultdict(int), defaultdict(int)
-            for sketch in _sent_moves(round_):
-                nbytes = sketch.numel * self.wire_dtype.itemsize
-                of_round[0][sketch.source_rank] += nbytes
-                of_round[1][sketch.target_rank] += nbytes
+            for transfer in round_.sent:
+                nbytes = transfer.numel * self.wire_dtype.itemsize
+                of_round[0][transfer.source_rank] += nbytes
+                of_round[1][transfer.target_rank] += nbytes
             for bytes_by_rank, largest_by_rank in zip(of_round, largest, strict=True):
                 for rank, nbytes in bytes_by_rank.items():
                     largest_by_rank[rank] = max(nbytes, largest_by_rank.get(rank, 0))
@@ -205,19 +209,14 @@ class Plan:
         """Bytes by (receiver, level)."""
         received: dict[tuple[int, int], int] = defaultdict(int)
         for round_ in self.rounds:
-            for sketch in _sent_moves(round_):
-                level = self.topology.level(sketch.source_rank, sketch.target_rank)
-                received[sketch.target_rank, level] += sketch.numel * self.wire_dtype.itemsize
+            for transfer in round_.sent:
+                level = self.topology.level(transfer.source_rank, transfer.target_rank)
+                received[transfer.target_rank, level] += transfer.numel * self.wire_dtype.itemsize
         return received
 
 
 def _external_bytes(source: Layout, target: Layout, rank: int) -> int:
     return max(source.external_nbytes(rank), target.external_nbytes(rank))
-
-
-def _sent_moves(round_: Round) -> Iterator[MoveSketch]:
-    """Yield the moves of a round between different ranks."""
-    return (sketch for sketch in round_.sketches if not sketch.local)
 
 
 @lru_cache(maxsize=32)
@@ -320,7 +319,7 @@ class _Weights:
         self.max_bytes = {
             rank: before[rank] + after[rank] if keep else max(before[rank], after[rank]) for rank in ranks
         }
-        """By rank, the bytes of the larger layout; with ``keep`` those of both; and those of an external unit."""
+        """Bytes of the larger layout by rank, with ``keep`` of both layouts; plus those of an external unit."""
         for rank, index, _ in shared if keep else ():
             self.max_bytes[rank] -= target.unit_nbytes(rank)[index]
         for rank in ranks:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -11,7 +10,6 @@ import torch
 
 from fusion.ep_switch.moves import Step
 from fusion.ep_switch.plan import Plan
-from fusion.ep_switch.rounds import IN_FLIGHT
 from fusion.ep_switch.segment import Flats, Run, Segment, paired
 from fusion.model.weights import Buckets
 
@@ -84,7 +82,8 @@ def compile_program(plan: Plan, rank: int, source: Buckets | None, target: Bucke
     send, receive = plan.wire_bytes(rank)
     copied = sum(move.numel for step in steps for move in step.copy)
     stages = [ends.stage(step) for step in steps]
-    _mark_fullest(stages, plan.source.unit_nbytes(rank), plan.target.unit_nbytes(rank))
+    if stages:
+        stages[plan.fullest_round(rank)].fullest = True
     return Program(
         stages=stages,
         dtypes=dtypes,
@@ -95,18 +94,6 @@ def compile_program(plan: Plan, rank: int, source: Buckets | None, target: Bucke
         bytes_hosted=sum(plan.target.unit_nbytes(rank)[unit] for unit in plan.hosted_units(rank)),
         received_bytes=plan.received_bytes(rank),
     )
-
-
-def _mark_fullest(stages: list[Stage], source_nbytes: Sequence[int], target_nbytes: Sequence[int]) -> None:
-    held, max_held, fullest = 0, None, None
-    for index, stage in enumerate(stages):
-        if index >= IN_FLIGHT:
-            held -= sum(source_nbytes[unit] for unit in stages[index - IN_FLIGHT].release)
-        held += sum(target_nbytes[unit] for unit in stage.allocate)
-        if max_held is None or held > max_held:
-            max_held, fullest = held, stage
-    if fullest is not None:
-        fullest.fullest = True
 
 
 class _Ends:

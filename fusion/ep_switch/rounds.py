@@ -17,7 +17,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from fusion.ep_switch.hops import Hop, legal_stop
-from fusion.ep_switch.moves import Moves, Round, UnitId
+from fusion.ep_switch.moves import Round, UnitId
 from fusion.ep_switch.order import Storage
 from fusion.ep_switch.senders import Job
 
@@ -40,7 +40,7 @@ def pack_rounds(jobs: Iterable[Job], room: int, storage: Storage, itemsize: int)
     for job in jobs:
         packer.add(job, itemsize)
     return tuple(
-        Round(Moves(hops), tuple(sorted(packer.allocate[k])), tuple(sorted(packer.release[k])))
+        Round(tuple(hops), tuple(sorted(packer.allocate[k])), tuple(sorted(packer.release[k])))
         for k, hops in enumerate(packer.rounds)
     )
 

@@ -215,18 +215,18 @@ def paired(moves: Iterable[Move], target: Flats, sources: tuple[Flats, Flats]) -
     into: list[Run] = []
     out_of: list[Run] = []
     for move in moves:
-        one, other = _run(move, move.target, target), _run(move, move.source, sources[move.relayed])
-        if len(one.shape) != len(other.shape):  # a box that is contiguous at one end only
-            one, other = (
-                one._replace(shape=move.shape, place=move.target),
-                other._replace(shape=move.shape, place=move.source),
+        end, origin = _run(move, move.target, target), _run(move, move.source, sources[move.relayed])
+        if len(end.shape) != len(origin.shape):  # a box that is contiguous at one end only
+            end, origin = (
+                end._replace(shape=move.shape, place=move.target),
+                origin._replace(shape=move.shape, place=move.source),
             )
-        if into and _follows(one, into[-1]) and _follows(other, out_of[-1]):
-            shape = (into[-1].shape[0] + one.shape[0],)
+        if into and _follows(end, into[-1]) and _follows(origin, out_of[-1]):
+            shape = (into[-1].shape[0] + end.shape[0],)
             into[-1], out_of[-1] = into[-1]._replace(shape=shape), out_of[-1]._replace(shape=shape)
         else:
-            into.append(one)
-            out_of.append(other)
+            into.append(end)
+            out_of.append(origin)
     return into, out_of
 
 

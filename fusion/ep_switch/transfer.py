@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from fusion.ep_switch.buckets import Holder, buckets_of, check_resident, check_sharing
 from fusion.ep_switch.card_values import are_sent, copy_values, values_of
-from fusion.ep_switch.exchange import STAGE, Alone, Exchange, Kind, PeerLost, Vote, failures_of, lost_rank
+from fusion.ep_switch.exchange import STAGE, Exchange, Kind, PeerLost, Vote, failures_of, lost_rank
 from fusion.ep_switch.fill import HostFill, HostParts
 from fusion.ep_switch.opening import open_exchange
 from fusion.ep_switch.outcome import PARTS, SwitchError, SwitchFailure, SwitchReport
@@ -112,7 +112,7 @@ class Switcher:
 
     def _open(self) -> Exchange:
         if len(self.plan.ranks) == 1 and self._group is None:
-            return Alone(rank=self.plan.ranks[0], peers=self.plan.ranks, device=self.device, clock=self._clock)
+            return Exchange(rank=self.plan.ranks[0], peers=self.plan.ranks, device=self.device, clock=self._clock)
         exchange = open_exchange(self.device, self._group, kind=self._kind, clock=self._clock)
         missing = set(self.plan.ranks) - set(exchange.peers)
         assert not missing, f"the group {exchange.peers} lacks the ranks {sorted(missing)} of the plan"

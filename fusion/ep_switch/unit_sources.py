@@ -56,39 +56,16 @@ def plan_return(parts: Sequence[Part], wire_bytes_per_s: float, host_bytes_per_s
             slowest link that the parts cross.
     """
     assert wire_bytes_per_s > 0 and host_bytes_per_s > 0, "expected bandwidths > 0"
-    wire, host = sum(part.wire_bytes for part in parts), 0
-    speeds = {"wire_bytes_per_s": wire_bytes_per_s, "host_bytes_per_s": host_bytes_per_s}
-    best = _Cut(wire, host, count=0, **speeds)
     movable = [index for index, part in enumerate(parts) if part.master_bytes is not None and part.wire_bytes > 0]
     cost = {index: Fraction(parts[index].master_bytes or 0, parts[index].wire_bytes) for index in movable}
     order = sorted(movable, key=lambda index: (cost[index], index))
-    for count, index in enumerate(order, start=1):
-        wire -= parts[index].wire_bytes
-        host += parts[index].master_bytes or 0
-        best = min(best, _Cut(wire, host, count=count, **speeds), key=_Cut.rank)
-    from_host = set(order[: best.count])
+    wire, host = sum(part.wire_bytes for part in parts), 0
+    # Busy seconds of both links with the first 0, 1, 2, … parts of the order from the host.
+    cuts = [(wire / wire_bytes_per_s, 0.0)]
+    for index in order:
+        wire, host = wire - parts[index].wire_bytes, host + (parts[index].master_bytes or 0)
+        cuts.append((wire / wire_bytes_per_s, host / host_bytes_per_s))
+    count = min(range(len(cuts)), key=lambda count: (max(cuts[count]), sum(cuts[count]), count))
+    from_host = set(order[:count])
     sources: tuple[Source, ...] = tuple("host" if index in from_host else "wire" for index in range(len(parts)))
-    return ReturnPlan(sources, best.wire_s, best.host_s)
-
-
-@dataclass(frozen=True)
-class _Cut:
-    """A plan with the first ``count`` parts of the order from the host. ``wire``, ``host``: bytes over each link."""
-
-    wire: int
-    host: int
-    count: int
-    wire_bytes_per_s: float
-    host_bytes_per_s: float
-
-    @property
-    def wire_s(self) -> float:
-        return self.wire / self.wire_bytes_per_s
-
-    @property
-    def host_s(self) -> float:
-        return self.host / self.host_bytes_per_s
-
-    def rank(self) -> tuple[float, float, int]:
-        """Key to minimise: the time until both links are done, then the sum of their busy times, then the count."""
-        return max(self.wire_s, self.host_s), self.wire_s + self.host_s, self.count
+    return ReturnPlan(sources, *cuts[count])
