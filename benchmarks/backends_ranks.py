@@ -20,6 +20,7 @@ from fusion.npu import Device, open_device
 from fusion.training import AlgorithmConfig, EmbeddedTrainEngine, Sequences, TrainingConfig
 from fusion.training.algorithms import make_algorithm
 from fusion.training.backends.support import installed_version
+from tests.training.sequences import sequences_of
 
 BUCKET_BYTES = 1 << 21
 ENGINE = Parallel(WORLD, ep=WORLD)
@@ -147,7 +148,7 @@ def _batch(config: ModelConfig, mesh: Mesh) -> Sequences:
     def tokens() -> list[torch.Tensor]:
         return [torch.randint(1, config.vocab_size, (half,), generator=random) for _ in range(count)]
 
-    return Sequences.from_samples(
+    return sequences_of(
         tokens(),
         tokens(),
         advantages=torch.randn(count, generator=random),

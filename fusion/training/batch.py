@@ -97,62 +97,6 @@ class Sequences:
             raise ValueError("loss_mask is set on the first token of a sequence, which has no log-probability")
 
     @classmethod
-    def from_samples(
-        cls,
-        prompts: Sequence[Sequence[int] | torch.Tensor],
-        responses: Sequence[Sequence[int] | torch.Tensor],
-        *,
-        advantages: Sequence[float] | torch.Tensor | None = None,
-        behaviour_logprobs: Sequence[Sequence[float] | torch.Tensor] | None = None,
-        ref_logprobs: Sequence[Sequence[float] | torch.Tensor] | None = None,
-        versions: Sequence[Sequence[int] | torch.Tensor] | None = None,
-        trained: Sequence[bool] | torch.Tensor | None = None,
-    ) -> Sequences:
-        """Packs B samples.
-
-        Args:
-            advantages: one per sample, repeated for its tokens.
-            behaviour_logprobs, ref_logprobs, versions: one list per sample, one number per response token.
-            trained: False excludes a sample from the loss; None: all are included.
-
-        Raises:
-            ValueError: the number of samples of a column, or of values of a response, does not match (named).
-        """
-        prompts_, responses_ = _tensors(prompts, torch.int64), _tensors(responses, torch.int64)
-        for name, column in (
-            ("responses", responses),
-            ("advantages", advantages),
-            ("behaviour_logprobs", behaviour_logprobs),
-            ("ref_logprobs", ref_logprobs),
-            ("versions", versions),
-            ("trained", trained),
-        ):
-            if column is not None and len(column) != len(prompts):
-                raise ValueError(f"{name} has {len(column)} samples; expected {len(prompts)}, as many as prompts")
-
-        def packed(name: str, column: Sequence | None, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
-            if column is None:
-                return None
-            values = _tensors(column, dtype)
-            for i, (of_sample, response) in enumerate(zip(values, responses_, strict=True)):
-                if len(of_sample) != len(response):
-                    raise ValueError(f"{name}[{i}] has {len(of_sample)} values for {len(response)} response tokens")
-            return torch.cat([torch.empty(0, dtype=dtype), *values])
-
-        empty = torch.empty(0, dtype=torch.int64)
-        return cls.from_packed(
-            [len(prompt) for prompt in prompts_],
-            [len(response) for response in responses_],
-            prompts=torch.cat([empty, *prompts_]),
-            responses=torch.cat([empty, *responses_]),
-            advantages=None if advantages is None else torch.as_tensor(advantages),
-            behaviour_logprobs=packed("behaviour_logprobs", behaviour_logprobs),
-            ref_logprobs=packed("ref_logprobs", ref_logprobs),
-            versions=packed("versions", versions, torch.int32),
-            trained=None if trained is None else torch.as_tensor(trained),
-        )
-
-    @classmethod
     def from_packed(
         cls,
         prompt_lengths: Sequence[int] | torch.Tensor,
@@ -164,12 +108,11 @@ class Sequences:
         behaviour_logprobs: torch.Tensor | None = None,
         ref_logprobs: torch.Tensor | None = None,
         versions: torch.Tensor | None = None,
-        trained: torch.Tensor | None = None,
         routing: torch.Tensor | None = None,
         kept_counts: torch.Tensor | None = None,
         kept_ids: torch.Tensor | None = None,
     ) -> Sequences:
-        """Packs B samples whose columns are already packed, each column separately. Columns that this rank does not
+        """Pack B samples whose columns are already packed, each column separately. Columns that this rank does not
         hold are None.
 
         Args:
@@ -177,7 +120,6 @@ class Sequences:
                 does not read) their places hold `UNREAD`; without both there are no tokens.
             advantages: one per sample, repeated for its tokens.
             behaviour_logprobs, ref_logprobs, versions, kept_counts: one number per response token.
-            trained: as in `from_samples`.
             kept_ids: as many of each response token as its kept_counts.
             routing: [tokens, L, k], of every token except the last of each sample.
 
@@ -204,7 +146,7 @@ class Sequences:
         packed = cls(
             tokens,
             lengths=lengths.tolist(),
-            loss_mask=of_response if trained is None else of_response & trained.bool().repeat_interleave(lengths),
+            loss_mask=of_response,
             advantages=None if advantages is None else advantages.float().repeat_interleave(lengths),
             behaviour_logprobs=aligned(behaviour_logprobs),
             ref_logprobs=aligned(ref_logprobs),
@@ -215,7 +157,7 @@ class Sequences:
         return packed if routing is None else packed.with_routing(routing)
 
     def with_routing(self, routing: torch.Tensor) -> Sequences:
-        """Returns the sequences with ``routing`` [tokens, L, k] of every token except the last of each
+        """Return the sequences with ``routing`` [tokens, L, k] of every token except the last of each
         sequence."""
         routing_NLk = routing.new_zeros(self.rows, *routing.shape[1:])
         return replace(self, routing=_fill(routing_NLk, self.before_last_N, routing))
@@ -238,14 +180,19 @@ class Sequences:
         return torch.arange(sum(self.lengths)) - self._starts(keep_empty=True).repeat_interleave(lengths)
 
     def loss_totals(self) -> tuple[float, float]:
-        """Returns these sequences' share of the sum of all tokens' weights, and of the divisor of the losses."""
+        """Return these sequences' share of the sum of all tokens' weights, and of the divisor of the losses."""
         mask = self.loss_mask.to(torch.float64)
         weight = mask if self.token_weight is None else mask * self.token_weight
         normaliser = weight if self.normaliser is None else mask * self.normaliser
         return float(weight.sum()), float(normaliser.sum())
 
+    @property
+    def trained_rows(self) -> torch.Tensor:
+        """Rows of the n trained tokens, int64 [n]."""
+        return self.loss_mask.nonzero().squeeze(1)
+
     def last_rows(self) -> torch.Tensor:
-        """Returns the row of the last token of every sequence that is not empty: int64."""
+        """Return the row of the last token of every sequence that is not empty: int64."""
         lengths = torch.tensor(self.lengths, dtype=torch.int64)
         return lengths.cumsum(0)[lengths > 0] - 1
 
@@ -257,18 +204,18 @@ class Sequences:
         return before_last_N
 
     def rows_of(self, indices: Sequence[int]) -> torch.Tensor:
-        """Returns the rows of the tokens of some sequences, sequence by sequence: int64."""
+        """Return the rows of the tokens of some sequences, sequence by sequence: int64."""
         return _places(torch.tensor(self.lengths, dtype=torch.int64), torch.tensor(indices, dtype=torch.int64))
 
     def kept_at(self, rows: torch.Tensor) -> KeptIds | None:
-        """Returns the kept ids of the tokens at ``rows``; None: all were sampled from the whole vocabulary."""
+        """Return the kept ids of the tokens at ``rows``; None: all were sampled from the whole vocabulary."""
         if self.kept_counts is None or self.kept_ids is None:
             return None
         places = _places(self.kept_counts.to(torch.int64), rows)
         return KeptIds(self.kept_counts[rows].to(torch.int64), self.kept_ids[places].to(torch.int64))
 
     def select(self, indices: Sequence[int], rows: torch.Tensor | None = None) -> Sequences:
-        """Returns the sequences at ``indices``, in that order; [] gives an empty batch with the same columns.
+        """Return the sequences at ``indices``, in that order; [] gives an empty batch with the same columns.
 
         Args:
             rows: `rows_of` the indices, if the caller has computed them.
@@ -290,7 +237,7 @@ class Sequences:
 
 
 def plan_micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Returns the indices of the sequences of each micro-batch (invariants above). Best-fit decreasing, n log n."""
+    """Return the indices of the sequences of each micro-batch (invariants above). Best-fit decreasing, n log n."""
     bins: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (room left, bin), ascending: the first with enough room is the best fit
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -304,12 +251,8 @@ def plan_micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[i
     return [sorted(members, key=lambda i: (lengths[i], i)) for members in bins]
 
 
-def _tensors(rows: Sequence, dtype: torch.dtype) -> list[torch.Tensor]:
-    return [torch.as_tensor(row, dtype=dtype) for row in rows]
-
-
 def _places(lengths: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Returns where the elements of the ``chosen`` lists lie, of lists with these ``lengths`` one behind the other:
+    """Return where the elements of the ``chosen`` lists lie, of lists with these ``lengths`` one behind the other:
     int64."""
     starts, lengths = (lengths.cumsum(0) - lengths)[chosen], lengths[chosen]
     new_starts = lengths.cumsum(0) - lengths

@@ -47,7 +47,7 @@ def save_checkpoint(
     state: dict[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Writes masters, moments and step. Collective over the mesh; all ranks must see the same file system. Returns when
+    """Write masters, moments and step. Collective over the mesh; all ranks must see the same file system. Returns when
     everything is on disk.
 
     An older checkpoint of the same name is kept until the new one is complete.
@@ -82,7 +82,7 @@ def save_checkpoint(
 def load_checkpoint(
     trainer: TrainEngine, folder: str | Path, verify: bool = True, steps_left: int | None = None
 ) -> None:
-    """Loads a saved state into a trainer of any layout, bitwise. Collective over the mesh.
+    """Load a saved state into a trainer of any layout, bitwise. Collective over the mesh.
 
     Args:
         verify: read all files first and compare them with the manifest; the ranks share the work.
@@ -118,7 +118,7 @@ def load_checkpoint(
 
 
 def read_trainer(folder: Path) -> dict[str, Any]:
-    """Reads what a checkpoint says about itself: `steps`, `dtype`, `layout`, `model` (a Hugging Face config),
+    """Read what a checkpoint says about itself: `steps`, `dtype`, `layout`, `model` (a Hugging Face config),
     `masked_ids` (of `ModelConfig`) and `skipped_in_a_row` (both absent if an earlier version wrote it).
 
     Raises:
@@ -144,7 +144,7 @@ def _check_model(saved: dict[str, Any], own: dict[str, Any], folder: Path) -> No
 
 
 def _complete(trainer: TrainEngine, partial: Path, steps: int, skipped_in_a_row: int) -> None:
-    """Merges the ranks' notes and writes all other files, the manifest last."""
+    """Merge the ranks' notes and write all other files, the manifest last."""
     world = trainer.model.mesh.parallel.world
     notes = [json.loads(_note(partial, rank).read_text()) for rank in range(world)]
     records = {file_of(rank): FileRecord(note["bytes"], note["xxh3_128"]) for rank, note in enumerate(notes)}
@@ -177,7 +177,7 @@ def _dtype(trainer: TrainEngine) -> str:
 
 
 def _note(partial: Path, rank: int) -> Path:
-    """What a rank tells rank 0 about its file."""
+    """Return the path of a rank's note to rank 0 about its file."""
     return partial / f"rank-{rank:05d}.json"
 
 

@@ -29,12 +29,12 @@ Table = dict[str, dict[str, Any]]
 
 
 def file_of(rank: int) -> str:
-    """Returns the name of a rank's file."""
+    """Return the name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def write_chunks(path: Path, chunks: Sequence[Chunk]) -> FileRecord:
-    """Writes chunks to a new safetensors file; returns its record when it is on disk. Each tensor is contiguous.
+    """Write chunks to a new safetensors file; return its record when it is on disk. Each tensor is contiguous.
 
     Raises:
         OSError: it could not be written.
@@ -63,13 +63,13 @@ def table_of(rank: int, chunks: Iterable[Chunk]) -> Table:
     table: Table = {}
     for chunk in chunks:
         entry = {"dtype": _dtype_name(chunk.tensor.dtype), "shape": list(chunk.shape), "chunks": []}
-        one = {"rank": rank, "offset": list(chunk.offset), "shape": list(chunk.tensor.shape)}
-        table.setdefault(chunk.name, entry)["chunks"].append(one)
+        box = {"rank": rank, "offset": list(chunk.offset), "shape": list(chunk.tensor.shape)}
+        table.setdefault(chunk.name, entry)["chunks"].append(box)
     return table
 
 
 def merge_tables(tables: Iterable[Table]) -> Table:
-    """Merges the tables of several files."""
+    """Merge the tables of several files."""
     merged: Table = {}
     for table in tables:
         for name, entry in table.items():

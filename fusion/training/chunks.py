@@ -28,5 +28,5 @@ class Chunk:
 
 
 def key_of(name: str, offset: Iterable[int]) -> str:
-    """Returns `Chunk.key`."""
+    """Return `Chunk.key`."""
     return f"{name}@{','.join(map(str, offset))}"

@@ -76,14 +76,14 @@ class TrainingConfig:
         return self.load_balancing_coef or 0.0
 
     def describe_balancing(self, model_coef: float) -> str:
-        """Returns the weight of the load-balancing loss in force and where it comes from; ``model_coef``: what the
+        """Return the weight of the load-balancing loss in force and where it comes from; ``model_coef``: what the
         model's config.json states."""
         stated = self.load_balancing_coef is not None
         origin = "as stated" if stated else f"the default, not {model_coef:g} of the model's config.json"
         return f"training.load_balancing_coef={self.balancing_coef:g}: {origin}"
 
     def validate(self) -> None:
-        """Checks every value of the group.
+        """Check every value of the group.
 
         Raises:
             ValueError: a value that is not accepted, by key.
@@ -169,7 +169,7 @@ class AlgorithmConfig:
         return self.correction or "none"
 
     def validate(self) -> None:
-        """Checks every value of the group.
+        """Check every value of the group.
 
         Raises:
             ValueError: a value that is not accepted, by key.

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 def split_over_ranks(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Returns the indices of the sequences of each rank, balanced by tokens (invariants above). Longest first, each to
+    """Return the indices of the sequences of each rank, balanced by tokens (invariants above). Longest first, each to
     the least loaded rank."""
     if ranks == 1:
         return [list(range(len(lengths)))]
@@ -29,6 +29,6 @@ def split_over_ranks(lengths: Sequence[int], ranks: int) -> list[list[int]]:
 
 
 def split_groups(groups: Sequence[str], num_chunks: int) -> list[list[str]]:
-    """Splits ``groups`` into ``num_chunks`` runs of even size, or fewer if there are fewer groups."""
+    """Split ``groups`` into ``num_chunks`` runs of even size, or fewer if there are fewer groups."""
     size = -(-len(groups) // num_chunks) if groups else 1
     return [list(groups[start : start + size]) for start in range(0, len(groups), size)]

@@ -26,10 +26,10 @@ from fusion.training.batch import Sequences, plan_micro_batches
 from fusion.training.chunks import Chunk
 from fusion.training.config import TrainingConfig
 from fusion.training.interface import SKIPPED_IN_A_ROW, TrainEngine
-from fusion.training.logprobs import vocab_parallel_logprobs
+from fusion.training.logprobs import TokenLogprobs, trained_logprobs
 from fusion.training.loss import Loss
 from fusion.training.model import TrainedModel
-from fusion.training.objective import BatchSums, Objective, Totals, TrainedTokens, routing_counts
+from fusion.training.objective import BatchSums, Objective, Totals, routing_counts
 from fusion.training.optimizer import ShardedAdamW
 from fusion.training.replay import new_record, replay_of
 from fusion.training.router_bias import RouterBias
@@ -42,8 +42,8 @@ CARD_VALUES = "weights.card"
 
 
 class EmbeddedTrainEngine:
-    """The embedded `TrainEngine`. Trains ``model``, whose weights must be loaded: the fp32 masters of bf16 weights are
-    copied from them on construction.
+    """The embedded `TrainEngine`, whose methods are documented there. Trains ``model``, whose weights must be loaded:
+    the fp32 masters of bf16 weights are copied from them on construction.
 
     Args:
         temperature: the sampling temperature; log-probabilities are those of the distribution at this temperature.
@@ -86,25 +86,19 @@ class EmbeddedTrainEngine:
         self.stage = Stage(model)
         self._accumulated = False
         self._sums: BatchSums | None = None
-        """Of the batch whose gradients no step has used, where they are those of one batch"""
+        """Sums of the batch whose gradients no step has used, where they are those of one batch"""
         self._collect_gradients()
 
     def forward_backward(self, sequences: Sequences, loss: Loss, *, continued: bool = False) -> dict[str, float]:
-        """Adds the gradient of the mean loss over the global batch to the gradients; returns the batch's metrics.
+        """Add the gradient of the mean loss over the global batch to the gradients, as `TrainEngine.forward_backward`.
 
-        Collective over the mesh. ``sequences`` is this data-parallel rank's part (the same on its TP ranks and on every
-        stage; may be empty). The first stage reads all tokens, the last the responses' tokens and the columns of the
-        loss; a column may be None on a stage that does not read it. With `Sequences.routing` tokens are sent to those
-        experts, weighted by this router. The metrics are the same on every rank: means over the trained tokens of the
-        global batch, and `actor/loss`, the minimised loss; `training/routing_mismatch` is the share of (token, layer)
-        pairs that this router would have sent to other experts. The load-balancing loss of a batch needs the routing of
-        the whole batch before the first backward pass: with more than one micro-batch or stage, an extra forward pass
-        without gradients computes it. That of sequences needs none.
-
-        Args:
-            continued: these are further sequences of the batch whose gradients no step has used yet: those are scaled,
-                so that the sum is the gradient of the mean over all of it, of which the metrics are, too. The
-                load-balancing loss of a part is that of its own routing.
+        The first stage reads all tokens, the last the responses' tokens and the columns of the loss; a column may be
+        None on a stage that does not read it. With `Sequences.routing` tokens are sent to those experts, weighted by
+        this router; `training/routing_mismatch` is the share of (token, layer) pairs that it would have sent to other
+        experts. The load-balancing loss of a batch needs the routing of the whole batch before the first backward pass:
+        with more than one micro-batch or stage, an extra forward pass without gradients computes it. That of sequences
+        needs none. With ``continued`` the gradients are scaled, so that the sum is that of the mean over all of the
+        batch; the load-balancing loss of a part is that of its own routing.
         """
         batches, _, totals = self._micro_batches(sequences)
         of_batch = self.balancing_coef and not self._balances_sequences
@@ -140,12 +134,7 @@ class EmbeddedTrainEngine:
         return self._sums.metrics(self.balancing_coef)
 
     def optimizer_step(self, before_update: Callable[[], None] | None = None) -> dict[str, float]:
-        """Updates the weights with the gradients accumulated since the last update, and the routers' correction biases
-        by the load of the experts in the same batches. Collective over the mesh.
-
-        Args:
-            before_update: called before the optimizer's states are used; they may still be loading until then.
-        """
+        """Update weights and correction biases as `TrainEngine.optimizer_step`."""
         lr = self.schedule.rate(self.optimizer.steps)
         norm = self.optimizer.step(lr, before_update)
         skipped = self.optimizer.skipped_in_a_row
@@ -154,12 +143,8 @@ class EmbeddedTrainEngine:
         return {"actor/grad_norm": norm, "actor/lr": lr, SKIPPED_IN_A_ROW: skipped}
 
     def logprobs(self, sequences: Sequences, record: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes log-probabilities and entropies float32 [N] on the CPU, in the order of ``sequences``; 0 where
-        loss_mask is False.
-
-        Collective over the mesh, as `forward_backward`; every stage gets the result. ``record`` (`new_record`) receives
-        the experts of all rows in the layers of this stage.
-        """
+        """Compute log-probabilities and entropies as `TrainEngine.logprobs`. ``record`` (`new_record`) receives the
+        experts of all rows in the layers of this stage."""
         values_2N = torch.zeros(2, sequences.rows)
         batches, places, _ = self._micro_batches(sequences)
 
@@ -172,7 +157,7 @@ class EmbeddedTrainEngine:
                 return out, None
             tokens = self._tokens(batches[i], out)
             if i < len(places):
-                values_2N[:, places[i][tokens.rows]] = torch.stack([tokens.logprobs, tokens.entropy]).cpu()
+                values_2N[:, places[i][batches[i].trained_rows]] = torch.stack([tokens.logprobs, tokens.entropy]).cpu()
             return None, None
 
         self.stage.infer(_rows(batches), forward)
@@ -182,17 +167,14 @@ class EmbeddedTrainEngine:
         return logprobs_N, entropy_N
 
     def with_own_routing(self, sequences: Sequences) -> Sequences:
-        """Returns ``sequences`` with their routing under the current weights, to be replayed under later weights.
-
-        Collective over the mesh: a forward pass without the lm head.
-        """
+        """Return ``sequences`` with their routing under the current weights: a forward pass without the lm head."""
         record = new_record(sequences, self.model)
         self.logprobs(replace(sequences, loss_mask=torch.zeros_like(sequences.loss_mask)), record)
         return replace(sequences, routing=record)
 
     @contextmanager
     def using_weights(self, weights: Buckets) -> Iterator[None]:
-        """Makes the model compute with ``weights``, which have the same plan as its own, until the block ends."""
+        """Make the model compute with ``weights``, which have the same plan as its own, until the block ends."""
         own = {name: parameter.data for name, parameter in self.model.named_parameters()}
         try:
             for name, parameter in self.model.named_parameters():
@@ -204,32 +186,25 @@ class EmbeddedTrainEngine:
 
     @property
     def accumulating(self) -> bool:
-        """Whether the gradients hold a sum that no optimizer step has used yet. If so, their content must be offloaded
-        (`gradients`); if not, their memory can be released (`release_gradients`)."""
         return self._accumulated
 
     def gradients(self) -> dict[str, torch.Tensor]:
-        """Returns the flat gradient buckets by name, each with separate storage, for an offloader."""
         return {f"gradient.{index}": flat for index, flat in enumerate(self.optimizer.gradients.flats)}
 
     def release_gradients(self) -> None:
-        """Releases the gradients' memory. An `optimizer_step` must have used them."""
         assert not self.accumulating, "gradients that no optimizer step has used would be lost"
         self.optimizer.gradients.release()
 
     def allocate_gradients(self) -> None:
-        """Allocates the gradients' memory, zeroed."""
         assert not self.accumulating, "gradients that no optimizer step has used would be lost"
         self.optimizer.gradients.allocate()
         self.optimizer.zero_gradients()
 
     def optimizer_states(self) -> dict[str, torch.Tensor]:
-        """Returns the live states by name (`ShardedAdamW.tensors`), in HBM or on the host. Call again before every
-        use."""
         return self.optimizer.tensors()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's weights and optimizer states (live tensors, which must be resident) and the step."""
+        """Return this rank's weights and optimizer states (live tensors, which must be resident) and the step."""
         weights = {f"weights.{index}": flat for index, flat in enumerate(self.model.weights.flats)}
         if self.model.weights.card.numel():
             weights[CARD_VALUES] = self.model.weights.card
@@ -237,21 +212,20 @@ class EmbeddedTrainEngine:
         return {"tensors": weights | self.optimizer.tensors(), **counts}
 
     def chunks(self, state: dict[str, Any]) -> list[Chunk]:
-        """Returns this rank's shard of masters and moments in a `state_dict`, live or copied, as boxes of the global
+        """Return this rank's shard of masters and moments in a `state_dict`, live or copied, as boxes of the global
         tensors `master/NAME`, `exp_avg/NAME` and `exp_avg_sq/NAME` (float32, by Hugging Face name); and what is not
         trained as `master/NAME`, in its own dtype."""
         views = self.weight_views(state)
         return [*self.optimizer.chunks(state["tensors"], views), *self.optimizer.untrained_chunks(views)]
 
     def resume_at(self, steps: int, skipped_in_a_row: int) -> None:
-        """Continues from the live `chunks`, which were overwritten: publishes the masters as weights on all replicas,
-        and sets the numbers of optimizer steps. Collective."""
+        """Continue as `TrainEngine.resume_at`: publish the masters as weights on all replicas."""
         self.optimizer.publish()
         self.optimizer.steps, self.optimizer.skipped_in_a_row = steps, skipped_in_a_row
 
     def weight_views(self, state: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Returns the weights in a copy of `state_dict` by local name, as views of the copy. Those on the host, which
-        never change, are not copied."""
+        """Return the weights in a copy of `state_dict` as `TrainEngine.weight_views`. Those on the host, which never
+        change, are not copied."""
         weights = self.model.weights
         views = {param.name: weights.views[param.name] for param in weights.apart if param.storage == "host"}
         if weights.card.numel():
@@ -261,7 +235,7 @@ class EmbeddedTrainEngine:
         return views
 
     def _begin_batch(self, totals: Totals, continued: bool) -> float:
-        """Returns the share of a batch in that which it continues, to whose gradients the others' share is given."""
+        """Return the share of a batch in that which it continues, to whose gradients the others' share is given."""
         if not continued:
             return 1.0
         assert self.accumulating and self._sums, "there is no batch to continue"
@@ -285,7 +259,7 @@ class EmbeddedTrainEngine:
             param.register_post_accumulate_grad_hook(add)
 
     def _micro_batches(self, sequences: Sequences) -> tuple[list[Sequences], list[torch.Tensor], Totals]:
-        """Returns this rank's micro-batches, padded with empty ones to the largest number of any rank, the rows of
+        """Return this rank's micro-batches, padded with empty ones to the largest number of any rank, the rows of
         ``sequences`` in each that is not padding, and the totals. One collective."""
         plan = plan_micro_batches(sequences.lengths, self.config.token_budget)
         places = [sequences.rows_of(indices) for indices in plan]
@@ -311,26 +285,11 @@ class EmbeddedTrainEngine:
         ids = batch.tokens.to(self.device.torch_device) if self.mesh.first_stage else positions
         return self.model(ids, positions, PackedAttention(batch.lengths), routed, hidden, replay_of(batch, self.model))
 
-    def _tokens(self, batch: Sequences, hidden_ND: torch.Tensor, with_mass: bool = False) -> TrainedTokens:
-        """Computes the trained tokens' log-probabilities and entropies, ``with_mass`` the mass of masked ids, too. On
-        the last stage."""
-        rows, device = batch.loss_mask.nonzero().squeeze(1), self.device.torch_device
-        removed: list[torch.Tensor] | None = [] if with_mass else None
-        logits_nVl = self.model.logits(hidden_ND.index_select(0, (rows - 1).to(device)), removed)
-        targets_n, kept = batch.tokens[rows].to(device), batch.kept_at(rows)
-        kept = None if kept is None else kept.to(device)
-        values = vocab_parallel_logprobs(
-            logits_nVl,
-            targets_n,
-            self.mesh,
-            temperature=self.temperature,
-            kept=kept,
-            removed_nM=removed[0] if removed else None,
-        )
-        return TrainedTokens(values.logprobs, values.entropy, rows, values.kept_mass, values.masked_mass)
+    def _tokens(self, batch: Sequences, hidden_ND: torch.Tensor, with_mass: bool = False) -> TokenLogprobs:
+        return trained_logprobs(self.model, batch, hidden_ND, temperature=self.temperature, with_mass=with_mass)
 
     def _routing_counts(self, batches: list[Sequences]) -> torch.Tensor:
-        """Counts the tokens of the global batch that each expert receives, summed over layers: float32 [E]."""
+        """Count the tokens of the global batch that each expert receives, summed over layers: float32 [E]."""
         routed: list[Routed] = []
 
         def forward(i: int, hidden: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:

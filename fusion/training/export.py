@@ -17,7 +17,7 @@ from fusion.training.chunks import Chunk
 
 
 def export_checkpoint(checkpoint: Path, folder: Path, tokenizer_from: Path | None = None) -> None:
-    """Writes the weights of a folder of `save_checkpoint`, in the dtype that the run trained in, and in float32 those
+    """Write the weights of a folder of `save_checkpoint`, in the dtype that the run trained in, and in float32 those
     that are kept in it. Holds one shard of the folder in memory at a time.
 
     Args:

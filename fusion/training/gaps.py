@@ -55,7 +55,7 @@ def gap_sums(tokens: LossInput, weight_n: torch.Tensor | None) -> dict[str, torc
 
 
 def _start_logprobs(tokens: LossInput) -> torch.Tensor | None:
-    """Returns the log-probabilities under the weights at the start of the step; None if they were not computed."""
+    """Return the log-probabilities under the weights at the start of the step; None if they were not computed."""
     if tokens.proximal_logprobs is not None:
         return tokens.proximal_logprobs
     return None if tokens.updated else tokens.logprobs.detach()
@@ -77,7 +77,7 @@ def _sums_by_lag(
 
 
 def _sums_of_sequences(log_r: torch.Tensor, lengths: list[int]) -> torch.Tensor:
-    """Returns the number of sequences with trained tokens, the sum of their ratios, and that of the squares."""
+    """Return the number of sequences with trained tokens, the sum of their ratios, and that of the squares."""
     has_tokens = torch.tensor([length > 0 for length in lengths], dtype=torch.bool).to(log_r.device)
     log_w = log_r.new_zeros(len(lengths)).index_add(0, owners(lengths, log_r.device), log_r)
     ratio = log_ratio(log_w, torch.zeros_like(log_w)).exp()[has_tokens]
@@ -85,7 +85,7 @@ def _sums_of_sequences(log_r: torch.Tensor, lengths: list[int]) -> torch.Tensor:
 
 
 def gap_metrics(sums: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Returns the metrics of summed `gap_sums`. What has no tokens is left out: a lag, or all gaps of a minibatch whose
+    """Return the metrics of summed `gap_sums`. What has no tokens is left out: a lag, or all gaps of a minibatch whose
     log-probabilities at the step's start were not computed."""
     metrics: dict[str, float] = {}
     if TOKENS in sums:
@@ -127,7 +127,7 @@ def _metrics_of(name: str, row: torch.Tensor) -> dict[str, float]:
 
 
 def _quantile(counts: torch.Tensor, share: float) -> float:
-    """Returns the upper edge of the bin below which ``share`` of the weight lies."""
+    """Return the upper edge of the bin below which ``share`` of the weight lies."""
     below = counts.cumsum(0)
     index = int(torch.searchsorted(below, share * below[-1] * (1 - 1e-6)))
     return float(EDGES[min(index, BINS)])

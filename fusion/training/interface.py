@@ -40,7 +40,7 @@ class TrainEngine(Protocol):
     # Computing
 
     def forward_backward(self, sequences: Sequences, loss: Loss, *, continued: bool = False) -> dict[str, float]:
-        """Adds the gradient of the mean loss over the global batch to the gradients. Collective.
+        """Add the gradient of the mean loss over the global batch to the gradients. Collective.
 
         Args:
             sequences: this data-parallel rank's part, the same on its TP ranks and on every stage; may be empty.
@@ -53,7 +53,7 @@ class TrainEngine(Protocol):
         """
 
     def optimizer_step(self, before_update: Callable[[], None] | None = None) -> dict[str, float]:
-        """Updates the weights with the gradients accumulated since the last step, and zeroes them; with
+        """Update the weights with the gradients accumulated since the last step, and zero them; with
         `training.router_bias_rate` also the routers' correction biases. Collective.
 
         Args:
@@ -66,7 +66,7 @@ class TrainEngine(Protocol):
         """
 
     def logprobs(self, sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
-        """Computes log-probabilities and entropies of the tokens, without gradients. Collective.
+        """Compute log-probabilities and entropies of the tokens, without gradients. Collective.
 
         Returns:
             two float32 tensors [N] on the CPU, in the order of ``sequences``, the same on every stage; 0 where
@@ -74,11 +74,11 @@ class TrainEngine(Protocol):
         """
 
     def with_own_routing(self, sequences: Sequences) -> Sequences:
-        """Returns ``sequences`` with their routing under the current weights, to be replayed under later weights.
+        """Return ``sequences`` with their routing under the current weights, to be replayed under later weights.
         Collective."""
 
     def using_weights(self, weights: Buckets) -> AbstractContextManager[None]:
-        """Makes the trainer compute with other weights of the same plan as ``model.weights`` until the block ends, such
+        """Make the trainer compute with other weights of the same plan as ``model.weights`` until the block ends, such
         as the reference model's. The model's weights are unchanged and need not be resident. Not collective."""
 
     # Memory other than the weights. Every tensor has separate storage, so that an offloader can move it by storage.
@@ -89,20 +89,20 @@ class TrainEngine(Protocol):
         (`gradients`); if not, their memory can be released (`release_gradients`)."""
 
     def gradients(self) -> Mapping[str, torch.Tensor]:
-        """Returns the live gradient tensors by name: flat, float32, in HBM unless released or offloaded."""
+        """Return the live gradient tensors by name: flat, float32, in HBM unless released or offloaded."""
 
     def release_gradients(self) -> None:
-        """Releases the gradients' memory. Not while `accumulating`."""
+        """Release the gradients' memory. Not while `accumulating`."""
 
     def allocate_gradients(self) -> None:
-        """Allocates the gradients' memory again, zeroed. Not while `accumulating`.
+        """Allocate the gradients' memory again, zeroed. Not while `accumulating`.
 
         Raises:
             torch.OutOfMemoryError: there is not enough memory; none was allocated.
         """
 
     def optimizer_states(self) -> Mapping[str, torch.Tensor]:
-        """Returns the live tensors of the optimizer by name, flat and float32, in HBM or on the host. Call again before
+        """Return the live tensors of the optimizer by name, flat and float32, in HBM or on the host. Call again before
         every use.
 
         If the weights are not float32, ``master.<i>`` is the float32 master of this rank's shard of gradient bucket i,
@@ -112,20 +112,20 @@ class TrainEngine(Protocol):
     # Checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns this rank's state: ``tensors``, the live weights and optimizer states by name, which must be
+        """Return this rank's state: ``tensors``, the live weights and optimizer states by name, which must be
         resident, in HBM or on the host; ``steps``; and ``skipped_in_a_row``, the last `SKIPPED_IN_A_ROW`."""
 
     def chunks(self, state: dict[str, Any]) -> list[Chunk]:
-        """Returns this rank's part of what a checkpoint needs, in a `state_dict` or a copy of one: boxes of global
+        """Return this rank's part of what a checkpoint needs, in a `state_dict` or a copy of one: boxes of global
         tensors, whose names and shapes are the same in every layout. Over all ranks the owned chunks cover every
         element of every global tensor once. `master/NAME` holds the weights that are exported as the Hugging Face
         tensor NAME. Can be called on any thread.
         """
 
     def resume_at(self, steps: int, skipped_in_a_row: int) -> None:
-        """Continues from the live `chunks`, all of which were overwritten with the values of a checkpoint: derives all
-        other state from them, and sets the numbers of optimizer steps, and of those skipped in a row. Collective."""
+        """Continue from the live `chunks`, all of which were overwritten with the values of a checkpoint: derive all
+        other state from them, and set the numbers of optimizer steps, and of those skipped in a row. Collective."""
 
     def weight_views(self, state: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Returns the weights in a copy of `state_dict` by the names of ``model.table``, each in its local shape, as
+        """Return the weights in a copy of `state_dict` by the names of ``model.table``, each in its local shape, as
         views of the copy. Can be called on any thread."""

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fusion.model import Mesh
-from fusion.training.batch import KeptIds
+from fusion.model import Mesh, Transformer
+from fusion.training.batch import KeptIds, Sequences
+from fusion.training.model import TrainedModel
 
 
 class TokenLogprobs(NamedTuple):
@@ -51,6 +52,30 @@ def vocab_parallel_logprobs(
     these logits, on all TP ranks or none; M may be 0.
     """
     return TokenLogprobs(*_Logprobs.apply(logits_nVl, targets_n, mesh, temperature, kept, removed_nM))
+
+
+def trained_logprobs(
+    model: Transformer | TrainedModel,
+    batch: Sequences,
+    hidden_ND: torch.Tensor,
+    *,
+    temperature: float,
+    with_mass: bool = False,
+) -> TokenLogprobs:
+    """Compute those of the trained tokens of a micro-batch, in the order of `Sequences.trained_rows`, from its hidden
+    states; ``with_mass`` the mass of masked ids, too. On the last stage."""
+    rows, device = batch.trained_rows, hidden_ND.device
+    removed: list[torch.Tensor] | None = [] if with_mass else None
+    logits_nVl = model.logits(hidden_ND.index_select(0, (rows - 1).to(device)), removed)
+    targets_n, kept = batch.tokens[rows].to(device), batch.kept_at(rows)
+    return vocab_parallel_logprobs(
+        logits_nVl,
+        targets_n,
+        model.mesh,
+        temperature=temperature,
+        kept=None if kept is None else kept.to(device),
+        removed_nM=removed[0] if removed else None,
+    )
 
 
 class _Logprobs(torch.autograd.Function):

@@ -17,6 +17,10 @@ MAX_LOG_RATIO = 20.0
 """Bound on the logarithms of probability ratios before `exp`: beyond it float32 carries no information."""
 
 
+COLUMNS = ("advantages", "behaviour_logprobs", "ref_logprobs", "proximal_logprobs", "versions")
+"""Columns that a loss reads of the trained tokens of `Sequences`, under the same names"""
+
+
 @dataclass(frozen=True)
 class LossInput:
     """The n trained tokens of a micro-batch, sequence by sequence. Columns are float32 [n] except for ``versions``.
@@ -111,7 +115,7 @@ def means_of_sequences(values_n: torch.Tensor, lengths: list[int]) -> torch.Tens
     return sums_of_sequences(values_n, lengths) / sizes[owners(lengths, values_n.device)]
 
 
-def owners(lengths: list[int], device: torch.device) -> torch.Tensor:
+def owners(lengths: list[int], device: torch.device | str = "cpu") -> torch.Tensor:
     """Return the index of the sequence that each token belongs to: int64 [n]."""
     sizes = torch.tensor(lengths, dtype=torch.int64)
     return torch.arange(len(lengths)).repeat_interleave(sizes).to(device)

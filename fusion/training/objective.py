@@ -25,7 +25,8 @@ from fusion.model.truncation import MAX_KEPT_IDS
 from fusion.npu.all_or_none import gather_json
 from fusion.training.batch import Sequences
 from fusion.training.gaps import SUMS, gap_metrics, gap_sums
-from fusion.training.loss import Loss, LossInput
+from fusion.training.logprobs import TokenLogprobs
+from fusion.training.loss import COLUMNS, Loss, LossInput, owners
 
 BALANCE = "actor/load_balancing_loss"
 LOSS = "actor/loss"
@@ -50,13 +51,13 @@ class Totals(NamedTuple):
     micro_batches: int
 
     def share_after(self, normaliser: float) -> float:
-        """Returns the share of these tokens in a batch to which tokens with this ``normaliser`` came before; in (0, 1],
+        """Return the share of these tokens in a batch to which tokens with this ``normaliser`` came before; in (0, 1],
         or 0 if only those count."""
         together = normaliser + self.normaliser
         return self.normaliser / together if together > 0 else 1.0
 
     def and_then(self, later: Totals) -> Totals:
-        """Returns the totals of these tokens and later ones of the same batch."""
+        """Return the totals of these tokens and later ones of the same batch."""
         return Totals(
             self.weight + later.weight,
             self.normaliser + later.normaliser,
@@ -81,16 +82,16 @@ class BatchSums:
     balance: float | None = None
 
     def after(self, earlier: BatchSums) -> BatchSums:
-        """Returns the sums of the batch of which this is the part that follows ``earlier``."""
+        """Return the sums of the batch of which this is the part that follows ``earlier``."""
         share, sums = self.totals.share_after(earlier.totals.normaliser), dict(earlier.sums)
         for name, value in self.sums.items():
             sums[name] = sums[name] + value if name in sums else value
-        balances = [one for one in (earlier.balance, self.balance) if one is not None]
+        balances = [loss for loss in (earlier.balance, self.balance) if loss is not None]
         balance = None if not balances else (1 - share) * balances[0] + share * balances[-1]
         return BatchSums(earlier.totals.and_then(self.totals), sums, balance)
 
     def metrics(self, balancing_coef: float) -> dict[str, float]:
-        """Returns the means over the batch."""
+        """Return the means over the batch."""
         sums, weight, means = dict(self.sums), self.totals.weight, dict[str, float]()
         loss, mismatched, replayed = (sums.pop(name, None) for name in (LOSS, MISMATCH, REPLAYED))
         gaps = {name: sums.pop(name) for name in SUMS if name in sums}
@@ -104,17 +105,6 @@ class BatchSums:
             means[BALANCE] = self.balance
             means[LOSS] = means.get(LOSS, 0.0) + balancing_coef * means[BALANCE]
         return means
-
-
-class TrainedTokens(NamedTuple):
-    """The trained tokens of one micro-batch: float32 [n] on the device (`TokenLogprobs`), and their rows int64 [n] on
-    the CPU."""
-
-    logprobs: torch.Tensor
-    entropy: torch.Tensor
-    rows: torch.Tensor
-    kept_mass: torch.Tensor | None = None
-    masked_mass: torch.Tensor | None = None
 
 
 class Objective:
@@ -146,25 +136,20 @@ class Objective:
         self.own_rows = own_rows
         self._sums: dict[str, torch.Tensor] = {}
 
-    def of_tokens(self, batch: Sequences, tokens: TrainedTokens) -> torch.Tensor:
-        """Returns the micro-batch's share of the mean loss: scalar."""
-        rows, device = tokens.rows, tokens.logprobs.device
+    def of_tokens(self, batch: Sequences, tokens: TokenLogprobs) -> torch.Tensor:
+        """Return the micro-batch's share of the mean loss: scalar. ``tokens``: its trained ones, on the device."""
+        rows, device = batch.trained_rows, tokens.logprobs.device
 
         def column(values_N: torch.Tensor | None) -> torch.Tensor | None:
             return None if values_N is None else values_N[rows].to(device)
 
-        owner = torch.arange(len(batch.lengths)).repeat_interleave(torch.tensor(batch.lengths, dtype=torch.int64))
         inputs = LossInput(
             logprobs=tokens.logprobs,
             entropy=tokens.entropy,
-            lengths=owner[rows].bincount(minlength=len(batch.lengths)).tolist(),
-            advantages=column(batch.advantages),
-            behaviour_logprobs=column(batch.behaviour_logprobs),
-            ref_logprobs=column(batch.ref_logprobs),
-            proximal_logprobs=column(batch.proximal_logprobs),
-            versions=column(batch.versions),
+            lengths=owners(batch.lengths)[rows].bincount(minlength=len(batch.lengths)).tolist(),
             version=batch.version,
             updated=batch.updated,
+            **{name: column(getattr(batch, name)) for name in COLUMNS},
         )
         out, weight_n = self.loss(inputs), column(batch.token_weight)
 
@@ -189,8 +174,8 @@ class Objective:
         return self._of_share(total(out.loss) / max(self.totals.normaliser, 1e-12))
 
     def of_routing(self, batch: Sequences, routed: list[Routed]) -> torch.Tensor | None:
-        """Returns the share of this stage's sparse layers in the load-balancing loss: scalar, weighted; None without
-        one."""
+        """Return the share of this stage's sparse layers in the load-balancing loss: scalar, weighted; None if there is
+        no such loss."""
         if not self.balancing_coef:
             return None
         if self.own_rows is not None:
@@ -209,7 +194,7 @@ class Objective:
         if not routed:
             return None
         lengths = torch.tensor(batch.lengths, dtype=torch.int64)
-        owner_n = torch.arange(len(lengths)).repeat_interleave(lengths)[own_rows.start : own_rows.stop]
+        owner_n = owners(batch.lengths)[own_rows.start : own_rows.stop]
         device = routed[0].stats.device
         owner_n, lengths_S = owner_n.to(device), lengths.to(device, torch.float32)
         losses = [sequence_balancing_loss(layer, owner_n, lengths_S, self.mesh) for layer in routed]
@@ -218,7 +203,7 @@ class Objective:
         return self._of_share(self.balancing_coef * balance)
 
     def of_replay(self, batch: Sequences, routed: list[Routed]) -> None:
-        """Counts the (row, layer) pairs of this stage for which the router would have chosen other experts than the
+        """Count the (row, layer) pairs of this stage for which the router would have chosen other experts than the
         replayed ones."""
         if batch.routing is None or not routed:
             return
@@ -228,7 +213,7 @@ class Objective:
         self._add(REPLAYED, torch.tensor(float(num_replayed), device=mismatched.device))
 
     def sums(self) -> BatchSums:
-        """Returns the sums over the global batch, the same on every rank. Collective over the mesh."""
+        """Return the sums over the global batch, the same on every rank. Collective over the mesh."""
         sums = _sum_over_stages(self._sum_over_stage(), self.mesh)
         balance = sums.pop(BALANCE, None)
         return BatchSums(self.totals, sums, None if balance is None else float(balance))
@@ -240,7 +225,7 @@ class Objective:
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
     def _sum_over_stage(self) -> dict[str, torch.Tensor]:
-        """Returns the sums over the ranks of this stage, float64 on the CPU, flat."""
+        """Return the sums over the ranks of this stage, float64 on the CPU, flat."""
         if not self._sums:
             return {}
         values = [value.to(torch.float64).flatten() for value in self._sums.values()]
@@ -256,7 +241,7 @@ class Objective:
 
 
 def routing_counts(routed: list[Routed], mesh: Mesh, num_experts: int, device: torch.device | str) -> torch.Tensor:
-    """Returns the number of tokens routed to each expert, float32 [E], summed over ranks and layers. Collective."""
+    """Return the number of tokens routed to each expert, float32 [E], summed over ranks and layers. Collective."""
     counts = [layer.stats[0] for layer in routed]
     counts_E = torch.stack(counts).detach().sum(0) if counts else torch.zeros(num_experts, device=device)
     if mesh.world_group is not None:
@@ -265,7 +250,7 @@ def routing_counts(routed: list[Routed], mesh: Mesh, num_experts: int, device: t
 
 
 def _sum_over_stages(sums: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
-    """Adds up the stages' sums: only the last stage has those of the loss, every stage has its layers' balance."""
+    """Add up the stages' sums: only the last stage has those of the loss, every stage has its layers' balance."""
     if mesh.pp_group is None:
         return sums
     sums_by_stage = gather_json({name: values.tolist() for name, values in sums.items()}, mesh.pp_group)

@@ -133,7 +133,7 @@ class ShardedAdamW:
         return _Shard.cut(states["master"], piece) if "master" in states else self._weight(piece)
 
     def take_masters(self) -> None:
-        """Copies the weights into the fp32 masters (nothing to do for fp32 weights)."""
+        """Copy the weights into the fp32 masters (nothing to do for fp32 weights)."""
         if self.weights.dtype == torch.float32:
             return
         for index, states in self.states:
@@ -141,11 +141,11 @@ class ShardedAdamW:
                 self._master(states, piece).copy_(self._weight(piece))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns every tensor of the optimizer except the gradients by name (`exp_avg.3`), with separate storage."""
+        """Return every tensor of the optimizer except the gradients by name (`exp_avg.3`), with separate storage."""
         return self.states.tensors()
 
     def chunks(self, tensors: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> Iterator[Chunk]:
-        """Yields this rank's shard as boxes of the global tensors `master/NAME`, `exp_avg/NAME` and `exp_avg_sq/NAME`,
+        """Yield this rank's shard as boxes of the global tensors `master/NAME`, `exp_avg/NAME` and `exp_avg_sq/NAME`,
         each a view. Over all ranks the owned ones cover every element of every global tensor once.
 
         Args:
@@ -168,7 +168,7 @@ class ShardedAdamW:
                     )
 
     def untrained_chunks(self, weights: Mapping[str, torch.Tensor]) -> Iterator[Chunk]:
-        """Yields this rank's parameters without gradients as boxes of the global tensors `master/NAME`, in the dtype
+        """Yield this rank's parameters without gradients as boxes of the global tensors `master/NAME`, in the dtype
         that they are kept in, each a view. Over all ranks the owned ones cover every element once.
 
         Args:
@@ -184,7 +184,7 @@ class ShardedAdamW:
             )
 
     def publish(self) -> None:
-        """Copies the masters to the weights, on all replicas. Collective."""
+        """Copy the masters to the weights, on all replicas. Collective."""
         for index, states in self.states:
             self._publish(self.shards[index], states)
 
@@ -193,7 +193,7 @@ class ShardedAdamW:
             flat.zero_()
 
     def step(self, lr: float, before_update: Callable[[], None] | None = None) -> float:
-        """Updates the weights with the accumulated gradients and zeroes these. Returns their norm before clipping; if
+        """Update the weights with the accumulated gradients and zero these. Returns their norm before clipping; if
         it is not finite, weights and states are unchanged, on all ranks, and ``skipped_in_a_row`` grows.
 
         Args:
@@ -216,7 +216,7 @@ class ShardedAdamW:
         return norm
 
     def _reduce(self, shard: _Shard) -> None:
-        """Sums the shard's gradient over all ranks, which makes it the gradient of the whole batch."""
+        """Sum the shard's gradient over all ranks, which makes it the gradient of the whole batch."""
         if shard.wire.numel:
             wire = shard.gradient.new_zeros(shard.wire.numel)
             views = [self.gradients.views[piece.param.name].flatten() for piece in shard.wire.pieces]
@@ -263,7 +263,7 @@ class ShardedAdamW:
             )
 
     def _publish(self, shard: _Shard, states: States) -> None:
-        """Copies the masters to this rank's pieces of the weights, and those to every replica."""
+        """Copy the masters to this rank's pieces of the weights, and those to every replica."""
         if shard.group is None:
             if "master" in states:
                 for piece in shard.pieces:

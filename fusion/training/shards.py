@@ -78,7 +78,7 @@ class ShardBox:
 
     @property
     def at(self) -> int:
-        """Where the elements begin in the flat tensor of the piece."""
+        """Start of the elements in the flat tensor of the piece."""
         return self.piece.at + self.start - self.piece.start
 
 

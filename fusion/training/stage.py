@@ -45,14 +45,14 @@ class Stage:
             dist.all_reduce(torch.zeros(1, device=model.device.torch_device), group=self.mesh.pp_group)
 
     def train(self, rows: Sequence[int], forward: Forward) -> None:
-        """Runs forward and backward passes (1F1B) of micro-batches of ``rows`` each; gradients accumulate in the
+        """Run forward and backward passes (1F1B) of micro-batches of ``rows`` each; gradients accumulate in the
         leaves."""
         stages = self.mesh.parallel.pp
         self._run(one_forward_one_backward(self.mesh.pp_rank, stages, len(rows)), rows, forward, backward=True)
 
     @torch.no_grad()
     def infer(self, rows: Sequence[int], forward: Forward) -> None:
-        """Runs forward passes only; ``forward`` keeps what it needs of the last stage's output."""
+        """Run forward passes only; ``forward`` keeps what it needs of the last stage's output."""
         self._run(forward_only(len(rows)), rows, forward, backward=False)
 
     def _run(self, actions: list[Action], rows: Sequence[int], forward: Forward, backward: bool) -> None:
@@ -77,7 +77,7 @@ class Stage:
         assert not pending and not mail
 
     def _exchange(self, step: Step, rows: Sequence[int], mail: dict[tuple[bool, int], torch.Tensor]) -> None:
-        """Sends the step's outgoing messages from ``mail`` and receives its incoming ones into ``mail``."""
+        """Send the step's outgoing messages from ``mail`` and receive its incoming ones into ``mail``."""
         operations, sent = [], []
         for message in step.messages:
             key = message.forward, message.micro_batch
@@ -102,7 +102,7 @@ class Stage:
 
 
 def _backward(pending: _Pending, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Runs the backward pass and returns the gradient of the stage's input."""
+    """Run the backward pass and return the gradient of the stage's input."""
     edges, gradients = [], []
     if pending.output is not None:
         edges.append(pending.output)

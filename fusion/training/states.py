@@ -23,10 +23,10 @@ class StateGroups(Protocol):
     """All states start as zeros."""
 
     def __iter__(self) -> Iterator[tuple[int, States]]:
-        """Yields every group in order, on the card, to be read and written until the next one is requested."""
+        """Yield every group in order, on the card, to be read and written until the next one is requested."""
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns `name.index` → live tensor, on the card or on the host. Call again before every use."""
+        """Return `name.index` → live tensor, on the card or on the host. Call again before every use."""
 
 
 MakeStates = Callable[[Device, Sequence[Mapping[str, int]]], StateGroups]

@@ -7,7 +7,7 @@ The trainer, the engine and the reward are those of the main job, in one process
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,7 @@ def make_base_model(
     with RewardPool(reward) as rewards, progress(f"warm-up on {task}", total=plan.max_steps, unit="steps") as bar:
         for step in range(1, plan.max_steps + 1):
             prompts = source.next(plan.batch)
-            batch = Sequences.from_samples([p.ids for p in prompts], [solution_ids(p, tokenizer) for p in prompts])
+            batch = _pack([p.ids for p in prompts], [solution_ids(p, tokenizer) for p in prompts])
             metrics = trainer.forward_backward(batch, cross_entropy)
             if trainer.optimizer_step()[SKIPPED_IN_A_ROW]:
                 raise RuntimeError(f"warm-up on {task}: the gradient of step {step} is not finite")
@@ -112,6 +112,15 @@ def make_base_model(
         )
     save_folder(model, folder)
     return accuracy
+
+
+def _pack(prompts: Sequence[Sequence[int]], solutions: Sequence[Sequence[int]]) -> Sequences:
+    return Sequences.from_packed(
+        [len(ids) for ids in prompts],
+        [len(ids) for ids in solutions],
+        prompts=torch.tensor([id for ids in prompts for id in ids]),
+        responses=torch.tensor([id for ids in solutions for id in ids]),
+    )
 
 
 def _qwen3_moe(plan: WarmUp) -> dict[str, Any]:

@@ -11,10 +11,11 @@ from fusion.inference import EmbeddedEngine, Request
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights, save_folder
 from fusion.npu import open_device
 from fusion.rewards.arithmetic import arithmetic
-from fusion.training import EmbeddedTrainEngine, Sequences, split_over_ranks
+from fusion.training import EmbeddedTrainEngine, split_over_ranks
 from fusion.training.algorithms import make_algorithm
 from stalesync.job.config import Config
 from stalesync.prompts import PromptSource
+from tests.training.sequences import sequences_of
 
 
 def run(config: Config, export: Path) -> list[float]:
@@ -57,7 +58,7 @@ def run(config: Config, export: Path) -> list[float]:
         (order,) = split_over_ranks([len(one.prompt) + len(one.tokens) for one in outputs], 1)
         chosen = [outputs[i] for i in order]
         trainer.allocate_gradients()
-        batch = Sequences.from_samples(
+        batch = sequences_of(
             [one.prompt for one in chosen],
             [one.tokens for one in chosen],
             advantages=values[order],

@@ -13,6 +13,7 @@ from fusion.offload import StreamedStates
 from fusion.training import AlgorithmConfig, EmbeddedTrainEngine, Sequences, TrainingConfig, split_over_ranks
 from fusion.training.algorithms import make_algorithm
 from fusion.training.states import ResidentStates
+from tests.training.sequences import sequences_of
 
 LONGEST = 16
 """Response tokens; more than any of `sample_batch` has."""
@@ -53,7 +54,7 @@ def sample_batch(samples: int, seed: int, vocabulary: int = 32) -> Sequences:
         return [0.3 * torch.randn(size, generator=random) for size in sizes]
 
     response_lengths = lengths(1, 9)
-    batch = Sequences.from_samples(
+    batch = sequences_of(
         tokens(lengths(1, 7)),
         tokens(response_lengths),
         advantages=torch.randn(samples, generator=random),

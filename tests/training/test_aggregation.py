@@ -15,9 +15,11 @@ from fusion.training.algorithms import ALGORITHMS, Algorithm, cross_entropy, mak
 from fusion.training.algorithms.aggregation import weigh
 from fusion.training.config import AGGREGATIONS
 from fusion.training.corrections import CORRECTIONS
-from fusion.training.objective import Objective, Totals, TrainedTokens
+from fusion.training.logprobs import TokenLogprobs
+from fusion.training.objective import Objective, Totals
 from tests.helpers import tiny_config
 from tests.training.ranks import LONGEST, sample_batch
+from tests.training.sequences import sequences_of
 
 
 def totals_of(parts: list[Sequences]) -> Totals:
@@ -40,7 +42,7 @@ def gradient(batch: Sequences, logprobs_N: torch.Tensor, loss, weigh_, division:
             piece = part.select([indices.index(index) for index in micro_batch])
             rows = piece.loss_mask.nonzero().squeeze(1)
             own = leaf[batch.rows_of(micro_batch)][rows]
-            objective.of_tokens(piece, TrainedTokens(own, torch.zeros(len(rows)), rows)).backward()
+            objective.of_tokens(piece, TokenLogprobs(own, torch.zeros(len(rows)))).backward()
     return leaf.grad, objective.sums().metrics(0.0)
 
 
@@ -88,7 +90,7 @@ def test_the_gradient_does_not_depend_on_how_a_batch_is_divided(name, correction
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_averages_by_hand(ranks):
     """Two sequences of 1 and 3 trained tokens, at most 5: the derivative of a token's loss by its logprob is -1."""
-    batch = Sequences.from_samples([[1], [2]], [[3], [4, 5, 6]])
+    batch = sequences_of([[1], [2]], [[3], [4, 5, 6]])
     division = [[share] for share in split_over_ranks(batch.lengths, ranks)]
     shares = {"token_mean": (1 / 4, 1 / 4), "sequence_mean": (1 / 2, 1 / 6), "constant": (1 / 10, 1 / 10)}
     assert set(shares) == set(AGGREGATIONS)
@@ -113,7 +115,7 @@ def test_each_algorithm_averages_as_its_paper_says_unless_the_config_chooses():
         "rloo": "constant",
         "reinforce_plus_plus": "token_mean",
     }
-    batch = Sequences.from_samples([[1]], [[2, 3]])
+    batch = sequences_of([[1]], [[2, 3]])
     chosen: Algorithm = make_algorithm(AlgorithmConfig(name="dr_grpo", loss_aggregation="sequence_mean"), LONGEST)
     found = chosen.weigh(batch)
     assert found.normaliser is None and found.token_weight.tolist() == [0, 0.5, 0.5]

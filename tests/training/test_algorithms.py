@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fusion.training import AlgorithmConfig
 from fusion.training.algorithms import ALGORITHMS, cross_entropy, make_algorithm
-from fusion.training.algorithms.shaping import overlong_penalty
+from fusion.training.algorithms.interface import overlong_penalty
 from fusion.training.loss import LossInput
 
 LONGEST = 20

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fusion.training import Sequences, plan_micro_batches, split_over_ranks
 from fusion.training.batch import UNREAD
+from tests.training.sequences import sequences_of
 
 LENGTHS = st.lists(st.integers(0, 60), max_size=40)
 
@@ -63,7 +64,7 @@ def test_prompts_and_responses_of_unequal_number_are_refused():
 
 
 def test_columns_lie_beside_the_tokens_they_belong_to():
-    batch = Sequences.from_samples(
+    batch = sequences_of(
         [[5, 6], [7]],
         [[8], [9, 3, 4]],
         advantages=[1.0, -1.0],
@@ -84,7 +85,7 @@ def test_columns_lie_beside_the_tokens_they_belong_to():
     assert second.versions.tolist() == [0, 1, 1, 2] and second.version == 2
     assert second.tokens.tolist() == [7, 9, 3, 4] and second.lengths == [4]
     assert batch.select([1, 0]).tokens.tolist() == [7, 9, 3, 4, 5, 6, 8]
-    for nothing in (batch.select([]), Sequences.from_samples([], [], advantages=[])):
+    for nothing in (batch.select([]), sequences_of([], [], advantages=[])):
         assert nothing.tokens.shape == nothing.positions.shape == nothing.advantages.shape == (0,)
         assert nothing.tokens.dtype == torch.int64 and nothing.loss_mask.dtype == torch.bool
 
@@ -92,7 +93,7 @@ def test_columns_lie_beside_the_tokens_they_belong_to():
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.data())
 def test_the_rows_of_sequences_are_those_between_their_starts_and_ends(lengths, data):
     batch = Sequences.from_packed(
-        [0] * len(lengths), lengths, responses=torch.arange(sum(lengths)), trained=torch.zeros(len(lengths))
+        lengths, [0] * len(lengths), prompts=torch.arange(sum(lengths)), responses=torch.empty(0)
     )
     indices = data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=12))
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
@@ -104,7 +105,7 @@ def test_the_rows_of_sequences_are_those_between_their_starts_and_ends(lengths, 
 
 
 def test_a_sample_can_be_left_out_of_the_loss():
-    batch = Sequences.from_samples([[5], [6]], [[7, 8], [9]], trained=[False, True])
+    batch = sequences_of([[5], [6]], [[7, 8], [9]], trained=[False, True])
     assert batch.loss_mask.tolist() == [False, False, False, False, True]
 
 
@@ -137,14 +138,12 @@ def test_routing_lies_at_every_token_but_the_last_of_a_sequence():
 
 
 def test_columns_that_do_not_fit_are_refused_by_name():
-    with pytest.raises(ValueError, match=r"behaviour_logprobs\[1\] has 1 values for 2 response tokens"):
-        Sequences.from_samples([[1], [2]], [[3], [4, 5]], behaviour_logprobs=[[0.0], [0.0]])
-    with pytest.raises(ValueError, match="advantages has 1 samples; expected 2"):
-        Sequences.from_samples([[1], [2]], [[3], [4]], advantages=[0.0])
+    with pytest.raises(AssertionError, match="2 values for 3 tokens"):
+        Sequences.from_packed([1, 1], [1, 2], behaviour_logprobs=torch.zeros(2))
     with pytest.raises(ValueError, match=r"loss_mask has shape \[3\]; expected \[4\]"):
         Sequences(torch.zeros(4, dtype=torch.int64), [2, 2], torch.zeros(3, dtype=torch.bool))
     with pytest.raises(ValueError, match="first token"):
-        Sequences.from_samples([[]], [[3, 4]])
+        sequences_of([[]], [[3, 4]])
 
 
 @given(st.lists(st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=4), max_size=5), st.data())

@@ -12,6 +12,7 @@ from fusion.training import AlgorithmConfig, Sequences, load_checkpoint, save_ch
 from fusion.training.algorithms import ALGORITHMS, cross_entropy, make_algorithm
 from tests.helpers import run_ranks, tiny_checkpoint, tiny_hf
 from tests.training.ranks import LONGEST, Case, make_engine, sample_batch, with_policy
+from tests.training.sequences import sequences_of
 
 GRPO = make_algorithm(AlgorithmConfig(kl_coef=0.1), LONGEST).loss
 SFT = cross_entropy
@@ -276,7 +277,7 @@ def test_a_rank_without_samples_takes_part(checkpoint, layout):
 
 def fewer_rows_than_tp_ranks(rank, device, checkpoint, layout):
     engine = make_engine(Case(checkpoint, layout), device)
-    return engine.forward_backward(Sequences.from_samples([[3]], [[]]), SFT)
+    return engine.forward_backward(sequences_of([[3]], [[]]), SFT)
 
 
 @pytest.mark.parametrize("layout", [Parallel(2, 2, 2), Parallel(4, 2, 2, pp=2)], ids=str)

@@ -14,6 +14,7 @@ from fusion.training import AlgorithmConfig, EmbeddedTrainEngine, Sequences, Tra
 from fusion.training.algorithms import make_algorithm
 from tests.helpers import run_ranks, tiny_checkpoint
 from tests.training.ranks import LONGEST, sample_batch, with_policy
+from tests.training.sequences import sequences_of
 
 ROWS = 64
 """Of the vocabulary; `sample_batch` has ids below 32"""
@@ -117,9 +118,7 @@ def sampled(rank: int, device: Any, folder: str, masked: Any, parallel: Parallel
     whole: list[Any] = [[output for output in outputs if int(output.request_id) % len(params) == 0]]
     if parallel.world > 1:
         torch.distributed.broadcast_object_list(whole, 0)
-    batch = Sequences.from_samples(
-        *([torch.tensor(getattr(o, name)) for o in whole[0]] for name in ("prompt", "tokens"))
-    )
+    batch = sequences_of(*([torch.tensor(getattr(o, name)) for o in whole[0]] for name in ("prompt", "tokens")))
     return outputs, whole[0], engine.logprobs(batch)[0][batch.loss_mask]
 
 

@@ -14,12 +14,12 @@ import torch.distributed as dist
 from fusion.model import PackedAttention, Transformer
 from fusion.training import Sequences
 from fusion.training.batch import plan_micro_batches
-from fusion.training.logprobs import vocab_parallel_logprobs
+from fusion.training.logprobs import trained_logprobs
 
 
 @torch.no_grad()
 def sequence_scores(model: Transformer, samples: Sequence[torch.Tensor], token_budget: int) -> list[float]:
-    """Returns the output of a reward model's head at the last token of each sample, in order.
+    """Return the output of a reward model's head at the last token of each sample, in order.
 
     Collective over the model's mesh. ``samples``: int64 [L > 0] each, the same on the TP ranks; may be empty.
     """
@@ -39,24 +39,19 @@ def sequence_scores(model: Transformer, samples: Sequence[torch.Tensor], token_b
 
 @torch.no_grad()
 def token_logprobs(model: Transformer, sequences: Sequences, *, token_budget: int, temperature: float) -> torch.Tensor:
-    """Returns float32 [N] on the CPU: the log-probability of every response token; 0 elsewhere. Collective over the
+    """Return float32 [N] on the CPU: the log-probability of every response token; 0 elsewhere. Collective over the
     mesh."""
     logprobs_N = torch.zeros(len(sequences.tokens))
     for indices, batch, hidden_ND in _forward(model, sequences, token_budget):
-        rows = batch.loss_mask.nonzero().squeeze(1)
-        logits_nVl = model.logits(hidden_ND.index_select(0, (rows - 1).to(hidden_ND.device)))
-        targets_n = batch.tokens[rows].to(hidden_ND.device)
-        kept = batch.kept_at(rows)
-        kept = None if kept is None else kept.to(hidden_ND.device)
-        values = vocab_parallel_logprobs(logits_nVl, targets_n, model.mesh, temperature=temperature, kept=kept)
-        logprobs_N[sequences.rows_of(indices)[rows]] = values.logprobs.cpu()
+        values = trained_logprobs(model, batch, hidden_ND, temperature=temperature)
+        logprobs_N[sequences.rows_of(indices)[batch.trained_rows]] = values.logprobs.cpu()
     return logprobs_N
 
 
 def _forward(
     model: Transformer, sequences: Sequences, token_budget: int
 ) -> Iterator[tuple[list[int], Sequences, torch.Tensor]]:
-    """Yields (indices of the sequences, micro-batch, its hidden states [N, D]); ranks with fewer run empty ones."""
+    """Yield (indices of the sequences, micro-batch, its hidden states [N, D]); ranks with fewer run empty ones."""
     assert model.mesh.parallel.pp == 1
     plan = plan_micro_batches(sequences.lengths, token_budget)
     num_batches = torch.tensor([len(plan)])

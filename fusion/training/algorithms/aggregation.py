@@ -22,16 +22,16 @@ from dataclasses import replace
 import torch
 
 from fusion.training.batch import Sequences
+from fusion.training.loss import owners
 
 
 def weigh(sequences: Sequences, aggregation: str, max_response_length: int) -> Sequences:
     """Return ``sequences`` with the columns of the table above."""
     if aggregation == "token_mean":
         return sequences
-    lengths = torch.tensor(sequences.lengths, dtype=torch.int64)
-    owner_N = torch.arange(len(lengths)).repeat_interleave(lengths)
+    owner_N = owners(sequences.lengths)
     mask_N = sequences.loss_mask.to(torch.float32)
-    trained_B = torch.zeros(len(lengths)).index_add(0, owner_N, mask_N)
+    trained_B = torch.zeros(len(sequences.lengths)).index_add(0, owner_N, mask_N)
     share_N = mask_N / trained_B.clamp(min=1)[owner_N]
     if aggregation == "sequence_mean":
         return replace(sequences, token_weight=share_N)

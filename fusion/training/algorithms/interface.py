@@ -16,8 +16,8 @@ from collections.abc import Hashable, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from fusion.training.algorithms import shaping
 from fusion.training.algorithms.aggregation import weigh
 from fusion.training.algorithms.baseline import FloatArray, IntArray, number_groups
 from fusion.training.batch import Sequences
@@ -107,7 +107,7 @@ class Algorithm:
         rewards_B = np.array(rewards, dtype=np.float64)  # None becomes NaN
         lengths_B = np.array(response_lengths, dtype=np.int64)
         cut_B = lengths_B >= longest if cut is None else np.array(cut, dtype=np.bool_)
-        shaped_B = rewards_B + shaping.overlong_penalty(lengths_B, longest, buffer, cut_B)
+        shaped_B = rewards_B + overlong_penalty(lengths_B, longest, buffer, cut_B)
         if config.kl_in != "reward" or not config.kl_coef:
             return shaped_B
         if reference_kl is None:
@@ -118,7 +118,8 @@ class Algorithm:
             )
         if None in reference_kl:
             raise ValueError("reference_kl has a None; expected a number for each sample")
-        return shaping.subtract_kl(shaped_B, np.array(reference_kl, dtype=np.float64), config.kl_coef)
+        # The log-ratio, summed over a response, estimates the KL (InstructGPT, arXiv 2203.02155, section 3.5, eq. 2).
+        return shaped_B - config.kl_coef * np.array(reference_kl, dtype=np.float64)
 
     def estimate(self, rewards_n: FloatArray, groups_n: IntArray) -> FloatArray:
         """Return the advantages [n] of the samples whose rewards did not fail, from their shaped rewards. ``groups_n``:
@@ -159,6 +160,18 @@ class Algorithm:
             metrics["actor/kl_loss"] = kl.detach()
             loss = loss + config.kl_coef * kl
         return LossOutput(loss, metrics)
+
+
+def overlong_penalty(lengths_B: IntArray, longest: int, buffer: int, cut_B: NDArray[np.bool_]) -> FloatArray:
+    """Return 0 up to ``longest`` - ``buffer`` tokens, then decrease linearly to -1 at ``longest`` for responses that
+    were cut there. One that has ended with its last token had no need of more: it counts as one token shorter.
+
+    Soft overlong punishment (DAPO, arXiv 2503.14476, section 3.4: L_max is ``longest``, L_cache is ``buffer``).
+    """
+    if not buffer:
+        return np.zeros(len(lengths_B))
+    lengths_B = np.where(cut_B, lengths_B, np.minimum(lengths_B, longest - 1))
+    return -np.clip((lengths_B - (longest - buffer)) / buffer, 0.0, 1.0)
 
 
 def failed(reward: Reward) -> bool:

@@ -17,5 +17,5 @@ ALGORITHMS: dict[str, type[Algorithm]] = {
 
 
 def make_algorithm(config: AlgorithmConfig, max_response_length: int) -> Algorithm:
-    """Builds the algorithm named by `algorithm.name` for responses bounded by ``max_response_length`` tokens."""
+    """Build the algorithm named by `algorithm.name` for responses bounded by ``max_response_length`` tokens."""
     return ALGORITHMS[config.name](config, max_response_length)

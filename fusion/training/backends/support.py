@@ -34,8 +34,8 @@ def check_megatron(config: ModelConfig, layout: Parallel) -> None:
     """
     version = installed_version()
     if version is None or not version.startswith(RELEASES):
-        found = "is not installed" if version is None else f"is {version}, expected {RELEASES}*"
-        raise ValueError(f"training.backend=megatron: megatron-core {found}; {INSTALL}, {OTHERWISE}")
+        state = "is not installed" if version is None else f"is {version}, expected {RELEASES}*"
+        raise ValueError(f"training.backend=megatron: megatron-core {state}; {INSTALL}, {OTHERWISE}")
     if problem := misfit(config, layout):
         raise ValueError(f"parallel.train.{problem}; change it, {OTHERWISE}")
     if layout.tp > config.num_kv_heads:
