@@ -11,6 +11,7 @@
     paced              trainer, engine and switch of an emulated card that take the time of a modelled card
     checkpoint_writer  copies the trainer's state in a pause and writes it in the background
     rendezvous         joins the cards in one process group
+    loaded_worker      opens and loads a card, joins the others
     worker, stages     Worker: switch, generate, reference, score, train, save; the report of each
 
 A worker does not depend on Ray: `stalesync` starts it as an actor, a test calls it in its own process.

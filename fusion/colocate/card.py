@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -77,68 +78,34 @@ def load_card(
     restart: int = 0,
     kv_peers: KVPeers | None = None,
 ) -> Card:
-    """Creates the process groups and loads what the roles of ``rank`` need. Collective over all cards of the run; for a
+    """Create the process groups and load what the roles of ``rank`` need. Collective over all cards of the run; for a
     ``restart``, over those of its engine."""
     device, pool = log.device, HostPool(log.device)
     if restart:
         meshes = Meshes.create_restarted(spec, rank, restart, device.process_group_backend)
     else:
         meshes = Meshes.create(spec, rank)
-    weights = PolicyWeights(
-        spec=spec,
-        config=spec.policy(),
-        rank=rank,
-        device=device,
-        meshes=meshes,
-        train_model=parts.train_model,
-        infer_model=parts.infer_model,
-    )
+    place: dict[str, Any] = dict(spec=spec, rank=rank, device=device, meshes=meshes)
+    weights = PolicyWeights(**place, train_model=parts.train_model, infer_model=parts.infer_model)
     # Before the trainer, while there is enough memory to copy a reference from the trained weights.
-    roles = parts.roles(spec=spec, rank=rank, device=device, meshes=meshes, policy=weights, pool=pool)
+    roles = parts.roles(**place, policy=weights, pool=pool)
     trainer = _load_trainer(spec, weights, device=device, pool=pool, parts=parts)
     if trainer is not None:
         roles.choose_residency(_min_over(meshes.trainers, device.memory().free))
-    drafter = None if weights.infer is None else _load_drafter(spec, rank, exchange_texts)
-    kv_files = None
-    if spec.kv_pool is not None and weights.infer is not None:
-        kv_files = open_files(spec.kv_pool, rank, kv_peers)
+    drafter = kv_files = None
+    if weights.infer is not None:
+        drafter = _load_drafter(spec, rank, exchange_texts)
+        kv_files = open_files(spec.kv_pool, rank, kv_peers) if spec.kv_pool is not None else None
     engine = _load_engine(spec, weights, device=device, pool=pool, parts=parts, drafter=drafter, kv_files=kv_files)
-    generation = None
-    if engine is not None:
-        detokenize = Detokenizer(spec.detokenizer) if spec.detokenizer else None
-        generation = EngineStage(
-            engine,
-            queue,
-            detokenize,
-            routing=_records_routing(spec),
-            kept=spec.rollout.truncates,
-            drafter=drafter,
-        )
+    generation = None if engine is None else _load_generation(spec, engine, queue, drafter)
     staged = None
     if spec.ahead and engine is not None and trainer is None:
         staged = StagedWeights(weights, device, HostPool(device), in_hbm=spec.fusion.double_buffer)
-    switcher = parts.switcher(
-        spec=spec,
-        rank=rank,
-        device=device,
-        phases=phases,
-        weights=weights,
-        meshes=meshes,
-        trainer=trainer,
-        engine=engine,
-        staged=staged,
-        pool=pool,
-        metrics=log.metrics,
-        timeline=log.timeline,
-    )
     receiver = None
     if staged is not None and engine is not None and generation is not None:
         receiver = WeightReceiver(
-            spec=spec,
-            rank=rank,
-            device=device,
+            **place,
             staged=staged,
-            meshes=meshes,
             engine=engine,
             make_switcher=parts.background_switcher,
             interim_report=partial(_interim_report, log, generation),
@@ -151,7 +118,17 @@ def load_card(
         weights=weights,
         roles=roles,
         algorithm=make_algorithm(spec.algorithm, spec.rollout.max_response_length),
-        switcher=switcher,
+        switcher=parts.switcher(
+            **place,
+            phases=phases,
+            weights=weights,
+            trainer=trainer,
+            engine=engine,
+            staged=staged,
+            pool=pool,
+            metrics=log.metrics,
+            timeline=log.timeline,
+        ),
         trainer=trainer,
         checkpoint_writer=_checkpoint_writer(trainer, spec, meshes=meshes, device=device, pool=pool),
         engine=engine,
@@ -211,6 +188,19 @@ def _load_engine(
     )
 
 
+def _load_generation(
+    spec: WorkerSpec, engine: InferEngine, queue: SampleStore, drafter: TextDrafter | None
+) -> EngineStage:
+    return EngineStage(
+        engine,
+        queue,
+        Detokenizer(spec.detokenizer) if spec.detokenizer else None,
+        routing=_records_routing(spec),
+        kept=spec.rollout.truncates,
+        drafter=drafter,
+    )
+
+
 def _stop_strings(spec: WorkerSpec) -> StopStrings | None:
     if not spec.rollout.stop:
         return None
@@ -233,14 +223,14 @@ def _checkpoint_writer(
 
 
 def _interim_report(log: StageLog, generation: EngineStage) -> StageReport:
-    """Reports the running `generate` stage so far. Called on its thread, after it has adopted new weights."""
+    """Report the running `generate` stage so far. Called on its thread, after it has adopted new weights."""
     log.timeline.mark("switch/adopt")
     generation.count(log.metrics)
     return log.interim_report()
 
 
 def _min_over(group: dist.ProcessGroup | None, value: int) -> int:
-    """Returns the smallest value over a group's ranks, so that all of them make the same decision."""
+    """Return the smallest value over a group's ranks, so that all of them make the same decision."""
     smallest = torch.tensor([value])
     if group is not None:
         dist.all_reduce(smallest, dist.ReduceOp.MIN, group=group)

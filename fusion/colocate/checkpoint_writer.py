@@ -43,7 +43,7 @@ class CheckpointWriter:
         """The state to be written, or being written"""
 
     def copy(self, state: Mapping[str, Any]) -> None:
-        """Copies a `TrainEngine.state_dict` with tensors in HBM or on the host; returns when they may be changed.
+        """Copy a `TrainEngine.state_dict` with tensors in HBM or on the host; return when they may be changed.
 
         Raises:
             RuntimeError: the host does not have enough memory for the copy.
@@ -60,7 +60,7 @@ class CheckpointWriter:
         self._state = {**state, "tensors": self._copies}
 
     def write(self, checkpoint: str, export: str) -> None:
-        """Writes the copy, each folder atomically. Collective over the cards that train.
+        """Write the copy, each folder atomically. Collective over the cards that train.
 
         Raises:
             OSError: this card could not write.

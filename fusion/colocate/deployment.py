@@ -41,7 +41,7 @@ class Deployment:
 
     @classmethod
     def colocated(cls, world: int) -> Deployment:
-        """Returns training and generation on every one of ``world`` cards."""
+        """Return training and generation on every one of ``world`` cards."""
         return cls(tuple(range(world)), tuple(range(world)))
 
     @property
@@ -70,7 +70,7 @@ class Deployment:
         return frozenset(role for role in Role if rank in self.cards_of(role))
 
     def engines(self, size: int) -> list[tuple[int, ...]]:
-        """Returns the ranks of every engine of ``size`` cards.
+        """Return the ranks of every engine of ``size`` cards.
 
         Raises:
             ValueError: an engine would be incomplete, or mix cards that train and cards that do not; names the keys.
@@ -85,13 +85,13 @@ class Deployment:
         return [self.generate[first : first + size] for first in range(0, len(self.generate), size)]
 
     def describe(self) -> str:
-        """Returns the cards of each role in a line: `actor_train 0-3, reference 0-3`."""
+        """Return the cards of each role in a line: `actor_train 0-3, reference 0-3`."""
         spans = [(role.value, self.cards_of(role)) for role in Role if self.cards_of(role)]
         return ", ".join(f"{role} {cards[0]}{f'-{cards[-1]}' if len(cards) > 1 else ''}" for role, cards in spans)
 
 
 def deploy(config: FusionConfig, npus: int, reference: bool, reward_model: bool) -> Deployment:
-    """Returns the deployment configured by the group `fusion`.
+    """Return the deployment configured by the group `fusion`.
 
     Args:
         npus: cards of the run (`cluster.npus`).

@@ -45,7 +45,7 @@ class StageFailed(RuntimeError):
 
 
 def stage_kind(error: Exception, rank: int) -> FailureKind:
-    """Classifies the exception of a stage on a rank: an abort on all ranks is this rank's failure if it is among those
+    """Classify the exception of a stage on a rank: an abort on all ranks is this rank's failure if it is among those
     that failed, else a consequence of another rank's failure."""
     if isinstance(error, QueueClosed):
         return FailureKind.QUEUE_CLOSED
@@ -56,7 +56,7 @@ def stage_kind(error: Exception, rank: int) -> FailureKind:
 
 
 def ships_failures(*stages: str) -> Callable[[C], C]:
-    """Class decorator: makes these methods of a worker raise `StageFailed` instead of their exceptions, and log when
+    """Make these methods of a worker class raise `StageFailed` instead of their exceptions, and log when
     they begin and how they fail."""
 
     def decorate(worker: C) -> C:

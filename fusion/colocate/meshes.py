@@ -24,18 +24,18 @@ class Meshes:
         checkpoint_group: the cards of ``trainers`` over the host, for saving in the background.
     """
 
-    train: Mesh | None
-    engine: Mesh | None
-    reference: Mesh | None
-    reward_model: Mesh | None
-    actor: dist.ProcessGroup | None
-    trainers: dist.ProcessGroup | None
-    replica: dist.ProcessGroup | None
-    checkpoint_group: dist.ProcessGroup | None
+    train: Mesh | None = None
+    engine: Mesh | None = None
+    reference: Mesh | None = None
+    reward_model: Mesh | None = None
+    actor: dist.ProcessGroup | None = None
+    trainers: dist.ProcessGroup | None = None
+    replica: dist.ProcessGroup | None = None
+    checkpoint_group: dist.ProcessGroup | None = None
 
     @classmethod
     def create(cls, spec: WorkerSpec, rank: int) -> Meshes:
-        """Creates all groups in the same order on every card. Collective over the whole world."""
+        """Create all groups in the same order on every card. Collective over the whole world."""
         deployment = spec.deployment
 
         def mesh(parallel: Parallel | None, ranks: tuple[int, ...]) -> Mesh | None:
@@ -58,7 +58,7 @@ class Meshes:
 
     @classmethod
     def create_restarted(cls, spec: WorkerSpec, rank: int, restart: int, backend: str) -> Meshes:
-        """Creates the groups within the engine of ``rank``, whose cards have all restarted. Collective over the engine;
+        """Create the groups within the engine of ``rank``, whose cards have all restarted. Collective over the engine;
         `renew_actor` must follow.
 
         Args:
@@ -71,34 +71,24 @@ class Meshes:
             ranks,
             lambda members: new_group(members, f"restart {restart}: engine {members}", backend),
         )
-        return cls(
-            train=None,
-            engine=engine,
-            reference=None,
-            reward_model=None,
-            actor=None,
-            trainers=None,
-            replica=None,
-            checkpoint_group=None,
-        )
+        return cls(engine=engine)
 
     def leave_actor(self) -> None:
-        """Leaves the group `actor`, in which a collective has failed, so that no other rank waits for this one in it.
+        """Leave the group `actor`, in which a collective has failed, so that no other rank waits for this one in it.
         `renew_actor` must follow."""
         if self.actor is not None:
             dist.destroy_process_group(self.actor)
             self.actor = None
 
     def renew_actor(self, spec: WorkerSpec, restart: int, backend: str) -> None:
-        """Replaces the group `actor`, of which a member has ended and was restarted. Collective over the actor's cards,
+        """Replace the group `actor`, of which a member has ended and was restarted. Collective over the actor's cards,
         of which no one is in a collective of the group."""
-        if self.actor is not None:
-            dist.destroy_process_group(self.actor)
+        self.leave_actor()
         self.actor = new_group(spec.deployment.actor, f"restart {restart}: actor", backend)
 
 
 def group_of(ranks: Sequence[int], rank: int, backend: str | None = None) -> dist.ProcessGroup | None:
-    """Creates the process group of ``ranks``; None if it has one member or ``rank`` is not in it. Collective over the
+    """Create the process group of ``ranks``; None if it has one member or ``rank`` is not in it. Collective over the
     world."""
     if len(ranks) == 1:
         return None

@@ -28,7 +28,7 @@ from fusion.training.loss import Loss
 
 
 def paced_parts(spec: WorkerSpec) -> WorkerParts:
-    """Returns the parts of a paced card of this run; all but the background switcher share one clock."""
+    """Return the parts of a paced card of this run; all but the background switcher share one clock."""
     assert spec.pace is not None
     pace, pacer, first = spec.pace, Pacer(), spec.deployment.generate[0]
     trainer = TrainerCost(pace, spec.train, spec.training.recompute)
@@ -47,13 +47,13 @@ def paced_parts(spec: WorkerSpec) -> WorkerParts:
 
 
 def observe_load(step: Step) -> EngineLoad:
-    """Returns the properties of an engine's step that its cost depends on."""
+    """Return the properties of an engine's step that its cost depends on."""
     first_tokens = step.sampled[len(step.decodes) :]
     return EngineLoad(
-        decode_contexts=tuple(seq.computed + 1 for seq in step.decodes + [one.seq for one in step.verified]),
+        decode_contexts=tuple(seq.computed + 1 for seq in step.decodes + [draft.seq for draft in step.verified]),
         first_token_contexts=tuple(len(seq.tokens) for seq in first_tokens),
         prefill_chunks=tuple((count, seq.computed) for seq, count in step.chunks),
-        drafts=tuple((len(one) - 1, one.seq.computed + 1) for one in step.verified),
+        drafts=tuple((len(draft) - 1, draft.seq.computed + 1) for draft in step.verified),
     )
 
 

@@ -18,7 +18,7 @@ from fusion.training import EmbeddedTrainEngine, TrainEngine
 
 
 def frozen_transformer(*args: Any, **options: Any) -> Transformer:
-    """Creates a `Transformer` that is never trained."""
+    """Create a `Transformer` that is never trained."""
     model = Transformer(*args, **options)
     model.requires_grad_(False)
     return model
@@ -41,7 +41,7 @@ class WorkerParts:
 
 
 def worker_parts(spec: WorkerSpec) -> WorkerParts:
-    """Returns the factories for a card of this run."""
+    """Return the factories for a card of this run."""
     parts = WorkerParts()
     if spec.pace is not None:
         from fusion.colocate.paced import paced_parts

@@ -84,7 +84,7 @@ class PhaseMachine:
 
     @property
     def reachable(self) -> set[Phase]:
-        """Returns the phases that this card can switch to from its current one."""
+        """Phases that this card can switch to from its current one."""
         return {
             step.target
             for step in TRANSITIONS
@@ -92,7 +92,7 @@ class PhaseMachine:
         }
 
     def check(self, target: Phase) -> None:
-        """Raises the PhaseError that `begin` would raise."""
+        """Raise the PhaseError that `begin` would raise."""
         if target not in self.reachable:
             allowed = sorted(phase.value for phase in self.reachable)
             raise PhaseError(
@@ -101,16 +101,16 @@ class PhaseMachine:
             )
 
     def begin(self, target: Phase) -> None:
-        """Leaves the current phase; the card is BROKEN until `arrive`, and stays so if the switch raises."""
+        """Leave the current phase; the card is BROKEN until `arrive`, and stays so if the switch raises."""
         self.check(target)
         self.phase = Phase.BROKEN
 
     def arrive(self, target: Phase) -> None:
-        """Ends the transition that `begin` started."""
+        """End the transition that `begin` started."""
         self.phase = target
 
     def require(self, request: str) -> None:
-        """Raises a PhaseError if the current phase does not serve ``request``, a key of SERVES."""
+        """Raise a PhaseError if the current phase does not serve ``request``, a key of SERVES."""
         if self.phase not in SERVES[request]:
             serving = sorted(phase.value for phase in SERVES[request])
             raise PhaseError(

@@ -33,10 +33,10 @@ import torch.distributed.distributed_c10d as c10d
 LOOPBACK = "127.0.0.1"
 
 REACHED_WITHIN_S = 30.0
-"""A rank to which the first rank's host does not answer within this time cannot reach it"""
+"""Seconds after which a rank without an answer of the first rank's host cannot reach it"""
 
 _SIOCGIFADDR = 0x8915
-"""Of ioctl(2): the IPv4 address of an interface (netdevice(7))"""
+"""Request of ioctl(2) for the IPv4 address of an interface (netdevice(7))"""
 
 
 class NotReached(RuntimeError):
@@ -56,12 +56,12 @@ class Rendezvous:
         self.address = f"tcp://{name}:{self._socket.getsockname()[1]}/{secrets.token_hex(16)}"
 
     def take_fd(self) -> int:
-        """Returns the socket's descriptor, which then belongs to the caller."""
+        """Return the socket's descriptor, which then belongs to the caller."""
         return self._socket.detach()
 
 
 def join(address: str, *, rank: int, world: int, backend: str, opened: Rendezvous | None = None) -> None:
-    """Makes this process ``rank`` of the default process group. Collective over its ``world`` ranks.
+    """Make this process ``rank`` of the default process group. Collective over its ``world`` ranks.
 
     The first rank must have opened its rendezvous before others join. Whether they reach it is tried first, as torch's
     store would retry for half an hour.
@@ -82,7 +82,7 @@ def join(address: str, *, rank: int, world: int, backend: str, opened: Rendezvou
 
 
 def rejoin(address: str, *, rank: int, world: int) -> None:
-    """Makes this process ``rank`` in place of one that has ended. Its default group sends nothing, as those of the
+    """Make this process ``rank`` in place of one that has ended. Its default group sends nothing, as those of the
     other ranks have lost a member: it serves to create others (`new_group`).
 
     Raises:
@@ -95,7 +95,7 @@ def rejoin(address: str, *, rank: int, world: int) -> None:
 
 
 def new_group(ranks: Sequence[int], name: str, backend: str) -> dist.ProcessGroup | None:
-    """Creates the process group of ``ranks`` (global ranks, ascending), of which some may have rejoined; None on other
+    """Create the process group of ``ranks`` (global ranks, ascending), of which some may have rejoined; None on other
     ranks. Collective over its ranks alone, unlike torch's `new_group`, which counts groups and so must be called by all
     ranks as often.
 
@@ -119,7 +119,7 @@ def new_group(ranks: Sequence[int], name: str, backend: str) -> dist.ProcessGrou
 
 
 def _connect(address: str, *, rank: int, world: int, opened: Rendezvous | None = None) -> dist.Store:
-    """Returns the store of the first rank, which listens at ``opened`` there."""
+    """Return the store of the first rank, which listens at ``opened`` there."""
     place = urlsplit(address)
     key = place.path.strip("/")
     if place.scheme != "tcp" or not place.hostname or not place.port or not key:
@@ -140,7 +140,7 @@ def _connect(address: str, *, rank: int, world: int, opened: Rendezvous | None =
 
 
 def _check_reached(host: str, port: int) -> None:
-    """Connects to the first rank once.
+    """Connect to the first rank once.
 
     Raises:
         NotReached: in vain.
@@ -156,7 +156,7 @@ def _check_reached(host: str, port: int) -> None:
 
 
 def _bind_collectives(host: str, port: int) -> None:
-    """Makes gloo listen on the interface by which this process reaches ``host``, and NCCL if that is loopback (else it
+    """Make gloo listen on the interface by which this process reaches ``host``, and NCCL if that is loopback (else it
     may use several interfaces). Settings of the user's environment are kept."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))  # sends nothing
@@ -168,7 +168,7 @@ def _bind_collectives(host: str, port: int) -> None:
 
 
 def interface_of(address: str) -> str | None:
-    """Returns the name of this machine's interface with an IPv4 address; None if there is none."""
+    """Return the name of this machine's interface with an IPv4 address; None if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])

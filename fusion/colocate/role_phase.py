@@ -16,7 +16,7 @@ from fusion.npu.all_or_none import all_or_none
 def in_role_phase(
     phases: PhaseMachine, phase: Phase, *, mesh: Mesh, weights: AbstractContextManager[None], device: Device
 ) -> Iterator[None]:
-    """Puts the card into ``phase`` with ``weights`` entered for the duration of the block, then back into its phase;
+    """Put the card into ``phase`` with ``weights`` entered for the duration of the block, then back into its phase;
     all cards of ``mesh`` together.
 
     Raises:

@@ -11,7 +11,9 @@ from typing import Any
 
 from fusion.inference.config import RolloutConfig
 
-KEYS = ("engines", "rollout.kv_fraction", "rollout.max_kv_tokens", "rollout.max_seqs")
+LIMITS = ("kv_fraction", "max_kv_tokens", "max_seqs")
+"""Settings of `RolloutConfig` that a share has"""
+KEYS = ("engines", *(f"rollout.{name}" for name in LIMITS))
 """Settings that can be changed during a run; all except the first start with the config's value."""
 
 
@@ -26,24 +28,18 @@ class InferenceShare:
 
     @classmethod
     def of(cls, config: RolloutConfig, engines: int) -> InferenceShare:
-        """Returns all engines with the limits of the config, the share that a run starts with."""
-        return cls(
-            engines=tuple(range(engines)),
-            kv_fraction=config.kv_fraction,
-            max_seqs=config.max_seqs,
-            max_kv_tokens=config.max_kv_tokens,
-        )
+        """Return all engines with the limits of the config, the share that a run starts with."""
+        return cls(tuple(range(engines)), **{name: getattr(config, name) for name in LIMITS})
 
     def rollout(self, config: RolloutConfig) -> RolloutConfig:
-        """Returns the config of an engine under this share."""
+        """Return the config of an engine under this share."""
         tokens = max(config.max_batch_tokens, self.max_seqs)  # every running sequence decodes one token a step
-        limits: dict[str, Any] = {name: getattr(self, name) for name in ("kv_fraction", "max_seqs", "max_kv_tokens")}
-        return replace(config, max_batch_tokens=tokens, **limits)
+        return replace(config, max_batch_tokens=tokens, **{name: getattr(self, name) for name in LIMITS})
 
     def changed(
         self, changes: Mapping[str, Any], config: RolloutConfig, *, engines: int, max_tokens: int
     ) -> InferenceShare:
-        """Returns this share with some of KEYS changed.
+        """Return this share with some of KEYS changed.
 
         Args:
             changes: key → value as a user writes it: numbers, null, engines as `all` or `0,2`.
@@ -70,7 +66,7 @@ class InferenceShare:
         return share
 
     def check_longest(self, config: RolloutConfig, max_tokens: int) -> None:
-        """Checks that an attention rank's KV cache may hold the longest sample.
+        """Check that an attention rank's KV cache may hold the longest sample.
 
         Raises:
             ValueError: `rollout.max_kv_tokens` does not allow it.
@@ -84,13 +80,9 @@ class InferenceShare:
             )
 
     def state(self) -> dict[str, Any]:
-        """Returns the share in the format of `changed`, which checkpoints and the run's records contain."""
-        return {
-            "engines": ",".join(map(str, self.engines)),
-            "rollout.kv_fraction": self.kv_fraction,
-            "rollout.max_kv_tokens": self.max_kv_tokens,
-            "rollout.max_seqs": self.max_seqs,
-        }
+        """Return the share in the format of `changed`, which checkpoints and the run's records contain."""
+        limits = {f"rollout.{name}": getattr(self, name) for name in LIMITS}
+        return {"engines": ",".join(map(str, self.engines)), **limits}
 
     def __str__(self) -> str:
         return " ".join(f"{key}={'null' if value is None else value}" for key, value in self.state().items())

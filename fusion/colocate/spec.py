@@ -70,7 +70,7 @@ class WorkerSpec:
     masked_ids: tuple[tuple[int, int], ...] = ()
 
     def policy(self) -> ModelConfig:
-        """Reads the policy's specification from its folder, with the end tokens of the run, which its exports name; the
+        """Read the policy's specification from its folder, with the end tokens of the run, which its exports name; the
         reference's, too."""
         model = ModelConfig.from_hf(self.model.path)
         ends = self.detokenizer.end_token_ids if self.detokenizer else ()
@@ -111,11 +111,11 @@ class WorkerSpec:
 
 
 def engine_size(infer: Parallel) -> int:
-    """Returns the number of cards of one engine: the smallest range of ranks with complete TP, expert and pipeline
+    """Return the number of cards of one engine: the smallest range of ranks with complete TP, expert and pipeline
     groups."""
     return infer.pp * lcm(infer.tp, infer.ep * infer.etp)
 
 
 def layout_of_engine(infer: Parallel) -> Parallel:
-    """Returns the layout of one engine."""
+    """Return the layout of one engine."""
     return Parallel(engine_size(infer), tp=infer.tp, ep=infer.ep, pp=infer.pp, etp=infer.etp)

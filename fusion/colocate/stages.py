@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,7 +51,7 @@ class StageReport:
 
 
 def wait_kind(stage: str, phase: Phase, trains: bool) -> str:
-    """Returns the kind of the time that a card waited before ``stage``: for data, for weights, or "" (idle).
+    """Return the kind of the time that a card waited before ``stage``: for data, for weights, or "" (idle).
 
     Args:
         phase: in which it waited.
@@ -84,11 +84,11 @@ class StageLog:
         """End of the last stage"""
         self._profile: Profile | None = None
         self._asked: deque[Path | None] = deque()
-        """What `ask_profile` was called with, and was not done yet"""
+        """Arguments of `ask_profile` that were not carried out yet"""
 
     @contextmanager
     def stage(self, name: str, kind: str, waited: str = "") -> Iterator[None]:
-        """Records the block as a stage, which ends when the device has finished. ``waited``: the kind of the time since
+        """Record the block as a stage, which ends when the device has finished. ``waited``: the kind of the time since
         the previous stage."""
         if waited and self._left_ns is not None:
             self.timeline.add(waited, self._left_ns, self.timeline.clock_ns())
@@ -104,7 +104,7 @@ class StageLog:
 
     @contextmanager
     def work(self, name: str, kind: str = "") -> Iterator[None]:
-        """Records the block on the timeline (``kind``: default the name) and explains out-of-memory errors in it. If it
+        """Record the block on the timeline (``kind``: default the name) and explain out-of-memory errors in it. If it
         fails, the profile ends."""
         try:
             self._do_asked()
@@ -120,7 +120,7 @@ class StageLog:
         self._left_ns = self.timeline.clock_ns()
 
     def begin_profile(self, path: Path) -> None:
-        """Profiles the stages until `end_profile`, with the names of all spans. Called on their thread.
+        """Profile the stages until `end_profile`, with the names of all spans. Called on their thread.
 
         Args:
             path: as of `Profile`.
@@ -129,7 +129,7 @@ class StageLog:
         self.timeline.annotate = torch.profiler.record_function
 
     def ask_profile(self, path: Path | None) -> None:
-        """Asks for a profile, or for the end of that which runs (None). It is done on the stages' thread, between two
+        """Ask for a profile, or for the end of that which runs (None). It is done on the stages' thread, between two
         steps of the engine, or at the beginning or the end of a stage. Any thread.
 
         Args:
@@ -147,39 +147,22 @@ class StageLog:
                 self.begin_profile(path)
 
     def end_profile(self) -> None:
-        """Writes the profile, unless none has begun or it was ended meanwhile. Called on the stages' thread."""
+        """Write the profile, unless none has begun or it was ended meanwhile. Called on the stages' thread."""
         profile, self._profile, self.timeline.annotate = self._profile, None, None
         if profile is not None:
             profile.close()
 
     def record_memory(self, phase: str) -> None:
-        """Records the memory by owner now, and the stage's peak, as those of ``phase``."""
+        """Record the memory by owner now, and the stage's peak, as those of ``phase``."""
         memory = self.device.memory()
         self._ledger.record(phase, self.device.memory_by_owner(), memory.peak_allocated, capacity=memory.capacity)
 
-    def report(
-        self,
-        *,
-        answers: Sequence[EvalAnswer] = (),
-        scores: Mapping[str, RewardOutcome] | None = None,
-        suspended: Sequence[SuspendedSample] = (),
-        reference_kl: Mapping[str, float] | None = None,
-        has_lost: bool = False,
-    ) -> StageReport:
-        """Returns the report of the last stage; empties metrics and spans."""
-        return StageReport(
-            metrics=self.metrics.take(),
-            spans=self.timeline.drain(),
-            memory=self._ledger,
-            answers=list(answers),
-            scores=dict(scores or {}),
-            suspended=list(suspended),
-            reference_kl=dict(reference_kl or {}),
-            has_lost=has_lost,
-        )
+    def report(self, **results: Any) -> StageReport:
+        """Return the report of the last stage, with its ``results`` by field; empty metrics and spans."""
+        return StageReport(self.metrics.take(), self.timeline.drain(), self._ledger, **results)
 
     def interim_report(self) -> StageReport:
-        """Returns the report of the running stage since the last report. Called on the thread that runs it."""
+        """Return the report of the running stage since the last report. Called on the thread that runs it."""
         if self.pacer:
             self.pacer.report(self.metrics, self._kind)
         self.timeline.cut()
@@ -188,7 +171,7 @@ class StageLog:
 
     @contextmanager
     def explain_out_of_memory(self, stage: str) -> Iterator[None]:
-        """Reports the memory by owner if the block runs out of memory.
+        """Report the memory by owner if the block runs out of memory.
 
         Raises:
             OutOfMemory: instead of the allocator's error, or of an abort on all cards that was caused by a lack of

@@ -20,7 +20,7 @@ RESIDENT_FRACTION = 0.5
 
 
 def choose_residency(deployment: str, resident: str, *, free_bytes: int, role_bytes: int) -> Residency:
-    """Chooses where the weights of roles on cards that train are kept.
+    """Choose where the weights of roles on cards that train are kept.
 
     Args:
         resident: `fusion.resident`, used in the deployment *full* only: one, all or auto.
@@ -35,7 +35,7 @@ def choose_residency(deployment: str, resident: str, *, free_bytes: int, role_by
 
 
 def exchange_order(leaving: Sequence[int], coming: Sequence[int]) -> Iterator[tuple[Literal["out", "in"], int]]:
-    """Orders the offloading and loading of units (bytes each) so that they never need more than the larger side.
+    """Order the offloading and loading of units (bytes each) so that they never need more than the larger side.
 
     Yields:
         ("out", index in ``leaving``) or ("in", index in ``coming``).

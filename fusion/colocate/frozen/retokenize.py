@@ -13,7 +13,7 @@ from fusion.model.tokenizer_files import has_tokenizer
 
 
 def same_tokenizer(policy: str, reward_model: str) -> bool:
-    """Returns whether the two folders' tokenizers have the same vocabulary and the same end token; also True if the
+    """Return whether the two folders' tokenizers have the same vocabulary and the same end token; also True if the
     reward model's folder has no tokenizer."""
     if not has_tokenizer(Path(reward_model)):
         return True

@@ -63,7 +63,7 @@ class FrozenRoles:
                 self.retokenize = Retokenizer(spec.model.path, reward.path, ends)
 
     def choose_residency(self, free_bytes: int) -> None:
-        """Chooses the residency when the trainer is in HBM. ``free_bytes``: the minimum over all cards."""
+        """Choose the residency when the trainer is in HBM. ``free_bytes``: the minimum over all cards."""
         needed = sum(frozen.weights.nbytes for frozen in self.on_host.values())
         fusion = self.spec.fusion
         self.residency = choose_residency(fusion.deployment, fusion.resident, free_bytes=free_bytes, role_bytes=needed)
@@ -78,7 +78,7 @@ class FrozenRoles:
 
     @contextmanager
     def reference_in_hbm(self, trainer: TrainEngine | None) -> Iterator[None]:
-        """Keeps the reference's weights in HBM during the block; without separate cards the trainer computes with
+        """Keep the reference's weights in HBM during the block; without separate cards the trainer computes with
         them."""
         with self._in_hbm("reference"):
             if self.reference is not None:
@@ -90,12 +90,12 @@ class FrozenRoles:
 
     @contextmanager
     def reward_model_in_hbm(self) -> Iterator[None]:
-        """Keeps the reward model's weights in HBM during the block."""
+        """Keep the reward model's weights in HBM during the block."""
         with self._in_hbm("reward_model"):
             yield
 
     def logprobs(self, sequences: Sequences, trainer: TrainEngine | None) -> torch.Tensor:
-        """Returns float32 [N] on the CPU: the reference's log-probability of every response token.
+        """Return float32 [N] on the CPU: the reference's log-probability of every response token.
 
         Called in `reference_in_hbm`; collective over the reference's mesh, which is the trainer's unless the reference
         has separate cards.
@@ -111,7 +111,7 @@ class FrozenRoles:
         )
 
     def scores(self, samples: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[RewardOutcome]:
-        """Returns one outcome per sample (prompt, response: int64 [L] each), in order. In `reward_model_in_hbm`;
+        """Return one outcome per sample (prompt, response: int64 [L] each), in order. In `reward_model_in_hbm`;
         collective over its mesh."""
         assert self.reward_model is not None
         tokens = [self._reward_tokens(prompt, response) for prompt, response in samples]
@@ -126,7 +126,7 @@ class FrozenRoles:
         return [_outcome(scores.get(index), len(ids), max_length) for index, ids in enumerate(tokens)]
 
     def _reward_tokens(self, prompt: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
-        """Returns a sample in the reward model's tokens, int64 [L]."""
+        """Return a sample in the reward model's tokens, int64 [L]."""
         if self.retokenize is None:
             return torch.cat([prompt, response])
         return torch.tensor(self.retokenize(prompt.tolist(), response.tolist()), dtype=torch.int64)

@@ -37,7 +37,7 @@ class FrozenWeights:
         self._is_resident = False
 
     def make_resident(self) -> None:
-        """Loads the weights permanently."""
+        """Load the weights permanently."""
         for index in range(len(self._host)):
             self._load(index)
         self._wait_for_load()
@@ -45,7 +45,7 @@ class FrozenWeights:
 
     @contextmanager
     def in_hbm(self, residency: Residency, actor: Buckets, offloader: Offloader) -> Iterator[None]:
-        """Keeps the weights in HBM during the block; with residency ``one``, the actor's weights are not in HBM."""
+        """Keep the weights in HBM during the block; with residency ``one``, the actor's weights are not in HBM."""
         if residency == "all":
             assert self._is_resident
             yield

@@ -25,11 +25,11 @@ class ReadAhead:
         """Ids and columns of the batch that is held ahead, and the batch"""
 
     def begin(self, ids: Sequence[str], columns: Sequence[str]) -> None:
-        """Begins the next `read`."""
+        """Begin the next `read`."""
         self._begun = tuple(ids), tuple(columns), self._thread.submit(self._queue.read, ids, columns)
 
     def read(self, ids: Sequence[str], columns: Sequence[str]) -> PackedBatch:
-        """Returns these samples, as the queue's `read` does."""
+        """Return these samples, as the queue's `read` does."""
         begun, self._begun = self._begun, None
         if begun is not None and begun[:2] == (tuple(ids), tuple(columns)):
             return begun[2].result()

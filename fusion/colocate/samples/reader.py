@@ -40,7 +40,7 @@ class StageReader:
         loss_columns: Sequence[str] = (),
         expert_columns: Sequence[str] = (),
     ) -> Received:
-        """Reads samples with the columns that this rank of the stage's ``mesh`` needs (`stage_columns`); without those
+        """Read samples with the columns that this rank of the stage's ``mesh`` needs (`stage_columns`); without those
         that the queue has lost. Where log-probabilities are renormalised, whoever computes them reads the kept ids."""
         kept = KEPT if self.spec.rollout.truncates and stage != "score" else ()
         columns = stage_columns(mesh, (*loss_columns, *kept), expert_columns)
@@ -60,12 +60,12 @@ class StageReader:
         return empty_samples(columns)
 
     def take_lost(self) -> bool:
-        """Returns whether the queue has lost samples that were read since the last call."""
+        """Return whether the queue has lost samples that were read since the last call."""
         has_lost, self._has_lost = self._has_lost, False
         return has_lost
 
     def _begin(self, stage: str, ids: Sequence[str]) -> None:
-        """Begins to read samples that the next call for the stage reads; on the rank that asks the queue."""
+        """Begin to read samples that the next call for the stage reads; on the rank that asks the queue."""
         reader = self.readers.get(stage)
         if reader is not None and reader.rank == 0:
             self._queue.begin(ids, reader.union)
@@ -76,7 +76,7 @@ class StageReader:
         minibatches: Sequence[Sequence[str]],
         weigh: Callable[[Sequences], Sequences],
     ) -> Iterable[Sequences]:
-        """Reads this rank's samples of each minibatch when it is their turn, from the queue while the card computes on
+        """Read this rank's samples of each minibatch when it is their turn, from the queue while the card computes on
         the minibatch before; all of them at once where each needs what the policy before the first update computes: its
         routing, or its log-probabilities. A single minibatch needs neither.
 
@@ -94,7 +94,7 @@ class StageReader:
         return batches
 
     def _read_minibatch(self, trainer: TrainEngine, ids: Sequence[str], following: Sequence[str]) -> Sequences:
-        """Reads the samples ``ids``, and begins to read those of the ``following`` minibatch."""
+        """Read the samples ``ids``, and begin to read those of the ``following`` minibatch."""
         mesh, algorithm = trainer.model.mesh, self.spec.algorithm
         has_reference = self.spec.deployment.reference and algorithm.kl_in == "loss"
         received = self(

@@ -31,7 +31,7 @@ REFERENCE = "ref_logprobs"
 
 
 def stage_columns(mesh: Mesh, loss_columns: Sequence[str] = (), expert_columns: Sequence[str] = ()) -> tuple[str, ...]:
-    """Returns the columns that a rank of ``mesh`` needs: tokens in the first stage, labels and ``loss_columns`` in the
+    """Return the columns that a rank of ``mesh`` needs: tokens in the first stage, labels and ``loss_columns`` in the
     last one, ``expert_columns`` in every stage."""
     first = TOKENS if mesh.first_stage else ()
     last = (*LABELS, *loss_columns) if mesh.last_stage else ()
@@ -39,13 +39,13 @@ def stage_columns(mesh: Mesh, loss_columns: Sequence[str] = (), expert_columns: 
 
 
 def empty_samples(columns: Sequence[str]) -> Received:
-    """Returns a batch of no samples with these columns."""
+    """Return a batch of no samples with these columns."""
     batch = PackedBatch((), {name: Column(torch.empty(0)) for name in columns})
     return Received(batch, {name: torch.empty(0, dtype=torch.int64) for name in (*TOKENS, *columns)})
 
 
 def to_sequences(received: Received, layers: range | None = None) -> Sequences:
-    """Converts samples, with the columns that were received, to the trainer's sequences; of their routing the stage's
+    """Convert samples, with the columns that were received, to the trainer's sequences; of their routing the stage's
     sparse ``layers``, counted among all sparse ones (None: all).
 
     Raises:
@@ -105,13 +105,13 @@ def _check_kept(batch: PackedBatch) -> None:
 
 
 def tokens_of_samples(batch: PackedBatch) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns views of each sample's prompt and response, int64 [L] each."""
+    """Return views of each sample's prompt and response, int64 [L] each."""
     prompts, responses = (batch[name].buffer.split(batch[name].lengths().tolist()) for name in TOKENS)
     return list(zip(prompts, responses, strict=True))
 
 
 def summed_log_ratios(sequences: Sequences, ref_logprobs_N: torch.Tensor) -> list[float]:
-    """Sums behaviour_logprobs - ``ref_logprobs_N`` (0 on prompts) over each sample's response."""
+    """Sum behaviour_logprobs - ``ref_logprobs_N`` (0 on prompts) over each sample's response."""
     behaviour_N = sequences.behaviour_logprobs
     assert behaviour_N is not None
     ratios = (behaviour_N - ref_logprobs_N).to(torch.float64)
@@ -119,6 +119,6 @@ def summed_log_ratios(sequences: Sequences, ref_logprobs_N: torch.Tensor) -> lis
 
 
 def response_column(values_N: torch.Tensor, sequences: Sequences, received: Received) -> Column:
-    """Packs a per-token result of ``sequences``, which are `to_sequences(received)`, as a column of the queue: each
+    """Pack a per-token result of ``sequences``, which are `to_sequences(received)`, as a column of the queue: each
     sample's values at its response tokens. On a rank that has received the responses."""
     return Column(values_N[sequences.loss_mask], received.batch["response"].offsets)

@@ -42,7 +42,7 @@ class MasterRun(NamedTuple):
 
 
 def master_runs(layout: Layout, rank: int) -> dict[int, tuple[MasterRun, ...]]:
-    """Maps the units of a rank of the training layout that its own masters cover to the runs they consist of."""
+    """Map the units of a rank of the training layout that its own masters cover to the runs they consist of."""
     parallel, place = layout.parallel, layout.ranks.index(rank) % layout.parallel.world
     buckets, _ = gradient_buckets(layout.config, parallel, layout.table(place), bucket_bytes=layout.bucket_bytes)
     by_name: dict[str, list[MasterRun]] = defaultdict(list)
@@ -59,7 +59,7 @@ def master_runs(layout: Layout, rank: int) -> dict[int, tuple[MasterRun, ...]]:
 
 
 def choose_hosted(source: Layout, train: Layout, ranks: Iterable[int], topology: Topology) -> tuple[UnitId, ...]:
-    """Returns the units of the training layout that ``ranks``, whose masters are on the host, fill from them."""
+    """Return the units of the training layout that ``ranks``, whose masters are on the host, fill from them."""
     hosted: list[UnitId] = []
     for rank in ranks:
         runs, shared, held = master_runs(train, rank), shared_units(source, train, rank), _boxes(source, rank)
@@ -83,7 +83,7 @@ def choose_hosted(source: Layout, train: Layout, ranks: Iterable[int], topology:
 def host_parts(
     runs: Mapping[int, Iterable[MasterRun]], masters: Mapping[int, torch.Tensor]
 ) -> dict[int, list[HostPart]]:
-    """Returns the runs as views of the masters, flat float32 host tensors by shard."""
+    """Return the runs as views of the masters, flat float32 host tensors by shard."""
     return {
         unit: [HostPart(run.name, run.start, masters[run.shard][run.at : run.at + run.numel]) for run in unit_runs]
         for unit, unit_runs in runs.items()
@@ -98,7 +98,7 @@ def _boxes(layout: Layout, rank: int) -> dict[str, set[Box]]:
 
 
 def _lacking(layout: Layout, rank: int, held: Mapping[str, set[Box]]) -> dict[int, int]:
-    """Counts by unit the elements that the rank does not hold. The boxes it holds of a tensor are disjoint."""
+    """Count by unit the elements that the rank does not hold. The boxes it holds of a tensor are disjoint."""
     lacking: dict[int, int] = defaultdict(int)
     for name, region, place in layout.places(rank):
         hits = [hit for box in held.get(name, ()) if (hit := intersect(region, box))]
@@ -107,7 +107,7 @@ def _lacking(layout: Layout, rank: int, held: Mapping[str, set[Box]]) -> dict[in
 
 
 def _level_to_nearest_engine(source: Layout, rank: int, topology: Topology) -> int:
-    """Returns the level of the slowest link to the ranks of the nearest engine, which together hold all weights."""
+    """Return the level of the slowest link to the ranks of the nearest engine, which together hold all weights."""
     size = source.parallel.world
     engines = [source.ranks[first : first + size] for first in range(0, len(source.ranks), size)]
     return min(max(topology.level(rank, other) for other in engine) for engine in engines)

@@ -17,7 +17,7 @@ from fusion.ep_switch import Plan, SwitchReport, weights_checksum
 from fusion.ep_switch.exchange import Kind
 from fusion.ep_switch.fill import HostParts
 from fusion.ep_switch.transfer import Switcher
-from fusion.model import ModelConfig, WeightHolder, load_weights
+from fusion.model import WeightHolder, load_weights
 from fusion.model.weights import Buckets
 from fusion.npu import Device
 from fusion.npu.all_or_none import all_or_none, gather_json
@@ -42,14 +42,14 @@ class PolicyWeights:
         self,
         *,
         spec: WorkerSpec,
-        config: ModelConfig,
         rank: int,
         device: Device,
         meshes: Meshes,
         train_model: Callable[..., WeightHolder],
         infer_model: Callable[..., WeightHolder],
     ):
-        self.spec, self.config, self.device, self.rank, self.meshes = spec, config, device, rank, meshes
+        self.spec, self.device, self.rank, self.meshes = spec, device, rank, meshes
+        self.config = config = spec.policy()
         dtype, bucket_bytes = spec.model.torch_dtype, spec.fusion.bucket_bytes
         self.train: WeightHolder | None = None
         self.infer: WeightHolder | None = None
@@ -74,18 +74,18 @@ class PolicyWeights:
         self._runs: dict[Plan, dict[int, tuple[MasterRun, ...]]] = {}
 
     def renew_groups(self) -> None:
-        """Drops what was connected over the groups of `meshes` that have been renewed."""
+        """Drop what was connected over the groups of `meshes` that have been renewed."""
         self._switchers.clear()
 
     def route(self, engines: Sequence[int]) -> Route:
-        """Returns the route to these engines, planned once."""
+        """Return the route to these engines, planned once."""
         engines = tuple(engines)
         if engines not in self._routes:
             self._routes[engines] = plan_route(self.spec, self.config.without_predictors, engines)
         return self._routes[engines]
 
     def to_infer(self, route: Route, while_generating: bool = False) -> SwitchReport:
-        """Moves the weights to the engines of the route. A card that only generates releases its old weights first.
+        """Move the weights to the engines of the route. A card that only generates releases its old weights first.
 
         Args:
             while_generating: cards that only generate keep decoding and receive into their `StagedWeights`.
@@ -104,7 +104,7 @@ class PolicyWeights:
     def to_train(
         self, route: Route, masters: Callable[[Iterable[int]], Mapping[int, torch.Tensor]]
     ) -> SwitchReport | None:
-        """Moves the weights back to the trainer; returns None if the trainer has kept them.
+        """Move the weights back to the trainer; return None if the trainer has kept them.
 
         Args:
             masters: maps shards of the optimizer to their masters on the host, flat float32; called with the shards
@@ -136,7 +136,7 @@ class PolicyWeights:
         host: HostParts = MappingProxyType({}),
         while_generating: bool = False,
     ) -> tuple[SwitchReport, int | None]:
-        """Runs one switch by a plan.
+        """Run one switch by a plan.
 
         Returns:
             the report, and with `fusion.checksum` the checksum of the policy, else None. It is compared over all

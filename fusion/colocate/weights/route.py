@@ -38,7 +38,7 @@ class Route:
     to_train: Plan | None
 
     def phase_of(self, rank: int, run_phase: Phase) -> Phase:
-        """Returns the phase of the card ``rank`` while the run is in ``run_phase``, TRAIN or INFER."""
+        """Return the phase of the card ``rank`` while the run is in ``run_phase``, TRAIN or INFER."""
         trains = rank in self.deployment.train
         if run_phase is Phase.TRAIN:
             return Phase.TRAIN if trains else Phase.STANDBY
@@ -48,7 +48,7 @@ class Route:
 
 
 def plan_route(spec: WorkerSpec, config: ModelConfig, engines: Sequence[int]) -> Route:
-    """Returns the route to the engines of these numbers; the same on every rank."""
+    """Return the route to the engines of these numbers; the same on every rank."""
     deployment, dtype, bucket_bytes = spec.deployment, spec.model.torch_dtype, spec.fusion.bucket_bytes
     generating = tuple(rank for number in engines for rank in spec.engines[number])
     shared = tuple(rank for rank in generating if rank in deployment.train)

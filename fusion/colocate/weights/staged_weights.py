@@ -72,7 +72,7 @@ class StagedWeights:
         """Duration of the last `adopt`"""
 
     def reserve(self) -> None:
-        """Allocates staging memory in HBM, before the KV cache takes the free memory."""
+        """Allocate staging memory in HBM, before the KV cache takes the free memory."""
         if self._in_hbm:
             self._storage.allocate()
 
@@ -80,7 +80,7 @@ class StagedWeights:
         return self._weights.route(engines)
 
     def to_infer(self, route: Route, while_generating: bool) -> SwitchReport:
-        """Receives the policy's weights into staging. Collective as `PolicyWeights.to_infer`; on a separate thread."""
+        """Receive the policy's weights into staging. Collective as `PolicyWeights.to_infer`; on a separate thread."""
         self._storage.release()
         group = self._weights.meshes.actor
         report, self._checksum = self._weights.reshard(
@@ -92,11 +92,11 @@ class StagedWeights:
         raise AssertionError("a card that only generates has no weights to return")
 
     def expect(self, version: int) -> None:
-        """Declares that the next switch receives policy ``version``."""
+        """Declare that the next switch receives policy ``version``."""
         self._version = version
 
     def adopt(self, version: int) -> None:
-        """Copies policy ``version`` into the model. Between two steps; collective over the engine.
+        """Copy policy ``version`` into the model. Between two steps; collective over the engine.
 
         Raises:
             WeightsDiffer: the model's checksum is not that of the trainer's weights.

@@ -82,7 +82,7 @@ class PhaseSwitcher:
         """Optimizer states that are offloaded while the card generates"""
 
     def to_infer(self, version: int, share: InferenceShare, while_generating: bool = False) -> None:
-        """Moves the trainer's weights, policy ``version``, to the engines of ``share`` and allocates their KV caches.
+        """Move the trainer's weights, policy ``version``, to the engines of ``share`` and allocate their KV caches.
 
         Args:
             while_generating: engines on cards that only generate keep decoding: these cards participate with a switcher
@@ -105,7 +105,7 @@ class PhaseSwitcher:
         self.phases.arrive(target)
 
     def to_train(self) -> None:
-        """Moves the weights back to the trainer.
+        """Move the weights back to the trainer.
 
         Raises:
             AbortedOnAllRanks: as `to_infer`.
@@ -118,7 +118,7 @@ class PhaseSwitcher:
         self.phases.arrive(Phase.TRAIN)
 
     def load_optimizer(self) -> None:
-        """Starts loading offloaded gradients and then the optimizer; work queued after this call may add to the
+        """Start loading offloaded gradients and then the optimizer; work queued after this call may add to the
         gradients. Collective over the cards that train.
 
         Raises:
@@ -128,7 +128,7 @@ class PhaseSwitcher:
         self._all_or_none(self._load, group=self.meshes.trainers, stage="optimizer")
 
     def await_optimizer(self) -> None:
-        """Waits for the optimizer's state; work queued after this call can use it."""
+        """Wait for the optimizer's state; work queued after this call can use it."""
         stream = self.device.current_stream()
         stream.synchronize()
         with self._clock("onload"), self._span("onload"):
@@ -136,11 +136,11 @@ class PhaseSwitcher:
             stream.synchronize()
 
     def unload_optimizer(self) -> None:
-        """Starts offloading the optimizer in the background; `to_infer` waits for it."""
+        """Start offloading the optimizer in the background; `to_infer` waits for it."""
         self._send_out(self.optimizer)
 
     def training_state(self) -> dict[str, Any]:
-        """Returns the trainer's `state_dict` with every tensor at its current location, on the card or on the host.
+        """Return the trainer's `state_dict` with every tensor at its current location, on the card or on the host.
         Only for reading, by work that is queued before any other work of the card."""
         assert self.trainer is not None
         self.offloader.wait()
@@ -162,7 +162,7 @@ class PhaseSwitcher:
         return [name for name in names if not self.offloader.resident(name)]
 
     def _plan(self, share: InferenceShare) -> Phase:
-        """Sets the route; returns the phase of this card on it."""
+        """Set the route; return the phase of this card on it."""
         route = self.weights.route(share.engines)
         target = route.phase_of(self.rank, Phase.INFER)
         self.phases.check(target)
@@ -175,7 +175,7 @@ class PhaseSwitcher:
         return self.route
 
     def _masters(self, shards: Iterable[int]) -> dict[int, torch.Tensor]:
-        """Returns the masters of these shards of the optimizer on the host, flat float32."""
+        """Return the masters of these shards of the optimizer on the host, flat float32."""
         assert self.trainer is not None
         names = {shard: f"master.{shard}" for shard in shards}
         if self.spec.fusion.offload == "switch":

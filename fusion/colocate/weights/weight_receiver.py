@@ -68,11 +68,11 @@ class WeightReceiver:
         self._report: StageReport | None = None
         """Report of the `generate` stage up to the adoption"""
         self._error: BaseException | None = None
-        """What the adoption, or the engine's stage, raised on the engine's thread; it ends the run"""
+        """Error of the adoption, or of the engine's stage, on the engine's thread; it ends the run"""
         engine.on_adopt = self._adopt
 
     def receive(self, version: int, share: InferenceShare) -> StageReport:
-        """Receives policy ``version`` and returns once the engine, which must be generating, has adopted it. Collective
+        """Receive policy ``version`` and return once the engine, which must be generating, has adopted it. Collective
         over the actor's cards: the others `switch` with ``while_generating``.
 
         Raises:
@@ -97,17 +97,17 @@ class WeightReceiver:
         )
 
     def recover(self) -> None:
-        """Returns from a transfer that has failed because another card has died."""
+        """Return from a transfer that has failed because another card has died."""
         self.switcher.phases.arrive(Phase.INFER)
 
     def abort(self, error: BaseException) -> None:
-        """Ends `receive`, now and later, with the error that has ended the engine's stage, whose adoption it would wait
+        """End `receive`, now and later, with the error that has ended the engine's stage, whose adoption it would wait
         for in vain. On the engine's thread."""
         self._error = error
         self._adopted.set()
 
     def _adopt(self, version: int) -> None:
-        """Adopts the staged weights, on the engine's thread. `generate` may last for the whole run, so `receive` also
+        """Adopt the staged weights, on the engine's thread. `generate` may last for the whole run, so `receive` also
         returns its report so far."""
         try:
             self.staged.adopt(version)
