@@ -24,7 +24,7 @@ EXPECTED = {
     "math": "expected a number, an expression or a text that is right when it is written in \\boxed{…}",
     "arithmetic": "expected a text that a response can equal, or one that starts with its only #",
 }
-"""What each rule expects of a reference answer"""
+"""Expectation of each rule of a reference answer"""
 NAMES = {"infinity"}
 """Words that are mathematics"""
 SHOWN_ROWS, SHOWN_CHARS = 3, 60

@@ -24,7 +24,7 @@ class Batch:
         self.alone: set[int] = set()
 
     def take(self, limit: int, share: int) -> list[int]:
-        """Removes and returns the next indices that wait: ``share``, at most ``limit``; one of ``alone`` by itself."""
+        """Remove and return the next indices that wait: ``share``, at most ``limit``; one of ``alone`` by itself."""
         count = min(limit, share, len(self.waiting))
         if count and self.waiting[0] in self.alone:
             count = 1

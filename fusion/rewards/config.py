@@ -80,13 +80,13 @@ class RewardConfig:
         return RewardSpec(self.kind, path, f"reward.path={path!r}" if path else f"reward.name={self.name!r}")
 
     def of(self, reward: str) -> RewardConfig:
-        """Returns the config of another reward, a rule or `file.py:function`, with the same limits and no terms."""
+        """Return the config of another reward, a rule or `file.py:function`, with the same limits and no terms."""
         built_in = reward in BUILT_IN
         name, path = (reward, None) if built_in else ("custom", reward)
         return replace(self, name=name, path=path, model=None, terms=[])
 
     def term_specs(self) -> list[TermSpec]:
-        """Returns the terms, checked.
+        """Return the terms, checked.
 
         Raises:
             ValueError: an entry of `reward.terms` is not accepted, by key.

@@ -8,7 +8,7 @@ from fusion.rewards.config import RewardConfig
 
 
 def check_required_fields(reward: RewardConfig, required: Collection[str], everywhere: Collection[str]) -> None:
-    """Checks that every row has the fields without which the reward cannot be called.
+    """Check that every row has the fields without which the reward cannot be called.
 
     Args:
         required: fields that the reward requires (`RewardPool.required_fields`).

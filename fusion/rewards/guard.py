@@ -51,21 +51,17 @@ class RewardPool:
         config.validate()
         self._config, self._spec = config, spec or config.spec
         self.kind = self._spec.kind
-        """What the children compute: `RewardSpec.kind`"""
+        """Kind of reward that the children compute (`RewardSpec.kind`)"""
         self.label = self._spec.label
-        """The reward in messages"""
+        """Name of the reward in messages"""
         self._lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._children: list[Child] = []
         self._logged_errors: set[tuple[str, str]] = set()
         self._start_error = ""
         self._closed = False
-        self.required_fields: frozenset[str] = frozenset()
-        """Fields of the data row without which the reward cannot be called"""
-        self.needs_group = False
-        """Whether the reward asks for the other responses of a sample's group (`RewardSample.others`)"""
-        self._needs_prefill = False
-        self._scores_batch = False
+        self._started = Started("", [])
+        """What the children have reported of the reward"""
         try:
             self._fill()
             while not self._start_error and not all(child.ready for child in self._children):
@@ -75,6 +71,16 @@ class RewardPool:
         except BaseException:
             self.close()
             raise
+
+    @property
+    def required_fields(self) -> frozenset[str]:
+        """Fields of the data row without which the reward cannot be called."""
+        return frozenset(self._started.required_fields)
+
+    @property
+    def needs_group(self) -> bool:
+        """Whether the reward asks for the other responses of a sample's group (`RewardSample.others`)."""
+        return OTHERS in self._started.asks
 
     def score(self, samples: Sequence[RewardSample]) -> list[RewardOutcome]:
         """Score samples; returns one outcome per sample, in order. A sample's failure is stored in its outcome and
@@ -123,19 +129,19 @@ class RewardPool:
         # Chunks shrink with the samples that remain (guided self-scheduling): slow ones spread over children. A batch
         # is to be large instead.
         num_waiting = len(batch.waiting)
-        share = -(-num_waiting // num_idle) if self._scores_batch else num_waiting // (2 * len(self._children))
+        share = -(-num_waiting // num_idle) if self._started.scores_batch else num_waiting // (2 * len(self._children))
         indices = batch.take(CHUNK, max(1, share))
         if not indices:
             return
-        if self._scores_batch and len(indices) == 1:
+        if self._started.scores_batch and len(indices) == 1:
             batch.alone.update(indices)
         child.deadline = time.monotonic() + self._config.time_limit_s
-        child.enqueue([(i, self._arguments(batch.samples[i])) for i in indices], in_one_call=self._scores_batch)
+        child.enqueue([(i, self._arguments(batch.samples[i])) for i in indices], in_one_call=self._started.scores_batch)
         self._watch(child)
 
     def _arguments(self, sample: RewardSample) -> tuple[str, str, str, dict[str, Any]]:
         fields = sample.fields | {OTHERS: [*sample.others]} if self.needs_group else sample.fields
-        if self._needs_prefill:
+        if PREFILL in self._started.asks:
             fields = fields | {PREFILL: sample.prefill}
         # A format is one of all that the model's turn contains.
         response = sample.prefill + sample.response if self.kind == "format" else sample.response
@@ -185,9 +191,7 @@ class RewardPool:
             self._drop(child)
             return
         child.ready = True
-        self.required_fields = frozenset(started.required_fields)
-        self._scores_batch = started.scores_batch
-        self.needs_group, self._needs_prefill = OTHERS in started.asks, PREFILL in started.asks
+        self._started = started
 
     def _take(self, child: Child, result: Result, batch: Batch) -> None:
         index = child.pending.popleft()
@@ -233,7 +237,7 @@ class RewardPool:
         if child.retired or not child.pending:
             self._requeue(child, batch)
             return
-        if self._scores_batch and child.pending[0] not in batch.alone:
+        if self._started.scores_batch and child.pending[0] not in batch.alone:
             batch.alone.update(child.pending)
             self._requeue(child, batch)
             return

@@ -48,7 +48,7 @@ class TermSpec:
 
     @classmethod
     def parse(cls, entry: Any, key: str, built_in: Sequence[str]) -> TermSpec:
-        """Reads an entry of `reward.terms`.
+        """Read an entry of `reward.terms`.
 
         Args:
             key: of the entry, for messages: `reward.terms[0]`.
@@ -71,7 +71,7 @@ class TermSpec:
         return spec
 
     def validate(self, key: str, built_in: Sequence[str]) -> None:
-        """Checks every field.
+        """Check every field.
 
         Raises:
             ValueError: a field that is not accepted, by key.
@@ -93,7 +93,7 @@ class TermSpec:
                 check.that(field, getattr(self, field) is None, "null, as only reward=length has it")
 
     def spec(self, config: RewardConfig) -> RewardSpec | None:
-        """Returns what processes compute for the term; None: it needs none."""
+        """Return what processes compute for the term; None: it needs none."""
         if self.reward == "length":
             return None
         if self.reward == "format":
@@ -102,13 +102,13 @@ class TermSpec:
 
 
 def length_term(tokens: int, free_tokens: int, max_tokens: int) -> float:
-    """Returns 0 up to ``free_tokens``, then a linear fall to -1 at ``max_tokens`` (soft overlong punishment: DAPO,
+    """Return 0 up to ``free_tokens``, then a linear fall to -1 at ``max_tokens`` (soft overlong punishment: DAPO,
     arXiv 2503.14476, section 3.4)."""
     return -min(max((tokens - free_tokens) / (max_tokens - free_tokens), 0.0), 1.0)
 
 
 def combine(parts: Mapping[str, tuple[float, Sequence[RewardOutcome]]]) -> list[RewardOutcome]:
-    """Adds up outcomes.
+    """Add up outcomes.
 
     Args:
         parts: weight and outcomes by name; all have as many.
@@ -118,12 +118,12 @@ def combine(parts: Mapping[str, tuple[float, Sequence[RewardOutcome]]]) -> list[
 
 
 def _total(names: Sequence[str], weights: Sequence[float], outcomes: Sequence[RewardOutcome]) -> RewardOutcome:
-    seconds, total, terms = sum(one.seconds for one in outcomes), 0.0, dict[str, float]()
-    for name, weight, one in zip(names, weights, outcomes, strict=True):
-        if one.reward is None:
-            return RewardOutcome(None, one.error, f"the term {name!r}: {one.detail}", seconds)
-        total += weight * one.reward
-        terms[name] = one.reward
+    seconds, total, terms = sum(outcome.seconds for outcome in outcomes), 0.0, dict[str, float]()
+    for name, weight, outcome in zip(names, weights, outcomes, strict=True):
+        if outcome.reward is None:
+            return RewardOutcome(None, outcome.error, f"the term {name!r}: {outcome.detail}", seconds)
+        total += weight * outcome.reward
+        terms[name] = outcome.reward
     if not usable(total):
         return RewardOutcome(None, "bad_type", f"the weighted sum of {terms} is {total}, beyond float32", seconds)
     return RewardOutcome(total, seconds=seconds, terms=terms)

@@ -89,7 +89,7 @@ def _fit_arguments(function: RewardFunction, path: str) -> LoadedReward:
         passed = {name: texts[place] for name, place in arguments.items()}
         for column, value in fields.items():
             name = name_of.get(column, column)
-            is_null = all(one is None for one in value) if scores_batch and name in optional else value is None
+            is_null = all(item is None for item in value) if scores_batch and name in optional else value is None
             if name not in taken and (accepts_any_field or name in accepted) and not (name in optional and is_null):
                 passed[name] = value
         return function(*(() if by_name else texts), **passed)

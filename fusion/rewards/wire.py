@@ -20,14 +20,10 @@ from fusion.rewards.outcome import ERRORS, usable
 HEADER = struct.Struct("<II")
 START = 0xFFFFFFFF
 """Index of the frame that a child sends before any sample: a `Started`."""
-SCORED = struct.Struct("<dd")
-"""Payload of a sample that was scored: reward and seconds. Every other payload of a sample is JSON, and longer."""
-SCORED_FRAME = struct.Struct("<IIdd")
-"""Header and payload of such a sample"""
 SPLIT = "split"
 """Error of a result that stands for a whole call of several samples, which failed: each is to be scored alone"""
 MAX_REPLY_BYTES = 1 << 20
-"""Larger than any message of a child"""
+"""Bound above every message of a child"""
 
 
 class Started(NamedTuple):
@@ -63,8 +59,6 @@ def pack_call(samples: Sequence[tuple[int, Any]]) -> bytes:
 
 def pack_reply(index: int, reply: Started | Result) -> bytes:
     """Encode what a child sends."""
-    if isinstance(reply, Result) and reply.reward is not None:
-        return SCORED_FRAME.pack(index, SCORED.size, reply.reward, reply.seconds)
     return _frame(index, json.dumps(reply).encode())
 
 
@@ -84,13 +78,7 @@ def take_replies(buffer: bytearray) -> Iterator[tuple[int, Started | Result]]:
             if len(buffer) < end:
                 break
             start, at = at + HEADER.size, end
-            if size != SCORED.size or index == START:
-                yield index, _reply(index, bytes(buffer[start:end]))
-                continue
-            reward, seconds = SCORED.unpack_from(buffer, start)
-            if not usable(reward):
-                raise ValueError(f"a reward of {reward}")
-            yield index, Result(reward, None, "", "", seconds)
+            yield index, _reply(index, bytes(buffer[start:end]))
     finally:
         del buffer[:at]
 
@@ -104,7 +92,7 @@ def _reply(index: int, payload: bytes) -> Started | Result:
     if not isinstance(values, list) or len(values) != len(kind._fields):
         raise ValueError(f"expected a {kind.__name__}")
     reply = kind(*values)
-    if not (_is_started(reply) if isinstance(reply, Started) else _is_failed(reply)):
+    if not (_is_started(reply) if isinstance(reply, Started) else _is_result(reply)):
         raise ValueError(f"expected a {kind.__name__} with other values")
     return reply
 
@@ -115,10 +103,11 @@ def _is_started(reply: Started) -> bool:
     return isinstance(reply.error, str) and type(reply.scores_batch) is bool and named
 
 
-def _is_failed(reply: Result) -> bool:
-    """Whether it is a failure: scores are not sent as JSON."""
-    texts = all(isinstance(text, str) for text in (reply.detail, reply.key))
-    return reply.reward is None and reply.error in (*ERRORS, SPLIT) and texts and type(reply.seconds) in (int, float)
+def _is_result(reply: Result) -> bool:
+    texts = all(isinstance(text, str) for text in (reply.detail, reply.key)) and type(reply.seconds) in (int, float)
+    if reply.reward is None:
+        return texts and reply.error in (*ERRORS, SPLIT)
+    return texts and reply.error is None and type(reply.reward) is float and usable(reply.reward)
 
 
 def _frame(index: int, payload: bytes) -> bytes:
