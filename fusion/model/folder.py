@@ -112,15 +112,15 @@ def _check_scales(stored: Mapping[str, StoredTensor], name: str, shape: tuple[in
         )
 
 
-def _equal(one: str, other: str, stored: Mapping[str, StoredTensor]) -> bool:
+def _equal(name: str, other: str, stored: Mapping[str, StoredTensor]) -> bool:
     """Whether two stored matrices of the same type and shape hold the same elements. Reads `CHUNK_ROWS` at a time."""
     import torch
     from safetensors import safe_open
 
-    left, right = stored[one], stored[other]
+    left, right = stored[name], stored[other]
     if (left.dtype, left.shape) != (right.dtype, right.shape):
         return False
     with safe_open(left.file, framework="pt") as ours, safe_open(right.file, framework="pt") as theirs:
-        rows, other_rows = ours.get_slice(one), theirs.get_slice(other)
+        rows, other_rows = ours.get_slice(name), theirs.get_slice(other)
         spans = (slice(start, start + CHUNK_ROWS) for start in range(0, left.shape[0], CHUNK_ROWS))
         return all(torch.equal(rows[span], other_rows[span]) for span in spans)

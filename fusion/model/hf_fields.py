@@ -30,7 +30,7 @@ OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
 
 FULL = "full_attention"
 LARGEST = 1e300
-"""Above every number that a config states; no infinity"""
+"""Bound above every number that a config states; no infinity"""
 MOST = dict.fromkeys("num_experts num_local_experts n_routed_experts num_experts_per_tok".split(), 1 << 14) | {
     "num_hidden_layers": 1 << 12,
     "num_nextn_predict_layers": 1 << 8,
@@ -111,7 +111,7 @@ class Fields:
     def texts(self, name: str) -> tuple[str, ...]:
         """Return a list of texts; empty if there is none."""
         value = self._get(name, None)
-        fits = value is None or isinstance(value, list) and all(isinstance(one, str) for one in value)
+        fits = value is None or isinstance(value, list) and all(isinstance(text, str) for text in value)
         return tuple(self._checked(name, value, "a list of texts", fits) or ())
 
     def table(self, name: str) -> Mapping[str, Any]:
@@ -144,13 +144,13 @@ class Fields:
             if name in self._read or name in INERT or name in inert:
                 continue
             if name == "layer_types":
-                if not isinstance(value, list) or any(one != FULL for one in value):
+                if not isinstance(value, list) or any(kind != FULL for kind in value):
                     self.refuse(name, value, ([FULL],))
             elif value not in only.get(name, OFF):
                 self.refuse(name, value, only.get(name, ()))
 
     def refuse(self, name: str, value: Any, supported: tuple[Any, ...] = ()) -> NoReturn:
-        """Raises: ValueError."""
+        """Raise a ValueError that names the field, its value and the values that are supported."""
         text = repr(value)
         text = text if len(text) < 80 else text[:76] + " ..."
         among = f"; supported: {', '.join(map(repr, supported))}" if supported else ""

@@ -33,12 +33,12 @@ def read_json(path: Path, key: str = "model.path") -> dict[str, Any]:
             "fetched by HF_HUB_OFFLINE=0 hf download NAME --local-dir FOLDER"
         )
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{key}: {path} cannot be read as JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{key}: {path} holds a {type(found).__name__}; expected a JSON object")
-    return found
+    if not isinstance(content, dict):
+        raise ValueError(f"{key}: {path} holds a {type(content).__name__}; expected a JSON object")
+    return content
 
 
 def tensor_names(folder: Path, key: str = "model.path") -> frozenset[str] | None:
@@ -93,7 +93,9 @@ def read_header(path: Path, key: str = "model.path") -> dict[str, StoredTensor]:
     try:
         with safe_open(path, framework="np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}
-            return {name: StoredTensor(path, one.get_dtype(), tuple(one.get_shape())) for name, one in slices.items()}
+            return {
+                name: StoredTensor(path, piece.get_dtype(), tuple(piece.get_shape())) for name, piece in slices.items()
+            }
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{key}: {path} is not a whole safetensors file: {error}") from None
 

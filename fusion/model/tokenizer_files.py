@@ -31,8 +31,8 @@ OTHERS = (
 
 def tokenizer_files(folder: Path) -> list[Path]:
     """Return the tokenizer's files, relative to ``folder``."""
-    found = {path.relative_to(folder) for pattern in (*VOCABULARIES, *OTHERS) for path in folder.glob(pattern)}
-    return sorted(path for path in found if (folder / path).is_file())
+    paths = {path.relative_to(folder) for pattern in (*VOCABULARIES, *OTHERS) for path in folder.glob(pattern)}
+    return sorted(path for path in paths if (folder / path).is_file())
 
 
 def has_tokenizer(folder: Path) -> bool:
