@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -30,14 +31,9 @@ class StageFailed(RuntimeError):
 
     @classmethod
     def of(cls, error: Exception, *, rank: int, stage: str) -> StageFailed:
-        failure = RankFailure(
-            rank=rank,
-            stage=stage,
-            kind=stage_kind(error, rank),
-            error=type(error).__name__,
-            message=str(error),
-            bytes_by_owner=dict(getattr(error, "bytes_by_owner", {})),
-        )
+        held = dict(getattr(error, "bytes_by_owner", {}))
+        failure = RankFailure.of(error, rank=rank, stage=stage)
+        failure = replace(failure, kind=stage_kind(error, rank), bytes_by_owner=held)
         return cls(failure, "".join(traceback.format_exception(error)).strip())
 
     def __str__(self) -> str:

@@ -6,8 +6,8 @@ to a multiple of TP: only the wire buffer of `gather_rows` is rounded up, by les
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -21,6 +21,12 @@ Collective = Callable[[torch.Tensor], torch.Tensor]
 def shard_sizes(rows: int, ranks: int) -> list[int]:
     """Return the number of rows of each rank: they differ by at most one, larger shards first."""
     return [rows // ranks + (rank < rows % ranks) for rank in range(ranks)]
+
+
+def shard_range(rows: int, ranks: int, rank: int) -> range:
+    """Return the rows of a rank."""
+    sizes = shard_sizes(rows, ranks)
+    return range(sum(sizes[:rank]), sum(sizes[: rank + 1]))
 
 
 def gather_rows(x_shard: torch.Tensor, rows: int, mesh: Mesh) -> torch.Tensor:
@@ -112,7 +118,7 @@ def _scatter(sizes: list[int], group: dist.ProcessGroup) -> Collective:
 
     def scatter(x: torch.Tensor) -> torch.Tensor:
         pieces = _exchange(x, send=sizes, receive=[num_rows] * ranks, group=group)
-        return _in_order(pieces.view(ranks, num_rows, *x.shape[1:]))
+        return sum_in_order(pieces.view(ranks, num_rows, *x.shape[1:]))
 
     return scatter
 
@@ -120,14 +126,12 @@ def _scatter(sizes: list[int], group: dist.ProcessGroup) -> Collective:
 def _sum(x: torch.Tensor, ranks: int, group: dist.ProcessGroup) -> torch.Tensor:
     pieces = x.new_empty(ranks, *x.shape)
     dist.all_gather_into_tensor(pieces.flatten(0, 1), x.contiguous(), group=group)
-    return _in_order(pieces)
+    return sum_in_order(pieces)
 
 
-def _in_order(pieces: torch.Tensor) -> torch.Tensor:
-    total = pieces[0]
-    for piece in pieces[1:]:
-        total = total + piece
-    return total
+def sum_in_order(pieces: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Add up tensors one after the other."""
+    return reduce(torch.add, pieces)
 
 
 def _exchange(x: torch.Tensor, *, send: list[int], receive: list[int], group: dist.ProcessGroup) -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fusion.model.collectives import exchange_rows, gather_uneven, reduce_scatter_uneven
+from fusion.model.collectives import exchange_rows, gather_uneven, reduce_scatter_uneven, sum_in_order
 from fusion.model.matrix import Matrix, Weights, blocks_of, parameter, project
 from fusion.model.mesh import Mesh
 from fusion.model.mlp import MLP
@@ -219,11 +219,7 @@ def _count(expert_n: torch.Tensor, num_experts: int, on_card: bool) -> torch.Ten
 
 
 def _weighted_sum(y_nkD: torch.Tensor, weight_nk: torch.Tensor) -> torch.Tensor:
-    first, *others = (y_nkD * weight_nk.unsqueeze(-1)).unbind(1)
-    out = first
-    for weighted in others:
-        out = out + weighted
-    return out
+    return sum_in_order((y_nkD * weight_nk.unsqueeze(-1)).unbind(1))
 
 
 def load_balancing_loss(stats: list[torch.Tensor], total_counts_E: torch.Tensor, total_rows: int) -> torch.Tensor:

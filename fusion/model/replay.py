@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from fusion.model.collectives import gather_rows, shard_sizes
+from fusion.model.collectives import gather_rows, shard_range
 from fusion.model.mesh import Mesh
 
 
@@ -69,8 +69,8 @@ class Replay:
 
     def of_rank(self, mesh: Mesh) -> Replay:
         """Return the rows that this TP rank routes."""
-        sizes = shard_sizes(len(self.known_N), mesh.parallel.tp)
-        rows = slice(sum(sizes[: mesh.tp_rank]), sum(sizes[: mesh.tp_rank + 1]))
+        own = shard_range(len(self.known_N), mesh.parallel.tp, mesh.tp_rank)
+        rows = slice(own.start, own.stop)
         return Replay(self.experts_NLk[rows], self.known_N[rows])
 
     def layer(self, index: int) -> Forced:

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fusion.model.attention import Attend, Attention, LatentAttention
 from fusion.model.bucket_plan import plan_units, unit_bytes
-from fusion.model.collectives import gather_rows, reduce_scatter_rows, shard_sizes
+from fusion.model.collectives import gather_rows, reduce_scatter_rows, shard_range
 from fusion.model.config import ModelConfig
 from fusion.model.formats import EMBEDDED, Format
 from fusion.model.id_mask import IdMask
@@ -151,12 +151,11 @@ class Transformer(nn.Module):
 
     def hidden_rows(self, rows: int) -> int:
         """Return how many rows of a batch of ``rows`` this TP rank holds between two blocks and between two stages."""
-        return shard_sizes(rows, self.mesh.parallel.tp)[self.mesh.tp_rank]
+        return len(self.own_rows(rows))
 
     def own_rows(self, rows: int) -> range:
         """Return which rows of a batch of ``rows`` this TP rank routes."""
-        sizes = shard_sizes(rows, self.mesh.parallel.tp)
-        return range(sum(sizes[: self.mesh.tp_rank]), sum(sizes[: self.mesh.tp_rank + 1]))
+        return shard_range(rows, self.mesh.parallel.tp, self.mesh.tp_rank)
 
     def routing_of(self, routed: list[Routed], rows: int) -> torch.Tensor:
         """Return the experts of all N rows of a pass in the L sparse layers of this stage: `routing_dtype` [N, L, k] on

@@ -2,7 +2,7 @@ from .answers import ReferenceAnswer as ReferenceAnswer
 from .answers import check_answers as check_answers
 from .config import RewardConfig as RewardConfig
 from .config import RewardSpec as RewardSpec
-from .fields import check_required_fields as check_required_fields
+from .config import check_required_fields as check_required_fields
 from .guard import RewardPool as RewardPool
 from .outcome import RewardOutcome as RewardOutcome
 from .outcome import RewardSample as RewardSample

@@ -154,7 +154,7 @@ def _complete(trainer: TrainEngine, partial: Path, steps: int, skipped_in_a_row:
         "steps": steps,
         "skipped_in_a_row": skipped_in_a_row,
         "dtype": dtype,
-        "layout": _layout(trainer),
+        "layout": asdict(trainer.model.mesh.parallel),
         "model": config.to_hf(dtype),
         "masked_ids": config.masked_ids,
         "schedule": asdict(trainer.schedule),
@@ -165,11 +165,6 @@ def _complete(trainer: TrainEngine, partial: Path, steps: int, skipped_in_a_row:
     for rank in range(world):
         _note(partial, rank).unlink()
     write_manifest(partial, records)
-
-
-def _layout(trainer: TrainEngine) -> dict[str, int]:
-    parallel = trainer.model.mesh.parallel
-    return {axis: getattr(parallel, axis) for axis in ("world", "tp", "ep", "pp", "etp")}
 
 
 def _dtype(trainer: TrainEngine) -> str:

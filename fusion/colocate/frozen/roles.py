@@ -8,7 +8,7 @@ separate cards     both are separate models, which stay in HBM
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -88,11 +88,9 @@ class FrozenRoles:
             with trainer.using_weights(self.on_host["reference"].weights):
                 yield
 
-    @contextmanager
-    def reward_model_in_hbm(self) -> Iterator[None]:
+    def reward_model_in_hbm(self) -> AbstractContextManager[None]:
         """Keep the reward model's weights in HBM during the block."""
-        with self._in_hbm("reward_model"):
-            yield
+        return self._in_hbm("reward_model")
 
     def logprobs(self, sequences: Sequences, trainer: TrainEngine | None) -> torch.Tensor:
         """Return float32 [N] on the CPU: the reference's log-probability of every response token.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,6 @@ from fusion.model import WeightHolder, load_weights
 from fusion.model.weights import Buckets
 from fusion.npu import Device
 from fusion.npu.all_or_none import all_or_none, gather_json
-
-T = TypeVar("T")
 
 
 class WeightsDiffer(RuntimeError):
@@ -69,6 +68,7 @@ class PolicyWeights:
                 share=self.train.weights if self.train is not None else None,
                 resident=False,
             )
+        self._all_or_none = partial(all_or_none, rank=rank, device=device)
         self._routes: dict[tuple[int, ...], Route] = {}
         self._switchers: dict[tuple[Plan, Any, Kind], Switcher] = {}
         self._runs: dict[Plan, dict[int, tuple[MasterRun, ...]]] = {}
@@ -166,9 +166,6 @@ class PolicyWeights:
         return self._all_or_none(
             lambda: weights_checksum(model) if model is not None else None, group=group, stage="checksum"
         )
-
-    def _all_or_none(self, work: Callable[[], T], *, group: dist.ProcessGroup | None, stage: str) -> T:
-        return all_or_none(work, group=group, rank=self.rank, stage=stage, device=self.device)
 
     def _compare(self, sums_here: dict[str, int | None], group: dist.ProcessGroup | None) -> int | None:
         if not self.spec.fusion.checksum:

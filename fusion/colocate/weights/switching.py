@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -72,6 +73,7 @@ class PhaseSwitcher:
     ):
         self.spec, self.rank, self.phases, self.weights, self.meshes = spec, rank, phases, weights, meshes
         self.device, self.trainer, self.engine, self.metrics = device, trainer, engine, metrics
+        self._all_or_none = partial(all_or_none, rank=rank, device=device)
         self.timeline = timeline
         self.offloader = Offloader(device, pool, spec.fusion.bucket_bytes)
         self.staged = staged
@@ -98,7 +100,7 @@ class PhaseSwitcher:
         self._part(actor, "offload", self._clear_for_infer)
         engine = self.engine if target is Phase.INFER else None
         self._part(actor, "settings", lambda: self._configure(engine, version, share))
-        with self._clock("reshard"), self._span("reshard"):
+        with self._timed("reshard"):
             self._add_metrics(self.weights.to_infer(self._planned, while_generating))
         self._part(actor, "offload", self.offloader.wait)
         self._part(actor, "kv", lambda: self._allocate_kv(engine))
@@ -113,7 +115,7 @@ class PhaseSwitcher:
         self._part(self.meshes.trainers, "phase", lambda: self.phases.check(Phase.TRAIN))
         self.phases.begin(Phase.TRAIN)
         self._part(self.meshes.trainers, "kv", self._release_kv)
-        with self._clock("reshard"), self._span("reshard"):
+        with self._timed("reshard"):
             self._add_metrics(self.weights.to_train(self._planned, self._masters))
         self.phases.arrive(Phase.TRAIN)
 
@@ -131,7 +133,7 @@ class PhaseSwitcher:
         """Wait for the optimizer's state; work queued after this call can use it."""
         stream = self.device.current_stream()
         stream.synchronize()
-        with self._clock("onload"), self._span("onload"):
+        with self._timed("onload"):
             self.offloader.wait()
             stream.synchronize()
 
@@ -228,12 +230,6 @@ class PhaseSwitcher:
             mark(WAIT_WEIGHTS if group is not None else f"switch/{name}")
         return result
 
-    def _all_or_none(self, work: Callable[[], T], *, group: dist.ProcessGroup | None, stage: str) -> T:
-        return all_or_none(work, group=group, rank=self.rank, stage=stage, device=self.device)
-
-    def _span(self, part: str) -> AbstractContextManager[None]:
-        return self.timeline.span(part, f"switch/{part}")
-
     def _add_metrics(self, report: SwitchReport | None) -> None:
         if report is None:
             return
@@ -242,6 +238,11 @@ class PhaseSwitcher:
         self.metrics.add("switch/peak_mib_max", report.peak_bytes / MIB)
         for part, seconds in report.parts_s.items():
             self.metrics.add(f"timing_s/switch/reshard/{part}", seconds)
+
+    @contextmanager
+    def _timed(self, part: str) -> Iterator[None]:
+        with self._clock(part), self.timeline.span(part, f"switch/{part}"):
+            yield
 
     @contextmanager
     def _clock(self, part: str) -> Iterator[None]:
