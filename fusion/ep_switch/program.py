@@ -69,14 +69,8 @@ NO_PROGRAM = Program([], (torch.float32, torch.float32), torch.float32, send_num
 
 
 def compile_program(plan: Plan, rank: int, source: Buckets | None, target: Buckets | None) -> Program:
-    """Compile the rounds of ``rank``, over the storage of its two ends (None: it holds nothing of that end)."""
-    dtypes = plan.source.dtype, plan.target.dtype
-    if rank not in plan.ranks:
-        stages = [
-            Stage(allocate=(), copies=([], []), send=[], release=(), receive=[], exchange=round_.exchange)
-            for round_ in plan.rounds
-        ]
-        return Program(stages, dtypes, plan.wire_dtype, send_numel=0, receive_numel=0, bytes_local=0)
+    """Compile the rounds of ``rank``, over the storage of its two ends (None: it holds nothing of that end, as both of
+    a rank that is not in the plan)."""
     ends = _Ends(source.flats if source else [], target.flats if target else [], rank)
     steps, size = plan.steps(rank), plan.wire_dtype.itemsize
     send, receive = plan.wire_bytes(rank)
@@ -86,7 +80,7 @@ def compile_program(plan: Plan, rank: int, source: Buckets | None, target: Bucke
         stages[plan.fullest_round(rank)].fullest = True
     return Program(
         stages=stages,
-        dtypes=dtypes,
+        dtypes=(plan.source.dtype, plan.target.dtype),
         wire_dtype=plan.wire_dtype,
         send_numel=send // 2 // size,
         receive_numel=receive // 2 // size,
