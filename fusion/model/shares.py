@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from fusion.model.local_param import LocalParam, Part
-from fusion.model.parallel import Parallel
 
 Span = tuple[int, int]
 """(start, stop) of rows or columns."""
@@ -49,7 +48,7 @@ def cut(size: int, index: int, count: int) -> Span:
     return index * share, (index + 1) * share
 
 
-def within(pieces: list[Rows], share: Span) -> Iterator[Rows]:
+def within(pieces: Iterable[Rows], share: Span) -> Iterator[Rows]:
     """Yield the rows of stacked ``pieces`` that are in a range of the stack."""
     offset, (first, last) = 0, share
     for hf_name, (start, stop) in pieces:
@@ -57,22 +56,3 @@ def within(pieces: list[Rows], share: Span) -> Iterator[Rows]:
         if begin < end:
             yield hf_name, (start + begin - offset, start + end - offset)
         offset += stop - start
-
-
-class RankShares:
-    """Computes what of a layer ``rank`` of a layout holds."""
-
-    def __init__(self, parallel: Parallel, rank: int):
-        self.parallel = parallel
-        self.tp_rank, self.ep_rank = parallel.coordinate("tp", rank), parallel.coordinate("ep", rank)
-        self.etp_rank, self.stage = parallel.coordinate("etp", rank), parallel.coordinate("pp", rank)
-
-    def of_tp(self, size: int) -> Span:
-        return cut(size, self.tp_rank, self.parallel.tp)
-
-    def of_etp(self, size: int) -> Span:
-        return cut(size, self.etp_rank, self.parallel.etp)
-
-    def experts(self, num_experts: int) -> range:
-        """Return the experts of its EP rank."""
-        return range(*cut(num_experts, self.ep_rank, self.parallel.ep))

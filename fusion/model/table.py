@@ -44,6 +44,9 @@ its pipeline stage, and experts, those of its EP rank). Which of them a layer ha
     layers.p.head_norm              [D]
     layers.p.eh_proj                [Dl, 2 D]          rows, split over TP
 
+Another program's model is described by other names (`LocalNames`), and by a `Table` that overrides what it stores
+otherwise (`formats`).
+
 A matrix that is too large for a storage unit is cut along its rows into separate local tensors `name.0`, `name.1`, …,
 whose outputs are concatenated. `kv_b` is cut only between heads. `LocalParam.storage` says where a local tensor lies:
 most are trained and lie in the units that a switch moves.
@@ -54,34 +57,68 @@ tensor belongs to exactly one part.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from fusion.model.config import ModelConfig
 from fusion.model.local_param import LocalParam
 from fusion.model.parallel import Parallel
-from fusion.model.shares import RankShares, Span, columns, stacked, whole
-from fusion.model.spec import AttentionSpec, Dense, GroupedQuery, Latent, Sparse, SwiGLUNames
+from fusion.model.shares import Span, columns, cut, stacked, whole
+from fusion.model.spec import Dense, GroupedQuery, Latent, LayerSpec, Sparse, SwiGLUNames
 
 EMBEDDING = "model.embed_tokens.weight"
 """The global tensor that the first stage and, where embeddings are tied, also the last stage holds."""
+SWIGLU = SwiGLUNames()
 
 
-def kv_heads(config: ModelConfig, parallel: Parallel, tp_rank: int) -> tuple[int, int]:
+@dataclass(frozen=True)
+class LocalNames:
+    """Names of local tensors, below the path of their layer where they belong to one. ``gate_up`` and ``down``: below
+    their SwiGLU; ``expert``: of an expert by its number in the model (``expert``) or on its rank (``slot``);
+    ``correction_elsewhere``: of the correction bias of a layer of another stage."""
+
+    embed: str = "embed"
+    head: str = "lm_head"
+    tied_head: str = "embed"
+    norm: str = "norm"
+    input_norm: str = "input_norm"
+    attention_norm: str = "attention_norm"
+    post_norm: str = "post_norm"
+    mlp_norm: str = "mlp_norm"
+    qkv: str = "attention.qkv"
+    qkv_bias: str = "attention.qkv_bias"
+    q_norm: str = "attention.q_norm"
+    k_norm: str = "attention.k_norm"
+    out: str = "attention.out"
+    out_bias: str = "attention.out_bias"
+    q: str = "attention.q"
+    q_a: str = "attention.q_a"
+    q_a_norm: str = "attention.q_a_norm"
+    q_b: str = "attention.q_b"
+    kv_a: str = "attention.kv_a"
+    kv_a_norm: str = "attention.kv_a_norm"
+    kv_b: str = "attention.kv_b"
+    gate_up: str = "gate_up"
+    down: str = "down"
+    router: str = "moe.router"
+    correction: str = "moe.correction"
+    correction_elsewhere: str = "moe.correction"
+    expert: str = "moe.experts.{expert}"
+    shared: str = "moe.shared"
+    shared_gate: str = "moe.shared_gate"
+
+
+def kv_heads(config: ModelConfig, parallel: Parallel, tp_rank: int) -> Span:
     """Return the half-open range of key/value heads of a rank; ranks replicate heads where TP exceeds their number."""
     if parallel.tp <= config.num_kv_heads:
-        per_rank = config.num_kv_heads // parallel.tp
-        return tp_rank * per_rank, (tp_rank + 1) * per_rank
+        return cut(config.num_kv_heads, tp_rank, parallel.tp)
     head = tp_rank * config.num_kv_heads // parallel.tp
     return head, head + 1
 
 
 def global_params(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Map the Hugging Face name of every tensor of a checkpoint to its shape."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for param in local_params(config, Parallel(), 0):
-        for part in param.parts:
-            shapes[part.name] = part.shape
-    return shapes
+    return {part.name: part.shape for param in local_params(config, Parallel(), 0) for part in param.parts}
 
 
 def float32_params(config: ModelConfig) -> frozenset[str]:
@@ -94,171 +131,173 @@ def local_params(
     config: ModelConfig, parallel: Parallel, rank: int, max_numel: int | None = None
 ) -> tuple[LocalParam, ...]:
     """Return the local tensors of ``rank`` in the order of the forward pass, matrices cut to ``max_numel`` elements."""
-    rows = _TableRows(config, parallel, rank)
-    first, last = rows.stage == 0, rows.stage == parallel.pp - 1
-    head = "score" if config.num_labels else "embed" if config.tie_embeddings else "lm_head"
-    table = [rows.vocabulary("embed", EMBEDDING)] if first else []
-    own_layers = parallel.layers(config.num_layers, rows.stage)
-    for layer in range(config.num_layers):
-        table += rows.layer(layer) if layer in own_layers else rows.on_every_rank(layer)
-    if last:
-        table.append(whole("norm", "model.norm.weight", (config.hidden_size,)))
-        if head == "score":
-            table.append(whole("score", "score.weight", (config.num_labels, config.hidden_size)))
-        elif head == "lm_head":
-            table.append(rows.vocabulary("lm_head", "lm_head.weight"))
-        elif not first:
-            table.append(rows.vocabulary("embed", EMBEDDING))
-    table += predictor_params(config, parallel, rank)
-    if max_numel is None:
-        return tuple(table)
-    return tuple(block for param in table for block in param.cut(max_numel))
+    table = (*Table(config, parallel, rank).params(), *predictor_params(config, parallel, rank))
+    return table if max_numel is None else tuple(block for param in table for block in param.cut(max_numel))
 
 
 def predictor_params(config: ModelConfig, parallel: Parallel, rank: int) -> list[LocalParam]:
     """Return what ``rank`` holds of the layers that predict further tokens, uncut. No program computes with them, so
     every format holds them alike."""
-    if parallel.coordinate("pp", rank) < parallel.pp - 1:
-        return []
-    rows = _TableRows(config, parallel, rank)
-    return [param for layer in config.predictors for param in rows.predictor(layer)]
+    table = Table(config, parallel, rank)
+    layers = config.predictors if table.stage == parallel.pp - 1 else ()
+    return [param for layer in layers for param in table.predictor(layer)]
 
 
-class _TableRows(RankShares):
+class Table:
+    """Describes the local tensors of ``rank`` in the embedded format."""
+
+    names = LocalNames()
+    cuts_qk_norm = True
+    """Whether TP cuts the norm of a whole projection of queries or keys"""
+
     def __init__(self, config: ModelConfig, parallel: Parallel, rank: int):
-        super().__init__(parallel, rank)
-        self.config, self.hidden = config, config.hidden_size
+        self.config, self.parallel, self.hidden = config, parallel, config.hidden_size
+        self.hf_names = config.family_spec.names
+        self.tp_rank, self.ep_rank = parallel.coordinate("tp", rank), parallel.coordinate("ep", rank)
+        self.etp_rank, self.stage = parallel.coordinate("etp", rank), parallel.coordinate("pp", rank)
         self.dp_rank, self.edp_rank = parallel.coordinate("dp", rank), parallel.coordinate("edp", rank)
+        self.own_layers = parallel.layers(config.num_layers, self.stage)
+
+    def of_tp(self, size: int) -> Span:
+        return cut(size, self.tp_rank, self.parallel.tp)
+
+    def path(self, index: int) -> str:
+        """Return the path of a layer of this rank."""
+        return f"layers.{index}"
+
+    def params(self) -> Iterator[LocalParam]:
+        """Yield the local tensors in the order of the forward pass, without the layers that predict further tokens."""
+        config, names, first, last = self.config, self.names, self.stage == 0, self.stage == self.parallel.pp - 1
+        if first:
+            yield self.vocabulary(names.embed, EMBEDDING)
+        for index, spec in enumerate(config.layers):
+            if index in self.own_layers:
+                yield from self.layer(index, self.path(index))
+            else:
+                hf, local = f"model.layers.{index}", f"layers.{index}.{names.correction_elsewhere}"
+                yield from (replace(bias, layer=index) for bias in self.correction(spec, hf, local))
+        if not last:
+            return
+        yield whole(names.norm, "model.norm.weight", (self.hidden,))
+        if config.num_labels:
+            yield whole("score", "score.weight", (config.num_labels, self.hidden))
+        elif not config.tie_embeddings:
+            yield self.vocabulary(names.head, "lm_head.weight")
+        elif not first:
+            yield self.vocabulary(names.tied_head, EMBEDDING)
 
     def vocabulary(self, name: str, hf_name: str) -> LocalParam:
         return stacked(name, [(hf_name, self.of_tp(self.config.vocab_size))], self.hidden)
 
-    def layer(self, index: int) -> list[LocalParam]:
-        spec, hidden = self.config.layer(index), self.config.hidden_size
-        hf, local = f"model.layers.{index}", f"layers.{index}"
-        names, mlp = self.config.family_spec.names.sandwich, spec.mlp
-        rows = [
-            whole(f"{local}.input_norm", f"{hf}.input_layernorm.weight", (hidden,)),
-            *self.attention(spec.attention, hf=f"{hf}.self_attn", local=f"{local}.attention"),
-        ]
-        if spec.sandwich:
-            rows.append(whole(f"{local}.attention_norm", f"{hf}.{names.attention}", (hidden,)))
-        post_norm = names.mlp_input if spec.sandwich else "post_attention_layernorm.weight"
-        rows.append(whole(f"{local}.post_norm", f"{hf}.{post_norm}", (hidden,)))
-        if isinstance(mlp, Dense):
-            rows += self.dense(mlp.width, hf=f"{hf}.mlp", local=f"{local}.mlp")
-        else:
-            rows += self.sparse(mlp, hf=hf, local=f"{local}.moe")
-        if spec.sandwich:
-            rows.append(whole(f"{local}.mlp_norm", f"{hf}.{names.mlp}", (hidden,)))
-        return [replace(row, layer=index) for row in rows]
+    def layer(self, index: int, local: str) -> Iterator[LocalParam]:
+        for param in self._layer(self.config.layer(index), f"model.layers.{index}", local):
+            yield replace(param, layer=index)
 
-    def attention(self, spec: AttentionSpec, *, hf: str, local: str) -> list[LocalParam]:
-        match spec:
+    def _layer(self, spec: LayerSpec, hf: str, local: str) -> Iterator[LocalParam]:
+        names, sandwich, shape = self.names, self.hf_names.sandwich, (self.hidden,)
+        yield whole(f"{local}.{names.input_norm}", f"{hf}.input_layernorm.weight", shape)
+        match spec.attention:
             case GroupedQuery():
-                return self.grouped_query(spec, hf=hf, local=local)
+                yield from self.grouped_query(spec.attention, f"{hf}.self_attn", local)
             case Latent():
-                return self.latent(spec, hf=hf, local=local)
-
-    def on_every_rank(self, index: int) -> list[LocalParam]:
-        """Return what ranks of other stages hold of a layer: its correction bias, if it has one."""
-        mlp = self.config.layer(index).mlp
-        if isinstance(mlp, Dense) or not mlp.router.correction:
-            return []
-        correction = self.correction(mlp, hf=f"model.layers.{index}", local=f"layers.{index}.moe")
-        return [replace(correction, layer=index)]
+                yield from self.latent(spec.attention, f"{hf}.self_attn", local)
+        if spec.sandwich:
+            yield whole(f"{local}.{names.attention_norm}", f"{hf}.{sandwich.attention}", shape)
+        post_norm = sandwich.mlp_input if spec.sandwich else "post_attention_layernorm.weight"
+        yield whole(f"{local}.{names.post_norm}", f"{hf}.{post_norm}", shape)
+        match spec.mlp:
+            case Dense():
+                yield from self.swiglu(f"{hf}.mlp", f"{local}.mlp", self.of_tp(spec.mlp.width))
+            case Sparse():
+                yield from self.sparse(spec, spec.mlp, hf, local)
+        if spec.sandwich:
+            yield whole(f"{local}.{names.mlp_norm}", f"{hf}.{sandwich.mlp}", shape)
 
     def predictor(self, index: int) -> list[LocalParam]:
         """Return the local tensors of a layer that predicts further tokens (DeepSeek-V3, arXiv 2412.19437, section
         2.2), of which only the first replica holds any."""
-        hf, local, hidden = f"model.layers.{index}", f"layers.{index}", self.config.hidden_size
+        hf, local, hidden, tp = f"model.layers.{index}", f"layers.{index}", self.hidden, self.parallel.tp
+        even = self.tp_rank * hidden // tp, (self.tp_rank + 1) * hidden // tp  # as equal a share as TP allows
         rows = [
             self.vocabulary(f"{local}.embed", f"{hf}.embed_tokens.weight"),
             whole(f"{local}.enorm", f"{hf}.enorm.weight", (hidden,)),
             whole(f"{local}.hnorm", f"{hf}.hnorm.weight", (hidden,)),
-            self.projection(f"{local}.eh_proj", f"{hf}.eh_proj.weight"),
-            *self.layer(index),
+            stacked(f"{local}.eh_proj", [(f"{hf}.eh_proj.weight", even)], 2 * hidden),
+            *self.layer(index, local),
             whole(f"{local}.head_norm", f"{hf}.shared_head.norm.weight", (hidden,)),
             self.vocabulary(f"{local}.head", f"{hf}.shared_head.head.weight"),
         ]
         held = (row for row in rows if (self.edp_rank if row.expert else self.dp_rank) == 0)
         return [replace(row, storage="host", layer=index) for row in held]
 
-    def projection(self, name: str, hf_name: str) -> LocalParam:
-        """Return this rank's rows of a predictor's projection, as equal a share as TP allows."""
-        hidden, tp = self.hidden, self.parallel.tp
-        share = self.tp_rank * hidden // tp, (self.tp_rank + 1) * hidden // tp
-        return stacked(name, [(hf_name, share)], 2 * hidden)
-
-    def grouped_query(self, spec: GroupedQuery, *, hf: str, local: str) -> list[LocalParam]:
-        c = spec.head_dim
-        first_kv, end_kv = kv_heads(self.config, self.parallel, self.tp_rank)
-        q_rows, kv_rows = self.of_tp(spec.num_heads * c), (first_kv * c, end_kv * c)
+    def grouped_query(self, spec: GroupedQuery, hf: str, local: str) -> Iterator[LocalParam]:
+        names, c, (first, end) = self.names, spec.head_dim, kv_heads(self.config, self.parallel, self.tp_rank)
+        q_rows, kv_rows = self.of_tp(spec.num_heads * c), (first * c, end * c)
         shares = {"q": q_rows, "k": kv_rows, "v": kv_rows}
-        weights = [(f"{hf}.{x}_proj.weight", share) for x, share in shares.items()]
-        rows = [stacked(f"{local}.qkv", weights, self.hidden)]
+        yield stacked(
+            f"{local}.{names.qkv}", [(f"{hf}.{x}_proj.weight", rows) for x, rows in shares.items()], self.hidden
+        )
         if spec.qkv_bias:
-            biases = [(f"{hf}.{x}_proj.bias", share) for x, share in shares.items()]
-            rows.append(stacked(f"{local}.qkv_bias", biases))
-        for x in ("q", "k") if spec.qk_norm != "none" else ():
-            name, hf_name = f"{local}.{x}_norm", f"{hf}.{x}_norm.weight"
-            if spec.qk_norm == "head":
-                rows.append(whole(name, hf_name, (c,)))
-            else:
-                rows.append(stacked(name, [(hf_name, shares[x])]))
-        rows.append(columns(f"{local}.out", f"{hf}.o_proj.weight", self.hidden, q_rows))
-        if spec.out_bias:
-            rows.append(whole(f"{local}.out_bias", f"{hf}.o_proj.bias", (self.hidden,)))
-        return rows
+            yield stacked(f"{local}.{names.qkv_bias}", [(f"{hf}.{x}_proj.bias", rows) for x, rows in shares.items()])
+        for x, name, heads in (("q", names.q_norm, spec.num_heads), ("k", names.k_norm, spec.num_kv_heads)):
+            if spec.qk_norm == "projection" and self.cuts_qk_norm:
+                yield stacked(f"{local}.{name}", [(f"{hf}.{x}_norm.weight", shares[x])])
+            elif spec.qk_norm != "none":
+                yield whole(f"{local}.{name}", f"{hf}.{x}_norm.weight", (c if spec.qk_norm == "head" else heads * c,))
+        yield from self.output(f"{hf}.o_proj", local, q_rows, spec.out_bias)
 
-    def latent(self, spec: Latent, *, hf: str, local: str) -> list[LocalParam]:
-        hidden, heads = self.config.hidden_size, spec.num_heads
-        q_rows = self.of_tp(heads * spec.head_dim)
+    def output(self, hf: str, local: str, share: Span, has_bias: bool = False) -> Iterator[LocalParam]:
+        yield columns(f"{local}.{self.names.out}", f"{hf}.weight", self.hidden, share)
+        if has_bias:
+            yield whole(f"{local}.{self.names.out_bias}", f"{hf}.bias", (self.hidden,))
+
+    def latent(self, spec: Latent, hf: str, local: str) -> Iterator[LocalParam]:
+        names, heads = self.names, spec.num_heads
+        q_rows, channels = self.of_tp(heads * spec.head_dim), spec.nope_dim + spec.value_dim
         if spec.q_rank is None:
-            rows = [stacked(f"{local}.q", [(f"{hf}.q_proj.weight", q_rows)], hidden)]
+            yield stacked(f"{local}.{names.q}", [(f"{hf}.q_proj.weight", q_rows)], self.hidden)
         else:
-            rows = [
-                whole(f"{local}.q_a", f"{hf}.q_a_proj.weight", (spec.q_rank, hidden)),
-                whole(f"{local}.q_a_norm", f"{hf}.q_a_layernorm.weight", (spec.q_rank,)),
-                stacked(f"{local}.q_b", [(f"{hf}.q_b_proj.weight", q_rows)], spec.q_rank),
-            ]
-        channels = spec.nope_dim + spec.value_dim
+            yield self.down(f"{local}.{names.q_a}", f"{hf}.q_a_proj.weight", spec.q_rank)
+            yield whole(f"{local}.{names.q_a_norm}", f"{hf}.q_a_layernorm.weight", (spec.q_rank,))
+            yield stacked(f"{local}.{names.q_b}", [(f"{hf}.q_b_proj.weight", q_rows)], spec.q_rank)
+        yield self.down(f"{local}.{names.kv_a}", f"{hf}.kv_a_proj_with_mqa.weight", spec.cached_width)
+        yield whole(f"{local}.{names.kv_a_norm}", f"{hf}.kv_a_layernorm.weight", (spec.kv_rank,))
         kv_rows = [(f"{hf}.kv_b_proj.weight", self.of_tp(heads * channels))]
-        return [
-            *rows,
-            whole(f"{local}.kv_a", f"{hf}.kv_a_proj_with_mqa.weight", (spec.cached_width, hidden)),
-            whole(f"{local}.kv_a_norm", f"{hf}.kv_a_layernorm.weight", (spec.kv_rank,)),
-            replace(stacked(f"{local}.kv_b", kv_rows, spec.kv_rank), row_group=channels),
-            columns(f"{local}.out", f"{hf}.o_proj.weight", hidden, self.of_tp(heads * spec.value_dim)),
-        ]
+        yield replace(stacked(f"{local}.{names.kv_b}", kv_rows, spec.kv_rank), row_group=channels)
+        yield from self.output(f"{hf}.o_proj", local, self.of_tp(heads * spec.value_dim))
 
-    def dense(self, width: int, *, hf: str, local: str) -> list[LocalParam]:
-        return self.swiglu(hf, local, SwiGLUNames(), share=self.of_tp(width), expert=False)
+    def down(self, name: str, hf_name: str, rank: int) -> LocalParam:
+        """Return a projection of latent attention to ``rank`` channels."""
+        return whole(name, hf_name, (rank, self.hidden))
 
-    def sparse(self, spec: Sparse, *, hf: str, local: str) -> list[LocalParam]:
-        names, experts, hidden = self.config.family_spec.names, spec.num_experts, self.hidden
-        share = self.of_etp(spec.width)
-        rows = [whole(f"{local}.router", f"{hf}.{names.router}", (experts, hidden))]
-        if spec.router.correction:
-            rows.append(self.correction(spec, hf=hf, local=local))
-        for expert in self.experts(experts):
-            hf_expert, name = f"{hf}.{names.experts}.{expert}", f"{local}.experts.{expert}"
-            matrices = self.swiglu(hf_expert, name, names.expert, share=share, expert=True)
-            rows += [replace(matrix, expert_index=expert) for matrix in matrices]
+    def sparse(self, layer: LayerSpec, spec: Sparse, hf: str, local: str) -> Iterator[LocalParam]:
+        names, hf_names = self.names, self.hf_names
+        yield whole(f"{local}.{names.router}", f"{hf}.{hf_names.router}", (spec.num_experts, self.hidden))
+        yield from self.correction(layer, hf, f"{local}.{names.correction}")
+        yield from self.experts(spec, range(*cut(spec.num_experts, self.ep_rank, self.parallel.ep)), hf, local)
         if spec.shared:
-            rows += self.dense(spec.shared.width, hf=f"{hf}.{names.shared}", local=f"{local}.shared")
+            share = self.of_tp(spec.shared.width)
+            yield from self.swiglu(f"{hf}.{hf_names.shared}", f"{local}.{names.shared}", share)
             if spec.shared.gated:
-                rows.append(whole(f"{local}.shared_gate", f"{hf}.{names.shared_gate}", (1, hidden)))
-        return rows
+                yield whole(f"{local}.{names.shared_gate}", f"{hf}.{hf_names.shared_gate}", (1, self.hidden))
 
-    def correction(self, spec: Sparse, *, hf: str, local: str) -> LocalParam:
-        name = self.config.family_spec.names.correction
-        row = whole(f"{local}.correction", f"{hf}.{name}", (spec.num_experts,))
-        return replace(row, storage="card", float32=True)
+    def experts(self, spec: Sparse, own: range, hf: str, local: str) -> Iterator[LocalParam]:
+        """Yield the matrices of this rank's ``own`` experts, or of its shares of them."""
+        share = cut(spec.width, self.etp_rank, self.parallel.etp)
+        for slot, expert in enumerate(own):
+            name, hf_name = self.names.expert.format(expert=expert, slot=slot), f"{hf}.{self.hf_names.experts}.{expert}"
+            for matrix in self.swiglu(hf_name, f"{local}.{name}", share, self.hf_names.expert, expert=True):
+                yield replace(matrix, expert_index=expert)
 
-    def swiglu(self, hf: str, local: str, names: SwiGLUNames, *, share: Span, expert: bool) -> list[LocalParam]:
+    def correction(self, layer: LayerSpec, hf: str, name: str) -> Iterator[LocalParam]:
+        """Yield the correction bias of a layer's router, which every rank holds, if it has one."""
+        if isinstance(layer.mlp, Sparse) and layer.mlp.router.correction:
+            bias = whole(name, f"{hf}.{self.hf_names.correction}", (layer.mlp.num_experts,))
+            yield replace(bias, storage="card", float32=True)
+
+    def swiglu(
+        self, hf: str, local: str, share: Span, names: SwiGLUNames = SWIGLU, *, expert: bool = False
+    ) -> Iterator[LocalParam]:
         gate_up = [(f"{hf}.{names.gate}", share), (f"{hf}.{names.up}", share)]
-        return [
-            stacked(f"{local}.gate_up", gate_up, self.hidden, expert=expert),
-            columns(f"{local}.down", f"{hf}.{names.down}", self.hidden, share, expert=expert),
-        ]
+        yield stacked(f"{local}.{self.names.gate_up}", gate_up, self.hidden, expert=expert)
+        yield columns(f"{local}.{self.names.down}", f"{hf}.{names.down}", self.hidden, share, expert=expert)

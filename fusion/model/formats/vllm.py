@@ -1,29 +1,14 @@
 """Describe vLLM's models as a parameter table: their names, shapes and order, as `LocalParam`s. Pure.
 
-Local tensors of a rank (l: its share under TP), with the layers' own numbers; of sparse layers `mlp` or what the
-checkpoint calls it, as in `block_sparse_moe`:
+The local tensors are those of `fusion.model.table`, uncut, under vLLM's names (`_Table.names`); of sparse layers those
+of the checkpoint. They differ (l: a rank's share under TP) in
 
-    model.embed_tokens.weight                       [Vl, D]              rows padded to 64, then cut
-    model.layers.i.input_layernorm.weight           [D]
-    model.layers.i.self_attn.qkv_proj.weight        [(Hl + 2 Kl) C, D]   q, k and v rows, concatenated; .bias alike
-    model.layers.i.self_attn.q_norm.weight          [C] or [H C]         never cut; k_norm alike
-    model.layers.i.self_attn.o_proj.weight          [D, Hl C]            .bias [D]
-    model.layers.i.post_attention_layernorm.weight  [D]
-    model.layers.i.mlp.gate_up_proj.weight          [2 Fl, D]            gate rows over up rows
-    model.layers.i.mlp.down_proj.weight             [D, Fl]
-    model.layers.i.mlp.gate.weight                  [E, D]               e_score_correction_bias [E], float32
-    model.layers.i.mlp.experts.routed_experts.
-        w13_weight                                  [El, 2 Fl, D]        of each expert gate rows over up rows
-        w2_weight                                   [El, D, Fl]
-    model.layers.i.mlp.shared_experts.gate_up_proj, down_proj            as of a dense MLP; shared_expert_gate [1, D]
-    model.norm.weight                               [D]
-    lm_head.weight                                  [Vl, D]              as embed_tokens; absent where they are tied
-
-Latent attention, whose low-rank projections are fused where vLLM attends to latents (not on the CPU):
-
-    model.layers.i.self_attn.fused_qkv_a_proj       [Q + R + P, D]       else q_a_proj [Q, D], kv_a_proj_with_mqa
-    model.layers.i.self_attn.q_a_layernorm, q_b_proj [Hl C, Q]           or q_proj [Hl C, D]
-    model.layers.i.self_attn.kv_a_layernorm, kv_b_proj [Hl (C - P + V), R]
+    model.embed_tokens.weight, lm_head.weight       [Vl, D]              rows padded to 64, then cut
+    self_attn.q_norm.weight                         [C] or [H C]         never cut; k_norm alike
+    self_attn.fused_qkv_a_proj.weight               [Q + R + P, D]       where vLLM attends to latents (not on the CPU),
+                                                                         for q_a_proj and kv_a_proj_with_mqa
+    mlp.experts.routed_experts.w13_weight           [El, 2 Fl, D]        of each expert gate rows over up rows
+    mlp.experts.routed_experts.w2_weight            [El, D, Fl]
 
 vllm-ascend stores w13 as [El, D, 2 Fl] and w2 as [El, Fl, D]: the same parts, transposed.
 
@@ -40,10 +25,9 @@ from dataclasses import dataclass, replace
 from fusion.model.config import ModelConfig
 from fusion.model.local_param import LocalParam, Part
 from fusion.model.parallel import Parallel
-from fusion.model.shares import RankShares, Span, columns, stacked
-from fusion.model.shares import whole as whole_of
-from fusion.model.spec import Dense, GroupedQuery, Latent, Sparse, SwiGLUNames
-from fusion.model.table import EMBEDDING, kv_heads
+from fusion.model.shares import cut, stacked
+from fusion.model.spec import Latent, Sparse
+from fusion.model.table import LocalNames, Table
 
 FAMILIES = ("qwen3", "qwen3_moe", "llama", "qwen2", "mixtral", "olmoe", "deepseek_v3")
 """Families of which vLLM's tensors are known and its output has been compared"""
@@ -124,120 +108,74 @@ def _padded(vocab_size: int) -> int:
     return vocab_size + -vocab_size % VOCABULARY_ROWS
 
 
-class _Table(RankShares):
+class _Table(Table):
+    cuts_qk_norm = False
+
     def __init__(self, config: ModelConfig, parallel: Parallel, rank: int, variant: Variant):
-        super().__init__(parallel, rank)
-        self.config, self.variant = config, variant
+        super().__init__(config, parallel, rank)
+        hf, self.variant = self.hf_names, variant
+        self.names = LocalNames(
+            embed="model.embed_tokens.weight",
+            head="lm_head.weight",
+            norm="model.norm.weight",
+            input_norm="input_layernorm.weight",
+            post_norm="post_attention_layernorm.weight",
+            qkv="self_attn.qkv_proj.weight",
+            qkv_bias="self_attn.qkv_proj.bias",
+            q_norm="self_attn.q_norm.weight",
+            k_norm="self_attn.k_norm.weight",
+            out="self_attn.o_proj.weight",
+            out_bias="self_attn.o_proj.bias",
+            q="self_attn.q_proj.weight",
+            q_a="self_attn.q_a_proj.weight",
+            q_a_norm="self_attn.q_a_layernorm.weight",
+            q_b="self_attn.q_b_proj.weight",
+            kv_a="self_attn.kv_a_proj_with_mqa.weight",
+            kv_a_norm="self_attn.kv_a_layernorm.weight",
+            kv_b="self_attn.kv_b_proj.weight",
+            gate_up="gate_up_proj.weight",
+            down="down_proj.weight",
+            router=hf.router,
+            correction=hf.correction,
+            shared=hf.shared,
+            shared_gate=hf.shared_gate,
+        )
 
-    def params(self) -> Iterator[LocalParam]:
-        config = self.config
-        yield self.vocabulary("model.embed_tokens.weight", EMBEDDING)
-        for index in range(config.num_layers):
-            for param in self.layer(index, f"model.layers.{index}"):
-                yield replace(param, layer=index)
-        yield _whole("model.norm.weight", (config.hidden_size,))
-        if not config.tie_embeddings:
-            yield self.vocabulary("lm_head.weight", "lm_head.weight")
+    def path(self, index: int) -> str:
+        return f"model.layers.{index}"
 
-    def vocabulary(self, name: str, hf: str) -> LocalParam:
+    def vocabulary(self, name: str, hf_name: str) -> LocalParam:
         """Describe this rank's rows of the padded vocabulary; those past its end have no part."""
-        size, width = self.config.vocab_size, self.config.hidden_size
-        first, last = self.of_tp(_padded(size))
-        held = stacked(name, [(hf, (first, min(size, last)))] if first < size else [], width)
-        return replace(held, shape=(last - first, width))
+        size, (first, last) = self.config.vocab_size, self.of_tp(_padded(self.config.vocab_size))
+        held = stacked(name, [(hf_name, (first, min(size, last)))] if first < size else [], self.hidden)
+        return replace(held, shape=(last - first, self.hidden))
 
-    def columns(self, name: str, share: Span) -> LocalParam:
-        return columns(name, name, self.config.hidden_size, share)
+    def latent(self, spec: Latent, hf: str, local: str) -> Iterator[LocalParam]:
+        params = list(super().latent(spec, hf, local))
+        if self.variant.fused_latents and spec.q_rank is not None:
+            rows = [(f"{hf}.q_a_proj.weight", spec.q_rank), (f"{hf}.kv_a_proj_with_mqa.weight", spec.cached_width)]
+            pieces = [(name, (0, num_rows)) for name, num_rows in rows]
+            fused = stacked(f"{local}.self_attn.fused_qkv_a_proj.weight", pieces, self.hidden, tp_sharded=False)
+            params = [fused, *(param for param in params[1:] if param.name != f"{local}.{self.names.kv_a}")]
+        yield from params
 
-    def layer(self, index: int, path: str) -> Iterator[LocalParam]:
-        spec, hidden = self.config.layer(index), self.config.hidden_size
-        yield _whole(f"{path}.input_layernorm.weight", (hidden,))
-        match spec.attention:
-            case GroupedQuery():
-                yield from self.grouped_query(spec.attention, f"{path}.self_attn")
-            case Latent():
-                yield from self.latent(spec.attention, f"{path}.self_attn")
-        yield _whole(f"{path}.post_attention_layernorm.weight", (hidden,))
-        match spec.mlp:
-            case Dense():
-                yield from self.dense(spec.mlp.width, f"{path}.mlp")
-            case Sparse():
-                yield from self.sparse(spec.mlp, path)
-
-    def grouped_query(self, spec: GroupedQuery, path: str) -> Iterator[LocalParam]:
-        c, hidden = spec.head_dim, self.config.hidden_size
-        q_rows, (first, end) = self.of_tp(spec.num_heads * c), kv_heads(self.config, self.parallel, self.tp_rank)
-        shares = {"q": q_rows, "k": (first * c, end * c), "v": (first * c, end * c)}
-        weights = [(f"{path}.{x}_proj.weight", rows) for x, rows in shares.items()]
-        yield stacked(f"{path}.qkv_proj.weight", weights, hidden)
-        if spec.qkv_bias:
-            yield stacked(f"{path}.qkv_proj.bias", [(f"{path}.{x}_proj.bias", rows) for x, rows in shares.items()])
-        if spec.qk_norm != "none":
-            whole = spec.qk_norm == "projection"
-            for x, heads in (("q", spec.num_heads), ("k", spec.num_kv_heads)):
-                yield _whole(f"{path}.{x}_norm.weight", (heads * c if whole else c,))
-        yield self.columns(f"{path}.o_proj.weight", q_rows)
-        if spec.out_bias:
-            yield _whole(f"{path}.o_proj.bias", (hidden,))
-
-    def latent(self, spec: Latent, path: str) -> Iterator[LocalParam]:
-        hidden, heads = self.config.hidden_size, spec.num_heads
-        q_rows, kv_a = self.of_tp(heads * spec.head_dim), (f"{path}.kv_a_proj_with_mqa.weight", (0, spec.cached_width))
-        fused = self.variant.fused_latents and spec.q_rank is not None
-        if spec.q_rank is None:
-            yield stacked(f"{path}.q_proj.weight", [(f"{path}.q_proj.weight", q_rows)], hidden)
-        else:
-            q_a = f"{path}.q_a_proj.weight", (0, spec.q_rank)
-            name, pieces = (f"{path}.fused_qkv_a_proj.weight", [q_a, kv_a]) if fused else (q_a[0], [q_a])
-            yield stacked(name, pieces, hidden, tp_sharded=False)
-            yield _whole(f"{path}.q_a_layernorm.weight", (spec.q_rank,))
-            q_b = f"{path}.q_b_proj.weight"
-            yield stacked(q_b, [(q_b, q_rows)], spec.q_rank)
-        if not fused:
-            yield stacked(kv_a[0], [kv_a], hidden, tp_sharded=False)
-        yield _whole(f"{path}.kv_a_layernorm.weight", (spec.kv_rank,))
-        kv_b, kv_rows = f"{path}.kv_b_proj.weight", self.of_tp(heads * (spec.nope_dim + spec.value_dim))
-        yield stacked(kv_b, [(kv_b, kv_rows)], spec.kv_rank)
-        yield self.columns(f"{path}.o_proj.weight", self.of_tp(heads * spec.value_dim))
-
-    def dense(self, width: int, path: str) -> Iterator[LocalParam]:
-        hidden, share, names = self.config.hidden_size, self.of_tp(width), SwiGLUNames()
-        halves = [(f"{path}.{half}", share) for half in (names.gate, names.up)]
-        yield stacked(f"{path}.gate_up_proj.weight", halves, hidden)
-        yield self.columns(f"{path}.{names.down}", share)
-
-    def sparse(self, spec: Sparse, path: str) -> Iterator[LocalParam]:
-        names, hidden = self.config.family_spec.names, self.config.hidden_size
-        yield _whole(f"{path}.{names.router}", (spec.num_experts, hidden))
-        if spec.router.correction:
-            correction = _whole(f"{path}.{names.correction}", (spec.num_experts,))
-            yield replace(correction, storage="card", float32=True)
-        yield from self.stacks(spec, f"{path}.{names.experts}", names.expert)
-        if spec.shared:
-            yield from self.dense(spec.shared.width, f"{path}.{names.shared}")
-            if spec.shared.gated:
-                yield _whole(f"{path}.{names.shared_gate}", (1, hidden))
-
-    def stacks(self, spec: Sparse, path: str, names: SwiGLUNames) -> Iterator[LocalParam]:
-        """Describe the stacks of this rank's experts, or of its shares of all experts."""
-        hidden, own, share = self.config.hidden_size, self.experts(spec.num_experts), self.of_etp(spec.width)
+    def experts(self, spec: Sparse, own: range, hf: str, local: str) -> Iterator[LocalParam]:
+        """Yield the stacks of this rank's experts, or of its shares of all experts."""
+        hidden, names, share = self.hidden, self.hf_names.expert, cut(spec.width, self.etp_rank, self.parallel.etp)
         width, transposed = share[1] - share[0], self.variant.transposed_experts
         w13: list[Part] = []
         w2: list[Part] = []
         for slot, expert in enumerate(own):
-            hf = f"{path}.{expert}"
+            path = f"{hf}.{self.hf_names.experts}.{expert}"
             for half, name in enumerate((names.gate, names.up)):
                 place = (half * width, (half + 1) * width), (0, hidden)
-                w13.append(_matrix_of_stack(f"{hf}.{name}", (share, (0, hidden)), slot, place, transposed))
+                w13.append(_matrix_of_stack(f"{path}.{name}", (share, (0, hidden)), slot, place, transposed))
             place = (0, hidden), (0, width)
-            w2.append(_matrix_of_stack(f"{hf}.{names.down}", ((0, hidden), share), slot, place, transposed))
+            w2.append(_matrix_of_stack(f"{path}.{names.down}", ((0, hidden), share), slot, place, transposed))
         for name, rows, inner, parts in (("w13", 2 * width, hidden, w13), ("w2", hidden, width, w2)):
             shape = (len(own), inner, rows) if transposed else (len(own), rows, inner)
-            yield LocalParam(f"{path}.routed_experts.{name}_weight", shape, tuple(parts), expert=True)
-
-
-def _whole(name: str, shape: tuple[int, ...]) -> LocalParam:
-    return whole_of(name, name, shape)
+            local_name = f"{local}.{self.hf_names.experts}.routed_experts.{name}_weight"
+            yield LocalParam(local_name, shape, tuple(parts), expert=True)
 
 
 def _matrix_of_stack(
