@@ -1,9 +1,7 @@
 from .deployment import Deployment as Deployment
-from .deployment import Role as Role
 from .deployment import deploy as deploy
 from .phases import Phase as Phase
 from .phases import PhaseError as PhaseError
-from .phases import PhaseMachine as PhaseMachine
 from .share import InferenceShare as InferenceShare
 from .spec import RewardModelSpec as RewardModelSpec
 from .spec import WorkerSpec as WorkerSpec

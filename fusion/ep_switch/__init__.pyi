@@ -4,11 +4,9 @@ from .layout import Layout as Layout
 from .layout import Place as Place
 from .layout import shared_units as shared_units
 from .moves import Move as Move
-from .moves import Round as Round
-from .moves import Step as Step
+from .outcome import SwitchError as SwitchError
+from .outcome import SwitchReport as SwitchReport
 from .plan import Plan as Plan
 from .plan import plan_switch as plan_switch
 from .topology import Topology as Topology
 from .transfer import Switcher as Switcher
-from .transfer import SwitchError as SwitchError
-from .transfer import SwitchReport as SwitchReport

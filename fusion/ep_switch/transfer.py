@@ -41,8 +41,6 @@ from fusion.npu import Device
 from fusion.npu.all_or_none import attempt
 from fusion.npu.failures import RankFailure
 
-__all__ = ["SwitchError", "SwitchReport", "Switcher"]
-
 T = TypeVar("T")
 
 

@@ -1,4 +1,3 @@
-from .attention import Attend as Attend
 from .attention import PackedAttention as PackedAttention
 from .attention import Up as Up
 from .bucket_plan import BucketPlan as BucketPlan
