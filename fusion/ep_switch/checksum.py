@@ -40,13 +40,9 @@ def run_sums(wire: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
     return running.diff()
 
 
-def weights_checksum(model: WeightHolder, dtype: torch.dtype | None = None) -> int:
+def weights_checksum(model: WeightHolder) -> int:
     """Compute a 64-bit checksum that is equal for equal weights in any layout. Collective over the model's mesh. What
     lies on the host of the ranks that train is left out.
-
-    Args:
-        dtype: dtype that the weights are converted to first (default: their own), to compare a float32 trainer with a
-            bfloat16 engine.
 
     Raises:
         AbortedOnAllRanks: a rank could not compute its sums.
@@ -54,7 +50,7 @@ def weights_checksum(model: WeightHolder, dtype: torch.dtype | None = None) -> i
     """
     group = model.mesh.world_group
     rank = dist.get_rank() if group is not None else model.mesh.rank
-    sums = all_or_none(lambda: _box_sums(model, dtype), group=group, rank=rank, stage="weights checksum")
+    sums = all_or_none(lambda: _box_sums(model), group=group, rank=rank, stage="weights checksum")
     holders: dict[tuple[str, Box], tuple[int, int]] = {}
     for rank, sums_of_rank in enumerate(gather_json(sums, group)):
         for name, region, value in sums_of_rank:
@@ -65,13 +61,12 @@ def weights_checksum(model: WeightHolder, dtype: torch.dtype | None = None) -> i
     return sum(value for _, value in holders.values()) % (1 << 64)
 
 
-def _box_sums(model: WeightHolder, dtype: torch.dtype | None) -> list[tuple[str, Box, int]]:
+def _box_sums(model: WeightHolder) -> list[tuple[str, Box, int]]:
     """Return (global tensor, box, checksum) of every part that this rank holds."""
     sums = []
     with torch.no_grad():
         for param in (param for param in model.table if param.storage != "host"):
-            compared = torch.float32 if param.float32 else dtype or model.weights.dtype
             for part in param.parts:
-                view = part.view(model.weights.views[param.name]).to(compared)
+                view = part.view(model.weights.views[param.name])
                 sums.append((part.name, part.region, int(box_checksum(view, part.name, part.region))))
     return sums

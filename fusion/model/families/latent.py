@@ -19,15 +19,12 @@ STATES = (
 """Fields that all families with latent attention state"""
 
 
-def read_latent(
-    fields: Fields, *, max_positions: int, theta: float = 10000.0, interleaved: bool = True, norm_eps: float = 1e-6
-) -> Latent:
+def read_latent(fields: Fields, *, max_positions: int, theta: float = 10000.0, interleaved: bool = True) -> Latent:
     """Read latent attention.
 
     Args:
         max_positions, theta: what is assumed where none is stated.
         interleaved: whether channels 2i and 2i + 1 are rotated together.
-        norm_eps: of the norms of the latents, which no field states.
 
     Raises:
         ValueError: a field (named) that is not supported.
@@ -57,5 +54,4 @@ def read_latent(
         rotary=rotary,
         q_rank=fields.optional_size("q_lora_rank") if fields.has("q_lora_rank") else Q_RANK,
         softmax_scale=softmax_scale(rotary, nope + rope),
-        norm_eps=norm_eps,
     )
