@@ -12,7 +12,6 @@ from importlib import import_module
 
 MODULES = """
     distqueue.core.queue distqueue.payload.shard fusion.colocate.worker fusion.rollout.detokenize
-    fusion.training.chunk_reader
     google.protobuf.json_format google.protobuf.timestamp_pb2 hydra hypothesis.strategies jsonschema msgpack
     numpy.ma.extras pdb pyarrow.json pydantic.main pydantic.types pydantic.v1 pytest requests rich.live rich.progress
     sqlite3 tensorboard.summary.writer.event_file_writer torch.fx.experimental.symbolic_shapes

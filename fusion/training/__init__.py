@@ -20,7 +20,7 @@
     router_bias   moves correction biases against the load of experts
     schedule      learning rate by step, pure
     checkpoint    saves global tensors and loads them in any layout, bitwise
-    chunk_files   writes boxes of global tensors to files;          chunk_reader reads any boxes of them
+    chunk_files   writes boxes of global tensors to files, reads any; chunk_reader for torch.distributed.checkpoint
     export        a checkpoint as a Hugging Face folder, on the host alone
 
 `EmbeddedTrainEngine` is the embedded `TrainEngine`; adapters of other trainers go into `backends/`.

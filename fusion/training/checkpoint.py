@@ -32,7 +32,7 @@ import torch.distributed as dist
 from fusion.npu.all_or_none import all_or_none
 from fusion.telemetry.files import replace_folder, sync, write_atomic
 from fusion.telemetry.manifest import FileRecord, find_damage, read_manifest, write_manifest
-from fusion.training.chunk_files import TENSORS, file_of, merge_tables, table_of, write_chunks
+from fusion.training.chunk_files import TENSORS, ChunkFolder, file_of, merge_tables, read_chunks, table_of, write_chunks
 from fusion.training.interface import TrainEngine
 from fusion.training.schedule import Schedule
 
@@ -105,9 +105,7 @@ def load_checkpoint(
             raise ValueError(f"{folder} is damaged: {damage}")
 
     def read() -> None:
-        from fusion.training.chunk_reader import ChunkReader, read_chunks
-
-        read_chunks(ChunkReader(folder), trainer.chunks(trainer.state_dict()))
+        read_chunks(ChunkFolder(folder), trainer.chunks(trainer.state_dict()))
 
     if verify:
         all_or_none(check, group=mesh.world_group, rank=mesh.rank, stage="restore")

@@ -12,7 +12,7 @@ from fusion.model import ModelConfig, global_params
 from fusion.model.huggingface import write_folder
 from fusion.model.table import float32_params
 from fusion.training.checkpoint import read_trainer
-from fusion.training.chunk_reader import ChunkReader, read_chunks
+from fusion.training.chunk_files import ChunkFolder, read_chunks
 from fusion.training.chunks import Chunk
 
 
@@ -27,7 +27,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, tokenizer_from: Path | Non
     Raises:
         ValueError: ``checkpoint`` is not a checkpoint.
     """
-    saved, reader = read_trainer(checkpoint), ChunkReader(checkpoint)
+    saved, chunks = read_trainer(checkpoint), ChunkFolder(checkpoint)
     masked = tuple((start, stop) for start, stop in saved.get("masked_ids", ()))
     config, dtype = replace(ModelConfig.from_hf(saved["model"]), masked_ids=masked), getattr(torch, saved["dtype"])
     in_float32 = float32_params(config)
@@ -35,7 +35,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, tokenizer_from: Path | Non
     def tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for name, shape in global_params(config).items():
             whole = torch.empty(shape, dtype=torch.float32 if name in in_float32 else dtype)
-            read_chunks(reader, [Chunk(f"master/{name}", shape, offset=(0,) * len(shape), tensor=whole)])
+            read_chunks(chunks, [Chunk(f"master/{name}", shape, offset=(0,) * len(shape), tensor=whole)])
             yield name, whole
 
     write_folder(config, dtype, tensors(), folder, tokenizer_from=tokenizer_from)

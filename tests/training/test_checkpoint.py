@@ -23,8 +23,8 @@ from fusion.telemetry import files as files_module
 from fusion.telemetry.files import exchange, replace_folder
 from fusion.training import AlgorithmConfig, load_checkpoint, save_checkpoint
 from fusion.training.algorithms import make_algorithm
-from fusion.training.chunk_files import file_of, merge_tables, table_of, write_chunks
-from fusion.training.chunk_reader import ChunkReader, read_chunks
+from fusion.training.chunk_files import ChunkFolder, file_of, merge_tables, read_chunks, table_of, write_chunks
+from fusion.training.chunk_reader import ChunkReader
 from fusion.training.chunks import Chunk
 from fusion.training.export import export_checkpoint
 from fusion.training.interface import SKIPPED_IN_A_ROW
@@ -225,7 +225,7 @@ def test_any_layout_reads_what_any_layout_has_written(before, after, experts, ti
             sizes += sum(chunk.tensor.numel() for chunk in owned)
         assert sizes == sum(tensor.numel() for tensor in tensors.values()), "every element is written once"
         (Path(folder) / "tensors.json").write_text(json.dumps(merge_tables(tables)))
-        reader = ChunkReader(folder)
+        reader = ChunkFolder(folder)
         for chunks in pure_chunks(config, after, 2 * bucket_bytes, empty):
             read_chunks(reader, chunks)
             for chunk in chunks:
