@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import ray
 
 from distqueue import DistQueue
+from distqueue.checkpoint import release_freed
 from fusion.colocate import InferenceShare, StageReport, Worker, WorkerSpec
 from fusion.colocate.failures import ships_failures
 from fusion.inference import Request
@@ -99,6 +100,7 @@ class Card(Worker):
     @_in_group("save")
     def save(self, checkpoint: str, export: str) -> None:
         super().save(checkpoint, export)
+        release_freed()
 
     @_in_group("save")
     def save_drafts(self, folder: str) -> None:

@@ -10,6 +10,7 @@ Invariants:
 2. A checkpoint is complete (its manifest exists) only when all its other files are on disk; only then are older ones
    removed.
 3. An error is raised when the run next checks its cards, begins another save, or ends.
+4. Memory that was freed since the last save is returned to the system: glibc keeps it in pieces, which grow.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from distqueue.checkpoint import release_freed
 from distqueue.errors import StorageFull
 from stalesync.process.failures import RunFailed
 from stalesync.process.run_log import add_note
@@ -109,6 +111,7 @@ class Saver:
             failed = error if isinstance(error, RunFailed) else SaveFailed(_describe(error))
             add_note(failed, ADVICE)
             self._error = failed
+        release_freed()
         self._written_s = time.perf_counter() - start
 
 

@@ -131,6 +131,15 @@ def test_what_goes_wrong_in_the_thread_that_writes_is_raised_at_the_next_look():
     assert "a checkpoint could not be written" in note and "set run.dir" in note
 
 
+def test_memory_that_a_checkpoint_has_freed_is_returned_to_the_system(monkeypatch):
+    done = []
+    monkeypatch.setattr("stalesync.loop.saving.release_freed", lambda: done.append("released"))
+    saver = Saver()
+    saver.begin(lambda: done.append("written"))
+    saver.finish()
+    assert done == ["written", "released"]
+
+
 def test_a_cards_failure_is_told_as_it_is_and_a_cut_that_cannot_be_written_by_its_stage():
     saver = Saver()
 
