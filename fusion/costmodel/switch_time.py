@@ -62,7 +62,7 @@ class Wire:
     """Duration on the slowest die, latencies of the rounds included."""
     rounds: int
     busiest: str
-    """What bounds that die: `sending` or `receiving`."""
+    """Bottleneck of that die: `sending` or `receiving`."""
 
 
 def wire(moved: Traffic, hardware: Hardware, bucket_bytes: int) -> Wire:

@@ -29,7 +29,7 @@ class Device(ABC):
     can_share: bool = False
     """Whether `share` and `map` are supported."""
     process_group_backend: str
-    """For `torch.distributed.init_process_group`: gloo for the host's tensors, the card's own for the card's."""
+    """Backend of `torch.distributed.init_process_group`: gloo for the host's tensors, the card's own for the card's."""
 
     @abstractmethod
     def memory(self) -> Memory:

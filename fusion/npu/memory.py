@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 OWNERS = ("weights", "gradients", "optimizer", "kv", "activations", "buckets")
-"""What device memory is used for. Unclaimed memory is `activations`."""
+"""Uses of device memory. Unclaimed memory is `activations`."""
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from fusion.npu.fused import operators_for
 
 BATCH_INVARIANT_ROWS = 16
-"""Row counts are rounded up to this multiple where results must not depend on the batch: below it (and, in fp64,
+"""Multiple to which row counts are rounded up where results must not depend on the batch: below it (and, in fp64,
 between its multiples) a BLAS selects kernels by row count that add in a different order."""
 
 

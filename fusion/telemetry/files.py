@@ -29,13 +29,13 @@ from typing import Any
 
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
-"""Constants of renameat2(2)"""
+"""Arguments of renameat2(2)"""
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""No space, no quota, or a limit on the size of files"""
+"""Errors of a write for want of space, of quota, or by a limit on the size of files"""
 
 MAX_PENDING_BYTES = 16 << 20
-"""Lines that a log keeps in memory while there is no space; with more, it drops them"""
+"""Maximum size of the lines that a log keeps in memory while there is no space; it drops more"""
 
 TAIL_BYTES = 1 << 16
 
@@ -184,7 +184,7 @@ def remove_temporary(folder: Path) -> None:
 
 
 def open_temporary(path: Path) -> tuple[Path, int]:
-    """Create a file beside `path`, to be renamed to it. Returns its path, and a descriptor for reading and writing."""
+    """Create a file beside `path`, to be renamed to it. Return its path, and a descriptor for reading and writing."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     return temporary, open_new(temporary)
 
@@ -199,7 +199,7 @@ def open_new(path: Path) -> int:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Exchange two files or folders by name, atomically. Returns False, with nothing changed, if the system or the file
+    """Exchange two files or folders by name, atomically. Return False, with nothing changed, if the system or the file
     system has no such operation.
 
     Raises:

@@ -28,7 +28,7 @@ from fusion.telemetry.row_digests import NO_SEALS, Seal
 NAME = "manifest.json"
 CHUNK_BYTES = 8 << 20
 WRITE_BYTES = 64 << 20
-"""The largest piece that is hashed and written as one."""
+"""Maximum size of a piece that is hashed and written as one."""
 
 
 @dataclass(frozen=True)

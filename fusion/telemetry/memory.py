@@ -35,7 +35,7 @@ class MemoryLedger:
         self._note_capacity(capacity)
 
     def merge(self, other: MemoryLedger) -> MemoryLedger:
-        """Merge another card's (or step's) ledger into this one. Returns self."""
+        """Merge another card's (or step's) ledger into this one. Return self."""
         for phase, peak in other.peak.items():
             self.record(phase, other.by_owner[phase], peak)
         self._note_capacity(other.capacity)

@@ -95,7 +95,7 @@ class Metrics:
             self.add(f"timing_s/{name}", time.perf_counter() - start)
 
     def merge(self, other: Metrics | Mapping[str, Part]) -> Metrics:
-        """Merge another rank's metrics into this one. Returns self."""
+        """Merge another rank's metrics into this one. Return self."""
         parts = other._parts if isinstance(other, Metrics) else other
         for name, part in list(parts.items()):
             self._fold(name, Part(*part), within_rank=False)

@@ -25,7 +25,7 @@ from fusion.telemetry.run_contents import EVALUATIONS, SAMPLES, describe
 SAMPLE: Mapping[str, type] = {"step": int, "prompt": str, "response": str}
 """Fields of every row of `samples.jsonl`"""
 SHORT = 200
-"""Number of characters from which a text is shortened"""
+"""Maximum number of characters of a text that is not shortened"""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class RunReport:
     folder: Sequence[str] = ()
     """Lines of `describe`"""
     outcome: str = "finished"
-    """How the run ended, in words: `finished`, `stopped by Ctrl-C at step 12`"""
+    """End of the run, in words: `finished`, `stopped by Ctrl-C at step 12`"""
     evaluated: str = ""
     """Name of what was evaluated alone, in words, without a step; "": the run trains"""
     steps: int | None = 0

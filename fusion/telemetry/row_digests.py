@@ -28,7 +28,7 @@ import xxhash
 from fusion.telemetry.files import open_temporary, write_all
 
 ROWS = 1000
-"""Rows of a block"""
+"""Number of rows of a block"""
 SINGLE_ROWS = frozenset({"metrics.jsonl", "evaluations.jsonl", "control.jsonl"})
 """Logs of which every row is a block: few rows, each many times as long as its digest"""
 COPY_BYTES = 1 << 20

@@ -75,9 +75,9 @@ class Timeline:
         self.card = card
         self.clock_ns = clock_ns
         self.annotate: Callable[[str], AbstractContextManager[Any]] | None = None
-        """Mark the block of every `span` by its name in another record, such as a profiler's"""
+        """Function that marks the block of a `span` by its name in another record, such as a profiler's"""
         self.after_mark: Callable[[], None] | None = None
-        """Called after every mark of a `strip`, on its thread"""
+        """Function that is called after every mark of a `strip`, on its thread"""
         self._spans: deque[Span] = deque(maxlen=max_spans)
         self._strip: _OpenStrip | None = None
 

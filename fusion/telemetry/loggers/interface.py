@@ -20,9 +20,9 @@ class LoggedRun:
     folder: Path
     """The run's folder; a logger keeps local files in a folder of its own name in it."""
     id: str
-    """Identify the run over all its starts: 16 characters, 0-9 and a-f."""
+    """Identifier of the run over all its starts: 16 characters, 0-9 and a-f."""
     resumed: bool = False
-    """The run was resumed, and this logger has logged it before: it continues that history."""
+    """Whether the run was resumed and this logger has logged it before, so that it continues that history."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The resolved config, plain values by group."""
 

@@ -15,7 +15,7 @@ from fusion.telemetry.memory import MemoryLedger, human_bytes
 from fusion.telemetry.page.curves import number
 
 WINDOW_SHARE = 10
-"""A value "at the end" is the mean of the last of this many equal parts of the steps."""
+"""Number of equal parts of the steps, the last of which counts as their end"""
 
 FULL_HBM = 0.95
 """Share of the capacity from which a phase is close to running out of memory."""

@@ -18,12 +18,12 @@ MAX_BINS = 48
 """Maximum number of bins of the histogram of lengths."""
 
 WINDOW_SHARE = 10
-"""The first and the last of this many equal parts of the steps are compared."""
+"""Number of equal parts of the steps, of which the first and the last are compared"""
 
 PERCENTILES = (50, 90, 99)
 
 TAIL_SHARE = 0.1
-"""The longest responses, whose share of all tokens is stated."""
+"""Share of the responses, the longest ones, whose share of all tokens is stated"""
 
 
 class Distributions:

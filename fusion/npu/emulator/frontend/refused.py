@@ -37,7 +37,7 @@ _NAMES = {
     "an operator has returned when its call returns, and cannot be stopped before": "set_op_timeout_ms",
     "there is no hardware to test": "stress_detect",
 }
-"""Why the emulated card refuses → the names"""
+"""Reason of the emulated card → the names that it refuses"""
 
 REASONS = {name: reason for reason, names in _NAMES.items() for name in names.split()}
 """Name → why the emulated card refuses it"""
