@@ -85,23 +85,16 @@ class Ledger:
         self.peak = max(self.peak, self.allocated)
 
 
-class HostStream:
+class HostStream(torch.cpu.Stream):
     """Implement a stream on which all work is done when the call returns."""
 
-    def wait_stream(self, stream: Any) -> None: ...
-    def wait_event(self, event: Any) -> None: ...
     def synchronize(self) -> None: ...
 
     def query(self) -> bool:
         return True
 
-    def record_event(self, event: HostEvent | None = None) -> HostEvent:
-        event = event or HostEvent()
-        event.record()
-        return event
 
-
-class HostEvent:
+class HostEvent(torch.cpu.Event):
     """Implement an event as a time of the host's clock."""
 
     def __init__(self) -> None:
@@ -109,12 +102,6 @@ class HostEvent:
 
     def record(self, stream: Any = None) -> None:
         self.recorded_s = time.perf_counter()
-
-    def wait(self, stream: Any = None) -> None: ...
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
 
     def elapsed_time(self, end: HostEvent) -> float:
         """Return the milliseconds from this event to `end`."""
