@@ -268,6 +268,10 @@ class RolloutConfig:
         """Whether the ids that sampling keeps are recorded with every token."""
         return self.sampling().truncates
 
+    def length_limit(self, max_positions: int) -> int:
+        """Return the maximum number of tokens of prompt and response in total, for a model with these positions."""
+        return min(self.max_length or max_positions, max_positions)
+
     def sampling(self, **changes: object) -> SamplingParams:
         """Return the sampling parameters of a request under this config, with ``changes`` applied."""
         values: dict = dict(

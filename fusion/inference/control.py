@@ -21,7 +21,6 @@ import torch.distributed as dist
 from fusion.inference.counters import COLUMNS, RankState, RankStates
 from fusion.inference.request import Request
 from fusion.inference.request_columns import from_columns, to_columns
-from fusion.inference.validation import checked_ids, checked_version
 from fusion.model import Mesh
 
 
@@ -53,39 +52,22 @@ class Orders:
 
 
 class Inbox:
-    """Collect control calls from any thread until the leader's next step takes them. Requests must have been checked
-    (`validation.checked_requests`); ids and versions are checked here, with a `ValueError` in the calling thread."""
+    """Collect control calls from any thread until the leader's next step takes them. They have been checked in the
+    calling thread (`validation`)."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._orders = Orders()
         self._reports: list[dict[str, Any]] = []
 
-    def submit(self, requests: Iterable[Request]) -> None:
+    def add(self, **calls: Any) -> None:
+        """Add control calls, by field of `Orders`: lists are extended, everything else is set."""
         with self._lock:
-            self._orders.submit += requests
-
-    def abort(self, ids: Iterable[str] | None) -> None:
-        names = None if ids is None else checked_ids(ids)
-        with self._lock:
-            if names is None:
-                self._orders.abort_all = True
-            else:
-                self._orders.abort += names
-
-    def forget(self, ids: Iterable[str]) -> None:
-        names = checked_ids(ids)
-        with self._lock:
-            self._orders.forget += names
-
-    def pause(self) -> None:
-        with self._lock:
-            self._orders.pause = True
-
-    def adopt(self, version: int) -> None:
-        version = checked_version(version)
-        with self._lock:
-            self._orders.version = version
+            for name, value in calls.items():
+                if isinstance(value, list):
+                    getattr(self._orders, name).extend(value)
+                else:
+                    setattr(self._orders, name, value)
 
     def report(self, items: Iterable[Mapping[str, Any]]) -> None:
         with self._lock:

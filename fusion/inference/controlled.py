@@ -1,20 +1,30 @@
-"""Define what every engine does with its control channel, whatever computes its steps."""
+"""Define what every engine does, whatever computes its steps: control calls, orders of a step, size of the KV cache.
+
+submit, abort, … (any thread of the leader) ─► control channel ─► orders of a step, the same on every rank
+    ─► placed, aborted, adopted here ─► `_add`, `_abort`, `_compute_step` of a subclass
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from fusion.inference.control import ControlChannel
-from fusion.inference.counters import Counters
-from fusion.inference.request import Output, Request
-from fusion.inference.validation import check_distinct, check_fits, checked_requests
+from fusion.inference.config import RolloutConfig
+from fusion.inference.control import ControlChannel, Orders
+from fusion.inference.counters import Counters, RankState
+from fusion.inference.placement import place
+from fusion.inference.request import Output, Request, SamplingParams
+from fusion.inference.sequence import Sequence
+from fusion.inference.validation import check_distinct, check_fits, checked_ids, checked_requests, checked_version
 from fusion.model import Mesh, WeightHolder
+from fusion.npu import Device
 
 
-class ControlledEngine:
-    """Send control calls from any thread of the leader, and report the metrics of all ranks. `InferEngine` specifies
-    the methods; a subclass defines `step` and `policy_version`.
+class ControlledEngine(ABC):
+    """Send control calls from any thread of the leader, apply them at a step, and report the metrics of all ranks.
+    `InferEngine` specifies the methods; a subclass defines the abstract ones.
 
     Attributes:
         max_length: of prompt and response in total.
@@ -22,17 +32,74 @@ class ControlledEngine:
         shares_kv: whether its KV is in the machine's pool, too.
     """
 
-    model: WeightHolder
-    max_length: int
-
-    def __init__(self, mesh: Mesh):
-        self.mesh, self.control = mesh, ControlChannel(mesh)
-        self.counters = Counters()
+    def __init__(self, model: WeightHolder, mesh: Mesh, device: Device, config: RolloutConfig):
+        config.validate()
+        self.mesh, self.device, self.config = mesh, device, config
+        self.control, self.counters = ControlChannel(mesh), Counters()
+        self.max_length = config.length_limit(model.config.max_positions)
         self.capacity_tokens = 0
-        self.shares_kv = False
-        self.paused = False
+        self.shares_kv = self.paused = False
+        self.on_adopt: Callable[[int], None] = lambda version: None
+        self.last_step_kind = ""
+        self._vocabulary, self._eos_token_ids = model.config.vocab_size, model.config.eos_token_ids
+        self._interned: dict[SamplingParams, SamplingParams] = {}
         self._idle = True
         self._busy_s = 0.0
+
+    # What a subclass defines
+
+    @property
+    @abstractmethod
+    def policy_version(self) -> int: ...
+
+    @policy_version.setter
+    @abstractmethod
+    def policy_version(self, version: int) -> None: ...
+
+    @property
+    @abstractmethod
+    def _holds_kv(self) -> bool:
+        """Whether a KV cache is allocated."""
+
+    @property
+    @abstractmethod
+    def _block_bytes(self) -> int:
+        """Bytes of a block of the KV cache over all layers of this rank."""
+
+    @property
+    @abstractmethod
+    def _reserved_bytes(self) -> int:
+        """Bytes of the KV cache besides its blocks."""
+
+    @abstractmethod
+    def _allocate(self, blocks: int) -> None:
+        """Allocate a KV cache of this size."""
+
+    @abstractmethod
+    def _state(self) -> RankState:
+        """Return what this rank sends to the others, if it counts requests for those with the same schedule."""
+
+    @abstractmethod
+    def _running(self) -> Iterable[Sequence]:
+        """Return the running requests of this attention rank."""
+
+    @abstractmethod
+    def _unfinished(self) -> Iterable[Sequence]:
+        """Return all its requests."""
+
+    @abstractmethod
+    def _add(self, sequences: Mapping[str, Sequence], orders: Orders) -> None:
+        """Free parked KV as ordered, then add the new requests of this attention rank, by id."""
+
+    @abstractmethod
+    def _abort(self, chosen: Callable[[Request], bool]) -> list[Output]:
+        """End the requests of this attention rank for which ``chosen`` holds; return their outputs."""
+
+    @abstractmethod
+    def _compute_step(self, began_s: float) -> list[Output]:
+        """Compute a step that began at this time (`time.perf_counter`); return the requests that ended."""
+
+    # Control calls
 
     @property
     def is_leader(self) -> bool:
@@ -42,22 +109,30 @@ class ControlledEngine:
     def num_ranks(self) -> int:
         return self.mesh.parallel.world
 
-    @property
-    def policy_version(self) -> int:
-        raise NotImplementedError
-
     def submit(self, requests: Iterable[Request]) -> None:
-        assert self.is_leader, "requests go to rank 0 of the engine"
         assert self.capacity_tokens, "allocate_kv comes before the first submit"
-        requests = checked_requests(requests, self.model.config.vocab_size)
+        requests = checked_requests(requests, self._vocabulary)
         check_distinct(requests)
         for request in requests:
             check_fits(request, self.max_length, self.capacity_tokens)
-        self.control.inbox.submit(requests)
+        self._order(submit=requests)
 
     def abort(self, ids: Iterable[str] | None = None) -> None:
-        assert self.is_leader, "aborts go to rank 0 of the engine"
-        self.control.inbox.abort(ids)
+        self._order(**({"abort_all": True} if ids is None else {"abort": checked_ids(ids)}))
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """Free parked KV, if there is any, before the requests of later `submit` calls are placed."""
+        self._order(forget=checked_ids(ids))
+
+    def pause(self) -> None:
+        self._order(pause=True)
+
+    def adopt(self, version: int) -> None:
+        self._order(version=checked_version(version))
+
+    def _order(self, **calls: Any) -> None:
+        assert self.is_leader, f"control calls go to rank 0 of the engine: {', '.join(calls)}"
+        self.control.inbox.add(**calls)
 
     def report(self, items: Iterable[Mapping[str, Any]]) -> None:
         self.control.inbox.report(items)
@@ -65,19 +140,6 @@ class ControlledEngine:
     def take_reports(self) -> list[dict[str, Any]]:
         assert self.is_leader, "reports arrive on rank 0 of the engine"
         return self.control.inbox.take_reports()
-
-    def forget(self, ids: Iterable[str]) -> None:
-        """Free parked KV, if there is any, before the requests of later `submit` calls are placed."""
-        assert self.is_leader, "parked KV is freed by rank 0 of the engine"
-        self.control.inbox.forget(ids)
-
-    def pause(self) -> None:
-        assert self.is_leader, "pauses go to rank 0 of the engine"
-        self.control.inbox.pause()
-
-    def adopt(self, version: int) -> None:
-        assert self.is_leader, "new weights are announced to rank 0 of the engine"
-        self.control.inbox.adopt(version)
 
     def resume(self) -> None:
         self.paused = False
@@ -94,12 +156,50 @@ class ControlledEngine:
             "kv_tokens": self.capacity_tokens,
         }
 
+    # Memory
+
+    def allocate_kv(self) -> None:
+        """Allocate ``kv_fraction`` of the device's free memory, at most ``max_kv_tokens``; all blocks are empty.
+
+        Raises:
+            ValueError: as `InferEngine.allocate_kv`.
+        """
+        config, bytes_free = self.config, self.device.memory().free
+        blocks = (int(bytes_free * config.kv_fraction) - self._reserved_bytes) // self._block_bytes
+        blocks = min(blocks, config.max_seqs * -(-self.max_length // config.block_size))
+        if config.max_kv_tokens is not None:
+            blocks = min(blocks, config.max_kv_tokens // config.block_size)
+        blocks = self.control.min_over_ranks(blocks)
+        if blocks < 1:
+            raise ValueError(
+                f"rollout.kv_fraction={config.kv_fraction} (max_kv_tokens={config.max_kv_tokens}): the KV cache gets "
+                f"no block of {config.block_size} tokens ({self._block_bytes} bytes; {bytes_free} bytes are free)"
+            )
+        self.capacity_tokens = blocks * config.block_size
+        for seq in self._unfinished():
+            check_fits(seq.request, self.max_length, self.capacity_tokens)
+        self._allocate(blocks)
+
+    def reconfigure(self, config: RolloutConfig) -> None:
+        assert not self._holds_kv, "release_kv comes before reconfigure"
+        config.validate()
+        self.config = config
+
+    # Generation
+
     @property
     def idle(self) -> bool:
         return self._idle
 
     def step(self) -> list[Output]:
-        raise NotImplementedError
+        """Compute one step; return outputs on the first TP rank and stage of the attention rank that owns them."""
+        began_s = time.perf_counter()
+        outputs, self.last_step_kind = self._take_orders(), ""
+        if not self._idle:
+            assert self._holds_kv, "there are unfinished requests, but no KV cache: allocate_kv comes before step"
+            outputs += self._compute_step(began_s)
+            self._busy_s += time.perf_counter() - began_s
+        return outputs if self._reports else []
 
     def run(self) -> list[Output]:
         """Step until the engine is idle; return all outputs. Collective."""
@@ -107,3 +207,59 @@ class ControlledEngine:
         while not self._idle:
             outputs += self.step()
         return outputs
+
+    def suspend(self) -> list[Output]:
+        outputs = self._apply_orders(self._exchange())
+        outputs += self._suspend()
+        self._exchange()
+        self._idle = True
+        return outputs if self._reports else []
+
+    def _suspend(self) -> list[Output]:
+        return self._abort(lambda request: True)
+
+    @property
+    def _reports(self) -> bool:
+        """Whether this rank returns outputs and counts requests for all ranks with the same schedule."""
+        return self.mesh.tp_rank == 0 and self.mesh.first_stage
+
+    def _exchange(self, update_bytes: int = 0) -> Orders:
+        """Send this rank's state to the others; return this step's orders."""
+        state = self._state()._replace(update_bytes=update_bytes) if self._reports else RankState()
+        return self.control.exchange(state)
+
+    def _next_orders(self) -> Orders:
+        return self._exchange()
+
+    def _take_orders(self) -> list[Output]:
+        """Exchange and apply the orders of a step; return the outputs of aborted requests."""
+        orders = self._next_orders()
+        self._idle = not self.control.states.unfinished.any() and not orders
+        return self._apply_orders(orders)
+
+    def _apply_orders(self, orders: Orders) -> list[Output]:
+        if not orders:
+            return []
+        parallel = self.mesh.parallel
+        loads = self.control.states.unfinished[: parallel.stage_world : parallel.tp].tolist()
+        placed = zip(orders.submit, place(loads, orders.submit), strict=True)
+        own = {request.id: self._sequence(request) for request, rank in placed if rank == self.mesh.dp_rank}
+        self._add(own, orders)
+        self.paused |= orders.pause
+        if orders.version is not None:
+            self._adopt(orders.version)
+        ids = set(orders.abort)
+        if not (ids or orders.abort_all):
+            return []
+        return self._abort(lambda request: orders.abort_all or request.id in ids)
+
+    def _sequence(self, request: Request) -> Sequence:
+        # Equal parameters are one object, so that the sampler can detect by identity that a batch has only one kind.
+        params = self._interned.setdefault(request.params, request.params)
+        return Sequence.of(request, params, self._eos_token_ids)
+
+    def _adopt(self, version: int) -> None:
+        if not self.config.keeps_kv:
+            self.counters.interrupted += sum(len(seq.tokens) > seq.first_token for seq in self._running())
+        self.on_adopt(version)
+        self.policy_version = version

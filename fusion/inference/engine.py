@@ -14,7 +14,7 @@ for each other: use PP only for models that do not fit otherwise.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import isnan
 from typing import TYPE_CHECKING
 
@@ -25,17 +25,15 @@ from fusion.inference.controlled import ControlledEngine
 from fusion.inference.counters import NO_COST, RankState
 from fusion.inference.forward import Forward
 from fusion.inference.interface import InferEngine
-from fusion.inference.kv_cache import KVCache, count_blocks
+from fusion.inference.kv_cache import KVCache
 from fusion.inference.kv_layout import KVLayout
 from fusion.inference.parked import HostMemory, ParkedKV, max_parked_blocks
-from fusion.inference.placement import place
 from fusion.inference.pooled import KVStore, PooledKV
-from fusion.inference.request import Output, Request, SamplingParams
+from fusion.inference.request import Output, Request
 from fusion.inference.routing import RoutingCache
 from fusion.inference.scheduler import Scheduler
 from fusion.inference.sequence import Sequence, Step
 from fusion.inference.stop_strings import StopStrings
-from fusion.inference.validation import check_fits
 from fusion.inference.verification import Drafter, StepCost
 from fusion.model import Mesh, Transformer
 from fusion.npu import Device
@@ -69,11 +67,10 @@ class EmbeddedEngine(ControlledEngine):
         drafter: Drafter | None = None,
         kv_store: KVStore | None = None,
     ):
-        config.validate()
-        super().__init__(mesh)
+        super().__init__(model, mesh, device, config)
         if config.batch_invariant and model.row_multiple == 1:
             raise ValueError("rollout.batch_invariant=true: the model must be built with batch_invariant=True")
-        self.model, self.device, self.config = model, device, config
+        self.model = model
         shape = model.config
         layers = len(mesh.parallel.layers(shape.num_layers, mesh.pp_rank))
         self.cache = KVCache(
@@ -83,7 +80,6 @@ class EmbeddedEngine(ControlledEngine):
             device=device,
             dtype=model.weights.dtype,
         )
-        self.max_length = min(config.max_length or shape.max_positions, shape.max_positions)
         self.scheduler = Scheduler(
             BlockManager(0, config.block_size),
             max_seqs=config.max_seqs,
@@ -126,11 +122,8 @@ class EmbeddedEngine(ControlledEngine):
             batch_invariant=config.batch_invariant,
             max_rows=config.max_seqs,
         )
-        self.on_adopt: Callable[[int], None] = lambda version: None
-        self.last_step_kind = ""
         self._step_cost = NO_COST
         """Of the last step"""
-        self._interned: dict[SamplingParams, SamplingParams] = {}
 
     @property
     def parked_kv_bytes(self) -> int:
@@ -138,33 +131,26 @@ class EmbeddedEngine(ControlledEngine):
 
     # Memory and weights
 
-    def allocate_kv(self) -> None:
-        """Allocate ``kv_fraction`` of the device's free memory, at most ``max_kv_tokens``; all blocks are empty.
+    @property
+    def _holds_kv(self) -> bool:
+        return bool(self.cache.pools)
 
-        Raises:
-            ValueError: as `InferEngine.allocate_kv`.
-        """
-        config = self.config
-        bytes_free = self.device.memory().free
-        blocks, workspace = count_blocks(self.cache, config, max_length=self.max_length, bytes_free=bytes_free)
-        blocks = self.control.min_over_ranks(blocks)
-        if blocks < 1:
-            raise ValueError(
-                f"rollout.kv_fraction={config.kv_fraction} (max_kv_tokens={config.max_kv_tokens}): the KV cache gets "
-                f"no block of {config.block_size} tokens ({self.cache.block_bytes} bytes; {bytes_free} bytes are free)"
-            )
-        self.capacity_tokens = blocks * config.block_size
-        for seq in (*self.scheduler.running, *self.scheduler.waiting):
-            check_fits(seq.request, self.max_length, self.capacity_tokens)
-        self.cache.allocate(blocks, workspace)
+    @property
+    def _block_bytes(self) -> int:
+        return self.cache.block_bytes
+
+    @property
+    def _reserved_bytes(self) -> int:
+        return self.cache.workspace_bytes(self.max_length)
+
+    def _allocate(self, blocks: int) -> None:
+        self.cache.allocate(blocks, self.max_length)
         if self.routing and self._reports:
             self.routing.allocate(blocks)
-        self.scheduler.restart(BlockManager(blocks, config.block_size))
+        self.scheduler.restart(BlockManager(blocks, self.config.block_size))
 
     def reconfigure(self, config: RolloutConfig) -> None:
-        assert not self.cache.pools, "release_kv comes before reconfigure"
-        config.validate()
-        self.config = config
+        super().reconfigure(config)
         self.scheduler.max_seqs, self.scheduler.max_batch_tokens = config.max_seqs, config.max_batch_tokens
         self.forward.draw.max_rows = config.max_seqs
 
@@ -198,37 +184,46 @@ class EmbeddedEngine(ControlledEngine):
 
     # Generation
 
-    def step(self) -> list[Output]:
-        """Compute one step; return outputs on the first TP rank and stage of the attention rank that owns them."""
-        began = time.perf_counter()
-        outputs, self.last_step_kind = self._take_orders(), ""
-        self._observe_cost()
-        if not self._idle:
-            assert self.cache.pools, "there are unfinished requests, but no KV cache: allocate_kv comes before step"
-            accepted = self.counters.accepted_tokens
-            step, computing = self.scheduler.schedule(), time.perf_counter()
-            assert step or not self.scheduler.unfinished
-            self.last_step_kind = step.kind
-            if step or self.mesh.ep_group is not None:
-                outputs += self._compute(step)
-            seconds = time.perf_counter() - began
-            if self.pooled is not None:
-                self.pooled.observe_step(step, time.perf_counter() - computing)
-            self._busy_s += seconds
-            if step and self.scheduler.drafter is not None:
-                self._step_cost = StepCost(
-                    len(step.decodes),
-                    len(step.verified),
-                    tokens=sum(len(one) - 1 for one in step.verified),
-                    seconds=seconds,
-                    accepted=self.counters.accepted_tokens - accepted,
-                    drafting_s=self.scheduler.drafter.take_seconds(),
-                    prefills=bool(step.chunks),
-                )
-        return outputs if self._reports else []
+    def _running(self) -> list[Sequence]:
+        return self.scheduler.running
 
-    def suspend(self) -> list[Output]:
-        outputs = self._apply_orders(self._exchange())
+    def _unfinished(self) -> list[Sequence]:
+        return [*self.scheduler.running, *self.scheduler.waiting]
+
+    def _state(self) -> RankState:
+        scheduler = self.scheduler
+        return RankState(len(scheduler.waiting), len(scheduler.running), cost=self._step_cost, counters=self.counters)
+
+    def _next_orders(self) -> Orders:
+        drafter = self.scheduler.drafter
+        if drafter is None:
+            return super()._next_orders()
+        update = drafter.drafts_update() if self._reports else b""
+        orders = self._exchange(len(update))
+        if update := self.control.spread(update):
+            drafter.read(update)
+        # What the leader's last step has cost: the same figures on every rank, which have to draft alike.
+        cost, self._step_cost = self.control.states.leader_cost(), NO_COST
+        if cost.seconds:
+            drafter.observe_step(cost)
+        return orders
+
+    def _add(self, sequences: Mapping[str, Sequence], orders: Orders) -> None:
+        self.parked.forget(orders.forget)
+        for seq in sequences.values():
+            self.parked.claim(seq)
+        if self.pooled is not None:
+            agree = self.control.each_min_over_ranks
+            self.pooled.fetch(orders.submit, sequences, version=self.policy_version, agree=agree)
+        for seq in sequences.values():
+            self.scheduler.add(seq)
+
+    def _abort(self, chosen: Callable[[Request], bool]) -> list[Output]:
+        ended = self.scheduler.abort(chosen)
+        self.parked.abandon(output.request_id for output in ended)
+        return ended
+
+    def _suspend(self) -> list[Output]:
         if self.pooled is not None:
             self.pooled.suspend(self.scheduler.running, self.scheduler.waiting)
         else:
@@ -236,67 +231,29 @@ class EmbeddedEngine(ControlledEngine):
         suspended = self.scheduler.abort(lambda request: True)
         for output in suspended:
             self._locate_kv(output, kept=output.request_id in self.parked)
-        outputs += suspended
-        self._exchange()
-        self._idle = True
-        return outputs if self._reports else []
+        return suspended
 
-    @property
-    def _reports(self) -> bool:
-        """Whether this rank returns outputs and counts requests for all ranks with the same schedule."""
-        return self.mesh.tp_rank == 0 and self.mesh.first_stage
-
-    def _observe_cost(self) -> None:
-        """Report to the drafter what the leader's last step has cost: the same figures on every rank, which have to
-        draft alike."""
-        cost, self._step_cost = self.control.states.leader_cost(), NO_COST
-        if self.scheduler.drafter is not None and cost.seconds:
-            self.scheduler.drafter.observe_step(cost)
-
-    def _take_orders(self) -> list[Output]:
-        drafter = self.scheduler.drafter
-        drafts_update = drafter.drafts_update() if drafter is not None and self._reports else b""
-        orders = self._exchange(len(drafts_update))
-        if drafter is not None and (drafts_update := self.control.spread(drafts_update)):
-            drafter.read(drafts_update)
-        outputs = self._apply_orders(orders) if orders else []
-        self._idle = not self.control.states.unfinished.any() and not orders
-        return outputs
-
-    def _apply_orders(self, orders: Orders) -> list[Output]:
-        parallel = self.mesh.parallel
-        self.parked.forget(orders.forget)
-        loads = self.control.states.unfinished[: parallel.stage_world : parallel.tp].tolist()
-        placed = zip(orders.submit, place(loads, orders.submit), strict=True)
-        own = {request.id: self._sequence(request) for request, rank in placed if rank == self.mesh.dp_rank}
+    def _compute_step(self, began_s: float) -> list[Output]:
+        outputs, accepted = [], self.counters.accepted_tokens
+        step, computing_s = self.scheduler.schedule(), time.perf_counter()
+        assert step or not self.scheduler.unfinished
+        self.last_step_kind = step.kind
+        if step or self.mesh.ep_group is not None:
+            outputs = self._compute(step)
+        now_s = time.perf_counter()
         if self.pooled is not None:
-            agree = self.control.each_min_over_ranks
-            self.pooled.fetch(orders.submit, own, version=self.policy_version, agree=agree)
-        for seq in own.values():
-            self.scheduler.add(seq)
-        self.paused |= orders.pause
-        if orders.version is not None:
-            self._adopt(orders.version)
-        ids = set(orders.abort)
-        if not (ids or orders.abort_all):
-            return []
-        ended = self.scheduler.abort(lambda request: orders.abort_all or request.id in ids)
-        self.parked.abandon(output.request_id for output in ended)
-        return ended
-
-    def _adopt(self, version: int) -> None:
-        if not self.config.keeps_kv:
-            running = self.scheduler.running
-            self.counters.interrupted += sum(len(seq.tokens) > len(seq.request.prompt) for seq in running)
-        self.on_adopt(version)
-        self.policy_version = version
-
-    def _sequence(self, request: Request) -> Sequence:
-        # Equal parameters are one object, so that the sampler can detect by identity that a batch has only one kind.
-        params = self._interned.setdefault(request.params, request.params)
-        seq = Sequence.of(request, params, self.model.config.eos_token_ids)
-        self.parked.claim(seq)
-        return seq
+            self.pooled.observe_step(step, now_s - computing_s)
+        if step and self.scheduler.drafter is not None:
+            self._step_cost = StepCost(
+                len(step.decodes),
+                len(step.verified),
+                tokens=sum(len(one) - 1 for one in step.verified),
+                seconds=now_s - began_s,
+                accepted=self.counters.accepted_tokens - accepted,
+                drafting_s=self.scheduler.drafter.take_seconds(),
+                prefills=bool(step.chunks),
+            )
+        return outputs
 
     def _compute(self, step: Step) -> list[Output]:
         self.counters.dummy_steps += not step
@@ -315,15 +272,6 @@ class EmbeddedEngine(ControlledEngine):
         output.kv_rank = self.mesh.dp_rank if kept else None
         if kept and self.pooled is not None:
             output.kv_tokens = self.pooled.computed(output.request_id)
-
-    def _exchange(self, update_bytes: int = 0) -> Orders:
-        """Send this rank's state to the others; return this step's orders."""
-        scheduler, state = self.scheduler, RankState()
-        if self._reports:
-            state = RankState(
-                len(scheduler.waiting), len(scheduler.running), update_bytes, self._step_cost, self.counters
-            )
-        return self.control.exchange(state)
 
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 
 import torch
 
-from fusion.inference.config import RolloutConfig
 from fusion.inference.kv_layout import KVLayout
 from fusion.npu import Device
 
@@ -47,16 +46,20 @@ class KVCache:
         """Bytes of one block over all layers."""
         return self.layers * self.block_size * self.layout.elements * self.dtype.itemsize
 
-    def workspace_bytes(self, blocks: int) -> int:
-        return blocks * self.block_bytes // self.layers
+    def workspace_bytes(self, max_length: int) -> int:
+        return self._workspace_blocks(max_length) * self.block_bytes // self.layers
 
-    def allocate(self, blocks: int, workspace_blocks: int) -> None:
-        """Allocate ``blocks`` per pool, and a workspace to gather ``workspace_blocks`` at a time; owner "kv"."""
+    def _workspace_blocks(self, max_length: int) -> int:
+        return max(WORKSPACE_TOKENS // self.block_size, -(-max_length // self.block_size))
+
+    def allocate(self, blocks: int, max_length: int) -> None:
+        """Allocate ``blocks`` per pool, and a workspace to gather those of `WORKSPACE_TOKENS`, or of a sequence of
+        ``max_length``, at a time; owner "kv"."""
         assert not self.pools
         with self.device.owner("kv"):
             self.blocks = blocks
             self.pools = [self._empty(blocks) for _ in range(self.layers)]
-            self.workspace = self._empty(workspace_blocks)
+            self.workspace = self._empty(self._workspace_blocks(max_length))
             self.masks = self._make_masks()
         self._clean = 0
 
@@ -126,15 +129,3 @@ class KVCache:
             for pool in self.pools:
                 pool.unflatten(0, (self.layout.parts, self.blocks))[:, self._clean : end].zero_()
             self._clean = end
-
-
-def count_blocks(cache: KVCache, config: RolloutConfig, *, max_length: int, bytes_free: int) -> tuple[int, int]:
-    """Return the number of blocks that a rank can allocate in ``bytes_free`` (less than 1: too little memory), and the
-    blocks of its workspace."""
-    per_sequence = -(-max_length // config.block_size)
-    workspace = max(WORKSPACE_TOKENS // config.block_size, per_sequence)
-    budget = int(bytes_free * config.kv_fraction) - cache.workspace_bytes(workspace)
-    blocks = min(budget // cache.block_bytes, config.max_seqs * per_sequence)
-    if config.max_kv_tokens is not None:
-        blocks = min(blocks, config.max_kv_tokens // config.block_size)
-    return blocks, workspace

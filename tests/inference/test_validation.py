@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fusion.inference import Request, RolloutConfig, SamplingParams, validation
-from fusion.inference.control import Inbox, Orders
+from fusion.inference.control import Orders
 from fusion.inference.validation import checked_requests
 from tests.inference.engines import engine, tokens
 
@@ -161,19 +161,19 @@ def test_an_id_is_submitted_once():
 @pytest.mark.parametrize("call", ["abort", "forget"])
 @pytest.mark.parametrize("ids", ["r1", [3], [None], [np.int64(3)], ["\ud800"]], ids=repr)
 def test_a_control_call_with_wrong_ids_is_refused_where_it_is_made(call, ids):
-    inbox = Inbox()
+    made = engine()
     with pytest.raises(ValueError, match="ids="):
-        getattr(inbox, call)(ids)
-    assert not inbox.take()
+        getattr(made, call)(ids)
+    assert not made.control.inbox.take()
 
 
 def test_a_policy_version_is_a_natural_number():
-    inbox = Inbox()
+    made = engine()
     for wrong in (-1, 1.0, True, "1"):
         with pytest.raises(ValueError, match="version="):
-            inbox.adopt(wrong)
-    inbox.adopt(np.int64(3))
-    orders = inbox.take()
+            made.adopt(wrong)
+    made.adopt(np.int64(3))
+    orders = made.control.inbox.take()
     assert orders.version == 3 and Orders.decode(orders.encode()).version == 3
 
 

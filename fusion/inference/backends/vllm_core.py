@@ -253,11 +253,6 @@ def _loader(load: Callable[[torch.nn.Module], None]) -> str:
     return name
 
 
-def max_length_of(config: ModelConfig, rollout: RolloutConfig) -> int:
-    """Return the maximum number of tokens of prompt and response in total."""
-    return min(rollout.max_length or config.max_positions, config.max_positions)
-
-
 def _vllm_config(config: ModelConfig, mesh: Mesh, rollout: RolloutConfig, dtype: torch.dtype) -> Any:
     from vllm import EngineArgs
 
@@ -275,7 +270,7 @@ def _vllm_config(config: ModelConfig, mesh: Mesh, rollout: RolloutConfig, dtype:
             seed=0,
             enforce_eager=True,
             async_scheduling=False,
-            max_model_len=max_length_of(config, rollout),
+            max_model_len=rollout.length_limit(config.max_positions),
             block_size=rollout.block_size,
             max_num_seqs=rollout.max_seqs,
             max_num_batched_tokens=max(rollout.max_batch_tokens, rollout.max_seqs),

@@ -11,23 +11,20 @@ Attention ranks schedule their own requests; an idle one computes vLLM's dummy b
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
-from fusion.inference.backends.vllm_core import VllmCore, max_length_of
+from fusion.inference.backends.vllm_core import VllmCore
 from fusion.inference.backends.vllm_sampler import KeyedSampler
 from fusion.inference.config import RolloutConfig
 from fusion.inference.control import Orders
 from fusion.inference.controlled import ControlledEngine
 from fusion.inference.counters import RankState
 from fusion.inference.interface import InferEngine
-from fusion.inference.placement import place
-from fusion.inference.request import FinishReason, Output, Request, SamplingParams
+from fusion.inference.request import FinishReason, Output, Request
 from fusion.inference.sequence import Sequence
 from fusion.inference.stop_strings import StopStrings
-from fusion.inference.validation import check_fits
 from fusion.model import Mesh
 from fusion.npu import Device
 
@@ -54,25 +51,20 @@ class VllmEngine(ControlledEngine):
         drafter: Any = None,
         kv_store: Any = None,
     ):
-        config.validate()
-        super().__init__(mesh)
+        super().__init__(model, mesh, device, config)
         assert not routing and drafter is None and kv_store is None, "check_vllm refuses these"
-        self.model, self.device, self.config = model, device, config
+        self.model = model
         self.core: VllmCore = model.core
-        self.max_length = max_length_of(model.config, config)
         self._max_seqs = config.max_seqs
         self._max_batch_tokens = max(config.max_batch_tokens, config.max_seqs)
         self._stop_strings = stop_strings
         self.sequences: dict[str, Sequence] = {}
         """Unfinished requests of this attention rank in order of arrival"""
         self.core.runner.sampler = self.sampler = KeyedSampler(self.core.runner, self.sequences, seed)
-        self.on_adopt: Callable[[int], None] = lambda version: None
-        self.last_step_kind = ""
         self._version = 0
         self._arrived = 0
         self._withdrawn: set[str] = set()
         """Requests that `_restart` has preempted since the last step"""
-        self._interned: dict[SamplingParams, SamplingParams] = {}
 
     @property
     def parked_kv_bytes(self) -> int:
@@ -80,31 +72,23 @@ class VllmEngine(ControlledEngine):
 
     # Memory and weights
 
-    def allocate_kv(self) -> None:
-        """Allocate ``kv_fraction`` of the device's free memory, at most ``max_kv_tokens``; all blocks are empty.
+    @property
+    def _holds_kv(self) -> bool:
+        return self.core.holds_kv
 
-        Raises:
-            ValueError: as `InferEngine.allocate_kv`.
-        """
-        config, bytes_free, block_bytes = self.config, self.device.memory().free, self.core.kv_block_bytes
-        per_sequence = -(-self.max_length // config.block_size)
-        blocks = int(bytes_free * config.kv_fraction) // block_bytes - 1  # vLLM keeps one that it never uses
-        blocks = min(blocks, config.max_seqs * per_sequence)
-        if config.max_kv_tokens is not None:
-            blocks = min(blocks, config.max_kv_tokens // config.block_size)
-        blocks = self.control.min_over_ranks(blocks)
-        if blocks < 1:
-            raise ValueError(
-                f"rollout.kv_fraction={config.kv_fraction} (max_kv_tokens={config.max_kv_tokens}): the KV cache gets "
-                f"no block of {config.block_size} tokens ({block_bytes} bytes; {bytes_free} bytes are free)"
-            )
-        self.capacity_tokens = blocks * config.block_size
-        for seq in self.sequences.values():
-            check_fits(seq.request, self.max_length, self.capacity_tokens)
+    @property
+    def _block_bytes(self) -> int:
+        return self.core.kv_block_bytes
+
+    @property
+    def _reserved_bytes(self) -> int:
+        return self._block_bytes  # vLLM keeps a block that it never uses
+
+    def _allocate(self, blocks: int) -> None:
         self.core.allocate_kv(blocks)
         scheduler = self.core.scheduler
-        scheduler.max_num_running_reqs = config.max_seqs
-        scheduler.max_num_scheduled_tokens = config.max_batch_tokens
+        scheduler.max_num_running_reqs = self.config.max_seqs
+        scheduler.max_num_scheduled_tokens = self.config.max_batch_tokens
 
     def reconfigure(self, config: RolloutConfig) -> None:
         """Change the limits of memory, sequences and tokens from the next `allocate_kv` on.
@@ -112,14 +96,12 @@ class VllmEngine(ControlledEngine):
         Raises:
             ValueError: a value out of range, by key; vLLM has sized its buffers by the first config.
         """
-        assert not self.core.holds_kv, "release_kv comes before reconfigure"
-        config.validate()
         if config.max_seqs > self._max_seqs or config.max_batch_tokens > self._max_batch_tokens:
             raise ValueError(
                 f"rollout.max_seqs={config.max_seqs} (max_batch_tokens={config.max_batch_tokens}): expected at most "
                 f"{self._max_seqs} ({self._max_batch_tokens}), the values at the start, with rollout.backend=vllm"
             )
-        self.config = config
+        super().reconfigure(config)
 
     def release_kv(self) -> None:
         self._restart()
@@ -141,9 +123,9 @@ class VllmEngine(ControlledEngine):
         self.device.synchronize()  # vLLM on the host reads what the card has written
         if self.core.scheduler is None:
             return
-        for request in self.core.scheduler.running:
-            self._withdraw(self.sequences[request.request_id])
-            self._withdrawn.add(request.request_id)
+        for seq in self._running():
+            self._withdraw(seq)
+            self._withdrawn.add(seq.request.id)
         self.core.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     def _withdraw(self, seq: Sequence) -> None:
@@ -151,57 +133,30 @@ class VllmEngine(ControlledEngine):
 
     # Generation
 
-    def step(self) -> list[Output]:
-        """Compute one step; return outputs on the first TP rank of the attention rank that owns them."""
-        began = time.perf_counter()
-        outputs, self.last_step_kind = self._apply_orders(self._exchange()), ""
-        if not self._idle:
-            assert self.core.holds_kv, "there are unfinished requests, but no KV cache: allocate_kv comes before step"
-            outputs += self._compute()
-            self._busy_s += time.perf_counter() - began
-        return outputs if self._reports else []
+    def _running(self) -> list[Sequence]:
+        scheduler = self.core.scheduler
+        return [] if scheduler is None else [self.sequences[request.request_id] for request in scheduler.running]
 
-    def suspend(self) -> list[Output]:
-        outputs = self._apply_orders(self._exchange())
-        outputs += [self._end(seq, "abort") for seq in list(self.sequences.values())]
-        self._exchange(idle=True)
-        return outputs if self._reports else []
+    def _unfinished(self) -> Iterable[Sequence]:
+        return self.sequences.values()
 
-    @property
-    def _reports(self) -> bool:
-        """Whether this rank returns outputs and counts requests for all ranks with the same schedule."""
-        return self.mesh.tp_rank == 0
+    def _state(self) -> RankState:
+        running = len(self._running())
+        return RankState(len(self.sequences) - running, running, counters=self.counters)
 
-    def _exchange(self, idle: bool = False) -> Orders:
-        scheduler, state = self.core.scheduler, RankState()
-        if self._reports:
-            running = len(scheduler.running) if scheduler is not None else 0
-            state = RankState(len(self.sequences) - running, running, counters=self.counters)
-        orders = self.control.exchange(state)
-        self._idle = idle or (not self.control.states.unfinished.any() and not orders)
-        return orders
+    def _abort(self, chosen: Callable[[Request], bool]) -> list[Output]:
+        return [self._end(seq, "abort") for seq in list(self.sequences.values()) if chosen(seq.request)]
 
-    def _apply_orders(self, orders: Orders) -> list[Output]:
-        if not orders:
-            return []
-        parallel = self.mesh.parallel
-        loads = self.control.states.unfinished[:: parallel.tp].tolist()
-        for request, rank in zip(orders.submit, place(loads, orders.submit), strict=True):
-            if rank == self.mesh.dp_rank:
-                self._add(request)
-        self.paused |= orders.pause
-        if orders.version is not None:
-            self._adopt(orders.version)
-        ids = set(orders.abort)
-        aborted = [seq for seq in self.sequences.values() if orders.abort_all or seq.request.id in ids]
-        return [self._end(seq, "abort") for seq in aborted]
+    def _add(self, sequences: Mapping[str, Sequence], orders: Orders) -> None:
+        for seq in sequences.values():
+            self._submit(seq)
 
-    def _add(self, request: Request) -> None:
+    def _submit(self, seq: Sequence) -> None:
         from vllm import SamplingParams as VllmParams
         from vllm.v1.request import Request as VllmRequest
 
-        params = self._interned.setdefault(request.params, request.params)
-        seq = self.sequences[request.id] = Sequence.of(request, params, self.model.config.eos_token_ids)
+        request = seq.request
+        self.sequences[request.id] = seq
         self._arrived += 1
         # Its sampling parameters are not passed on: the sampler is ours, and greedy is what vLLM prepares least for.
         ends = VllmParams(
@@ -223,14 +178,7 @@ class VllmEngine(ControlledEngine):
             )
         )
 
-    def _adopt(self, version: int) -> None:
-        if self.core.scheduler is not None:
-            running = (self.sequences[request.request_id] for request in self.core.scheduler.running)
-            self.counters.interrupted += sum(len(seq.tokens) > len(seq.request.prompt) for seq in running)
-        self.on_adopt(version)
-        self.policy_version = version
-
-    def _compute(self) -> list[Output]:
+    def _compute_step(self, began_s: float) -> list[Output]:
         """Run one step of vLLM's scheduler and worker; return the requests that ended."""
         core, totals = self.core, self.counters
         plan = core.scheduler.schedule()
