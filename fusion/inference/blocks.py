@@ -34,12 +34,10 @@ def next_name(previous: BlockName, tokens: Sequence[int]) -> BlockName:
     return hashlib.blake2b(previous + array("q", tokens).tobytes(), digest_size=16).digest()
 
 
-def names_of(policy_version: int, tokens: Sequence[int], size: int, known: Iterable[BlockName] = ()) -> list[BlockName]:
-    """Return the names of all full blocks of ``tokens``; ``known``: those of the first ones."""
-    names = list(known)
-    for i in range(len(names), len(tokens) // size):
-        names.append(next_name(names[-1] if names else root_name(policy_version), tokens[i * size : (i + 1) * size]))
-    return names
+def extend_names(names: list[BlockName], count: int, *, version: int, tokens: Sequence[int], size: int) -> None:
+    """Append the names of further full blocks of ``tokens``, until there are ``count``."""
+    for i in range(len(names), count):
+        names.append(next_name(names[-1] if names else root_name(version), tokens[i * size : (i + 1) * size]))
 
 
 class BlockManager:

@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from itertools import chain
 from typing import Any
 
 from fusion.inference.config import RolloutConfig
 from fusion.inference.control import ControlChannel, Orders
-from fusion.inference.counters import Counters, RankState
+from fusion.inference.counters import NO_COST, Counters, RankState
 from fusion.inference.placement import place
 from fusion.inference.request import Output, Request, SamplingParams
 from fusion.inference.sequence import Sequence
 from fusion.inference.validation import check_distinct, check_fits, checked_ids, checked_requests, checked_version
+from fusion.inference.waiting import WaitingLine
 from fusion.model import Mesh, WeightHolder
 from fusion.npu import Device
 
@@ -38,13 +40,15 @@ class ControlledEngine(ABC):
         self.control, self.counters = ControlChannel(mesh), Counters()
         self.max_length = config.length_limit(model.config.max_positions)
         self.capacity_tokens = 0
-        self.shares_kv = self.paused = False
+        self.shares_kv = self.paused = self._holds_kv = False
         self.on_adopt: Callable[[int], None] = lambda version: None
         self.last_step_kind = ""
         self._vocabulary, self._eos_token_ids = model.config.vocab_size, model.config.eos_token_ids
         self._interned: dict[SamplingParams, SamplingParams] = {}
         self._idle = True
         self._busy_s = 0.0
+        self._step_cost = NO_COST
+        """Of the last step, where drafts are verified"""
 
     # What a subclass defines
 
@@ -56,36 +60,17 @@ class ControlledEngine(ABC):
     @abstractmethod
     def policy_version(self, version: int) -> None: ...
 
-    @property
     @abstractmethod
-    def _holds_kv(self) -> bool:
-        """Whether a KV cache is allocated."""
-
-    @property
-    @abstractmethod
-    def _block_bytes(self) -> int:
-        """Bytes of a block of the KV cache over all layers of this rank."""
-
-    @property
-    @abstractmethod
-    def _reserved_bytes(self) -> int:
-        """Bytes of the KV cache besides its blocks."""
+    def _kv_bytes(self) -> tuple[int, int]:
+        """Return the bytes of a block of the KV cache over all layers of this rank, and those besides its blocks."""
 
     @abstractmethod
     def _allocate(self, blocks: int) -> None:
         """Allocate a KV cache of this size."""
 
     @abstractmethod
-    def _state(self) -> RankState:
-        """Return what this rank sends to the others, if it counts requests for those with the same schedule."""
-
-    @abstractmethod
-    def _running(self) -> Iterable[Sequence]:
-        """Return the running requests of this attention rank."""
-
-    @abstractmethod
-    def _unfinished(self) -> Iterable[Sequence]:
-        """Return all its requests."""
+    def _sequences(self) -> tuple[Collection[Sequence], Collection[Sequence] | WaitingLine[Sequence]]:
+        """Return the running and the waiting requests of this attention rank."""
 
     @abstractmethod
     def _add(self, sequences: Mapping[str, Sequence], orders: Orders) -> None:
@@ -165,7 +150,8 @@ class ControlledEngine(ABC):
             ValueError: as `InferEngine.allocate_kv`.
         """
         config, bytes_free = self.config, self.device.memory().free
-        blocks = (int(bytes_free * config.kv_fraction) - self._reserved_bytes) // self._block_bytes
+        block_bytes, reserved_bytes = self._kv_bytes()
+        blocks = (int(bytes_free * config.kv_fraction) - reserved_bytes) // block_bytes
         blocks = min(blocks, config.max_seqs * -(-self.max_length // config.block_size))
         if config.max_kv_tokens is not None:
             blocks = min(blocks, config.max_kv_tokens // config.block_size)
@@ -173,12 +159,13 @@ class ControlledEngine(ABC):
         if blocks < 1:
             raise ValueError(
                 f"rollout.kv_fraction={config.kv_fraction} (max_kv_tokens={config.max_kv_tokens}): the KV cache gets "
-                f"no block of {config.block_size} tokens ({self._block_bytes} bytes; {bytes_free} bytes are free)"
+                f"no block of {config.block_size} tokens ({block_bytes} bytes; {bytes_free} bytes are free)"
             )
         self.capacity_tokens = blocks * config.block_size
-        for seq in self._unfinished():
+        for seq in chain(*self._sequences()):
             check_fits(seq.request, self.max_length, self.capacity_tokens)
         self._allocate(blocks)
+        self._holds_kv = True
 
     def reconfigure(self, config: RolloutConfig) -> None:
         assert not self._holds_kv, "release_kv comes before reconfigure"
@@ -225,7 +212,10 @@ class ControlledEngine(ABC):
 
     def _exchange(self, update_bytes: int = 0) -> Orders:
         """Send this rank's state to the others; return this step's orders."""
-        state = self._state()._replace(update_bytes=update_bytes) if self._reports else RankState()
+        state = RankState()
+        if self._reports:
+            running, waiting = self._sequences()
+            state = RankState(len(waiting), len(running), update_bytes, self._step_cost, self.counters)
         return self.control.exchange(state)
 
     def _next_orders(self) -> Orders:
@@ -260,6 +250,6 @@ class ControlledEngine(ABC):
 
     def _adopt(self, version: int) -> None:
         if not self.config.keeps_kv:
-            self.counters.interrupted += sum(len(seq.tokens) > seq.first_token for seq in self._running())
+            self.counters.interrupted += sum(len(seq.tokens) > seq.first_token for seq in self._sequences()[0])
         self.on_adopt(version)
         self.policy_version = version

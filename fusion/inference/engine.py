@@ -22,7 +22,7 @@ from fusion.inference.blocks import BlockManager
 from fusion.inference.config import RolloutConfig
 from fusion.inference.control import Orders
 from fusion.inference.controlled import ControlledEngine
-from fusion.inference.counters import NO_COST, RankState
+from fusion.inference.counters import NO_COST
 from fusion.inference.forward import Forward
 from fusion.inference.interface import InferEngine
 from fusion.inference.kv_cache import KVCache
@@ -35,6 +35,7 @@ from fusion.inference.scheduler import Scheduler
 from fusion.inference.sequence import Sequence, Step
 from fusion.inference.stop_strings import StopStrings
 from fusion.inference.verification import Drafter, StepCost
+from fusion.inference.waiting import WaitingLine
 from fusion.model import Mesh, Transformer
 from fusion.npu import Device
 
@@ -122,8 +123,6 @@ class EmbeddedEngine(ControlledEngine):
             batch_invariant=config.batch_invariant,
             max_rows=config.max_seqs,
         )
-        self._step_cost = NO_COST
-        """Of the last step"""
 
     @property
     def parked_kv_bytes(self) -> int:
@@ -131,17 +130,8 @@ class EmbeddedEngine(ControlledEngine):
 
     # Memory and weights
 
-    @property
-    def _holds_kv(self) -> bool:
-        return bool(self.cache.pools)
-
-    @property
-    def _block_bytes(self) -> int:
-        return self.cache.block_bytes
-
-    @property
-    def _reserved_bytes(self) -> int:
-        return self.cache.workspace_bytes(self.max_length)
+    def _kv_bytes(self) -> tuple[int, int]:
+        return self.cache.block_bytes, self.cache.workspace_bytes(self.max_length)
 
     def _allocate(self, blocks: int) -> None:
         self.cache.allocate(blocks, self.max_length)
@@ -155,6 +145,7 @@ class EmbeddedEngine(ControlledEngine):
         self.forward.draw.max_rows = config.max_seqs
 
     def release_kv(self) -> None:
+        self._holds_kv = False
         if self.config.keeps_kv:
             self.parked.park(self.scheduler.running)
         self.parked.settle()
@@ -184,15 +175,8 @@ class EmbeddedEngine(ControlledEngine):
 
     # Generation
 
-    def _running(self) -> list[Sequence]:
-        return self.scheduler.running
-
-    def _unfinished(self) -> list[Sequence]:
-        return [*self.scheduler.running, *self.scheduler.waiting]
-
-    def _state(self) -> RankState:
-        scheduler = self.scheduler
-        return RankState(len(scheduler.waiting), len(scheduler.running), cost=self._step_cost, counters=self.counters)
+    def _sequences(self) -> tuple[list[Sequence], WaitingLine[Sequence]]:
+        return self.scheduler.running, self.scheduler.waiting
 
     def _next_orders(self) -> Orders:
         drafter = self.scheduler.drafter

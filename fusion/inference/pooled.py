@@ -28,7 +28,7 @@ from typing import Protocol
 import torch
 
 from fusion.inference import scheduler
-from fusion.inference.blocks import BlockName, names_of, next_name, root_name
+from fusion.inference.blocks import BlockName, extend_names, next_name, root_name
 from fusion.inference.counters import Counters
 from fusion.inference.kv_cache import KVCache
 from fusion.inference.parked import Entry, HostMemory, ParkedKV
@@ -354,7 +354,8 @@ class PooledKV(ParkedKV):
     ) -> tuple[KVKey, list[BlockName]]:
         """Return the key of a request's KV, and the names of its full blocks; ``names``: those known already."""
         size = self._cache.block_size
-        chain = names_of(version, tokens, size, names)
+        chain = list(names)
+        extend_names(chain, len(tokens) // size, version=version, tokens=tokens, size=size)
         tail = next_name(chain[-1] if chain else root_name(version), tokens[len(chain) * size :])
         return KVKey(self._shard, id, version, tail.hex(), len(tokens)), chain
 

@@ -24,7 +24,7 @@ from array import array
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from fusion.inference.blocks import BlockManager, next_name, root_name
+from fusion.inference.blocks import BlockManager, extend_names
 from fusion.inference.counters import Counters
 from fusion.inference.request import FinishReason, Output, Request
 from fusion.inference.sequence import Blocks, Sequence, Step
@@ -157,10 +157,7 @@ class Scheduler:
 
     def _append(self, seq: Sequence, token: int, logprob: float, kept: bytes) -> FinishReason | None:
         """Append a sampled token; return why the sequence ends with it, or None."""
-        seq.append(token, logprob, self.version, kept)
-        if token in seq.stop_token_ids or self.stop_strings and self._completes(seq, self.stop_strings):
-            return "stop"
-        return seq.reason_at_limit if len(seq.tokens) >= seq.limit else None
+        return seq.append(token, logprob, self.version, kept=kept, stop_strings=self.stop_strings)
 
     def _keep(
         self, one: Verification, sampled: list[int], logprobs: list[float], kept_ids: list[bytes]
@@ -315,10 +312,7 @@ class Scheduler:
         seq.named = end // size
 
     def _extend_names(self, seq: Sequence, count: int) -> None:
-        size, names = self.blocks.block_size, seq.names
-        for i in range(len(names), count):
-            previous = names[-1] if names else root_name(self.version)
-            names.append(next_name(previous, seq.tokens[i * size : (i + 1) * size]))
+        extend_names(seq.names, count, version=self.version, tokens=seq.tokens, size=self.blocks.block_size)
 
     def _withdraw(self, seq: Sequence) -> None:
         if seq.logprobs:
@@ -331,9 +325,6 @@ class Scheduler:
             seq.names.clear()
         seq.blocks, seq.computed, seq.named = array("q"), 0, 0
         self.waiting.appendleft(seq)
-
-    def _completes(self, seq: Sequence, stop_strings: StopStrings) -> bool:
-        return not seq.request.exact_tokens and stop_strings.completes(seq.tokens, seq.first_token)
 
     def _keep_routing(self, seq: Sequence) -> None:
         """Keep the routing of the tokens computed since, before their blocks are released. Tokens computed once more

@@ -9,6 +9,7 @@ from typing import Any
 from fusion.inference.blocks import BlockName
 from fusion.inference.noise import request_key
 from fusion.inference.request import FinishReason, Output, Request, SamplingParams
+from fusion.inference.stop_strings import StopStrings
 from fusion.inference.verification import Verification
 
 Blocks = array  # of int
@@ -69,17 +70,24 @@ class Sequence:
         """Index of the response's first token in ``tokens``."""
         return len(self.request.prompt)
 
-    def append(self, token: int, logprob: float, version: int, kept: bytes = b"") -> None:
-        """Append a token that was sampled. ``kept``: as in `Sampled`."""
+    def append(
+        self, token: int, logprob: float, version: int, *, kept: bytes = b"", stop_strings: StopStrings | None = None
+    ) -> FinishReason | None:
+        """Append a token that was sampled; return why the sequence ends with it, or None. ``kept``: as in `Sampled`."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
         if self.params.truncates:
             self.kept_counts.append(len(kept) // 4)
             self.kept_ids += kept
+        if token in self.stop_token_ids:
+            return "stop"
+        if stop_strings and not self.request.exact_tokens and stop_strings.completes(self.tokens, self.first_token):
+            return "stop"
+        return self._reason_at_limit if len(self.tokens) >= self.limit else None
 
     @property
-    def reason_at_limit(self) -> FinishReason:
+    def _reason_at_limit(self) -> FinishReason:
         length = len(self.tokens) - len(self.request.prompt)
         if length >= self.params.max_tokens:
             return "length"

@@ -99,10 +99,6 @@ class VllmCore:
         self.release_kv()
 
     @property
-    def holds_kv(self) -> bool:
-        return bool(self._kv)
-
-    @property
     def kv_block_bytes(self) -> int:
         """Bytes of one block over all layers."""
         return sum(tensor.size for tensor in self._kv_config(1).kv_cache_tensors)

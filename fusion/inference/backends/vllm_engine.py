@@ -11,7 +11,7 @@ Attention ranks schedule their own requests; an idle one computes vLLM's dummy b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,6 @@ from fusion.inference.backends.vllm_sampler import KeyedSampler
 from fusion.inference.config import RolloutConfig
 from fusion.inference.control import Orders
 from fusion.inference.controlled import ControlledEngine
-from fusion.inference.counters import RankState
 from fusion.inference.interface import InferEngine
 from fusion.inference.request import FinishReason, Output, Request
 from fusion.inference.sequence import Sequence
@@ -72,17 +71,8 @@ class VllmEngine(ControlledEngine):
 
     # Memory and weights
 
-    @property
-    def _holds_kv(self) -> bool:
-        return self.core.holds_kv
-
-    @property
-    def _block_bytes(self) -> int:
-        return self.core.kv_block_bytes
-
-    @property
-    def _reserved_bytes(self) -> int:
-        return self._block_bytes  # vLLM keeps a block that it never uses
+    def _kv_bytes(self) -> tuple[int, int]:
+        return self.core.kv_block_bytes, self.core.kv_block_bytes  # vLLM keeps a block that it never uses
 
     def _allocate(self, blocks: int) -> None:
         self.core.allocate_kv(blocks)
@@ -104,6 +94,7 @@ class VllmEngine(ControlledEngine):
         super().reconfigure(config)
 
     def release_kv(self) -> None:
+        self._holds_kv = False
         self._restart()
         self.core.release_kv()
 
@@ -137,12 +128,9 @@ class VllmEngine(ControlledEngine):
         scheduler = self.core.scheduler
         return [] if scheduler is None else [self.sequences[request.request_id] for request in scheduler.running]
 
-    def _unfinished(self) -> Iterable[Sequence]:
-        return self.sequences.values()
-
-    def _state(self) -> RankState:
-        running = len(self._running())
-        return RankState(len(self.sequences) - running, running, counters=self.counters)
+    def _sequences(self) -> tuple[Collection[Sequence], Collection[Sequence]]:
+        running = {seq.request.id: seq for seq in self._running()}
+        return running.values(), [seq for id, seq in self.sequences.items() if id not in running]
 
     def _abort(self, chosen: Callable[[Request], bool]) -> list[Output]:
         return [self._end(seq, "abort") for seq in list(self.sequences.values()) if chosen(seq.request)]
@@ -227,21 +215,12 @@ class VllmEngine(ControlledEngine):
         (token,), (logprob, kept) = output.new_token_ids, self.sampler.sampled[output.request_id]
         if isnan(logprob):
             raise FloatingPointError(f"request {seq.request.id!r}: the logits of policy {self._version} are NaN")
-        seq.append(token, logprob, self._version, kept)
+        reason = seq.append(token, logprob, self._version, kept=kept, stop_strings=self._stop_strings)
         self.counters.generated_tokens += 1
-        reason: FinishReason | None = None
-        if token in seq.stop_token_ids or self._completes(seq):
-            reason = "stop"
-        elif len(seq.tokens) >= seq.limit:
-            reason = seq.reason_at_limit
         if reason is None:
             assert output.finish_reason is None, f"vLLM has ended request {output.request_id!r}: {output.finish_reason}"
             return []
         return [self._end(seq, reason)]
-
-    def _completes(self, seq: Sequence) -> bool:
-        strings = self._stop_strings
-        return strings is not None and not seq.request.exact_tokens and strings.completes(seq.tokens, seq.first_token)
 
     def _end(self, seq: Sequence, reason: FinishReason) -> Output:
         """Remove a request from vLLM unless that has ended it itself; one by one, in the same order on all ranks."""
