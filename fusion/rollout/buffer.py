@@ -24,7 +24,7 @@ Which waiting request comes next is decided by an order (`orders/`), where it go
 all requests that the engine has; if the next one fits nowhere, nothing goes. An engine without a request takes any.
 
 Cost, for n requests in progress and E engines to dispatch to: `finish` O(1) for each request (with an order that knows
-siblings, as in `orders/ranked.py`), `is_finished` and counts O(1); `suspend` O(log n); `dispatch`
+siblings, as in `orders/ranked.py`), counts O(1); `suspend` O(log n); `dispatch`
 O(E + d (log n + log E)) for d requests that it dispatches. No other method but `of`, `forget_kv`, `state_dict` and,
 where engines share KV, `observe_new_weights` visits all requests.
 
@@ -300,10 +300,6 @@ class RequestBuffer:
         self._count["running"] -= len(generated)
         self._count["finished"] += len(generated)
         return Finished(list(engines), groups)
-
-    def is_finished(self, group: str) -> bool:
-        """Whether all requests of a group are finished."""
-        return not self._groups[group].num_unfinished
 
     def remove(self, group: str) -> list[Entry]:
         """Remove a group, none of whose requests is on an engine; return its requests."""

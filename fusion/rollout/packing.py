@@ -7,6 +7,7 @@ answers            prompt, response                                             
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,6 +29,20 @@ KEPT = ("kept_counts", "kept_ids")
 ids; only where the rollouts' sampling truncates"""
 
 
+class GeneratedNames(NamedTuple):
+    """Names of the columns of what was generated: tokens int64 [L], their logprobs float32 [L] and policy versions
+    int32 [L]; where engines record them, kept ids (`KEPT`) and routing."""
+
+    tokens: str
+    logprobs: str
+    versions: str
+    kept: tuple[str, str]
+    routing: str
+
+
+GENERATED = GeneratedNames("response", "behaviour_logprobs", "versions", KEPT, ROUTING)
+
+
 def pack_outputs(outputs: Sequence[Output], texts: Sequence[str] = ()) -> PackedBatch:
     """Pack finished samples, one row each.
 
@@ -36,28 +51,34 @@ def pack_outputs(outputs: Sequence[Output], texts: Sequence[str] = ()) -> Packed
     [T, layers, k] of a small integer dtype, where outputs have one (`Output.routing`, of all submissions: every token
     of prompt and response but the last).
     """
-    versions = Column.of_numbers([output.versions for output in outputs], torch.int32, "versions")
     optional = {TEXT: list(texts)} if texts else {}
-    routing = {ROUTING: [output.routing for output in outputs]} if outputs[0].routing is not None else {}
+    columns = generated_columns(outputs, GENERATED)
     return PackedBatch.from_samples(
         [output.request_id for output in outputs],
         {
-            **_token_columns(outputs),
-            "behaviour_logprobs": Column.of_numbers(
-                [output.logprobs for output in outputs], torch.float32, "behaviour_logprobs"
-            ),
-            "versions": versions,
+            **_prompt_column(outputs),
+            **columns,
             CUT: torch.tensor([output.finish_reason == "length" for output in outputs]),
             **optional,
-            **kept_columns(outputs, KEPT),
-            **routing,
         },
         groups=[output.group for output in outputs],
-        versions=_spans(versions),
+        versions=_spans(columns["versions"]),
     )
 
 
-def kept_columns(outputs: Sequence[Output], names: Sequence[str]) -> dict[str, Column | list[np.ndarray]]:
+def generated_columns(outputs: Sequence[Output], names: GeneratedNames) -> dict[str, Any]:
+    """Return the columns of what outputs have generated, under these names."""
+    first = outputs[0].routing
+    return {
+        names.tokens: Column.of_numbers([output.tokens for output in outputs], torch.int64, names.tokens),
+        names.logprobs: Column.of_numbers([output.logprobs for output in outputs], torch.float32, names.logprobs),
+        names.versions: Column.of_numbers([output.versions for output in outputs], torch.int32, names.versions),
+        **_kept_columns(outputs, names.kept),
+        **({} if first is None else {names.routing: [output.routing for output in outputs]}),
+    }
+
+
+def _kept_columns(outputs: Sequence[Output], names: Sequence[str]) -> dict[str, Column | list[np.ndarray]]:
     """Return the columns of kept ids under these two names; {} where no token has any."""
     if not any(output.kept_counts for output in outputs):
         return {}
@@ -79,11 +100,9 @@ def _spans(versions: Column) -> list[tuple[int, int]]:
 
 def pack_answers(outputs: Sequence[Output], rows: Sequence[str]) -> PackedBatch:
     """Pack responses that are not trained on under these row ids: `prompt` and `response` int64 [L]."""
-    return PackedBatch.from_samples(rows, _token_columns(outputs))
+    tokens = Column.of_numbers([output.tokens for output in outputs], torch.int64, "response")
+    return PackedBatch.from_samples(rows, {**_prompt_column(outputs), "response": tokens})
 
 
-def _token_columns(outputs: Sequence[Output]) -> dict[str, Column]:
-    return {
-        "prompt": Column.of_numbers([output.prompt for output in outputs], torch.int64, "prompt"),
-        "response": Column.of_numbers([output.tokens for output in outputs], torch.int64, "response"),
-    }
+def _prompt_column(outputs: Sequence[Output]) -> dict[str, Column]:
+    return {"prompt": Column.of_numbers([output.prompt for output in outputs], torch.int64, "prompt")}

@@ -24,16 +24,19 @@ from typing import Any, Protocol
 
 import torch
 
-from distqueue import Column, PackedBatch, SamplesLost
+from distqueue import PackedBatch, SamplesLost
 from fusion.inference import Output, Request
-from fusion.rollout.packing import KEPT, kept_columns, pack_outputs
+from fusion.rollout.packing import KEPT, GeneratedNames, generated_columns, pack_outputs
 from fusion.rollout.types import SuspendedSample, row_of
 
-COLUMNS = ("partial_response", "partial_logprobs", "partial_versions")
-PARTIAL_ROUTING = "partial_routing"
-"""Column of the experts of all tokens but the last; only where engines record them"""
-PARTIAL_KEPT = ("partial_kept_counts", "partial_kept_ids")
-"""Columns of the kept ids of all tokens; only where the rollouts' sampling truncates"""
+PARTIAL = GeneratedNames(
+    "partial_response",
+    "partial_logprobs",
+    "partial_versions",
+    kept=("partial_kept_counts", "partial_kept_ids"),
+    routing="partial_routing",
+)
+COLUMNS = PARTIAL.tokens, PARTIAL.logprobs, PARTIAL.versions
 RESUMED = "resumed"
 """Why a partial row is dropped: a newer row, or the finished sample, replaces it"""
 
@@ -75,7 +78,7 @@ class PartialSamples:
         detokenize: Callable[[Sequence[int]], str] | None = None,
     ):
         self._queue, self._caches, self._detokenize = queue, caches, detokenize
-        self._columns = (*COLUMNS, *(PARTIAL_KEPT if kept else ()), *([PARTIAL_ROUTING] if routing else ()))
+        self._columns = (*COLUMNS, *(PARTIAL.kept if kept else ()), *([PARTIAL.routing] if routing else ()))
         self._cached: dict[str, dict[str, torch.Tensor]] = {}
         """Columns by row and name"""
 
@@ -121,7 +124,8 @@ class PartialSamples:
             self._queue.put(pack_outputs(whole, texts))
         row_by_id = {output.request_id: row_of(output.request_id, len(output.tokens)) for output in partial}
         if partial:
-            self._queue.put(_pack_partial(partial, list(row_by_id.values())))
+            rows = list(row_by_id.values())
+            self._queue.put(PackedBatch.from_samples(rows, generated_columns(partial, PARTIAL)))
         if replaced := [output.earlier for output in (*finished, *grown) if output.earlier]:
             self._queue.drop(replaced, RESUMED)
         span_by_id = {output.request_id: (min(output.versions), max(output.versions)) for output in partial}
@@ -171,7 +175,7 @@ def check_kept(holding: Callable[[str], Iterable[str]], truncates: bool) -> None
     Raises:
         ValueError: rows that are not trained yet would be continued or trained with another distribution.
     """
-    for column, kept in (("behaviour_logprobs", KEPT[0]), (COLUMNS[1], PARTIAL_KEPT[0])):
+    for column, kept in (("behaviour_logprobs", KEPT[0]), (PARTIAL.logprobs, PARTIAL.kept[0])):
         recorded = {*holding(kept)}
         differ = {*holding(column)} - recorded if truncates else recorded
         if differ:
@@ -190,7 +194,7 @@ def _merge(outputs: Sequence[Output], columns_by_row: Mapping[str, Mapping[str, 
         if output.earlier:
             columns = columns_by_row[output.earlier]
             tokens, logprobs, versions = (columns[name].tolist() for name in COLUMNS)
-            counts, ids = (columns[name] if name in columns else torch.empty(0) for name in PARTIAL_KEPT)
+            counts, ids = (columns[name] if name in columns else torch.empty(0) for name in PARTIAL.kept)
             assert tuple(tokens) == output.before, f"sample {output.request_id!r} resumed from other tokens"
             output = replace(
                 output,
@@ -198,29 +202,9 @@ def _merge(outputs: Sequence[Output], columns_by_row: Mapping[str, Mapping[str, 
                 logprobs=logprobs + output.logprobs,
                 versions=versions + output.versions,
                 before=(),
-                routing=None if output.routing is None else torch.cat([columns[PARTIAL_ROUTING], output.routing]),
+                routing=None if output.routing is None else torch.cat([columns[PARTIAL.routing], output.routing]),
                 kept_counts=counts.tolist() + output.kept_counts,
                 kept_ids=ids.numpy().tobytes() + output.kept_ids,
             )
         merged.append(output)
     return merged
-
-
-def _pack_partial(outputs: Sequence[Output], rows: Sequence[str]) -> PackedBatch:
-    routing = {PARTIAL_ROUTING: [output.routing for output in outputs]} if outputs[0].routing is not None else {}
-    return PackedBatch.from_samples(
-        rows,
-        {
-            "partial_response": Column.of_numbers(
-                [output.tokens for output in outputs], torch.int64, "partial_response"
-            ),
-            "partial_logprobs": Column.of_numbers(
-                [output.logprobs for output in outputs], torch.float32, "partial_logprobs"
-            ),
-            "partial_versions": Column.of_numbers(
-                [output.versions for output in outputs], torch.int32, "partial_versions"
-            ),
-            **kept_columns(outputs, PARTIAL_KEPT),
-            **routing,
-        },
-    )

@@ -13,7 +13,6 @@ import logging
 import math
 import threading
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -99,28 +98,13 @@ class TextExchange:
         self._interval_s = max(INTERVAL_S, num_writers / MESSAGES_PER_S)
         self._sent_s = -math.inf
         self.totals = ExchangeTotals()
-        self._client: TextClient | None = TextClient()
+        self.client: TextClient | None = TextClient()
         """None: the store has ended or failed"""
         self._thread: threading.Thread | None = None
         """Of the message under way"""
         self._reply: tuple[dict[str, Any], list[Piece]] | Exception = ({}, [])
         self._reported_hang = False
         self._unread: deque[Piece] = deque()
-
-    def note(self, prompt: bytes, group: str, request: str, tokens: array[int], known: int) -> None:
-        """Record that a response has grown (`TextClient.note`)."""
-        if self._client is not None:
-            self._client.note(prompt, group, request, tokens, known)
-
-    def end_group(self, prompt: bytes) -> None:
-        """Record that the responses to a prompt so far are complete."""
-        if self._client is not None:
-            self._client.end_group(prompt)
-
-    def forget(self, prompt: bytes) -> None:
-        """Record that the index of a prompt was dropped."""
-        if self._client is not None:
-            self._client.forget(prompt)
 
     def drafts_update(self, running: Collection[bytes], version: int) -> bytes:
         """Return pieces of others that this step reads, encoded; b"": none. Takes over a reply that has arrived, and
@@ -133,8 +117,8 @@ class TextExchange:
         began_s = self._clock()
         if self._thread is not None:
             self._take_reply(began_s)
-        elif self._client is not None and self._is_due(self._client, running, began_s):
-            self._send(self._client, running, version)
+        elif self.client is not None and self._is_due(self.client, running, began_s):
+            self._send(self.client, running, version)
         pieces = self._next_pieces()
         self.totals.seconds += self._clock() - began_s
         return encode({}, pieces) if pieces else b""
@@ -143,8 +127,8 @@ class TextExchange:
         """Send what others do not know yet, unless a message is under way: the engine makes no step for some time."""
         if self._thread is not None:
             self._take_reply(self._clock())
-        if self._thread is None and self._client is not None:
-            self._send(self._client, (), version)
+        if self._thread is None and self.client is not None:
+            self._send(self.client, (), version)
 
     def _is_due(self, client: TextClient, running: Collection[bytes], now_s: float) -> bool:
         waited_s = now_s - self._sent_s
@@ -180,12 +164,12 @@ class TextExchange:
             return
         self._thread = None
         if isinstance(self._reply, Exception):
-            self.totals.failures, self._client = 1, None
+            self.totals.failures, self.client = 1, None
             log.warning("drafts: no text of other engines from now on: %s", self._reply)
             return
         header, pieces = self._reply
-        assert self._client is not None
-        self._client.observe({bytes.fromhex(key): at for key, at in header["cursors"].items()}, header["behind"])
+        assert self.client is not None
+        self.client.observe({bytes.fromhex(key): at for key, at in header["cursors"].items()}, header["behind"])
         totals = self.totals
         totals.messages += 1
         totals.received_tokens += sum(len(piece.tokens) for piece in pieces)

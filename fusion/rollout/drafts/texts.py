@@ -27,6 +27,7 @@ from fusion.rollout.drafts.pieces import Piece
 from fusion.rollout.drafts.prompt import History, PastResponse, Prompt, rewarded
 from fusion.rollout.drafts.rewards import NEUTRAL, weights_of
 from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, SuffixIndexes
+from fusion.rollout.drafts.text_client import TextClient
 from fusion.rollout.drafts.totals import DraftTotals
 
 MIN_MATCH, MAX_MATCH = 3, 7
@@ -88,6 +89,11 @@ class PromptTexts:
         """Bytes of the indexes, and of the texts beside them."""
         return self.indexes.nbytes + self._num_tokens * array("i").itemsize
 
+    @property
+    def _client(self) -> TextClient | None:
+        """What the exchange sends, while there is one."""
+        return None if self.exchange is None else self.exchange.client
+
     # Reading
 
     def read(self, sequences: Items[Sequence]) -> list[tuple[int, Prompt]]:
@@ -139,8 +145,8 @@ class PromptTexts:
         known = seq.first_token + len(text)
         if known < len(seq.tokens):
             self._append(prompt, text, request, array("i", seq.tokens[known:]))
-            if self.exchange is not None:
-                self.exchange.note(prompt.key, seq.request.group, request, text, len(seq.request.response))
+            if (client := self._client) is not None:
+                client.note(prompt.key, seq.request.group, request, text, len(seq.request.response))
         return prompt
 
     def _begin(self, seq: Sequence) -> None:
@@ -173,8 +179,8 @@ class PromptTexts:
             if self._history:  # a group without text, because it was aborted, leaves the history as it is
                 history = last.next_history(self._max_history, request.group)
             self._drop(last)
-            if self.exchange is not None:
-                self.exchange.end_group(key)
+            if (client := self._client) is not None:
+                client.end_group(key)
         history = rewarded(history, request.last_rewards)
         prompt = self.prompts[key] = Prompt(key, self.version, array("i", request.prompt[-MAX_PROMPT:]), history)
         prompt.join(request.group)
@@ -319,8 +325,8 @@ class PromptTexts:
     def _forget(self, prompt: Prompt) -> None:
         """Drop a prompt; what other engines have is asked for again if a request of it comes."""
         self._drop(prompt)
-        if self.exchange is not None:
-            self.exchange.forget(prompt.key)
+        if (client := self._client) is not None:
+            client.forget(prompt.key)
 
     def _drop(self, prompt: Prompt) -> None:
         if prompt.index is not None:

@@ -27,12 +27,10 @@ from fusion.inference.pooled import FoundKV, KVDamaged, KVKey, KVPeers, KVStore
 from fusion.rollout.kv_pool.folder import PoolFolder, folder_of, is_private
 from fusion.rollout.kv_pool.header import (
     PREAMBLE,
+    FileNames,
     Header,
-    file_name,
     header_bytes,
     payload_sum,
-    run_on_host,
-    shard_name,
 )
 from fusion.rollout.kv_pool.pool import Command, KVPoolSpec, Place, PoolPlan, Remove, Spill, Write
 
@@ -92,7 +90,7 @@ class KVFiles:
         for opened in self._folders.values():
             if opened.replaces:
                 _remove_files_of(rank, opened)
-        self._rank, self._run_on_host = rank, run_on_host(spec.run, boot)
+        self._rank, self._file_names = rank, FileNames(spec.run, boot)
         self._plan = PoolPlan(limit, spec.max_disk_bytes if spec.spill is not None else 0)
         self._names: dict[str, str] = {}
         """Request → name of the file that this rank has written; `_computed`: and the tokens of which it has KV"""
@@ -113,7 +111,7 @@ class KVFiles:
         parts = [bytes_of(kv)] + ([] if routing is None else [bytes_of(routing)])
         header = Header(
             rank=self._rank,
-            shard=self._shard_of(key),
+            shard=self._file_names.shard(key),
             request=key.request,
             version=key.version,
             prefix=key.prefix,
@@ -130,21 +128,21 @@ class KVFiles:
             if place is None:
                 break
             try:
-                self._folders[place].write(self._name(key), content)
+                self._folders[place].write(self._file_names.file(key), content)
             except OSError as error:
                 if error.errno not in FULL:
                     raise
                 full = error
                 self._plan.observe_full(key.request)
                 continue
-            self._names[key.request], self._computed[key.request] = self._name(key), computed
+            self._names[key.request], self._computed[key.request] = self._file_names.file(key), computed
             return True
         self._count_full(charged_bytes, full)
         return False
 
     def find(self, key: KVKey) -> FoundKV | None:
         """Open a file in memory, else on disk: its writer moves it there before it removes it here."""
-        name = self._name(key)
+        name = self._file_names.file(key)
         for folder in self._folders.values():
             try:
                 handle = folder.open(name)
@@ -160,7 +158,7 @@ class KVFiles:
         return None
 
     def discard(self, key: KVKey) -> None:
-        name = self._name(key)
+        name = self._file_names.file(key)
         for folder in self._folders.values():
             folder.take(name)
 
@@ -178,12 +176,6 @@ class KVFiles:
         for folder in self._folders.values():
             folder.close()
         self._folders = {}
-
-    def _name(self, key: KVKey) -> str:
-        return file_name(self._shard_of(key), key)
-
-    def _shard_of(self, key: KVKey) -> str:
-        return shard_name(self._run_on_host, key)
 
     def _make_room(self, id: str, nbytes: int) -> Place | None:
         """Move and remove files as planned; return where the new one goes, None: nowhere."""
@@ -247,7 +239,7 @@ class KVFiles:
         if not is_private(about):
             raise KVDamaged(f"it belongs to user {about.st_uid}, with mode {stat.filemode(about.st_mode)}")
         header, nbytes = _read_header(handle)
-        header.check(shard=self._shard_of(key), key=key, file_bytes=about.st_size, header_bytes=nbytes)
+        header.check(shard=self._file_names.shard(key), key=key, file_bytes=about.st_size, header_bytes=nbytes)
         return header
 
 

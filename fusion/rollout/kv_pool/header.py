@@ -111,20 +111,21 @@ def header_bytes(preamble: bytes) -> int:
     return size
 
 
-def run_on_host(run: str, boot: str) -> str:
-    """Return what all files of a run on one host have in common."""
-    return f"{run} {boot}"
+@dataclass(frozen=True)
+class FileNames:
+    """Names of the files of a run on one host, by the boot of that."""
 
+    run: str
+    boot: str
 
-def shard_name(run_on_host: str, key: KVKey) -> str:
-    """Return what only ranks of one run and host with the same part of the same layers have in common."""
-    return f"{run_on_host} {key.shard}"
+    def shard(self, key: KVKey) -> str:
+        """Return what only ranks of one run and host with the same part of the same layers have in common."""
+        return f"{self.run} {self.boot} {key.shard}"
 
-
-def file_name(shard: str, key: KVKey) -> str:
-    """Return the name of the file of a rank's KV of a request."""
-    facts = json.dumps([MAGIC.decode(), shard, key.request, key.version, key.prefix, key.num_tokens])
-    return hashlib.blake2b(facts.encode(), digest_size=20).hexdigest()
+    def file(self, key: KVKey) -> str:
+        """Return the name of the file of a rank's KV of a request."""
+        facts = [MAGIC.decode(), self.shard(key), key.request, key.version, key.prefix, key.num_tokens]
+        return hashlib.blake2b(json.dumps(facts).encode(), digest_size=20).hexdigest()
 
 
 def payload_sum(parts: Sequence[memoryview]) -> int:

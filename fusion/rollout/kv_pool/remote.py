@@ -29,12 +29,10 @@ from fusion.rollout.kv_pool.files import bytes_of
 from fusion.rollout.kv_pool.folder import files_of, is_private
 from fusion.rollout.kv_pool.header import (
     PREAMBLE,
+    FileNames,
     Header,
-    file_name,
     header_bytes,
     payload_sum,
-    run_on_host,
-    shard_name,
 )
 from fusion.rollout.kv_pool.pool import KVPoolSpec
 from fusion.rollout.kv_pool.pull import PullPlan
@@ -148,7 +146,7 @@ class RemotePool:
 
     def __init__(self, peer: Peer, run: str, plan: PullPlan, clock: Callable[[], float] = time.monotonic):
         self._peer, self._plan, self._clock = peer, plan, clock
-        self._run_on_host = run_on_host(run, peer.boot)
+        self._names = FileNames(run, peer.boot)
 
     def find(self, key: KVKey) -> FoundKV | None:
         """Fetch the file of this rank's part, unless computing the KV again is faster."""
@@ -156,9 +154,9 @@ class RemotePool:
         patience_s = self._plan.patience_s(self._peer.machine, tokens)
         if not patience_s:
             return None
-        shard, began = shard_name(self._run_on_host, key), self._clock()
+        began = self._clock()
         try:
-            content = self._peer.take(file_name(shard, key), patience_s)
+            content = self._peer.take(self._names.file(key), patience_s)
         except PeerLate:
             self._plan.observe_late(self._peer.machine, tokens, self._clock() - began)
             return None
@@ -169,7 +167,7 @@ class RemotePool:
         if content is None:
             return None
         self._plan.observe_pulled(self._peer.machine, tokens, self._clock() - began)
-        return ReceivedKV(content, key=key, shard=shard)
+        return ReceivedKV(content, key=key, shard=self._names.shard(key))
 
 
 class RemotePools:

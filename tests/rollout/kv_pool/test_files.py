@@ -106,7 +106,7 @@ def test_kv_of_another_run_or_host_is_not_found(root):
     assert park(one)
     assert read(opened(root, run="again")) is None
     elsewhere = opened(root, 1)
-    elsewhere._run_on_host += "0"  # another boot
+    elsewhere._file_names = replace(elsewhere._file_names, boot="0")
     assert read(elsewhere) is None
 
 
