@@ -15,7 +15,7 @@ from fusion.inference import Request, SamplingParams, sequence
 from fusion.rollout.drafts.budget import DraftBudget
 from fusion.rollout.drafts.drafter import TextDrafter
 from fusion.rollout.drafts.exchange import TextExchange, answer
-from fusion.rollout.drafts.suffix_index import make_indexes
+from fusion.rollout.drafts.native import NativeIndexes
 from fusion.rollout.drafts.text_store import TextStore
 
 STEP_S = 0.02
@@ -108,7 +108,7 @@ class Cluster:
         self.engines = []
         for number in range(count):
             drafter = TextDrafter(
-                make_indexes(), siblings=siblings, history=history, max_depth=DEPTH, budget=AllTokens()
+                NativeIndexes(), siblings=siblings, history=history, max_depth=DEPTH, budget=AllTokens()
             )
             if shares:
                 drafter.exchange = TextExchange(ask, number, count, clock=lambda: self.now_s)

@@ -25,7 +25,8 @@ from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingPar
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights
 from fusion.rollout.drafts.budget import DraftBudget
 from fusion.rollout.drafts.drafter import TextDrafter
-from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, make_indexes
+from fusion.rollout.drafts.native import NativeIndexes
+from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING
 from fusion.rollout.drafts.texts import MAX_MATCH, MIN_MATCH
 from fusion.rollout.drafts.window import WindowBudget
 
@@ -68,7 +69,7 @@ def server(args: argparse.Namespace) -> Figures:
 
 def _measure_index(texts: list[Tokens], live: list[Tokens]) -> tuple[float, float, float]:
     """Return microseconds to index a token of the texts, and to draft for a sequence of ``live``; bytes a token."""
-    indexes = make_indexes()
+    indexes = NativeIndexes()
     index, tokens = indexes.new([], MIN_MATCH, MAX_MATCH), sum(map(len, texts))
     places = [(index, indexes.open(index, SIBLING)) for _ in texts]
     insert_us = _cpu_us(lambda: indexes.extend(places, texts)) / tokens
@@ -148,7 +149,7 @@ def _replay(
     """Generate responses in turns of some at a time, each pass with a draft of up to `DEPTH` tokens (a tree of twice as
     many). ``right_weight``: of history that has earned a reward, where other history counts 1; 0: history is not used.
     Return forward passes of sequences, tokens, drafted tokens, and sequences with a draft."""
-    indexes, texts = make_indexes(), said.texts
+    indexes, texts = NativeIndexes(), said.texts
     index = indexes.new([], MIN_MATCH, MAX_MATCH)
     if right_weight:
         weights = [right_weight if right else 1 for right in said.right]
@@ -298,7 +299,7 @@ def _decode(model: Transformer, live: int, budget: DraftBudget | WindowBudget | 
     params = SamplingParams(max_tokens=128, stop_token_ids=())
     requests = [Request(f"r{seed}-{i}", prompt, params, f"g{seed}-{i}") for i, prompt in enumerate(prompts)]
     known = _said(model, requests) if budget else {}
-    drafter = TextDrafter(make_indexes(), history=True, budget=budget) if budget else None
+    drafter = TextDrafter(NativeIndexes(), history=True, budget=budget) if budget else None
     config = RolloutConfig(max_length=512, max_seqs=live, max_batch_tokens=8192)
     engine = EmbeddedEngine(model, model.mesh, HostMemory(), config=config, drafter=drafter)
     engine.allocate_kv()

@@ -11,7 +11,7 @@ from benchmarks.rotation import in_rotation
 from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
 from fusion.model import Transformer
 from fusion.rollout.drafts.drafter import TextDrafter
-from fusion.rollout.drafts.suffix_index import make_indexes
+from fusion.rollout.drafts.native import NativeIndexes
 from stalesync.prompts import DataConfig, PromptSource, make_tokenizer
 
 PROMPTS, GROUP, EPOCHS = 64, 8, 3
@@ -38,7 +38,7 @@ def small(args: argparse.Namespace) -> dict[str, Any]:
 def _rates(model: Transformer, live: int, temperature: float, drafts: bool) -> list[float]:
     """Return tokens a CPU second in each epoch."""
     config = RolloutConfig(max_length=512, max_seqs=live)
-    drafter = TextDrafter(make_indexes()) if drafts else None
+    drafter = TextDrafter(NativeIndexes()) if drafts else None
     engine = EmbeddedEngine(model, model.mesh, HostMemory(), config=config, drafter=drafter)
     engine.allocate_kv()
     data = DataConfig(source="worked_arithmetic", rows=PROMPTS, prompts_per_step=PROMPTS)

@@ -305,6 +305,10 @@ class Config:
                 "otherwise no engine continues while weights arrive"
             )
         find_order(self.rollout.order)
+        if self.rollout.drafts != "none":
+            from fusion.rollout.drafts.native import check_buildable  # which loads numpy
+
+            check_buildable(self.rollout.drafts)
         if self.rollout.order == "histopipe" and not self.stalesync.max_staleness:
             raise ValueError(
                 "rollout.order=histopipe: expected another one with stalesync.max_staleness=0, as it orders two steps "

@@ -26,7 +26,6 @@ from fusion.npu.pacer import CATCH_UP_S, Pacer
 from fusion.offload import HostPool
 from fusion.resources import SHAPES
 from fusion.rollout.drafts.drafter import TextDrafter
-from fusion.rollout.drafts.plain import PlainIndexes
 from fusion.rollout.kv_pool.files import KVFiles
 from fusion.rollout.kv_pool.pool import KVPoolSpec
 from fusion.telemetry import summarize
@@ -34,6 +33,7 @@ from fusion.training import AlgorithmConfig, TrainingConfig
 from tests.helpers import tiny_checkpoint
 from tests.inference.engines import generate, requests, tokens
 from tests.machine import patience, within
+from tests.rollout.drafts.plain_indexes import PlainIndexes
 
 CAPACITY = 64 << 20
 DEVICE = DeviceConfig("emulated", pace="qwen3_30b_a3b")

@@ -18,13 +18,13 @@ from fusion.inference.verification import Draft
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.offload import HostPool
 from fusion.rollout.drafts.drafter import TextDrafter
-from fusion.rollout.drafts.plain import PlainIndexes
 from fusion.rollout.drafts.window import WindowBudget
 from tests.helpers import run_ranks, tiny_config
 from tests.inference.engines import by_id, card, checkpoint, empty_card, generate, generate_brokenly, requests
 from tests.inference.keeping import resumed, steps
 from tests.inference.test_verification import Guesses, truth_of
 from tests.pairwise import axes, thinned
+from tests.rollout.drafts.plain_indexes import PlainIndexes
 
 
 class Traps(Guesses):

@@ -8,11 +8,11 @@ from fusion.inference.sequence import Sequence
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.rollout.drafts.drafter import TextDrafter
 from fusion.rollout.drafts.exchange import TextExchange, answer
-from fusion.rollout.drafts.plain import PlainIndexes
 from fusion.rollout.drafts.text_store import TextStore
 from tests.helpers import run_ranks
 from tests.inference.engines import by_id, checkpoint, engine, generate, requests, tokens
 from tests.pairwise import axes, thinned
+from tests.rollout.drafts.plain_indexes import PlainIndexes
 
 
 def build(device, folder, parallel, dtype=torch.float32, **rollout):

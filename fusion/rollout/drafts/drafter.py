@@ -20,8 +20,9 @@ from fusion.inference.sequence import Sequence
 from fusion.inference.verification import Draft, StepCost, Verification
 from fusion.rollout.drafts.budget import DraftBudget
 from fusion.rollout.drafts.exchange import TextExchange
+from fusion.rollout.drafts.native import NativeIndexes
 from fusion.rollout.drafts.pieces import Piece, decode
-from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, Drafts, SuffixIndexes, make_indexes
+from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, Drafts, SuffixIndexes
 from fusion.rollout.drafts.texts import PromptTexts
 from fusion.rollout.drafts.totals import DraftTotals
 from fusion.rollout.drafts.window import WindowBudget
@@ -81,7 +82,7 @@ class TextDrafter:
         if config.drafts == "none":
             return None
         return cls(
-            make_indexes(),
+            NativeIndexes(),
             siblings=config.drafts_siblings,
             history=config.drafts_history,
             max_history=config.draft_history,

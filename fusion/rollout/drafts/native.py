@@ -5,24 +5,39 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 
-from fusion.npu.compiler import BuildError, Library, build
+from fusion.npu.compiler import BuildError, Library, build, compiler
 from fusion.rollout.drafts.suffix_index import Drafts
 
 SOURCE = Path(__file__).with_name("suffix_index.cpp")
 FLAGS = ("-O3", "-fPIC", "-std=c++17", "-fvisibility=default")
 
 
+LIBRARY = Library("drafts", "rlfusion_drafts", {"suffix_index": SOURCE.read_text()}, flags=FLAGS)
+
+
+def check_buildable(drafts: str) -> None:
+    """Check that this machine has the library or can build it. ``drafts``: `rollout.drafts`.
+
+    Raises:
+        ValueError: there is no compiler; names the key.
+    """
+    if not LIBRARY.path.exists() and compiler() is None:
+        raise ValueError(f"rollout.drafts={drafts}: no C++ compiler found (install g++, or rollout.drafts=none)")
+
+
+@cache
 def load() -> ctypes.CDLL:
     """Build the library if needed (2 s) and load it.
 
     Raises:
         BuildError: it cannot be built or loaded.
     """
-    path = build(Library("drafts", "rlfusion_drafts", {"suffix_index": SOURCE.read_text()}, flags=FLAGS))
+    path = build(LIBRARY)
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:  # e.g. built for another system, and shared with this one
@@ -41,8 +56,8 @@ def load() -> ctypes.CDLL:
 
 
 class NativeIndexes:
-    def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+    def __init__(self) -> None:
+        self._library = load()
         self._pointers: dict[int, int] = {}
         self._created = 0
         self.nbytes = 0

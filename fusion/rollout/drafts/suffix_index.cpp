@@ -12,7 +12,7 @@
 // count of the state that the token leads to, so edges need no count of their own.
 //
 // Most states have one edge, which they hold themselves; further ones are in a list, and found through a hash table.
-// plain.py has the same structure and order of ties: the tests compare their drafts.
+// tests/rollout/drafts/plain_indexes.py has the same structure and order of ties: the tests compare their drafts.
 
 #include <algorithm>
 #include <cstdint>

@@ -13,15 +13,11 @@ Sequences count with their weight; one of weight 0 only reads. The caller states
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Protocol
 
 import numpy as np
-
-log = logging.getLogger(__name__)
 
 SIBLING, HISTORY = 0, 1
 """Sources of a sequence: a response of the same group; a rollout of an earlier epoch"""
@@ -84,24 +80,3 @@ class SuffixIndexes(Protocol):
     @property
     def nbytes(self) -> int:
         """Bytes of all indexes."""
-
-
-@cache
-def _native_library():
-    from fusion.npu.compiler import BuildError
-    from fusion.rollout.drafts.native import load
-
-    try:
-        return load()
-    except BuildError as error:
-        log.warning("drafts are found in Python, 50 times as slow: %s", str(error))
-        return None
-
-
-def make_indexes() -> SuffixIndexes:
-    """Create indexes in C++, or in Python where there is no compiler (logged once)."""
-    from fusion.rollout.drafts.native import NativeIndexes
-    from fusion.rollout.drafts.plain import PlainIndexes
-
-    library = _native_library()
-    return PlainIndexes() if library is None else NativeIndexes(library)

@@ -15,10 +15,11 @@ from fusion.inference.request import NO_REWARDS, LastRewards
 from fusion.inference.sequence import Sequence
 from fusion.rollout.drafts.budget import DraftBudget
 from fusion.rollout.drafts.drafter import TextDrafter
-from fusion.rollout.drafts.plain import PlainIndexes
-from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, make_indexes
+from fusion.rollout.drafts.native import NativeIndexes
+from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING
 from fusion.rollout.drafts.window import WindowBudget
 from tests.inference.engines import by_id, engine, generate, generate_brokenly, requests
+from tests.rollout.drafts.plain_indexes import PlainIndexes
 
 PARAMS = SamplingParams(max_tokens=400, stop_token_ids=())
 
@@ -40,7 +41,7 @@ class AllTokens(DraftBudget):
 
 
 def drafter(**options) -> TextDrafter:
-    made = TextDrafter(make_indexes(), **options)
+    made = TextDrafter(NativeIndexes(), **options)
     made.budget = AllTokens()
     return made
 
@@ -78,7 +79,7 @@ def test_a_window_samples_the_same_and_depends_on_no_clock():
     totals = []
     for seconds in (1e-6, 1.0):
         drafted = engine(batch_invariant=True)
-        drafted.scheduler.drafter = made = TextDrafter(make_indexes(), budget=WindowBudget())
+        drafted.scheduler.drafter = made = TextDrafter(NativeIndexes(), budget=WindowBudget())
         observe = made.observe_step
         made.observe_step = lambda cost, observe=observe, seconds=seconds: observe(cost._replace(seconds=seconds))
         assert by_id(generate(drafted, wanted)) == plain
@@ -135,7 +136,7 @@ def test_history_of_several_groups_ages(resumes):
             made.end(seq)
 
 
-@pytest.mark.parametrize("indexes", [make_indexes, PlainIndexes])
+@pytest.mark.parametrize("indexes", [NativeIndexes, PlainIndexes])
 @pytest.mark.parametrize("better", [0, 1])
 def test_of_branches_that_occur_as_often_the_better_rewarded_one_is_drafted_first(indexes, better):
     made = TextDrafter(indexes(), max_children=2)

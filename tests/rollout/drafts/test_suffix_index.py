@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.npu.compiler import BuildError
-from fusion.rollout.drafts.native import NativeIndexes, load
-from fusion.rollout.drafts.plain import PlainIndexes
+from fusion.rollout.drafts.native import NativeIndexes, check_buildable
 from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, SuffixIndexes
-from tests.machine import patience
+from tests.rollout.drafts.plain_indexes import PlainIndexes
 
 MIN_MATCH = 2
 MAX_MATCH = 4
@@ -23,22 +17,9 @@ ACCEPTANCE = np.array([0.1, 0.2, 0.3, 0.35, 0.5, 0.6, 0.85, 0.9])
 WEIGHTS = 1, 3, 0, 2
 """Of sequences 0 to 3, whose sources are SIBLING, HISTORY, SIBLING, HISTORY"""
 
-TWICE = """
-from fusion.rollout.drafts.suffix_index import make_indexes
-print(type(make_indexes()).__name__, type(make_indexes()).__name__)
-"""
-
 tokens = st.lists(st.integers(0, 2), max_size=12)
 pieces = st.lists(st.tuples(st.integers(0, 3), tokens), max_size=8)
 """What arrives: (sequence, tokens); sequence i has source i % 2"""
-
-
-@pytest.fixture(scope="module")
-def native():
-    try:
-        return load()
-    except BuildError as error:
-        pytest.skip(str(error))
 
 
 def fill(indexes: SuffixIndexes, prompt: list[int], arrived: list[tuple[int, list[int]]]) -> tuple[int, list[int]]:
@@ -100,9 +81,9 @@ def test_a_path_is_what_most_often_followed_the_longest_suffix_that_is_compared(
 
 
 @given(prompt=tokens, arrived=pieces, depth=st.integers(1, 5), nodes=st.integers(1, 9), children=st.integers(1, 3))
-def test_both_implementations_draft_the_same_trees(native, prompt, arrived, depth, nodes, children):
+def test_both_implementations_draft_the_same_trees(prompt, arrived, depth, nodes, children):
     drafts = []
-    for indexes in (NativeIndexes(native), PlainIndexes()):
+    for indexes in (NativeIndexes(), PlainIndexes()):
         index, numbers = fill(indexes, prompt, arrived)
         drafts.append(indexes.draft([(index, n) for n in numbers], [depth] * 4, [nodes] * 4, ACCEPTANCE, children))
     for name in ("offsets", "tokens", "parents", "shares", "probabilities", "sources"):
@@ -111,8 +92,8 @@ def test_both_implementations_draft_the_same_trees(native, prompt, arrived, dept
 
 
 @given(prompt=tokens, arrived=pieces, nodes=st.integers(1, 9))
-def test_the_beginning_of_a_tree_is_the_tree_of_that_size(native, prompt, arrived, nodes):
-    indexes = NativeIndexes(native)
+def test_the_beginning_of_a_tree_is_the_tree_of_that_size(prompt, arrived, nodes):
+    indexes = NativeIndexes()
     index, numbers = fill(indexes, prompt, arrived)
     places = [(index, number) for number in numbers]
     large, small = (indexes.draft(places, [5] * 4, [size] * 4, ACCEPTANCE, 3) for size in (12, nodes))
@@ -125,8 +106,8 @@ def test_the_beginning_of_a_tree_is_the_tree_of_that_size(native, prompt, arrive
         ] == len(parents)
 
 
-def test_a_draft_names_where_its_tokens_occurred(native):
-    for indexes in (NativeIndexes(native), PlainIndexes()):
+def test_a_draft_names_where_its_tokens_occurred():
+    for indexes in (NativeIndexes(), PlainIndexes()):
         index = indexes.new([9, 9, 9], min_match=2, max_match=7)
         history, sibling, one = (indexes.open(index, source) for source in (HISTORY, SIBLING, SIBLING))
         indexes.extend([(index, history), (index, sibling)], [[1, 2, 3, 4, 5], [6, 7, 8]])
@@ -138,8 +119,8 @@ def test_a_draft_names_where_its_tokens_occurred(native):
         assert drafts.tokens.tolist() == [4, 5] and drafts.sources.tolist() == [HISTORY] * 2
 
 
-def test_repeated_text_costs_no_more_than_other_text(native):
-    indexes = NativeIndexes(native)
+def test_repeated_text_costs_no_more_than_other_text():
+    indexes = NativeIndexes()
     index = indexes.new([], min_match=3, max_match=7)
     one = indexes.open(index, SIBLING)
     indexes.extend([(index, one)], [[7] * 200_000])  # quadratic cost would take minutes
@@ -149,13 +130,9 @@ def test_repeated_text_costs_no_more_than_other_text(native):
     assert not indexes.nbytes, "all bytes are counted"
 
 
-def test_without_a_compiler_drafts_are_found_in_python_which_is_said_once(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", TWICE],
-        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=patience(60),
-    )
-    assert done.stdout == "PlainIndexes PlainIndexes\n"
-    assert done.stderr.count("no C++ compiler found (install g++)") == 1
+def test_without_a_compiler_drafts_are_refused_by_key(tmp_path, monkeypatch):
+    check_buildable("both")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="rollout.drafts=both: no C.. compiler found"):
+        check_buildable("both")

@@ -1,5 +1,5 @@
-"""`SuffixIndexes` in Python, where there is no compiler: the structure and the order of ties of `suffix_index.cpp`,
-which explains both."""
+"""`SuffixIndexes` in Python, to compare with: the structure and the order of ties of `suffix_index.cpp`, which explains
+both."""
 
 from __future__ import annotations
 
