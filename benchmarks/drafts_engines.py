@@ -17,6 +17,7 @@ from fusion.rollout.drafts.drafter import TextDrafter
 from fusion.rollout.drafts.exchange import TextExchange, answer
 from fusion.rollout.drafts.native import NativeIndexes
 from fusion.rollout.drafts.text_store import TextStore
+from fusion.rollout.drafts.texts import TextSpec
 
 STEP_S = 0.02
 """Modelled seconds of a decode step: text of others is about ten steps old"""
@@ -108,7 +109,7 @@ class Cluster:
         self.engines = []
         for number in range(count):
             drafter = TextDrafter(
-                NativeIndexes(), siblings=siblings, history=history, max_depth=DEPTH, budget=AllTokens()
+                NativeIndexes(), spec=TextSpec(siblings, history), max_depth=DEPTH, budget=AllTokens()
             )
             if shares:
                 drafter.exchange = TextExchange(ask, number, count, clock=lambda: self.now_s)

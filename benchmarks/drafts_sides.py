@@ -299,7 +299,7 @@ def _decode(model: Transformer, live: int, budget: DraftBudget | WindowBudget | 
     params = SamplingParams(max_tokens=128, stop_token_ids=())
     requests = [Request(f"r{seed}-{i}", prompt, params, f"g{seed}-{i}") for i, prompt in enumerate(prompts)]
     known = _said(model, requests) if budget else {}
-    drafter = TextDrafter(NativeIndexes(), history=True, budget=budget) if budget else None
+    drafter = TextDrafter(NativeIndexes(), budget=budget) if budget else None
     config = RolloutConfig(max_length=512, max_seqs=live, max_batch_tokens=8192)
     engine = EmbeddedEngine(model, model.mesh, HostMemory(), config=config, drafter=drafter)
     engine.allocate_kv()

@@ -277,7 +277,7 @@ class Worker(LoadedWorker):
         """Copy the history of prompts for `save_drafts`. On the first card of each attention rank, while no engine
         runs."""
         assert self.card.drafter is not None, f"rank {self.rank} does not draft"
-        self._drafts_to_save = self.card.drafter.history(MAX_TOKENS)
+        self._drafts_to_save = self.card.drafter.texts.history(MAX_TOKENS)
 
     def save_drafts(self, folder: str) -> None:
         """Write the copy of `snapshot_drafts`. Other stages may run at the same time. Returns when it is on disk.
@@ -296,7 +296,7 @@ class Worker(LoadedWorker):
             ValueError: a file is damaged.
         """
         assert self.card.drafter is not None, f"rank {self.rank} does not draft"
-        self.card.drafter.load_history(read_history(Path(folder)))
+        self.card.drafter.texts.load_history(read_history(Path(folder)))
 
     def close_kv_pool(self) -> None:
         """Remove this card's files from the KV pool of its machine. On the cards that generate, at the end of the

@@ -21,9 +21,9 @@ from fusion.inference.verification import Draft, StepCost, Verification
 from fusion.rollout.drafts.budget import DraftBudget
 from fusion.rollout.drafts.exchange import TextExchange
 from fusion.rollout.drafts.native import NativeIndexes
-from fusion.rollout.drafts.pieces import Piece, decode
+from fusion.rollout.drafts.pieces import decode
 from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, Drafts, SuffixIndexes
-from fusion.rollout.drafts.texts import PromptTexts
+from fusion.rollout.drafts.texts import PromptTexts, TextSpec
 from fusion.rollout.drafts.totals import DraftTotals
 from fusion.rollout.drafts.window import WindowBudget
 
@@ -32,14 +32,10 @@ class TextDrafter:
     """Implement `Drafter`.
 
     Args:
-        siblings: draft from the responses of the same group; ``history``: from those of the prompt's last groups, the
-            better rewarded ones first (`Request.last_rewards`).
-        max_history: of these groups; text counts half as much as that of the next one.
+        spec: of the texts that are kept; None: the defaults.
         max_children: tokens of a draft behind one; 1: drafts are single paths.
         max_depth: tokens of a path, at most; None: as by the budget.
         budget: how much of the drafts is verified; None: `DraftBudget`.
-        max_bytes: of all text, indexed; ``max_group_bytes``: of one prompt's, its last group included.
-        max_age: policy versions after which the text of a prompt that no request has used is dropped; None: never.
         clock: seconds, for the totals and `take_seconds`.
     """
 
@@ -47,14 +43,9 @@ class TextDrafter:
         self,
         indexes: SuffixIndexes,
         *,
-        siblings: bool = True,
-        history: bool = True,
-        max_history: int = 1,
+        spec: TextSpec | None = None,
         max_children: int = 1,
         max_depth: int | None = None,
-        max_bytes: int = 1 << 30,
-        max_group_bytes: int = 1 << 28,
-        max_age: int | None = None,
         budget: DraftBudget | WindowBudget | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -63,16 +54,7 @@ class TextDrafter:
         self.totals, self._clock = DraftTotals(), clock
         self._reported_s = 0.0
         """Of `totals.seconds`, at the last `take_seconds`"""
-        self.texts = PromptTexts(
-            indexes,
-            self.totals,
-            siblings=siblings,
-            history=history,
-            max_history=max_history,
-            max_bytes=max_bytes,
-            max_group_bytes=max_group_bytes,
-            max_age=max_age,
-        )
+        self.texts = PromptTexts(indexes, spec or TextSpec(), self.totals)
         self._drafted: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         """Sequence → shares and sources of the tokens of its draft that is being verified"""
 
@@ -83,20 +65,10 @@ class TextDrafter:
             return None
         return cls(
             NativeIndexes(),
-            siblings=config.drafts_siblings,
-            history=config.drafts_history,
-            max_history=config.draft_history,
+            spec=TextSpec.of(config),
             max_children=config.draft_tree,
-            max_bytes=config.draft_mib << 20,
-            max_group_bytes=config.draft_group_mib << 20,
-            max_age=config.draft_max_age,
             budget=WindowBudget() if config.draft_budget == "window" else DraftBudget(),
         )
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the indexes, and of the texts beside them."""
-        return self.texts.nbytes
 
     @property
     def exchange(self) -> TextExchange | None:
@@ -191,15 +163,6 @@ class TextDrafter:
         self.texts.end(seq)
         self.budget.end(seq.request.id)
         self.totals.seconds += self._clock() - began_s
-
-    def history(self, max_tokens: int) -> list[Piece]:
-        """Return what the next group of each prompt would have as history, of the prompts used last first, for
-        `load_history`."""
-        return self.texts.history(max_tokens)
-
-    def load_history(self, pieces: Items[Piece]) -> None:
-        """Load what `history` has returned into a drafter that has seen nothing yet."""
-        self.texts.load_history(pieces)
 
     def _draft_of(self, seq: Sequence, drafts: Drafts, chosen: np.ndarray, n: int) -> Draft | None:
         rows = drafts.of(n)

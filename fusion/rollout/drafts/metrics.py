@@ -40,7 +40,7 @@ class DraftReport:
                 accepted = now.accepted[source] - before.accepted[source]
                 metrics.add(f"rollout/draft_acceptance_{name}", accepted / drafted, drafted)
         metrics.add("timing_s/draft", now.seconds - before.seconds)
-        metrics.add("rollout/draft_mib_max", self._drafter.nbytes / MIB)
+        metrics.add("rollout/draft_mib_max", self._drafter.texts.nbytes / MIB)
         metrics.add("rollout/draft_dropped_max", now.dropped)
         metrics.add("rollout/draft_expired_max", now.expired)
         if self._drafter.exchange is not None:

@@ -18,8 +18,10 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence as Items
+from dataclasses import dataclass
 from functools import lru_cache
 
+from fusion.inference.config import RolloutConfig
 from fusion.inference.request import Request
 from fusion.inference.sequence import Sequence
 from fusion.rollout.drafts.exchange import TextExchange
@@ -44,30 +46,43 @@ Place = tuple[int, int]
 """Index, and sequence in it"""
 
 
-class PromptTexts:
-    """The texts of an engine, by prompt.
+@dataclass(frozen=True)
+class TextSpec:
+    """What is kept and drafted from.
 
     Args:
-        totals: counts what is dropped here.
-        siblings, history, max_history, max_bytes, max_group_bytes, max_age: as of `TextDrafter`.
+        siblings: draft from the responses of the same group; ``history``: from those of the prompt's last groups, the
+            better rewarded ones first (`Request.last_rewards`).
+        max_history: of these groups; text counts half as much as that of the next one.
+        max_bytes: of all text, indexed; ``max_group_bytes``: of one prompt's, its last group included.
+        max_age: policy versions after which the text of a prompt that no request has used is dropped; None: never.
     """
 
-    def __init__(
-        self,
-        indexes: SuffixIndexes,
-        totals: DraftTotals,
-        *,
-        siblings: bool,
-        history: bool,
-        max_history: int,
-        max_bytes: int,
-        max_group_bytes: int,
-        max_age: int | None,
-    ) -> None:
-        self.indexes, self.totals = indexes, totals
-        self._siblings, self._history = siblings, history
-        self._max_history, self._newest_weight = max_history, 1 << (max_history - 1)
-        self._max_bytes, self._max_group_bytes = max_bytes, max_group_bytes
+    siblings: bool = True
+    history: bool = True
+    max_history: int = 1
+    max_bytes: int = 1 << 30
+    max_group_bytes: int = 1 << 28
+    max_age: int | None = None
+
+    @classmethod
+    def of(cls, config: RolloutConfig) -> TextSpec:
+        return cls(
+            siblings=config.drafts_siblings,
+            history=config.drafts_history,
+            max_history=config.draft_history,
+            max_bytes=config.draft_mib << 20,
+            max_group_bytes=config.draft_group_mib << 20,
+            max_age=config.draft_max_age,
+        )
+
+
+class PromptTexts:
+    """The texts of an engine, by prompt. ``totals``: counts what is dropped here."""
+
+    def __init__(self, indexes: SuffixIndexes, spec: TextSpec, totals: DraftTotals) -> None:
+        self.indexes, self.spec, self.totals = indexes, spec, totals
+        self._newest_weight = 1 << (spec.max_history - 1)
         self.exchange: TextExchange | None = None
         """With other engines, on the first rank of those with one schedule"""
         self.prompts: OrderedDict[bytes, Prompt] = OrderedDict()
@@ -80,7 +95,7 @@ class PromptTexts:
         """History that was loaded, of prompts that have had no request since, those used longest ago first"""
         self._restored_version: int | None = None
         """The first policy since then"""
-        self.version, self._max_age = 0, max_age
+        self.version = 0
         self._num_tokens = 0
         """Of the texts and histories of all prompts"""
 
@@ -121,7 +136,7 @@ class PromptTexts:
         if prompt is None or piece.request in prompt.live:
             return 0
         is_sibling = piece.group in prompt.groups
-        if not (is_sibling or self._history):
+        if not (is_sibling or self.spec.history):
             return 0
         texts = prompt.texts if is_sibling else prompt.past.setdefault(piece.group, {})
         text = texts.get(piece.request, array("i"))
@@ -176,8 +191,8 @@ class PromptTexts:
             history = self._drop_restored(key)
         else:
             begun = last.past.get(request.group, {})
-            if self._history:  # a group without text, because it was aborted, leaves the history as it is
-                history = last.next_history(self._max_history, request.group)
+            if self.spec.history:  # a group without text, because it was aborted, leaves the history as it is
+                history = last.next_history(self.spec.max_history, request.group)
             self._drop(last)
             if (client := self._client) is not None:
                 client.end_group(key)
@@ -221,7 +236,7 @@ class PromptTexts:
                 text, is_sibling = prompt.text_of(request)
                 if request not in prompt.numbers:
                     source = SIBLING if is_sibling else HISTORY
-                    weight = NEUTRAL * self._newest_weight if source == HISTORY or self._siblings else 0
+                    weight = NEUTRAL * self._newest_weight if source == HISTORY or self.spec.siblings else 0
                     prompt.numbers[request] = self.indexes.open(index, source, weight)
                 if new := text[prompt.indexed[request] :]:
                     places.append((index, prompt.numbers[request]))
@@ -251,9 +266,9 @@ class PromptTexts:
         """Return what the next group of each prompt would have as history, of the prompts used last first, for
         `load_history`."""
         groups_by_prompt = list(self._restored.items())
-        groups_by_prompt += [(key, prompt.next_history(self._max_history)) for key, prompt in self.prompts.items()]
+        groups_by_prompt += [(key, prompt.next_history(self.spec.max_history)) for key, prompt in self.prompts.items()]
         pieces: list[Piece] = []
-        for key, groups in reversed(groups_by_prompt if self._history else []):
+        for key, groups in reversed(groups_by_prompt if self.spec.history else []):
             texts = [(str(age), one) for age, responses in enumerate(groups) for one in responses]
             max_tokens -= sum(len(one.tokens) for _, one in texts)
             if max_tokens < 0:
@@ -264,8 +279,8 @@ class PromptTexts:
     def load_history(self, pieces: Items[Piece]) -> None:
         """Load what `history` has returned, before anything else was read."""
         self._restored_version = None
-        ages = {str(age): age for age in range(self._max_history)} | {"": 0}
-        for piece in reversed(pieces) if self._history else ():
+        ages = {str(age): age for age in range(self.spec.max_history)} | {"": 0}
+        for piece in reversed(pieces) if self.spec.history else ():
             age = ages.get(piece.group)
             if age is None:  # saved by a run that kept more
                 continue
@@ -281,9 +296,9 @@ class PromptTexts:
         self.version = version
         if self._restored_version is None:
             self._restored_version = version
-        if self._max_age is None:
+        if self.spec.max_age is None:
             return
-        oldest = version - self._max_age
+        oldest = version - self.spec.max_age
         expired = [one for one in self.prompts.values() if one.version < oldest and not one.live]
         for prompt in expired:
             self._forget(prompt)
@@ -300,13 +315,13 @@ class PromptTexts:
                 continue
             prompt.unchecked = 0
             index_bytes = 0 if prompt.index is None else self.indexes.nbytes_of(prompt.index)
-            if index_bytes + prompt.num_tokens * array("i").itemsize > self._max_group_bytes:
+            if index_bytes + prompt.num_tokens * array("i").itemsize > self.spec.max_group_bytes:
                 self._drop_running(prompt)
         self._grown.clear()
-        while self.nbytes > self._max_bytes and self._restored:
+        while self.nbytes > self.spec.max_bytes and self._restored:
             self._drop_restored(next(iter(self._restored)))
             self.totals.dropped += 1
-        while self.nbytes > self._max_bytes and self.prompts:
+        while self.nbytes > self.spec.max_bytes and self.prompts:
             prompts = self.prompts.values()
             self._drop_running(next((prompt for prompt in prompts if not prompt.live), None) or next(iter(prompts)))
 

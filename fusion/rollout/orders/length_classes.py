@@ -3,9 +3,10 @@
     expected lengths ─► classes of as many groups each ─► work of a class ─► time on n engines ─► shares of the engines
 
 The second tier of HistoPipe (RhymeRL, arXiv 2508.18588): a class of long responses gets more engines, by a search over
-time curves. The curve here is modelled: a class begins all its responses that fit, and a decode step takes
-1 + c x sequences, in units of a step without sequences. So its longest response takes as many steps as it has tokens,
-all responses together take tokens / (engines x slots) steps or more, and every token adds c:
+time curves. The curve here is modelled: a class begins all its responses that fit, and a decode step takes 1 + c x
+sequences, in units of a step without sequences; c such that one with all slots takes twice as long. So its longest
+response takes as many steps as it has tokens, all responses together take tokens / (engines x slots) steps or more, and
+every token adds c:
 
     time(n) = max(longest, tokens / (n x slots)) + c x tokens / n
 
@@ -43,8 +44,6 @@ class HistoPipeSpec:
         num_classes: number of classes, at most; 1: engines are not shared out.
         search: whether shares are searched for; else they are equal.
         growth: length, relative to the expected one, beyond which a request of the tail of its class moves.
-        sequence_cost: what a sequence adds to a decode step, relative to a step without sequences; None: such that a
-            step with `engine_slots` takes twice as long.
     """
 
     num_engines: int
@@ -53,11 +52,6 @@ class HistoPipeSpec:
     num_classes: int = 4
     search: bool = True
     growth: float = 1.5
-    sequence_cost: float | None = None
-
-    @property
-    def cost(self) -> float:
-        return 1 / self.engine_slots if self.sequence_cost is None else self.sequence_cost
 
 
 @dataclass(frozen=True)
@@ -116,7 +110,7 @@ class ClassWork(NamedTuple):
 
         def time_on(engines: int) -> float:
             steps = max(self.longest, self.tokens / (engines * spec.engine_slots))
-            return steps + spec.cost * self.tokens / engines
+            return steps + 1 / spec.engine_slots * self.tokens / engines
 
         return time_on
 

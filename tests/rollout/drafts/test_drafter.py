@@ -17,6 +17,7 @@ from fusion.rollout.drafts.budget import DraftBudget
 from fusion.rollout.drafts.drafter import TextDrafter
 from fusion.rollout.drafts.native import NativeIndexes
 from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING
+from fusion.rollout.drafts.texts import TextSpec
 from fusion.rollout.drafts.window import WindowBudget
 from tests.inference.engines import by_id, engine, generate, generate_brokenly, requests
 from tests.rollout.drafts.plain_indexes import PlainIndexes
@@ -40,8 +41,8 @@ class AllTokens(DraftBudget):
         )
 
 
-def drafter(**options) -> TextDrafter:
-    made = TextDrafter(NativeIndexes(), **options)
+def drafter(max_children=1, max_depth=None, **options) -> TextDrafter:
+    made = TextDrafter(NativeIndexes(), spec=TextSpec(**options), max_children=max_children, max_depth=max_depth)
     made.budget = AllTokens()
     return made
 
@@ -120,8 +121,8 @@ def test_history_of_several_groups_ages(resumes):
     said = [[7] * 9, [8] * 9, [5] * 3, [5, 5, 6], [6, 4], [9]]  # behind 2, 3, 4, in the groups of six epochs
     for epoch, tokens in enumerate(said):
         if resumes:
-            pieces, made = made.history(10_000), drafter(max_history=3)
-            made.load_history(pieces)
+            pieces, made = made.texts.history(10_000), drafter(max_history=3)
+            made.texts.load_history(pieces)
         counts = Counter()
         for age, earlier in enumerate(reversed(said[max(0, epoch - 3) : epoch])):
             counts.update({token: (4 >> age) * count for token, count in Counter(earlier).items()})
@@ -184,7 +185,7 @@ def test_a_group_for_which_nothing_is_looked_up_is_not_indexed_and_is_history_ne
     old = sequence("a", [1], [2, 3, 4, 5, 6], group="e0")
     assert paths(made, old) == [None]
     made.end(old)
-    assert made.texts.indexes.nbytes == 0 and made.nbytes == 4 * (1 + 5)
+    assert made.texts.indexes.nbytes == 0 and made.texts.nbytes == 4 * (1 + 5)
     skips[0] = False
     assert paths(made, sequence("b", [1], [2, 3, 4], group="e1")) == [[5, 6]]
 
@@ -220,10 +221,10 @@ def test_a_step_without_drafts_reads_nothing_and_the_next_one_reads_all():
     made.budget.skips = lambda num_sequences: skips[0]
     first, second = sequence("a", [1], [2, 3, 4]), sequence("b", [1], [9, 2, 3, 4])
     assert paths(made, first, second) == [None, None]
-    skips[0], size = True, made.nbytes
+    skips[0], size = True, made.texts.nbytes
     for token in (5, 6, 7):
         first.tokens.append(token)
-        assert paths(made, first, second) == [None, None] and made.nbytes == size
+        assert paths(made, first, second) == [None, None] and made.texts.nbytes == size
     skips[0] = False
     assert paths(made, first, second) == [None, [5, 6, 7]]
     skips[0] = True
@@ -248,7 +249,7 @@ def test_prompts_without_running_requests_are_dropped_first_when_memory_is_short
         one = sequence(f"r{i}", [1, i], list(range(1000)), group=f"g{i}")
         paths(made, running, one)
         made.end(one)
-    assert made.nbytes <= 300_000 + 120_000 and made.totals.dropped > 20
+    assert made.texts.nbytes <= 300_000 + 120_000 and made.totals.dropped > 20
     running.tokens += [5, 6, 7]
     assert paths(made, running)[0][:2] == [8, 9], "what runs is kept"
 
@@ -260,7 +261,7 @@ def test_a_prompt_with_more_text_than_it_may_have_is_dropped_alone_and_counted()
         large.tokens += range(start, start + 100)
         assert paths(made, small, large)[0][:5] == [5, 6, 2, 3, 4], "others are kept"
         own = sum(made.texts.indexes.nbytes_of(one.index) + 4 * one.num_tokens for one in made.texts.prompts.values())
-        assert own == made.nbytes < 200_000 + 60_000
+        assert own == made.texts.nbytes < 200_000 + 60_000
     assert made.totals.dropped == 1 and made.texts.live["l"] is None and len(made.texts.prompts) == 1
     for seq in (small, large):
         made.end(seq)
@@ -293,7 +294,7 @@ def test_more_running_text_than_there_is_room_for_is_not_read_again_in_every_ste
         for seq in live:
             seq.tokens.append(token)
         found.append([path is not None for path in paths(made, *live)])
-    assert made.nbytes <= 300_000
+    assert made.texts.nbytes <= 300_000
     assert found[2] == found[3] and 0 < sum(found[3]) < 10
     for seq in live:
         made.end(seq)
@@ -304,7 +305,7 @@ def test_the_only_prompt_is_bounded_too():
     seq = sequence("a", [1], list(range(2000)))
     paths(made, seq)
     seq.tokens += [1, 2, 3]
-    assert paths(made, seq) == [None] and made.nbytes == 0
+    assert paths(made, seq) == [None] and made.texts.nbytes == 0
 
 
 def test_a_request_that_comes_again_is_another_one():

@@ -25,9 +25,9 @@ def said(made, prompt, *texts, group="e0"):
 
 def resumed(folder, *drafters, **options):
     for rank, made in enumerate(drafters):
-        write_history(folder, rank, made.history(1000))
+        write_history(folder, rank, made.texts.history(1000))
     after = drafter(**options)
-    after.load_history(read_history(folder))
+    after.texts.load_history(read_history(folder))
     return after
 
 
@@ -107,7 +107,7 @@ def test_of_several_engines_the_most_text_of_a_prompt_is_loaded(tmp_path):
     said(two, [1], [2, 3, 4, 5, 6])
     said(two, [8], [2, 3, 4, 1])
     after = resumed(tmp_path, one, two)
-    assert sorted(len(piece.tokens) for piece in after.history(1000)) == [4, 5]
+    assert sorted(len(piece.tokens) for piece in after.texts.history(1000)) == [4, 5]
     assert paths(after, sequence("e1/0", [1], [2, 3, 4], group="e1")) == [[5, 6]]
 
 
@@ -116,13 +116,15 @@ def test_what_was_used_last_is_saved_and_kept_where_there_is_no_room(tmp_path):
     for prompt in range(10):
         said(before, [prompt], list(range(100)))
     said(before, [3], list(range(100)), group="again")
-    assert len(before.history(250)) == 2
-    keys = [piece.prompt for piece in before.history(10_000)]
+    assert len(before.texts.history(250)) == 2
+    keys = [piece.prompt for piece in before.texts.history(10_000)]
     after = drafter(max_bytes=1500)
-    after.load_history(before.history(10_000))
+    after.texts.load_history(before.texts.history(10_000))
     paths(after, sequence("new", [99], [1, 2, 3]))
-    assert [piece.prompt for piece in after.history(10_000)][-3:] == keys[:3] and after.nbytes <= 1500 + 4000
-    assert len({piece.prompt for piece in before.history(350)} & {*keys[:3]}) == 3
+    assert [piece.prompt for piece in after.texts.history(10_000)][-3:] == keys[
+        :3
+    ] and after.texts.nbytes <= 1500 + 4000
+    assert len({piece.prompt for piece in before.texts.history(350)} & {*keys[:3]}) == 3
 
 
 def test_without_drafts_from_history_nothing_is_saved_or_loaded(tmp_path):
@@ -130,7 +132,7 @@ def test_without_drafts_from_history_nothing_is_saved_or_loaded(tmp_path):
     said(before, [1], [2, 3, 4, 5])
     after = resumed(tmp_path, before, history=False)
     assert paths(after, sequence("e1/0", [1], [2, 3, 4], group="e1")) == [None]
-    assert after.history(1000) == [] and after.nbytes < 4000
+    assert after.texts.history(1000) == [] and after.texts.nbytes < 4000
 
 
 def test_a_checkpoint_without_history_has_none(tmp_path):

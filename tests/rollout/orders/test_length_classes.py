@@ -24,7 +24,6 @@ SPECS = st.builds(
     group_size=st.integers(1, 4),
     num_classes=st.integers(1, 5),
     search=st.booleans(),
-    sequence_cost=st.none() | st.floats(0, 1),
 )
 
 
