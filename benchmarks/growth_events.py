@@ -34,7 +34,7 @@ def measure_ledger(groups: int) -> float:
 def measure_buffer(groups: int) -> float:
     """Return events per second: requests are added, dispatched to engines, suspended and dispatched again, and finish;
     their groups are removed."""
-    from fusion.rollout import EngineRoom, RequestBuffer
+    from fusion.rollout import EngineRoom, RequestBuffer, SuspendedSample
 
     buffer, engines = RequestBuffer(), tuple(range(ENGINES))
     names = [(f"e0-{g}", [f"e0-{g}/{k}" for k in range(GROUP_SIZE)]) for g in range(groups)]
@@ -45,7 +45,7 @@ def measure_buffer(groups: int) -> float:
     for _ in range(2):
         for engine, entries in buffer.dispatch(engines, room).items():
             for entry in entries:
-                buffer.suspend(engine, entry.id, generated=9, earlier="row", versions=(0, 0), kv_rank=0)
+                buffer.suspend(engine, SuspendedSample(entry.id, 9, "row", (0, 0), kv_rank=0))
     for entries in buffer.dispatch(engines, room).values():
         buffer.finish({entry.id: 100 for entry in entries})
     for group, _ in names:

@@ -149,12 +149,7 @@ class ControlChannel:
         dist.recv(data, group=group, group_src=first)
         return data.numpy().tobytes()
 
-    def min_over_ranks(self, value: int) -> int:
-        """Return the smallest value over all ranks. Collective."""
-        (smallest,) = self.each_min_over_ranks([value])
-        return smallest
-
-    def each_min_over_ranks(self, values: list[int]) -> list[int]:
+    def min_over_ranks(self, values: list[int]) -> list[int]:
         """Return the smallest value over all ranks, of each place of the list. Collective."""
         if self.mesh.world_group is None:
             return values

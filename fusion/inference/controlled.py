@@ -155,7 +155,7 @@ class ControlledEngine(ABC):
         blocks = min(blocks, config.max_seqs * -(-self.max_length // config.block_size))
         if config.max_kv_tokens is not None:
             blocks = min(blocks, config.max_kv_tokens // config.block_size)
-        blocks = self.control.min_over_ranks(blocks)
+        (blocks,) = self.control.min_over_ranks([blocks])
         if blocks < 1:
             raise ValueError(
                 f"rollout.kv_fraction={config.kv_fraction} (max_kv_tokens={config.max_kv_tokens}): the KV cache gets "

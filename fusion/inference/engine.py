@@ -197,7 +197,7 @@ class EmbeddedEngine(ControlledEngine):
         for seq in sequences.values():
             self.parked.claim(seq)
         if self.pooled is not None:
-            agree = self.control.each_min_over_ranks
+            agree = self.control.min_over_ranks
             self.pooled.fetch(orders.submit, sequences, version=self.policy_version, agree=agree)
         for seq in sequences.values():
             self.scheduler.add(seq)

@@ -46,6 +46,7 @@ from fusion.rollout.length_history import MAX_ROWS, LengthHistory, row_of
 from fusion.rollout.orders import find_order
 from fusion.rollout.orders.interface import Lengths, OrderInputs
 from fusion.rollout.orders.length_classes import HistoPipeSpec
+from fusion.rollout.types import SuspendedSample
 
 State = Literal["waiting", "running", "finished"]
 
@@ -243,38 +244,20 @@ class RequestBuffer:
             metrics["rollout/length_error_mean"] = fsum(errors) / len(errors)  # in whatever order they have come
         return metrics
 
-    def suspend(
-        self,
-        engine: int,
-        id: str,
-        *,
-        generated: int,
-        earlier: str,
-        versions: tuple[int, int] | None,
-        kv_rank: int | None = None,
-        kv_tokens: int = 0,
-    ) -> None:
-        """Return a request from an engine to the waiting ones.
-
-        Args:
-            generated: tokens so far.
-            earlier: the queue's row that holds them.
-            versions: of its oldest and newest token; None: nothing was added.
-            kv_rank: the attention rank at which the engine keeps its KV; None: it does not.
-            kv_tokens: number of tokens whose KV it has in the machine's pool.
-        """
-        entry = self.entries[id]
-        assert entry.engine == engine, f"request {id!r} is {entry.state}, not on {engine}"
-        assert generated >= entry.generated, f"request {id!r} had {entry.generated} tokens and has {generated}"
+    def suspend(self, engine: int, sample: SuspendedSample) -> None:
+        """Return a request from an engine to the waiting ones."""
+        entry, generated, kv_rank = self.entries[sample.id], sample.generated, sample.kv_rank
+        assert entry.engine == engine, f"request {entry.id!r} is {entry.state}, not on {engine}"
+        assert generated >= entry.generated, f"request {entry.id!r} had {entry.generated} tokens and has {generated}"
         self._stop(entry)
         self._count["running"] -= 1
         self._count["waiting"] += 1
         entry.state = "waiting"
-        entry.generated, entry.earlier = generated, earlier
+        entry.generated, entry.earlier = generated, sample.earlier
         entry.last_engine = engine
-        self._locate_kv(entry, engine, None if kv_rank is None else (engine, kv_rank), kv_tokens)
-        if versions is not None:
-            entry.oldest, entry.newest = versions
+        self._locate_kv(entry, engine, None if kv_rank is None else (engine, kv_rank), sample.kv_tokens)
+        if sample.versions is not None:
+            entry.oldest, entry.newest = sample.versions
         self._waiting.add([entry])
 
     def finish(self, generated: Mapping[str, int], *, lost: bool = False) -> Finished:

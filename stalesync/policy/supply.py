@@ -84,15 +84,7 @@ class Supply:
     def take_back(self, engine: int, suspended: Sequence[SuspendedSample]) -> None:
         """Record that an engine has suspended these requests, which wait again."""
         for one in suspended:
-            self._buffer.suspend(
-                engine,
-                one.id,
-                generated=one.generated,
-                earlier=one.earlier,
-                versions=one.versions,
-                kv_rank=one.kv_rank,
-                kv_tokens=one.kv_tokens,
-            )
+            self._buffer.suspend(engine, one)
 
     def count(self, engine: int) -> None:
         """Update the number of requests of an engine if it runs: samples may arrive after their engine has stopped."""

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from fusion.rollout import EngineRoom, RequestBuffer
+from fusion.rollout import EngineRoom, RequestBuffer, SuspendedSample
 from fusion.rollout import buffer as buffer_module
 from tests.rollout.plain_dispatch import plain_dispatch
 
@@ -136,7 +136,7 @@ def _check_priorities(buffer, ids, num_probes):
 
 
 def _suspend(buffer, engine, id, generated, earlier, versions, kv_rank=None):
-    buffer.suspend(engine, id, generated=generated, earlier=earlier, versions=versions, kv_rank=kv_rank)
+    buffer.suspend(engine, SuspendedSample(id, generated, earlier, versions, kv_rank))
 
 
 def _check_filled(buffer, waiting, given_, had, most):
@@ -306,7 +306,7 @@ def test_kv_of_an_engine_that_has_died_is_neither_looked_for_nor_forgotten_there
     for engine in range(2):
         buffer.dispatch([engine], EngineRoom(1))
     for engine, id in enumerate(("g/0", "g/1")):
-        buffer.suspend(engine, id, generated=4, earlier=f"{id}~4", versions=(0, 0), kv_rank=0)
+        _suspend(buffer, engine, id, 4, f"{id}~4", (0, 0), 0)
     buffer.dispatch([2], EngineRoom(1))  # leaves KV at engine 0
     assert buffer.entries["g/0"].engine == 2
     buffer.forget_kv(0)

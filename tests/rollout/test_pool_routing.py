@@ -6,7 +6,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from fusion.rollout import EngineRoom, PoolRouting, RequestBuffer
+from fusion.rollout import EngineRoom, PoolRouting, RequestBuffer, SuspendedSample
 
 SPREAD, PULL = 2, 10
 
@@ -48,9 +48,7 @@ def test_kv_in_the_pool_is_used_from_where_it_is_or_freed_there(engines, most, r
                 engine, tokens = held.pop(id), random.choice([0, 5, 20])
                 generated = buffer.entries[id].generated + 1
                 rank = 0 if tokens else None
-                buffer.suspend(
-                    engine, id, generated=generated, earlier="row", versions=(0, 0), kv_rank=rank, kv_tokens=tokens
-                )
+                buffer.suspend(engine, SuspendedSample(id, generated, "row", (0, 0), kv_rank=rank, kv_tokens=tokens))
                 if tokens:
                     files[id] = engine
             case "finish" if held:
@@ -73,9 +71,7 @@ def test_it_returns_to_its_kv_until_that_engine_has_more_than_the_spread(most):
     buffer.add("a", [f"a/{k}" for k in range(8)], 5, 100)
     buffer.dispatch([0], most and EngineRoom(most))
     for k in range(8):
-        buffer.suspend(
-            0, f"a/{k}", generated=20, earlier="row", versions=(0, 0), kv_rank=0, kv_tokens=24 if k % 2 else 4
-        )
+        buffer.suspend(0, SuspendedSample(f"a/{k}", 20, "row", (0, 0), kv_rank=0, kv_tokens=24 if k % 2 else 4))
     found = buffer.dispatch([0, 1], most and EngineRoom(most))
     assert [[entry.id for entry in found[engine]] for engine in (0, 1)] == [
         ["a/0", "a/1", "a/2", "a/4", "a/6"],

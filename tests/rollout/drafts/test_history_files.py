@@ -121,9 +121,8 @@ def test_what_was_used_last_is_saved_and_kept_where_there_is_no_room(tmp_path):
     after = drafter(max_bytes=1500)
     after.texts.load_history(before.texts.history(10_000))
     paths(after, sequence("new", [99], [1, 2, 3]))
-    assert [piece.prompt for piece in after.texts.history(10_000)][-3:] == keys[
-        :3
-    ] and after.texts.nbytes <= 1500 + 4000
+    assert [piece.prompt for piece in after.texts.history(10_000)][-3:] == keys[:3]
+    assert after.texts.nbytes <= 1500 + 4000
     assert len({piece.prompt for piece in before.texts.history(350)} & {*keys[:3]}) == 3
 
 

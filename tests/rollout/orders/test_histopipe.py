@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import hypothesis.strategies as st
 from hypothesis import given, settings
 
-from fusion.rollout import EngineRoom, RequestBuffer
+from fusion.rollout import EngineRoom, RequestBuffer, SuspendedSample
 from fusion.rollout.length_history import LengthHistory
 from fusion.rollout.orders.histopipe import NO_CLASS, HistoPipeOrder, ascends
 from fusion.rollout.orders.interface import Lengths, OrderInputs
@@ -160,6 +160,6 @@ def test_only_an_outgrown_request_of_the_tail_leaves_its_engine_for_one_with_mor
         buffer.finish(dict.fromkeys(short if in_tail else short[:9], 5))
         buffer.add("e1-9", [f"x/{k}" for k in range(9)], 100, MAX_TOKENS, step=1)
         buffer.dispatch([home], room)
-        buffer.suspend(home, one.id, generated=generated, earlier="r", versions=(0, 0), kv_rank=0)
+        buffer.suspend(home, SuspendedSample(one.id, generated, "r", (0, 0), kv_rank=0))
         (engine,) = [number for number, found in buffer.dispatch(range(4), room).items() if found]
         assert (engine != home) == moves
