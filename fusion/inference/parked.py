@@ -93,7 +93,7 @@ class ParkedKV:
                 blocks += count
         if not chosen:
             return
-        regions = self._take([self._count(seq) * self._cache.block_bytes for seq in chosen])
+        regions = self._host.take([self._count(seq) * self._cache.block_bytes for seq in chosen])
         for seq, region in zip(chosen, regions, strict=True):
             assert seq.request.id not in self._entries, f"KV of request {seq.request.id!r} is parked already"
             self._entries[seq.request.id] = self._copy_out(seq, region)
@@ -132,7 +132,7 @@ class ParkedKV:
             entry = self._entries.pop(id, None)
             if entry is not None:
                 entry.copied.synchronize()
-                self._give(entry)
+                self._host.give([entry.region])
 
     def settle(self) -> None:
         """Wait for all copies: afterwards the memory of the KV cache may be released."""
@@ -187,18 +187,12 @@ class ParkedKV:
         done = [entry for entry in self._returning if entry.copied.query()]
         self._returning = [entry for entry in self._returning if entry not in done]
         for entry in done:
-            self._give(entry)
+            self._host.give([entry.region])
 
-    def _take(self, sizes: Sequence[int]) -> list[torch.Tensor]:
+    @property
+    def _host(self) -> HostMemory:
         assert self._memory is not None
-        return self._memory.take(sizes)
-
-    def _give(self, entry: Entry) -> None:
-        self._give_regions([entry.region])
-
-    def _give_regions(self, regions: Iterable[torch.Tensor]) -> None:
-        assert self._memory is not None
-        self._memory.give(regions)
+        return self._memory
 
 
 def max_parked_blocks(config: RolloutConfig, cache: KVCache, max_layers: int) -> int | None:

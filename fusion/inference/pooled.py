@@ -172,7 +172,7 @@ class PooledKV(ParkedKV):
         for seq in sequences:
             count = self._count(seq)
             if count and self.store is not None:
-                (region,) = self._take([count * self._cache.block_bytes])
+                (region,) = self._host.take([count * self._cache.block_bytes])
                 entry = self._copy_out(seq, region)
                 entry.copied.synchronize()
                 self._write(seq.request.id, entry)
@@ -262,7 +262,7 @@ class PooledKV(ParkedKV):
         charged = entry.blocks * self._charged_block_bytes
         self.store.park(key, computed=entry.computed, kv=entry.region, routing=entry.routing, charged_bytes=charged)
         self._counters.kv_pool_evictions = self.store.evictions
-        self._give(entry)
+        self._host.give([entry.region])
         self._counters.kv_pool_s += time.perf_counter() - began
 
     def _fetch(self, seq: scheduler.Sequence, version: int) -> int:
@@ -304,11 +304,11 @@ class PooledKV(ParkedKV):
         routing = self._empty_routing(found)
         if self._max_blocks is not None and self.blocks + count > self._max_blocks:
             return MISSING
-        (region,) = self._take([found.kv_bytes])
+        (region,) = self._host.take([found.kv_bytes])
         try:
             found.read(region, routing.view(-1).view(torch.uint8))
         except BaseException:
-            self._give_regions([region])
+            self._host.give([region])
             raise
         self._entries[seq.request.id] = Entry(
             tokens=list(seq.tokens),
