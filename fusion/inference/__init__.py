@@ -20,7 +20,8 @@
     sampler     temperature, top-k, top-p, min-p, and the choice of a token by that number
     drawing     samples the next tokens of a step, the same on all ranks
     forward     runs one step through this rank's layers
-    controlled  what every engine does with its control channel
+    counters    totals of a rank, exchanged at every step and reported as metrics            (pure)
+    controlled  what every engine does: orders of a step, control calls, size of the KV cache
     engine      EmbeddedEngine, the embedded `InferEngine`; all ranks of the group step together
     backends    vLLM as an `InferEngine`
 

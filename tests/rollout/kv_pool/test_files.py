@@ -96,7 +96,7 @@ def test_kv_of_anything_else_is_not_found_and_not_served_under_its_name(root, ot
     assert park(one)
     assert read(one, other) is None
     (path,) = paths(root)
-    path.rename(path.with_name(one._name(other)))
+    path.rename(path.with_name(one._file_names.file(other)))
     with pytest.raises(KVDamaged, match="another"):
         read(one, other)
 

@@ -76,7 +76,7 @@ def test_kv_of_anything_else_is_not_found_and_not_served_under_its_name(roots, o
     (source,) = pools_of(direct_peers(roots, KVPoolSpec("run")), here=1).of(0)
     assert fetch(source, other) is None
     (path,) = paths(roots[0])
-    path.rename(path.with_name(one._name(other)))
+    path.rename(path.with_name(one._file_names.file(other)))
     with pytest.raises(KVDamaged, match="another"):
         fetch(source, other)
 
@@ -205,7 +205,7 @@ def test_two_machines_never_serve_kv_of_another_version_request_or_with_wrong_by
                     where, of = random.choice(sorted(there, key=str))
                     if (where, of) in damaged:
                         continue  # the same bit again would repair it
-                    path = next(one for one in paths(roots[where]) if one.name == stores[where]._name(of))
+                    path = next(one for one in paths(roots[where]) if one.name == stores[where]._file_names.file(of))
                     content = bytearray(path.read_bytes())
                     content[random.randrange(len(content))] ^= 1 << random.randrange(8)
                     path.write_bytes(content)

@@ -70,7 +70,7 @@ def test_kv_travels_as_an_object_that_is_freed_with_its_last_reference(pools):
 
 def test_a_server_that_hangs_is_not_awaited_and_one_that_has_ended_is_gone(pools):
     one, peer, pid, _ = pools
-    name = one._name(KEY)
+    name = one._file_names.file(KEY)
     os.kill(pid, signal.SIGSTOP)
     try:
         with pytest.raises(PeerLate):
