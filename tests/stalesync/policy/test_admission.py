@@ -88,6 +88,13 @@ def test_in_the_tail_cards_that_train_accumulate_what_is_ready(deployment, death
     assert not death or cluster.num_deaths
 
 
+def test_a_group_is_admitted_that_finds_room_for_some_of_its_requests():
+    """An engine that decodes 2 requests at a time may have 3, so 4 engines have room for 12: 2.4 groups of 5."""
+    admission = Admission(spec_of("separate", group_size=5, ahead=True), StalenessLedger(3, 8))
+    admits = (command for command in admission.step(9, share_of(range(4))) if isinstance(command, AdmitGroups))
+    assert next(admits) == AdmitGroups(3)
+
+
 def _check_synchronous(cluster, batch, filtered, failed, filters):
     """At staleness 0 a step admits its batch, and what was filtered or failed of it while others were generated; all
     engines stop in it, so that it has their figures."""

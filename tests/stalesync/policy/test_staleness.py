@@ -151,6 +151,7 @@ def test_a_group_is_not_trained_twice_nor_past_its_age():
     ledger.advance()
     assert not ledger.may_advance, "b would be two versions old"
     ledger.finish("b")
+    assert ledger.lag("b") == 1, "it was admitted one version before this one"
     ledger.train(ledger.ready())
     assert ledger.ages[1] == 1
 
