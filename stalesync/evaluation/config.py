@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
 
+from fusion.inference.config import RolloutConfig
 from fusion.inference.request import SamplingParams
 from fusion.inference.validation import check_sampling
 from fusion.rewards.config import BUILT_IN, split_path
@@ -160,6 +161,31 @@ class EvalConfig:
                     f"eval.files[{index}].name={spec.name!r}: expected another name than that of eval.files[{first}]"
                 )
         return specs
+
+    def check_answers(self, rollout: RolloutConfig, max_prompt_length: int, *, max_positions: int) -> None:
+        """Check that several answers to a prompt may differ, and that an answer fits behind a prompt.
+
+        Args:
+            max_positions: of the model.
+
+        Raises:
+            ValueError: they may not, or it does not; by key.
+        """
+        if self.samples > 1 and (rollout.temperature if self.temperature is None else self.temperature) == 0:
+            raise ValueError(
+                f"eval.samples={self.samples}: expected 1 with rollout.temperature=0, as all answers to a prompt "
+                "would be equal; eval.temperature sets another one"
+            )
+        positions = min(rollout.max_length or max_positions, max_positions)
+        if rollout.max_kv_tokens is not None:
+            positions = min(positions, rollout.max_kv_tokens // rollout.block_size * rollout.block_size)
+        left = positions - max_prompt_length
+        if self.max_response_length is not None and self.max_response_length > left:
+            raise ValueError(
+                f"eval.max_response_length={self.max_response_length}: expected at most {left}, what is left of the "
+                "positions of the model, of rollout.max_length and of the whole blocks in rollout.max_kv_tokens behind "
+                f"a prompt of data.max_prompt_length={max_prompt_length}"
+            )
 
     def check_best(self, held_out: bool) -> Goal | None:
         """Return whether `eval.best` is to be high or low; None: it is not set.

@@ -249,11 +249,6 @@ class Config:
         """Maximum number of tokens of a sample, prompt and response in total."""
         return self.data.max_prompt_length + self.rollout.max_response_length
 
-    @property
-    def longest_request(self) -> int:
-        """Maximum number of tokens of a sample or of an answer in an evaluation, with its prompt."""
-        return self.data.max_prompt_length + max(self.rollout.max_response_length, self.eval.max_response_length or 0)
-
     def validate(self, *, trains: bool = True) -> ModelConfig:
         """Validate every key and the constraints between keys; return the shape of the model.
 
@@ -296,7 +291,8 @@ class Config:
         if self.reward.model:
             self._check_reward_model(self.reward.model)
         self._check_batches(model)
-        self._check_evaluation(model)
+        self.eval.check_best(self.run.eval_prompts > 0)
+        self.eval.check_answers(self.rollout, self.data.max_prompt_length, max_positions=model.max_positions)
         only_generate = {*self.deployment.generate} - {*self.deployment.train}
         if self.fusion.double_buffer and not (only_generate and self.stalesync.max_staleness):
             raise ValueError(
@@ -360,27 +356,6 @@ class Config:
                 f"reward.model: {path} has {head}; expected a Qwen3ForSequenceClassification folder with num_labels=1"
             )
         self.score_layout(model, self.deployment.reward_model)
-
-    def _check_evaluation(self, model: ModelConfig) -> None:
-        held_out = self.run.eval_prompts > 0
-        self.eval.check_best(held_out)
-        temperature = self.rollout.temperature if self.eval.temperature is None else self.eval.temperature
-        if self.eval.samples > 1 and temperature == 0:
-            raise ValueError(
-                f"eval.samples={self.eval.samples}: expected 1 with rollout.temperature=0, as all answers to a prompt "
-                "would be equal; eval.temperature sets another one"
-            )
-        response, rollout = self.eval.max_response_length, self.rollout
-        positions = min(rollout.max_length or model.max_positions, model.max_positions)
-        if rollout.max_kv_tokens is not None:
-            positions = min(positions, rollout.max_kv_tokens // rollout.block_size * rollout.block_size)
-        left = positions - self.data.max_prompt_length
-        if response is not None and response > left:
-            raise ValueError(
-                f"eval.max_response_length={response}: expected at most {left}, what is left of the positions of the "
-                f"model, of rollout.max_length and of the whole blocks in rollout.max_kv_tokens behind a prompt of "
-                f"data.max_prompt_length={self.data.max_prompt_length}"
-            )
 
     def _layout(self, key: str, cards: tuple[int, ...], shape: LayoutConfig) -> Parallel:
         world, npus = len(cards), self.cluster.npus

@@ -57,15 +57,19 @@ class Limits:
     def start(self) -> InferenceShare:
         return InferenceShare.of(self.config.rollout, len(self.engines))
 
+    @property
+    def longest_request(self) -> int:
+        """Maximum number of tokens of a sample or of an answer in an evaluation, with its prompt."""
+        answer = self.config.data.max_prompt_length + (self.config.eval.max_response_length or 0)
+        return max(self.config.longest_sample, answer)
+
     def changed(self, share: InferenceShare, changes: Mapping[str, Any]) -> InferenceShare:
         """Return the share with changes applied.
 
         Raises:
             ValueError: as `InferenceShare.changed`.
         """
-        return share.changed(
-            changes, self.config.rollout, engines=len(self.engines), max_tokens=self.config.longest_request
-        )
+        return share.changed(changes, self.config.rollout, engines=len(self.engines), max_tokens=self.longest_request)
 
     def restored(self, state: Mapping[str, Any], num_engines: int) -> InferenceShare:
         """Return a share from its `state`, of a run with ``num_engines``. Engines are numbered by layout: with another
@@ -141,7 +145,7 @@ class ControlDesk:
         return reply
 
     def _check_room(self, share: InferenceShare, kv_tokens: float | None) -> None:
-        longest = self._limits.config.longest_request
+        longest = self._limits.longest_request
         left = longest if kv_tokens is None else int(kv_tokens * share.kv_fraction / self.share.kv_fraction)
         if left < longest:
             raise ValueError(
