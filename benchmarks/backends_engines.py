@@ -1,145 +1,116 @@
-"""Compare engines: tokens per second of the embedded engine, of vLLM as ours, and of vLLM alone.
-
-    python benchmarks/backends_engines.py --json engines.json [--rounds 5] [--dtype float32]
-
-In an environment with vLLM (bash scripts/environment.sh --backend vllm). The Qwen3-MoE of benchmarks/backends.py on one
-card, one process and one thread for each side; all sides have the same weights and generate as many tokens for the same
-requests, in turns, in rotating order. Figures are medians; the first round warms up.
-
-    embedded     this project's engine
-    vllm         rollout.backend=vllm: vLLM's scheduler and model with our control channel, sampler and memory
-    vllm_plain   vLLM's own engine in one process, with its sampler and log-probabilities of sampled tokens, computing
-                 from plain weight tensors as ours does (vllm_host.py): what control channel, sampler and memory cost
-    vllm_alone   the same as installed: with packed copies of its weights, which a switch could not write
-"""
+"""Compare engines, and whole runs of all combinations of trainer and engine, for `benchmarks/backends.py`."""
 
 from __future__ import annotations
 
-import argparse
-import json
+import importlib.util
 import multiprocessing
 import os
 import random
 import statistics
-import sys
-import tempfile
-import time
+from argparse import Namespace
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+from benchmarks.backends import SHAPE
+from benchmarks.harness import Figures, in_turns, median_of_ratios, medians, progress, timed
+from benchmarks.runs import Row, temporary_folder, train
+from tests.helpers import runnable_checkpoint
 
-SIDES = ("embedded", "vllm", "vllm_plain", "vllm_alone")
-ALONE = SIDES[2:]
-REQUESTS, PROMPT, TOKENS, MAX_SEQS = 96, 48, 64, 64
-BLOCK = 32
+PROMPT, TOKENS, MAX_SEQS, BLOCK = 48, 64, 64, 32
 ROLLOUT: dict[str, Any] = dict(
     max_length=256, max_seqs=MAX_SEQS, max_batch_tokens=1024, block_size=BLOCK, max_kv_tokens=16384, prefix_cache=False
 )
+ALONE = ("vllm_plain", "vllm_alone")
+COMBINATIONS = [(trainer, engine) for trainer in ("embedded", "megatron") for engine in ("embedded", "vllm")]
+BUCKET_MIB = 2
+WORKLOAD = [
+    *("cluster=four", "device=emulated", "parallel=tp2ep2_ep4", f"fusion.bucket_bytes={BUCKET_MIB << 20}"),
+    *("data=addition", "data.max_prompt_length=8", "data.prompts_per_step=16", "reward=arithmetic"),
+    *("algorithm=grpo", "algorithm.group_size=8", "rollout.max_response_length=64", "rollout.forced_median=32"),
+    *("run.eval_prompts=0", "run.save_every=0", "training.lr=1e-5"),
+]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    args = parser.parse_args()
+def missing(*backends: str) -> str:
+    """Return the package that backends lack here; "": none."""
+    names = ("megatron", "vllm")
+    return next(
+        (one for one in names if any(one in name for name in backends) and not importlib.util.find_spec(one)), ""
+    )
 
-    from benchmarks.rotation import in_rotation
 
-    context = multiprocessing.get_context("spawn")
-    with tempfile.TemporaryDirectory() as folder:
-        parameters = write_model(Path(folder), args.dtype)
-        pipes, processes = {}, []
-        for name in SIDES:
+# ---- engines
+
+
+def engines(args: Namespace) -> Figures:
+    """Measure every engine that is installed in a process of its own."""
+    names = [name for name in ("embedded", "vllm", *ALONE) if not missing(name)]
+    if "vllm" not in names:
+        print("vLLM is not measured: it is not installed (bash scripts/environment.sh --backend vllm)")
+    context, pipes, processes = multiprocessing.get_context("spawn"), {}, []
+    with temporary_folder() as folder:
+        runnable_checkpoint(folder, experts=True, num_hidden_layers=args.layers, dtype=args.dtype, **SHAPE)
+        for name in names:
             pipes[name], there = context.Pipe()
-            processes.append(context.Process(target=serve, args=(name, folder, args.dtype, there), daemon=True))
+            told = (name, str(folder), args.dtype, args.requests, there)
+            processes.append(context.Process(target=serve, args=told, daemon=True))
             processes[-1].start()
             there.close()
             pipes[name].recv()  # one after the other: they share the cores
 
-        seconds: dict[str, list[float]] = {name: [] for name in SIDES}
-        for number in range(-1, args.rounds):
-            for name in in_rotation(SIDES, number):
-                pipes[name].send(None)
-                took = pipes[name].recv()
-                if number >= 0:
-                    seconds[name].append(took)
+        def ask(name: str) -> float:
+            pipes[name].send(None)
+            return pipes[name].recv()
+
+        seconds = in_turns({name: lambda _, name=name: ask(name) for name in names}, args.rounds)
         for process in processes:
             process.terminate()
             process.join()
-    result = {"parameters": parameters, "dtype": args.dtype, "rounds": args.rounds, "figures": summary(seconds)}
-    figures = result["figures"]
-    for name in SIDES:
-        print(f"{name:12}{figures[name]['gen_tokens_per_s']:10.0f} tokens/s")
-    for name in ALONE:
-        print(f"vllm / {name} {figures[name]['ratio']:.2f} (median of {args.rounds} rounds)")
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=2) + "\n")
+    return engine_summary(seconds, args.requests * TOKENS)
 
 
-def summary(seconds: dict[str, list[float]]) -> dict[str, Any]:
+def engine_summary(seconds: dict[str, list[float]], tokens: int) -> Figures:
     """Return tokens per second of every side, and the median over rounds of vLLM as ours over vLLM alone."""
-    tokens = REQUESTS * TOKENS
-    figures = {name: {"gen_tokens_per_s": tokens / statistics.median(values)} for name, values in seconds.items()}
-    for name in ALONE:
-        ratios = [theirs / ours for ours, theirs in zip(seconds["vllm"], seconds[name], strict=True)]
-        figures[name]["ratio"] = statistics.median(ratios)
+    figures: Figures = {name: {"gen_tokens_per_s": tokens / value} for name, value in medians(seconds).items()}
+    for name in ALONE if "vllm" in seconds else ():
+        figures[name]["over_vllm"] = median_of_ratios(seconds["vllm"], seconds[name])
     return figures
 
 
-def write_model(folder: Path, dtype: str) -> int:
-    """Write a checkpoint with random weights; return its number of parameters."""
-    import torch
-    from safetensors.torch import save_file
-
-    from benchmarks.backends import SHAPE
-    from fusion.model import ModelConfig, global_params
-
-    config, generator = ModelConfig.from_hf(SHAPE), torch.Generator().manual_seed(5)
-    tensors = {
-        name: (torch.ones(shape) if len(shape) == 1 else 0.05 * torch.randn(shape, generator=generator)).to(
-            getattr(torch, dtype)
-        )
-        for name, shape in global_params(config).items()
-    }
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config.to_hf(dtype)))
-    return sum(tensor.numel() for tensor in tensors.values())
-
-
-def prompts() -> list[list[int]]:
-    draw = random.Random(0)
-    return [[draw.randrange(2, 4000) for _ in range(PROMPT)] for _ in range(REQUESTS)]
-
-
-def serve(name: str, folder: str, dtype: str, pipe: Any) -> None:
+def serve(name: str, folder: str, dtype: str, requests: int, pipe: Any) -> None:
     """Build a side, then generate all requests at every message, and answer with the seconds that it took."""
     import torch
 
     torch.set_num_threads(1)
-    generate = (alone if name in ALONE else ours)(name, folder, dtype)
+    draw = random.Random(0)
+    prompts = [[draw.randrange(2, 4000) for _ in range(PROMPT)] for _ in range(requests)]
+    generate, number = (alone if name in ALONE else ours)(name, folder, dtype), 0
     pipe.send(None)
     while True:
         pipe.recv()
-        began = time.perf_counter()
-        generate()
-        pipe.send(time.perf_counter() - began)
+        number += 1
+        tokens: list[int] = []
+        names = [f"{number}/{i}" for i in range(requests)]
+        took_s = timed(lambda: tokens.append(generate(dict(zip(names, prompts, strict=True)))))  # noqa: B023
+        assert tokens == [requests * TOKENS]
+        pipe.send(took_s)
 
 
-def ours(name: str, folder: str, dtype: str) -> Callable[[], None]:
+Generate = Callable[[dict[str, list[int]]], int]
+"""Prompts by request → tokens that were generated"""
+
+
+def ours(name: str, folder: str, dtype: str) -> Generate:
     import torch
 
-    from fusion.inference import EmbeddedEngine, InferEngine, Request, RolloutConfig, SamplingParams
+    from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
     from fusion.model import Mesh, ModelConfig, Transformer, load_weights
     from fusion.npu import open_device
 
     device, mesh, config = open_device("emulated"), Mesh.single(), ModelConfig.from_hf(folder)
     rollout, weights = RolloutConfig(backend=name, **ROLLOUT), getattr(torch, dtype)
     model: Any
-    engine: InferEngine
+    engine: Any
     if name == "vllm":
         from fusion.inference.backends.vllm_engine import VllmEngine
         from fusion.inference.backends.vllm_model import VllmModel
@@ -151,21 +122,19 @@ def ours(name: str, folder: str, dtype: str) -> Callable[[], None]:
         engine = EmbeddedEngine(model, mesh, device, rollout)
     load_weights(model, folder)
     engine.allocate_kv()
-    params, number = SamplingParams(max_tokens=TOKENS, stop_token_ids=()), 0
+    params = SamplingParams(max_tokens=TOKENS, stop_token_ids=())
 
-    def generate() -> None:
-        nonlocal number
-        number += 1
-        engine.submit([Request(f"{number}/{i}", tuple(ids), params) for i, ids in enumerate(prompts())])
+    def generate(prompts: dict[str, list[int]]) -> int:
+        engine.submit([Request(name, tuple(ids), params) for name, ids in prompts.items()])
         outputs = engine.step()
         while not engine.idle:
             outputs += engine.step()
-        assert sum(len(output.tokens) for output in outputs) == REQUESTS * TOKENS
+        return sum(len(output.tokens) for output in outputs)
 
     return generate
 
 
-def alone(name: str, folder: str, dtype: str) -> Callable[[], None]:
+def alone(name: str, folder: str, dtype: str) -> Generate:
     os.environ |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -179,40 +148,70 @@ def alone(name: str, folder: str, dtype: str) -> Callable[[], None]:
 
         compute_from_plain_tensors()
     arguments: Any = dict(
+        model=folder,
         dtype=dtype,
         max_model_len=ROLLOUT["max_length"],
         block_size=BLOCK,
         max_num_seqs=MAX_SEQS,
         max_num_batched_tokens=ROLLOUT["max_batch_tokens"],
         enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        enforce_eager=True,
+        async_scheduling=False,
+        disable_log_stats=True,
+        kv_cache_memory_bytes=256 << 20,
+        logprobs_mode="processed_logprobs",
     )
-    engine = LLMEngine.from_engine_args(
-        EngineArgs(
-            model=folder,
-            skip_tokenizer_init=True,
-            generation_config="vllm",
-            enforce_eager=True,
-            async_scheduling=False,
-            disable_log_stats=True,
-            kv_cache_memory_bytes=256 << 20,
-            logprobs_mode="processed_logprobs",
-            **arguments,
-        )
-    )
-    params, number = SamplingParams(max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=0), 0
+    engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+    params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=0)
 
-    def generate() -> None:
-        nonlocal number
-        number += 1
-        for i, ids in enumerate(prompts()):
-            engine.add_request(f"{number}/{i}", {"prompt_token_ids": ids}, params)
+    def generate(prompts: dict[str, list[int]]) -> int:
+        for name, ids in prompts.items():
+            engine.add_request(name, {"prompt_token_ids": ids}, params)
         tokens = 0
         while engine.has_unfinished_requests():
             tokens += sum(len(output.outputs[0].token_ids) for output in engine.step() if output.finished)
-        assert tokens == REQUESTS * TOKENS
+        return tokens
 
     return generate
 
 
-if __name__ == "__main__":
-    main()
+# ---- runs
+
+
+def runs(args: Namespace) -> Figures:
+    """Run every combination that is installed, in turns; a run's first step warms up."""
+    pairs = [pair for pair in COMBINATIONS if not missing(*pair)][: args.combinations]
+    for pair in COMBINATIONS:
+        if lacking := missing(*pair):
+            print(f"{' + '.join(pair)} is not measured: {lacking} is not installed")
+    with temporary_folder() as folder:
+        model = runnable_checkpoint(folder / "model", experts=True, num_hidden_layers=args.layers, **SHAPE)
+
+        def run(name: str, trainer: str, engine: str, round: int) -> list[Figures]:
+            backends = [f"training.backend={trainer}", f"rollout.backend={engine}", f"run.steps={args.steps + 1}"]
+            rows = train(folder / f"{round}-{name}", [f"model.path={model}", *backends, *WORKLOAD])
+            found = [figures_of(row) for row in rows[1:]]
+            progress(f"round {round + 1}, {name}", medians_of(found))
+            return found
+
+        sides = {"+".join(pair): lambda round, pair=pair: run("+".join(pair), *pair, round) for pair in pairs}
+        by_side = in_turns(sides, args.rounds, warm_ups=0)
+    return {name: medians_of([row for found in rounds for row in found]) for name, rounds in by_side.items()}
+
+
+def figures_of(row: Row) -> Figures:
+    """Compute the figures of one step."""
+    larger_mib = max(row["memory/train/weights_mib"], row["memory/infer/weights_mib"])
+    return {
+        "gen_tokens_per_s": row["rollout/generated_tokens"] / row["timing_s/gen"],
+        "train_s": row["timing_s/train"],
+        "switch_s": row["timing_s/switch"],
+        "reshard_s": row["timing_s/switch/reshard"],
+        "peak_extra_buckets": (row["switch/peak_mib_max"] - larger_mib) / BUCKET_MIB,
+    }
+
+
+def medians_of(rows: list[Figures]) -> Figures:
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}

@@ -1,14 +1,18 @@
-"""Time samples on their way between processes for `benchmarks/distqueue.py`, through this queue and its peers."""
+"""Time samples on their way between processes for `benchmarks/distqueue.py`, through this queue and its peers, and
+measure the queue's own processes."""
 
 from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
 import logging
+import os
 import statistics
 import time
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,9 +20,10 @@ import ray
 import torch
 from xxhash import xxh3_64_intdigest
 
-from benchmarks.local_ray import start_ray
-from benchmarks.rotation import in_rotation
+from benchmarks.harness import Figures, in_turns, medians, progress, timed
+from benchmarks.runs import temporary_folder
 from distqueue import DistQueue, PackedBatch
+from distqueue.actor_calls import run
 from distqueue.payload import gather, segment_file
 
 COLUMNS = {
@@ -28,24 +33,30 @@ COLUMNS = {
     "ref_logprobs": torch.float32,
     "advantages": torch.float32,
 }
+BATCHES = 20
+"""That a queue has had when its memory is read"""
 PEERS = ["ours", "ray"] + ["transferqueue"] * (importlib.util.find_spec("transfer_queue") is not None)
 
 
 def lengths(workload: str) -> np.ndarray:
-    """Return the number of tokens of each sample, shape (B,)."""
+    """Return the tokens of each sample, shape (B,). ``workload``: `long` or `short`, and a divisor of their number."""
+    kind, part = workload.split("/")
     rng = np.random.default_rng(7)
-    if workload == "short":
-        return rng.integers(10, 301, 8192)
-    sizes = np.minimum(rng.lognormal(8.31, 1.0, 512).astype(np.int64) + 1, 32768)
+    if kind == "short":
+        return rng.integers(10, 301, 8192 // int(part))
+    sizes = np.minimum(rng.lognormal(8.31, 1.0, 512 // int(part)).astype(np.int64) + 1, 32768)
     sizes[0] = 32768
     return sizes
+
+
+def names_of(workload: str, round: int) -> list[str]:
+    return [f"{workload}{round}-{row}" for row in range(len(lengths(workload)))]
 
 
 def make_columns(workload: str, round: int) -> dict[str, list[torch.Tensor]]:
     """Make the samples of a round as a rollout produces them: one tensor per sample and column."""
     sizes = lengths(workload).tolist()
-    total = sum(sizes)
-    flat = {name: torch.arange(round, round + total).to(dtype) for name, dtype in COLUMNS.items()}
+    flat = {name: torch.arange(round, round + sum(sizes)).to(dtype) for name, dtype in COLUMNS.items()}
     return {name: list(column.split(sizes)) for name, column in flat.items()}
 
 
@@ -55,101 +66,86 @@ class NoOpActor:
 
 
 class Client:
-    """Puts or gets samples through each of the compared queues. Each method returns the seconds it took."""
+    """Puts or gets samples through each of the compared queues. Each method returns the seconds it took, by name."""
 
-    def __init__(self, queue: DistQueue, no_op: Any, peers: list[str]) -> None:
+    def __init__(self, queue: DistQueue, no_op: Any) -> None:
         self.queue, self.no_op, self.warm = queue, no_op, np.zeros(1, np.uint8)
         self.sums_s = 0.0
         """Seconds spent on checksums"""
         segment_file.sums_of, gather._verify = self._timed(segment_file.sums_of), self._timed(gather._verify)
-        if "transferqueue" in peers:
+        if "transferqueue" in PEERS:
             import transfer_queue
 
             logging.disable(logging.WARNING)
             transfer_queue.init()
 
     def _timed(self, compute: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any) -> Any:
-            began_s = time.perf_counter()
-            result = compute(*args)
-            self.sums_s += time.perf_counter() - began_s
-            return result
+        def counted(*args: Any) -> Any:
+            results: list[Any] = []
+            self.sums_s += timed(lambda: results.append(compute(*args)))
+            return results[0]
 
-        return timed
+        return counted
 
-    def put_ours(self, workload: str, round: int) -> tuple[float, float, int]:
-        ids = [f"{workload}{round}-{row}" for row in range(len(lengths(workload)))]
-        batch = PackedBatch.from_samples(ids, make_columns(workload, round))
-        before, self.sums_s, began_s = self.queue.traffic.sent_bytes, 0.0, time.perf_counter()
-        self.queue.put(batch)
-        return time.perf_counter() - began_s, self.sums_s, self.queue.traffic.sent_bytes - before
+    def put_ours(self, workload: str, round: int) -> Figures:
+        batch = PackedBatch.from_samples(names_of(workload, round), make_columns(workload, round))
+        before, self.sums_s = self.queue.traffic.sent_bytes, 0.0
+        seconds = timed(lambda: self.queue.put(batch))
+        return {"put_s": seconds, "put_sums_s": self.sums_s, "sent_bytes": self.queue.traffic.sent_bytes - before}
 
-    def get_ours(self, workload: str, round: int) -> tuple[float, float, int]:
+    def get_ours(self, workload: str, round: int) -> Figures:
         before, self.sums_s, began_s = self.queue.traffic.received_bytes, 0.0, time.perf_counter()
         batch = self.queue.get("train", list(COLUMNS), len(lengths(workload)), timeout_s=60)
         seconds = time.perf_counter() - began_s
         assert int(batch["mask"].buffer[-1]) == round + int(lengths(workload).sum()) - 1
         self.queue.ack("train", batch.ids)
-        return seconds, self.sums_s, self.queue.traffic.received_bytes - before
+        received = self.queue.traffic.received_bytes - before
+        return {"get_s": seconds, "get_sums_s": self.sums_s, "received_bytes": received}
 
-    def put_ray(self, workload: str, round: int) -> tuple[float, list[Any]]:
-        columns = make_columns(workload, round)
-        arrays = [torch.cat(column).numpy() for column in columns.values()]
-        began_s = time.perf_counter()
-        ref = ray.put(arrays)
-        return time.perf_counter() - began_s, [ref]
+    def put_ray(self, workload: str, round: int) -> tuple[Figures, list[Any]]:
+        arrays = [torch.cat(column).numpy() for column in make_columns(workload, round).values()]
+        refs: list[Any] = []
+        return {"ray_put_s": timed(lambda: refs.append(ray.put(arrays)))}, refs
 
-    def get_ray(self, workload: str, refs: list[Any]) -> float:
+    def get_ray(self, workload: str, refs: list[Any]) -> Figures:
         warm = self.warmed(workload)
-        began_s = time.perf_counter()
-        for target, array in zip(warm, ray.get(refs[0]), strict=True):
-            np.copyto(target, array.view(np.uint8))
-        return time.perf_counter() - began_s
 
-    def put_transferqueue(self, workload: str, round: int) -> float:
+        def get() -> None:
+            for target, array in zip(warm, ray.get(refs[0]), strict=True):
+                np.copyto(target, array.view(np.uint8))
+
+        return {"ray_get_s": timed(get)}
+
+    def put_transferqueue(self, workload: str, round: int) -> Figures:
         import transfer_queue
         from tensordict import TensorDict
 
-        columns = make_columns(workload, round)
-        size = len(lengths(workload))
+        columns, keys = make_columns(workload, round), names_of(workload, round)
         nested = {name: torch.nested.as_nested_tensor(c, layout=torch.jagged) for name, c in columns.items()}
-        fields = TensorDict(nested, batch_size=size)
-        keys = [f"{workload}{round}-{row}" for row in range(size)]
-        began_s = time.perf_counter()
-        transfer_queue.kv_batch_put(keys=keys, partition_id=workload, fields=fields)
-        return time.perf_counter() - began_s
+        fields = TensorDict(nested, batch_size=len(keys))
+        put = partial(transfer_queue.kv_batch_put, keys=keys, partition_id=workload, fields=fields)
+        return {"transferqueue_put_s": timed(put)}
 
-    def get_transferqueue(self, workload: str, round: int) -> float:
+    def get_transferqueue(self, workload: str, round: int) -> Figures:
         import transfer_queue
 
-        keys = [f"{workload}{round}-{row}" for row in range(len(lengths(workload)))]
-        began_s = time.perf_counter()
+        keys, began_s = names_of(workload, round), time.perf_counter()
         batch = transfer_queue.kv_batch_get(keys=keys, partition_id=workload, select_fields=list(COLUMNS))
         seconds = time.perf_counter() - began_s
         assert int(batch["mask"][-1][-1]) == round + int(lengths(workload).sum()) - 1
         transfer_queue.kv_clear(keys=keys, partition_id=workload)
-        return seconds
+        return {"transferqueue_get_s": seconds}
 
-    def call(self, workload: str) -> float:
-        message = bytes(20 * len(lengths(workload)))
-        began_s = time.perf_counter()
-        ray.get(self.no_op.call.remote(message))
-        return time.perf_counter() - began_s
-
-    def copy(self, workload: str) -> float:
+    def floors(self, workload: str) -> Figures:
+        """Return the seconds of an actor's call, and of a copy and a hash of the bytes."""
         warm = self.warmed(workload)
         sources = [np.full(len(target), 7, np.uint8) for target in warm]
-        began_s = time.perf_counter()
-        for target, source in zip(warm, sources, strict=True):
-            np.copyto(target, source)
-        return time.perf_counter() - began_s
-
-    def hash(self, workload: str) -> float:
-        columns = [np.full(4 * int(lengths(workload).sum()), 7, np.uint8) for _ in COLUMNS]
-        began_s = time.perf_counter()
-        for column in columns:
-            xxh3_64_intdigest(column.data)
-        return time.perf_counter() - began_s
+        message = bytes(20 * len(lengths(workload)))
+        return {
+            "copy_s": timed(lambda: [np.copyto(*pair) for pair in zip(warm, sources, strict=True)]),
+            "hash_s": timed(lambda: [xxh3_64_intdigest(column.data) for column in sources]),
+            "call_s": timed(lambda: ray.get(self.no_op.call.remote(message))),
+        }
 
     def warmed(self, workload: str) -> list[np.ndarray]:
         """Return one array per column in this process's memory, whose pages have been written before."""
@@ -159,111 +155,146 @@ class Client:
         return [self.warm[i * total : (i + 1) * total] for i in range(len(COLUMNS))]
 
 
-def measure_workload(workload: str, *, rounds: int, writer: Any, reader: Any) -> dict[str, float]:
-    """Return medians over all rounds but the first two; every round runs all peers, in rotating order."""
-    seconds: dict[str, list[float]] = {}
-    sent = received = 0
-    for round in range(rounds + 2):
-        times: dict[str, float] = {
-            "copy_s": ray.get(reader.copy.remote(workload)),
-            "hash_s": ray.get(reader.hash.remote(workload)),
-            "call_s": ray.get(reader.call.remote(workload)),
-        }
-        for peer in in_rotation(PEERS, round):
-            if peer == "ours":
-                times["put_s"], times["put_sums_s"], sent = ray.get(writer.put_ours.remote(workload, round))
-                times["get_s"], times["get_sums_s"], received = ray.get(reader.get_ours.remote(workload, round))
-            elif peer == "ray":
-                times["ray_put_s"], refs = ray.get(writer.put_ray.remote(workload, round))
-                times["ray_get_s"] = ray.get(reader.get_ray.remote(workload, refs))
-            else:
-                times["transferqueue_put_s"] = ray.get(writer.put_transferqueue.remote(workload, round))
-                times["transferqueue_get_s"] = ray.get(reader.get_transferqueue.remote(workload, round))
-        if round >= 2:
-            for name, value in times.items():
-                seconds.setdefault(name, []).append(value)
+@contextmanager
+def own_ray(num_cpus: int) -> Iterator[None]:
+    """Start a Ray for the block, with workers at the niceness of this process, as a run does."""
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    with temporary_folder(prefix="dq-", dir="/tmp") as folder:  # short: Ray's sockets are below it
+        options = dict(include_dashboard=False, log_to_driver=False, logging_level="ERROR", _temp_dir=str(folder))
+        ray.init(address="local", num_cpus=num_cpus, **options)
+        yield
+        ray.shutdown()
+
+
+def measure(args: Namespace) -> Figures:
+    """Measure every workload, and a client beside blocked readers."""
+    with own_ray(num_cpus=16):  # TransferQueue reserves a core for each of its processes
+        return _measure(args)
+
+
+def _measure(args: Namespace) -> Figures:
+    figures: Figures = {}
+    queue = DistQueue.create(["train"])
+    client = ray.remote(Client).options(num_cpus=0)
+    no_op = ray.remote(NoOpActor).options(num_cpus=0).remote()
+    writer, reader = client.remote(queue, no_op), client.remote(queue, no_op)
+    for kind in ("long", "short"):
+        figures[kind] = measure_workload(f"{kind}/{args.samples}", rounds=args.rounds, writer=writer, reader=reader)
+        progress(kind, figures[kind])
+    queue.close()
+    queue = DistQueue.create(["train"])
+    figures["starved"] = measure_starved(queue, trips=args.trips, readers=args.readers)
+    queue.close()
+    return figures
+
+
+def measure_workload(workload: str, *, rounds: int, writer: Any, reader: Any) -> Figures:
+    """Return medians over all rounds but the first two, and bytes."""
+
+    def trip(peer: str, round: int) -> Figures:
+        if peer == "floors":
+            return ray.get(reader.floors.remote(workload))
+        put = ray.get(getattr(writer, f"put_{peer}").remote(workload, round))
+        put, what = put if peer == "ray" else (put, round)
+        return put | ray.get(getattr(reader, f"get_{peer}").remote(workload, what))
+
+    sides = {peer: lambda round, peer=peer: trip(peer, round + 2) for peer in ("floors", *PEERS)}
+    found = in_turns(sides, rounds, warm_ups=2)
+    figures: Figures = {
+        name: statistics.median(row[name] for row in rows) for rows in found.values() for name in rows[0]
+    }
     sizes, width = lengths(workload), 4 * len(COLUMNS)
-    figures = {name: statistics.median(values) for name, values in seconds.items()}
-    figures |= {"payload_bytes": int(sizes.sum()) * width, "padded_bytes": int(sizes.max()) * len(sizes) * width}
-    return figures | {"sent_bytes": sent, "received_bytes": received}
+    payload = figures["payload_bytes"] = int(sizes.sum()) * width
+    figures["padded_bytes"] = int(sizes.max()) * len(sizes) * width
+    figures["sent_over_payload"] = max(figures["sent_bytes"], figures["received_bytes"]) / payload
+    return figures
 
 
-def measure_starved(queue: DistQueue, *, rounds: int = 4, trips: int = 50, readers: int = 512) -> dict[str, float]:
+def measure_starved(queue: DistQueue, *, trips: int, readers: int, rounds: int = 4) -> Figures:
     """Return the median milliseconds of one client's put, get and ack, alone and beside ``readers`` blocked gets.
 
     Every round measures ``trips`` of both, in rotating order, after a few that warm up.
     """
 
-    def round_trips(name: str) -> list[float]:
-        seconds = []
-        for i in range(trips + trips // 10):
+    def round_trips(name: str) -> float:
+        def trip(i: int) -> None:
             batch = PackedBatch.from_samples([f"{name}-{i}"], {"tokens": [torch.arange(100, dtype=torch.int32)]})
-            began_s = time.perf_counter()
             queue.put(batch)
             queue.ack("train", queue.get("train", ["tokens"], 1).ids)
-            seconds.append(time.perf_counter() - began_s)
-        return seconds[trips // 10 :]
+
+        seconds = [timed(partial(trip, i)) for i in range(trips + trips // 10)]
+        return statistics.median(seconds[trips // 10 :]) * 1e3
 
     async def until_blocked(count: int) -> None:
         while (await asyncio.to_thread(queue.stats))["distqueue/train/waiters"] != count:
             await asyncio.sleep(0.05)
 
-    async def beside(name: str) -> list[float]:
+    async def beside(name: str) -> float:
         waiting = [asyncio.create_task(queue.get_async("train", ["never"], 1)) for _ in range(readers)]
         await until_blocked(readers)
-        seconds = await asyncio.to_thread(round_trips, name)
+        milliseconds = await asyncio.to_thread(round_trips, name)
         for task in waiting:
             task.cancel()
         await asyncio.wait(waiting)
         await until_blocked(0)
-        return seconds
+        return milliseconds
 
-    sides = {"alone": round_trips, "beside": lambda name: asyncio.run(beside(name))}
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    for round in range(rounds):
-        for name in in_rotation(list(sides), round):
-            seconds[name] += sides[name](f"{name}-{round}")
-    return {f"{name}_ms": statistics.median(values) * 1e3 for name, values in seconds.items()} | {"readers": readers}
+    sides = {
+        "alone": lambda round: round_trips(f"alone-{round}"),
+        "beside": lambda round: asyncio.run(beside(f"beside-{round}")),
+    }
+    return medians(in_turns(sides, rounds, warm_ups=0), "_ms") | {"readers": readers}
 
 
-def measure(rounds: int) -> dict[str, Any]:
-    """Measure every workload, and a client beside blocked readers, on a Ray of its own; print the figures."""
-    figures: dict[str, Any] = {}
-    start_ray(num_cpus=16)  # TransferQueue reserves a core for each of its processes
+# ---- processes
+
+
+def processes(args: Namespace) -> Figures:
+    """Return the medians over ``args.starts`` of each process."""
+    with own_ray(num_cpus=1):
+        found = in_turns({"queue": lambda _: _queue(), "idle": lambda _: _idle()}, args.starts, warm_ups=0)
+    return {
+        name: {key: statistics.median(row[name][key] for row in rows) for key in rows[0][name]}
+        for rows in found.values()
+        for name in rows[0]
+    }
+
+
+def _queue() -> dict[str, Figures]:
     queue = DistQueue.create(["train"])
-    client = ray.remote(Client).options(num_cpus=0)
-    no_op = ray.remote(NoOpActor).options(num_cpus=0).remote()
-    writer, reader = client.remote(queue, no_op, PEERS), client.remote(queue, no_op, PEERS)
-    for workload in ("long", "short"):
-        figures[workload] = measure_workload(workload, rounds=rounds, writer=writer, reader=reader)
-        print_figures(workload, figures[workload])
+    ((_, shard),) = run(queue._call("where")).values()
+    actors = {"actor": queue._actor, "shard": shard}
+    started = {name: _usage(actor)["cpu_s"] for name, actor in actors.items()}
+    for round in range(BATCHES):
+        ids = [f"{round}-{row}" for row in range(64)]
+        queue.put(PackedBatch.from_samples(ids, {"tokens": [torch.arange(1000)] * len(ids)}))
+        queue.ack("train", queue.get("train", ["tokens"], len(ids)).ids)
+    figures = {name: _usage(actor) | {"cpu_s": started[name]} for name, actor in actors.items()}
     queue.close()
-    queue = DistQueue.create(["train"])
-    figures["starved"] = measure_starved(queue)
-    print("put, get and ack in ms, alone and beside blocked readers:", json.dumps(figures["starved"]))
-    queue.close()
-    ray.shutdown()
     return figures
 
 
-def print_figures(workload: str, figures: dict[str, float]) -> None:
-    copy_s = figures["copy_s"]
-    payload, sent = figures["payload_bytes"], max(figures["sent_bytes"], figures["received_bytes"])
-    print(
-        f"{workload}: {payload / 1e6:.1f} MB of samples, {figures['padded_bytes'] / 1e6:.1f} MB padded; sent "
-        f"{sent / payload:.4f} times the samples' bytes, {1 - sent / figures['padded_bytes']:.1%} less than padded"
-    )
-    print(f"  floor (copy into warm memory)  {copy_s * 1e3:8.2f} ms; an actor call {figures['call_s'] * 1e3:.2f} ms")
-    for peer, prefix in (("this queue", ""), ("Ray alone", "ray_"), ("TransferQueue", "transferqueue_")):
-        if f"{prefix}put_s" not in figures:
-            print(f"  {peer:<16}not installed")
-            continue
-        put_s, get_s = figures[f"{prefix}put_s"], figures[f"{prefix}get_s"]
-        against = f"   {put_s / figures['put_s']:5.1f} x, {get_s / figures['get_s']:5.1f} x ours" if prefix else ""
-        print(
-            f"  {peer:<16}put {put_s * 1e3:8.2f} ms ({put_s / copy_s:5.1f} x copy)"
-            f"   get {get_s * 1e3:8.2f} ms ({get_s / copy_s:5.1f} x copy){against}"
-        )
-        if not prefix:
-            put_ms, get_ms, hash_ms = (figures[name] * 1e3 for name in ("put_sums_s", "get_sums_s", "hash_s"))
-            print(f"    its checksums {put_ms:10.2f} ms{get_ms:31.2f} ms                floor (hash) {hash_ms:.2f} ms")
+def _idle() -> dict[str, Figures]:
+    class Idle:  # pickled by value, so that its process imports nothing of this file
+        pass
+
+    idle = ray.remote(Idle).options(num_cpus=0).remote()
+    figures = {"idle": _usage(idle)}
+    ray.kill(idle)
+    return figures
+
+
+def _usage(actor: Any) -> Figures:
+    def usage(_: Any) -> dict[str, float]:
+        import os
+        from pathlib import Path
+
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+        kb = {name.rstrip(":"): int(size) for name, size, *_ in map(str.split, lines)}
+        return {
+            "cpu_s": sum(os.times()[:2]),
+            "rss_mb": kb["Rss"] * 1024 / 1e6,
+            "private_mb": (kb["Private_Clean"] + kb["Private_Dirty"]) * 1024 / 1e6,
+        }
+
+    return ray.get(actor.__ray_call__.remote(usage))

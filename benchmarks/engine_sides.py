@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import statistics
-import tempfile
-import time
-from collections.abc import Callable
+from argparse import Namespace
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from benchmarks.rotation import in_rotation
+from benchmarks.harness import Figures, in_turns, timed
+from benchmarks.runs import temporary_folder
 from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights
 from fusion.model.spec import GroupedQuery, Latent
+from fusion.npu import open_device
 
 SIZES = dict(
     vocab_size=64,
@@ -32,21 +33,24 @@ SIZES = dict(
     eos_token_id=1,
     pad_token_id=0,
 )
-SHAPE = SIZES | dict(num_key_value_heads=2, head_dim=32, num_experts=8)
-LATENT_SHAPE = SIZES | dict(
-    num_key_value_heads=4,
-    q_lora_rank=64,
-    kv_lora_rank=64,
-    qk_nope_head_dim=32,
-    qk_rope_head_dim=16,
-    v_head_dim=32,
-    n_routed_experts=8,
-    n_group=1,
-    topk_group=1,
-    first_k_dense_replace=1,
-)
-SHAPES = {"qwen3_moe": SHAPE, "deepseek_v3": LATENT_SHAPE}
+SHAPES = {
+    "qwen3_moe": SIZES | dict(num_key_value_heads=2, head_dim=32, num_experts=8),
+    "deepseek_v3": SIZES
+    | dict(
+        num_key_value_heads=4,
+        q_lora_rank=64,
+        kv_lora_rank=64,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        n_routed_experts=8,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+    ),
+}
 """Family → the fields of its model"""
+CASES = {"equal": dict(batch=64, new_tokens=64, stop=()), "ragged": dict(batch=256, new_tokens=256, stop=(1,))}
 PROMPT_TOKENS = 16
 
 
@@ -55,6 +59,9 @@ class PlainCpu:
 
     torch_device = torch.device("cpu")
 
+    def __init__(self, free_bytes: int = 1 << 30) -> None:
+        self._memory = SimpleNamespace(free=free_bytes)
+
     def owner(self, name: str) -> Any:
         return nullcontext()
 
@@ -62,29 +69,38 @@ class PlainCpu:
         return torch.empty(shape, dtype=dtype)
 
     def memory(self) -> Any:
-        return SimpleNamespace(free=1 << 30)
+        return self._memory
 
     def synchronize(self) -> None:
         pass
 
-    def describe(self) -> str:
-        return "plain CPU"
+
+def measure(args: Namespace) -> Figures:
+    """Measure both cases on one model."""
+    torch.set_num_threads(args.threads)
+    device: Any = PlainCpu() if args.device == "cpu" else open_device(args.device)
+    hf, engine = build(device, args.batch_invariant, args.family)
+    figures: Figures = {}
+    for name, case in CASES.items():
+        batch, new_tokens = (case[key] // args.part_of_a_case for key in ("batch", "new_tokens"))  # type: ignore[operator]
+        prompts = torch.randint(2, SIZES["vocab_size"], (batch, PROMPT_TOKENS), generator=torch.manual_seed(1))  # type: ignore[arg-type]
+        figures[name] = Sides(hf, engine, device, prompts, new_tokens, case["stop"]).measure(args.rounds)  # type: ignore[arg-type]
+    return {args.family: figures}
 
 
-def build(device: Any, batch_invariant: bool, family: str = "qwen3_moe") -> tuple[Any, EmbeddedEngine]:
+def build(device: Any, batch_invariant: bool, family: str) -> tuple[Any, EmbeddedEngine]:
     """Load transformers' model and the engine from one checkpoint folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with tempfile.TemporaryDirectory() as folder:
+    with temporary_folder() as folder:
         torch.manual_seed(0)
-        config = AutoConfig.for_model(family, **SHAPES[family])
-        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPES[family])).save_pretrained(folder)
         hf = AutoModelForCausalLM.from_pretrained(folder).eval().to(device.torch_device)
         if device.torch_device.type not in ("cpu", "cuda"):
             hf.set_experts_implementation("eager")  # the grouped one needs operations that only cpu and cuda have
         mesh = Mesh.single()
-        model = Transformer(ModelConfig.from_hf(folder), mesh, device, batch_invariant=batch_invariant)
-        load_weights(model, folder)
+        model = Transformer(ModelConfig.from_hf(str(folder)), mesh, device, batch_invariant=batch_invariant)
+        load_weights(model, str(folder))
     rollout = RolloutConfig(
         max_length=PROMPT_TOKENS + 256, max_seqs=256, kv_fraction=0.5, batch_invariant=batch_invariant
     )
@@ -93,85 +109,67 @@ def build(device: Any, batch_invariant: bool, family: str = "qwen3_moe") -> tupl
     return hf, engine
 
 
-def measure(
-    hf: Any, engine: EmbeddedEngine, device: Any, *, rounds: int, batch: int, new_tokens: int, stop: tuple[int, ...]
-) -> dict[str, float]:
-    """Run engine, `generate` and floor in every round, in rotating order, with other noise and the same prompts.
+@dataclass
+class Sides:
+    """The sides on one batch of prompts. ``rows``: of the weight matrices' products in the steps of the engine's latest
+    run, which the floor repeats; ``useful``: shares of `generate`'s slots that hold useful tokens."""
 
-    The floor repeats the steps of the engine's latest run; `ratio_to_hf` is the ratio of both medians.
-    """
-    torch.manual_seed(1)
-    prompts = torch.randint(2, SHAPE["vocab_size"], (batch, PROMPT_TOKENS))
-    case: dict[str, Any] = dict(prompts=prompts, new_tokens=new_tokens, stop=stop)
-    rates: dict[str, list[float]] = {"engine": [], "hf": [], "floor": []}
-    useful_share = []
-    for round_ in range(-1, rounds):
-        round_rates = {}
-        for side in in_rotation(list(rates), round_ + 1):  # the first round begins with the engine
-            if side == "engine":
-                rows, tokens, seconds = run_engine(engine, device, round_=round_, **case)
-                round_rates[side] = tokens / seconds
-            elif side == "hf":
-                hf_tokens, hf_slots, seconds = run_hf(hf, device, **case)
-                round_rates[side] = hf_tokens / seconds
-            else:
-                seconds = timed(device, lambda rows=rows: run_products(engine.model, rows))
-                round_rates[side] = tokens / seconds
-        if round_ >= 0:  # the first round warms up
-            useful_share.append(hf_tokens / hf_slots)
-            for side, rate in round_rates.items():
-                rates[side].append(rate)
-    medians = {side: statistics.median(values) for side, values in rates.items()}
-    return {
-        "engine_tokens_per_s": medians["engine"],
-        "hf_tokens_per_s": medians["hf"],
-        "ratio_to_hf": medians["engine"] / medians["hf"],
-        "floor_tokens_per_s": medians["floor"],
-        "hf_useful_share": statistics.median(useful_share),
-    }
+    hf: Any
+    engine: EmbeddedEngine
+    device: Any
+    prompts: torch.Tensor
+    new_tokens: int
+    stop: tuple[int, ...]
+    rows: list[int] = field(default_factory=list)
+    tokens: int = 0
+    useful: list[float] = field(default_factory=list)
 
+    def measure(self, rounds: int) -> Figures:
+        """Return medians of tokens per second; every round has other noise and the same prompts."""
+        self.run_engine(-2)  # the floor repeats its steps
+        rates = in_turns({"engine": self.run_engine, "hf": self.run_hf, "floor": self.run_floor}, rounds)
+        figures: Figures = {f"{name}_tokens_per_s": statistics.median(values) for name, values in rates.items()}
+        figures["ratio_to_hf"] = figures["engine_tokens_per_s"] / figures["hf_tokens_per_s"]
+        return figures | {"hf_useful_share": statistics.median(self.useful)}
 
-def run_engine(
-    engine: EmbeddedEngine, device: Any, *, prompts: torch.Tensor, new_tokens: int, stop: tuple[int, ...], round_: int
-) -> tuple[list[int], int, float]:
-    """Return the rows of every step, useful tokens, seconds."""
-    engine.policy_version = round_  # so that no cached prefix of the previous round is reused
-    params = SamplingParams(max_tokens=new_tokens, stop_token_ids=stop)
-    requests = [Request(f"{round_}-{i}", tuple(row), params) for i, row in enumerate(prompts.tolist())]
-    rows: list[int] = []
-    outputs: list = []
+    def run_engine(self, round: int) -> float:
+        engine, rows, outputs = self.engine, [], []  # type: ignore[var-annotated]
+        engine.policy_version = round  # so that no cached prefix of the previous round is reused
+        params = SamplingParams(max_tokens=self.new_tokens, stop_token_ids=self.stop)
+        requests = [Request(f"{round}-{i}", tuple(row), params) for i, row in enumerate(self.prompts.tolist())]
 
-    def generate() -> None:
-        engine.submit(requests)
-        while not outputs or len(outputs) < len(requests):
-            before = engine.scheduler.counters.generated_tokens
-            outputs.extend(engine.step())
-            rows.append(engine.scheduler.counters.generated_tokens - before)
+        def generate() -> None:
+            engine.submit(requests)
+            while len(outputs) < len(requests):
+                before = engine.scheduler.counters.generated_tokens
+                outputs.extend(engine.step())
+                rows.append(engine.scheduler.counters.generated_tokens - before)
 
-    seconds = timed(device, generate)
-    rows[0] = prompts.numel()
-    return rows, sum(len(output.tokens) for output in outputs), seconds
+        seconds = timed(generate, device=self.device)
+        self.rows, self.tokens = [self.prompts.numel(), *rows[1:]], sum(len(output.tokens) for output in outputs)
+        return self.tokens / seconds
 
+    def run_hf(self, round: int) -> float:
+        ids = self.prompts.to(self.device.torch_device)
+        self.hf.generation_config.eos_token_id = self.stop[0] if self.stop else None
+        sampling: Any = dict(do_sample=True, top_k=0, top_p=1.0, temperature=1.0, max_new_tokens=self.new_tokens)
+        sequences: list[torch.Tensor] = []
 
-def run_hf(
-    hf: Any, device: Any, *, prompts: torch.Tensor, new_tokens: int, stop: tuple[int, ...]
-) -> tuple[int, int, float]:
-    """Return useful tokens, computed slots, seconds."""
-    ids = prompts.to(device.torch_device)
-    hf.generation_config.eos_token_id = stop[0] if stop else None
-    kwargs: dict[str, Any] = dict(do_sample=True, top_k=0, top_p=1.0, temperature=1.0, max_new_tokens=new_tokens)
-    sequences: list[torch.Tensor] = []
+        def generate() -> None:
+            with torch.inference_mode():
+                output = self.hf.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **sampling)
+                sequences.append(output.cpu())
 
-    def generate() -> None:
-        with torch.inference_mode():
-            output = hf.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **kwargs)
-            sequences.append(output.cpu())
+        seconds = timed(generate, device=self.device)
+        new = sequences[0][:, PROMPT_TOKENS:]
+        stop = self.stop[0] if self.stop else -1
+        ended = (new == stop).long().cumsum(1)
+        useful = int(((ended == 0) | ((ended == 1) & (new == stop))).sum())
+        self.useful += [useful / new.numel()] if round >= 0 else []
+        return useful / seconds
 
-    seconds = timed(device, generate)
-    new = sequences[0][:, PROMPT_TOKENS:]
-    ended = (new == stop[0]).long().cumsum(1) if stop else torch.zeros_like(new)
-    useful = int(((ended == 0) | ((ended == 1) & (new == (stop[0] if stop else -1)))).sum())
-    return useful, new.numel(), seconds
+    def run_floor(self, round: int) -> float:
+        return self.tokens / timed(lambda: run_products(self.engine.model, self.rows), device=self.device)
 
 
 def run_products(model: Transformer, rows: list[int]) -> None:
@@ -182,17 +180,14 @@ def run_products(model: Transformer, rows: list[int]) -> None:
             share = -(-n * config.top_k // config.num_experts)
             for layer in model.layers.values():
                 _run_attention_products(layer.attention, n)
+                mlp = layer.moe.shared if layer.is_sparse else layer.mlp
+                matrices = [(weight, n) for weight in ((mlp.gate_up, mlp.down) if mlp is not None else ())]
                 if layer.is_sparse:
-                    _multiply(layer.moe.router, n)
-                    for expert in layer.moe.experts.values():
-                        _multiply(expert.gate_up, share)
-                        _multiply(expert.down, share)
-                    mlp = layer.moe.shared
-                else:
-                    mlp = layer.mlp
-                if mlp is not None:
-                    _multiply(mlp.gate_up, n)
-                    _multiply(mlp.down, n)
+                    matrices.append((layer.moe.router, n))
+                    experts = layer.moe.experts.values()
+                    matrices += [(weight, share) for expert in experts for weight in (expert.gate_up, expert.down)]
+                for weight, count in matrices:
+                    _multiply(weight, count)
             _multiply(model.lm_head, n)
 
 
@@ -213,11 +208,3 @@ def _run_attention_products(attention: Any, rows: int) -> None:
 
 def _multiply(weight_OD: torch.Tensor, rows: int) -> None:
     torch.mm(weight_OD.new_ones(rows, weight_OD.shape[1]), weight_OD.t())
-
-
-def timed(device: Any, work: Callable[[], None]) -> float:
-    device.synchronize()
-    start = time.perf_counter()
-    work()
-    device.synchronize()
-    return time.perf_counter() - start

@@ -11,37 +11,22 @@ two raylets over loopback. Floors: memcpy of as many bytes, a TCP connection ove
 small dense model on one emulated card; median of the repeats.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
-import os
-import secrets
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.harness import Benchmark, Option  # noqa: E402
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=1024, help="of the prompt")
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    options = parser.parse_args()
-    sys.path.remove(str(Path(__file__).resolve().parent))  # its `distqueue.py` is not the package
-    # Before Ray is imported, which reads it then: its two nodes talk over this machine's address.
-    os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-    import torch
-
-    from benchmarks.kv_pool_engines import measure
-
-    torch.set_num_threads(1)
-    found = measure(options.tokens)
-    for name, value in found.items():
-        print(f"{name:24} {value:10.2f}")
-    if options.json:
-        options.json.write_text(json.dumps({"figures": {"kv_pool": found}}, indent=1))
-
+BENCHMARK = Benchmark(
+    __doc__,
+    {"": "benchmarks.kv_pool_engines:measure"},
+    [
+        Option("tokens", 1024, smoke=64, help="of the prompt"),
+        Option("repeats", 9, smoke=1),
+        Option("layers", 8, smoke=1),
+    ],
+)
 
 if __name__ == "__main__":
-    main()
+    BENCHMARK.main()

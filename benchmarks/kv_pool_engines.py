@@ -1,55 +1,101 @@
-"""Move one request between two engines of an emulated card, for `kv_pool.py`."""
+"""Move one request between two engines of an emulated card, for `kv_pool.py`; also from another node of Ray."""
 
 from __future__ import annotations
 
-import statistics
-import tempfile
-import time
-from collections.abc import Callable
+import os
+import secrets
+import socket
+import threading
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
+# Before Ray is imported, which reads it then: its two nodes talk over this machine's address.
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+import ray
 import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from xxhash import xxh3_64_intdigest
 
-from benchmarks.kv_pool_remote import remote_peer, wire_s
+from benchmarks.harness import Figures, medians, timed
+from benchmarks.runs import temporary_folder
 from distqueue.payload.sweep import memory
 from fusion.inference import EmbeddedEngine, Output, Request, RolloutConfig, SamplingParams
-from fusion.model import Mesh, ModelConfig, Transformer, load_weights
+from fusion.model import Mesh, Transformer
 from fusion.npu import open_device
 from fusion.offload import HostPool
 from fusion.rollout.kv_pool.files import KVFiles
 from fusion.rollout.kv_pool.pool import KVPoolSpec
-from fusion.rollout.kv_pool.remote import RemotePools
-from tests.helpers import tiny_checkpoint
+from fusion.rollout.kv_pool.remote import KVServer, RemotePools
+from stalesync.cards.kv_servers import RayPeer
+from tests.distqueue.nodes import Nodes
+from tests.helpers import tiny_config
 
-SHAPE = dict(
+SHAPE: dict[str, Any] = dict(
     hidden_size=256,
     intermediate_size=512,
-    num_hidden_layers=8,
     num_attention_heads=8,
     num_key_value_heads=4,
     head_dim=64,
     max_position_embeddings=8192,
 )
-REPEATS = 9
-
-NAMES = ("park", "pull", "fetch", "prefill", "step", "remote_pull", "remote_fetch")
-"""What is measured"""
-
 COLD_BUFFERS = 32
 """Buffers that the floors use in turn: together they do not fit into a cache"""
+SPEC, ENGINE = KVPoolSpec("benchmark"), 0
+"""ENGINE: the number of the engine that parks"""
 
 
-SPEC = KVPoolSpec("benchmark")
+def measure(args: Namespace) -> Figures:
+    torch.set_num_threads(1)
+    device = open_device("emulated")
+    model = Transformer(
+        tiny_config(experts=False, num_hidden_layers=args.layers, **SHAPE), Mesh.single(), device, torch.bfloat16
+    )
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter.requires_grad_(False), std=0.02)
+    seconds: dict[str, list[float]] = {}
+    with (
+        temporary_folder(dir=memory()) as root,
+        temporary_folder(dir=memory()) as elsewhere,
+        remote_peer(root) as peer,
+    ):
+        peers = RemotePools(SPEC.run, {ENGINE: [peer]})
+        peers.observe_prefill(1, 1.0)  # so that every pull is awaited, however long it takes
+        one, other = make_engine(model, 0, root), make_engine(model, 1, root)
+        plain, far = make_engine(model, 2, None), make_engine(model, 3, elsewhere, peers)
+        made: list[Any] = [one, other, far]
+        prompt = tuple(2 + number % 29 for number in range(args.tokens))
+        for repeat in range(args.repeats + 1):
+            request = Request(f"r{repeat}", prompt, SamplingParams(max_tokens=8, stop_token_ids=()), chunk_tokens=1)
+            before = [engine.counters.kv_pool_s for engine in made]
+            output = begun(one, request)
+            took = {"park": one.counters.kv_pool_s - before[0]}
+            took["pull"], took["step"] = continued(other, request, output)
+            took["prefill"], _ = continued(plain, request, output)
+            took["remote_pull"], _ = continued(far, request, begun(one, request))
+            took |= {
+                name: engine.counters.kv_pool_s - start
+                for name, engine, start in zip(("fetch", "remote_fetch"), made[1:], before[1:], strict=True)
+            }
+            for name, value in took.items() if repeat else ():  # the first one allocates
+                seconds.setdefault(name, []).append(value)
+            one.forget([request.id])
+        assert other.counters.kv_pool_pulls == far.counters.kv_pool_remote == args.repeats + 1
+        nbytes = other.counters.kv_pool_bytes // (args.repeats + 1)
+        for engine in made:
+            engine.pooled.store.close()
+    figures = {name: value * 1e3 for name, value in medians(seconds, "_ms").items()} | floors_ms(nbytes)
+    for pull in ("pull", "remote_pull"):
+        figures[f"prefill_over_{pull}"] = figures["prefill_ms"] / figures[f"{pull}_ms"]
+    return {"tokens": args.tokens, "kv_mib": nbytes / 2**20} | figures
 
-ENGINE = 0
-"""The number of the engine that parks"""
 
-
-def engine(model: Transformer, rank: int, root: Path | None, peers: RemotePools | None = None) -> EmbeddedEngine:
-    device = model.device
+def make_engine(model: Transformer, rank: int, root: Path | None, peers: RemotePools | None = None) -> EmbeddedEngine:
     config = RolloutConfig(
         max_seqs=4,
         max_batch_tokens=8192,
@@ -58,92 +104,70 @@ def engine(model: Transformer, rank: int, root: Path | None, peers: RemotePools 
         suspended_kv="recompute" if root is None else "pool",
     )
     store = None if root is None else KVFiles(SPEC, rank, root, peers)
-    made = EmbeddedEngine(model, model.mesh, device, config, memory=HostPool(device), kv_store=store)
+    made = EmbeddedEngine(model, model.mesh, model.device, config, memory=HostPool(model.device), kv_store=store)
     made.allocate_kv()
     return made
 
 
+def begun(made: EmbeddedEngine, request: Request) -> Output:
+    """Generate the first chunk of a request, at whose end it is parked."""
+    made.submit([request])
+    (output,) = made.run()
+    return output
+
+
 def continued(made: EmbeddedEngine, request: Request, output: Output) -> tuple[float, float]:
-    """Seconds until an engine has sampled the next token of a request that another one has begun, and the one behind
-    it."""
-    response = tuple(output.tokens)
+    """Return the seconds until an engine has sampled the next token of a request that another one has begun, and until
+    it has sampled the one behind it."""
     again = replace(
         request,
-        response=response,
+        response=tuple(output.tokens),
         chunk_tokens=0,
-        exact_tokens=len(response) + 2,
+        exact_tokens=len(output.tokens) + 2,
         kv_tokens=output.kv_tokens,
         kv_engine=ENGINE,
     )
     made.submit([again])
-    seconds = []
-    for _ in range(2):
-        began = time.perf_counter()
-        made.step()
-        seconds.append(time.perf_counter() - began)
+    first_s, second_s = timed(made.step), timed(made.step)
     made.run()
-    return seconds[0], seconds[1]
+    return first_s, second_s
 
 
-def measure(num_tokens: int) -> dict[str, float]:
-    device = open_device("emulated")
-    with (
-        tempfile.TemporaryDirectory(dir=memory()) as folder,
-        tempfile.TemporaryDirectory(dir=memory()) as elsewhere,
-        tempfile.TemporaryDirectory() as checkpoint,
-        remote_peer(SPEC, Path(folder)) as peer,
-    ):
-        tiny_checkpoint(checkpoint, experts=False, **SHAPE)
-        model = Transformer(ModelConfig.from_hf(checkpoint), Mesh.single(), device, torch.bfloat16)
-        model.requires_grad_(False)
-        load_weights(model, checkpoint)
-        root = Path(folder)
-        one, other, plain = engine(model, 0, root), engine(model, 1, root), engine(model, 2, None)
-        peers = RemotePools(SPEC.run, {ENGINE: [peer]})
-        peers.observe_prefill(1, 1.0)  # so that every pull is awaited, however long it takes
-        far = engine(model, 3, Path(elsewhere), peers)
-        assert one.pooled is not None and other.pooled is not None and far.pooled is not None
-        prompt = tuple(2 + number % 29 for number in range(num_tokens))
-        seconds: dict[str, list[float]] = {name: [] for name in NAMES}
-        for repeat in range(REPEATS + 1):
-            request = Request(f"r{repeat}", prompt, SamplingParams(max_tokens=8, stop_token_ids=()), chunk_tokens=1)
-            before = [made.counters.kv_pool_s for made in (one, other, far)]
-            one.submit([request])
-            (output,) = one.run()
-            park = one.counters.kv_pool_s
-            pull, step = continued(other, request, output)
-            prefill, _ = continued(plain, request, output)
-            one.submit([request])
-            (output,) = one.run()
-            remote_pull, _ = continued(far, request, output)
-            fetch, remote_fetch = (made.counters.kv_pool_s for made in (other, far))
-            values = park - before[0], pull, fetch - before[1], prefill, step, remote_pull, remote_fetch - before[2]
-            for name, value in zip(seconds, values, strict=True):
-                seconds[name] += [value] if repeat else []  # the first one allocates
-            one.forget([request.id])
-        assert other.counters.kv_pool_pulls == far.counters.kv_pool_remote == REPEATS + 1
-        nbytes = other.counters.kv_pool_bytes // (REPEATS + 1)
-        for store in (one.pooled.store, other.pooled.store, far.pooled.store):
-            assert isinstance(store, KVFiles)
-            store.close()
+@contextmanager
+def remote_peer(root: Path) -> Iterator[RayPeer]:
+    """Run a server of ``root`` on a second node: objects reach this process from there over a connection between the
+    stores of two raylets."""
+    nodes = Nodes(forked=False)
+    try:
+        node = nodes.other()
+        place = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+        server = ray.remote(num_cpus=0)(KVServer).options(scheduling_strategy=place).remote(SPEC, root)
+        yield RayPeer(node.node_id, ray.get(server.boot.remote()), server)
+    finally:
+        ray.shutdown()
+        nodes.cluster.shutdown()
+
+
+def floors_ms(nbytes: int) -> Figures:
+    """Return the least milliseconds of a copy, a checksum, and a TCP connection over loopback, of as many bytes."""
     buffers = cycle([torch.ones(nbytes, dtype=torch.uint8) for _ in range(COLD_BUFFERS)])
-    floors = {
-        "floor_memcpy_ms": fastest(lambda: next(buffers).copy_(next(buffers))) * 1e3,
-        "floor_wire_ms": wire_s(nbytes) * 1e3,
-        "floor_checksum_ms": fastest(lambda: xxh3_64_intdigest(next(buffers).numpy().data)) * 1e3,
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sender = socket.create_connection(listener.getsockname())
+        receiver, _ = listener.accept()
+    content, buffer = bytes(nbytes), bytearray(nbytes)
+
+    def send() -> None:
+        sending = threading.Thread(target=sender.sendall, args=(content,))
+        sending.start()
+        view = memoryview(buffer)
+        while view.nbytes:
+            view = view[receiver.recv_into(view) :]
+        sending.join()
+
+    works = {
+        "memcpy": lambda: next(buffers).copy_(next(buffers)),
+        "checksum": lambda: xxh3_64_intdigest(next(buffers).numpy().data),
+        "wire": send,
     }
-    medians = {f"{name}_ms": statistics.median(values) * 1e3 for name, values in seconds.items()}
-    ratio = medians["prefill_ms"] / medians["pull_ms"]
-    remote_ratio = medians["prefill_ms"] / medians["remote_pull_ms"]
-    ratios = {"prefill_over_pull": ratio, "prefill_over_remote_pull": remote_ratio}
-    return {"tokens": num_tokens, "kv_mib": nbytes / 2**20, **medians, **floors, **ratios}
-
-
-def fastest(call: Callable[[], object], repeats: int = 2 * COLD_BUFFERS) -> float:
-    """Returns the least seconds of a call."""
-    seconds = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - began)
-    return min(seconds)
+    with sender, receiver:
+        return {f"floor_{name}_ms": min(timed(work) for _ in range(COLD_BUFFERS)) * 1e3 for name, work in works.items()}

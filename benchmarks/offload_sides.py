@@ -2,27 +2,50 @@
 
 from __future__ import annotations
 
-import statistics
+import json
 import time
-from collections.abc import Callable
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.rotation import in_rotation
-from fusion.npu import Device
+from benchmarks.harness import Figures, in_turns, medians, timed
+from benchmarks.runs import temporary_folder
+from fusion.npu import Device, open_device
 from fusion.offload import Offloader, StreamedStates
 
 NAMES = ("master", "exp_avg", "exp_avg_sq")
+Interval = tuple[float, float]
+
+
+def measure(args: Namespace) -> Figures:
+    """Measure a round trip of each side, and the overlap on a CUDA card."""
+    torch.set_num_threads(1)
+    device = open_device(args.device)
+    numel = max(1, (args.mib << 20) // (4 * len(NAMES) * args.groups))
+    nbytes = 2 * 4 * len(NAMES) * args.groups * numel
+    works = sides(device, numel, args.groups)
+    seconds = medians(in_turns({name: lambda _, work=work: timed(work) for name, work in works.items()}, args.rounds))
+    figures: Figures = {
+        name: {"seconds": value, "gb_per_s": nbytes / value / 1e9, "ratio": seconds["floor"] / value}
+        for name, value in seconds.items()
+    }
+    if device.kind != "cuda":
+        print(f"overlap is not measured on a card of kind {device.kind}: only on CUDA")
+        return figures
+    with temporary_folder() as folder:
+        trace = Path(args.trace) if args.trace else folder / "trace.json"
+        overlapped = overlap(device, numel=numel, groups=args.groups, copy_s=seconds["floor"], trace=trace)
+    return figures | {"overlap": overlapped}
 
 
 def states_of(device: Device, numel: int, groups: int) -> dict[str, torch.Tensor]:
     """Allocate Adam's three states for ``groups`` gradient buckets, ``numel`` elements each."""
+    names = (f"{name}.{index}" for index in range(groups) for name in NAMES)
     with device.owner("optimizer"):
-        return {
-            f"{name}.{index}": torch.randn(numel, device=device.torch_device)
-            for index in range(groups)
-            for name in NAMES
-        }
+        return {name: torch.randn(numel, device=device.torch_device) for name in names}
 
 
 def sides(device: Device, numel: int, groups: int) -> dict[str, Callable[[], None]]:
@@ -55,14 +78,56 @@ def sides(device: Device, numel: int, groups: int) -> dict[str, Callable[[], Non
     return {"floor": floor, "offload": offload, "stream": stream}
 
 
-def measure(ways: dict[str, Callable[[], None]], rounds: int) -> dict[str, float]:
-    """Return the median seconds of each; the order rotates from round to round."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for run in ways.values():
-        run()
-    for number in range(rounds):
-        for name in in_rotation(list(ways), number):
-            start = time.perf_counter()
-            ways[name]()
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in times.items()}
+def overlap(device: Device, *, numel: int, groups: int, copy_s: float, trace: Path) -> dict[str, Any]:
+    """Profile both directions beside matrix products that last as long as the copies; return the trace's figures."""
+    states, offloader = states_of(device, numel, groups), Offloader(device)
+    x_DD = torch.randn(4096, 4096, dtype=torch.bfloat16, device=device.torch_device)
+
+    def products(count: int) -> None:
+        for _ in range(count):
+            torch.mm(x_DD, x_DD)
+
+    products(3)
+    count = max(1, int(copy_s / 2 / (timed(lambda: products(20), time.perf_counter, device) / 20)))
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for move in (lambda: offloader.out(states), offloader.back):
+            move()
+            products(count)
+            offloader.wait()
+        device.synchronize()
+    profile.export_chrome_trace(str(trace))
+    return read_trace(json.loads(trace.read_text())["traceEvents"])
+
+
+def read_trace(events: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the seconds of copies in each direction, and for how many of them kernels ran on another stream."""
+    figures: dict[str, Any] = {}
+    kernels = [event for event in events if event.get("cat") == "kernel"]
+    for direction in ("DtoH", "HtoD"):
+        copies = [event for event in events if event.get("cat") == "gpu_memcpy" and direction in event["name"]]
+        streams = {event["args"]["stream"] for event in copies}
+        others = [event for event in kernels if event["args"]["stream"] not in streams]
+        busy = union([(event["ts"], event["ts"] + event["dur"]) for event in copies])
+        beside = union([(event["ts"], event["ts"] + event["dur"]) for event in others])
+        copied = sum(stop - start for start, stop in busy)
+        both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in busy for b in beside)
+        figures[direction] = {
+            "copy_s": copied * 1e-6,
+            "overlapped_s": both * 1e-6,
+            "share": both / copied if copied else 0.0,
+            "copy_streams": sorted(streams),
+            "compute_streams": sorted({event["args"]["stream"] for event in others}),
+        }
+    return figures
+
+
+def union(intervals: Sequence[Interval]) -> list[Interval]:
+    """Merge intervals into disjoint ones that cover the same time, ascending."""
+    merged: list[Interval] = []
+    for start, stop in sorted(intervals):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], stop))
+        else:
+            merged.append((start, stop))
+    return merged

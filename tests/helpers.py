@@ -35,6 +35,15 @@ TINY = dict(
     eos_token_id=1,
     pad_token_id=0,
 )
+MINIMAL = dict(
+    hidden_size=16,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=8,
+)
+"""A model whose computation costs as little as possible"""
 TINY_EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=32, norm_topk_prob=True)
 
 
@@ -55,6 +64,16 @@ def tiny_checkpoint(folder: str | Path, experts: bool = True, **changes: Any) ->
     return str(folder)
 
 
+def runnable_checkpoint(folder: Path, experts: bool = False, **shape: Any) -> Path:
+    """Writes a `tiny_checkpoint` with the tokenizer of the arithmetic tasks; returns its folder."""
+    from stalesync.prompts import make_tokenizer
+
+    tokenizer = make_tokenizer(folder)
+    tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    tiny_checkpoint(folder, experts, **{"vocab_size": len(tokenizer)} | tokens | shape)
+    return folder
+
+
 def tiny_config(experts: bool = True, **changes: Any) -> ModelConfig:
     kind = {"model_type": "qwen3_moe" if experts else "qwen3"}
     return ModelConfig.from_hf(TINY | (TINY_EXPERTS if experts else {}) | kind | changes)
@@ -64,7 +83,9 @@ def tiny_config(experts: bool = True, **changes: Any) -> ModelConfig:
 def processes() -> Any:
     """A multiprocessing context whose processes are forked from one that has imported torch, and nothing else yet."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.preload", "torch._dynamo"])  # the latter is imported by recomputation
+    context.set_forkserver_preload(
+        ["tests.harness.preload", "torch._dynamo"]
+    )  # the latter is imported by recomputation
     return context
 
 
@@ -169,3 +190,8 @@ def _serve(pipe: Connection) -> None:
 
 _pool = _RankPool()
 atexit.register(_pool.stop)
+
+
+def end_ranks() -> None:
+    """End the processes that play ranks: the next ones have no process groups or memory of what ran before."""
+    _pool.stop()

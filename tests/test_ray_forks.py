@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from benchmarks.ray_forks import CLIENT
+from tests.harness.ray_forks import CLIENT
 from tests.machine import wait_for
 from tests.warm import use_ray
 
@@ -50,7 +50,7 @@ def test_a_worker_ends_with_its_actor():
 SERVER = """
 import sys
 from pathlib import Path
-from benchmarks.ray_forks import _start
+from tests.harness.ray_forks import _start
 pipe = _start(Path(sys.argv[1]), ())
 print(flush=True)
 sys.stdin.read()

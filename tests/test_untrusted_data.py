@@ -30,8 +30,6 @@ ALLOWED = {
     "fusion/rewards/child.py pickle": "the samples that its parent sends over that socket pair",
     "fusion/npu/owners.py torch.multiprocessing": "a weak reference to a storage; nothing is sent",
     "fusion/training/chunk_reader.py torch.distributed.checkpoint": "a reader of its own for safetensors and JSON",
-    "benchmarks/backends.py torch.multiprocessing": "spawns the ranks of a benchmark, as switch_ranks.py",
-    "benchmarks/switch_ranks.py torch.multiprocessing": "spawns the ranks of a benchmark, by pipes of its own",
 }
 """By file and what it uses"""
 

@@ -28,7 +28,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.ray_forks import ForkServer, end_process, run_script
+from tests.harness.ray_forks import ForkServer, end_process, run_script
 from tests.machine import Deadline, wait_for
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -214,7 +214,7 @@ def use_ray() -> None:
 def serve() -> None:
     """Forks what is asked for until nothing more is; what still runs then is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    from benchmarks import preload  # noqa: F401
+    from tests.harness import preload  # noqa: F401
 
     statuses: dict[int, int | None] = {}
     server: ForkServer | None = None

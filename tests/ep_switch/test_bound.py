@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.switch_pair import BOUND_BUCKETS, Pair
 from fusion.ep_switch import Plan
 from fusion.model import Parallel
 from tests.ep_switch.mutants import frees_nothing, in_layer_order
+from tests.ep_switch.pair import BOUND_BUCKETS, Pair
 from tests.helpers import run_ranks, tiny_config
 
 CONFIG = tiny_config(

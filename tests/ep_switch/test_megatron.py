@@ -13,11 +13,11 @@ import importlib.util
 import pytest
 import torch
 
-from benchmarks.megatron_peer import build_peer, megatron_layout
 from fusion.ep_switch import Layout, Switcher, plan_switch
 from fusion.model import Mesh, PackedAttention, Parallel, Transformer, global_params, local_params
 from fusion.model.formats import MEGATRON, megatron
 from fusion.training.backends.megatron_model import MegatronModel
+from tests.ep_switch.megatron_peer import Refit, build_peer, megatron_layout, why_not
 from tests.ep_switch.switching import BUCKET, assert_filled, fill
 from tests.families import family_config
 from tests.helpers import run_ranks, tiny_config
@@ -228,3 +228,15 @@ def test_megatron_computes_the_same_logits_from_the_same_tensors(config):
     ((ours, theirs),) = run_ranks(both_logits, 1, config)
     assert ours.std() > 0.5
     torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
+
+
+def refit_both_ways(rank, device, config, one, other):
+    refit = Refit(config, device, one=one, other=other)
+    return [refit.time(source, verify=True) for source in (0, 1)]
+
+
+@pytest.mark.skipif(why_not() is not None, reason=f"{why_not()}")
+@pytest.mark.parametrize("layout", ["TP2EP2", "TP2PP2"])
+def test_the_peer_of_the_benchmark_copies_the_right_weights(layout):
+    for seconds, peak_bytes in run_ranks(refit_both_ways, 4, UNTIED, LAYOUTS[layout], LAYOUTS["EP4"])[0]:
+        assert seconds > 0 and peak_bytes > 0

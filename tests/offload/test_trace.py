@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.offload_overlap import read_trace, union
+from benchmarks.offload_sides import read_trace, union
 
 
 def event(cat: str, name: str, start: float, stop: float, stream: int) -> dict:

@@ -12,9 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.chaos_chain import is_temporary, overrides_of, read_rows
-from benchmarks.chaos_flips import Flip, strike, with_dropped
-from benchmarks.chaos_plan import (
+from fusion.telemetry.manifest import write_manifest
+from fusion.telemetry.row_digests import RowDigests, rewind
+from stalesync.process.stopping import COMPLETED
+from tests import machine
+from tests.chaos.chain import is_temporary, overrides_of, read_rows
+from tests.chaos.flips import Flip, strike, with_dropped
+from tests.chaos.plan import (
     AFTER_SAVE,
     BEFORE_SAVE,
     BOUNDS,
@@ -26,12 +30,8 @@ from benchmarks.chaos_plan import (
     Kill,
     plan_chain,
 )
-from benchmarks.chaos_space import Space, victim_of
-from benchmarks.chaos_verdict import Ended, Remains, differences, has_failed_rewards, judge
-from fusion.telemetry.manifest import write_manifest
-from fusion.telemetry.row_digests import RowDigests, rewind
-from stalesync.process.stopping import COMPLETED
-from tests import machine
+from tests.chaos.space import Space, victim_of
+from tests.chaos.verdict import Ended, Remains, differences, has_failed_rewards, judge
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.distqueue_reads import flat_reads, leader_reads, requests
 from distqueue import LocalQueue, PackedBatch, QueueClosed
 from distqueue.hierarchy import GroupReader, Received
 from distqueue.hierarchy import reader as reading
 from distqueue.hierarchy.exchange import INITIAL_METADATA_BYTES
 from distqueue.hierarchy.tree import Member
 from fusion.model import Parallel
+from tests.distqueue.hierarchy.reads import flat_reads, leader_reads, requests
 from tests.helpers import run_ranks
 from tests.machine import patience
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.distqueue_reads import flat_reads, leader_reads, requests
 from distqueue.hierarchy.tree import Member, Tree, plan_tree
+from tests.distqueue.hierarchy.reads import flat_reads, leader_reads, requests
 
 NAMES = "prompt", "response", "advantage", "behaviour_logprobs", "ref_logprobs"
 NEEDS = st.frozensets(st.sampled_from(NAMES))

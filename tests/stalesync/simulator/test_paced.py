@@ -10,12 +10,12 @@ import json
 
 import pytest
 
-from benchmarks.stalesync_modes import make_model
 from stalesync.job.overrides import load
 from stalesync.prompts.lengths import ForcedLengths
 from stalesync.simulator.lengths import SimulatedPrompt, TraceLengths
 from stalesync.simulator.run import SimulatedRun
 from stalesync.simulator.setup import SimulationSetup
+from tests.helpers import MINIMAL, runnable_checkpoint
 from tests.machine import patience
 from tests.stalesync.runs import rows_of
 from tests.warm import launcher
@@ -28,7 +28,7 @@ run.steps=3 run.name=run""".split()
 
 def recorded(folder, *overrides):
     """The run's decisions, in the form of `simulated`, and its folder."""
-    make_model(folder / "model")
+    runnable_checkpoint(folder / "model", **MINIMAL)
     record = folder / "decisions.jsonl"
     command = ["tests/stalesync/simulator/recorded_run.py", str(record), f"model.path={folder / 'model'}"]
     done = launcher().session().run([*command, f"run.dir={folder}", *PACED, *overrides], timeout_s=300)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.report_page import make_run
 from fusion.telemetry.page import document, read_run
 from fusion.telemetry.page.document import escaped_json, render
 from tests import machine
+from tests.telemetry.page.made_up_run import make_run
 from tests.telemetry.page.runs import HOSTILE, leave_a_run
 
 UPLOT = Path(document.ASSETS) / "uplot"

@@ -1,0 +1,259 @@
+"""Run a benchmark: arguments, sides in turns, figures against their targets, and where and when they were measured.
+
+    BENCHMARK = Benchmark(
+        __doc__,
+        {"decode": "benchmarks.growth_decode:decode"},      part: a function of the arguments that returns figures
+        [Option("rounds", 5, smoke=1, help="…")],
+        {"decode.us_at_64": "<= 1000"},                     target of a figure by its path; `*` matches
+    )
+
+Parts are named, not imported, so that --help waits for neither torch nor Ray. Figures are dicts of numbers, by name,
+and of such dicts. ``--smoke`` runs the same parts with the toy sizes of the options: it shows that a benchmark works,
+and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, TypeVar
+
+ROOT = Path(__file__).resolve().parent.parent
+
+Figures = dict[str, Any]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Option:
+    """A setting of a benchmark: a field of the arguments.
+
+    Attributes:
+        smoke: its value with --smoke; None: the default.
+        help: "" for a size that only --smoke changes, without a command-line option.
+    """
+
+    name: str
+    default: Any
+    smoke: Any = None
+    help: str = ""
+    choices: Sequence[str] | None = None
+
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        if not self.help:
+            return
+        flag = f"--{self.name.replace('_', '-')}"
+        if isinstance(self.default, bool):
+            parser.add_argument(flag, action="store_true", default=None, help=self.help)
+        else:
+            kind = str if self.default is None else type(self.default)
+            shown = self.help if self.default in (None, "") else f"{self.help} (default: {self.default})"
+            parser.add_argument(flag, type=kind, choices=self.choices, help=shown)
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A benchmark and its command line.
+
+    Attributes:
+        parts: name → `module:function`; a single one has the name "".
+        default: names of the parts that run without --only; (): all.
+        extra: what follows the options on the command line, e.g. overrides of a run's config; None: nothing may.
+        must_hold: whether a missed target ends with exit status 1.
+        check: arguments → what is wrong with them, "" if nothing is.
+    """
+
+    doc: str
+    parts: Mapping[str, str]
+    options: Sequence[Option] = ()
+    targets: Mapping[str, str] = field(default_factory=dict)
+    default: Sequence[str] = ()
+    extra: str | None = None
+    must_hold: bool = False
+    check: Callable[[argparse.Namespace], str] = lambda args: ""
+
+    def parse(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
+        """Parse a command line; ends the process where it is wrong, as argparse does."""
+        parser = argparse.ArgumentParser(description=self.doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+        parser.add_argument("--json", type=Path, help="write figures, machine and commit to this file")
+        parser.add_argument("--smoke", action="store_true", help="toy sizes: shows in seconds that the benchmark works")
+        if len(self.parts) > 1:
+            parser.add_argument("--only", help=f"some of {','.join(self.parts)}")
+        for option in self.options:
+            option.add_to(parser)
+        if self.extra:
+            parser.add_argument("overrides", nargs="*", help=self.extra)
+        args = parser.parse_args(arguments)
+        only = getattr(args, "only", None)
+        args.parts = list(self.default or self.parts) if only is None else only.split(",")
+        if unknown := [name for name in args.parts if name not in self.parts]:
+            parser.error(f"--only: expected some of {', '.join(self.parts)}, got {', '.join(unknown)}")
+        args.given = {option.name for option in self.options if getattr(args, option.name, None) is not None}
+        if wrong := self.check(args):
+            parser.error(wrong)
+        for option in self.options:
+            if option.name not in args.given:
+                toy = args.smoke and option.smoke is not None
+                setattr(args, option.name, option.smoke if toy else option.default)
+        return args
+
+    def main(self, arguments: Sequence[str] | None = None) -> None:
+        """Measure the parts, print their figures, and write them to --json."""
+        args = self.parse(arguments)
+        here = str(ROOT / "benchmarks")
+        sys.path[:] = [str(ROOT), *(path for path in sys.path if path not in (here, str(ROOT)))]  # it hides packages
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ["PYTHONPATH"] = str(ROOT)
+        about = machine()
+        print(", ".join(f"{name} {value}" for name, value in about.items()), flush=True)
+        figures: Figures = {}
+        for name in args.parts:
+            module, _, function = self.parts[name].partition(":")
+            measured = getattr(importlib.import_module(module), function)(args)
+            figures |= {name: measured} if name else measured
+        print("\n".join(rendered(figures)))
+        checked = list(compared(figures, self.targets)) if self.must_hold or not args.smoke else []
+        print("\n".join(checked))
+        if args.json:
+            sizes = {option.name: str(getattr(args, option.name)) for option in self.options}
+            result = {"machine": about, "sizes": sizes, "smoke": args.smoke, "figures": figures, "checked": checked}
+            args.json.write_text(json.dumps(result, indent=2) + "\n")
+        if self.must_hold and any(line.startswith("MISSED") for line in checked):
+            sys.exit(1)
+
+
+def machine() -> dict[str, Any]:
+    """Return where and when figures are measured."""
+    cpu = platform.processor()
+    if Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), cpu)
+    git = ["git", "describe", "--always", "--dirty", "--exclude=*"]
+    commit = subprocess.run(git, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return {
+        "commit": commit or "unknown",
+        "cpu": cpu or "unknown",
+        "cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 1),
+        "torch": importlib.metadata.version("torch"),
+    }
+
+
+# ---- figures
+
+
+def rendered(figures: Mapping[str, Any], name: str = "") -> Iterator[str]:
+    """Yield lines that show figures: numbers as `name value`, dicts that have the same names as a table."""
+    tables: dict[tuple[str, ...], dict[str, Figures]] = {}
+    for key, value in figures.items():
+        if isinstance(value, list) and value and isinstance(value[0], Mapping):
+            continue  # details, for the file
+        if not isinstance(value, Mapping):
+            yield f"{f'{name}{key}':40} {shown(value)}"
+        elif value and not any(isinstance(one, (Mapping, list)) for one in value.values()):
+            tables.setdefault(tuple(value), {})[f"{name}{key}"] = dict(value)
+        else:
+            yield from rendered(value, f"{name}{key}.")
+    for columns, rows in tables.items():
+        if len(rows) == 1 or len(columns) > 12:
+            for key, row in rows.items():
+                yield from rendered(row, f"{key}.")
+            continue
+        cells = [["", *columns], *([key, *map(shown, row.values())] for key, row in rows.items())]
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        for first, *rest in cells:
+            numbers = (cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))
+            yield "  ".join([first.ljust(widths[0]), *numbers])
+
+
+def shown(value: Any) -> str:
+    """Format a figure."""
+    if isinstance(value, bool) or value is None or isinstance(value, str):
+        return str(value)
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(shown, value))
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
+
+
+def compared(figures: Mapping[str, Any], targets: Mapping[str, str]) -> Iterator[str]:
+    """Yield a line for each figure that has a target, with whether it is met."""
+    for path, value in leaves(figures):
+        for pattern, target in targets.items():
+            if value is not None and fnmatchcase(path, pattern):
+                relation, bound = target.split()
+                met = value <= float(bound) if relation == "<=" else value >= float(bound)
+                yield f"{'ok    ' if met else 'MISSED'} {path}: {shown(value)}, target {target}"
+
+
+def leaves(figures: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the path, its names joined by dots, and value of every figure."""
+    for name, value in figures.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{path}{name}.")
+        else:
+            yield f"{path}{name}", value
+
+
+def progress(name: str, figures: Mapping[str, Any]) -> None:
+    """Print the numbers of one row, as they come."""
+    numbers = ((key, value) for key, value in figures.items() if not isinstance(value, (Mapping, list)))
+    print(f"{name}:", ", ".join(f"{key} {shown(value)}" for key, value in numbers), flush=True)
+
+
+# ---- sides
+
+
+def in_rotation(names: Sequence[str], round: int) -> list[str]:
+    """Return all ``names``, beginning one further in every round; ``round`` may be negative (a warm-up)."""
+    first = round % len(names)
+    return [*names[first:], *names[:first]]
+
+
+def in_turns(sides: Mapping[str, Callable[[int], Result]], rounds: int, warm_ups: int = 1) -> dict[str, list[Result]]:
+    """Run every side in every round, in rotating order, so that none always runs first or after the same other; return
+    their results by round, without those of the rounds that warm up, which are numbered from -1 down."""
+    results: dict[str, list[Result]] = {name: [] for name in sides}
+    for round in range(-warm_ups, rounds):
+        for name in in_rotation(list(sides), round):
+            result = sides[name](round)
+            if round >= 0:
+                results[name].append(result)
+    return results
+
+
+def medians(results: Mapping[str, Sequence[float]], suffix: str = "") -> dict[str, float]:
+    """Return the median of every side, named with ``suffix``."""
+    return {f"{name}{suffix}": statistics.median(values) for name, values in results.items()}
+
+
+def median_of_ratios(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Return the median over rounds of ``theirs`` over ``ours``: how many times as fast ours is, of seconds."""
+    return statistics.median(other / own for own, other in zip(ours, theirs, strict=True))
+
+
+def timed(work: Callable[[], object], clock: Callable[[], float] = time.perf_counter, device: Any = None) -> float:
+    """Return the seconds of a call, from a synchronised ``device`` to a synchronised one."""
+    if device is not None:
+        device.synchronize()
+    start_s = clock()
+    work()
+    if device is not None:
+        device.synchronize()
+    return clock() - start_s
+
+
+def resident_bytes() -> int:
+    """Return the resident memory of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

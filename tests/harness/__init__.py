@@ -1,0 +1,1 @@
+"""What both tests and benchmarks start processes with."""

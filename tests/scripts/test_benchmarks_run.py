@@ -1,0 +1,84 @@
+"""Every part of every benchmark runs at toy size, from its command line to its figures in a file.
+
+Sizes are toy sizes, so no figure means anything: only that it is there, and is a number.
+"""
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.harness import leaves
+from tests import machine
+
+ROOT = Path(__file__).resolve().parents[2]
+ENTRIES = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if "if __name__ ==" in path.read_text())
+BENCHMARKS = {path.stem: importlib.import_module(f"benchmarks.{path.stem}").BENCHMARK for path in ENTRIES}
+PARTS = [(name, part) for name, benchmark in BENCHMARKS.items() for part in benchmark.parts]
+
+WANTED = {
+    "backends engines": {"embedded.gen_tokens_per_s"},
+    "backends runs": {"embedded+embedded.gen_tokens_per_s", "embedded+embedded.peak_extra_buckets"},
+    "chaos chains": {"kills", "lost", "twice", "too_old", "not_bitwise", "left_over", "unnamed", "late"},
+    "chaos start": {"runs", "unnamed", "left_over", "max_s"},
+    "distqueue transfer": {
+        "long.put_s",
+        "long.ray_put_s",
+        "long.copy_s",
+        "short.sent_over_payload",
+        "starved.alone_ms",
+    },
+    "distqueue processes": {"actor.cpu_s", "shard.rss_mb", "idle.private_mb"},
+    "drafts server": {"insert_us", "draft_us", "bytes_per_token"},
+    "drafts text": {"none.tokens_per_forward", "probe.tokens_per_forward", "both_tree.hit_rate"},
+    "drafts engines": {
+        "siblings_1.tokens_per_forward",
+        "both_4_exchange.bytes_per_token",
+        "history_2_exchange.store_us",
+    },
+    "drafts real": {"1.ratio", "2.accepted", "2.window_ratio"},
+    "drafts small": {"8.ratio", "64_unlike.epoch_3"},
+    "drafts paced": {"steps"},
+    "engine": {"qwen3_moe.equal.ratio_to_hf", "qwen3_moe.ragged.floor_tokens_per_s"},
+    "growth controller": {"staleness 0, 16.us_a_group", "staleness 1, 64.queue_calls"},
+    "growth queue": {"1,000 held.put_samples_per_s", "5,000 held.bytes_per_sample"},
+    "growth decode": {"us.1", "us_at_64", "us_a_sequence"},
+    "growth calls": {"2 cards.calls", "8 prompts.polled", "growth_with_prompts"},
+    "growth memory": {"folder_bytes_a_step"},
+    "kv_pool": {"pull_ms", "prefill_over_remote_pull", "floor_wire_ms"},
+    "learning staleness": {"0.final", "1.difference"},
+    "learning quickstart": {"colocated.mean_end", "colocated 0.command_s"},
+    "offload": {"floor.seconds", "offload.ratio", "stream.gb_per_s"},
+    "report_page": {"page_mb", "write_cpu_s", "parse_cpu_s"},
+    "rollout paced": {"spread.history.ratio_to_oracle", "spread.oracle.tail_s"},
+    "rollout orders": {"even, 1% runaways, epoch 2.history.ratio_to_oracle"},
+    "rollout replay": {"moonlight.full.ratio", "moonlight.seer.published", "moonlight.perfect_balance"},
+    "rollout rhyme": {"full_s2.ratio", "two_tier.deviation", "full_over_histospec"},
+    "stalesync": {"fusion_gain", "total_gain", "colocated_s0.ratio_to_bound", "hybrid_s1.stale_beyond_bound"},
+    "switch": {"TP2PP2->EP4.ratio_to_floor", "EP4->TP2PP2.extra_buckets"},
+    "trl": {"rlfusion_step_s"},
+}
+"""Figures that docs/figures.md states, by benchmark and part"""
+
+
+def test_every_part_has_figures_that_are_looked_for():
+    assert {f"{name} {part}".strip() for name, part in PARTS} == WANTED.keys()
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize(("name", "part"), PARTS, ids=lambda one: one or "all")
+def test_a_benchmark_runs_at_toy_size(name, part, tmp_path):
+    only = ["--only", part] if part else []
+    command = [sys.executable, f"benchmarks/{name}.py", "--smoke", "--json", str(tmp_path / "figures.json"), *only]
+    done = machine.run(command, 120, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    if part in ("chains", "start") and "no namespace" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    result = json.loads((tmp_path / "figures.json").read_text())
+    assert result["smoke"] and result["machine"]["commit"]
+    figures = dict(leaves(result["figures"][part] if part else result["figures"]))
+    assert WANTED[f"{name} {part}".strip()] <= figures.keys(), sorted(figures)
+    assert all(isinstance(figures[path], (int, float)) for path in WANTED[f"{name} {part}".strip()])
