@@ -97,7 +97,7 @@ def group_of(ranks: Sequence[int], rank: int, backend: str | None = None) -> dis
 
 
 def _replicas(spec: WorkerSpec, rank: int) -> dist.ProcessGroup | None:
-    """Groups all TP ranks of all stages with the same DP coordinate, the first rank of the first stage in front."""
+    """Group all TP ranks of all stages with the same DP coordinate, the first rank of the first stage in front."""
     members: dict[int, list[int]] = {}
     for place, card in enumerate(spec.deployment.train):
         members.setdefault(spec.train.coordinate("dp", place), []).append(card)

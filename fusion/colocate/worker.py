@@ -355,5 +355,5 @@ class Worker(LoadedWorker):
 
 
 def _first_of_replica(mesh: Mesh) -> bool:
-    """Whether this rank reports for all that compute the same samples."""
+    """Return whether this rank reports for all that compute the same samples."""
     return mesh.tp_rank == 0 and mesh.first_stage

@@ -51,7 +51,7 @@ def machine() -> tuple[str, ...]:
 
 
 def is_trusted(connection: socket.socket) -> bool:
-    """Whether the process at the other end of a Unix socket belongs to this user or to root."""
+    """Return whether the process at the other end of a Unix socket belongs to this user or to root."""
     size = _CREDENTIALS.size
     _, user, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return user in (0, os.geteuid())

@@ -269,7 +269,7 @@ class ModelConfig:
 
 
 def _holds_layer(folder: Path, index: int, key: str) -> bool:
-    """Whether a folder holds tensors of layer ``index``, or no weights at all, so that its config is all there is."""
+    """Return whether a folder holds tensors of layer ``index``, or no weights at all: its config is all there is."""
     names = tensor_names(folder, key)
     return names is None or any(name.startswith(f"model.layers.{index}.") for name in names)
 

@@ -113,7 +113,7 @@ def _check_scales(stored: Mapping[str, StoredTensor], name: str, shape: tuple[in
 
 
 def _equal(name: str, other: str, stored: Mapping[str, StoredTensor]) -> bool:
-    """Whether two stored matrices of the same type and shape hold the same elements. Reads `CHUNK_ROWS` at a time."""
+    """Return whether two stored matrices are equal, also in type and shape. Reads `CHUNK_ROWS` at a time."""
     import torch
     from safetensors import safe_open
 

@@ -81,7 +81,7 @@ class Fields:
         return self._number(name, int, default, zero=True)
 
     def has(self, name: str) -> bool:
-        """Whether the file states the field, be it as null."""
+        """Return whether the file states the field, be it as null."""
         return name in self._values
 
     def positive(self, name: str, default: float | None = None) -> float:
@@ -180,5 +180,5 @@ class Fields:
 
 
 def is_token(value: Any) -> bool:
-    """Whether ``value`` is a token id."""
+    """Return whether ``value`` is a token id."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -36,5 +36,5 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether a folder holds the tokens of a tokenizer."""
+    """Return whether a folder holds the tokens of a tokenizer."""
     return any(path.is_file() for pattern in VOCABULARIES for path in folder.glob(pattern))

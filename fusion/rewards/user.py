@@ -103,8 +103,8 @@ def _fit_arguments(function: RewardFunction, path: str) -> LoadedReward:
 
 
 def _is_called_by_name(signature: inspect.Signature, places: Mapping[str, int]) -> bool:
-    """Whether the arguments are given by name: the first three cannot be given by position, or one of them has the name
-    of another place, or of a column that verl passes."""
+    """Return whether the arguments are given by name: the first three cannot be given by position, or one of them has
+    the name of another place, or of a column that verl passes."""
     try:
         signature.bind_partial("", "", "")
     except TypeError:

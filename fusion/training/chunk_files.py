@@ -66,7 +66,7 @@ def write_chunks(path: Path, chunks: Sequence[Chunk]) -> FileRecord:
 
 
 def table_of(rank: int, chunks: Iterable[Chunk]) -> Table:
-    """Describes the chunks of one rank's file."""
+    """Describe the chunks of one rank's file."""
     table: Table = {}
     for chunk in chunks:
         entry = {"dtype": _dtype_name(chunk.tensor.dtype), "shape": list(chunk.shape), "chunks": []}

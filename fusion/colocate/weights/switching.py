@@ -198,7 +198,7 @@ class PhaseSwitcher:
             self._release_kv()
 
     def _has_room(self) -> bool:
-        """Whether the weights can be resharded while the optimizer is still being offloaded."""
+        """Return whether the weights can be resharded while the optimizer is still being offloaded."""
         plan = self._planned.to_infer
         return self.device.memory().free >= plan.peak_bytes(self.rank) - plan.source.nbytes(self.rank)
 

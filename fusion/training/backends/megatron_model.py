@@ -98,8 +98,8 @@ class MegatronModel:
                     module._parameters[name] = stored
 
     def _computes_with(self, param: LocalParam) -> bool:
-        """Whether this rank's layers have a parameter: neither a predictor of further tokens, nor the correction bias
-        of another stage's router."""
+        """Return whether this rank's layers have a parameter: neither a predictor of further tokens, nor the correction
+        bias of another stage's router."""
         if param.storage == "card":
             return param.layer in self.mesh.parallel.layers(self.config.num_layers, self.mesh.pp_rank)
         return param.storage == "unit"
