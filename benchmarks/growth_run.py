@@ -91,7 +91,11 @@ def memory(args: Namespace) -> Figures:
         f"idle {n}": s for n, s in floor.items() if n.split()[0] in ("gcs", "raylet")
     }
     figures: Figures = {
-        name: {"before_mb": before / 1e6, "after_mb": after / 1e6, "growth": after / before - 1}
+        name: {
+            "before_mb": before / 1e6,
+            "after_mb": after / 1e6,
+            "floor" if name.startswith("idle ") else "growth": after / before - 1,
+        }
         for name, (before, after) in sizes.items()
     }
     written = records[-1]["folder"] - records[first - 1]["folder"]
