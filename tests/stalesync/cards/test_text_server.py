@@ -27,16 +27,16 @@ def servers_below(pid):
     return [below for below, command in descendants(pid).items() if "ray::TextServer" in command]
 
 
-@pytest.mark.parametrize("beside", ["none", pytest.param("alone", marks=pytest.mark.extended)])
-def test_two_engines_sample_the_same_with_the_text_of_each_other(overlapped, base, tmp_path):
+@pytest.mark.parametrize("other", ["none", pytest.param("alone", marks=pytest.mark.extended)])
+def test_two_engines_sample_the_same_with_the_text_of_each_other(other, base, tmp_path):
     """As without drafts, and as with drafts from each engine's own text."""
     found = {}
     options = {"none": [], "alone": [*DRAFTS, "rollout.draft_exchange=false"], "exchange": DRAFTS}
-    for name in (overlapped, "exchange"):
+    for name in (other, "exchange"):
         done = train(base, tmp_path, f"run.name={name}", "run.steps=3", *TWO, *options[name])
         assert done.returncode == 0, done.stdout + done.stderr
         found[name] = samples_of(tmp_path / name), rows_of(tmp_path / name)
-    (samples, rows), (others_samples, others_rows) = found["exchange"], found[overlapped]
+    (samples, rows), (others_samples, others_rows) = found["exchange"], found[other]
     assert samples == others_samples
     for figure in ("actor/pg_loss", "actor/grad_norm"):
         assert [row[figure] for row in rows] == [row[figure] for row in others_rows], figure
