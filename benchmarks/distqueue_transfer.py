@@ -3,7 +3,6 @@ measure the queue's own processes."""
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
 import logging
 import os
@@ -11,6 +10,7 @@ import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -22,8 +22,7 @@ from xxhash import xxh3_64_intdigest
 
 from benchmarks.harness import Figures, in_turns, medians, progress, timed
 from benchmarks.runs import temporary_folder
-from distqueue import DistQueue, PackedBatch
-from distqueue.actor_calls import run
+from distqueue import DistQueue, GetRequest, PackedBatch
 from distqueue.payload import gather, segment_file
 
 COLUMNS = {
@@ -225,23 +224,24 @@ def measure_starved(queue: DistQueue, *, trips: int, readers: int, rounds: int =
         seconds = [timed(partial(trip, i)) for i in range(trips + trips // 10)]
         return statistics.median(seconds[trips // 10 :]) * 1e3
 
-    async def until_blocked(count: int) -> None:
-        while (await asyncio.to_thread(queue.stats))["distqueue/train/waiters"] != count:
-            await asyncio.sleep(0.05)
+    def until_blocked(count: int) -> None:
+        while queue.stats()["distqueue/train/waiters"] != count:
+            time.sleep(0.05)
 
-    async def beside(name: str) -> float:
-        waiting = [asyncio.create_task(queue.get_async("train", ["never"], 1)) for _ in range(readers)]
-        await until_blocked(readers)
-        milliseconds = await asyncio.to_thread(round_trips, name)
-        for task in waiting:
-            task.cancel()
-        await asyncio.wait(waiting)
-        await until_blocked(0)
+    def beside(name: str) -> float:
+        left: Future[None] = Future()
+        with ThreadPoolExecutor(readers) as pool:
+            for _ in range(readers):
+                pool.submit(queue.fetch, GetRequest("train", ["never"], count=1), left)
+            until_blocked(readers)
+            milliseconds = round_trips(name)
+            left.set_result(None)
+        until_blocked(0)
         return milliseconds
 
     sides = {
         "alone": lambda round: round_trips(f"alone-{round}"),
-        "beside": lambda round: asyncio.run(beside(f"beside-{round}")),
+        "beside": lambda round: beside(f"beside-{round}"),
     }
     return medians(in_turns(sides, rounds, warm_ups=0), "_ms") | {"readers": readers}
 
@@ -262,7 +262,7 @@ def processes(args: Namespace) -> Figures:
 
 def _queue() -> dict[str, Figures]:
     queue = DistQueue.create(["train"])
-    ((_, shard),) = run(queue._call("where")).values()
+    ((_, shard),) = queue._call("where").values()
     actors = {"actor": queue._actor, "shard": shard}
     started = {name: _usage(actor)["cpu_s"] for name, actor in actors.items()}
     for round in range(BATCHES):

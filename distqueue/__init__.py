@@ -16,7 +16,7 @@
     packed.py, column.py       PackedBatch of Columns: one buffer and one offsets table each, samples are views
     layout.py                  what the actor and the shards, which do not load torch, know of a column: its layout
     grants.py                  the files that a client was granted for its next puts
-    actor_calls.py             a client's operation as a series of actor calls, for threads and coroutines alike
+    actor_calls.py             calls of actors, repeated while one is restarting
     hierarchy/                 one read for the ranks that need the same samples, then a broadcast among them
     messages.py                metadata as bare bytes: no pickle, no padding
     checkpoint.py              the queue as of one instant, in a folder from which another queue resumes

@@ -1,9 +1,9 @@
 from .client import DistQueue as DistQueue
 from .column import Column as Column
 from .config import QueueOptions as QueueOptions
-from .core import QueueClosed as QueueClosed
-from .core import QueueDrained as QueueDrained
 from .errors import LostSample as LostSample
+from .errors import QueueClosed as QueueClosed
+from .errors import QueueDrained as QueueDrained
 from .errors import SamplesLost as SamplesLost
 from .errors import StorageFull as StorageFull
 from .interface import SampleQueue as SampleQueue

@@ -25,11 +25,11 @@ import ray
 from distqueue import checkpoint
 from distqueue.actor_calls import GONE
 from distqueue.config import QueueOptions
-from distqueue.core import JournalFull, QueueClosed, QueueCore, Share
-from distqueue.errors import Damage, LostSample, StorageFull
+from distqueue.core import QueueCore, Share
+from distqueue.errors import JournalFull, QueueClosed, StorageFull
 from distqueue.fleet import Fleet
 from distqueue.journal import Journal
-from distqueue.messages import File, Put, pack, smallest
+from distqueue.messages import File, Put
 from distqueue.samples import SampleTable, Selection
 from distqueue.segments import Segment
 
@@ -82,7 +82,7 @@ class QueueActor:
 
     async def _start(self) -> None:
         self.core, recovered = self._make_core(self.tasks)
-        self.fleet = Fleet(self.core, self.options, self.epoch)
+        self.fleet = Fleet(self.core, self.options, epoch=self.epoch, queue=self.name, settle=self._settle)
         await self._start_shards()
         if recovered:
             await self.fleet.adopt()
@@ -149,31 +149,10 @@ class QueueActor:
         else:
             await self.fleet.end()
 
-    # ---- shards
-
-    async def add_shard(self, node: str) -> str:
+    async def ask_fleet(self, method: str, *args: Any) -> Any:
+        """Call a method of the fleet: add, remove, find_dead, find_lost or find_damaged."""
         async with self._call():
-            return await self.fleet.add(node)
-
-    async def remove_shard(self, node: str) -> None:
-        async with self._call():
-            await self.fleet.remove(node, self._settle)
-
-    async def shard_lost(self, name: str) -> None:
-        async with self._call():
-            await self.fleet.find_dead(name)
-
-    async def find_lost(self, numbers: Sequence[int]) -> None:
-        async with self._call():
-            await self.fleet.find_lost(numbers)
-
-    async def find_damaged(self, number: int) -> list[Damage]:
-        async with self._call():
-            return await self.fleet.find_damaged(number, self.name)
-
-    async def lost(self, first: int) -> list[LostSample]:
-        async with self._call():
-            return self.core.lost[first:]
+            return await getattr(self.fleet, method)(*args)
 
     # ---- checkpoints
 
@@ -243,10 +222,6 @@ class QueueActor:
             granted = self.core.grant(node, nbytes + nbytes // 4, now_s)
             return late, None if granted is None else self._file(granted)
 
-    async def cancel(self, number: int) -> None:
-        async with self._call():
-            self.core.cancel(number, time.time())
-
     async def get(self, *, selection: Selection, share: Share | None, wait_s: float, turn: Turn | None) -> bytes | Turn:
         """Return a Delivery, or a Turn after `wait_s` (at most TURN_S). `turn`: the one that came before."""
         async with self._call():
@@ -271,29 +246,15 @@ class QueueActor:
         async with self._call():
             return self.core.locate(ids, columns, lengths=lengths, skip_ended=skip_ended).to_bytes()
 
-    async def lengths(self, ids: Sequence[str], columns: Sequence[str]) -> bytes:
-        """Return the array `lengths` (columns, B): see `SampleQueue.lengths`."""
+    async def look(self, method: str, *args: Any) -> Any:
+        """Call a method of the core that changes nothing: lengths, holding or lost_since."""
         async with self._call():
-            return pack({}, {"lengths": smallest(self.core.lengths(ids, columns))})
-
-    async def holding(self, column: str) -> list[str]:
-        async with self._call():
-            return self.core.holding(column)
+            return getattr(self.core, method)(*args)
 
     async def change(self, method: str, *args: Any) -> Any:
-        """Apply a change of state without a payload: claim, ack, drop, renew, give_back or seal of the core."""
+        """Call a method of the core that depends on the time and has no payload: claim, ack, stats, seal, …"""
         async with self._call():
             return getattr(self.core, method)(*args, time.time())
-
-    async def stats(self) -> dict[str, float]:
-        async with self._call():
-            return self.core.stats(time.time())
-
-    async def ack_with_stats(self, task: str, ids: Sequence[str]) -> dict[str, float]:
-        async with self._call():
-            now_s = time.time()
-            self.core.ack(task, ids, now_s)
-            return self.core.stats(now_s)
 
     async def state(self) -> str:
         async with self._call():

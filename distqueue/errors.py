@@ -1,4 +1,4 @@
-"""Errors of stored samples: payload that is damaged or lost, and storage that is full."""
+"""Errors of a queue: its end, payload that is damaged or lost, and storage that is full."""
 
 from __future__ import annotations
 
@@ -61,6 +61,18 @@ class NoRoomForRows(LookupError):
 
 class StorageFull(RuntimeError):
     """There is no space for a file of the queue; the message names the file, the bytes, and what to change."""
+
+
+class QueueClosed(RuntimeError):
+    """The queue was closed, or a process that held it has died for good."""
+
+
+class JournalFull(QueueClosed, StorageFull):
+    """The queue was closed, as there was no space for its journal."""
+
+
+class QueueDrained(QueueClosed):
+    """The queue is sealed and this task has received everything."""
 
 
 @contextmanager

@@ -48,10 +48,13 @@ class Copy(NamedTuple):
 
 
 class Fleet:
-    """Runs in the queue's actor. `epoch` is part of the names of folders and files, and differs between restarts."""
+    """Runs in the queue's actor. `epoch` is part of the names of folders and files, and differs between restarts;
+    `queue` is the queue's name, for messages; `settle` makes changes durable."""
 
-    def __init__(self, core: QueueCore, options: QueueOptions, epoch: str) -> None:
-        self.core, self.options, self.epoch = core, options, epoch
+    def __init__(
+        self, core: QueueCore, options: QueueOptions, *, epoch: str, queue: str, settle: Callable[[], Awaitable[None]]
+    ) -> None:
+        self.core, self.options, self.epoch, self._queue, self._settle = core, options, epoch, queue, settle
         self.shards: dict[str, ShardHandle] = {}
 
     async def add(self, node: str) -> str:
@@ -152,8 +155,8 @@ class Fleet:
         segment = self.core.ledger.segments[number]
         return segment.shard, segment.path
 
-    async def remove(self, node: str, settle: Callable[[], Awaitable[None]]) -> None:
-        """Drain a node's shard to the others and end it. `settle` makes each move durable."""
+    async def remove(self, node: str) -> None:
+        """Drain a node's shard to the others and end it."""
         ledger = self.core.ledger
         names = [name for name, handle in self.shards.items() if handle.node == node]
         if not names:
@@ -167,7 +170,7 @@ class Fleet:
         for name in names:
             while self.core.writers.revoke(name):
                 pass
-            await self._drain(name, settle)
+            await self._drain(name)
             ledger.remove_shard(name)
             shard = self.shards.pop(name).actor
             await shard.end.remote()
@@ -204,9 +207,9 @@ class Fleet:
             lost = self.core.lose([number], "not found", time.time())
             log.error("%s is missing or was overwritten; %d samples are lost", segment.path, len(lost))
 
-    async def find_damaged(self, number: int, queue: str) -> list[Damage]:
+    async def find_damaged(self, number: int) -> list[Damage]:
         """Verify a segment in which a client found damage: samples whose bytes differ from their checksums end as lost.
-        Returns what is damaged. `queue`: its name, for messages."""
+        Returns what is damaged."""
         segment = self.core.ledger.segments.get(number)
         handle = None if segment is None else self.shards.get(segment.shard)
         if segment is None or handle is None:
@@ -219,7 +222,7 @@ class Fleet:
         for column, first, last in rows:
             ids = self.core.table.at(number, first, last if column else None)
             if ids:
-                found.append(Damage(queue, ids, column, path))
+                found.append(Damage(self._queue, ids, column, path))
         for one in found:
             log.error("%s; these samples end as %s%s", one, LOST, DAMAGED)
         self.core.lose_samples(list(dict.fromkeys(id for one in found for id in one.ids)), DAMAGED, time.time())
@@ -266,7 +269,7 @@ class Fleet:
         """End all shards and remove their folders."""
         await asyncio.gather(*(shard.actor.end.remote() for shard in self.shards.values()), return_exceptions=True)
 
-    async def _drain(self, name: str, settle: Callable[[], Awaitable[None]]) -> None:
+    async def _drain(self, name: str) -> None:
         """Move every segment off a leaving shard, once the writers that hold reservations there have finished."""
         ledger = self.core.ledger
         while segments := ledger.of_shard(name):
@@ -277,7 +280,7 @@ class Fleet:
             for segment in live:
                 if segment.number in ledger.segments:
                     await self._move(segment)
-                    await settle()
+                    await self._settle()
 
     async def _move(self, segment: Segment) -> None:
         target = self.core.ledger.shard_for("")

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from distqueue.core.errors import QueueClosed
+from distqueue.errors import QueueClosed
 from distqueue.journal import is_journal, read_folder
 
 LOOPBACK = "127.0.0.1"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any, Concatenate, ParamSpec
 
 from distqueue.core.queue import QueueCore
@@ -50,13 +51,12 @@ class SampleQueue(ABC):
         TimeoutError names the missing columns and the number of samples that lack them. QueueDrained: the queue is
         sealed and the task has received everything. ValueError: a request that this queue can never serve.
         """
-        return self._get(request)
+        return self.fetch(request)
 
-    @takes(GetRequest)
-    async def get_async(self, request: GetRequest) -> PackedBatch:
-        """`get` for a coroutine. A get that is cancelled takes nothing; what a `DistQueue` had just handed out to it
-        returns when its lease expires, at the latest."""
-        return await self._get_async(request)
+    @abstractmethod
+    def fetch(self, request: GetRequest, left: Future[None] | None = None) -> PackedBatch:
+        """Serve a `get`. CancelledError, with nothing taken: `left` was done first; what a `DistQueue` had just handed
+        out returns when its lease expires, at the latest."""
 
     @abstractmethod
     def read(self, ids: Sequence[str], columns: Sequence[str]) -> PackedBatch:
@@ -124,12 +124,6 @@ class SampleQueue(ABC):
 
     @abstractmethod
     def _put(self, batch: PackedBatch) -> tuple[str, ...]: ...
-
-    @abstractmethod
-    def _get(self, request: GetRequest) -> PackedBatch: ...
-
-    @abstractmethod
-    async def _get_async(self, request: GetRequest) -> PackedBatch: ...
 
     @abstractmethod
     def _change(self, change: Change[...], *args: Any) -> None:

@@ -6,7 +6,6 @@ waiter sleeps until it is answered or reaches its deadline; a timer runs only wh
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
@@ -22,9 +21,9 @@ from distqueue.interface import Change, SampleQueue
 from distqueue.messages import Delivery, Put
 from distqueue.packed import PackedBatch
 from distqueue.payload.buffers import BufferPool
-from distqueue.payload.columns import gather_columns, stretches_of
+from distqueue.payload.columns import gather_columns, packed, stretches_of
 from distqueue.payload.segment_file import Stretch
-from distqueue.request import GetRequest
+from distqueue.request import GetRequest, await_first
 from distqueue.samples import SampleTable
 from distqueue.segments import Segment, Shard
 
@@ -95,7 +94,15 @@ class LocalQueue(SampleQueue):
 
     def lost(self, first: int = 0) -> list[LostSample]:
         with self._lock:
-            return self._core.lost[first:]
+            return self._core.lost_since(first)
+
+    def fetch(self, request: GetRequest, left: futures.Future[None] | None = None) -> PackedBatch:
+        with self._waiting(request) as answer:
+            await_first(answer, left, request.timeout_s)
+            with self._lock:
+                if not answer.done():
+                    raise TimeoutError(self._core.explain(request))
+            return self._gather(answer.result())
 
     def stats(self) -> dict[str, float]:
         with self._lock:
@@ -129,18 +136,6 @@ class LocalQueue(SampleQueue):
                     self._payloads.pop(segment.path, None)
                 finally:
                     self._follow_up()
-
-    def _get(self, request: GetRequest) -> PackedBatch:
-        with self._waiting(request) as answer:
-            futures.wait([answer], request.timeout_s)
-            return self._gather(self._answered(answer, request))
-
-    async def _get_async(self, request: GetRequest) -> PackedBatch:
-        with self._waiting(request) as answer:
-            awaitable = asyncio.wrap_future(answer)
-            awaitable.add_done_callback(_retrieve_exception)
-            await asyncio.wait([awaitable], timeout=request.timeout_s)
-            return self._gather(self._answered(answer, request))
 
     def _change(self, change: Change[...], *args: Any) -> None:
         with self._lock:
@@ -207,32 +202,13 @@ class LocalQueue(SampleQueue):
             with self._lock:
                 self._core.readers.leave(waiter)
 
-    def _answered(self, answer: futures.Future[Located], request: GetRequest) -> Located:
-        with self._lock:
-            if not answer.done():
-                raise TimeoutError(self._core.explain(request))
-        return answer.result()
-
     def _locate(self, delivery: Delivery) -> Located:
         """Hold references to the payload, so that it outlives samples that end while this reader copies them."""
         return delivery, [self._payloads[place.path] for place in delivery.places]
 
     def _gather(self, located: Located) -> PackedBatch:
         delivery, sources = located
-        return PackedBatch(
-            ids=delivery.ids,
-            columns=gather_columns(delivery.parts, sources, self._buffers),
-            groups=delivery.groups,
-            versions=delivery.versions,
-            too_old=delivery.too_old,
-            lengths={name: lengths_B.tolist() for name, lengths_B in delivery.lengths.items()},
-        )
-
-
-def _retrieve_exception(answered: asyncio.Future[Any]) -> None:
-    """Mark the exception as retrieved, or asyncio would log that it never was: `_answered` reads the original."""
-    if not answered.cancelled():
-        answered.exception()
+        return packed(delivery, gather_columns(delivery.parts, sources, self._buffers))
 
 
 def _resolve(future: futures.Future[Any], then: Callable[[Any], Any] = lambda value: value) -> Callable[[Any], None]:

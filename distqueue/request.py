@@ -1,6 +1,6 @@
 """The arguments of `get`, stated once: `GetRequest` holds them with their defaults, documentation and validation.
 
-Every `get` (of `DistQueue`, `LocalQueue` and `hierarchy.GroupReader`, waiting or async), `stream` and `QueueDataset`
+Every `get` (of `DistQueue`, `LocalQueue` and `hierarchy.GroupReader`), `stream` and `QueueDataset`
 takes these arguments; `takes` gives a method the parameters of `GetRequest` and passes it the validated request.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from dataclasses import dataclass, fields
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -47,6 +48,13 @@ class GetRequest(Selection):
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for another `get`."""
         return dict(vars(self))
+
+
+def await_first(answer: Future[Any], left: Future[None] | None, timeout_s: float | None = None) -> None:
+    """Wait for the answer to a request. CancelledError: `left` was done first."""
+    wait([answer] if left is None else [answer, left], timeout_s, return_when=FIRST_COMPLETED)
+    if left is not None and left.done() and not answer.done():
+        raise CancelledError
 
 
 def takes(

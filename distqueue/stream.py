@@ -10,17 +10,16 @@ process that dies returns when the leases expire. So a lease must outlast `ahead
 
 from __future__ import annotations
 
-import asyncio
 import threading
-from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import suppress
+from queue import SimpleQueue
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from distqueue.core import QueueClosed, QueueDrained
+from distqueue.errors import QueueClosed, QueueDrained
 from distqueue.interface import SampleQueue
 from distqueue.packed import PackedBatch
 from distqueue.request import GetRequest
@@ -75,60 +74,41 @@ class QueueDataset(IterableDataset):
 
 
 def _batches(queue: SampleQueue, request: GetRequest, ahead: int) -> Generator[PackedBatch, None, None]:
-    fetched: deque[Future[PackedBatch]] = deque()
+    fetched: SimpleQueue[PackedBatch | Exception] = SimpleQueue()
     held: list[PackedBatch] = []
     """Leased and not acknowledged"""
+    wanted, left = threading.Semaphore(max(1, ahead)), Future[None]()
 
-    async def fetch() -> PackedBatch:
-        batch = await queue.get_async(**request.arguments())
-        held.append(batch)
-        return batch
+    def fetch() -> None:
+        while wanted.acquire() and not left.done():
+            try:
+                batch = queue.fetch(request, left)
+            except Exception as error:
+                fetched.put(error)
+                return
+            held.append(batch)
+            fetched.put(batch)
 
+    fetcher = threading.Thread(target=fetch, name="stream", daemon=True)
+    fetcher.start()
     try:
-        with _event_loop() as loop:
-            while True:
-                while len(fetched) < max(1, ahead):
-                    fetched.append(asyncio.run_coroutine_threadsafe(fetch(), loop))
-                try:
-                    current = fetched.popleft().result()
-                except QueueDrained:
-                    return
-                if ahead:
-                    fetched.append(asyncio.run_coroutine_threadsafe(fetch(), loop))
-                yield current
-                queue.ack(request.task, current.ids)
-                held.remove(current)
+        while True:
+            current = fetched.get()
+            if isinstance(current, QueueDrained):
+                return
+            if isinstance(current, Exception):
+                raise current
+            if ahead:
+                wanted.release()
+            yield current
+            queue.ack(request.task, current.ids)
+            held.remove(current)
+            if not ahead:
+                wanted.release()
     finally:
-        _give_back(queue, request.task, held)
-
-
-def _give_back(queue: SampleQueue, task: str, held: list[PackedBatch]) -> None:
-    try:
-        for batch in held:
-            queue.give_back(task, batch.ids)
-    except QueueClosed:  # its leases have ended with it
-        pass
-
-
-@contextmanager
-def _event_loop() -> Iterator[asyncio.AbstractEventLoop]:
-    """Run an event loop in a separate thread; on exit, cancel its waiting tasks."""
-    loop = asyncio.new_event_loop()
-    thread = threading.Thread(target=loop.run_forever, name="stream", daemon=True)
-    thread.start()
-    try:
-        yield loop
-    finally:
-        asyncio.run_coroutine_threadsafe(_cancel_others(), loop).result(timeout=10)
-        loop.call_soon_threadsafe(loop.stop)
-        thread.join()
-        loop.close()
-
-
-async def _cancel_others() -> None:
-    """Cancel all other tasks of this loop and wait until they have ended."""
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    if others:
-        await asyncio.wait(others, timeout=5)
+        left.set_result(None)
+        wanted.release()
+        fetcher.join()
+        with suppress(QueueClosed):  # its leases have ended with it
+            for batch in held:
+                queue.give_back(request.task, batch.ids)

@@ -9,6 +9,7 @@ No process, no payload, no clock: `LocalQueue` and the queue's actor drive the s
     recovery.py    snapshots, journal events, and the core rebuilt from them
 """
 
-import lazy_loader
+from distqueue.core.queue import QueueCore
+from distqueue.core.readers import Share
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = ["QueueCore", "Share"]

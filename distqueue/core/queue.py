@@ -17,10 +17,9 @@ import numpy as np
 from distqueue.config import LEASE_S
 from distqueue.core import recovery, report
 from distqueue.core.delivery import deliver
-from distqueue.core.errors import QueueClosed
 from distqueue.core.readers import Readers, Share, Waiter
 from distqueue.core.writers import Writer, Writers
-from distqueue.errors import LOST, LostSample
+from distqueue.errors import LOST, LostSample, QueueClosed
 from distqueue.layout import Layout
 from distqueue.messages import Delivery, Put, names_to_array, pack
 from distqueue.samples import Ended, SampleTable, Selection, Taken
@@ -202,6 +201,11 @@ class QueueCore:
         self._record("ack", {"task": task, "count": len(ids)}, ids)
         self.end(ended, now_s)
 
+    def ack_with_stats(self, task: str, ids: Sequence[str], now_s: float) -> dict[str, float]:
+        """`ack`, then `stats`."""
+        self.ack(task, ids, now_s)
+        return self.stats(now_s)
+
     def drop(self, ids: Sequence[str], reason: str, now_s: float) -> None:
         self._check_open()
         ended = self.table.drop(ids, reason)
@@ -221,6 +225,11 @@ class QueueCore:
         self._check_open()
         self._record("lost", {"reason": reason, "count": len(ids)}, ids)
         return self.apply_lose_samples(ids, reason, now_s)
+
+    def lost_since(self, first: int) -> list[LostSample]:
+        """Return the samples whose payload is gone, in the order in which they ended, from number `first` on."""
+        self._check_open()
+        return self.lost[first:]
 
     def claim(self, task: str, ids: Sequence[str], now_s: float) -> None:
         """Lease named samples to a task, with any columns. ValueError: see `SampleTable.claim`."""

@@ -18,7 +18,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 import numpy as np
 
 from distqueue.balance import split_by_tokens
-from distqueue.core.errors import QueueDrained
+from distqueue.errors import QueueDrained
 from distqueue.messages import Delivery
 from distqueue.samples import SampleTable, Selection, Taken
 

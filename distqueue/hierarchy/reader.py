@@ -24,8 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from distqueue.column import Column
-from distqueue.core import JournalFull, QueueClosed, QueueDrained
-from distqueue.errors import SamplesLost
+from distqueue.errors import JournalFull, QueueClosed, QueueDrained, SamplesLost
 from distqueue.hierarchy.exchange import Exchange
 from distqueue.messages import ColumnInfo, Put, pack, spans_of, unpack
 from distqueue.packed import PackedBatch

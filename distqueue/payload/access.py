@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from distqueue.actor_calls import ActorGone, Calls
+from distqueue.actor_calls import ActorGone, call
 from distqueue.column import Column
 from distqueue.messages import Delivery, File, Part, Place
 from distqueue.payload.buffers import BufferPool
@@ -23,7 +23,7 @@ from distqueue.payload.wire import DamagedInTransit, from_wire, to_wire
 class PayloadAccess:
     """Reads and writes payload. `call(method, *args)` calls the queue's actor. Thread-safe."""
 
-    def __init__(self, call: Callable[..., Calls[Any]]) -> None:
+    def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call
         self._mapped, self._buffers = Mapped(), BufferPool()
         self._shards: dict[str, tuple[str, Any]] = {}
@@ -36,7 +36,7 @@ class PayloadAccess:
             self._node = ray.get_runtime_context().get_node_id()
         return self._node
 
-    def write(self, file: File, columns: Mapping[str, Stretch], contents: Contents) -> Calls[None]:
+    def write(self, file: File, columns: Mapping[str, Stretch], contents: Contents) -> None:
         """Write a put to a reserved or granted file; if that is durable, until it is on disk. `contents`: its columns
         laid out. SegmentGone: the shard was removed or is lost. StorageFull: there is no space for the file."""
         if file.node == self.here():
@@ -46,16 +46,12 @@ class PayloadAccess:
                 mapped.sync()
             return
         header, frames = to_wire(columns)
-        actor = yield from self._shard(file.shard)
-        try:
-            yield partial(actor.write.remote, file, header, *frames)
-        except ActorGone:
-            yield from self._lost(file.shard)
+        self._call_shard(file.shard, "write", file, header, *frames)
 
-    def gather(self, delivery: Delivery) -> Calls[dict[str, Column]]:
+    def gather(self, delivery: Delivery) -> dict[str, Column]:
         """Copy the columns of a delivery into this process's memory. SegmentGone: a segment has moved or ended.
         SegmentDamaged: a checksum differs."""
-        sources, parts = yield from self._sources(delivery)
+        sources, parts = self._sources(delivery)
         try:
             columns = gather_columns(parts, sources, self._buffers)
         except SourcesDamaged as error:
@@ -67,11 +63,11 @@ class PayloadAccess:
     def _check(self, delivery: Delivery) -> None:
         self._mapped.check(place for place in delivery.places if self._is_here(place))
 
-    def _sources(self, delivery: Delivery) -> Calls[tuple[list[dict[str, Stretch]], list[Part]]]:
+    def _sources(self, delivery: Delivery) -> tuple[list[dict[str, Stretch]], list[Part]]:
         """Map the columns of a delivery, after requesting those of other nodes, once per shard. Returns the sources and
         the delivery's parts as runs of them."""
         for place in delivery.places:
-            yield from self._shard(place.shard)
+            self._shard(place.shard)
         sources: list[dict[str, Stretch]] = [
             self._mapped.columns(place) if self._is_here(place) else {} for place in delivery.places
         ]
@@ -81,12 +77,8 @@ class PayloadAccess:
             in_shard = np.array([place.shard == shard for place in delivery.places])
             remote = [Part(part.columns, part.runs[in_shard[part.runs[:, 0]]]) for part in delivery.parts]
             remote = [part for part in remote if len(part.runs)]
-            actor = yield from self._shard(shard)
             places = [place for place, inside in zip(delivery.places, in_shard.tolist(), strict=True) if inside]
-            try:
-                answers = yield partial(actor.read.remote, places, [_renumber(part, in_shard) for part in remote])
-            except ActorGone:
-                yield from self._lost(shard)
+            answers = self._call_shard(shard, "read", places, [_renumber(part, in_shard) for part in remote])
             try:
                 by_columns = {
                     part.columns: from_wire(header, frames)
@@ -100,17 +92,21 @@ class PayloadAccess:
                     sources.append(by_columns[part.columns])
         return sources, parts
 
-    def _shard(self, name: str) -> Calls[Any]:
+    def _shard(self, name: str) -> Any:
         if name not in self._shards:
-            self._shards = yield from self._call("where")
+            self._shards = self._call("where")
         if name not in self._shards:
             raise SegmentGone(f"shard {name!r} was removed")
         return self._shards[name][1]
 
-    def _lost(self, shard: str) -> Calls[Any]:
-        self._shards = {}  # a removed shard may have been added again under its name
-        yield from self._call("shard_lost", shard)
-        raise SegmentGone(f"shard {shard!r} is lost")
+    def _call_shard(self, name: str, method: str, *args: Any) -> Any:
+        actor = self._shard(name)
+        try:
+            return call(partial(getattr(actor, method).remote, *args))
+        except ActorGone:
+            self._shards = {}  # a removed shard may have been added again under its name
+            self._call("ask_fleet", "find_dead", name)
+            raise SegmentGone(f"shard {name!r} is lost") from None
 
     def _is_here(self, place: Place) -> bool:
         return self._shards[place.shard][0] == self.here()

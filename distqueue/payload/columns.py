@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from distqueue.column import Column, torch_dtype
-from distqueue.messages import Part
+from distqueue.messages import Delivery, Part
 from distqueue.packed import PackedBatch
 from distqueue.payload.buffers import BufferPool
 from distqueue.payload.gather import gather
@@ -35,6 +35,18 @@ def gather_columns(
         num_samples = part.num_samples
         columns |= {name: _column_of(name, gathered[name], num_samples) for name in part.columns}
     return columns
+
+
+def packed(delivery: Delivery, columns: dict[str, Column]) -> PackedBatch:
+    """Return a delivery's samples with their columns."""
+    return PackedBatch(
+        ids=delivery.ids,
+        columns=columns,
+        groups=delivery.groups,
+        versions=delivery.versions,
+        too_old=delivery.too_old,
+        lengths={name: lengths_B.tolist() for name, lengths_B in delivery.lengths.items()},
+    )
 
 
 def _stretch_of(column: Column) -> Stretch:

@@ -12,6 +12,7 @@ state.py ──┴─ a row is a slot of pages.py, and each table has its fields
 types.py         Selection, Taken, Ended: what enters and leaves the table
 """
 
-import lazy_loader
+from distqueue.samples.table import SampleTable
+from distqueue.samples.types import Ended, Selection, Span, Taken
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__all__ = ["Ended", "SampleTable", "Selection", "Span", "Taken"]

@@ -12,8 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from distqueue.core.errors import JournalFull
-from distqueue.errors import StorageFull
+from distqueue.errors import JournalFull, StorageFull
 from fusion.colocate.failures import StageFailed, stage_kind
 from fusion.npu.failures import CONSEQUENCES, FailureKind, RankFailure
 from stalesync.process.hosts import Host, describe_ranks

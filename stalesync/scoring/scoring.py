@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from distqueue import PackedBatch
-from distqueue.core import QueueClosed
+from distqueue.errors import QueueClosed
 from fusion.colocate import StageReport
 from fusion.rewards import RewardOutcome
 from fusion.rollout.packing import CUT, TEXT

@@ -26,7 +26,6 @@ import ray
 import torch
 
 from distqueue import DistQueue, PackedBatch, QueueClosed, QueueDrained
-from distqueue.actor_calls import run
 from tests.machine import Deadline, patience, running, wait_for
 from tests.warm import use_ray
 
@@ -129,7 +128,7 @@ def fire(journal: Path, folder: Path, seconds: float, pause_s: tuple[float, floa
         running = {getattr(actor, job).remote(*args): (actor, job, args) for actor, job, args in jobs}
         while time.time() < until_s:
             time.sleep(rng.uniform(*pause_s))
-            shards = [actor for _, actor in run(queue._call("where")).values()]
+            shards = [actor for _, actor in queue._call("where").values()]
             everybody = [queue._actor, *shards, *writers, *(reader for _, reader in readers)]
             killed += _kill_one(rng, everybody)
             running = _go_on(running)

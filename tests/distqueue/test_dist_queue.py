@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import statistics
 import time
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import pytest
 import ray
 import torch
 
-from distqueue import DistQueue, PackedBatch, QueueClosed
+from distqueue import DistQueue, GetRequest, PackedBatch, QueueClosed
 from distqueue.grants import MAX_GRANTS
 from tests.machine import patience, wait_for
 from tests.warm import use_ray
@@ -116,16 +116,16 @@ def test_errors_and_waiting_are_those_of_the_local_queue() -> None:
     with pytest.raises(ValueError, match="task 'trian'"):
         queue.get("trian", ["tokens"], 1)
 
-    async def main() -> None:
-        cancelled = asyncio.create_task(queue.get_async("train", ["reward"], 1))
-        await asyncio.sleep(0.3)
-        cancelled.cancel()
-        await asyncio.wait([cancelled])
-        served = asyncio.create_task(queue.get_async("train", ["reward"], 1, timeout_s=patience(30)))
-        await queue.put_async(PackedBatch.from_samples(["a"], {"reward": torch.ones(1)}))
-        assert (await served).ids == ("a",)
-
-    asyncio.run(main())
+    left: Future[None] = Future()
+    with ThreadPoolExecutor() as pool:
+        leaving = pool.submit(queue.fetch, GetRequest("train", ["reward"], count=1), left)
+        wait_for(lambda: queue.stats()["distqueue/train/waiters"] == 1, 30)
+        left.set_result(None)
+        with pytest.raises(CancelledError):
+            leaving.result(timeout=patience(30))
+        served = pool.submit(queue.get, "train", ["reward"], 1, timeout_s=patience(30))
+        queue.put(PackedBatch.from_samples(["a"], {"reward": torch.ones(1)}))
+        assert served.result().ids == ("a",)
     time.sleep(0.6)
     queue.claim("train", ["a"])  # the lease ran out
     assert queue.get("train", ["tokens"], 1, timeout_s=patience(30)).ids == ("a",), "so did that of the claim"

@@ -18,7 +18,8 @@ import torch
 from distqueue import DistQueue, PackedBatch, QueueClosed, StorageFull
 from distqueue.actor import QueueActor
 from distqueue.config import QueueOptions
-from distqueue.core import JournalFull, QueueCore
+from distqueue.core import QueueCore
+from distqueue.errors import JournalFull
 from distqueue.fleet import Fleet, half_of
 from distqueue.journal import INDEX, Journal
 from distqueue.messages import File
@@ -183,7 +184,7 @@ def test_a_queue_whose_shard_has_no_space_names_it_and_leaves_nothing(small: Pat
 def test_all_clients_of_a_queue_whose_journal_has_no_space_are_told_the_file_and_the_bytes(small: Path) -> None:
     actor = QueueActor(name="", tasks=("train",), options=QueueOptions(journal=str(small / "queue")), node="here")
     actor.core = QueueCore(SampleTable(("train",), 60.0, None), max_rows=10, epoch="1")
-    actor.fleet = Fleet(actor.core, actor.options, "1")
+    actor.fleet = Fleet(actor.core, actor.options, epoch="1", queue="", settle=actor._settle)
     answers: list[object] = []
     actor.core.ask(select(1), share=None, now_s=0.0, answer=answers.append)
     actor.journal = Journal(small / "queue", actor.core.snapshot)
@@ -212,6 +213,6 @@ def test_a_shard_whose_node_has_gone_is_named_with_the_reason_of_ray() -> None:
 
     actor = QueueActor(name="", tasks=("train",), options=QueueOptions(), node="here")
     actor.core = QueueCore(SampleTable(("train",), 60.0, 1), max_rows=10, epoch="1")
-    actor.fleet = Gone(actor.core, actor.options, "1")
+    actor.fleet = Gone(actor.core, actor.options, epoch="1", queue="", settle=actor._settle)
     with pytest.raises(QueueClosed, match="any node of the cluster: .*node a has gone$"):
         asyncio.run(actor._start_on(["a"]))

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import pickle
 import statistics
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 
 import pytest
 import torch
 
-from distqueue import LocalQueue, LostSample, PackedBatch, QueueClosed, SamplesLost
+from distqueue import GetRequest, LocalQueue, LostSample, PackedBatch, QueueClosed, SamplesLost
 from tests.machine import cpu_patience, patience, wait_for, within
 
 
@@ -267,21 +266,19 @@ def test_a_starved_reader_delays_nobody_and_costs_nothing() -> None:
     assert not reader.is_alive() and within(beside_s, alone_s + 0.02)
 
 
-def test_coroutines_wait_beside_threads_and_a_cancelled_one_takes_nothing() -> None:
-    queue = LocalQueue(["train"])
-
-    async def main() -> None:
-        cancelled, served = (asyncio.create_task(queue.get_async("train", ["tokens"], n)) for n in (1, 2))
-        await asyncio.sleep(0.05)
-        assert queue.stats()["distqueue/train/waiters"] == 2
-        cancelled.cancel()
-        await asyncio.wait([cancelled])
-        await asyncio.to_thread(queue.put, batch_of("a", "b"))
-        assert (await served).ids == ("a", "b")
-        with pytest.raises(TimeoutError, match="2 leased and not acknowledged"):
-            await queue.get_async("train", ["tokens"], 1, timeout_s=0.05)
-
-    asyncio.run(main())
+def test_a_reader_that_leaves_takes_nothing() -> None:
+    queue, left = LocalQueue(["train"]), Future()
+    with ThreadPoolExecutor() as pool:
+        leaving = pool.submit(queue.fetch, GetRequest("train", ["tokens"], count=1), left)
+        served = pool.submit(queue.get, "train", ["tokens"], 2)
+        wait_for_waiters(queue, "train", 2)
+        left.set_result(None)
+        with pytest.raises(CancelledError):
+            leaving.result(timeout=patience(10))
+        queue.put(batch_of("a", "b"))
+        assert served.result(timeout=patience(10)).ids == ("a", "b")
+    with pytest.raises(TimeoutError, match="2 leased and not acknowledged"):
+        queue.get("train", ["tokens"], 1, timeout_s=0.05)
     assert queue.stats()["distqueue/train/waiters"] == 0
 
 

@@ -11,7 +11,6 @@ import ray
 import torch
 
 from distqueue import DistQueue, LostSample, PackedBatch, SamplesLost
-from distqueue.actor_calls import run
 from tests.distqueue.nodes import Nodes, batch_of, started_nodes
 from tests.machine import patience, wait_for
 
@@ -34,7 +33,7 @@ def test_shards_join_and_leave_and_rows_are_drained(nodes: Nodes) -> None:
     stranger = nodes.at(other.node_id, queue)
     ray.get(stranger.put.remote("a"))
     (home,) = [name for name, segments in held(queue).items() if segments]
-    assert run(queue._call("where"))[home][0] == nodes.head, "a node without a shard writes to another"
+    assert queue._call("where")[home][0] == nodes.head, "a node without a shard writes to another"
     name = queue.add_shard(other.node_id)
     assert queue.add_shard(other.node_id) == name, "one a node"
     ray.get(stranger.put.remote("b", "c"))
@@ -54,7 +53,7 @@ def test_rows_stay_where_they_were_written_and_are_read_from_anywhere(nodes: Nod
     other = nodes.other()
     queue = DistQueue.create(["train"])
     here, there = nodes.at(nodes.head, queue), nodes.at(other.node_id, queue)
-    shard = {name: node for name, (node, _) in run(queue._call("where")).items()}
+    shard = {name: node for name, (node, _) in queue._call("where").items()}
     ray.get([here.put.remote("a", "b", "c"), there.put.remote("d", "e")])
     found = {shard[name]: segments for name, segments in held(queue).items()}
     assert found == {nodes.head: 1, other.node_id: 1}

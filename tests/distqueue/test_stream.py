@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from distqueue import LocalQueue, PackedBatch, QueueClosed, QueueDataset, stream
+from distqueue import GetRequest, LocalQueue, PackedBatch, QueueClosed, QueueDataset, stream
 from tests.machine import patience, wait_for
 
 
@@ -102,16 +102,12 @@ class Reluctant:
         self.queue, self.over = queue, threading.Event()
         self.ack, self.give_back = queue.ack, queue.give_back
 
-    async def get_async(self, **request: Any) -> PackedBatch:
-        batch = await self.queue.get_async(**request)
+    def fetch(self, request: GetRequest, left: Future[None]) -> PackedBatch:
+        batch = self.queue.fetch(request, left)
         if batch.ids != ("s0",):
-            asyncio.get_running_loop().call_soon(self._hold)
+            self.over.set()
+            time.sleep(0.2)
         return batch
-
-    def _hold(self) -> None:
-        """Between the end of the coroutine and whoever is told of it."""
-        self.over.set()
-        time.sleep(0.2)
 
 
 def test_a_batch_that_arrives_as_the_loop_is_left_is_given_back() -> None:

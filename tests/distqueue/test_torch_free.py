@@ -11,7 +11,6 @@ import ray
 import torch
 
 from distqueue import DistQueue, PackedBatch
-from distqueue.actor_calls import run
 from tests.distqueue.faults import kill
 from tests.distqueue.nodes import Nodes, batch_of, started_nodes
 
@@ -19,7 +18,7 @@ from tests.distqueue.nodes import Nodes, batch_of, started_nodes
 def assert_without_torch(queue: DistQueue, after: str) -> None:
     """The queue's actor and each of its shards answer that they have not loaded torch, nor what loads it."""
     unwanted = {"torch", "distqueue.column", "distqueue.client", "tests.distqueue.nodes"}
-    processes = {"actor": queue._actor} | {name: actor for name, (_, actor) in run(queue._call("where")).items()}
+    processes = {"actor": queue._actor} | {name: actor for name, (_, actor) in queue._call("where").items()}
     for name, process in processes.items():
         loaded = ray.get(process.__ray_call__.remote(lambda _: sorted(unwanted & set(sys.modules))))
         assert loaded == [], f"{name}, after {after}"
@@ -70,7 +69,7 @@ def test_no_process_of_the_queue_loads_torch_whatever_it_does(nodes: Nodes, tmp_
     queue = DistQueue.create(["train"], checkpoint=str(tmp_path / "checkpoint"), **options)
     queue.put(batch_of("j"))
     assert_without_torch(queue, "a checkpoint and a put")
-    kill(queue._actor, *(actor for _, actor in run(queue._call("where")).values()))
+    kill(queue._actor, *(actor for _, actor in queue._call("where").values()))
     assert queue.read(["j"], ["tokens"])["tokens"][0].shape == (1000,)
     assert_without_torch(queue, "recovery from the journal")
     queue.close()

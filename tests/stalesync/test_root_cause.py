@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from distqueue import QueueClosed
-from distqueue.core import JournalFull
+from distqueue.errors import JournalFull
 from fusion.colocate.failures import StageFailed, ships_failures
 from fusion.colocate.phases import PhaseError
 from fusion.ep_switch import SwitchError

@@ -20,7 +20,7 @@ from stalesync.prompts import Prompt
 from stalesync.scoring.samples import Sample
 
 GROUPS, GROUP = 3, 2
-READS = ("get", "get_async", "read", "stats")
+READS = ("get", "fetch", "read", "stats")
 
 
 class Killed(Exception):
