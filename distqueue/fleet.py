@@ -220,7 +220,7 @@ class Fleet:
             return []
         found = []
         for column, first, last in rows:
-            ids = self.core.table.at(number, first, last if column else None)
+            ids = self.core.table.at([number], *((first, last) if column else ()))
             if ids:
                 found.append(Damage(self._queue, ids, column, path))
         for one in found:

@@ -7,7 +7,6 @@ changed nothing.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any
@@ -58,7 +57,7 @@ class QueueCore:
         self.lost: list[LostSample] = []
         """samples whose payload is gone, in the order in which they ended"""
         self._numbers = count()
-        self.committed: OrderedDict[tuple[int, str], tuple[str, ...]] = OrderedDict()
+        self.committed: dict[tuple[int, str], tuple[str, ...]] = {}
         """(segment, path) of the last puts: the ids that were late"""
 
     @property
@@ -168,20 +167,8 @@ class QueueCore:
             raise ValueError(f"read of {len(ids)} ids and columns={columns}: expected at least one of each")
         if skip_ended:
             ids = [id for id, live in zip(ids, self.table.are_live(ids).tolist(), strict=True) if live]
-        rows = self.table.find(ids, (*columns, *lengths))
-        if not ids:
-            return Delivery()
-        groups, versions = self.table.describe(rows)
-        return deliver(
-            self.table,
-            self.ledger,
-            ids=tuple(ids),
-            groups=groups,
-            versions=versions,
-            rows=rows,
-            columns=columns,
-            lengths=lengths,
-        )
+        taken = self.table.find(ids, (*columns, *lengths)) if ids else Taken()
+        return deliver(self.table, self.ledger, taken, columns=columns, lengths=lengths)
 
     def tick(self, now_s: float) -> float | None:
         """Expire leases and reservations, and serve those waiting. Returns when to call again; None: after a change."""
@@ -217,14 +204,13 @@ class QueueCore:
         again. Returns the samples' ids."""
         for number in numbers:
             self.cancel(number, now_s)
-        self._record("lose", {"numbers": list(numbers), "reason": reason})
-        return self.apply_lose(numbers, reason, now_s)
+        return self.lose_samples(self.table.at(numbers), reason, now_s)
 
     def lose_samples(self, ids: Sequence[str], reason: str, now_s: float) -> tuple[str, ...]:
         """End the live ones of these samples as `lost:<reason>`. Returns their ids."""
         self._check_open()
         self._record("lost", {"reason": reason, "count": len(ids)}, ids)
-        return self.apply_lose_samples(ids, reason, now_s)
+        return self.apply_lose(ids, reason, now_s)
 
     def lost_since(self, first: int) -> list[LostSample]:
         """Return the samples whose payload is gone, in the order in which they ended, from number `first` on."""
@@ -328,6 +314,7 @@ class QueueCore:
             put.ids, put.tokens, segment=number, groups=put.groups, versions=put.versions, now_s=now_s
         )
         self.ledger.commit(number)
+        path = self.ledger.segments[number].path  # the same string for all segments that this file ever holds
         for name, info in put.columns.items():
             self.layouts.setdefault(name, info.layout)
         self.late += len(late)
@@ -335,16 +322,11 @@ class QueueCore:
             self.ledger.free([number])
         self.committed[number, path] = late
         if len(self.committed) > REMEMBERED_PUTS:
-            self.committed.popitem(last=False)
+            del self.committed[next(iter(self.committed))]
         return late
 
-    def apply_lose(self, numbers: Sequence[int], reason: str, now_s: float) -> tuple[str, ...]:
-        return self._lost(self.table.lose(numbers, f"{LOST}{reason}"), reason, now_s)
-
-    def apply_lose_samples(self, ids: Sequence[str], reason: str, now_s: float) -> tuple[str, ...]:
-        return self._lost(self.table.lose_samples(ids, f"{LOST}{reason}"), reason, now_s)
-
-    def _lost(self, ended: Ended, reason: str, now_s: float) -> tuple[str, ...]:
+    def apply_lose(self, ids: Sequence[str], reason: str, now_s: float) -> tuple[str, ...]:
+        ended = self.table.lose(ids, f"{LOST}{reason}")
         self.lost += [LostSample(*one, f"{LOST}{reason}") for one in zip(ended.ids, ended.groups, strict=True)]
         self.end(ended, now_s)
         return ended.ids
@@ -356,17 +338,7 @@ class QueueCore:
             self.writers.serve(now_s)
 
     def _deliver(self, taken: Taken, selection: Selection) -> Delivery:
-        return deliver(
-            self.table,
-            self.ledger,
-            ids=taken.ids,
-            groups=taken.groups,
-            versions=taken.versions,
-            rows=taken.rows,
-            columns=selection.columns,
-            lengths=selection.lengths,
-            too_old=taken.too_old,
-        )
+        return deliver(self.table, self.ledger, taken, columns=selection.columns, lengths=selection.lengths)
 
     def _record(self, kind: str, fields: dict[str, Any], ids: Sequence[str] | None = None) -> None:
         if self.record:

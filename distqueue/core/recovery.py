@@ -84,10 +84,10 @@ def replay(core: QueueCore, kind: str, body: bytes) -> None:
             core.end(core.table.drop(array_to_names(arrays["ids"], fields["count"]), fields["reason"]), 0.0)
         case "move":
             core.ledger.moved(fields["number"], fields["shard"], fields["path"], spilled=fields["spilled"])
-        case "lose":
-            core.apply_lose(fields["numbers"], fields["reason"], 0.0)
+        case "lose":  # of an earlier version
+            core.apply_lose(core.table.at(fields["numbers"]), fields["reason"], 0.0)
         case "lost":
-            core.apply_lose_samples(array_to_names(arrays["ids"], fields["count"]), fields["reason"], 0.0)
+            core.apply_lose(array_to_names(arrays["ids"], fields["count"]), fields["reason"], 0.0)
         case "seal":
             core.writers.sealed = True
         case _:

@@ -1,38 +1,23 @@
-"""The state of a row for each task (open, leased, acknowledged), and the leases with their deadlines.
+"""The state of a row for each task (open, leased, acknowledged), and when its lease ends.
 
-    open (0) ──lease──► leased (number of its lease) ──ack──► acked (-1)
-       ▲────── expiry, release ──────┘
+    open ──lease──► leased ──ack──► acked
+      ▲─ expiry, release ─┘
 
-Invariants: `acked` is final; a lease is stored exactly while a row is held under it, so that memory follows the number
-of leased rows rather than the length of leases; a row is held under one lease per task at a time, whose number shows at
-expiry whether the row is still held under it.
+Invariants: `acked` is final; `leased` and `acked` count the live rows in these states; no lease ends before
+`next_expiry_s`, so the rows are searched for expired leases only once it has passed.
 """
 
 from __future__ import annotations
 
-import heapq
-from dataclasses import dataclass
+import math
 
 import numpy as np
 
 from distqueue.samples.pages import Pages
 
-OPEN, ACKED = 0, -1
-LAST_LEASE = (1 << 31) - 1
+OPEN, LEASED, ACKED = 0, 1, 2
 MAX_HANDED = 255
 """Deliveries of one sample are counted up to this"""
-
-
-@dataclass
-class Lease:
-    """Rows leased to a reader at one time."""
-
-    deadline_s: float
-    task: int
-    slots: np.ndarray
-    """also of rows that were acknowledged or released since"""
-    num_held: int
-    """rows still held under this lease"""
 
 
 class Claims:
@@ -40,16 +25,17 @@ class Claims:
 
     def __init__(self, pages: Pages, tasks: int, lease_s: float) -> None:
         self.lease_s = lease_s
-        self.state = [pages.field(np.int32) for _ in range(tasks)]
+        self.state = [pages.field(np.int8) for _ in range(tasks)]
         self.handed = [pages.field(np.uint8) for _ in range(tasks)]
         """deliveries of the row to the task"""
+        self._ends_s = [pages.field(np.float64) for _ in range(tasks)]
+        """when the lease of a leased row ends"""
+        self._earliest_s = math.inf
         self.redelivered = [0] * tasks
+        self.leased = [0] * tasks
+        """live rows that the task holds"""
         self.acked = [0] * tasks
         """live rows that the task has acknowledged"""
-        self._leases: dict[int, Lease] = {}
-        self._deadlines: list[tuple[float, int]] = []
-        """heap of (deadline, lease); still contains leases that hold no row any more"""
-        self._last = 0
 
     def start(self, slots: np.ndarray) -> None:
         """Open new rows for every task."""
@@ -60,7 +46,7 @@ class Claims:
         return self.state[task].values[slots] == OPEN
 
     def is_leased(self, task: int, slots: np.ndarray) -> np.ndarray:
-        return self.state[task].values[slots] > OPEN
+        return self.state[task].values[slots] == LEASED
 
     def is_acked(self, task: int, slots: np.ndarray) -> np.ndarray:
         return self.state[task].values[slots] == ACKED
@@ -68,86 +54,58 @@ class Claims:
     def all_acked(self, slots: np.ndarray) -> np.ndarray:
         return np.logical_and.reduce([state.values[slots] == ACKED for state in self.state])
 
-    def num_leased(self, task: int) -> int:
-        """Count the rows that the task holds."""
-        return sum(lease.num_held for lease in self._leases.values() if lease.task == task)
-
     def lease(self, task: int, slots: np.ndarray, now_s: float) -> None:
         """Lease open rows to a reader of the task until now_s + lease_s."""
         assert self.is_open(task, slots).all(), "leased or acknowledged already"
         handed = self.handed[task].values[slots]
         self.redelivered[task] += int(np.count_nonzero(handed))
         self.handed[task].values[slots] = handed + (handed < MAX_HANDED)
-        self._open_lease(task, slots, now_s)
+        self._set(task, slots, LEASED)
+        self.renew(task, slots, now_s)
 
     def renew(self, task: int, slots: np.ndarray, now_s: float) -> None:
         """Extend the leases of leased rows until now_s + lease_s."""
         assert self.is_leased(task, slots).all()
-        self._settle(task, slots)
-        self._open_lease(task, slots, now_s)
+        if len(slots):
+            self._ends_s[task].values[slots] = now_s + self.lease_s
+            self._earliest_s = min(self._earliest_s, now_s + self.lease_s)
 
     def release(self, task: int, slots: np.ndarray) -> None:
         """Open leased rows."""
-        self._settle(task, slots)
-        self.state[task].values[slots] = OPEN
+        self._set(task, slots, OPEN)
 
     def ack(self, task: int, slots: np.ndarray) -> None:
-        """Acknowledge rows that are not acknowledged yet, leased or not."""
-        self._settle(task, slots)
-        self.state[task].values[slots] = ACKED
-        self.acked[task] += len(slots)
+        """Acknowledge rows, leased or not."""
+        self._set(task, slots, ACKED)
 
     def end(self, slots: np.ndarray) -> None:
         """Remove rows that have ended."""
         for task in range(len(self.state)):
-            self._settle(task, slots)
-            self.acked[task] -= int(np.count_nonzero(self.is_acked(task, slots)))
-            self.state[task].values[slots] = OPEN  # or an expiring lease would still count them as held
+            self._set(task, slots, OPEN)
 
     def next_expiry_s(self) -> float | None:
-        """When the next lease expires; None: nothing is leased."""
-        while self._deadlines and not self._is_current(*self._deadlines[0]):
-            heapq.heappop(self._deadlines)
-        return self._deadlines[0][0] if self._deadlines else None
+        """A time before which no lease expires; None: nothing is leased."""
+        return self._earliest_s if any(self.leased) else None
 
     def expire(self, now_s: float) -> list[tuple[int, np.ndarray]]:
-        """Open rows whose lease has expired. Returns (task, rows that are open again) per lease."""
-        opened = []
-        while (deadline_s := self.next_expiry_s()) is not None and deadline_s <= now_s:
-            number = self._deadlines[0][1]
-            lease = self._leases[number]
-            slots = lease.slots[self.state[lease.task].values[lease.slots] == number]
-            self.release(lease.task, slots)
-            assert number not in self._leases, "a lease expired and still holds a row"
-            opened.append((lease.task, slots))
+        """Open rows whose lease has expired. Returns (task, rows that are open again) per task."""
+        opened: list[tuple[int, np.ndarray]] = []
+        if now_s < self._earliest_s:
+            return opened
+        self._earliest_s = math.inf
+        for task, state in enumerate(self.state):
+            leased = np.flatnonzero(state.values == LEASED)
+            ends_s = self._ends_s[task].values[leased]
+            has_ended = ends_s <= now_s
+            self._earliest_s = min(self._earliest_s, float(ends_s[~has_ended].min(initial=math.inf)))
+            if has_ended.any():
+                opened.append((task, leased[has_ended]))
+                self.release(*opened[-1])
         return opened
 
-    def _is_current(self, deadline_s: float, number: int) -> bool:
-        """Whether an entry of the heap belongs to a lease that holds rows."""
-        return number in self._leases and self._leases[number].deadline_s == deadline_s
-
-    def _open_lease(self, task: int, slots: np.ndarray, now_s: float) -> None:
-        if not len(slots):
-            return
-        self._last = self._last % LAST_LEASE + 1
-        while self._last in self._leases:
-            self._last = self._last % LAST_LEASE + 1
-        deadline_s = now_s + self.lease_s
-        self.state[task].values[slots] = self._last
-        self._leases[self._last] = Lease(deadline_s, task=task, slots=slots.astype(np.int32), num_held=len(slots))
-        heapq.heappush(self._deadlines, (deadline_s, self._last))
-        if len(self._deadlines) > 2 * len(self._leases) + 64:
-            self._deadlines = [entry for entry in self._deadlines if self._is_current(*entry)]
-            heapq.heapify(self._deadlines)
-
-    def _settle(self, task: int, slots: np.ndarray) -> None:
-        """Take rows out of the leases that hold them."""
+    def _set(self, task: int, slots: np.ndarray, state: int) -> None:
+        """Change the state of rows, and what is counted."""
         states = self.state[task].values[slots]
-        held = states[states > OPEN]
-        if not len(held):
-            return
-        numbers, counts = np.unique(held, return_counts=True)
-        for number, count in zip(numbers.tolist(), counts.tolist(), strict=True):
-            self._leases[number].num_held -= count
-            if not self._leases[number].num_held:
-                del self._leases[number]
+        for value, counts in ((LEASED, self.leased), (ACKED, self.acked)):
+            counts[task] += (state == value) * len(slots) - int(np.count_nonzero(states == value))
+        self.state[task].values[slots] = state

@@ -8,10 +8,12 @@ with its last live row once all its members have been put (without a group size:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from distqueue.samples.names import NONE, NameIndex, Names
-from distqueue.samples.pages import Pages
+from distqueue.samples.names import Names
+from distqueue.samples.pages import NONE, Pages
 
 
 class Groups:
@@ -20,7 +22,7 @@ class Groups:
     def __init__(self, rows: Pages, size: int | None, page_rows: int) -> None:
         self.size = size
         self.pages = Pages(page_rows)
-        self.names = NameIndex()
+        self.names = Names()
         self.next = 0
         """number of the next new group"""
         self.put = self.pages.field(np.int32)
@@ -49,7 +51,7 @@ class Groups:
         groups = np.unique(self._of_row.values[rows]).astype(np.int64) - 1
         return groups[groups != NONE]
 
-    def open(self, names: Names, numbers: np.ndarray) -> np.ndarray:
+    def open(self, names: Sequence[str], numbers: np.ndarray) -> np.ndarray:
         """Create groups without members. Returns their slots."""
         slots = self.pages.add(numbers)
         self.put.values[slots] = self.live.values[slots] = 0
@@ -57,7 +59,7 @@ class Groups:
         self.names.insert(names, slots)
         return slots
 
-    def join(self, rows: np.ndarray, names: Names, *, slots: np.ndarray, of_row: np.ndarray) -> None:
+    def join(self, rows: np.ndarray, names: Sequence[str], *, slots: np.ndarray, of_row: np.ndarray) -> None:
         """Add new rows to the groups names[of_row] (NONE: no group). `slots` are those of the names; NONE: the group
         does not exist and is created."""
         self._of_row.values[rows] = 0
@@ -67,7 +69,7 @@ class Groups:
         wanted, first = np.unique(of_row, return_index=True)
         wanted = wanted[np.argsort(first)]
         slots, new = slots.copy(), wanted[slots[wanted] == NONE]
-        slots[new] = self.open(names.take(new), np.arange(self.next, self.next + len(new)))
+        slots[new] = self.open([names[k] for k in new.tolist()], np.arange(self.next, self.next + len(new)))
         self.next += len(new)
         self.add_members(rows, slots[of_row])
 

@@ -7,48 +7,39 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from distqueue.errors import LOST, SamplesLost
-from distqueue.samples.names import NONE
+from distqueue.samples.pages import NONE
 from distqueue.samples.state import State
 
 
-def for_ack(state: State, ids: Iterable[str], task: tuple[int, str] | None = None) -> np.ndarray:
+def ever_put(state: State, ids: Iterable[str], task: tuple[int, str] | None = None) -> np.ndarray:
     """Distinct slots of the ids that are alive. ValueError: an id that is neither alive nor remembered, or that was
     never handed to the task (number, name)."""
-    names = state.ids.names(list(dict.fromkeys(ids)))
-    slots = state.ids.find(names)
-    absent = np.flatnonzero(slots == NONE)
-    if len(absent):
-        unknown = absent[state.endings.find(names.take(absent)) == NONE]
-        if len(unknown):
-            raise ValueError(f"sample {names.texts[unknown[0]]!r}: never put, or ended long ago")
+    distinct = list(dict.fromkeys(ids))
+    slots = state.ids.find(distinct)
+    absent = [distinct[i] for i in np.flatnonzero(slots == NONE).tolist()]
+    for id, ending in zip(absent, state.endings.find(absent).tolist(), strict=True):
+        if ending == NONE:
+            raise ValueError(f"sample {id!r}: never put, or ended long ago")
     if task is not None:
         never = (slots != NONE) & (state.claims.handed[task[0]].values[slots] == 0)
         if never.any():
-            id = names.texts[int(never.argmax())]
+            id = distinct[int(never.argmax())]
             raise ValueError(f"sample {id!r}: acknowledged by task {task[1]!r}, which never received it")
     return slots[slots != NONE]
-
-
-def for_drop(state: State, ids: Iterable[str], reason: str) -> np.ndarray:
-    """Distinct slots of the ids that are alive. ValueError: an id that is neither alive nor remembered; no reason."""
-    if not reason:
-        raise ValueError("drop: expected a reason; every sample ends with one")
-    return for_ack(state, ids)
 
 
 def live(state: State, ids: Sequence[str]) -> np.ndarray:
     """Slot per id. ValueError: a sample that is not alive, with how it ended; SamplesLost if the samples that are not
     alive were lost, with the ids of all of them."""
-    names = state.ids.names(ids)
-    slots = state.ids.find(names)
-    absent = np.flatnonzero(slots == NONE)
-    if len(absent):
-        endings = state.endings.find(names.take(absent)).tolist()
+    slots = state.ids.find(ids)
+    absent = [ids[i] for i in np.flatnonzero(slots == NONE).tolist()]
+    if absent:
+        endings = state.endings.find(absent).tolist()
         reasons = ["never put" if ending == NONE else state.endings.reason(ending) for ending in endings]
         others = [i for i, reason in enumerate(reasons) if not reason.startswith(LOST)]
         first = others[0] if others else 0
-        message = f"sample {ids[absent[first]]!r}: {reasons[first]}"
-        raise ValueError(message) if others else SamplesLost([ids[i] for i in absent.tolist()], message)
+        message = f"sample {absent[first]!r}: {reasons[first]}"
+        raise ValueError(message) if others else SamplesLost(absent, message)
     return slots
 
 
@@ -66,16 +57,9 @@ def claimable(state: State, ids: Iterable[str], task: tuple[int, str]) -> np.nda
     return slots
 
 
-def live_numbers(state: State, rows: np.ndarray) -> np.ndarray:
-    """Slot per row number. ValueError: one whose sample is not alive."""
-    slots = state.pages.find(rows)
-    if (slots == NONE).any():
-        raise ValueError(f"row {rows[(slots == NONE).argmax()]}: expected the number of a live sample")
-    return slots
-
-
-def require_columns(state: State, slots: np.ndarray, columns: Iterable[str]) -> None:
-    """ValueError, naming sample and column: a row lacks a column."""
+def holding(state: State, ids: Sequence[str], columns: Iterable[str]) -> np.ndarray:
+    """Slot per id. ValueError, naming sample and column: one that is not alive, or lacks a column."""
+    slots = live(state, ids)
     columns, held = tuple(columns), state.columns
     lacks = ~held.holding(slots, held.mask(columns)) | (not held.known(columns))
     if lacks.any():
@@ -83,3 +67,4 @@ def require_columns(state: State, slots: np.ndarray, columns: Iterable[str]) -> 
         has = held.of(held.held.values[slot[0]])
         name = next(name for name in columns if name not in has)
         raise ValueError(f"sample {state.ids.texts(slot)[0]!r} lacks column {name!r}; it has {has}")
+    return slots

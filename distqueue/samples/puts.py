@@ -10,11 +10,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import count
 
 import numpy as np
 
+from distqueue.messages import names_to_array
 from distqueue.samples.endings import DONE
-from distqueue.samples.names import NONE, Names
+from distqueue.samples.pages import NONE
 from distqueue.samples.segments import MAX_SEGMENT
 from distqueue.samples.state import State
 
@@ -23,12 +25,12 @@ from distqueue.samples.state import State
 class Batch:
     """B samples of a put, looked up in the table."""
 
-    names: Names
+    ids: Sequence[str]
     slots: np.ndarray
     """(B,) int64; NONE: the sample is not alive"""
     endings: np.ndarray
     """(B,) code of the reason for which the sample ended before; NONE: it did not"""
-    groups: Names
+    groups: Sequence[str]
     """the G distinct groups of the samples"""
     group_slots: np.ndarray
     """(G,) int64; NONE: the group is not alive"""
@@ -45,22 +47,21 @@ class Batch:
 
 
 def look_up(state: State, ids: Sequence[str], groups: Sequence[str]) -> Batch:
-    """Look up samples and groups. ValueError: an id twice."""
+    """Look up samples and groups. ValueError: an id twice, or a name with a NUL; UnicodeEncodeError: one that UTF-8
+    cannot encode."""
     assert not groups or len(groups) == len(ids), f"{len(groups)} groups for {len(ids)} ids"
     if len(set(ids)) != len(ids):
         raise ValueError("ids of a batch must be distinct; repeated: " + Counter(ids).most_common(1)[0][0])
-    names = state.ids.names(ids)
-    slots = state.ids.find(names)
+    names_to_array([*ids, *groups])  # checks that they can be sent and stored
+    slots = state.ids.find(ids)
     endings = np.full(len(ids), NONE, np.int32)
     absent = np.flatnonzero(slots == NONE)
-    if len(absent):
-        endings[absent] = state.endings.find(names.take(absent))
-    distinct = {group: k for k, group in enumerate(group for group in dict.fromkeys(groups) if group)}
-    distinct[""] = NONE
-    names_G = state.groups.names.names(list(distinct)[:-1])
-    group_of = np.fromiter(map(distinct.__getitem__, groups or [""] * len(ids)), np.int64, len(ids))
+    endings[absent] = state.endings.find([ids[i] for i in absent.tolist()])
+    names_G = [group for group in dict.fromkeys(groups) if group]
+    number_of = dict(zip(names_G, count()), **{"": NONE})
+    group_of = np.fromiter(map(number_of.__getitem__, groups or [""] * len(ids)), np.int64, len(ids))
     return Batch(
-        names,
+        ids,
         slots=slots,
         endings=endings,
         groups=names_G,
@@ -89,7 +90,7 @@ def check(state: State, batch: Batch, columns: Sequence[str]) -> None:
         counts = np.bincount(batch.group_of[batch.new], minlength=len(batch.groups))
         sizes = counts + np.where(groups[:-1] == NONE, 0, state.groups.put.values[groups[:-1]])
         for k in batch.group_of[batch.new & (sizes > size)[batch.group_of]][:1].tolist() if len(sizes) else ():
-            group = batch.groups.texts[k]
+            group = batch.groups[k]
             raise ValueError(f"group {group!r}: {sizes[k]} samples, but the queue has group_size={size}")
 
 
@@ -107,7 +108,7 @@ def store(
     new, slots = np.flatnonzero(batch.new), batch.slots.copy()
     if len(new):
         numbers = np.arange(state.next_row, state.next_row + len(new))
-        slots[new] = state.create(batch.names.take(new), numbers, now_s)
+        slots[new] = state.create([batch.ids[i] for i in new.tolist()], numbers, now_s)
         state.next_row += len(new)
         state.groups.join(slots[new], batch.groups, slots=batch.group_slots, of_row=batch.group_of[new])
     kept = np.flatnonzero(slots != NONE)
@@ -120,13 +121,13 @@ def store(
         state.segments.open(np.array([segment]), np.array([filled]))
         state.segments.append(slots, np.full(len(slots), segment), kept)
         state.views.refresh(slots, filled=filled)
-    return tuple(batch.names.texts[i] for i in np.flatnonzero(batch.late).tolist())
+    return tuple(batch.ids[i] for i in np.flatnonzero(batch.late).tolist())
 
 
 def _invalid(state: State, batch: Batch, *, i: int, mask: np.uint64) -> ValueError:
     """Return the error of sample i."""
-    id, slot = batch.names.texts[i], int(batch.slots[i])
-    group = "" if batch.group_of[i] == NONE else batch.groups.texts[batch.group_of[i]]
+    id, slot = batch.ids[i], int(batch.slots[i])
+    group = "" if batch.group_of[i] == NONE else batch.groups[batch.group_of[i]]
     if batch.endings[i] != NONE:
         return ValueError(f"sample {id!r}: every task has acknowledged it; no column can be put to it any more")
     if slot == NONE:

@@ -17,7 +17,7 @@ def explain(state: State, number: int, selection: Selection) -> str:
     ready = open_slots[np.logical_and.reduce(list(holds.values()))]
     parts = [f"{len(ready)} samples ready"]
     parts += [f"column {name!r} missing for {(~held).sum()}" for name, held in holds.items() if not held.all()]
-    if leased := state.claims.num_leased(number):
+    if leased := state.claims.leased[number]:
         parts.append(f"{leased} leased and not acknowledged")
     if selection.whole_groups and state.groups.size:
         parts.append(f"{state.groups.num_incomplete()} groups incomplete")
@@ -36,14 +36,14 @@ def explain(state: State, number: int, selection: Selection) -> str:
 
 def open_rows(state: State, number: int) -> int:
     """Count the rows that the task neither holds nor has acknowledged."""
-    return state.pages.count - state.claims.num_leased(number) - state.claims.acked[number]
+    return state.pages.count - state.claims.leased[number] - state.claims.acked[number]
 
 
 def task_stats(state: State, number: int, now_s: float) -> dict[str, float]:
     """Metrics of task `number`, listed at `SampleTable.stats`."""
     return {
         "open": open_rows(state, number),
-        "leased": state.claims.num_leased(number),
+        "leased": state.claims.leased[number],
         "acked": state.claims.acked[number],
         "redelivered": state.claims.redelivered[number],
         "age_s": _age_s(state, number, now_s),

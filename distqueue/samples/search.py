@@ -14,7 +14,7 @@ import numpy as np
 from distqueue.samples.groups import Groups
 from distqueue.samples.pages import Field, Pages
 from distqueue.samples.types import Selection
-from distqueue.samples.views import Ready, View
+from distqueue.samples.views import MIN_CHUNK, Ready, View
 
 TOO_OLD = 1000
 """At most this many samples that were passed over as too old are named"""
@@ -34,9 +34,19 @@ def can_serve(view: View, selection: Selection, group_size: int | None) -> bool:
     unit = _slots_of_unit(selection, group_size)
     return (
         (selection.count is not None and ready.count * unit >= selection.count)
-        or (selection.token_budget is not None and ready.tokens >= selection.token_budget)
         or (selection.partial and ready.count > 0)
+        or (selection.token_budget is not None and _reaches(view, selection, selection.token_budget))
     )
+
+
+def _reaches(view: View, selection: Selection, budget: int) -> bool:
+    """Whether the ready units have as many tokens. Reads no more of them than that takes."""
+    tokens = 0
+    for units in (view.groups if selection.whole_groups else view.rows).oldest(MIN_CHUNK):
+        tokens += int(_tokens(view, units, selection).sum())
+        if tokens >= budget:
+            return True
+    return False
 
 
 def plan(view: View, selection: Selection, *, pages: Pages, groups: Groups, versions: Field) -> Plan | None:
@@ -69,22 +79,25 @@ def _slots_of_unit(selection: Selection, group_size: int | None) -> int:
 
 
 def _num_needed(selection: Selection, limit: int | None, ready: Ready) -> int:
-    """Estimate how many units are needed, from their mean length."""
-    needed = [] if limit is None else [limit]
-    if selection.token_budget is not None and ready.tokens:
-        needed.append(selection.token_budget * ready.count // ready.tokens + 2)
-    return min(needed, default=ready.count)
+    """How many units to read first."""
+    if limit is not None:
+        return limit
+    return ready.count if selection.token_budget is None else MIN_CHUNK
 
 
 def _num_filling(view: View, units: np.ndarray, *, selection: Selection, limit: int | None) -> int | None:
     """How many of the units reach the count or the budget, whichever comes first; None: all of them do not."""
     stops = [limit] if limit is not None and len(units) >= limit else []
     if selection.token_budget is not None:
-        tokens = np.cumsum(view.group_tokens(units) if selection.whole_groups else view.row_tokens(units))
+        tokens = np.cumsum(_tokens(view, units, selection))
         k = int(np.searchsorted(tokens, selection.token_budget))
         if k < len(units):
             stops.append(k if k and tokens[k] > selection.token_budget else k + 1)
     return min(stops, default=None)
+
+
+def _tokens(view: View, units: np.ndarray, selection: Selection) -> np.ndarray:
+    return view.group_tokens(units) if selection.whole_groups else view.row_tokens(units)
 
 
 def _too_old(view: View, units: np.ndarray, *, selection: Selection, versions: Field) -> np.ndarray:

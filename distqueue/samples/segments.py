@@ -83,20 +83,12 @@ class Segments:
         self.pages.remove(dead)
         return tuple(numbers.tolist())
 
-    def touching(self, slots: np.ndarray, segments: Sequence[int]) -> np.ndarray:
-        """Filter the rows that have a part in one of the segments."""
+    def touching(self, slots: np.ndarray, segments: Sequence[int], first: int, last: int) -> np.ndarray:
+        """Filter the rows that have a part in one of the segments, at a position from `first` to `last` - 1."""
         touched, wanted = np.zeros(len(slots), np.bool_), self.pages.find(np.asarray(segments, np.int64))
-        for _, inside, where, _ in self._parts_of(slots):
-            touched[inside] |= np.isin(where, wanted)
-        return slots[touched]
-
-    def within(self, slots: np.ndarray, segment: int, first: int, last: int) -> np.ndarray:
-        """Filter the rows that have a part in the segment, at a position from `first` to `last` - 1."""
-        inside_range = np.zeros(len(slots), np.bool_)
-        (wanted,) = self.pages.find(np.array([segment]))
         for _, inside, where, at in self._parts_of(slots):
-            inside_range[inside] |= (where == wanted) & (at >= first) & (at < last)
-        return slots[inside_range]
+            touched[inside] |= np.isin(where, wanted) & (at >= first) & (at < last)
+        return slots[touched]
 
     def flat(self, slots: np.ndarray) -> np.ndarray:
         """All parts of the rows, row after row: number of the segment << 32 | position."""

@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from distqueue.samples.names import NONE
+from distqueue.messages import array_to_names, names_to_array
+from distqueue.samples.endings import marks_of
+from distqueue.samples.pages import NONE
 from distqueue.samples.state import State
 
 Snapshot = Mapping[str, "np.ndarray | str"]
@@ -25,8 +27,7 @@ def dump(state: State, tasks: Sequence[str]) -> dict[str, np.ndarray | str]:
     segments, claims = state.segments.pages.live_slots(), state.claims
     place_of_group = np.full(int(groups.max(initial=-1)) + 2, NONE, np.int32)
     place_of_group[groups] = np.arange(len(groups))
-    ended_ids, ended_how = state.endings.recent()
-    reasons = sorted(set(ended_how))
+    ended_marks, ended_how = state.endings.recent()
     about = {
         "tasks": list(tasks),
         "group_size": state.groups.size,
@@ -36,13 +37,13 @@ def dump(state: State, tasks: Sequence[str]) -> dict[str, np.ndarray | str]:
         "next_group": state.groups.next,
         "columns": state.columns.names,
         "ended": dict(state.endings.counts),
-        "reasons": reasons,
+        "reasons": list(state.endings.reasons),
         "redelivered": claims.redelivered,
     }
     return {
         "about": json.dumps(about),
         "row": state.pages.numbers(slots),
-        "id": _packed(state.ids.texts(slots)),
+        "id": names_to_array(state.ids.texts(slots)),
         "born_s": state.born_s.values[slots],
         "version": state.versions.values[slots],
         "held": state.columns.held.values[slots],
@@ -54,10 +55,10 @@ def dump(state: State, tasks: Sequence[str]) -> dict[str, np.ndarray | str]:
         "segment": state.segments.pages.numbers(segments),
         "segment_mask": state.segments.mask.values[segments],
         "group": state.groups.pages.numbers(groups),
-        "group_name": _packed(state.groups.names.texts(groups)),
+        "group_name": names_to_array(state.groups.names.texts(groups)),
         "group_put": state.groups.put.values[groups],
-        "ended_id": _packed(ended_ids),
-        "ended_how": np.array([reasons.index(how) for how in ended_how], np.int32),
+        "ended_mark": ended_marks,
+        "ended_how": ended_how,
     } | {f"tokens/{c}": state.columns.tokens[c].values[held] for c, held in state.columns.holders(slots)}
 
 
@@ -71,7 +72,7 @@ def load(state: State, snapshot: Snapshot) -> None:
     """Restore a snapshot into an empty state."""
     about = json.loads(str(snapshot["about"]))
     array = {name: np.asarray(value) for name, value in snapshot.items() if name != "about"}
-    slots = state.create(state.ids.names(_unpacked(array["id"], len(array["row"]))), array["row"], array["born_s"])
+    slots = state.create(array_to_names(array["id"], len(array["row"])), array["row"], array["born_s"])
     state.next_row = about["next_row"]
     state.versions.values[slots] = array["version"]
     _load_columns(state, slots, array, names=about["columns"])
@@ -82,11 +83,7 @@ def load(state: State, snapshot: Snapshot) -> None:
         state.claims.handed[task].values[slots] = handed
         state.claims.ack(task, slots[acked])
     state.claims.redelivered = about["redelivered"]
-    codes = np.array([state.endings.code(reason) for reason in about["reasons"]], np.int32)
-    ended_how = array["ended_how"]
-    state.endings.remember(
-        state.ids.names(_unpacked(array["ended_id"], len(ended_how))), codes[ended_how] if len(codes) else ended_how
-    )
+    _load_endings(state, array, reasons=about["reasons"])
     state.endings.counts = Counter(about["ended"])
 
 
@@ -108,17 +105,17 @@ def _load_segments(state: State, slots: np.ndarray, array: Mapping[str, np.ndarr
 
 
 def _load_groups(state: State, slots: np.ndarray, array: Mapping[str, np.ndarray]) -> None:
-    names = state.groups.names.names(_unpacked(array["group_name"], len(array["group"])))
-    groups = state.groups.open(names, array["group"])
+    groups = state.groups.open(array_to_names(array["group_name"], len(array["group"])), array["group"])
     grouped = array["row_group"] != NONE
     state.groups.add_members(slots[grouped], groups[array["row_group"][grouped]])
     state.groups.put.values[groups] = array["group_put"]
 
 
-def _packed(texts: Sequence[str]) -> np.ndarray:
-    """UTF-8, separated by NULs: no name contains one."""
-    return np.frombuffer("\0".join(texts).encode(), np.uint8)
-
-
-def _unpacked(packed: np.ndarray, count: int) -> list[str]:
-    return packed.tobytes().decode().split("\0") if count else []
+def _load_endings(state: State, array: Mapping[str, np.ndarray], reasons: Sequence[str]) -> None:
+    how = array["ended_how"]
+    if "ended_id" in array:  # an earlier version stored the ids themselves
+        marks = marks_of(array_to_names(array["ended_id"], len(how)))
+    else:
+        marks = array["ended_mark"]
+    codes = np.array([state.endings.code(reason) for reason in reasons], np.int32)
+    state.endings.remember(marks, codes[how] if len(how) else how)

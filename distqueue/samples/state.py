@@ -6,13 +6,15 @@ data is in fields of that slot, each owned by the part it belongs to.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from distqueue.samples.claims import Claims
 from distqueue.samples.columns import Columns
 from distqueue.samples.endings import Endings
 from distqueue.samples.groups import Groups
-from distqueue.samples.names import NameIndex, Names
+from distqueue.samples.names import Names
 from distqueue.samples.pages import Pages
 from distqueue.samples.segments import Segments
 from distqueue.samples.types import Ended
@@ -26,7 +28,7 @@ class State:
     def __init__(self, *, tasks: int, lease_s: float, group_size: int | None, page_rows: int, remembered: int) -> None:
         self.page_rows = page_rows
         self.pages = Pages(page_rows)
-        self.ids = NameIndex()
+        self.ids = Names()
         self.next_row = 0
         self.born_s = self.pages.field(np.float64)
         self.versions = self.pages.field(np.int32, (2,))
@@ -37,7 +39,7 @@ class State:
         self.endings = Endings(remembered)
         self.views = Views(self.pages, columns=self.columns, claims=self.claims, groups=self.groups)
 
-    def create(self, names: Names, numbers: np.ndarray, born_s: np.ndarray | float) -> np.ndarray:
+    def create(self, ids: Sequence[str], numbers: np.ndarray, born_s: np.ndarray | float) -> np.ndarray:
         """Create rows without columns. Returns their slots."""
         slots = self.pages.add(numbers)
         self.born_s.values[slots] = born_s
@@ -45,7 +47,7 @@ class State:
         self.columns.held.values[slots] = 0
         self.segments.part_count.values[slots] = 0
         self.claims.start(slots)
-        self.ids.insert(names, slots)
+        self.ids.insert(ids, slots)
         return slots
 
     def widen_versions(self, slots: np.ndarray, versions: np.ndarray) -> None:
@@ -60,13 +62,12 @@ class State:
         """End distinct live rows for a reason."""
         if not len(slots):
             return Ended()
-        names = self.ids.at(slots)
         freed = self.segments.release(slots)
         self.claims.end(slots)
         self.pages.remove(slots)
         self.groups.leave(slots)
         self.views.refresh(slots)
         self.groups.end_empty(self.groups.among(slots))
-        self.ids.remove(slots)
-        self.endings.add(names, reason)
-        return Ended(tuple(names.texts), freed)
+        ids = self.ids.remove(slots)
+        self.endings.add(ids, reason)
+        return Ended(ids, freed)

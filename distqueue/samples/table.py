@@ -2,7 +2,7 @@
 
     put ──► live ──┬─ every task acknowledged ──► done            per task of a live row:
                    ├─ drop(reason) ─────────────► dropped:reason     open ──lease──► leased ──ack──► acked
-                   └─ lose(segments, reason) ───► reason              ▲──expired, released──┘
+                   └─ lose(reason) ─────────────► reason              ▲──expired, released──┘
 Invariants (property-tested against a plain model in tests/distqueue/samples/test_table.py):
 1. Every row ever put is live or ended for a reason (`stats` counts them): rows never vanish and never reappear
    (the last REMEMBERED ids that ended are recognised).
@@ -27,8 +27,8 @@ import numpy as np
 
 from distqueue.samples import lookups, puts, reports, search, snapshots
 from distqueue.samples.endings import DONE, REMEMBERED
-from distqueue.samples.names import NONE
-from distqueue.samples.pages import PAGE_ROWS
+from distqueue.samples.pages import NONE, PAGE_ROWS
+from distqueue.samples.segments import MAX_SEGMENT
 from distqueue.samples.state import State
 from distqueue.samples.types import Ended, Selection, Taken
 
@@ -139,14 +139,7 @@ class SampleTable:
             return None
         state.claims.lease(task, plan.rows, now_s)
         state.views.refresh(plan.rows, task)
-        return Taken(
-            ids=state.ids.texts(plan.rows),
-            groups=state.groups.texts(plan.rows),
-            versions=state.versions.values[plan.rows],
-            rows=state.pages.numbers(plan.rows),
-            tokens=view.row_tokens(plan.rows),
-            too_old=state.ids.texts(plan.too_old),
-        )
+        return self._taken(plan.rows, selection.required, state.ids.texts(plan.too_old))
 
     def explain(self, selection: Selection) -> str:
         """Return the reason why `selection` is not served yet: the missing columns, and the number of samples."""
@@ -158,7 +151,7 @@ class SampleTable:
 
     def leased(self, task: str) -> int:
         """Count live rows that the task holds."""
-        return self.state.claims.num_leased(self.tasks.index(task))
+        return self.state.claims.leased[self.tasks.index(task)]
 
     def is_settled(self, selection: Selection) -> bool:
         """Whether every row that is open for the task holds the selected columns."""
@@ -167,7 +160,7 @@ class SampleTable:
 
     def are_live(self, ids: Sequence[str]) -> np.ndarray:
         """(B,) bool: which samples are live."""
-        return self.state.ids.find(self.state.ids.names(ids)) != NONE
+        return self.state.ids.find(ids) != NONE
 
     def holding(self, column: str) -> list[str]:
         """The ids of the live samples that hold a column, in the order of their first put."""
@@ -176,16 +169,9 @@ class SampleTable:
             return []
         return list(self.state.ids.texts(slots[columns.holding(slots, columns.mask([column]))]))
 
-    def describe(self, rows: np.ndarray) -> tuple[tuple[str, ...], np.ndarray]:
-        """(group per row, "" if none; versions (B, 2) int32, -1 unknown). ValueError: a row that has ended."""
-        slots = lookups.live_numbers(self.state, rows)
-        return self.state.groups.texts(slots), self.state.versions.values[slots]
-
-    def find(self, ids: Sequence[str], columns: Iterable[str] = ()) -> np.ndarray:
-        """(B,) int64: row numbers. ValueError, naming sample and column: a sample is not live or lacks a column."""
-        slots = lookups.live(self.state, ids)
-        lookups.require_columns(self.state, slots, columns)
-        return self.state.pages.numbers(slots)
+    def find(self, ids: Sequence[str], columns: Sequence[str] = ()) -> Taken:
+        """Look up samples without a lease. ValueError, naming sample and column: one is not live or lacks a column."""
+        return self._taken(lookups.holding(self.state, ids, columns), columns)
 
     def parts(self, rows: np.ndarray, columns: Sequence[str]) -> list[tuple[list[str], np.ndarray, np.ndarray]]:
         """Locate columns of live rows (B > 0) that hold them: (columns, segments (B,), positions (B,)), one entry for
@@ -206,9 +192,7 @@ class SampleTable:
     def lengths(self, ids: Sequence[str], columns: Sequence[str]) -> np.ndarray:
         """(columns, B) int64: tokens of each sample in each column; 1 where the column is dense, text or metadata.
         ValueError, naming sample and column: a sample is not live or lacks a column."""
-        slots = lookups.live(self.state, ids)
-        lookups.require_columns(self.state, slots, columns)
-        return self._lengths(slots, columns)
+        return self._lengths(lookups.holding(self.state, ids, columns), columns)
 
     def row_lengths(self, rows: np.ndarray, columns: Sequence[str]) -> np.ndarray:
         """`lengths` of live rows that hold the columns."""
@@ -233,7 +217,7 @@ class SampleTable:
         return sum(len(slots) for _, slots in expired)
 
     def next_expiry_s(self) -> float | None:
-        """When the next lease expires; None: nothing is leased."""
+        """A time before which no lease expires; None: nothing is leased."""
         return self.state.claims.next_expiry_s()
 
     def ack(self, task: str, ids: Iterable[str], *, replayed: bool = False) -> Ended:
@@ -245,7 +229,7 @@ class SampleTable:
         """
         self.check_task(task)
         state, number = self.state, self.tasks.index(task)
-        slots = lookups.for_ack(state, ids, None if replayed else (number, task))
+        slots = lookups.ever_put(state, ids, None if replayed else (number, task))
         slots = slots[~state.claims.is_acked(number, slots)]
         state.claims.ack(number, slots)
         state.views.refresh(slots, number)
@@ -254,22 +238,21 @@ class SampleTable:
     def drop(self, ids: Iterable[str], reason: str) -> Ended:
         """End live rows as `dropped:reason`, leased or not. Their groups continue without them. ValueError: a sample
         never put, or no reason."""
-        return self.state.end(lookups.for_drop(self.state, ids, reason), f"dropped:{reason}")
+        _check_reason("drop", reason)
+        return self.state.end(lookups.ever_put(self.state, ids), f"dropped:{reason}")
 
-    def lose(self, segments: Iterable[int], reason: str) -> Ended:
-        """End, as `reason`, every live row with a part in one of these segments, whose payload is lost."""
-        return self._lose(self.state.segments.touching(self.state.pages.live_slots(), tuple(segments)), reason)
-
-    def lose_samples(self, ids: Sequence[str], reason: str) -> Ended:
+    def lose(self, ids: Iterable[str], reason: str) -> Ended:
         """End, as `reason`, the live ones of these samples, whose payload is lost."""
-        slots = self.state.ids.find(self.state.ids.names(list(dict.fromkeys(ids))))
-        return self._lose(slots[slots != NONE], reason)
+        _check_reason("lose", reason)
+        slots = self.state.ids.find(list(dict.fromkeys(ids)))
+        slots = slots[slots != NONE]
+        groups = self.state.groups.texts(slots)
+        return replace(self.state.end(slots, reason), groups=groups)
 
-    def at(self, segment: int, first: int, last: int | None) -> tuple[str, ...]:
-        """The live samples with a part in the segment, at positions from `first` to `last` - 1 (None: any)."""
+    def at(self, segments: Sequence[int], first: int = 0, last: int = MAX_SEGMENT) -> tuple[str, ...]:
+        """The live samples with a part in one of the segments, at positions from `first` to `last` - 1."""
         slots = self.state.pages.live_slots()
-        end = np.iinfo(np.int64).max if last is None else last
-        return self.state.ids.texts(self.state.segments.within(slots, segment, first, end))
+        return self.state.ids.texts(self.state.segments.touching(slots, segments, first, last))
 
     def stats(self, now_s: float) -> dict[str, Any]:
         """Metrics. rows: live ones; ended: counts by reason; tasks: per task open, leased and acked (live rows each),
@@ -289,11 +272,16 @@ class SampleTable:
         snapshots.load(table.state, snapshot)
         return table
 
-    def _lose(self, slots: np.ndarray, reason: str) -> Ended:
-        if not reason:
-            raise ValueError("lose: expected a reason; every sample ends with one")
-        groups = self.state.groups.texts(slots)
-        return replace(self.state.end(slots, reason), groups=groups)
+    def _taken(self, slots: np.ndarray, columns: Sequence[str], too_old: tuple[str, ...] = ()) -> Taken:
+        state = self.state
+        return Taken(
+            ids=state.ids.texts(slots),
+            groups=state.groups.texts(slots),
+            versions=state.versions.values[slots],
+            rows=state.pages.numbers(slots),
+            tokens=state.columns.longest(slots, [state.columns.names.index(name) for name in columns]),
+            too_old=too_old,
+        )
 
     def _lengths(self, slots: np.ndarray, columns: Sequence[str]) -> np.ndarray:
         held = self.state.columns
@@ -302,5 +290,10 @@ class SampleTable:
     def _leased(self, task: str, ids: Iterable[str]) -> tuple[int, np.ndarray]:
         """(number of the task, slots of those of `ids` that it holds)."""
         self.check_task(task)
-        number, slots = self.tasks.index(task), lookups.for_ack(self.state, ids)
+        number, slots = self.tasks.index(task), lookups.ever_put(self.state, ids)
         return number, slots[self.state.claims.is_leased(number, slots)]
+
+
+def _check_reason(change: str, reason: str) -> None:
+    if not reason:
+        raise ValueError(f"{change}: expected a reason; every sample ends with one")

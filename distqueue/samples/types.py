@@ -58,18 +58,18 @@ class Selection:
 
 @dataclass(frozen=True, eq=False)
 class Taken:
-    """B leased samples, oldest first; whole groups one after the other."""
+    """B samples; leased ones are the oldest first, whole groups one after the other."""
 
-    ids: tuple[str, ...]
-    groups: tuple[str, ...]
+    ids: tuple[str, ...] = ()
+    groups: tuple[str, ...] = ()
     """"" for a sample without a group"""
-    versions: np.ndarray
+    versions: np.ndarray = field(default_factory=lambda: np.empty((0, 2), np.int32))
     """(B, 2) int32: policy versions of the oldest and the newest token; (-1, -1) unknown"""
-    rows: np.ndarray
+    rows: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     """(B,) int64: row numbers; a sample keeps its number as long as it lives"""
-    tokens: np.ndarray
+    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     """(B,) int64: length of the longest of the `columns` and `lengths` that were selected"""
-    too_old: tuple[str, ...]
+    too_old: tuple[str, ...] = ()
     """samples that are ready but older than min_version and precede the last one taken; at most TOO_OLD of them"""
 
     def __len__(self) -> int:

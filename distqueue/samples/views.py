@@ -1,7 +1,7 @@
 """Views: the rows that are ready for a task and a set of columns, updated at every event instead of searched for.
 
-A view keeps a flag per row (and per group) and three sums of them: their count, their tokens, and their count per page.
-So two comparisons decide whether a selection can be served, and a search reads only pages that contain ready rows.
+A view keeps a flag per row (and per group) and two sums of them: their count, and their count per page. So a comparison
+decides whether a count can be served, and a search reads only pages that contain ready rows.
 
 Invariants (the stateful test recounts them after every step): a row's flag is set exactly while it is live, open for
 the task and holds all the columns; a group's, while all its members have been put, at least one of them is not
@@ -34,19 +34,17 @@ class Ready:
         self.flags = pages.field(np.bool_)
         self.per_page = pages.page_field(np.int32)
         self.count = 0
-        self.tokens = 0
 
     def close(self) -> None:
         """Free the flags."""
         self._pages.forget(self.flags, self.per_page)
 
-    def update(self, slots: np.ndarray, flags: np.ndarray, added_tokens: int) -> None:
-        """Set the flags of distinct slots, which adds this many tokens to those that are ready."""
+    def update(self, slots: np.ndarray, flags: np.ndarray) -> None:
+        """Set the flags of distinct slots."""
         steps = flags.astype(np.int8) - self.flags.values[slots]
         self.flags.values[slots] = flags
         self.per_page.values += self._pages.per_page(slots, steps)
         self.count += int(steps.sum(dtype=np.int64))
-        self.tokens += added_tokens
 
     def oldest(self, needed: int) -> Iterator[np.ndarray]:
         """Yield ready slots, oldest first, in chunks of at least `needed` as long as there are as many."""
@@ -70,7 +68,6 @@ class View:
         self.columns = tuple(sorted(columns.names.index(name) for name in set(names)))
         self._rows, self._held, self._claims, self._groups = rows, columns, claims, groups
         self.rows, self.groups = Ready(rows), Ready(groups.pages)
-        self._group_tokens = groups.pages.field(np.int64)
         self.refresh(rows.live_slots())
         if groups.size:
             self.refresh_groups(groups.pages.live_slots())
@@ -79,7 +76,6 @@ class View:
         """Free the flags."""
         self.rows.close()
         self.groups.close()
-        self._groups.pages.forget(self._group_tokens)
 
     def refresh(self, rows: np.ndarray) -> None:
         """Update rows of which something has changed."""
@@ -87,23 +83,14 @@ class View:
             self._rows.live.values[rows] & self._claims.is_open(self.task, rows) & self._held.holding(rows, self.mask)
         )
         changed = flags != self.rows.flags.values[rows]
-        rows, flags = rows[changed], flags[changed]
-        if len(rows):
-            tokens = self.row_tokens(rows)
-            self.rows.update(rows, flags, int(np.where(flags, tokens, -tokens).sum()))
+        self.rows.update(rows[changed], flags[changed])
 
     def refresh_groups(self, groups: np.ndarray) -> None:
         """Update groups of which a member has changed; the members' own flags are up to date."""
         members, counts = self.members(groups)
         ready = counts & self.rows.flags.values[members]
         flags = (self._groups.put.values[groups] == self._groups.size) & counts.any(1) & (ready == counts).all(1)
-        tokens = np.zeros(len(groups), np.int64)
-        tokens[flags] = np.where(
-            counts[flags], self.row_tokens(members[flags].ravel()).reshape(-1, counts.shape[1]), 0
-        ).sum(1)
-        added_tokens = int((tokens - self._group_tokens.values[groups]).sum())
-        self._group_tokens.values[groups] = tokens
-        self.groups.update(groups, flags, added_tokens)
+        self.groups.update(groups, flags)
 
     def members(self, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(rows (G, size) of the groups, which of them count: neither ended nor acknowledged by the task)."""
@@ -117,8 +104,11 @@ class View:
         return self._held.longest(rows, self.columns)
 
     def group_tokens(self, groups: np.ndarray) -> np.ndarray:
-        """Tokens of groups that are ready."""
-        return self._group_tokens.values[groups]
+        """Tokens of groups that are ready: of their members that count."""
+        members, counts = self.members(groups)
+        tokens = np.zeros(counts.shape, np.int64)
+        tokens[counts] = self.row_tokens(members[counts])
+        return tokens.sum(1)
 
 
 class Views:
@@ -126,24 +116,19 @@ class Views:
 
     def __init__(self, rows: Pages, *, columns: Columns, claims: Claims, groups: Groups) -> None:
         self._rows, self._columns, self._claims, self._groups = rows, columns, claims, groups
-        self._views: OrderedDict[tuple[int, int], View] = OrderedDict()
-        self._keys: dict[tuple[int, tuple[str, ...]], tuple[int, int]] = {}
-        """(task, mask of columns) of the (task, columns) that were requested"""
+        self._views: OrderedDict[tuple[int, tuple[str, ...]], View] = OrderedDict()
 
     def get(self, task: int, names: Sequence[str]) -> View | None:
         """The view of a task and columns; None: a column was never put, so nothing is ready."""
-        key = self._keys.get((task, tuple(names)))
-        if key is None:
+        key = task, tuple(names)
+        if key not in self._views:
             if not self._columns.known(names):
                 return None
-            key = (task, int(self._columns.mask(names)))
-            self._keys[task, tuple(names)] = key
-        if key not in self._views:
             self._views[key] = View(
                 task, names, rows=self._rows, columns=self._columns, claims=self._claims, groups=self._groups
             )
             if len(self._views) > MAX_VIEWS:
-                self._forget_oldest()
+                self._views.popitem(last=False)[1].close()
         self._views.move_to_end(key)
         return self._views[key]
 
@@ -159,8 +144,3 @@ class Views:
             groups = self._groups.among(rows)
             for view in views:
                 view.refresh_groups(groups)
-
-    def _forget_oldest(self) -> None:
-        key, view = self._views.popitem(last=False)
-        view.close()
-        self._keys = {requested: used for requested, used in self._keys.items() if used != key}

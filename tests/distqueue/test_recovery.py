@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from distqueue.core import QueueCore
-from distqueue.messages import Put, unpack
+from distqueue.errors import LostSample
+from distqueue.messages import Put, pack, unpack
 from distqueue.samples import SampleTable, Selection
 from distqueue.segments import Segment, Shard
 from tests.distqueue.core.cores import LEASE_S, ask, put_of
@@ -265,6 +266,17 @@ def figures(core: QueueCore, now_s: float) -> dict[str, float]:
         for name, value in core.stats(now_s).items()
         if name.rsplit("/", 1)[1] not in ("depth", "leased", "redelivered", "waiters", "bytes")
     }
+
+
+def test_the_loss_of_a_segment_in_a_journal_of_an_earlier_version_is_replayed() -> None:
+    core = QueueCore(SampleTable(TASKS, LEASE_S), epoch="life0")
+    core.ledger.add_shard(Shard("one", node="one", folder="/one", max_bytes=1 << 40))
+    for ids in ({"a": 1, "b": 1}, {"c": 1}):
+        (segment,) = ask_room(core, put_of(ids), 0.0)
+        core.commit(segment.number, segment.path, 0.0)
+    event = pack({"numbers": [segment.number - 1], "reason": "shard-1"}, {})
+    again = QueueCore.recover(core.snapshot(), [("lose", event)])
+    assert again.lost == [LostSample(id, "", "lost:shard-1") for id in "ab"] and len(again.table) == 1
 
 
 @pytest.mark.parametrize("examples", [20, pytest.param(200, marks=pytest.mark.slow)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import numpy as np
@@ -17,15 +18,9 @@ def live_rows_by_segment(table: SampleTable) -> dict[int, int]:
     return dict(zip(segments.pages.numbers(slots).tolist(), counts, strict=True))
 
 
-def rows_of_segment(table: SampleTable, segment: int) -> np.ndarray:
-    """(B,) int64: numbers of the live rows with a part in the segment, oldest first."""
-    state = table.state
-    return state.pages.numbers(state.segments.touching(state.pages.live_slots(), (segment,)))
-
-
 def places(table: SampleTable, rows: np.ndarray | Sequence[str], column: str) -> list[tuple[int, int]]:
     """(segment, position) of a column of rows, given by number or id."""
-    numbers = rows if isinstance(rows, np.ndarray) else table.find(rows)
+    numbers = rows if isinstance(rows, np.ndarray) else table.find(rows).rows
     ((names, segments, positions),) = table.parts(numbers, [column])
     assert names == [column]
     return list(zip(segments.tolist(), positions.tolist(), strict=True))
@@ -34,11 +29,11 @@ def places(table: SampleTable, rows: np.ndarray | Sequence[str], column: str) ->
 def nbytes(table: SampleTable) -> int:
     """Bytes of all arrays, untouched parts included."""
     state = table.state
-    indexes = (state.ids, state.groups.names, state.endings._index)
+    endings = state.endings
     pages = (state.pages, state.segments.pages, state.groups.pages)
     return (
-        sum(index._buckets.nbytes + index._heads.nbytes + index._hashes.nbytes for index in indexes)
-        + sum(field.values.nbytes for kept in pages for field in (*kept._fields, *kept._page_fields))
+        sum(field.values.nbytes for kept in pages for field in (*kept._fields, *kept._page_fields))
         + sum(kept._physical.nbytes for kept in pages)
-        + state.endings._how.nbytes
+        + sum(array.nbytes for array in (*endings._kept, *endings._spare))
+        + sum(sys.getsizeof(kept) for names in (state.ids, state.groups.names) for kept in vars(names).values())
     )
