@@ -5,8 +5,7 @@
 * text, metadata   a list of `str` or of JSON-able `dict`: their UTF-8 bytes, ragged uint8
 
 Invariants: every buffer is a contiguous CPU tensor; a sample read from a column is a view of its buffer (text and
-metadata are decoded); packing, selecting, concatenating and padding preserve values bitwise, layouts, and empty
-sequences.
+metadata are decoded); packing, selecting and concatenating preserve values bitwise, layouts, and empty sequences.
 """
 
 from __future__ import annotations
@@ -107,23 +106,6 @@ class Column:
     def _of_bytes(cls, values: list[bytes], kind: str) -> Column:
         data = np.frombuffer(b"".join(values), dtype=np.uint8).copy()
         return cls(torch.from_numpy(data), _offsets([len(value) for value in values]), kind)
-
-    @classmethod
-    def from_padded(cls, padded_BL: Tensor, lengths_B: Tensor) -> Column:
-        """Unpad: sample i of the ragged column is padded_BL[i, :lengths_B[i]] (any trailing axes)."""
-        inside = torch.arange(padded_BL.shape[1]) < lengths_B[:, None]
-        return cls(padded_BL[inside].contiguous(), _offsets(lengths_B))
-
-    def to_padded(self, fill: float | bool = 0, length: int | None = None) -> Tensor:
-        """Pad a ragged column to (B, length, *trailing) with `fill`; `length` defaults to the longest sample."""
-        assert self.offsets is not None and self.kind == "tensor", f"{self.layout} is not a ragged tensor column"
-        lengths_B = self.lengths()
-        longest = int(lengths_B.max()) if len(self) else 0
-        if length is not None and length < longest:
-            raise ValueError(f"length={length}: expected at least {longest}, the longest sample")
-        padded = self.buffer.new_full((len(self), length or longest, *self.buffer.shape[1:]), fill)
-        padded[torch.arange(padded.shape[1]) < lengths_B[:, None]] = self.buffer
-        return padded
 
     @cached_property
     def layout(self) -> Layout:

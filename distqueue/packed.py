@@ -58,29 +58,6 @@ class PackedBatch:
         packed = {name: Column.pack(values, ids, name) for name, values in columns.items()}
         return cls(ids, packed, groups=tuple(groups), versions=tuple(versions))
 
-    @staticmethod
-    def concat(batches: Sequence[PackedBatch]) -> PackedBatch:
-        """Concatenate batches that have the same columns in the same layouts."""
-        if not batches:
-            raise ValueError("expected at least one batch to concatenate")
-        first = batches[0]
-        for batch in batches[1:]:
-            for name in (*first.columns, *batch.columns):
-                first.require(name)
-                batch.require(name)
-                if batch[name].layout != first[name].layout:
-                    raise ValueError(
-                        f"column {name!r}: {batch[name].layout} cannot be concatenated to {first[name].layout}"
-                    )
-        known = [label for label in ("groups", "versions") if all(getattr(b, label) or not b.ids for b in batches)]
-        measured = [name for name in first.lengths if all(name in batch.lengths for batch in batches)]
-        return PackedBatch(
-            ids=sum((batch.ids for batch in batches), ()),
-            columns={name: Column.concat([batch[name] for batch in batches]) for name in first.columns},
-            lengths={name: [n for batch in batches for n in batch.lengths[name]] for name in measured},
-            **{label: sum((getattr(batch, label) for batch in batches), ()) for label in known},
-        )
-
     def select(self, rows: Sequence[int] | None = None, columns: Sequence[str] | None = None) -> PackedBatch:
         """Select samples by row and columns by name; None keeps all. Views if the rows are consecutive."""
         names = self.columns if columns is None else columns
@@ -96,27 +73,6 @@ class PackedBatch:
             versions=tuple(self.versions[row] for row in rows) if self.versions else (),
             lengths={name: [lengths[row] for row in rows] for name, lengths in self.lengths.items()},
         )
-
-    def to_padded(self, fill: float | bool = 0) -> dict[str, Any]:
-        """Pad every ragged column: (padded (B, L, *trailing), lengths (B,)) each; dense columns (B, *row), text and
-        metadata stay as they are. `from_padded` is the inverse."""
-
-        def pad(column: Column) -> Any:
-            if column.kind != "tensor":
-                return column
-            return column.buffer if column.offsets is None else (column.to_padded(fill), column.lengths())
-
-        return {name: pad(column) for name, column in self.columns.items()}
-
-    @classmethod
-    def from_padded(cls, ids: Iterable[str], columns: Mapping[str, Any]) -> PackedBatch:
-        """Pack as `from_samples`, where a pair (padded (B, L, *trailing), lengths (B,)) is a ragged column."""
-        pairs = {
-            name: Column.from_padded(padded_BL=value[0], lengths_B=value[1])
-            for name, value in columns.items()
-            if isinstance(value, tuple)
-        }
-        return cls.from_samples(ids, {**columns, **pairs})
 
     def labelled(self, groups: Sequence[str] = (), versions: Sequence[int | tuple[int, int]] = ()) -> PackedBatch:
         """Replace group ids and policy versions (one per sample, or those of its oldest and newest token) if given."""

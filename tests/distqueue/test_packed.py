@@ -73,7 +73,7 @@ def test_samples_come_out_as_views_and_nothing_is_padded(made: tuple[PackedBatch
 
 
 @given(samples(), st.randoms(use_true_random=False))
-def test_select_and_concat_are_those_of_lists(made: tuple[PackedBatch, dict[str, list]], rng: random.Random) -> None:
+def test_select_is_that_of_lists(made: tuple[PackedBatch, dict[str, list]], rng: random.Random) -> None:
     batch, values = made
     rows = rng.sample(range(len(batch)), rng.randint(0, len(batch)))
     chosen = batch.select(rows)
@@ -83,33 +83,18 @@ def test_select_and_concat_are_those_of_lists(made: tuple[PackedBatch, dict[str,
         assert all(same(got, values[name][row]) for got, row in zip(chosen[name], rows, strict=True))
     cut = rng.randint(0, len(batch))
     parts = [batch.select(range(cut)), batch.select(range(cut, len(batch)))]
-    assert same_batch(PackedBatch.concat(parts), batch)
     storages = {part["ragged"].buffer.untyped_storage().data_ptr() for part in parts}
     assert storages == {batch["ragged"].buffer.untyped_storage().data_ptr()}, "consecutive rows are views"
-
-
-@given(samples())
-def test_padded_and_back(made: tuple[PackedBatch, dict[str, list]]) -> None:
-    batch, values = made
-    padded = batch.to_padded(fill=1)
-    padded_BL, lengths_B = padded["ragged"]
-    assert padded_BL.shape[:2] == (len(batch), max(len(value) for value in values["ragged"]))
-    for row, value in enumerate(values["ragged"]):
-        assert same(padded_BL[row, : lengths_B[row]], value) and bool((padded_BL[row, lengths_B[row] :] == 1).all())
-    assert same_batch(PackedBatch.from_padded(batch.ids, padded).labelled(batch.groups, batch.versions), batch)
 
 
 def test_layouts_are_kept() -> None:
     ids = ["a", "b"]
     batch = PackedBatch.from_samples(ids, {"B": torch.ones(2), "B1": torch.ones(2, 1), "one": [torch.ones(1)] * 2})
-    shapes = {
-        name: tuple(PackedBatch.concat([batch.select([1]), batch.select([0])])[name].buffer.shape)
-        for name in batch.columns
-    }
+    shapes = {name: tuple(batch.select([1, 0])[name].buffer.shape) for name in batch.columns}
     assert shapes == {"B": (2,), "B1": (2, 1), "one": (2,)}
     assert batch["B"][0].shape == () and batch["one"][0].shape == (1,)
     empty = batch.select([])
-    assert same_batch(PackedBatch.concat([empty, batch]), batch) and len(empty["one"]) == 0
+    assert len(empty) == len(empty["one"]) == 0 and empty["B1"].buffer.shape == (0, 1)
 
 
 @given(st.lists(st.lists(st.integers(-100, 100), max_size=5), min_size=1, max_size=6))
@@ -132,8 +117,6 @@ def test_a_missing_column_names_sample_and_column() -> None:
     batch = PackedBatch.from_samples(["a"], {"tokens": [torch.arange(3)]})
     with pytest.raises(ValueError, match=r"column 'reward': sample 'a' lacks it; it has \['tokens'\]"):
         batch.select(columns=["reward"])
-    with pytest.raises(ValueError, match="column 'tokens': sample 'b' lacks it"):
-        PackedBatch.concat([batch, PackedBatch.from_samples(["b"], {})])
 
 
 @pytest.mark.parametrize(
@@ -164,8 +147,6 @@ def test_ids_groups_and_versions_fit_the_samples() -> None:
         PackedBatch.from_samples(["a", "b"], {}, groups=["g"])
     with pytest.raises(ValueError, match=r"sample 'a': versions \(3, 2\)"):
         PackedBatch.from_samples(["a"], {}).labelled(versions=[(3, 2)])
-    with pytest.raises(ValueError, match="length=2: expected at least 3"):
-        Column.pack([torch.ones(3)], ["a"], "x").to_padded(length=2)
 
 
 def test_the_texts_of_a_column_are_read_at_once():
