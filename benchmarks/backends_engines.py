@@ -15,6 +15,7 @@ from benchmarks.backends import SHAPE
 from benchmarks.harness import Figures, in_turns, median_of_ratios, medians, progress, timed
 from benchmarks.runs import Row, temporary_folder, train
 from tests.helpers import runnable_checkpoint
+from tests.rollouts import rollout_config
 
 PROMPT, TOKENS, MAX_SEQS, BLOCK = 48, 64, 64, 32
 ROLLOUT: dict[str, Any] = dict(
@@ -26,7 +27,12 @@ BUCKET_MIB = 2
 WORKLOAD = [
     *("cluster=four", "device=emulated", "parallel=tp2ep2_ep4", f"fusion.bucket_bytes={BUCKET_MIB << 20}"),
     *("data=addition", "data.max_prompt_length=8", "data.prompts_per_step=16", "reward=arithmetic"),
-    *("algorithm=grpo", "algorithm.group_size=8", "rollout.max_response_length=64", "rollout.forced_median=32"),
+    *(
+        "algorithm=grpo",
+        "algorithm.group_size=8",
+        "rollout.max_response_length=64",
+        "rollout.sampling.forced_median=32",
+    ),
     *("run.eval_prompts=0", "run.save_every=0", "training.lr=1e-5"),
 ]
 
@@ -103,12 +109,12 @@ Generate = Callable[[dict[str, list[int]]], int]
 def ours(name: str, folder: str, dtype: str) -> Generate:
     import torch
 
-    from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
+    from fusion.inference import EmbeddedEngine, Request, SamplingParams
     from fusion.model import Mesh, ModelConfig, Transformer, load_weights
     from fusion.npu import open_device
 
     device, mesh, config = open_device("emulated"), Mesh.single(), ModelConfig.from_hf(folder)
-    rollout, weights = RolloutConfig(backend=name, **ROLLOUT), getattr(torch, dtype)
+    rollout, weights = rollout_config(backend=name, **ROLLOUT), getattr(torch, dtype)
     model: Any
     engine: Any
     if name == "vllm":

@@ -169,9 +169,9 @@ MODE = Mode("colocated", 0)
 FIRST, MEASURED = 3, 5
 """Measured steps of the first epoch, and of both"""
 SIDES = {
-    "none": ("rollout.drafts=none",),
-    "drafts": ("rollout.drafts=both", "rollout.probe=0"),
-    "probe": ("rollout.drafts=both", "rollout.probe=1"),
+    "none": ("rollout.drafts.source=none",),
+    "drafts": ("rollout.drafts.source=both", "rollout.schedule.probe=0"),
+    "probe": ("rollout.drafts.source=both", "rollout.schedule.probe=1"),
 }
 WORKLOAD = Workload(median=None, cap=96, sequences=16, tokens=16, speed=4.8)
 

@@ -15,12 +15,13 @@ import numpy as np
 from benchmarks.engine_sides import PlainCpu
 from benchmarks.harness import Figures, progress, timed
 from benchmarks.runs import make_base, temporary_folder
-from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
+from fusion.inference import EmbeddedEngine, Request, SamplingParams
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights
 from fusion.rollout.drafts.native import NativeIndexes
 from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING
 from fusion.rollout.drafts.texts import MAX_MATCH, MIN_MATCH
 from tests.rollout.drafts.modelled_engines import DEPTH, SHARES, Cluster, Tokens, accepted
+from tests.rollouts import rollout_config
 
 GROUP = 16
 RIGHT_WEIGHT = 4
@@ -127,7 +128,7 @@ def long_answer_model(args: Namespace) -> Transformer:
 
 def make_engine(model: Transformer, drafter: Any = None, **config: Any) -> EmbeddedEngine:
     device: Any = PlainCpu(FREE_BYTES)
-    engine = EmbeddedEngine(model, model.mesh, device, config=RolloutConfig(**config), drafter=drafter)
+    engine = EmbeddedEngine(model, model.mesh, device, config=rollout_config(**config), drafter=drafter)
     engine.allocate_kv()
     return engine
 

@@ -26,7 +26,7 @@ BENCHMARK = Benchmark(
         Option("rounds", 5, smoke=1, help="rounds that are measured"),
         Option("threads", 1, help="of both sides"),
         Option("device", "cpu", help="cpu, or a kind of fusion.npu: auto, emulated, …"),
-        Option("batch_invariant", False, help="rollout.batch_invariant=true"),
+        Option("batch_invariant", False, help="rollout.engine.batch_invariant=true"),
         Option("part_of_a_case", 1, smoke=16),
     ],
     {

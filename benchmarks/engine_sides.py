@@ -13,10 +13,11 @@ import torch
 
 from benchmarks.harness import Figures, in_turns, timed
 from benchmarks.runs import temporary_folder
-from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
+from fusion.inference import EmbeddedEngine, Request, SamplingParams
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights
 from fusion.model.spec import GroupedQuery, Latent
 from fusion.npu import open_device
+from tests.rollouts import rollout_config
 
 SIZES = dict(
     vocab_size=64,
@@ -101,7 +102,7 @@ def build(device: Any, batch_invariant: bool, family: str) -> tuple[Any, Embedde
         mesh = Mesh.single()
         model = Transformer(ModelConfig.from_hf(str(folder)), mesh, device, batch_invariant=batch_invariant)
         load_weights(model, str(folder))
-    rollout = RolloutConfig(
+    rollout = rollout_config(
         max_length=PROMPT_TOKENS + 256, max_seqs=256, kv_fraction=0.5, batch_invariant=batch_invariant
     )
     engine = EmbeddedEngine(model, mesh, device, config=rollout)

@@ -17,11 +17,12 @@ from benchmarks.engine_sides import SHAPES, PlainCpu
 from benchmarks.harness import Figures, progress, resident_bytes, timed
 from benchmarks.runs import temporary_folder
 from distqueue import LocalQueue, PackedBatch
-from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
+from fusion.inference import EmbeddedEngine, Request, SamplingParams
 from fusion.model import Mesh, ModelConfig, Transformer
 from fusion.npu import open_device
 from stalesync.process.garbage import collecting_seldom
 from tests.machine import Speed
+from tests.rollouts import rollout_config
 from tests.stalesync.loop.named_cards import GROUP_SIZE, Stopwatch, make_controller
 
 VOCABULARY, PROMPT_TOKENS = 8, 128
@@ -145,7 +146,9 @@ def make_engine(kind: str, max_seqs: int) -> EmbeddedEngine:
     device: Any = PlainCpu() if kind == "cpu" else open_device(kind)
     shape = ModelConfig.from_hf({"model_type": "qwen3_moe", **SHAPES["qwen3_moe"], "num_hidden_layers": 1})
     model = Transformer(shape, Mesh.single(), device)
-    config = RolloutConfig(max_length=1024, max_seqs=max_seqs, max_batch_tokens=1 << 18, block_size=16, kv_fraction=0.9)
+    config = rollout_config(
+        max_length=1024, max_seqs=max_seqs, max_batch_tokens=1 << 18, block_size=16, kv_fraction=0.9
+    )
     engine = EmbeddedEngine(model, Mesh.single(), device, config)
     engine.allocate_kv()
     model_of_a_step: Any = NoModel(model)

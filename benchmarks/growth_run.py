@@ -25,10 +25,10 @@ from benchmarks.runs import temporary_folder, train
 from tests.chaos.space import anonymous_bytes
 from tests.helpers import MINIMAL, runnable_checkpoint
 
-SMALL = """device=emulated data=addition data.max_prompt_length=8 rollout.max_response_length=8 rollout.forced_median=6
-algorithm.group_size=4 run.eval_prompts=0 parallel=single""".split()
-WHOLE = """fusion=hybrid stalesync.max_staleness=1 rollout.max_response_length=24 rollout.chunk_tokens=4
-rollout.suspended_kv=pool rollout.drafts=both reward.max_failed_share=1 run.save_every=20 eval.every=20
+SMALL = """device=emulated data=addition data.max_prompt_length=8 rollout.max_response_length=8
+rollout.sampling.forced_median=6 algorithm.group_size=4 run.eval_prompts=0 parallel=single""".split()
+WHOLE = """fusion=hybrid stalesync.max_staleness=1 rollout.max_response_length=24 rollout.schedule.chunk_tokens=4
+rollout.kv_pool.suspended=pool rollout.drafts.source=both reward.max_failed_share=1 run.save_every=20 eval.every=20
 run.eval_prompts=16""".split()
 """A run that suspends, drafts, saves and evaluates: whatever may hold memory"""
 SETTLED = 100

@@ -25,7 +25,7 @@ from xxhash import xxh3_64_intdigest
 from benchmarks.harness import Figures, medians, timed
 from benchmarks.runs import temporary_folder
 from distqueue.payload.sweep import memory
-from fusion.inference import EmbeddedEngine, Output, Request, RolloutConfig, SamplingParams
+from fusion.inference import EmbeddedEngine, Output, Request, SamplingParams
 from fusion.model import Mesh, Transformer
 from fusion.npu import open_device
 from fusion.offload import HostPool
@@ -35,6 +35,7 @@ from fusion.rollout.kv_pool.remote import KVServer, RemotePools
 from stalesync.cards.kv_servers import RayPeer
 from tests.distqueue.nodes import Nodes
 from tests.helpers import tiny_config
+from tests.rollouts import rollout_config
 
 SHAPE: dict[str, Any] = dict(
     hidden_size=256,
@@ -96,12 +97,12 @@ def measure(args: Namespace) -> Figures:
 
 
 def make_engine(model: Transformer, rank: int, root: Path | None, peers: RemotePools | None = None) -> EmbeddedEngine:
-    config = RolloutConfig(
+    config = rollout_config(
         max_seqs=4,
         max_batch_tokens=8192,
         max_kv_tokens=16384,
         prefix_cache=False,
-        suspended_kv="recompute" if root is None else "pool",
+        suspended="recompute" if root is None else "pool",
     )
     store = None if root is None else KVFiles(SPEC, rank, root, peers)
     made = EmbeddedEngine(model, model.mesh, model.device, config, memory=HostPool(model.device), kv_store=store)

@@ -15,7 +15,7 @@ WINDOW = 5
 OPTIONS = """cluster=one device=emulated parallel=single data=worked data.max_prompt_length=64
 reward=arithmetic rollout.max_response_length=96 algorithm=grpo algorithm.group_size=8 algorithm.minibatches=2
 training.lr=3e-4 training.warmup_steps=6 training.betas=[0.9,0.99] training.weight_decay=0
-training.load_balancing_coef=0 rollout.max_seqs=1024""".split()
+training.load_balancing_coef=0 rollout.engine.max_seqs=1024""".split()
 
 Curves = dict[str, dict[str, Figures]]
 """Bound → seed → `rewards` by step, `before` and `after` (held-out), `lag` (mean over all samples)."""

@@ -66,7 +66,7 @@ class Workload:
     options: tuple[str, ...] = ("data=addition", "data.max_prompt_length=8")
 
     def overrides(self) -> list[str]:
-        forced = [] if self.median is None else [f"rollout.forced_median={self.median}"]
+        forced = [] if self.median is None else [f"rollout.sampling.forced_median={self.median}"]
         return [
             *("device=paced", f"device.pace={self.model}", f"device.pace_tokens={self.tokens}"),
             *(
@@ -76,7 +76,13 @@ class Workload:
             ),
             *("cluster.hardware=ascend_910c", f"cluster.npus={self.cards}", f"data.prompts_per_step={self.prompts}"),
             *(f"algorithm.group_size={self.group}", f"rollout.max_response_length={self.cap}"),
-            *(f"rollout.max_seqs={self.sequences}", "run.eval_prompts=0", "run.steps=1000", *forced, *self.options),
+            *(
+                f"rollout.engine.max_seqs={self.sequences}",
+                "run.eval_prompts=0",
+                "run.steps=1000",
+                *forced,
+                *self.options,
+            ),
         ]
 
 

@@ -14,11 +14,14 @@ from benchmarks.paced import Measured, Mode, Workload, run
 from benchmarks.runs import temporary_folder
 from tests.helpers import MINIMAL, runnable_checkpoint
 
-DIVIDED = ("rollout.chunk_tokens=8", "rollout.suspended_kv=keep")
+DIVIDED = ("rollout.schedule.chunk_tokens=8", "rollout.kv_pool.suspended=keep")
 ORDERS = {
-    "fifo": ("rollout.order=fifo",),
-    "divided": ("rollout.order=fifo", *DIVIDED),
-    **{order: (f"rollout.order={order}", *DIVIDED) for order in ("context", "least_generated", "history", "oracle")},
+    "fifo": ("rollout.schedule.order=fifo",),
+    "divided": ("rollout.schedule.order=fifo", *DIVIDED),
+    **{
+        order: (f"rollout.schedule.order={order}", *DIVIDED)
+        for order in ("context", "least_generated", "history", "oracle")
+    },
 }
 LENGTHS = {"spread": "0.95,0.25,0", "runaways": "0.95,0.25,0.01"}
 """Standard deviations of the logarithm of lengths, between rows and within a group, and the share of runaways"""
@@ -40,7 +43,7 @@ def measure(args: Namespace) -> Figures:
 
 def _run(args: Namespace, spread: str, order: str, folder: object) -> Measured:
     layout = ("parallel=single", "parallel.infer.ep=2", "parallel.train.ep=2", f"data.rows={args.prompts}")
-    options = (*layout, f"rollout.forced_spread=[{spread}]", *ORDERS[order])
+    options = (*layout, f"rollout.sampling.forced_spread=[{spread}]", *ORDERS[order])
     workload = Workload(cards=args.cards, prompts=args.prompts, cap=96)
     return run(Mode("colocated", 0), workload, folder, args.steps, options)  # type: ignore[arg-type]
 

@@ -49,7 +49,7 @@ def simulate(case: tuple[str, int, int]) -> float:
     # Two steps more than are measured: a run does not admit what it has no step left to train.
     config.run.steps = 2 * STEPS_OF_EPOCH + 2
     config.stalesync.max_staleness = mode.max_staleness
-    config.rollout.max_seqs = workload.max_seqs
+    config.rollout.engine.max_seqs = workload.max_seqs
     setup = SimulationSetup.of(config, kv_tokens=workload.kv_tokens)
     cost = PublishedEngineCost(setup.engine.cost.pace, setup.engine.cost.layout, full_batch=workload.max_seqs)
     setup = replace(setup, engine=replace(setup.engine, cost=cost, drafts=mode.drafts))

@@ -109,11 +109,11 @@ class Rollout(NamedTuple):
 def simulate(workload: Workload, mode: Mode, seed: int, runaways: float = 0.0, epoch: int = 2) -> Rollout:
     """Simulate one iteration. ``epoch``: of its rows; in the first, nothing is known of their lengths."""
     config = config_of(workload, seed, order=mode.order, divided=mode.divided, spread=(*workload.spread, runaways))
-    config.rollout.max_seqs = workload.max_seqs // workload.infer.dp
+    config.rollout.engine.max_seqs = workload.max_seqs // workload.infer.dp
     config.run.steps = 1
     setup = SimulationSetup.of(config, kv_tokens=workload.kv_tokens)
     pace = replace(setup.engine.cost.pace, hardware=hardware(workload))
-    cost = PublishedEngineCost(pace, workload.infer, full_batch=config.rollout.max_seqs)
+    cost = PublishedEngineCost(pace, workload.infer, full_batch=config.rollout.engine.max_seqs)
     setup = replace(setup, engine=replace(setup.engine, cost=cost, drafts=mode.drafts))
     forced = forced_lengths(config)
     run = SimulatedRun(setup, SecondEpoch(forced, workload))
@@ -148,10 +148,10 @@ def config_of(workload: Workload, seed: int, *, order: str, divided: bool, sprea
     for layout in (config.parallel.infer, config.parallel.train):
         layout.tp, layout.ep = workload.infer.tp, workload.infer.ep
     rollout = config.rollout
-    rollout.max_response_length, rollout.forced_median = workload.max_tokens, workload.median_tokens
-    rollout.forced_spread, rollout.max_batch_tokens = [*spread], MAX_BATCH_TOKENS
-    rollout.order, rollout.chunk_tokens = order, CHUNK_TOKENS if divided else None
-    rollout.suspended_kv = "pool" if divided else "recompute"
+    rollout.max_response_length, rollout.sampling.forced_median = workload.max_tokens, workload.median_tokens
+    rollout.sampling.forced_spread, rollout.engine.max_batch_tokens = [*spread], MAX_BATCH_TOKENS
+    rollout.schedule.order, rollout.schedule.chunk_tokens = order, CHUNK_TOKENS if divided else None
+    rollout.kv_pool.suspended = "pool" if divided else "recompute"
     return config
 
 

@@ -75,7 +75,7 @@ def ours(overrides: Sequence[str], *, base: Path, home: Path, steps: int, seed: 
     cluster=one device=emulated parallel=single data=addition data.max_prompt_length=8
     data.prompts_per_step={task["prompts"]} reward=arithmetic rollout.max_response_length={task["response_tokens"]}
     algorithm=grpo algorithm.group_size={task["group_size"]} algorithm.minibatches={task["minibatches"]}
-    algorithm.kl_coef={task["kl_coef"]} rollout.max_seqs={task["prompts"] * task["group_size"]}
+    algorithm.kl_coef={task["kl_coef"]} rollout.engine.max_seqs={task["prompts"] * task["group_size"]}
     training.lr={task["lr"]} training.weight_decay=0 training.load_balancing_coef=0""".split()
     betas = ",".join(map(str, task["betas"]))
     return [sys.executable, "scripts/train.py", *options, f"training.betas=[{betas}]", *overrides]

@@ -1,10 +1,10 @@
 """Changes the generation settings of a running run from its next step on, or prints the current ones.
 
     python scripts/control.py runs/NAME                             prints engines, cards and current settings
-    python scripts/control.py runs/NAME engines=0,2 rollout.kv_fraction=0.5 rollout.max_seqs=64
+    python scripts/control.py runs/NAME engines=0,2 rollout.engine.kv_fraction=0.5 rollout.engine.max_seqs=64
 
-engines=: the engines that generate, by number, or all. rollout.kv_fraction=, rollout.max_kv_tokens=,
-rollout.max_seqs=: as in the config. The run prints whether it applied the request, and records it in
+engines=: the engines that generate, by number, or all. rollout.engine.kv_fraction=, rollout.engine.max_kv_tokens=,
+rollout.engine.max_seqs=: as in the config. The run prints whether it applied the request, and records it in
 runs/NAME/control.jsonl.
 """
 

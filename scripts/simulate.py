@@ -1,7 +1,8 @@
 r"""Simulates training runs on clusters of any size: the run's own decisions in virtual time, costs of the cost model.
 
     python scripts/simulate.py model=pangu_718b cluster=cloudmatrix384 supernodes=1,4,16 stalesync.max_staleness=0,1,2 \
-        data.prompts_per_step=512 data.max_prompt_length=1024 rollout.max_response_length=16384 rollout.max_seqs=64
+        data.prompts_per_step=512 data.max_prompt_length=1024 rollout.max_response_length=16384 \
+        rollout.engine.max_seqs=64
     python scripts/simulate.py model=qwen3_30b_a3b cluster.hardware=h100 cluster.npus=16 fusion=colocated,hybrid
     python scripts/simulate.py model=olmoe_7b cluster.hardware=ascend_910c cluster.npus=8 trace=runs/NAME/groups.jsonl
 
@@ -14,14 +15,15 @@ r"""Simulates training runs on clusters of any size: the run's own decisions in 
                fusion.infer_cards are those of one supernode
     train= infer=
                layouts of one supernode, such as tp8pp8ep32; auto: the best one for the deployment
-    rollout.forced_median= rollout.forced_spread=[0.89,0.43,0.01] data.rows=
+    rollout.sampling.forced_median= rollout.sampling.forced_spread=[0.89,0.43,0.01] data.rows=
                lengths of responses: their median (null: an eighth of rollout.max_response_length); the standard
                deviations of their logarithm between rows and within a group, and the share that reaches the maximum;
                rows after which they come again
     trace=     JSON Lines with group and response_tokens, as a run's groups.jsonl: these lengths instead
     KEY=VALUE, GROUP=CHOICE
                the job, as for scripts/train.py: prompts, groups and lengths of a step, rollout, training, offload.
-               Keys that are not modelled (rollout.drafts=) are refused, those without an effect on time accepted.
+               Keys that are not modelled (rollout.drafts.source=) are refused, those without an effect on time are
+               accepted.
                Defaults are those of scripts/train.py, but model=bfloat16, training.recompute=true, run.steps=20
     --job      lists keys that would be refused instead
     --json PATH   everything as JSON; - prints it instead of the tables

@@ -217,7 +217,7 @@ class Launch:
         view.phase("start Ray and the workers")
         self.progress.stage = "start Ray"
         report_end = Report(str(folder.path), self.spec.world)
-        roots: list[Path | str] = [memory(), *filter(None, (config.queue.spill, config.rollout.kv_spill))]
+        roots: list[Path | str] = [memory(), *filter(None, (config.queue.spill, config.rollout.kv_pool.spill))]
 
         def show_report(outcome: str) -> None:
             view.__exit__(None, None, None)

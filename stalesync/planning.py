@@ -16,9 +16,10 @@ from stalesync.job.workload import describe, setup_of
 
 OPTIONS = ("model", "model.path", "cluster", "train", "infer", "cluster.hardware", "cluster.npus")
 READS = LAYOUTS | frozenset(
-    """training.token_budget training.recompute fusion.bucket_bytes fusion.offload rollout.max_seqs
-    rollout.max_batch_tokens rollout.kv_fraction rollout.max_response_length rollout.forced_median rollout.forced_spread
-    data.prompts_per_step data.max_prompt_length algorithm.group_size""".split()
+    """training.token_budget training.recompute fusion.bucket_bytes fusion.offload rollout.engine.max_seqs
+    rollout.engine.max_batch_tokens rollout.engine.kv_fraction rollout.max_response_length
+    rollout.sampling.forced_median rollout.sampling.forced_spread data.prompts_per_step data.max_prompt_length
+    algorithm.group_size""".split()
 )
 """Keys of a job, besides OPTIONS, that change a plan."""
 DEFAULTS = ("model=bfloat16", "training.recompute=true")

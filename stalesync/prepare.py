@@ -106,13 +106,13 @@ def worker_spec(config: Config, model: ModelConfig, tokenizer: Any) -> WorkerSpe
         pace=config.pace,
         ahead=config.stalesync.max_staleness > 0,
         detokenizer=detokenizer_spec(config.model.path, tokenizer, ends),
-        kv_pool=_kv_pool(config) if config.rollout.pools_kv else None,
+        kv_pool=_kv_pool(config) if config.rollout.kv_pool.pools_kv else None,
         masked_ids=masked_ids(tokenizer, model, ends),
     )
 
 
 def _kv_pool(config: Config) -> KVPoolSpec:
-    return KVPoolSpec.of(config.rollout, run=secrets.token_hex(8), takes_suspended=config.pools_suspended)
+    return KVPoolSpec.of(config.rollout.kv_pool, run=secrets.token_hex(8), takes_suspended=config.pools_suspended)
 
 
 def _reward_model(config: Config, tokenizer: Any) -> RewardModelSpec:
@@ -132,10 +132,10 @@ def warn_if_endless(config: Config, spec: WorkerSpec) -> None:
     """Warn if nothing but the limit ends a response."""
     rollout = config.rollout
     assert spec.detokenizer is not None
-    if not (spec.detokenizer.end_token_ids or rollout.stop or rollout.forced_median):
+    if not (spec.detokenizer.end_token_ids or rollout.sampling.stop or rollout.sampling.forced_median):
         log.warning(
             "model.path: %s names no end token (eos_token_id): every response will be "
-            "rollout.max_response_length=%d tokens long; name one, or set rollout.stop",
+            "rollout.max_response_length=%d tokens long; name one, or set rollout.sampling.stop",
             config.model.path,
             rollout.max_response_length,
         )

@@ -156,7 +156,7 @@ def _load_trainer(
 
 
 def _load_drafter(spec: WorkerSpec, rank: int, exchange_texts: Callable[[bytes], bytes] | None) -> TextDrafter | None:
-    drafter = TextDrafter.of(spec.rollout)
+    drafter = TextDrafter.of(spec.rollout.drafts)
     if drafter is not None and exchange_texts is not None and rank in spec.drafting_ranks:
         drafter.exchange = TextExchange(exchange_texts, writer=rank, num_writers=len(spec.drafting_ranks))
     return drafter
@@ -202,10 +202,10 @@ def _load_generation(
 
 
 def _stop_strings(spec: WorkerSpec) -> StopStrings | None:
-    if not spec.rollout.stop:
+    if not spec.rollout.sampling.stop:
         return None
-    assert spec.detokenizer is not None, "rollout.stop: stop strings need a tokenizer"
-    return StopStrings(spec.rollout.stop, Detokenizer(spec.detokenizer).decode)
+    assert spec.detokenizer is not None, "rollout.sampling.stop: stop strings need a tokenizer"
+    return StopStrings(spec.rollout.sampling.stop, Detokenizer(spec.detokenizer).decode)
 
 
 def _records_routing(spec: WorkerSpec) -> bool:

@@ -34,7 +34,7 @@ def paced_parts(spec: WorkerSpec) -> WorkerParts:
     trainer = TrainerCost(pace, spec.train, spec.training.recompute)
     reference = TrainerCost(pace, spec.reference) if spec.reference else trainer
     reward = TrainerCost(pace, spec.reward_model.layout) if spec.reward_model else trainer
-    engine = EngineCost(pace, spec.infer_of_one_engine, full_batch=spec.rollout.max_seqs)
+    engine = EngineCost(pace, spec.infer_of_one_engine, full_batch=spec.rollout.engine.max_seqs)
     switch = SwitchCost.of(pace, train=spec.train, infer=spec.infer, infer_first=first, fusion=spec.fusion)
     return WorkerParts(
         trainer=partial(PacedTrainEngine, pacer=pacer, cost=trainer),
@@ -92,7 +92,7 @@ class PacedEngine(EmbeddedEngine):
             return super()._compute(step)
 
     def _tokens(self, blocks: int) -> int:
-        return blocks * self.config.block_size
+        return blocks * self.config.engine.block_size
 
 
 class PacedTrainEngine(EmbeddedTrainEngine):

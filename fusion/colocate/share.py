@@ -12,14 +12,14 @@ from typing import Any
 from fusion.inference.config import RolloutConfig
 
 LIMITS = ("kv_fraction", "max_kv_tokens", "max_seqs")
-"""Settings of `RolloutConfig` that a share has"""
-KEYS = ("engines", *(f"rollout.{name}" for name in LIMITS))
+"""Keys of `rollout.engine` that a share has"""
+KEYS = ("engines", *(f"rollout.engine.{name}" for name in LIMITS))
 """Settings that can be changed during a run; all except the first start with the config's value."""
 
 
 @dataclass(frozen=True)
 class InferenceShare:
-    """``engines``: numbers of the engines that generate, ascending; the other fields as in `RolloutConfig`."""
+    """``engines``: numbers of the engines that generate, ascending; the other fields as in `EngineConfig`."""
 
     engines: tuple[int, ...]
     kv_fraction: float
@@ -29,12 +29,13 @@ class InferenceShare:
     @classmethod
     def of(cls, config: RolloutConfig, engines: int) -> InferenceShare:
         """Return all engines with the limits of the config, the share that a run starts with."""
-        return cls(tuple(range(engines)), **{name: getattr(config, name) for name in LIMITS})
+        return cls(tuple(range(engines)), **{name: getattr(config.engine, name) for name in LIMITS})
 
     def rollout(self, config: RolloutConfig) -> RolloutConfig:
         """Return the config of an engine under this share."""
-        tokens = max(config.max_batch_tokens, self.max_seqs)  # every running sequence decodes one token a step
-        return replace(config, max_batch_tokens=tokens, **{name: getattr(self, name) for name in LIMITS})
+        limits = {name: getattr(self, name) for name in LIMITS}
+        tokens = max(config.engine.max_batch_tokens, self.max_seqs)  # every running sequence decodes one token a step
+        return replace(config, engine=replace(config.engine, max_batch_tokens=tokens, **limits))
 
     def changed(
         self, changes: Mapping[str, Any], config: RolloutConfig, *, engines: int, max_tokens: int
@@ -53,14 +54,14 @@ class InferenceShare:
         for key, value in changes.items():
             if key not in KEYS:
                 raise ValueError(f"{key!r} cannot be changed during a run; expected one of {', '.join(KEYS)}")
-            name = key.removeprefix("rollout.")
+            name = key.rpartition(".")[2]
             parsed: Any = _engines(value, engines) if name == "engines" else _number(key, value)
             share = replace(share, **{name: parsed})
         share.rollout(config).validate()
-        if config.backend == "vllm" and share.max_seqs > config.max_seqs:
+        if config.backend == "vllm" and share.max_seqs > config.engine.max_seqs:
             raise ValueError(
-                f"rollout.max_seqs={share.max_seqs}: expected at most {config.max_seqs}, the value at the start, with "
-                "rollout.backend=vllm, whose buffers are sized once"
+                f"rollout.engine.max_seqs={share.max_seqs}: expected at most {config.engine.max_seqs}, the value at "
+                "the start, with rollout.backend=vllm, whose buffers are sized once"
             )
         share.check_longest(config, max_tokens)
         return share
@@ -69,19 +70,19 @@ class InferenceShare:
         """Check that an attention rank's KV cache may hold the longest sample.
 
         Raises:
-            ValueError: `rollout.max_kv_tokens` does not allow it.
+            ValueError: `rollout.engine.max_kv_tokens` does not allow it.
         """
-        size, limit = config.block_size, self.max_kv_tokens
+        size, limit = config.engine.block_size, self.max_kv_tokens
         if limit is not None and limit // size * size < max_tokens:
             raise ValueError(
-                f"rollout.max_kv_tokens={limit}: expected null, or at least the longest sample or answer of an "
-                f"evaluation (data.max_prompt_length + the larger of rollout.max_response_length and "
-                f"eval.max_response_length = {max_tokens} tokens) in whole blocks of rollout.block_size={size}"
+                f"rollout.engine.max_kv_tokens={limit}: expected null, or at least the longest sample or answer of an "
+                "evaluation (data.max_prompt_length + the larger of rollout.max_response_length and "
+                f"eval.max_response_length = {max_tokens} tokens) in whole blocks of rollout.engine.block_size={size}"
             )
 
     def state(self) -> dict[str, Any]:
         """Return the share in the format of `changed`, which checkpoints and the run's records contain."""
-        limits = {f"rollout.{name}": getattr(self, name) for name in LIMITS}
+        limits = {f"rollout.engine.{name}": getattr(self, name) for name in LIMITS}
         return {"engines": ",".join(map(str, self.engines)), **limits}
 
     def __str__(self) -> str:
@@ -98,8 +99,8 @@ def _engines(value: Any, count: int) -> tuple[int, ...]:
 
 
 def _number(key: str, value: Any) -> float | int | None:
-    whole = key != "rollout.kv_fraction"
-    if key == "rollout.max_kv_tokens" and value in (None, "null"):
+    whole = key != "rollout.engine.kv_fraction"
+    if key == "rollout.engine.max_kv_tokens" and value in (None, "null"):
         return None
     try:
         return int(str(value)) if whole else float(str(value))

@@ -107,7 +107,7 @@ class WorkerSpec:
     @property
     def temperature(self) -> float:
         """Temperature of the distribution whose log-probabilities are trained: the one that was sampled from."""
-        return self.rollout.temperature or 1.0
+        return self.rollout.sampling.temperature or 1.0
 
 
 def engine_size(infer: Parallel) -> int:

@@ -5,7 +5,7 @@
     switch   the larger of both layouts' weights, four buckets (none larger than the weights), the
              optimizer state being offloaded; no gradients
     infer    weights (twice with `fusion.double_buffer` on cards that only generate), activations of an engine step, and
-             the KV cache: `rollout.kv_fraction` of the remaining HBM
+             the KV cache: `rollout.engine.kv_fraction` of the remaining HBM
 
 Stored tensors are exact but for padding; activations count the largest tensors only, which suffices to choose between
 layouts. Each phase is that of a die of the pipeline stage where the phase is largest.

@@ -40,7 +40,7 @@ class TrainingLimits:
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """The fields of the config group `rollout` that a plan depends on, under the same names and with its defaults."""
+    """The fields of the config group `rollout.engine` that a plan depends on, with the same names and defaults."""
 
     max_seqs: int = 256
     max_batch_tokens: int = 4096

@@ -10,7 +10,7 @@ block) pair is one small matrix product, so sequences of different lengths need 
 The softmax is combined from blocks as in FlashAttention (Dao et al., 2022): first the row's maximum over all blocks,
 then sums over the blocks.
 
-With `rollout.batch_invariant` every token is a paged row and no stretch of the pool is read in place: pairs are
+With `rollout.engine.batch_invariant` every token is a paged row and no stretch of the pool is read in place: pairs are
 independent and summed in the order of the row's blocks, so a row's result is bitwise independent of the batch. Without
 it, the rest of the batch decides how a row is computed.
 """

@@ -1,8 +1,7 @@
-"""Define the config group `rollout`: how responses are sampled, and how an engine uses its card."""
+"""Define the config group `rollout`: how responses are sampled and scheduled, and how an engine uses its card."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import dataclass, field
@@ -17,6 +16,9 @@ KV_REMOTE = ("none", "ray")
 DRAFTS = ("none", "siblings", "history", "both")
 FORCED_SPREAD = (0.89, 0.43, 0.01)
 """Of a published trace (`stalesync/prompts/lengths.py`)"""
+
+SAMPLING = ("temperature", "top_k", "top_p", "min_p")
+"""Keys of `rollout.sampling` that a request has, too"""
 
 BACKENDS = ("embedded", "vllm")
 ORDERS = {
@@ -36,13 +38,9 @@ BLOCK_MULTIPLE = 16
 
 
 @dataclass
-class RolloutConfig:
-    """How responses are sampled and how an engine uses its card."""
+class SamplingConfig:
+    """How a token is sampled, and where a response ends."""
 
-    backend: str = "embedded"
-    """Which engine generates: `embedded`: this project's, all families and options; `vllm`: vLLM in the worker's
-    process, with the same sampler, noise and switches (`bash scripts/environment.sh --backend vllm`); what it does not
-    do is refused by key (docs/backends.md)."""
     temperature: float = 1.0
     """Divides the logits, 1e-5 to 1e5; 0: greedy decoding, only where nothing is trained."""
     top_k: int = 0
@@ -52,8 +50,6 @@ class RolloutConfig:
     """Samples from the smallest set of most likely tokens whose probability reaches top_p; 1: from all."""
     min_p: float = 0.0
     """Excludes tokens less likely than min_p times the most likely one; 0: none."""
-    max_response_length: int = 256
-    """Maximum number of tokens of a response, including the end token."""
     stop: list[str] = field(default_factory=list)
     """Stop strings: a response ends with the token that completes one of them, besides at the model's and the
     tokenizer's end tokens. It stays in the response and in the text that is rewarded."""
@@ -63,26 +59,24 @@ class RolloutConfig:
     forced_spread: list[float] = field(default_factory=lambda: list(FORCED_SPREAD))
     """With forced_median, the standard deviations of the logarithm of lengths between rows of the data and within a
     group, and the share of responses that are max_response_length long."""
-    chunk_tokens: int | None = None
-    """A response returns to the request buffer after this many new tokens and resumes on any engine with free capacity,
-    the oldest first (divided rollout: Seer, arXiv 2511.14617); null: it ends on the engine where it began. Which
-    requests are batched together then depends on timing: at staleness 0 a run is bitwise repeatable only with
-    batch_invariant."""
-    order: str = "history"
-    """Which waiting request an engine receives next (`fusion/rollout/orders`): `history` (the most tokens left,
-    estimated from the same row's last epoch and from finished responses of the group; while many responses run away, as
-    `least_generated`), `fifo` (the oldest), `least_generated` (the one with the fewest tokens so far), `context` (Seer:
-    one response of each group first, then the groups whose finished responses are longest); `oracle` (the most tokens
-    left) only with forced_median; `histopipe` (RhymeRL: by the length in the last epoch, one step from short to long,
-    the next from long to short, on engines that each prefer a class of lengths) only with stalesync.max_staleness > 0;
-    `module:Class`, a subclass of `fusion.rollout.orders.interface.Order` of your own (docs/rollout.md).
-    With chunk_tokens it decides again after every chunk, otherwise only where a response begins; where nothing is known
-    of lengths, `history` is then `fifo`."""
-    length_classes: int = 4
-    """With order=histopipe, number of classes by length among which a step's groups are divided evenly, and the engines
-    such that the longest class takes as little time as possible; at most one for each engine. 1: engines take any."""
-    max_length: int | None = None
-    """Maximum number of tokens of prompt and response in total; null: the number of positions of the model."""
+
+    def validate(self) -> None:
+        """Check every value of the group, and raise a `ValueError` that names the key."""
+        check = Checks("rollout.sampling", self)
+        check_sampling("rollout.sampling", self)
+        check.that(
+            "stop", all(isinstance(one, str) and one for one in self.stop), "a list of texts, none of them empty"
+        )
+        check.number("forced_median", at_least=1, null=True)
+        spread = self.forced_spread
+        known = len(spread) == 3 and all(isinstance(one, (int, float)) and 0 <= one < inf for one in spread)
+        check.that("forced_spread", known and spread[2] <= 1, "two standard deviations and a share, none negative")
+
+
+@dataclass
+class EngineConfig:
+    """How many sequences and tokens an engine computes at a time, and how much memory it takes."""
+
     block_size: int = 16
     """Tokens of a KV block, the unit of memory and of prefix sharing; a multiple of 16."""
     max_seqs: int = 256
@@ -96,7 +90,69 @@ class RolloutConfig:
     """Upper bound of the KV cache in tokens of one attention rank; null: bounded by kv_fraction only."""
     prefix_cache: bool = True
     """Shares KV blocks between requests with a common prefix, within one policy version."""
-    suspended_kv: str = "recompute"
+    batch_invariant: bool = False
+    """Computes bitwise the same logprobs under any batching, chunking or order of arrival, at some cost in speed."""
+
+    def validate(self) -> None:
+        """Check every value of the group, and raise a `ValueError` that names the key."""
+        check = Checks("rollout.engine", self)
+        check.integer("max_seqs", "max_batch_tokens", at_least=1)
+        check.integer("max_kv_tokens", at_least=1, null=True)
+        check.integer("block_size", at_least=BLOCK_MULTIPLE)
+        check.that("block_size", self.block_size % BLOCK_MULTIPLE == 0, f"a multiple of {BLOCK_MULTIPLE}")
+        check.number("kv_fraction", above=0, at_most=1)
+        check.boolean("prefix_cache", "batch_invariant")
+        check.that(
+            "max_batch_tokens",
+            self.max_batch_tokens >= self.max_seqs,
+            f"at least rollout.engine.max_seqs={self.max_seqs}, as every running sequence decodes one token per step",
+        )
+
+
+@dataclass
+class ScheduleConfig:
+    """Which request an engine receives next, and when it returns it."""
+
+    order: str = "history"
+    """Which waiting request an engine receives next (`fusion/rollout/orders`): `history` (the most tokens left,
+    estimated from the same row's last epoch and from finished responses of the group; while many responses run away, as
+    `least_generated`), `fifo` (the oldest), `least_generated` (the one with the fewest tokens so far), `context` (Seer:
+    one response of each group first, then the groups whose finished responses are longest); `oracle` (the most tokens
+    left) only with sampling.forced_median; `histopipe` (RhymeRL: by the length in the last epoch, one step from short
+    to long, the next from long to short, on engines that each prefer a class of lengths) only with
+    stalesync.max_staleness > 0; `module:Class`, a subclass of `fusion.rollout.orders.interface.Order` of your own
+    (docs/rollout.md). With chunk_tokens it decides again after every chunk, otherwise only where a response begins;
+    where nothing is known of lengths, `history` is then `fifo`."""
+    length_classes: int = 4
+    """With order=histopipe, number of classes by length among which a step's groups are divided evenly, and the engines
+    such that the longest class takes as little time as possible; at most one for each engine. 1: engines take any."""
+    chunk_tokens: int | None = None
+    """A response returns to the request buffer after this many new tokens and resumes on any engine with free capacity,
+    the oldest first (divided rollout: Seer, arXiv 2511.14617); null: it ends on the engine where it began. Which
+    requests are batched together then depends on timing: at staleness 0 a run is bitwise repeatable only with
+    engine.batch_invariant."""
+    probe: int | None = None
+    """Number of requests of a group that an engine begins before the others, so that these have whole responses to
+    draft from; fewer than algorithm.group_size. It is an order: where an engine has capacity, no request waits for
+    them. 0: requests begin in order of arrival; null: 1 with drafts from siblings, else 0."""
+
+    def validate(self) -> None:
+        """Check every value of the group, and raise a `ValueError` that names the key."""
+        check = Checks("rollout.schedule", self)
+        known_order = self.order in ORDERS or OWN_CLASS.fullmatch(self.order) is not None
+        check.that("order", known_order, f"one of {', '.join(ORDERS)}, or module:Class")
+        check.integer("length_classes", at_least=1)
+        check.integer("chunk_tokens", at_least=1, null=True)
+        check.integer("probe", at_least=0, null=True)
+        if self.order != "histopipe":
+            check.unused("length_classes", where=f"rollout.schedule.order={self.order}")
+
+
+@dataclass
+class KVPoolConfig:
+    """Where the KV of unfinished samples goes that leave their engine."""
+
+    suspended: str = "recompute"
     """What happens to the KV of unfinished samples when new weights arrive. `recompute`: it is discarded, and the
     samples are prefilled again under the new weights; `keep`: it is kept, parked in host memory while the card trains,
     and the samples resume with it, so that their KV is of several policy versions (the version of each token is
@@ -105,61 +161,128 @@ class RolloutConfig:
     when its card trains), its KV goes to shared memory of the machine, from which any engine of it continues by copying
     (Seer's global KV pool, arXiv 2511.14617). When new weights arrive it is freed, as with `recompute`: no token is
     computed behind KV of another version. KV that is missing or damaged is computed again."""
-    max_parked_kv_mib: int | None = None
-    """With suspended_kv=keep or pool, MiB of host memory in which a card may park KV; keep: KV beyond that is computed
-    again; pool: what was parked longest ago goes to kv_spill, or is computed again. null: no limit, but a pool leaves
+    max_parked_mib: int | None = None
+    """With suspended=keep or pool, MiB of host memory in which a card may park KV; keep: KV beyond that is computed
+    again; pool: what was parked longest ago goes to `spill`, or is computed again. null: no limit, but a pool leaves
     half of /dev/shm free."""
-    kv_spill: str | None = None
-    """With suspended_kv=pool, folder on a local disk for KV that exceeds max_parked_kv_mib; null: none."""
-    max_spilled_kv_mib: int | None = None
-    """MiB that a card may have in kv_spill; what was parked longest ago is removed first; null: until the disk is
+    spill: str | None = None
+    """With suspended=pool, folder on a local disk for KV that exceeds max_parked_mib; null: none."""
+    max_spilled_mib: int | None = None
+    """MiB that a card may have in `spill`; what was parked longest ago is removed first; null: until the disk is
     full."""
-    kv_spread: int = 32
-    """With suspended_kv=pool, maximum imbalance at which a request returns to its KV: requests that the engine which
+    spread: int = 32
+    """With suspended=pool, maximum imbalance at which a request returns to its KV: requests that the engine which
     has parked it may have more than the least loaded one."""
-    kv_pull_tokens: int = 512
-    """With suspended_kv=pool, number of tokens from which an engine copies KV that another one has parked; shorter KV
+    pull_tokens: int = 512
+    """With suspended=pool, number of tokens from which an engine copies KV that another one has parked; shorter KV
     is computed again."""
-    kv_remote: str = "ray"
-    """With suspended_kv=pool, how KV travels to an engine on another machine: `ray`: as Ray objects, if it has at least
-    twice kv_pull_tokens and arrives before it could have been computed, by what was measured in this run; `none`: it is
+    remote: str = "ray"
+    """With suspended=pool, how KV travels to an engine on another machine: `ray`: as Ray objects, if it has at least
+    twice pull_tokens and arrives before it could have been computed, by what was measured in this run; `none`: it is
     computed again."""
-    drafts: str = "none"
+
+    def validate(self) -> None:
+        """Check every value of the group, and raise a `ValueError` that names the key."""
+        check = Checks("rollout.kv_pool", self)
+        check.one_of("suspended", SUSPENDED_KV)
+        check.integer("max_parked_mib", "max_spilled_mib", at_least=1, null=True)
+        check.that("spill", self.spill is None or os.path.isabs(self.spill), "an absolute path, or null")
+        check.integer("spread", at_least=0)
+        check.integer("pull_tokens", at_least=1)
+        check.one_of("remote", KV_REMOTE)
+        if not self.pools_kv:
+            where = f"rollout.kv_pool.suspended={self.suspended}"
+            check.unused("spill", "max_spilled_mib", "spread", "pull_tokens", "remote", where=where)
+        if self.spill is None:
+            check.unused("max_spilled_mib", where="rollout.kv_pool.spill=null")
+
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether KV is kept over new weights."""
+        return self.suspended == "keep"
+
+    @property
+    def pools_kv(self) -> bool:
+        """Whether KV goes to the machine's pool."""
+        return self.suspended == "pool"
+
+
+@dataclass
+class DraftsConfig:
+    """What drafts tokens that an engine verifies, and how much of it."""
+
+    source: str = "none"
     """What drafts several tokens of a response, which one forward pass verifies: `siblings` (the other responses of the
     group that the engine has generated so far), `history` (the responses of the prompt's last group, in an earlier
     epoch), `both`; `none`. Every token is sampled with its own noise as without drafts: the same tokens with
-    batch_invariant, else up to rounding, as for any change of the batch. None is verified where it does not pay by
-    measured costs. They are measured to help where answers are long and a step takes many milliseconds, and to cost
+    engine.batch_invariant, else up to rounding, as for any change of the batch. None is verified where it does not pay
+    by measured costs. They are measured to help where answers are long and a step takes many milliseconds, and to cost
     time with a small model and many sequences (docs/figures.md), so there are none by default."""
-    draft_tree: int = 1
+    tree: int = 1
     """Maximum number of drafted tokens behind one token; 1: drafts are single paths, no trees."""
-    draft_history: int = 1
+    history: int = 1
     """Number of earlier groups of a prompt of which text is history, at most 8. 1: the text of the last one replaces
     the earlier; more: text counts half as much as that of the next group."""
-    draft_budget: str = "measured"
+    budget: str = "measured"
     """How much of the drafts is verified. `measured`: as many tokens of all sequences as make the most tokens a second,
     by the costs and the acceptance measured in this run; none where that does not pay. `window`: of each sequence 2,
     and 2 more after each draft that was right to its end, up to 32 (HistoSpec: RhymeRL, arXiv 2508.18588); it depends
     on no clock, and drafts also where that does not pay."""
-    draft_mib: int = 1024
+    mib: int = 1024
     """MiB of host memory of a card for the text from which it drafts; prompts without running requests that were used
     longest ago are dropped first."""
-    draft_group_mib: int = 256
+    group_mib: int = 256
     """MiB of these that the text of one prompt may take, its last group included; beyond that the prompt is dropped,
     and its running responses are generated without drafts."""
-    draft_max_age: int | None = None
-    """Training steps after which the text of a prompt is dropped if no request has used it; null: only where draft_mib
-    is exceeded. Useful where data.rows is null, as then no prompt comes again."""
-    probe: int | None = None
-    """Number of requests of a group that an engine begins before the others, so that these have whole responses to
-    draft from; fewer than algorithm.group_size. It is an order: where an engine has capacity, no request waits for
-    them. 0: requests begin in order of arrival; null: 1 with drafts from siblings, else 0."""
-    draft_exchange: bool = True
+    max_age: int | None = None
+    """Training steps after which the text of a prompt is dropped if no request has used it; null: only where `mib` is
+    exceeded. Useful where data.rows is null, as then no prompt comes again."""
+    exchange: bool = True
     """Engines also draft from what others generate for the same prompts: siblings of a group that was divided between
     them, and history of a prompt that another engine had in the last epoch. It goes through one more process, which
-    keeps at most draft_mib; nothing is started where there are no two attention ranks that draft."""
-    batch_invariant: bool = False
-    """Computes bitwise the same logprobs under any batching, chunking or order of arrival, at some cost in speed."""
+    keeps at most `mib`; nothing is started where there are no two attention ranks that draft."""
+
+    def validate(self) -> None:
+        """Check every value of the group, and raise a `ValueError` that names the key."""
+        check = Checks("rollout.drafts", self)
+        check.one_of("source", DRAFTS)
+        check.one_of("budget", DRAFT_BUDGETS)
+        check.integer("tree", "mib", "group_mib", at_least=1)
+        check.integer("history", at_least=1, at_most=8)
+        check.integer("max_age", at_least=1, null=True)
+        check.boolean("exchange")
+        where = f"rollout.drafts.source={self.source}"
+        if self.source == "none":
+            check.unused("tree", "budget", "mib", "group_mib", "max_age", "exchange", where=where)
+        if not self.from_history:
+            check.unused("history", where=where)
+
+    @property
+    def from_siblings(self) -> bool:
+        return self.source in ("siblings", "both")
+
+    @property
+    def from_history(self) -> bool:
+        return self.source in ("history", "both")
+
+
+@dataclass
+class RolloutConfig:
+    """How responses are sampled and scheduled, and how an engine uses its card."""
+
+    backend: str = "embedded"
+    """Which engine generates: `embedded`: this project's, all families and options; `vllm`: vLLM in the worker's
+    process, with the same sampler, noise and switches (`bash scripts/environment.sh --backend vllm`); what it does not
+    do is refused by key (docs/backends.md)."""
+    max_response_length: int = 256
+    """Maximum number of tokens of a response, including the end token."""
+    max_length: int | None = None
+    """Maximum number of tokens of prompt and response in total; null: the number of positions of the model."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    kv_pool: KVPoolConfig = field(default_factory=KVPoolConfig)
+    drafts: DraftsConfig = field(default_factory=DraftsConfig)
 
     def validate(self) -> None:
         """Check every value of the group.
@@ -168,117 +291,45 @@ class RolloutConfig:
             ValueError: a value that is not accepted, by key.
         """
         check = Checks("rollout", self)
-        check_sampling("rollout", self)
-        check.integer("max_response_length", "max_seqs", "max_batch_tokens", at_least=1)
-        check.integer("chunk_tokens", "max_length", "max_kv_tokens", "max_parked_kv_mib", at_least=1, null=True)
-        check.that(
-            "stop", all(isinstance(one, str) and one for one in self.stop), "a list of texts, none of them empty"
-        )
-        check.integer("max_spilled_kv_mib", at_least=1, null=True)
-        check.integer("kv_spread", at_least=0)
-        check.integer("kv_pull_tokens", at_least=1)
-        check.that("kv_spill", self.kv_spill is None or os.path.isabs(self.kv_spill), "an absolute path, or null")
         check.one_of("backend", BACKENDS)
-        check.one_of("suspended_kv", SUSPENDED_KV)
-        check.one_of("kv_remote", KV_REMOTE)
-        known_order = self.order in ORDERS or OWN_CLASS.fullmatch(self.order) is not None
-        check.that("order", known_order, f"one of {', '.join(ORDERS)}, or module:Class")
-        check.integer("length_classes", at_least=1)
-        check.that(
-            "order",
-            self.order != "oracle" or self.forced_median is not None,
-            "another one without rollout.forced_median: the lengths are not known",
-        )
-        check.one_of("drafts", DRAFTS)
-        check.one_of("draft_budget", DRAFT_BUDGETS)
-        check.integer("draft_tree", "draft_mib", "draft_group_mib", at_least=1)
-        check.integer("draft_history", at_least=1, at_most=8)
-        check.integer("draft_max_age", at_least=1, null=True)
-        check.integer("probe", at_least=0, null=True)
-        self._check_unused(check)
-        check.integer("block_size", at_least=BLOCK_MULTIPLE)
-        check.that("block_size", self.block_size % BLOCK_MULTIPLE == 0, f"a multiple of {BLOCK_MULTIPLE}")
-        check.number("kv_fraction", above=0, at_most=1)
-        check.boolean("prefix_cache", "draft_exchange", "batch_invariant")
-        check.number("forced_median", at_least=1, null=True)
-        check.that(
+        check.integer("max_response_length", at_least=1)
+        check.integer("max_length", at_least=1, null=True)
+        for group in (self.sampling, self.engine, self.schedule, self.kv_pool, self.drafts):
+            group.validate()
+        median, order, probe = self.sampling.forced_median, self.schedule.order, self.schedule.probe
+        Checks("rollout.sampling", self.sampling).that(
             "forced_median",
-            self.forced_median is None or self.forced_median <= self.max_response_length,
+            median is None or median <= self.max_response_length,
             f"1 to rollout.max_response_length={self.max_response_length}, or null",
         )
-        spread = self.forced_spread
-        known = len(spread) == 3 and all(isinstance(one, (int, float)) and 0 <= one < inf for one in spread)
-        check.that("forced_spread", known and spread[2] <= 1, "two standard deviations and a share, none negative")
-        check.that(
-            "max_batch_tokens",
-            self.max_batch_tokens >= self.max_seqs,
-            f"at least rollout.max_seqs={self.max_seqs}, as every running sequence decodes one token per step",
-        )
-
-    def _check_unused(self, check: Checks) -> None:
-        """Refuse options of an order, of drafts and of the KV pool where there is none to which they apply."""
-        for name in ("kv_spill", "max_spilled_kv_mib", "kv_spread", "kv_pull_tokens", "kv_remote"):
-            default = getattr(RolloutConfig, name)
-            unused = not self.pools_kv and getattr(self, name) != default
-            check.that(name, not unused, f"{json.dumps(default)} (the default) with suspended_kv={self.suspended_kv}")
-        unused = self.order != "histopipe" and self.length_classes != RolloutConfig.length_classes
-        check.that("length_classes", not unused, f"4 (the default) with rollout.order={self.order}")
-        unused = self.max_spilled_kv_mib is not None and self.kv_spill is None
-        check.that("max_spilled_kv_mib", not unused, "null with rollout.kv_spill=null")
-        for name in ("draft_tree", "draft_budget", "draft_mib", "draft_group_mib", "draft_max_age", "draft_exchange"):
-            default = getattr(RolloutConfig, name)
-            unused = self.drafts == "none" and getattr(self, name) != default
-            check.that(name, not unused, f"{json.dumps(default)} (the default) with rollout.drafts=none")
-        unused = self.draft_history != RolloutConfig.draft_history and not self.drafts_history
-        check.that("draft_history", not unused, f"1 (the default) with rollout.drafts={self.drafts}")
-        unused = bool(self.probe) and not self.drafts_siblings
-        check.that("probe", not unused, f"0 or null with rollout.drafts={self.drafts}: no sibling is drafted from")
-
-    @property
-    def drafts_siblings(self) -> bool:
-        return self.drafts in ("siblings", "both")
-
-    @property
-    def drafts_history(self) -> bool:
-        return self.drafts in ("history", "both")
+        check = Checks("rollout.schedule", self.schedule)
+        known = order != "oracle" or median is not None
+        check.that("order", known, "another one without rollout.sampling.forced_median: the lengths are not known")
+        unused = bool(probe) and not self.drafts.from_siblings
+        source = f"rollout.drafts.source={self.drafts.source}"
+        check.that("probe", not unused, f"0 or null with {source}: no sibling is drafted from")
 
     @property
     def max_chunk_tokens(self) -> int:
         """Number of new tokens after which a response returns to the request buffer; 0: none ever does."""
-        chunk_tokens = self.chunk_tokens or 0
+        chunk_tokens = self.schedule.chunk_tokens or 0
         return chunk_tokens if chunk_tokens < self.max_response_length else 0
 
     @property
     def num_probes(self) -> int:
         """Number of requests of a group that begin before the others."""
-        return int(self.drafts_siblings) if self.probe is None else self.probe
-
-    @property
-    def keeps_kv(self) -> bool:
-        """Whether KV is kept over new weights."""
-        return self.suspended_kv == "keep"
-
-    @property
-    def pools_kv(self) -> bool:
-        """Whether KV goes to the machine's pool."""
-        return self.suspended_kv == "pool"
+        return int(self.drafts.from_siblings) if self.schedule.probe is None else self.schedule.probe
 
     @property
     def truncates(self) -> bool:
         """Whether the ids that sampling keeps are recorded with every token."""
-        return self.sampling().truncates
+        return self.sampling_params().truncates
 
     def length_limit(self, max_positions: int) -> int:
         """Return the maximum number of tokens of prompt and response in total, for a model with these positions."""
         return min(self.max_length or max_positions, max_positions)
 
-    def sampling(self, **changes: object) -> SamplingParams:
+    def sampling_params(self, **changes: object) -> SamplingParams:
         """Return the sampling parameters of a request under this config, with ``changes`` applied."""
-        values: dict = dict(
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            max_tokens=self.max_response_length,
-        )
-        return SamplingParams(**(values | changes))
+        values: dict = {name: getattr(self.sampling, name) for name in SAMPLING}
+        return SamplingParams(**(values | {"max_tokens": self.max_response_length} | changes))

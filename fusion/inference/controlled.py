@@ -149,19 +149,19 @@ class ControlledEngine(ABC):
         Raises:
             ValueError: as `InferEngine.allocate_kv`.
         """
-        config, bytes_free = self.config, self.device.memory().free
+        limits, bytes_free = self.config.engine, self.device.memory().free
         block_bytes, reserved_bytes = self._kv_bytes()
-        blocks = (int(bytes_free * config.kv_fraction) - reserved_bytes) // block_bytes
-        blocks = min(blocks, config.max_seqs * -(-self.max_length // config.block_size))
-        if config.max_kv_tokens is not None:
-            blocks = min(blocks, config.max_kv_tokens // config.block_size)
+        blocks = (int(bytes_free * limits.kv_fraction) - reserved_bytes) // block_bytes
+        blocks = min(blocks, limits.max_seqs * -(-self.max_length // limits.block_size))
+        if limits.max_kv_tokens is not None:
+            blocks = min(blocks, limits.max_kv_tokens // limits.block_size)
         (blocks,) = self.control.min_over_ranks([blocks])
         if blocks < 1:
             raise ValueError(
-                f"rollout.kv_fraction={config.kv_fraction} (max_kv_tokens={config.max_kv_tokens}): the KV cache gets "
-                f"no block of {config.block_size} tokens ({block_bytes} bytes; {bytes_free} bytes are free)"
+                f"rollout.engine.kv_fraction={limits.kv_fraction} (max_kv_tokens={limits.max_kv_tokens}): the KV cache "
+                f"gets no block of {limits.block_size} tokens ({block_bytes} bytes; {bytes_free} bytes are free)"
             )
-        self.capacity_tokens = blocks * config.block_size
+        self.capacity_tokens = blocks * limits.block_size
         for seq in chain(*self._sequences()):
             check_fits(seq.request, self.max_length, self.capacity_tokens)
         self._allocate(blocks)
@@ -249,7 +249,7 @@ class ControlledEngine(ABC):
         return Sequence.of(request, params, self._eos_token_ids)
 
     def _adopt(self, version: int) -> None:
-        if not self.config.keeps_kv:
+        if not self.config.kv_pool.keeps_kv:
             self.counters.interrupted += sum(len(seq.tokens) > seq.first_token for seq in self._sequences()[0])
         self.on_adopt(version)
         self.policy_version = version

@@ -45,12 +45,12 @@ class EmbeddedEngine(ControlledEngine):
 
     Args:
         model: holds the weights; they may be changed between steps (then set `policy_version`).
-        config: with `suspended_kv` = keep, unfinished requests keep their KV when weights change, and during `suspend`
-            and `release_kv` if there is host ``memory`` to park it.
+        config: with `kv_pool.suspended` = keep, unfinished requests keep their KV when weights change, and during
+            `suspend` and `release_kv` if there is host ``memory`` to park it.
         seed: seed of the run; with a request's id and a token's position it determines the sample.
         routing: whether outputs record the experts of their tokens; the model must have experts.
         memory: host memory in which KV is parked; None: KV is not parked.
-        kv_store: with `suspended_kv` = pool, where it is parked instead; None: this rank parks none.
+        kv_store: with `kv_pool.suspended` = pool, where it is parked instead; None: this rank parks none.
         stop_strings: end a response with the token that completes one of them; the same on all ranks.
         drafter: proposes what running sequences continue with; None: each decodes one token a step.
     """
@@ -69,34 +69,35 @@ class EmbeddedEngine(ControlledEngine):
         kv_store: KVStore | None = None,
     ):
         super().__init__(model, mesh, device, config)
-        if config.batch_invariant and model.row_multiple == 1:
-            raise ValueError("rollout.batch_invariant=true: the model must be built with batch_invariant=True")
+        if config.engine.batch_invariant and model.row_multiple == 1:
+            raise ValueError("rollout.engine.batch_invariant=true: the model must be built with batch_invariant=True")
         self.model = model
         shape = model.config
         layers = len(mesh.parallel.layers(shape.num_layers, mesh.pp_rank))
         self.cache = KVCache(
             KVLayout.of(shape.attention, mesh.parallel.tp),
             layers=layers,
-            block_size=config.block_size,
+            block_size=config.engine.block_size,
             device=device,
             dtype=model.weights.dtype,
         )
         self.scheduler = Scheduler(
-            BlockManager(0, config.block_size),
-            max_seqs=config.max_seqs,
-            max_batch_tokens=config.max_batch_tokens,
-            prefix_cache=config.prefix_cache,
+            BlockManager(0, config.engine.block_size),
+            max_seqs=config.engine.max_seqs,
+            max_batch_tokens=config.engine.max_batch_tokens,
+            prefix_cache=config.engine.prefix_cache,
             counters=self.counters,
         )
         self.scheduler.stop_strings, self.scheduler.drafter = stop_strings, drafter
         assert not routing or shape.num_experts, "a model without experts has no routing"
-        self.routing = RoutingCache(shape, config.block_size) if routing else None
+        self.routing = RoutingCache(shape, config.engine.block_size) if routing else None
         if self.routing and self._reports:
             self.scheduler.routing = self.routing
         max_layers = max(len(mesh.parallel.layers(shape.num_layers, stage)) for stage in range(mesh.parallel.pp))
-        own_routing, limit = self.routing if self._reports else None, max_parked_blocks(config, self.cache, max_layers)
+        own_routing = self.routing if self._reports else None
+        limit = max_parked_blocks(config.kv_pool, self.cache, max_layers)
         self.pooled: PooledKV | None = None
-        if config.pools_kv and memory is not None:
+        if config.kv_pool.pools_kv and memory is not None:
             self.pooled = PooledKV(
                 memory,
                 self.cache,
@@ -105,7 +106,7 @@ class EmbeddedEngine(ControlledEngine):
                 routing=own_routing,
                 max_blocks=limit,
                 charged_block_bytes=self.cache.block_bytes // layers * max_layers,
-                names_blocks=config.prefix_cache,
+                names_blocks=config.engine.prefix_cache,
                 counters=self.counters,
             )
             self.shares_kv = True
@@ -120,8 +121,8 @@ class EmbeddedEngine(ControlledEngine):
             parked=self.parked,
             routing=self.routing,
             seed=seed,
-            batch_invariant=config.batch_invariant,
-            max_rows=config.max_seqs,
+            batch_invariant=config.engine.batch_invariant,
+            max_rows=config.engine.max_seqs,
         )
 
     @property
@@ -137,19 +138,20 @@ class EmbeddedEngine(ControlledEngine):
         self.cache.allocate(blocks, self.max_length)
         if self.routing and self._reports:
             self.routing.allocate(blocks)
-        self.scheduler.restart(BlockManager(blocks, self.config.block_size))
+        self.scheduler.restart(BlockManager(blocks, self.config.engine.block_size))
 
     def reconfigure(self, config: RolloutConfig) -> None:
         super().reconfigure(config)
-        self.scheduler.max_seqs, self.scheduler.max_batch_tokens = config.max_seqs, config.max_batch_tokens
-        self.forward.draw.max_rows = config.max_seqs
+        limits = config.engine
+        self.scheduler.max_seqs, self.scheduler.max_batch_tokens = limits.max_seqs, limits.max_batch_tokens
+        self.forward.draw.max_rows = limits.max_seqs
 
     def release_kv(self) -> None:
         self._holds_kv = False
-        if self.config.keeps_kv:
+        if self.config.kv_pool.keeps_kv:
             self.parked.park(self.scheduler.running)
         self.parked.settle()
-        self.scheduler.restart(BlockManager(0, self.config.block_size))
+        self.scheduler.restart(BlockManager(0, self.config.engine.block_size))
         self.cache.release()
         if self.routing:
             self.routing.allocate(0)
@@ -160,12 +162,12 @@ class EmbeddedEngine(ControlledEngine):
 
     @policy_version.setter
     def policy_version(self, version: int) -> None:
-        # With rollout.suspended_kv=keep running requests continue on their KV, which no other request can use.
+        # With rollout.kv_pool.suspended=keep running requests continue on their KV, which no other request can use.
         if version == self.scheduler.version:
             return
         if self.scheduler.drafter is not None:
             self.scheduler.drafter.adopt(version)
-        if self.config.keeps_kv:
+        if self.config.kv_pool.keeps_kv:
             self.scheduler.change_version(version)
         else:
             if self.pooled is not None:
@@ -248,7 +250,7 @@ class EmbeddedEngine(ControlledEngine):
             raise FloatingPointError(f"request {seq.request.id!r}: the logits of policy {self.policy_version} are NaN")
         outputs = self.scheduler.commit(step, *sampled)
         for output in outputs:
-            kept = output.request_id in self.parked or self.config.prefix_cache
+            kept = output.request_id in self.parked or self.config.engine.prefix_cache
             self._locate_kv(output, kept=kept and output.finish_reason == "chunk")
         return outputs
 

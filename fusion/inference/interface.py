@@ -44,7 +44,7 @@ class InferEngine(Protocol):
     @policy_version.setter
     def policy_version(self, version: int) -> None:
         """Declare that the weights are those of another policy. Collective. New requests never use KV of older
-        weights; unfinished requests are recomputed or, with rollout.suspended_kv=keep, continued on their KV."""
+        weights; unfinished requests are recomputed or, with rollout.kv_pool.suspended=keep, continued on their KV."""
 
     def allocate_kv(self) -> None:
         """Allocate the KV cache from the free memory of the device, within the limits of the config. Collective.
@@ -98,7 +98,7 @@ class InferEngine(Protocol):
 
         depth, running: number of waiting and of running requests; tokens_per_s: generated tokens per second in `step`;
         policy_version; kv_tokens: capacity of an attention rank; and the fields of `Counters`, totals since
-        construction, `kv_pool_…` only with rollout.suspended_kv=pool.
+        construction, `kv_pool_…` only with rollout.kv_pool.suspended=pool.
         """
 
     # Generation

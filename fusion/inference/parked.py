@@ -24,7 +24,7 @@ import torch
 
 from fusion.inference import scheduler
 from fusion.inference.blocks import BlockName
-from fusion.inference.config import RolloutConfig
+from fusion.inference.config import KVPoolConfig
 from fusion.inference.kv_cache import KVCache
 from fusion.inference.routing import RoutingCache
 
@@ -195,10 +195,10 @@ class ParkedKV:
         return self._memory
 
 
-def max_parked_blocks(config: RolloutConfig, cache: KVCache, max_layers: int) -> int | None:
+def max_parked_blocks(config: KVPoolConfig, cache: KVCache, max_layers: int) -> int | None:
     """Return the number of blocks that a rank may park (None: no bound); the same on every stage, computed for a stage
     with ``max_layers``."""
-    parks = config.keeps_kv or config.pools_kv
-    if not parks or config.max_parked_kv_mib is None:
+    parks = config.suspended != "recompute"
+    if not parks or config.max_parked_mib is None:
         return None if parks else 0
-    return (config.max_parked_kv_mib << 20) // (cache.block_bytes // cache.layers * max_layers)
+    return (config.max_parked_mib << 20) // (cache.block_bytes // cache.layers * max_layers)

@@ -19,7 +19,7 @@ from fusion.inference.request import NO_REWARDS, Request, SamplingParams
 from fusion.telemetry.validation import Checks, is_finite
 
 if TYPE_CHECKING:
-    from fusion.inference.config import RolloutConfig
+    from fusion.inference.config import SamplingConfig
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-5, 1e5
 """Bounds of a temperature other than 0. Logits are divided by it in float32: below, they could exceed its range; above,
@@ -38,7 +38,7 @@ _NUMBERS = {
 """Whole numbers of a request: the highest one, and whether None is accepted"""
 
 
-def check_sampling(group: str, sampling: SamplingParams | RolloutConfig) -> None:
+def check_sampling(group: str, sampling: SamplingParams | SamplingConfig) -> None:
     """Check the sampling parameters of a request or of the config.
 
     Raises:
@@ -150,8 +150,8 @@ def check_fits(request: Request, max_length: int, capacity_tokens: int) -> None:
         raise ValueError(f"{sizes} exceeds {max_length} positions (rollout.max_length and the model's)")
     if length > capacity_tokens:
         raise ValueError(
-            f"{sizes} exceeds the KV cache of {capacity_tokens} tokens; raise rollout.kv_fraction or "
-            "rollout.max_kv_tokens, or lower rollout.max_response_length"
+            f"{sizes} exceeds the KV cache of {capacity_tokens} tokens; raise rollout.engine.kv_fraction or "
+            "rollout.engine.max_kv_tokens, or lower rollout.max_response_length"
         )
 
 

@@ -65,7 +65,7 @@ def advice(stage: str) -> str:
     """Return which key lowers the memory of a stage, and where to plan it."""
     generates = any(word in stage for word in ("infer", "generate", "answer"))
     key = (
-        "rollout.kv_fraction or rollout.max_seqs"
+        "rollout.engine.kv_fraction or rollout.engine.max_seqs"
         if generates
         else "training.token_budget (or set training.recompute=true)"
     )

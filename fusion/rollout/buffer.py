@@ -131,7 +131,7 @@ class RequestBuffer:
 
     Args:
         num_probes: requests of a group that run ahead of the others; 0: none.
-        order: in which they are dispatched: a name as of `rollout.order`.
+        order: in which they are dispatched: a name as of `rollout.schedule.order`.
         exact_lengths: gives the lengths of all responses of a group, for the order `oracle`.
         pool: how engines share KV; None: they do not.
         max_rows: rows of the data of which lengths are kept, for orders that know the last epoch; 0: none comes a

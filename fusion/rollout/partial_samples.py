@@ -182,8 +182,8 @@ def check_kept(holding: Callable[[str], Iterable[str]], truncates: bool) -> None
             was = "without a record of the ids that were kept" if truncates else "with a filter"
             expected = "top_p=1, top_k=0 and min_p=0" if truncates else "top_p, top_k or min_p as before"
             raise ValueError(
-                f"rollout.top_p: cannot resume: {len(differ)} samples that are not trained yet were sampled {was}; "
-                f"expected rollout.{expected} until they are trained"
+                f"rollout.sampling.top_p: cannot resume: {len(differ)} samples that are not trained yet were sampled "
+                f"{was}; expected rollout.sampling.{expected} until they are trained"
             )
 
 

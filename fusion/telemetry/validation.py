@@ -4,7 +4,7 @@
     check.integer("max_seqs", "max_batch_tokens", at_least=1)
     check.integer("max_length", at_least=1, null=True)
     check.number("top_p", above=0, at_most=1)
-    check.one_of("suspended_kv", SUSPENDED_KV)
+    check.one_of("order", ORDERS)
     check.that("block_size", self.block_size % 16 == 0, "a multiple of 16")
 
 Every error is a `ValueError` that reads `group.key=value: expected …`. nan and inf are not numbers here, and neither is
@@ -14,6 +14,7 @@ own).
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -82,6 +83,17 @@ class Checks:
         value = getattr(self.values, key)
         holds = (value is None and null) or value in choices
         self.that(key, holds, f"one of {', '.join([*choices, *(['null'] if null else [])])}")
+
+    def unused(self, *keys: str, where: str) -> None:
+        """Expect the defaults of keys that have no effect ``where`` another key has its value.
+
+        Raises:
+            ValueError: names the first key that has been changed.
+        """
+        for key in keys:
+            default = getattr(type(self.values), key)
+            holds = getattr(self.values, key) == default
+            self.that(key, holds, f"{json.dumps(default)} (the default) with {where}")
 
 
 def is_finite(value: Any) -> bool:

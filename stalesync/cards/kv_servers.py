@@ -47,7 +47,7 @@ def kv_servers(spec: WorkerSpec) -> Iterator[Mapping[str, RayPeer] | None]:
     """Run the servers while the block runs, and yields them by Ray's id of the node; None: there is one machine only,
     or KV does not travel, and nothing is started."""
     nodes = list(alive_hosts(ray.nodes()))
-    if spec.kv_pool is None or spec.rollout.kv_remote != "ray" or len(nodes) < 2:
+    if spec.kv_pool is None or spec.rollout.kv_pool.remote != "ray" or len(nodes) < 2:
         yield None
         return
     remote: Any = ray.remote

@@ -35,13 +35,13 @@ class TextServer:
 def text_server(spec: WorkerSpec) -> Iterator[Any]:
     """Run the server while the block runs, and yield its handle; None: there are no drafts, or no one to exchange
     text with, and nothing is started."""
-    rollout = spec.rollout
-    if rollout.drafts == "none" or not rollout.draft_exchange or len(spec.drafting_ranks) < 2:
+    drafts = spec.rollout.drafts
+    if drafts.source == "none" or not drafts.exchange or len(spec.drafting_ranks) < 2:
         yield None
         return
-    max_groups = 1 + rollout.draft_history if rollout.drafts_history else 1
+    max_groups = 1 + drafts.history if drafts.from_history else 1
     remote: Any = ray.remote
-    server = remote(num_cpus=0)(TextServer).remote(rollout.draft_mib << 20, max_groups, rollout.draft_max_age)
+    server = remote(num_cpus=0)(TextServer).remote(drafts.mib << 20, max_groups, drafts.max_age)
     try:
         yield server
     finally:

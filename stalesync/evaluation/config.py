@@ -99,16 +99,16 @@ class EvalConfig:
     """Number of answers to each prompt, k: the mean reward is over all of them, and pass@1 to pass@k are estimated."""
 
     temperature: float | None = None
-    """Sampling temperature of an evaluation; 0: greedy; null: `rollout.temperature`."""
+    """Sampling temperature of an evaluation; 0: greedy; null: `rollout.sampling.temperature`."""
 
     top_k: int | None = None
-    """`rollout.top_k` of an evaluation; null: that of the rollouts."""
+    """`rollout.sampling.top_k` of an evaluation; null: that of the rollouts."""
 
     top_p: float | None = None
-    """`rollout.top_p` of an evaluation; null: that of the rollouts."""
+    """`rollout.sampling.top_p` of an evaluation; null: that of the rollouts."""
 
     min_p: float | None = None
-    """`rollout.min_p` of an evaluation; null: that of the rollouts."""
+    """`rollout.sampling.min_p` of an evaluation; null: that of the rollouts."""
 
     max_response_length: int | None = None
     """Maximum number of tokens of an answer; null: `rollout.max_response_length`."""
@@ -171,20 +171,21 @@ class EvalConfig:
         Raises:
             ValueError: they may not, or it does not; by key.
         """
-        if self.samples > 1 and (rollout.temperature if self.temperature is None else self.temperature) == 0:
+        if self.samples > 1 and (rollout.sampling.temperature if self.temperature is None else self.temperature) == 0:
             raise ValueError(
-                f"eval.samples={self.samples}: expected 1 with rollout.temperature=0, as all answers to a prompt "
-                "would be equal; eval.temperature sets another one"
+                f"eval.samples={self.samples}: expected 1 with rollout.sampling.temperature=0, as all answers to a "
+                "prompt would be equal; eval.temperature sets another one"
             )
         positions = min(rollout.max_length or max_positions, max_positions)
-        if rollout.max_kv_tokens is not None:
-            positions = min(positions, rollout.max_kv_tokens // rollout.block_size * rollout.block_size)
+        size, capacity = rollout.engine.block_size, rollout.engine.max_kv_tokens
+        if capacity is not None:
+            positions = min(positions, capacity // size * size)
         left = positions - max_prompt_length
         if self.max_response_length is not None and self.max_response_length > left:
             raise ValueError(
                 f"eval.max_response_length={self.max_response_length}: expected at most {left}, what is left of the "
-                "positions of the model, of rollout.max_length and of the whole blocks in rollout.max_kv_tokens behind "
-                f"a prompt of data.max_prompt_length={max_prompt_length}"
+                "positions of the model, of rollout.max_length and of the whole blocks in rollout.engine.max_kv_tokens "
+                f"behind a prompt of data.max_prompt_length={max_prompt_length}"
             )
 
     def check_best(self, held_out: bool) -> Goal | None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fusion.inference import EmbeddedEngine, Request, RolloutConfig
+from fusion.inference.config import EngineConfig
 from fusion.model import Mesh, ModelConfig, Transformer, save_folder
 from fusion.npu import Device
 from fusion.rewards import RewardConfig, RewardPool, RewardSample
@@ -163,10 +164,10 @@ def _accuracy(
     plan: WarmUp, model: Transformer, tokenizer: Any, *, prompts: list[Prompt], rewards: RewardPool, step: int
 ) -> float:
     """Return the mean reward of one sampled answer per prompt."""
-    config = RolloutConfig(max_response_length=plan.response_tokens, max_seqs=plan.check_prompts)
+    config = RolloutConfig(max_response_length=plan.response_tokens, engine=EngineConfig(max_seqs=plan.check_prompts))
     engine = EmbeddedEngine(model, model.mesh, device=model.device, config=config, seed=step)
     engine.allocate_kv()
-    engine.submit(Request(prompt.id, prompt.ids, config.sampling()) for prompt in prompts)
+    engine.submit(Request(prompt.id, prompt.ids, config.sampling_params()) for prompt in prompts)
     texts = {out.request_id: tokenizer.decode(_without_end(out.tokens, tokenizer)) for out in engine.run()}
     engine.release_kv()
     samples = [

@@ -300,21 +300,21 @@ class Config:
                 f"{self.fusion.deployment}, and stalesync.max_staleness > 0, not {self.stalesync.max_staleness}: "
                 "otherwise no engine continues while weights arrive"
             )
-        find_order(self.rollout.order)
-        if self.rollout.drafts != "none":
+        find_order(self.rollout.schedule.order)
+        if (drafts := self.rollout.drafts.source) != "none":
             from fusion.rollout.drafts.native import check_buildable  # which loads numpy
 
-            check_buildable(self.rollout.drafts)
-        if self.rollout.order == "histopipe" and not self.stalesync.max_staleness:
+            check_buildable(drafts)
+        if self.rollout.schedule.order == "histopipe" and not self.stalesync.max_staleness:
             raise ValueError(
-                "rollout.order=histopipe: expected another one with stalesync.max_staleness=0, as it orders two steps "
-                "such that the second begins before the first has ended"
+                "rollout.schedule.order=histopipe: expected another one with stalesync.max_staleness=0, as it orders "
+                "two steps such that the second begins before the first has ended"
             )
-        if self.rollout.pools_kv and not (self.rollout.max_chunk_tokens or self.pools_suspended):
+        if self.rollout.kv_pool.pools_kv and not (self.rollout.max_chunk_tokens or self.pools_suspended):
             raise ValueError(
-                "rollout.suspended_kv=pool: expected rollout.chunk_tokens below rollout.max_response_length="
-                f"{self.rollout.max_response_length}, or fusion.deployment=hybrid and stalesync.max_staleness > 0: "
-                "otherwise no request leaves its engine before its KV is freed"
+                "rollout.kv_pool.suspended=pool: expected rollout.schedule.chunk_tokens below "
+                f"rollout.max_response_length={self.rollout.max_response_length}, or fusion.deployment=hybrid and "
+                "stalesync.max_staleness > 0: otherwise no request leaves its engine before its KV is freed"
             )
         if self.algorithm.replay != "none" and not model.num_experts:
             raise ValueError(f"algorithm.replay={self.algorithm.replay!r}: expected none, as the model is dense")
@@ -336,13 +336,12 @@ class Config:
 
     def _check_learns(self) -> None:
         """Refuse settings under which all advantages are 0, whatever the rewards."""
-        check = Checks("rollout", self.rollout)
+        sampling = self.rollout.sampling
+        check = Checks("rollout.sampling", sampling)
         same = "as otherwise all responses to a prompt are the same and nothing is learned"
-        check.that(
-            "temperature", self.rollout.temperature > 0, f"above 0, {same}; eval.temperature=0 evaluates greedily"
-        )
-        check.that("top_k", self.rollout.top_k != 1, f"0, or at least 2, {same}")
-        check.that("min_p", self.rollout.min_p < 1, f"below 1, {same}")
+        check.that("temperature", sampling.temperature > 0, f"above 0, {same}; eval.temperature=0 evaluates greedily")
+        check.that("top_k", sampling.top_k != 1, f"0, or at least 2, {same}")
+        check.that("min_p", sampling.min_p < 1, f"below 1, {same}")
         check = Checks("data", self.data)
         several = self.data.prompts_per_step * self.algorithm.group_size > 1
         check.that("prompts_per_step", several, "at least 2 with algorithm.group_size=1, as rewards are compared")
@@ -376,8 +375,8 @@ class Config:
                 f"{minibatches} x algorithm.group_size={group}), fewer than the {replicas} data-parallel replicas of "
                 f"parallel.train on cluster.npus={self.cluster.npus}"
             )
-        if self.rollout.probe and self.rollout.probe >= group:
-            raise ValueError(f"rollout.probe={self.rollout.probe}: expected fewer than algorithm.group_size={group}")
+        if (probe := self.rollout.schedule.probe) and probe >= group:
+            raise ValueError(f"rollout.schedule.probe={probe}: expected fewer than algorithm.group_size={group}")
         buffer, response = self.algorithm.overlong_buffer, self.rollout.max_response_length
         if buffer is not None and buffer > response:
             raise ValueError(f"algorithm.overlong_buffer={buffer} exceeds rollout.max_response_length={response}")

@@ -1,6 +1,6 @@
 """Change how a running run generates: a request file in its folder, read between two steps.
 
-scripts/control.py runs/NAME engines=0 rollout.kv_fraction=0.5
+scripts/control.py runs/NAME engines=0 rollout.engine.kv_fraction=0.5
     │ checked against the run's config.yaml
     ▼
 runs/NAME/control.json ──next switch to INFER──► applied, or refused with the reason; either way a line in
@@ -19,6 +19,7 @@ from typing import Any
 from fusion.colocate import Deployment, InferenceShare, engine_size
 from fusion.telemetry.files import JsonLines, read_jsonl, write_atomic
 from stalesync.job.config import Config
+from stalesync.job.other_names import check_moved, migrate
 from stalesync.job.overrides import load
 
 log = logging.getLogger(__name__)
@@ -69,13 +70,14 @@ class Limits:
         Raises:
             ValueError: as `InferenceShare.changed`.
         """
+        check_moved(changes)
         return share.changed(changes, self.config.rollout, engines=len(self.engines), max_tokens=self.longest_request)
 
     def restored(self, state: Mapping[str, Any], num_engines: int) -> InferenceShare:
         """Return a share from its `state`, of a run with ``num_engines``. Engines are numbered by layout: with another
         number of engines all of them generate."""
         engines = {} if num_engines == len(self.engines) else {"engines": "all"}
-        return self.changed(self.start, {**state, **engines})
+        return self.changed(self.start, migrate(state) | engines)
 
 
 def submit(folder: Path, changes: Mapping[str, Any]) -> InferenceShare:
@@ -149,6 +151,6 @@ class ControlDesk:
         left = longest if kv_tokens is None else int(kv_tokens * share.kv_fraction / self.share.kv_fraction)
         if left < longest:
             raise ValueError(
-                f"rollout.kv_fraction={share.kv_fraction} would leave about {left} tokens of KV cache, less than the "
-                f"longest sample or answer of an evaluation, {longest} with its prompt"
+                f"rollout.engine.kv_fraction={share.kv_fraction} would leave about {left} tokens of KV cache, less "
+                f"than the longest sample or answer of an evaluation, {longest} with its prompt"
             )

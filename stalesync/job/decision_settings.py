@@ -32,30 +32,30 @@ def admission_spec(
     sharing = {*spec.deployment.shared}
     shared_engines = frozenset(engine for engine, ranks in enumerate(spec.engines) if sharing & {*ranks})
     others_generate = len(shared_engines) < len(spec.engines)
-    slots = spec.rollout.max_seqs * spec.infer_of_one_engine.dp
+    slots = spec.rollout.engine.max_seqs * spec.infer_of_one_engine.dp
     histopipe = HistoPipeSpec(
         num_engines=len(spec.engines),
         engine_slots=slots,
         group_size=config.algorithm.group_size,
-        num_classes=spec.rollout.length_classes,
+        num_classes=spec.rollout.schedule.length_classes,
     )
     return AdmissionSpec(
         group_size=config.algorithm.group_size,
         num_engines=len(spec.engines),
         shared_engines=shared_engines,
         engine_slots=slots,
-        max_response_tokens=spec.rollout.sampling().max_tokens,
+        max_response_tokens=spec.rollout.sampling_params().max_tokens,
         max_filtered_groups=MAX_REFILLS * config.data.prompts_per_step,
         ahead=spec.ahead,
         scores_overlapped=scores_overlapped,
-        keeps_kv=spec.rollout.keeps_kv or spec.rollout.pools_kv,
-        kv_pool=_pool_routing(spec, machines) if spec.rollout.pools_kv else None,
+        keeps_kv=spec.rollout.kv_pool.suspended != "recompute",
+        kv_pool=_pool_routing(spec, machines) if spec.rollout.kv_pool.pools_kv else None,
         num_probes=spec.rollout.num_probes,
         chunk_tokens=spec.rollout.max_chunk_tokens,
-        order=spec.rollout.order,
+        order=spec.rollout.schedule.order,
         num_rows=num_rows,
         exact_lengths=_exact_lengths(spec, config.algorithm.group_size),
-        histopipe=histopipe if spec.rollout.order == "histopipe" else None,
+        histopipe=histopipe if spec.rollout.schedule.order == "histopipe" else None,
         lends=others_generate and scores_overlapped and by_group and _accumulates(config, spec),
         minibatches=config.algorithm.minibatches,
         filters=filters,
@@ -70,18 +70,19 @@ def _accumulates(config: Config, spec: WorkerSpec) -> bool:
 
 
 def _pool_routing(spec: WorkerSpec, machines: Sequence[int]) -> PoolRouting:
+    pool = spec.rollout.kv_pool
     return PoolRouting(
-        spec.rollout.kv_spread,
-        spec.rollout.kv_pull_tokens,
+        pool.spread,
+        pool.pull_tokens,
         [tuple(machines[rank] for rank in ranks) for ranks in spec.engines] if machines else (),
-        remote=spec.rollout.kv_remote != "none",
+        remote=pool.remote != "none",
     )
 
 
 def _exact_lengths(spec: WorkerSpec, group_size: int) -> Callable[[str], Sequence[int]]:
     """Return the function that gives the lengths of a group's responses where they are forced and ordered by: to draw
     them takes 0.2 ms a group."""
-    if spec.rollout.order != "oracle":
+    if spec.rollout.schedule.order != "oracle":
         return lambda group: ()
     from stalesync.prompts.lengths import ForcedLengths  # which loads more than a decision needs
 

@@ -49,7 +49,7 @@ _IRRELEVANT = {
         algorithm.name algorithm.clip_* algorithm.kl_in algorithm.normalize_advantages algorithm.loss_aggregation
         algorithm.overlong_buffer""",
     "what is sampled; the lengths of responses are assumed": """
-        rollout.temperature rollout.top_* rollout.min_p rollout.stop""",
+        rollout.sampling.temperature rollout.sampling.top_* rollout.sampling.min_p rollout.sampling.stop""",
     "how Ray is reached, and when a stage counts as failed": "cluster.address cluster.stage_timeout_s",
     "cluster.hardware names the cards": "device.kind",
 }

@@ -1,5 +1,9 @@
-"""Map the names of settings in verl and TRL to the keys here; "": there is no counterpart. The table is that of
-docs/coming_from.md, and a test compares both."""
+"""Map the names of settings in verl, in TRL and in earlier versions to the keys here. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 _NAMES = {
     "model.path": "actor_rollout_ref.model.path model",
@@ -12,9 +16,9 @@ _NAMES = {
     "rollout.max_response_length": "data.max_response_length max_completion_length",
     "data.long_prompts=skip": "data.filter_overlong_prompts",
     "algorithm.group_size": "actor_rollout_ref.rollout.n num_generations",
-    "rollout.temperature": "actor_rollout_ref.rollout.temperature temperature",
-    "rollout.top_p": "actor_rollout_ref.rollout.top_p top_p",
-    "rollout.top_k": "actor_rollout_ref.rollout.top_k top_k",
+    "rollout.sampling.temperature": "actor_rollout_ref.rollout.temperature temperature",
+    "rollout.sampling.top_p": "actor_rollout_ref.rollout.top_p top_p",
+    "rollout.sampling.top_k": "actor_rollout_ref.rollout.top_k top_k",
     "eval.samples": "actor_rollout_ref.rollout.val_kwargs.n",
     "eval.temperature": "actor_rollout_ref.rollout.val_kwargs.temperature",
     "eval.top_p": "actor_rollout_ref.rollout.val_kwargs.top_p",
@@ -37,9 +41,9 @@ _NAMES = {
     "parallel.infer.tp": "actor_rollout_ref.rollout.tensor_model_parallel_size",
     "parallel.train.tp and parallel.train.ep and parallel.train.pp and parallel.train.etp": """
         actor_rollout_ref.actor.megatron.tensor_model_parallel_size""",
-    "rollout.kv_fraction": "actor_rollout_ref.rollout.gpu_memory_utilization",
-    "rollout.max_seqs": "actor_rollout_ref.rollout.max_num_seqs",
-    "rollout.max_batch_tokens": "actor_rollout_ref.rollout.max_num_batched_tokens",
+    "rollout.engine.kv_fraction": "actor_rollout_ref.rollout.gpu_memory_utilization",
+    "rollout.engine.max_seqs": "actor_rollout_ref.rollout.max_num_seqs",
+    "rollout.engine.max_batch_tokens": "actor_rollout_ref.rollout.max_num_batched_tokens",
     "reward.path": """
         reward.custom_reward_function.path reward.custom_reward_function.name custom_reward_function.path
         reward_funcs""",
@@ -51,7 +55,7 @@ _NAMES = {
     "run.dir": "trainer.default_local_dir",
     "run.loggers": "trainer.logger report_to",
     "run.resume": "trainer.resume_mode resume_from_checkpoint",
-    "rollout.min_p": "min_p",
+    "rollout.sampling.min_p": "min_p",
     "algorithm.kl_coef": "beta",
     "algorithm.name and algorithm.loss_aggregation": "loss_type",
     "reward.terms": "reward_weights",
@@ -60,3 +64,52 @@ _NAMES = {
     "run.dir and run.name": "output_dir",
 }
 OTHER_NAMES = {name: here for here, names in _NAMES.items() for name in names.split()}
+"""Key by its name in verl or TRL; "": there is no counterpart. The table is that of docs/coming_from.md."""
+
+_MOVED = {
+    "rollout.sampling": "temperature top_k top_p min_p stop forced_median forced_spread",
+    "rollout.engine": "block_size max_seqs max_batch_tokens kv_fraction max_kv_tokens prefix_cache batch_invariant",
+    "rollout.schedule": "order length_classes chunk_tokens probe",
+    "rollout.kv_pool": """
+        suspended_kv=suspended max_parked_kv_mib=max_parked_mib kv_spill=spill max_spilled_kv_mib=max_spilled_mib
+        kv_spread=spread kv_pull_tokens=pull_tokens kv_remote=remote""",
+    "rollout.drafts": """
+        drafts=source draft_tree=tree draft_history=history draft_budget=budget draft_mib=mib draft_group_mib=group_mib
+        draft_max_age=max_age draft_exchange=exchange""",
+}
+MOVED = {
+    f"rollout.{old}": f"{group}.{new or old}"
+    for group, names in _MOVED.items()
+    for old, _, new in (name.partition("=") for name in names.split())
+}
+"""Key by its name in earlier versions"""
+
+
+def check_moved(keys: Iterable[str]) -> None:
+    """Refuse names of earlier versions.
+
+    Raises:
+        ValueError: the first of them, with the key that it is now.
+    """
+    for key in keys:
+        if key in MOVED:
+            raise ValueError(f"{key} is {MOVED[key]}")
+
+
+def migrate(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings by full key under the present keys."""
+    return {MOVED.get(key, key): value for key, value in settings.items()}
+
+
+def migrate_groups(config: dict[str, Any]) -> dict[str, Any]:
+    """Move the values of a config, groups within groups, to the present keys, and return it."""
+    for old, new in MOVED.items():
+        group, _, name = old.rpartition(".")
+        values = config.get(group)
+        if not isinstance(values, dict) or isinstance(values.get(name, {}), dict):  # absent, or a group of this name
+            continue
+        value, (*path, last), node = values.pop(name), new.split("."), config
+        for part in path:
+            node = node.setdefault(part, {})
+        node[last] = value
+    return config

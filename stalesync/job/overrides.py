@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
+import fnmatch
 import inspect
 import re
 import textwrap
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from stalesync.job.config import Config
-from stalesync.job.other_names import OTHER_NAMES
+from stalesync.job.other_names import MOVED, OTHER_NAMES, check_moved, migrate_groups
 from stalesync.job.values import typed_words
 
 HYDRA_OPTIONS = frozenset(
@@ -32,7 +33,7 @@ def register() -> None:
 
 
 def load(path: Path) -> Config:
-    """Load the config that a run saved as its config.yaml.
+    """Load the config that a run saved as its config.yaml, also one of an earlier version.
 
     Raises:
         ValueError: a key that this version does not know, or a value of another type.
@@ -41,7 +42,9 @@ def load(path: Path) -> Config:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), OmegaConf.load(path)))
+        saved: Any = OmegaConf.to_container(OmegaConf.load(path))
+        saved = migrate_groups(saved) if isinstance(saved, dict) else saved
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), saved))
     except OmegaConfBaseException as error:
         raise ValueError(f"{path}: {_in_a_line(error)}") from None
     assert isinstance(config, Config)
@@ -102,12 +105,20 @@ def value_of(config: Config, key: str) -> Any:
 
 
 def _in_a_line(error: Exception) -> str:
+    for key in (getattr(one, "full_key", None) for one in (error, error.__context__)):
+        if key in MOVED:
+            return f"{key} is {MOVED[key]}"
     return "; ".join(line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()[:2] if line)
 
 
 def known_keys(node: type = Config, prefix: str = "") -> list[str]:
     """List every key with its full path."""
     return list(typed_keys(node, prefix))
+
+
+def keys_like(pattern: str) -> list[str]:
+    """List the keys that a pattern such as `rollout.engine.*` names."""
+    return fnmatch.filter(known_keys(), pattern)
 
 
 def documented_keys(node: type = Config, prefix: str = "") -> dict[str, str]:
@@ -209,6 +220,7 @@ def check_overrides(arguments: Sequence[str], groups: Iterable[str] = ()) -> Non
         key = argument.split("=", 1)[0].lstrip("+~").split("@")[0]
         if key in choices or key in keys or key.startswith("hydra"):
             continue
+        check_moved([key])
         if names := names_here(key, keys):
             raise ValueError(f"unknown key {key!r}; it is {' or '.join(names)} here")
         if key in OTHER_NAMES:
@@ -219,10 +231,12 @@ def check_overrides(arguments: Sequence[str], groups: Iterable[str] = ()) -> Non
 
 
 def names_here(key: str, keys: Sequence[str]) -> list[str]:
-    """Return what a key of verl or TRL, or the last part of a key, is called here; nothing if that is not known."""
+    """Return what a key of verl, TRL or an earlier version, or the last part of a key, is called here; nothing if that
+    is not known."""
     last = key.rpartition(".")[2]
     for wanted in (key, last):
         named = [here for name, here in OTHER_NAMES.items() if name == wanted or name.endswith(f".{wanted}")]
         if named := [*dict.fromkeys(filter(None, named))]:
             return named
-    return [one for one in keys if one.rpartition(".")[2] == last]
+    same = [one for one in (*keys, *MOVED) if one.rpartition(".")[2] == last]
+    return [*dict.fromkeys(MOVED.get(one, one) for one in ([key] if key in MOVED else same))]

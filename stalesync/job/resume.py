@@ -18,11 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from fusion.inference import SamplingParams
+from fusion.inference.config import SAMPLING
 from fusion.telemetry import RunFolder
 from fusion.telemetry.folder_lock import FolderInUse
 from fusion.telemetry.run_contents import EVALUATIONS, complete_checkpoints
 from stalesync.job import savepoint
 from stalesync.job.config import Config, RunConfig
+from stalesync.job.other_names import check_moved, migrate
 from stalesync.job.overrides import load
 from stalesync.job.resume_rules import ENDED, RULES, ResumeChanges, Rule, compare, decide, superfluous
 from stalesync.job.run_inputs import find_other_content, settings_of
@@ -133,6 +135,7 @@ def check_changes(earlier: Reopened, config: Config, *, source: PromptSource, in
     """
     if earlier.checkpoint is None:
         return earlier
+    check_moved(config.run.resume_changed)
     state, notes = savepoint.read(earlier.checkpoint), [*earlier.notes]
     saved = state.get("inputs", {})
     if not saved:
@@ -140,7 +143,7 @@ def check_changes(earlier: Reopened, config: Config, *, source: PromptSource, in
             f"{earlier.checkpoint.name} was written by an earlier version: its settings are taken to be those of "
             "config.yaml, and other content of models, rewards and evaluation files cannot be found"
         )
-    before = saved.get("settings") or _settings_in(earlier.folder.path)
+    before = migrate(saved.get("settings", {})) or _settings_in(earlier.folder.path)
     settings = compare(before, inputs["settings"])
     content = find_other_content(saved.get("files", {}), inputs["files"], changed=settings)
     if why := source.find_other_order(state["prompts"]):
@@ -163,7 +166,7 @@ def check_changes(earlier: Reopened, config: Config, *, source: PromptSource, in
 
 
 def _truncates(settings: Mapping[str, Any]) -> bool:
-    keys = {name: f"rollout.{name}" for name in ("temperature", "top_k", "top_p", "min_p")}
+    keys = {name: f"rollout.sampling.{name}" for name in SAMPLING}
     return SamplingParams(**{name: settings[key] for name, key in keys.items() if key in settings}).truncates
 
 

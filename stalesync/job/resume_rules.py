@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from stalesync.job.overrides import as_yaml
+from stalesync.job.overrides import as_yaml, keys_like
 
 ENDED = "resume_changed"
 """Why groups in progress fail"""
@@ -48,16 +48,10 @@ _KEYS = {
     Rule.FOLDER: "run.name run.dir run.resume run.resume_changed",
     Rule.NOW: """
         run.steps run.save_every run.keep run.max_engine_restarts run.loggers run.profile_steps
-        parallel.train.tp parallel.train.ep parallel.train.pp parallel.train.etp
-        parallel.infer.tp parallel.infer.ep parallel.infer.pp parallel.infer.etp
-        parallel.score.tp parallel.score.ep parallel.score.pp parallel.score.etp
+        parallel.*
         fusion.deployment fusion.infer_cards fusion.score_cards fusion.resident fusion.bucket_bytes fusion.offload
         fusion.double_buffer fusion.checksum
-        rollout.backend rollout.chunk_tokens rollout.order rollout.length_classes rollout.block_size rollout.max_seqs
-        rollout.max_batch_tokens rollout.kv_fraction rollout.max_kv_tokens rollout.prefix_cache rollout.suspended_kv
-        rollout.max_parked_kv_mib rollout.kv_spill rollout.max_spilled_kv_mib rollout.kv_spread rollout.kv_pull_tokens
-        rollout.kv_remote rollout.drafts rollout.draft_tree rollout.draft_history rollout.draft_budget rollout.draft_mib
-        rollout.draft_group_mib rollout.draft_max_age rollout.probe rollout.draft_exchange rollout.batch_invariant
+        rollout.backend rollout.engine.* rollout.schedule.* rollout.kv_pool.* rollout.drafts.*
         training.backend training.lr training.betas training.weight_decay training.clip_grad training.schedule
         training.warmup_steps training.token_budget training.recompute training.load_balancing_coef
         training.load_balancing training.router_bias_rate
@@ -76,16 +70,17 @@ _KEYS = {
         data.prompt_field data.answer_field data.long_prompts data.chat_template data.min_digits data.max_digits
         data.max_terms data.chat_template_kwargs data.system_prompt""",
     Rule.NO_GROUPS: """
-        rollout.temperature rollout.max_response_length rollout.stop rollout.forced_median rollout.forced_spread
+        rollout.max_response_length rollout.sampling.temperature rollout.sampling.stop rollout.sampling.forced_*
         algorithm.name algorithm.group_size algorithm.replay""",
     Rule.NOT_LOWER: "rollout.max_length data.prompts_per_step data.max_prompt_length stalesync.max_staleness",
-    Rule.SAME_TRUNCATION: "rollout.top_k rollout.top_p rollout.min_p",
+    Rule.SAME_TRUNCATION: "rollout.sampling.top_k rollout.sampling.top_p rollout.sampling.min_p",
     Rule.CONTENT: "model.path eval.files",
     Rule.NO_GROUPS_CONTENT: "reward.name reward.path reward.model reward.terms",
     Rule.ORDER: "data.source data.rows data.bad_rows run.eval_prompts",
     Rule.NEVER: "run.seed model.dtype",
 }
-RULES = {key: rule for rule, keys in _KEYS.items() for key in keys.split()}
+"""Patterns of keys by rule"""
+RULES = {key: rule for rule, patterns in _KEYS.items() for pattern in patterns.split() for key in keys_like(pattern)}
 """The rule of every key"""
 
 _NEVER = {

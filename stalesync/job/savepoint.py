@@ -2,7 +2,7 @@
 
     checkpoints/step-N/   trainer/                   masters and moments as global tensors: written by the cards
                           queue/                     samples in progress, including suspended ones
-                          drafts/                    history of prompts, with rollout.drafts=history or both
+                          drafts/                    history of prompts, with rollout.drafts.source=history or both
                           controller.json            the run's state
                           manifest.json              sizes and digests of all these files, and digests of the rows of
                                                      the logs beside it, written last: marks the checkpoint as complete

@@ -3,7 +3,7 @@
     samples          data.prompts_per_step x algorithm.group_size
     prompt           data.max_prompt_length tokens
     responses        drawn by `prompts/lengths.py` around a median, at most rollout.max_response_length tokens
-    their median     rollout.forced_median; null: MEDIAN_SHARE of rollout.max_response_length
+    their median     rollout.sampling.forced_median; null: MEDIAN_SHARE of rollout.max_response_length
 
 Pure: the same config gives the same workload and the same text.
 """
@@ -27,8 +27,9 @@ MEDIAN_SHARE = 1 / 8
 def lengths_of(config: Config) -> ForcedLengths:
     """Return the lengths of responses that are assumed of a job."""
     rollout = config.rollout
-    median = rollout.forced_median or max(1.0, MEDIAN_SHARE * rollout.max_response_length)
-    lengths = ForcedLengths.of(replace(rollout, forced_median=median), config.run.seed)
+    median = rollout.sampling.forced_median or max(1.0, MEDIAN_SHARE * rollout.max_response_length)
+    sampling = replace(rollout.sampling, forced_median=median)
+    lengths = ForcedLengths.of(replace(rollout, sampling=sampling), config.run.seed)
     assert lengths is not None
     return lengths
 
@@ -52,7 +53,7 @@ def setup_of(config: Config, shape: Shape, *, hardware: Hardware, dies: int) -> 
         infer=Parallel(dies),
         training=_limits(TrainingLimits, config.training),
         fusion=config.fusion,
-        rollout=_limits(EngineLimits, config.rollout),
+        rollout=_limits(EngineLimits, config.rollout.engine),
         workload=workload_of(config),
     )
 
@@ -65,8 +66,12 @@ def _limits(kind: type, group: object) -> Any:
 def describe(config: Config) -> str:
     """Describe the workload with the keys it comes from."""
     work, lengths = workload_of(config), lengths_of(config)
-    stated = config.rollout.forced_median is not None
-    origin = "rollout.forced_median" if stated else f"{MEDIAN_SHARE:g} of it, as rollout.forced_median=null"
+    stated = config.rollout.sampling.forced_median is not None
+    origin = (
+        "rollout.sampling.forced_median"
+        if stated
+        else f"{MEDIAN_SHARE:g} of it, as rollout.sampling.forced_median=null"
+    )
     return (
         f"workload of a step: {work.samples:,} samples (data.prompts_per_step={config.data.prompts_per_step} x "
         f"algorithm.group_size={config.algorithm.group_size}); prompts of {work.prompt:,.0f} tokens "

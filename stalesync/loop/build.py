@@ -50,7 +50,7 @@ def build_run(
     """Return a run that has not begun. ``inputs``: what it depends on (`run_inputs.py`), kept in its checkpoints."""
     algorithm = make_algorithm(config.algorithm, config.rollout.max_response_length)
     admission = _admission(config, spec, cards, source, scorer, algorithm)
-    rewards = RewardHistory(admission.spec.num_rows) if config.rollout.drafts_history else None
+    rewards = RewardHistory(admission.spec.num_rows) if config.rollout.drafts.from_history else None
     step_metrics, saver, pace = StepMetrics(spec.world, folder), Saver(), PaceTally(spec.pace)
     cards.health_checks.append(saver.check)
     size = config.algorithm.group_size

@@ -55,7 +55,7 @@ class Checkpoints:
             savepoint.begin(target, loop.queue if loop.admission.ledger.num_untrained else None)
             state = {"inputs": self.inputs, **loop.state_dict()}
             loop.step_metrics.take(self.cards.wait(snapshot))
-            if self.config.rollout.drafts_history:
+            if self.config.rollout.drafts.from_history:
                 ranks = self.spec.drafting_ranks
                 self.cards.on(ranks).call(Worker.snapshot_drafts)
                 self._draft_starts = {rank: self.cards.num_starts(rank) for rank in ranks}
@@ -71,7 +71,7 @@ class Checkpoints:
 
         def write() -> None:
             self.cards.on(self.spec.deployment.train).call(Worker.save, str(target / savepoint.TRAINER), export)
-            if self.config.rollout.drafts_history:
+            if self.config.rollout.drafts.from_history:
                 if ranks := self._unchanged(starts):
                     self.cards.on(ranks).call(Worker.save_drafts, str(target / savepoint.DRAFTS))
             savepoint.finish(target, as_json, folder.seal(log_bytes))
@@ -110,7 +110,7 @@ class Checkpoints:
         trainers.call(Worker.restore, str(checkpoint / savepoint.TRAINER), steps_left)
         if line := savepoint.schedule_of(checkpoint, config, steps_left).describe():
             loop.view.note(line)
-        if config.rollout.drafts_history:
+        if config.rollout.drafts.from_history:
             generators = self.cards.on([rank for ranks in self.spec.engines for rank in ranks])
             generators.call(Worker.restore_drafts, str(checkpoint / savepoint.DRAFTS))
         loop.view.note(f"resuming from {checkpoint}, step {step}")

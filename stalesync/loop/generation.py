@@ -61,7 +61,7 @@ class Generation:
         self._rewards = rewards
         self._spec, self._cards, self._prompts, self._take_reports = spec, cards, prompts, take_reports
         ends = None if spec.detokenizer is None else spec.detokenizer.end_token_ids
-        self._sampling = spec.rollout.sampling(stop_token_ids=ends)
+        self._sampling = spec.rollout.sampling_params(stop_token_ids=ends)
         self._sampling_fields = asdict(self._sampling)
         self._chunk_tokens = spec.rollout.max_chunk_tokens
         self._on_ended_chunks = on_ended_chunks

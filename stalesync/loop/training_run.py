@@ -67,7 +67,7 @@ class TrainingRun:
                     saver.finish()
                     raise stop
             saver.finish()
-        if self.config.rollout.pools_kv:
+        if self.config.rollout.kv_pool.pools_kv:
             living = [ranks for engine, ranks in enumerate(self.spec.engines) if not self.cards.is_down(engine)]
             for stage in [self.cards.on(ranks).begin(Worker.close_kv_pool) for ranks in living]:
                 self.cards.wait(stage)

@@ -41,10 +41,10 @@ class ForcedLengths:
     @classmethod
     def of(cls, config: RolloutConfig, seed: int) -> ForcedLengths | None:
         """Create the lengths of a run; None where the policy ends its responses."""
-        if config.forced_median is None:
+        if config.sampling.forced_median is None:
             return None
-        between, within, runaway = config.forced_spread
-        return cls(seed, config.forced_median, config.max_response_length, (between, within, runaway))
+        between, within, runaway = config.sampling.forced_spread
+        return cls(seed, config.sampling.forced_median, config.max_response_length, (between, within, runaway))
 
     @property
     def mean(self) -> float:

@@ -30,11 +30,11 @@ SWEPT = ("supernodes", "fusion", "stalesync.max_staleness")
 OPTIONS = ("model", "model.path", "cluster", "cluster.npus", "cluster.hardware", "train", "infer", "trace", *SWEPT)
 READS = LAYOUTS | frozenset(
     """run.steps run.seed data.prompts_per_step data.max_prompt_length data.rows algorithm.group_size
-    algorithm.minibatches algorithm.kl_coef training.recompute fusion.infer_cards fusion.offload
-    fusion.double_buffer stalesync.train_tokens stalesync.lend rollout.max_response_length rollout.forced_median
-    rollout.forced_spread rollout.chunk_tokens rollout.order rollout.block_size rollout.max_seqs
-    rollout.max_batch_tokens rollout.kv_fraction rollout.max_kv_tokens rollout.prefix_cache rollout.suspended_kv
-    rollout.kv_spread rollout.kv_pull_tokens""".split()
+    algorithm.minibatches algorithm.kl_coef training.recompute fusion.infer_cards fusion.offload fusion.double_buffer
+    stalesync.train_tokens stalesync.lend rollout.max_response_length rollout.sampling.forced_median
+    rollout.sampling.forced_spread rollout.schedule.chunk_tokens rollout.schedule.order rollout.engine.block_size
+    rollout.engine.max_seqs rollout.engine.max_batch_tokens rollout.engine.kv_fraction rollout.engine.max_kv_tokens
+    rollout.engine.prefix_cache rollout.kv_pool.suspended rollout.kv_pool.spread rollout.kv_pool.pull_tokens""".split()
 )
 """Keys of a job, besides OPTIONS, that change a simulation."""
 DEFAULTS = ("model=bfloat16", "training.recompute=true", "run.steps=20")

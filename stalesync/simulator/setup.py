@@ -55,25 +55,25 @@ class SimulationSetup:
         pace.check(train, "parallel.train")
         pace.check(infer, "parallel.infer")
         worker = _worker_spec(config, pace)
-        rollout, first = config.rollout, worker.deployment.generate[0]
+        rollout, pool, first = config.rollout, config.rollout.kv_pool, worker.deployment.generate[0]
         switch = _switch_cost(pace, train, infer, infer_first=first, fusion=_Frozen.of(config.fusion))
-        cost = EngineCost(pace, worker.infer_of_one_engine, full_batch=rollout.max_seqs)
-        bounds = [tokens for tokens in (kv_tokens, rollout.max_kv_tokens) if tokens is not None]
+        cost = EngineCost(pace, worker.infer_of_one_engine, full_batch=rollout.engine.max_seqs)
+        bounds = [tokens for tokens in (kv_tokens, rollout.engine.max_kv_tokens) if tokens is not None]
         limits = RankLimits(
-            max_seqs=rollout.max_seqs,
-            max_batch_tokens=rollout.max_batch_tokens,
-            block_size=rollout.block_size,
+            max_seqs=rollout.engine.max_seqs,
+            max_batch_tokens=rollout.engine.max_batch_tokens,
+            block_size=rollout.engine.block_size,
             kv_tokens=min(bounds, default=None),
-            prefix_cache=rollout.prefix_cache,
+            prefix_cache=rollout.engine.prefix_cache,
         )
         engine = EngineSpec(
             cost=cost,
             num_ranks=worker.infer_of_one_engine.dp,
             limits=limits,
             chunk_tokens=rollout.max_chunk_tokens or None,
-            keeps_kv=rollout.keeps_kv,
-            pools_kv=rollout.pools_kv,
-            pools_suspended=rollout.pools_kv and config.pools_suspended,
+            keeps_kv=pool.keeps_kv,
+            pools_kv=pool.pools_kv,
+            pools_suspended=pool.pools_kv and config.pools_suspended,
             adopt_s=switch.adopt_s,
         )
         trainer = TrainerCost(pace, train, config.training.recompute)

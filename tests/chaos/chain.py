@@ -34,7 +34,7 @@ CHANGED = (
     ("algorithm.group_size", "2"),
     ("stalesync.max_staleness", "0"),
     ("rollout.max_response_length", "12"),
-    ("rollout.stop", "[7]"),
+    ("rollout.sampling.stop", "[7]"),
     ("data.prompts_per_step", "4"),
 )
 """Settings under which groups in progress cannot go on: a resume must refuse them by key"""
@@ -78,7 +78,7 @@ class Result:
 def overrides_of(chain: Chain, *, model: Path, runs: Path) -> list[str]:
     """Return the arguments of every start of a chain. Above staleness 0, responses are long enough that training
     suspends some."""
-    longer = ["rollout.max_response_length=24", "rollout.forced_median=6"]
+    longer = ["rollout.max_response_length=24", "rollout.sampling.forced_median=6"]
     every = SELDOM if chain.save_every == f"{SELDOM}" else EVAL_EVERY
     replaces = chain.deployment in ("separate", "hybrid")  # engines, whose requests are generated in other batches then
     return [
@@ -96,8 +96,8 @@ def overrides_of(chain: Chain, *, model: Path, runs: Path) -> list[str]:
         f"algorithm.kl_coef={0.01 if chain.deployment == 'full' else 0.0}",
         f"stalesync.max_staleness={chain.bound}",
         f"queue.durability={chain.durability}",
-        *(["rollout.batch_invariant=true"] if replaces else []),
-        *([f"rollout.chunk_tokens={chain.chunk_tokens}"] if chain.chunk_tokens else []),
+        *(["rollout.engine.batch_invariant=true"] if replaces else []),
+        *([f"rollout.schedule.chunk_tokens={chain.chunk_tokens}"] if chain.chunk_tokens else []),
     ]
 
 

@@ -10,13 +10,14 @@ import torch.distributed as dist
 from distqueue import LocalQueue, PackedBatch
 from fusion.colocate import InferenceShare, RewardModelSpec, StageReport, Worker, WorkerSpec, deploy
 from fusion.ep_switch import FusionConfig, weights_checksum
-from fusion.inference import Request, RolloutConfig
+from fusion.inference import Request
 from fusion.model import Mesh, Parallel
 from fusion.model.options import PolicyModelConfig
 from fusion.npu import DeviceConfig
 from fusion.telemetry import Span
 from fusion.training import AlgorithmConfig, TrainingConfig, split_over_ranks
 from tests.helpers import TINY, TINY_EXPERTS
+from tests.rollouts import rollout_config
 
 GROUPS, GROUP = 4, 2
 
@@ -41,7 +42,7 @@ def make_spec(
         train=Parallel(len(deployment.train), **train),
         infer=Parallel(len(deployment.generate), **infer),
         fusion=config,
-        rollout=RolloutConfig(max_response_length=6, max_length=64, max_kv_tokens=1024),
+        rollout=rollout_config(max_response_length=6, max_length=64, max_kv_tokens=1024),
         training=TrainingConfig(lr=1e-2),
         algorithm=AlgorithmConfig(kl_coef=0.1, group_size=GROUP),
         device=DeviceConfig("emulated"),
@@ -144,7 +145,7 @@ class Card:
 
     def requests(self, version: int, number: int, engines: int) -> list[Request]:
         """This engine's part of the groups."""
-        params = self.spec.rollout.sampling()
+        params = self.spec.rollout.sampling_params()
         return [
             Request(f"{version}-{g}/{k}", (3 + g, 4, 5), params, group=f"{version}-{g}")
             for g in range(number, GROUPS, engines)

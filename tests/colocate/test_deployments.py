@@ -154,7 +154,7 @@ def said_by_both(rank, device, spec, folder):
     worker.snapshot()
     worker.save(f"{folder}/checkpoint", f"{folder}/hf")
     worker.switch("infer", 1)
-    params = replace(spec.rollout.sampling(), temperature=0.0)
+    params = replace(spec.rollout.sampling_params(), temperature=0.0)
     requests = [replace(request, params=params) for request in card.requests(1, 0, 1)] if rank == 0 else []
     if requests:
         worker.card.engine.submit(requests)

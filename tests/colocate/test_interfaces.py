@@ -105,6 +105,10 @@ def members(interface):
     return named | {name for name in vars(interface).get("__annotations__", ())}
 
 
+def name_of(node):
+    return node.id if isinstance(node, ast.Name) else getattr(node, "attr", "")
+
+
 def used(*variables):
     """Attributes that other rooms take of variables and attributes of these names, and in which files."""
     found = {}
@@ -115,8 +119,8 @@ def used(*variables):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute):
-                of = node.value.id if isinstance(node.value, ast.Name) else getattr(node.value, "attr", "")
-                if of in variables:
+                of_config = name_of(getattr(node.value, "value", None)) in ("config", "rollout")  # rollout.engine
+                if name_of(node.value) in variables and not of_config:
                     found.setdefault(node.attr, set()).add(name)
     return found
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from distqueue import LocalQueue, PackedBatch
 from distqueue.hierarchy import Received
 from fusion.colocate.samples.sequences import to_sequences
-from fusion.inference import Output, RolloutConfig
+from fusion.inference import Output
 from fusion.model import ModelConfig, Parallel, Transformer, load_weights
 from fusion.rollout.packing import KEPT, pack_outputs
 from fusion.rollout.partial_samples import PartialSamples
@@ -24,6 +24,7 @@ from tests.helpers import run_ranks, tiny_checkpoint
 from tests.inference.engines import requests, tokens
 from tests.inference.test_verification import Guesses
 from tests.inference.test_worlds import build
+from tests.rollouts import changed, rollout_config
 
 SHAPE = dict(vocab_size=128, initializer_range=0.3)
 FILTERS = [
@@ -136,7 +137,7 @@ def test_policy_and_reference_of_a_step_are_renormalised_over_the_kept_ids(tmp_p
     spec = make_spec(tiny_checkpoint(tmp_path, **SHAPE), npus, train, infer, score_cards=score_cards)
     spec = replace(
         spec,
-        rollout=replace(spec.rollout, top_p=0.7, chunk_tokens=2),
+        rollout=changed(spec.rollout, top_p=0.7, chunk_tokens=2),
         training=TrainingConfig(lr=0.0),
         algorithm=AlgorithmConfig(kl_coef=0.1, group_size=GROUP, correction="decoupled"),
     )
@@ -163,6 +164,6 @@ def test_a_row_whose_kept_ids_lack_the_token_is_refused():
 
 
 def test_without_filters_no_column_is_put_and_none_is_read():
-    assert not RolloutConfig(temperature=0.0, top_p=0.5).truncates and not RolloutConfig(temperature=0.7).truncates
-    assert RolloutConfig(min_p=0.1).truncates
+    assert not rollout_config(temperature=0.0, top_p=0.5).truncates and not rollout_config(temperature=0.7).truncates
+    assert rollout_config(min_p=0.1).truncates
     assert not {*KEPT} & pack_outputs([OUTPUT]).columns.keys()

@@ -34,6 +34,7 @@ from tests.helpers import tiny_checkpoint
 from tests.inference.engines import generate, requests, tokens
 from tests.machine import patience, within
 from tests.rollout.drafts.plain_indexes import PlainIndexes
+from tests.rollouts import rollout_config
 
 CAPACITY = 64 << 20
 DEVICE = DeviceConfig("emulated", pace="qwen3_30b_a3b")
@@ -54,9 +55,9 @@ def model(tmp_path):
 
 def _engine(model, pace=None, memory=None, store=None):
     kept = "pool" if store else "keep" if memory else "recompute"
-    config = RolloutConfig(max_length=256, max_seqs=64, max_batch_tokens=512, max_kv_tokens=8192, suspended_kv=kept)
+    config = rollout_config(max_length=256, max_seqs=64, max_batch_tokens=512, max_kv_tokens=8192, suspended=kept)
     given = model, Mesh.single(), model.device, config, 5, False, memory
-    cost = pace and EngineCost(pace, Parallel(), config.max_seqs)
+    cost = pace and EngineCost(pace, Parallel(), config.engine.max_seqs)
     made = PacedEngine(*given, pacer=Pacer(), cost=cost, kv_store=store) if pace else EmbeddedEngine(*given)
     made.allocate_kv()
     return made
@@ -215,7 +216,7 @@ def test_every_stage_of_a_card_takes_modelled_time_and_tells_it(tmp_path):
             shown.update({kind: length_ns / 1e9 for kind, length_ns in card.by_kind_ns.items()})
 
     ids = [f"0/{n}" for n in range(4)]
-    params = worker.spec.rollout.sampling()
+    params = worker.spec.rollout.sampling_params()
     staged("switch", "infer", 0)
     staged("generate", [Request(id, (3, 4), params, group="0", exact_tokens=5) for id in ids], False)
     worker.queue.put(PackedBatch.from_samples(ids, {"advantage": torch.linspace(-1, 1, len(ids))}))

@@ -11,7 +11,7 @@ import torch
 from distqueue import PackedBatch
 from distqueue.hierarchy import Received
 from fusion.colocate.samples.sequences import stage_columns, to_sequences
-from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
+from fusion.inference import EmbeddedEngine, Request, SamplingParams
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.rollout.packing import pack_outputs
 from fusion.training import AlgorithmConfig, EmbeddedTrainEngine, TrainingConfig
@@ -20,6 +20,7 @@ from fusion.training.replay import new_record
 from tests.colocate.cards import GROUP, GROUPS, Card, make_spec
 from tests.families import family_checkpoint
 from tests.helpers import run_ranks, tiny_checkpoint
+from tests.rollouts import rollout_config
 
 MISMATCH = "training/routing_mismatch"
 IDS = [f"0-{group}/{member}" for group in range(GROUPS) for member in range(GROUP)]
@@ -41,7 +42,7 @@ def generated(device, folder, count=24, max_tokens=40):
     models = [Transformer(config, Mesh.single(), device, torch.bfloat16) for _ in range(2)]
     for model in models:
         load_weights(model, folder)
-    rollout = RolloutConfig(max_length=256, max_seqs=24, max_batch_tokens=256, max_kv_tokens=4096)
+    rollout = rollout_config(max_length=256, max_seqs=24, max_batch_tokens=256, max_kv_tokens=4096)
     engine = EmbeddedEngine(models[0], models[0].mesh, device, rollout, seed=5, routing=True)
     engine.allocate_kv()
     draw = random.Random(0)

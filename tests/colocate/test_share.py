@@ -3,9 +3,9 @@ from dataclasses import replace
 import pytest
 
 from fusion.colocate.share import InferenceShare
-from fusion.inference import RolloutConfig
+from tests.rollouts import rollout_config
 
-CONFIG = RolloutConfig(max_seqs=8, max_batch_tokens=16, kv_fraction=0.9)
+CONFIG = rollout_config(max_seqs=8, max_batch_tokens=16, kv_fraction=0.9)
 
 
 def _change(wishes, longest=40):
@@ -15,28 +15,34 @@ def _change(wishes, longest=40):
 def test_a_share_starts_as_the_config_says_and_changes_key_by_key():
     start = InferenceShare.of(CONFIG, 4)
     assert start.engines == (0, 1, 2, 3) and start.rollout(CONFIG) == CONFIG
-    share = _change({"engines": "2,0", "rollout.kv_fraction": "0.5", "rollout.max_seqs": "64"})
+    share = _change({"engines": "2,0", "rollout.engine.kv_fraction": "0.5", "rollout.engine.max_seqs": "64"})
     assert share.engines == (0, 2), "ascending"
     rollout = share.rollout(CONFIG)
-    assert (rollout.kv_fraction, rollout.max_seqs, rollout.max_batch_tokens) == (0.5, 64, 64)
+    assert (rollout.engine.kv_fraction, rollout.engine.max_seqs, rollout.engine.max_batch_tokens) == (0.5, 64, 64)
     assert start.changed(share.state(), CONFIG, engines=4, max_tokens=40) == share, (
         "what a checkpoint holds brings it back"
     )
     assert share.changed(
-        {"engines": "all", "rollout.max_kv_tokens": "48"}, CONFIG, engines=4, max_tokens=40
+        {"engines": "all", "rollout.engine.max_kv_tokens": "48"}, CONFIG, engines=4, max_tokens=40
     ).engines == (0, 1, 2, 3)
 
 
 @pytest.mark.parametrize(
     ("wishes", "message"),
     [
-        ({"rollout.top_k": "3"}, "'rollout.top_k' cannot be changed during a run; expected one of engines, "),
+        (
+            {"rollout.sampling.top_k": "3"},
+            "'rollout.sampling.top_k' cannot be changed during a run; expected one of engines, ",
+        ),
         ({"engines": "0,4"}, r"engines=0,4: expected all, or numbers of engines between 0 and 3 \(0,2\)"),
         ({"engines": ""}, "engines=: expected all"),
-        ({"rollout.kv_fraction": "1.5"}, r"rollout.kv_fraction=1.5: expected a number in \(0, 1\]"),
-        ({"rollout.kv_fraction": "half"}, r"rollout.kv_fraction=half: expected a number in \(0, 1\]"),
-        ({"rollout.max_seqs": "0"}, "rollout.max_seqs=0: expected a whole number of at least 1"),
-        ({"rollout.max_kv_tokens": "47"}, "rollout.max_kv_tokens=47: expected null, or at least the longest sample"),
+        ({"rollout.engine.kv_fraction": "1.5"}, r"rollout.engine.kv_fraction=1.5: expected a number in \(0, 1\]"),
+        ({"rollout.engine.kv_fraction": "half"}, r"rollout.engine.kv_fraction=half: expected a number in \(0, 1\]"),
+        ({"rollout.engine.max_seqs": "0"}, "rollout.engine.max_seqs=0: expected a whole number of at least 1"),
+        (
+            {"rollout.engine.max_kv_tokens": "47"},
+            "rollout.engine.max_kv_tokens=47: expected null, or at least the longest sample",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_key(wishes, message):
@@ -47,9 +53,10 @@ def test_what_cannot_be_is_refused_by_key(wishes, message):
 def test_with_vllm_as_the_engine_the_number_of_sequences_is_not_raised():
     config = replace(CONFIG, backend="vllm")
     start = InferenceShare.of(config, 4)
-    fewer = {"rollout.max_seqs": config.max_seqs - 1}
-    assert start.changed(fewer, config, engines=4, max_tokens=1).max_seqs == config.max_seqs - 1
+    fewer = {"rollout.engine.max_seqs": config.engine.max_seqs - 1}
+    assert start.changed(fewer, config, engines=4, max_tokens=1).max_seqs == config.engine.max_seqs - 1
     with pytest.raises(
-        ValueError, match=rf"rollout.max_seqs={config.max_seqs + 1}: expected at most {config.max_seqs}"
+        ValueError,
+        match=rf"rollout.engine.max_seqs={config.engine.max_seqs + 1}: expected at most {config.engine.max_seqs}",
     ):
-        start.changed({"rollout.max_seqs": config.max_seqs + 1}, config, engines=4, max_tokens=1)
+        start.changed({"rollout.engine.max_seqs": config.engine.max_seqs + 1}, config, engines=4, max_tokens=1)

@@ -43,7 +43,7 @@ def _worker(path, dtype="float32", algorithm=None, **fusion):
 
 
 def _generate(worker, version, keep=False):
-    params = worker.spec.rollout.sampling()
+    params = worker.spec.rollout.sampling_params()
     requests = [
         Request(f"{version}-{g}/{k}", (3 + g, 4, 5), params, group=f"{version}-{g}")
         for g in range(2)

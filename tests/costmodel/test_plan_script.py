@@ -44,8 +44,8 @@ def recipe(*arguments):
 
 
 HEAVIEST = "pangu_718b"
-PUBLISHED = """data.prompts_per_step=512 algorithm.group_size=16 data.max_prompt_length=78 rollout.forced_median=1577
-rollout.forced_spread=[0,0,0] rollout.max_response_length=3072""".split()
+PUBLISHED = """data.prompts_per_step=512 algorithm.group_size=16 data.max_prompt_length=78
+rollout.sampling.forced_median=1577 rollout.sampling.forced_spread=[0,0,0] rollout.max_response_length=3072""".split()
 """The arguments of PUBLISHED_WORKLOAD"""
 
 
@@ -97,7 +97,7 @@ def test_a_model_that_does_not_fit_fails(capsys):
 
 def test_config_groups_are_those_of_training():
     common = ["model=qwen3_30b_a3b", "cluster=a3_16", "--json", os.devnull]
-    assert answer([*common, "fusion.offload=stream", "rollout.kv_fraction=0.5"]) == 0
+    assert answer([*common, "fusion.offload=stream", "rollout.engine.kv_fraction=0.5"]) == 0
     assert answer([*common, "training.token_budget=4000000"]) == 1
 
 

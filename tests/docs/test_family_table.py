@@ -27,7 +27,7 @@ ROWS: dict[str, Callable[..., Any]] = {
     "switch plans between": switch.test_a_plan_brings_every_element_to_its_place,
     "greedy tokens equal": engine.test_greedy_equals_generate_in_float64,
     "logits and exports in": model.test_logits_and_export_in_layouts,
-    "with `rollout.batch_invariant": engine.test_batch_invariant_logprobs_are_those_of_a_request_alone,
+    "with `rollout.engine.batch_invariant": engine.test_batch_invariant_logprobs_are_those_of_a_request_alone,
     "an engine of several ranks": engine.test_every_layout_samples_the_same_tokens_and_routes_alike,
     "switch there and back": switch.test_there_and_back_is_bitwise,
     "loss and gradient norm across": trainer.test_a_layout_trains_as_one_rank_does,

@@ -77,9 +77,20 @@ def test_a_stale_run_on_two_hosts_keeps_the_bound_and_every_group_ends_once(clus
 
 def test_kv_travels_between_hosts_and_changes_no_sample(cluster, base, shared):
     """Chunks on four engines of two hosts, bit by bit the run without chunks and with nothing left in shared memory."""
-    task = ["parallel=single", "run.steps=3", "run.eval_prompts=0", "training.lr=1e-3", "rollout.batch_invariant=true"]
-    task += ["rollout.max_response_length=200", "rollout.forced_median=100"]
-    pool = ["rollout.suspended_kv=pool", "rollout.chunk_tokens=16", "rollout.kv_pull_tokens=8", "rollout.kv_spread=0"]
+    task = [
+        "parallel=single",
+        "run.steps=3",
+        "run.eval_prompts=0",
+        "training.lr=1e-3",
+        "rollout.engine.batch_invariant=true",
+    ]
+    task += ["rollout.max_response_length=200", "rollout.sampling.forced_median=100"]
+    pool = [
+        "rollout.kv_pool.suspended=pool",
+        "rollout.schedule.chunk_tokens=16",
+        "rollout.kv_pool.pull_tokens=8",
+        "rollout.kv_pool.spread=0",
+    ]
     for name, options in (("kv-plain", []), ("kv-pooled", pool)):
         done = cluster.train(base, shared, f"run.name={name}", *task, *options)
         assert done.returncode == 0, done.stdout + done.stderr

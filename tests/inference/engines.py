@@ -10,10 +10,11 @@ from functools import cache
 
 import torch
 
-from fusion.inference import EmbeddedEngine, Output, Request, RolloutConfig, SamplingParams
+from fusion.inference import EmbeddedEngine, Output, Request, SamplingParams
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights
 from fusion.npu import open_device
 from tests.helpers import tiny_checkpoint
+from tests.rollouts import rollout_config
 
 
 @cache
@@ -53,8 +54,8 @@ def engine(
 ) -> EmbeddedEngine:
     """One process, KV allocated. Small by default: allocation is not what most tests are about. ``folder``: of another
     model than the tiny one."""
-    config = RolloutConfig(**(dict(max_length=256, max_seqs=64, max_batch_tokens=512) | rollout))
-    made, mesh = model(dtype, config.batch_invariant, experts, folder), Mesh.single()
+    config = rollout_config(**(dict(max_length=256, max_seqs=64, max_batch_tokens=512) | rollout))
+    made, mesh = model(dtype, config.engine.batch_invariant, experts, folder), Mesh.single()
     built = EmbeddedEngine(made, mesh, empty_card(), config, seed, routing)
     built.allocate_kv()
     return built

@@ -6,18 +6,19 @@ from dataclasses import replace
 
 import torch
 
-from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
+from fusion.inference import EmbeddedEngine, Request, SamplingParams
 from fusion.model import Mesh
 from fusion.offload import HostPool
 from tests.inference.engines import card, empty_card, model
+from tests.rollouts import rollout_config
 
-LIMITS = dict(max_length=256, max_seqs=64, max_batch_tokens=512, suspended_kv="keep", max_kv_tokens=64 * 256)
+LIMITS = dict(max_length=256, max_seqs=64, max_batch_tokens=512, suspended="keep", max_kv_tokens=64 * 256)
 
 
 def keeping(pool=None, dtype=torch.float32, routing=False, folder=None, **rollout):
     """An engine that keeps, and its pool. ``folder``: of another model than the tiny one."""
-    config, pool = RolloutConfig(**(LIMITS | rollout)), pool or HostPool(empty_card())
-    loaded = model(dtype, config.batch_invariant, folder=folder)
+    config, pool = rollout_config(**(LIMITS | rollout)), pool or HostPool(empty_card())
+    loaded = model(dtype, config.engine.batch_invariant, folder=folder)
     made = EmbeddedEngine(loaded, Mesh.single(), card(), config, 5, routing, pool)
     made.allocate_kv()
     return made, pool

@@ -7,15 +7,16 @@ from pathlib import Path
 
 import torch
 
-from fusion.inference import EmbeddedEngine, RolloutConfig
+from fusion.inference import EmbeddedEngine
 from fusion.model import Mesh
 from fusion.offload import HostPool
 from fusion.rollout.kv_pool.files import KVFiles
 from fusion.rollout.kv_pool.pool import KVPoolSpec
 from tests.inference.engines import card, empty_card, model
 from tests.inference.keeping import resumed
+from tests.rollouts import rollout_config
 
-LIMITS = dict(max_length=256, max_seqs=64, max_batch_tokens=512, suspended_kv="pool", batch_invariant=True)
+LIMITS = dict(max_length=256, max_seqs=64, max_batch_tokens=512, suspended="pool", batch_invariant=True)
 LIMITS |= dict(max_kv_tokens=64 * 256)  # of all sequences: several engines are on one card
 
 
@@ -23,9 +24,9 @@ def pooling(
     root, rank=0, *, dtype=torch.float32, routing=False, spec=None, drafter=None, peers=None, folder=None, **rollout
 ):
     """An engine of one rank. ``peers``: pools of other machines; ``folder``: of another model than the tiny one."""
-    config = RolloutConfig(**(LIMITS | rollout))
+    config = rollout_config(**(LIMITS | rollout))
     made = EmbeddedEngine(
-        model(dtype, config.batch_invariant, folder=folder),
+        model(dtype, config.engine.batch_invariant, folder=folder),
         Mesh.single(),
         empty_card(),
         config,
@@ -33,7 +34,7 @@ def pooling(
         routing,
         HostPool(card()),
         drafter=drafter,
-        kv_store=KVFiles(spec or KVPoolSpec("run"), rank, root, peers) if config.pools_kv else None,
+        kv_store=KVFiles(spec or KVPoolSpec("run"), rank, root, peers) if config.kv_pool.pools_kv else None,
     )
     made.allocate_kv()
     return made

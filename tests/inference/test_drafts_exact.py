@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.inference import EmbeddedEngine, RolloutConfig
+from fusion.inference import EmbeddedEngine
 from fusion.inference.verification import Draft
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.offload import HostPool
@@ -25,6 +25,7 @@ from tests.inference.keeping import resumed, steps
 from tests.inference.test_verification import Guesses, truth_of
 from tests.pairwise import axes, thinned
 from tests.rollout.drafts.plain_indexes import PlainIndexes
+from tests.rollouts import rollout_config
 
 
 class Traps(Guesses):
@@ -60,8 +61,8 @@ def models_are_left(card_is_left):
 
 
 def engine_of(model: Transformer, seed: int, **rollout) -> EmbeddedEngine:
-    config = RolloutConfig(**(dict(max_length=256, max_batch_tokens=512, batch_invariant=True) | rollout))
-    memory = HostPool(card()) if config.keeps_kv else None
+    config = rollout_config(**(dict(max_length=256, max_batch_tokens=512, batch_invariant=True) | rollout))
+    memory = HostPool(card()) if config.kv_pool.keeps_kv else None
     made = EmbeddedEngine(model, model.mesh, empty_card(), config, seed, memory=memory)
     made.allocate_kv()
     return made
@@ -93,7 +94,7 @@ schedules = st.fixed_dictionaries(
         max_kv_tokens=st.sampled_from((192, 400, 4096)),
         block_size=st.sampled_from((16, 32)),
         prefix_cache=st.booleans(),
-        suspended_kv=st.sampled_from(("recompute", "keep")),
+        suspended=st.sampled_from(("recompute", "keep")),
     )
 )
 kinds = st.sampled_from(("right", "mixed", "wrong", "traps", "text"))
@@ -138,7 +139,7 @@ def rank(rank, device, folder, parallel, kind, children):
     found, truth, accepted = [], {}, 0.0
     for drafts in (False, True):
         mesh = Mesh.create(parallel)
-        config = RolloutConfig(max_length=256, max_seqs=6, max_batch_tokens=64, batch_invariant=True)
+        config = rollout_config(max_length=256, max_seqs=6, max_batch_tokens=64, batch_invariant=True)
         loaded = Transformer(ModelConfig.from_hf(folder), mesh, device, batch_invariant=True)
         load_weights(loaded, folder)
         made = EmbeddedEngine(loaded, mesh, device, config, 5)

@@ -253,7 +253,7 @@ def test_finish_reasons():
         (Request("a", (32,)), r"request 'a': prompt\[0\]=32: expected token ids, whole numbers in \[0, 31\]"),
         (Request("a", (3,), SamplingParams(top_p=1.5)), "request 'a': params.top_p=1.5: expected a number in"),
         (Request("a", (3,), SamplingParams(max_tokens=300)), "rollout.max_length"),
-        (Request("a", (3,) * 120, SamplingParams(max_tokens=100)), "rollout.max_kv_tokens"),
+        (Request("a", (3,) * 120, SamplingParams(max_tokens=100)), "rollout.engine.max_kv_tokens"),
         (Request("a", (3,), SamplingParams(max_tokens=2), response=(4, 5)), "has 2 tokens already"),
     ],
 )
@@ -265,7 +265,7 @@ def test_a_request_that_cannot_work_is_refused_by_name(request_, message):
 
 
 def test_no_room_for_kv_names_the_keys():
-    with pytest.raises(ValueError, match="rollout.kv_fraction=1e-12"):
+    with pytest.raises(ValueError, match="rollout.engine.kv_fraction=1e-12"):
         engine(kv_fraction=1e-12)
 
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from fusion.inference import EmbeddedEngine, RolloutConfig
+from fusion.inference import EmbeddedEngine
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from tests.families import KINDS, family_checkpoint
 from tests.helpers import run_ranks
 from tests.inference.engines import by_id, card, generate, requests, tokens
+from tests.rollouts import rollout_config
 
 TOKENS = 16
 
@@ -26,7 +27,7 @@ def checkpoint(kind: str) -> str:
 def build(kind_folder: str, mesh: Mesh, device: Any, dtype: torch.dtype, routing: bool = False) -> EmbeddedEngine:
     model = Transformer(ModelConfig.from_hf(kind_folder), mesh, device, dtype)
     load_weights(model, kind_folder)
-    made = EmbeddedEngine(model, mesh, device, RolloutConfig(max_length=256, max_seqs=8), seed=5, routing=routing)
+    made = EmbeddedEngine(model, mesh, device, rollout_config(max_length=256, max_seqs=8), seed=5, routing=routing)
     made.allocate_kv()
     return made
 
@@ -71,7 +72,7 @@ def test_greedy_equals_transformers_in_float32_wherever_the_best_two_are_apart(k
 def test_batch_invariant_logprobs_are_those_of_a_request_alone(kind: str, operators: Any) -> None:
     loaded = Transformer(ModelConfig.from_hf(checkpoint(kind)), Mesh.single(), card(), batch_invariant=True)
     load_weights(loaded, checkpoint(kind))
-    config = RolloutConfig(max_length=256, max_seqs=8, batch_invariant=True, prefix_cache=False)
+    config = rollout_config(max_length=256, max_seqs=8, batch_invariant=True, prefix_cache=False)
     made = EmbeddedEngine(loaded, Mesh.single(), card(), config, seed=5)
     made.allocate_kv()
     wanted = requests(9, max_tokens=TOKENS)

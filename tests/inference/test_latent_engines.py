@@ -14,7 +14,7 @@ import torch
 
 from distqueue.payload.sweep import memory
 from fusion.costmodel.shape import Shape
-from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
+from fusion.inference import EmbeddedEngine, Request, SamplingParams
 from fusion.model import Mesh, ModelConfig, PackedAttention, Parallel, Transformer, load_weights, routing_of
 from fusion.offload import HostPool
 from fusion.rollout.drafts.drafter import TextDrafter
@@ -29,6 +29,7 @@ from tests.inference.test_pooled import in_turns
 from tests.inference.test_pooled_worlds import run_world
 from tests.inference.test_remote_pool import counted, from_engine, machines
 from tests.inference.test_verification import Guesses, truth_of
+from tests.rollouts import rollout_config
 
 KIND = "deepseek_v3"
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -114,12 +115,12 @@ def test_latents_that_leave_the_card_come_back_to_the_bit():
 @pytest.mark.parametrize("drafts", ["none", "siblings"])
 def test_chunks_on_two_engines_of_a_machine_are_the_uninterrupted_response(drafts):
     options = dict(folder=folder(), routing=True)
-    window = {} if drafts == "none" else dict(drafts=drafts, draft_budget="window")
+    window = {} if drafts == "none" else dict(source=drafts, budget="window")
     with tempfile.TemporaryDirectory(dir=memory()) as root:
         engines = [pooling(Path(root), rank, **options, **window) for rank in range(2)]
         for made in engines:
-            made.scheduler.drafter = TextDrafter.of(made.config)
-        whole = by_id(generate(pooling(Path(root), suspended_kv="recompute", **options), long(6)))
+            made.scheduler.drafter = TextDrafter.of(made.config.drafts)
+        whole = by_id(generate(pooling(Path(root), suspended="recompute", **options), long(6)))
         assert in_turns(engines, long(6)) == whole
         assert sum(figures(made)[1] for made in engines) > 4
         assert all(figures(made)[2:] == (0, 0) and not made.status()["recomputed_tokens"] for made in engines)
@@ -128,7 +129,7 @@ def test_chunks_on_two_engines_of_a_machine_are_the_uninterrupted_response(draft
 def test_chunks_on_two_machines_are_the_uninterrupted_response():
     wanted, had, turn = long(4), {}, 0
     with machines(2, folder=folder()) as (engines, _, roots):
-        whole = by_id(generate(pooling(roots[0], suspended_kv="recompute", folder=folder()), wanted))
+        whole = by_id(generate(pooling(roots[0], suspended="recompute", folder=folder()), wanted))
         again = wanted
         while again:
             outputs = generate(engines[turn % 2], [replace(request, chunk_tokens=13) for request in again])
@@ -196,7 +197,7 @@ def cached_rank(rank: int, device: Any, folder: str, parallel: Parallel) -> tupl
     mesh = Mesh.create(parallel)
     loaded = Transformer(ModelConfig.from_hf(folder), mesh, device)
     load_weights(loaded, folder)
-    config = RolloutConfig(max_length=256, max_seqs=8, suspended_kv="keep")
+    config = rollout_config(max_length=256, max_seqs=8, suspended="keep")
     made = EmbeddedEngine(loaded, mesh, device, config, memory=HostPool(device))
     made.allocate_kv()
     if rank == 0:
@@ -205,8 +206,8 @@ def cached_rank(rank: int, device: Any, folder: str, parallel: Parallel) -> tupl
     blocks = sorted({block for seq in made.scheduler.running for block in seq.blocks[:1]})
     latents = [pool[blocks].cpu() for pool in made.cache.pools]
     made.suspend()
-    assert made.cache.block_bytes % config.block_size == 0
-    return made.cache.block_bytes // config.block_size, made.parked.host_bytes, made.parked.blocks, latents
+    assert made.cache.block_bytes % config.engine.block_size == 0
+    return made.cache.block_bytes // config.engine.block_size, made.parked.host_bytes, made.parked.blocks, latents
 
 
 @pytest.mark.parametrize("parallel", [Parallel(1), Parallel(2, tp=2), Parallel(2, pp=2)], ids=str)

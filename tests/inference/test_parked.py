@@ -53,7 +53,7 @@ def test_a_sibling_does_not_share_the_rows_of_one_that_continues_inside_a_block(
 
 
 def test_without_keeping_the_same_tokens_are_computed_again():
-    made, wanted = keeping(suspended_kv="recompute")[0], long(2)
+    made, wanted = keeping(suspended="recompute")[0], long(2)
     made.submit(wanted)
     outputs = steps(made, 10)
     outputs += suspend_and_return(made)
@@ -150,7 +150,7 @@ def test_what_has_not_come_back_yet_stays_parked_until_it_is_forgotten():
 @pytest.mark.parametrize("prefix_cache", [True, False])
 @pytest.mark.parametrize("new_version", [True, False])
 def test_a_response_in_chunks_is_the_same_and_computes_again_only_what_is_gone(kept, prefix_cache, new_version):
-    options = dict(suspended_kv="keep" if kept else "recompute", prefix_cache=prefix_cache, batch_invariant=True)
+    options = dict(suspended="keep" if kept else "recompute", prefix_cache=prefix_cache, batch_invariant=True)
     wanted = long(4) + [replace(request, id=f"q{i}") for i, request in enumerate(requests(4, max_tokens=60))]
     whole, (made, _) = by_id(generate(keeping(**options)[0], wanted)), keeping(**options)
     wanted = [replace(request, chunk_tokens=13) for request in wanted]
@@ -177,7 +177,7 @@ def test_a_response_in_chunks_is_the_same_and_computes_again_only_what_is_gone(k
 def test_beyond_the_limit_it_is_computed_again_and_the_first_are_kept():
     block = keeping()[0].cache.block_bytes
     wanted = long(10, prompt=tuple(range(2, 30)) * 8, tokens=30)
-    made, pool = keeping(max_parked_kv_mib=1)
+    made, pool = keeping(max_parked_mib=1)
     each = -(-(len(wanted[0].prompt) + 9) // 16) * block
     assert 1 << 20 < 10 * each, "they do not all fit"
     whole = by_id(generate(keeping()[0], wanted))
@@ -255,7 +255,7 @@ def test_a_kept_sample_goes_on_under_new_weights_behind_old_kv():
     wanted = [Request(f"r{i}", (5, 6, 7, 8 + i) * 8, params) for i in range(4)]
     found = {}
     for choice in ("keep", "recompute"):
-        made, _ = keeping(suspended_kv=choice)
+        made, _ = keeping(suspended=choice)
         made.submit(wanted)
         had = {}
         again = resumed(wanted, steps(made, 8) + suspend_and_return(made, new_version=True), had)

@@ -8,13 +8,14 @@ from itertools import product
 import pytest
 import torch
 
-from fusion.inference import EmbeddedEngine, RolloutConfig
+from fusion.inference import EmbeddedEngine
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.offload import HostPool
 from tests.helpers import run_ranks
 from tests.inference.engines import checkpoint
 from tests.inference.keeping import LIMITS, long, resumed, steps
 from tests.pairwise import axes, thinned
+from tests.rollouts import rollout_config
 
 
 def away_rank(rank, device, folder, parallel, rollout, chunks=0):
@@ -23,7 +24,7 @@ def away_rank(rank, device, folder, parallel, rollout, chunks=0):
     found = []
     for breaks in (0, 2):
         mesh = Mesh.create(parallel)
-        config = RolloutConfig(**(LIMITS | dict(batch_invariant=True) | rollout))
+        config = rollout_config(**(LIMITS | dict(batch_invariant=True) | rollout))
         loaded = Transformer(ModelConfig.from_hf(folder), mesh, device, batch_invariant=True)
         load_weights(loaded, folder)
         made = EmbeddedEngine(loaded, mesh, device, config, 5, memory=HostPool(device))
@@ -80,7 +81,7 @@ def copies_rank(rank, device, folder):
     """Whether the copy was done before it was waited for, and whether host and card hold the same behind that."""
     loaded = Transformer(ModelConfig.from_hf(folder), Mesh.single(), device)
     load_weights(loaded, folder)
-    made = EmbeddedEngine(loaded, loaded.mesh, device, RolloutConfig(**LIMITS), 5, memory=HostPool(device))
+    made = EmbeddedEngine(loaded, loaded.mesh, device, rollout_config(**LIMITS), 5, memory=HostPool(device))
     made.allocate_kv()
     made.submit(long(1))
     steps(made, 5)

@@ -56,7 +56,7 @@ def test_chunks_on_engines_in_turn_are_the_uninterrupted_response(root, prefix_c
     options = dict(prefix_cache=prefix_cache, batch_invariant=batch_invariant)
     engines = [pooling(root, rank, **options) for rank in range(3)]
     wanted = mixed()
-    whole = by_id(generate(pooling(root, suspended_kv="recompute", **options), wanted))
+    whole = by_id(generate(pooling(root, suspended="recompute", **options), wanted))
     had = in_turns(engines, wanted)
     for id, (tokens, logprobs) in whole.items():
         assert had[id] == (tokens, logprobs if batch_invariant else pytest.approx(logprobs, abs=1e-5))
@@ -72,7 +72,7 @@ def test_chunks_on_engines_in_turn_are_the_uninterrupted_response(root, prefix_c
 def test_an_engine_takes_back_what_it_has_parked_itself(root):
     made = pooling(root)
     wanted = mixed()
-    assert in_turns([made], wanted) == by_id(generate(pooling(root, suspended_kv="recompute"), wanted))
+    assert in_turns([made], wanted) == by_id(generate(pooling(root, suspended="recompute"), wanted))
     hits, *others = figures(made)
     assert hits > 10 and others == [0, 0, 0] and made.status()["recomputed_tokens"] == 0
 
@@ -80,10 +80,10 @@ def test_an_engine_takes_back_what_it_has_parked_itself(root):
 def test_drafts_continue_behind_pulled_kv(root):
     prompt = (3, 4, 5) * 9
     wanted = [Request(f"r{i}", prompt, SamplingParams(0.6, max_tokens=60, stop_token_ids=()), "g") for i in range(4)]
-    engines = [pooling(root, rank, drafts="siblings", draft_budget="window") for rank in range(2)]
+    engines = [pooling(root, rank, source="siblings", budget="window") for rank in range(2)]
     for made in engines:
-        made.scheduler.drafter = TextDrafter.of(made.config)
-    assert in_turns(engines, wanted) == by_id(generate(pooling(root, suspended_kv="recompute"), wanted))
+        made.scheduler.drafter = TextDrafter.of(made.config.drafts)
+    assert in_turns(engines, wanted) == by_id(generate(pooling(root, suspended="recompute"), wanted))
     assert sum(figures(made)[1] for made in engines) > 4
     assert all(made.status()["accepted_tokens"] > 0 for made in engines)
 
@@ -116,7 +116,7 @@ def test_kv_without_routing_is_not_used_where_it_is_recorded(root):
 def test_a_suspended_engine_leaves_its_kv_to_the_others(root):
     one, other = pooling(root, 0, max_seqs=3), pooling(root, 1)
     wanted, had = mixed(), {}
-    whole = by_id(generate(pooling(root, suspended_kv="recompute"), wanted))
+    whole = by_id(generate(pooling(root, suspended="recompute"), wanted))
     begun = generate(one, [replace(request, chunk_tokens=9) for request in wanted])
     other.submit(moved(wanted, begun, had))
     steps(other, 4)
@@ -154,7 +154,7 @@ def test_kv_that_was_fetched_stays_when_the_memory_of_the_cache_goes_and_returns
     other.release_kv()
     other.allocate_kv()
     moved(wanted, outputs + other.run(), had)
-    assert had == by_id(generate(pooling(root, suspended_kv="recompute"), wanted))
+    assert had == by_id(generate(pooling(root, suspended="recompute"), wanted))
     assert figures(other) == (0, 4, 0, 0) and all_free(other)
 
 
@@ -195,7 +195,7 @@ def test_what_is_damaged_or_missing_is_counted_and_computed_again(root, caplog, 
         spoil(path)
     with caplog.at_level(logging.WARNING):
         moved(wanted, generate(other, again), had)
-    assert had == by_id(generate(pooling(root, suspended_kv="recompute"), wanted))
+    assert had == by_id(generate(pooling(root, suspended="recompute"), wanted))
     assert figures(other) == counted and other.status()["recomputed_tokens"] > 0
     assert len([record for record in caplog.records if "is damaged" in record.message]) == counted[3]
     args = [arg for record in caplog.records for arg in record.args]
@@ -210,7 +210,7 @@ def test_kv_is_not_used_for_other_tokens(root):
     first = replace(first, response=(*first.response[:-1], (first.response[-1] + 1) % 30))
     outputs = by_id(generate(other, [first, second]))
     assert figures(other) == (0, 1, 1, 0)
-    assert outputs == by_id(generate(pooling(root, suspended_kv="recompute"), [first, second]))
+    assert outputs == by_id(generate(pooling(root, suspended="recompute"), [first, second]))
 
 
 def test_new_weights_free_what_is_parked_and_what_was_fetched(root):
@@ -231,7 +231,7 @@ def test_new_weights_free_what_is_parked_and_what_was_fetched(root):
 
 def test_kv_that_exceeds_the_limit_is_on_disk_or_computed_again(root):
     wanted = long(10, prompt=tuple(range(2, 30)) * 8, tokens=30)
-    whole = by_id(generate(pooling(root, suspended_kv="recompute"), wanted))
+    whole = by_id(generate(pooling(root, suspended="recompute"), wanted))
     for spill, pulls in ((str(root / "disk"), 10), (None, 3)):
         one = pooling(root, 0, spec=KVPoolSpec("run", 1 << 18, spill))
         other = pooling(root, 1, spec=KVPoolSpec("run", None, spill))
@@ -247,7 +247,7 @@ def test_kv_that_exceeds_the_limit_is_on_disk_or_computed_again(root):
 
 
 def test_an_engine_fetches_no_more_than_it_may_park(root):
-    one, other = pooling(root, 0), pooling(root, 1, max_parked_kv_mib=1)
+    one, other = pooling(root, 0), pooling(root, 1, max_parked_mib=1)
     wanted = long(10, prompt=tuple(range(2, 30)) * 8, tokens=30)
     again = moved(wanted, generate(one, [replace(request, chunk_tokens=9) for request in wanted]))
     other.submit(again)
@@ -285,11 +285,11 @@ class Weights:
             self.norm.copy_(self.first * 0.8**version)
 
 
-def journey(root, suspended_kv, seed):
+def journey(root, suspended, seed):
     """Random requests on two engines: in chunks, suspended, moved, under new weights, with a damaged file. Returns
     tokens, log-probabilities and versions of each, and the engines."""
     draw = random.Random(seed)
-    engines = [pooling(root, rank, suspended_kv=suspended_kv, max_kv_tokens=1024) for rank in range(2)]
+    engines = [pooling(root, rank, suspended=suspended, max_kv_tokens=1024) for rank in range(2)]
     weights, version = Weights(engines[0]), 0
     wanted = mixed(40)
     todo, had, versions = [(0, request) for request in wanted], {}, {}

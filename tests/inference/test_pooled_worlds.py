@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from distqueue.payload.sweep import memory
-from fusion.inference import EmbeddedEngine, RolloutConfig
+from fusion.inference import EmbeddedEngine
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.offload import HostPool
 from fusion.rollout.drafts.drafter import TextDrafter
@@ -22,6 +22,7 @@ from tests.inference.engines import checkpoint
 from tests.inference.keeping import long
 from tests.inference.pooling import LIMITS, figures, moved
 from tests.pairwise import axes, thinned
+from tests.rollouts import rollout_config
 
 
 def pooled_rank(rank, device, folder, root, parallel, rollout, spoiling=()):
@@ -29,14 +30,14 @@ def pooled_rank(rank, device, folder, root, parallel, rollout, spoiling=()):
     their file of every second request that the first engine parks. Returns what ended here without and with breaks,
     and the figures and recomputed tokens of both engines."""
     mesh = Mesh.create(parallel)
-    config = RolloutConfig(**(LIMITS | rollout))
+    config = rollout_config(**(LIMITS | rollout))
     loaded = Transformer(ModelConfig.from_hf(folder), mesh, device, batch_invariant=True)
     load_weights(loaded, folder)
     routing = mesh.parallel.ep > 1
     engines = []
     for number in range(2):
         store = KVFiles(KVPoolSpec("run"), number * parallel.world + rank, Path(root))
-        drafter, pool = TextDrafter.of(config), HostPool(device)
+        drafter, pool = TextDrafter.of(config.drafts), HostPool(device)
         made = EmbeddedEngine(loaded, mesh, device, config, 5, routing, pool, drafter=drafter, kv_store=store)
         made.allocate_kv()
         engines.append(made)
@@ -93,7 +94,7 @@ CASES = list(product(WORLDS, ("none", "siblings"), (True, False)))
     ("parallel", "drafts", "prefix_cache"), thinned(CASES, lambda case: (*axes(case[0]), *case[1:])), ids=str
 )
 def test_chunks_on_two_engines_in_turn_are_the_uninterrupted_response(parallel, drafts, prefix_cache):
-    window = {} if drafts == "none" else dict(drafts=drafts, draft_budget="window")
+    window = {} if drafts == "none" else dict(source=drafts, budget="window")
     for (hits, pulls, misses, damaged), recomputed, _ in run_world(parallel, prefix_cache=prefix_cache, **window):
         assert pulls > 0 == hits == misses == damaged == recomputed
 

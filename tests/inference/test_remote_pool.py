@@ -26,7 +26,7 @@ ROUTED = dict(dtype=torch.float64, routing=True)
 
 
 @contextmanager
-def machines(count=2, *, prefill_s_per_token=1.0, suspended_kv="pool", **options):
+def machines(count=2, *, prefill_s_per_token=1.0, suspended="pool", **options):
     """Engines on machines of their own, numbered alike, and the servers of their machines."""
     with tempfile.TemporaryDirectory(dir=memory()) as folder:
         roots = [Path(folder) / str(number) for number in range(count)]
@@ -34,7 +34,7 @@ def machines(count=2, *, prefill_s_per_token=1.0, suspended_kv="pool", **options
             root.mkdir()
         peers = direct_peers(roots, KVPoolSpec("run"))
         pools = [pools_of(peers, here, prefill_s_per_token=prefill_s_per_token) for here in range(count)]
-        options |= {"suspended_kv": suspended_kv}
+        options |= {"suspended": suspended}
         yield [pooling(root, rank, peers=pools[rank], **options) for rank, root in enumerate(roots)], peers, roots
 
 
@@ -52,7 +52,7 @@ def counted(made):
 def test_chunks_on_machines_in_turn_are_the_uninterrupted_response(options):
     wanted = long(4)
     with machines(3, **options) as (engines, peers, roots):
-        whole = by_id(generate(pooling(roots[0], suspended_kv="recompute", **options), wanted))
+        whole = by_id(generate(pooling(roots[0], suspended="recompute", **options), wanted))
         had, turn, again = {}, 0, wanted
         while again:
             outputs = generate(engines[turn % 3], [replace(request, chunk_tokens=13) for request in again])
@@ -87,7 +87,7 @@ def test_what_does_not_arrive_whole_is_counted_and_computed_again(cause):
         again = begun(one, wanted, had)
         spoil(peers[0], files_in(roots[0]))
         moved(wanted, generate(other, again), had)
-        assert had == by_id(generate(pooling(roots[0], suspended_kv="recompute"), wanted))
+        assert had == by_id(generate(pooling(roots[0], suspended="recompute"), wanted))
         assert counted(other) == expected and all_free(other)
         one.forget([request.id for request in wanted])
         one.run()
@@ -96,7 +96,7 @@ def test_what_does_not_arrive_whole_is_counted_and_computed_again(cause):
 
 def test_without_room_or_without_its_engine_no_machine_is_asked():
     wanted = long(10, prompt=tuple(range(2, 30)) * 8, tokens=30)
-    with machines(max_parked_kv_mib=1) as ((one, other), peers, _):
+    with machines(max_parked_mib=1) as ((one, other), peers, _):
         again = begun(one, wanted, {})
         parked = sum(request.kv_tokens > 0 for request in again)
         other.submit([replace(request, kv_engine=None) for request in again[:2]])
@@ -121,11 +121,11 @@ def test_an_engine_fetches_only_after_it_has_measured_its_prefill():
         assert counted(other) == (3, 3, 1, 0)
 
 
-def journey(suspended_kv, seed):
+def journey(suspended, seed):
     """Random requests on two machines: in chunks, suspended, moved, under new weights, with damaged files. Returns
     tokens, log-probabilities and versions of each."""
     draw = random.Random(seed)
-    with machines(suspended_kv=suspended_kv, max_kv_tokens=1024) as (engines, peers, roots):
+    with machines(suspended=suspended, max_kv_tokens=1024) as (engines, peers, roots):
         weights, version = Weights(engines[0]), 0
         wanted, had, versions = mixed(40), {}, {}
         todo = list(wanted)
@@ -157,7 +157,7 @@ def journey(suspended_kv, seed):
                     todo += from_engine(number, moved(wanted, some, had))
         finally:
             weights.set(0)
-        if suspended_kv == "pool":
+        if suspended == "pool":
             for made in engines:
                 assert not made.pooled._entries and all_free(made)
                 made.pooled.store.close()

@@ -12,11 +12,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
+from fusion.inference import EmbeddedEngine, Request, SamplingParams
 from fusion.model import Mesh, ModelConfig, PackedAttention, Parallel, Transformer, load_weights, routing_of
 from tests.helpers import run_ranks
 from tests.inference.engines import checkpoint, engine, generate, generate_brokenly, model, requests, tokens
 from tests.inference.test_worlds import LAYOUTS
+from tests.rollouts import rollout_config
 
 EXPERTS = 8
 
@@ -46,7 +47,7 @@ def test_every_token_but_the_last_has_its_routing_under_any_schedule(rollout):
     outputs = generate(made, wanted)
     for output in outputs:
         check(output.routing, (*output.prompt, *output.tokens))
-    assert (made.status()["prefix_hit_tokens"] > 0) == made.config.prefix_cache
+    assert (made.status()["prefix_hit_tokens"] > 0) == made.config.engine.prefix_cache
 
 
 @pytest.mark.parametrize("prefix_cache", [True, False])
@@ -81,10 +82,10 @@ def other_weights(network):
             network.layers["0"].input_norm.neg_()
 
 
-@pytest.mark.parametrize("suspended_kv", ["recompute", "keep"])
+@pytest.mark.parametrize("suspended", ["recompute", "keep"])
 @pytest.mark.parametrize("resubmitted", [False, True])
-def test_a_token_keeps_the_routing_of_the_pass_from_which_the_next_one_was_sampled(resubmitted, suspended_kv):
-    made = engine(torch.float64, routing=True, suspended_kv=suspended_kv)
+def test_a_token_keeps_the_routing_of_the_pass_from_which_the_next_one_was_sampled(resubmitted, suspended):
+    made = engine(torch.float64, routing=True, suspended=suspended)
     request = Request("r", (5, 6, 7) * 8, SamplingParams(max_tokens=20, stop_token_ids=()))
     made.submit([request])
     outputs = [output for _ in range(8) for output in made.step()]
@@ -102,7 +103,7 @@ def test_a_token_keeps_the_routing_of_the_pass_from_which_the_next_one_was_sampl
     routing, before = torch.cat([output.routing for output in outputs]), len(request.prompt) + 7
     assert len(routing) == len(tokens) - 1 and not torch.equal(old[:before], new[:before])
     assert torch.equal(routing[:before], old[:before])
-    if suspended_kv == "recompute":
+    if suspended == "recompute":
         assert torch.equal(routing[before:], new[before:])
 
 
@@ -154,7 +155,7 @@ def test_without_being_asked_nothing_is_kept():
 
 def generate_rank(rank, device, folder, parallel):
     mesh = Mesh.create(parallel)
-    config = RolloutConfig(max_length=256, max_seqs=8, max_batch_tokens=64, max_kv_tokens=160)
+    config = rollout_config(max_length=256, max_seqs=8, max_batch_tokens=64, max_kv_tokens=160)
     network = Transformer(ModelConfig.from_hf(folder), mesh, device, torch.float64)
     load_weights(network, folder)
     made = EmbeddedEngine(network, mesh, device, config, 5, routing=True)

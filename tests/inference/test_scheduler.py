@@ -6,6 +6,8 @@ from fusion.inference.blocks import BlockManager, next_name, root_name
 from fusion.inference.placement import place
 from fusion.inference.scheduler import Scheduler
 from fusion.inference.sequence import Sequence
+from stalesync.job.overrides import known_keys
+from tests.rollouts import rollout_config
 
 SIZE, BLOCKS = 4, 8
 
@@ -220,13 +222,14 @@ def test_config_names_the_key_of_a_value_out_of_range():
     RolloutConfig().validate()
     for key, value in dict(
         temperature=-1, top_p=0.0, top_k=-2, min_p=1.5, max_response_length=0, block_size=24, max_seqs=0,
-        max_batch_tokens=8, kv_fraction=1.5, max_kv_tokens=0, max_length=0, suspended_kv="drop", max_parked_kv_mib=0,
+        max_batch_tokens=8, kv_fraction=1.5, max_kv_tokens=0, max_length=0, suspended="drop", max_parked_mib=0,
         chunk_tokens=0,
     ).items():  # fmt: skip
         try:
-            RolloutConfig(**{key: value}).validate()
+            rollout_config(**{key: value}).validate()
         except ValueError as error:
-            assert str(error).startswith(f"rollout.{key}={value!r}: expected "), error
+            (name,) = [one for one in known_keys(RolloutConfig, "rollout.") if one.rpartition(".")[2] == key]
+            assert str(error).startswith(f"{name}={value!r}: expected "), error
         else:
             raise AssertionError(key)
 

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from fusion.inference import Request, RolloutConfig, SamplingParams
+from fusion.inference import Request, SamplingParams
 from fusion.inference.stop_strings import StopStrings
 from tests.inference.engines import engine, generate, generate_brokenly, requests
 from tests.inference.test_verification import Guesses
+from tests.rollouts import rollout_config
 
 PIECES = [bytes([byte]) for byte in range(256)] + [b"ab", b"ba", b" a", b"</a", b">b", "ü".encode(), b"aaaa", b"<eos>"]
 """The bytes of each token"""
@@ -119,5 +120,5 @@ def test_the_prompt_is_not_searched_and_an_exact_length_is_kept():
 
 @pytest.mark.parametrize("stop", [[""], [1], ["a", None]])
 def test_stop_strings_are_texts(stop):
-    with pytest.raises(ValueError, match="rollout.stop=.*: expected a list of texts"):
-        RolloutConfig(stop=stop).validate()
+    with pytest.raises(ValueError, match="rollout.sampling.stop=.*: expected a list of texts"):
+        rollout_config(stop=stop).validate()

@@ -10,10 +10,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fusion.inference import Request, RolloutConfig, SamplingParams, validation
+from fusion.inference import Request, SamplingParams, validation
 from fusion.inference.control import Orders
 from fusion.inference.validation import checked_requests
 from tests.inference.engines import engine, tokens
+from tests.rollouts import rollout_config
 
 VOCABULARY = 32
 GOOD = Request("r", (3, 4, 5), SamplingParams(max_tokens=6, stop_token_ids=()), group="g", response=(7,), kv_rank=0)
@@ -138,8 +139,8 @@ def test_more_candidates_than_tokens_are_all_tokens():
 
 @pytest.mark.parametrize("temperature", [1e-40, 1e9, 10**400])
 def test_the_config_has_the_same_bounds(temperature):
-    with pytest.raises(ValueError, match="rollout.temperature=.*expected 0"):
-        RolloutConfig(temperature=temperature).validate()
+    with pytest.raises(ValueError, match="rollout.sampling.temperature=.*expected 0"):
+        rollout_config(temperature=temperature).validate()
 
 
 @pytest.mark.parametrize("params", [*REFUSED_PARAMS[:3], (dict(temperature=0.7), "")])

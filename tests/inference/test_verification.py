@@ -154,7 +154,7 @@ def test_a_rejected_draft_leaves_no_block_that_another_request_finds():
     (seq,) = made.scheduler.running
     other = Sequence.of(Request("b", tuple(seq.tokens) + tuple(wrong), params), params, ())
     hits = made.scheduler._find_prefix(other)
-    assert len(hits) == seq.computed // made.config.block_size
+    assert len(hits) == seq.computed // made.config.engine.block_size
 
 
 def test_a_sequence_ends_inside_its_draft_as_without_one():

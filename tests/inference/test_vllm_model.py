@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from fusion.ep_switch import Layout, Switcher, plan_switch
-from fusion.inference import EmbeddedEngine, RolloutConfig
+from fusion.inference import EmbeddedEngine
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, global_params
 from fusion.model.formats import EMBEDDED, MEGATRON, VLLM_CPU, vllm
 from fusion.npu import open_device
@@ -23,6 +23,7 @@ from tests.helpers import run_ranks, tiny_config
 from tests.inference import vllm_engines as scenarios
 from tests.inference.engines import by_id, requests
 from tests.machine import run
+from tests.rollouts import rollout_config
 
 pytestmark = [
     pytest.mark.vllm,
@@ -30,7 +31,7 @@ pytestmark = [
 ]
 
 BUCKET = 1 << 14
-ROLLOUT = RolloutConfig(max_length=160, max_seqs=4, max_batch_tokens=64, max_kv_tokens=640)
+ROLLOUT = rollout_config(max_length=160, max_seqs=4, max_batch_tokens=64, max_kv_tokens=640)
 UNTIED = tiny_config(tie_word_embeddings=False, num_key_value_heads=4, vocab_size=80)
 TIED = tiny_config(num_hidden_layers=4)
 DENSE = tiny_config(experts=False, num_hidden_layers=4, num_key_value_heads=1)

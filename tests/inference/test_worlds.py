@@ -3,7 +3,7 @@ import threading
 import pytest
 import torch
 
-from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
+from fusion.inference import EmbeddedEngine, Request, SamplingParams
 from fusion.inference.sequence import Sequence
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.rollout.drafts.drafter import TextDrafter
@@ -13,12 +13,15 @@ from tests.helpers import run_ranks
 from tests.inference.engines import by_id, checkpoint, engine, generate, requests, tokens
 from tests.pairwise import axes, thinned
 from tests.rollout.drafts.plain_indexes import PlainIndexes
+from tests.rollouts import rollout_config
 
 
 def build(device, folder, parallel, dtype=torch.float32, **rollout):
     mesh = Mesh.create(parallel)
-    config = RolloutConfig(**(dict(max_length=256, max_seqs=8, max_batch_tokens=64) | rollout))
-    loaded = Transformer(ModelConfig.from_hf(folder), mesh, device, dtype, batch_invariant=config.batch_invariant)
+    config = rollout_config(**(dict(max_length=256, max_seqs=8, max_batch_tokens=64) | rollout))
+    loaded = Transformer(
+        ModelConfig.from_hf(folder), mesh, device, dtype, batch_invariant=config.engine.batch_invariant
+    )
     load_weights(loaded, folder)
     made = EmbeddedEngine(loaded, mesh, device, config, seed=5)
     made.allocate_kv()

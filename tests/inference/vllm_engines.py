@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from fusion.inference import EmbeddedEngine, InferEngine, Output, Request, RolloutConfig, SamplingParams
+from fusion.inference import EmbeddedEngine, InferEngine, Output, Request, SamplingParams
 from fusion.inference.stop_strings import StopStrings
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.model.holder import WeightHolder
 from fusion.npu import Device
 from tests.inference.engines import requests
+from tests.rollouts import rollout_config
 
 LENGTH = 256
 STEPS = 250
@@ -33,7 +34,7 @@ def build(
     from fusion.inference.backends.vllm_model import VllmModel
 
     mesh, shape = Mesh.create(parallel), replace(ModelConfig.from_hf(folder), masked_ids=masked_ids)
-    config = RolloutConfig(**(dict(max_length=LENGTH, max_seqs=8, max_batch_tokens=64, max_kv_tokens=1024) | rollout))
+    config = rollout_config(**(dict(max_length=LENGTH, max_seqs=8, max_batch_tokens=64, max_kv_tokens=1024) | rollout))
     models: dict[str, Any] = {
         "embedded": Transformer(shape, mesh, device, torch.float32),
         "vllm": VllmModel(shape, mesh, device, torch.float32, rollout=config),

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from distqueue import LocalQueue
-from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
+from fusion.inference import EmbeddedEngine, Request, SamplingParams
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.rollout import SuspendedSample, engine_stage
 from fusion.rollout.drafts.drafter import TextDrafter
@@ -16,11 +16,12 @@ from tests.helpers import run_ranks
 from tests.inference.conftest import card_is_left as card_is_left
 from tests.inference.engines import checkpoint, engine
 from tests.machine import patience, wait_for
+from tests.rollouts import rollout_config
 
 
 def run_stage(rank, device, folder):
     engine_stage.MAX_PENDING_S = 0.0
-    mesh, config = Mesh.create(Parallel(2, ep=2)), RolloutConfig(max_length=256, max_seqs=8, max_batch_tokens=64)
+    mesh, config = Mesh.create(Parallel(2, ep=2)), rollout_config(max_length=256, max_seqs=8, max_batch_tokens=64)
     model = Transformer(ModelConfig.from_hf(folder), mesh, device)
     load_weights(model, folder)
     engine = EmbeddedEngine(model, mesh, device, config, seed=5)

@@ -89,7 +89,9 @@ def test_a_resume_with_rows_of_the_other_kind_of_sampling_is_refused_by_key(trun
     output = output if truncates else replace(output, kept_counts=[1, 1], kept_ids=np.array([5, 6], np.int32).tobytes())
     PartialSamples(queue).put(*([], [output]) if suspended else ([output],))
     check_kept(queue.holding, not truncates)
-    with pytest.raises(ValueError, match=r"rollout.top_p: cannot resume: 1 samples .* expected rollout.top_p"):
+    with pytest.raises(
+        ValueError, match=r"rollout.sampling.top_p: cannot resume: 1 samples .* expected rollout.sampling.top_p"
+    ):
         check_kept(queue.holding, truncates)
 
 

@@ -55,7 +55,7 @@ def is_quick(answer: Answer) -> bool:
     [
         ("scripts/train.py --help", "KEY=VALUE"),
         (f"scripts/train.py --cfg job {QUICKSTART}", "path: runs/base/addition"),
-        ("scripts/control.py --help", "rollout.kv_fraction"),
+        ("scripts/control.py --help", "rollout.engine.kv_fraction"),
         ("scripts/plan.py --help", "model=NAME"),
         ("scripts/simulate.py --help", "supernodes="),
         ("scripts/report.py --help", "folder"),
@@ -78,14 +78,17 @@ def test_help_answers_in_a_second_of_cpu(command, part, tmp_path):
 @pytest.mark.parametrize(
     ("command", "error"),
     [
-        ("scripts/train.py rollout.temprature=1", "unknown key 'rollout.temprature'; did you mean 'rollout.temperat"),
+        (
+            "scripts/train.py rollout.temprature=1",
+            "unknown key 'rollout.temprature'; did you mean 'rollout.sampling.temperat",
+        ),
         ("scripts/train.py model.path=x quickly", "'quickly': expected KEY=VALUE or GROUP=CHOICE"),
         ("scripts/train.py", "model.path='': expected a Hugging Face checkpoint folder"),
         ("scripts/train.py model.path=x", "data.source='': expected addition, worked_arithmetic, a path ending in"),
         ("scripts/train.py algorithm.name=ppo", "algorithm.name='ppo': expected one of grpo, "),
         ("scripts/check.py", "model.path='': expected a Hugging Face checkpoint folder"),
         ("scripts/control.py", "the following arguments are required"),
-        ("scripts/control.py runs/x rollout.max_seqs", "'rollout.max_seqs': expected KEY=VALUE"),
+        ("scripts/control.py runs/x rollout.engine.max_seqs", "'rollout.engine.max_seqs': expected KEY=VALUE"),
         ("scripts/plan.py", "model= and cluster= are required"),
         ("scripts/plan.py model=pangu_718b clutser=a3_16", "unknown argument 'clutser=a3_16'; did you mean cluster=?"),
         ("scripts/plan.py model=pangu_718b cluster=a3_16 fusion.offload=disk", "fusion.offload='disk': expected one"),

@@ -27,11 +27,13 @@ def run(config: Config, export: Path) -> list[float]:
     dtype, bucket_bytes = config.model.torch_dtype, config.fusion.bucket_bytes
     policy = Transformer(shape, mesh, device, dtype, bucket_bytes=bucket_bytes)
     served = Transformer(
-        shape, mesh, device, dtype, bucket_bytes=bucket_bytes, batch_invariant=config.rollout.batch_invariant
+        shape, mesh, device, dtype, bucket_bytes=bucket_bytes, batch_invariant=config.rollout.engine.batch_invariant
     )
     load_weights(policy, config.model.path)
     served.requires_grad_(False)
-    trainer = EmbeddedTrainEngine(policy, mesh, device, config.training, temperature=config.rollout.temperature)
+    trainer = EmbeddedTrainEngine(
+        policy, mesh, device, config.training, temperature=config.rollout.sampling.temperature
+    )
     engine = EmbeddedEngine(served, mesh, device, config.rollout, config.run.seed)
     source = PromptSource(config.data, tokenizer, config.run.seed)
     algorithm = make_algorithm(config.algorithm, config.rollout.max_response_length)
@@ -43,7 +45,7 @@ def run(config: Config, export: Path) -> list[float]:
         engine.allocate_kv()
         prompts = {prompt.id: prompt for prompt in source.next()}
         members = range(config.algorithm.group_size)
-        params = config.rollout.sampling()
+        params = config.rollout.sampling_params()
         engine.submit([Request(f"{p.id}/{k}", p.ids, params, p.id) for p in prompts.values() for k in members])
         outputs = sorted(engine.run(), key=lambda output: output.request_id)
         engine.release_kv()

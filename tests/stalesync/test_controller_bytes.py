@@ -33,9 +33,19 @@ def judge(tmp_path_factory):
     [case if case == DEFAULT else pytest.param(*case, marks=pytest.mark.extended) for case in CASES],
 )
 def test_the_controller_receives_text_and_lengths_and_no_token(base, judge, tmp_path, deployment, reward):
-    options = [f"fusion={deployment}", "cluster.npus=2", "parallel=single", "run.steps=2", "rollout.chunk_tokens=16"]
-    options += [f"rollout.max_response_length={RESPONSE}", f"rollout.forced_median={RESPONSE}", "run.eval_prompts=4"]
-    options += ["stalesync.max_staleness=1", "algorithm.kl_coef=0.01", "rollout.drafts=both"]
+    options = [
+        f"fusion={deployment}",
+        "cluster.npus=2",
+        "parallel=single",
+        "run.steps=2",
+        "rollout.schedule.chunk_tokens=16",
+    ]
+    options += [
+        f"rollout.max_response_length={RESPONSE}",
+        f"rollout.sampling.forced_median={RESPONSE}",
+        "run.eval_prompts=4",
+    ]
+    options += ["stalesync.max_staleness=1", "algorithm.kl_coef=0.01", "rollout.drafts.source=both"]
     options += [f"reward.model={judge}"] if reward == "model" else []
     (_, *overrides), counts = command_of(base, tmp_path, *options), tmp_path / "counts.json"
     run = launcher().start(["tests/stalesync/counted_run.py", str(counts), *overrides])

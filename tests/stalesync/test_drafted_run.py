@@ -10,8 +10,8 @@ from stalesync.job.base_model import make_base_model
 from tests.stalesync.runs import rows_of, train, weights_of
 
 LONG = """run.steps=3 run.eval_prompts=0 training.lr=3e-3 data=worked data.rows=4 data.prompts_per_step=4
-data.max_prompt_length=64 rollout.max_response_length=96 rollout.temperature=0.3 rollout.max_seqs=4
-rollout.batch_invariant=true""".split()
+data.max_prompt_length=64 rollout.max_response_length=96 rollout.sampling.temperature=0.3 rollout.engine.max_seqs=4
+rollout.engine.batch_invariant=true""".split()
 """The same prompts in every step; an engine decodes some of its requests at a time."""
 
 REWARD = "def score(prompt, response, answer, **fields): return len(response) % 5 / 4"
@@ -30,10 +30,12 @@ def rambling(tmp_path_factory):
 
 
 @pytest.mark.extended
-@pytest.mark.parametrize("others", [[], ["cluster.npus=2", "rollout.chunk_tokens=16"]], ids=["one", "engines_chunks"])
+@pytest.mark.parametrize(
+    "others", [[], ["cluster.npus=2", "rollout.schedule.chunk_tokens=16"]], ids=["one", "engines_chunks"]
+)
 def test_drafts_and_probes_change_no_sample_reward_or_logprob(rambling, tmp_path, others):
     (tmp_path / "judge.py").write_text(REWARD)
-    drafts = ["rollout.drafts=both", "rollout.draft_tree=2", "rollout.probe=1"]
+    drafts = ["rollout.drafts.source=both", "rollout.drafts.tree=2", "rollout.schedule.probe=1"]
     rows = _compare(rambling, tmp_path, others, drafts)
     assert sum(row["rollout/accepted_tokens"] for row in rows) > 0
 
@@ -44,7 +46,7 @@ def test_drafts_and_probes_change_no_sample_reward_or_logprob(rambling, tmp_path
 )
 def test_orders_and_chunks_change_no_sample_reward_or_logprob(rambling, tmp_path, order):
     (tmp_path / "judge.py").write_text(REWARD)
-    divided = [f"rollout.order={order}", "rollout.chunk_tokens=16", "rollout.suspended_kv=keep"]
+    divided = [f"rollout.schedule.order={order}", "rollout.schedule.chunk_tokens=16", "rollout.kv_pool.suspended=keep"]
     rows = _compare(rambling, tmp_path, ["cluster.npus=2"], divided)
     assert sum(row["rollout/chunks_total"] for row in rows) > 20
     assert sum(row["rollout/preemptions"] for row in rows) == 0

@@ -8,8 +8,8 @@ from tests.machine import patience
 from tests.warm import launcher
 
 PACED = """device=paced cluster.hardware=ascend_910c cluster.npus=2 data=addition data.max_prompt_length=8
-data.prompts_per_step=4 rollout.max_response_length=20 rollout.forced_median=6 algorithm.group_size=4 run.eval_prompts=0
-run.steps=1""".split()
+data.prompts_per_step=4 rollout.max_response_length=20 rollout.sampling.forced_median=6 algorithm.group_size=4
+run.eval_prompts=0 run.steps=1""".split()
 
 
 def _rows(base, folder, *overrides):

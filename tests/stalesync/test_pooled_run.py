@@ -15,8 +15,9 @@ from distqueue.payload.sweep import LOCK, NodeProcess, memory
 from tests.stalesync.runs import assert_gone, descendants, rows_of, train, wait_until, weights_of
 
 OPTIONS = """cluster.npus=2 parallel=single run.steps=3 run.eval_prompts=0 training.lr=1e-3
-rollout.max_response_length=48 rollout.forced_median=24 rollout.batch_invariant=true""".split()
-POOL = "rollout.suspended_kv=pool rollout.chunk_tokens=8 rollout.kv_pull_tokens=8 rollout.kv_spread=1".split()
+rollout.max_response_length=48 rollout.sampling.forced_median=24 rollout.engine.batch_invariant=true""".split()
+POOL = """rollout.kv_pool.suspended=pool rollout.schedule.chunk_tokens=8 rollout.kv_pool.pull_tokens=8
+rollout.kv_pool.spread=1""".split()
 SAMPLED = ("critic/", "actor/", "training/", "response_length/")
 """Prefixes of the metrics that depend on samples, rewards and log-probabilities, and on nothing else"""
 
@@ -63,8 +64,8 @@ def test_chunks_behind_pooled_kv_are_bitwise_the_run_without_chunks(base, tmp_pa
 @pytest.mark.extended
 def test_engines_whose_cards_train_leave_their_kv_to_the_others(base, tmp_path):
     before, spill = _pools(), tmp_path / "spill"
-    hybrid = ["fusion=hybrid", "stalesync.max_staleness=2", f"rollout.kv_spill={spill}"]
-    done = train(base, tmp_path, *OPTIONS, *POOL, *hybrid, "run.steps=6", "rollout.max_parked_kv_mib=1")
+    hybrid = ["fusion=hybrid", "stalesync.max_staleness=2", f"rollout.kv_pool.spill={spill}"]
+    done = train(base, tmp_path, *OPTIONS, *POOL, *hybrid, "run.steps=6", "rollout.kv_pool.max_parked_mib=1")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = rows_of(tmp_path / "run")
     counts = {name: sum(row.get(f"rollout/kv_pool_{name}", 0) for row in rows) for name in ("pulls", "damaged")}
@@ -77,7 +78,7 @@ def test_engines_whose_cards_train_leave_their_kv_to_the_others(base, tmp_path):
 @pytest.mark.parametrize("victim", ["worker", "controller"])
 def test_a_killed_run_leaves_no_kv(base, start, tmp_path, victim):
     before = _pools()
-    long = ["rollout.max_response_length=200", "rollout.forced_median=100", "run.steps=1000"]
+    long = ["rollout.max_response_length=200", "rollout.sampling.forced_median=100", "run.steps=1000"]
     run = start(*OPTIONS, *POOL, *long)
     wait_until(run, 60, lambda: any([*folder.glob("files/*")] for folder in _pools() - before))
     below = descendants(run.pid)

@@ -49,7 +49,7 @@ def resume(folder, *overrides):
         "stalesync.max_staleness=0",
         "data.prompts_per_step=4",
         "rollout.max_response_length=4",
-        'rollout.stop=["1"]',
+        'rollout.sampling.stop=["1"]',
         "algorithm=dapo",
     ],
 )

@@ -94,8 +94,23 @@ def test_a_run_that_is_deployed_otherwise_is_bitwise_the_one_on_one_card(base, t
     ("options", "starts"),
     [
         ([], (3, 5)),
-        (["rollout.chunk_tokens=2", "rollout.suspended_kv=pool", "rollout.batch_invariant=true"], (5,)),
-        (["rollout.drafts=both", "rollout.draft_tree=2", "data.rows=8", "rollout.batch_invariant=true"], (5,)),
+        (
+            [
+                "rollout.schedule.chunk_tokens=2",
+                "rollout.kv_pool.suspended=pool",
+                "rollout.engine.batch_invariant=true",
+            ],
+            (5,),
+        ),
+        (
+            [
+                "rollout.drafts.source=both",
+                "rollout.drafts.tree=2",
+                "data.rows=8",
+                "rollout.engine.batch_invariant=true",
+            ],
+            (5,),
+        ),
     ],
     ids=["resumed", "chunks", "drafts"],
 )
@@ -110,7 +125,10 @@ def test_staleness_0_is_the_straight_line_to_the_bit(base, tmp_path, options, st
     assert [row["step"] for row in rows_of(tmp_path / "run")] == [1, 2, 3, 4, 5]
     rewards = straight_line.run(load(tmp_path / "run" / "config.yaml"), tmp_path / "straight")
     assert [row["critic/rewards/mean"] for row in rows_of(tmp_path / "run")] == rewards
-    for option, figure in (("rollout.chunk_tokens=2", "chunks_total"), ("rollout.drafts=both", "drafted_tokens")):
+    for option, figure in (
+        ("rollout.schedule.chunk_tokens=2", "chunks_total"),
+        ("rollout.drafts.source=both", "drafted_tokens"),
+    ):
         assert (option in options) == (sum(row[f"rollout/{figure}"] for row in rows_of(tmp_path / "run")) > 0)
     ours, theirs = (weights_of(tmp_path / folder) for folder in ("run/hf", "straight"))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -125,7 +143,9 @@ def test_four_roles_on_four_cards_a_queue_that_is_killed_and_a_request_that_chan
     (queue,) = [pid for pid, command in descendants(run.pid).items() if "ray::QueueActor" in command]
     os.kill(queue, signal.SIGKILL)
     command = [sys.executable, "scripts/control.py", str(folder)]
-    asked = subprocess.run([*command, "engines=1", "rollout.max_seqs=2"], cwd=ROOT, capture_output=True, text=True)
+    asked = subprocess.run(
+        [*command, "engines=1", "rollout.engine.max_seqs=2"], cwd=ROOT, capture_output=True, text=True
+    )
     assert asked.returncode == 0 and "engines=1" in asked.stdout, asked.stderr
     rows = wait_until(run, 60, lambda: [row for row in rows_of(folder) if row["rollout/engines"] == 1])
     below = descendants(run.pid)

@@ -20,7 +20,7 @@ STALE = [
     "fusion=hybrid",
     "stalesync.max_staleness=1",
     "rollout.max_response_length=60",
-    "rollout.forced_median=8",
+    "rollout.sampling.forced_median=8",
     "run.eval_prompts=0",
 ]
 
@@ -81,7 +81,7 @@ def test_rewards_that_fail_are_counted_and_a_checkpoint_records_every_group_that
         "reward.workers=1",
         "reward.max_failed_share=1",
     ]
-    saved = ["rollout.forced_median=20", "run.save_every=1", "run.keep=0", f"run.steps={steps}"]
+    saved = ["rollout.sampling.forced_median=20", "run.save_every=1", "run.keep=0", f"run.steps={steps}"]
     done = train(base, tmp_path, *STALE, *judge, *saved)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = rows_of(tmp_path / "run")
@@ -110,7 +110,7 @@ def test_a_shard_of_the_queue_that_is_killed_is_started_anew_and_nothing_is_lost
 def _engines_are_set_up_anew_for_another_share(run, folder):
     """In `separate`, where they do not stop otherwise; then they go on beside training again."""
     assert any("timing_s/switch/pause" in row for row in rows_of(folder))
-    submit(folder, {"rollout.max_kv_tokens": "96"})
+    submit(folder, {"rollout.engine.max_kv_tokens": "96"})
     changed = wait_until(run, 30, lambda: [row for row in rows_of(folder) if row.get("rollout/kv_tokens_min") == 96])
     assert "timing_s/switch/pause" not in rows_of(folder)[changed[0]["step"] - 2], "they were stopped for it"
     last = len(rows_of(folder))

@@ -8,7 +8,12 @@ import pytest
 from fusion.telemetry.run_contents import complete_checkpoints, step_of
 from tests.stalesync.runs import kill, rows_of, train, wait_until
 
-STALE = ["rollout.max_response_length=60", "rollout.forced_median=8", "run.eval_prompts=0", "fusion.checksum=true"]
+STALE = [
+    "rollout.max_response_length=60",
+    "rollout.sampling.forced_median=8",
+    "run.eval_prompts=0",
+    "fusion.checksum=true",
+]
 TWO = ["cluster.npus=2", "parallel=single"]
 
 
@@ -16,8 +21,8 @@ def _groups(folder):
     return [json.loads(line) for line in (folder / "groups.jsonl").read_text().splitlines()]
 
 
-CHUNKS = ["rollout.chunk_tokens=6", "rollout.suspended_kv=keep"]
-LONG = ["rollout.max_response_length=800", "rollout.forced_median=100"]
+CHUNKS = ["rollout.schedule.chunk_tokens=6", "rollout.kv_pool.suspended=keep"]
+LONG = ["rollout.max_response_length=800", "rollout.sampling.forced_median=100"]
 """Generation takes longer than training, so that weights arrive while samples are generated: otherwise engines that
 only generate have finished all that the bound admits"""
 
@@ -83,7 +88,12 @@ def test_cards_train_in_the_tail_of_generation_what_is_ready_and_nothing_twice(b
 
 def test_a_run_of_two_epochs_in_the_order_histopipe_keeps_the_bound_and_knows_lengths_in_the_second(base, tmp_path):
     steps = 4
-    pipe = ["rollout.order=histopipe", "rollout.length_classes=2", "data.rows=16", "stalesync.max_staleness=1"]
+    pipe = [
+        "rollout.schedule.order=histopipe",
+        "rollout.schedule.length_classes=2",
+        "data.rows=16",
+        "stalesync.max_staleness=1",
+    ]
     done = train(base, tmp_path, *STALE, *TWO, *CHUNKS, *pipe, f"run.steps={steps}")
     assert done.returncode == 0, done.stdout + done.stderr
     rows, groups = rows_of(tmp_path / "run"), _groups(tmp_path / "run")
@@ -98,7 +108,7 @@ def test_a_run_of_two_epochs_in_the_order_histopipe_keeps_the_bound_and_knows_le
 )
 def test_steps_that_begin_with_so_many_tokens_are_small_and_keep_the_bound(base, tmp_path, deployment):
     steps, threshold = 8, 150
-    tokens = [f"stalesync.train_tokens={threshold}", "stalesync.max_staleness=1", "rollout.suspended_kv=keep"]
+    tokens = [f"stalesync.train_tokens={threshold}", "stalesync.max_staleness=1", "rollout.kv_pool.suspended=keep"]
     done = train(base, tmp_path, *STALE, *TWO, *tokens, f"run.steps={steps}", f"fusion={deployment}")
     assert done.returncode == 0, done.stdout + done.stderr
     rows, groups = rows_of(tmp_path / "run"), _groups(tmp_path / "run")

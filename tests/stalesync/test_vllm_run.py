@@ -55,7 +55,7 @@ def test_hybrid_cards_one_step_stale_with_chunks_and_weights_in_the_background(b
         "stalesync.max_staleness=1",
         "run.steps=4",
     ]
-    options += ["rollout.chunk_tokens=3", "rollout.max_response_length=8"]
+    options += ["rollout.schedule.chunk_tokens=3", "rollout.max_response_length=8"]
     done = train(base, tmp_path, VLLM, *OPTIONS, luck, *options, timeout_s=400)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = rows_of(tmp_path / "run")

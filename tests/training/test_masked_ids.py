@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
+from fusion.inference import EmbeddedEngine, Request, SamplingParams
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.training import AlgorithmConfig, EmbeddedTrainEngine, Sequences, TrainingConfig
 from fusion.training.algorithms import make_algorithm
 from tests.helpers import run_ranks, tiny_checkpoint
+from tests.rollouts import rollout_config
 from tests.training.ranks import LONGEST, sample_batch, with_policy
 from tests.training.sequences import sequences_of
 
@@ -106,7 +107,7 @@ FILTERS = [dict(), dict(top_p=0.9), dict(top_k=40), dict(min_p=0.001), dict(top_
 def sampled(rank: int, device: Any, folder: str, masked: Any, parallel: Parallel):
     """What an engine samples, and the trainer's log-probabilities of the responses that no filter has truncated."""
     engine = trainer_of(device, folder, masked, parallel)
-    rollout = RolloutConfig(max_length=64, max_seqs=64, max_batch_tokens=512)
+    rollout = rollout_config(max_length=64, max_seqs=64, max_batch_tokens=512)
     generator = EmbeddedEngine(engine.model, engine.mesh, device, rollout, seed=5)
     generator.allocate_kv()
     params = [SamplingParams(max_tokens=24, temperature=TEMPERATURE, **filters) for filters in FILTERS]

@@ -64,7 +64,7 @@ class PolicyWeights:
                 device,
                 dtype,
                 bucket_bytes=bucket_bytes,
-                batch_invariant=spec.rollout.batch_invariant,
+                batch_invariant=spec.rollout.engine.batch_invariant,
                 share=self.train.weights if self.train is not None else None,
                 resident=False,
             )

@@ -69,13 +69,14 @@ def computes_on_host(device: DeviceConfig) -> bool:
 
 
 def _check_settings(rollout: RolloutConfig, device: DeviceConfig, replay: str) -> None:
+    suspended, drafts = rollout.kv_pool.suspended, rollout.drafts.source
     refused = {
         f"algorithm.replay={replay}: vLLM does not return the experts of its tokens": replay == "rollout",
-        "rollout.batch_invariant=true: vLLM's results depend on the batch by rounding": rollout.batch_invariant,
-        f"rollout.suspended_kv={rollout.suspended_kv}: vLLM's KV is always computed again": (
-            rollout.suspended_kv != "recompute"
+        "rollout.engine.batch_invariant=true: vLLM's results depend on the batch by rounding": (
+            rollout.engine.batch_invariant
         ),
-        f"rollout.drafts={rollout.drafts}: vLLM verifies no drafts here": rollout.drafts != "none",
+        f"rollout.kv_pool.suspended={suspended}: vLLM's KV is always computed again": suspended != "recompute",
+        f"rollout.drafts.source={drafts}: vLLM verifies no drafts here": drafts != "none",
         f"device.pace={device.pace}: the time of vLLM's steps is not modelled": device.pace is not None,
         "device.kind=cuda: vLLM has been tried on emulated cards only": device.kind == "cuda",
     }

@@ -54,8 +54,8 @@ class VllmEngine(ControlledEngine):
         assert not routing and drafter is None and kv_store is None, "check_vllm refuses these"
         self.model = model
         self.core: VllmCore = model.core
-        self._max_seqs = config.max_seqs
-        self._max_batch_tokens = max(config.max_batch_tokens, config.max_seqs)
+        self._max_seqs = config.engine.max_seqs
+        self._max_batch_tokens = max(config.engine.max_batch_tokens, config.engine.max_seqs)
         self._stop_strings = stop_strings
         self.sequences: dict[str, Sequence] = {}
         """Unfinished requests of this attention rank in order of arrival"""
@@ -77,8 +77,8 @@ class VllmEngine(ControlledEngine):
     def _allocate(self, blocks: int) -> None:
         self.core.allocate_kv(blocks)
         scheduler = self.core.scheduler
-        scheduler.max_num_running_reqs = self.config.max_seqs
-        scheduler.max_num_scheduled_tokens = self.config.max_batch_tokens
+        scheduler.max_num_running_reqs = self.config.engine.max_seqs
+        scheduler.max_num_scheduled_tokens = self.config.engine.max_batch_tokens
 
     def reconfigure(self, config: RolloutConfig) -> None:
         """Change the limits of memory, sequences and tokens from the next `allocate_kv` on.
@@ -86,10 +86,11 @@ class VllmEngine(ControlledEngine):
         Raises:
             ValueError: a value out of range, by key; vLLM has sized its buffers by the first config.
         """
-        if config.max_seqs > self._max_seqs or config.max_batch_tokens > self._max_batch_tokens:
+        limits = config.engine
+        if limits.max_seqs > self._max_seqs or limits.max_batch_tokens > self._max_batch_tokens:
             raise ValueError(
-                f"rollout.max_seqs={config.max_seqs} (max_batch_tokens={config.max_batch_tokens}): expected at most "
-                f"{self._max_seqs} ({self._max_batch_tokens}), the values at the start, with rollout.backend=vllm"
+                f"rollout.engine.max_seqs={limits.max_seqs} (max_batch_tokens={limits.max_batch_tokens}): expected at "
+                f"most {self._max_seqs} ({self._max_batch_tokens}), the values at the start, with rollout.backend=vllm"
             )
         super().reconfigure(config)
 
@@ -230,7 +231,7 @@ class VllmEngine(ControlledEngine):
         self.core.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
         del self.sequences[name]
         output = seq.output(reason)
-        output.kv_rank = self.mesh.dp_rank if reason == "chunk" and self.config.prefix_cache else None
+        output.kv_rank = self.mesh.dp_rank if reason == "chunk" and self.config.engine.prefix_cache else None
         return output
 
 

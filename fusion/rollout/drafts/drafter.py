@@ -15,7 +15,7 @@ from collections.abc import Sequence as Items
 
 import numpy as np
 
-from fusion.inference.config import RolloutConfig
+from fusion.inference.config import DraftsConfig
 from fusion.inference.sequence import Sequence
 from fusion.inference.verification import Draft, StepCost, Verification
 from fusion.rollout.drafts.budget import DraftBudget
@@ -59,15 +59,15 @@ class TextDrafter:
         """Sequence → shares and sources of the tokens of its draft that is being verified"""
 
     @classmethod
-    def of(cls, config: RolloutConfig) -> TextDrafter | None:
+    def of(cls, config: DraftsConfig) -> TextDrafter | None:
         """Create the drafter that a config asks for."""
-        if config.drafts == "none":
+        if config.source == "none":
             return None
         return cls(
             NativeIndexes(),
             spec=TextSpec.of(config),
-            max_children=config.draft_tree,
-            budget=WindowBudget() if config.draft_budget == "window" else DraftBudget(),
+            max_children=config.tree,
+            budget=WindowBudget() if config.budget == "window" else DraftBudget(),
         )
 
     @property

@@ -21,13 +21,15 @@ LIBRARY = Library("drafts", "rlfusion_drafts", {"suffix_index": SOURCE.read_text
 
 
 def check_buildable(drafts: str) -> None:
-    """Check that this machine has the library or can build it. ``drafts``: `rollout.drafts`.
+    """Check that this machine has the library or can build it. ``drafts``: `rollout.drafts.source`.
 
     Raises:
         ValueError: there is no compiler; names the key.
     """
     if not LIBRARY.path.exists() and compiler() is None:
-        raise ValueError(f"rollout.drafts={drafts}: no C++ compiler found (install g++, or rollout.drafts=none)")
+        raise ValueError(
+            f"rollout.drafts.source={drafts}: no C++ compiler found (install g++, or rollout.drafts.source=none)"
+        )
 
 
 @cache

@@ -21,7 +21,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass
 from functools import lru_cache
 
-from fusion.inference.config import RolloutConfig
+from fusion.inference.config import DraftsConfig
 from fusion.inference.request import Request
 from fusion.inference.sequence import Sequence
 from fusion.rollout.drafts.exchange import TextExchange
@@ -66,14 +66,14 @@ class TextSpec:
     max_age: int | None = None
 
     @classmethod
-    def of(cls, config: RolloutConfig) -> TextSpec:
+    def of(cls, config: DraftsConfig) -> TextSpec:
         return cls(
-            siblings=config.drafts_siblings,
-            history=config.drafts_history,
-            max_history=config.draft_history,
-            max_bytes=config.draft_mib << 20,
-            max_group_bytes=config.draft_group_mib << 20,
-            max_age=config.draft_max_age,
+            siblings=config.from_siblings,
+            history=config.from_history,
+            max_history=config.history,
+            max_bytes=config.mib << 20,
+            max_group_bytes=config.group_mib << 20,
+            max_age=config.max_age,
         )
 
 

@@ -9,7 +9,7 @@
 
     rank of engine A ─ park ─► /dev/shm/…/NAME ─ find, verified, read into pinned memory ─► rank of engine B
                                    │ limit
-                                   └──► rollout.kv_spill             ranks of other machines: `remote`, by a `Peer`
+                                   └──► rollout.kv_pool.spill             ranks of other machines: `remote`, by a `Peer`
 
 A machine's own ranks need no process: a name is a digest of run, host, request, policy version, tokens and shard, so
 every rank finds what it may use, and nothing else. The engine's side is `fusion.inference.pooled`.

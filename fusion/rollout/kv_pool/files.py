@@ -1,6 +1,6 @@
 """Write, find and remove the files of one rank in the KV pool of its machine, as `pool.py` plans.
 
-    park ─► memory: /dev/shm ─ over the limit ─► disk: rollout.kv_spill       folder.py: both, and their owners
+    park ─► memory: /dev/shm ─ over the limit ─► disk: rollout.kv_pool.spill       folder.py: both, and their owners
                     │                                │
     find ◄──────────┴────────────────────────────────┘  first in memory: a file is on disk before it leaves it
 
@@ -223,8 +223,9 @@ class KVFiles:
         if not self._warned:
             self._warned = True
             log.warning(
-                "rollout.suspended_kv=pool: no space for %s bytes of KV%s: such requests are computed again; enlarge "
-                "/dev/shm (docker run --shm-size), raise rollout.max_parked_kv_mib, or set rollout.kv_spill",
+                "rollout.kv_pool.suspended=pool: no space for %s bytes of KV%s: such requests are computed again; "
+                "enlarge /dev/shm (docker run --shm-size), raise rollout.kv_pool.max_parked_mib, or set "
+                "rollout.kv_pool.spill",
                 f"{nbytes:,}",
                 f" ({error})" if error else "",
             )
@@ -272,7 +273,7 @@ def open_files(spec: KVPoolSpec, rank: int, peers: KVPeers | None = None) -> KVF
     try:
         return KVFiles(spec, rank, peers=peers)
     except StorageFull as error:
-        log.warning("rollout.suspended_kv=pool: %s: this card's KV is computed again", str(error))
+        log.warning("rollout.kv_pool.suspended=pool: %s: this card's KV is computed again", str(error))
         return None
 
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from fusion.inference.config import RolloutConfig
+    from fusion.inference.config import KVPoolConfig
 
 Place = Literal["memory", "disk"]
 
@@ -66,12 +66,12 @@ class KVPoolSpec:
     takes_suspended: bool = True
 
     @classmethod
-    def of(cls, config: RolloutConfig, *, run: str, takes_suspended: bool) -> KVPoolSpec:
-        in_memory, on_disk = config.max_parked_kv_mib, config.max_spilled_kv_mib
+    def of(cls, config: KVPoolConfig, *, run: str, takes_suspended: bool) -> KVPoolSpec:
+        in_memory, on_disk = config.max_parked_mib, config.max_spilled_mib
         return cls(
             run=run,
             max_memory_bytes=None if in_memory is None else in_memory << 20,
-            spill=config.kv_spill,
+            spill=config.spill,
             max_disk_bytes=None if on_disk is None else on_disk << 20,
             takes_suspended=takes_suspended,
         )

@@ -14,9 +14,9 @@
     stamped_heap       items by a rank that may change
     length_classes     classes of groups by length, and their shares of the engines (`histopipe`)
 
-`rollout.order` is a name of `fusion.inference.config.ORDERS`, or `module:Class`, a subclass of `Order`. With chunks
-(`rollout.chunk_tokens`) a request returns to the buffer after each of them, so an order decides again and again;
-without, only where a response begins.
+`rollout.schedule.order` is a name of `fusion.inference.config.ORDERS`, or `module:Class`, a subclass of `Order`. With
+chunks (`rollout.schedule.chunk_tokens`) a request returns to the buffer after each of them, so an order decides again
+and again; without, only where a response begins.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ def find_order(name: str) -> type[Order]:
     try:
         found: Any = getattr(import_module(module), cls, None)
     except Exception as error:  # whatever a module raises while it is imported, it cannot be used
-        raise ValueError(f"rollout.order={name}: cannot be imported: {type(error).__name__}: {error}") from error
+        raise ValueError(
+            f"rollout.schedule.order={name}: cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     if not (isinstance(found, type) and issubclass(found, Order)):
-        raise ValueError(f"rollout.order={name}: expected a subclass of fusion.rollout.orders.interface.Order")
+        raise ValueError(f"rollout.schedule.order={name}: expected a subclass of fusion.rollout.orders.interface.Order")
     return found

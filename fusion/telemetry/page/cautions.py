@@ -140,7 +140,9 @@ def _learning(rows: Sequence[Mapping[str, Any]]) -> Iterator[Caution]:
 
     clipped, equal = at_end("response_length/clip_ratio"), at_end("frac_reward_zero_std")
     if clipped > CLIPPED:
-        cause = "; none ends by itself: check the model's end token, or set rollout.stop" if clipped == 1 else ""
+        cause = (
+            "; none ends by itself: check the model's end token, or set rollout.sampling.stop" if clipped == 1 else ""
+        )
         text = f"{clipped:.0%} of the responses are cut at rollout.max_response_length at the end{cause}"
         yield "response_length/clip_ratio", text
     if at_end("critic/rewards/std") == 0:

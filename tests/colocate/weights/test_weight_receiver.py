@@ -14,6 +14,7 @@ from tests.colocate.cards import Card, make_spec
 from tests.families import family_checkpoint
 from tests.helpers import run_ranks, tiny_checkpoint
 from tests.machine import patience
+from tests.rollouts import changed
 
 X, Y = {"tp": 2, "ep": 2}, {"tp": 1, "ep": 2}
 FAR = Topology(1, 2, 2, (8e9, 4e9, 2e9, 1e9))
@@ -30,7 +31,7 @@ def path(tmp_path_factory):
 
 def make(path, topology=None, **fusion):
     spec = make_spec(path, 4, X, Y, deployment="separate", **fusion)
-    rollout = replace(spec.rollout, max_length=512, max_response_length=TOKENS, max_kv_tokens=8192)
+    rollout = changed(spec.rollout, max_length=512, max_response_length=TOKENS, max_kv_tokens=8192)
     return replace(spec, ahead=True, rollout=rollout, topology=topology)
 
 
@@ -64,7 +65,7 @@ def new_weights_arrive(rank, device, spec, versions):
 
     thread = threading.Thread(target=receive)
     thread.start()
-    params = replace(spec.rollout.sampling(), stop_token_ids=())
+    params = replace(spec.rollout.sampling_params(), stop_token_ids=())
     requests = [Request(f"{n}/0", (3 + n, 4, 5), params, group=f"{n}") for n in range(4)]
     report = worker.generate(requests if worker.card.engine.mesh.rank == 0 else [])
     thread.join()
@@ -142,7 +143,7 @@ def tampered(rank, device, spec):
     receiver.switcher.to_infer = to_infer_and_tamper
     thread = threading.Thread(target=receive, daemon=True)
     thread.start()
-    params = replace(spec.rollout.sampling(), stop_token_ids=())
+    params = replace(spec.rollout.sampling_params(), stop_token_ids=())
     with pytest.raises(WeightsDiffer, match="policy 1 has checksum") as failed:
         worker.generate([Request("0/0", (3, 4, 5), params, group="0")] if worker.card.engine.mesh.rank == 0 else [])
     thread.join(timeout=patience(30))

@@ -134,5 +134,5 @@ def test_without_a_compiler_drafts_are_refused_by_key(tmp_path, monkeypatch):
     check_buildable("both")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(ValueError, match="rollout.drafts=both: no C.. compiler found"):
+    with pytest.raises(ValueError, match="rollout.drafts.source=both: no C.. compiler found"):
         check_buildable("both")

@@ -234,7 +234,7 @@ def test_without_space_nothing_is_parked_nothing_is_left_and_it_is_said_once(roo
     assert one.evictions == 2 and one.nbytes == 0 and one.computed("g1/0") == 0
     assert not [path for path in root.rglob("*") if path.is_file() and not path.name.endswith(".lock")]
     (record,) = caplog.records
-    assert "no space for 4,096 bytes of KV" in record.message and "rollout.kv_spill" in record.message
+    assert "no space for 4,096 bytes of KV" in record.message and "rollout.kv_pool.spill" in record.message
     one.clear()
     assert park(one) and read(one), "when the files of older weights are gone, there may be space again"
 

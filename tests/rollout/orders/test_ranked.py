@@ -172,7 +172,7 @@ def test_an_order_of_ones_own_is_found_by_module_and_class():
     ],
 )
 def test_what_is_no_order_is_refused(name, problem):
-    with pytest.raises(ValueError, match=f"rollout.order={name}: {problem}"):
+    with pytest.raises(ValueError, match=f"rollout.schedule.order={name}: {problem}"):
         find_order(name)
 
 

@@ -15,13 +15,13 @@ import torch
 from ray._private.internal_api import get_memory_info_reply, get_state_from_address
 
 from distqueue.payload.sweep import memory
-from fusion.inference import RolloutConfig
 from fusion.rollout.kv_pool.pool import KVPoolSpec
 from fusion.rollout.kv_pool.remote import KVServer, PeerGone, PeerLate, RemotePools
 from stalesync.cards.kv_servers import RayPeer, kv_servers, remote_pools
 from tests.machine import patience, wait_for
 from tests.rollout.kv_pool.test_files import KEY, ROUTING, kv, opened, park, paths
 from tests.rollout.kv_pool.test_remote import fetch
+from tests.rollouts import rollout_config
 from tests.warm import use_ray
 
 NBYTES = 8 << 20
@@ -87,7 +87,7 @@ def test_a_server_that_hangs_is_not_awaited_and_one_that_has_ended_is_gone(pools
 
 def test_on_one_machine_no_server_is_started():
     use_ray()
-    spec = SimpleNamespace(kv_pool=KVPoolSpec("run"), rollout=RolloutConfig(suspended_kv="pool"), engines=[(0,)])
+    spec = SimpleNamespace(kv_pool=KVPoolSpec("run"), rollout=rollout_config(suspended="pool"), engines=[(0,)])
     with kv_servers(spec) as peers:
         assert peers is None and remote_pools(spec, 0, ()) is None
 

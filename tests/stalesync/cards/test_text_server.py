@@ -13,8 +13,17 @@ from tests.stalesync.runs import assert_gone, descendants, rows_of, train, wait_
 from tests.stalesync.test_ports import check_ports
 
 TWO = ["cluster.npus=2", "parallel=single", "run.eval_prompts=0", "rollout.max_response_length=32", "data.rows=8"]
-TWO += ["rollout.forced_median=32", "rollout.batch_invariant=true", "rollout.chunk_tokens=16", "training.lr=1e-3"]
-DRAFTS = ["rollout.drafts=both", "rollout.draft_tree=2", "rollout.draft_budget=window"]  # which never refuses a draft
+TWO += [
+    "rollout.sampling.forced_median=32",
+    "rollout.engine.batch_invariant=true",
+    "rollout.schedule.chunk_tokens=16",
+    "training.lr=1e-3",
+]
+DRAFTS = [
+    "rollout.drafts.source=both",
+    "rollout.drafts.tree=2",
+    "rollout.drafts.budget=window",
+]  # which never refuses a draft
 
 
 def samples_of(run):
@@ -31,7 +40,7 @@ def servers_below(pid):
 def test_two_engines_sample_the_same_with_the_text_of_each_other(other, base, tmp_path):
     """As without drafts, and as with drafts from each engine's own text."""
     found = {}
-    options = {"none": [], "alone": [*DRAFTS, "rollout.draft_exchange=false"], "exchange": DRAFTS}
+    options = {"none": [], "alone": [*DRAFTS, "rollout.drafts.exchange=false"], "exchange": DRAFTS}
     for name in (other, "exchange"):
         done = train(base, tmp_path, f"run.name={name}", "run.steps=3", *TWO, *options[name])
         assert done.returncode == 0, done.stdout + done.stderr
@@ -74,8 +83,13 @@ def test_a_text_server_that_is_killed_changes_nothing_and_is_reported_once(start
 
 def test_the_history_of_prompts_survives_a_resume_with_other_engines(base, tmp_path):
     """Of a checkpoint without it, a run resumes, too."""
-    common = ["run.eval_prompts=0", "rollout.max_response_length=64", "rollout.forced_median=64", "data.rows=8"]
-    history = ["rollout.drafts=history", "rollout.draft_exchange=false"]
+    common = [
+        "run.eval_prompts=0",
+        "rollout.max_response_length=64",
+        "rollout.sampling.forced_median=64",
+        "data.rows=8",
+    ]
+    history = ["rollout.drafts.source=history", "rollout.drafts.exchange=false"]
     for step, options in enumerate(([], history, [*history, "cluster.npus=2", "parallel=single"]), 1):
         resume = [f"run.steps={step}", f"run.resume={str(step > 1).lower()}"]
         done = train(base, tmp_path, *common, *options, *resume)

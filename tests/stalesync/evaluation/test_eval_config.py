@@ -1,6 +1,7 @@
 """Wrong settings of an evaluation are refused by key."""
 
 import json
+from functools import reduce
 
 import pytest
 
@@ -83,16 +84,19 @@ def test_a_path_alone_is_a_file_with_the_name_of_the_file_and_the_reward_of_the_
         ({"eval__best": "val-core/a/reward/mean@2", "eval__files": ["a.jsonl"]}, "expected one of val-core/held_out"),
         ({"eval__max_response_length": 60_000}, "eval.max_response_length=60000: expected at most"),
         (
-            {"eval__max_response_length": 49, "rollout__max_kv_tokens": 65, "rollout__block_size": 16},
-            "eval.max_response_length=49: expected at most 48, what is left of .* in rollout.max_kv_tokens behind",
+            {"eval__max_response_length": 49, "rollout__engine__max_kv_tokens": 65, "rollout__engine__block_size": 16},
+            "eval.max_response_length=49: expected at most 48, what is left of .* in rollout.engine.max_kv_tokens",
         ),
-        ({"eval__samples": 2, "rollout__temperature": 0.0}, "eval.samples=2: expected 1 with rollout.temperature=0"),
+        (
+            {"eval__samples": 2, "rollout__sampling__temperature": 0.0},
+            "eval.samples=2: expected 1 with rollout.sampling.temperature=0",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_the_run_are_refused_by_key(changes, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         configured(tmp_path, **changes).validate(trains=False)
-    fits = {"eval__samples": 2, "rollout__temperature": 0.0, "eval__temperature": 0.5}
+    fits = {"eval__samples": 2, "rollout__sampling__temperature": 0.0, "eval__temperature": 0.5}
     configured(tmp_path, **fits, eval__files=["a.jsonl"], eval__best="val-aux/a/reward/pass@1").validate(trains=False)
 
 
@@ -101,9 +105,10 @@ def configured(folder, **changes):
     config.model.path, config.data.source = tiny_checkpoint(folder / "base"), "addition"
     config.data.max_prompt_length = config.rollout.max_response_length = 16
     for path, value in changes.items():
-        group, name = path.split("__")
-        assert hasattr(getattr(config, group), name)
-        setattr(getattr(config, group), name, value)
+        *groups, name = path.split("__")
+        group = reduce(getattr, groups, config)
+        assert hasattr(group, name)
+        setattr(group, name, value)
     return config
 
 

@@ -135,7 +135,11 @@ def test_an_evaluation_that_is_due_where_a_run_resumes_is_in_the_row_of_its_step
     [
         pytest.param([], id="colocated"),
         pytest.param(["fusion=separate", *TWO], id="separate", marks=pytest.mark.extended),
-        pytest.param(["rollout.chunk_tokens=2", "rollout.suspended_kv=pool"], id="chunks", marks=pytest.mark.extended),
+        pytest.param(
+            ["rollout.schedule.chunk_tokens=2", "rollout.kv_pool.suspended=pool"],
+            id="chunks",
+            marks=pytest.mark.extended,
+        ),
         pytest.param(["fusion=hybrid", *FOUR, "parallel=tp2ep2_ep2"], id="hybrid", marks=pytest.mark.extended),
     ],
 )
@@ -166,7 +170,7 @@ def test_a_stale_run_is_evaluated_after_every_step_and_its_groups_end_once(
     base, tmp_path, files, deployment, bound, more
 ):
     steps = 4
-    stale = ["rollout.max_response_length=60", "rollout.forced_median=8", f"stalesync.max_staleness={bound}"]
+    stale = ["rollout.max_response_length=60", "rollout.sampling.forced_median=8", f"stalesync.max_staleness={bound}"]
     done = train(
         base, tmp_path, *TWO, f"fusion={deployment}", *stale, *more, f"run.steps={steps}", *evaluating(files[0])
     )

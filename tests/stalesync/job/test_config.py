@@ -68,29 +68,31 @@ def test_what_corrects_older_samples_follows_the_bound_where_nothing_is_chosen(c
 
 def test_a_group_has_a_probe_where_siblings_are_drafted_from(checkpoint):
     for drafts, chosen, expected in (("none", None, 0), ("history", None, 0), ("siblings", None, 1), ("both", 0, 0)):
-        config = _config(checkpoint, rollout__drafts=drafts, rollout__probe=chosen)
+        config = _config(checkpoint, rollout__drafts__source=drafts, rollout__schedule__probe=chosen)
         config.validate()
         assert config.rollout.num_probes == expected
-    _config(checkpoint, rollout__drafts="both", rollout__probe=7, rollout__draft_tree=2).validate()
+    _config(checkpoint, rollout__drafts__source="both", rollout__schedule__probe=7, rollout__drafts__tree=2).validate()
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{"rollout__chunk_tokens": 8}, {"fusion__deployment": "hybrid", "stalesync__max_staleness": 1}],
+    [{"rollout__schedule__chunk_tokens": 8}, {"fusion__deployment": "hybrid", "stalesync__max_staleness": 1}],
 )
 def test_kv_is_pooled_where_requests_leave_their_engine_before_the_weights_change(checkpoint, changes):
-    _config(checkpoint, rollout__suspended_kv="pool", **changes).validate()
+    _config(checkpoint, rollout__kv_pool__suspended="pool", **changes).validate()
 
 
 def test_histopipe_needs_two_steps_in_progress(checkpoint):
-    pipe = {"rollout__order": "histopipe", "rollout__length_classes": 2}
+    pipe = {"rollout__schedule__order": "histopipe", "rollout__schedule__length_classes": 2}
     _config(checkpoint, stalesync__max_staleness=1, **pipe).validate()
     with pytest.raises(
-        ValueError, match="rollout.order=histopipe: expected another one with stalesync.max_staleness=0"
+        ValueError, match="rollout.schedule.order=histopipe: expected another one with stalesync.max_staleness=0"
     ):
         _config(checkpoint, **pipe).validate()
-    with pytest.raises(ValueError, match=r"rollout.length_classes=.*the default\) with rollout.order=history"):
-        _config(checkpoint, rollout__length_classes=2).validate()
+    with pytest.raises(
+        ValueError, match=r"rollout.schedule.length_classes=.*the default\) with rollout.schedule.order=history"
+    ):
+        _config(checkpoint, rollout__schedule__length_classes=2).validate()
 
 
 @pytest.mark.parametrize(
@@ -98,8 +100,8 @@ def test_histopipe_needs_two_steps_in_progress(checkpoint):
     [("shortest", "expected one of fifo, .*, or module:Class"), ("no_such_module:Shortest", "cannot be imported")],
 )
 def test_an_order_that_cannot_be_found_is_refused_before_a_worker_starts(checkpoint, order, problem):
-    with pytest.raises(ValueError, match=f"rollout.order=.{{0,1}}{order}.{{0,1}}: {problem}"):
-        _config(checkpoint, rollout__order=order).validate()
+    with pytest.raises(ValueError, match=f"rollout.schedule.order=.{{0,1}}{order}.{{0,1}}: {problem}"):
+        _config(checkpoint, rollout__schedule__order=order).validate()
 
 
 def test_replay_needs_experts(checkpoint, tmp_path):
@@ -120,9 +122,12 @@ def test_biases_are_moved_only_where_routers_have_them(checkpoint, tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rollout__temperature": 0.0}, "rollout.temperature=0.0: expected above 0, .*eval.temperature=0 evaluates"),
-        ({"rollout__top_k": 1}, "rollout.top_k=1: expected 0, or at least 2"),
-        ({"rollout__min_p": 1.0}, "rollout.min_p=1.0: expected below 1"),
+        (
+            {"rollout__sampling__temperature": 0.0},
+            "rollout.sampling.temperature=0.0: expected above 0, .*eval.temperature=0 evaluates",
+        ),
+        ({"rollout__sampling__top_k": 1}, "rollout.sampling.top_k=1: expected 0, or at least 2"),
+        ({"rollout__sampling__min_p": 1.0}, "rollout.sampling.min_p=1.0: expected below 1"),
         (
             {"algorithm__name": "reinforce_plus_plus", "algorithm__group_size": 1, "data__prompts_per_step": 1},
             "data.prompts_per_step=1: expected at least 2 with algorithm.group_size=1",
@@ -166,25 +171,46 @@ def test_a_job_that_cannot_learn_is_refused_where_it_trains(checkpoint, changes,
             {"rollout__max_length": 31},
             "rollout.max_length=31: expected null, or at least the longest sample, .* = 32 tok",
         ),
-        ({"rollout__max_kv_tokens": 10}, "rollout.max_kv_tokens=10: expected null, or at least the longest sample"),
         (
-            {"rollout__max_kv_tokens": 47, "rollout__block_size": 48},
-            "rollout.max_kv_tokens=47: .*rollout.block_size=48",
+            {"rollout__engine__max_kv_tokens": 10},
+            "rollout.engine.max_kv_tokens=10: expected null, or at least the longest sample",
+        ),
+        (
+            {"rollout__engine__max_kv_tokens": 47, "rollout__engine__block_size": 48},
+            "rollout.engine.max_kv_tokens=47: .*rollout.engine.block_size=48",
         ),
         ({"training__token_budget": 20}, "training.token_budget=20 is less than the longest sample"),
-        ({"rollout__drafts": "both", "rollout__probe": 8}, "rollout.probe=8: expected fewer than algorithm.group_size"),
-        ({"rollout__probe": -1}, "rollout.probe=-1: expected a whole number of at least 0, or null"),
-        ({"rollout__probe": 1}, "rollout.probe=1: expected 0 or null with rollout.drafts=none"),
         (
-            {"rollout__drafts": "siblings", "rollout__draft_history": 2},
-            r"rollout.draft_history=2: expected 1 ",
+            {"rollout__drafts__source": "both", "rollout__schedule__probe": 8},
+            "rollout.schedule.probe=8: expected fewer than algorithm.group_size",
         ),
-        ({"rollout__drafts": "history", "rollout__probe": 1}, "rollout.probe=1: .* rollout.drafts=history"),
-        ({"rollout__kv_remote": "none"}, r"rollout.kv_remote='none': expected \"ray\" .* with suspended_kv=recompute"),
-        ({"rollout__kv_remote": "tcp"}, "rollout.kv_remote='tcp': expected one of none, ray"),
-        ({"rollout__draft_tree": 2}, r"rollout.draft_tree=2: expected 1 \(the default\) with rollout.drafts=none"),
-        ({"rollout__draft_mib": 64}, r"rollout.draft_mib=64: expected 1024 \(the default\) with rollout.drafts=none"),
-        ({"rollout__top_p": 1.5}, r"rollout.top_p=1.5: expected a number in \(0, 1\]"),
+        ({"rollout__schedule__probe": -1}, "rollout.schedule.probe=-1: expected a whole number of at least 0, or null"),
+        (
+            {"rollout__schedule__probe": 1},
+            "rollout.schedule.probe=1: expected 0 or null with rollout.drafts.source=none",
+        ),
+        (
+            {"rollout__drafts__source": "siblings", "rollout__drafts__history": 2},
+            r"rollout.drafts.history=2: expected 1 ",
+        ),
+        (
+            {"rollout__drafts__source": "history", "rollout__schedule__probe": 1},
+            "rollout.schedule.probe=1: .* rollout.drafts.source=history",
+        ),
+        (
+            {"rollout__kv_pool__remote": "none"},
+            r"rollout.kv_pool.remote='none': expected \"ray\" .* with rollout.kv_pool.suspended=recompute",
+        ),
+        ({"rollout__kv_pool__remote": "tcp"}, "rollout.kv_pool.remote='tcp': expected one of none, ray"),
+        (
+            {"rollout__drafts__tree": 2},
+            r"rollout.drafts.tree=2: expected 1 \(the default\) with rollout.drafts.source=none",
+        ),
+        (
+            {"rollout__drafts__mib": 64},
+            r"rollout.drafts.mib=64: expected 1024 \(the default\) with rollout.drafts.source=none",
+        ),
+        ({"rollout__sampling__top_p": 1.5}, r"rollout.sampling.top_p=1.5: expected a number in \(0, 1\]"),
         ({"stalesync__max_staleness": -1}, "stalesync.max_staleness=-1"),
         ({"stalesync__train_tokens": 100}, "stalesync.train_tokens=100: expected null at stalesync.max_staleness=0"),
         (
@@ -217,15 +243,18 @@ def test_a_job_that_cannot_learn_is_refused_where_it_trains(checkpoint, changes,
             "fusion.double_buffer=true: expected .*separate or hybrid, not colocated, and",
         ),
         (
-            {"rollout__suspended_kv": "pool", "rollout__chunk_tokens": 16},
-            "rollout.suspended_kv=pool: expected rollout.chunk_tokens below rollout.max_response_length=16, or .*",
+            {"rollout__kv_pool__suspended": "pool", "rollout__schedule__chunk_tokens": 16},
+            "rollout.kv_pool.suspended=pool: expected rollout.schedule.chunk_tokens below .*length=16, or .*",
         ),
         ({"reward__model": "nowhere"}, "reward.model: nowhere.* does not exist"),
         (
             {"reward__model": "judge", "reward__path": "judge.py:score"},
             "reward.model='judge' and reward.path='judge.py",
         ),
-        ({"rollout__forced_median": 17.0}, "rollout.forced_median=17.0: expected 1 to rollout.max_response_length=16"),
+        (
+            {"rollout__sampling__forced_median": 17.0},
+            "rollout.sampling.forced_median=17.0: expected 1 to rollout.max_response_length=16",
+        ),
         (
             {"device__pace": "qwen3_30b_a3b"},
             "device.pace='qwen3_30b_a3b': expected device.kind=emulated with it, or null; device.kind=auto",
@@ -314,7 +343,7 @@ def test_there_are_fewer_than_190_keys_and_each_is_documented():
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("rollout.temprature=1", "unknown key 'rollout.temprature'; did you mean 'rollout.temperature'?"),
+        ("rollout.temprature=1", "unknown key 'rollout.temprature'; did you mean 'rollout.sampling.temperature'?"),
         ("training.learning_rate=1", "unknown key 'training.learning_rate'"),
         ("algoritm=grpo", "unknown key 'algoritm'; did you mean 'algorithm'?"),
         ("+cluster.cards=4", "unknown key 'cluster.cards'"),
@@ -335,7 +364,9 @@ def test_every_algorithm_has_a_choice_file_that_is_valid(name):
 
 
 def test_known_keys_pass():
-    check_overrides(["rollout.temperature=0.5", "cluster=four", "hydra.verbose=true", "--cfg", "job"], ["cluster"])
+    check_overrides(
+        ["rollout.sampling.temperature=0.5", "cluster=four", "hydra.verbose=true", "--cfg", "job"], ["cluster"]
+    )
 
 
 def _train(*arguments):
@@ -355,7 +386,7 @@ def test_the_command_line_refuses_in_one_line(checkpoint):
     assert refused.returncode == 2
     usage, error = refused.stderr.strip().splitlines()
     assert usage.startswith("usage: python scripts/train.py")
-    assert error == "error: unknown key 'rollout.temprature'; did you mean 'rollout.temperature'?"
+    assert error == "error: unknown key 'rollout.temprature'; did you mean 'rollout.sampling.temperature'?"
     refused = _train(f"model.path={checkpoint}", "data=addition", "cluster.npus=3", "parallel.train.tp=2")
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
     assert "error: parallel.train: tp=2 does not divide the 3 ranks of the layout (cluster.npus=3)" in refused.stderr
@@ -428,10 +459,13 @@ def vllm(monkeypatch):
     "changes, message",
     [
         (dict(algorithm__replay="rollout"), "algorithm.replay=rollout: vLLM"),
-        (dict(rollout__batch_invariant=True), "rollout.batch_invariant=true: vLLM"),
-        (dict(rollout__suspended_kv="keep"), "rollout.suspended_kv=keep: vLLM"),
-        (dict(rollout__suspended_kv="pool", rollout__chunk_tokens=4), "rollout.suspended_kv=pool: vLLM"),
-        (dict(rollout__drafts="siblings"), "rollout.drafts=siblings: vLLM"),
+        (dict(rollout__engine__batch_invariant=True), "rollout.engine.batch_invariant=true: vLLM"),
+        (dict(rollout__kv_pool__suspended="keep"), "rollout.kv_pool.suspended=keep: vLLM"),
+        (
+            dict(rollout__kv_pool__suspended="pool", rollout__schedule__chunk_tokens=4),
+            "rollout.kv_pool.suspended=pool: vLLM",
+        ),
+        (dict(rollout__drafts__source="siblings"), "rollout.drafts.source=siblings: vLLM"),
         (PACED, "device.pace=qwen3_30b_a3b: "),
         (dict(device__kind="cuda"), "device.kind=cuda: vLLM"),
         (dict(parallel__infer__pp=2), "parallel.infer.pp=2: "),

@@ -28,9 +28,9 @@ def test_a_request_waits_for_the_next_step_and_is_recorded(folder, config):
     desk = ControlDesk(folder, config)
     assert desk.read(1, None) is None and desk.state_dict() is None
     submit(folder, {"engines": "1"})
-    share = submit(folder, {"rollout.kv_fraction": "0.3"})
+    share = submit(folder, {"rollout.engine.kv_fraction": "0.3"})
     assert share.engines == (1,) and share.kv_fraction == 0.3, "two requests before a step are one"
-    assert "from step 3 generation has engines=1 rollout.kv_fraction=0.3" in desk.read(3, 1000)
+    assert "from step 3 generation has engines=1 rollout.engine.kv_fraction=0.3" in desk.read(3, 1000)
     assert desk.share == share and desk.read(4, 1000) is None and not (folder / REQUEST).exists()
     (row,) = read_jsonl(folder / "control.jsonl")
     assert (row["step"], row["outcome"], row["share"]) == (3, "applied", share.state())
@@ -40,17 +40,17 @@ def test_a_request_waits_for_the_next_step_and_is_recorded(folder, config):
     other = ControlDesk(folder, dataclasses.replace(config, cluster=dataclasses.replace(config.cluster, npus=2)))
     other.load_state_dict(desk.state_dict())
     assert other.share == dataclasses.replace(share, engines=(0,)), "with other engines, all of them"
-    assert submit(folder, {"rollout.max_seqs": "5"}).engines == (1,), "a later request changes what is in force"
+    assert submit(folder, {"rollout.engine.max_seqs": "5"}).engines == (1,), "a later request changes what is in force"
 
 
 def test_what_would_leave_no_room_for_a_sample_is_refused_and_the_run_goes_on(folder, config):
     desk = ControlDesk(folder, config)
-    submit(folder, {"rollout.kv_fraction": "0.01"})
+    submit(folder, {"rollout.engine.kv_fraction": "0.01"})
     told = desk.read(2, 1000)
     assert "refused" in told and "about 11 tokens of KV cache, less than the longest sample" in told
     assert desk.share.kv_fraction == 0.9
     (row,) = read_jsonl(folder / "control.jsonl")
-    assert row["outcome"].startswith("refused: rollout.kv_fraction=0.01") and row["share"] == desk.share.state()
+    assert row["outcome"].startswith("refused: rollout.engine.kv_fraction=0.01") and row["share"] == desk.share.state()
 
 
 def test_a_request_that_does_not_fit_the_run_is_not_left(folder, tmp_path):

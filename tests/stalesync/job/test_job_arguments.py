@@ -21,11 +21,11 @@ from stalesync.simulator import command_line as simulator
 
 CONF = (RECIPES / "conf").absolute()
 JOB = """model=olmoe_7b cluster.hardware=ascend_910c cluster.npus=8 data.prompts_per_step=16 data.max_prompt_length=64
-algorithm.group_size=4 rollout.max_response_length=512 rollout.forced_median=64""".split()
+algorithm.group_size=4 rollout.max_response_length=512 rollout.sampling.forced_median=64""".split()
 QUICK = {"data.prompts_per_step", "rollout.max_response_length"}
 HYBRID = ("fusion=hybrid", "stalesync.max_staleness=1", "run.steps=4")
-POOL = (*HYBRID, "rollout.suspended_kv=pool", "rollout.chunk_tokens=16")
-MANY = ("rollout.max_seqs=4096", "data.prompts_per_step=4096")
+POOL = (*HYBRID, "rollout.kv_pool.suspended=pool", "rollout.schedule.chunk_tokens=16")
+MANY = ("rollout.engine.max_seqs=4096", "data.prompts_per_step=4096")
 COMMANDS = {"plan.py": planning, "simulate.py": simulator}
 CONTEXTS = {
     "fusion.infer_cards": HYBRID,
@@ -34,14 +34,14 @@ CONTEXTS = {
     "fusion.offload": HYBRID,
     "stalesync.train_tokens": HYBRID,
     "stalesync.lend": HYBRID,
-    "rollout.order": (*HYBRID, "rollout.max_seqs=2"),
-    "rollout.max_batch_tokens": ("rollout.max_seqs=16",),
-    "rollout.block_size": ("rollout.max_kv_tokens=1200", "rollout.max_seqs=8"),
+    "rollout.schedule.order": (*HYBRID, "rollout.engine.max_seqs=2"),
+    "rollout.engine.max_batch_tokens": ("rollout.engine.max_seqs=16",),
+    "rollout.engine.block_size": ("rollout.engine.max_kv_tokens=1200", "rollout.engine.max_seqs=8"),
     "stalesync.max_staleness": ("run.steps=4",),
-    "rollout.suspended_kv": HYBRID,
-    "rollout.kv_spread": POOL,
-    "rollout.kv_pull_tokens": POOL,
-    "rollout.kv_fraction": MANY,
+    "rollout.kv_pool.suspended": HYBRID,
+    "rollout.kv_pool.spread": POOL,
+    "rollout.kv_pool.pull_tokens": POOL,
+    "rollout.engine.kv_fraction": MANY,
 }
 """Arguments beside which a key has an effect; those of a simulation only are left out of a plan."""
 VALUES = {
@@ -58,17 +58,17 @@ VALUES = {
     "fusion.bucket_bytes": str(4 << 30),
     "data.prompts_per_step": "32",
     "model.path": "moonlight_16b_a3b",
-    "rollout.forced_spread": "[0.1,0.1,0.1]",
-    "rollout.order": "fifo",
-    "rollout.chunk_tokens": "16",
-    "rollout.suspended_kv": "keep",
-    "rollout.max_kv_tokens": "700",
-    "rollout.kv_fraction": "0.2",
-    "rollout.kv_spread": "0",
-    "rollout.kv_pull_tokens": "1",
-    "rollout.max_batch_tokens": "96",
-    "rollout.max_seqs": "2",
-    "rollout.block_size": "256",
+    "rollout.sampling.forced_spread": "[0.1,0.1,0.1]",
+    "rollout.schedule.order": "fifo",
+    "rollout.schedule.chunk_tokens": "16",
+    "rollout.kv_pool.suspended": "keep",
+    "rollout.engine.max_kv_tokens": "700",
+    "rollout.engine.kv_fraction": "0.2",
+    "rollout.kv_pool.spread": "0",
+    "rollout.kv_pool.pull_tokens": "1",
+    "rollout.engine.max_batch_tokens": "96",
+    "rollout.engine.max_seqs": "2",
+    "rollout.engine.block_size": "256",
     "algorithm.kl_coef": "0.1",
     "stalesync.train_tokens": "2000",
     "data.rows": "7",
@@ -150,9 +150,11 @@ def test_a_key_that_is_not_modelled_is_refused_or_listed(command):
         parsed = parse([*JOB, *arguments], options=module.OPTIONS, flags=[], conf=CONF)
         return job_config(parsed, CONF, command=command, reads=module.READS, defaults=module.DEFAULTS)
 
-    with pytest.raises(ValueError, match=f"rollout.drafts=siblings: expected none, as {command} does not model this"):
-        of("rollout.drafts=siblings")
-    assert of("rollout.drafts=siblings", "--job")[1][-1] == "not modelled: rollout.drafts=siblings"
+    with pytest.raises(
+        ValueError, match=f"rollout.drafts.source=siblings: expected none, as {command} does not model this"
+    ):
+        of("rollout.drafts.source=siblings")
+    assert of("rollout.drafts.source=siblings", "--job")[1][-1] == "not modelled: rollout.drafts.source=siblings"
     assert of("model.dtype=bfloat16", "data=file", "data.source=x.jsonl", "run.name=x", "reward=math")
     with pytest.raises(ValueError, match="model.dtype=float32: expected bfloat16"):
         of("model=float32")
@@ -178,13 +180,13 @@ def test_plan_simulation_and_run_share_one_workload():
 
 def test_lengths_that_are_not_stated_follow_a_stated_rule():
     config = composed(CONF, ["rollout.max_response_length=8000"])
-    assert "a median of 1,000 (0.125 of it, as rollout.forced_median=null)" in describe(config)
+    assert "a median of 1,000 (0.125 of it, as rollout.sampling.forced_median=null)" in describe(config)
     lengths = lengths_of(config)
     drawn = [length for one in range(4000) for length in lengths.of_members(f"e0-{one}", range(2))]
     assert sum(drawn) / len(drawn) == pytest.approx(workload_of(config).response, rel=0.05)
 
 
 def test_the_published_workload_is_stated_by_arguments():
-    stated = """data.prompts_per_step=512 algorithm.group_size=16 data.max_prompt_length=78 rollout.forced_median=1577
-    rollout.forced_spread=[0,0,0] rollout.max_response_length=3072"""
+    stated = """data.prompts_per_step=512 algorithm.group_size=16 data.max_prompt_length=78
+    rollout.sampling.forced_median=1577 rollout.sampling.forced_spread=[0,0,0] rollout.max_response_length=3072"""
     assert workload_of(composed(CONF, stated.split())) == PUBLISHED_WORKLOAD

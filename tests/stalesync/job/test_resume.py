@@ -202,9 +202,9 @@ def test_a_model_that_differs_only_in_large_files_is_refused_when_the_cards_have
 
 @pytest.mark.parametrize("resume", ["auto", "true"])
 def test_a_name_left_in_the_job_script_does_not_refuse_the_next_automatic_restart(tmp_path, resume):
-    config = Config(run=RunConfig(dir=str(tmp_path), resume=resume, resume_changed=["rollout.temperature"]))
+    config = Config(run=RunConfig(dir=str(tmp_path), resume=resume, resume_changed=["rollout.sampling.temperature"]))
     inputs = {"settings": settings_of(config), "files": {}, "masked_ids": []}
-    before = {**inputs, "settings": {**inputs["settings"], "rollout.temperature": 0.5}}
+    before = {**inputs, "settings": {**inputs["settings"], "rollout.sampling.temperature": 0.5}}
     earlier = Reopened(RunFolder(tmp_path, "run", "resume"), checkpoint(tmp_path / "run", 2))
     source = SimpleNamespace(find_other_order=lambda state: "")
 
@@ -216,12 +216,14 @@ def test_a_name_left_in_the_job_script_does_not_refuse_the_next_automatic_restar
     with earlier.folder:
         assert resumed(before, "ab").ended == ("a", "b"), "the resume that needs the name"
         if resume == "true":
-            with pytest.raises(ValueError, match="run.resume_changed: rollout.temperature: expected only keys whose"):
+            with pytest.raises(
+                ValueError, match="run.resume_changed: rollout.sampling.temperature: expected only keys whose"
+            ):
                 resumed(inputs, "cd")
             return
         restarted = resumed(inputs, "cd")
         assert restarted.ended == () and restarted.notes == (
-            "run.resume_changed: rollout.temperature: not needed by this resume, and ignored",
+            "run.resume_changed: rollout.sampling.temperature: not needed by this resume, and ignored",
         )
         config.run.resume_changed = ["rollout.temprature"]
         with pytest.raises(ValueError, match="run.resume_changed: rollout.temprature: expected only keys whose change"):

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stalesync.job import resume_rules
-from stalesync.job.overrides import known_keys
+from stalesync.job.overrides import keys_like, known_keys
 from stalesync.job.resume_rules import RULES, ResumeChanges, Rule, compare, decide
 
 CONTENT = ("model.path", "reward.model", "reward.path", "reward.terms", "eval.files", "data.source", "run.eval_prompts")
@@ -15,7 +15,9 @@ COMPARED = [key for key in known_keys() if RULES.get(key) is not Rule.FOLDER]
 
 
 def test_every_key_has_exactly_one_rule():
-    listed = Counter(key for keys in resume_rules._KEYS.values() for key in keys.split())
+    patterns = [pattern for patterns in resume_rules._KEYS.values() for pattern in patterns.split()]
+    assert all(map(keys_like, patterns)), "every pattern names a key"
+    listed = Counter(key for pattern in patterns for key in keys_like(pattern))
     assert [key for key in known_keys() if key not in listed] == [], "say in resume_rules.py what a resume does with it"
     assert listed.keys() == set(known_keys()) and set(listed.values()) == {1}
     assert {key for key, rule in RULES.items() if rule is Rule.NEVER} == resume_rules._NEVER.keys()
@@ -68,7 +70,7 @@ def test_exactly_what_is_refused_must_be_named_and_ends_groups_in_progress(setti
         ("data.prompts_per_step", 16, 8, True),
         ("data.prompts_per_step", 8, 16, False),
         ("rollout.max_response_length", 64, 32, True),
-        ("rollout.stop", [], ["\n"], True),
+        ("rollout.sampling.stop", [], ["\n"], True),
         ("algorithm.name", "grpo", "dapo", True),
         ("reward.path", "a.py:score", "b.py:score", True),
         ("rollout.max_length", None, 64, True),
@@ -90,7 +92,7 @@ def test_with_groups_in_progress_a_change_is_right_or_refused_by_key(key, old, n
     assert decide(changes, [key])
 
 
-@pytest.mark.parametrize("key", ["rollout.top_p", "rollout.top_k", "rollout.min_p"])
+@pytest.mark.parametrize("key", ["rollout.sampling.top_p", "rollout.sampling.top_k", "rollout.sampling.min_p"])
 def test_other_filters_are_for_new_tokens_unless_truncated_sampling_begins_or_ends(key):
     settings = {key: (0.5, 0.75)}
     assert not decide(ResumeChanges(settings, {}, 3), []), "every token has the record of its own"

@@ -89,7 +89,7 @@ def test_a_model_without_an_end_token_is_warned_of(folder, caplog):
     warn_if_endless(config, spec)
     assert "names no end token (eos_token_id): every response will be rollout.max_response_length=" in caplog.text
     caplog.clear()
-    config.rollout.stop = ["#"]
+    config.rollout.sampling.stop = ["#"]
     warn_if_endless(config, spec)
     assert not caplog.text
 

@@ -40,14 +40,14 @@ CONF = ROOT / "recipes" / "conf"
         (["run.loggers=[]"], []),
         (["training.betas=[0.9,0.99]"], [0.9, 0.99]),
         (["eval.files=my/file-1.jsonl"], ["my/file-1.jsonl"]),
-        (["rollout.stop='a b'"], None),
+        (["rollout.sampling.stop='a b'"], None),
         (["training.lr=1e-4"], 1e-4),
-        (["rollout.prefix_cache=false"], False),
+        (["rollout.engine.prefix_cache=false"], False),
     ],
 )
 def test_a_value_may_be_written_as_one_would(words, value):
     if value is None and "stop" in words[0]:
-        words, value = ["rollout.stop=['a b']"], ["a b"]
+        words, value = ["rollout.sampling.stop=['a b']"], ["a b"]
     config = composed(CONF, [*accepted(words, CONF), "data=addition"])
     for name in words[0].split("=")[0].split("."):
         config = getattr(config, name)
@@ -64,7 +64,7 @@ def test_a_value_may_be_written_as_one_would(words, value):
         (["run.steps=inf"], "run.steps=inf: expected a whole number"),
         (["device.capacity_bytes=2X"], "device.capacity_bytes=2X: expected a whole number or one with K, M, G or T"),
         (["training.lr=fast"], "training.lr=fast: expected a number"),
-        (["rollout.prefix_cache=perhaps"], "rollout.prefix_cache=perhaps: expected true or false"),
+        (["rollout.engine.prefix_cache=perhaps"], "rollout.engine.prefix_cache=perhaps: expected true or false"),
         (["--lr", "1e-4"], "'--lr': expected KEY=VALUE; write training.lr=1e-4"),
         (["--lr=1e-4"], "'--lr=1e-4': expected KEY=VALUE; write training.lr=1e-4"),
         (["--num-generations", "8"], "'--num-generations': expected KEY=VALUE; write algorithm.group_size=8"),
@@ -83,7 +83,9 @@ def test_what_is_not_accepted_is_refused_in_one_line_with_what_is(words, message
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("word", ["model.path=[", "run.name={a", "eval.files=[{path:a.jsonl]", "rollout.top_k=[1]"])
+@pytest.mark.parametrize(
+    "word", ["model.path=[", "run.name={a", "eval.files=[{path:a.jsonl]", "rollout.sampling.top_k=[1]"]
+)
 def test_what_hydra_itself_refuses_is_one_line(word):
     with pytest.raises(ValueError) as caught:
         composed(CONF, accepted([word], CONF))
@@ -99,9 +101,9 @@ COMMANDS = {  # the words before those of a job
 }
 WRONG = {
     "--lr 1e-4": "'--lr': expected KEY=VALUE; write training.lr=1e-4",
-    "max_num_seqs=8": "unknown key 'max_num_seqs'; it is rollout.max_seqs here",
-    "rollout.max_seqs=few": "rollout.max_seqs=few: expected a whole number",
-    "rollout.max_seqs=1.5": "rollout.max_seqs=1.5: expected a whole number",
+    "max_num_seqs=8": "unknown key 'max_num_seqs'; it is rollout.engine.max_seqs here",
+    "rollout.engine.max_seqs=few": "rollout.engine.max_seqs=few: expected a whole number",
+    "rollout.engine.max_seqs=1.5": "rollout.engine.max_seqs=1.5: expected a whole number",
     "-m": "'-m'",
 }
 
@@ -122,18 +124,24 @@ def test_every_command_refuses_what_train_does_in_a_line_with_status_2(command, 
 @pytest.mark.parametrize("command", ["plan", "simulate"])
 def test_plan_and_simulate_read_values_as_train_does(command):
     known = {"plan": planning, "simulate": command_line}[command]
-    words = "cluster.npus=1e2 rollout.max_seqs=1e2 fusion.bucket_bytes=2G rollout.stop=end --job".split()
+    words = (
+        "cluster.npus=1e2 rollout.engine.max_seqs=1e2 fusion.bucket_bytes=2G rollout.sampling.stop=end --job".split()
+    )
     parsed = parse(words, options=known.OPTIONS, flags=[], conf=CONF)
     assert parsed.options == {"cluster.npus": "100"}
     config, _ = job_config(parsed, CONF, command=command, reads=known.READS, defaults=())
-    assert (config.rollout.max_seqs, config.fusion.bucket_bytes, config.rollout.stop) == (100, 2 << 30, ["end"])
+    assert (config.rollout.engine.max_seqs, config.fusion.bucket_bytes, config.rollout.sampling.stop) == (
+        100,
+        2 << 30,
+        ["end"],
+    )
 
 
 def test_control_reads_values_as_train_does(tmp_path, monkeypatch, capsys):
     (tmp_path / "config.yaml").write_text("{}")
-    monkeypatch.setattr(sys, "argv", ["control.py", str(tmp_path), "rollout.max_seqs=1e1", "engines=all"])
+    monkeypatch.setattr(sys, "argv", ["control.py", str(tmp_path), "rollout.engine.max_seqs=1e1", "engines=all"])
     importlib.import_module("scripts.control").main()
-    assert "rollout.max_seqs=10" in capsys.readouterr().out
+    assert "rollout.engine.max_seqs=10" in capsys.readouterr().out
 
 
 def test_hydras_own_options_pass():

@@ -261,7 +261,7 @@ def make_controller(
         max_filtered_groups=10 * groups,
         ahead=staleness > 0,
         filters=False,
-        order=rollout.order,
+        order=rollout.schedule.order,
     )
     admission = Admission(admission_spec, StalenessLedger(staleness, groups))
     run_folder = RunFolder(folder, f"groups-{groups}-{staleness}")

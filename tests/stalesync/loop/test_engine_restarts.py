@@ -21,8 +21,8 @@ OPTIONS = [
     "fusion.infer_cards=2",
     "rollout=batch_invariant",
     "rollout.max_response_length=40",
-    "rollout.forced_median=12",
-    "rollout.max_seqs=4",
+    "rollout.sampling.forced_median=12",
+    "rollout.engine.max_seqs=4",
     "run.eval_prompts=0",
     "training.lr=1e-3",
     f"run.steps={STEPS}",
@@ -104,7 +104,7 @@ def undisturbed(base, tmp_path_factory):
 TP2 = ["parallel.infer.tp=2"]
 EP2 = ["parallel.infer.ep=2", "cluster.npus=5", "fusion.infer_cards=4"]
 HYBRID = ["fusion=hybrid", "fusion.infer_cards=2"]
-CHUNKS = ["rollout.chunk_tokens=8"]
+CHUNKS = ["rollout.schedule.chunk_tokens=8"]
 FILTERS = ["algorithm=dapo", "rollout.max_response_length=40"]
 ONE = ["cluster.npus=2", "fusion.infer_cards=1"]
 
@@ -145,7 +145,7 @@ def test_so_it_is_in_other_layouts_and_where_groups_are_filtered(base, undisturb
     assert_bitwise(folder, undisturbed(*overrides))
 
 
-AHEAD = ["stalesync.max_staleness=1", "run.steps=8", "rollout=sampling", "rollout.forced_median=20"]
+AHEAD = ["stalesync.max_staleness=1", "run.steps=8", "rollout=sampling", "rollout.sampling.forced_median=20"]
 
 
 @pytest.mark.parametrize(
@@ -154,10 +154,10 @@ AHEAD = ["stalesync.max_staleness=1", "run.steps=8", "rollout=sampling", "rollou
         pytest.param([], id="separate"),
         pytest.param(CHUNKS, id="chunks", marks=pytest.mark.extended),
         pytest.param(HYBRID, id="hybrid", marks=pytest.mark.extended),
-        pytest.param([*CHUNKS, *HYBRID, "rollout.suspended_kv=pool"], id="pool", marks=pytest.mark.extended),
-        pytest.param([*CHUNKS, "rollout.suspended_kv=keep"], id="keep", marks=pytest.mark.extended),
+        pytest.param([*CHUNKS, *HYBRID, "rollout.kv_pool.suspended=pool"], id="pool", marks=pytest.mark.extended),
+        pytest.param([*CHUNKS, "rollout.kv_pool.suspended=keep"], id="keep", marks=pytest.mark.extended),
         pytest.param(
-            [*CHUNKS, "rollout.drafts=both", "rollout.draft_history=2"], id="drafts", marks=pytest.mark.extended
+            [*CHUNKS, "rollout.drafts.source=both", "rollout.drafts.history=2"], id="drafts", marks=pytest.mark.extended
         ),
     ],
 )
@@ -194,7 +194,7 @@ def test_a_death_that_is_not_mended_ends_the_run_and_says_why(base, tmp_path, ov
     assert failure["kind"] == "died" and failure["rank"] == rank
 
 
-EVALUATED = ["run.eval_prompts=384", "rollout.max_response_length=12", "rollout.forced_median=4"]
+EVALUATED = ["run.eval_prompts=384", "rollout.max_response_length=12", "rollout.sampling.forced_median=4"]
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_an_engine_killed_while_weights_are_sent_is_replaced_and_they_are_sent_a
     ],
 )
 def test_so_it_is_where_engines_receive_them_while_they_generate(base, tmp_path, ranks, overrides):
-    options = [*OPTIONS, *AHEAD, "rollout.forced_median=60", "rollout.max_response_length=200", *overrides]
+    options = [*OPTIONS, *AHEAD, "rollout.sampling.forced_median=60", "rollout.max_response_length=200", *overrides]
     running = begin(base, tmp_path / "killed", *options, *judge(tmp_path / "killed", {}))
     folder = tmp_path / "killed" / "run"
     for rank in ranks:

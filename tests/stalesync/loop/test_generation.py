@@ -17,6 +17,7 @@ from stalesync.policy.reward_history import RewardHistory
 from stalesync.process.failures import CardFailed
 from stalesync.prompts import Prompt
 from stalesync.prompts.lengths import ForcedLengths
+from tests.rollouts import rollout_config
 
 
 class Calls:
@@ -77,7 +78,7 @@ class Calls:
 
 def _generation(**rollout):
     spec = SimpleNamespace(
-        rollout=RolloutConfig(forced_median=4, **rollout),
+        rollout=rollout_config(forced_median=4, **rollout),
         seed=0,
         engines=[(0, 1), (2, 3)],
         world=4,
@@ -118,7 +119,7 @@ def test_an_engines_first_card_gets_its_requests_and_frees_kv_that_was_left():
     (request,) = made._requests(resumed)
     assert (request.earlier, request.kv_rank, request.prompt) == ("b/1~2", 1, (4,))
     assert request.params.stop_token_ids == (1, 7), "the end tokens of the model and of its tokenizer"
-    assert request.exact_tokens == ForcedLengths(0, 4, RolloutConfig().sampling().max_tokens)("b", 1)
+    assert request.exact_tokens == ForcedLengths(0, 4, RolloutConfig().sampling_params().max_tokens)("b", 1)
 
 
 def test_all_engines_are_asked_at_once_and_then_awaited():

@@ -14,6 +14,7 @@ from stalesync.simulator.lengths import DrawnLengths
 from stalesync.simulator.overheads import Overheads
 from stalesync.simulator.run import SimulatedRun
 from stalesync.simulator.setup import SimulationSetup
+from tests.rollouts import changed
 
 PROMPT_TOKENS = 4
 
@@ -28,13 +29,12 @@ def config_of(deployment="colocated", max_staleness=0, *, cards=4, prompts=8, gr
     config.fusion.infer_cards = cards // 2 if deployment in ("separate", "hybrid") else None
     config.stalesync.max_staleness = max_staleness
     values = dict(max_response_length=40, forced_median=8.0, max_seqs=4) | rollout
-    for name, value in values.items():
-        setattr(config.rollout, name, value)
+    config.rollout = changed(config.rollout, **values)
     return config
 
 
 def simulation_of(config, overheads=None, observe=lambda decision: None, kv_tokens=None):
-    forced = ForcedLengths(config.run.seed, config.rollout.forced_median, config.rollout.max_response_length)
+    forced = ForcedLengths(config.run.seed, config.rollout.sampling.forced_median, config.rollout.max_response_length)
     lengths = DrawnLengths(forced, config.algorithm.group_size, PROMPT_TOKENS)
     setup = SimulationSetup.of(config, overheads=overheads or Overheads(), kv_tokens=kv_tokens)
     return SimulatedRun(setup, lengths, observe)

@@ -15,7 +15,8 @@ from tests import machine
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = """model=olmoe_7b cluster.hardware=ascend_910c cluster.npus=8 run.steps=5 data.prompts_per_step=16
-data.max_prompt_length=64 algorithm.group_size=4 rollout.max_response_length=512 rollout.forced_median=64""".split()
+data.max_prompt_length=64 algorithm.group_size=4 rollout.max_response_length=512
+rollout.sampling.forced_median=64""".split()
 
 
 def outcome(tmp_path, *arguments):
@@ -52,7 +53,8 @@ def test_the_same_seed_gives_the_same_figures_and_a_trace_its_lengths(tmp_path):
 @pytest.mark.extended
 def test_more_supernodes_do_more_and_send_weights_between_them(tmp_path):
     arguments = """model=pangu_718b cluster=cloudmatrix384 supernodes=1,2 run.steps=3 data.prompts_per_step=96
-    algorithm.group_size=4 rollout.max_response_length=512 rollout.forced_median=128 train=tp8pp8ep32 infer=tp8ep256"""
+    algorithm.group_size=4 rollout.max_response_length=512 rollout.sampling.forced_median=128 train=tp8pp8ep32
+    infer=tp8ep256"""
     answer([*arguments.split(), "--json", str(tmp_path / "out.json")], ROOT / "recipes")
     one, two = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert one["dies"] == 768 and two["dies"] == 1536
@@ -85,17 +87,20 @@ def test_cases_are_all_combinations_once():
     [
         ("clutser=cloudmatrix384", "unknown argument 'clutser=cloudmatrix384'; did you mean cluster=?"),
         ("zzzz=1", "unknown argument 'zzzz=1'; expected one of model, model.path, cluster, "),
-        ("rollout.drafts=siblings", "rollout.drafts=siblings: expected none, as simulate.py does not model this key"),
+        (
+            "rollout.drafts.source=siblings",
+            "rollout.drafts.source=siblings: expected none, as simulate.py does not model this key",
+        ),
         ("fusion=shared", "fusion='shared': expected some of separate, colocated, full, hybrid"),
         ("supernodes=0", "supernodes=0: expected whole numbers of at least 1"),
         ("stalesync.max_staleness=one", "stalesync.max_staleness=one: expected whole numbers of at least 0"),
         ("supernodes=2", "supernodes=2: cluster.npus=8 dies of ascend_910c, expected 768, the dies of one"),
         ("run.steps=1", "run.steps=1: stalesync.max_staleness=0 needs at least 2"),
         (
-            "rollout.forced_spread=[1,1,2]",
-            "rollout.forced_spread=[1.0, 1.0, 2.0]: expected two standard deviations",
+            "rollout.sampling.forced_spread=[1,1,2]",
+            "rollout.sampling.forced_spread=[1.0, 1.0, 2.0]: expected two standard deviations",
         ),
-        ("rollout.max_seqs=0", "rollout.max_seqs=0: expected"),
+        ("rollout.engine.max_seqs=0", "rollout.engine.max_seqs=0: expected"),
         ("train=tp7", "train='tp7'"),
         ("infer=tp3", "infer='tp3'"),
         ("trace=nowhere", "trace=nowhere: cannot be read"),

@@ -111,7 +111,7 @@ def ended(sizes, slots, drafts):
 def test_a_run_with_drafts_trains_the_same_groups_in_less_time():
     from dataclasses import replace
 
-    runs = [simulation_of(run_config(order="least_generated", chunk_tokens=4, suspended_kv="keep")) for _ in range(2)]
+    runs = [simulation_of(run_config(order="least_generated", chunk_tokens=4, suspended="keep")) for _ in range(2)]
     spec = replace(runs[1].setup.engine, drafts=DraftSpec())
     for engine in runs[1].cards.engines:
         engine.spec = spec

@@ -22,8 +22,8 @@ from tests.warm import launcher
 
 PACED = """device=paced device.pace=olmoe_7b device.pace_tokens=128 device.pace_speed=64 device.pace_training=8
 cluster.hardware=ascend_910c cluster.npus=2 data=addition data.max_prompt_length=8 data.prompts_per_step=16
-algorithm.group_size=4 rollout.max_response_length=40 rollout.forced_median=8 rollout.max_seqs=8 run.eval_prompts=0
-run.steps=3 run.name=run""".split()
+algorithm.group_size=4 rollout.max_response_length=40 rollout.sampling.forced_median=8 rollout.engine.max_seqs=8
+run.eval_prompts=0 run.steps=3 run.name=run""".split()
 
 
 def recorded(folder, *overrides):
@@ -40,7 +40,7 @@ def simulated(run, decisions):
     """The simulation of a run with the prompts that it was given: its decisions, and itself."""
     config = load(run / "config.yaml")
     size = config.algorithm.group_size
-    forced = ForcedLengths(config.run.seed, config.rollout.forced_median, config.rollout.max_response_length)
+    forced = ForcedLengths(config.run.seed, config.rollout.sampling.forced_median, config.rollout.max_response_length)
     prompts = [
         SimulatedPrompt(group, tokens, forced.of_members(group, range(size)))
         for one in decisions

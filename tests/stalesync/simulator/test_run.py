@@ -21,7 +21,7 @@ DEPLOYMENTS = st.sampled_from(["colocated", "separate", "hybrid", "full"])
 @settings(max_examples=12, deadline=None)
 @given(DEPLOYMENTS, st.integers(0, 2), st.sampled_from([None, None, 5]), st.booleans(), st.integers(0, 99))
 def test_every_group_is_trained_once_within_the_bound_and_no_token_is_lost(deployment, bound, chunk, keeps, seed):
-    config = config_of(deployment, bound, chunk_tokens=chunk, suspended_kv="keep" if keeps else "recompute")
+    config = config_of(deployment, bound, chunk_tokens=chunk, suspended="keep" if keeps else "recompute")
     config.run.seed = seed
     decisions = []
     run = simulation_of(config, observe=decisions.append)
@@ -31,7 +31,7 @@ def test_every_group_is_trained_once_within_the_bound_and_no_token_is_lost(deplo
     assert len(trained) == len({*trained}) == config.run.steps * config.data.prompts_per_step
     assert {*trained} <= {*admitted} and len({*admitted}) == len(admitted)
     assert all(0 <= lag <= bound for step in steps for lag in step.lags), "the ledger asserts it, too"
-    forced = ForcedLengths(seed, config.rollout.forced_median, config.rollout.max_response_length)
+    forced = ForcedLengths(seed, config.rollout.sampling.forced_median, config.rollout.max_response_length)
     size = config.algorithm.group_size
     lengths = [sum(own) for own in forced.of_groups(trained, range(size))]
     assert sum(step.tokens for step in steps) == sum(lengths) + PROMPT_TOKENS * size * len(trained)
