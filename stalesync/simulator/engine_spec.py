@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fusion.costmodel.pace import EngineCost
+from fusion.inference.config import EngineConfig
 from fusion.rollout import SuspendedSample
 from stalesync.simulator.drafts import DraftSpec
-from stalesync.simulator.sequence import RankLimits
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class EngineSpec:
 
     cost: EngineCost
     num_ranks: int
-    limits: RankLimits
+    limits: EngineConfig
     chunk_tokens: int | None = None
     keeps_kv: bool = False
     pools_kv: bool = False

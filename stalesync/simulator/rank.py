@@ -23,16 +23,17 @@ from math import inf
 
 from fusion.costmodel.pace import StepSums
 from fusion.costmodel.roofline import attention_pairs
+from fusion.inference.config import EngineConfig
 from fusion.inference.waiting import WaitingLine
 from stalesync.simulator.decoding import Decoding
-from stalesync.simulator.sequence import Cached, PrefillPlan, RankLimits, Sequence
+from stalesync.simulator.sequence import Cached, PrefillPlan, Sequence
 
 
 class Rank:
     """One attention rank. ``orders``: numbers the sequences of all ranks as they begin to decode;
     ``recomputed_tokens``, ``preemptions``: as the engine's totals."""
 
-    def __init__(self, limits: RankLimits, orders: Iterator[int]) -> None:
+    def __init__(self, limits: EngineConfig, orders: Iterator[int]) -> None:
         self.limits, self._orders = limits, orders
         self.waiting: WaitingLine[Sequence] = WaitingLine()
         self.running: dict[Sequence, None] = {}
@@ -146,7 +147,7 @@ class Rank:
     @property
     def overcommitted(self) -> bool:
         """Whether the running sequences do not all fit the KV cache at their ends."""
-        tokens = self.limits.kv_tokens
+        tokens = self.limits.max_kv_tokens
         return tokens is not None and self._reserved_tokens > tokens
 
     def steps_until_full(self, step: int, most: int) -> int:
@@ -162,7 +163,7 @@ class Rank:
 
     @property
     def _capacity(self) -> float:
-        tokens = self.limits.kv_tokens
+        tokens = self.limits.max_kv_tokens
         return inf if tokens is None else tokens // self.limits.block_size
 
     def _used(self, step: int) -> int:

@@ -79,7 +79,7 @@ class SimulatedRun:
                     self.execute(command)
                 self._record.seconds = self.clock.now - start_s
                 self.steps.append(self._record)
-                if (tokens := self.setup.engine.limits.kv_tokens) is not None:
+                if (tokens := self.setup.engine.limits.max_kv_tokens) is not None:
                     self.admission.observe_kv_tokens(tokens * self.setup.engine.num_ranks)
             for command in self.admission.stop():
                 self.execute(command)

@@ -18,17 +18,6 @@ class SimulatedRequest(NamedTuple):
     kv_tokens: int = 0
 
 
-@dataclass(frozen=True)
-class RankLimits:
-    """Fields of `RolloutConfig` under the same names. ``kv_tokens``: capacity of the KV cache; None: no bound."""
-
-    max_seqs: int
-    max_batch_tokens: int
-    block_size: int = 16
-    kv_tokens: int | None = None
-    prefix_cache: bool = True
-
-
 @dataclass(eq=False, slots=True)
 class Sequence:
     """A request in the engine.

@@ -6,7 +6,7 @@ Config ─┬─► WorkerSpec ─► AdmissionSpec, InferenceShare      as `sta
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from fusion.colocate.share import InferenceShare
@@ -20,7 +20,6 @@ from stalesync.job.decision_settings import admission_spec
 from stalesync.policy.admission_spec import AdmissionSpec
 from stalesync.simulator.engine_spec import EngineSpec
 from stalesync.simulator.overheads import Overheads
-from stalesync.simulator.sequence import RankLimits
 
 
 @dataclass(frozen=True)
@@ -59,17 +58,10 @@ class SimulationSetup:
         switch = _switch_cost(pace, train, infer, infer_first=first, fusion=_Frozen.of(config.fusion))
         cost = EngineCost(pace, worker.infer_of_one_engine, full_batch=rollout.engine.max_seqs)
         bounds = [tokens for tokens in (kv_tokens, rollout.engine.max_kv_tokens) if tokens is not None]
-        limits = RankLimits(
-            max_seqs=rollout.engine.max_seqs,
-            max_batch_tokens=rollout.engine.max_batch_tokens,
-            block_size=rollout.engine.block_size,
-            kv_tokens=min(bounds, default=None),
-            prefix_cache=rollout.engine.prefix_cache,
-        )
         engine = EngineSpec(
             cost=cost,
             num_ranks=worker.infer_of_one_engine.dp,
-            limits=limits,
+            limits=replace(rollout.engine, max_kv_tokens=min(bounds, default=None)),
             chunk_tokens=rollout.max_chunk_tokens or None,
             keeps_kv=pool.keeps_kv,
             pools_kv=pool.pools_kv,

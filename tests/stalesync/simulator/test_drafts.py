@@ -6,12 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusion.inference.config import EngineConfig
 from stalesync.simulator.clock import Clock
 from stalesync.simulator.decoding import EPSILON, Decoding
 from stalesync.simulator.drafts import KEPT_BY_SIBLINGS, MAX_DRAFTED, DraftSpec
 from stalesync.simulator.engine import SimulatedEngine
 from stalesync.simulator.engine_spec import EngineSpec, Listener, RequestSize
-from stalesync.simulator.sequence import RankLimits, Sequence, SimulatedRequest
+from stalesync.simulator.sequence import Sequence, SimulatedRequest
 from tests.stalesync.simulator.configs import config_of as run_config
 from tests.stalesync.simulator.configs import engine_cost, simulation_of
 
@@ -100,7 +101,7 @@ def ended(sizes, slots, drafts):
         engine.observe_finished("a", len(tokens))
 
     listener = Listener(samples=samples, chunks=lambda *_: None, stopped=lambda *_: None)
-    spec = EngineSpec(COST, 2, RankLimits(slots, 4096), drafts=drafts)
+    spec = EngineSpec(COST, 2, EngineConfig(max_seqs=slots, max_batch_tokens=4096), drafts=drafts)
     size_of = {f"a/{i}": RequestSize(prompt, 0, size) for i, (prompt, size) in enumerate(sizes)}
     engine = SimulatedEngine(0, spec, clock, size_of=lambda one: size_of[one.id], listener=listener)
     engine.start([SimulatedRequest(id, "a") for id in size_of], 0, time=0.0, stay=False)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from fusion.colocate.paced import observe_load
 from fusion.inference import Request, SamplingParams
 from fusion.inference.blocks import BlockManager
+from fusion.inference.config import EngineConfig
 from fusion.inference.placement import place
 from fusion.inference.scheduler import Scheduler
 from fusion.inference.sequence import Sequence
@@ -23,8 +24,8 @@ from stalesync.simulator.engine import SimulatedEngine
 from stalesync.simulator.engine_spec import EngineSpec, Listener, RequestSize
 from stalesync.simulator.outbox import MAX_PENDING, MAX_PENDING_S
 from stalesync.simulator.rank import Rank
-from stalesync.simulator.sequence import RankLimits, SimulatedRequest
 from stalesync.simulator.sequence import Sequence as SimulatedSequence
+from stalesync.simulator.sequence import SimulatedRequest
 from tests.stalesync.simulator.configs import engine_cost
 
 COST = engine_cost(layout=Parallel(4, ep=4), scale=2)
@@ -35,7 +36,7 @@ class LoopedEngine:
     """Computes every step. ``requests``: (time, group, member, prompt, response) in order of time."""
 
     def __init__(self, ranks, limits, chunk=None):
-        blocks = (limits.kv_tokens or AMPLE) // limits.block_size
+        blocks = (limits.max_kv_tokens or AMPLE) // limits.block_size
         self.ranks = [
             Scheduler(
                 BlockManager(blocks, limits.block_size),
@@ -136,7 +137,7 @@ def at_report(times, ended_s):
 @settings(max_examples=80, deadline=None)
 @given(loads(), st.integers(1, 3), st.integers(1, 4), st.sampled_from([16, 64, 4096]), st.booleans(), st.data())
 def test_times_and_lengths_are_those_of_a_loop_over_the_steps(requests, ranks, slots, budget, cache, data):
-    limits = RankLimits(slots, max(budget, slots), prefix_cache=cache)
+    limits = EngineConfig(max_seqs=slots, max_batch_tokens=max(budget, slots), prefix_cache=cache)
     chunk = data.draw(st.sampled_from([None, None, 16]))
     adopt_at = data.draw(st.sampled_from([None, 0.5, 2.0]))
     looped = LoopedEngine(ranks, limits, chunk).run(requests, adopt_at)
@@ -157,7 +158,7 @@ def test_times_and_lengths_are_those_of_a_loop_over_the_steps(requests, ranks, s
 @settings(max_examples=40, deadline=None)
 @given(loads(), st.integers(1, 2), st.integers(9, 20))
 def test_no_rank_exceeds_its_kv_cache_and_every_request_ends_with_its_length(requests, ranks, blocks):
-    limits = RankLimits(8, 4096, kv_tokens=16 * blocks)
+    limits = EngineConfig(max_seqs=8, max_batch_tokens=4096, max_kv_tokens=16 * blocks)
     looped = LoopedEngine(ranks, limits)
     looped.run(requests)
     ended, engine, _ = simulated(ranks, limits, requests)
@@ -173,9 +174,8 @@ def test_a_pause_in_the_middle_of_a_jump_stops_after_the_current_step():
         samples=lambda *_: None, chunks=lambda *_: None, stopped=lambda n, rest: stopped.update({n: rest})
     )
     size = RequestSize(4, 0, 1000)
-    engine = SimulatedEngine(
-        3, EngineSpec(cost, 1, RankLimits(4, 64)), clock, size_of=lambda one: size, listener=listener
-    )
+    spec = EngineSpec(cost, 1, EngineConfig(max_seqs=4, max_batch_tokens=64))
+    engine = SimulatedEngine(3, spec, clock, size_of=lambda one: size, listener=listener)
     engine.start([SimulatedRequest("a/0", "a"), SimulatedRequest("a/1", "a")], 5, time=0.0, stay=True)
     clock.advance_to(2.0)
     engine.pause()
@@ -183,7 +183,7 @@ def test_a_pause_in_the_middle_of_a_jump_stops_after_the_current_step():
     (first, second) = stopped[3]
     assert first.generated == second.generated < 1000 and first.versions == (5, 5)
     assert engine.busy_s == pytest.approx(2.0, abs=0.2) and engine.busy_s >= 2.0
-    looped = LoopedEngine(1, RankLimits(4, 64))
+    looped = LoopedEngine(1, EngineConfig(max_seqs=4, max_batch_tokens=64))
     ends = looped.run([(0.0, 0, member, 4, first.generated) for member in (0, 1)])
     assert ends["0/0"][0] == pytest.approx(engine.busy_s)
 
@@ -198,7 +198,7 @@ def test_kv_is_pooled_at_the_end_of_a_chunk_and_of_suspended_requests_where_othe
     listener = Listener(
         samples=lambda *_: None, chunks=lambda _, some: ended.extend(some), stopped=lambda _, some: stopped.extend(some)
     )
-    limits = RankLimits(2, 64, prefix_cache=prefix_cache)
+    limits = EngineConfig(max_seqs=2, max_batch_tokens=64, prefix_cache=prefix_cache)
     spec = EngineSpec(COST, 1, limits, chunk_tokens=20, pools_kv=True, pools_suspended=pools_suspended)
     sizes = {"a": RequestSize(4, 0, 1000), "b": RequestSize(4, 0, 20), "c": RequestSize(4, 9, 1000)}
     engine = SimulatedEngine(0, spec, clock, size_of=lambda one: sizes[one.group], listener=listener)
