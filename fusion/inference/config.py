@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import dataclass, field
 from math import inf
 
 from fusion.inference.request import SamplingParams
 from fusion.inference.validation import check_sampling
+from fusion.telemetry.classes import OWN_CLASS
 from fusion.telemetry.validation import Checks
 
 SUSPENDED_KV = ("recompute", "keep", "pool")
@@ -30,7 +30,6 @@ ORDERS = {
     "histopipe": "fusion.rollout.orders.histopipe:HistoPipeOrder",
 }
 """Module and class of each order of requests"""
-OWN_CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 DRAFT_BUDGETS = ("measured", "window")
 
 BLOCK_MULTIPLE = 16

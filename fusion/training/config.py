@@ -7,14 +7,21 @@ from dataclasses import dataclass, field
 from fusion.telemetry.validation import Checks, is_finite
 
 SCHEDULES = ("constant", "cosine")
-ALGORITHM_NAMES = ("grpo", "dr_grpo", "dapo", "gspo", "rloo", "reinforce_plus_plus")
-"""The keys of `algorithms.ALGORITHMS`, stated here as those files need torch."""
+ALGORITHMS = {
+    "grpo": "fusion.training.algorithms.grpo:GRPO",
+    "dr_grpo": "fusion.training.algorithms.dr_grpo:DrGRPO",
+    "dapo": "fusion.training.algorithms.dapo:DAPO",
+    "gspo": "fusion.training.algorithms.gspo:GSPO",
+    "rloo": "fusion.training.algorithms.rloo:RLOO",
+    "reinforce_plus_plus": "fusion.training.algorithms.reinforce_plus_plus:ReinforcePlusPlus",
+}
+"""Module and class of each algorithm"""
 COMPARE_SIBLINGS = ("grpo", "dr_grpo", "dapo", "gspo", "rloo")
 """The algorithms whose advantages are 0 without other responses to the same prompt (`Algorithm.by_group`)."""
 KL_IN = ("loss", "reward")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 CORRECTION_NAMES = ("none", "tis_token", "tis_sequence", "decoupled", "icepop", "mask_sequence")
-"""The keys of `corrections.CORRECTIONS`, likewise."""
+"""The keys of `corrections.CORRECTIONS`, stated here as that file needs torch."""
 USE_CAP = CORRECTION_NAMES[1:]
 USE_FLOOR = ("icepop", "mask_sequence")
 LOAD_BALANCING = ("batch", "sequence")
@@ -175,7 +182,7 @@ class AlgorithmConfig:
             ValueError: a value that is not accepted, by key.
         """
         check = Checks("algorithm", self)
-        check.one_of("name", ALGORITHM_NAMES)
+        check.one_of("name", ALGORITHMS)
         check.one_of("kl_in", KL_IN)
         check.one_of("correction", CORRECTION_NAMES, null=True)
         check.one_of("loss_aggregation", AGGREGATIONS, null=True)

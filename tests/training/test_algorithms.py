@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion.training import AlgorithmConfig
-from fusion.training.algorithms import ALGORITHMS, cross_entropy, make_algorithm
+from fusion.training.algorithms import cross_entropy, make_algorithm
 from fusion.training.algorithms.interface import overlong_penalty
+from fusion.training.config import ALGORITHMS
 from fusion.training.loss import LossInput
 
 LONGEST = 20

@@ -9,7 +9,8 @@ import torch
 from fusion.model import Parallel
 from fusion.offload import Offloader
 from fusion.training import AlgorithmConfig, Sequences, load_checkpoint, save_checkpoint
-from fusion.training.algorithms import ALGORITHMS, cross_entropy, make_algorithm
+from fusion.training.algorithms import cross_entropy, make_algorithm
+from fusion.training.config import ALGORITHMS
 from tests.helpers import run_ranks, tiny_checkpoint, tiny_hf
 from tests.training.ranks import LONGEST, Case, make_engine, sample_batch, with_policy
 from tests.training.sequences import sequences_of

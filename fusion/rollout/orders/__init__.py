@@ -21,11 +21,9 @@ and again; without, only where a response begins.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
-
 from fusion.inference.config import ORDERS
 from fusion.rollout.orders.interface import Order
+from fusion.telemetry.classes import find_class
 
 
 def find_order(name: str) -> type[Order]:
@@ -34,13 +32,4 @@ def find_order(name: str) -> type[Order]:
     Raises:
         ValueError: the module cannot be imported, or has no such subclass of `Order`.
     """
-    module, _, cls = ORDERS.get(name, name).partition(":")
-    try:
-        found: Any = getattr(import_module(module), cls, None)
-    except Exception as error:  # whatever a module raises while it is imported, it cannot be used
-        raise ValueError(
-            f"rollout.schedule.order={name}: cannot be imported: {type(error).__name__}: {error}"
-        ) from error
-    if not (isinstance(found, type) and issubclass(found, Order)):
-        raise ValueError(f"rollout.schedule.order={name}: expected a subclass of fusion.rollout.orders.interface.Order")
-    return found
+    return find_class(name, ORDERS, key=f"rollout.schedule.order={name}", base=Order)

@@ -5,26 +5,23 @@ Checking imports no library, so that a config is refused, and `--help` printed, 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fusion.telemetry.classes import OWN_CLASS, find_class
 
 if TYPE_CHECKING:
     from fusion.telemetry.loggers.interface import Logger
 
 BUILT_IN = {
-    "tensorboard": ("fusion.telemetry.loggers.tensorboard", "TensorBoardLogger"),
-    "wandb": ("fusion.telemetry.loggers.wandb", "WandbLogger"),
-    "mlflow": ("fusion.telemetry.loggers.mlflow", "MlflowLogger"),
-    "swanlab": ("fusion.telemetry.loggers.swanlab", "SwanLabLogger"),
-    "trackio": ("fusion.telemetry.loggers.trackio", "TrackioLogger"),
+    "tensorboard": "fusion.telemetry.loggers.tensorboard:TensorBoardLogger",
+    "wandb": "fusion.telemetry.loggers.wandb:WandbLogger",
+    "mlflow": "fusion.telemetry.loggers.mlflow:MlflowLogger",
+    "swanlab": "fusion.telemetry.loggers.swanlab:SwanLabLogger",
+    "trackio": "fusion.telemetry.loggers.trackio:TrackioLogger",
 }
-"""Module and class by name; the name is also that of the library, of its package and of its extra in setup.py."""
-
-OWN = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-"""`module:Class`, a class of one's own"""
+"""Class by name; the name is also that of the library, of its package and of its extra in setup.py."""
 
 
 def check_loggers(names: Sequence[str]) -> None:
@@ -39,7 +36,7 @@ def check_loggers(names: Sequence[str]) -> None:
         if name in BUILT_IN:
             if not _is_installed(name):
                 raise ValueError(f"run.loggers: {name} is not installed: pip install {name}")
-        elif OWN.fullmatch(name) is None:
+        elif OWN_CLASS.fullmatch(name) is None:
             raise ValueError(f"run.loggers: unknown logger {name!r}: expected {', '.join(BUILT_IN)} or module:Class")
         elif not _is_installed(module := name.partition(":")[0]):
             raise ValueError(
@@ -54,17 +51,7 @@ def find_loggers(names: Sequence[str]) -> dict[str, type[Logger]]:
         ValueError: as `check_loggers`; or a module cannot be imported, or has no such class.
     """
     check_loggers(names)
-    classes: dict[str, type[Logger]] = {}
-    for name in names:
-        module, cls = BUILT_IN.get(name) or name.split(":")
-        try:
-            made: Any = getattr(import_module(module), cls, None)
-        except Exception as error:  # whatever a module raises while it is imported, it cannot be used
-            raise ValueError(f"run.loggers: {name} cannot be imported: {type(error).__name__}: {error}") from error
-        if not callable(made):
-            raise ValueError(f"run.loggers: {name}: expected a class {cls} in the module {module}")
-        classes[name] = made
-    return classes
+    return {name: find_class(name, BUILT_IN, key=f"run.loggers: {name}") for name in names}
 
 
 def _is_installed(module: str) -> bool:

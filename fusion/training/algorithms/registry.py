@@ -1,21 +1,17 @@
-"""Register the algorithms by `algorithm.name`."""
+"""Find and make the algorithm that `algorithm.name` names."""
 
 from __future__ import annotations
 
-from fusion.training.algorithms.dapo import DAPO
-from fusion.training.algorithms.dr_grpo import DrGRPO
-from fusion.training.algorithms.grpo import GRPO
-from fusion.training.algorithms.gspo import GSPO
+from fusion.telemetry.classes import find_class
 from fusion.training.algorithms.interface import Algorithm
-from fusion.training.algorithms.reinforce_plus_plus import ReinforcePlusPlus
-from fusion.training.algorithms.rloo import RLOO
-from fusion.training.config import AlgorithmConfig
+from fusion.training.config import ALGORITHMS, AlgorithmConfig
 
-ALGORITHMS: dict[str, type[Algorithm]] = {
-    algorithm.name: algorithm for algorithm in (GRPO, DrGRPO, DAPO, GSPO, RLOO, ReinforcePlusPlus)
-}
+
+def find_algorithm(name: str) -> type[Algorithm]:
+    """Import the class of an algorithm, a key of `ALGORITHMS`."""
+    return find_class(name, ALGORITHMS, key=f"algorithm.name={name}")
 
 
 def make_algorithm(config: AlgorithmConfig, max_response_length: int) -> Algorithm:
     """Build the algorithm named by `algorithm.name` for responses bounded by ``max_response_length`` tokens."""
-    return ALGORITHMS[config.name](config, max_response_length)
+    return find_algorithm(config.name)(config, max_response_length)

@@ -21,8 +21,8 @@ from fusion.model import Parallel
 from fusion.model.formats.vllm import FAMILIES as VLLM_FAMILIES
 from fusion.model.options import LayoutConfig
 from fusion.npu.config import DeviceConfig
-from fusion.training.algorithms import ALGORITHMS
 from fusion.training.backends.support import check_megatron
+from fusion.training.config import ALGORITHMS
 from stalesync.job.config import Config
 from stalesync.job.overrides import check_overrides, known_keys, register
 from tests import machine

@@ -45,6 +45,6 @@ def test_a_class_of_ones_own_is_found_and_errors_of_its_module_are_named(tmp_pat
     assert find_loggers(["mine_for_test:Mine"])["mine_for_test:Mine"].__name__ == "Mine"
     with pytest.raises(ValueError, match="run.loggers: mine_for_test:Other: expected a class Other"):
         find_loggers(["mine_for_test:Other"])
-    with pytest.raises(ValueError, match="broken_for_test:Mine cannot be imported: ModuleNotFoundError"):
+    with pytest.raises(ValueError, match="broken_for_test:Mine: cannot be imported: ModuleNotFoundError"):
         find_loggers(["broken_for_test:Mine"])
     assert find_loggers([]) == {}
