@@ -144,7 +144,7 @@ def test_a_token_takes_what_the_engine_allocates_for_it(kind, tp):
         cache = KVCache(layout, layers=layers, block_size=16, device=card, dtype=torch.bfloat16)
         sizes = []
         for blocks in (1, 4):
-            cache.allocate(blocks, workspace_blocks=1)
+            cache.allocate(blocks, max_length=16)
             sizes.append(card.memory_by_owner()["kv"])
             cache.release()
     assert sizes[1] - sizes[0] == 3 * 16 * shape.kv_bytes(tp)

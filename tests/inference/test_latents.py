@@ -50,7 +50,9 @@ class Case:
         self.q, self.latents = self.q.to(card().torch_device), self.latents.to(card().torch_device)
         self.cache = KVCache(self.layout, layers=1, block_size=block_size, device=card(), dtype=dtype)
         needed = [-(-length // block_size) for length in self.lengths]
-        self.cache.allocate(sum(needed) + 2, workspace_blocks=workspace_blocks)
+        with pytest.MonkeyPatch.context() as patch:  # so that sequences are gathered in several pieces
+            patch.setattr("fusion.inference.kv_cache.WORKSPACE_TOKENS", 0)
+            self.cache.allocate(sum(needed) + 2, max_length=workspace_blocks * block_size)
         self.cache.clean(sum(needed) + 1)
         order = torch.randperm(sum(needed) + 2, generator=draw).tolist()
         self.sequences, ids = [], list(range(total))
