@@ -15,22 +15,16 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from fusion.inference.backends.support import check_vllm
-from fusion.inference.config import RolloutConfig
-from fusion.model import Parallel
-from fusion.model.formats.vllm import FAMILIES as VLLM_FAMILIES
 from fusion.model.options import LayoutConfig
-from fusion.npu.config import DeviceConfig
-from fusion.training.backends.support import check_megatron
 from fusion.training.config import ALGORITHMS
 from stalesync.job.config import Config
 from stalesync.job.overrides import check_overrides, known_keys, register
 from tests import machine
 from tests.colocate.cards import tiny_reward_model
-from tests.families import KINDS, MLA, family_checkpoint, family_config
-from tests.helpers import tiny_checkpoint, tiny_config
+from tests.families import family_checkpoint
+from tests.helpers import tiny_checkpoint
+from tests.stalesync.job.jobs import PACED, job_of
 
-PACED = {"device__kind": "emulated", "device__pace": "qwen3_30b_a3b", "cluster__hardware": "ascend_910c"}
 ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -39,39 +33,24 @@ def checkpoint(tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("base"))
 
 
-def _config(checkpoint, **changes):
-    config = Config()
-    config.model.path, config.data.source = checkpoint, "addition"
-    config.cluster.npus = 4
-    config.data.max_prompt_length, config.rollout.max_response_length = 16, 16
-    for path, value in changes.items():
-        node = config
-        *parents, last = path.split("__")
-        for parent in parents:
-            node = getattr(node, parent)
-        assert hasattr(node, last)
-        setattr(node, last, value)
-    return config
-
-
 def test_the_default_job_is_valid(checkpoint):
-    assert _config(checkpoint).validate().num_experts == 8
+    assert job_of(checkpoint).validate().num_experts == 8
 
 
 def test_what_corrects_older_samples_follows_the_bound_where_nothing_is_chosen(checkpoint):
     for staleness, chosen, expected in ((0, None, "none"), (1, None, "decoupled"), (1, "none", "none")):
-        config = _config(checkpoint, stalesync__max_staleness=staleness, algorithm__correction=chosen)
+        config = job_of(checkpoint, stalesync__max_staleness=staleness, algorithm__correction=chosen)
         assert config.resolved().algorithm.correction == expected
         assert config.algorithm.correction == chosen
-    _config(checkpoint, stalesync__max_staleness=1, algorithm__correction_cap=3.0).validate()
+    job_of(checkpoint, stalesync__max_staleness=1, algorithm__correction_cap=3.0).validate()
 
 
 def test_a_group_has_a_probe_where_siblings_are_drafted_from(checkpoint):
     for drafts, chosen, expected in (("none", None, 0), ("history", None, 0), ("siblings", None, 1), ("both", 0, 0)):
-        config = _config(checkpoint, rollout__drafts__source=drafts, rollout__schedule__probe=chosen)
+        config = job_of(checkpoint, rollout__drafts__source=drafts, rollout__schedule__probe=chosen)
         config.validate()
         assert config.rollout.num_probes == expected
-    _config(checkpoint, rollout__drafts__source="both", rollout__schedule__probe=7, rollout__drafts__tree=2).validate()
+    job_of(checkpoint, rollout__drafts__source="both", rollout__schedule__probe=7, rollout__drafts__tree=2).validate()
 
 
 @pytest.mark.parametrize(
@@ -79,20 +58,20 @@ def test_a_group_has_a_probe_where_siblings_are_drafted_from(checkpoint):
     [{"rollout__schedule__chunk_tokens": 8}, {"fusion__deployment": "hybrid", "stalesync__max_staleness": 1}],
 )
 def test_kv_is_pooled_where_requests_leave_their_engine_before_the_weights_change(checkpoint, changes):
-    _config(checkpoint, rollout__kv_pool__suspended="pool", **changes).validate()
+    job_of(checkpoint, rollout__kv_pool__suspended="pool", **changes).validate()
 
 
 def test_histopipe_needs_two_steps_in_progress(checkpoint):
     pipe = {"rollout__schedule__order": "histopipe", "rollout__schedule__length_classes": 2}
-    _config(checkpoint, stalesync__max_staleness=1, **pipe).validate()
+    job_of(checkpoint, stalesync__max_staleness=1, **pipe).validate()
     with pytest.raises(
         ValueError, match="rollout.schedule.order=histopipe: expected another one with stalesync.max_staleness=0"
     ):
-        _config(checkpoint, **pipe).validate()
+        job_of(checkpoint, **pipe).validate()
     with pytest.raises(
         ValueError, match=r"rollout.schedule.length_classes=.*the default\) with rollout.schedule.order=history"
     ):
-        _config(checkpoint, rollout__schedule__length_classes=2).validate()
+        job_of(checkpoint, rollout__schedule__length_classes=2).validate()
 
 
 @pytest.mark.parametrize(
@@ -101,22 +80,22 @@ def test_histopipe_needs_two_steps_in_progress(checkpoint):
 )
 def test_an_order_that_cannot_be_found_is_refused_before_a_worker_starts(checkpoint, order, problem):
     with pytest.raises(ValueError, match=f"rollout.schedule.order=.{{0,1}}{order}.{{0,1}}: {problem}"):
-        _config(checkpoint, rollout__schedule__order=order).validate()
+        job_of(checkpoint, rollout__schedule__order=order).validate()
 
 
 def test_replay_needs_experts(checkpoint, tmp_path):
     for replay in ("train", "rollout"):
-        _config(checkpoint, algorithm__replay=replay).validate()
-        dense = _config(tiny_checkpoint(tmp_path, experts=False), algorithm__replay=replay)
+        job_of(checkpoint, algorithm__replay=replay).validate()
+        dense = job_of(tiny_checkpoint(tmp_path, experts=False), algorithm__replay=replay)
         with pytest.raises(ValueError, match=f"algorithm.replay='{replay}': expected none, as the model is dense"):
             dense.validate()
 
 
 def test_biases_are_moved_only_where_routers_have_them(checkpoint, tmp_path):
     with pytest.raises(ValueError, match="training.router_bias_rate=0.001: expected 0, as the routers of .* have no"):
-        _config(checkpoint, training__router_bias_rate=0.001).validate()
+        job_of(checkpoint, training__router_bias_rate=0.001).validate()
     corrected = family_checkpoint(tmp_path, "glm4_moe")
-    _config(corrected, training__router_bias_rate=0.001).validate()
+    job_of(corrected, training__router_bias_rate=0.001).validate()
 
 
 @pytest.mark.parametrize(
@@ -135,7 +114,7 @@ def test_biases_are_moved_only_where_routers_have_them(checkpoint, tmp_path):
     ],
 )
 def test_a_job_that_cannot_learn_is_refused_where_it_trains(checkpoint, changes, message):
-    config = _config(checkpoint, cluster__npus=1, **changes)
+    config = job_of(checkpoint, cluster__npus=1, **changes)
     with pytest.raises(ValueError, match=message):
         config.validate()
     config.validate(trains=False)
@@ -268,19 +247,19 @@ def test_a_job_that_cannot_learn_is_refused_where_it_trains(checkpoint, changes,
 )
 def test_what_does_not_fit_is_said_with_its_key(checkpoint, changes, message):
     with pytest.raises(ValueError, match=message):
-        _config(checkpoint, **changes).validate()
+        job_of(checkpoint, **changes).validate()
 
 
 def test_a_reward_model_has_one_score(checkpoint, tmp_path):
     with pytest.raises(
         ValueError, match="reward.model: .* has no such head; expected a Qwen3ForSequenceClassification"
     ):
-        _config(checkpoint, reward__model=checkpoint).validate()
+        job_of(checkpoint, reward__model=checkpoint).validate()
     two = tiny_reward_model(tmp_path / "two", num_labels=2)
     with pytest.raises(ValueError, match="has a head of 2 labels; expected .* with num_labels=1"):
-        _config(checkpoint, reward__model=two).validate()
+        job_of(checkpoint, reward__model=two).validate()
     one = tiny_reward_model(tmp_path / "one")
-    config = _config(checkpoint, reward__model=one, fusion__deployment="full")
+    config = job_of(checkpoint, reward__model=one, fusion__deployment="full")
     config.validate()
     assert config.deployment.reward_model == (0, 1, 2, 3)
 
@@ -374,7 +353,7 @@ def _train(*arguments):
     return machine.run(command, timeout_s=120, cwd=ROOT)
 
 
-def test_cfg_job_prints_the_resolved_config(checkpoint):
+def test_cfg_job_prints_the_resolvedjob_of(checkpoint):
     shown = _train("--cfg", "job", f"model.path={checkpoint}", "cluster=four", "parallel=tp2ep2_ep4", "device=emulated")
     assert shown.returncode == 0, shown.stderr
     for line in ("npus: 4", "kind: emulated", "tp: 2", "group_size: 8", f"path: {checkpoint}"):
@@ -400,120 +379,7 @@ def test_a_checkpoint_that_lacks_a_tensor_is_refused_before_a_worker_starts(tmp_
     del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="lacks the tensor 'model.layers.1.mlp.experts.3.up_proj.weight'"):
-        _config(folder).validate()
-
-
-@pytest.mark.parametrize(
-    ("config", "layout", "message"),
-    [
-        (tiny_config(), Parallel(4, tp=4), "parallel.train.tp=4 exceeds the model's num_key_value_heads=2"),
-        (
-            family_config("deepseek_v3", q_lora_rank=18),
-            Parallel(4, tp=4),
-            r"parallel.train.tp=4 does not divide the 18 rows of linear_q_down_proj \(q_lora_rank\)",
-        ),
-        (
-            family_config("pangu_ultra_moe", attention_qk_rope_dim=6),
-            Parallel(4, tp=4),
-            r"parallel.train.tp=4 does not divide the 22 rows of linear_kv_down_proj \(kv_lora_rank \+ qk_rope",
-        ),
-    ],
-    ids=["heads", "queries", "latents"],
-)
-def test_the_megatron_backend_refuses_layouts_by_key(monkeypatch, config, layout, message):
-    monkeypatch.setattr("fusion.training.backends.support.installed_version", lambda: "0.16.0")
-    layout.check(config, "parallel.train")
-    check_megatron(config, Parallel())
-    with pytest.raises(ValueError, match=f"{message}.*or training.backend=embedded"):
-        check_megatron(config, layout)
-
-
-@pytest.mark.parametrize("kind", sorted(KINDS))
-def test_the_megatron_backend_takes_every_family_in_every_number_of_stages(kind, monkeypatch):
-    monkeypatch.setattr("fusion.training.backends.support.installed_version", lambda: "0.16.0")
-    config = family_config(kind)
-    for stages in range(1, config.num_layers + 1):
-        check_megatron(config, Parallel(2 * stages, tp=2, pp=stages))
-
-
-def test_a_layout_is_refused_for_the_megatron_backend_alone(tmp_path, monkeypatch):
-    monkeypatch.setattr("fusion.training.backends.support.installed_version", lambda: "0.16.0")
-    checkpoint = tiny_checkpoint(tmp_path)
-    _config(checkpoint, parallel__train__tp=4).validate()
-    with pytest.raises(ValueError, match="parallel.train.tp=4 exceeds the model's num_key_value_heads=2.*embedded"):
-        _config(checkpoint, training__backend="megatron", parallel__train__tp=4).validate()
-    sequences = dict(training__load_balancing="sequence", training__load_balancing_coef=1e-4)
-    _config(checkpoint, training__backend="megatron", **sequences).validate()
-
-
-VLLM = {"rollout__backend": "vllm", "device__kind": "emulated"}
-
-
-@pytest.fixture
-def vllm(monkeypatch):
-    """As where vLLM is installed."""
-    monkeypatch.setattr("fusion.inference.backends.support.installed_version", lambda: "0.27.1")
-
-
-@pytest.mark.parametrize(
-    "changes, message",
-    [
-        (dict(algorithm__replay="rollout"), "algorithm.replay=rollout: vLLM"),
-        (dict(rollout__engine__batch_invariant=True), "rollout.engine.batch_invariant=true: vLLM"),
-        (dict(rollout__kv_pool__suspended="keep"), "rollout.kv_pool.suspended=keep: vLLM"),
-        (
-            dict(rollout__kv_pool__suspended="pool", rollout__schedule__chunk_tokens=4),
-            "rollout.kv_pool.suspended=pool: vLLM",
-        ),
-        (dict(rollout__drafts__source="siblings"), "rollout.drafts.source=siblings: vLLM"),
-        (PACED, "device.pace=qwen3_30b_a3b: "),
-        (dict(device__kind="cuda"), "device.kind=cuda: vLLM"),
-        (dict(parallel__infer__pp=2), "parallel.infer.pp=2: "),
-        (dict(parallel__infer__tp=4, parallel__infer__ep=2), "parallel.infer.ep=2 with etp=1: vLLM"),
-    ],
-)
-def test_the_vllm_backend_refuses_by_key_what_it_would_ignore(checkpoint, vllm, changes, message):
-    _config(checkpoint, **changes).validate()
-    _config(checkpoint, **VLLM).validate()
-    with pytest.raises(ValueError, match=f"{re.escape(message)}.*or rollout.backend=embedded"):
-        _config(checkpoint, **VLLM | changes).validate()
-
-
-def test_the_vllm_backend_generates_in_layouts_that_hold_every_expert_once(checkpoint, vllm):
-    for layout in (dict(tp=2, ep=2), dict(tp=2, ep=4), dict(ep=4), dict(tp=2, etp=2), dict(ep=2)):
-        changes = {f"parallel__infer__{axis}": size for axis, size in layout.items()}
-        _config(checkpoint, **VLLM, **changes).validate()
-
-
-@pytest.mark.parametrize("kind", sorted(KINDS))
-def test_the_vllm_backend_takes_known_families_and_refuses_others_by_name(kind, vllm):
-    def check(device="emulated"):
-        check_vllm(family_config(kind), RolloutConfig(), Parallel(), device=DeviceConfig(device), replay="none")
-
-    if kind in VLLM_FAMILIES:
-        check()
-    if kind in VLLM_FAMILIES and kind not in MLA:
-        return check("npu")
-    with pytest.raises(ValueError, match=f"rollout.backend=vllm: .*{kind}.*or rollout.backend=embedded"):
-        check("npu")
-
-
-def test_vllm_that_is_not_installed_is_refused_with_the_command_that_installs_it(checkpoint, monkeypatch):
-    for version, problem in ((None, "is not installed"), ("0.11.0", r"is 0.11.0, expected 0.27.\*")):
-        monkeypatch.setattr("fusion.inference.backends.support.installed_version", lambda: version)  # noqa: B023
-        with pytest.raises(ValueError, match=f"vLLM {problem}; bash scripts/environment.sh --backend vllm, or rollout"):
-            _config(checkpoint, **VLLM).validate()
-    with pytest.raises(ValueError, match="rollout.backend='sglang': expected"):
-        _config(checkpoint, rollout__backend="sglang").validate()
-
-
-def test_a_backend_that_is_not_installed_is_refused_with_the_command_that_installs_it(checkpoint, monkeypatch):
-    for version, problem in ((None, "is not installed"), ("0.12.3", r"is 0.12.3, expected 0.16.\*")):
-        monkeypatch.setattr("fusion.training.backends.support.installed_version", lambda: version)  # noqa: B023
-        with pytest.raises(ValueError, match=rf"megatron-core {problem}; pip install megatron-core==0\.16\.1"):
-            _config(checkpoint, training__backend="megatron").validate()
-    with pytest.raises(ValueError, match="training.backend='nemo': expected"):
-        _config(checkpoint, training__backend="nemo").validate()
+        job_of(folder).validate()
 
 
 @pytest.mark.parametrize("loggers", [None, 3, "wandb", [1], [["a"]]])
