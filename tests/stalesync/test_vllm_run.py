@@ -5,7 +5,7 @@ import importlib.util
 import pytest
 import torch
 
-from tests.stalesync import test_engine_restarts as restarts
+from tests.stalesync.loop import test_engine_restarts as restarts
 from tests.stalesync.loop.test_saving import _whole
 from tests.stalesync.runs import FOUR, kill, rows_of, train, wait_until, weights_of
 
