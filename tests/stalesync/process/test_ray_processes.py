@@ -142,9 +142,11 @@ def test_a_queue_that_ends_with_ray_is_not_named():
         raise QueueClosed("the queue's actor has ended")
 
 
-def test_a_process_of_which_nothing_is_left_has_ended(tmp_path):
+def test_a_process_of_which_nothing_is_left_has_ended(tmp_path, monkeypatch):
     shutil.copy(shutil.which("sleep"), tmp_path / "gcs_server")
     with subprocess.Popen([tmp_path / "gcs_server", "60"]) as process:
+        # A Ray that another test of this process has started has a raylet.
+        monkeypatch.setattr(ray_processes, "children_of", lambda pid: {process.pid: "gcs_server"})
         try:
             with closing(RayProcesses(complete=True)) as processes, pytest.raises(RayEnded, match="process raylet"):
                 processes.check()  # it has ended and was reaped before it was seen
