@@ -16,7 +16,15 @@ import pytest
 from distqueue import QueueClosed
 from stalesync.process import ray_processes
 from stalesync.process.failures import QueueFailed, RayEnded, naming_queue
-from stalesync.process.ray_processes import GIVE_UP_S, WATCH_S, RayProcesses, children_of, watching_end, watching_start
+from stalesync.process.ray_processes import (
+    GIVE_UP_S,
+    WATCH_S,
+    RayProcesses,
+    children_of,
+    started_by,
+    watching_end,
+    watching_start,
+)
 from stalesync.process.stopping import acknowledging, raise_in_main, stoppable
 from tests.machine import patience, wait_for, within
 
@@ -142,15 +150,17 @@ def test_a_queue_that_ends_with_ray_is_not_named():
         raise QueueClosed("the queue's actor has ended")
 
 
-def test_a_process_of_which_nothing_is_left_has_ended(tmp_path, monkeypatch):
+def test_a_process_of_which_nothing_is_left_has_ended(tmp_path):
     shutil.copy(shutil.which("sleep"), tmp_path / "gcs_server")
+    before = started_by(os.getpid())  # perhaps the raylet of another test's Ray
     with subprocess.Popen([tmp_path / "gcs_server", "60"]) as process:
-        # A Ray that another test of this process has started has a raylet.
-        monkeypatch.setattr(ray_processes, "children_of", lambda pid: {process.pid: "gcs_server"})
         try:
-            with closing(RayProcesses(complete=True)) as processes, pytest.raises(RayEnded, match="process raylet"):
+            with (
+                closing(RayProcesses(before=before, complete=True)) as processes,
+                pytest.raises(RayEnded, match="process raylet"),
+            ):
                 processes.check()  # it has ended and was reaped before it was seen
-            with closing(RayProcesses()) as processes:
+            with closing(RayProcesses(before=before)) as processes:
                 processes.check()
         finally:
             process.kill()
