@@ -37,6 +37,10 @@ EXAMPLES = 25
 """Number of examples of a property in the default run. `-m extended` runs those that ask for more with all of them"""
 
 
+ELSEWHERE = {"slow", "npu", "gpu", "vllm", "megatron", "browser", "loggers"}
+"""Markers of tests that need more than CI's extended run has"""
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     extended = config.option.markexpr == "extended"
@@ -44,10 +48,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         test = getattr(item, "obj", None)
         holder, name = _settings_of(test) if is_hypothesis_test(test) else (None, "")
         if holder is not None and (own := getattr(holder, name)).max_examples > EXAMPLES:
-            if extended:
-                item.add_marker("extended")
-            else:
+            if not extended:
                 setattr(holder, name, settings(own, max_examples=EXAMPLES))
+            elif not ELSEWHERE & {mark.name for mark in item.iter_markers()}:
+                item.add_marker("extended")
 
 
 def _settings_of(test: Any) -> tuple[Any, str]:
