@@ -1,3 +1,4 @@
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -258,3 +259,16 @@ def test_a_prompt_that_is_computed_in_two_steps_and_one_without_a_prefix_cache_s
         for name in "ab":
             scheduler.add(sequence(name, (0,) * 6, 3, 0, 0))
         assert not scheduler.schedule().shared_prefill
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_prompt_that_goes_on_where_a_response_ended_finds_its_blocks(prefix_cache):
+    """Also those that were filled while tokens were decoded."""
+    scheduler = Scheduler(BlockManager(20, SIZE), max_seqs=8, max_batch_tokens=64, prefix_cache=prefix_cache)
+    scheduler.add(sequence("a", (0,) * SIZE, 2 * SIZE, 0, 0))
+    while scheduler.unfinished:
+        step = scheduler.schedule()
+        scheduler.commit(step, [3] * len(step.sampled), [0.0] * len(step.sampled))
+    scheduler.add(sequence("b", (0,) * SIZE + (3,) * SIZE + (1, 2), 2, 0, 0))
+    ((_, count),) = scheduler.schedule().chunks
+    assert count == (2 if prefix_cache else 2 * SIZE + 2)
