@@ -17,7 +17,8 @@ from distqueue.config import QueueOptions
 from fusion.colocate import Worker, WorkerSpec
 from fusion.npu.device import check_cards
 from fusion.resources import RECIPES, as_called
-from fusion.rewards import RewardPool
+from fusion.rewards import RewardPool, Term
+from fusion.rewards.terms import pools_of
 from fusion.telemetry import LiveView, RunFolder, report_run
 from fusion.telemetry.loggers import find_loggers
 from fusion.telemetry.run_contents import complete_checkpoints
@@ -39,7 +40,6 @@ from stalesync.process.ray_guard import Report
 from stalesync.process.run_log import Progress, RunLog
 from stalesync.process.stopping import acknowledging, blocking_signals, holding, ignore_stops, stoppable
 from stalesync.prompts import PromptSource
-from stalesync.scoring.terms import Term
 
 if TYPE_CHECKING:
     from distqueue import DistQueue
@@ -281,7 +281,7 @@ class Launch:
         source: RewardSource = RuleReward(rule) if rule is not None else ModelReward(cards, self.spec)
         if terms:
             source = WeightedReward(source, config.reward.title, terms)
-        needs_groups = any(pool.needs_group for pool in (rule, *(term.pool for term in terms)) if pool is not None)
+        needs_groups = any(pool.needs_group for pool in pools_of(rule, terms))
         group_size = config.algorithm.group_size if needs_groups else None
         return stack.enter_context(Scorer(source, queue, config.reward.max_failed_share, group_size))
 

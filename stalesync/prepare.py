@@ -11,14 +11,15 @@ from typing import Any
 from fusion.colocate import RewardModelSpec, WorkerSpec
 from fusion.colocate.frozen.retokenize import same_tokenizer
 from fusion.model import ModelConfig
-from fusion.rewards import RewardPool, check_required_fields
+from fusion.rewards import RewardPool, Term, check_answers
+from fusion.rewards.answers import call_once
+from fusion.rewards.terms import check_term_fields, pools_of, start_terms
 from fusion.rollout.detokenize import detokenizer_spec
 from fusion.rollout.kv_pool.pool import KVPoolSpec
 from stalesync.evaluation.files import EvalFile, OpenedFile, open_files, with_rewards
 from stalesync.job.config import Config
 from stalesync.job.tokenizer_folder import end_token_ids, load_tokenizer, masked_ids, num_ids
 from stalesync.prompts import ChatTemplate, PromptSource
-from stalesync.scoring.terms import Term, call_once, check_reference_answers, check_term_fields, start_terms
 
 log = logging.getLogger(__name__)
 
@@ -52,10 +53,10 @@ def start_rewards(
     """
     rule = stack.enter_context(RewardPool(config.reward)) if config.reward.kind != "model" else None
     if rule is not None:
-        check_required_fields(config.reward, rule.required_fields, source.fields)
+        rule.check_fields(source.fields)
     terms = start_terms(config.reward, lambda reward, spec: stack.enter_context(RewardPool(reward, spec)))
-    check_term_fields(config.reward, terms, source.fields)
-    for line in check_reference_answers(rule, terms, source, num_answers):
+    check_term_fields(terms, source.fields)
+    for line in check_answers(pools_of(rule, terms), source.reference_answers(num_answers)):
         log.warning("%s", line)
     num_held_out = config.run.eval_prompts
     held_out = source.evaluation(num_held_out) if num_held_out else []
@@ -75,7 +76,8 @@ def start_rewards(
     asked[rule] = "", prompt
     pools = [(pool, *asked[pool]) for pool in reversed(asked) if pool is not None]
     group_size = config.algorithm.group_size
-    return rule, terms, files, [call_once(pool, one, group_size=group_size, key=key) for pool, key, one in pools]
+    calls = [call_once(pool, one.for_reward(""), group_size=group_size, key=key) for pool, key, one in pools]
+    return rule, terms, files, calls
 
 
 def worker_spec(config: Config, model: ModelConfig, tokenizer: Any) -> WorkerSpec:

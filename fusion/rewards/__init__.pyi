@@ -2,11 +2,11 @@ from .answers import ReferenceAnswer as ReferenceAnswer
 from .answers import check_answers as check_answers
 from .config import RewardConfig as RewardConfig
 from .config import RewardSpec as RewardSpec
-from .config import check_required_fields as check_required_fields
 from .guard import RewardPool as RewardPool
 from .outcome import RewardOutcome as RewardOutcome
 from .outcome import RewardSample as RewardSample
 from .outcome import reward_metrics as reward_metrics
+from .terms import Term as Term
 from .terms import TermSpec as TermSpec
 from .terms import combine as combine
 from .terms import length_term as length_term

@@ -1,4 +1,4 @@
-"""Compare answers as text, and check before a run that its reward can match the reference answers. Pure.
+"""Compare answers as text, and check before a run that its rewards return scores, and can match the reference answers.
 
 Invariants (tests/rewards/test_answers.py): a damaged text matches nothing; text equality is symmetric, and ignores
 case, space, `\\text{…}`, `$`, a final period, and around the whole `**` and the brackets of letters.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fusion.rewards.outcome import RewardSample
@@ -104,15 +104,38 @@ def unmatched(pool: RewardPool, answers: Sequence[ReferenceAnswer]) -> list[Refe
     return [answer for answer in answers if answer not in right]
 
 
-def check_answers(pool: RewardPool, answers: Sequence[ReferenceAnswer]) -> list[str]:
-    """Check that a built-in rule can match reference answers; return warnings. Anything else is never asked.
+def check_answers(pools: Iterable[RewardPool], answers: Sequence[ReferenceAnswer]) -> list[str]:
+    """Check that the built-in rules among rewards can match reference answers; return warnings. The others are never
+    asked.
 
     Raises:
-        ValueError: it can match none of them; names rows, values, and what is expected.
+        ValueError: one can match none of them; names rows, values, and what is expected.
     """
+    return [line for pool in pools if pool.kind in EXPECTED for line in _check_rule(pool, answers)]
+
+
+def call_once(pool: RewardPool, sample: RewardSample, *, group_size: int, key: str = "") -> str:
+    """Call a reward once, with the reference answer of ``sample`` as every response of a group; return a line that
+    describes it. The pool logs a failure as a warning: a judge may be down for a moment, and an answer need not be a
+    response.
+
+    Args:
+        key: names the reward in an error.
+
+    Raises:
+        ValueError: the reward has returned something that is no reward.
+    """
+    response = expected_response(pool.kind, sample.answer) or sample.answer
+    (outcome,) = pool.score([replace(sample, response=response, others=[response] * (group_size - 1))])
+    called = f"{pool.kind} of {response[-SHOWN_CHARS:]!r}, where the answer is {sample.answer[-SHOWN_CHARS:]!r}"
+    if outcome.error == "bad_type":
+        raise ValueError(f"{key}{pool.label}: {called}: it {outcome.detail}")
+    result = f"{outcome.reward:g}" if outcome.reward is not None else f"failed ({outcome.error})"
+    return f"{called}: {result} in {outcome.seconds:.3f} s"
+
+
+def _check_rule(pool: RewardPool, answers: Sequence[ReferenceAnswer]) -> list[str]:
     rule = pool.kind
-    if rule not in EXPECTED:
-        return []
     wrong = unmatched(pool, answers)
     lines = []
     if wrong:

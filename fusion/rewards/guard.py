@@ -19,7 +19,7 @@ import selectors
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from fusion.rewards.batch import Batch
@@ -81,6 +81,23 @@ class RewardPool:
     def needs_group(self) -> bool:
         """Whether the reward asks for the other responses of a sample's group (`RewardSample.others`)."""
         return OTHERS in self._started.asks
+
+    def check_fields(self, everywhere: Collection[str]) -> None:
+        """Check that every row of the data has the fields that the reward requires.
+
+        Args:
+            everywhere: fields that every row has, besides prompt and answer.
+
+        Raises:
+            ValueError: names the reward, the fields that some row lacks, and the fields that every row has.
+        """
+        if missing := sorted(self.required_fields - {*everywhere}):
+            raise ValueError(
+                f"{self.label}: the reward requires the field {' and '.join(map(repr, missing))}, which the data lacks "
+                f"in some or all rows. Besides prompt and answer, every row has: "
+                f"{', '.join(sorted(everywhere)) or 'no field'}. Give the parameter a default, or add the field to the "
+                "data"
+            )
 
     def score(self, samples: Sequence[RewardSample]) -> list[RewardOutcome]:
         """Score samples; returns one outcome per sample, in order. A sample's failure is stored in its outcome and

@@ -1,4 +1,4 @@
-"""Define the terms of `reward.terms`, and add them to a reward. Pure.
+"""Define the terms of `reward.terms`, start their processes, and add them to a reward.
 
     total = reward + Σ weight · term            a sample of which any part failed is not scored
 
@@ -11,15 +11,17 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fusion.rewards.outcome import RewardOutcome, usable
+from fusion.rewards.outcome import RewardOutcome, RewardSample, usable
 from fusion.telemetry.validation import Checks
 
 if TYPE_CHECKING:
     from fusion.rewards.config import RewardConfig, RewardSpec
+    from fusion.rewards.guard import RewardPool
 
 SHAPES = ("format", "length")
 """Terms that are not rewards of their own"""
@@ -107,6 +109,56 @@ def length_term(tokens: int, free_tokens: int, max_tokens: int) -> float:
     return -min(max((tokens - free_tokens) / (max_tokens - free_tokens), 0.0), 1.0)
 
 
+@dataclass(frozen=True)
+class Term:
+    """A term of a job's reward. ``pool``: its processes; None: it needs none."""
+
+    spec: TermSpec
+    pool: RewardPool | None
+
+    def outcomes(self, samples: Sequence[RewardSample], response_tokens: Sequence[int]) -> list[RewardOutcome]:
+        """Return the term of each sample, without its weight."""
+        if self.pool is not None:
+            return self.pool.score(samples)
+        free, longest = self.spec.free_tokens, self.spec.max_tokens
+        assert self.spec.reward == "length" and free is not None and longest is not None
+        return [RewardOutcome(length_term(tokens, free, longest)) for tokens in response_tokens]
+
+
+def start_terms(config: RewardConfig, start: Callable[[RewardConfig, RewardSpec], RewardPool]) -> list[Term]:
+    """Start the processes of `reward.terms`.
+
+    Args:
+        start: starts a pool, and sees to its end.
+
+    Raises:
+        ValueError: a function cannot be loaded; names the term.
+    """
+    terms = []
+    for index, term in enumerate(config.term_specs()):
+        with _naming(index, term):
+            spec = term.spec(config)
+            terms.append(Term(term, None if spec is None else start(config, spec)))
+    return terms
+
+
+def check_term_fields(terms: Sequence[Term], everywhere: Collection[str]) -> None:
+    """Check that every row has the fields that the terms require, ``everywhere``: those that every row has.
+
+    Raises:
+        ValueError: names the term and the field.
+    """
+    for index, term in enumerate(terms):
+        if term.pool is not None:
+            with _naming(index, term.spec):
+                term.pool.check_fields(everywhere)
+
+
+def pools_of(rule: RewardPool | None, terms: Sequence[Term]) -> list[RewardPool]:
+    """Return the pools of a reward (None: a reward model) and of its terms."""
+    return [pool for pool in (rule, *(term.pool for term in terms)) if pool is not None]
+
+
 def combine(parts: Mapping[str, tuple[float, Sequence[RewardOutcome]]]) -> list[RewardOutcome]:
     """Add up outcomes.
 
@@ -127,6 +179,14 @@ def _total(names: Sequence[str], weights: Sequence[float], outcomes: Sequence[Re
     if not usable(total):
         return RewardOutcome(None, "bad_type", f"the weighted sum of {terms} is {total}, beyond float32", seconds)
     return RewardOutcome(total, seconds=seconds, terms=terms)
+
+
+@contextmanager
+def _naming(index: int, term: TermSpec) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"reward.terms[{index}] ({term.name}): {error}") from error
 
 
 def _is_pattern(pattern: Any) -> bool:

@@ -8,12 +8,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from fusion.rewards import RewardPool, check_required_fields
+from fusion.rewards import RewardPool, Term, check_answers
 from fusion.rewards.config import RewardConfig
+from fusion.rewards.terms import check_term_fields, pools_of
 from stalesync.evaluation.config import HELD_OUT, EvalFileSpec
 from stalesync.prompts import Prompt, PromptSource
 from stalesync.prompts.rows import RowCounts
-from stalesync.scoring.terms import Term, check_reference_answers, check_term_fields
 
 if TYPE_CHECKING:
     from stalesync.job.config import Config
@@ -106,17 +106,13 @@ def with_rewards(
         with naming(f"eval.files: {spec.name!r}"):
             pool = None
             if spec.reward is not None and spec.reward != own:
-                settings = config.reward.of(spec.reward)
                 pool = rule if spec.reward == bare else pools.get(spec.reward)
-                pool = pools[spec.reward] = pool or start(settings)
-                check_required_fields(settings, pool.required_fields, source.fields)
-                warnings = check_reference_answers(pool, [], source, num_answers)
-            else:
-                if rule is not None:
-                    check_required_fields(config.reward, rule.required_fields, source.fields)
-                check_term_fields(config.reward, terms, source.fields)
-                warnings = check_reference_answers(rule, terms, source, num_answers)
-            for line in warnings:
+                pool = pools[spec.reward] = pool or start(config.reward.of(spec.reward))
+            scoring, added = (rule, terms) if pool is None else (pool, ())
+            if scoring is not None:
+                scoring.check_fields(source.fields)
+            check_term_fields(added, source.fields)
+            for line in check_answers(pools_of(scoring, added), source.reference_answers(num_answers)):
                 log.warning("eval.files: %r: %s", spec.name, line)
             prompts = source.in_order(f"eval-{spec.name}-")
             if not prompts:

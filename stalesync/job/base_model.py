@@ -18,7 +18,7 @@ from fusion.inference import EmbeddedEngine, Request, RolloutConfig
 from fusion.inference.config import EngineConfig
 from fusion.model import Mesh, ModelConfig, Transformer, save_folder
 from fusion.npu import Device
-from fusion.rewards import RewardConfig, RewardPool, RewardSample
+from fusion.rewards import RewardConfig, RewardPool
 from fusion.telemetry import progress
 from fusion.training import EmbeddedTrainEngine, Sequences, TrainingConfig
 from fusion.training.algorithms import cross_entropy
@@ -170,11 +170,7 @@ def _accuracy(
     engine.submit(Request(prompt.id, prompt.ids, config.sampling_params()) for prompt in prompts)
     texts = {out.request_id: tokenizer.decode(_without_end(out.tokens, tokenizer)) for out in engine.run()}
     engine.release_kv()
-    samples = [
-        RewardSample(prompt=prompt.text, response=texts[prompt.id], answer=prompt.answer, fields=prompt.fields)
-        for prompt in prompts
-    ]
-    outcomes = rewards.score(samples)
+    outcomes = rewards.score([prompt.for_reward(texts[prompt.id]) for prompt in prompts])
     return sum(outcome.reward or 0.0 for outcome in outcomes) / len(prompts)
 
 

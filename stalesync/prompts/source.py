@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from fusion.rewards import ReferenceAnswer
+from fusion.rewards import ReferenceAnswer, RewardSample
 from stalesync.prompts.addition import AdditionRows
 from stalesync.prompts.config import DataConfig
 from stalesync.prompts.files import FileRows
@@ -42,6 +42,10 @@ class Prompt:
         if not self.prefill:
             del state["prefill"]
         return state
+
+    def for_reward(self, response: str, others: Sequence[str] = ()) -> RewardSample:
+        """Return what a reward sees of a response to the prompt. ``others``: the other responses of its group."""
+        return RewardSample(self.text, response, self.answer, self.fields, others, self.prefill)
 
 
 class PromptSource:

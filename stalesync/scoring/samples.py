@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from typing import Any
 
-from fusion.rewards import RewardOutcome
+from fusion.rewards import RewardOutcome, RewardSample
 from stalesync.prompts import Prompt
 
 LOST = "lost"
@@ -33,8 +33,16 @@ class Sample:
     others: Sequence[str] = ()
 
     @property
+    def group(self) -> str:
+        return self.prompt.id
+
+    @property
     def tokens(self) -> int:
         return self.prompt_tokens + self.response_tokens
+
+    def for_reward(self) -> RewardSample:
+        """Return what a reward sees of the sample."""
+        return self.prompt.for_reward(self.response, self.others)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a scored sample as plain JSON, with the id of its group in place of the prompt."""
@@ -45,7 +53,7 @@ class Sample:
 
     def unscored_state_dict(self) -> dict[str, Any]:
         """Return a sample that has no outcome yet, likewise."""
-        fields = {name: getattr(self, name) for name in SAVED} | {"group": self.prompt.id}
+        fields = {name: getattr(self, name) for name in SAVED} | {"group": self.group}
         return fields | {"cut": True} if self.cut else fields
 
     @classmethod

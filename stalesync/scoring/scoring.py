@@ -26,16 +26,16 @@ from distqueue import PackedBatch
 from distqueue.errors import QueueClosed
 from fusion.colocate import StageReport
 from fusion.rewards import RewardOutcome
+from fusion.rewards.batch_size import BatchSize
+from fusion.rewards.whole_groups import WholeGroups
 from fusion.rollout.packing import CUT, TEXT
 from fusion.rollout.types import EvalAnswer
 from stalesync.process.failures import RewardsFailed
 from stalesync.prompts import Prompt
-from stalesync.scoring.batch_size import BatchSize
 from stalesync.scoring.failed_rewards import FailedRewards, TooManyFailed
 from stalesync.scoring.progress import Arrivals, ScoringProgress
-from stalesync.scoring.samples import Sample, by_id
+from stalesync.scoring.samples import LOST, Sample, by_id
 from stalesync.scoring.sources import RewardSource
-from stalesync.scoring.whole_groups import WholeGroups
 
 REWARD = "reward"
 """The queue's task of scoring."""
@@ -91,7 +91,7 @@ class Scorer:
         group_size: int | None = None,
     ):
         self._source, self._queue = source, queue
-        self._groups = None if group_size is None else WholeGroups(group_size)
+        self._groups = None if group_size is None else WholeGroups[Sample](group_size)
         self._released: list[Sample] = []
         """Samples that need not wait for others of their group any more, for the thread to score"""
         self._failed = FailedRewards(max_failed_share)
@@ -193,8 +193,12 @@ class Scorer:
         known = {sample.id for members in scored.values() for sample in members}
         held = [Sample.restore(self.prompts[fields["group"]], fields) for fields in state.get("held", ())]
         held = [sample for sample in held if sample.id not in known]  # one may have been lost after it had arrived
+        texts = {
+            group: {sample.id: None if sample.outcome.error == LOST else sample.response for sample in members}
+            for group, members in scored.items()
+        }
         with self._changed:
-            self._observe_ready(held if self._groups is None else self._groups.restore(held, scored))
+            self._observe_ready(held if self._groups is None else self._groups.restore(held, texts))
 
     def score_answers(
         self,

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from fusion.colocate import StageReport, Worker, WorkerSpec
-from fusion.rewards import RewardOutcome, RewardPool, combine
+from fusion.rewards import RewardOutcome, RewardPool, Term, combine
 from fusion.training import split_over_ranks
 from stalesync.cards.cards import Cards
 from stalesync.cards.stage_calls import calls_of_replicas, stage_call
 from stalesync.scoring.samples import Sample
-from stalesync.scoring.terms import Term, score_text
 
 
 class RewardSource(Protocol):
@@ -35,7 +34,7 @@ class RuleReward:
         self._pool = pool
 
     def __call__(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
-        return score_text(self._pool, samples)
+        return self._pool.score([sample.for_reward() for sample in samples])
 
     def take_reports(self) -> list[StageReport]:
         return []
@@ -74,7 +73,10 @@ class WeightedReward:
 
     def __call__(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
         parts = {self._title: (1.0, self._base(samples))}
-        return combine(parts | {term.spec.name: (term.spec.weight, term.outcomes(samples)) for term in self._terms})
+        texts, lengths = [sample.for_reward() for sample in samples], [sample.response_tokens for sample in samples]
+        for term in self._terms:
+            parts[term.spec.name] = term.spec.weight, term.outcomes(texts, lengths)
+        return combine(parts)
 
     def take_reports(self) -> list[StageReport]:
         return self._base.take_reports()

@@ -5,12 +5,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.rewards import ReferenceAnswer, RewardConfig, RewardPool, check_answers
-from fusion.rewards.answers import equal_as_text, expected_response, is_damaged, is_prose
+from fusion.rewards import ReferenceAnswer, RewardConfig, RewardPool, RewardSample, check_answers
+from fusion.rewards.answers import call_once, equal_as_text, expected_response, is_damaged, is_prose
 from fusion.rewards.arithmetic import arithmetic
 from fusion.rewards.math import math_answer
 from stalesync.prompts import DataConfig, PromptSource, make_tokenizer
-from stalesync.scoring.terms import check_reference_answers
 
 PROSE = ["Paris", "see solution", "B", "(B)", "\\text{True}", "New York City", "中文学校"]
 MATHEMATICS = [
@@ -99,19 +98,19 @@ def answers_of(*texts):
     [("math", ["", "#### ", "\\boxed{}", "\x0crac{1}{2}", "\ufffd8"]), ("arithmetic", ["", "#1#2", "\x00"])],
 )
 def test_answers_that_can_never_be_right_are_named(pools, rule, bad):
-    assert check_answers(pools[rule], answers_of("#12", "x y")) == []
+    assert check_answers([pools[rule]], answers_of("#12", "x y")) == []
     for text in bad:
-        (line,) = check_answers(pools[rule], answers_of("12", text, "13"))
+        (line,) = check_answers([pools[rule]], answers_of("12", text, "13"))
         assert f"{rule} can never match 1 of 3 reference answers" in line and f"row 1: {text!r}" in line
     every = f"{len(bad)} of {len(bad)}"
     with pytest.raises(ValueError, match=f"{rule} can never match {every} .* row 0: .*data.answer_field"):
-        check_answers(pools[rule], answers_of(*bad))
+        check_answers([pools[rule]], answers_of(*bad))
 
 
 def test_prose_is_mentioned_and_how_it_is_compared(pools):
-    (line,) = check_answers(pools["math"], answers_of("1", "see solution", "n/a", "Paris", "B", "Rome"))
+    (line,) = check_answers([pools["math"]], answers_of("1", "see solution", "n/a", "Paris", "B", "Rome"))
     assert "4 of 6 reference answers as text: row 1: 'see solution', row 3: 'Paris', row 4: 'B' and 1 more" in line
-    assert check_answers(pools["arithmetic"], answers_of("Paris")) == []
+    assert check_answers([pools["arithmetic"]], answers_of("Paris")) == []
 
 
 def test_rows_are_spread_over_the_file_and_a_user_s_reward_is_not_asked(pools, tmp_path):
@@ -120,8 +119,47 @@ def test_rows_are_spread_over_the_file_and_a_user_s_reward_is_not_asked(pools, t
     file.write_text("\n".join(map(json.dumps, rows)))
     source = PromptSource(DataConfig(source=str(file)), make_tokenizer(), seed=0)
     before = source.state_dict()
-    (line,) = check_reference_answers(pools["math"], [], source)
+    (line,) = check_answers([pools["math"]], source.reference_answers(64))
     assert "16 of 64" in line and "row 96: ''" in line and source.state_dict() == before
     judge = SimpleNamespace(kind="custom")  # has no `score`
-    assert check_reference_answers(judge, [], source) == check_reference_answers(None, [], source) == []
+    assert check_answers([judge], source.reference_answers(64)) == []
     assert len(source.reference_answers(1000)) == 128
+
+
+RESULTS = """
+from pathlib import Path
+
+def one(prompt, response, answer):
+    return {value}
+
+def batch(prompts, responses, answers, a):
+    return [{value} for _ in prompts]
+
+def group(prompt, response, answer, other_responses):
+    return {value} if other_responses == [response] * 3 else 1 / 0
+
+def no_list(prompts, responses, answers):
+    return {value}
+"""
+
+
+@pytest.mark.parametrize("name", ["one", "batch", "group", "no_list"])
+@pytest.mark.parametrize(
+    ("value", "called"),
+    [("0.5", ": 0.5 in "), ("1 / 0", "failed (raised)"), ("'yes'", None), ("None", None), ("{'points': 1}", None)],
+)
+def test_a_function_that_returns_no_reward_is_refused_by_its_first_call_and_a_failure_is_a_warning(
+    tmp_path, caplog, name, value, called
+):
+    (file := tmp_path / "own.py").write_text(RESULTS.replace("{value}", value))
+    sample = RewardSample("p", "", "gold", {"a": "field"})
+    if name == "no_list" and called != "failed (raised)":
+        called = None
+    with RewardPool(RewardConfig("custom", path=f"{file}:{name}", workers=1)) as pool:
+        if called is not None:
+            assert called in call_once(pool, sample, group_size=4)
+            assert ("ZeroDivisionError" in caplog.text) == (called == "failed (raised)")
+            return
+        key = rf"^a term: reward.path='.*own.py:{name}': custom of 'gold', .* is 'gold': it returned .*expected"
+        with pytest.raises(ValueError, match=key):
+            call_once(pool, sample, group_size=4, key="a term: ")

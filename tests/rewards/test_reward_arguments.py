@@ -2,7 +2,7 @@
 
 import pytest
 
-from fusion.rewards import RewardConfig, RewardPool, RewardSample, check_required_fields
+from fusion.rewards import RewardConfig, RewardPool, RewardSample
 from fusion.rewards.config import RewardSpec
 from fusion.rewards.loaded import OTHERS
 from fusion.rewards.user import load_user_function
@@ -147,22 +147,18 @@ def test_functions_that_cannot_be_called_are_refused(tmp_path, source, message):
         load(tmp_path, source)
 
 
-def test_a_pool_reports_the_fields_its_reward_requires(tmp_path):
+def test_a_field_that_rows_lack_is_refused_with_the_fields_there_are(tmp_path):
     (file := tmp_path / "rewards.py").write_text("def score(prompt, response, answer, level, *, unit): return 0.0")
     with RewardPool(RewardConfig(path=f"{file}:score", workers=1)) as pool:
         assert pool.required_fields == {"level", "unit"}
+        pool.check_fields({"level", "unit", "other"})
+        with pytest.raises(ValueError, match=r"reward.path='.*:score': the reward requires the field 'level', which"):
+            pool.check_fields({"unit"})
+        with pytest.raises(ValueError, match="the field 'level' and 'unit', which .* every row has: a, weight. Give"):
+            pool.check_fields({"weight", "a"})
     with RewardPool(RewardConfig(workers=1)) as pool:
         assert not pool.required_fields
-
-
-def test_a_field_that_rows_lack_is_refused_with_the_fields_there_are():
-    reward = RewardConfig(path="judge.py:score")
-    check_required_fields(reward, {"level"}, {"level", "unit"})
-    check_required_fields(reward, (), ())
-    with pytest.raises(ValueError, match="reward.path='judge.py:score': the reward requires the field 'level', which"):
-        check_required_fields(reward, {"level"}, ())
-    with pytest.raises(ValueError, match="the field 'a' and 'b', which .* every row has: unit, weight. Give"):
-        check_required_fields(reward, {"a", "b", "unit"}, {"weight", "unit"})
+        pool.check_fields(())
 
 
 PREFILLED = """

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.rewards import RewardConfig, RewardOutcome, RewardPool, RewardSample, TermSpec, combine, length_term
+from fusion.rewards.terms import check_term_fields, start_terms
 
 LENGTH = {"reward": "length", "free_tokens": 10, "max_tokens": 20}
 
@@ -91,3 +92,24 @@ def test_a_format_is_matched_in_a_guarded_process_as_a_whole_over_lines():
         found = pool.score([RewardSample("p", response, "answer", {"answer": "field"}) for response in responses])
     assert [outcome.reward for outcome in found] == [1.0, 0.0, 0.0, None]
     assert found[-1].error == "timeout", "an expression that takes forever costs its own sample"
+
+
+def test_what_a_term_lacks_is_refused_with_its_number_and_name(tmp_path):
+    (file := tmp_path / "mine.py").write_text("def levelled(prompt, response, answer, level): return float(level)")
+    pools = []
+
+    def start(config, spec):
+        pools.append(RewardPool(config, spec))
+        return pools[-1]
+
+    try:
+        config = RewardConfig(workers=1, terms=[LENGTH, f"{file}:levelled"])
+        terms = start_terms(config, start)
+        check_term_fields(terms, {"level"})
+        with pytest.raises(ValueError, match=r"reward.terms\[1\] .levelled.: .*requires the field 'level'"):
+            check_term_fields(terms, {"unit"})
+        with pytest.raises(ValueError, match=r"reward.terms\[0\] .absent.: .*the file defines no function 'absent'"):
+            start_terms(RewardConfig(workers=1, terms=[f"{file}:absent"]), start)
+    finally:
+        for pool in pools:
+            pool.close()

@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from fusion.rewards import RewardConfig, RewardOutcome, RewardPool
+from fusion.rewards import RewardConfig, RewardOutcome
+from fusion.rewards.terms import start_terms
 from fusion.telemetry import Metrics
 from stalesync.loop.sample_columns import SampleColumns
 from stalesync.loop.sample_metrics import add_sample_metrics
 from stalesync.prompts import Prompt
 from stalesync.scoring.samples import Sample
 from stalesync.scoring.sources import WeightedReward
-from stalesync.scoring.terms import call_once, check_term_fields, start_terms
 from tests.stalesync.runs import rows_of, train
 
 PROMPT = Prompt("g", (1,), "p", "a")
@@ -19,9 +19,6 @@ LENGTH = {"reward": "length", "free_tokens": 2, "max_tokens": 4, "weight": 2.0}
 REWARDS = """
 def polite(prompt, response, answer):
     return 0.3
-
-def levelled(prompt, response, answer, level):
-    return float(level)
 """
 
 
@@ -35,45 +32,6 @@ class Base:
 
     def take_reports(self):
         return ["report"]
-
-
-RESULTS = """
-from pathlib import Path
-
-def one(prompt, response, answer):
-    return {value}
-
-def batch(prompts, responses, answers, a):
-    return [{value} for _ in prompts]
-
-def group(prompt, response, answer, other_responses):
-    return {value} if other_responses == [response] * 3 else 1 / 0
-
-def no_list(prompts, responses, answers):
-    return {value}
-"""
-
-
-@pytest.mark.parametrize("name", ["one", "batch", "group", "no_list"])
-@pytest.mark.parametrize(
-    ("value", "called"),
-    [("0.5", ": 0.5 in "), ("1 / 0", "failed (raised)"), ("'yes'", None), ("None", None), ("{'points': 1}", None)],
-)
-def test_a_function_that_returns_no_reward_is_refused_by_its_first_call_and_a_failure_is_a_warning(
-    tmp_path, caplog, name, value, called
-):
-    (file := tmp_path / "own.py").write_text(RESULTS.replace("{value}", value))
-    prompt = Prompt("g", (1,), "p", "gold", {"a": "field"})
-    if name == "no_list" and called != "failed (raised)":
-        called = None
-    with RewardPool(RewardConfig("custom", path=f"{file}:{name}", workers=1)) as pool:
-        if called is not None:
-            assert called in call_once(pool, prompt, group_size=4)
-            assert ("ZeroDivisionError" in caplog.text) == (called == "failed (raised)")
-            return
-        key = rf"^a term: reward.path='.*own.py:{name}': custom of 'gold', .* is 'gold': it returned .*expected"
-        with pytest.raises(ValueError, match=key):
-            call_once(pool, prompt, group_size=4, key="a term: ")
 
 
 def scored(samples):
@@ -113,27 +71,6 @@ def test_terms_are_added_with_their_weights_logged_by_name_and_saved_with_the_sa
     assert (found["critic/rewards/base/mean"], found["critic/rewards/length/mean"]) == (3.0, -0.5)
     restored = Sample.restore(PROMPT, json.loads(json.dumps(samples[1].state_dict())))
     assert restored == samples[1] and restored.outcome == samples[1].outcome
-
-
-def test_what_a_term_lacks_is_refused_with_its_number_and_name(tmp_path):
-    (file := tmp_path / "mine.py").write_text(REWARDS)
-    pools = []
-
-    def start(config, spec):
-        pools.append(RewardPool(config, spec))
-        return pools[-1]
-
-    try:
-        config = RewardConfig(workers=1, terms=[LENGTH, f"{file}:levelled"])
-        terms = start_terms(config, start)
-        check_term_fields(config, terms, {"level"})
-        with pytest.raises(ValueError, match=r"reward.terms\[1\] .levelled.: .*requires the field 'level'"):
-            check_term_fields(config, terms, {"unit"})
-        with pytest.raises(ValueError, match=r"reward.terms\[0\] .absent.: .*the file defines no function 'absent'"):
-            start_terms(RewardConfig(workers=1, terms=[f"{file}:absent"]), start)
-    finally:
-        for pool in pools:
-            pool.close()
 
 
 def test_a_run_trains_the_sum_and_an_evaluation_scores_by_it_or_by_the_reward_that_its_file_names(base, tmp_path):

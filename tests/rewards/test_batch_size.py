@@ -1,9 +1,9 @@
-"""The invariants of `stalesync.scoring.batch_size`."""
+"""The invariants of `fusion.rewards.batch_size`."""
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stalesync.scoring.batch_size import BATCH_S, MAX_BATCH, MIN_BATCH, BatchSize
+from fusion.rewards.batch_size import BATCH_S, MAX_BATCH, MIN_BATCH, BatchSize
 
 SECONDS = st.floats(0, 1, allow_nan=False)
 

@@ -16,23 +16,37 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Generic, Protocol, TypeVar
 
-from stalesync.scoring.samples import LOST, Sample, by_id
+
+class Sibling(Protocol):
+    """A finished sample of a group. ``others``: assigned when it is released."""
+
+    id: str
+    response: str
+    others: Sequence[str]
+
+    @property
+    def group(self) -> str: ...
+
+
+Sample = TypeVar("Sample", bound=Sibling)
 
 
 @dataclass
-class _Group:
+class _Group(Generic[Sample]):
     held: list[Sample] = field(default_factory=list)
     responses: dict[str, str | None] = field(default_factory=dict)
     """Sample → its response; None: it is lost"""
 
 
-class WholeGroups:
+class WholeGroups(Generic[Sample]):
     """Holds samples of groups of ``size`` samples."""
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._groups: dict[str, _Group] = {}
+        self._groups: dict[str, _Group[Sample]] = {}
         self._given_up: set[str] = set()
 
     def add(self, samples: Iterable[Sample]) -> list[Sample]:
@@ -42,21 +56,21 @@ class WholeGroups:
             if sample.id in self._given_up:
                 released.append(sample)
                 continue
-            group = self._groups.setdefault(sample.prompt.id, _Group())
+            group = self._groups.setdefault(sample.group, _Group())
             group.held.append(sample)
             group.responses[sample.id] = sample.response
-            released += self._release(sample.prompt.id)
+            released += self._release(sample.group)
         return released
 
     def give_up(self, samples: Iterable[Sample]) -> list[Sample]:
         """Record samples that are lost before they have arrived; return those that need not wait any more."""
         released: list[Sample] = []
         for sample in samples:
-            group = self._groups.setdefault(sample.prompt.id, _Group())
+            group = self._groups.setdefault(sample.group, _Group())
             if sample.id not in group.responses:
                 self._given_up.add(sample.id)
                 group.responses[sample.id] = None
-            released += self._release(sample.prompt.id)
+            released += self._release(sample.group)
         return released
 
     def held(self) -> Iterator[Sample]:
@@ -64,17 +78,16 @@ class WholeGroups:
         for group in self._groups.values():
             yield from group.held
 
-    def restore(self, held: Iterable[Sample], scored: Mapping[str, Sequence[Sample]]) -> list[Sample]:
+    def restore(self, held: Iterable[Sample], scored: Mapping[str, Mapping[str, str | None]]) -> list[Sample]:
         """Restore samples that waited into this empty object; return those that need not wait any more.
 
         Args:
-            scored: samples by group that count as arrived and do not wait: those that were lost, and those of a run
-                whose reward did not ask for the others before.
+            scored: group → responses of samples by id that count as arrived and do not wait: those that were lost
+                (None), and those of a run whose reward did not ask for the others before.
         """
-        for name, members in scored.items():
-            if len(members) < self._size:
-                texts = {one.id: None if one.outcome.error == LOST else one.response for one in members}
-                self._groups[name] = _Group(responses=texts)
+        for name, responses in scored.items():
+            if len(responses) < self._size:
+                self._groups[name] = _Group(responses={**responses})
         return self.add(held)
 
     def _release(self, name: str) -> list[Sample]:
@@ -85,4 +98,4 @@ class WholeGroups:
         for sample in group.held:
             others = sorted(id for id in group.responses if id != sample.id)
             sample.others = [text for id in others if (text := group.responses[id]) is not None]
-        return sorted(group.held, key=by_id)
+        return sorted(group.held, key=attrgetter("id"))

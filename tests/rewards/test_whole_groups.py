@@ -5,9 +5,9 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fusion.rewards.whole_groups import WholeGroups
 from stalesync.prompts import Prompt
 from stalesync.scoring.samples import Sample
-from stalesync.scoring.whole_groups import WholeGroups
 
 SIZE, GROUPS = 3, 3
 PROMPTS = {f"g{number}": Prompt(f"g{number}", (1,), "q", "a") for number in range(GROUPS)}
@@ -26,15 +26,9 @@ def restored(groups):
     for name, group in groups._groups.items():
         for id, response in group.responses.items():
             if response is None:
-                one = sample_of(id)
-                one.outcome = LOST
-                lost.setdefault(name, []).append(one)
+                lost.setdefault(name, {})[id] = None
     assert again.restore([Sample.restore(PROMPTS[fields["group"]], fields) for fields in state], lost) == []
     return again
-
-
-class LOST:
-    error = "lost"
 
 
 @given(st.permutations(IDS), st.sets(st.sampled_from(IDS)), st.integers(0, 9))
