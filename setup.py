@@ -35,7 +35,7 @@ setup(
     package_data={
         "": ["*.pyi"],
         "fusion.npu.emulator": ["*.cpp", "*.h"],
-        "fusion.npu.fused": ["*.cpp", "*.h"],
+        "fusion.npu.operators": ["*.cpp", "*.h"],
         "fusion.rollout.drafts": ["*.cpp"],
         "fusion.costmodel.hardware": ["*.yaml"],
         "fusion.telemetry.page": ["assets/*.js", "assets/*.css", "assets/uplot/*"],

@@ -23,10 +23,9 @@ import torch.nn.functional as F
 from fusion.inference.batch import Batch, LongChunk
 from fusion.inference.kv_cache import KVCache, score_dtype
 from fusion.inference.kv_layout import KVLayout
-from fusion.inference.paged_rows import PagedRows, RowSlice
+from fusion.inference.paged_rows import RowSlice
 from fusion.model.attention import Up
-from fusion.npu.fused import operators_for
-from fusion.npu.ops import varlen_causal_attention
+from fusion.npu.operators import PagedRows
 
 MAX_SCORES = 1 << 26
 """Maximum scores of an absorbed chunk that are computed at a time (at least one row): bounds their memory."""
@@ -36,23 +35,22 @@ class PagedAttention:
     """Implement `Attend` for one step: write the step's keys and values to the cache, then attend."""
 
     def __init__(self, cache: KVCache, batch: Batch):
-        self.cache, self.batch = cache, batch
+        self.cache, self.batch, self.operators = cache, batch, cache.device.operators
 
     def __call__(self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor) -> torch.Tensor:
         pool, batch = self.cache.pools[layer], self.batch
-        _store(pool, batch, k_NKC, v_NKC)
+        self.operators.store_kv(pool, batch.slots, k_NKC, v_NKC, batch.repeated)
         out = self._attend_rows(q_NHC, pool, scale=self.cache.layout.width**-0.5)
         start, stop, lengths = batch.packed
         if lengths:
-            out.append(
-                varlen_causal_attention(q_NHC[start:stop], k_NKC[start:stop], v_NKC[start:stop], lengths=lengths)
-            )
+            whole = q_NHC[start:stop], k_NKC[start:stop], v_NKC[start:stop]
+            out.append(self.operators.varlen_attention(*whole, lengths))
         out += [_attend_chunk(q_NHC[chunk.start : chunk.stop], pool, chunk) for chunk in batch.long]
         return _join(out) if out else q_NHC
 
     def latent(self, layer: int, q_NHC: torch.Tensor, latent_NL: torch.Tensor, up: Up) -> torch.Tensor:
         pool, batch, layout = self.cache.pools[layer], self.batch, self.cache.layout
-        _store(pool, batch, latent_NL.unsqueeze(1), None)
+        self.operators.store_kv(pool, batch.slots, latent_NL.unsqueeze(1), None, batch.repeated)
         out: list[torch.Tensor] = []
         start, stop, lengths = batch.packed
         if batch.rows:
@@ -60,45 +58,21 @@ class PagedAttention:
             out.append(up.values(_join(attended)))
         if lengths:
             k, v = up.expand(latent_NL[start:stop])
-            out.append(varlen_causal_attention(q_NHC[start:stop], k, v, lengths=lengths, scale=up.softmax_scale))
+            out.append(self.operators.varlen_attention(q_NHC[start:stop], k, v, lengths, up.softmax_scale))
         out += [_attend_latents(q_NHC[chunk.start : chunk.stop], pool, chunk, up, layout) for chunk in batch.long]
         return _join(out) if out else up.values(up.absorb(q_NHC)[..., : layout.value_width])
 
     def _attend_rows(self, q_NHC: torch.Tensor, pool: torch.Tensor, scale: float) -> list[torch.Tensor]:
         """Return the attention of the batch's paged rows, in order."""
-        cache = self.cache
+        cache, rows = self.cache, self.batch.rows
+        if isinstance(rows, PagedRows):
+            value_width = cache.layout.value_width if cache.layout.is_latent else None
+            return [self.operators.paged_attention(q_NHC[: len(rows.lengths)], pool, rows, value_width, scale)]
+        workspace, layout = cache.workspace, cache.layout
         return [
-            _attend_paged(q_NHC[part.start : part.stop], pool, part, cache.layout, scale)
-            if isinstance(part, PagedRows)
-            else attend_rows(
-                q_NHC[part.start : part.stop], pool, part, workspace=cache.workspace, layout=cache.layout, scale=scale
-            )
-            for part in self.batch.rows
+            attend_rows(q_NHC[part.start : part.stop], pool, part, workspace=workspace, layout=layout, scale=scale)
+            for part in rows
         ]
-
-
-def _store(pool: torch.Tensor, batch: Batch, k_NKC: torch.Tensor, v_NKC: torch.Tensor | None) -> None:
-    """Write keys and values, or latents without ``v``, to the batch's slots of the pool."""
-    if (operators := operators_for(pool)) is not None:
-        operators.store_kv(pool, batch.slots, k_NKC, v_NKC, batch.repeated)
-        return
-    written = [k_NKC] if v_NKC is None else [k_NKC, v_NKC]
-    if batch.repeated is not None:
-        written = [rows for part in written for rows in (part, part.index_select(0, batch.repeated))]
-    channels = k_NKC.shape[-1]
-    pool.view(-1, channels).index_copy_(0, batch.slots, torch.cat(written).view(-1, channels))
-
-
-def _attend_paged(
-    q_RHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows, layout: KVLayout, scale: float
-) -> torch.Tensor:
-    operators = operators_for(q_RHC)
-    assert operators is not None, "only a fused operator reads blocks by a table"
-    if layout.is_latent:
-        return operators.paged_latent_attention(
-            q_RHC, pool, rows.table, rows.first, rows.lengths, layout.value_width, scale
-        )
-    return operators.paged_attention(q_RHC, pool, rows.table, rows.first, rows.lengths)
 
 
 def attend_rows(

@@ -23,10 +23,11 @@ import numpy as np
 import torch
 
 from fusion.inference.kv_cache import KVCache
-from fusion.inference.paged_rows import PagedRows, RowSlice, pieces_of, plan_paged_rows, reads_by_table
+from fusion.inference.paged_rows import RowSlice, pieces_of, plan_paged_rows
 from fusion.inference.sequence import Blocks, Sequence, Step
 from fusion.inference.verification import Verification
 from fusion.npu import Device
+from fusion.npu.operators import PagedRows
 
 
 class PathRows(NamedTuple):
@@ -75,7 +76,7 @@ class Batch:
     blocks: np.ndarray
     offsets: np.ndarray
     written: np.ndarray
-    rows: tuple[RowSlice | PagedRows, ...]
+    rows: PagedRows | tuple[RowSlice, ...]
     packed: tuple[int, int, list[int]]
     long: tuple[LongChunk, ...]
     sampled: torch.Tensor | None
@@ -86,7 +87,7 @@ def build_batch(step: Step, cache: KVCache, invariant: bool = False) -> Batch:
     block_size, heads = cache.block_size, cache.layout.heads
     short, whole, long = _sort_chunks(step, invariant)
     paths: list[Piece] = [piece for one in step.verified for piece in _paths(one)]
-    paged_paths = invariant or reads_by_table(cache)
+    paged_paths = invariant or cache.reads_blocks
     before, behind = (paths, []) if paged_paths else ([], paths)
     pieces = [(seq, 1) for seq in step.decodes] + before + short + whole + long + behind
     table, first_of_piece = _block_table([rows for rows, _ in pieces] + [seq for seq, _ in step.shared_prefill])

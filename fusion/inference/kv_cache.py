@@ -42,6 +42,11 @@ class KVCache:
         self._clean = 0
 
     @property
+    def reads_blocks(self) -> bool:
+        """Whether the card's operators attend to blocks by a table."""
+        return self.device.operators.reads_blocks(self.dtype)
+
+    @property
     def block_bytes(self) -> int:
         """Bytes of one block over all layers."""
         return self.layers * self.block_size * self.layout.elements * self.dtype.itemsize

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from fusion.inference.kv_cache import KVCache
-from fusion.npu.fused import operators_for
+from fusion.npu.operators import PagedRows
 
 STRETCH_WASTE = 1.5
 """Maximum ratio of all blocks of a stretch of the pool to the required ones for which the stretch is read in place
@@ -44,28 +44,11 @@ class RowSlice:
     place: torch.Tensor
 
 
-@dataclass(frozen=True)
-class PagedRows:
-    """Consecutive paged rows for the fused operator: row r attends to the first ``lengths[r]`` tokens in the blocks
-    ``table[first[r]]``, ``table[first[r] + 1]``, …; int64 all."""
-
-    start: int
-    stop: int
-    table: torch.Tensor
-    first: torch.Tensor
-    lengths: torch.Tensor
-
-
-def reads_by_table(cache: KVCache) -> bool:
-    """Whether there is a fused operator for the cache."""
-    return operators_for(cache.workspace) is not None
-
-
 def plan_paged_rows(
     positions: np.ndarray, first: np.ndarray, table: np.ndarray, *, cache: KVCache, invariant: bool
 ) -> TablePlan | SlicesPlan:
     """Plan rows at these ``positions``, int64 [R]; row r's blocks are ``table[first[r]]`` and those behind it."""
-    if reads_by_table(cache):
+    if cache.reads_blocks:
         return TablePlan(len(positions), [table, first, positions + 1])
     slices = list(_slice_rows(positions, first, table, cache=cache, invariant=invariant))
     return SlicesPlan(slices, cache)
@@ -78,10 +61,10 @@ class TablePlan:
     rows: int
     arrays: list[np.ndarray]
 
-    def take(self, tensors: Iterator[torch.Tensor]) -> tuple[PagedRows, ...]:
+    def take(self, tensors: Iterator[torch.Tensor]) -> PagedRows | tuple[()]:
         """Take the arrays from the card's tensors."""
-        table, first, lengths = (next(tensors) for _ in self.arrays)
-        return (PagedRows(0, self.rows, table, first, lengths),) if self.rows else ()
+        rows = PagedRows(*(next(tensors) for _ in self.arrays))
+        return rows if self.rows else ()
 
 
 @dataclass(frozen=True)

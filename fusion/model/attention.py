@@ -20,7 +20,7 @@ from fusion.model.collectives import gather_rows, reduce_scatter_rows, sum_over_
 from fusion.model.matrix import Matrix, Weights, blocks_of, parameter, project
 from fusion.model.mesh import Mesh
 from fusion.model.spec import GroupedQuery, Latent
-from fusion.npu.ops import head_linear, norm_rope, rms_norm, rotate, varlen_causal_attention
+from fusion.npu.operators import Plain, head_linear
 
 
 class Up:
@@ -94,23 +94,23 @@ class Attend(Protocol):
 class PackedAttention:
     """Implements `Attend` for whole packed sequences of the given lengths: causal, no cache, no padding."""
 
-    def __init__(self, lengths: list[int]):
-        self.lengths = lengths
+    def __init__(self, lengths: list[int], operators: Plain):
+        self.lengths, self.operators = lengths, operators
 
     def __call__(self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor) -> torch.Tensor:
-        return varlen_causal_attention(q_NHC, k_NKC, v_NKC, lengths=self.lengths)
+        return self.operators.varlen_attention(q_NHC, k_NKC, v_NKC, self.lengths)
 
     def latent(self, layer: int, q_NHC: torch.Tensor, latent_NL: torch.Tensor, up: Up) -> torch.Tensor:
         k_NHC, v_NHV = up.expand(latent_NL)
-        return varlen_causal_attention(q_NHC, k_NHC, v_NHV, lengths=self.lengths, scale=up.softmax_scale)
+        return self.operators.varlen_attention(q_NHC, k_NHC, v_NHV, self.lengths, up.softmax_scale)
 
 
 class Attention(nn.Module):
     """Computes grouped-query attention with this rank's heads."""
 
-    def __init__(self, spec: GroupedQuery, mesh: Mesh, *, index: int, eps: float, weights: Weights):
+    def __init__(self, spec: GroupedQuery, mesh: Mesh, operators: Plain, *, index: int, eps: float, weights: Weights):
         super().__init__()
-        self.spec, self.mesh, self.index, self.eps = spec, mesh, index, eps
+        self.spec, self.mesh, self.operators, self.index, self.eps = spec, mesh, operators, index, eps
         self.heads = spec.num_heads // mesh.parallel.tp
         self.kv_heads = max(1, spec.num_kv_heads // mesh.parallel.tp)
         self.head_dim = spec.head_dim
@@ -128,11 +128,10 @@ class Attention(nn.Module):
         if self.qkv_bias is not None:
             flat_qkv = flat_qkv + self.qkv_bias
         if self._norms_projection:
-            qkv = self._norm_projection(flat_qkv).unflatten(-1, (-1, self.head_dim))
-            q, k, v = norm_rope(qkv, None, None, rope, self.kv_heads, self.eps)
-        else:
-            qkv = flat_qkv.unflatten(-1, (-1, self.head_dim))
-            q, k, v = norm_rope(qkv, self.q_norm, self.k_norm, rope, self.kv_heads, self.eps)
+            flat_qkv = self._norm_projection(flat_qkv)
+        qkv = flat_qkv.unflatten(-1, (-1, self.head_dim))
+        q_norm, k_norm = (None, None) if self._norms_projection else (self.q_norm, self.k_norm)
+        q, k, v = self.operators.norm_rope(qkv, q_norm, k_norm, rope, self.kv_heads, self.eps)
         attended = attend(self.index, q, k, v).flatten(1)
         y = reduce_scatter_rows(project(attended, self.out, row_multiple), self.mesh)
         return y if self.out_bias is None else y + self.out_bias
@@ -154,9 +153,9 @@ class Attention(nn.Module):
 class LatentAttention(nn.Module):
     """Computes multi-head latent attention with this rank's heads."""
 
-    def __init__(self, spec: Latent, mesh: Mesh, *, index: int, weights: Weights):
+    def __init__(self, spec: Latent, mesh: Mesh, operators: Plain, *, index: int, weights: Weights):
         super().__init__()
-        self.spec, self.mesh, self.index = spec, mesh, index
+        self.spec, self.mesh, self.operators, self.index = spec, mesh, operators, index
         self._is_low_rank = spec.q_rank is not None
         if self._is_low_rank:
             self.q_a = parameter("q_a", weights)
@@ -172,10 +171,10 @@ class LatentAttention(nn.Module):
     def forward(self, x: torch.Tensor, rows: int, rope: Any, attend: Attend, row_multiple: int) -> torch.Tensor:
         spec = self.spec
         compressed, key = project(x, self.kv_a, row_multiple).split([spec.kv_rank, spec.rope_dim], dim=-1)
-        compressed = rms_norm(compressed, self.kv_a_norm, spec.norm_eps)
+        compressed = self.operators.rms_norm(compressed, self.kv_a_norm, spec.norm_eps)
         source = x  # of the queries
         if self._is_low_rank:
-            source = rms_norm(project(x, self.q_a, row_multiple), self.q_a_norm, spec.norm_eps)
+            source = self.operators.rms_norm(project(x, self.q_a, row_multiple), self.q_a_norm, spec.norm_eps)
         source, compressed, key = self._gather(source, compressed, key, rows=rows)
         latent = torch.cat([compressed, self._rotate(key.unsqueeze(1), rope).squeeze(1)], dim=-1)
 
@@ -186,7 +185,7 @@ class LatentAttention(nn.Module):
         return reduce_scatter_rows(project(attended, self.out, row_multiple), self.mesh)
 
     def _rotate(self, x_NhP: torch.Tensor, rope: Any) -> torch.Tensor:
-        return rotate(x_NhP, rope, self.spec.rotary.interleaved)
+        return self.operators.rotate(x_NhP, rope, self.spec.rotary.interleaved)
 
     def _gather(self, *tensors: torch.Tensor, rows: int) -> tuple[torch.Tensor, ...]:
         """Gather the rows of all TP ranks, of all tensors at once."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fusion.npu.ops import linear
+from fusion.npu.operators import linear
 
 Weights = dict[str, torch.Tensor]
 """Local tensors by name, relative to the module that owns them."""
@@ -30,7 +30,7 @@ def blocks_of(matrix: Matrix) -> list[torch.Tensor]:
 
 
 def project(x_ND: torch.Tensor, matrix: Matrix, row_multiple: int = 1) -> torch.Tensor:
-    """Compute x @ matrix.T [N, O], see `fusion.npu.ops.linear`."""
+    """Compute x @ matrix.T [N, O], see `fusion.npu.operators.rows.linear`."""
     if isinstance(matrix, nn.Parameter):
         return linear(x_ND, matrix, row_multiple)
     return torch.cat([linear(x_ND, block, row_multiple) for block in matrix], dim=-1)

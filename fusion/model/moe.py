@@ -19,15 +19,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fusion.model.collectives import exchange_rows, gather_uneven, reduce_scatter_uneven, sum_in_order
+from fusion.model.collectives import exchange_rows, gather_uneven, reduce_scatter_uneven
 from fusion.model.matrix import Matrix, Weights, blocks_of, parameter, project
 from fusion.model.mesh import Mesh
 from fusion.model.mlp import MLP
 from fusion.model.replay import Forced, Routed
-from fusion.model.router import choose, probabilities, score, weigh
 from fusion.model.spec import Sparse
-from fusion.npu.fused import Operators, operators_for
-from fusion.npu.ops import grouped_kernel, grouped_linear, linear, sigmoid, swiglu
+from fusion.npu.operators import Plain, linear, sigmoid
+from fusion.npu.operators.gating import choose_with_scores, probabilities, score, weigh
+
+_NO_STATS = torch.empty(2, 0)
 
 
 class Expert(nn.Module):
@@ -38,9 +39,9 @@ class Expert(nn.Module):
 
 
 class MoE(nn.Module):
-    def __init__(self, spec: Sparse, mesh: Mesh, weights: Weights):
+    def __init__(self, spec: Sparse, mesh: Mesh, operators: Plain, weights: Weights):
         super().__init__()
-        self.spec, self.mesh = spec, mesh
+        self.spec, self.mesh, self.operators = spec, mesh, operators
         self.keep_probabilities = False
         self.router = parameter("router", weights)
         corrected = spec.router.correction
@@ -56,11 +57,10 @@ class MoE(nn.Module):
             elif name.startswith("shared."):
                 shared[name.removeprefix("shared.")] = view
         self.experts = nn.ModuleDict({str(expert): Expert(matrices) for expert, matrices in weights_by_expert.items()})
-        self.shared = MLP(mesh, shared) if spec.shared else None
+        self.shared = MLP(mesh, operators, shared) if spec.shared else None
         self.shared_gate = parameter("shared_gate", weights) if spec.shared and spec.shared.gated else None
         # Looked up once: attribute access of modules and frozen dataclasses takes measurable time in a decode step.
-        self._top_k, self._normalise = spec.router.top_k, spec.router.normalise
-        self._is_plain, self._has_shared = spec.router.plain, spec.shared is not None
+        self._router, self._has_shared = spec.router, spec.shared is not None
         self._gate_up: list[Any] = [expert.gate_up for expert in self.experts.values()]
         self._down: list[Any] = [expert.down for expert in self.experts.values()]
         self._cut = not all(isinstance(matrix, nn.Parameter) for matrix in (*self._gate_up, *self._down))
@@ -80,55 +80,32 @@ class MoE(nn.Module):
         Args:
             rows: of the batch, of which x_nD holds this TP rank's; None: x_nD is the batch.
         """
-        operators = operators_for(x_nD) if forced is None else None
-        y, routed = self._routed(x_nD, row_multiple, forced, record=record, operators=operators)
+        if forced is None and torch.is_inference_mode_enabled():  # an engine, which needs no statistics for a loss
+            logits_nE = self._logits(x_nD, row_multiple)
+            weight_nk, expert_nk = self.operators.gate(logits_nE, self._router, self.correction, row_multiple)
+            routed = Routed(_NO_STATS, expert_nk) if record else None
+            y = self._experts(x_nD, expert_nk, weight_nk, row_multiple)[0]
+        else:
+            y, routed = self._trained(x_nD, row_multiple, forced, record=record)
         if self._has_shared:
             y = y + self._shared(x_nD, len(x_nD) if rows is None else rows, row_multiple)
         return y, routed
 
-    def _routed(
-        self,
-        x_nD: torch.Tensor,
-        row_multiple: int,
-        forced: Forced | None,
-        *,
-        record: bool,
-        operators: Operators | None,
+    def _trained(
+        self, x_nD: torch.Tensor, row_multiple: int, forced: Forced | None, *, record: bool
     ) -> tuple[torch.Tensor, Routed | None]:
-        logits_nE = self._logits(x_nD, row_multiple)
-        if operators is not None and self._is_plain:
-            weight_nk, expert_nk, order, counts_E, stats = operators.route(logits_nE, self._top_k, self._normalise)
-            y = self._experts(operators.dispatch(x_nD, order, self._top_k), counts_E, row_multiple, on_card=True)
-            return operators.combine(y, order, weight_nk), Routed(stats, expert_nk) if record else None
-        router = self.spec.router
-        scores_nE = score(logits_nE, router, row_multiple)
-        if self._is_plain:
-            weight_nk, expert_nk = scores_nE.topk(self._top_k, dim=-1)
-        else:
-            expert_nk = choose(scores_nE, router, self.correction)
-            weight_nk = scores_nE.gather(-1, expert_nk)
-        num_mismatched = None
+        router, num_mismatched = self._router, None
+        scores_nE = score(self._logits(x_nD, row_multiple), router, row_multiple)
+        weight_nk, expert_nk = choose_with_scores(scores_nE, router, self.correction)
         if forced is not None:
             num_mismatched, expert_nk = forced.count_mismatched(expert_nk), forced.impose(expert_nk)
             weight_nk = scores_nE.gather(-1, expert_nk)
-        weight_nk = weigh(weight_nk, router)
-        # With a grouped product of the card's own, the host need not wait for the card: `bincount` would, to size its
-        # result, and the products of single experts would for the number of rows of each.
-        on_card = operators is not None or grouped_kernel(x_nD, row_multiple) is not None
-        counts_E = _count(expert_nk.flatten(), self.spec.num_experts, on_card)
-        routed = None
-        if record:
-            probs_nE = probabilities(scores_nE, router)
-            stats = torch.stack([counts_E.to(torch.float32), probs_nE.sum(0)])
-            routed = Routed(stats, expert_nk, num_mismatched, probs_nE if self.keep_probabilities else None)
-
-        order = expert_nk.flatten().argsort(stable=True)
-        if operators is not None:
-            y = self._experts(operators.dispatch(x_nD, order, self._top_k), counts_E, row_multiple, on_card)
-            return operators.combine(y, order, weight_nk), routed
-        y = self._experts(x_nD.index_select(0, order // self._top_k), counts_E, row_multiple, on_card)
-        y_nkD = torch.empty_like(y).index_copy_(0, order, y).unflatten(0, expert_nk.shape)
-        return _weighted_sum(y_nkD, weight_nk.to(x_nD.dtype)), routed
+        y, counts_E = self._experts(x_nD, expert_nk, weigh(weight_nk, router), row_multiple)
+        if not record:
+            return y, None
+        probs_nE = probabilities(scores_nE, router)
+        stats = torch.stack([counts_E.to(torch.float32), probs_nE.sum(0)])
+        return y, Routed(stats, expert_nk, num_mismatched, probs_nE if self.keep_probabilities else None)
 
     def _logits(self, x_nD: torch.Tensor, row_multiple: int) -> torch.Tensor:
         if not self.spec.router.float32 or x_nD.dtype == torch.float32:
@@ -143,12 +120,23 @@ class MoE(nn.Module):
             return y
         return sigmoid(project(x_nD, self.shared_gate, row_multiple), row_multiple) * y
 
-    def _experts(self, x: torch.Tensor, counts_E: torch.Tensor, row_multiple: int, on_card: bool) -> torch.Tensor:
-        """Run the experts on rows sorted by expert; return their outputs in the same order. ``on_card``: their products
-        take counts on the card."""
+    def _experts(
+        self, x_nD: torch.Tensor, expert_nk: torch.Tensor, weight_nk: torch.Tensor, row_multiple: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weighted sum of each row's experts [n, D], and how many rows each expert has, int64 [E]."""
+        x, order, counts_E = self.operators.permute(x_nD, expert_nk, self.spec.num_experts)
+        # With a grouped product that takes counts on the card, the host need not wait for them.
+        on_card = not self._cut and self.operators.takes_counts(x, len(self.experts), row_multiple)
         mesh = self.mesh
         if mesh.ep_group is None and mesh.etp_group is None:
-            return self._swiglu(x, counts_E if on_card else counts_E.tolist(), row_multiple)
+            y = self._swiglu(x, counts_E if on_card else counts_E.tolist(), row_multiple)
+        else:
+            y = self._exchanged(x, counts_E, row_multiple, on_card)
+        return self.operators.unpermute(y, order, weight_nk), counts_E
+
+    def _exchanged(self, x: torch.Tensor, counts_E: torch.Tensor, row_multiple: int, on_card: bool) -> torch.Tensor:
+        """Run the experts of all ranks on rows sorted by expert; return their outputs in the same order."""
+        mesh = self.mesh
         arriving = self._exchange_counts(counts_E)
         # A layer's only copy from the card to the host, where the collectives need the sizes of what they send.
         counts = torch.cat([counts_E, arriving.flatten()]).view(1 + mesh.parallel.etp, mesh.parallel.ep, -1).tolist()
@@ -178,20 +166,17 @@ class MoE(nn.Module):
         return gathered.view(mesh.parallel.etp * ranks, -1)
 
     def _swiglu(self, x: torch.Tensor, counts: list[int] | torch.Tensor, row_multiple: int) -> torch.Tensor:
-        if isinstance(counts, torch.Tensor) and not self._cut and (operators := operators_for(x)) is not None:
-            return operators.experts(x, counts, self._gate_up, self._down, row_multiple)
-        gate_up = _grouped(x, self._gate_up, counts, row_multiple=row_multiple)
-        return _grouped(swiglu(gate_up), self._down, counts, row_multiple=row_multiple)
+        if not self._cut:
+            return self.operators.experts(x, counts, self._gate_up, self._down, row_multiple)
+        inner = self.operators.swiglu(self._by_blocks(x, self._gate_up, counts, row_multiple))
+        return self._by_blocks(inner, self._down, counts, row_multiple)
 
-
-def _grouped(
-    x: torch.Tensor, matrices: list[Matrix], counts: list[int] | torch.Tensor, row_multiple: int
-) -> torch.Tensor:
-    """Apply `grouped_linear` to matrices that may be cut into blocks of rows, all cut alike."""
-    if isinstance(matrices[0], nn.Parameter):
-        return grouped_linear(x, matrices, counts, row_multiple=row_multiple)  # type: ignore[arg-type]
-    blocks = zip(*(blocks_of(matrix) for matrix in matrices), strict=True)
-    return torch.cat([grouped_linear(x, weights, counts, row_multiple=row_multiple) for weights in blocks], dim=-1)
+    def _by_blocks(
+        self, x: torch.Tensor, matrices: list[Matrix], counts: list[int] | torch.Tensor, row_multiple: int
+    ) -> torch.Tensor:
+        """Compute a grouped product with matrices that may be cut into blocks of rows, all cut alike."""
+        blocks = zip(*(blocks_of(matrix) for matrix in matrices), strict=True)
+        return torch.cat([self.operators.grouped_linear(x, each, counts, row_multiple) for each in blocks], dim=-1)
 
 
 def _regroup(by_source: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -209,17 +194,6 @@ def _regroup(by_source: list[list[int]], device: torch.device) -> tuple[torch.Te
     indices[0], indices[1, grouping] = grouping, place
     grouping_n, back_n = torch.from_numpy(indices).to(device)  # both by one copy
     return grouping_n, back_n
-
-
-def _count(expert_n: torch.Tensor, num_experts: int, on_card: bool) -> torch.Tensor:
-    """Count the rows of each expert, int64 [E]."""
-    if not on_card:
-        return torch.bincount(expert_n, minlength=num_experts)
-    return expert_n.new_zeros(num_experts).scatter_add_(0, expert_n, torch.ones_like(expert_n))
-
-
-def _weighted_sum(y_nkD: torch.Tensor, weight_nk: torch.Tensor) -> torch.Tensor:
-    return sum_in_order((y_nkD * weight_nk.unsqueeze(-1)).unbind(1))
 
 
 def load_balancing_loss(stats: list[torch.Tensor], total_counts_E: torch.Tensor, total_rows: int) -> torch.Tensor:

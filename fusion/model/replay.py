@@ -25,7 +25,7 @@ class Routed(NamedTuple):
 
     Attributes:
         stats: float32 [2, E], the number of tokens routed to each expert (replayed ones included) and the summed
-            probabilities that the pass's own router gives it.
+            probabilities that the pass's own router gives it; [2, 0] in inference mode.
         expert_nk: int64 [n, k], the experts of each row.
         num_mismatched: float32 scalar, the number of replayed rows for which the pass's own router chooses a different
             set of experts; None: nothing was replayed.

@@ -36,7 +36,7 @@ from fusion.model.spec import Dense, GroupedQuery, Latent, LayerSpec, Sparse
 from fusion.model.table import local_params
 from fusion.model.weights import Buckets
 from fusion.npu import Device
-from fusion.npu.ops import BATCH_INVARIANT_ROWS, linear, rms_norm
+from fusion.npu.operators import BATCH_INVARIANT_ROWS, Plain, linear
 
 
 class Transformer(nn.Module):
@@ -65,7 +65,7 @@ class Transformer(nn.Module):
         resident: bool = True,
     ):
         super().__init__()
-        self.config, self.mesh, self.device = config, mesh, device
+        self.config, self.mesh, self.device, self.operators = config, mesh, device, device.operators
         self.row_multiple = BATCH_INVARIANT_ROWS if batch_invariant else 1
         self.recompute = False
         self.bucket_bytes, max_bytes = bucket_bytes, unit_bytes(bucket_bytes)
@@ -75,10 +75,10 @@ class Transformer(nn.Module):
         self.weights = Buckets(plans, device, dtype, owner="weights", share=share, resident=resident, apart=apart)
         views = self.weights.views
         own_layers = mesh.parallel.layers(config.num_layers, mesh.pp_rank)
-        self.layers = nn.ModuleDict(
-            {str(i): Layer(config, config.layers[i], mesh, index=n, weights=_below(f"layers.{i}.", views))
-             for n, i in enumerate(own_layers)}
-        )  # fmt: skip
+        self.layers = nn.ModuleDict()
+        for index, i in enumerate(own_layers):
+            below = _below(f"layers.{i}.", views)
+            self.layers[str(i)] = Layer(config, config.layers[i], mesh, self.operators, index=index, weights=below)
         self._is_sparse = [isinstance(config.layers[i].mlp, Sparse) for i in own_layers]
         self.num_sparse_layers = sum(self._is_sparse)
         tied = config.tie_embeddings and not config.num_labels
@@ -147,7 +147,7 @@ class Transformer(nn.Module):
                 routed.append(layer_routed)
         if not self.mesh.last_stage:
             return x
-        return gather_rows(rms_norm(x, self.norm, self.config.rms_norm_eps), rows, self.mesh)
+        return gather_rows(self.operators.rms_norm(x, self.norm, self.config.rms_norm_eps), rows, self.mesh)
 
     def hidden_rows(self, rows: int) -> int:
         """Return how many rows of a batch of ``rows`` this TP rank holds between two blocks and between two stages."""
@@ -196,25 +196,27 @@ class Layer(nn.Module):
     """Computes attention and the MLP or MoE, with the norms around them. ``index`` counts from the first layer of this
     rank's stage."""
 
-    def __init__(self, config: ModelConfig, spec: LayerSpec, mesh: Mesh, *, index: int, weights: Weights):
+    def __init__(
+        self, config: ModelConfig, spec: LayerSpec, mesh: Mesh, operators: Plain, *, index: int, weights: Weights
+    ):
         super().__init__()
-        self.eps = config.rms_norm_eps
+        self.operators, self.eps = operators, config.rms_norm_eps
         self.is_sparse = isinstance(spec.mlp, Sparse)
         self.input_norm = nn.Parameter(weights["input_norm"])
         below = _below("attention.", weights)
         self.attention: nn.Module
         match spec.attention:
             case GroupedQuery():
-                self.attention = Attention(spec.attention, mesh, index=index, eps=self.eps, weights=below)
+                self.attention = Attention(spec.attention, mesh, operators, index=index, eps=self.eps, weights=below)
             case Latent():
-                self.attention = LatentAttention(spec.attention, mesh, index=index, weights=below)
+                self.attention = LatentAttention(spec.attention, mesh, operators, index=index, weights=below)
         self.attention_norm = nn.Parameter(weights["attention_norm"]) if spec.sandwich else None
         self.post_norm = nn.Parameter(weights["post_norm"])
         match spec.mlp:
             case Sparse():
-                self.moe = MoE(spec.mlp, mesh, _below("moe.", weights))
+                self.moe = MoE(spec.mlp, mesh, operators, _below("moe.", weights))
             case Dense():
-                self.mlp = MLP(mesh, _below("mlp.", weights))
+                self.mlp = MLP(mesh, operators, _below("mlp.", weights))
         self.mlp_norm = nn.Parameter(weights["mlp_norm"]) if spec.sandwich else None
 
     def forward(
@@ -227,14 +229,16 @@ class Layer(nn.Module):
         forced: Forced | None = None,
         record: bool = True,
     ) -> tuple[torch.Tensor, Routed | None]:
-        y = self.attention(rms_norm(x, self.input_norm, self.eps), rows, rope, attend=attend, row_multiple=row_multiple)
-        x = x + (y if self.attention_norm is None else rms_norm(y, self.attention_norm, self.eps))
-        normed, routed = rms_norm(x, self.post_norm, self.eps), None
+        norm = self.operators.rms_norm
+        y = self.attention(norm(x, self.input_norm, self.eps), rows, rope, attend=attend, row_multiple=row_multiple)
+        if self.attention_norm is not None:
+            y = norm(y, self.attention_norm, self.eps)
+        (normed, x), routed = self.operators.add_rms_norm(y, x, self.post_norm, self.eps), None
         if self.is_sparse:
             y, routed = self.moe(normed, row_multiple, forced, record=record, rows=rows)
         else:
             y = self.mlp(normed, rows, row_multiple)
-        return x + (y if self.mlp_norm is None else rms_norm(y, self.mlp_norm, self.eps)), routed
+        return x + (y if self.mlp_norm is None else norm(y, self.mlp_norm, self.eps)), routed
 
 
 def _below(prefix: str, weights: Weights) -> Weights:

@@ -22,6 +22,7 @@ import torch
 
 from fusion.npu.device import HANDLE_BYTES, Device
 from fusion.npu.memory import OWNERS, Memory, check_owner
+from fusion.npu.operators import operators_of
 from fusion.npu.owners import NewStorages, StorageOwners
 
 HANDLE = struct.Struct("<6q")  # pid, file descriptor, inode, bytes of the file, offset, bytes of the block
@@ -39,6 +40,7 @@ class AcceleratorDevice(Device):
         self.index = index
         self.module = module
         self.torch_device = torch.device(type_, index)
+        self.operators = operators_of(kind)
         self.process_group_backend = PROCESS_GROUPS[type_]
         module.set_device(index)
 

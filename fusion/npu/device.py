@@ -15,6 +15,7 @@ import torch
 
 from fusion.npu.config import DeviceConfig
 from fusion.npu.memory import Memory
+from fusion.npu.operators import Plain
 
 HANDLE_BYTES = 48
 """Length of a handle by which another process maps memory of a card."""
@@ -28,6 +29,8 @@ class Device(ABC):
     torch_device: torch.device
     can_share: bool = False
     """Whether `share` and `map` are supported."""
+    operators: Plain
+    """Table of the operations that the card fuses"""
     process_group_backend: str
     """Backend of `torch.distributed.init_process_group`: gloo for the host's tensors, the card's own for the card's."""
 

@@ -18,6 +18,7 @@ import torch
 from fusion.npu.config import DEFAULT_CAPACITY_BYTES
 from fusion.npu.device import Device
 from fusion.npu.memory import OWNERS, Memory, check_owner
+from fusion.npu.operators import operators_of
 from fusion.npu.owners import NewStorages
 
 
@@ -119,6 +120,7 @@ class LedgerDevice(Device):
 
     def __init__(self, index: int, capacity_bytes: int | None) -> None:
         self.index = index
+        self.operators = operators_of(self.kind)
         self.ledger = Ledger(capacity_bytes or DEFAULT_CAPACITY_BYTES)
         self._mode = NewStorages(self.torch_device, self.ledger.add)
         self._mode.__enter__()

@@ -283,7 +283,14 @@ class EmbeddedTrainEngine:
         positions = batch.positions.to(self.device.torch_device)
         # After the first stage the model uses only the number of ids, and the batch may have none.
         ids = batch.tokens.to(self.device.torch_device) if self.mesh.first_stage else positions
-        return self.model(ids, positions, PackedAttention(batch.lengths), routed, hidden, replay_of(batch, self.model))
+        return self.model(
+            ids,
+            positions,
+            PackedAttention(batch.lengths, self.device.operators),
+            routed,
+            hidden,
+            replay_of(batch, self.model),
+        )
 
     def _tokens(self, batch: Sequences, hidden_ND: torch.Tensor, with_mass: bool = False) -> TokenLogprobs:
         return trained_logprobs(self.model, batch, hidden_ND, temperature=self.temperature, with_mass=with_mass)

@@ -22,7 +22,6 @@ from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
-from torch.optim.adamw import adamw
 
 from fusion.model import BucketPlan, Buckets, WeightHolder, global_params, table_of
 from fusion.training.chunks import Chunk
@@ -245,21 +244,16 @@ class ShardedAdamW:
             pieces = [piece for piece in shard.pieces if piece.decay == decay]
             if not pieces:
                 continue
-            adamw(
+            self.device.operators.adamw(
                 [self._master(states, piece) for piece in pieces],
                 [shard.cut(shard.gradient, piece) for piece in pieces],
                 [shard.cut(states["exp_avg"], piece) for piece in pieces],
                 [shard.cut(states["exp_avg_sq"], piece) for piece in pieces],
-                [],
-                [torch.tensor(float(self.steps)) for _ in pieces],
-                foreach=True,
-                amsgrad=False,
-                beta1=self.betas[0],
-                beta2=self.betas[1],
+                step=self.steps,
                 lr=lr,
+                betas=self.betas,
                 weight_decay=self.weight_decay if decay else 0.0,
                 eps=EPSILON,
-                maximize=False,
             )
 
     def _publish(self, shard: _Shard, states: States) -> None:

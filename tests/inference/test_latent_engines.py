@@ -160,7 +160,9 @@ def test_routing_is_that_of_one_pass_whatever_the_engine_did(batch_invariant):
         sequence = (*request.prompt, *got[request.id][0])
         ids, routed = torch.tensor(sequence, device=network.device.torch_device), []
         with torch.no_grad():
-            network(ids, torch.arange(len(ids), device=ids.device), PackedAttention([len(ids)]), routed)
+            network(
+                ids, torch.arange(len(ids), device=ids.device), PackedAttention([len(ids)], network.operators), routed
+            )
         pieces = [one.routing for one in collected if one.request_id == request.id and one.tokens]
         expected = routing_of(routed, len(ids), network.mesh, network.config.num_experts)
         assert torch.equal(torch.cat(pieces), expected[:-1])

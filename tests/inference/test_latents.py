@@ -20,7 +20,7 @@ from fusion.inference.kv_layout import KVLayout
 from fusion.inference.sequence import Sequence, Step
 from fusion.model import ModelConfig, Up
 from fusion.model.spec import Latent, Rotary
-from fusion.npu.ops import BATCH_INVARIANT_ROWS, varlen_causal_attention
+from fusion.npu.operators import BATCH_INVARIANT_ROWS, Plain
 from tests.inference.engines import card
 
 SHAPES = Path(__file__).parents[2] / "recipes/shapes"
@@ -90,7 +90,7 @@ class Case:
         """Returns the attention over expanded keys and values of whole sequences, in float64."""
         scale, kv_b = self.up.softmax_scale, torch.nn.Parameter(self.up.kv_b.double())
         keys, values = Up(kv_b, self.up.spec).expand(self.latents.double())
-        return varlen_causal_attention(self.q.double(), keys, values, lengths=self.lengths, scale=scale).detach().cpu()
+        return Plain().varlen_attention(self.q.double(), keys, values, self.lengths, scale).detach().cpu()
 
 
 def close(case: Case, found: torch.Tensor) -> bool:

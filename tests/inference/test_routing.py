@@ -28,7 +28,7 @@ def expected(sequence, network=None):
     ids = torch.tensor(sequence, device=network.device.torch_device)
     routed = []
     with torch.no_grad():
-        network(ids, torch.arange(len(ids), device=ids.device), PackedAttention([len(ids)]), routed)
+        network(ids, torch.arange(len(ids), device=ids.device), PackedAttention([len(ids)], network.operators), routed)
     return routing_of(routed, len(ids), network.mesh, EXPERTS)
 
 

@@ -12,7 +12,7 @@ from fusion.model import PackedAttention, Up, local_params
 from fusion.model.matrix import Matrix
 from fusion.model.parallel import Parallel
 from fusion.model.spec import Latent, Rotary
-from fusion.npu.ops import BATCH_INVARIANT_ROWS, rotate
+from fusion.npu.operators import BATCH_INVARIANT_ROWS, Plain
 from tests.families import MLA, family_config
 
 
@@ -49,7 +49,7 @@ def test_absorbed_queries_attend_as_expanded_keys_do(
     up = Up(matrix(spec, heads_of_block), spec, row_multiple)
     q = torch.randn(rows, spec.num_heads, spec.head_dim, dtype=torch.float64)
     latent = torch.randn(rows, spec.cached_width, dtype=torch.float64)
-    wanted = PackedAttention([rows]).latent(0, q, latent, up)
+    wanted = PackedAttention([rows], Plain()).latent(0, q, latent, up)
     scores = torch.einsum("nhl,ml->hnm", up.absorb(q), latent) * up.softmax_scale
     later = torch.ones(rows, rows, dtype=torch.bool).triu(1)
     weights = scores.masked_fill(later, -torch.inf).softmax(-1)
@@ -78,10 +78,10 @@ def test_interleaved_pairs_are_turned_by_the_angle_of_their_frequency() -> None:
     cos = angles.cos().repeat_interleave(2, dim=-1)
     sin = torch.stack([-angles.sin(), angles.sin()], dim=-1).flatten(-2)
     turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.polar(torch.ones_like(angles), angles)
-    torch.testing.assert_close(rotate(x, (cos, sin), interleaved=True), torch.view_as_real(turned).flatten(-2))
+    torch.testing.assert_close(Plain().rotate(x, (cos, sin), interleaved=True), torch.view_as_real(turned).flatten(-2))
     halves = torch.cat([x[..., ::2], x[..., 1::2]], dim=-1)
     rope = torch.cat([angles.cos()] * 2, dim=-1), torch.cat([-angles.sin(), angles.sin()], dim=-1)
-    torch.testing.assert_close(rotate(halves, rope), torch.cat([turned.real, turned.imag], dim=-1))
+    torch.testing.assert_close(Plain().rotate(halves, rope), torch.cat([turned.real, turned.imag], dim=-1))
 
 
 @pytest.mark.parametrize("kind", MLA)

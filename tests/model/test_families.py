@@ -32,8 +32,9 @@ from fusion.model import (
 from fusion.model.families.pangu import OTHER_NAMES
 from fusion.model.families.registry import FAMILIES
 from fusion.model.rotary import inverse_frequencies
-from fusion.model.router import score
 from fusion.npu import open_device
+from fusion.npu.operators import Plain
+from fusion.npu.operators.gating import score
 from tests.ep_switch.oracle import grids
 from tests.families import (
     KINDS,
@@ -107,11 +108,11 @@ def test_random_models_compute_what_transformers_does(kind: str, data: st.DataOb
         ids, positions = (tensor.to(place) for tensor in packed())
         for mode in (torch.no_grad(), torch.inference_mode()):
             with mode:
-                logits = ours.logits(ours(ids, positions, PackedAttention(LENGTHS))).cpu()
+                logits = ours.logits(ours(ids, positions, PackedAttention(LENGTHS, Plain()))).cpu()
             torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
         save_folder(ours, folder / "out")
         assert_loads_again(folder / "out", theirs)
-        found = gradient_norm(ours, ours.logits(ours(ids, positions, PackedAttention(LENGTHS))))
+        found = gradient_norm(ours, ours.logits(ours(ids, positions, PackedAttention(LENGTHS, Plain()))))
         theirs_logits = torch.cat([theirs(ids[None]).logits[0] for ids in packed()[0].split(LENGTHS)])
         assert found == pytest.approx(gradient_norm(theirs, theirs_logits), rel=1e-4)
 
@@ -310,5 +311,5 @@ def test_routers_of_bfloat16_models_have_float32_logits(kind: str, monkeypatch: 
     seen = []
     monkeypatch.setattr(moe, "score", lambda logits, *rest: seen.append(logits.dtype) or score(logits, *rest))
     ids, positions = (tensor.to(model.device.torch_device) for tensor in packed())
-    model(ids, positions, PackedAttention(LENGTHS))
+    model(ids, positions, PackedAttention(LENGTHS, Plain()))
     assert {*seen} == {torch.float32}

@@ -17,6 +17,7 @@ from fusion.model import (
     save_folder,
 )
 from fusion.npu import open_device
+from fusion.npu.operators import Plain
 from tests.helpers import tiny_checkpoint, tiny_hf
 
 VARIANTS = [(True, True), (True, False), (False, True), (False, False)]
@@ -36,7 +37,7 @@ def _loaded(folder, device, dtype=torch.float32):
 def _packed(device, *sequences):
     ids = torch.cat(sequences).to(device.torch_device)
     positions = torch.cat([torch.arange(len(sequence)) for sequence in sequences]).to(device.torch_device)
-    return ids, positions, PackedAttention([len(sequence) for sequence in sequences])
+    return ids, positions, PackedAttention([len(sequence) for sequence in sequences], Plain())
 
 
 @pytest.mark.parametrize(("experts", "tied"), VARIANTS)

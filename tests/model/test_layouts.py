@@ -58,7 +58,7 @@ def logits_and_export(rank, device, parallel, checkpoint, folder):
         if not mesh.first_stage:
             hidden = torch.empty(model.hidden_rows(len(ids)), config.hidden_size, device=device.torch_device)
             dist.recv(hidden, group=mesh.pp_group, group_src=mesh.pp_rank - 1)
-        out = model(ids, positions, PackedAttention(LENGTHS), hidden=hidden)
+        out = model(ids, positions, PackedAttention(LENGTHS, model.operators), hidden=hidden)
         if not mesh.last_stage:
             dist.send(out, group=mesh.pp_group, group_dst=mesh.pp_rank + 1)
         logits = model.logits(out).cpu() if mesh.last_stage else None

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights
 from fusion.model.moe import _regroup
-from fusion.npu import ops
+from fusion.npu.operators import Plain
 from tests.helpers import tiny_checkpoint
 
 
@@ -50,15 +50,20 @@ def _places(tree):
     return {one.device.type for one in tree_leaves(tree) if isinstance(one, torch.Tensor)}
 
 
-def grouped_product(x_ND, weights, counts_E):
+class Grouped(Plain):
     """A card's kernel, in operations that leave the counts on the card."""
-    ends, rows = counts_E.cumsum(0), torch.arange(len(x_ND), device=x_ND.device)
-    expert_N = (rows.unsqueeze(1) >= ends).sum(1)
-    every_NEO = torch.stack([x_ND @ weight.t() for weight in weights], 1)
-    return every_NEO.take_along_dim(expert_N.view(-1, 1, 1), 1).squeeze(1)
+
+    def takes_counts(self, x, experts, row_multiple=1):
+        return True
+
+    def grouped_linear(self, x_ND, weights, counts, row_multiple=1):
+        ends, rows = counts.cumsum(0), torch.arange(len(x_ND), device=x_ND.device)
+        expert_N = (rows.unsqueeze(1) >= ends).sum(1)
+        every_NEO = torch.stack([x_ND @ weight.t() for weight in weights], 1)
+        return every_NEO.take_along_dim(expert_N.view(-1, 1, 1), 1).squeeze(1)
 
 
-def test_with_a_grouped_product_of_the_card_the_host_never_waits_for_counts(tmp_path, device, monkeypatch):
+def test_with_a_grouped_product_of_the_card_the_host_never_waits_for_counts(tmp_path, device):
     path = tiny_checkpoint(tmp_path)
     model = Transformer(ModelConfig.from_hf(path), Mesh.single(), device, torch.float64)
     load_weights(model, path)
@@ -67,8 +72,8 @@ def test_with_a_grouped_product_of_the_card_the_host_never_waits_for_counts(tmp_
     with torch.no_grad():
         with HostReads() as reads:
             expected, routed = moe(x_nD, 1)
-        assert reads.found, "without one it does: once for the number of rows, once for their counts"
-        monkeypatch.setattr(ops, "_kernel_of", lambda device_type: grouped_product)
+        assert reads.found, "without one it does, for their counts"
+        moe.operators = Grouped()
         with HostReads() as reads:
             found, routed_there = moe(x_nD, 1)
     assert not reads.found

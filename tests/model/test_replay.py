@@ -36,7 +36,7 @@ def run(model, routed=None, replay=None):
     ids = torch.randint(32, (ROWS,), generator=torch.Generator().manual_seed(2))
     positions = torch.cat([torch.arange(length) for length in LENGTHS])
     place = model.device.torch_device
-    return model(ids.to(place), positions.to(place), PackedAttention(LENGTHS), routed, replay=replay)
+    return model(ids.to(place), positions.to(place), PackedAttention(LENGTHS, model.operators), routed, replay=replay)
 
 
 def random_experts(rows, layers, experts=8, k=2, seed=1):

@@ -20,7 +20,7 @@ CARRIED = {
     "recipes/shapes": ".yaml",
     "scripts": ".py",
     "fusion/npu/emulator": (".cpp", ".h", ".py"),
-    "fusion/npu/fused": (".cpp", ".h"),
+    "fusion/npu/operators": (".cpp", ".h"),
     "fusion/rollout/drafts": ".cpp",
     "fusion/costmodel/hardware": ".yaml",
     "fusion/telemetry/page/assets": (".js", ".css"),

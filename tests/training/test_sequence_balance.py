@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fusion.model import Parallel
-from fusion.model.router import choose, probabilities, score
+from fusion.npu.operators.gating import choose, probabilities, score
 from fusion.training.algorithms import cross_entropy
 from fusion.training.loss import LossInput, LossOutput
 from tests.families import family_checkpoint

@@ -60,5 +60,5 @@ def _forward(
     device = model.device.torch_device
     for indices in [*plan, *[[]] * (int(num_batches) - len(plan))]:
         batch = sequences.select(indices)
-        attend = PackedAttention(batch.lengths)
+        attend = PackedAttention(batch.lengths, model.device.operators)
         yield indices, batch, model(batch.tokens.to(device), batch.positions.to(device), attend)

@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from fusion.model.collectives import gather_uneven, reduce_scatter_uneven
-from fusion.npu.fused import operators_for
-from fusion.npu.ops import grouped_linear, swiglu
+from fusion.npu.operators import operators_of
 
 
 def compute_from_plain_tensors() -> None:
@@ -113,10 +112,7 @@ def _experts(
 def _swiglu_of_experts(x: torch.Tensor, counts: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
     """Return the outputs of rows sorted by expert, ``counts[e]`` of each."""
     with torch.inference_mode():
-        if (operators := operators_for(x)) is not None:
-            return operators.experts(x, counts, list(w13.unbind()), list(w2.unbind()), 1)
-        gate_up = grouped_linear(x, w13.unbind(), counts.tolist())
-        return grouped_linear(swiglu(gate_up), w2.unbind(), counts.tolist())
+        return operators_of("emulated").experts(x, counts, w13.unbind(), w2.unbind())
 
 
 def exchange_uneven() -> None:

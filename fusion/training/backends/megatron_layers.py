@@ -22,9 +22,9 @@ from torch import nn
 
 from fusion.model import PackedAttention, Routed
 from fusion.model.replay import Forced
-from fusion.model.router import choose, probabilities, score, weigh
 from fusion.model.spec import Latent, Router
-from fusion.npu.ops import rms_norm, rotate, varlen_causal_attention
+from fusion.npu.operators import Plain
+from fusion.npu.operators.gating import choose, probabilities, score, weigh
 
 # The file of 0.16.1 takes stand-ins for an installed Transformer Engine.
 multi_latent_attention.HAVE_TE = HAVE_TE
@@ -34,6 +34,9 @@ class Norm(nn.Module):
     """Normalises the last dimension as the embedded model does. Under sequence parallelism each TP rank's gradient is
     a partial sum, which the optimizer adds up."""
 
+    operators = Plain()
+    """Those of the model's card, once it is built"""
+
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **_: Any):
         super().__init__()
         self.eps = eps
@@ -41,7 +44,7 @@ class Norm(nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return rms_norm(x, self.weight, self.eps)
+        return self.operators.rms_norm(x, self.weight, self.eps)
 
 
 class ProjectionNorm(nn.Module):
@@ -144,13 +147,14 @@ class PackedLatentAttention(multi_latent_attention.MLASelfAttention):
         flat_kv, _ = self.linear_kv_up_proj(self.kv_layernorm(compressed))
         if self.pg_collection.tp.size() > 1:
             key = gather_from_sequence_parallel_region(key, group=self.pg_collection.tp)
+        rotate = attention_mask.operators.rotate
         shared_key = rotate(key, rotary_pos_emb, spec.rotary.interleaved)
 
         q_NHC = flat_q.squeeze(1).unflatten(-1, (-1, spec.head_dim))
         q_nope, q_rotated = q_NHC.split([spec.nope_dim, spec.rope_dim], dim=-1)
         kv_NHX = flat_kv.squeeze(1).unflatten(-1, (-1, spec.nope_dim + spec.value_dim))
         k_nope, v_NHV = kv_NHX.split([spec.nope_dim, spec.value_dim], dim=-1)
-        out_NHV = varlen_causal_attention(
+        out_NHV = attention_mask.operators.varlen_attention(
             torch.cat([q_nope, rotate(q_rotated, rotary_pos_emb, spec.rotary.interleaved)], dim=-1),
             torch.cat([k_nope, shared_key.expand(-1, k_nope.shape[1], -1)], dim=-1),
             v_NHV,

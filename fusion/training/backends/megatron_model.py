@@ -71,9 +71,12 @@ class MegatronModel:
         groups = process_groups(mesh, device)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about settings of CUDA, whatever the card is
-            from fusion.training.backends.megatron_gpt import build_gpt
+            from fusion.training.backends.megatron_gpt import Norm, build_gpt
 
             self.gpt = build_gpt(config, parallel, mesh.rank, groups, dtype)
+        for module in self.gpt.modules():
+            if isinstance(module, Norm):
+                module.operators = device.operators
         apart = [param for param in self.table if param.storage != "unit"]
         plans = plan_units(self.table, dtype.itemsize, max_bytes)
         self.weights = Buckets(plans, device, dtype, owner="weights", apart=apart)
@@ -135,7 +138,7 @@ class MegatronModel:
         [n, D] before it."""
         rows = ids_N.shape[0]
         padding = self._padded(rows) - rows
-        attend = PackedAttention([*attend.lengths, padding] if padding else attend.lengths)
+        attend = PackedAttention([*attend.lengths, padding] if padding else attend.lengths, attend.operators)
         rope = self._rope(F.pad(positions_N, (0, padding)))
         x = self._embed(F.pad(ids_N, (0, padding))) if hidden is None else hidden.unsqueeze(1)
         forced = self._forced(replay, padding) if replay is not None else None

@@ -14,19 +14,20 @@ from hypothesis import strategies as st
 from fusion.model import Mesh
 from fusion.model.config import ModelConfig
 from fusion.model.moe import MoE
-from fusion.npu import ops
-from fusion.npu.fused import operators_for
+from fusion.model.spec import Router
+from fusion.npu.operators import PagedRows, operators_of
+from fusion.npu.operators.cpu import load
 from tests.helpers import tiny_checkpoint
 from tests.machine import communicate
 
 seeds = st.integers(0, 1 << 30)
+CPU = operators_of("emulated")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
-    with torch.inference_mode():
-        if operators_for(torch.zeros(1)) is None:
-            pytest.skip("no compiler to build the fused operators with")
+    if load() is None:
+        pytest.skip("no compiler to build the fused operators with")
 
 
 def near(found: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -44,8 +45,8 @@ def both(function, *args):
 def test_norm_and_swiglu_equal_the_composed(seed, rows, width):
     draw = torch.Generator().manual_seed(seed)
     x, weight = torch.randn(rows, width, generator=draw), torch.randn(width, generator=draw)
-    assert near(*both(ops.rms_norm, x, weight, 1e-6))
-    assert near(*both(ops.swiglu, 20 * torch.randn(rows, 2 * width, generator=draw)))
+    assert near(*both(CPU.rms_norm, x, weight, 1e-6))
+    assert near(*both(CPU.swiglu, 20 * torch.randn(rows, 2 * width, generator=draw)))
 
 
 @given(
@@ -64,7 +65,7 @@ def test_norm_and_rope_equal_the_composed(seed, rows, heads, kv_heads, half, pas
     qkv = torch.randn(rows, heads + 2 * kv_heads, channels, generator=draw)
     norms = torch.randn(2, channels, generator=draw) if normed else (None, None)
     rope = tuple(torch.randn(2, rows, 1, 2 * half, generator=draw))
-    for found, wanted in zip(*both(ops.norm_rope, qkv, *norms, rope, kv_heads, 1e-6), strict=True):
+    for found, wanted in zip(*both(CPU.norm_rope, qkv, *norms, rope, kv_heads, 1e-6), strict=True):
         assert near(found, wanted)
 
 
@@ -77,24 +78,25 @@ def test_moe_equals_the_composed_and_routes_alike(tmp_path, multiple):
     shapes |= {f"experts.{e}.gate_up": (2 * inner, hidden) for e in experts}
     shapes |= {f"experts.{e}.down": (hidden, inner) for e in experts}
     weights = {name: 0.3 * torch.randn(shape, generator=draw) for name, shape in shapes.items()}
-    moe = MoE(config.experts, Mesh.single(), weights)
+    moe = MoE(config.experts, Mesh.single(), CPU, weights)
     for rows in (0, 1, 37):
         x = torch.randn(rows, hidden, generator=draw)
         (y, routed), (wanted, wanted_routed) = both(moe, x, multiple)
         assert near(y, wanted) and torch.equal(routed.expert_nk, wanted_routed.expert_nk)
-        assert near(routed.stats, wanted_routed.stats)
 
 
-def route(logits: torch.Tensor, k: int, normalise: bool = True):
+def gate(logits: torch.Tensor, k: int):
     with torch.inference_mode():
-        return operators_for(logits).route(logits, k, normalise)
+        return CPU.gate(logits, Router(k, normalise=True), None)
 
 
 def test_equally_likely_experts_are_chosen_by_index_and_nan_stays():
-    weight, expert, order, counts, _ = route(torch.zeros(2, 5), 3)
+    weight, expert = gate(torch.zeros(2, 5), 3)
     assert expert.tolist() == [[0, 1, 2]] * 2 and torch.allclose(weight, torch.tensor(1 / 3))
-    assert order.tolist() == [0, 3, 1, 4, 2, 5] and counts.tolist() == [2, 2, 2, 0, 0]
-    weight, expert, *_ = route(torch.full((1, 5), torch.nan), 3)
+    for found in both(CPU.permute, torch.tensor([[1.0], [2.0]]), expert, 5):
+        assert found.order.tolist() == [0, 3, 1, 4, 2, 5] and found.counts_E.tolist() == [2, 2, 2, 0, 0]
+        assert found.rows.flatten().tolist() == [1, 2] * 3
+    weight, expert = gate(torch.full((1, 5), torch.nan), 3)
     assert weight.isnan().all() and ((0 <= expert) & (expert < 5)).all()
 
 
@@ -118,13 +120,14 @@ class Pool:
                 keys = (block * kv_heads)[:, None] + torch.arange(kv_heads)
                 slots = keys * block_size + (t % block_size)[:, None]
                 slots = torch.stack([slots, slots + blocks * kv_heads * block_size]).flatten()
-                operators_for(k).store_kv(self.pool, slots, k, v, None)
+                CPU.store_kv(self.pool, slots, k, v, None)
 
     def attend(self, rows: slice = slice(None), device: str = "cpu") -> torch.Tensor:
         q, first, lengths = (x[rows].contiguous().to(device) for x in (self.q, self.first, self.lengths))
         with torch.inference_mode():
             on_device = self.pool.to(device)
-            return operators_for(q).paged_attention(q, on_device, self.table.to(device), first, lengths).cpu()
+            rows = PagedRows(self.table.to(device), first, lengths)
+            return CPU.paged_attention(q, on_device, rows, None, 1.0).cpu()
 
     def wanted(self) -> torch.Tensor:
         out = []
@@ -169,13 +172,13 @@ class LatentPool:
             for row, latent in enumerate(self.latents):
                 t = torch.arange(len(latent))
                 slots = self.table[self.first[row] + t // block_size] * block_size + t % block_size
-                operators_for(latent).store_kv(self.pool, slots, latent, None, None)
+                CPU.store_kv(self.pool, slots, latent, None, None)
 
     def attend(self, rows: slice = slice(None), device: str = "cpu") -> torch.Tensor:
         q, first, lengths = (x[rows].contiguous().to(device) for x in (self.q, self.first, self.lengths))
         with torch.inference_mode():
-            attend = operators_for(q).paged_latent_attention
-            return attend(q, self.pool.to(device), self.table.to(device), first, lengths, self.values, 0.3).cpu()
+            rows = PagedRows(self.table.to(device), first, lengths)
+            return CPU.paged_attention(q, self.pool.to(device), rows, self.values, 0.3).cpu()
 
     def wanted(self) -> torch.Tensor:
         out = []
@@ -219,12 +222,12 @@ def test_the_rows_of_all_operators_are_independent_to_the_bit(tmp_path):
     x, weight = torch.randn(9, 72, generator=draw), torch.randn(72, generator=draw)
     logits = torch.randn(9, 24, generator=draw)
     with torch.inference_mode():
-        normed, gated = ops.rms_norm(x, weight, 1e-6), ops.swiglu(x)
+        normed, gated = CPU.rms_norm(x, weight, 1e-6), CPU.swiglu(x)
         for row in range(9):
             one = slice(row, row + 1)
-            assert torch.equal(ops.rms_norm(x[one], weight, 1e-6), normed[one])
-            assert torch.equal(ops.swiglu(x[one]), gated[one])
-            for alone, together in zip(route(logits[one], 4)[:2], route(logits, 4)[:2], strict=True):
+            assert torch.equal(CPU.rms_norm(x[one], weight, 1e-6), normed[one])
+            assert torch.equal(CPU.swiglu(x[one]), gated[one])
+            for alone, together in zip(gate(logits[one], 4), gate(logits, 4), strict=True):
                 assert torch.equal(alone, together[one])
 
 
@@ -233,9 +236,9 @@ def test_an_emulated_card_computes_the_same_bits_in_its_own_memory(card):
     x, weight = torch.randn(5, 64), torch.randn(64)
     pool = Pool(0, heads=4, kv_heads=2, channels=32, block_size=16, rows=5)
     with torch.inference_mode():
-        on_card = ops.rms_norm(x.to(device), weight.to(device), 1e-6)
+        on_card = CPU.rms_norm(x.to(device), weight.to(device), 1e-6)
         assert on_card.device == device and card.memory().allocated >= on_card.nbytes
-        assert torch.equal(on_card.cpu(), ops.rms_norm(x, weight, 1e-6))
+        assert torch.equal(on_card.cpu(), CPU.rms_norm(x, weight, 1e-6))
     assert torch.equal(pool.attend(device=device), pool.attend())
     latents = LatentPool(0, heads=4, values=16, rope=8, block_size=16, rows=5)
     assert torch.equal(latents.attend(device=device), latents.attend())
@@ -244,42 +247,42 @@ def test_an_emulated_card_computes_the_same_bits_in_its_own_memory(card):
 def test_what_does_not_fit_is_refused():
     pool = Pool(0, heads=2, kv_heads=1, channels=8, block_size=4, rows=2)
     with torch.inference_mode():
-        operators = operators_for(pool.q)
         for table, first, lengths in (
             (pool.table + 100, pool.first, pool.lengths),
             (pool.table, pool.first + 100, pool.lengths),
             (pool.table, pool.first, pool.lengths * 0),
         ):
             with pytest.raises(IndexError):
-                operators.paged_attention(pool.q, pool.pool, table, first, lengths)
+                CPU.paged_attention(pool.q, pool.pool, PagedRows(table, first, lengths), None, 1.0)
         k = torch.zeros(1, 1, 8)
         with pytest.raises(IndexError, match="slot"):
-            operators.store_kv(pool.pool, torch.tensor([0, 1 << 40]), k, k, None)
+            CPU.store_kv(pool.pool, torch.tensor([0, 1 << 40]), k, k, None)
         with pytest.raises(RuntimeError, match="slots do not match"):
-            operators.store_kv(pool.pool, torch.tensor([0, 1]), k, None, None)
-        one = torch.tensor([0]), torch.tensor([0]), torch.tensor([1])
+            CPU.store_kv(pool.pool, torch.tensor([0, 1]), k, None, None)
+        one = PagedRows(torch.tensor([0]), torch.tensor([0]), torch.tensor([1]))
         for pool_shape, values in (((2, 1, 4, 8), 9), ((2, 2, 4, 8), 4), ((2, 1, 4, 6), 4)):
             with pytest.raises(RuntimeError, match="do not match the pool's"):
-                operators.paged_latent_attention(torch.zeros(1, 2, 8), torch.zeros(pool_shape), *one, values, 1.0)
+                CPU.paged_attention(torch.zeros(1, 2, 8), torch.zeros(pool_shape), one, values, 1.0)
         with pytest.raises(RuntimeError, match="counts for 3 rows"):
-            operators.experts(torch.zeros(2, 4), torch.tensor([3]), [torch.zeros(8, 4)], [torch.zeros(4, 4)], 1)
+            CPU.experts(torch.zeros(2, 4), torch.tensor([3]), [torch.zeros(8, 4)], [torch.zeros(4, 4)], 1)
 
 
 def test_only_generation_in_float32_on_the_host_is_fused():
     with torch.no_grad():
-        assert operators_for(torch.zeros(1)) is None, "a trainer's pass without gradients rounds as one with them"
+        assert not CPU.takes_counts(torch.zeros(1), 1), "a trainer's pass without gradients rounds as one with them"
     with torch.inference_mode():
-        assert operators_for(torch.zeros(1, dtype=torch.bfloat16)) is None
-        assert operators_for(torch.zeros(1, device="meta")) is None
+        assert CPU.takes_counts(torch.zeros(1), 1) and not CPU.takes_counts(torch.zeros(1, dtype=torch.bfloat16), 1)
+        assert CPU.reads_blocks(torch.float32) and not CPU.reads_blocks(torch.bfloat16)
+    assert operators_of("npu").name == operators_of("cuda").name == "plain"
 
 
 def test_without_a_compiler_the_same_functions_are_composed(tmp_path):
     code = """
 import torch
-from fusion.npu.ops import rms_norm
+from fusion.npu.operators import operators_of
 with torch.inference_mode():
     for _ in range(2):
-        print(rms_norm(torch.full((1, 2), 3.0), torch.tensor([1.0, 2.0]), 0.0))
+        print(operators_of("ledger").rms_norm(torch.full((1, 2), 3.0), torch.tensor([1.0, 2.0]), 0.0))
 """
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PATH": str(tmp_path)}
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

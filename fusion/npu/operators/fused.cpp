@@ -330,48 +330,53 @@ FUSED_KERNEL void softmax_row(float* to, const float* from, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i] /= total;
 }
 
-// Softmax over the experts, the k most likely of each row (of equals the lower index), and the rows in the order of
-// their experts: order[p] is the place in [N, k] of the p-th.
-std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> route(
-    const at::Tensor& logits, int64_t k, bool normalise) {
+// Softmax over the experts, and the k most likely of each row with their weights (of equals the lower index)
+std::tuple<at::Tensor, at::Tensor> gate(const at::Tensor& logits, int64_t k, bool normalise) {
   const int64_t rows = logits.size(0), experts = logits.size(1);
-  TORCH_CHECK(0 < k && k <= experts, "route: ", k, " of ", experts, " experts");
-  const auto whole = logits.options().dtype(at::kLong);
-  auto weight = at::empty({rows, k}, logits.options()), stats = at::zeros({2, experts}, logits.options());
-  auto expert = at::empty({rows, k}, whole), order = at::empty({rows * k}, whole), counts = at::zeros({experts}, whole);
+  TORCH_CHECK(0 < k && k <= experts, "gate: ", k, " of ", experts, " experts");
+  auto weight = at::empty({rows, k}, logits.options());
+  auto expert = at::empty({rows, k}, logits.options().dtype(at::kLong));
   const float* in = contiguous(logits);
-  float *w = weight.data_ptr<float>(), *load = stats.data_ptr<float>(), *mass = load + experts;
-  int64_t *chosen = expert.data_ptr<int64_t>(), *count = counts.data_ptr<int64_t>();
+  float* w = weight.data_ptr<float>();
+  int64_t* chosen = expert.data_ptr<int64_t>();
   std::vector<float> probs(experts);
   for (int64_t row = 0; row < rows; ++row) {
     softmax_row(probs.data(), in + row * experts, experts);
-    for (int64_t e = 0; e < experts; ++e) mass[e] += probs[e];
     float total = 0;
     for (int64_t i = 0; i < k; ++i) {
       const int64_t best = std::max_element(probs.begin(), probs.end()) - probs.begin();
       const int64_t at = row * k + i;
       w[at] = probs[best], chosen[at] = best, total += probs[best];
       probs[best] = -1;
-      ++count[best];
     }
     for (int64_t i = 0; normalise && i < k; ++i) w[row * k + i] /= total;
   }
-  std::vector<int64_t> next(experts);
-  for (int64_t e = 0, before = 0; e < experts; before += count[e++]) next[e] = before, load[e] = count[e];
-  int64_t* places = order.data_ptr<int64_t>();
-  for (int64_t at = 0; at < rows * k; ++at) places[next[chosen[at]]++] = at;
-  return {weight, expert, order, counts, stats};
+  return {weight, expert};
 }
 
-// The row of x for each of its experts, in their order
-at::Tensor dispatch(const at::Tensor& x, const at::Tensor& order, int64_t k) {
-  const int64_t n = x.size(1), count = order.numel();
-  auto out = at::empty({count, n}, x.options());
-  const int64_t* places = integers(order);
+// The row of x for each of its experts, in the order of these: the i-th is that of place order[i] in [N, k]; and how
+// many rows each expert has
+std::tuple<at::Tensor, at::Tensor, at::Tensor> permute(const at::Tensor& x, const at::Tensor& expert, int64_t experts) {
+  const int64_t n = x.size(1), k = expert.size(1), places = expert.numel();
+  TORCH_CHECK(expert.size(0) == x.size(0), "permute: experts of ", expert.size(0), " rows for ", x.size(0));
+  auto rows = at::empty({places, n}, x.options());
+  auto order = at::empty({places}, expert.options()), counts = at::zeros({experts}, expert.options());
+  const int64_t* chosen = integers(expert);
+  int64_t *at = order.data_ptr<int64_t>(), *count = counts.data_ptr<int64_t>();
+  for (int64_t i = 0; i < places; ++i) {
+    TORCH_CHECK_INDEX(0 <= chosen[i] && chosen[i] < experts, "permute: expert ", chosen[i], " of ", experts);
+    ++count[chosen[i]];
+  }
+  std::vector<int64_t> next(experts);
+  for (int64_t e = 0, before = 0; e < experts; before += count[e++]) next[e] = before;
   const float* from = contiguous(x);
-  float* to = out.data_ptr<float>();
-  for (int64_t i = 0; i < count; ++i) std::memcpy(to + i * n, from + places[i] / k * n, n * sizeof(float));
-  return out;
+  float* to = rows.data_ptr<float>();
+  for (int64_t i = 0; i < places; ++i) {
+    const int64_t place = next[chosen[i]]++;
+    at[place] = i;
+    std::memcpy(to + place * n, from + i / k * n, n * sizeof(float));
+  }
+  return {rows, order, counts};
 }
 
 FUSED_KERNEL void swiglu_rows(float* to, const float* gate_up, int64_t rows, int64_t n) {
@@ -446,9 +451,9 @@ FUSED_KERNEL void add_scaled(float* to, const float* from, float weight, int64_t
 }
 
 // The sum of each row's experts, in the router's order
-at::Tensor combine(const at::Tensor& y, const at::Tensor& order, const at::Tensor& weight) {
+at::Tensor unpermute(const at::Tensor& y, const at::Tensor& order, const at::Tensor& weight) {
   const int64_t rows = weight.size(0), k = weight.size(1), n = y.size(1);
-  TORCH_CHECK(order.numel() == rows * k && y.size(0) == rows * k, "combine: expected a row for each expert of a row");
+  TORCH_CHECK(order.numel() == rows * k && y.size(0) == rows * k, "unpermute: expected a row for each expert of a row");
   auto out = at::empty({rows, n}, y.options());
   const int64_t* places = integers(order);
   std::vector<int64_t> where(rows * k);
@@ -471,11 +476,11 @@ TORCH_LIBRARY(rlfusion, m) {
   m.def(
       "paged_latent_attention(Tensor q, Tensor pool, Tensor table, Tensor first, Tensor lengths, int values, float scale)"
       " -> Tensor");
-  m.def("route(Tensor logits, int k, bool normalise) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
-  m.def("dispatch(Tensor x, Tensor order, int k) -> Tensor");
+  m.def("gate(Tensor logits, int k, bool normalise) -> (Tensor, Tensor)");
+  m.def("permute(Tensor x, Tensor expert, int experts) -> (Tensor, Tensor, Tensor)");
   m.def("swiglu(Tensor gate_up) -> Tensor");
   m.def("experts(Tensor x, Tensor counts, Tensor[] gate_up, Tensor[] down, int multiple) -> Tensor");
-  m.def("combine(Tensor y, Tensor order, Tensor weight) -> Tensor");
+  m.def("unpermute(Tensor y, Tensor order, Tensor weight) -> Tensor");
 }
 
 TORCH_LIBRARY_IMPL(rlfusion, CPU, m) {
@@ -484,11 +489,11 @@ TORCH_LIBRARY_IMPL(rlfusion, CPU, m) {
   m.impl("store_kv", store_kv);
   m.impl("paged_attention", paged_attention);
   m.impl("paged_latent_attention", paged_latent_attention);
-  m.impl("route", route);
-  m.impl("dispatch", dispatch);
+  m.impl("gate", gate);
+  m.impl("permute", permute);
   m.impl("swiglu", swiglu);
   m.impl("experts", experts);
-  m.impl("combine", combine);
+  m.impl("unpermute", unpermute);
 }
 
 } // namespace fused

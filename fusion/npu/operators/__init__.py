@@ -1,0 +1,12 @@
+"""Choose the operators of a card: one table for each kind, with the same methods.
+
+    plain.py     composed of PyTorch's operators, with gradients: the interface, and the reference of the others
+    cpu.py       one C++ operator for each, in generation: the plain CPU and emulated cards
+    gating.py, rows.py    pure functions that all tables share
+
+Every module of the model, the KV cache and the optimizer call the table of their device, `Device.operators`.
+"""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

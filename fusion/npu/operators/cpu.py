@@ -1,0 +1,170 @@
+"""Fuse operators for tensors in the host's memory: those of the plain CPU and of an emulated card.
+
+    fused.cpp, vector.h ──g++, once──► cache folder ──► torch.ops.rlfusion.{rms_norm, norm_rope, paged_attention, …}
+
+A decode step of a small model takes its time in starting operators, not in arithmetic. Where a card has fused kernels
+of its own, the host's counterpart does in one operator what PyTorch does in ten. They compute in float32, row by row: a
+row's bits depend neither on the rest of its batch nor on the processor. In another dtype, and without a compiler, the
+functions are the plain ones, which round differently. Only generation, which runs in inference mode, is fused: all
+log-probabilities that a trainer compares are computed alike, with gradients and without.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fusion.npu.compiler import BuildError, Library, build
+from fusion.npu.operators.gating import Gating
+from fusion.npu.operators.plain import PagedRows, Permuted, Plain, Rope
+
+HERE = Path(__file__).parent
+FLAGS = (
+    "-O3",
+    "-fPIC",
+    "-std=c++20",
+    "-w",
+    "-Wno-psabi",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+)
+
+
+class Fused:
+    """The operators of `fused.cpp`, which gives their arguments. An attribute each: looking one up in `torch.ops` takes
+    longer than some of them."""
+
+    def __init__(self, namespace: Any) -> None:
+        self.rms_norm = namespace.rms_norm.default
+        self.norm_rope = namespace.norm_rope.default
+        self.store_kv = namespace.store_kv.default
+        self.paged_attention = namespace.paged_attention.default
+        self.paged_latent_attention = namespace.paged_latent_attention.default
+        self.gate = namespace.gate.default
+        self.permute = namespace.permute.default
+        self.swiglu = namespace.swiglu.default
+        self.experts = namespace.experts.default
+        self.unpermute = namespace.unpermute.default
+
+
+class Cpu(Plain):
+    """The host's table. The library is built when the first operator is needed."""
+
+    name = "cpu"
+
+    def _fused_for(self, like: torch.Tensor) -> Fused | None:
+        if like.dtype is not torch.float32 or not torch.is_inference_mode_enabled():
+            return None
+        return load()
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if (fused := self._fused_for(x)) is None:
+            return super().rms_norm(x, weight, eps)
+        return fused.rms_norm(x, weight, eps)
+
+    def norm_rope(
+        self,
+        qkv_NhC: torch.Tensor,
+        q_norm_C: torch.Tensor | None,
+        k_norm_C: torch.Tensor | None,
+        rope: Rope,
+        kv_heads: int,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if (fused := self._fused_for(qkv_NhC)) is None:
+            return super().norm_rope(qkv_NhC, q_norm_C, k_norm_C, rope, kv_heads, eps)
+        q, k = fused.norm_rope(qkv_NhC, q_norm_C, k_norm_C, *rope, kv_heads, eps)
+        return q, k, qkv_NhC[:, -kv_heads:]
+
+    def swiglu(self, gate_up_NI: torch.Tensor) -> torch.Tensor:
+        if (fused := self._fused_for(gate_up_NI)) is None:
+            return super().swiglu(gate_up_NI)
+        return fused.swiglu(gate_up_NI)
+
+    def gate(
+        self, logits_NE: torch.Tensor, gating: Gating, correction_E: torch.Tensor | None, row_multiple: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not gating.plain or (fused := self._fused_for(logits_NE)) is None:
+            return super().gate(logits_NE, gating, correction_E, row_multiple)
+        return fused.gate(logits_NE, gating.top_k, gating.normalise)
+
+    def permute(self, x_ND: torch.Tensor, expert_Nk: torch.Tensor, num_experts: int) -> Permuted:
+        if (fused := self._fused_for(x_ND)) is None:
+            return super().permute(x_ND, expert_Nk, num_experts)
+        return Permuted(*fused.permute(x_ND, expert_Nk, num_experts))
+
+    def unpermute(self, y: torch.Tensor, order: torch.Tensor, weight_Nk: torch.Tensor) -> torch.Tensor:
+        if (fused := self._fused_for(y)) is None:
+            return super().unpermute(y, order, weight_Nk)
+        return fused.unpermute(y, order, weight_Nk)
+
+    def takes_counts(self, x: torch.Tensor, experts: int, row_multiple: int = 1) -> bool:
+        return self._fused_for(x) is not None
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        counts: list[int] | torch.Tensor,
+        gate_up: Sequence[torch.Tensor],
+        down: Sequence[torch.Tensor],
+        row_multiple: int = 1,
+    ) -> torch.Tensor:
+        if not isinstance(counts, torch.Tensor) or (fused := self._fused_for(x)) is None:
+            return super().experts(x, counts, gate_up, down, row_multiple)
+        return fused.experts(x, counts, gate_up, down, row_multiple)
+
+    def store_kv(
+        self,
+        pool: torch.Tensor,
+        slots: torch.Tensor,
+        k_NKC: torch.Tensor,
+        v_NKC: torch.Tensor | None,
+        repeated: torch.Tensor | None,
+    ) -> None:
+        if (fused := self._fused_for(pool)) is None:
+            return super().store_kv(pool, slots, k_NKC, v_NKC, repeated)
+        return fused.store_kv(pool, slots, k_NKC, v_NKC, repeated)
+
+    def reads_blocks(self, dtype: torch.dtype) -> bool:
+        return dtype is torch.float32 and torch.is_inference_mode_enabled() and load() is not None
+
+    def paged_attention(
+        self, q_NHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows, value_width: int | None, scale: float
+    ) -> torch.Tensor:
+        if (fused := self._fused_for(q_NHC)) is None:
+            return super().paged_attention(q_NHC, pool, rows, value_width, scale)
+        if value_width is None:
+            return fused.paged_attention(q_NHC, pool, *rows)  # scaled by 1 / sqrt(C)
+        return fused.paged_latent_attention(q_NHC, pool, *rows, value_width, scale)
+
+
+@cache
+def load() -> Fused | None:
+    """Build the library if needed (10 s) and load it; None, with one warning, if it cannot be built."""
+    try:
+        path = build(_library())
+        torch.ops.load_library(str(path))
+    except (BuildError, OSError) as error:
+        warnings.warn(f"Generation is slower than it could be: no fused operators ({error}).", stacklevel=2)
+        return None
+    return Fused(torch.ops.rlfusion)
+
+
+def _library() -> Library:
+    root = Path(torch.__file__).parent
+    header = (HERE / "vector.h").read_bytes()
+    return Library(
+        kind="fused",
+        name="rlfusion_fused",
+        units={"fused": (HERE / "fused.cpp").read_text()},
+        flags=FLAGS,
+        includes=(HERE, root / "include", root / "include/torch/csrc/api/include"),
+        links=(f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch"),
+        key=(header, torch.__version__.encode(), str(root).encode()),
+    )

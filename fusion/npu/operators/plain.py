@@ -1,0 +1,315 @@
+"""Compose every operation that a card may fuse of PyTorch's operators: the reference, and what a card without one runs.
+
+A packed batch has one leading token dimension without padding rows, and a list of lengths. Names of dimensions: N rows,
+D hidden, H query heads, K key and value heads, C channels of a head, R rotated channels, E experts, k experts of a row,
+I inner channels of an expert, O output channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.optim.adamw import adamw
+
+from fusion.npu.operators.gating import Gating, choose_with_scores, score, weigh
+from fusion.npu.operators.rows import linear
+
+Rope = tuple[torch.Tensor, torch.Tensor]
+"""Cosines and sines [N, 1, R] of the rotated channels; the sines of the first channel of each pair with the sign of the
+rotation"""
+
+
+class PagedRows(NamedTuple):
+    """Rows that attend to blocks of a pool: row r to the first ``lengths[r]`` tokens in the blocks ``table[first[r]]``,
+    ``table[first[r] + 1]``, …; int64 all, on the card."""
+
+    table: torch.Tensor
+    first: torch.Tensor
+    lengths: torch.Tensor
+
+
+class Permuted(NamedTuple):
+    """Rows [N * k, D] sorted by expert, one for each expert of each row; ``order`` int64 [N * k]: the place in [N, k]
+    of each; ``counts_E`` int64 [E]: the number of each expert, on the card."""
+
+    rows: torch.Tensor
+    order: torch.Tensor
+    counts_E: torch.Tensor
+
+
+class Plain:
+    """The table of operators. A card's own table inherits it, and replaces what the card fuses.
+
+    A pass with gradients and one without run the same kernels, so that the log-probabilities that a trainer compares
+    are computed alike. Only generation, in inference mode, may compute otherwise.
+    """
+
+    name = "plain"
+
+    # Norms and positions
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Normalise the last dimension by its root mean square, in float32 for any dtype of x, as transformers does."""
+        if x.dtype == torch.float32:
+            return F.rms_norm(x, x.shape[-1:], None, eps) * weight
+        x32 = x.to(torch.float32)
+        return weight * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the norm of residual + x, and that sum."""
+        total = residual + x
+        return self.rms_norm(total, weight, eps), total
+
+    def norm_rope(
+        self,
+        qkv_NhC: torch.Tensor,
+        q_norm_C: torch.Tensor | None,
+        k_norm_C: torch.Tensor | None,
+        rope: Rope,
+        kv_heads: int,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Split the heads into queries [N, H, C], keys and values [N, K, C]; normalise queries and keys, then rotate
+        them by their positions.
+
+        Args:
+            q_norm_C, k_norm_C: None, both: queries and keys are not normalised.
+            rope: of the first R channels; the others are not rotated.
+        """
+        heads = qkv_NhC.shape[1] - 2 * kv_heads
+        qk, v = qkv_NhC.split([heads + kv_heads, kv_heads], dim=1)
+        # Queries and keys together: the time of a decode step grows with its number of operations.
+        if q_norm_C is not None and k_norm_C is not None:
+            weight = torch.cat([q_norm_C.expand(heads, -1), k_norm_C.expand(kv_heads, -1)])
+            qk = Plain.rms_norm(self, qk, weight, eps)
+        q, k = _rotate(qk, *rope).split([heads, kv_heads], dim=1)
+        return q, k, v
+
+    def rotate(self, x_NhR: torch.Tensor, rope: Rope, interleaved: bool = False) -> torch.Tensor:
+        """Rotate heads by their positions, in all their channels. ``interleaved``: pairs are channels 2i and 2i + 1,
+        not i and i + R / 2."""
+        if not interleaved:
+            return _rotate(x_NhR, *rope)
+        swapped = x_NhR.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+        return x_NhR * rope[0] + swapped * rope[1]
+
+    # MLP and experts
+
+    def swiglu(self, gate_up_NI: torch.Tensor) -> torch.Tensor:
+        """Compute silu(gate) * up [N, I] of [N, 2 * I]."""
+        gate, up = gate_up_NI.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def gate(
+        self, logits_NE: torch.Tensor, gating: Gating, correction_E: torch.Tensor | None, row_multiple: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weights of each row's experts, float32 [N, k], and these, int64 [N, k]; of equals the lower index.
+        Without gradients."""
+        weight_Nk, expert_Nk = choose_with_scores(score(logits_NE, gating, row_multiple), gating, correction_E)
+        return weigh(weight_Nk, gating), expert_Nk
+
+    def permute(self, x_ND: torch.Tensor, expert_Nk: torch.Tensor, num_experts: int) -> Permuted:
+        """Sort the rows by their experts; rows of one expert stay in order."""
+        flat, k = expert_Nk.flatten(), expert_Nk.shape[1]
+        counts_E = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
+        # as floats, which are exact up to 2**24 experts: an NPU sorts no integers
+        order = flat.to(torch.float32).argsort(stable=True)
+        return Permuted(x_ND.index_select(0, order // k), order, counts_E)
+
+    def unpermute(self, y: torch.Tensor, order: torch.Tensor, weight_Nk: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum [N, D] of each row's experts, in the router's order, from y [N * k, D] in the order
+        of `permute`."""
+        y_NkD = torch.empty_like(y).index_copy_(0, order, y).unflatten(0, weight_Nk.shape)
+        terms = (y_NkD * weight_Nk.to(y.dtype).unsqueeze(-1)).unbind(1)
+        total = terms[0]
+        for term in terms[1:]:
+            total = total + term
+        return total
+
+    def takes_counts(self, x: torch.Tensor, experts: int, row_multiple: int = 1) -> bool:
+        """Return whether the products of ``experts`` take the number of rows of each from the card: then the host need
+        not wait for it."""
+        return False
+
+    def grouped_linear(
+        self,
+        x_ND: torch.Tensor,
+        weights: Sequence[torch.Tensor],
+        counts: list[int] | torch.Tensor,
+        row_multiple: int = 1,
+    ) -> torch.Tensor:
+        """Multiply row block e of x (``counts[e]`` rows) by ``weights[e].T`` [D, O], without padding any block. Counts
+        on the card are copied to the host, unless the table `takes_counts`."""
+        if isinstance(counts, torch.Tensor):
+            counts = counts.tolist()
+        assert len(counts) == len(weights) and sum(counts) == x_ND.shape[0]
+        if not torch.is_grad_enabled():
+            return _grouped(x_ND, counts, row_multiple, weights)
+        return _GroupedLinear.apply(x_ND, counts, row_multiple, *weights)
+
+    def experts(
+        self,
+        x: torch.Tensor,
+        counts: list[int] | torch.Tensor,
+        gate_up: Sequence[torch.Tensor],
+        down: Sequence[torch.Tensor],
+        row_multiple: int = 1,
+    ) -> torch.Tensor:
+        """Return the SwiGLU of each expert, with matrices ``gate_up[e]`` [2 * I, D] and ``down[e]`` [D, I], on its rows
+        of x, which are sorted by expert."""
+        inner = self.swiglu(self.grouped_linear(x, gate_up, counts, row_multiple))
+        return self.grouped_linear(inner, down, counts, row_multiple)
+
+    # Attention
+
+    def varlen_attention(
+        self,
+        q_NHC: torch.Tensor,
+        k_NKC: torch.Tensor,
+        v_NKV: torch.Tensor,
+        lengths: list[int],
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        """Compute causal attention within each packed sequence. Query head h reads key/value head h // (H // K).
+
+        ``scale``: of the scores; None: 1 / sqrt(C). Values may have other channels than keys; where they have fewer,
+        they are padded, because flash kernels take equal numbers only.
+
+        Adjacent sequences of equal length share a kernel call as a view [n, length, heads, C], without padding or
+        copying; sorting sequences by length when packing reduces the number of calls.
+        """
+        assert sum(lengths) == q_NHC.shape[0]
+        width = v_NKV.shape[-1]
+        if width < q_NHC.shape[-1]:
+            v_NKV = F.pad(v_NKV, (0, q_NHC.shape[-1] - width))
+        runs = [(length, len(list(run))) for length, run in groupby(lengths)]
+        if not runs:
+            return q_NHC if width == q_NHC.shape[-1] else F.pad(q_NHC, (0, width - q_NHC.shape[-1]))
+        grouped, outputs = q_NHC.shape[1] != k_NKC.shape[1], []
+        # split, whose backward pass joins the gradients once: that of a slice fills the whole tensor for each
+        parts = zip(*(x.split([length * n for length, n in runs]) for x in (q_NHC, k_NKC, v_NKV)), strict=True)
+        for (length, n), part in zip(runs, parts, strict=True):
+            q, k, v = (x.unflatten(0, (n, length)).transpose(1, 2) for x in part)
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+            outputs.append(out.transpose(1, 2).flatten(0, 1))
+        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return out if width == out.shape[-1] else out[..., :width]
+
+    def store_kv(
+        self,
+        pool: torch.Tensor,
+        slots: torch.Tensor,
+        k_NKC: torch.Tensor,
+        v_NKC: torch.Tensor | None,
+        repeated: torch.Tensor | None,
+    ) -> None:
+        """Write keys and values, or latents without ``v``, to the pool, seen as rows of C channels.
+
+        Args:
+            pool: [parts * blocks, K, block_size, C].
+            slots: int64, for each part, row and head where it goes.
+            repeated: rows that are written a second time, behind the others.
+        """
+        written = [k_NKC] if v_NKC is None else [k_NKC, v_NKC]
+        if repeated is not None:
+            written = [rows for part in written for rows in (part, part.index_select(0, repeated))]
+        channels = k_NKC.shape[-1]
+        pool.view(-1, channels).index_copy_(0, slots, torch.cat(written).view(-1, channels))
+
+    def reads_blocks(self, dtype: torch.dtype) -> bool:
+        """Return whether `paged_attention` is there for a pool of this dtype; else attention over blocks is composed by
+        who owns the pool."""
+        return False
+
+    def paged_attention(
+        self, q_NHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows, value_width: int | None, scale: float
+    ) -> torch.Tensor:
+        """Return the attention [N, H, V] of each row over its blocks of the pool.
+
+        Args:
+            pool: [2 * blocks, K, block_size, C], keys before values; or latents [blocks, 1, block_size, C].
+            value_width: channels of a latent that are its value; None: the pool holds keys and values.
+            scale: of the scores.
+        """
+        raise NotImplementedError(f"the {self.name} operators read no blocks by a table")
+
+    # Optimizer
+
+    def adamw(
+        self,
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        exp_avgs: list[torch.Tensor],
+        exp_avg_sqs: list[torch.Tensor],
+        *,
+        step: int,
+        lr: float,
+        betas: tuple[float, float],
+        weight_decay: float,
+        eps: float,
+    ) -> None:
+        """Update parameters and moments, float32 all, in place (Loshchilov and Hutter, arXiv 1711.05101). ``step``:
+        number of updates before this one."""
+        adamw(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            [torch.tensor(float(step)) for _ in params],
+            foreach=True,
+            amsgrad=False,
+            beta1=betas[0],
+            beta2=betas[1],
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=eps,
+            maximize=False,
+        )
+
+
+def _rotate(x_NhC: torch.Tensor, cos_N1R: torch.Tensor, sin_N1R: torch.Tensor) -> torch.Tensor:
+    rotated, passed = x_NhC, None
+    if cos_N1R.shape[-1] < x_NhC.shape[-1]:
+        rotated, passed = x_NhC.tensor_split([cos_N1R.shape[-1]], dim=-1)
+    first, second = rotated.chunk(2, dim=-1)
+    rotated = rotated * cos_N1R + torch.cat([second, first], dim=-1) * sin_N1R
+    return rotated if passed is None else torch.cat([rotated, passed], dim=-1)
+
+
+def _grouped(x_ND: torch.Tensor, counts: list[int], row_multiple: int, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    out = x_ND.new_empty(x_ND.shape[0], weights[0].shape[0])
+    for rows, x, y, weight in zip(counts, x_ND.split(counts), out.split(counts), weights, strict=True):
+        if rows % row_multiple:
+            y.copy_(linear(x, weight, row_multiple))
+        elif rows:
+            torch.mm(x, weight.t(), out=y)
+    return out
+
+
+class _GroupedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_ND: torch.Tensor, counts: list[int], row_multiple: int, *weights: torch.Tensor):
+        ctx.save_for_backward(x_ND, *weights)
+        ctx.counts = counts
+        return _grouped(x_ND, counts, row_multiple, weights)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        x_ND, *weights = ctx.saved_tensors
+        grad_NO = grads[0].contiguous()
+        grad_x = torch.empty_like(x_ND)
+        grad_weights: list[torch.Tensor | None] = []
+        chunks = zip(x_ND.split(ctx.counts), grad_NO.split(ctx.counts), grad_x.split(ctx.counts), strict=True)
+        for weight, (x, grad, gx) in zip(weights, chunks, strict=True):
+            # An expert without rows gets no gradient instead of a zero one, which would have to be added.
+            grad_weights.append(torch.mm(grad.t(), x) if x.shape[0] else None)
+            if x.shape[0]:
+                torch.mm(grad, weight, out=gx)
+        return grad_x, None, None, *grad_weights

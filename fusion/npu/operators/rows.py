@@ -1,0 +1,38 @@
+"""Compute products and sigmoids whose bits may be asked not to depend on the other rows of a batch. Of any device."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+BATCH_INVARIANT_ROWS = 16
+"""Multiple to which row counts are rounded up where results must not depend on the batch: below it (and, in fp64,
+between its multiples) a BLAS selects kernels by row count that add in a different order."""
+
+
+def linear(x_ND: torch.Tensor, weight_OD: torch.Tensor, row_multiple: int = 1) -> torch.Tensor:
+    """Compute x @ weight.T. With ``row_multiple`` > 1, N is zero-padded to a multiple of it, so that a row's bits do
+    not depend on N."""
+    rows = x_ND.shape[0]
+    padding = -rows % row_multiple
+    if padding == 0:
+        return F.linear(x_ND, weight_OD)
+    return F.linear(F.pad(x_ND, (0, 0, 0, padding)), weight_OD)[:rows]
+
+
+def head_linear(x_NHC: torch.Tensor, weight_HCO: torch.Tensor, row_multiple: int = 1) -> torch.Tensor:
+    """Multiply each head of x by its own matrix: [N, H, O]. ``row_multiple``: as of `linear`."""
+    rows = x_NHC.shape[0]
+    padding = -rows % row_multiple
+    if padding:
+        x_NHC = F.pad(x_NHC, (0, 0, 0, 0, 0, padding))
+    return torch.bmm(x_NHC.transpose(0, 1), weight_HCO).transpose(0, 1)[:rows]
+
+
+def sigmoid(x: torch.Tensor, row_multiple: int = 1) -> torch.Tensor:
+    """Compute the sigmoid of each element. With ``row_multiple`` > 1 its bits do not depend on the element's place:
+    PyTorch's vector loop over a tensor rounds differently from the scalar one over what is left. No gradient then."""
+    if row_multiple == 1:
+        return x.sigmoid()
+    x32 = x.to(torch.float32) if x.dtype in (torch.bfloat16, torch.float16) else x
+    return (1 / (1 + (-x32).exp())).to(x.dtype)
