@@ -34,7 +34,7 @@ setup(
     packages=find_packages(include=["fusion*", "stalesync*", "distqueue*"]),
     package_data={
         "": ["*.pyi"],
-        "fusion.npu.emulator": ["*.cpp", "*.h"],
+        "fusion.npu.emulator": ["*.cpp", "*.h", "schemas/*.txt"],
         "fusion.npu.operators": ["*.cpp", "*.h"],
         "fusion.rollout.drafts": ["*.cpp"],
         "fusion.costmodel.hardware": ["*.yaml"],

@@ -2,6 +2,7 @@
 
     build.py      sources ──g++, once──► cache folder ──► rlfusion_npu.so
     frontend/     the module `torch.npu`, with the names of torch_npu
+    operators/    references of operators of `torch.ops.npu`, for the schemas in schemas/
     *.h, *.cpp    the device itself (emulator.h lists the files)
 
     from fusion.npu.emulator import install

@@ -1,0 +1,70 @@
+"""Offer operators of `torch.ops.npu` on the emulated NPU: those that `fusion/npu/operators/ascend.py` calls.
+
+    schemas/torch_npu-VERSION.txt ──► library "npu" ◄── references.py   what each computes, in float32, rounded once
+                                           ▲
+                                      gradients.py   which operator computes the gradient, as torch_npu's autograd says
+
+The schemas are the wheel's own, one a line (`tests/npu/contracts` compares them). A reference states the meaning of an
+operator, for the arguments that are used here; other arguments raise. It is no model of a card's rounding, order of
+addition, speed or workspace. Where torch_npu is loaded, nothing is registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from fusion.npu.emulator.operators.gradients import GRADIENTS
+from fusion.npu.emulator.operators.references import REFERENCES
+
+SCHEMAS = Path(__file__).parents[1] / "schemas"
+VERSIONS = tuple(sorted(path.stem.removeprefix("torch_npu-") for path in SCHEMAS.glob("torch_npu-*.txt")))
+"""Versions of torch_npu whose schemas are recorded; the first is emulated."""
+
+
+def recorded_schemas(version: str) -> dict[str, str]:
+    """Return the schemas recorded of a version of torch_npu, by the operator's name (with its overload)."""
+    lines = (SCHEMAS / f"torch_npu-{version}.txt").read_text().splitlines()
+    return {line.partition("(")[0]: line for line in lines}
+
+
+@cache
+def register() -> torch.library.Library:
+    """Define the operators in this process, once, for tensors of any device: the emulated NPU's, the host's and `meta`.
+
+    Raises:
+        RuntimeError: an operator is defined already, as by torch_npu.
+    """
+    library = torch.library.Library("npu", "FRAGMENT")
+    for name, schema in recorded_schemas(VERSIONS[0]).items():
+        library.define(schema)
+        library.impl(name, REFERENCES[name], "CompositeExplicitAutograd")
+    register_gradients(library)
+    return library
+
+
+def register_gradients(library: torch.library.Library) -> None:
+    """Register the gradient of every operator that torch_npu derives. The others listed refuse tensors that require
+    one."""
+    for name, gradient in GRADIENTS.items():
+        if gradient is None:
+            library.impl(name, _refuse_gradient(name), "Autograd", with_keyset=True)
+        else:
+            torch.library.register_autograd(f"npu::{name}", gradient.compute, setup_context=gradient.keep, lib=library)
+
+
+def _refuse_gradient(name: str) -> Callable[..., Any]:
+    operator = getattr(torch.ops.npu, name).default
+
+    def call(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            raise NotImplementedError(f"torch_npu derives no gradient of {name}")
+        return operator.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+
+    return call

@@ -1,0 +1,144 @@
+"""State what the operators of attention and of the KV cache compute (`references.py` says how)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+Tensor = torch.Tensor
+
+
+def wide(x: Tensor) -> Tensor:
+    """Return x in at least float32."""
+    return x if x.dtype == torch.float64 else x.to(torch.float32)
+
+
+def scatter_pa_kv_cache(
+    key: Tensor,
+    value: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    slot_mapping: Tensor,
+    *,
+    cache_mode: str | None = "PA_NZ",
+) -> None:
+    """Write rows [n, heads, width] to slots of caches [blocks, block size, heads, width]."""
+    assert cache_mode in (None, "Norm"), "only the format ND is emulated"
+    for rows, cache in ((key, key_cache), (value, value_cache)):
+        cache.flatten(0, 1).index_copy_(0, slot_mapping.long(), rows)
+
+
+def _by_head(x_TND: Tensor, heads: int) -> Tensor:
+    """Return [heads, T, D] of [T, N, D]; each of the N is repeated for the query heads that share it."""
+    return wide(x_TND).repeat_interleave(heads // x_TND.shape[1], dim=1).transpose(0, 1)
+
+
+def fused_infer_attention_score(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    actual_seq_lengths_kv: Sequence[int],
+    block_table: Tensor,
+    num_heads: int = 1,
+    scale: float = 1.0,
+    input_layout: str = "BSH",
+    num_key_value_heads: int = 0,
+    block_size: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Attend with one query [B, N, 1, D] of each sequence to the first tokens of its blocks [blocks, K, block size,
+    D]."""
+    assert input_layout == "BNSD" and query.shape[1] == num_heads and query.shape[2] == 1
+    assert key.shape[1] == num_key_value_heads and key.shape[2] == block_size
+    out = query.new_zeros(*query.shape[:-1], value.shape[-1])
+    for row, length in enumerate(actual_seq_lengths_kv):
+        if length and query.device.type != "meta":
+            blocks = block_table[row, : -(-length // block_size)]
+            keys, values = (x.index_select(0, blocks).transpose(1, 2).flatten(0, 1)[:length] for x in (key, value))
+            scores = _by_head(query[row].transpose(0, 1), num_heads) @ _by_head(keys, num_heads).transpose(1, 2)
+            out[row] = (scores * scale).softmax(-1) @ _by_head(values, num_heads)
+    return out, query.new_empty(0, dtype=torch.float32)
+
+
+def _sequences(ends: Sequence[int]) -> Iterator[slice]:
+    return (slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True) if end > start)
+
+
+def _scores(query: Tensor, key: Tensor, heads: int, scale: float) -> Tensor:
+    """Return [heads, T, T], of each query with the keys up to its own."""
+    scores = _by_head(query, heads) @ _by_head(key, heads).transpose(1, 2) * scale
+    allowed = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).tril()
+    return scores.masked_fill(~allowed, -torch.inf)
+
+
+def fusion_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    head_num: int,
+    input_layout: str,
+    pse: None,
+    padding_mask: None,
+    atten_mask: Tensor,
+    scale: float,
+    keep_prob: float,
+    pre_tockens: int,
+    next_tockens: int,
+    inner_precise: int,
+    prefix: None,
+    actual_seq_qlen: Sequence[int],
+    actual_seq_kvlen: Sequence[int],
+    sparse_mode: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
+    """Attend causally within packed sequences, whose cumulative lengths are given. Returns the output [T, N, D], the
+    maxima and the sums of the softmax [T, N, 8], and what only dropout uses."""
+    assert input_layout == "TND" and query.shape[1] == head_num and atten_mask.shape == (2048, 2048)
+    assert sparse_mode == 3 and list(actual_seq_qlen) == list(actual_seq_kvlen) and keep_prob == 1.0
+    out = query.new_empty(*query.shape[:-1], value.shape[-1])
+    top, total = (query.new_empty(*query.shape[:2], 8, dtype=torch.float32) for _ in range(2))
+    for rows in _sequences(actual_seq_qlen):
+        scores = _scores(query[rows], key[rows], head_num, scale)
+        largest = scores.amax(-1, keepdim=True)
+        weights = (scores - largest).exp()
+        sums = weights.sum(-1, keepdim=True)
+        out[rows] = (weights / sums @ _by_head(value[rows], head_num)).transpose(0, 1).to(out.dtype)
+        top[rows], total[rows] = largest.transpose(0, 1).float(), sums.transpose(0, 1).float()
+    return out, top, total, query.new_empty(0), 0, 0, 0
+
+
+def fusion_attention_grad(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    dy: Tensor,
+    head_num: int,
+    input_layout: str,
+    *,
+    atten_mask: Tensor,
+    softmax_max: Tensor,
+    softmax_sum: Tensor,
+    attention_in: Tensor,
+    scale_value: float = 1.0,
+    actual_seq_qlen: Sequence[int],
+    actual_seq_kvlen: Sequence[int],
+    sparse_mode: int = 0,
+) -> tuple[Tensor | None, ...]:
+    """Return the gradients of query, key and value from what `fusion_attention` returned."""
+    grads = [torch.empty_like(x) for x in (query, key, value)]
+    for rows in _sequences(actual_seq_qlen):
+        q, k, v = query[rows], key[rows], value[rows]
+        scores = _scores(q, k, head_num, scale_value)
+        weights = (scores - softmax_max[rows, :, :1].transpose(0, 1)).exp() / softmax_sum[rows, :, :1].transpose(0, 1)
+        d_out, out = wide(dy[rows]).transpose(0, 1), wide(attention_in[rows]).transpose(0, 1)
+        d_weights = d_out @ _by_head(v, head_num).transpose(1, 2)
+        d_scores = weights * (d_weights - (d_out * out).sum(-1, keepdim=True)) * scale_value
+        by_head = (
+            d_scores @ _by_head(k, head_num),
+            d_scores.transpose(1, 2) @ _by_head(q, head_num),
+            weights.transpose(1, 2) @ d_out,
+        )
+        for grad, x in zip(grads, by_head, strict=True):
+            heads = grad.shape[1]
+            grad[rows] = x.unflatten(0, (heads, -1)).sum(1).transpose(0, 1).to(grad.dtype)
+    return *grads, None, query.new_empty(0)
