@@ -3,6 +3,12 @@
 Invariants (tests/distqueue/test_recovery.py): every durable change is passed to `record`, in the order in which it
 happened; `recover` from those events makes the same state, without leases and reservations; a call that raises has
 changed nothing.
+
+A commit may be repeated: its writer calls again within a second if the answer was lost. It is recognised as long as its
+segment is live where it was written, whatever else was put meanwhile; so only puts whose segment has ended or moved
+need to be remembered, and of these the last few: a writer waits for each answer, so a repeated put is among the newest.
+One that is forgotten all the same is put again, which stores nothing twice: samples that were dropped or lost meanwhile
+are late, and a column that exists, or a sample that is done, is refused.
 """
 
 from __future__ import annotations
@@ -24,8 +30,8 @@ from distqueue.messages import Delivery, Put, names_to_array, pack
 from distqueue.samples import Ended, SampleTable, Selection, Taken
 from distqueue.segments import Segment, SegmentLedger
 
-REMEMBERED_PUTS = 4096
-"""Committed puts that are recognised when their writer, who missed the answer, commits again"""
+REMEMBERED_PUTS = 16
+"""Last puts that are recognised, when they are repeated, also where their segment has ended or moved"""
 
 
 class QueueCore:
@@ -96,8 +102,8 @@ class QueueCore:
         before. Idempotent. LookupError: no such reservation, or it expired; reserve again. ValueError: a put that was
         committed meanwhile conflicts with this one, whose reservation is cancelled."""
         self._check_open()
-        if (number, path) in self.committed:
-            return self.committed[number, path]
+        if self._is_committed(number, path):
+            return self.committed.get((number, path), ())
         reservation, segment = self.writers.find(number, path), self.ledger.segments[number]
         put = reservation.put
         try:
@@ -114,7 +120,7 @@ class QueueCore:
     def put(self, put: Put, *, nbytes: int, number: int, path: str, now_s: float) -> tuple[str, ...]:
         """Commit a put whose payload is written to a granted file: see `commit`."""
         self._check_open()
-        if (number, path) not in self.committed:
+        if not self._is_committed(number, path):
             self.writers.declare(put, nbytes=nbytes, number=number, path=path, now_s=now_s)
         return self.commit(number, path, now_s)
 
@@ -320,10 +326,13 @@ class QueueCore:
         self.late += len(late)
         if len(late) == len(put.ids) or not put.columns:
             self.ledger.free([number])
+        self.remember_put(number, path, late)
+        return late
+
+    def remember_put(self, number: int, path: str, late: tuple[str, ...]) -> None:
         self.committed[number, path] = late
         if len(self.committed) > REMEMBERED_PUTS:
             del self.committed[next(iter(self.committed))]
-        return late
 
     def apply_lose(self, ids: Sequence[str], reason: str, now_s: float) -> tuple[str, ...]:
         ended = self.table.lose(ids, f"{LOST}{reason}")
@@ -336,6 +345,11 @@ class QueueCore:
         self.readers.serve(now_s)
         if self.writers.waiting:
             self.writers.serve(now_s)
+
+    def _is_committed(self, number: int, path: str) -> bool:
+        segment = self.ledger.segments.get(number)
+        is_live = segment is not None and segment.live and segment.path == path
+        return is_live or (number, path) in self.committed
 
     def _deliver(self, taken: Taken, selection: Selection) -> Delivery:
         return deliver(self.table, self.ledger, taken, columns=selection.columns, lengths=selection.lengths)

@@ -57,7 +57,8 @@ def restore(cls: type[QueueCore], snapshot: bytes, lease_s: float, options: dict
         core.ledger.adopt(segment)
     core.layouts = {name: Layout.from_fields(name, layout) for name, layout in fields["layouts"].items()}
     core.writers.sealed, core.late = fields["sealed"], fields["late"]
-    core.committed.update(((number, path), tuple(late)) for (number, path), late in fields["committed"])
+    for (number, path), late in fields["committed"]:
+        core.remember_put(number, path, tuple(late))
     core.lost = [LostSample(*one) for one in fields["lost"]]
     core.recovered = True
     return core

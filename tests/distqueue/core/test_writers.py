@@ -8,6 +8,7 @@ import pytest
 
 from distqueue import PackedBatch
 from distqueue.core import QueueCore
+from distqueue.core.queue import REMEMBERED_PUTS
 from distqueue.errors import NoRoomForRows
 from distqueue.messages import Put
 from distqueue.segments import GRAIN, Segment
@@ -190,6 +191,23 @@ def test_a_commit_that_is_repeated_changes_nothing() -> None:
     assert (len(told) - 1, core.late) == (before[0], before[1]["distqueue/late"])
     with pytest.raises(LookupError):
         core.commit(segment.number, "/here/of another life", 0.0)
+
+
+def test_a_repeated_commit_is_recognised_however_many_puts_follow() -> None:
+    core = new_core()
+    stored, ended = store(core, put_of({"a": 1})), store(core, put_of({"b": 1}))
+    core.drop(["b"], "stale", 0.0)
+    for n in range(2 * REMEMBERED_PUTS):
+        store(core, put_of({f"c{n}": 1}))
+    assert len(core.committed) == REMEMBERED_PUTS
+    restored = QueueCore.recover(core.snapshot(), [])
+    for one in (core, restored):
+        before = one.stats(0.0)
+        assert one.commit(stored.number, stored.path, 0.0) == () and one.stats(0.0) == before
+        with pytest.raises(LookupError):
+            one.commit(ended.number, ended.path, 0.0)
+    (again,) = ask_room(core, put_of({"b": 1}))  # its writer puts again, and nothing is stored twice
+    assert core.commit(again.number, again.path, 0.0) == ("b",) and not core.table.are_live(["b"]).any()
 
 
 def test_segments_that_are_lost_take_their_writers_reservations_with_them() -> None:
