@@ -26,14 +26,13 @@ all requested columns exist, oldest first; an expired lease hands it out again; 
 freed once every task has acknowledged it ("done"), or by `drop` ("dropped:<reason>").
 
 Public interface, for use without the rest of this project (docs/distqueue.md): everything this package exports, and
-`distqueue.hierarchy.GroupReader`. That includes what this project's own runs do not use: selecting by `token_budget`,
-`whole_groups`, `min_version`, `partial` and `share` (`GetRequest`), and `stream` and `QueueDataset`.
+`distqueue.hierarchy.GroupReader`. That includes what this project's own runs do not use: `stream` and `QueueDataset`.
 
 Put samples, then columns of them, and get what is complete:
 
 >>> import torch
 >>> from distqueue import LocalQueue, PackedBatch, stream
->>> queue = LocalQueue(["reward", "train"], group_size=2)  # DistQueue.create(...) across processes, after ray.init()
+>>> queue = LocalQueue(["reward", "train"])  # DistQueue.create(...) across processes, after ray.init()
 >>> ids, tokens = ["a", "b", "c", "d"], [torch.arange(n) for n in (3, 5, 2, 4)]
 >>> queue.put(PackedBatch.from_samples(ids, {"tokens": tokens}), groups=["g", "g", "h", "h"], versions=[6, 7, 7, 7])
 ()
@@ -42,26 +41,16 @@ Put samples, then columns of them, and get what is complete:
 ()
 >>> queue.ack("reward", batch.ids)
 
-Select by tokens (a sample counts as its longest selected column), by whole groups, by policy version:
-
->>> batch = queue.get("train", ["tokens", "reward"], token_budget=10, whole_groups=True, min_version=7, partial=True)
->>> batch.ids, batch.too_old  # group g is passed over: its sample a is older
-(('c', 'd'), ('a',))
->>> queue.ack("train", batch.ids)
-
-Take what is ready instead of waiting, or deal one batch out to several readers, balanced by tokens:
+Take what is ready instead of waiting:
 
 >>> batch = queue.get("train", ["tokens"], count=64, partial=True)
 >>> queue.give_back("train", batch.ids)
->>> [queue.get("train", ["tokens"], count=2, share=(rank, 2)).ids for rank in range(2)]
-[('b',), ('a',)]
->>> queue.give_back("train", ["a", "b"])
 
 Iterate, acknowledging each batch when the next is requested, until the queue is sealed and drained:
 
 >>> queue.seal()
->>> [batch.ids for batch in stream(queue, "train", ["tokens", "reward"], count=1)]
-[('a',), ('b',)]
+>>> [batch.ids for batch in stream(queue, "train", ["tokens", "reward"], count=2)]
+[('a', 'b'), ('c', 'd')]
 """
 
 import lazy_loader

@@ -25,7 +25,7 @@ import ray
 from distqueue import checkpoint
 from distqueue.actor_calls import GONE
 from distqueue.config import QueueOptions
-from distqueue.core import QueueCore, Share
+from distqueue.core import QueueCore
 from distqueue.errors import JournalFull, QueueClosed, StorageFull
 from distqueue.fleet import Fleet
 from distqueue.journal import Journal
@@ -116,7 +116,7 @@ class QueueActor:
         """Return (the core recovered from the journal, True), or (that of the checkpoint or a new one, False)."""
         options = self.options
         bounds: dict[str, Any] = {"max_rows": options.max_rows, "epoch": self.epoch}
-        new = QueueCore(SampleTable(tasks, options.lease_s, options.group_size), **bounds)
+        new = QueueCore(SampleTable(tasks, options.lease_s), **bounds)
         if options.journal is not None:
             self.journal = Journal(options.journal, lambda: self.core.snapshot())
             stored = self.journal.read()
@@ -127,10 +127,8 @@ class QueueActor:
             if stored.snapshot is not None:
                 has_gaps = bool(stored.missing)
                 core = QueueCore.recover(stored.snapshot, stored.events, options.lease_s, has_gaps=has_gaps, **bounds)
-                for key in ("tasks", "group_size"):
-                    has, requested = getattr(core.table, key), getattr(new.table, key)
-                    if has != requested:
-                        raise ValueError(f"{key}={requested}: journal {options.journal} has {key}={has}")
+                if core.table.tasks != tasks:
+                    raise ValueError(f"tasks={tasks}: journal {options.journal} has tasks={core.table.tasks}")
                 return core, True
         if self.checkpoint_folder is not None:
             return QueueCore.recover(checkpoint.load(self.checkpoint_folder), (), options.lease_s, **bounds), False
@@ -222,12 +220,12 @@ class QueueActor:
             granted = self.core.grant(node, nbytes + nbytes // 4, now_s)
             return late, None if granted is None else self._file(granted)
 
-    async def get(self, *, selection: Selection, share: Share | None, wait_s: float, turn: Turn | None) -> bytes | Turn:
+    async def get(self, *, selection: Selection, wait_s: float, turn: Turn | None) -> bytes | Turn:
         """Return a Delivery, or a Turn after `wait_s` (at most TURN_S). `turn`: the one that came before."""
         async with self._call():
             answer, resolve = _new_answer()
             place = None if turn is None else (turn.number, turn.since_s)
-            waiter = self.core.ask(selection, share=share, now_s=time.time(), answer=resolve, place=place)
+            waiter = self.core.ask(selection, now_s=time.time(), answer=resolve, place=place)
             try:
                 await self._wait(answer, min(wait_s, TURN_S))
                 if not answer.done():

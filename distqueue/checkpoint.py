@@ -86,12 +86,11 @@ def is_whole(folder: str, cut: str) -> bool:
     return path.is_file() and path.read_text() == cut
 
 
-def check(folder: str, tasks: tuple[str, ...], group_size: int | None) -> None:
-    """ValueError: a queue with these tasks and groups cannot resume this checkpoint, or files of it are missing."""
-    stored_tasks, stored_size, paths = outline(load(folder))
-    for key, stored, requested in (("tasks", stored_tasks, tasks), ("group_size", stored_size, group_size)):
-        if stored != requested:
-            raise ValueError(f"{key}={requested}: checkpoint {folder} has {key}={stored}")
+def check(folder: str, tasks: tuple[str, ...]) -> None:
+    """ValueError: a queue with these tasks cannot resume this checkpoint, or files of it are missing."""
+    stored, paths = outline(load(folder))
+    if stored != tasks:
+        raise ValueError(f"tasks={tasks}: checkpoint {folder} has tasks={stored}")
     missing = [path for path in paths if not (Path(folder) / path).is_file()]
     if missing:
         raise ValueError(f"checkpoint={folder!r}: {len(missing)} of its files are missing, such as {missing[0]}")

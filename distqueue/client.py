@@ -92,7 +92,7 @@ class DistQueue(SampleQueue):
         options = replace(options or QueueOptions(), **fields)
         options.validate()
         tasks = tuple(tasks)
-        SampleTable(tasks, options.lease_s, options.group_size)  # raises for wrong arguments here, not in the actor
+        SampleTable(tasks, options.lease_s)  # raises for wrong arguments here, not in the actor
         node = ray.get_runtime_context().get_node_id()
         actor_class = ray.remote(QueueActor).options(
             name=name,
@@ -106,7 +106,7 @@ class DistQueue(SampleQueue):
             raise ValueError(f"name={name!r}: a queue of this name exists in this Ray cluster")
         if checkpoint is not None:
             check_absolute("checkpoint", checkpoint)
-            check_checkpoint(checkpoint, tasks, options.group_size)
+            check_checkpoint(checkpoint, tasks)
             if options.journal is not None and read_folder(options.journal).snapshot is not None:
                 raise ValueError(f"journal={options.journal!r}: it holds a queue; expected a new one for {checkpoint=}")
         actor = actor_class.remote(name=name or "", tasks=tasks, options=options, node=node, checkpoint=checkpoint)
@@ -186,12 +186,12 @@ class DistQueue(SampleQueue):
         ray.kill(self._actor)
 
     def fetch(self, request: GetRequest, left: Future[None] | None = None) -> PackedBatch:
-        selection, share = request.selection(), request.part()
+        selection = request.selection()
         deadline_s = None if request.timeout_s is None else time.monotonic() + request.timeout_s
         turn = None
         while True:
             left_s = TURN_S if deadline_s is None else max(0.0, deadline_s - time.monotonic())
-            answer = self._call("get", left=left, selection=selection, share=share, wait_s=left_s, turn=turn)
+            answer = self._call("get", left=left, selection=selection, wait_s=left_s, turn=turn)
             if isinstance(answer, Turn):
                 if left_s <= TURN_S and deadline_s is not None:
                     raise TimeoutError(answer.why)
@@ -270,12 +270,12 @@ class DistQueue(SampleQueue):
     def _copy(self, delivery: Delivery, columns: Sequence[str], damage: list[Damage] | None = None) -> PackedBatch:
         """Copy the payload of a delivery; samples that end meanwhile, also because they are damaged, are left out.
         `damage`: receives what is damaged."""
-        too_old, moves = delivery.too_old, 0
+        moves = 0
         while delivery.ids:
             try:
                 gathered = self._payload.gather(delivery)
                 self.traffic.received_bytes += sum(column.buffer.nbytes for column in gathered.values())
-                return replace(packed(delivery, gathered), too_old=too_old)
+                return packed(delivery, gathered)
             except SegmentGone as error:  # moved, overwritten because its samples have ended, or lost
                 moves += 1
                 if moves > MAX_MOVES:
@@ -293,7 +293,7 @@ class DistQueue(SampleQueue):
                 moves = 0 if len(delivery.ids) < before else moves + 1
                 if moves > MAX_MOVES:  # as it is stored it is not damaged
                     raise RuntimeError(f"{error}; in this process's memory, not where they are stored") from None
-        return PackedBatch((), {}, too_old=too_old)
+        return PackedBatch((), {})
 
     def _locate_again(self, delivery: Delivery, columns: Sequence[str]) -> Delivery:
         """Locate the samples of a delivery that have not ended."""

@@ -50,8 +50,6 @@ class QueueOptions(QueueConfig):
     """The arguments of `DistQueue.create` besides the tasks: the config group, and what a run derives from its
     others."""
 
-    group_size: int | None = None
-    """Members of every group, needed for `whole_groups`."""
     lease_s: float = LEASE_S
     """Seconds of a lease: a sample that a reader neither acknowledges nor renews in time is delivered again."""
     journal: str | None = None
@@ -66,7 +64,6 @@ class QueueOptions(QueueConfig):
             ValueError: a value that is not accepted, by key.
         """
         super().validate(prefix)
-        _expect_count(f"{prefix}group_size", self.group_size)
         _expect_count(f"{prefix}max_rows", self.max_rows)
         seconds = isinstance(self.lease_s, (int, float)) and math.isfinite(self.lease_s) and self.lease_s > 0
         _expect(seconds, f"{prefix}lease_s", self.lease_s, expected="a number above 0")

@@ -36,7 +36,7 @@ class SampleQueue(ABC):
         once it has its own copy.
 
         ValueError, with nothing changed: a column put twice or in another layout, a sample that is already done, a
-        group that changes or outgrows group_size, a new sample after `seal`, more than max_rows or max_bytes at once.
+        group that changes, a new sample after `seal`, more than max_rows or max_bytes at once.
         StorageFull, with nothing changed: there is no space for the payload.
         """
         return self._put(batch.labelled(groups, versions))
@@ -45,11 +45,11 @@ class SampleQueue(ABC):
     def get(self, request: GetRequest) -> PackedBatch:
         """Wait for a batch of samples that hold all `columns`, oldest first, and lease them to the caller until `ack`.
 
-        The arguments are the fields of `GetRequest`, which documents them: `count` or `token_budget` end the batch,
-        whichever is reached first; `lengths` names further columns of which the batch has the tokens per sample only.
+        The arguments are the fields of `GetRequest`, which documents them: `lengths` names further columns of which the
+        batch has the tokens per sample only.
 
         TimeoutError names the missing columns and the number of samples that lack them. QueueDrained: the queue is
-        sealed and the task has received everything. ValueError: a request that this queue can never serve.
+        sealed and the task has received everything. ValueError: a task that this queue does not have.
         """
         return self.fetch(request)
 

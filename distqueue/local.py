@@ -39,9 +39,8 @@ Located = tuple[Delivery, list[dict[str, Stretch]]]
 class LocalQueue(SampleQueue):
     """Samples between the stages of one process; `DistQueue` is the same across processes.
 
-    `tasks`: the stages that must acknowledge a sample before it is freed. `group_size`: members of every group, needed
-    for `whole_groups`. `lease_s`: a sample not acknowledged within it is handed out again. `max_rows`, `max_bytes`:
-    bounds beyond which a put of new samples waits.
+    `tasks`: the stages that must acknowledge a sample before it is freed. `lease_s`: a sample not acknowledged within
+    it is handed out again. `max_rows`, `max_bytes`: bounds beyond which a put of new samples waits.
 
     >>> import torch
     >>> from distqueue import LocalQueue, PackedBatch
@@ -54,7 +53,7 @@ class LocalQueue(SampleQueue):
     >>> queue.put(PackedBatch.from_samples(batch.ids, {"reward": torch.tensor([1.0, 0.0])}))
     ()
     >>> queue.ack("reward", batch.ids)
-    >>> queue.get("train", ["tokens", "reward"], token_budget=3).ids
+    >>> queue.get("train", ["tokens", "reward"], count=2).ids
     ('a', 'b')
     """
 
@@ -62,12 +61,11 @@ class LocalQueue(SampleQueue):
         self,
         tasks: Iterable[str],
         *,
-        group_size: int | None = None,
         lease_s: float = LEASE_S,
         max_rows: int | None = None,
         max_bytes: int | None = None,
     ) -> None:
-        self._core = QueueCore(SampleTable(tasks, lease_s, group_size), max_rows=max_rows)
+        self._core = QueueCore(SampleTable(tasks, lease_s), max_rows=max_rows)
         self._core.ledger.add_shard(
             Shard(name=HERE, node=HERE, folder=HERE, max_bytes=max_bytes or 1 << 62, recycles=False)
         )
@@ -187,9 +185,7 @@ class LocalQueue(SampleQueue):
         answer: futures.Future[Located] = futures.Future()
         selection = request.selection()
         with self._lock:
-            waiter = self._core.ask(
-                selection, share=request.part(), now_s=time.time(), answer=_resolve(answer, self._locate)
-            )
+            waiter = self._core.ask(selection, now_s=time.time(), answer=_resolve(answer, self._locate))
             self._follow_up()
         try:
             yield answer

@@ -201,8 +201,6 @@ class Delivery:
     versions: tuple[tuple[int, int], ...] = ()
     places: tuple[Place, ...] = ()
     parts: tuple[Part, ...] = ()
-    too_old: tuple[str, ...] = ()
-    """Samples passed over because they are older than `min_version`"""
     lengths: dict[str, np.ndarray] = field(default_factory=dict)
     """(B,) int64 by column: tokens of columns whose payload is not delivered"""
 
@@ -213,7 +211,6 @@ class Delivery:
             "groups": unique,
             "places": self.places,
             "parts": [part.columns for part in self.parts],
-            "too_old": self.too_old,
             "lengths": list(self.lengths),
         }
         arrays = {"ids": names_to_array(self.ids), "group_of": group_of}
@@ -235,7 +232,6 @@ class Delivery:
             parts=tuple(
                 Part(tuple(columns), arrays[f"runs{i}"].astype(np.int64)) for i, columns in enumerate(fields["parts"])
             ),
-            too_old=tuple(fields["too_old"]),
             lengths={name: arrays[f"lengths{i}"].astype(np.int64) for i, name in enumerate(fields["lengths"])},
         )
 

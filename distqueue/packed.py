@@ -22,8 +22,6 @@ class PackedBatch:
     """group id per sample; (): unknown"""
     versions: tuple[tuple[int, int], ...] = ()
     """policy versions of each sample's (oldest, newest) token; (): unknown"""
-    too_old: tuple[str, ...] = ()
-    """samples that a get with `min_version` passed over as too old and left in the queue; up to 1,000 ids"""
     lengths: dict[str, list[int]] = field(default_factory=dict)
     """tokens per sample of the columns that a get named in `lengths`, whose payload it does not return"""
 

@@ -13,7 +13,6 @@ from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from dataclasses import dataclass, fields
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from distqueue.core.readers import Share
 from distqueue.samples import Selection
 
 P = ParamSpec("P")
@@ -29,21 +28,12 @@ class GetRequest(Selection):
     ValueError names the argument that can never be served and what was expected.
     """
 
-    share: tuple[int, int] | None = None
-    """(rank, readers): deal the batch out to that many readers, balanced by tokens, and return the part of this rank"""
     timeout_s: float | None = None
     """raise TimeoutError, which names the missing columns, after this long; None: wait until the queue is closed"""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.part()
-
     def selection(self) -> Selection:
-        """Without what concerns this reader alone, so that readers of the same samples ask for equal selections."""
+        """Without the timeout, so that readers of the same samples ask for equal selections."""
         return Selection(**{field.name: getattr(self, field.name) for field in fields(Selection)})
-
-    def part(self) -> Share | None:
-        return None if self.share is None else Share(*self.share)
 
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments for another `get`."""

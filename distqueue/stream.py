@@ -1,7 +1,7 @@
 """A queue as a data loader for any trainer: one batch after the other, each acknowledged when the next is requested.
 
     for batch in stream(queue, "train", ["tokens", "reward"], count=512): ...
-    loader = torch.utils.data.DataLoader(QueueDataset(queue, "train", ["tokens"], token_budget=65536), batch_size=None)
+    loader = torch.utils.data.DataLoader(QueueDataset(queue, "train", ["tokens"], count=64), batch_size=None)
 
 The next batch is fetched while the current one is being processed. Requesting the next batch acknowledges the current
 one; a loop that is left before that returns its last batch, and what was prefetched, to the queue at once; that of a

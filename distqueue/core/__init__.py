@@ -10,6 +10,5 @@ No process, no payload, no clock: `LocalQueue` and the queue's actor drive the s
 """
 
 from distqueue.core.queue import QueueCore
-from distqueue.core.readers import Share
 
-__all__ = ["QueueCore", "Share"]
+__all__ = ["QueueCore"]

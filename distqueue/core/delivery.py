@@ -21,7 +21,7 @@ def deliver(
 ) -> Delivery:
     """Describe live samples that hold the columns. `lengths`: columns of which only the tokens are delivered."""
     if not len(taken):
-        return Delivery(too_old=taken.too_old)
+        return Delivery()
     parts = table.parts(taken.rows, columns)
     numbers = np.unique(np.concatenate([segments for _, segments, _ in parts]))
     return Delivery(
@@ -35,6 +35,5 @@ def deliver(
             Part(tuple(names), runs_of(np.searchsorted(numbers, segments), positions))
             for names, segments, positions in parts
         ),
-        too_old=taken.too_old,
         lengths=dict(zip(lengths, table.row_lengths(taken.rows, lengths), strict=True)),
     )

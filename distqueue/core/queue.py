@@ -22,7 +22,7 @@ import numpy as np
 from distqueue.config import LEASE_S
 from distqueue.core import recovery, report
 from distqueue.core.delivery import deliver
-from distqueue.core.readers import Readers, Share, Waiter
+from distqueue.core.readers import Readers, Waiter
 from distqueue.core.writers import Writer, Writers
 from distqueue.errors import LOST, LostSample, QueueClosed
 from distqueue.layout import Layout
@@ -142,19 +142,18 @@ class QueueCore:
         self,
         selection: Selection,
         *,
-        share: Share | None,
         now_s: float,
         answer: Callable[[Delivery | Exception], None],
         place: tuple[int, float] | None = None,
     ) -> Waiter:
         """Serve `selection` now or later, through `answer`. `place`: (number, since_s) of a waiter that asks again.
 
-        ValueError: a selection that this queue can never serve.
+        ValueError: a task that this queue does not have.
         """
         self._check_open(selection)
-        self.table.check(selection)
+        self.table.check_task(selection.task)
         number, since_s = place or (next(self._numbers), now_s)
-        waiter = Waiter(selection, share=share, number=number, since_s=since_s, answer=answer)
+        waiter = Waiter(selection, number=number, since_s=since_s, answer=answer)
         self.readers.join(waiter)
         self.tick(now_s)
         return waiter

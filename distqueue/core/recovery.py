@@ -40,11 +40,11 @@ def snapshot(core: QueueCore, copied_to: Callable[[int], str] | None = None) -> 
     return pack(fields | {"texts": texts}, {name: a for name, a in arrays.items() if not isinstance(a, str)})
 
 
-def outline(snapshot: bytes) -> tuple[tuple[str, ...], int | None, list[str]]:
-    """Read (tasks, group_size, paths of the segments) of a snapshot without restoring a core."""
+def outline(snapshot: bytes) -> tuple[tuple[str, ...], list[str]]:
+    """Read (tasks, paths of the segments) of a snapshot without restoring a core."""
     fields, _ = unpack(snapshot)
     about = json.loads(fields["texts"]["table.about"])
-    return tuple(about["tasks"]), about["group_size"], [path for _, _, path, *_ in fields["segments"]]
+    return tuple(about["tasks"]), [path for _, _, path, *_ in fields["segments"]]
 
 
 def restore(cls: type[QueueCore], snapshot: bytes, lease_s: float, options: dict[str, Any]) -> QueueCore:

@@ -42,7 +42,7 @@ def state(core: QueueCore, now_s: float) -> dict[str, Any]:
             "longest_s": now_s - waiters[0].since_s,
             "why": core.explain(selection),
         }
-        for (selection, _), waiters in core.readers.waiting.items()
+        for selection, waiters in core.readers.waiting.items()
     ]
     shards = [
         {

@@ -173,8 +173,7 @@ class GroupReader:
             try:
                 batch = request()
                 samples = np.frombuffer(Put.of(batch).to_bytes(), np.uint8)
-                fields = {"too_old": batch.too_old, "lengths": batch.lengths}
-                message = pack(fields, {"samples": samples})
+                message = pack({"lengths": batch.lengths}, {"samples": samples})
             except Exception as error:
                 failure, waits = error, again and isinstance(error, TimeoutError)
                 message = pack({"waits": True} if waits else {"error": _describe(error)}, {})
@@ -216,7 +215,6 @@ class GroupReader:
             columns=columns,
             groups=manifest.groups,
             versions=() if manifest.versions is None else spans_of(manifest.versions),
-            too_old=tuple(fields["too_old"]),
             lengths=fields["lengths"],
         )
         return Received(batch, lengths)

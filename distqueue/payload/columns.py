@@ -44,7 +44,6 @@ def packed(delivery: Delivery, columns: dict[str, Column]) -> PackedBatch:
         columns=columns,
         groups=delivery.groups,
         versions=delivery.versions,
-        too_old=delivery.too_old,
         lengths={name: lengths_B.tolist() for name, lengths_B in delivery.lengths.items()},
     )
 

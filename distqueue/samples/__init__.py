@@ -2,13 +2,13 @@
 
       put, ack, drop, lose         take                    find, places           snapshot
            │                        │                          │                     │
-puts.py, lookups.py: names in,   search.py: oldest first   reports.py: why a get   snapshots.py: flat
-refused or looked up at once     up to count or budget     waits, metrics          arrays and back
-           │                        │ views.py: what is ready for (task, columns), updated at every event
+puts.py, lookups.py: names in,   views.py: what is ready   reports.py: why a get   snapshots.py: flat
+refused or looked up at once     for (task, columns),      waits, metrics          arrays and back
+           │                     updated at every event
 state.py ──┴─ a row is a slot of pages.py, and each table has its fields there:
-   names.py      id ──► slot, and back                     claims.py   per task open, leased, acked; leases
-   columns.py    which columns a row holds, their tokens   groups.py   members of each group, in order
-   segments.py   where the payload of a column lies        endings.py  how samples ended, the last ones by id
+   names.py      id ──► slot, and back; group by slot      claims.py   per task open, leased, acked; leases
+   columns.py    which columns a row holds, their tokens   endings.py  how samples ended, the last ones by id
+   segments.py   where the payload of a column lies
 types.py         Selection, Taken, Ended: what enters and leaves the table
 """
 

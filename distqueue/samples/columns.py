@@ -6,7 +6,7 @@ any other column counts 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -65,13 +65,10 @@ class Columns:
                 self.tokens[c].values[slots] = 1 if tokens is None else np.asarray(tokens)[positions]
         self.held.values[slots] |= self.mask(columns)
 
-    def longest(self, slots: np.ndarray, columns: Sequence[int]) -> np.ndarray:
-        """(B,) int64: tokens of each row's longest column among these, all of which it holds."""
-        longest = np.full(len(slots), any(c not in self.tokens for c in columns), np.uint32)
-        for c in columns:
-            if c in self.tokens:
-                np.maximum(longest, self.tokens[c].values[slots], out=longest)
-        return longest.astype(np.int64)
+    def lengths(self, slots: np.ndarray, name: str) -> np.ndarray:
+        """(B,): tokens of a column in rows that hold it."""
+        tokens = self.tokens.get(self.names.index(name))
+        return np.ones(len(slots), np.int64) if tokens is None else tokens.values[slots]
 
     def holders(self, slots: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
         """Yield (column, the rows that hold it) for every ragged column."""

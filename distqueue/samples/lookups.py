@@ -66,5 +66,5 @@ def holding(state: State, ids: Sequence[str], columns: Iterable[str]) -> np.ndar
         slot = slots[[lacks.argmax()]]
         has = held.of(held.held.values[slot[0]])
         name = next(name for name in columns if name not in has)
-        raise ValueError(f"sample {state.ids.texts(slot)[0]!r} lacks column {name!r}; it has {has}")
+        raise ValueError(f"sample {state.ids.of(slot)[0]!r} lacks column {name!r}; it has {has}")
     return slots

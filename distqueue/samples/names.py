@@ -5,7 +5,7 @@ Invariants: a name is found exactly while it is in the index, under its slot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 
 import numpy as np
@@ -13,11 +13,31 @@ import numpy as np
 from distqueue.samples.pages import NONE
 
 
-class Names:
+class Texts:
+    """A text per slot; "" where there is none."""
+
     def __init__(self) -> None:
-        self._slots: dict[str, int] = {}
         self._texts: list[str] = []
-        """"" at slots without a name"""
+
+    def set(self, slots: np.ndarray, texts: Iterable[str]) -> None:
+        self._texts += [""] * (int(slots.max(initial=-1)) + 1 - len(self._texts))
+        for slot, text in zip(slots.tolist(), texts, strict=False):
+            self._texts[slot] = text
+
+    def clear(self, slots: np.ndarray) -> None:
+        self.set(slots, repeat(""))
+
+    def of(self, slots: np.ndarray) -> tuple[str, ...]:
+        """The texts of these slots."""
+        return tuple(map(self._texts.__getitem__, slots.tolist()))
+
+
+class Names(Texts):
+    """The slots of names, and their texts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._slots: dict[str, int] = {}
 
     def find(self, names: Sequence[str]) -> np.ndarray:
         """(B,) int64: slot per name; NONE: not in the index."""
@@ -25,19 +45,13 @@ class Names:
 
     def insert(self, names: Sequence[str], slots: np.ndarray) -> None:
         """Add distinct names that are not in the index."""
-        self._texts += [""] * (int(slots.max(initial=-1)) + 1 - len(self._texts))
         self._slots.update(zip(names, slots.tolist(), strict=True))
-        for name, slot in zip(names, slots.tolist(), strict=True):
-            self._texts[slot] = name
+        self.set(slots, names)
 
     def remove(self, slots: np.ndarray) -> tuple[str, ...]:
         """Remove the names of distinct slots, and return them."""
-        names = self.texts(slots)
-        for name, slot in zip(names, slots.tolist(), strict=True):
+        names = self.of(slots)
+        for name in names:
             del self._slots[name]
-            self._texts[slot] = ""
+        self.clear(slots)
         return names
-
-    def texts(self, slots: np.ndarray) -> tuple[str, ...]:
-        """The names of these slots."""
-        return tuple(map(self._texts.__getitem__, slots.tolist()))

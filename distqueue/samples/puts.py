@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import count
 
 import numpy as np
 
@@ -31,11 +30,7 @@ class Batch:
     endings: np.ndarray
     """(B,) code of the reason for which the sample ended before; NONE: it did not"""
     groups: Sequence[str]
-    """the G distinct groups of the samples"""
-    group_slots: np.ndarray
-    """(G,) int64; NONE: the group is not alive"""
-    group_of: np.ndarray
-    """(B,) position in `groups`; NONE: the put names no group for the sample"""
+    """the group of each sample, "" if the put names none; (): of all"""
 
     @cached_property
     def late(self) -> np.ndarray:
@@ -57,41 +52,21 @@ def look_up(state: State, ids: Sequence[str], groups: Sequence[str]) -> Batch:
     endings = np.full(len(ids), NONE, np.int32)
     absent = np.flatnonzero(slots == NONE)
     endings[absent] = state.endings.find([ids[i] for i in absent.tolist()])
-    names_G = [group for group in dict.fromkeys(groups) if group]
-    number_of = dict(zip(names_G, count()), **{"": NONE})
-    group_of = np.fromiter(map(number_of.__getitem__, groups or [""] * len(ids)), np.int64, len(ids))
-    return Batch(
-        ids,
-        slots=slots,
-        endings=endings,
-        groups=names_G,
-        group_slots=state.groups.names.find(names_G),
-        group_of=group_of,
-    )
+    return Batch(ids, slots=slots, endings=endings, groups=groups)
 
 
 def check(state: State, batch: Batch, columns: Sequence[str]) -> None:
-    """ValueError: a column put twice or one too many, a sample that is already done, a group that changes or outgrows
-    group_size, a new sample without a group although group_size is set."""
+    """ValueError: a column put twice or one too many, a sample that is already done, a group that changes."""
     state.columns.check_room(columns)
-    mask, size = state.columns.mask(columns), state.groups.size
-    alive = batch.slots != NONE
-    slots = np.where(alive, batch.slots, 0)
-    groups = np.append(batch.group_slots, NONE)
-    has_group = batch.group_of != NONE
+    mask, alive = state.columns.mask(columns), np.flatnonzero(batch.slots != NONE)
+    slots = batch.slots[alive]
     invalid = (batch.endings == state.endings.code(DONE)) & batch.late
-    invalid |= alive & (state.columns.held.values[slots] & mask != 0)
-    invalid |= alive & has_group & (state.groups.of(slots) != groups[batch.group_of])
-    if size:
-        invalid |= batch.new & ~has_group
+    invalid[alive] |= state.columns.held.values[slots] & mask != 0
+    if batch.groups:
+        known = zip([batch.groups[i] for i in alive.tolist()], state.groups.of(slots), strict=True)
+        invalid[alive] |= np.fromiter((group not in ("", earlier) for group, earlier in known), np.bool_, len(alive))
     if invalid.any():
         raise _invalid(state, batch, i=int(invalid.argmax()), mask=mask)
-    if size:
-        counts = np.bincount(batch.group_of[batch.new], minlength=len(batch.groups))
-        sizes = counts + np.where(groups[:-1] == NONE, 0, state.groups.put.values[groups[:-1]])
-        for k in batch.group_of[batch.new & (sizes > size)[batch.group_of]][:1].tolist() if len(sizes) else ():
-            group = batch.groups[k]
-            raise ValueError(f"group {group!r}: {sizes[k]} samples, but the queue has group_size={size}")
 
 
 def store(
@@ -108,9 +83,9 @@ def store(
     new, slots = np.flatnonzero(batch.new), batch.slots.copy()
     if len(new):
         numbers = np.arange(state.next_row, state.next_row + len(new))
-        slots[new] = state.create([batch.ids[i] for i in new.tolist()], numbers, now_s)
+        ids, groups = ([names[i] for i in new.tolist()] if names else [] for names in (batch.ids, batch.groups))
+        slots[new] = state.create(ids, numbers, now_s, groups)
         state.next_row += len(new)
-        state.groups.join(slots[new], batch.groups, slots=batch.group_slots, of_row=batch.group_of[new])
     kept = np.flatnonzero(slots != NONE)
     slots = slots[kept]
     if versions is not None:
@@ -127,12 +102,9 @@ def store(
 def _invalid(state: State, batch: Batch, *, i: int, mask: np.uint64) -> ValueError:
     """Return the error of sample i."""
     id, slot = batch.ids[i], int(batch.slots[i])
-    group = "" if batch.group_of[i] == NONE else batch.groups[batch.group_of[i]]
     if batch.endings[i] != NONE:
         return ValueError(f"sample {id!r}: every task has acknowledged it; no column can be put to it any more")
-    if slot == NONE:
-        return ValueError(f"sample {id!r}: no group; with group_size={state.groups.size} a new sample needs one")
     if twice := state.columns.of(state.columns.held.values[slot] & mask):
         return ValueError(f"sample {id!r}: column {twice[0]!r} exists already")
-    known = state.groups.texts(np.array([slot]))[0]
-    return ValueError(f"sample {id!r}: group {group!r}, but it was put in group {known!r}")
+    known = state.groups.of(batch.slots[[i]])[0]
+    return ValueError(f"sample {id!r}: group {batch.groups[i]!r}, but it was put in group {known!r}")

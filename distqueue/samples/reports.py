@@ -19,18 +19,7 @@ def explain(state: State, number: int, selection: Selection) -> str:
     parts += [f"column {name!r} missing for {(~held).sum()}" for name, held in holds.items() if not held.all()]
     if leased := state.claims.leased[number]:
         parts.append(f"{leased} leased and not acknowledged")
-    if selection.whole_groups and state.groups.size:
-        parts.append(f"{state.groups.num_incomplete()} groups incomplete")
-    if selection.min_version is not None:
-        older = np.count_nonzero(state.versions.values[ready, 0] < selection.min_version)
-        parts.append(f"{older} older than version {selection.min_version}")
-    amount = (
-        f"{selection.count} samples"
-        if selection.count
-        else f"{selection.token_budget} tokens"
-        if selection.token_budget
-        else "any samples"
-    )
+    amount = f"{selection.count} samples" if selection.count else "any samples"
     return f"task {selection.task!r} requests {amount} with {list(selection.required)}: " + ", ".join(parts)
 
 

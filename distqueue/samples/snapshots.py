@@ -1,7 +1,7 @@
 """Serializes the table to a few flat arrays and a JSON string, and back: live rows and remembered endings.
 
-Rows and groups are stored in the order of their numbers and keep them; slots are assigned again. Leased rows are open
-in the copy: their readers hold leases of another table.
+Rows are stored in the order of their numbers and keep them; slots are assigned again. Leased rows are open in the copy:
+their readers hold leases of another table.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from distqueue.messages import array_to_names, names_to_array
+from distqueue.messages import array_to_names, labels, names_to_array
 from distqueue.samples.endings import marks_of
-from distqueue.samples.pages import NONE
 from distqueue.samples.state import State
 
 Snapshot = Mapping[str, "np.ndarray | str"]
@@ -23,18 +22,14 @@ Snapshot = Mapping[str, "np.ndarray | str"]
 
 def dump(state: State, tasks: Sequence[str]) -> dict[str, np.ndarray | str]:
     """Serialize a state."""
-    slots, groups = state.pages.live_slots(), state.groups.pages.live_slots()
-    segments, claims = state.segments.pages.live_slots(), state.claims
-    place_of_group = np.full(int(groups.max(initial=-1)) + 2, NONE, np.int32)
-    place_of_group[groups] = np.arange(len(groups))
+    slots, segments, claims = state.pages.live_slots(), state.segments.pages.live_slots(), state.claims
+    groups, row_group = labels(state.groups.of(slots))
     ended_marks, ended_how = state.endings.recent()
     about = {
         "tasks": list(tasks),
-        "group_size": state.groups.size,
         "page_rows": state.page_rows,
         "remembered": state.endings.remembered,
         "next_row": state.next_row,
-        "next_group": state.groups.next,
         "columns": state.columns.names,
         "ended": dict(state.endings.counts),
         "reasons": list(state.endings.reasons),
@@ -43,20 +38,19 @@ def dump(state: State, tasks: Sequence[str]) -> dict[str, np.ndarray | str]:
     return {
         "about": json.dumps(about),
         "row": state.pages.numbers(slots),
-        "id": names_to_array(state.ids.texts(slots)),
+        "id": names_to_array(state.ids.of(slots)),
         "born_s": state.born_s.values[slots],
         "version": state.versions.values[slots],
         "held": state.columns.held.values[slots],
-        "row_group": place_of_group[state.groups.of(slots)],
+        "row_group": row_group,
         "acked": np.stack([claims.is_acked(task, slots) for task in range(len(tasks))]),
         "handed": np.stack([handed.values[slots] for handed in claims.handed]),
         "part_count": state.segments.part_count.values[slots],
         "part": state.segments.flat(slots),
         "segment": state.segments.pages.numbers(segments),
         "segment_mask": state.segments.mask.values[segments],
-        "group": state.groups.pages.numbers(groups),
-        "group_name": names_to_array(state.groups.names.texts(groups)),
-        "group_put": state.groups.put.values[groups],
+        "group": np.arange(len(groups)),
+        "group_name": names_to_array(groups),
         "ended_mark": ended_marks,
         "ended_how": ended_how,
     } | {f"tokens/{c}": state.columns.tokens[c].values[held] for c, held in state.columns.holders(slots)}
@@ -65,20 +59,20 @@ def dump(state: State, tasks: Sequence[str]) -> dict[str, np.ndarray | str]:
 def options(snapshot: Snapshot) -> dict[str, Any]:
     """The arguments with which the table was created."""
     about = json.loads(str(snapshot["about"]))
-    return {name: about[name] for name in ("tasks", "group_size", "page_rows", "remembered")}
+    return {name: about[name] for name in ("tasks", "page_rows", "remembered")}
 
 
 def load(state: State, snapshot: Snapshot) -> None:
     """Restore a snapshot into an empty state."""
     about = json.loads(str(snapshot["about"]))
     array = {name: np.asarray(value) for name, value in snapshot.items() if name != "about"}
-    slots = state.create(array_to_names(array["id"], len(array["row"])), array["row"], array["born_s"])
+    names = *array_to_names(array["group_name"], len(array["group"])), ""  # earlier versions: -1 for no group
+    groups = [names[k] for k in array["row_group"].tolist()]
+    slots = state.create(array_to_names(array["id"], len(array["row"])), array["row"], array["born_s"], groups)
     state.next_row = about["next_row"]
     state.versions.values[slots] = array["version"]
     _load_columns(state, slots, array, names=about["columns"])
     _load_segments(state, slots, array)
-    _load_groups(state, slots, array)
-    state.groups.next = about["next_group"]
     for task, (acked, handed) in enumerate(zip(array["acked"], array["handed"], strict=True)):
         state.claims.handed[task].values[slots] = handed
         state.claims.ack(task, slots[acked])
@@ -102,13 +96,6 @@ def _load_segments(state: State, slots: np.ndarray, array: Mapping[str, np.ndarr
     for k in range(int(counts.max(initial=0))):
         parts = array["part"][starts[counts > k] + k]
         state.segments.append(slots[counts > k], parts >> 32, parts & 0xFFFFFFFF)
-
-
-def _load_groups(state: State, slots: np.ndarray, array: Mapping[str, np.ndarray]) -> None:
-    groups = state.groups.open(array_to_names(array["group_name"], len(array["group"])), array["group"])
-    grouped = array["row_group"] != NONE
-    state.groups.add_members(slots[grouped], groups[array["row_group"][grouped]])
-    state.groups.put.values[groups] = array["group_put"]
 
 
 def _load_endings(state: State, array: Mapping[str, np.ndarray], reasons: Sequence[str]) -> None:

@@ -6,15 +6,16 @@ data is in fields of that slot, each owned by the part it belongs to.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import repeat
+from sys import intern
 
 import numpy as np
 
 from distqueue.samples.claims import Claims
 from distqueue.samples.columns import Columns
 from distqueue.samples.endings import Endings
-from distqueue.samples.groups import Groups
-from distqueue.samples.names import Names
+from distqueue.samples.names import Names, Texts
 from distqueue.samples.pages import Pages
 from distqueue.samples.segments import Segments
 from distqueue.samples.types import Ended
@@ -25,7 +26,7 @@ UNKNOWN = -1
 
 
 class State:
-    def __init__(self, *, tasks: int, lease_s: float, group_size: int | None, page_rows: int, remembered: int) -> None:
+    def __init__(self, *, tasks: int, lease_s: float, page_rows: int, remembered: int) -> None:
         self.page_rows = page_rows
         self.pages = Pages(page_rows)
         self.ids = Names()
@@ -35,12 +36,14 @@ class State:
         self.columns = Columns(self.pages)
         self.segments = Segments(self.pages, page_rows)
         self.claims = Claims(self.pages, tasks, lease_s)
-        self.groups = Groups(self.pages, group_size, page_rows)
+        self.groups = Texts()
         self.endings = Endings(remembered)
-        self.views = Views(self.pages, columns=self.columns, claims=self.claims, groups=self.groups)
+        self.views = Views(self.pages, columns=self.columns, claims=self.claims)
 
-    def create(self, ids: Sequence[str], numbers: np.ndarray, born_s: np.ndarray | float) -> np.ndarray:
-        """Create rows without columns. Returns their slots."""
+    def create(
+        self, ids: Sequence[str], numbers: np.ndarray, born_s: np.ndarray | float, groups: Iterable[str] = ()
+    ) -> np.ndarray:
+        """Create rows without columns. `groups`: of each, "" for none; (): they have none. Returns their slots."""
         slots = self.pages.add(numbers)
         self.born_s.values[slots] = born_s
         self.versions.values[slots] = UNKNOWN
@@ -48,6 +51,7 @@ class State:
         self.segments.part_count.values[slots] = 0
         self.claims.start(slots)
         self.ids.insert(ids, slots)
+        self.groups.set(slots, map(intern, groups or repeat("")))
         return slots
 
     def widen_versions(self, slots: np.ndarray, versions: np.ndarray) -> None:
@@ -65,9 +69,8 @@ class State:
         freed = self.segments.release(slots)
         self.claims.end(slots)
         self.pages.remove(slots)
-        self.groups.leave(slots)
+        self.groups.clear(slots)
         self.views.refresh(slots)
-        self.groups.end_empty(self.groups.among(slots))
         ids = self.ids.remove(slots)
         self.endings.add(ids, reason)
         return Ended(ids, freed)

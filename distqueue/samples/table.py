@@ -6,10 +6,8 @@
 Invariants (property-tested against a plain model in tests/distqueue/samples/test_table.py):
 1. Every row ever put is live or ended for a reason (`stats` counts them): rows never vanish and never reappear
    (the last REMEMBERED ids that ended are recognised).
-2. `take` leases only live rows, open for the task, that hold every wanted column, oldest row first; with
-   `whole_groups`, every member of a group that neither ended nor was acknowledged by the task, and only once all
-   members of the group have been put. It fills the count, or the token budget as far as whole samples do, or takes all
-   that is ready for a `partial` selection, or returns None. `can_serve` predicts which.
+2. `take` leases only live rows, open for the task, that hold every wanted column, oldest row first. It fills the count,
+   or takes all that is ready for a `partial` selection, or returns None.
 3. A sample is leased to one reader of a task at a time; an expired lease opens it again; `acked` is final.
 4. A call that raises has changed nothing.
 5. A segment is returned as freed once: by the call that ended the last live row with a part in it.
@@ -25,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from distqueue.samples import lookups, puts, reports, search, snapshots
+from distqueue.samples import lookups, puts, reports, snapshots
 from distqueue.samples.endings import DONE, REMEMBERED
 from distqueue.samples.pages import NONE, PAGE_ROWS
 from distqueue.samples.segments import MAX_SEGMENT
@@ -34,7 +32,7 @@ from distqueue.samples.types import Ended, Selection, Taken
 
 
 class SampleTable:
-    """Rows in the order of their first put. `group_size`: members of every group; required for `whole_groups`.
+    """Rows in the order of their first put.
 
     `page_rows`: rows per page of memory (a power of two); `remembered`: number of ended ids that are recognised.
     """
@@ -43,7 +41,6 @@ class SampleTable:
         self,
         tasks: Iterable[str],
         lease_s: float,
-        group_size: int | None = None,
         *,
         page_rows: int = PAGE_ROWS,
         remembered: int = REMEMBERED,
@@ -53,17 +50,8 @@ class SampleTable:
             raise ValueError(f"tasks={self.tasks}: expected at least one, all different")
         if lease_s <= 0:
             raise ValueError(f"lease_s={lease_s}: expected seconds > 0")
-        if group_size is not None and group_size < 1:
-            raise ValueError(f"group_size={group_size}: expected a positive number or None")
         self.lease_s = lease_s
-        self.group_size = group_size
-        self.state = State(
-            tasks=len(self.tasks),
-            lease_s=lease_s,
-            group_size=group_size,
-            page_rows=page_rows,
-            remembered=remembered,
-        )
+        self.state = State(tasks=len(self.tasks), lease_s=lease_s, page_rows=page_rows, remembered=remembered)
 
     def __len__(self) -> int:
         return self.state.pages.count
@@ -90,8 +78,8 @@ class SampleTable:
         from 0 that no live row uses; a put that stores no column of any row uses no segment. `groups` (B) and
         `versions` (B, 2; -1: unknown) are optional.
 
-        ValueError: an id twice, a column put twice, a 65th column, a sample that is already done, a group that changes
-        or outgrows group_size, a NUL in a name.
+        ValueError: an id twice, a column put twice, a 65th column, a sample that is already done, a group that
+        changes, a NUL in a name.
         """
         for name, tokens in columns.items():
             assert tokens is None or len(tokens) == len(ids), f"column {name!r}: {len(ids)} samples"
@@ -100,46 +88,23 @@ class SampleTable:
         puts.check(self.state, batch, tuple(columns))
         return puts.store(self.state, batch, columns, segment=segment, versions=versions, now_s=now_s)
 
-    def check(self, selection: Selection) -> None:
-        """ValueError: this table can never serve `selection`."""
-        self.check_task(selection.task)
-        if not selection.whole_groups:
-            return
-        if not self.group_size:
-            raise ValueError("whole_groups=True: expected a queue created with group_size")
-        if selection.count and selection.count % self.group_size:
-            raise ValueError(f"count={selection.count}: expected a multiple of group_size={self.group_size}")
-
     def check_task(self, task: str) -> None:
         """ValueError: not a task of this queue."""
         if task not in self.tasks:
             raise ValueError(f"task {task!r}: this queue serves {self.tasks}")
 
-    def can_serve(self, selection: Selection) -> bool:
-        """Whether `take` would take something, in constant time; with min_version it may still take nothing.
-        `selection` has passed `check`."""
-        view = self.state.views.get(self.tasks.index(selection.task), selection.required)
-        return view is not None and search.can_serve(view, selection, self.group_size)
-
     def take(self, selection: Selection, now_s: float) -> Taken | None:
-        """Lease the samples of `selection` until now_s + lease_s, oldest first, or return None: not yet.
-
-        A whole group counts `group_size` towards `count` even if members were dropped; a unit larger than the budget is
-        served alone. With min_version, a row that is older or of unknown version is passed over and stays open; so is a
-        whole group with such a row."""
-        self.check(selection)
+        """Lease the samples of `selection` until now_s + lease_s, oldest first, or return None, in constant time: not
+        yet."""
+        self.check_task(selection.task)
         state, task = self.state, self.tasks.index(selection.task)
-        view = state.views.get(task, selection.required)
-        plan = (
-            search.plan(view, selection, pages=state.pages, groups=state.groups, versions=state.versions)
-            if view
-            else None
-        )
-        if view is None or plan is None:
+        view, wanted = state.views.get(task, selection.required), 1 if selection.partial else selection.count
+        if view is None or wanted is None or view.count < wanted:
             return None
-        state.claims.lease(task, plan.rows, now_s)
-        state.views.refresh(plan.rows, task)
-        return self._taken(plan.rows, selection.required, state.ids.texts(plan.too_old))
+        slots = view.oldest(view.count if selection.count is None else selection.count)
+        state.claims.lease(task, slots, now_s)
+        state.views.refresh(slots, task)
+        return self._taken(slots)
 
     def explain(self, selection: Selection) -> str:
         """Return the reason why `selection` is not served yet: the missing columns, and the number of samples."""
@@ -156,7 +121,7 @@ class SampleTable:
     def is_settled(self, selection: Selection) -> bool:
         """Whether every row that is open for the task holds the selected columns."""
         view = self.state.views.get(self.tasks.index(selection.task), selection.required)
-        return self.open(selection.task) == (view.rows.count if view else 0)
+        return self.open(selection.task) == (view.count if view else 0)
 
     def are_live(self, ids: Sequence[str]) -> np.ndarray:
         """(B,) bool: which samples are live."""
@@ -167,11 +132,11 @@ class SampleTable:
         slots, columns = self.state.pages.live_slots(), self.state.columns
         if not columns.known([column]):
             return []
-        return list(self.state.ids.texts(slots[columns.holding(slots, columns.mask([column]))]))
+        return list(self.state.ids.of(slots[columns.holding(slots, columns.mask([column]))]))
 
     def find(self, ids: Sequence[str], columns: Sequence[str] = ()) -> Taken:
         """Look up samples without a lease. ValueError, naming sample and column: one is not live or lacks a column."""
-        return self._taken(lookups.holding(self.state, ids, columns), columns)
+        return self._taken(lookups.holding(self.state, ids, columns))
 
     def parts(self, rows: np.ndarray, columns: Sequence[str]) -> list[tuple[list[str], np.ndarray, np.ndarray]]:
         """Locate columns of live rows (B > 0) that hold them: (columns, segments (B,), positions (B,)), one entry for
@@ -246,13 +211,13 @@ class SampleTable:
         _check_reason("lose", reason)
         slots = self.state.ids.find(list(dict.fromkeys(ids)))
         slots = slots[slots != NONE]
-        groups = self.state.groups.texts(slots)
+        groups = self.state.groups.of(slots)
         return replace(self.state.end(slots, reason), groups=groups)
 
     def at(self, segments: Sequence[int], first: int = 0, last: int = MAX_SEGMENT) -> tuple[str, ...]:
         """The live samples with a part in one of the segments, at positions from `first` to `last` - 1."""
         slots = self.state.pages.live_slots()
-        return self.state.ids.texts(self.state.segments.touching(slots, segments, first, last))
+        return self.state.ids.of(self.state.segments.touching(slots, segments, first, last))
 
     def stats(self, now_s: float) -> dict[str, Any]:
         """Metrics. rows: live ones; ended: counts by reason; tasks: per task open, leased and acked (live rows each),
@@ -272,20 +237,17 @@ class SampleTable:
         snapshots.load(table.state, snapshot)
         return table
 
-    def _taken(self, slots: np.ndarray, columns: Sequence[str], too_old: tuple[str, ...] = ()) -> Taken:
+    def _taken(self, slots: np.ndarray) -> Taken:
         state = self.state
         return Taken(
-            ids=state.ids.texts(slots),
-            groups=state.groups.texts(slots),
+            ids=state.ids.of(slots),
+            groups=state.groups.of(slots),
             versions=state.versions.values[slots],
             rows=state.pages.numbers(slots),
-            tokens=state.columns.longest(slots, [state.columns.names.index(name) for name in columns]),
-            too_old=too_old,
         )
 
     def _lengths(self, slots: np.ndarray, columns: Sequence[str]) -> np.ndarray:
-        held = self.state.columns
-        return np.array([held.longest(slots, [held.names.index(name)]) for name in columns], np.int64)
+        return np.array([self.state.columns.lengths(slots, name) for name in columns], np.int64)
 
     def _leased(self, task: str, ids: Iterable[str]) -> tuple[int, np.ndarray]:
         """(number of the task, slots of those of `ids` that it holds)."""

@@ -20,21 +20,12 @@ class Selection:
     columns: Sequence[str]
     """a sample is ready once it holds all of them"""
     count: int | None = None
-    """samples of the batch; with `whole_groups` a multiple of group_size, and a dropped member counts although it is
-    not in the batch"""
+    """samples of the batch; None: any number, with `partial`"""
     _: KW_ONLY
     lengths: Sequence[str] = ()
     """further columns that a sample must hold; only its tokens in each are returned, as `PackedBatch.lengths`"""
-    token_budget: int | None = None
-    """tokens of the batch, each sample counted by the longest of its `columns` and `lengths`; with `count`, whichever
-    is reached first. A single sample (or whole group) larger than the budget is served alone."""
-    whole_groups: bool = False
-    """take groups as a whole: every member that is neither dropped nor acknowledged, once all members were put"""
-    min_version: int | None = None
-    """pass over samples whose oldest token is of an earlier policy version, or of an unknown one. They stay in the
-    queue and are named in `PackedBatch.too_old`."""
     partial: bool = False
-    """take what is ready, at least one sample and at most `count` or `token_budget`, instead of waiting for all"""
+    """take what is ready, at least one sample and at most `count`, instead of waiting for all"""
 
     def __post_init__(self) -> None:
         for name, names in (("columns", self.columns), ("lengths", self.lengths)):
@@ -44,11 +35,10 @@ class Selection:
         object.__setattr__(self, "lengths", tuple(self.lengths))
         if not self.columns:
             raise ValueError("columns=(): expected the columns to read")
-        if self.count is None and self.token_budget is None and not self.partial:
-            raise ValueError("expected count or token_budget")
-        for name, value in (("count", self.count), ("token_budget", self.token_budget)):
-            if value is not None and value < 1:
-                raise ValueError(f"{name}={value}: expected a positive number")
+        if self.count is None and not self.partial:
+            raise ValueError("expected count, or partial=True")
+        if self.count is not None and self.count < 1:
+            raise ValueError(f"count={self.count}: expected a positive number")
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -58,7 +48,7 @@ class Selection:
 
 @dataclass(frozen=True, eq=False)
 class Taken:
-    """B samples; leased ones are the oldest first, whole groups one after the other."""
+    """B samples; leased ones are the oldest first."""
 
     ids: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
@@ -67,25 +57,9 @@ class Taken:
     """(B, 2) int32: policy versions of the oldest and the newest token; (-1, -1) unknown"""
     rows: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     """(B,) int64: row numbers; a sample keeps its number as long as it lives"""
-    tokens: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    """(B,) int64: length of the longest of the `columns` and `lengths` that were selected"""
-    too_old: tuple[str, ...] = ()
-    """samples that are ready but older than min_version and precede the last one taken; at most TOO_OLD of them"""
 
     def __len__(self) -> int:
         return len(self.ids)
-
-    def select(self, samples: np.ndarray | Sequence[int]) -> Taken:
-        """Keep these samples, in this order; `too_old` is kept whole."""
-        inside = np.asarray(samples, np.int64)
-        return Taken(
-            ids=tuple([self.ids[i] for i in inside.tolist()]),
-            groups=tuple([self.groups[i] for i in inside.tolist()]),
-            versions=self.versions[inside],
-            rows=self.rows[inside],
-            tokens=self.tokens[inside],
-            too_old=self.too_old,
-        )
 
 
 @dataclass(frozen=True)

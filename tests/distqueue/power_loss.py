@@ -108,7 +108,7 @@ class Party:
     async def read(self, task: str) -> None:
         while True:
             selection = Selection(task, COLUMNS, self.rng.randint(1, 8))
-            found = await self.actor.get(selection=selection, share=None, wait_s=1.0, turn=None)
+            found = await self.actor.get(selection=selection, wait_s=1.0, turn=None)
             if isinstance(found, Turn):
                 continue
             ids = Delivery.from_bytes(found).ids

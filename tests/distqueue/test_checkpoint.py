@@ -43,7 +43,7 @@ def ids_of(first: int, stop: int) -> list[str]:
 
 def create_with_everything(**options: Any) -> DistQueue:
     """Samples that are done, dropped, acknowledged by one task, leased, and of one column only; two puts of each."""
-    queue = DistQueue.create(["reward", "train"], group_size=2, lease_s=600.0, **options)
+    queue = DistQueue.create(["reward", "train"], lease_s=600.0, **options)
     for first in (0, 4, 8):
         batch = make_batch(ids_of(first, first + 4))
         groups = [f"g{(first + k) // 2}" for k in range(4)]
@@ -64,7 +64,7 @@ def durable(queue: DistQueue) -> dict[str, float]:
 
 def check_it_goes_on(queue: DistQueue, stale: int = 1) -> None:
     """As `create_with_everything` left it."""
-    got = queue.get("train", COLUMNS, 5, min_version=0, timeout_s=patience(30))
+    got = queue.get("train", COLUMNS, 5, timeout_s=patience(30))
     assert got.ids == ("s3", "s4", "s5", "s6", "s7") and same(got), "what was leased is open"
     assert got.groups == ("g1", "g2", "g2", "g3", "g3") and [span[0] for span in got.versions] == [0, 4, 4, 4, 4]
     assert queue.get("reward", COLUMNS, 2, timeout_s=patience(30)).ids == ("s6", "s7"), "s3 to s5 are acknowledged"
@@ -112,7 +112,7 @@ def in_journal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Before]:
 
 def test_a_queue_in_memory_goes_on_from_the_checkpoint_of_a_journalled_one(in_journal: Before) -> None:
     assert journal_state(Path(in_journal.folder))["stats"]["distqueue/rows"] == in_journal.was["rows"]
-    queue = DistQueue.create(["reward", "train"], group_size=2, lease_s=600.0, checkpoint=in_journal.folder)
+    queue = DistQueue.create(["reward", "train"], lease_s=600.0, checkpoint=in_journal.folder)
     assert durable(queue) == in_journal.was
     check_it_goes_on(queue)
     queue.close()
@@ -123,7 +123,7 @@ def test_a_journalled_queue_goes_on_from_one_in_memory_and_then_from_its_journal
     in_memory: Before, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"durability": "journal", "journal": str(tmp_path / "journal")}
-    queue = DistQueue.create(["reward", "train"], group_size=2, lease_s=600.0, checkpoint=in_memory.folder, **options)
+    queue = DistQueue.create(["reward", "train"], lease_s=600.0, checkpoint=in_memory.folder, **options)
     assert durable(queue) == in_memory.was
     queue.put(make_batch(["x", "y"]), ["z", "z"])
     queue.drop(["x", "y"], "stale")
@@ -271,13 +271,12 @@ def test_what_does_not_go_on_from_a_checkpoint_is_refused_by_name(in_journal: Be
     journal = str(Path(folder).with_name("journal"))
 
     def refused(message: str, *tasks: str, **options: Any) -> None:
-        given: dict[str, Any] = {"checkpoint": folder, "group_size": 2} | options
+        given: dict[str, Any] = {"checkpoint": folder} | options
         with pytest.raises(ValueError, match=message):
             DistQueue.create(tasks or ("reward", "train"), **given)
 
     refused("journal='.*/journal': it holds a queue; expected a new one", durability="journal", journal=journal)
     refused(r"tasks=\('train',\): checkpoint .* has tasks=\('reward', 'train'\)", "train")
-    refused("group_size=4: checkpoint .* has group_size=2", group_size=4)
     refused("expected a folder written by DistQueue.checkpoint", checkpoint=str(tmp_path / "nothing"))
     refused("expected a folder written by DistQueue.checkpoint", checkpoint=journal)
     refused("checkpoint='checkpoint': expected an absolute path", checkpoint="checkpoint")

@@ -183,10 +183,10 @@ def test_a_queue_whose_shard_has_no_space_names_it_and_leaves_nothing(small: Pat
 
 def test_all_clients_of_a_queue_whose_journal_has_no_space_are_told_the_file_and_the_bytes(small: Path) -> None:
     actor = QueueActor(name="", tasks=("train",), options=QueueOptions(journal=str(small / "queue")), node="here")
-    actor.core = QueueCore(SampleTable(("train",), 60.0, None), max_rows=10, epoch="1")
+    actor.core = QueueCore(SampleTable(("train",), 60.0), max_rows=10, epoch="1")
     actor.fleet = Fleet(actor.core, actor.options, epoch="1", queue="", settle=actor._settle)
     answers: list[object] = []
-    actor.core.ask(select(1), share=None, now_s=0.0, answer=answers.append)
+    actor.core.ask(select(1), now_s=0.0, answer=answers.append)
     actor.journal = Journal(small / "queue", actor.core.snapshot)
     actor.journal.begin(actor.core.snapshot())
     _fill(small)
@@ -212,7 +212,7 @@ def test_a_shard_whose_node_has_gone_is_named_with_the_reason_of_ray() -> None:
             raise ray.exceptions.ActorUnschedulableError(f"node {node} has gone\nand more")
 
     actor = QueueActor(name="", tasks=("train",), options=QueueOptions(), node="here")
-    actor.core = QueueCore(SampleTable(("train",), 60.0, 1), max_rows=10, epoch="1")
+    actor.core = QueueCore(SampleTable(("train",), 60.0), max_rows=10, epoch="1")
     actor.fleet = Gone(actor.core, actor.options, epoch="1", queue="", settle=actor._settle)
     with pytest.raises(QueueClosed, match="any node of the cluster: .*node a has gone$"):
         asyncio.run(actor._start_on(["a"]))

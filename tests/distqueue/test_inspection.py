@@ -86,9 +86,7 @@ def queue() -> Iterator[DistQueue]:
 
 
 def test_a_live_queue_is_shown_by_its_name(queue: DistQueue, shown: Shown) -> None:
-    waiting = queue._actor.get.remote(
-        selection=select(3, "train", ["tokens", "advantage"]), share=None, wait_s=60.0, turn=None
-    )
+    waiting = queue._actor.get.remote(selection=select(3, "train", ["tokens", "advantage"]), wait_s=60.0, turn=None)
     while not queue.state()["waiting"]:
         assert not ray.wait([waiting], timeout=0.05)[0]
     code, text, _ = shown("samples")

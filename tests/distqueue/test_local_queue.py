@@ -25,13 +25,13 @@ def wait_for_waiters(queue: LocalQueue, task: str, count: int) -> None:
 
 
 def test_a_sample_passes_through_its_stages_and_is_freed() -> None:
-    queue = LocalQueue(["reward", "train"], group_size=2)
+    queue = LocalQueue(["reward", "train"])
     queue.put(batch_of("a", "b"), groups=["g", "g"], versions=[1, (1, 2)])
     got = queue.get("reward", ["tokens"], 2)
     assert (got.ids, got.groups, got.versions) == (("a", "b"), ("g", "g"), ((1, 1), (1, 2)))
     queue.put(PackedBatch.from_samples(["b", "a"], {"reward": torch.tensor([2.0, 1.0])}))
     queue.ack("reward", got.ids)
-    got = queue.get("train", ["tokens", "reward"], 2, whole_groups=True)
+    got = queue.get("train", ["tokens", "reward"], 2)
     assert got["reward"].buffer.tolist() == [1.0, 2.0], "gathered in the order of the rows"
     stats = queue.stats()
     assert (stats["distqueue/rows"], stats["distqueue/train/leased"], stats["distqueue/reward/depth"]) == (2, 2, 0)
@@ -69,7 +69,7 @@ def test_the_samples_that_hold_a_column_are_listed_while_they_live() -> None:
 def test_a_reader_receives_the_lengths_of_columns_that_it_does_not_read() -> None:
     queue = LocalQueue(["reward"])
     queue.put(PackedBatch.from_samples(["a", "b"], {"tokens": [torch.ones(3), torch.ones(5)], "answer": ["x", "yy"]}))
-    batch = queue.get("reward", ["answer"], lengths=["tokens", "answer"], token_budget=8)
+    batch = queue.get("reward", ["answer"], lengths=["tokens", "answer"], count=2)
     assert batch.lengths == {"tokens": [3, 5], "answer": [1, 1]} and batch.columns.keys() == {"answer"}
     assert batch.select([1]).lengths == {"tokens": [5], "answer": [1]}
     assert batch.select([1, 0]).lengths["tokens"] == [5, 3]
@@ -131,7 +131,7 @@ def test_a_get_that_fails_in_any_way_fails_alone() -> None:
     queue = LocalQueue(["train"])
     queue.put(batch_of("a"), versions=[1])
     with pytest.raises(TypeError):
-        queue.get("train", ["tokens"], 1, min_version="1", timeout_s=0)  # type: ignore[arg-type]
+        queue.get("train", ["tokens", 1], 1, timeout_s=0)  # type: ignore[list-item]
     queue.put(batch_of("b"), versions=[1])
     assert queue.get("train", ["tokens"], 2, timeout_s=0).ids == ("a", "b")
 
@@ -180,14 +180,6 @@ def test_a_partial_get_takes_what_is_there() -> None:
     queue.put(PackedBatch.from_samples(["a", "b", "c"], {"tokens": [torch.ones(2)] * 3}))
     assert queue.get("train", ["tokens"], 2, partial=True).ids == ("a", "b")
     assert queue.get("train", ["tokens"], 2, partial=True).ids == ("c",)
-
-
-def test_token_budget() -> None:
-    queue = LocalQueue(["train"])
-    for id, length in zip("abcde", (4, 4, 4, 20, 1), strict=True):
-        queue.put(batch_of(id, length=length))
-    sizes = [queue.get("train", ["tokens"], count, token_budget=10).ids for count in (None, None, None, 1)]
-    assert sizes == [("a", "b"), ("c",), ("d",), ("e",)]
 
 
 def test_an_expired_lease_is_handed_out_again_and_an_acknowledged_sample_never() -> None:

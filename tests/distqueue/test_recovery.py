@@ -22,9 +22,8 @@ TASKS, COLUMNS, GROUP_SIZE = ("reward", "train"), ("x", "y"), 2
 SELECTIONS = [
     Selection("reward", ("x",), 2),
     Selection("train", ("x", "y"), 4),
-    Selection("train", ("y",), token_budget=7),
-    Selection("train", ("x",), 2, whole_groups=True),
-    Selection("reward", ("y",), 1, min_version=3),
+    Selection("train", ("y",), partial=True),
+    Selection("reward", ("y",), 1),
 ]
 SHARDS = ("one", "two")
 
@@ -39,7 +38,7 @@ class Recovery(RuleBasedStateMachine):
 
     @initialize()
     def create(self) -> None:
-        self.core = self.with_shards(QueueCore(SampleTable(TASKS, LEASE_S, GROUP_SIZE), epoch="life0"))
+        self.core = self.with_shards(QueueCore(SampleTable(TASKS, LEASE_S), epoch="life0"))
         self.compact()
         self.core.record = lambda kind, body: self.events.append((kind, body))
         for column in COLUMNS * 2:
@@ -127,7 +126,7 @@ class Recovery(RuleBasedStateMachine):
     def get(self) -> None:
         for selection in SELECTIONS:
             answers: list[Any] = []
-            waiter = self.core.ask(selection, share=None, now_s=self.now_s, answer=answers.append)
+            waiter = self.core.ask(selection, now_s=self.now_s, answer=answers.append)
             self.core.readers.leave(waiter)
             for found in answers:
                 if not isinstance(found, Exception):
@@ -247,7 +246,7 @@ def assert_same(live: QueueCore, again: QueueCore, now_s: float) -> None:
         )
         assert opened == reopened
         if not live.table.leased(selection.task):
-            assert live.table.can_serve(selection) == again.table.can_serve(selection)
+            assert live.table.is_settled(selection) == again.table.is_settled(selection)
             assert live.explain(selection) == again.explain(selection)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from distqueue import PackedBatch
-from distqueue.core import QueueCore, Share
+from distqueue.core import QueueCore
 from distqueue.messages import Put
 from distqueue.samples import SampleTable, Selection
 from distqueue.segments import Segment, Shard
@@ -16,10 +16,8 @@ from distqueue.segments import Segment, Shard
 LEASE_S = 10.0
 
 
-def new_core(
-    *tasks: str, group_size: int | None = None, max_bytes: int = 1 << 40, max_rows: int | None = None
-) -> QueueCore:
-    core = QueueCore(SampleTable(tasks or ("train",), LEASE_S, group_size), max_rows=max_rows, epoch="e")
+def new_core(*tasks: str, max_bytes: int = 1 << 40, max_rows: int | None = None) -> QueueCore:
+    core = QueueCore(SampleTable(tasks or ("train",), LEASE_S), max_rows=max_rows, epoch="e")
     core.ledger.add_shard(Shard("here", node="here", folder="/here", max_bytes=max_bytes))
     return core
 
@@ -45,10 +43,10 @@ def store(core: QueueCore, put: Put, now_s: float = 0.0) -> Segment:
     return segment
 
 
-def ask(core: QueueCore, selection: Selection, share: tuple[int, int] | None = None, now_s: float = 0.0) -> list[Any]:
+def ask(core: QueueCore, selection: Selection, now_s: float = 0.0) -> list[Any]:
     """What a reader is answered: [] as long as it waits."""
     answers: list[Any] = []
-    core.ask(selection, share=None if share is None else Share(*share), now_s=now_s, answer=answers.append)
+    core.ask(selection, now_s=now_s, answer=answers.append)
     return answers
 
 

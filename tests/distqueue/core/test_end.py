@@ -70,36 +70,12 @@ def test_a_seal_ends_writers_who_wait_for_room_and_lets_columns_pass() -> None:
     store(core, put_of({"a": 1}, "reward"))
 
 
-def test_what_a_task_may_not_have_is_counted_when_it_is_drained() -> None:
-    core = new_core(group_size=2)
-    store(core, put_of({"a": 1, "b": 1, "c": 1}, groups=["g", "g", "h"], version=1))
-    store(core, put_of({"d": 1}, groups=["h"], version=0))
-    core.seal(0.0)
-    (whole,) = ask(core, select(4, whole_groups=True, min_version=1))
-    assert whole.ids == ("a", "b")
-    core.ack("train", whole.ids, 0.0)
-    (error,) = ask(core, select(4, whole_groups=True, min_version=1))
-    assert str(error).endswith("has received everything; 2 samples remain that its selection excludes")
-
-
-def test_every_reader_of_shares_hears_of_the_end() -> None:
-    core = new_core()
-    store(core, put_of(numbered(3)))
-    core.seal(0.0)
-    parts = [ask(core, select(8), (rank, 4))[0] for rank in range(4)]
-    assert sorted(id for part in parts for id in part.ids) == sorted(numbered(3)), "fewer than readers"
-    waiting = [ask(core, select(8), (rank, 4)) for rank in range(4)]
-    assert waiting == [[], [], [], []]
-    core.ack("train", list(numbered(3)), 0.0)
-    assert all(isinstance(answers[0], QueueDrained) for answers in waiting)
-
-
 def test_a_closed_queue_answers_all_who_wait() -> None:
     core = new_core(max_rows=1)
-    reader, sharer = ask(core, select(1, columns=("x",))), ask(core, select(1, columns=("x",)), (0, 2))
+    readers = [ask(core, select(1, columns=("x",))) for _ in range(2)]
     store(core, put_of({"a": 1}))
     writer = ask_room(core, put_of({"b": 1}))
     core.close()
-    assert all(type(answers[0]) is QueueClosed for answers in (reader, sharer, writer))
+    assert all(type(answers[0]) is QueueClosed for answers in (*readers, writer))
     with pytest.raises(QueueClosed, match=r"task 'train' cannot get \['tokens'\]"):
         ask(core, select(1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -35,7 +34,7 @@ class CountingQueue:
     def __init__(self):
         random = torch.Generator().manual_seed(3)
         sizes = [3, 0, 7, 1, 4, 2]
-        self.queue, self.requests, self.nbytes = LocalQueue(["train"], group_size=2), 0, 0
+        self.queue, self.requests, self.nbytes = LocalQueue(["train"]), 0, 0
         self.whole = PackedBatch.from_samples(
             IDS,
             {
@@ -69,7 +68,7 @@ class CountingQueue:
 
 def same(found: PackedBatch, wanted: PackedBatch) -> bool:
     """To the bit, with all that is known of the samples."""
-    for known in ("ids", "groups", "versions", "too_old"):
+    for known in ("ids", "groups", "versions"):
         assert getattr(found, known) == getattr(wanted, known)
     assert list(found.columns) == list(wanted.columns)
     for name, column in wanted.columns.items():
@@ -124,11 +123,11 @@ def _get(rank, device):
     group, ranks = replica_of(rank)
     queue = CountingQueue()
     reader = GroupReader(queue, group, NEEDS[LAYOUT.coordinate("pp", rank)])
-    first = reader.get("train", 4, lengths=["facts"], whole_groups=True, min_version=1, timeout_s=patience(30))
+    first = reader.get("train", 4, lengths=["facts"], partial=True, timeout_s=patience(30))
     reader.ack("train", first.batch.ids)
-    assert first.batch.too_old == ("sample 0", "sample 1") and first.batch.ids == tuple(IDS[2:])
+    assert first.batch.ids == tuple(IDS[:4])
     assert first.batch.lengths == {"facts": [1] * 4}
-    assert same(replace(first.batch, too_old=()), queue.whole.select(range(2, 6), reader.columns))
+    assert same(first.batch, queue.whole.select(range(4), reader.columns))
     errors = []
     calls = [
         lambda: reader.read(["sample 7"]),

@@ -88,10 +88,10 @@ def test_a_put_and_a_delivery_survive_their_messages(made) -> None:
         assert found.lengths is None if lengths is None else np.array_equal(found.lengths, lengths)
     runs = runs_of(np.arange(len(batch)) // 3, np.arange(len(batch)) % 3)
     parts = (Part(tuple(batch.columns), runs),)
-    delivery = Delivery(batch.ids, batch.groups, batch.versions, (Place(7, "s", "/p"),), parts, ("old",))
+    delivery = Delivery(batch.ids, batch.groups, batch.versions, (Place(7, "s", "/p"),), parts)
     told = Delivery.from_bytes(delivery.to_bytes())
     assert np.array_equal(told.parts[0].runs, runs) and told.parts[0].columns == tuple(batch.columns)
-    for field in ("ids", "groups", "versions", "places", "too_old"):
+    for field in ("ids", "groups", "versions", "places"):
         assert getattr(told, field) == getattr(delivery, field)
 
 

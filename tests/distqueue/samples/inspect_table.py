@@ -30,10 +30,10 @@ def nbytes(table: SampleTable) -> int:
     """Bytes of all arrays, untouched parts included."""
     state = table.state
     endings = state.endings
-    pages = (state.pages, state.segments.pages, state.groups.pages)
+    pages = (state.pages, state.segments.pages)
     return (
         sum(field.values.nbytes for kept in pages for field in (*kept._fields, *kept._page_fields))
         + sum(kept._physical.nbytes for kept in pages)
         + sum(array.nbytes for array in (*endings._kept, *endings._spare))
-        + sum(sys.getsizeof(kept) for names in (state.ids, state.groups.names) for kept in vars(names).values())
+        + sum(sys.getsizeof(kept) for names in (state.ids, state.groups) for kept in vars(names).values())
     )

@@ -35,8 +35,8 @@ class Row:
 
 
 class Model:
-    def __init__(self, tasks: Sequence[str], group_size: int | None) -> None:
-        self.tasks, self.group_size = tasks, group_size
+    def __init__(self, tasks: Sequence[str]) -> None:
+        self.tasks = tasks
         self.rows: list[Row] = []
         self.now_s = 0.0
         self.redelivered = dict.fromkeys(tasks, 0)
@@ -53,49 +53,11 @@ class Model:
     def ready(self, row: Row, selection: Selection) -> bool:
         return self.state(row, selection.task) == "open" and not row.lacks(selection)
 
-    def tokens(self, row: Row, selection: Selection) -> int:
-        return max(row.columns[name] for name in selection.columns)
-
-    def old(self, row: Row, selection: Selection) -> bool:
-        return selection.min_version is not None and row.versions[0] < selection.min_version
-
-    def units(self, selection: Selection) -> list[list[Row]]:
-        """What is ready, oldest first, of any age."""
-        if not selection.whole_groups:
-            return [[row] for row in self.live() if self.ready(row, selection)]
-        units = []
-        for group in dict.fromkeys(row.group for row in self.rows):
-            members = [row for row in self.rows if row.group == group]
-            left = [row for row in members if row.end is None and self.state(row, selection.task) != "acked"]
-            if left and len(members) == self.group_size and all(self.ready(row, selection) for row in left):
-                units.append(left)
-        return units
-
-    def take(self, selection: Selection) -> tuple[list[Row], list[Row]] | None:
-        """(rows, rows too old that come before them in order) or None."""
-        units = self.units(selection)
-        fresh = [unit for unit in units if not any(self.old(row, selection) for row in unit)]
-        count = self.filled([sum(self.tokens(row, selection) for row in unit) for unit in fresh], selection)
-        if count is None:
-            if not (selection.partial and fresh):
-                return None
-            count = len(fresh)
-        before = units[: units.index(fresh[count - 1])]
-        too_old = [row for unit in before if unit not in fresh[:count] for row in unit if self.old(row, selection)]
-        return [row for unit in fresh[:count] for row in unit], too_old
-
-    def filled(self, tokens: list[int], selection: Selection) -> int | None:
-        """How many units fill the selection."""
-        slots = (self.group_size or 1) if selection.whole_groups else 1
-        for k in range(1, len(tokens) + 1):
-            if selection.token_budget is not None and (
-                sum(tokens[:k]) >= selection.token_budget
-                or (k < len(tokens) and sum(tokens[: k + 1]) > selection.token_budget)
-            ):
-                return k
-            if k * slots == selection.count:
-                return k
-        return None
+    def take(self, selection: Selection) -> list[Row] | None:
+        ready = [row for row in self.live() if self.ready(row, selection)]
+        if selection.partial and ready:
+            return ready[: selection.count]
+        return ready[: selection.count] if selection.count and len(ready) >= selection.count else None
 
     def lease(self, rows: list[Row], task: str) -> None:
         for row in rows:

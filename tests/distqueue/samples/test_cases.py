@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import numpy as np
@@ -41,21 +42,12 @@ def claimed_table() -> SampleTable:
         (lambda: SampleTable([], 1.0), r"tasks=\(\): expected at least one, all different"),
         (lambda: SampleTable(["a", "a"], 1.0), "tasks=.*all different"),
         (lambda: SampleTable(["a"], 0.0), "lease_s=0.0: expected seconds > 0"),
-        (lambda: SampleTable(["a"], 1.0, 0), "group_size=0: expected a positive number or None"),
-        (lambda: Selection("train", ("x",)), "expected count or token_budget"),
+        (lambda: Selection("train", ("x",)), "expected count, or partial=True"),
         (lambda: Selection("train", ("x",), 0), "count=0: expected a positive"),
-        (lambda: Selection("train", ("x",), partial=True, token_budget=0), "token_budget=0: expected a positive"),
         (lambda: Selection("train", (), 1), r"columns=\(\): expected the columns to read"),
         (lambda: Selection("train", "tokens", 1), "columns='tokens': expected a list of names"),
         (lambda: Selection("train", ("x",), 1, lengths="tokens"), "lengths='tokens': expected a list of names"),
-        (lambda: table_of("a").check(Selection("trian", ("x",), 1)), r"task 'trian': this queue serves \('train',\)"),
-        (lambda: table_of("a").check(Selection("train", ("x",), 1, whole_groups=True)), "created with group_size"),
-        (
-            lambda: table_of("a", group_size=2).check(Selection("train", ("x",), 3, whole_groups=True)),
-            "count=3: expected a multiple of group_size=2",
-        ),
-        (lambda: table_of("a", "b", "c", group_size=2), "group 'g': 3 samples, but the queue has group_size=2"),
-        (lambda: table_of("a", group_size=2).put(["d"], {}, segment=1), "sample 'd': no group; with group_size=2"),
+        (lambda: table_of("a").take(Selection("trian", ("x",), 1), 0.0), r"'trian': this queue serves \('train',\)"),
         (lambda: table_of("a").put(["a"], {}, segment=1, groups=["h"]), "group 'h', but it was put in group 'g'"),
         (lambda: table_of("a").put(["b", "a"], {"tokens": None}, segment=1), "'a': column 'tokens' exists already"),
         (lambda: table_of("a").put(["b", "b"], {}, segment=1), "ids of a batch must be distinct; repeated: b"),
@@ -84,38 +76,16 @@ def test_wrong_use_is_refused_by_name(call: Callable[[], object], message: str) 
 
 
 def test_why_a_want_waits_is_explained() -> None:
-    table = table_of("a", "b", "c", group_size=3)
-    table.put(["c"], {"reward": None}, segment=1, versions=np.array([[4, 5]]))
-    selection = Selection("train", ("tokens", "reward"), 3, whole_groups=True, min_version=5)
+    table = table_of("a", "b", "c")
+    table.put(["c"], {"reward": None}, segment=1)
+    selection = Selection("train", ("tokens", "reward"), 3)
     assert table.take(selection, 0.0) is None
     assert table.explain(selection) == (
-        "task 'train' requests 3 samples with ['tokens', 'reward']: 1 samples ready, column 'reward' missing for 2, "
-        "0 groups incomplete, 1 older than version 5"
+        "task 'train' requests 3 samples with ['tokens', 'reward']: 1 samples ready, column 'reward' missing for 2"
     )
     never_put = Selection("train", ("advantage",), partial=True)
     assert table.explain(never_put).endswith("requests any samples with ['advantage']: 0 samples ready, column "
                                              "'advantage' missing for 3")  # fmt: skip
-
-
-def test_a_group_goes_on_without_a_dropped_member() -> None:
-    table = table_of("a", "b", "c", group_size=3)
-    table.put(["c"], {"reward": None}, segment=1)
-    selection = Selection("train", ("tokens", "reward"), 3, whole_groups=True)
-    table.drop(["a", "b"], "reward failed")
-    taken = table.take(selection, 0.0)
-    assert taken is not None and taken.ids == ("c",)
-
-
-def test_an_expired_group_comes_back_without_the_members_acknowledged() -> None:
-    table = table_of("a", "b", group_size=2)
-    selection = Selection("train", ("tokens",), 2, whole_groups=True)
-    assert table.take(selection, 0.0) is not None
-    table.ack("train", ["a"])
-    assert table.take(selection, 0.0) is None
-    assert table.expire(10.0) == 1
-    taken = table.take(selection, 10.0)
-    assert taken is not None and taken.ids == ("b",)
-    assert taken.select([0]).ids == ("b",) and taken.select(np.array([], int)).ids == ()
 
 
 def test_a_lease_ends_for_those_who_are_still_out_under_it() -> None:
@@ -146,17 +116,26 @@ def test_a_snapshot_of_an_earlier_version_which_names_what_has_ended_is_read() -
     assert restored.put(["b"], {"x": None}, segment=1) == ("b",)
 
 
+def test_a_snapshot_of_an_earlier_version_which_numbers_groups_is_read() -> None:
+    table = table_of("a", "b")
+    table.put(["c"], {"tokens": np.array([3])}, segment=1)
+    snapshot = table.snapshot()
+    about = json.loads(str(snapshot["about"])) | {"group_size": 2, "next_group": 8}
+    earlier = {"about": json.dumps(about), "row_group": np.array([0, 0, -1], np.int32), "group": np.array([7])}
+    earlier |= {"group_name": names_to_array(["g"]), "group_put": np.array([2], np.int32)}
+    assert SampleTable.restore(snapshot | earlier, 10.0).find(["a", "b", "c"]).groups == ("g", "g", "")
+
+
 def test_a_column_may_be_dense_in_one_put_and_ragged_in_another() -> None:
     table = table_of("a")
     table.put(["a"], {"x": None}, segment=1)
     table.put(["b"], {"x": np.array([5])}, segment=2)
     table.put(["c"], {"x": None}, segment=3)
-    taken = table.take(Selection("train", ("x",), 3), 0.0)
-    assert taken is not None and taken.tokens.tolist() == [1, 5, 1]
+    assert table.lengths(["a", "b", "c"], ["x"]).tolist() == [[1, 5, 1]]
 
 
 def test_memory_follows_what_is_alive() -> None:
-    table = SampleTable(["train"], 10.0, group_size=4, page_rows=64, remembered=100)
+    table = SampleTable(["train"], 10.0, page_rows=64, remembered=100)
     sizes = []
     for step in range(60):
         ids = [f"{step}-{k}" for k in range(64)]

@@ -29,7 +29,7 @@ def test_index_against_dict(data: st.DataObject) -> None:
             slots = np.array([model.pop(name) for name in gone], np.int64)
             assert index.remove(slots) == tuple(gone)
         assert index.find(names).tolist() == [model.get(name, -1) for name in names]
-        assert index.texts(np.array(list(model.values()), np.int64)) == tuple(model)
+        assert index.of(np.array(list(model.values()), np.int64)) == tuple(model)
 
 
 def arrays_of(endings: Endings) -> list[np.ndarray]:

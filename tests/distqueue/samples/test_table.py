@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -33,25 +32,19 @@ PAGE_ROWS = 4
 TASK = st.sampled_from(TASKS)
 SPAN = st.sampled_from([(-1, -1), (0, 0), (1, 3), (2, 2), (3, 3)])
 SELECTIONS = st.builds(
-    lambda partial, count, budget, **selection: Selection(
-        count=count, token_budget=budget, partial=partial or (count is None and budget is None), **selection
-    ),
+    lambda partial, count, **selection: Selection(count=count, partial=partial or count is None, **selection),
     task=TASK,
     columns=st.sampled_from([("x",), ("y",), ("x", "y"), ("y", "x", "d"), ("d",)]),
     count=st.none() | st.sampled_from([1, 2, 4]),
-    budget=st.none() | st.integers(1, 12),
-    whole_groups=st.booleans(),
-    min_version=st.none() | st.integers(0, 3),
     partial=st.booleans(),
 )
 
 
 class TableAgainstModel(RuleBasedStateMachine):
-    @initialize(grouped=st.booleans())
-    def create(self, grouped: bool) -> None:
-        group_size = GROUP_SIZE if grouped else None
-        self.model = Model(TASKS, group_size)
-        self.new_table = lambda: SampleTable(TASKS, LEASE_S, group_size, page_rows=PAGE_ROWS)
+    @initialize()
+    def create(self) -> None:
+        self.model = Model(TASKS)
+        self.new_table = lambda: SampleTable(TASKS, LEASE_S, page_rows=PAGE_ROWS)
         self.table = self.new_table()
         self.segment = 0
         self.journal: list[Callable[[SampleTable], object]] = []
@@ -109,21 +102,14 @@ class TableAgainstModel(RuleBasedStateMachine):
 
     @rule(selection=SELECTIONS)
     def take(self, selection: Selection) -> None:
-        if self.model.group_size is None:
-            selection = replace(selection, whole_groups=False)
-        elif selection.whole_groups and selection.count == 1:
-            selection = replace(selection, count=GROUP_SIZE)
-        taken, expected = self.table.take(selection, self.model.now_s), self.model.take(selection)
+        taken, rows = self.table.take(selection, self.model.now_s), self.model.take(selection)
         if taken is None:
-            assert expected is None and f"with {list(selection.columns)}: " in self.table.explain(selection)
+            assert rows is None and f"with {list(selection.columns)}: " in self.table.explain(selection)
             return
-        assert expected is not None
-        rows, too_old = expected
+        assert rows is not None
         assert taken.ids == tuple(row.id for row in rows) and taken.groups == tuple(row.group for row in rows)
         assert taken.rows.tolist() == [row.number for row in rows]
         assert taken.versions.tolist() == [list(row.versions) for row in rows]
-        assert taken.tokens.tolist() == [self.model.tokens(row, selection) for row in rows]
-        assert taken.too_old == tuple(row.id for row in too_old)
         self.model.lease(rows, selection.task)
 
     @precondition(lambda self: self.model.rows)
@@ -283,37 +269,19 @@ class TableAgainstModel(RuleBasedStateMachine):
             assert self.table.at([segment]) == tuple(row.id for row in rows)
 
     @invariant()
-    def what_can_be_served_is_what_would_be_taken(self) -> None:
-        whole = self.model.group_size is not None
-        for selection in (
-            Selection("train", ("x",), 2),
-            Selection("train", ("x", "d"), 4, token_budget=7, whole_groups=whole),
-            Selection("reward", ("y", "x"), token_budget=5),
-            Selection("reward", ("d",), partial=True, whole_groups=whole),
-        ):
-            assert self.table.can_serve(selection) == (self.model.take(selection) is not None)
+    def a_task_is_settled_when_no_open_row_lacks_a_column(self) -> None:
+        for selection in (Selection("train", ("x",), 2), Selection("reward", ("d",), partial=True)):
             open_rows = [row for row in self.model.live() if self.model.state(row, selection.task) == "open"]
             assert self.table.is_settled(selection) == (not any(row.lacks(selection) for row in open_rows))
-            aged = replace(selection, min_version=2)
-            assert self.table.can_serve(aged) or self.model.take(aged) is None
 
     @invariant()
     def counters_are_a_recount(self) -> None:
         state = self.table.state
-        for view in state.views._views.values():
-            names = [state.columns.names[c] for c in view.columns]
-            recount = View(
-                view.task,
-                names,
-                rows=state.pages,
-                columns=state.columns,
-                claims=state.claims,
-                groups=state.groups,
-            )
-            for kept, counted in ((view.rows, recount.rows), (view.groups, recount.groups)):
-                assert kept.count == counted.count
-                assert (kept.flags.values == counted.flags.values).all()
-                assert (kept.per_page.values == counted.per_page.values).all()
+        for (task, names), view in state.views._views.items():
+            recount = View(task, names, rows=state.pages, columns=state.columns, claims=state.claims)
+            assert view.count == recount.count
+            assert (view._flags.values == recount._flags.values).all()
+            assert (view._per_page.values == recount._per_page.values).all()
             recount.close()
 
 
