@@ -12,6 +12,7 @@ from fusion.model import ModelConfig
 from fusion.telemetry.memory import human_bytes
 from stalesync.job.card_memory import estimate
 from stalesync.job.config import Config
+from stalesync.job.keys import without_effect
 from stalesync.job.tokenizer_folder import describe_masked
 from stalesync.prepare import prepare, start_rewards
 from stalesync.prompts import Prompt, PromptSource
@@ -41,6 +42,7 @@ def check(config: Config) -> list[str]:
         show("evaluation", [f"{file.name}: {file.rows.describe()}" for file in files if file.rows is not None])
         show("memory of a card", describe_memory(config, model))
         balancing = [config.training.describe_balancing(model.router_aux_coef)] if model.num_experts else []
+        show("settings without effect", without_effect(config))
         show("a step", describe_step(config, prompts, num_rows=source.num_rows) + balancing)
     return warnings
 

@@ -11,17 +11,10 @@ from fusion.costmodel.report import as_dict, render
 from fusion.costmodel.search import Estimate, estimate, rank
 from fusion.costmodel.setup import Setup
 from fusion.model import Parallel
-from stalesync.job.job_arguments import LAYOUTS, cluster_of, job_config, layout_of, model_of, parse, print_answer
+from stalesync.job.job_arguments import cluster_of, job_config, layout_of, model_of, parse, print_answer
 from stalesync.job.workload import describe, setup_of
 
 OPTIONS = ("model", "model.path", "cluster", "train", "infer", "cluster.hardware", "cluster.npus")
-READS = LAYOUTS | frozenset(
-    """training.token_budget training.recompute fusion.bucket_bytes fusion.offload rollout.engine.max_seqs
-    rollout.engine.max_batch_tokens rollout.engine.kv_fraction rollout.max_response_length
-    rollout.sampling.forced_median rollout.sampling.forced_spread data.prompts_per_step data.max_prompt_length
-    algorithm.group_size""".split()
-)
-"""Keys of a job, besides OPTIONS, that change a plan."""
 DEFAULTS = ("model=bfloat16", "training.recompute=true")
 WIDTH = 100
 
@@ -43,7 +36,7 @@ def answer(arguments: Sequence[str], recipes: Path) -> int:
     options = parsed.options
     model = model_of(options, recipes / "shapes")
     hardware, dies = cluster_of(options, conf)
-    config, lines = job_config(parsed, conf, command="plan.py", reads=READS, defaults=DEFAULTS)
+    config, lines = job_config(parsed, conf, command="plan", defaults=DEFAULTS)
     setup = setup_of(config, model.shape, hardware=hardware, dies=dies)
     train, infer = (
         None if text == "auto" else parse_layout(side, text, world=dies, shape=model.shape)

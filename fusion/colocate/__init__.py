@@ -1,6 +1,7 @@
 """Run several roles on shared cards: the actor's training and generation, reference, reward model.
 
-    deployment   assigns roles to cards                                     ┐
+    config       the group `fusion`, with the keys of ep_switch and offload ┐
+    deployment   assigns roles to cards                                     │
     phases       phases of a card, their transitions and requests           │ pure
     share        resources of the inference phase                           ┘
     spec, meshes       plain data of a run for every card; the card's process groups

@@ -1,3 +1,4 @@
+from .config import FusionConfig as FusionConfig
 from .deployment import Deployment as Deployment
 from .deployment import deploy as deploy
 from .phases import Phase as Phase

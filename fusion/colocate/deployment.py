@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from fusion.ep_switch.config import FusionConfig
+from fusion.colocate.config import OWN_CARDS, FusionConfig
 
 
 class Role(str, Enum):
@@ -98,17 +98,10 @@ def deploy(config: FusionConfig, npus: int, reference: bool, reward_model: bool)
         reference, reward_model: whether the run needs the role.
 
     Raises:
-        ValueError: there are too few cards, or a key has no meaning in this deployment; names the key.
+        ValueError: there are too few cards, or none of them would have a role; names the key.
     """
     name, score = config.deployment, config.score_cards
-    has_infer_cards = name in ("separate", "hybrid")
-    if name == "full" and score:
-        raise ValueError(f"fusion.score_cards={score}: expected 0 in fusion.deployment=full, where every card scores")
-    if not has_infer_cards and config.infer_cards:
-        raise ValueError(
-            f"fusion.infer_cards={config.infer_cards}: fusion.deployment={name} has no cards that only generate; "
-            "expected null, or separate or hybrid as the deployment"
-        )
+    has_infer_cards = name in OWN_CARDS
     if score and not (reference or reward_model):
         raise ValueError(
             f"fusion.score_cards={score}: nothing would run on them, as algorithm.kl_coef is 0 and reward.model null"

@@ -19,6 +19,7 @@ from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.weights.switching import PhaseSwitcher
 from fusion.costmodel.pace import EngineCost, EngineLoad, SwitchCost, TrainerCost
+from fusion.costmodel.setup import SwitchLimits, limits_of
 from fusion.inference import EmbeddedEngine, Output
 from fusion.inference.sequence import Step
 from fusion.npu.pacer import Pacer
@@ -35,7 +36,9 @@ def paced_parts(spec: WorkerSpec) -> WorkerParts:
     reference = TrainerCost(pace, spec.reference) if spec.reference else trainer
     reward = TrainerCost(pace, spec.reward_model.layout) if spec.reward_model else trainer
     engine = EngineCost(pace, spec.infer_of_one_engine, full_batch=spec.rollout.engine.max_seqs)
-    switch = SwitchCost.of(pace, train=spec.train, infer=spec.infer, infer_first=first, fusion=spec.fusion)
+    switch = SwitchCost.of(
+        pace, train=spec.train, infer=spec.infer, infer_first=first, fusion=limits_of(SwitchLimits, spec.fusion)
+    )
     return WorkerParts(
         trainer=partial(PacedTrainEngine, pacer=pacer, cost=trainer),
         engine=partial(PacedEngine, pacer=pacer, cost=engine, adopt_s=switch.adopt_s),

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from math import lcm
 from typing import TYPE_CHECKING
 
+from fusion.colocate.config import FusionConfig
 from fusion.colocate.deployment import Deployment
-from fusion.ep_switch.config import FusionConfig
 from fusion.ep_switch.topology import Topology
 from fusion.inference.config import RolloutConfig
 from fusion.model import ModelConfig, Parallel

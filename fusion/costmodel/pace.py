@@ -21,7 +21,7 @@ Pure: no clock and no device. `fusion.colocate.paced` observes a card and sleeps
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
@@ -30,11 +30,10 @@ from fusion.costmodel.hardware import Figure, Hardware, hardware_named
 from fusion.costmodel.memory import estimate_memory
 from fusion.costmodel.presets import load_shape
 from fusion.costmodel.roofline import Line, Roofline, Work, attention_pairs
-from fusion.costmodel.setup import Setup, TrainingLimits
+from fusion.costmodel.setup import Setup, SwitchLimits, TrainingLimits
 from fusion.costmodel.shape import Shape
 from fusion.costmodel.switch_time import adopt_s, to_infer, to_train
 from fusion.costmodel.traffic import switch_traffic
-from fusion.ep_switch.config import FusionConfig
 from fusion.ep_switch.topology import LEVELS
 from fusion.model import Parallel
 from fusion.npu import DeviceConfig
@@ -271,12 +270,10 @@ class SwitchCost:
     """Bytes that all dies receive from other supernodes (or nodes, where there are none) in a switch to generation."""
 
     @classmethod
-    def of(cls, pace: Pace, *, train: Parallel, infer: Parallel, infer_first: int, fusion: FusionConfig) -> SwitchCost:
+    def of(cls, pace: Pace, *, train: Parallel, infer: Parallel, infer_first: int, fusion: SwitchLimits) -> SwitchCost:
         """Cost the switch between two layouts; ``infer_first``: the first rank that generates."""
         # The run's buckets fit the run's model, not the modelled one.
-        modelled = FusionConfig(
-            deployment=fusion.deployment, offload=fusion.offload, double_buffer=fusion.double_buffer
-        )
+        modelled = replace(fusion, bucket_bytes=SwitchLimits.bucket_bytes)
         setup = Setup(pace.shape, pace.hardware, train=train, infer=infer, infer_first=infer_first, fusion=modelled)
         here, there = setup.sides
         sizes, topology = estimate_memory(setup), pace.hardware.topology

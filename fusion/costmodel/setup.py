@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 from fusion.costmodel.hardware import Hardware
 from fusion.costmodel.segments import Side
 from fusion.costmodel.shape import Shape
-from fusion.ep_switch.config import FusionConfig
 from fusion.model import Parallel
 
 
@@ -48,6 +48,20 @@ class EngineLimits:
 
 
 @dataclass(frozen=True)
+class SwitchLimits:
+    """The fields of the config group `fusion` that a plan depends on, with the same names and defaults."""
+
+    offload: str = "switch"
+    bucket_bytes: int = 256 << 20
+    double_buffer: bool = False
+
+
+def limits_of(kind: type, group: object) -> Any:
+    """Return those fields of a config group that a plan depends on; ``kind``: the class of limits."""
+    return kind(**{item.name: getattr(group, item.name) for item in fields(kind)})
+
+
+@dataclass(frozen=True)
 class Setup:
     """Layouts of training and generation. They share dies unless ``infer_first`` is past the last die that trains."""
 
@@ -57,7 +71,7 @@ class Setup:
     infer: Parallel
     infer_first: int = 0
     training: TrainingLimits = field(default_factory=TrainingLimits)
-    fusion: FusionConfig = field(default_factory=FusionConfig)
+    fusion: SwitchLimits = field(default_factory=SwitchLimits)
     rollout: EngineLimits = field(default_factory=EngineLimits)
     workload: Workload = PUBLISHED_WORKLOAD
 

@@ -14,7 +14,7 @@
               ▼
     SwitchReport, or SwitchError on every rank              outcome; stopwatch: seconds by part
     weights_checksum: equal in every layout                 checksum: also of sent data
-    FusionConfig                                            config: the group `fusion`
+    SwitchConfig                                            config: its keys of the group `fusion`
 
 Every rank computes the same plan from the same two layouts; only weights (and, if enabled, checksums) are sent.
 

@@ -1,5 +1,5 @@
 from .checksum import weights_checksum as weights_checksum
-from .config import FusionConfig as FusionConfig
+from .config import SwitchConfig as SwitchConfig
 from .layout import Layout as Layout
 from .layout import Place as Place
 from .layout import shared_units as shared_units

@@ -9,11 +9,14 @@ from math import inf
 from fusion.inference.request import SamplingParams
 from fusion.inference.validation import check_sampling
 from fusion.telemetry.classes import OWN_CLASS
+from fusion.telemetry.keys import SET, Unsupported, key
 from fusion.telemetry.validation import Checks
 
 SUSPENDED_KV = ("recompute", "keep", "pool")
 KV_REMOTE = ("none", "ray")
 DRAFTS = ("none", "siblings", "history", "both")
+POOLED, DRAFTED = {"suspended": ("pool",)}, {"source": DRAFTS[1:]}
+"""Where keys of `rollout.kv_pool` and of `rollout.drafts` have an effect"""
 FORCED_SPREAD = (0.89, 0.43, 0.01)
 """Of a published trace (`stalesync/prompts/lengths.py`)"""
 
@@ -40,22 +43,22 @@ BLOCK_MULTIPLE = 16
 class SamplingConfig:
     """How a token is sampled, and where a response ends."""
 
-    temperature: float = 1.0
+    temperature: float = key(1.0, timeless=True)
     """Divides the logits, 1e-5 to 1e5; 0: greedy decoding, only where nothing is trained."""
-    top_k: int = 0
+    top_k: int = key(0, timeless=True)
     """Samples from the k most likely tokens; 0: from all. With top_k, top_p or min_p at most 1,024 tokens are sampled
     from, which are recorded for the trainer: its log-probabilities are renormalised over them."""
-    top_p: float = 1.0
+    top_p: float = key(1.0, timeless=True)
     """Samples from the smallest set of most likely tokens whose probability reaches top_p; 1: from all."""
-    min_p: float = 0.0
+    min_p: float = key(0.0, timeless=True)
     """Excludes tokens less likely than min_p times the most likely one; 0: none."""
-    stop: list[str] = field(default_factory=list)
+    stop: list[str] = key(factory=list, timeless=True)
     """Stop strings: a response ends with the token that completes one of them, besides at the model's and the
     tokenizer's end tokens. It stays in the response and in the text that is rewarded."""
-    forced_median: float | None = None
+    forced_median: float | None = key(None, read_by="plan simulate")
     """For measurements: ends responses at lengths drawn from a long-tailed distribution with this median in tokens, the
     same in every run with a seed (`stalesync/prompts/lengths.py`), and not where the policy ends them; null: off."""
-    forced_spread: list[float] = field(default_factory=lambda: list(FORCED_SPREAD))
+    forced_spread: list[float] = key(factory=lambda: list(FORCED_SPREAD), read_by="plan simulate")
     """With forced_median, the standard deviations of the logarithm of lengths between rows of the data and within a
     group, and the share of responses that are max_response_length long."""
 
@@ -76,20 +79,22 @@ class SamplingConfig:
 class EngineConfig:
     """How many sequences and tokens an engine computes at a time, and how much memory it takes."""
 
-    block_size: int = 16
+    block_size: int = key(16, read_by="simulate")
     """Tokens of a KV block, the unit of memory and of prefix sharing; a multiple of 16."""
-    max_seqs: int = 256
+    max_seqs: int = key(256, read_by="plan simulate")
     """Maximum number of sequences that an attention rank decodes at a time."""
-    max_batch_tokens: int = 4096
+    max_batch_tokens: int = key(4096, read_by="plan simulate")
     """Maximum number of tokens of one step of an attention rank; longer prompts are prefilled in chunks. At least
     max_seqs."""
-    kv_fraction: float = 0.9
+    kv_fraction: float = key(0.9, read_by="plan simulate")
     """Fraction of the free memory that the KV cache takes; it is allocated last."""
-    max_kv_tokens: int | None = None
+    max_kv_tokens: int | None = key(None, read_by="simulate")
     """Upper bound of the KV cache in tokens of one attention rank; null: bounded by kv_fraction only."""
-    prefix_cache: bool = True
+    prefix_cache: bool = key(True, read_by="simulate")
     """Shares KV blocks between requests with a common prefix, within one policy version."""
-    batch_invariant: bool = False
+    batch_invariant: bool = key(
+        False, unsupported_by={"vllm": Unsupported("vLLM's results depend on the batch by rounding")}
+    )
     """Computes bitwise the same logprobs under any batching, chunking or order of arrival, at some cost in speed."""
 
     def validate(self) -> None:
@@ -112,7 +117,7 @@ class EngineConfig:
 class ScheduleConfig:
     """Which request an engine receives next, and when it returns it."""
 
-    order: str = "history"
+    order: str = key("history", read_by="simulate")
     """Which waiting request an engine receives next (`fusion/rollout/orders`): `history` (the most tokens left,
     estimated from the same row's last epoch and from finished responses of the group; while many responses run away, as
     `least_generated`), `fifo` (the oldest), `least_generated` (the one with the fewest tokens so far), `context` (Seer:
@@ -122,10 +127,10 @@ class ScheduleConfig:
     stalesync.max_staleness > 0; `module:Class`, a subclass of `fusion.rollout.orders.interface.Order` of your own
     (docs/rollout.md). With chunk_tokens it decides again after every chunk, otherwise only where a response begins;
     where nothing is known of lengths, `history` is then `fifo`."""
-    length_classes: int = 4
+    length_classes: int = key(4, only={"order": ("histopipe",)})
     """With order=histopipe, number of classes by length among which a step's groups are divided evenly, and the engines
     such that the longest class takes as little time as possible; at most one for each engine. 1: engines take any."""
-    chunk_tokens: int | None = None
+    chunk_tokens: int | None = key(None, read_by="simulate")
     """A response returns to the request buffer after this many new tokens and resumes on any engine with free capacity,
     the oldest first (divided rollout: Seer, arXiv 2511.14617); null: it ends on the engine where it began. Which
     requests are batched together then depends on timing: at staleness 0 a run is bitwise repeatable only with
@@ -143,15 +148,16 @@ class ScheduleConfig:
         check.integer("length_classes", at_least=1)
         check.integer("chunk_tokens", at_least=1, null=True)
         check.integer("probe", at_least=0, null=True)
-        if self.order != "histopipe":
-            check.unused("length_classes", where=f"rollout.schedule.order={self.order}")
+        check.used()
 
 
 @dataclass
 class KVPoolConfig:
     """Where the KV of unfinished samples goes that leave their engine."""
 
-    suspended: str = "recompute"
+    suspended: str = key(
+        "recompute", read_by="simulate", unsupported_by={"vllm": Unsupported("vLLM's KV is always computed again")}
+    )
     """What happens to the KV of unfinished samples when new weights arrive. `recompute`: it is discarded, and the
     samples are prefilled again under the new weights; `keep`: it is kept, parked in host memory while the card trains,
     and the samples resume with it, so that their KV is of several policy versions (the version of each token is
@@ -160,22 +166,22 @@ class KVPoolConfig:
     when its card trains), its KV goes to shared memory of the machine, from which any engine of it continues by copying
     (Seer's global KV pool, arXiv 2511.14617). When new weights arrive it is freed, as with `recompute`: no token is
     computed behind KV of another version. KV that is missing or damaged is computed again."""
-    max_parked_mib: int | None = None
+    max_parked_mib: int | None = key(None, only={"suspended": ("keep", "pool")}, refused=False)
     """With suspended=keep or pool, MiB of host memory in which a card may park KV; keep: KV beyond that is computed
     again; pool: what was parked longest ago goes to `spill`, or is computed again. null: no limit, but a pool leaves
     half of /dev/shm free."""
-    spill: str | None = None
+    spill: str | None = key(None, only=POOLED)
     """With suspended=pool, folder on a local disk for KV that exceeds max_parked_mib; null: none."""
-    max_spilled_mib: int | None = None
+    max_spilled_mib: int | None = key(None, only={**POOLED, "spill": SET})
     """MiB that a card may have in `spill`; what was parked longest ago is removed first; null: until the disk is
     full."""
-    spread: int = 32
+    spread: int = key(32, only=POOLED, read_by="simulate")
     """With suspended=pool, maximum imbalance at which a request returns to its KV: requests that the engine which
     has parked it may have more than the least loaded one."""
-    pull_tokens: int = 512
+    pull_tokens: int = key(512, only=POOLED, read_by="simulate")
     """With suspended=pool, number of tokens from which an engine copies KV that another one has parked; shorter KV
     is computed again."""
-    remote: str = "ray"
+    remote: str = key("ray", only=POOLED)
     """With suspended=pool, how KV travels to an engine on another machine: `ray`: as Ray objects, if it has at least
     twice pull_tokens and arrives before it could have been computed, by what was measured in this run; `none`: it is
     computed again."""
@@ -189,11 +195,7 @@ class KVPoolConfig:
         check.integer("spread", at_least=0)
         check.integer("pull_tokens", at_least=1)
         check.one_of("remote", KV_REMOTE)
-        if not self.pools_kv:
-            where = f"rollout.kv_pool.suspended={self.suspended}"
-            check.unused("spill", "max_spilled_mib", "spread", "pull_tokens", "remote", where=where)
-        if self.spill is None:
-            check.unused("max_spilled_mib", where="rollout.kv_pool.spill=null")
+        check.used()
 
     @property
     def keeps_kv(self) -> bool:
@@ -210,33 +212,33 @@ class KVPoolConfig:
 class DraftsConfig:
     """What drafts tokens that an engine verifies, and how much of it."""
 
-    source: str = "none"
+    source: str = key("none", unsupported_by={"vllm": Unsupported("vLLM verifies no drafts here")})
     """What drafts several tokens of a response, which one forward pass verifies: `siblings` (the other responses of the
     group that the engine has generated so far), `history` (the responses of the prompt's last group, in an earlier
     epoch), `both`; `none`. Every token is sampled with its own noise as without drafts: the same tokens with
     engine.batch_invariant, else up to rounding, as for any change of the batch. None is verified where it does not pay
     by measured costs. They are measured to help where answers are long and a step takes many milliseconds, and to cost
     time with a small model and many sequences (docs/figures.md), so there are none by default."""
-    tree: int = 1
+    tree: int = key(1, only=DRAFTED)
     """Maximum number of drafted tokens behind one token; 1: drafts are single paths, no trees."""
-    history: int = 1
+    history: int = key(1, only={"source": ("history", "both")})
     """Number of earlier groups of a prompt of which text is history, at most 8. 1: the text of the last one replaces
     the earlier; more: text counts half as much as that of the next group."""
-    budget: str = "measured"
+    budget: str = key("measured", only=DRAFTED)
     """How much of the drafts is verified. `measured`: as many tokens of all sequences as make the most tokens a second,
     by the costs and the acceptance measured in this run; none where that does not pay. `window`: of each sequence 2,
     and 2 more after each draft that was right to its end, up to 32 (HistoSpec: RhymeRL, arXiv 2508.18588); it depends
     on no clock, and drafts also where that does not pay."""
-    mib: int = 1024
+    mib: int = key(1024, only=DRAFTED)
     """MiB of host memory of a card for the text from which it drafts; prompts without running requests that were used
     longest ago are dropped first."""
-    group_mib: int = 256
+    group_mib: int = key(256, only=DRAFTED)
     """MiB of these that the text of one prompt may take, its last group included; beyond that the prompt is dropped,
     and its running responses are generated without drafts."""
-    max_age: int | None = None
+    max_age: int | None = key(None, only=DRAFTED)
     """Training steps after which the text of a prompt is dropped if no request has used it; null: only where `mib` is
     exceeded. Useful where data.rows is null, as then no prompt comes again."""
-    exchange: bool = True
+    exchange: bool = key(True, only=DRAFTED)
     """Engines also draft from what others generate for the same prompts: siblings of a group that was divided between
     them, and history of a prompt that another engine had in the last epoch. It goes through one more process, which
     keeps at most `mib`; nothing is started where there are no two attention ranks that draft."""
@@ -250,11 +252,7 @@ class DraftsConfig:
         check.integer("history", at_least=1, at_most=8)
         check.integer("max_age", at_least=1, null=True)
         check.boolean("exchange")
-        where = f"rollout.drafts.source={self.source}"
-        if self.source == "none":
-            check.unused("tree", "budget", "mib", "group_mib", "max_age", "exchange", where=where)
-        if not self.from_history:
-            check.unused("history", where=where)
+        check.used()
 
     @property
     def from_siblings(self) -> bool:
@@ -273,7 +271,7 @@ class RolloutConfig:
     """Which engine generates: `embedded`: this project's, all families and options; `vllm`: vLLM in the worker's
     process, with the same sampler, noise and switches (`bash scripts/environment.sh --backend vllm`); what it does not
     do is refused by key (docs/backends.md)."""
-    max_response_length: int = 256
+    max_response_length: int = key(256, read_by="plan simulate")
     """Maximum number of tokens of a response, including the end token."""
     max_length: int | None = None
     """Maximum number of tokens of prompt and response in total; null: the number of positions of the model."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from fusion.telemetry.keys import key
 from fusion.telemetry.validation import Checks
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ DTYPES = ("float32", "bfloat16")
 class PolicyModelConfig:
     """The base model of the policy. Its shape is a `ModelConfig`, read from its folder."""
 
-    path: str = ""
+    path: str = key("", read_by="plan simulate")
     """Hugging Face folder of the base model: config.json, safetensors, tokenizer."""
     dtype: str = "float32"
     """Data type of the compute weights: `float32`, or `bfloat16` with float32 master weights in the optimizer."""
@@ -55,9 +56,9 @@ class LayoutConfig:
 class ParallelConfig:
     """The layouts of a run."""
 
-    train: LayoutConfig = field(default_factory=LayoutConfig)
+    train: LayoutConfig = key(factory=LayoutConfig, read_by="plan simulate")
     """Layout of the training phase; data parallel uses the remaining cards."""
-    infer: LayoutConfig = field(default_factory=LayoutConfig)
+    infer: LayoutConfig = key(factory=LayoutConfig, read_by="plan simulate")
     """Layout of the generation phase; cards beyond one TP/EP group become further engines."""
     score: LayoutConfig = field(default_factory=LayoutConfig)
     """Layout of the reward model over the cards that host it, and of the reference model where it has its own cards;

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fusion.telemetry.keys import SET, Unsupported, key
 from fusion.telemetry.validation import Checks
 
 KINDS = ("auto", "npu", "cuda", "emulated")
@@ -17,30 +18,38 @@ DEFAULT_CAPACITY_BYTES = 2 << 30
 class DeviceConfig:
     """Select the cards of a run and configure emulated ones."""
 
-    kind: str = "auto"
+    kind: str = key(
+        "auto",
+        timeless=True,
+        unsupported_by={"vllm": Unsupported("vLLM has been tried on emulated cards only", ("cuda",))},
+    )
     """`npu` (Ascend, through torch_npu), `cuda`, `emulated` (an NPU on the CPU), or `auto`: the first of these that is
     present."""
     capacity_bytes: int | None = None
     """HBM of one card in bytes. Emulated: its size; null: 2 GiB. Real: a limit for each process; null: the whole
     card."""
 
-    streams: str = "eager"
+    streams: str = key("eager", only={"kind": ("auto", "emulated")}, refused=False)
     """Emulated cards: when asynchronous work is executed. `eager`: when it is called. `adversarial`: non-blocking
     copies and collectives as late as synchronisation allows, and freed memory is poisoned, so that a missing wait
     becomes a wrong result (slower)."""
 
-    pace: str | None = None
+    pace: str | None = key(
+        None,
+        only={"kind": ("emulated",)},
+        unsupported_by={"vllm": Unsupported("the time of vLLM's steps is not modelled")},
+    )
     """Emulated cards: the model whose step times are reproduced, on the cards that `cluster.hardware` names: a preset
     of recipes/shapes or a Hugging Face folder (`fusion/costmodel/pace.py`). null: steps run at the host's speed."""
 
-    pace_tokens: int = 1
+    pace_tokens: int = key(1, only={"pace": SET}, refused=False)
     """Tokens of the modelled run per token of this run, in prompts, responses and contexts."""
 
-    pace_speed: float = 1.0
+    pace_speed: float = key(1.0, only={"pace": SET}, refused=False)
     """Seconds of the modelled run per second of this run. With the value of `pace_tokens` a decode step takes as long
     as in the modelled engine."""
 
-    pace_training: float = 1.0
+    pace_training: float = key(1.0, only={"pace": SET}, refused=False)
     """Factor on the time of a training step, for the additional samples that the modelled run trains or scores."""
 
     def validate(self) -> None:
@@ -53,10 +62,9 @@ class DeviceConfig:
         check.one_of("kind", KINDS)
         check.integer("capacity_bytes", at_least=1, null=True)
         check.one_of("streams", STREAMS)
-        emulated = self.pace is None or self.kind == "emulated"
-        check.that("pace", emulated, f"device.kind=emulated with it, or null; device.kind={self.kind}")
         check.integer("pace_tokens", at_least=1)
         check.number("pace_speed", "pace_training", above=0)
+        check.used()
 
 
 def claim(kind: str, cluster: Mapping[str, float]) -> tuple[str, dict[str, Any]]:

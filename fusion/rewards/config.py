@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion.rewards.terms import TermSpec
+from fusion.telemetry.keys import key
 from fusion.telemetry.validation import Checks
 
 BUILT_IN = ("arithmetic", "math")
@@ -38,7 +39,7 @@ class RewardConfig:
     `fn(prompts, responses, answers, **fields) -> list[float]`; implies `custom`. A field `other_responses` is the other
     responses of the group."""
 
-    model: str | None = None
+    model: str | None = key(None, timeless=False)
     """Folder of a reward model (`Qwen3ForSequenceClassification` with one label, or its MoE counterpart). Its score of
     prompt and response replaces the rule; `fusion` configures the cards that it runs on."""
 
@@ -93,17 +94,17 @@ class RewardConfig:
         """
         if not isinstance(self.terms, list):
             raise ValueError(f"reward.terms={self.terms!r}: expected a list")
-        keys = [f"reward.terms[{index}]" for index in range(len(self.terms))]
-        specs = [TermSpec.parse(entry, key, BUILT_IN) for entry, key in zip(self.terms, keys, strict=True)]
+        places = [f"reward.terms[{index}]" for index in range(len(self.terms))]
+        specs = [TermSpec.parse(entry, place, BUILT_IN) for entry, place in zip(self.terms, places, strict=True)]
         names = [self.title]
-        for spec, key in zip(specs, keys, strict=True):
+        for spec, place in zip(specs, places, strict=True):
             if spec.name in names:
-                raise ValueError(f"{key}.name={spec.name!r}: expected another name than those of {', '.join(names)}")
+                raise ValueError(f"{place}.name={spec.name!r}: expected another name than those of {', '.join(names)}")
             if ":" in spec.reward:
                 try:
                     split_path(spec.reward)
                 except ValueError as error:
-                    raise ValueError(f"{key}.reward={spec.reward!r}: {error}") from None
+                    raise ValueError(f"{place}.reward={spec.reward!r}: {error}") from None
             names.append(spec.name)
         return specs
 

@@ -20,6 +20,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from fusion.telemetry.keys import unused
+
 
 @dataclass(frozen=True)
 class Checks:
@@ -84,16 +86,20 @@ class Checks:
         holds = (value is None and null) or value in choices
         self.that(key, holds, f"one of {', '.join([*choices, *(['null'] if null else [])])}")
 
-    def unused(self, *keys: str, where: str) -> None:
-        """Expect the defaults of keys that have no effect ``where`` another key has its value.
+    def used(self, root: Any = None) -> None:
+        """Expect the defaults of keys that have no effect beside the others (`keys.KeyUse.only`).
+
+        Args:
+            root: the whole config, for keys whose effect depends on other groups.
 
         Raises:
-            ValueError: names the first key that has been changed.
+            ValueError: names the first key that has been changed, and where it has an effect.
         """
-        for key in keys:
-            default = getattr(type(self.values), key)
-            holds = getattr(self.values, key) == default
-            self.that(key, holds, f"{json.dumps(default)} (the default) with {where}")
+        for one in unused(self.values, self.group, root):
+            if one.use.refused:
+                why = f", {one.use.why}" if one.use.why else ""
+                used = f"; it is used with {one.use.conditions(self.group)}"
+                self.that(one.name, False, f"{json.dumps(one.default)} (the default) with {one.where}{why}{used}")
 
 
 def is_finite(value: Any) -> bool:

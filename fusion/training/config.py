@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from fusion.telemetry.keys import POSITIVE, Unsupported, key
 from fusion.telemetry.validation import Checks, is_finite
 
 SCHEDULES = ("constant", "cosine")
@@ -22,8 +23,6 @@ KL_IN = ("loss", "reward")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 CORRECTION_NAMES = ("none", "tis_token", "tis_sequence", "decoupled", "icepop", "mask_sequence")
 """The keys of `corrections.CORRECTIONS`, stated here as that file needs torch."""
-USE_CAP = CORRECTION_NAMES[1:]
-USE_FLOOR = ("icepop", "mask_sequence")
 LOAD_BALANCING = ("batch", "sequence")
 REPLAYS = ("none", "train", "rollout")
 BACKENDS = ("embedded", "megatron")
@@ -37,43 +36,43 @@ class TrainingConfig:
     """Whose model is trained: `embedded`: this project's; `megatron`: Megatron-Core's GPTModel (`pip install
     megatron-core==0.16.1`). All families; optimizer, checkpoints and switches are the same."""
 
-    lr: float = 1e-6
+    lr: float = key(1e-6, timeless=True)
     """Peak learning rate of AdamW."""
 
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    betas: list[float] = key(factory=lambda: [0.9, 0.95], timeless=True)
     """Decay rates of AdamW's first and second moment."""
 
-    weight_decay: float = 0.01
+    weight_decay: float = key(0.01, timeless=True)
     """Decoupled weight decay of matrices; the weights of norms do not decay."""
 
-    clip_grad: float = 1.0
+    clip_grad: float = key(1.0, timeless=True)
     """Largest norm of the whole gradient; a larger gradient is scaled down to it. 0: no clipping."""
 
-    schedule: str = "constant"
+    schedule: str = key("constant", timeless=True)
     """Learning rate after the warm-up: `constant`, or `cosine`, which decays to 0 at the last step of the run; if a
     resume changes that step, from the rate of its last step."""
 
-    warmup_steps: int = 0
+    warmup_steps: int = key(0, timeless=True)
     """Optimizer steps over which the learning rate rises linearly from 0 to `lr`."""
 
-    token_budget: int = 16384
+    token_budget: int = key(16384, read_by="plan")
     """Maximum number of tokens of one micro-batch on one data-parallel rank: bounds activation memory; does not change
     results."""
 
-    recompute: bool = False
+    recompute: bool = key(False, read_by="plan simulate")
     """Activation checkpointing: keep only the input of each layer and recompute the rest in the backward pass; less
     memory, about a third more compute."""
 
-    load_balancing_coef: float | None = None
+    load_balancing_coef: float | None = key(None, timeless=True)
     """Weight of the load-balancing loss of the experts; null: 0, as this loss trains the routers whatever the rewards
     are. `router_aux_loss_coef` of the model is never used."""
 
-    load_balancing: str = "batch"
+    load_balancing: str = key("batch", only={"load_balancing_coef": POSITIVE}, refused=False, timeless=True)
     """What that loss is computed over: `batch`: all rows of the batch in all layers at once, as transformers does;
     `sequence`: each sequence in each layer, averaged over sequences and summed over layers (DeepSeek-V3, with a weight
     of 0.0001)."""
 
-    router_bias_rate: float = 0.0
+    router_bias_rate: float = key(0.0, timeless=True)
     """What the correction bias of an overloaded expert loses, and that of an underloaded one gains, in an optimizer
     step (DeepSeek-V3 was pretrained with 0.001). Only for models whose routers have one; 0: the biases are kept."""
 
@@ -113,37 +112,37 @@ class TrainingConfig:
 class AlgorithmConfig:
     """How the rewards of samples update the policy."""
 
-    name: str = "grpo"
+    name: str = key("grpo", timeless=True)
     """Algorithm: one of the files of `fusion/training/algorithms` (grpo, dr_grpo, dapo, gspo, rloo,
     reinforce_plus_plus)."""
 
-    group_size: int = 8
+    group_size: int = key(8, read_by="plan simulate")
     """Responses sampled for each prompt; advantages compare their rewards with each other: at least 2, except for
     reinforce_plus_plus."""
 
-    clip_low: float = 0.2
+    clip_low: float = key(0.2, timeless=True)
     """The probability ratio of a token (gspo: of a sequence) is clipped at 1 - clip_low."""
 
-    clip_high: float = 0.2
+    clip_high: float = key(0.2, timeless=True)
     """The probability ratio of a token (gspo: of a sequence) is clipped at 1 + clip_high."""
 
-    kl_coef: float = 0.0
+    kl_coef: float = key(0.0, read_by="simulate")
     """Weight of the KL divergence to the reference model; 0: no reference model is loaded."""
 
-    kl_in: str = "loss"
+    kl_in: str = key("loss", only={"kl_coef": POSITIVE}, refused=False, timeless=True)
     """Where the divergence is applied: `loss`: the estimate of each token is added to its loss; `reward`: the estimate
     of a whole response is subtracted from its reward."""
 
-    normalize_advantages: bool = True
+    normalize_advantages: bool = key(True, only={"name": ("grpo", "dapo", "gspo")}, refused=False, timeless=True)
     """Divide the advantages of a group by the standard deviation of its rewards (grpo, dapo, gspo; the formulas of the
     others leave no choice); false: only subtract the mean."""
 
-    loss_aggregation: str | None = None
+    loss_aggregation: str | None = key(None, timeless=True)
     """How the losses of tokens are aggregated: `token_mean`: mean over all tokens of the batch; `sequence_mean`: mean
     over each sequence, then over sequences; `constant`: sum divided by sequences x rollout.max_response_length; null:
     the default of the algorithm (dr_grpo, rloo: constant; gspo: sequence_mean; others: token_mean)."""
 
-    overlong_buffer: int | None = None
+    overlong_buffer: int | None = key(None, timeless=True)
     """Number of tokens before rollout.max_response_length over which an overlong penalty grows from 0 to 1; 0: no
     penalty; null: the default of the algorithm (dapo: a fifth of the maximum; others: none)."""
 
@@ -152,19 +151,21 @@ class AlgorithmConfig:
     `tis_sequence`, `decoupled`, `icepop` or `mask_sequence`; null: `none`, or `decoupled` where
     stalesync.max_staleness > 0, which with several minibatches costs a forward pass of the batch."""
 
-    correction_cap: float | None = None
+    correction_cap: float | None = key(None, only={"correction": CORRECTION_NAMES[1:]})
     """Largest importance weight of the correction (mask_sequence: the geometric mean of the ratios of a sequence lies
     between the inverse of the cap and the cap); null: the default of the correction (tis_token, tis_sequence and
     mask_sequence 2, decoupled and icepop 5)."""
 
-    correction_floor: float | None = None
+    correction_floor: float | None = key(None, only={"correction": ("icepop", "mask_sequence")})
     """Masks tokens (icepop) or whole sequences with a token (mask_sequence) of a smaller ratio; null: the default of
     the correction (icepop 0.5, mask_sequence 0.0001)."""
 
-    minibatches: int = 1
+    minibatches: int = key(1, read_by="simulate")
     """Number of optimizer steps that the samples of one loop step are divided into."""
 
-    replay: str = "none"
+    replay: str = key(
+        "none", unsupported_by={"vllm": Unsupported("vLLM does not return the experts of its tokens", ("rollout",))}
+    )
     """Routing replay, which experts every forward pass of a step uses: `rollout`: those of the engine (R3, arXiv
     2510.11370); `train`: those of the trainer before the first update of the step (R2, arXiv 2507.18071); `none`. With
     either, `training/routing_mismatch` is the fraction of (token, layer) pairs that the router would now route
@@ -198,10 +199,4 @@ class AlgorithmConfig:
         check.one_of("replay", REPLAYS)
         check.number("correction_cap", at_least=1, null=True)
         check.number("correction_floor", at_least=0, at_most=1, null=True)
-        for key, users in (("correction_cap", USE_CAP), ("correction_floor", USE_FLOOR)):
-            used = getattr(self, key) is None or self.corrects_by in users
-            check.that(
-                key,
-                used,
-                f"null, as algorithm.correction={self.corrects_by} does not use it; it is used by {', '.join(users)}",
-            )
+        check.used()

@@ -1,4 +1,4 @@
-"""Prints the reference of all config keys as Markdown: type, default, accepted values, meaning, from the dataclasses.
+"""Prints the reference of all config keys as Markdown: meaning, type, default, values, effect, from the dataclasses.
 
     python scripts/docs/config_reference.py > config.md
 
@@ -12,16 +12,15 @@ import copy
 import dataclasses
 import re
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, get_args
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the site is built where rlfusion is not installed
 
+from fusion.telemetry.keys import as_yaml  # noqa: E402
 from stalesync.job.config import Config  # noqa: E402
-from stalesync.job.overrides import as_yaml, documented_keys  # noqa: E402
+from stalesync.job.keys import Key, keys_of, value_of  # noqa: E402
 
 INTRODUCTION = """# Config keys
 
@@ -37,17 +36,6 @@ prints the composed config.
 """
 
 
-@dataclass(frozen=True)
-class Key:
-    """One key. ``accepted``: the values that its validation accepts, as its error states them; "": any of its type."""
-
-    path: str
-    type: str
-    default: str
-    text: str
-    accepted: str
-
-
 class Refused:
     """A value that no check accepts."""
 
@@ -55,17 +43,16 @@ class Refused:
         return "?"
 
 
-def keys(node: Any, texts: dict[str, str], prefix: str = "") -> Iterator[Key]:
-    """Yields the keys below ``node``, an object of a config dataclass, in the order of its fields."""
-    hints, annotations = get_type_hints(type(node)), {item.name: item.type for item in dataclasses.fields(node)}
-    for name, annotation in annotations.items():
-        path, value = f"{prefix}{name}", getattr(node, name)
-        if dataclasses.is_dataclass(hints[name]):
-            yield from keys(value, texts, f"{path}.")
-        else:
-            kind, values = shown_type(str(annotation)), accepted(node, name)
-            states_more = values not in (kind, f"a {kind}", "a list")
-            yield Key(path, kind, as_yaml(value), texts[path], values if states_more else "")
+def facts(key: Key, config: Any) -> list[str]:
+    """Returns what holds of a key: its type, default, accepted values, where it has an effect, and which commands of
+    those that answer for a job without running it read it."""
+    group, _, name = key.path.rpartition(".")
+    kind, values, only = shown_type(key.type), accepted(value_of(config, group), name), key.use.conditions(group)
+    found = [f"- type: {kind}", f"- default: `{as_yaml(key.default)}`"]
+    found += [f"- accepted: {values}"] if values not in ("", kind, f"a {kind}", "a list") else []
+    found += [f"- has an effect with: {only}"] if only else []
+    found += [f"- not with `{backend}`: {limit.reason}" for backend, limit in key.use.unsupported_by.items()]
+    return found + ([f"- read by: {', '.join(sorted(key.use.read_by))}"] if key.use.read_by else [])
 
 
 def accepted(node: Any, name: str) -> str:
@@ -83,26 +70,26 @@ def accepted(node: Any, name: str) -> str:
     return ""
 
 
-def shown_type(annotation: str) -> str:
+def shown_type(hint: Any) -> str:
     words = {"int": "whole number", "float": "number", "str": "text", "bool": "true or false", "None": "null"}
-    plain = re.sub(r"list\[(\w+)\]", lambda match: f"list of {words.get(match[1], 'value')}s", annotation)
+    written = str(hint if get_args(hint) else getattr(hint, "__name__", hint)).replace("typing.", "")
+    plain = re.sub(r"list\[(\w+)\]", lambda match: f"list of {words.get(match[1], 'value')}s", written)
     return " or ".join(words.get(part.strip(), part.strip()) for part in plain.split("|"))
 
 
 def page(config: Config | None = None) -> str:
     """Returns the page: a section for each group, and in it one for each key."""
-    config, texts, lines = config or Config(), documented_keys(), [INTRODUCTION]
+    config, lines = config or Config(), [INTRODUCTION]
     for group in dataclasses.fields(Config):
-        node = getattr(config, group.name)
-        lines.append(f"## {group.name}\n\n{' '.join((type(node).__doc__ or '').split())}\n")
+        text = " ".join((type(getattr(config, group.name)).__doc__ or "").split())
+        lines.append(f"## {group.name}\n\n{text}\n")
         choices = sorted(path.stem for path in (ROOT / "recipes" / "conf" / group.name).glob("*.yaml"))
         if choices:
             lines.append(f"Files: {', '.join(f'`{group.name}={choice}`' for choice in choices)}\n")
-        for key in keys(node, texts, f"{group.name}."):
-            lines.append(f"### `{key.path}` {{ #{key.path} }}\n\n{key.text}\n")
-            facts = [f"- type: {key.type}", f"- default: `{key.default}`"]
-            facts += [f"- accepted: {key.accepted}"] if key.accepted else []
-            lines.append("\n".join(facts) + "\n")
+        for key in keys_of(Config).values():
+            if key.path.startswith(f"{group.name}."):
+                lines.append(f"### `{key.path}` {{ #{key.path} }}\n\n{key.text}\n")
+                lines.append("\n".join(facts(key, config)) + "\n")
     return "\n".join(lines)
 
 

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from distqueue.config import QueueConfig
+from fusion.colocate.config import OWN_CARDS, FusionConfig
 from fusion.colocate.deployment import Deployment, deploy
 from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import engine_size, layout_of_engine
-from fusion.ep_switch.config import FusionConfig
 from fusion.inference.backends.support import check_vllm
 from fusion.inference.config import RolloutConfig
 from fusion.model import ModelConfig, Parallel, check_folder
@@ -23,11 +23,13 @@ from fusion.npu.config import DeviceConfig
 from fusion.resources import SHAPES
 from fusion.rewards.config import RewardConfig
 from fusion.rollout.orders import find_order
+from fusion.telemetry.keys import POSITIVE, key
 from fusion.telemetry.loggers import check_loggers
 from fusion.telemetry.validation import Checks
 from fusion.training.backends.support import check_megatron
 from fusion.training.config import AlgorithmConfig, TrainingConfig
 from stalesync.evaluation.config import EvalConfig
+from stalesync.job.keys import check_supported, check_used
 from stalesync.policy.save_interval import SaveInterval
 from stalesync.prompts.config import DataConfig
 
@@ -42,14 +44,14 @@ RESUME = ("false", "true", "auto")
 class ClusterConfig:
     """The cards of a run and how Ray reaches them."""
 
-    npus: int = 1
+    npus: int = key(1, read_by="plan simulate")
     """Number of cards of the run, including those that only generate or score; one worker per card."""
-    address: str | None = None
+    address: str | None = key(None, timeless=True)
     """Ray cluster to join ("auto" on a head node); null: start Ray on this machine."""
-    hardware: str | None = None
+    hardware: str | None = key(None, read_by="plan simulate")
     """Type of the cards, a file of `fusion/costmodel/hardware` (ascend_910b, ascend_910c, h100, h800); it defines the
     speed of the links; null: all links are equal."""
-    stage_timeout_s: float = 1800.0
+    stage_timeout_s: float = key(1800.0, timeless=True)
     """Timeout of a stage in seconds: a longer stage ends the run with an error that names the ranks still running
     it."""
 
@@ -82,14 +84,24 @@ class ClusterConfig:
 class StaleSyncConfig:
     """How far generation may run ahead of training."""
 
-    max_staleness: int = 0
+    max_staleness: int = key(0, read_by="simulate")
     """Staleness bound: maximum number of policy versions that the oldest token of a trained sample may lag behind; 0:
     the synchronous loop."""
-    train_tokens: int | None = None
+    train_tokens: int | None = key(
+        None,
+        only={"max_staleness": POSITIVE},
+        why="where a step trains its whole batch of data.prompts_per_step groups",
+        read_by="simulate",
+    )
     """A step starts as soon as finished groups hold this many tokens, prompts and responses; `data.prompts_per_step` is
     then its maximum number of groups, and groups that reach the bound are always included. null: a step always trains
     `data.prompts_per_step` groups."""
-    lend: bool = True
+    lend: bool = key(
+        True,
+        only={"fusion.deployment": OWN_CARDS, "max_staleness": POSITIVE},
+        refused=False,
+        read_by="simulate",
+    )
     """Cards that train begin a step's training while its last responses are still generated: where other cards only
     generate, with `max_staleness` > 0 and the conditions in docs/stalesync.md. In `hybrid` the requests of their
     engines go to these cards."""
@@ -104,11 +116,7 @@ class StaleSyncConfig:
         check.integer("max_staleness", at_least=0)
         check.integer("train_tokens", at_least=1, null=True)
         check.boolean("lend")
-        check.that(
-            "train_tokens",
-            self.train_tokens is None or self.max_staleness > 0,
-            "null at stalesync.max_staleness=0, where a step trains its whole batch of data.prompts_per_step groups",
-        )
+        check.used()
 
 
 @dataclass
@@ -119,9 +127,9 @@ class RunConfig:
     """Folder of the run in `dir`; a name that is taken gets a number unless `resume` is set."""
     dir: str = "runs"
     """Folder of all runs."""
-    steps: int = 100
+    steps: int = key(100, read_by="simulate")
     """Number of training steps (policy versions)."""
-    seed: int = 0
+    seed: int = key(0, read_by="simulate")
     """Seeds the order of prompts and every sampled token; any whole number."""
     eval_prompts: int = 64
     """Number of held-out prompts of `data.source`, which every evaluation answers: as `held_out` besides `eval.files`;
@@ -131,7 +139,7 @@ class RunConfig:
     only after the last step. The last step is always saved."""
     keep: int = 2
     """Number of checkpoints to keep, the newest ones, besides the best one (`eval.best`); 0: all."""
-    max_engine_restarts: int = 3
+    max_engine_restarts: int = key(3, only={"fusion.deployment": OWN_CARDS}, refused=False)
     """Number of times that an engine whose process has died is replaced (cards that only generate, in the deployments
     `separate` and `hybrid`); the next death ends the run. 0: every death does."""
     loggers: list[str] = field(default_factory=lambda: ["tensorboard"])
@@ -185,16 +193,16 @@ class RunConfig:
 class Config:
     """Everything a run depends on, by group."""
 
-    run: RunConfig = field(default_factory=RunConfig)
+    run: RunConfig = key(factory=RunConfig, timeless=True)
     model: PolicyModelConfig = field(default_factory=PolicyModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     fusion: FusionConfig = field(default_factory=FusionConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    reward: RewardConfig = field(default_factory=RewardConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
+    data: DataConfig = key(factory=DataConfig, timeless=True)
+    reward: RewardConfig = key(factory=RewardConfig, timeless=True)
+    eval: EvalConfig = key(factory=EvalConfig, timeless=True)
     queue: QueueConfig = field(default_factory=QueueConfig)
     stalesync: StaleSyncConfig = field(default_factory=StaleSyncConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
@@ -261,6 +269,7 @@ class Config:
         resolved = self.resolved()
         for group in dataclasses.fields(resolved):
             getattr(resolved, group.name).validate()
+        check_used(resolved)
         if trains:
             self._check_learns()
         if not self.model.path:
@@ -275,16 +284,12 @@ class Config:
         check_folder(self.model.path, model)
         self.train_layout.check(model, "parallel.train")
         self.infer_layout.check(model, "parallel.infer")
+        check_supported(self, "training.backend")
         if self.training.backend == "megatron":
             check_megatron(model, self.train_layout)
+        check_supported(self, "rollout.backend")
         if self.rollout.backend == "vllm":
-            check_vllm(
-                model.without_predictors,
-                self.rollout,
-                layout_of_engine(self.infer_layout),
-                device=self.device,
-                replay=self.algorithm.replay,
-            )
+            check_vllm(model.without_predictors, layout_of_engine(self.infer_layout), self.device)
         self.deployment.engines(engine_size(self.infer_layout))
         if self.fusion.score_cards and self.deployment.reference:
             self.score_layout(model, self.deployment.reference)
@@ -293,13 +298,6 @@ class Config:
         self._check_batches(model)
         self.eval.check_best(self.run.eval_prompts > 0)
         self.eval.check_answers(self.rollout, self.data.max_prompt_length, max_positions=model.max_positions)
-        only_generate = {*self.deployment.generate} - {*self.deployment.train}
-        if self.fusion.double_buffer and not (only_generate and self.stalesync.max_staleness):
-            raise ValueError(
-                "fusion.double_buffer=true: expected fusion.deployment=separate or hybrid, not "
-                f"{self.fusion.deployment}, and stalesync.max_staleness > 0, not {self.stalesync.max_staleness}: "
-                "otherwise no engine continues while weights arrive"
-            )
         find_order(self.rollout.schedule.order)
         if (drafts := self.rollout.drafts.source) != "none":
             from fusion.rollout.drafts.native import check_buildable  # which loads numpy

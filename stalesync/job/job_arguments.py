@@ -1,7 +1,7 @@
 """Read the arguments of `scripts/train.py` for commands that answer for a job without running it (plan, simulate).
 
-Invariant: of every key that an argument changes, the command reads it, it is in IRRELEVANT, or it is refused by name;
-with `--job` what would be refused is listed instead.
+Invariant: of every key that an argument changes, the command reads it, it is timeless, or it is refused by name; with
+`--job` what would be refused is listed instead. Which it is, the key itself states (`fusion.telemetry.keys.KeyUse`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -19,44 +18,20 @@ from rich.console import Console, RenderableType
 
 from fusion.costmodel.hardware import Hardware
 from fusion.costmodel.presets import Preset, load_cluster, load_shape
+from fusion.telemetry.keys import as_yaml
 from stalesync.job.config import Config
+from stalesync.job.keys import keys_of, value_of
 from stalesync.job.other_names import OTHER_NAMES
 from stalesync.job.overrides import (
     HYDRA_OPTIONS,
     accepted,
-    as_yaml,
     check_overrides,
     choices_in,
     composed,
-    known_keys,
     names_here,
     typed_keys,
-    value_of,
 )
 from stalesync.job.values import typed
-
-_IRRELEVANT = {
-    "names, length, checkpoints and logs of a run": "run.*",
-    "evaluations are no part of a step": "eval.*",
-    "what prompts contain; their number and lengths are read": "data.*",
-    "rewards are computed beside generation": """
-        reward.name reward.path reward.time_limit_s reward.workers reward.memory_mib reward.terms
-        reward.max_failed_share""",
-    "values of an update, not its duration": """
-        training.lr training.betas training.weight_decay training.clip_grad training.schedule training.warmup_steps
-        training.load_balancing* training.router_bias_rate""",
-    "advantages and losses; which groups a filter drops depends on rewards": """
-        algorithm.name algorithm.clip_* algorithm.kl_in algorithm.normalize_advantages algorithm.loss_aggregation
-        algorithm.overlong_buffer""",
-    "what is sampled; the lengths of responses are assumed": """
-        rollout.sampling.temperature rollout.sampling.top_* rollout.sampling.min_p rollout.sampling.stop""",
-    "how Ray is reached, and when a stage counts as failed": "cluster.address cluster.stage_timeout_s",
-    "cluster.hardware names the cards": "device.kind",
-}
-IRRELEVANT = tuple(" ".join(_IRRELEVANT.values()).split())
-"""Patterns of keys that no command needs. A key that a command reads is not among them for it."""
-LAYOUTS = frozenset(f"parallel.{side}.{axis}" for side in ("train", "infer") for axis in ("tp", "ep", "pp", "etp"))
-"""The keys that `layout_of` reads."""
 
 
 @dataclass
@@ -160,13 +135,12 @@ def print_answer(table: RenderableType, content: Mapping[str, Any], *, json_path
 
 
 def job_config(
-    arguments: JobArguments, conf: Path, *, command: str, reads: Collection[str], defaults: Sequence[str]
+    arguments: JobArguments, conf: Path, *, command: str, defaults: Sequence[str]
 ) -> tuple[Config, list[str]]:
     """Compose the config of the job, as `scripts/train.py` does.
 
     Args:
-        command: name of the command, for messages.
-        reads: the keys that it reads.
+        command: `plan` or `simulate`.
         defaults: overrides that apply unless an argument states otherwise.
 
     Returns:
@@ -179,10 +153,10 @@ def job_config(
     base = composed(conf, defaults)
     overrides = accepted(arguments.overrides, conf)
     config = composed(conf, [*defaults, *overrides]) if overrides else base
-    unread = unread_keys(config, base, reads)
+    unread = unread_keys(config, base, command)
     if unread and not arguments.for_job:
         value, only = (as_yaml(value_of(one, unread[0])) for one in (config, base))
-        raise ValueError(f"{unread[0]}={value}: expected {only}, as {command} does not model this key")
+        raise ValueError(f"{unread[0]}={value}: expected {only}, as {command}.py does not model this key")
     stated = {override.split("=")[0] for override in arguments.overrides}
     assumed = [default for default in defaults if default.split("=")[0] not in stated]
     lines = [f"assumed unless stated: {' '.join(assumed)}"] if assumed else []
@@ -193,7 +167,12 @@ def job_config(
     return config, lines
 
 
-def unread_keys(config: Config, base: Config, reads: Collection[str]) -> list[str]:
-    """List the keys in which two configs differ that are neither in ``reads`` nor irrelevant."""
-    changed = [key for key in known_keys() if value_of(config, key) != value_of(base, key)]
-    return [key for key in changed if key not in reads and not any(fnmatchcase(key, one) for one in IRRELEVANT)]
+def unread_keys(config: Config, base: Config, command: str) -> list[str]:
+    """List the keys in which two configs differ that the command does not read and that are not timeless."""
+    return [
+        key.path
+        for key in keys_of(Config).values()
+        if value_of(config, key.path) != value_of(base, key.path)
+        and command not in key.use.read_by
+        and not key.use.timeless
+    ]

@@ -3,19 +3,16 @@ a saved config."""
 
 from __future__ import annotations
 
-import ast
-import dataclasses
 import difflib
-import fnmatch
-import inspect
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache, reduce
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
+from fusion.telemetry.keys import as_yaml
 from stalesync.job.config import Config
+from stalesync.job.keys import keys_of
 from stalesync.job.other_names import MOVED, OTHER_NAMES, check_moved, migrate_groups
 from stalesync.job.values import typed_words
 
@@ -99,11 +96,6 @@ def choices_in(conf: Path) -> dict[str, list[str]]:
     return {path.name: sorted(file.stem for file in path.glob("*.yaml")) for path in conf.iterdir() if path.is_dir()}
 
 
-def value_of(config: Config, key: str) -> Any:
-    """Return the value of a key by its full path."""
-    return reduce(getattr, key.split("."), config)
-
-
 def _in_a_line(error: Exception) -> str:
     for key in (getattr(one, "full_key", None) for one in (error, error.__context__)):
         if key in MOVED:
@@ -111,42 +103,14 @@ def _in_a_line(error: Exception) -> str:
     return "; ".join(line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()[:2] if line)
 
 
-def known_keys(node: type = Config, prefix: str = "") -> list[str]:
+def known_keys() -> list[str]:
     """List every key with its full path."""
-    return list(typed_keys(node, prefix))
+    return list(keys_of(Config))
 
 
-def keys_like(pattern: str) -> list[str]:
-    """List the keys that a pattern such as `rollout.engine.*` names."""
-    return fnmatch.filter(known_keys(), pattern)
-
-
-def documented_keys(node: type = Config, prefix: str = "") -> dict[str, str]:
-    """Map every key, by its full path, to the text below its field."""
-    documented: dict[str, str] = {}
-    hints, texts = get_type_hints(node), _field_texts(node)
-    for item in dataclasses.fields(node):
-        path, child = prefix + item.name, hints[item.name]
-        if dataclasses.is_dataclass(child):
-            documented |= documented_keys(child, path + ".")  # type: ignore[arg-type]
-        else:
-            documented[path] = texts.get(item.name, "")
-    return documented
-
-
-@cache
-def _field_texts(node: type) -> dict[str, str]:
-    """Map the fields of a dataclass to the string literals that follow them in its source."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(node))).body[0].body  # type: ignore[attr-defined]
-    return {
-        statement.target.id: " ".join(following.value.value.split())
-        for statement, following in zip(body, body[1:], strict=False)
-        if isinstance(statement, ast.AnnAssign)
-        and isinstance(statement.target, ast.Name)
-        and isinstance(following, ast.Expr)
-        and isinstance(following.value, ast.Constant)
-        and isinstance(following.value.value, str)
-    }
+def typed_keys() -> dict[str, Any]:
+    """Map every key, by its full path, to its type."""
+    return {path: key.type for path, key in keys_of(Config).items()}
 
 
 def help_text(choices: Mapping[str, Sequence[str]], width: int = 120) -> str:
@@ -154,16 +118,12 @@ def help_text(choices: Mapping[str, Sequence[str]], width: int = 120) -> str:
     lines = ["Groups (GROUP=CHOICE takes a file of recipes/conf):"]
     lines += [f"  {group}: {', '.join(names)}" for group, names in sorted(choices.items())]
     lines += ["", "Keys (KEY=VALUE) with their defaults:"]
-    for key, text in documented_keys().items():
-        lines.append(f"  {key}={as_yaml(value_of(Config(), key))}")
-        lines += textwrap.wrap(text, width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False)
+    for key in keys_of(Config).values():
+        lines.append(f"  {key.path}={as_yaml(key.default)}")
+        lines += textwrap.wrap(
+            key.text, width, initial_indent=" " * 6, subsequent_indent=" " * 6, break_on_hyphens=False
+        )
     return "\n".join(lines)
-
-
-def as_yaml(value: Any) -> str:
-    """Return a default as a user writes it in YAML or on the command line."""
-    literals = {None: "null", True: "true", False: "false"}
-    return literals[value] if value is None or isinstance(value, bool) else repr(value) if value == "" else str(value)
 
 
 def accepted(arguments: Sequence[str], conf: Path) -> list[str]:
@@ -182,15 +142,6 @@ def accepted(arguments: Sequence[str], conf: Path) -> list[str]:
         if equals and group in choices and choice not in choices[group] and re.fullmatch(r"[\w./-]*", choice):
             raise ValueError(f"{argument}: expected one of {', '.join(choices[group])}")
     return typed_words([*arguments], typed_keys())
-
-
-def typed_keys(node: type = Config, prefix: str = "") -> dict[str, Any]:
-    """Map every key, by its full path, to its type."""
-    found: dict[str, Any] = {}
-    for name, hint in get_type_hints(node).items():
-        nested = dataclasses.is_dataclass(hint)
-        found |= typed_keys(hint, f"{prefix}{name}.") if nested else {prefix + name: hint}  # type: ignore[arg-type]
-    return found
 
 
 def check_overrides(arguments: Sequence[str], groups: Iterable[str] = ()) -> None:

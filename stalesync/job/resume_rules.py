@@ -18,12 +18,14 @@ Invariants (property-tested in tests/stalesync/job/test_resume_rules.py):
 
 from __future__ import annotations
 
+import fnmatch
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from stalesync.job.overrides import as_yaml, keys_like
+from fusion.telemetry.keys import as_yaml
+from stalesync.job.overrides import known_keys
 
 ENDED = "resume_changed"
 """Why groups in progress fail"""
@@ -80,7 +82,12 @@ _KEYS = {
     Rule.NEVER: "run.seed model.dtype",
 }
 """Patterns of keys by rule"""
-RULES = {key: rule for rule, patterns in _KEYS.items() for pattern in patterns.split() for key in keys_like(pattern)}
+RULES = {
+    key: rule
+    for rule, patterns in _KEYS.items()
+    for pattern in patterns.split()
+    for key in fnmatch.filter(known_keys(), pattern)
+}
 """The rule of every key"""
 
 _NEVER = {

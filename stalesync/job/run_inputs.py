@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusion.model.huggingface import WHOLE_BYTES
-from stalesync.job.overrides import known_keys, value_of
+from stalesync.job.keys import value_of
+from stalesync.job.overrides import known_keys
 from stalesync.process.host_files import MAX_NAMED, digest_of
 
 if TYPE_CHECKING:

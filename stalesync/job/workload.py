@@ -10,11 +10,10 @@ Pure: the same config gives the same workload and the same text.
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
 
 from fusion.costmodel.hardware import Hardware
-from fusion.costmodel.setup import EngineLimits, Setup, TrainingLimits, Workload
+from fusion.costmodel.setup import EngineLimits, Setup, SwitchLimits, TrainingLimits, Workload, limits_of
 from fusion.costmodel.shape import Shape
 from fusion.model import Parallel
 from stalesync.job.config import Config
@@ -51,16 +50,11 @@ def setup_of(config: Config, shape: Shape, *, hardware: Hardware, dies: int) -> 
         hardware,
         train=Parallel(dies),
         infer=Parallel(dies),
-        training=_limits(TrainingLimits, config.training),
-        fusion=config.fusion,
-        rollout=_limits(EngineLimits, config.rollout.engine),
+        training=limits_of(TrainingLimits, config.training),
+        fusion=limits_of(SwitchLimits, config.fusion),
+        rollout=limits_of(EngineLimits, config.rollout.engine),
         workload=workload_of(config),
     )
-
-
-def _limits(kind: type, group: object) -> Any:
-    """Return those fields of a config group that a plan depends on."""
-    return kind(**{f.name: getattr(group, f.name) for f in fields(kind)})
 
 
 def describe(config: Config) -> str:

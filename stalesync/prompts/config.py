@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fusion.telemetry.keys import key
 from fusion.telemetry.validation import Checks
 from stalesync.prompts.tokenizer import PLACES
 
 GENERATORS = ("addition", "worked_arithmetic")
 SUFFIXES = (".jsonl", ".json", ".parquet")
 MAX_TERMS = 4
+WORKED = {"source": ("worked_arithmetic",)}
 
 
 @dataclass
@@ -35,14 +37,14 @@ class DataConfig:
     the template refuses, …): `refuse`: an error before the run starts names it; `skip`: it is skipped and counted in
     `data/bad_rows`."""
 
-    rows: int | None = None
+    rows: int | None = key(None, read_by="simulate")
     """Number of rows that an epoch has: the first ones of the file or of the generator's endless rows; null: all of
     them."""
 
-    prompts_per_step: int = 64
+    prompts_per_step: int = key(64, read_by="plan simulate")
     """Number of prompts per step; each gets a group of responses."""
 
-    max_prompt_length: int = 512
+    max_prompt_length: int = key(512, read_by="plan simulate")
     """Maximum number of tokens of a prompt, chat template included."""
 
     long_prompts: str = "refuse"
@@ -59,14 +61,14 @@ class DataConfig:
     system_prompt: str | None = None
     """Text of a system message, put before every chat that does not begin with one; null: none."""
 
-    min_digits: int = 2
+    min_digits: int = key(2, only=WORKED, refused=False)
     """`worked_arithmetic`: minimum number of digits of a number."""
 
-    max_digits: int = 4
+    max_digits: int = key(4, only=WORKED, refused=False)
     """`worked_arithmetic`: maximum number of digits of a number; each digit adds 19 tokens to the answer of a sum of
     two numbers, and 5 more for each further number."""
 
-    max_terms: int = 2
+    max_terms: int = key(2, only=WORKED, refused=False)
     """`worked_arithmetic`: maximum number of terms in a sum; the minimum is 2."""
 
     def check_source(self) -> None:

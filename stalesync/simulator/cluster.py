@@ -13,6 +13,7 @@ import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from fusion.colocate.config import OWN_CARDS
 from fusion.costmodel.hardware import Hardware
 from fusion.costmodel.layouts import parse_layout
 from fusion.costmodel.memory import estimate_memory
@@ -85,7 +86,7 @@ def base_of(scenario: Scenario, deployment: str) -> Base:
     """
     config, shape = scenario.config, scenario.shape
     npus, infer_cards = config.cluster.npus, None
-    if deployment in ("separate", "hybrid"):
+    if deployment in OWN_CARDS:
         infer_cards = npus // 2 if config.fusion.infer_cards is None else config.fusion.infer_cards
     train_dies = npus - (infer_cards or 0)
     infer_dies = (infer_cards or 0) if deployment == "separate" else npus

@@ -8,11 +8,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from fusion.ep_switch.config import DEPLOYMENTS
+from fusion.colocate.config import DEPLOYMENTS
 from fusion.npu.config import DeviceConfig
 from stalesync.job.config import Config
 from stalesync.job.job_arguments import (
-    LAYOUTS,
     JobArguments,
     cluster_of,
     job_config,
@@ -28,15 +27,6 @@ from stalesync.simulator.report import as_dict, render
 
 SWEPT = ("supernodes", "fusion", "stalesync.max_staleness")
 OPTIONS = ("model", "model.path", "cluster", "cluster.npus", "cluster.hardware", "train", "infer", "trace", *SWEPT)
-READS = LAYOUTS | frozenset(
-    """run.steps run.seed data.prompts_per_step data.max_prompt_length data.rows algorithm.group_size
-    algorithm.minibatches algorithm.kl_coef training.recompute fusion.infer_cards fusion.offload fusion.double_buffer
-    stalesync.train_tokens stalesync.lend rollout.max_response_length rollout.sampling.forced_median
-    rollout.sampling.forced_spread rollout.schedule.chunk_tokens rollout.schedule.order rollout.engine.block_size
-    rollout.engine.max_seqs rollout.engine.max_batch_tokens rollout.engine.kv_fraction rollout.engine.max_kv_tokens
-    rollout.engine.prefix_cache rollout.kv_pool.suspended rollout.kv_pool.spread rollout.kv_pool.pull_tokens""".split()
-)
-"""Keys of a job, besides OPTIONS, that change a simulation."""
 DEFAULTS = ("model=bfloat16", "training.recompute=true", "run.steps=20")
 WIDTH = 150
 
@@ -101,7 +91,7 @@ def scenario_of(parsed: JobArguments, recipes: Path) -> Scenario:
     conf = recipes / "conf"
     preset = model_of(options, recipes / "shapes")
     hardware, npus = cluster_of(options, conf)
-    config, notes = job_config(parsed, conf, command="simulate.py", reads=READS, defaults=DEFAULTS)
+    config, notes = job_config(parsed, conf, command="simulate", defaults=DEFAULTS)
     config.device = DeviceConfig("emulated", pace=options.get("model", options.get("model.path")), pace_tokens=1)
     config.cluster.npus, config.cluster.hardware = npus, hardware.name
     _check_batch(config)

@@ -12,7 +12,7 @@ from functools import lru_cache
 from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import WorkerSpec
 from fusion.costmodel.pace import EngineCost, Pace, SwitchCost, TrainerCost
-from fusion.ep_switch.config import FusionConfig
+from fusion.costmodel.setup import SwitchLimits, limits_of
 from fusion.model import Parallel
 from fusion.rollout.length_history import MAX_ROWS
 from stalesync.job.config import Config
@@ -55,7 +55,7 @@ class SimulationSetup:
         pace.check(infer, "parallel.infer")
         worker = _worker_spec(config, pace)
         rollout, pool, first = config.rollout, config.rollout.kv_pool, worker.deployment.generate[0]
-        switch = _switch_cost(pace, train, infer, infer_first=first, fusion=_Frozen.of(config.fusion))
+        switch = _switch_cost(pace, train, infer, infer_first=first, fusion=limits_of(SwitchLimits, config.fusion))
         cost = EngineCost(pace, worker.infer_of_one_engine, full_batch=rollout.engine.max_seqs)
         bounds = [tokens for tokens in (kv_tokens, rollout.engine.max_kv_tokens) if tokens is not None]
         engine = EngineSpec(
@@ -108,21 +108,7 @@ def _worker_spec(config: Config, pace: Pace) -> WorkerSpec:
     )
 
 
-@dataclass(frozen=True)
-class _Frozen:
-    """The fields of `FusionConfig` that a switch's cost depends on; it is the key of a cache."""
-
-    deployment: str
-    offload: str
-    double_buffer: bool
-
-    @classmethod
-    def of(cls, config: FusionConfig) -> _Frozen:
-        return cls(config.deployment, config.offload, config.double_buffer)
-
-
 @lru_cache(maxsize=64)
-def _switch_cost(pace: Pace, train: Parallel, infer: Parallel, *, infer_first: int, fusion: _Frozen) -> SwitchCost:
+def _switch_cost(pace: Pace, train: Parallel, infer: Parallel, *, infer_first: int, fusion: SwitchLimits) -> SwitchCost:
     """Compute the cost of a switch once for all runs with these layouts: of 12,288 dies it takes some seconds."""
-    config = FusionConfig(deployment=fusion.deployment, offload=fusion.offload, double_buffer=fusion.double_buffer)
-    return SwitchCost.of(pace, train=train, infer=infer, infer_first=infer_first, fusion=config)
+    return SwitchCost.of(pace, train=train, infer=infer, infer_first=infer_first, fusion=fusion)

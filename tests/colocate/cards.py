@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from distqueue import LocalQueue, PackedBatch
-from fusion.colocate import InferenceShare, RewardModelSpec, StageReport, Worker, WorkerSpec, deploy
-from fusion.ep_switch import FusionConfig, weights_checksum
+from fusion.colocate import FusionConfig, InferenceShare, RewardModelSpec, StageReport, Worker, WorkerSpec, deploy
+from fusion.ep_switch import weights_checksum
 from fusion.inference import Request
 from fusion.model import Mesh, Parallel
 from fusion.model.options import PolicyModelConfig

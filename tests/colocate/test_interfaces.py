@@ -13,9 +13,8 @@ from transformers import AutoModelForCausalLM
 
 import fusion
 from distqueue import LocalQueue, PackedBatch
-from fusion.colocate import Deployment, Worker, WorkerSpec
+from fusion.colocate import Deployment, FusionConfig, Worker, WorkerSpec
 from fusion.colocate.parts import WorkerParts
-from fusion.ep_switch import FusionConfig
 from fusion.inference import InferEngine, Request, RolloutConfig
 from fusion.model import Parallel
 from fusion.model.options import PolicyModelConfig

@@ -13,10 +13,9 @@ import torch
 
 from distqueue import LocalQueue, PackedBatch
 from distqueue.payload.sweep import memory
-from fusion.colocate import Deployment, Worker, WorkerSpec
+from fusion.colocate import Deployment, FusionConfig, Worker, WorkerSpec
 from fusion.colocate.paced import PacedEngine, observe_load
 from fusion.costmodel.pace import EngineCost, Pace, TrainerCost
-from fusion.ep_switch import FusionConfig
 from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
 from fusion.inference.verification import Draft
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights

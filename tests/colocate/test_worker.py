@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from distqueue import LocalQueue, PackedBatch
-from fusion.colocate import Deployment, PhaseError, Worker, WorkerSpec
-from fusion.ep_switch import FusionConfig, weights_checksum
+from fusion.colocate import Deployment, FusionConfig, PhaseError, Worker, WorkerSpec
+from fusion.ep_switch import weights_checksum
 from fusion.inference import Request, RolloutConfig
 from fusion.model import Parallel, global_params
 from fusion.model.options import PolicyModelConfig

@@ -13,8 +13,7 @@ from fusion.costmodel.hardware import hardware_named
 from fusion.costmodel.memory import stage_weights
 from fusion.costmodel.presets import load_shape
 from fusion.costmodel.search import problems
-from fusion.costmodel.setup import EngineLimits, TrainingLimits
-from fusion.ep_switch.config import FusionConfig
+from fusion.costmodel.setup import EngineLimits, SwitchLimits, TrainingLimits
 from fusion.model import Parallel, local_params, plan_units
 from tests.helpers import tiny_config
 
@@ -50,7 +49,7 @@ def test_phases_and_owners():
     train, switch, infer = (size.phases[phase] for phase in ("train", "switch", "infer"))
     assert train["gradients"] == 2 * train["weights"] and not switch["gradients"] and not infer["gradients"]
     assert switch["weights"] == max(train["weights"], infer["weights"])
-    assert switch["buckets"] == 4 * FusionConfig().bucket_bytes
+    assert switch["buckets"] == 4 * SwitchLimits().bucket_bytes
     assert switch["optimizer"] == size.states_bytes and not infer["optimizer"]
     usable = ASCEND_910C.usable_bytes
     assert infer["kv"] == pytest.approx(0.9 * (usable - infer["weights"] - infer["activations"]))
@@ -59,12 +58,12 @@ def test_phases_and_owners():
 
 def test_offload_decides_who_holds_the_states():
     sizes = {
-        kind: estimate_memory(replace(PANGU, fusion=FusionConfig(offload=kind)))
+        kind: estimate_memory(replace(PANGU, fusion=SwitchLimits(offload=kind)))
         for kind in ("none", "switch", "stream")
     }
     assert sizes["none"].phases["infer"]["optimizer"] == sizes["none"].states_bytes
     assert sizes["none"].kv_tokens < sizes["switch"].kv_tokens == sizes["stream"].kv_tokens
-    assert sizes["stream"].phases["train"]["optimizer"] == 4 * FusionConfig().bucket_bytes
+    assert sizes["stream"].phases["train"]["optimizer"] == 4 * SwitchLimits().bucket_bytes
     assert sizes["none"].host_bytes == 0 < sizes["switch"].host_bytes
 
 
@@ -95,7 +94,7 @@ def test_separate_cards_keep_their_states():
 def test_a_switch_needs_no_bucket_larger_than_the_weights():
     setup = Setup(Shape("tiny", tiny_config()), ASCEND_910C, Parallel(1), Parallel(1))
     switch = estimate_memory(setup).phases["switch"]
-    assert 0 < switch["buckets"] == 4 * switch["weights"] < FusionConfig().bucket_bytes
+    assert 0 < switch["buckets"] == 4 * switch["weights"] < SwitchLimits().bucket_bytes
 
 
 def test_what_does_not_fit_a_small_card_is_named_with_sizes_other_than_zero():

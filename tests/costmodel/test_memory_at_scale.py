@@ -18,7 +18,7 @@ from fusion.costmodel import Setup, estimate_memory
 from fusion.costmodel.hardware import hardware_named
 from fusion.costmodel.memory import generation_bytes, training_bytes
 from fusion.costmodel.presets import load_shape
-from fusion.ep_switch.config import FusionConfig
+from fusion.costmodel.setup import SwitchLimits
 from fusion.inference import EmbeddedEngine, RolloutConfig
 from fusion.model import Mesh, Parallel, Transformer
 from fusion.training import EmbeddedTrainEngine, TrainingConfig
@@ -33,7 +33,7 @@ PANGU = Setup(
     hardware_named("ascend_910c"),
     train=Parallel(768, tp=8, ep=8, pp=16),
     infer=Parallel(768, tp=8, ep=256),
-    fusion=FusionConfig(bucket_bytes=BUCKET_BYTES),
+    fusion=SwitchLimits(bucket_bytes=BUCKET_BYTES),
 )
 CONFIG = PANGU.shape.config
 RANKS = (0, 383, 767)

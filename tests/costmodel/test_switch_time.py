@@ -11,9 +11,9 @@ import pytest
 from fusion.costmodel import Setup, Traffic, estimate_memory, published, switch_traffic, to_infer, to_train
 from fusion.costmodel.hardware import Figure, hardware_named
 from fusion.costmodel.presets import check_figures, load_shape
+from fusion.costmodel.setup import SwitchLimits
 from fusion.costmodel.step_time import generate_s, train_s
 from fusion.costmodel.switch_time import PUBLISHED, wire
-from fusion.ep_switch.config import FusionConfig
 from fusion.model import Parallel
 
 ASCEND_910C = hardware_named("ascend_910c")
@@ -51,7 +51,7 @@ def test_directed_and_overlapped_is_several_times_as_fast():
     assert there.seconds + back.seconds < sum(PUBLISHED.values()) / 4
     assert there.limit == "the host link, offloading"
     assert there.seconds == there.parts["offload"] == pytest.approx(size.states_bytes / 30e9)
-    streamed = replace(A3_RUN, fusion=FusionConfig(offload="stream"))
+    streamed = replace(A3_RUN, fusion=SwitchLimits(offload="stream"))
     faster = to_infer(streamed, ways[0], estimate_memory(streamed))
     assert faster.seconds < there.seconds and faster.limit == "the wire, sending"
 
@@ -59,7 +59,7 @@ def test_directed_and_overlapped_is_several_times_as_fast():
 def test_the_way_back_takes_from_the_host_what_own_masters_cover():
     """The experts of this run are on one rank of a stage each (EP32 of 32), so all of their masters are at hand."""
     size, back = estimate_memory(A3_RUN), switch_traffic(A3_RUN.shape, *A3_RUN.sides[::-1], ASCEND_910C.topology)
-    both, kept = to_train(A3_RUN, back, size), replace(A3_RUN, fusion=FusionConfig(offload="none"))
+    both, kept = to_train(A3_RUN, back, size), replace(A3_RUN, fusion=SwitchLimits(offload="none"))
     alone = to_train(kept, back, estimate_memory(kept))
     assert alone.parts["masters"] == 0 == alone.parts["onload, beside training"]
     assert both.seconds < 0.9 * alone.seconds

@@ -40,9 +40,12 @@ from fusion.training.schedule import Schedule
         ),
         (
             AlgorithmConfig(correction_cap=2.0),
-            "algorithm.correction_cap=2.0: expected null, as algorithm.correction=none",
+            r"algorithm.correction_cap=2.0: expected null \(the default\) with algorithm.correction=null",
         ),
-        (AlgorithmConfig(correction="decoupled", correction_floor=0.5), "it is used by icepop, mask_sequence"),
+        (
+            AlgorithmConfig(correction="decoupled", correction_floor=0.5),
+            "it is used with algorithm.correction=icepop or mask_sequence",
+        ),
         (AlgorithmConfig(overlong_buffer=-1), "algorithm.overlong_buffer=-1: expected a whole number of at least 0"),
         *(
             (

@@ -1,7 +1,7 @@
-"""Check whether vLLM can generate with a model, a layout and settings, before a worker starts. Needs neither torch nor
-vLLM.
+"""Check whether vLLM can generate with a model in a layout, before a worker starts. Needs neither torch nor vLLM.
 
-What the backend refuses, the embedded engine does: every message names the key to change.
+What the backend refuses, the embedded engine does: every message names the key to change. What vLLM does with no model
+is declared at its keys (`fusion.telemetry.keys.Unsupported`).
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 
-from fusion.inference.config import RolloutConfig
 from fusion.model.config import ModelConfig
 from fusion.model.formats.vllm import check_supported, misfit
 from fusion.model.parallel import Parallel
@@ -35,16 +34,11 @@ def installed_version() -> str | None:
     return None
 
 
-def check_vllm(
-    config: ModelConfig, rollout: RolloutConfig, layout: Parallel, *, device: DeviceConfig, replay: str
-) -> None:
+def check_vllm(config: ModelConfig, layout: Parallel, device: DeviceConfig) -> None:
     """Check that rollout.backend=vllm can generate with a model in the layout of one engine of `parallel.infer`.
 
-    Args:
-        replay: `algorithm.replay`.
-
     Raises:
-        ValueError: vLLM is not installed, or another version; or the model, the layout or a setting is not supported.
+        ValueError: vLLM is not installed, or another version; or the model or the layout is not supported.
     """
     version = installed_version()
     if version is None or not version.startswith(RELEASES):
@@ -56,7 +50,6 @@ def check_vllm(
         raise ValueError(f"rollout.backend=vllm: {error}; {OTHERWISE}") from None
     if problem := misfit(config, layout):
         raise ValueError(f"parallel.infer.{problem}; change it, {OTHERWISE}")
-    _check_settings(rollout, device, replay)
     if computes_on_host(device):
         _check_host(config)
     else:
@@ -66,23 +59,6 @@ def check_vllm(
 def computes_on_host(device: DeviceConfig) -> bool:
     """Return whether vLLM computes on the host, for emulated cards."""
     return device.kind == "emulated" or device.kind == "auto" and importlib.util.find_spec("torch_npu") is None
-
-
-def _check_settings(rollout: RolloutConfig, device: DeviceConfig, replay: str) -> None:
-    suspended, drafts = rollout.kv_pool.suspended, rollout.drafts.source
-    refused = {
-        f"algorithm.replay={replay}: vLLM does not return the experts of its tokens": replay == "rollout",
-        "rollout.engine.batch_invariant=true: vLLM's results depend on the batch by rounding": (
-            rollout.engine.batch_invariant
-        ),
-        f"rollout.kv_pool.suspended={suspended}: vLLM's KV is always computed again": suspended != "recompute",
-        f"rollout.drafts.source={drafts}: vLLM verifies no drafts here": drafts != "none",
-        f"device.pace={device.pace}: the time of vLLM's steps is not modelled": device.pace is not None,
-        "device.kind=cuda: vLLM has been tried on emulated cards only": device.kind == "cuda",
-    }
-    for problem, holds in refused.items():
-        if holds:
-            raise ValueError(f"{problem}; change it, {OTHERWISE}")
 
 
 def _check_host(config: ModelConfig) -> None:

@@ -10,8 +10,7 @@ from dataclasses import replace
 import pytest
 
 from distqueue import DistQueue, LocalQueue
-from fusion.colocate import Deployment, InferenceShare, Worker, WorkerSpec
-from fusion.ep_switch import FusionConfig
+from fusion.colocate import Deployment, FusionConfig, InferenceShare, Worker, WorkerSpec
 from fusion.inference import Request, RolloutConfig, SamplingParams
 from fusion.model import Parallel
 from fusion.model.options import PolicyModelConfig

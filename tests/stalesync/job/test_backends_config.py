@@ -5,7 +5,6 @@ import re
 import pytest
 
 from fusion.inference.backends.support import check_vllm
-from fusion.inference.config import RolloutConfig
 from fusion.model import Parallel
 from fusion.model.formats.vllm import FAMILIES as VLLM_FAMILIES
 from fusion.npu.config import DeviceConfig
@@ -105,7 +104,7 @@ def test_the_vllm_backend_generates_in_layouts_that_hold_every_expert_once(check
 @pytest.mark.parametrize("kind", sorted(KINDS))
 def test_the_vllm_backend_takes_known_families_and_refuses_others_by_name(kind, vllm):
     def check(device="emulated"):
-        check_vllm(family_config(kind), RolloutConfig(), Parallel(), device=DeviceConfig(device), replay="none")
+        check_vllm(family_config(kind), Parallel(), DeviceConfig(device))
 
     if kind in VLLM_FAMILIES:
         check()

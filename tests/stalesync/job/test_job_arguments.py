@@ -6,7 +6,6 @@ import functools
 import io
 import json
 from dataclasses import asdict
-from fnmatch import fnmatchcase
 
 import pytest
 
@@ -14,8 +13,9 @@ from fusion.costmodel.setup import PUBLISHED_WORKLOAD
 from fusion.resources import RECIPES
 from stalesync import planning
 from stalesync.job.config import Config
-from stalesync.job.job_arguments import IRRELEVANT, job_config, parse, unread_keys
-from stalesync.job.overrides import composed, known_keys, value_of
+from stalesync.job.job_arguments import job_config, parse, unread_keys
+from stalesync.job.keys import keys_of, value_of
+from stalesync.job.overrides import composed, known_keys
 from stalesync.job.workload import describe, lengths_of, workload_of
 from stalesync.simulator import command_line as simulator
 
@@ -26,7 +26,7 @@ QUICK = {"data.prompts_per_step", "rollout.max_response_length"}
 HYBRID = ("fusion=hybrid", "stalesync.max_staleness=1", "run.steps=4")
 POOL = (*HYBRID, "rollout.kv_pool.suspended=pool", "rollout.schedule.chunk_tokens=16")
 MANY = ("rollout.engine.max_seqs=4096", "data.prompts_per_step=4096")
-COMMANDS = {"plan.py": planning, "simulate.py": simulator}
+COMMANDS = {"plan": planning, "simulate": simulator}
 CONTEXTS = {
     "fusion.infer_cards": HYBRID,
     "fusion.double_buffer": HYBRID,
@@ -88,6 +88,10 @@ def other(key):
     return "[x]" if isinstance(value, list) else "1" if value is None else "other"
 
 
+def read_by(command):
+    return sorted(path for path, key in keys_of(Config).items() if command in key.use.read_by)
+
+
 @functools.cache
 def figures(command, arguments):
     """What a command computes for arguments, without what it prints of these."""
@@ -100,8 +104,8 @@ def figures(command, arguments):
 def arguments_of(command, key, *more):
     replaced = {argument.split("=")[0] for argument in more} | ({"model"} if key == "model.path" and more else set())
     context = CONTEXTS.get(key, ())
-    if command == "plan.py":
-        context = [one for one in context if one.split("=")[0] in {*planning.OPTIONS, *planning.READS}]
+    if command == "plan":
+        context = [one for one in context if one.split("=")[0] in {*planning.OPTIONS, *read_by("plan")}]
     else:
         context = ["run.steps=3", *context]
     words = {word.split("=")[0]: word for word in (*JOB, *context)}
@@ -117,23 +121,23 @@ def changed(config, key):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_key_is_read_or_irrelevant_or_refused(command):
-    reads, config, base = COMMANDS[command].READS, composed(CONF, []), composed(CONF, [])
-    irrelevant = {key for key in known_keys() if any(fnmatchcase(key, pattern) for pattern in IRRELEVANT)}
+def test_every_key_is_read_or_timeless_or_refused(command):
+    reads, config, base = {*read_by(command)}, composed(CONF, []), composed(CONF, [])
+    timeless = {path for path, key in keys_of(Config).items() if key.use.timeless}
     for key in known_keys():
-        found = unread_keys(changed(config, key), base, reads)
-        assert found == ([] if key in reads | irrelevant else [key])
-    assert all(any(fnmatchcase(key, pattern) for key in known_keys()) for pattern in IRRELEVANT)
+        found = unread_keys(changed(config, key), base, command)
+        assert found == ([] if key in reads | timeless else [key])
+    assert {"run.name", "eval.every", "data.source", "training.lr", "reward.path", "device.kind"} < timeless
     matter = {key for key in known_keys() if key.startswith(("rollout.draft", "rollout.kv_", "queue.", "fusion."))}
-    assert not irrelevant & matter, "they change what a run takes"
+    assert not timeless & (matter | {"reward.model", "model.dtype", "algorithm.replay"}), "they change what a run takes"
 
 
 @pytest.mark.parametrize(
     ("command", "key"),
     [
         pytest.param(name, key, marks=() if key in QUICK else pytest.mark.extended)
-        for name, module in COMMANDS.items()
-        for key in sorted(module.READS | ({*module.OPTIONS} & {*known_keys()}))
+        for name in COMMANDS
+        for key in read_by(name)
     ],
 )
 def test_a_key_that_is_read_changes_the_figures(command, key):
@@ -148,10 +152,10 @@ def test_a_key_that_is_not_modelled_is_refused_or_listed(command):
 
     def of(*arguments):
         parsed = parse([*JOB, *arguments], options=module.OPTIONS, flags=[], conf=CONF)
-        return job_config(parsed, CONF, command=command, reads=module.READS, defaults=module.DEFAULTS)
+        return job_config(parsed, CONF, command=command, defaults=module.DEFAULTS)
 
     with pytest.raises(
-        ValueError, match=f"rollout.drafts.source=siblings: expected none, as {command} does not model this"
+        ValueError, match=f"rollout.drafts.source=siblings: expected none, as {command}.py does not model this"
     ):
         of("rollout.drafts.source=siblings")
     assert of("rollout.drafts.source=siblings", "--job")[1][-1] == "not modelled: rollout.drafts.source=siblings"

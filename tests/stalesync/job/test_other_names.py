@@ -12,8 +12,9 @@ from fusion.telemetry import RunFolder
 from stalesync.job import savepoint
 from stalesync.job.config import Config
 from stalesync.job.control import ControlDesk, submit
+from stalesync.job.keys import value_of
 from stalesync.job.other_names import MOVED
-from stalesync.job.overrides import accepted, composed, known_keys, load, value_of
+from stalesync.job.overrides import accepted, composed, known_keys, load
 from stalesync.job.resume import Reopened, check_changes
 from stalesync.job.run_inputs import settings_of
 from tests.stalesync.job.test_savepoint import checkpoint

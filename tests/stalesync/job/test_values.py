@@ -129,7 +129,7 @@ def test_plan_and_simulate_read_values_as_train_does(command):
     )
     parsed = parse(words, options=known.OPTIONS, flags=[], conf=CONF)
     assert parsed.options == {"cluster.npus": "100"}
-    config, _ = job_config(parsed, CONF, command=command, reads=known.READS, defaults=())
+    config, _ = job_config(parsed, CONF, command=command, defaults=())
     assert (config.rollout.engine.max_seqs, config.fusion.bucket_bytes, config.rollout.sampling.stop) == (
         100,
         2 << 30,
