@@ -5,26 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusion.telemetry.keys import key
-from fusion.telemetry.validation import Checks
+from fusion.telemetry.validation import Group
 
 
 @dataclass
-class SwitchConfig:
+class SwitchConfig(Group):
     """Configures how weights move between two layouts."""
 
-    bucket_bytes: int = key(256 << 20, read_by="plan")
+    GROUP = "fusion"
+
+    bucket_bytes: int = key(256 << 20, at_least=1024, read_by="plan")
     """Bytes of one bucket, the unit in which weights move: a switch holds a few buckets beyond the weights. Weights are
     stored in eighths of it; a larger matrix is cut, and each cut costs one more matrix product."""
 
     checksum: bool = False
     """Compare a checksum of every moved slice between its ends, and of all weights between trainer and engine."""
-
-    def validate(self) -> None:
-        """Check every value.
-
-        Raises:
-            ValueError: a value (named by its key) is not accepted.
-        """
-        check = Checks("fusion", self)
-        check.integer("bucket_bytes", at_least=1024)
-        check.boolean("checksum")

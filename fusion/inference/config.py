@@ -10,10 +10,8 @@ from fusion.inference.request import SamplingParams
 from fusion.inference.validation import check_sampling
 from fusion.telemetry.classes import OWN_CLASS
 from fusion.telemetry.keys import SET, Unsupported, key
-from fusion.telemetry.validation import Checks
+from fusion.telemetry.validation import Checks, Group
 
-SUSPENDED_KV = ("recompute", "keep", "pool")
-KV_REMOTE = ("none", "ray")
 DRAFTS = ("none", "siblings", "history", "both")
 POOLED, DRAFTED = {"suspended": ("pool",)}, {"source": DRAFTS[1:]}
 """Where keys of `rollout.kv_pool` and of `rollout.drafts` have an effect"""
@@ -23,7 +21,6 @@ FORCED_SPREAD = (0.89, 0.43, 0.01)
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 """Keys of `rollout.sampling` that a request has, too"""
 
-BACKENDS = ("embedded", "vllm")
 ORDERS = {
     "fifo": "fusion.rollout.orders.fifo:FifoOrder",
     "least_generated": "fusion.rollout.orders.least_generated:LeastGeneratedOrder",
@@ -33,15 +30,16 @@ ORDERS = {
     "histopipe": "fusion.rollout.orders.histopipe:HistoPipeOrder",
 }
 """Module and class of each order of requests"""
-DRAFT_BUDGETS = ("measured", "window")
 
 BLOCK_MULTIPLE = 16
 """A block is a multiple of the widest vector, so that no score is computed in the remainder of a loop."""
 
 
 @dataclass
-class SamplingConfig:
+class SamplingConfig(Group):
     """How a token is sampled, and where a response ends."""
+
+    GROUP = "rollout.sampling"
 
     temperature: float = key(1.0, timeless=True)
     """Divides the logits, 1e-5 to 1e5; 0: greedy decoding, only where nothing is trained."""
@@ -55,40 +53,39 @@ class SamplingConfig:
     stop: list[str] = key(factory=list, timeless=True)
     """Stop strings: a response ends with the token that completes one of them, besides at the model's and the
     tokenizer's end tokens. It stays in the response and in the text that is rewarded."""
-    forced_median: float | None = key(None, read_by="plan simulate")
+    forced_median: float | None = key(None, at_least=1, read_by="plan simulate")
     """For measurements: ends responses at lengths drawn from a long-tailed distribution with this median in tokens, the
     same in every run with a seed (`stalesync/prompts/lengths.py`), and not where the policy ends them; null: off."""
     forced_spread: list[float] = key(factory=lambda: list(FORCED_SPREAD), read_by="plan simulate")
     """With forced_median, the standard deviations of the logarithm of lengths between rows of the data and within a
     group, and the share of responses that are max_response_length long."""
 
-    def validate(self) -> None:
-        """Check every value of the group, and raise a `ValueError` that names the key."""
-        check = Checks("rollout.sampling", self)
-        check_sampling("rollout.sampling", self)
+    def check(self, check: Checks) -> None:
+        check_sampling(check.group, self)
         check.that(
             "stop", all(isinstance(one, str) and one for one in self.stop), "a list of texts, none of them empty"
         )
-        check.number("forced_median", at_least=1, null=True)
         spread = self.forced_spread
         known = len(spread) == 3 and all(isinstance(one, (int, float)) and 0 <= one < inf for one in spread)
         check.that("forced_spread", known and spread[2] <= 1, "two standard deviations and a share, none negative")
 
 
 @dataclass
-class EngineConfig:
+class EngineConfig(Group):
     """How many sequences and tokens an engine computes at a time, and how much memory it takes."""
 
-    block_size: int = key(16, read_by="simulate")
+    GROUP = "rollout.engine"
+
+    block_size: int = key(16, at_least=BLOCK_MULTIPLE, read_by="simulate")
     """Tokens of a KV block, the unit of memory and of prefix sharing; a multiple of 16."""
-    max_seqs: int = key(256, read_by="plan simulate")
+    max_seqs: int = key(256, at_least=1, read_by="plan simulate")
     """Maximum number of sequences that an attention rank decodes at a time."""
-    max_batch_tokens: int = key(4096, read_by="plan simulate")
+    max_batch_tokens: int = key(4096, at_least=1, read_by="plan simulate")
     """Maximum number of tokens of one step of an attention rank; longer prompts are prefilled in chunks. At least
     max_seqs."""
-    kv_fraction: float = key(0.9, read_by="plan simulate")
+    kv_fraction: float = key(0.9, above=0, at_most=1, read_by="plan simulate")
     """Fraction of the free memory that the KV cache takes; it is allocated last."""
-    max_kv_tokens: int | None = key(None, read_by="simulate")
+    max_kv_tokens: int | None = key(None, at_least=1, read_by="simulate")
     """Upper bound of the KV cache in tokens of one attention rank; null: bounded by kv_fraction only."""
     prefix_cache: bool = key(True, read_by="simulate")
     """Shares KV blocks between requests with a common prefix, within one policy version."""
@@ -97,15 +94,8 @@ class EngineConfig:
     )
     """Computes bitwise the same logprobs under any batching, chunking or order of arrival, at some cost in speed."""
 
-    def validate(self) -> None:
-        """Check every value of the group, and raise a `ValueError` that names the key."""
-        check = Checks("rollout.engine", self)
-        check.integer("max_seqs", "max_batch_tokens", at_least=1)
-        check.integer("max_kv_tokens", at_least=1, null=True)
-        check.integer("block_size", at_least=BLOCK_MULTIPLE)
+    def check(self, check: Checks) -> None:
         check.that("block_size", self.block_size % BLOCK_MULTIPLE == 0, f"a multiple of {BLOCK_MULTIPLE}")
-        check.number("kv_fraction", above=0, at_most=1)
-        check.boolean("prefix_cache", "batch_invariant")
         check.that(
             "max_batch_tokens",
             self.max_batch_tokens >= self.max_seqs,
@@ -114,8 +104,10 @@ class EngineConfig:
 
 
 @dataclass
-class ScheduleConfig:
+class ScheduleConfig(Group):
     """Which request an engine receives next, and when it returns it."""
+
+    GROUP = "rollout.schedule"
 
     order: str = key("history", read_by="simulate")
     """Which waiting request an engine receives next (`fusion/rollout/orders`): `history` (the most tokens left,
@@ -127,36 +119,35 @@ class ScheduleConfig:
     stalesync.max_staleness > 0; `module:Class`, a subclass of `fusion.rollout.orders.interface.Order` of your own
     (docs/rollout.md). With chunk_tokens it decides again after every chunk, otherwise only where a response begins;
     where nothing is known of lengths, `history` is then `fifo`."""
-    length_classes: int = key(4, only={"order": ("histopipe",)})
+    length_classes: int = key(4, at_least=1, only={"order": ("histopipe",)})
     """With order=histopipe, number of classes by length among which a step's groups are divided evenly, and the engines
     such that the longest class takes as little time as possible; at most one for each engine. 1: engines take any."""
-    chunk_tokens: int | None = key(None, read_by="simulate")
+    chunk_tokens: int | None = key(None, at_least=1, read_by="simulate")
     """A response returns to the request buffer after this many new tokens and resumes on any engine with free capacity,
     the oldest first (divided rollout: Seer, arXiv 2511.14617); null: it ends on the engine where it began. Which
     requests are batched together then depends on timing: at staleness 0 a run is bitwise repeatable only with
     engine.batch_invariant."""
-    probe: int | None = None
+    probe: int | None = key(None, at_least=0)
     """Number of requests of a group that an engine begins before the others, so that these have whole responses to
     draft from; fewer than algorithm.group_size. It is an order: where an engine has capacity, no request waits for
     them. 0: requests begin in order of arrival; null: 1 with drafts from siblings, else 0."""
 
-    def validate(self) -> None:
-        """Check every value of the group, and raise a `ValueError` that names the key."""
-        check = Checks("rollout.schedule", self)
+    def check(self, check: Checks) -> None:
         known_order = self.order in ORDERS or OWN_CLASS.fullmatch(self.order) is not None
         check.that("order", known_order, f"one of {', '.join(ORDERS)}, or module:Class")
-        check.integer("length_classes", at_least=1)
-        check.integer("chunk_tokens", at_least=1, null=True)
-        check.integer("probe", at_least=0, null=True)
-        check.used()
 
 
 @dataclass
-class KVPoolConfig:
+class KVPoolConfig(Group):
     """Where the KV of unfinished samples goes that leave their engine."""
 
+    GROUP = "rollout.kv_pool"
+
     suspended: str = key(
-        "recompute", read_by="simulate", unsupported_by={"vllm": Unsupported("vLLM's KV is always computed again")}
+        "recompute",
+        one_of=("recompute", "keep", "pool"),
+        read_by="simulate",
+        unsupported_by={"vllm": Unsupported("vLLM's KV is always computed again")},
     )
     """What happens to the KV of unfinished samples when new weights arrive. `recompute`: it is discarded, and the
     samples are prefilled again under the new weights; `keep`: it is kept, parked in host memory while the card trains,
@@ -166,36 +157,28 @@ class KVPoolConfig:
     when its card trains), its KV goes to shared memory of the machine, from which any engine of it continues by copying
     (Seer's global KV pool, arXiv 2511.14617). When new weights arrive it is freed, as with `recompute`: no token is
     computed behind KV of another version. KV that is missing or damaged is computed again."""
-    max_parked_mib: int | None = key(None, only={"suspended": ("keep", "pool")}, refused=False)
+    max_parked_mib: int | None = key(None, at_least=1, only={"suspended": ("keep", "pool")}, refused=False)
     """With suspended=keep or pool, MiB of host memory in which a card may park KV; keep: KV beyond that is computed
     again; pool: what was parked longest ago goes to `spill`, or is computed again. null: no limit, but a pool leaves
     half of /dev/shm free."""
     spill: str | None = key(None, only=POOLED)
     """With suspended=pool, folder on a local disk for KV that exceeds max_parked_mib; null: none."""
-    max_spilled_mib: int | None = key(None, only={**POOLED, "spill": SET})
+    max_spilled_mib: int | None = key(None, at_least=1, only={**POOLED, "spill": SET})
     """MiB that a card may have in `spill`; what was parked longest ago is removed first; null: until the disk is
     full."""
-    spread: int = key(32, only=POOLED, read_by="simulate")
+    spread: int = key(32, at_least=0, only=POOLED, read_by="simulate")
     """With suspended=pool, maximum imbalance at which a request returns to its KV: requests that the engine which
     has parked it may have more than the least loaded one."""
-    pull_tokens: int = key(512, only=POOLED, read_by="simulate")
+    pull_tokens: int = key(512, at_least=1, only=POOLED, read_by="simulate")
     """With suspended=pool, number of tokens from which an engine copies KV that another one has parked; shorter KV
     is computed again."""
-    remote: str = key("ray", only=POOLED)
+    remote: str = key("ray", one_of=("none", "ray"), only=POOLED)
     """With suspended=pool, how KV travels to an engine on another machine: `ray`: as Ray objects, if it has at least
     twice pull_tokens and arrives before it could have been computed, by what was measured in this run; `none`: it is
     computed again."""
 
-    def validate(self) -> None:
-        """Check every value of the group, and raise a `ValueError` that names the key."""
-        check = Checks("rollout.kv_pool", self)
-        check.one_of("suspended", SUSPENDED_KV)
-        check.integer("max_parked_mib", "max_spilled_mib", at_least=1, null=True)
+    def check(self, check: Checks) -> None:
         check.that("spill", self.spill is None or os.path.isabs(self.spill), "an absolute path, or null")
-        check.integer("spread", at_least=0)
-        check.integer("pull_tokens", at_least=1)
-        check.one_of("remote", KV_REMOTE)
-        check.used()
 
     @property
     def keeps_kv(self) -> bool:
@@ -209,50 +192,41 @@ class KVPoolConfig:
 
 
 @dataclass
-class DraftsConfig:
+class DraftsConfig(Group):
     """What drafts tokens that an engine verifies, and how much of it."""
 
-    source: str = key("none", unsupported_by={"vllm": Unsupported("vLLM verifies no drafts here")})
+    GROUP = "rollout.drafts"
+
+    source: str = key("none", one_of=DRAFTS, unsupported_by={"vllm": Unsupported("vLLM verifies no drafts here")})
     """What drafts several tokens of a response, which one forward pass verifies: `siblings` (the other responses of the
     group that the engine has generated so far), `history` (the responses of the prompt's last group, in an earlier
     epoch), `both`; `none`. Every token is sampled with its own noise as without drafts: the same tokens with
     engine.batch_invariant, else up to rounding, as for any change of the batch. None is verified where it does not pay
     by measured costs. They are measured to help where answers are long and a step takes many milliseconds, and to cost
     time with a small model and many sequences (docs/figures.md), so there are none by default."""
-    tree: int = key(1, only=DRAFTED)
+    tree: int = key(1, at_least=1, only=DRAFTED)
     """Maximum number of drafted tokens behind one token; 1: drafts are single paths, no trees."""
-    history: int = key(1, only={"source": ("history", "both")})
+    history: int = key(1, at_least=1, at_most=8, only={"source": ("history", "both")})
     """Number of earlier groups of a prompt of which text is history, at most 8. 1: the text of the last one replaces
     the earlier; more: text counts half as much as that of the next group."""
-    budget: str = key("measured", only=DRAFTED)
+    budget: str = key("measured", one_of=("measured", "window"), only=DRAFTED)
     """How much of the drafts is verified. `measured`: as many tokens of all sequences as make the most tokens a second,
     by the costs and the acceptance measured in this run; none where that does not pay. `window`: of each sequence 2,
     and 2 more after each draft that was right to its end, up to 32 (HistoSpec: RhymeRL, arXiv 2508.18588); it depends
     on no clock, and drafts also where that does not pay."""
-    mib: int = key(1024, only=DRAFTED)
+    mib: int = key(1024, at_least=1, only=DRAFTED)
     """MiB of host memory of a card for the text from which it drafts; prompts without running requests that were used
     longest ago are dropped first."""
-    group_mib: int = key(256, only=DRAFTED)
+    group_mib: int = key(256, at_least=1, only=DRAFTED)
     """MiB of these that the text of one prompt may take, its last group included; beyond that the prompt is dropped,
     and its running responses are generated without drafts."""
-    max_age: int | None = key(None, only=DRAFTED)
+    max_age: int | None = key(None, at_least=1, only=DRAFTED)
     """Training steps after which the text of a prompt is dropped if no request has used it; null: only where `mib` is
     exceeded. Useful where data.rows is null, as then no prompt comes again."""
     exchange: bool = key(True, only=DRAFTED)
     """Engines also draft from what others generate for the same prompts: siblings of a group that was divided between
     them, and history of a prompt that another engine had in the last epoch. It goes through one more process, which
     keeps at most `mib`; nothing is started where there are no two attention ranks that draft."""
-
-    def validate(self) -> None:
-        """Check every value of the group, and raise a `ValueError` that names the key."""
-        check = Checks("rollout.drafts", self)
-        check.one_of("source", DRAFTS)
-        check.one_of("budget", DRAFT_BUDGETS)
-        check.integer("tree", "mib", "group_mib", at_least=1)
-        check.integer("history", at_least=1, at_most=8)
-        check.integer("max_age", at_least=1, null=True)
-        check.boolean("exchange")
-        check.used()
 
     @property
     def from_siblings(self) -> bool:
@@ -264,16 +238,18 @@ class DraftsConfig:
 
 
 @dataclass
-class RolloutConfig:
+class RolloutConfig(Group):
     """How responses are sampled and scheduled, and how an engine uses its card."""
 
-    backend: str = "embedded"
+    GROUP = "rollout"
+
+    backend: str = key("embedded", one_of=("embedded", "vllm"))
     """Which engine generates: `embedded`: this project's, all families and options; `vllm`: vLLM in the worker's
     process, with the same sampler, noise and switches (`bash scripts/environment.sh --backend vllm`); what it does not
     do is refused by key (docs/backends.md)."""
-    max_response_length: int = key(256, read_by="plan simulate")
+    max_response_length: int = key(256, at_least=1, read_by="plan simulate")
     """Maximum number of tokens of a response, including the end token."""
-    max_length: int | None = None
+    max_length: int | None = key(None, at_least=1)
     """Maximum number of tokens of prompt and response in total; null: the number of positions of the model."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
@@ -281,18 +257,7 @@ class RolloutConfig:
     kv_pool: KVPoolConfig = field(default_factory=KVPoolConfig)
     drafts: DraftsConfig = field(default_factory=DraftsConfig)
 
-    def validate(self) -> None:
-        """Check every value of the group.
-
-        Raises:
-            ValueError: a value that is not accepted, by key.
-        """
-        check = Checks("rollout", self)
-        check.one_of("backend", BACKENDS)
-        check.integer("max_response_length", at_least=1)
-        check.integer("max_length", at_least=1, null=True)
-        for group in (self.sampling, self.engine, self.schedule, self.kv_pool, self.drafts):
-            group.validate()
+    def check(self, check: Checks) -> None:
         median, order, probe = self.sampling.forced_median, self.schedule.order, self.schedule.probe
         Checks("rollout.sampling", self.sampling).that(
             "forced_median",

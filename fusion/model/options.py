@@ -6,30 +6,22 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fusion.telemetry.keys import key
-from fusion.telemetry.validation import Checks
+from fusion.telemetry.validation import Checks, Group
 
 if TYPE_CHECKING:
     import torch
 
-DTYPES = ("float32", "bfloat16")
-
 
 @dataclass
-class PolicyModelConfig:
+class PolicyModelConfig(Group):
     """The base model of the policy. Its shape is a `ModelConfig`, read from its folder."""
+
+    GROUP = "model"
 
     path: str = key("", read_by="plan simulate")
     """Hugging Face folder of the base model: config.json, safetensors, tokenizer."""
-    dtype: str = "float32"
+    dtype: str = key("float32", one_of=("float32", "bfloat16"))
     """Data type of the compute weights: `float32`, or `bfloat16` with float32 master weights in the optimizer."""
-
-    def validate(self) -> None:
-        """Check every value of the group.
-
-        Raises:
-            ValueError: a value (named by its key) is not accepted.
-        """
-        Checks("model", self).one_of("dtype", DTYPES)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -42,19 +34,21 @@ class PolicyModelConfig:
 class LayoutConfig:
     """Sizes of one layout; data parallel uses the remaining cards."""
 
-    tp: int = 1
+    tp: int = key(1, at_least=1)
     """Tensor parallel: ranks that split the attention and dense layers of a token."""
-    ep: int = 1
+    ep: int = key(1, at_least=1)
     """Expert parallel: ranks that the experts are distributed over."""
-    pp: int = 1
+    pp: int = key(1, at_least=1)
     """Pipeline parallel: stages of consecutive layers, each on its own ranks."""
-    etp: int = 1
+    etp: int = key(1, at_least=1)
     """Expert-tensor parallel: ranks that split one expert."""
 
 
 @dataclass
-class ParallelConfig:
+class ParallelConfig(Group):
     """The layouts of a run."""
+
+    GROUP = "parallel"
 
     train: LayoutConfig = key(factory=LayoutConfig, read_by="plan simulate")
     """Layout of the training phase; data parallel uses the remaining cards."""
@@ -64,11 +58,6 @@ class ParallelConfig:
     """Layout of the reward model over the cards that host it, and of the reference model where it has its own cards;
     pp must be 1, and a dense model ignores ep and etp."""
 
-    def validate(self) -> None:
-        """Check every size of the group.
-
-        Raises:
-            ValueError: a size (named by its key) is below 1.
-        """
+    def check(self, check: Checks) -> None:
         for name in ("train", "infer", "score"):
-            Checks(f"parallel.{name}", getattr(self, name)).integer("tp", "ep", "pp", "etp", at_least=1)
+            Checks(f"{check.group}.{name}", getattr(self, name)).declared()

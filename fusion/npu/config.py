@@ -7,29 +7,30 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion.telemetry.keys import SET, Unsupported, key
-from fusion.telemetry.validation import Checks
+from fusion.telemetry.validation import Group
 
-KINDS = ("auto", "npu", "cuda", "emulated")
-STREAMS = ("eager", "adversarial")
 DEFAULT_CAPACITY_BYTES = 2 << 30
 
 
 @dataclass
-class DeviceConfig:
+class DeviceConfig(Group):
     """Select the cards of a run and configure emulated ones."""
+
+    GROUP = "device"
 
     kind: str = key(
         "auto",
+        one_of=("auto", "npu", "cuda", "emulated"),
         timeless=True,
         unsupported_by={"vllm": Unsupported("vLLM has been tried on emulated cards only", ("cuda",))},
     )
     """`npu` (Ascend, through torch_npu), `cuda`, `emulated` (an NPU on the CPU), or `auto`: the first of these that is
     present."""
-    capacity_bytes: int | None = None
+    capacity_bytes: int | None = key(None, at_least=1)
     """HBM of one card in bytes. Emulated: its size; null: 2 GiB. Real: a limit for each process; null: the whole
     card."""
 
-    streams: str = key("eager", only={"kind": ("auto", "emulated")}, refused=False)
+    streams: str = key("eager", one_of=("eager", "adversarial"), only={"kind": ("auto", "emulated")}, refused=False)
     """Emulated cards: when asynchronous work is executed. `eager`: when it is called. `adversarial`: non-blocking
     copies and collectives as late as synchronisation allows, and freed memory is poisoned, so that a missing wait
     becomes a wrong result (slower)."""
@@ -42,29 +43,15 @@ class DeviceConfig:
     """Emulated cards: the model whose step times are reproduced, on the cards that `cluster.hardware` names: a preset
     of recipes/shapes or a Hugging Face folder (`fusion/costmodel/pace.py`). null: steps run at the host's speed."""
 
-    pace_tokens: int = key(1, only={"pace": SET}, refused=False)
+    pace_tokens: int = key(1, at_least=1, only={"pace": SET}, refused=False)
     """Tokens of the modelled run per token of this run, in prompts, responses and contexts."""
 
-    pace_speed: float = key(1.0, only={"pace": SET}, refused=False)
+    pace_speed: float = key(1.0, above=0, only={"pace": SET}, refused=False)
     """Seconds of the modelled run per second of this run. With the value of `pace_tokens` a decode step takes as long
     as in the modelled engine."""
 
-    pace_training: float = key(1.0, only={"pace": SET}, refused=False)
+    pace_training: float = key(1.0, above=0, only={"pace": SET}, refused=False)
     """Factor on the time of a training step, for the additional samples that the modelled run trains or scores."""
-
-    def validate(self) -> None:
-        """Check every value of the group.
-
-        Raises:
-            ValueError: a value (named by its key) is not accepted.
-        """
-        check = Checks("device", self)
-        check.one_of("kind", KINDS)
-        check.integer("capacity_bytes", at_least=1, null=True)
-        check.one_of("streams", STREAMS)
-        check.integer("pace_tokens", at_least=1)
-        check.number("pace_speed", "pace_training", above=0)
-        check.used()
 
 
 def claim(kind: str, cluster: Mapping[str, float]) -> tuple[str, dict[str, Any]]:

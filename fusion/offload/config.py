@@ -5,24 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusion.telemetry.keys import key
-from fusion.telemetry.validation import Checks
-
-OFFLOADS = ("none", "switch", "stream")
+from fusion.telemetry.validation import Group
 
 
 @dataclass
-class OffloadConfig:
+class OffloadConfig(Group):
     """Configures where optimizer state and masters are kept."""
 
-    offload: str = key("switch", read_by="plan simulate")
+    GROUP = "fusion"
+
+    offload: str = key("switch", one_of=("none", "switch", "stream"), read_by="plan simulate")
     """Where optimizer state and fp32 masters are kept: `none`: in HBM; `switch`: in pinned host memory while the card
     generates, which frees HBM for the KV cache; `stream`: in pinned host memory, streamed through HBM in parts during a
     step."""
-
-    def validate(self) -> None:
-        """Check the value.
-
-        Raises:
-            ValueError: it is not accepted.
-        """
-        Checks("fusion", self).one_of("offload", OFFLOADS)

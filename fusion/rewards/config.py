@@ -8,10 +8,9 @@ from typing import Any
 
 from fusion.rewards.terms import TermSpec
 from fusion.telemetry.keys import key
-from fusion.telemetry.validation import Checks
+from fusion.telemetry.validation import Checks, Group
 
 BUILT_IN = ("arithmetic", "math")
-NAMES = (*BUILT_IN, "custom")
 MIN_MEMORY_MIB = 128
 """An interpreter with the packages of a simple reward needs about as much."""
 
@@ -27,10 +26,12 @@ class RewardSpec:
 
 
 @dataclass
-class RewardConfig:
+class RewardConfig(Group):
     """How a response is scored."""
 
-    name: str = "arithmetic"
+    GROUP = "reward"
+
+    name: str = key("arithmetic", one_of=(*BUILT_IN, "custom"))
     """`arithmetic` (exact match of the answer), `math` (mathematical equality by math-verify) or `custom`
     (`reward.path`)."""
 
@@ -43,14 +44,14 @@ class RewardConfig:
     """Folder of a reward model (`Qwen3ForSequenceClassification` with one label, or its MoE counterpart). Its score of
     prompt and response replaces the rule; `fusion` configures the cards that it runs on."""
 
-    time_limit_s: float = 5.0
+    time_limit_s: float = key(5.0, above=0)
     """Timeout of one sample, or of one call for a batch, in seconds of wall time; its process is then replaced and the
     sample counts as failed."""
 
-    workers: int = 2
+    workers: int = key(2, at_least=1)
     """Number of processes that score samples in parallel."""
 
-    memory_mib: int | None = 4096
+    memory_mib: int | None = key(4096, at_least=MIN_MEMORY_MIB)
     """Maximum private memory in MiB of a process that scores, and of each process that it starts; a sample that exceeds
     it counts as failed. null: no limit."""
 
@@ -60,7 +61,7 @@ class RewardConfig:
     format, pattern: REGEX}`: 1 if it matches the whole response, else 0; `{reward: length, free_tokens: N, max_tokens:
     M}`: 0 up to N tokens, falling to -1 at M. The name defaults to that of the reward or of its function."""
 
-    max_failed_share: float = 0.5
+    max_failed_share: float = key(0.5, at_least=0, at_most=1)
     """The run ends if more than this share of the last 256 samples could not be scored (from the 64th on; at the end of
     the run any number is judged). 1: never."""
 
@@ -108,23 +109,12 @@ class RewardConfig:
             names.append(spec.name)
         return specs
 
-    def validate(self) -> None:
-        """Check every value of the group.
-
-        Raises:
-            ValueError: a value (named by its key) is not accepted.
-        """
-        check = Checks("reward", self)
-        check.one_of("name", NAMES)
+    def check(self, check: Checks) -> None:
         if self.model and self.path:
             raise ValueError(f"reward.model={self.model!r} and reward.path={self.path!r}: expected only one of them")
         if self.kind == "custom":
             split_path(self.path)
         self.term_specs()
-        check.number("time_limit_s", above=0)
-        check.integer("workers", at_least=1)
-        check.integer("memory_mib", at_least=MIN_MEMORY_MIB, null=True)
-        check.number("max_failed_share", at_least=0, at_most=1)
 
 
 def split_path(path: str | None) -> tuple[Path, str]:

@@ -1,12 +1,13 @@
-"""Declare what holds of a config key besides its type and its text: where it has an effect, and which commands read it.
+"""Declare what holds of a config key besides its type and its text: accepted values, where it has effect, its readers.
 
-    tree: int = key(1, only={"source": ("siblings", "history", "both")})
-    token_budget: int = key(16384, read_by="plan")
+    tree: int = key(1, at_least=1, only={"source": ("siblings", "history", "both")})
+    token_budget: int = key(16384, at_least=1, read_by="plan")
+    offload: str = key("switch", one_of=("none", "switch", "stream"))
     run: RunConfig = key(factory=RunConfig, timeless=True)                 a group: holds of its keys
 
-Stated once, it is used by `Checks.used`, which refuses a key that is changed where it has no effect, by `rlfusion
-check`, which lists those that are not refused, by plan and simulation, which refuse what they do not read, and by the
-page of keys. Pure.
+Stated once, it is used by `Group.validate`, which refuses values that are not accepted, by `Checks.used`, which refuses
+a key that is changed where it has no effect, by `rlfusion check`, which lists those that are not refused, by plan and
+simulation, which refuse what they do not read, and by the page of keys. Pure.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ class KeyUse:
     """What holds of a key.
 
     Attributes:
+        bounds: of a number (`validation.Checks.number`); None: it is not a number, or checked elsewhere.
+        one_of: the accepted values; (): any.
         only: by other key, the values with which it has an effect, or SET or POSITIVE; a key of its own group is named
             without it.
         refused: whether it is refused where it has none; else it is only listed.
@@ -44,6 +47,8 @@ class KeyUse:
         unsupported_by: what a backend cannot do, by its name.
     """
 
+    bounds: Mapping[str, float] | None = None
+    one_of: Collection[Any] = ()
     only: Mapping[str, Any] = field(default_factory=dict)
     refused: bool = True
     why: str = ""
@@ -56,9 +61,19 @@ class KeyUse:
         return " and ".join(_condition(_path(name, group), accepted) for name, accepted in self.only.items())
 
 
-def key(default: Any = MISSING, *, factory: Any = MISSING, read_by: str = "", **use: Any) -> Any:
-    """Return the field of a config dataclass with its `KeyUse`; ``read_by``: commands, separated by spaces."""
-    metadata = {"use": KeyUse(read_by=frozenset(read_by.split()), **use)}
+BOUNDS = ("at_least", "above", "at_most", "below")
+
+
+def key(default: Any = MISSING, *, factory: Any = MISSING, number: bool = False, read_by: str = "", **use: Any) -> Any:
+    """Return the field of a config dataclass with its `KeyUse`.
+
+    Args:
+        number: expect a number of the field's type, whatever its bounds; any of BOUNDS implies it.
+        read_by: commands, separated by spaces.
+    """
+    bounds = {name: use.pop(name) for name in BOUNDS if name in use}
+    numeric = bounds if bounds or number else None
+    metadata = {"use": KeyUse(bounds=numeric, read_by=frozenset(read_by.split()), **use)}
     if factory is MISSING:
         return field(default=default, metadata=metadata)
     return field(default_factory=factory, metadata=metadata)

@@ -1,11 +1,12 @@
 """Check the values of a config group, in the same way for all groups.
 
-    check = Checks("rollout", self)
-    check.integer("max_seqs", "max_batch_tokens", at_least=1)
-    check.integer("max_length", at_least=1, null=True)
-    check.number("top_p", above=0, at_most=1)
-    check.one_of("order", ORDERS)
-    check.that("block_size", self.block_size % 16 == 0, "a multiple of 16")
+    class EngineConfig(Group):
+        GROUP = "rollout.engine"
+        block_size: int = key(16, at_least=16)
+        max_kv_tokens: int | None = key(None, at_least=1)
+
+        def check(self, check: Checks) -> None:
+            check.that("block_size", self.block_size % 16 == 0, "a multiple of 16")
 
 Every error is a `ValueError` that reads `group.key=value: expected …`. nan and inf are not numbers here, and neither is
 a bool. Pure. It is in this package because every package may import it (`distqueue` imports none, and has checks of its
@@ -17,10 +18,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, NamedTuple, get_args, get_type_hints
 
-from fusion.telemetry.keys import unused
+from fusion.telemetry.keys import unused, use_of
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,24 @@ class Checks:
         holds = (value is None and null) or value in choices
         self.that(key, holds, f"one of {', '.join([*choices, *(['null'] if null else [])])}")
 
+    def declared(self) -> None:
+        """Expect of each key what its field states: the choices, the bounds of a number, true or false.
+
+        Raises:
+            ValueError: names the first key that holds something else.
+        """
+        hints = get_type_hints(type(self.values))
+        for item in fields(self.values):
+            use, hint = use_of(item), hints[item.name]
+            kinds = {*get_args(hint)} or {hint}
+            null = type(None) in kinds
+            if use.one_of:
+                self.one_of(item.name, use.one_of, null=null)
+            elif use.bounds is not None:
+                (self.number if float in kinds else self.integer)(item.name, null=null, **use.bounds)
+            elif bool in kinds:
+                self.boolean(item.name)
+
     def used(self, root: Any = None) -> None:
         """Expect the defaults of keys that have no effect beside the others (`keys.KeyUse.only`).
 
@@ -100,6 +119,30 @@ class Checks:
                 why = f", {one.use.why}" if one.use.why else ""
                 used = f"; it is used with {one.use.conditions(self.group)}"
                 self.that(one.name, False, f"{json.dumps(one.default)} (the default) with {one.where}{why}{used}")
+
+
+class Group:
+    """A group of the config, a dataclass whose keys state what they accept (`fusion.telemetry.keys.key`)."""
+
+    GROUP: ClassVar[str]
+    """Its path"""
+
+    def validate(self) -> None:
+        """Check every value of the group and of those within it.
+
+        Raises:
+            ValueError: a value that is not accepted, by key.
+        """
+        check = Checks(self.GROUP, self)
+        check.declared()
+        for item in fields(self):  # type: ignore[arg-type]
+            if isinstance(group := getattr(self, item.name), Group):
+                group.validate()
+        self.check(check)
+        check.used()
+
+    def check(self, check: Checks) -> None:
+        """Check what the fields cannot state."""
 
 
 def is_finite(value: Any) -> bool:

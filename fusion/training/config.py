@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusion.telemetry.keys import POSITIVE, Unsupported, key
-from fusion.telemetry.validation import Checks, is_finite
+from fusion.telemetry.validation import Checks, Group, is_finite
 
-SCHEDULES = ("constant", "cosine")
 ALGORITHMS = {
     "grpo": "fusion.training.algorithms.grpo:GRPO",
     "dr_grpo": "fusion.training.algorithms.dr_grpo:DrGRPO",
@@ -19,43 +18,41 @@ ALGORITHMS = {
 """Module and class of each algorithm"""
 COMPARE_SIBLINGS = ("grpo", "dr_grpo", "dapo", "gspo", "rloo")
 """The algorithms whose advantages are 0 without other responses to the same prompt (`Algorithm.by_group`)."""
-KL_IN = ("loss", "reward")
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
 CORRECTION_NAMES = ("none", "tis_token", "tis_sequence", "decoupled", "icepop", "mask_sequence")
 """The keys of `corrections.CORRECTIONS`, stated here as that file needs torch."""
-LOAD_BALANCING = ("batch", "sequence")
-REPLAYS = ("none", "train", "rollout")
-BACKENDS = ("embedded", "megatron")
 
 
 @dataclass
-class TrainingConfig:
+class TrainingConfig(Group):
     """How an optimizer step is computed."""
 
-    backend: str = "embedded"
+    GROUP = "training"
+
+    backend: str = key("embedded", one_of=("embedded", "megatron"))
     """Whose model is trained: `embedded`: this project's; `megatron`: Megatron-Core's GPTModel (`pip install
     megatron-core==0.16.1`). All families; optimizer, checkpoints and switches are the same."""
 
-    lr: float = key(1e-6, timeless=True)
+    lr: float = key(1e-6, at_least=0, timeless=True)
     """Peak learning rate of AdamW."""
 
     betas: list[float] = key(factory=lambda: [0.9, 0.95], timeless=True)
     """Decay rates of AdamW's first and second moment."""
 
-    weight_decay: float = key(0.01, timeless=True)
+    weight_decay: float = key(0.01, at_least=0, timeless=True)
     """Decoupled weight decay of matrices; the weights of norms do not decay."""
 
-    clip_grad: float = key(1.0, timeless=True)
+    clip_grad: float = key(1.0, at_least=0, timeless=True)
     """Largest norm of the whole gradient; a larger gradient is scaled down to it. 0: no clipping."""
 
-    schedule: str = key("constant", timeless=True)
+    schedule: str = key("constant", one_of=("constant", "cosine"), timeless=True)
     """Learning rate after the warm-up: `constant`, or `cosine`, which decays to 0 at the last step of the run; if a
     resume changes that step, from the rate of its last step."""
 
-    warmup_steps: int = key(0, timeless=True)
+    warmup_steps: int = key(0, at_least=0, timeless=True)
     """Optimizer steps over which the learning rate rises linearly from 0 to `lr`."""
 
-    token_budget: int = key(16384, read_by="plan")
+    token_budget: int = key(16384, at_least=1, read_by="plan")
     """Maximum number of tokens of one micro-batch on one data-parallel rank: bounds activation memory; does not change
     results."""
 
@@ -63,16 +60,18 @@ class TrainingConfig:
     """Activation checkpointing: keep only the input of each layer and recompute the rest in the backward pass; less
     memory, about a third more compute."""
 
-    load_balancing_coef: float | None = key(None, timeless=True)
+    load_balancing_coef: float | None = key(None, at_least=0, timeless=True)
     """Weight of the load-balancing loss of the experts; null: 0, as this loss trains the routers whatever the rewards
     are. `router_aux_loss_coef` of the model is never used."""
 
-    load_balancing: str = key("batch", only={"load_balancing_coef": POSITIVE}, refused=False, timeless=True)
+    load_balancing: str = key(
+        "batch", one_of=("batch", "sequence"), only={"load_balancing_coef": POSITIVE}, refused=False, timeless=True
+    )
     """What that loss is computed over: `batch`: all rows of the batch in all layers at once, as transformers does;
     `sequence`: each sequence in each layer, averaged over sequences and summed over layers (DeepSeek-V3, with a weight
     of 0.0001)."""
 
-    router_bias_rate: float = key(0.0, timeless=True)
+    router_bias_rate: float = key(0.0, at_least=0, timeless=True)
     """What the correction bias of an overloaded expert loses, and that of an underloaded one gains, in an optimizer
     step (DeepSeek-V3 was pretrained with 0.001). Only for models whose routers have one; 0: the biases are kept."""
 
@@ -88,48 +87,36 @@ class TrainingConfig:
         origin = "as stated" if stated else f"the default, not {model_coef:g} of the model's config.json"
         return f"training.load_balancing_coef={self.balancing_coef:g}: {origin}"
 
-    def validate(self) -> None:
-        """Check every value of the group.
-
-        Raises:
-            ValueError: a value that is not accepted, by key.
-        """
-        check = Checks("training", self)
-        check.one_of("backend", BACKENDS)
-        check.number("lr", "weight_decay", "clip_grad", "router_bias_rate", at_least=0)
+    def check(self, check: Checks) -> None:
         betas = list(self.betas)
         rates = len(betas) == 2 and all(is_finite(beta) and 0 <= beta < 1 for beta in betas)
         check.that("betas", rates, "two numbers in [0, 1)")
-        check.one_of("schedule", SCHEDULES)
-        check.integer("warmup_steps", at_least=0)
-        check.integer("token_budget", at_least=1)
-        check.boolean("recompute")
-        check.number("load_balancing_coef", at_least=0, null=True)
-        check.one_of("load_balancing", LOAD_BALANCING)
 
 
 @dataclass
-class AlgorithmConfig:
+class AlgorithmConfig(Group):
     """How the rewards of samples update the policy."""
 
-    name: str = key("grpo", timeless=True)
+    GROUP = "algorithm"
+
+    name: str = key("grpo", one_of=ALGORITHMS, timeless=True)
     """Algorithm: one of the files of `fusion/training/algorithms` (grpo, dr_grpo, dapo, gspo, rloo,
     reinforce_plus_plus)."""
 
-    group_size: int = key(8, read_by="plan simulate")
+    group_size: int = key(8, at_least=1, read_by="plan simulate")
     """Responses sampled for each prompt; advantages compare their rewards with each other: at least 2, except for
     reinforce_plus_plus."""
 
-    clip_low: float = key(0.2, timeless=True)
+    clip_low: float = key(0.2, at_least=0, below=1, timeless=True)
     """The probability ratio of a token (gspo: of a sequence) is clipped at 1 - clip_low."""
 
-    clip_high: float = key(0.2, timeless=True)
+    clip_high: float = key(0.2, at_least=0, timeless=True)
     """The probability ratio of a token (gspo: of a sequence) is clipped at 1 + clip_high."""
 
-    kl_coef: float = key(0.0, read_by="simulate")
+    kl_coef: float = key(0.0, at_least=0, read_by="simulate")
     """Weight of the KL divergence to the reference model; 0: no reference model is loaded."""
 
-    kl_in: str = key("loss", only={"kl_coef": POSITIVE}, refused=False, timeless=True)
+    kl_in: str = key("loss", one_of=("loss", "reward"), only={"kl_coef": POSITIVE}, refused=False, timeless=True)
     """Where the divergence is applied: `loss`: the estimate of each token is added to its loss; `reward`: the estimate
     of a whole response is subtracted from its reward."""
 
@@ -137,34 +124,36 @@ class AlgorithmConfig:
     """Divide the advantages of a group by the standard deviation of its rewards (grpo, dapo, gspo; the formulas of the
     others leave no choice); false: only subtract the mean."""
 
-    loss_aggregation: str | None = key(None, timeless=True)
+    loss_aggregation: str | None = key(None, one_of=AGGREGATIONS, timeless=True)
     """How the losses of tokens are aggregated: `token_mean`: mean over all tokens of the batch; `sequence_mean`: mean
     over each sequence, then over sequences; `constant`: sum divided by sequences x rollout.max_response_length; null:
     the default of the algorithm (dr_grpo, rloo: constant; gspo: sequence_mean; others: token_mean)."""
 
-    overlong_buffer: int | None = key(None, timeless=True)
+    overlong_buffer: int | None = key(None, at_least=0, timeless=True)
     """Number of tokens before rollout.max_response_length over which an overlong penalty grows from 0 to 1; 0: no
     penalty; null: the default of the algorithm (dapo: a fifth of the maximum; others: none)."""
 
-    correction: str | None = None
+    correction: str | None = key(None, one_of=CORRECTION_NAMES)
     """Off-policy correction, for samples of an older policy (`fusion/training/corrections.py`): `none`, `tis_token`,
     `tis_sequence`, `decoupled`, `icepop` or `mask_sequence`; null: `none`, or `decoupled` where
     stalesync.max_staleness > 0, which with several minibatches costs a forward pass of the batch."""
 
-    correction_cap: float | None = key(None, only={"correction": CORRECTION_NAMES[1:]})
+    correction_cap: float | None = key(None, at_least=1, only={"correction": CORRECTION_NAMES[1:]})
     """Largest importance weight of the correction (mask_sequence: the geometric mean of the ratios of a sequence lies
     between the inverse of the cap and the cap); null: the default of the correction (tis_token, tis_sequence and
     mask_sequence 2, decoupled and icepop 5)."""
 
-    correction_floor: float | None = key(None, only={"correction": ("icepop", "mask_sequence")})
+    correction_floor: float | None = key(None, at_least=0, at_most=1, only={"correction": ("icepop", "mask_sequence")})
     """Masks tokens (icepop) or whole sequences with a token (mask_sequence) of a smaller ratio; null: the default of
     the correction (icepop 0.5, mask_sequence 0.0001)."""
 
-    minibatches: int = key(1, read_by="simulate")
+    minibatches: int = key(1, at_least=1, read_by="simulate")
     """Number of optimizer steps that the samples of one loop step are divided into."""
 
     replay: str = key(
-        "none", unsupported_by={"vllm": Unsupported("vLLM does not return the experts of its tokens", ("rollout",))}
+        "none",
+        one_of=("none", "train", "rollout"),
+        unsupported_by={"vllm": Unsupported("vLLM does not return the experts of its tokens", ("rollout",))},
     )
     """Routing replay, which experts every forward pass of a step uses: `rollout`: those of the engine (R3, arXiv
     2510.11370); `train`: those of the trainer before the first update of the step (R2, arXiv 2507.18071); `none`. With
@@ -176,27 +165,7 @@ class AlgorithmConfig:
         """The correction in force: `correction`, with `none` for null."""
         return self.correction or "none"
 
-    def validate(self) -> None:
-        """Check every value of the group.
-
-        Raises:
-            ValueError: a value that is not accepted, by key.
-        """
-        check = Checks("algorithm", self)
-        check.one_of("name", ALGORITHMS)
-        check.one_of("kl_in", KL_IN)
-        check.one_of("correction", CORRECTION_NAMES, null=True)
-        check.one_of("loss_aggregation", AGGREGATIONS, null=True)
-        check.integer("group_size", at_least=1)
+    def check(self, check: Checks) -> None:
         alone = self.name in COMPARE_SIBLINGS and self.group_size == 1
         compares = f"algorithm.name={self.name} compares the responses to a prompt, and one alone has an advantage of 0"
         check.that("group_size", not alone, f"at least 2, as {compares}")
-        check.number("clip_low", at_least=0, below=1)
-        check.number("clip_high", "kl_coef", at_least=0)
-        check.boolean("normalize_advantages")
-        check.integer("minibatches", at_least=1)
-        check.integer("overlong_buffer", at_least=0, null=True)
-        check.one_of("replay", REPLAYS)
-        check.number("correction_cap", at_least=1, null=True)
-        check.number("correction_floor", at_least=0, at_most=1, null=True)
-        check.used()

@@ -14,7 +14,8 @@ from fusion.inference.config import RolloutConfig
 from fusion.inference.request import SamplingParams
 from fusion.inference.validation import check_sampling
 from fusion.rewards.config import BUILT_IN, split_path
-from fusion.telemetry.validation import Checks
+from fusion.telemetry.keys import key
+from fusion.telemetry.validation import Checks, Group
 from stalesync.evaluation.names import Goal, goals
 from stalesync.prompts.config import SUFFIXES
 
@@ -81,10 +82,12 @@ class EvalFileSpec:
 
 
 @dataclass
-class EvalConfig:
+class EvalConfig(Group):
     """What is evaluated, when, and which checkpoint is kept as the best."""
 
-    every: int = 0
+    GROUP = "eval"
+
+    every: int = key(0, at_least=0)
     """Number of steps between two evaluations, after steps `every`, `2 * every`, …; 0: there are only the two that
     every run has, before the first step and after the last one."""
 
@@ -95,7 +98,7 @@ class EvalConfig:
     `arithmetic`, `math` or `file.py:function` (default: the run's own); the fields' names default to those of `data`;
     of `rows`, only the first N are used."""
 
-    samples: int = 1
+    samples: int = key(1, at_least=1)
     """Number of answers to each prompt, k: the mean reward is over all of them, and pass@1 to pass@k are estimated."""
 
     temperature: float | None = None
@@ -110,10 +113,10 @@ class EvalConfig:
     min_p: float | None = None
     """`rollout.sampling.min_p` of an evaluation; null: that of the rollouts."""
 
-    max_response_length: int | None = None
+    max_response_length: int | None = key(None, at_least=1)
     """Maximum number of tokens of an answer; null: `rollout.max_response_length`."""
 
-    pass_reward: float = 1.0
+    pass_reward: float = key(1.0, number=True)
     """Minimum reward of an answer that counts as correct in pass@k."""
 
     best: str | None = None
@@ -121,18 +124,8 @@ class EvalConfig:
     after a step improves on it, a checkpoint is saved, which is kept besides the `run.keep` newest until a better one
     is saved, and `best.json` names it. Rewards and pass@k are to be high, response lengths low. null: none."""
 
-    def validate(self) -> None:
-        """Check every value of the group.
-
-        Raises:
-            ValueError: a value that is not accepted, by key.
-        """
-        check = Checks("eval", self)
-        check.integer("every", at_least=0)
-        check.integer("samples", at_least=1)
-        check.number("pass_reward")
-        check.integer("max_response_length", at_least=1, null=True)
-        check_sampling("eval", SamplingParams(**self.sampling))
+    def check(self, check: Checks) -> None:
+        check_sampling(check.group, SamplingParams(**self.sampling))
         check.that(
             "samples", self.samples == 1 or self.temperature != 0, "1 with eval.temperature=0, as all would be equal"
         )

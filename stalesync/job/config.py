@@ -25,7 +25,7 @@ from fusion.rewards.config import RewardConfig
 from fusion.rollout.orders import find_order
 from fusion.telemetry.keys import POSITIVE, key
 from fusion.telemetry.loggers import check_loggers
-from fusion.telemetry.validation import Checks
+from fusion.telemetry.validation import Checks, Group
 from fusion.training.backends.support import check_megatron
 from fusion.training.config import AlgorithmConfig, TrainingConfig
 from stalesync.evaluation.config import EvalConfig
@@ -37,33 +37,25 @@ if TYPE_CHECKING:
     from fusion.costmodel.pace import Pace
     from fusion.ep_switch.topology import Topology
 
-RESUME = ("false", "true", "auto")
-
 
 @dataclass
-class ClusterConfig:
+class ClusterConfig(Group):
     """The cards of a run and how Ray reaches them."""
 
-    npus: int = key(1, read_by="plan simulate")
+    GROUP = "cluster"
+
+    npus: int = key(1, at_least=1, read_by="plan simulate")
     """Number of cards of the run, including those that only generate or score; one worker per card."""
     address: str | None = key(None, timeless=True)
     """Ray cluster to join ("auto" on a head node); null: start Ray on this machine."""
     hardware: str | None = key(None, read_by="plan simulate")
     """Type of the cards, a file of `fusion/costmodel/hardware` (ascend_910b, ascend_910c, h100, h800); it defines the
     speed of the links; null: all links are equal."""
-    stage_timeout_s: float = key(1800.0, timeless=True)
+    stage_timeout_s: float = key(1800.0, above=0, timeless=True)
     """Timeout of a stage in seconds: a longer stage ends the run with an error that names the ranks still running
     it."""
 
-    def validate(self) -> None:
-        """Check every value of the group.
-
-        Raises:
-            ValueError: a value that is not accepted, by key.
-        """
-        check = Checks("cluster", self)
-        check.integer("npus", at_least=1)
-        check.number("stage_timeout_s", above=0)
+    def check(self, check: Checks) -> None:
         _ = self.topology  # raises if the hardware is unknown
 
     @property
@@ -81,14 +73,17 @@ class ClusterConfig:
 
 
 @dataclass
-class StaleSyncConfig:
+class StaleSyncConfig(Group):
     """How far generation may run ahead of training."""
 
-    max_staleness: int = key(0, read_by="simulate")
+    GROUP = "stalesync"
+
+    max_staleness: int = key(0, at_least=0, read_by="simulate")
     """Staleness bound: maximum number of policy versions that the oldest token of a trained sample may lag behind; 0:
     the synchronous loop."""
     train_tokens: int | None = key(
         None,
+        at_least=1,
         only={"max_staleness": POSITIVE},
         why="where a step trains its whole batch of data.prompts_per_step groups",
         read_by="simulate",
@@ -106,40 +101,30 @@ class StaleSyncConfig:
     generate, with `max_staleness` > 0 and the conditions in docs/stalesync.md. In `hybrid` the requests of their
     engines go to these cards."""
 
-    def validate(self) -> None:
-        """Check every value of the group.
-
-        Raises:
-            ValueError: a value that is not accepted, by key.
-        """
-        check = Checks("stalesync", self)
-        check.integer("max_staleness", at_least=0)
-        check.integer("train_tokens", at_least=1, null=True)
-        check.boolean("lend")
-        check.used()
-
 
 @dataclass
-class RunConfig:
+class RunConfig(Group):
     """What a run is called, how long it trains, and what it saves."""
+
+    GROUP = "run"
 
     name: str = "run"
     """Folder of the run in `dir`; a name that is taken gets a number unless `resume` is set."""
     dir: str = "runs"
     """Folder of all runs."""
-    steps: int = key(100, read_by="simulate")
+    steps: int = key(100, at_least=1, read_by="simulate")
     """Number of training steps (policy versions)."""
-    seed: int = key(0, read_by="simulate")
+    seed: int = key(0, number=True, read_by="simulate")
     """Seeds the order of prompts and every sampled token; any whole number."""
-    eval_prompts: int = 64
+    eval_prompts: int = key(64, at_least=0)
     """Number of held-out prompts of `data.source`, which every evaluation answers: as `held_out` besides `eval.files`;
     0: none."""
     save_every: str = "30min"
     """Interval between checkpoints: a number of steps (10) or a time (90s, 30min, 2h), counted at the end of a step; 0:
     only after the last step. The last step is always saved."""
-    keep: int = 2
+    keep: int = key(2, at_least=0)
     """Number of checkpoints to keep, the newest ones, besides the best one (`eval.best`); 0: all."""
-    max_engine_restarts: int = key(3, only={"fusion.deployment": OWN_CARDS}, refused=False)
+    max_engine_restarts: int = key(3, at_least=0, only={"fusion.deployment": OWN_CARDS}, refused=False)
     """Number of times that an engine whose process has died is replaced (cards that only generate, in the deployments
     `separate` and `hybrid`); the next death ends the run. 0: every death does."""
     loggers: list[str] = field(default_factory=lambda: ["tensorboard"])
@@ -148,7 +133,7 @@ class RunConfig:
     profile_steps: list[int] = field(default_factory=list)
     """Steps of which every card writes a trace of torch's profiler (on Ascend torch_npu's) into `profile/` of the run's
     folder, such as [3,4]: from 1 to `steps`. []: none."""
-    resume: str = "false"
+    resume: str = key("false", one_of=("false", "true", "auto"))
     """`true`: resume from the newest checkpoint of the run with this name, which must have one. `auto`: resume, or
     start the run if it has no checkpoint: for jobs that a scheduler starts again. `false`: start a new run."""
     resume_changed: list[str] = field(default_factory=list)
@@ -158,17 +143,8 @@ class RunConfig:
     def __post_init__(self) -> None:
         self.resume = str(self.resume).lower()  # YAML's true and false arrive as booleans or as "True" and "False"
 
-    def validate(self) -> None:
-        """Check every value of the group.
-
-        Raises:
-            ValueError: a value that is not accepted, by key.
-        """
-        check = Checks("run", self)
+    def check(self, check: Checks) -> None:
         check.that("name", bool(self.name), "a name")
-        check.integer("steps", at_least=1)
-        check.integer("seed")
-        check.integer("eval_prompts", "keep", "max_engine_restarts", at_least=0)
         try:
             SaveInterval.parse(self.save_every)
         except ValueError as error:
@@ -182,7 +158,6 @@ class RunConfig:
             and all(type(step) is int and 1 <= step <= self.steps for step in self.profile_steps),
             f"a list of whole numbers from 1 to run.steps={self.steps}",
         )
-        check.one_of("resume", RESUME)
         named = isinstance(self.resume_changed, list) and all(isinstance(name, str) for name in self.resume_changed)
         check.that("resume_changed", named, "a list of keys")
         may_resume = self.resume != "false" or not self.resume_changed

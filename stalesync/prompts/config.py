@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion.telemetry.keys import key
-from fusion.telemetry.validation import Checks
+from fusion.telemetry.validation import Checks, Group
 from stalesync.prompts.tokenizer import PLACES
 
 GENERATORS = ("addition", "worked_arithmetic")
@@ -16,8 +16,10 @@ WORKED = {"source": ("worked_arithmetic",)}
 
 
 @dataclass
-class DataConfig:
+class DataConfig(Group):
     """Where prompts come from."""
+
+    GROUP = "data"
 
     source: str = ""
     """Required: a .jsonl, .json (an array of rows) or .parquet file, or a generator: `addition` (one-digit sums) or
@@ -32,26 +34,26 @@ class DataConfig:
     reward function as text: a number or list of a JSON file as it is written there. The other fields are passed by
     name, except for ones that are called prompt, response or answer."""
 
-    bad_rows: str = "refuse"
+    bad_rows: str = key("refuse", one_of=("refuse", "skip"))
     """What happens to a row of the file that cannot be used (no valid JSON, no prompt, an image in a chat, a chat that
     the template refuses, …): `refuse`: an error before the run starts names it; `skip`: it is skipped and counted in
     `data/bad_rows`."""
 
-    rows: int | None = key(None, read_by="simulate")
+    rows: int | None = key(None, at_least=1, read_by="simulate")
     """Number of rows that an epoch has: the first ones of the file or of the generator's endless rows; null: all of
     them."""
 
-    prompts_per_step: int = key(64, read_by="plan simulate")
+    prompts_per_step: int = key(64, at_least=1, read_by="plan simulate")
     """Number of prompts per step; each gets a group of responses."""
 
-    max_prompt_length: int = key(512, read_by="plan simulate")
+    max_prompt_length: int = key(512, at_least=1, read_by="plan simulate")
     """Maximum number of tokens of a prompt, chat template included."""
 
-    long_prompts: str = "refuse"
+    long_prompts: str = key("refuse", one_of=("refuse", "skip"))
     """What happens to a longer prompt: `refuse`: an error before the run starts names the row; `skip`: it is skipped
     and counted in `data/skipped_prompts`."""
 
-    chat_template: str = "auto"
+    chat_template: str = key("auto", one_of=("auto", "never"))
     """`auto`: apply the chat template of the tokenizer if it has one; `never`: use the prompt as it is."""
 
     chat_template_kwargs: Any = None
@@ -61,14 +63,14 @@ class DataConfig:
     system_prompt: str | None = None
     """Text of a system message, put before every chat that does not begin with one; null: none."""
 
-    min_digits: int = key(2, only=WORKED, refused=False)
+    min_digits: int = key(2, at_least=1, only=WORKED, refused=False)
     """`worked_arithmetic`: minimum number of digits of a number."""
 
-    max_digits: int = key(4, only=WORKED, refused=False)
+    max_digits: int = key(4, at_least=1, only=WORKED, refused=False)
     """`worked_arithmetic`: maximum number of digits of a number; each digit adds 19 tokens to the answer of a sum of
     two numbers, and 5 more for each further number."""
 
-    max_terms: int = key(2, only=WORKED, refused=False)
+    max_terms: int = key(2, at_least=2, at_most=MAX_TERMS, only=WORKED, refused=False)
     """`worked_arithmetic`: maximum number of terms in a sum; the minimum is 2."""
 
     def check_source(self) -> None:
@@ -82,23 +84,11 @@ class DataConfig:
         groups = "(data=file data.source=FILE, data=addition or data=worked)"
         Checks("data", self).that("source", known, ", ".join((*GENERATORS, f"{paths} {groups}")))
 
-    def validate(self) -> None:
-        """Check every value of the group.
-
-        Raises:
-            ValueError: a value that is not accepted, by key.
-        """
-        check = Checks("data", self)
+    def check(self, check: Checks) -> None:
         if self.source:  # `Config.validate` requires it; a simulation needs none
             self.check_source()
-        check.integer("prompts_per_step", "max_prompt_length", "min_digits", "max_digits", at_least=1)
-        check.integer("rows", at_least=1, null=True)
         digits = self.min_digits <= self.max_digits <= len(PLACES)
         check.that("max_digits", digits, f"between data.min_digits={self.min_digits} and {len(PLACES)}")
-        check.integer("max_terms", at_least=2, at_most=MAX_TERMS)
-        check.one_of("bad_rows", ("refuse", "skip"))
-        check.one_of("long_prompts", ("refuse", "skip"))
-        check.one_of("chat_template", ("auto", "never"))
         kwargs = self.chat_template_kwargs
         named = kwargs is None or isinstance(kwargs, dict) and all(isinstance(name, str) for name in kwargs)
         check.that("chat_template_kwargs", named, "a mapping such as {enable_thinking: false}, or null")
