@@ -132,6 +132,13 @@ def _invert(probs_BV: torch.Tensor, uniforms_B: torch.Tensor) -> torch.Tensor:
     cumulative = probs_BV.cumsum(-1)
     total = cumulative[:, -1:]
     # u · total may round up to the total, which no cumulative probability exceeds
-    target = torch.minimum(uniforms_B.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))
+    target = torch.minimum(uniforms_B.unsqueeze(1) * total, next_below(total))
     # a row of NaN yields the last token with logprob NaN, which the engine detects
     return torch.searchsorted(cumulative, target, right=True).squeeze(1).clamp_(max=probs_BV.shape[1] - 1)
+
+
+def next_below(values: torch.Tensor) -> torch.Tensor:
+    """Return the next smaller number of each float32 or float64 value ≥ 0, and 0 of 0: `torch.nextafter`, for which
+    NPUs have no kernel. The bits of such numbers are in their order."""
+    bits = values.view({4: torch.int32, 8: torch.int64}[values.element_size()])
+    return (bits - (bits > 0).to(bits.dtype)).view(values.dtype)

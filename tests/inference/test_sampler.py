@@ -11,7 +11,7 @@ from transformers.generation.logits_process import (
 
 from fusion.inference import SamplingParams
 from fusion.inference.noise import request_key, uniforms
-from fusion.inference.sampler import sample
+from fusion.inference.sampler import next_below, sample
 from fusion.model.truncation import MAX_KEPT_IDS
 
 VOCABULARY = 24
@@ -117,3 +117,20 @@ def test_an_id_of_probability_0_is_not_among_the_kept_ones():
         _, (logprob,), (ids,) = sample(logits, [params], draws(1))
         assert sorted(np.frombuffer(ids, np.int32).tolist()) == list(range(7))
         assert logprob == pytest.approx(-np.log(7), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "integer", "mantissa"), [(torch.float32, torch.int32, 23), (torch.float64, torch.int64, 52)]
+)
+def test_the_number_below_has_the_bits_of_nextafter_at_every_exponent(dtype, integer, mantissa):
+    """Zero, subnormal numbers, all powers of two and their neighbours, the largest number and infinity."""
+    exponents = torch.arange(1 << dtype.itemsize * 8 - 1 - mantissa, dtype=integer)[:, None] << mantissa
+    bits = (exponents + torch.arange(-2, 3, dtype=integer)).flatten()
+    bits = bits[(bits >= 0) & (bits <= exponents.max())]
+    values = bits.view(dtype)
+    assert len(values) > 5 * 250 and values.max().isinf() and not values.isnan().any()
+    expected = torch.nextafter(values, torch.zeros_like(values))
+    assert torch.equal(next_below(values).view(integer), expected.view(integer))
+    strided = values.expand(2, -1).T
+    assert torch.equal(next_below(strided), expected.expand(2, -1).T)
+    assert next_below(torch.tensor(-torch.nan, dtype=dtype)).isnan() and next_below(torch.tensor(torch.nan)).isnan()
