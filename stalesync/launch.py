@@ -158,7 +158,7 @@ class Launch:
         with ExitStack() as stack, acknowledging():
             view = self._open_view(stack)
             check_ray, queue = self._start_ray(stack, view)
-            cards, weights = self._start_cards(stack, view, check_ray, queue)
+            cards, checksums = self._start_cards(stack, view, check_ray, queue)
             run = build_run(
                 config=config,
                 spec=self.spec,
@@ -174,7 +174,7 @@ class Launch:
                     held_out=config.run.eval_prompts > 0,
                     max_failed_share=config.reward.max_failed_share,
                 ),
-                inputs={**self.inputs, "weights": weights},
+                inputs={**self.inputs, "checksums": checksums},
             )
             progress.current_step = lambda: min(run.step + 1, config.run.steps)
             if earlier.checkpoint is not None:
@@ -263,7 +263,7 @@ class Launch:
         )
         self.progress.hosts = [str(host) for host in cards.hosts]
         descriptions = cards.prepare()
-        weights = check_weights(self.earlier, config.run, cards.on().call(Worker.checksums), view.note)
+        checksums = check_weights(self.earlier, config.run, cards.on().call(Worker.checksums), view.note)
         view.note(f"{spec.world} x {descriptions[0]}; trains in {spec.train}, generates in {spec.infer}")
         for file in self.files:
             if file.rows is not None:
@@ -271,7 +271,7 @@ class Launch:
         view.note(f"fusion.deployment={spec.deployment.name}: {spec.deployment.describe()}")
         for line in describe_masked(spec.masked_ids, spec.policy().vocab_size):
             view.note(line)
-        return cards, weights
+        return cards, checksums
 
     def _start_scorer(self, stack: ExitStack, cards: Cards, queue: DistQueue) -> Scorer:
         from stalesync.scoring.scoring import Scorer

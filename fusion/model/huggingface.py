@@ -22,7 +22,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from fusion.model.box_checksum import box_checksum
+from fusion.model.box_checksum import MODULUS, box_checksum
 from fusion.model.boxes import Box
 from fusion.model.bucket_plan import unit_bytes
 from fusion.model.config import GENERATION, ModelConfig
@@ -52,7 +52,7 @@ def load_weights(model: WeightHolder, folder: str | Path, whole_bytes: int = WHO
     dequantized box by box.
 
     Returns the checksums (`box_checksum`) of what this rank owns of each file of more than ``whole_bytes``, by name:
-    over all ranks they add up, mod 2^64, to the checksum of the file, in any layout.
+    over all ranks they add up, mod MODULUS, to the checksum of the file, in any layout.
 
     Raises:
         ValueError: a tensor (named) is missing, or its shape or element type differs from what `config.json` implies.
@@ -74,8 +74,8 @@ def load_weights(model: WeightHolder, folder: str | Path, whole_bytes: int = WHO
                 part.view(view).copy_(values)
                 file = stored[part.name].file
                 if file in large and (model.mesh.rank, param, part) in owners[part.name]:
-                    sums[file.name] += int(box_checksum(values, part.name, part.region))
-    return {name: value % (1 << 64) for name, value in sums.items()}
+                    sums[file.name] += box_checksum(values, part.name, part.region)
+    return {name: value % MODULUS for name, value in sums.items()}
 
 
 class BoxReader:

@@ -19,6 +19,7 @@ from typing import Any
 
 from fusion.inference import SamplingParams
 from fusion.inference.config import SAMPLING
+from fusion.model.box_checksum import MODULUS
 from fusion.telemetry import RunFolder
 from fusion.telemetry.folder_lock import FolderInUse
 from fusion.telemetry.run_contents import EVALUATIONS, complete_checkpoints
@@ -202,9 +203,11 @@ def check_weights(
     for role, by_file in ((role, by_file) for card in loaded for role, by_file in card.items() if by_file):
         for file, value in by_file.items():
             of_role = sums.setdefault(role, {})
-            of_role[file] = (of_role.get(file, 0) + value) % (1 << 64)
+            of_role[file] = (of_role.get(file, 0) + value) % MODULUS
     saved, content = earlier.state.get("inputs", {}), dict[str, str]()
-    for role, files in saved.get("weights", {}).items():
+    if any(saved.get(SUMS_MOD_2_64, {}).values()):
+        note("the checkpoint has checksums of an earlier version: of a large file, three pieces are compared")
+    for role, files in saved.get("checksums", {}).items():
         key = ROLES[role]
         if role in sums and key not in earlier.accepted:
             content |= find_other_content({key: files}, {key: sums[role]})
@@ -215,12 +218,15 @@ def check_weights(
     return sums
 
 
+SUMS_MOD_2_64 = "weights"
+"""Name in a checkpoint of checksums that were computed otherwise, by earlier versions"""
+
 ROLES = {"policy": "model.path", "reference": "model.path", "reward_model": "reward.model"}
 """The key that names the folder of a role's weights"""
 
 
 def _keys_of_large_files(saved: Mapping[str, Any]) -> set[str]:
-    return {ROLES[role] for role in saved.get("weights", {})}
+    return {ROLES[role] for role in saved.get("checksums", {})}
 
 
 def _settings_in(folder: Path) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """Describe what a checkpoint depends on: every setting, and the content of models, reward files and evaluation files.
 
-    {"settings": {key: value},
-     "files":    {key: {file: size and digest}},
+    {"settings":   {key: value},
+     "files":      {key: {file: size and digest}},
      "masked_ids": [[first, end], …], ids without a token,
-     "weights":  {role: {file: checksum of the weights that the cards have loaded from it}}}
+     "checksums":  {role: {file: checksum of the weights that the cards have loaded from it}}}
 
 Files of at most `WHOLE_BYTES` are digested whole, larger ones in three pieces; of these, the cards add a checksum of
 all weights while they load them, which is the same in every layout. The order of prompts depends on `data.source`,

@@ -6,6 +6,7 @@ import torch
 from safetensors import safe_open
 
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
+from fusion.model.box_checksum import MODULUS
 from fusion.npu import open_device
 from tests.helpers import run_ranks, tiny_checkpoint
 
@@ -23,7 +24,7 @@ def _in_layouts(rank, device, folder):
 
 def _added(sums):
     names = {name for of_rank in sums for name in of_rank}
-    return {name: sum(of_rank.get(name, 0) for of_rank in sums) % (1 << 64) for name in names}
+    return {name: sum(of_rank.get(name, 0) for of_rank in sums) % MODULUS for name in names}
 
 
 def test_the_checksum_of_a_file_is_equal_in_every_layout_and_dtype_and_changes_with_every_bit(tmp_path):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from fusion.model.box_checksum import MODULUS
 from fusion.resources import RECIPES
 from fusion.telemetry import RunFolder
 from stalesync import launch
@@ -181,12 +182,12 @@ def test_groups_in_progress_of_a_run_that_masked_other_ids_end_only_if_the_model
 
 
 def test_a_model_that_differs_only_in_large_files_is_refused_when_the_cards_have_loaded_it(tmp_path):
-    saved = {"weights": {"policy": {"big": 3}, "reference": {"big": 3}}}
+    saved = {"checksums": {"policy": {"big": 3}, "reference": {"big": 3}}}
     earlier = Reopened(RunFolder(tmp_path, "run", "resume"), state={"inputs": saved})
     run, notes = RunConfig(resume="true"), []
-    cards = [{"policy": {"big": 5}}, {"policy": {"big": (1 << 64) - 2}, "reference": {"big": 3}}, {"policy": {}}]
+    cards = [{"policy": {"big": 5}}, {"policy": {"big": MODULUS - 2}, "reference": {"big": 3}}, {"policy": {}}]
     with earlier.folder:
-        assert check_weights(earlier, run, cards, notes.append) == saved["weights"], "added up, mod 2^64"
+        assert check_weights(earlier, run, cards, notes.append) == saved["checksums"], "added up, mod MODULUS"
         cards[1]["reference"]["big"] = 4
         with pytest.raises(ValueError, match=r"^model.path: cannot resume: other content of big\. run.resume_changed"):
             check_weights(earlier, run, cards, notes.append)
@@ -196,8 +197,17 @@ def test_a_model_that_differs_only_in_large_files_is_refused_when_the_cards_have
         with pytest.raises(ValueError, match="run.resume_changed: model.path: expected only keys whose change"):
             check_weights(earlier, run, cards, notes.append)
         run.resume, notes[:] = "auto", []
-        assert check_weights(earlier, run, cards, notes.append) == saved["weights"]
+        assert check_weights(earlier, run, cards, notes.append) == saved["checksums"]
         assert notes == ["run.resume_changed: model.path: not needed by this resume, and ignored"]
+
+
+def test_checksums_of_an_earlier_version_are_not_compared_and_a_line_says_so(tmp_path):
+    saved = {"weights": {"policy": {"big": 3}, "reference": {}}}
+    earlier = Reopened(RunFolder(tmp_path, "run", "resume"), state={"inputs": saved})
+    cards, notes = [{"policy": {"big": 5}}], []
+    with earlier.folder:
+        assert check_weights(earlier, RunConfig(resume="true"), cards, notes.append) == {"policy": {"big": 5}}
+    assert notes == ["the checkpoint has checksums of an earlier version: of a large file, three pieces are compared"]
 
 
 @pytest.mark.parametrize("resume", ["auto", "true"])
