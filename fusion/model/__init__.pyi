@@ -6,6 +6,7 @@ from .bucket_plan import plan_units as plan_units
 from .bucket_plan import unit_bytes as unit_bytes
 from .config import ModelConfig as ModelConfig
 from .folder import check_folder as check_folder
+from .head import Head as Head
 from .holder import WeightHolder as WeightHolder
 from .holder import table_of as table_of
 from .huggingface import load_weights as load_weights

@@ -11,6 +11,8 @@ no mask.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+
 import torch
 
 from fusion.model.config import ModelConfig
@@ -25,8 +27,8 @@ class IdMask:
     """Masks the columns of logits that are in ``columns``, the ids whose logits a rank computes."""
 
     def __init__(self, config: ModelConfig, columns: range, device: torch.device | str):
-        own = [id - columns.start for id in config.every_masked_id if id in columns]
-        self._columns = torch.tensor(own, dtype=torch.int64, device=device)
+        self._own = sorted(id - columns.start for id in config.every_masked_id if id in columns)
+        self._columns = torch.tensor(self._own, dtype=torch.int64, device=device)
 
     @classmethod
     def of_rank(cls, config: ModelConfig, mesh: Mesh, device: torch.device | str) -> IdMask | None:
@@ -36,8 +38,19 @@ class IdMask:
         share = config.vocab_size // mesh.parallel.tp
         return cls(config, range(mesh.tp_rank * share, (mesh.tp_rank + 1) * share), device)
 
-    def __call__(self, logits_nV: torch.Tensor, removed: list[torch.Tensor] | None = None) -> torch.Tensor:
-        """Mask logits in place and return them. ``removed`` receives what was masked, [n, M] without gradients."""
+    def __call__(
+        self, logits_nV: torch.Tensor, removed: list[torch.Tensor] | None = None, part: range | None = None
+    ) -> torch.Tensor:
+        """Mask logits in place and return them.
+
+        Args:
+            removed: receives what was masked, [n, M] without gradients.
+            part: which of the columns the logits are of; None: all.
+        """
+        masked = self._columns
+        if part is not None:
+            own = slice(bisect_left(self._own, part.start), bisect_left(self._own, part.stop))
+            masked = self._columns[own] - part.start if part.start else self._columns[own]
         if removed is not None:
-            removed.append(logits_nV.detach().index_select(1, self._columns))
-        return logits_nV.index_fill_(1, self._columns, FLOOR)
+            removed.append(logits_nV.detach().index_select(1, masked))
+        return logits_nV.index_fill_(1, masked, FLOOR)

@@ -25,8 +25,9 @@ from fusion.model.bucket_plan import plan_units, unit_bytes
 from fusion.model.collectives import gather_rows, reduce_scatter_rows, shard_range
 from fusion.model.config import ModelConfig
 from fusion.model.formats import EMBEDDED, Format
+from fusion.model.head import Head
 from fusion.model.id_mask import IdMask
-from fusion.model.matrix import Weights, blocks_of, parameter, project
+from fusion.model.matrix import Weights, blocks_of, parameter
 from fusion.model.mesh import Mesh
 from fusion.model.mlp import MLP
 from fusion.model.moe import MoE
@@ -90,7 +91,8 @@ class Transformer(nn.Module):
                 self.score = nn.Parameter(views["score"])
             else:
                 self.lm_head = self.embed if tied else parameter("lm_head", views)
-        self._mask = IdMask.of_rank(config, mesh, device.torch_device)
+                mask = IdMask.of_rank(config, mesh, device.torch_device)
+                self.head = Head(blocks_of(self.lm_head), mask, self.row_multiple)
         self.inv_freq = inverse_frequencies(config.attention.rotary).to(device.torch_device)
 
     def keep_probabilities(self) -> None:
@@ -162,11 +164,9 @@ class Transformer(nn.Module):
         the CPU. Collective over TP."""
         return routing_of(routed, rows, self.mesh, num_experts=self.config.num_experts)
 
-    def logits(self, hidden_nD: torch.Tensor, removed: list[torch.Tensor] | None = None) -> torch.Tensor:
-        """Compute this TP rank's columns of the logits, [n, V / tp], from hidden states [n, D]. On the last stage.
-        ``removed``: as of `IdMask`."""
-        logits_nVl = project(hidden_nD, self.lm_head, self.row_multiple)
-        return logits_nVl if self._mask is None else self._mask(logits_nVl, removed)
+    def logits(self, hidden_nD: torch.Tensor) -> torch.Tensor:
+        """Compute this TP rank's columns of the logits, [n, V / tp], from hidden states [n, D]. On the last stage."""
+        return self.head.logits(hidden_nD)
 
     def scores(self, hidden_nD: torch.Tensor) -> torch.Tensor:
         """Compute a reward model's scores [n, labels] from hidden states [n, D], on all TP ranks. On the last stage."""

@@ -37,8 +37,10 @@ class KeptIds(NamedTuple):
         """The index of the token that each id belongs to: int64."""
         return torch.arange(len(self.counts), device=self.counts.device).repeat_interleave(self.counts)
 
-    def to(self, device: torch.device) -> KeptIds:
-        return KeptIds(self.counts.to(device), self.ids.to(device))
+    def split(self, size: int) -> list[KeptIds]:
+        """Split into those of ``size`` tokens each, or fewer for the last."""
+        counts = self.counts.split(size)
+        return list(map(KeptIds, counts, self.ids.split([int(chunk.sum()) for chunk in counts])))
 
 
 @dataclass(frozen=True)

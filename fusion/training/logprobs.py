@@ -1,16 +1,18 @@
-"""Compute log-probability and entropy from logits whose vocabulary is split over TP, in one collective.
+"""Compute log-probability and entropy of tokens from hidden states, with the vocabulary split over TP, in one
+collective.
 
-Every rank reduces its columns to four numbers per row, where m is the largest logit:
+    hidden_nD ─► tiles: rows x ids of this rank ─ reduce ─► numbers of each row ─ merge over tiles ─ gather ─ merge ─►
+    backward     tiles, computed again ─► gradients of hidden states and head, summed in float32 in a fixed order
 
-    m,   s = Σ e^(x-m),   u = Σ e^(x-m) (x-m),   the target's x (0 if another rank has the target)
+The numbers of a row are those of `logit_tiles.py`. Of all ids log Z = M + log S, and the entropy is log S - U / S. The
+vocabulary-parallel cross-entropy is that of Megatron-LM (arXiv 1909.08053, section 3), here with the entropy in the
+same pass.
 
-These are gathered; then log Z = M + log S and the entropy is log S - U / S. The vocabulary-parallel cross-entropy is
-that of Megatron-LM (arXiv 1909.08053, section 3), here with the entropy in the same pass. Computed in float32 for any
-dtype of the logits.
+Where truncated sampling has kept only some ids of a row, log-probability, entropy and gradient are those of the
+distribution over these ids.
 
-Where truncated sampling has kept only some ids of a row, every rank also reduces those in its columns to m, s and u,
-which are gathered with the others: log-probability, entropy and gradient are those of the distribution over these ids.
-Likewise log Σ e^x of the logits that a model has masked (`IdMask`), for the mass that they would have.
+Invariants: the memory beyond hidden states, their gradient and that of the head is that of one tile
+(`logprob_bytes`), whatever the micro-batch; a micro-batch that is one tile gives bitwise what whole logits give.
 """
 
 from __future__ import annotations
@@ -20,15 +22,17 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fusion.model import Mesh, Transformer
+from fusion.model import Head, Mesh, Transformer
+from fusion.model.head import TILE_BYTES, tile_shape
 from fusion.training.batch import KeptIds, Sequences
+from fusion.training.logit_tiles import Cells, Tiles
 from fusion.training.model import TrainedModel
 
 
 class TokenLogprobs(NamedTuple):
     """Of n tokens, float32 [n]; log-probabilities and entropies carry gradients. ``kept_mass``: probability of the kept
     ids under the whole distribution, 1 where all are kept; None: none were given. ``masked_mass``: probability of the
-    masked ids, were they not masked; None: ``removed_nM`` was not given."""
+    masked ids, were they not masked; None: not requested, or the model masks none."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -37,21 +41,39 @@ class TokenLogprobs(NamedTuple):
 
 
 def vocab_parallel_logprobs(
-    logits_nVl: torch.Tensor,
+    hidden_nD: torch.Tensor,
+    head: Head,
     targets_n: torch.Tensor,
     mesh: Mesh,
+    *,
     temperature: float = 1.0,
     kept: KeptIds | None = None,
-    removed_nM: torch.Tensor | None = None,
+    with_mass: bool = False,
+    tile_bytes: int = TILE_BYTES,
 ) -> TokenLogprobs:
-    """Compute log-probabilities and entropies, float32 [n], from this TP rank's columns of the logits [n, V / tp] and
-    int64 targets [n].
+    """Compute log-probabilities and entropies, float32 [n], of int64 targets [n] from the hidden states [n, D] that
+    predict them. Arguments, but for ``head``, and results are the same on all TP ranks.
 
-    Both are the same on all TP ranks. The distribution is that at ``temperature``, over the ``kept`` ids of each token
-    (the same on all TP ranks, the target among them); None: over the vocabulary. ``removed_nM``: what was masked of
-    these logits, on all TP ranks or none; M may be 0.
+    Args:
+        head: this TP rank's.
+        temperature: of the distribution.
+        kept: the ids over which the distribution of each token is, the target among them; on the host. None: the
+            vocabulary.
+        with_mass: whether to compute the mass of the ids that the head masks.
+        tile_bytes: as `TILE_BYTES`.
     """
-    return TokenLogprobs(*_Logprobs.apply(logits_nVl, targets_n, mesh, temperature, kept, removed_nM))
+    row_chunk, num_ids = tile_shape(len(hidden_nD), head.num_ids, tile_bytes)
+    device = hidden_nD.device
+    tiles = Tiles(
+        head,
+        row_chunk=row_chunk,
+        id_ranges=[range(start, min(start + num_ids, head.num_ids)) for start in range(0, head.num_ids, num_ids)],
+        first_id=mesh.tp_rank * head.num_ids,
+        temperature=temperature,
+        cells=None if kept is None else [Cells.of(chunk, device) for chunk in kept.split(row_chunk)],
+        with_mass=with_mass and head.mask is not None,
+    )
+    return TokenLogprobs(*_Logprobs.apply(tiles, mesh, targets_n, hidden_nD, *head.blocks))
 
 
 def trained_logprobs(
@@ -65,106 +87,87 @@ def trained_logprobs(
     """Compute those of the trained tokens of a micro-batch, in the order of `Sequences.trained_rows`, from its hidden
     states; ``with_mass`` the mass of masked ids, too. On the last stage."""
     rows, device = batch.trained_rows, hidden_ND.device
-    removed: list[torch.Tensor] | None = [] if with_mass else None
-    logits_nVl = model.logits(hidden_ND.index_select(0, (rows - 1).to(device)), removed)
-    targets_n, kept = batch.tokens[rows].to(device), batch.kept_at(rows)
     return vocab_parallel_logprobs(
-        logits_nVl,
-        targets_n,
+        hidden_ND.index_select(0, (rows - 1).to(device)),
+        model.head,
+        batch.tokens[rows].to(device),
         model.mesh,
         temperature=temperature,
-        kept=None if kept is None else kept.to(device),
-        removed_nM=removed[0] if removed else None,
+        kept=batch.kept_at(rows),
+        with_mass=with_mass,
     )
 
 
 class _Logprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        logits: torch.Tensor,
-        targets: torch.Tensor,
-        mesh: Mesh,
-        temperature: float,
-        kept: KeptIds | None,
-        removed: torch.Tensor | None,
-    ):
-        x = _scaled(logits, temperature)
-        local = targets - mesh.tp_rank * x.shape[1]
-        here = (local >= 0) & (local < x.shape[1])
-        local = local.where(here, 0).unsqueeze(1)
-        target = x.gather(1, local).squeeze(1).where(here, 0.0)
-        peak = x.amax(dim=1)
-        shifted = x - peak.unsqueeze(1)
-        exp = shifted.exp()
-        stats = [target, peak, exp.sum(1), (exp * shifted).sum(1)]
-        row = column = None
-        if kept is not None:
-            row, column = _cells(kept, mesh, x)
-            stats += _sums_of_cells(x, row, column)
-        stats += [] if removed is None else [_scaled(removed, temperature).logsumexp(1)]
-        stats_Rkn = _gather(torch.stack(stats), mesh)
-        target = stats_Rkn[:, 0].sum(0)
-        log_z, entropy = _combine(stats_Rkn[:, 1:4])
-        masked_mass = None
-        if removed is not None:
-            masked_mass = (stats_Rkn[:, -1].logsumexp(0) - log_z).sigmoid()
+        ctx: Any, tiles: Tiles, mesh: Mesh, targets: torch.Tensor, hidden: torch.Tensor, *blocks: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
+        chunks = tiles.rows(hidden=hidden, targets=targets)
+        stats = [torch.cat([tiles.reduce(rows, ids) for rows in chunks], 1) for ids in tiles.id_ranges]
+        target, *sums = _merged(_gather(_merged(torch.stack(stats)), mesh))
+        log_z, entropy = _of_sums(*sums[:3])
+        mass = masked_mass = None
+        if tiles.with_mass:
+            masked_mass = (sums[-1] - log_z).sigmoid()
             ctx.mark_non_differentiable(masked_mass)
-        whole = mass = None
-        if kept is not None:
-            whole, (kept_log_z, kept_entropy) = kept.counts == 0, _combine(stats_Rkn[:, 4:7])
+        if tiles.cells is not None:
+            whole, (kept_log_z, kept_entropy) = torch.cat([chunk.whole for chunk in tiles.cells]), _of_sums(*sums[3:6])
             mass = (kept_log_z - log_z).exp().where(~whole, 1.0)
             log_z, entropy = log_z.where(whole, kept_log_z), entropy.where(whole, kept_entropy)
             ctx.mark_non_differentiable(mass)
-        ctx.save_for_backward(logits, local, here, log_z, entropy, whole, row, column)
-        ctx.temperature = temperature
+        ctx.tiles = tiles
+        ctx.save_for_backward(hidden, targets, log_z, entropy)
         ctx.set_materialize_grads(False)
         return target - log_z, entropy, mass, masked_mass
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None):
-        logits, local, here, log_z, entropy, whole, row, column = ctx.saved_tensors
+        tiles, head = ctx.tiles, ctx.tiles.head
+        hidden, targets, log_z, entropy = ctx.saved_tensors
         grad_logprob, grad_entropy, *_ = grads
-        logp = _scaled(logits, ctx.temperature) - log_z.unsqueeze(1)
-        p = logp.exp()
-        if whole is not None:
-            inside = whole.unsqueeze(1).repeat(1, p.shape[1])
-            inside[row, column] = True
-            p = p.where(inside, 0.0)
-        grad = torch.zeros_like(p)
-        if grad_logprob is not None:
-            grad.addcmul_(p, grad_logprob.unsqueeze(1), value=-1)
-            grad.scatter_add_(1, local, (grad_logprob * here).unsqueeze(1))
-        if grad_entropy is not None:
-            grad.addcmul_(p * (logp + entropy.unsqueeze(1)), grad_entropy.unsqueeze(1), value=-1)
-        return (grad / ctx.temperature).to(logits.dtype), None, None, None, None, None
+        chunks = tiles.rows(
+            hidden=hidden,
+            targets=targets,
+            log_z=log_z,
+            entropy=entropy,
+            grad_logprob=grad_logprob,
+            grad_entropy=grad_entropy,
+        )
+        of_hidden: dict[int, torch.Tensor] = {}
+        of_blocks: dict[int, torch.Tensor] = {}
+        for ids in tiles.id_ranges:
+            of_weights: dict[int, torch.Tensor] = {}
+            for index, rows in enumerate(chunks):
+                of_tile, *of_tile_weights = tiles.gradients(rows, ids)
+                _add(of_hidden, index, of_tile)
+                for place, gradient in enumerate(of_tile_weights):
+                    _add(of_weights, place, gradient)
+            for place, (block, part) in enumerate(head.places_of(ids)):
+                _place(of_blocks, head.blocks, block, part=part, gradient=of_weights[place])
+        of_rows = of_hidden[0] if len(chunks) == 1 else torch.cat(list(of_hidden.values()))
+        return None, None, None, of_rows.to(hidden.dtype), *(of_blocks[index] for index in range(len(head.blocks)))
 
 
-def _scaled(logits: torch.Tensor, temperature: float) -> torch.Tensor:
-    x = logits.to(torch.float32)
-    return x if temperature == 1.0 else x / temperature
+def _add(totals: dict[int, torch.Tensor], key: int, more: torch.Tensor) -> None:
+    """Add a gradient to the total of its key, if there is one, in float32."""
+    totals[key] = totals[key].to(torch.float32).add_(more) if key in totals else more
 
 
-def _cells(kept: KeptIds, mesh: Mesh, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return row and column of each kept id that is in this rank's columns."""
-    column = kept.ids - mesh.tp_rank * x.shape[1]
-    here = (column >= 0) & (column < x.shape[1])
-    return kept.owners[here], column[here]
-
-
-def _sums_of_cells(x: torch.Tensor, row: torch.Tensor, column: torch.Tensor) -> list[torch.Tensor]:
-    """Return (m, s, u) of each row's cells [n]; of a row without any (the smallest number, 0, 0)."""
-    values = x[row, column]
-    smallest = x.new_full((len(x),), torch.finfo(x.dtype).min)
-    peak = smallest.scatter_reduce(0, row, values, "amax")
-    shifted = values - peak[row]
-    exp = shifted.exp()
-    zeros = torch.zeros_like(peak)
-    return [peak, zeros.index_add(0, row, exp), zeros.index_add(0, row, exp * shifted)]
+def _place(
+    gradients: dict[int, torch.Tensor], blocks: list[torch.Tensor], index: int, *, part: slice, gradient: torch.Tensor
+) -> None:
+    """Store the gradient of some rows of a block in that of the block."""
+    if len(gradient) == len(blocks[index]):
+        gradients[index] = gradient.to(blocks[index].dtype)
+        return
+    if index not in gradients:
+        gradients[index] = torch.empty_like(blocks[index])
+    gradients[index][part] = gradient
 
 
 def _gather(stats_kn: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """Gather the numbers of all TP ranks' columns: [ranks, k, n]."""
+    """Gather the numbers of all TP ranks' ids: [ranks, k, n]."""
     if mesh.tp_group is None or stats_kn.shape[1] == 0:
         return stats_kn.unsqueeze(0)
     wire = stats_kn.new_empty(mesh.parallel.tp * len(stats_kn), stats_kn.shape[1])
@@ -172,14 +175,26 @@ def _gather(stats_kn: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     return wire.view(-1, *stats_kn.shape)
 
 
-def _combine(stats_R3n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Combine (m, s, u) of every rank's columns to log Z and the entropy of the whole row."""
-    peaks, totals, moments = stats_R3n.unbind(1)
-    peak, total, moment = peaks[0], totals[0], moments[0]
-    if len(stats_R3n) > 1:
-        peak = peaks.amax(0)
-        scale = (peaks - peak).exp()
-        total = (scale * totals).sum(0)
-        moment = (scale * (moments + totals * (peaks - peak))).sum(0)
+def _merged(stats_Pkn: torch.Tensor) -> torch.Tensor:
+    """Merge the numbers (`Tiles.reduce`) of P parts of the ids: [k, n]."""
+    if len(stats_Pkn) == 1:
+        return stats_Pkn[0]
+    num_sums, num_masked = divmod(stats_Pkn.shape[1] - 1, 3)
+    target, *sums = stats_Pkn.split([1, *[3] * num_sums, *[1] * num_masked], dim=1)
+    merged = [target.sum(0), *map(_merged_sums, sums[:num_sums])]
+    return torch.cat([*merged, *(masked.logsumexp(0) for masked in sums[num_sums:])])
+
+
+def _merged_sums(sums_P3n: torch.Tensor) -> torch.Tensor:
+    """Merge (m, s, u) of P parts of the ids: [3, n]."""
+    peaks, totals, moments = sums_P3n.unbind(1)
+    peak = peaks.amax(0)
+    scale = (peaks - peak).exp()
+    moment = (scale * (moments + totals * (peaks - peak))).sum(0)
+    return torch.stack([peak, (scale * totals).sum(0), moment])
+
+
+def _of_sums(peak: torch.Tensor, total: torch.Tensor, moment: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log Z and the entropy of the ids that have been summed."""
     log_total = total.log()
     return peak + log_total, log_total - moment / total

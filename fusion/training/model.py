@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from fusion.model import PackedAttention, Replay, Routed, WeightHolder
+from fusion.model import Head, PackedAttention, Replay, Routed, WeightHolder
 
 
 class TrainedModel(WeightHolder, Protocol):
@@ -16,6 +16,10 @@ class TrainedModel(WeightHolder, Protocol):
 
     recompute: bool
     """Whether the backward pass recomputes the activations of each layer"""
+
+    @property
+    def head(self) -> Head:
+        """The head, which computes logits from hidden states. On the last stage."""
 
     @property
     def num_sparse_layers(self) -> int:
@@ -43,10 +47,6 @@ class TrainedModel(WeightHolder, Protocol):
 
     def own_rows(self, rows: int) -> range:
         """Return which rows of a batch of ``rows`` this TP rank routes, in the order of `Routed`."""
-
-    def logits(self, hidden_nD: torch.Tensor, removed: list[torch.Tensor] | None = None) -> torch.Tensor:
-        """Compute this TP rank's columns of the logits, [n, V / tp], from hidden states [n, D]. On the last stage.
-        ``removed`` receives what was masked of them, [n, M] without gradients, if the model masks ids."""
 
     def routing_of(self, routed: list[Routed], rows: int) -> torch.Tensor:
         """Return the experts of all N rows of a pass in the L sparse layers of this stage: `routing_dtype` [N, L, k] on

@@ -219,7 +219,7 @@ def both_logits(rank, device, config):
         for name, local in assemble(model.table, values).items():
             model.weights.views[name].copy_(local)
         with torch.no_grad():
-            logits.append(model.logits(model(ids, positions, PackedAttention([11], model.device.operators))).cpu())
+            logits.append(model.head.logits(model(ids, positions, PackedAttention([11], model.device.operators))).cpu())
     return logits
 
 

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from fusion.model import Mesh, Parallel
+from fusion.model import Head, Mesh, Parallel
 from fusion.training.batch import KeptIds
-from fusion.training.logprobs import vocab_parallel_logprobs
+from fusion.training.logprobs import TokenLogprobs, vocab_parallel_logprobs
 from tests.helpers import run_ranks
 
 
@@ -14,6 +16,15 @@ def logits_and_targets(rows: int = 7, vocabulary: int = 12) -> tuple[torch.Tenso
     logits = 6 * torch.randn(rows, vocabulary, generator=random)
     logits[0, 3] = 80.0  # far beyond what exp takes without a shift
     return logits, torch.randint(vocabulary, (rows,), generator=random)
+
+
+def logprobs_of(logits: torch.Tensor, targets: torch.Tensor, mesh: Mesh | None = None, **options: Any) -> TokenLogprobs:
+    """Those of whole logits: hidden states which the identity, as a head, leaves what they are."""
+    mesh = mesh or Mesh.single()
+    share = logits.shape[1] // mesh.parallel.tp
+    own = slice(mesh.tp_rank * share, (mesh.tp_rank + 1) * share)
+    head = Head([torch.eye(logits.shape[1], dtype=logits.dtype, device=logits.device)[own]])
+    return vocab_parallel_logprobs(logits, head, targets.to(logits.device), mesh, **options)
 
 
 def reference(temperature: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -35,7 +46,7 @@ def objective(logprobs: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
 def test_equal_to_log_softmax_with_gradient(temperature):
     logits, targets = logits_and_targets()
     logits.requires_grad_()
-    logprobs, entropy, *_ = vocab_parallel_logprobs(logits, targets, Mesh.single(), temperature)
+    logprobs, entropy, *_ = logprobs_of(logits, targets, temperature=temperature)
     objective(logprobs, entropy).backward()
     for got, wanted in zip((logprobs, entropy, logits.grad), reference(temperature), strict=True):
         torch.testing.assert_close(got.detach(), wanted, atol=2e-5, rtol=2e-6)
@@ -44,9 +55,9 @@ def test_equal_to_log_softmax_with_gradient(temperature):
 def test_float32_arithmetic_and_a_gradient_in_the_dtype_of_the_logits():
     logits, targets = logits_and_targets()
     half = logits.bfloat16().requires_grad_()
-    logprobs, *_ = vocab_parallel_logprobs(half, targets, Mesh.single())
+    logprobs, *_ = logprobs_of(half, targets)
     logprobs.sum().backward()
-    exact, *_ = vocab_parallel_logprobs(half.detach().float(), targets, Mesh.single())
+    exact, *_ = logprobs_of(half.detach().float(), targets)
     assert logprobs.dtype == torch.float32 and half.grad.dtype == torch.bfloat16
     torch.testing.assert_close(logprobs.detach(), exact)
 
@@ -54,12 +65,12 @@ def test_float32_arithmetic_and_a_gradient_in_the_dtype_of_the_logits():
 def split_vocabulary(rank, device, temperature):
     mesh = Mesh.create(Parallel(2, tp=2))
     logits, targets = logits_and_targets()
-    mine = logits.chunk(2, dim=1)[rank].contiguous().to(device.torch_device).requires_grad_()
-    logprobs, entropy, *_ = vocab_parallel_logprobs(mine, targets.to(mine.device), mesh, temperature)
+    logits = logits.to(device.torch_device).requires_grad_()
+    logprobs, entropy, *_ = logprobs_of(logits, targets, mesh, temperature=temperature)
     objective(logprobs, entropy).backward()
-    nothing, *_ = vocab_parallel_logprobs(mine[:0], targets[:0].to(mine.device), mesh)
+    nothing, *_ = logprobs_of(logits[:0], targets[:0], mesh)
     assert nothing.shape == (0,)
-    return logprobs.detach().cpu(), entropy.detach().cpu(), mine.grad.cpu()
+    return logprobs.detach().cpu(), entropy.detach().cpu(), logits.grad.cpu().chunk(2, dim=1)[rank]
 
 
 def test_a_vocabulary_split_over_tp_gives_the_same():
@@ -101,7 +112,7 @@ def kept_reference(temperature: float) -> tuple[torch.Tensor, ...]:
 def test_over_kept_ids_equal_to_a_renormalised_softmax_with_gradient(temperature):
     logits, targets = logits_and_targets()
     logits.requires_grad_()
-    logprobs, entropy, mass, _ = vocab_parallel_logprobs(logits, targets, Mesh.single(), temperature, kept_ids())
+    logprobs, entropy, mass, _ = logprobs_of(logits, targets, temperature=temperature, kept=kept_ids())
     objective(logprobs, entropy).backward()
     for got, wanted in zip((logprobs, entropy, mass, logits.grad), kept_reference(temperature), strict=True):
         torch.testing.assert_close(got.detach(), wanted, atol=2e-5, rtol=2e-6)
@@ -113,7 +124,7 @@ def test_over_kept_ids_equal_to_a_renormalised_softmax_with_gradient(temperature
 def test_rows_without_kept_ids_are_to_the_bit_those_of_the_vocabulary():
     logits, targets = logits_and_targets()
     none = KeptIds(torch.zeros(7, dtype=torch.int64), torch.empty(0, dtype=torch.int64))
-    plain, whole = (vocab_parallel_logprobs(logits, targets, Mesh.single(), kept=kept) for kept in (None, none))
+    plain, whole = (logprobs_of(logits, targets, kept=kept) for kept in (None, none))
     assert torch.equal(plain.logprobs, whole.logprobs) and torch.equal(plain.entropy, whole.entropy)
     assert plain.kept_mass is None and whole.kept_mass.eq(1).all()
 
@@ -121,11 +132,10 @@ def test_rows_without_kept_ids_are_to_the_bit_those_of_the_vocabulary():
 def split_kept(rank, device, temperature):
     mesh = Mesh.create(Parallel(2, tp=2))
     logits, targets = logits_and_targets()
-    mine = logits.chunk(2, dim=1)[rank].contiguous().to(device.torch_device).requires_grad_()
-    kept = kept_ids().to(mine.device)
-    values = vocab_parallel_logprobs(mine, targets.to(mine.device), mesh, temperature, kept)
+    logits = logits.to(device.torch_device).requires_grad_()
+    values = logprobs_of(logits, targets, mesh, temperature=temperature, kept=kept_ids())
     objective(values.logprobs, values.entropy).backward()
-    return *(value.detach().cpu() for value in values[:3]), mine.grad.cpu()
+    return *(value.detach().cpu() for value in values[:3]), logits.grad.cpu().chunk(2, dim=1)[rank]
 
 
 def test_kept_ids_of_a_vocabulary_split_over_tp_give_the_same():

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fusion.model import (
     Buckets,
+    Head,
     Mesh,
     ModelConfig,
     PackedAttention,
@@ -188,13 +189,11 @@ class MegatronModel:
         router.trace = None
         return x, trace.routed
 
-    def logits(self, hidden_nD: torch.Tensor, removed: list[torch.Tensor] | None = None) -> torch.Tensor:
-        """Compute this TP rank's columns of the logits, [n, V / tp], from hidden states [n, D]. On the last stage.
-        ``removed``: as of `IdMask`."""
+    @property
+    def head(self) -> Head:
+        """The head, with Megatron's weight. On the last stage."""
         tied = self.config.tie_embeddings and self.mesh.first_stage
-        head = self.gpt.embedding.word_embeddings.weight if tied else self.gpt.output_layer.weight
-        logits_nVl = F.linear(hidden_nD, head)
-        return logits_nVl if self._mask is None else self._mask(logits_nVl, removed)
+        return Head([self.gpt.embedding.word_embeddings.weight if tied else self.gpt.output_layer.weight], self._mask)
 
     def keep_probabilities(self) -> None:
         """Make passes record the routers' probabilities of each row (`Routed.probs_nE`)."""

@@ -1,0 +1,155 @@
+"""Reduce the logits of a micro-batch tile by tile, and compute their gradient tile by tile.
+
+A tile is a rectangle of rows and of this TP rank's ids; `Rows` is what belongs to the rows of one. It is reduced to
+four numbers per row, where m is the largest logit:
+
+    m,   s = Σ e^(x-m),   u = Σ e^(x-m) (x-m),   the target's x (0 if its logit is in another tile)
+
+and, where only some ids of a row are kept, to m, s and u of these; and, where the head masks ids, to log Σ e^x of their
+logits. Computed in float32 for any dtype of the logits.
+
+Invariants: a pass holds the logits of one tile and three float32 copies of them at most; it never waits for the card.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fusion.model import Head
+from fusion.training.batch import KeptIds
+
+
+@dataclass(frozen=True)
+class Cells:
+    """The kept ids of a chunk of rows: the row and the global id of each, int64, and which rows keep the vocabulary."""
+
+    rows: torch.Tensor
+    ids: torch.Tensor
+    whole: torch.Tensor
+
+    @classmethod
+    def of(cls, kept: KeptIds, device: torch.device) -> Cells:
+        """Copy the kept ids of a chunk to the card."""
+        return cls(*(column.to(device) for column in (kept.owners, kept.ids, kept.counts == 0)))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A chunk of n rows: hidden states [n, D], int64 targets [n] and kept ids; for the backward pass, float32 [n], also
+    log Z and entropy, and the gradients of log-probability and entropy, None where there are none."""
+
+    hidden: torch.Tensor
+    targets: torch.Tensor
+    cells: Cells | None = None
+    log_z: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    grad_logprob: torch.Tensor | None = None
+    grad_entropy: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tiles of the logits of a micro-batch on this rank.
+
+    Attributes:
+        row_chunk: rows of a tile.
+        id_ranges: ids of a tile, counted from this rank's first.
+        first_id: of this rank.
+        cells: those of each chunk of rows; None: all ids are kept.
+        with_mass: whether to reduce what the head masks.
+    """
+
+    head: Head
+    row_chunk: int
+    id_ranges: list[range]
+    first_id: int
+    temperature: float
+    cells: list[Cells] | None
+    with_mass: bool
+
+    def rows(self, **columns: torch.Tensor | None) -> list[Rows]:
+        """Split the columns of a micro-batch, by their names in `Rows`, into those of its chunks of rows."""
+        chunks: dict[str, Sequence[Any]] = {
+            name: column.split(self.row_chunk) for name, column in columns.items() if column is not None
+        }
+        if self.cells is not None:
+            chunks["cells"] = self.cells
+        return [Rows(**dict(zip(chunks, chunk, strict=True))) for chunk in zip(*chunks.values(), strict=True)]
+
+    def reduce(self, rows: Rows, ids: range) -> torch.Tensor:
+        """Reduce a tile to the numbers of each of its n rows, float32 [4, n] or more: the target's x, m, s and u; m, s
+        and u of kept ids; log Σ e^x of masked ids."""
+        removed: list[torch.Tensor] = []
+        weights = self.head.weights_of(ids)
+        x = self._scaled(self.head.logits_of(rows.hidden, weights, ids, removed if self.with_mass else None))
+        column, is_here = self._columns(rows.targets, ids)
+        target = x.gather(1, column.unsqueeze(1)).squeeze(1).where(is_here, 0.0)
+        kept = [] if rows.cells is None else _sums_of_cells(x, rows.cells.rows, *self._columns(rows.cells.ids, ids))
+        peak = x.amax(dim=1)
+        exp = x.sub_(peak.unsqueeze(1)).exp()
+        total = exp.sum(1)
+        masked = [self._scaled(logits).logsumexp(1) for logits in removed]
+        return torch.stack([target, peak, total, exp.mul_(x).sum(1), *kept, *masked])
+
+    def gradients(self, rows: Rows, ids: range) -> tuple[torch.Tensor, ...]:
+        """Return the share of a tile, which is computed again, in the gradient of its hidden states, and the gradients
+        of the head's weights of its ids, `Head.weights_of`."""
+        with torch.enable_grad():
+            hidden, *weights = leaves = [
+                leaf.detach().requires_grad_() for leaf in (rows.hidden, *self.head.weights_of(ids))
+            ]
+            logits = self.head.logits_of(hidden, weights, ids)
+        return torch.autograd.grad(logits, leaves, self._of_logits(logits.detach(), rows, ids))
+
+    def _of_logits(self, logits: torch.Tensor, rows: Rows, ids: range) -> torch.Tensor:
+        """Return the gradient of a tile's logits, which are overwritten."""
+        assert rows.log_z is not None and rows.entropy is not None
+        logp = self._scaled(logits).sub_(rows.log_z.unsqueeze(1))
+        p = logp.exp()
+        if rows.cells is not None:
+            p.masked_fill_(self._outside(rows.cells, ids), 0.0)
+        grad = torch.zeros_like(p)
+        if rows.grad_logprob is not None:
+            column, is_here = self._columns(rows.targets, ids)
+            grad.addcmul_(p, rows.grad_logprob.unsqueeze(1), value=-1)
+            grad.scatter_add_(1, column.unsqueeze(1), (rows.grad_logprob * is_here).unsqueeze(1))
+        if rows.grad_entropy is not None:
+            p.mul_(logp.add_(rows.entropy.unsqueeze(1)))
+            grad.addcmul_(p, rows.grad_entropy.unsqueeze(1), value=-1)
+        del p, logp  # before the gradient is copied to the logits' dtype
+        return grad.div_(self.temperature).to(logits.dtype)
+
+    def _outside(self, cells: Cells, ids: range) -> torch.Tensor:
+        """Return which logits of a tile are not of kept ids: bool [n, ids]."""
+        column, is_here = self._columns(cells.ids, ids)
+        outside = cells.whole.logical_not().unsqueeze(1).repeat(1, len(ids) + 1)
+        outside[cells.rows, column.where(is_here, len(ids))] = False  # those of other tiles fall into the last column
+        return outside[:, :-1]
+
+    def _columns(self, global_ids: torch.Tensor, ids: range) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the column of each id in a tile, 0 if it is in another one, and which are in this one."""
+        column = global_ids - (self.first_id + ids.start)
+        is_here = (column >= 0) & (column < len(ids))
+        return column.where(is_here, 0), is_here
+
+    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits at the temperature; in place where they are float32."""
+        x = logits.to(torch.float32)
+        return x if self.temperature == 1.0 else x.div_(self.temperature)
+
+
+def _sums_of_cells(
+    x: torch.Tensor, row: torch.Tensor, column: torch.Tensor, is_here: torch.Tensor
+) -> list[torch.Tensor]:
+    """Return (m, s, u) of each row's cells that are here [n]; of a row without any (the smallest number, 0, 0)."""
+    smallest = torch.finfo(x.dtype).min
+    values = x[row, column].where(is_here, smallest)
+    peak = x.new_full((len(x),), smallest).scatter_reduce(0, row, values, "amax")
+    shifted = values - peak[row]
+    exp = shifted.exp().where(is_here, 0.0)
+    zeros = torch.zeros_like(peak)
+    return [peak, zeros.index_add(0, row, exp), zeros.index_add(0, row, exp * shifted)]
