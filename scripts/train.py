@@ -11,6 +11,7 @@ if __name__ == "__main__":
     leave_at_stops()  # before anything else is imported, which takes seconds
 
 import sys  # noqa: E402
+from typing import Any  # noqa: E402
 
 from fusion.resources import RECIPES, as_called  # noqa: E402
 
@@ -22,38 +23,45 @@ def main() -> None:
     from stalesync.command_line import refuse
     from stalesync.job.overrides import accepted, choices_in, composed, help_text
 
-    if {"-h", "--help"} & set(sys.argv[1:]):
+    words = sys.argv[1:]
+    if {"-h", "--help"} & set(words):
         print(USAGE, as_called(__doc__.rstrip()), help_text(choices_in(CONF)), sep="\n\n")
         return
     try:
-        sys.argv[1:] = accepted(sys.argv[1:], CONF)
-        composed(CONF, [word for word in sys.argv[1:] if "=" in word and not word.startswith(("-", "hydra."))])
+        sys.argv[1:] = words = accepted(words, CONF)
+        values = [word for word in words if "=" in word and not word.startswith(("-", "hydra."))]
+        config = composed(CONF, values)
     except ValueError as error:
         refuse(USAGE, error)
-    compose_and_run()
+    if values == words:
+        run(config)
+    else:
+        run_by_hydra()
 
 
-def compose_and_run() -> None:
+def run_by_hydra() -> None:
+    """Let Hydra act on its own options and keys. It composes the config twice more, which takes most of a second."""
     import hydra
     from omegaconf import OmegaConf
 
-    from stalesync.command_line import refuse, run_job
-    from stalesync.job.config import Config
     from stalesync.job.overrides import register
 
     register()
+    main = hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
+    main(lambda composed: run(OmegaConf.to_object(composed)))()
 
-    @hydra.main(version_base="1.3", config_path=str(CONF), config_name="config")
-    def run(composed) -> None:
-        config = OmegaConf.to_object(composed)
-        assert isinstance(config, Config)
-        try:
-            config.validate()  # before torch and ray are loaded, so that a wrong value is refused at once
-        except ValueError as error:
-            refuse(USAGE, error)
-        run_job(config)
 
-    run()
+def run(config: Any) -> None:
+    """Check a config and run its job."""
+    from stalesync.command_line import refuse, run_job
+    from stalesync.job.config import Config
+
+    assert isinstance(config, Config)
+    try:
+        config.validate()  # before torch and ray are loaded, so that a wrong value is refused at once
+    except ValueError as error:
+        refuse(USAGE, error)
+    run_job(config)
 
 
 if __name__ == "__main__":

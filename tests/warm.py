@@ -189,8 +189,13 @@ class Session:
             kill(run)
 
 
+def launcher() -> Launcher:
+    """Return the launcher of the library that this process asks its children to load (LD_PRELOAD)."""
+    return _launcher(os.environ.get("LD_PRELOAD"))
+
+
 @cache
-def launcher(library: str | None = None) -> Launcher:
+def _launcher(library: str | None) -> Launcher:
     made = Launcher(library)
     atexit.register(made.end)
     return made

@@ -14,7 +14,7 @@ MODULES = """
     distqueue.core.queue distqueue.payload.shard fusion.colocate.worker fusion.rollout.detokenize
     google.protobuf.json_format google.protobuf.timestamp_pb2 hydra hypothesis.strategies jsonschema msgpack
     numpy.ma.extras pdb pyarrow.json pydantic.main pydantic.types pydantic.v1 pytest requests rich.live rich.progress
-    sqlite3 tensorboard.summary.writer.event_file_writer torch.fx.experimental.symbolic_shapes
+    sqlite3 stalesync.launch tensorboard.summary.writer.event_file_writer torch.fx.experimental.symbolic_shapes
     transformers.models.auto.tokenization_auto yaml zoneinfo
 """.split()
 

@@ -46,7 +46,7 @@ def train(base, folder, *overrides, timeout_s=180):
 
 def begin(base, folder, *overrides):
     """A run that may be signalled and killed."""
-    return launcher(os.environ.get("LD_PRELOAD")).start(command_of(base, folder, *overrides))
+    return launcher().start(command_of(base, folder, *overrides))
 
 
 def rows_of(run):
