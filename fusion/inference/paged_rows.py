@@ -49,22 +49,35 @@ def plan_paged_rows(
 ) -> TablePlan | SlicesPlan:
     """Plan rows at these ``positions``, int64 [R]; row r's blocks are ``table[first[r]]`` and those behind it."""
     if cache.reads_blocks:
-        return TablePlan(len(positions), [table, first, positions + 1])
+        widest = int(positions.max(initial=0)) // cache.block_size + 1
+        return TablePlan([table, first, positions + 1], widest if cache.device.operators.needs_block_rows else 0)
     slices = list(_slice_rows(positions, first, table, cache=cache, invariant=invariant))
     return SlicesPlan(slices, cache)
 
 
 @dataclass(frozen=True)
 class TablePlan:
-    """`PagedRows` whose ``arrays``, int64 [n] each, are still on the host."""
+    """`PagedRows` that are still on the host: ``flat``, int64 [n] each. ``width``: blocks of the longest row, where
+    rows of blocks are needed too; else 0."""
 
-    rows: int
-    arrays: list[np.ndarray]
+    flat: list[np.ndarray]
+    width: int
+
+    @property
+    def arrays(self) -> list[np.ndarray]:
+        table, first, _ = self.flat
+        if not self.width:
+            return self.flat
+        places = np.minimum(first[:, None] + np.arange(self.width), len(table) - 1)
+        return [*self.flat, table[places].ravel()]
 
     def take(self, tensors: Iterator[torch.Tensor]) -> PagedRows | tuple[()]:
         """Take the arrays from the card's tensors."""
-        rows = PagedRows(*(next(tensors) for _ in self.arrays))
-        return rows if self.rows else ()
+        rows, lengths = PagedRows(next(tensors), next(tensors), next(tensors)), self.flat[2]
+        if self.width:
+            blocks_RB = next(tensors).view(-1, self.width).to(torch.int32)
+            rows = rows._replace(blocks_RB=blocks_RB, host_lengths=tuple(lengths.tolist()))
+        return rows if len(lengths) else ()
 
 
 @dataclass(frozen=True)

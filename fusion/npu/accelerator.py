@@ -91,7 +91,8 @@ class AcceleratorDevice(Device):
     def describe(self) -> str:
         memory = self.memory()
         name = self.module.get_device_name(self.index)
-        return f"{self.torch_device} ({name}), {memory.capacity / 2**30:.1f} GiB, {memory.free / 2**30:.1f} GiB free"
+        size = f"{memory.capacity / 2**30:.1f} GiB, {memory.free / 2**30:.1f} GiB free"
+        return f"{self.torch_device} ({name}), {size}, operators: {self.operators.name}"
 
 
 class RealDevice(AcceleratorDevice):
@@ -195,7 +196,7 @@ class EmulatedDevice(AcceleratorDevice):
         memory = self.memory()
         return (
             f"{self.torch_device} (emulated on the CPU, torch {torch.__version__}), {memory.capacity / 2**30:.1f} GiB, "
-            f"{memory.free / 2**30:.1f} GiB free"
+            f"{memory.free / 2**30:.1f} GiB free, operators: {self.operators.name}"
         )
 
 

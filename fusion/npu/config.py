@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from fusion.telemetry.keys import SET, Unsupported, key
-from fusion.telemetry.validation import Group
+from fusion.telemetry.validation import Checks, Group
 
+KINDS = ("auto", "npu", "cuda", "emulated")
+OPERATORS = {"auto": KINDS, "plain": KINDS, "cpu": ("emulated",), "ascend": ("npu", "emulated")}
+"""`device.operators` → the kinds of card that have them"""
 DEFAULT_CAPACITY_BYTES = 2 << 30
 
 
@@ -20,7 +23,7 @@ class DeviceConfig(Group):
 
     kind: str = key(
         "auto",
-        one_of=("auto", "npu", "cuda", "emulated"),
+        one_of=KINDS,
         timeless=True,
         unsupported_by={"vllm": Unsupported("vLLM has been tried on emulated cards only", ("cuda",))},
     )
@@ -29,6 +32,11 @@ class DeviceConfig(Group):
     capacity_bytes: int | None = key(None, at_least=1)
     """HBM of one card in bytes. Emulated: its size; null: 2 GiB. Real: a limit for each process; null: the whole
     card."""
+
+    operators: str = key("auto", one_of=tuple(OPERATORS))
+    """The table of operators that model, KV cache and optimizer call (`fusion/npu/operators`): `ascend` (Ascend's own;
+    on emulated cards references of these), `cpu` (fused, of emulated cards), `plain` (composed of PyTorch's), or
+    `auto`: the fastest that the card has."""
 
     streams: str = key("eager", one_of=("eager", "adversarial"), only={"kind": ("auto", "emulated")}, refused=False)
     """Emulated cards: when asynchronous work is executed. `eager`: when it is called. `adversarial`: non-blocking
@@ -52,6 +60,10 @@ class DeviceConfig(Group):
 
     pace_training: float = key(1.0, above=0, only={"pace": SET}, refused=False)
     """Factor on the time of a training step, for the additional samples that the modelled run trains or scores."""
+
+    def check(self, check: Checks) -> None:
+        kinds = OPERATORS[self.operators]
+        check.that("operators", self.kind in (*kinds, "auto"), f"device.kind={'|'.join(kinds)}; it is {self.kind}")
 
 
 def claim(kind: str, cluster: Mapping[str, float]) -> tuple[str, dict[str, Any]]:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from fusion.npu.config import DeviceConfig
+from fusion.npu.config import OPERATORS, DeviceConfig
 from fusion.npu.memory import Memory
-from fusion.npu.operators import Plain
+from fusion.npu.operators import Plain, operators_of
 
 HANDLE_BYTES = 48
 """Length of a handle by which another process maps memory of a card."""
@@ -125,6 +125,7 @@ def open_device(
     capacity_bytes: int | None = None,
     session: str | None = None,
     streams: str = "eager",
+    operators: str = "auto",
 ) -> Device:
     """Open card `index` and make it the current one of this thread.
 
@@ -133,12 +134,20 @@ def open_device(
         capacity_bytes: HBM of an emulated card (None: 2 GiB, or the session's); a limit for this process on a real one.
         session: emulated only; processes that open the same card in the same session share its capacity. None: the
             card belongs to this process alone.
-        streams: see DeviceConfig.streams.
+        streams, operators: see DeviceConfig.
 
     Raises:
         ValueError: the kind does not exist or is not available.
     """
-    DeviceConfig(kind=kind, capacity_bytes=capacity_bytes, streams=streams).validate()
+    DeviceConfig(kind=kind, capacity_bytes=capacity_bytes, streams=streams, operators=operators).validate()
+    device = _open(kind, index, capacity_bytes, session=session, streams=streams)
+    if device.kind not in (*OPERATORS[operators], "ledger"):
+        raise ValueError(f"device.operators={operators}: this machine's card is of the kind {device.kind}")
+    device.operators = operators_of(device.kind, operators)
+    return device
+
+
+def _open(kind: str, index: int, capacity_bytes: int | None, *, session: str | None, streams: str) -> Device:
     if kind in ("auto", "npu") and (npu := _torch_npu(required=kind == "npu")) is not None:
         return _accelerator("npu", npu, index, capacity_bytes=capacity_bytes)
     if kind == "cuda":

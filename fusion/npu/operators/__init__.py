@@ -2,6 +2,8 @@
 
     plain.py     composed of PyTorch's operators, with gradients: the interface, and the reference of the others
     cpu.py       one C++ operator for each, in generation: the plain CPU and emulated cards
+    ascend.py    `torch.ops.npu`: Ascend cards
+    limits.py    the documented limits of vendors' operators, with their sources
     gating.py, rows.py    pure functions that all tables share
 
 Every module of the model, the KV cache and the optimizer call the table of their device, `Device.operators`.

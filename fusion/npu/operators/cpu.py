@@ -131,7 +131,7 @@ class Cpu(Plain):
             return super().store_kv(pool, slots, k_NKC, v_NKC, repeated)
         return fused.store_kv(pool, slots, k_NKC, v_NKC, repeated)
 
-    def reads_blocks(self, dtype: torch.dtype) -> bool:
+    def reads_blocks(self, dtype: torch.dtype, is_latent: bool = False) -> bool:
         return dtype is torch.float32 and torch.is_inference_mode_enabled() and load() is not None
 
     def paged_attention(
@@ -140,8 +140,8 @@ class Cpu(Plain):
         if (fused := self._fused_for(q_NHC)) is None:
             return super().paged_attention(q_NHC, pool, rows, value_width, scale)
         if value_width is None:
-            return fused.paged_attention(q_NHC, pool, *rows)  # scaled by 1 / sqrt(C)
-        return fused.paged_latent_attention(q_NHC, pool, *rows, value_width, scale)
+            return fused.paged_attention(q_NHC, pool, *rows[:3])  # scaled by 1 / sqrt(C)
+        return fused.paged_latent_attention(q_NHC, pool, *rows[:3], value_width, scale)
 
 
 @cache

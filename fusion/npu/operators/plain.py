@@ -25,11 +25,14 @@ rotation"""
 
 class PagedRows(NamedTuple):
     """Rows that attend to blocks of a pool: row r to the first ``lengths[r]`` tokens in the blocks ``table[first[r]]``,
-    ``table[first[r] + 1]``, …; int64 all, on the card."""
+    ``table[first[r] + 1]``, …; int64 all, on the card. For a table of operators that `needs_block_rows`, also
+    ``blocks_RB``, int32 [R, B]: the blocks of each row, then any others; and the lengths on the host."""
 
     table: torch.Tensor
     first: torch.Tensor
     lengths: torch.Tensor
+    blocks_RB: torch.Tensor | None = None
+    host_lengths: tuple[int, ...] = ()
 
 
 class Permuted(NamedTuple):
@@ -49,6 +52,8 @@ class Plain:
     """
 
     name = "plain"
+    needs_block_rows = False
+    """Whether `paged_attention` reads ``PagedRows.blocks_RB``"""
 
     # Norms and positions
 
@@ -222,9 +227,9 @@ class Plain:
         channels = k_NKC.shape[-1]
         pool.view(-1, channels).index_copy_(0, slots, torch.cat(written).view(-1, channels))
 
-    def reads_blocks(self, dtype: torch.dtype) -> bool:
-        """Return whether `paged_attention` is there for a pool of this dtype; else attention over blocks is composed by
-        who owns the pool."""
+    def reads_blocks(self, dtype: torch.dtype, is_latent: bool = False) -> bool:
+        """Return whether `paged_attention` is there for a pool of this dtype, of latents if ``is_latent``; else
+        attention over blocks is composed by who owns the pool."""
         return False
 
     def paged_attention(
@@ -237,7 +242,21 @@ class Plain:
             value_width: channels of a latent that are its value; None: the pool holds keys and values.
             scale: of the scores.
         """
-        raise NotImplementedError(f"the {self.name} operators read no blocks by a table")
+        if rows.blocks_RB is None or value_width is not None:
+            raise NotImplementedError(f"the {self.name} operators read no blocks by a table")
+        blocks, heads = rows.blocks_RB.flatten(), pool.shape[1]
+        k, v = (part.index_select(0, blocks).unflatten(0, rows.blocks_RB.shape) for part in pool.chunk(2))
+        k_RKSC, v_RKSC = (x.transpose(1, 2).flatten(2, 3) for x in (k, v))
+        is_read = torch.arange(k_RKSC.shape[2], device=q_NHC.device) < rows.lengths.unsqueeze(-1)
+        out = F.scaled_dot_product_attention(
+            q_NHC.unsqueeze(2),
+            k_RKSC,
+            v_RKSC,
+            attn_mask=is_read[:, None, None],
+            scale=scale,
+            enable_gqa=q_NHC.shape[1] != heads,
+        )
+        return out.squeeze(2)
 
     # Optimizer
 

@@ -7,9 +7,9 @@ from importlib import import_module
 
 from fusion.npu.operators.plain import Plain
 
-TABLES = {"plain": "plain:Plain", "cpu": "cpu:Cpu"}
+TABLES = {"plain": "plain:Plain", "cpu": "cpu:Cpu", "ascend": "ascend:Ascend"}
 """Name → module of this package and class"""
-OF_KIND = {"emulated": "cpu", "ledger": "cpu"}
+OF_KIND = {"emulated": "cpu", "ledger": "cpu", "npu": "ascend"}
 """Kind of `Device` → name of its table; others have the plain one"""
 
 

@@ -1,0 +1,363 @@
+"""Run the operators of Ascend cards, `torch.ops.npu`.
+
+    generation   norm 1 · qkv · norms 2, rotations 2 · scatter 1 (+ 1 copy) · attention 1 · out · norm and sum 1
+                 router · gating 1 · routing 1 · products 2, SwiGLU 1 · un-routing 1 (+ 1 cast)
+
+Every pass runs the same forward operator, with gradients and without. Where torch_npu derives no gradient, an autograd
+Function here names the operators of the backward pass. A call beyond a documented limit (`limits.py`) runs the plain
+composition and says so, once; on the emulated card, whose models are tiny, it is reported and made all the same.
+Latents have no paged attention here: the operator takes latents and rotated keys as two tensors, and the pool holds
+them as one.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fusion.npu.operators import limits
+from fusion.npu.operators.gating import Gating
+from fusion.npu.operators.plain import PagedRows, Permuted, Plain, Rope
+
+Weights = Sequence[torch.Tensor] | torch.Tensor
+"""A matrix [O, D] of each expert, or all of them stacked [E, O, D]"""
+
+
+class Ascend(Plain):
+    """The table of Ascend cards and, for tests, of the emulated one, which has references of the same operators."""
+
+    name = "ascend"
+    needs_block_rows = True
+
+    def __init__(self) -> None:
+        self._is_emulated = "torch_npu" not in sys.modules
+        if self._is_emulated:
+            from fusion.npu.emulator.operators import register
+
+            register()
+        self._allowed: dict[tuple, bool] = {}
+        self._masks: dict[torch.device, torch.Tensor] = {}
+
+    def _takes(self, operator: Any, *args: Any, about: tuple = (), **kwargs: Any) -> bool:
+        """Return whether an operator may be called with these arguments. Limits are checked once for every dtype and
+        shape behind the first dimension of the first tensor, and what else is ``about`` the call."""
+        first = args[0][0] if isinstance(args[0], list) else args[0]
+        if not first.shape[0]:
+            return False  # not every operator takes empty tensors
+        key = operator, first.dtype, first.shape[1:], about
+        allowed = self._allowed.get(key)
+        if allowed is None:
+            name = operator._schema.name.removeprefix("npu::")
+            broken = limits.beyond(name, limits.arguments_of(operator, args, kwargs))
+            allowed = self._allowed[key] = not broken or self._exceeds(name, broken)
+        return allowed
+
+    def _exceeds(self, name: str, broken: list[str]) -> bool:
+        """Report a call beyond limits; return whether to make it nevertheless."""
+        what = "made nevertheless on the emulated card" if self._is_emulated else "composed of PyTorch's operators"
+        warnings.warn(f"{name}: {'; '.join(broken)}: {what}", stacklevel=4)
+        return self._is_emulated
+
+    # Norms and positions
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        operator = torch.ops.npu.npu_rms_norm.default
+        if not self._takes(operator, x, weight, eps):
+            return super().rms_norm(x, weight, eps)
+        return operator(x, weight, eps)[0]
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self._takes(torch.ops.npu.npu_add_rms_norm.default, x, residual, weight, eps):
+            return super().add_rms_norm(x, residual, weight, eps)
+        return _AddRMSNorm.apply(x, residual, weight, eps)
+
+    def norm_rope(
+        self,
+        qkv_NhC: torch.Tensor,
+        q_norm_C: torch.Tensor | None,
+        k_norm_C: torch.Tensor | None,
+        rope: Rope,
+        kv_heads: int,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        q, k, v = qkv_NhC.split([qkv_NhC.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+        if q_norm_C is not None and k_norm_C is not None:
+            q, k = self.rms_norm(q, q_norm_C, eps), self.rms_norm(k, k_norm_C, eps)
+        return self.rotate(q, rope), self.rotate(k, rope), v
+
+    def rotate(self, x_NhR: torch.Tensor, rope: Rope, interleaved: bool = False) -> torch.Tensor:
+        operator, mode = torch.ops.npu.npu_rotary_mul.default, "interleave" if interleaved else "half"
+        width, channels = rope[0].shape[-1], x_NhR.shape[-1]
+        x, passed = (x_NhR, None) if width == channels else x_NhR.split([width, channels - width], dim=-1)
+        factors = rope[0].unsqueeze(0), _plain_sines(rope[1], interleaved).unsqueeze(0)
+        # [1, S, N, D]: the tokens as one sequence
+        if not x.shape[0] or not self._takes(operator, x.unsqueeze(0), *factors, mode):
+            return super().rotate(x_NhR, rope, interleaved)
+        rotated = operator(x.unsqueeze(0), *factors, mode).squeeze(0)
+        return rotated if passed is None else torch.cat([rotated, passed], dim=-1)
+
+    # MLP and experts
+
+    def swiglu(self, gate_up_NI: torch.Tensor) -> torch.Tensor:
+        operator = torch.ops.npu.npu_swiglu.default
+        return operator(gate_up_NI, -1) if self._takes(operator, gate_up_NI, -1) else super().swiglu(gate_up_NI)
+
+    def gate(
+        self, logits_NE: torch.Tensor, gating: Gating, correction_E: torch.Tensor | None, row_multiple: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logits_NE, normalise = logits_NE.to(torch.float32), gating.normalise
+        args: tuple[Any, ...] = logits_NE, gating.top_k
+        options: dict[str, Any] = {}
+        if gating.plain:
+            operator, args = torch.ops.npu.npu_moe_gating_top_k_softmax.default, (logits_NE, None, gating.top_k)
+        else:
+            operator = torch.ops.npu.npu_moe_gating_top_k.default
+            options = dict(
+                bias=None if correction_E is None else correction_E.to(torch.float32),
+                k_group=gating.top_groups,
+                group_count=gating.groups,
+                group_select_mode=int(gating.group_scores == "sum_of_two"),
+                norm_type=int(gating.scores == "sigmoid"),
+                routed_scaling_factor=gating.scale,
+            )
+            if gating.scores == "sigmoid":  # which the operator always normalises, and softmaxes never
+                if not normalise:
+                    return super().gate(logits_NE, gating, correction_E, row_multiple)
+                normalise = False
+        if not self._takes(operator, *args, about=(gating,), **options):
+            return super().gate(logits_NE, gating, correction_E, row_multiple)
+        weight_Nk, expert_Nk, _ = operator(*args, **options)
+        if normalise:
+            weight_Nk = weight_Nk / weight_Nk.sum(-1, keepdim=True)
+            if not gating.plain:
+                weight_Nk = weight_Nk * gating.scale
+        return weight_Nk, expert_Nk.to(torch.int64)
+
+    def permute(self, x_ND: torch.Tensor, expert_Nk: torch.Tensor, num_experts: int) -> Permuted:
+        """Sort the rows by their experts. ``order`` is int32 [N * k]: the place among the rows of each cell of [N, k],
+        as `unpermute` takes it."""
+        experts = expert_Nk.to(torch.int32)
+        operator, options = torch.ops.npu.npu_moe_init_routing_v2.default, _routing(expert_Nk.numel(), num_experts)
+        if not self._takes(operator, x_ND, experts, about=(num_experts,), **options):
+            rows, order, counts_E = super().permute(x_ND, expert_Nk, num_experts)
+            places = torch.empty_like(order, dtype=torch.int32)
+            places.index_copy_(0, order, torch.arange(len(order), dtype=torch.int32, device=order.device))
+            return Permuted(rows, places, counts_E)
+        return Permuted(*_Permute.apply(x_ND, experts, num_experts))
+
+    def unpermute(self, y: torch.Tensor, order: torch.Tensor, weight_Nk: torch.Tensor) -> torch.Tensor:
+        operator, weight_Nk = torch.ops.npu.npu_moe_token_unpermute.default, weight_Nk.to(y.dtype)
+        if self._takes(operator, y, order, weight_Nk):
+            return operator(y, order, weight_Nk)
+        return (y.index_select(0, order).unflatten(0, weight_Nk.shape) * weight_Nk.unsqueeze(-1)).sum(1)
+
+    def takes_counts(self, x: torch.Tensor, experts: int, row_multiple: int = 1) -> bool:
+        return row_multiple == 1 and (self._is_emulated or 2 <= experts <= limits.MAX_LISTED_WEIGHTS)
+
+    def grouped_linear(
+        self, x_ND: torch.Tensor, weights: Weights, counts: list[int] | torch.Tensor, row_multiple: int = 1
+    ) -> torch.Tensor:
+        if not x_ND.shape[0]:
+            return super().grouped_linear(x_ND, list(weights), [0] * len(weights), row_multiple)
+        listed = [weights] if isinstance(weights, torch.Tensor) else list(weights)  # a stack is the list's only entry
+        if isinstance(counts, torch.Tensor) and row_multiple == 1:
+            x, about = x_ND.contiguous(), (len(listed), listed[0].shape)
+            options = dict(group_list=counts, split_item=3, group_type=0, group_list_type=1)
+            if self._takes(torch.ops.npu.npu_grouped_matmul.default, [x], listed, about=about, **options):
+                return _GroupedLinear.apply(x, counts, *listed)
+        return super().grouped_linear(x_ND, list(weights), counts, row_multiple)
+
+    # Attention
+
+    def varlen_attention(
+        self,
+        q_NHC: torch.Tensor,
+        k_NKC: torch.Tensor,
+        v_NKV: torch.Tensor,
+        lengths: list[int],
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        operator, width, channels = torch.ops.npu.npu_fusion_attention.default, v_NKV.shape[-1], q_NHC.shape[-1]
+        v = v_NKV if width == channels else F.pad(v_NKV, (0, channels - width))
+        ends = list(accumulate(lengths))
+        args = q_NHC, k_NKC, v, q_NHC.shape[1], "TND"
+        options = dict(
+            atten_mask=self._mask(q_NHC.device),
+            scale=channels**-0.5 if scale is None else scale,
+            actual_seq_qlen=ends,
+            actual_seq_kvlen=ends,
+            sparse_mode=3,  # causal, by the lower right triangle of each sequence
+        )
+        if not self._takes(operator, *args, about=(k_NKC.shape[1], len(ends)), **options):
+            return super().varlen_attention(q_NHC, k_NKC, v_NKV, lengths, scale)
+        out = operator(*args, **options)[0]
+        return out if width == channels else out[..., :width]
+
+    def _mask(self, device: torch.device) -> torch.Tensor:
+        """Return the mask that the operator stretches over causal attention of any length."""
+        if device not in self._masks:
+            with torch.inference_mode(False):  # a trainer may save it for its backward pass
+                self._masks[device] = torch.ones(2048, 2048, dtype=torch.bool, device=device).triu(1)
+        return self._masks[device]
+
+    def store_kv(
+        self,
+        pool: torch.Tensor,
+        slots: torch.Tensor,
+        k_NKC: torch.Tensor,
+        v_NKC: torch.Tensor | None,
+        repeated: torch.Tensor | None,
+    ) -> None:
+        operator = torch.ops.npu.npu_scatter_pa_kv_cache.default
+        if v_NKC is None:
+            return super().store_kv(pool, slots, k_NKC, v_NKC, repeated)
+        if repeated is not None:
+            k_NKC, v_NKC = (torch.cat([x, x.index_select(0, repeated)]) for x in (k_NKC, v_NKC))
+        # A head's block is a block of one head: the operator's format has heads behind the tokens of a block.
+        keys, values = pool.view(-1, pool.shape[2], 1, pool.shape[3]).chunk(2)
+        rows = [x.contiguous().view(-1, 1, pool.shape[3]) for x in (k_NKC, v_NKC)]
+        args = *rows, keys, values, slots[: len(rows[0])]
+        if not self._takes(operator, *args, cache_mode="Norm"):
+            return super().store_kv(pool, slots, k_NKC, v_NKC, None)
+        operator(*args, cache_mode="Norm")
+
+    def reads_blocks(self, dtype: torch.dtype, is_latent: bool = False) -> bool:
+        return not is_latent and (self._is_emulated or dtype in limits.HALVES)
+
+    def paged_attention(
+        self, q_NHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows, value_width: int | None, scale: float
+    ) -> torch.Tensor:
+        assert value_width is None and rows.blocks_RB is not None
+        operator, block_size = torch.ops.npu.npu_fused_infer_attention_score.default, pool.shape[2]
+        keys, values = pool.chunk(2)
+        # One query a sequence, [R, H, 1, C]: of this layout alone do all sources say that lengths are each row's own.
+        args = q_NHC.contiguous().unsqueeze(2), keys, values
+        options: dict[str, Any] = dict(
+            actual_seq_lengths_kv=rows.host_lengths,
+            block_table=rows.blocks_RB,
+            num_heads=q_NHC.shape[1],
+            num_key_value_heads=pool.shape[1],
+            scale=scale,
+            input_layout="BNSD",
+            block_size=block_size,
+        )
+        if not self._takes(operator, *args, about=(pool.shape[1:],), **options):
+            return super().paged_attention(q_NHC, pool, rows, value_width, scale)
+        return operator(*args, **options)[0].squeeze(2)
+
+    # Optimizer
+
+    def adamw(
+        self,
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        exp_avgs: list[torch.Tensor],
+        exp_avg_sqs: list[torch.Tensor],
+        *,
+        step: int,
+        lr: float,
+        betas: tuple[float, float],
+        weight_decay: float,
+        eps: float,
+    ) -> None:
+        scalars = betas[0] ** step, betas[1] ** step, lr, weight_decay, *betas, eps
+        for var, grad, m, v in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
+            torch.ops.npu.npu_apply_adam_w.out(*scalars, grad, None, False, False, var=var, m=m, v=v)
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    """The sum of two tensors and its norm, of which torch_npu derives no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float):
+        normed, rstd, total = torch.ops.npu.npu_add_rms_norm(x, residual, weight, eps)
+        ctx.save_for_backward(total, weight, rstd)
+        return normed, total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        total, weight, rstd = ctx.saved_tensors
+        grad, grad_weight = torch.ops.npu.npu_rms_norm_backward(grads[0], total, weight, rstd)
+        grad = grad + grads[1]
+        return grad, grad, grad_weight.to(weight.dtype), None
+
+
+def _routing(active: int, num_experts: int) -> dict[str, Any]:
+    return dict(
+        active_num=active,
+        expert_num=num_experts,
+        expert_tokens_num_type=1,  # counts, not their cumulative sums
+        expert_tokens_num_flag=True,
+        active_expert_range=[0, num_experts],
+        quant_mode=-1,
+        row_idx_type=0,
+    )
+
+
+class _Permute(torch.autograd.Function):
+    """Rows by expert, of which torch_npu derives no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: torch.Tensor, expert_Nk: torch.Tensor, num_experts: int):
+        options = _routing(expert_Nk.numel(), num_experts)
+        rows, places, counts_E, _ = torch.ops.npu.npu_moe_init_routing_v2(x_ND, expert_Nk, **options)
+        ctx.save_for_backward(places)
+        ctx.num_rows, ctx.top_k = expert_Nk.shape
+        ctx.mark_non_differentiable(places, counts_E)
+        return rows, places, counts_E
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        grad = grads[0].contiguous()
+        out = torch.ops.npu.npu_moe_token_permute_grad_v2(grad, *ctx.saved_tensors, ctx.num_rows, grad.dtype, ctx.top_k)
+        return out, None, None
+
+
+def _products(x: torch.Tensor, weights: list[torch.Tensor], counts: torch.Tensor, group_type: int) -> torch.Tensor:
+    """Return one product a group, joined: of blocks of x's rows (``group_type`` 0), or of its columns with blocks of
+    the weight's rows (2)."""
+    (out,) = torch.ops.npu.npu_grouped_matmul(
+        [x], weights, group_list=counts, split_item=3, group_type=group_type, group_list_type=1
+    )
+    return out
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Products of row blocks, of which torch_npu derives no gradient. ``weights``: of each expert, or one stack."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: torch.Tensor, counts: torch.Tensor, *weights: torch.Tensor):
+        ctx.save_for_backward(x_ND, counts, *weights)
+        return _products(x_ND, [weight.transpose(-1, -2) for weight in weights], counts, group_type=0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        x_ND, counts, *weights = ctx.saved_tensors
+        grad_NO = grads[0].contiguous()
+        grad_x = _products(grad_NO, weights, counts, group_type=0) if ctx.needs_input_grad[0] else None
+        grad_weights: Sequence[torch.Tensor | None] = [None] * len(weights)
+        if any(ctx.needs_input_grad[2:]):
+            stack_EOD = _products(grad_NO.t(), [x_ND], counts, group_type=2)
+            grad_weights = [stack_EOD] if weights[0].dim() == 3 else stack_EOD.unbind(0)
+        return grad_x, None, *grad_weights
+
+
+def _plain_sines(sin_N1R: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Return the sines without the sign of the rotation. They are kept with the tensor: layers share it."""
+    plain = getattr(sin_N1R, "plain_sines", None)
+    if plain is None:
+        if interleaved:
+            plain = sin_N1R[..., 1::2].repeat_interleave(2, dim=-1)
+        else:
+            second = sin_N1R.chunk(2, dim=-1)[1]
+            plain = torch.cat([second, second], dim=-1)
+        sin_N1R.plain_sines = plain  # type: ignore[attr-defined]
+    return plain

@@ -1,0 +1,29 @@
+"""Download wheels of torch_npu, without installing them, and unpack what states the operators' calls."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rlfusion-tests"
+SCHEMAS = "torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml"
+META_KERNELS = "torch_npu/op_plugin/meta/_meta_registrations.py"
+PLATFORM = "--only-binary :all: --python-version 3.11 --platform manylinux_2_28_x86_64".split()
+
+
+def unpacked(version: str) -> Path:
+    """Return the folder of the unpacked files of a version, downloaded (40 MB) if it is not there yet."""
+    folder = CACHE / f"torch_npu-{version}"
+    if not all((folder / name).is_file() for name in (SCHEMAS, META_KERNELS)):
+        CACHE.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
+            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", *PLATFORM, "-d", scratch]
+            subprocess.run([*command, f"torch_npu=={version}"], check=True)
+            (wheel,) = Path(scratch).glob("*.whl")
+            with zipfile.ZipFile(wheel) as archive:
+                archive.extractall(folder, [SCHEMAS, META_KERNELS])
+    return folder
