@@ -110,7 +110,7 @@ class Layout:
         for index, (unit, size) in enumerate(zip(self.units(rank), self.unit_nbytes(rank), strict=True)):
             if size > max_bytes:
                 first = unit.entries[0][0]
-                stacked = first.expert and first.expert_index is None
+                stacked = first.stack is not None or (first.expert and first.expert_index is None)
                 sizes[("stacks", first.layer) if stacked else index] += size
         return max(sizes.values(), default=0)
 

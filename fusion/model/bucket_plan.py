@@ -5,6 +5,7 @@ Units, in which weights are stored, freed, moved and shared:
     layer 3, replicated | input_norm | q_norm | k_norm | post_norm | router |
     layer 3, TP shard   | attention.qkv | attention.out |
     layer 3, expert 17  | gate_up | down |
+    layer 3, a stack    | experts.16.gate_up | experts.17.gate_up | …     where experts are stacked (`LocalParam.stack`)
 
 Buckets, in which gradients and optimizer states are stored and reduced:
 
@@ -12,18 +13,20 @@ Buckets, in which gradients and optimizer states are stored and reduced:
     bucket 1 (expert)   | layers.0.moe.experts.0.gate_up | layers.0.moe.experts.0.down | …
 
 Invariants: a parameter is stored whole in one piece, at an offset that is a multiple of ALIGN elements; a bucket is no
-larger than ``bucket_bytes``, a unit no larger than `unit_bytes` of it, unless its only parameter is. The content of a
-unit depends on the slices alone, so layouts that hold the same slices hold equal units, and two models on one card can
-share them. Dense and expert parameters never share a bucket (their gradients are reduced over different ranks), and a
-bucket is padded, beyond ``bucket_bytes`` if need be, to a multiple of its number of replicas, so that an optimizer can
-shard it evenly.
+larger than ``bucket_bytes``, a unit no larger than `unit_bytes` of it, unless its only parameter is, or it is a stack,
+which is one unit and nothing else. The content of a unit depends on the slices alone, so layouts that hold the same
+slices hold equal units, and two models on one card can share them. Dense and expert parameters never share a bucket
+(their gradients are reduced over different ranks), and a bucket is padded, beyond ``bucket_bytes`` if need be, to a
+multiple of its number of replicas, so that an optimizer can shard it evenly.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import TYPE_CHECKING
 
 from fusion.model.local_param import LocalParam, Part
@@ -65,6 +68,26 @@ class BucketPlan:
         """Return views of the parameters, by name, in a piece of this plan."""
         return {param.name: flat[at : at + param.numel].view(param.shape) for param, at in self.entries}
 
+    @property
+    def stacks(self) -> frozenset[str]:
+        """Names of the stacks of which it has matrices."""
+        return frozenset(param.stack for param, _ in self.entries if param.stack is not None)
+
+    def runs(self, stack: str, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield views [n, …] of the matrices of a stack that lie at equal distances in a piece of this plan, in order;
+        all of them at once where the piece has nothing else between them but the same."""
+        entries = [(param, at) for param, at in self.entries if param.stack == stack]
+        start = 0
+        while start < len(entries):
+            (param, first), stop = entries[start], start + 1
+            distance = entries[stop][1] - first if stop < len(entries) else param.numel
+            while stop < len(entries) and entries[stop][1] - entries[stop - 1][1] == distance:
+                stop += 1
+            steps = [prod(param.shape[d + 1 :]) for d in range(len(param.shape))]
+            place = flat.storage_offset() + first
+            yield flat.as_strided((stop - start, *param.shape), (distance, *steps), place)
+            start = stop
+
     def holes(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Return views of the parameters' padding in a piece of this plan."""
         return [
@@ -82,7 +105,7 @@ def plan_units(params: Iterable[LocalParam], itemsize: int, max_bytes: int) -> t
         kinds.setdefault(_unit_kind(param), []).append(param)
     units = []
     for members in kinds.values():
-        for entries in _fill(members, itemsize, max_bytes):
+        for entries in _fill(members, itemsize, math.inf if members[0].stack else max_bytes):
             last, offset = entries[-1]
             units.append(BucketPlan(last.expert, offset + last.numel, tuple(entries)))
     return tuple(units)
@@ -92,6 +115,8 @@ def _unit_kind(param: LocalParam) -> tuple[int | str, int | str | None]:
     """Return (layer or global tensor, which ranks replicate it): parameters of one kind may share a unit."""
     own = param.parts[0].name if param.parts else param.name  # a share of the vocabulary may be all padding
     scope = own if param.layer is None else param.layer
+    if param.stack is not None:
+        return scope, param.stack
     if param.expert:
         return scope, param.expert_index
     return scope, "share" if param.tp_sharded else "replicated"
@@ -112,7 +137,7 @@ def plan_buckets(
     return tuple(plans)
 
 
-def _fill(params: list[LocalParam], itemsize: int, max_bytes: int) -> Iterator[list[tuple[LocalParam, int]]]:
+def _fill(params: list[LocalParam], itemsize: int, max_bytes: float) -> Iterator[list[tuple[LocalParam, int]]]:
     """Yield lists of consecutive (parameter, offset in elements), each of which fits into one piece."""
     entries: list[tuple[LocalParam, int]] = []
     end = 0

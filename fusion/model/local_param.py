@@ -69,6 +69,7 @@ class LocalParam:
         layer: its layer in the whole model; None: it belongs to no layer.
         expert_index: the expert in the whole model of which it holds a matrix; None: it holds none, or several experts.
         block: its number among the blocks that a matrix was cut into; None: it is not cut.
+        stack: the stack of equal matrices, one for each expert of the rank, in which it is stored, whole; None: none.
     """
 
     name: str
@@ -82,6 +83,7 @@ class LocalParam:
     layer: int | None = None
     expert_index: int | None = None
     block: int | None = None
+    stack: str | None = None
 
     @property
     def numel(self) -> int:
@@ -98,9 +100,9 @@ class LocalParam:
         return tuple(pieces)
 
     def cut(self, max_numel: int) -> list[LocalParam]:
-        """Split the tensor into blocks of rows of at most ``max_numel`` elements; a vector, or a tensor that fits, is
-        not split. A block is larger where a group of rows is."""
-        if self.numel <= max_numel or len(self.shape) < 2:
+        """Split the tensor into blocks of rows of at most ``max_numel`` elements; a vector, a matrix of a stack, or a
+        tensor that fits, is not split. A block is larger where a group of rows is."""
+        if self.numel <= max_numel or len(self.shape) < 2 or self.stack is not None:
             return [self]
         rows = max(1, max_numel * self.shape[0] // self.numel // self.row_group) * self.row_group
         starts = range(0, self.shape[0], rows)

@@ -13,6 +13,11 @@ Weights = dict[str, torch.Tensor]
 Matrix = nn.Parameter | nn.ParameterList
 
 
+def below(prefix: str, weights: Weights) -> Weights:
+    """Return the tensors whose names begin with ``prefix``, without it."""
+    return {name[len(prefix) :]: view for name, view in weights.items() if name.startswith(prefix)}
+
+
 def parameter(name: str, weights: Weights) -> Matrix:
     """Create the matrix ``name`` [O, D]: a parameter, or the list of ``name.0``, ``name.1``, … as the table cuts it."""
     if name in weights:

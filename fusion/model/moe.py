@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fusion.model.collectives import exchange_rows, gather_uneven, reduce_scatter_uneven
-from fusion.model.matrix import Matrix, Weights, blocks_of, parameter, project
+from fusion.model.matrix import Matrix, Weights, below, blocks_of, parameter, project
 from fusion.model.mesh import Mesh
 from fusion.model.mlp import MLP
 from fusion.model.replay import Forced, Routed
@@ -32,6 +32,8 @@ _NO_STATS = torch.empty(2, 0)
 
 
 class Expert(nn.Module):
+    """Holds the matrices of one expert, or the stacks [E, …] of those of all experts of this rank."""
+
     def __init__(self, weights: Weights):
         super().__init__()
         self.gate_up = parameter("gate_up", weights)
@@ -48,22 +50,22 @@ class MoE(nn.Module):
         self.correction = nn.Parameter(weights["correction"], requires_grad=False) if corrected else None
         num_local = spec.num_experts // mesh.parallel.ep
         local_experts = range(mesh.ep_rank * num_local, (mesh.ep_rank + 1) * num_local)
-        weights_by_expert: dict[int, Weights] = {expert: {} for expert in local_experts}
-        shared: Weights = {}
-        for name, view in weights.items():
-            if name.startswith("experts."):
-                _, expert, matrix = name.split(".", 2)
-                weights_by_expert[int(expert)][matrix] = view
-            elif name.startswith("shared."):
-                shared[name.removeprefix("shared.")] = view
-        self.experts = nn.ModuleDict({str(expert): Expert(matrices) for expert, matrices in weights_by_expert.items()})
+        self.num_local = num_local
+        # Looked up once: attribute access of modules takes measurable time in a decode step.
+        self._matrices: tuple[Any, Any]
+        if "experts.gate_up" in weights:
+            stacks = Expert(below("experts.", weights))
+            self.experts: nn.Module = stacks
+            self._matrices, self._cut = (stacks.gate_up, stacks.down), False
+        else:
+            experts = {str(e): Expert(below(f"experts.{e}.", weights)) for e in local_experts}
+            self.experts = nn.ModuleDict(experts)
+            self._matrices = [one.gate_up for one in experts.values()], [one.down for one in experts.values()]
+            self._cut = not all(isinstance(one, nn.Parameter) for matrices in self._matrices for one in matrices)
+        shared = below("shared.", weights)
         self.shared = MLP(mesh, operators, shared) if spec.shared else None
         self.shared_gate = parameter("shared_gate", weights) if spec.shared and spec.shared.gated else None
-        # Looked up once: attribute access of modules and frozen dataclasses takes measurable time in a decode step.
         self._router, self._has_shared = spec.router, spec.shared is not None
-        self._gate_up: list[Any] = [expert.gate_up for expert in self.experts.values()]
-        self._down: list[Any] = [expert.down for expert in self.experts.values()]
-        self._cut = not all(isinstance(matrix, nn.Parameter) for matrix in (*self._gate_up, *self._down))
 
     def forward(
         self,
@@ -126,7 +128,7 @@ class MoE(nn.Module):
         """Return the weighted sum of each row's experts [n, D], and how many rows each expert has, int64 [E]."""
         x, order, counts_E = self.operators.permute(x_nD, expert_nk, self.spec.num_experts)
         # With a grouped product that takes counts on the card, the host need not wait for them.
-        on_card = not self._cut and self.operators.takes_counts(x, len(self.experts), row_multiple)
+        on_card = not self._cut and self.operators.takes_counts(x, self.num_local, row_multiple)
         mesh = self.mesh
         if mesh.ep_group is None and mesh.etp_group is None:
             y = self._swiglu(x, counts_E if on_card else counts_E.tolist(), row_multiple)
@@ -167,9 +169,10 @@ class MoE(nn.Module):
 
     def _swiglu(self, x: torch.Tensor, counts: list[int] | torch.Tensor, row_multiple: int) -> torch.Tensor:
         if not self._cut:
-            return self.operators.experts(x, counts, self._gate_up, self._down, row_multiple)
-        inner = self.operators.swiglu(self._by_blocks(x, self._gate_up, counts, row_multiple))
-        return self._by_blocks(inner, self._down, counts, row_multiple)
+            return self.operators.experts(x, counts, *self._matrices, row_multiple)
+        gate_up, down = self._matrices
+        inner = self.operators.swiglu(self._by_blocks(x, gate_up, counts, row_multiple))
+        return self._by_blocks(inner, down, counts, row_multiple)
 
     def _by_blocks(
         self, x: torch.Tensor, matrices: list[Matrix], counts: list[int] | torch.Tensor, row_multiple: int

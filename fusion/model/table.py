@@ -74,8 +74,9 @@ SWIGLU = SwiGLUNames()
 @dataclass(frozen=True)
 class LocalNames:
     """Names of local tensors, below the path of their layer where they belong to one. ``gate_up`` and ``down``: below
-    their SwiGLU; ``expert``: of an expert by its number in the model (``expert``) or on its rank (``slot``);
-    ``correction_elsewhere``: of the correction bias of a layer of another stage."""
+    their SwiGLU; ``expert``: of an expert by its number in the model (``expert``) or on its rank (``slot``); ``stack``:
+    of the stacks of a rank's experts; ``correction_elsewhere``: of the correction bias of a layer of another
+    stage."""
 
     embed: str = "embed"
     head: str = "lm_head"
@@ -104,6 +105,7 @@ class LocalNames:
     correction: str = "moe.correction"
     correction_elsewhere: str = "moe.correction"
     expert: str = "moe.experts.{expert}"
+    stack: str = "moe.experts"
     shared: str = "moe.shared"
     shared_gate: str = "moe.shared_gate"
 
@@ -128,10 +130,11 @@ def float32_params(config: ModelConfig) -> frozenset[str]:
 
 
 def local_params(
-    config: ModelConfig, parallel: Parallel, rank: int, max_numel: int | None = None
+    config: ModelConfig, parallel: Parallel, rank: int, max_numel: int | None = None, *, stacks: bool = False
 ) -> tuple[LocalParam, ...]:
-    """Return the local tensors of ``rank`` in the order of the forward pass, matrices cut to ``max_numel`` elements."""
-    table = (*Table(config, parallel, rank).params(), *predictor_params(config, parallel, rank))
+    """Return the local tensors of ``rank`` in the order of the forward pass, matrices cut to ``max_numel`` elements.
+    ``stacks``: matrices of experts are stacked, and not cut."""
+    table = (*Table(config, parallel, rank, stacks).params(), *predictor_params(config, parallel, rank))
     return table if max_numel is None else tuple(block for param in table for block in param.cut(max_numel))
 
 
@@ -150,8 +153,8 @@ class Table:
     cuts_qk_norm = True
     """Whether TP cuts the norm of a whole projection of queries or keys"""
 
-    def __init__(self, config: ModelConfig, parallel: Parallel, rank: int):
-        self.config, self.parallel, self.hidden = config, parallel, config.hidden_size
+    def __init__(self, config: ModelConfig, parallel: Parallel, rank: int, stacks: bool = False):
+        self.config, self.parallel, self.hidden, self.stacks = config, parallel, config.hidden_size, stacks
         self.hf_names = config.family_spec.names
         self.tp_rank, self.ep_rank = parallel.coordinate("tp", rank), parallel.coordinate("ep", rank)
         self.etp_rank, self.stage = parallel.coordinate("etp", rank), parallel.coordinate("pp", rank)
@@ -287,7 +290,8 @@ class Table:
         for slot, expert in enumerate(own):
             name, hf_name = self.names.expert.format(expert=expert, slot=slot), f"{hf}.{self.hf_names.experts}.{expert}"
             for matrix in self.swiglu(hf_name, f"{local}.{name}", share, self.hf_names.expert, expert=True):
-                yield replace(matrix, expert_index=expert)
+                stack = matrix.name.replace(f"{name}.", f"{self.names.stack}.") if self.stacks else None
+                yield replace(matrix, expert_index=expert, stack=stack)
 
     def correction(self, layer: LayerSpec, hf: str, name: str) -> Iterator[LocalParam]:
         """Yield the correction bias of a layer's router, which every rank holds, if it has one."""

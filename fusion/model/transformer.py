@@ -24,17 +24,16 @@ from fusion.model.attention import Attend, Attention, LatentAttention
 from fusion.model.bucket_plan import plan_units, unit_bytes
 from fusion.model.collectives import gather_rows, reduce_scatter_rows, shard_range
 from fusion.model.config import ModelConfig
-from fusion.model.formats import EMBEDDED, Format
+from fusion.model.formats import Format, embedded_format, local_table
 from fusion.model.head import Head
 from fusion.model.id_mask import IdMask
-from fusion.model.matrix import Weights, blocks_of, parameter
+from fusion.model.matrix import Weights, below, blocks_of, parameter
 from fusion.model.mesh import Mesh
 from fusion.model.mlp import MLP
 from fusion.model.moe import MoE
 from fusion.model.replay import Forced, Replay, Routed, routing_of
 from fusion.model.rotary import cosines_and_sines, inverse_frequencies
 from fusion.model.spec import Dense, GroupedQuery, Latent, LayerSpec, Sparse
-from fusion.model.table import local_params
 from fusion.model.weights import Buckets
 from fusion.npu import Device
 from fusion.npu.operators import BATCH_INVARIANT_ROWS, Plain, linear
@@ -50,8 +49,6 @@ class Transformer(nn.Module):
         share: weights of another model on this card; units that both hold are stored once, in ``share``.
         resident: False: hold no memory for the weights after construction.
     """
-
-    format: Format = EMBEDDED
 
     def __init__(
         self,
@@ -70,16 +67,19 @@ class Transformer(nn.Module):
         self.row_multiple = BATCH_INVARIANT_ROWS if batch_invariant else 1
         self.recompute = False
         self.bucket_bytes, max_bytes = bucket_bytes, unit_bytes(bucket_bytes)
-        self.table = local_params(config, mesh.parallel, mesh.rank, max_numel=max_bytes // dtype.itemsize)
+        self.format: Format = embedded_format(self.operators)
+        self.table = local_table(
+            self.format, config, mesh.parallel, mesh.rank, max_bytes=max_bytes, itemsize=dtype.itemsize
+        )
         plans = plan_units(self.table, dtype.itemsize, max_bytes)
         apart = [param for param in self.table if param.storage != "unit"]
         self.weights = Buckets(plans, device, dtype, owner="weights", share=share, resident=resident, apart=apart)
-        views = self.weights.views
+        views = self.weights.views | {stack: view for stack, (view,) in self.weights.stacks.items()}
         own_layers = mesh.parallel.layers(config.num_layers, mesh.pp_rank)
         self.layers = nn.ModuleDict()
         for index, i in enumerate(own_layers):
-            below = _below(f"layers.{i}.", views)
-            self.layers[str(i)] = Layer(config, config.layers[i], mesh, self.operators, index=index, weights=below)
+            own = below(f"layers.{i}.", views)
+            self.layers[str(i)] = Layer(config, config.layers[i], mesh, self.operators, index=index, weights=own)
         self._is_sparse = [isinstance(config.layers[i].mlp, Sparse) for i in own_layers]
         self.num_sparse_layers = sum(self._is_sparse)
         tied = config.tie_embeddings and not config.num_labels
@@ -203,20 +203,20 @@ class Layer(nn.Module):
         self.operators, self.eps = operators, config.rms_norm_eps
         self.is_sparse = isinstance(spec.mlp, Sparse)
         self.input_norm = nn.Parameter(weights["input_norm"])
-        below = _below("attention.", weights)
+        own = below("attention.", weights)
         self.attention: nn.Module
         match spec.attention:
             case GroupedQuery():
-                self.attention = Attention(spec.attention, mesh, operators, index=index, eps=self.eps, weights=below)
+                self.attention = Attention(spec.attention, mesh, operators, index=index, eps=self.eps, weights=own)
             case Latent():
-                self.attention = LatentAttention(spec.attention, mesh, operators, index=index, weights=below)
+                self.attention = LatentAttention(spec.attention, mesh, operators, index=index, weights=own)
         self.attention_norm = nn.Parameter(weights["attention_norm"]) if spec.sandwich else None
         self.post_norm = nn.Parameter(weights["post_norm"])
         match spec.mlp:
             case Sparse():
-                self.moe = MoE(spec.mlp, mesh, operators, _below("moe.", weights))
+                self.moe = MoE(spec.mlp, mesh, operators, below("moe.", weights))
             case Dense():
-                self.mlp = MLP(mesh, operators, _below("mlp.", weights))
+                self.mlp = MLP(mesh, operators, below("mlp.", weights))
         self.mlp_norm = nn.Parameter(weights["mlp_norm"]) if spec.sandwich else None
 
     def forward(
@@ -239,7 +239,3 @@ class Layer(nn.Module):
         else:
             y = self.mlp(normed, rows, row_multiple)
         return x + (y if self.mlp_norm is None else norm(y, self.mlp_norm, self.eps)), routed
-
-
-def _below(prefix: str, weights: Weights) -> Weights:
-    return {name[len(prefix) :]: view for name, view in weights.items() if name.startswith(prefix)}

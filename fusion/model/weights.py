@@ -42,6 +42,8 @@ class Buckets:
         """Index of a shared piece → its index in ``share``."""
         self.flats: list[torch.Tensor] = []
         self.views: dict[str, torch.Tensor] = {}
+        self.stacks: dict[str, list[torch.Tensor]] = {}
+        """Name of a stack → views [n, …] of all its matrices in order: one where a unit holds it"""
         self._holes: dict[int, list[torch.Tensor]] = {}
         with device.owner(owner):
             for i, plan in enumerate(plans):
@@ -51,11 +53,13 @@ class Buckets:
                     theirs = share.plans[self.shared[i]].entries
                     names = zip(plan.entries, theirs, strict=True)
                     self.views |= {param.name: share.views[other.name] for (param, _), (other, _) in names}
+                    self._view_stacks(i)
                     continue
                 flat = torch.zeros(plan.numel, dtype=dtype, device=device.torch_device)
                 self.flats.append(flat)
                 self.views |= plan.views(flat)
                 self._holes[i] = plan.holes(flat)
+                self._view_stacks(i)
                 if not resident:
                     flat.untyped_storage().resize_(0)
         self.apart = tuple(apart)
@@ -65,6 +69,11 @@ class Buckets:
         for param in self.apart:
             if param.storage == "host":
                 self.views[param.name] = torch.zeros(param.shape, dtype=torch.float32 if param.float32 else dtype)
+
+    def _view_stacks(self, index: int) -> None:
+        plan, flat = self.plans[index], self.flats[index]
+        for stack in plan.stacks:
+            self.stacks.setdefault(stack, []).extend(plan.runs(stack, flat))
 
     def __iter__(self) -> Iterator[tuple[BucketPlan, torch.Tensor]]:
         return zip(self.plans, self.flats, strict=True)

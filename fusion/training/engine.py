@@ -178,7 +178,7 @@ class EmbeddedTrainEngine:
         own = {name: parameter.data for name, parameter in self.model.named_parameters()}
         try:
             for name, parameter in self.model.named_parameters():
-                parameter.data = weights.views[name]
+                parameter.data = weights.stacks[name][0] if name in weights.stacks else weights.views[name]
             yield
         finally:
             for name, parameter in self.model.named_parameters():
@@ -246,14 +246,17 @@ class EmbeddedTrainEngine:
 
     def _collect_gradients(self) -> None:
         # Gradients are summed in fp32 whatever the weights' dtype; autograd's own tensor is freed once it is added.
-        views = self.optimizer.gradients.views
+        gradients = self.optimizer.gradients
+        runs = {name: [view] for name, view in gradients.views.items()} | gradients.stacks
         for name, param in self.model.named_parameters():
-            if name not in views:  # not trained
+            if name not in runs:  # not trained
                 continue
 
-            def add(param: torch.Tensor, gradient: torch.Tensor = views[name]) -> None:
+            def add(param: torch.Tensor, views: list[torch.Tensor] = runs[name]) -> None:
                 if param.grad is not None:  # an expert that no token chose has none
-                    gradient.add_(param.grad)
+                    parts = [param.grad] if len(views) == 1 else param.grad.split([len(view) for view in views])
+                    for view, part in zip(views, parts, strict=True):
+                        view.add_(part)
                     param.grad = None
 
             param.register_post_accumulate_grad_hook(add)

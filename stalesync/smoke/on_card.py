@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from fusion.ep_switch import Layout, Switcher, plan_switch, weights_checksum
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer
+from fusion.model.formats import embedded_format
 from fusion.npu import Device, open_device
 
 MIB = 1 << 20
@@ -156,7 +157,7 @@ def check_switch(device: Device) -> dict[str, Any]:
     shard = max(Layout(config, parallel, ranks).nbytes(place) for parallel in layouts_of(world) for place in ranks)
     sizes = [shard // BUCKETS_OF_A_SHARD] * 2 if world > 1 else [shard // 16, shard // 24]  # else all is shared
     layouts = [
-        Layout(config, parallel, ranks, bucket_bytes=nbytes)
+        Layout(config, parallel, ranks, bucket_bytes=nbytes, format=embedded_format(device.operators))
         for parallel, nbytes in zip(layouts_of(world), sizes, strict=True)
     ]
     train = _build(layouts[0], device)

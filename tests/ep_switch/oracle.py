@@ -15,7 +15,7 @@ import torch
 from fusion.ep_switch import Layout, Move, Place, Plan, Topology
 from fusion.ep_switch.topology import LEVELS
 from fusion.model import ModelConfig, Parallel, global_params
-from fusion.model.formats import EMBEDDED, MEGATRON, VLLM_ASCEND, VLLM_CPU, Format, megatron, vllm
+from fusion.model.formats import EMBEDDED, MEGATRON, STACKED, VLLM_ASCEND, VLLM_CPU, Format, megatron, vllm
 from tests.helpers import tiny_config
 
 Choose = Callable[[Sequence[Any]], Any]
@@ -41,7 +41,7 @@ def random_config(choose: Choose) -> ModelConfig:
 def random_layout(
     choose: Choose, config: ModelConfig, ranks: Sequence[int], bucket_bytes: int, format: Format = EMBEDDED
 ) -> Layout:
-    fitting = [grid for grid in grids(config, len(ranks)) if format == EMBEDDED or not MISFITS[format](config, grid)]
+    fitting = [grid for grid in grids(config, len(ranks)) if format not in MISFITS or not MISFITS[format](config, grid)]
     parallel = choose(fitting)
     engines = choose(range(1, len(ranks) // parallel.world + 1))
     left, taken = list(ranks), []
@@ -95,6 +95,16 @@ def random_switch_of_formats(choose: Choose, most_ranks: int = 4) -> tuple[Layou
     config, bucket_bytes = random_config(choose), choose(BUCKETS)
     config = replace(config, vocab_size=choose((config.vocab_size, 80)))
     formats = [choose((EMBEDDED, *MISFITS)), choose([*MISFITS])]
+    if choose((True, False)):
+        formats.reverse()
+    layouts = [random_layout(choose, config, range(most_ranks), bucket_bytes, format) for format in formats]
+    return *layouts, bucket_bytes, random_topology(choose), choose((False, False, False, True))
+
+
+def random_switch_of_stacks(choose: Choose, most_ranks: int = 6) -> tuple[Layout, Layout, int, Topology, bool]:
+    """Where a card stacks the matrices of its experts at both ends, or another program has other units."""
+    config, bucket_bytes = random_config(choose), choose(BUCKETS)
+    formats = [STACKED, choose((STACKED, STACKED, MEGATRON, VLLM_ASCEND))]
     if choose((True, False)):
         formats.reverse()
     layouts = [random_layout(choose, config, range(most_ranks), bucket_bytes, format) for format in formats]

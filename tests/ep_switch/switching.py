@@ -10,7 +10,10 @@ import torch.distributed as dist
 from fusion.ep_switch import Layout, Plan, Switcher, SwitchReport
 from fusion.ep_switch.exchange import Kind
 from fusion.model import Buckets, Mesh, ModelConfig, Parallel, Transformer
+from fusion.model.formats import EMBEDDED, STACKED, Format
 from fusion.npu import Device
+from fusion.npu.operators import operators_of
+from tests.stacked import Stacked
 
 BUCKET = 1 << 14
 
@@ -22,9 +25,10 @@ class End:
     parallel: Parallel
     ranks: tuple[int, ...] = (0, 1, 2, 3)
     dtype: torch.dtype = torch.float32
+    format: Format = EMBEDDED
 
     def layout(self, config: ModelConfig) -> Layout:
-        return Layout(config, self.parallel, self.ranks, self.dtype, BUCKET)
+        return Layout(config, self.parallel, self.ranks, self.dtype, BUCKET, self.format)
 
 
 def build(layout: Layout, device: Device, share: Buckets | None = None, resident: bool = True) -> Transformer | None:
@@ -37,6 +41,7 @@ def build(layout: Layout, device: Device, share: Buckets | None = None, resident
             mine = mesh
     if mine is None:
         return None
+    device.operators = Stacked() if layout.format == STACKED else operators_of(device.kind)
     return Transformer(
         layout.config,
         mine,

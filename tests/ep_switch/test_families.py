@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from fusion.ep_switch import Switcher, Topology, plan_switch
 from fusion.model import ModelConfig, Parallel
-from fusion.model.formats import EMBEDDED, MEGATRON
+from fusion.model.formats import EMBEDDED, MEGATRON, STACKED
 from tests.ep_switch.oracle import BUCKETS, check_contents, random_layout
 from tests.ep_switch.switching import BUCKET, End, assert_filled, build_pair, execute
 from tests.families import KINDS, family_config, random_fields
@@ -68,6 +69,7 @@ CASES = [
     ("qwen2_moe", End(Parallel(4, tp=2, etp=2, ep=2)), INFER),
     ("deepseek_v3", End(Parallel(4, tp=2, ep=2, pp=2)), End(Parallel(4, tp=4, ep=4))),
     ("pangu_ultra_moe", End(Parallel(4, tp=2, ep=2)), INFER),
+    ("qwen3_moe", replace(TRAIN, format=STACKED), replace(INFER, format=STACKED)),
 ]
 EXTENDED = [
     ("olmoe", TRAIN, End(Parallel(4, tp=4, ep=2))),

@@ -22,6 +22,7 @@ from tests.ep_switch.oracle import (
     check_traffic,
     random_switch,
     random_switch_of_formats,
+    random_switch_of_stacks,
     sent_bytes,
     view,
 )
@@ -59,6 +60,12 @@ def switches_of_formats(draw: st.DrawFn):
 @given(switches_of_formats())
 def test_invariants_between_formats(case):
     check(case)
+
+
+@settings(max_examples=30)
+@given(st.data())
+def test_invariants_between_stacks_of_experts(data):
+    check(random_switch_of_stacks(lambda options: data.draw(st.sampled_from(list(options)))))
 
 
 @pytest.mark.slow
@@ -107,10 +114,13 @@ def largest_external(layout: Layout, rank: int) -> int:
     if layout.format == EMBEDDED or rank not in layout.ranks:
         return 0
     sizes: dict[object, int] = defaultdict(int)
+    whole: dict[tuple[int | None, str, bool], int] = defaultdict(int)
     for param in (param for unit in layout.units(rank) for param, _ in unit.entries):
-        size = param.numel * layout.dtype.itemsize
+        stacked = param.stack is not None or "routed_experts" in param.name
+        whole[param.layer, param.stack or param.name, stacked] += param.numel * layout.dtype.itemsize
+    for (layer, name, stacked), size in whole.items():
         if size > unit_bytes(layout.bucket_bytes):
-            sizes[param.layer if "routed_experts" in param.name else param.name] += size
+            sizes[layer if stacked else name] += size
     return max(sizes.values(), default=0)
 
 

@@ -122,6 +122,19 @@ def test_a_layout_trains_as_one_rank_does(checkpoints, setting, layout):
         assert difference.norm() <= 5e-4 * (tensor - before[name]).norm(), name
 
 
+@pytest.mark.parametrize(
+    "layout", [Parallel(2, ep=2), pytest.param(Parallel(4, tp=2, ep=2, pp=2), marks=pytest.mark.extended)]
+)
+@pytest.mark.parametrize("bucket_bytes", [70_000, 1 << 20])
+def test_stacks_of_experts_train_to_the_bit_as_single_ones_do(checkpoints, layout, bucket_bytes):
+    """Also where a stack's gradients lie in several buckets."""
+    setting = {"training": {"clip_grad": 0.1, "token_budget": 60}, "steps": 2}
+    case = Case(checkpoints["untied-uneven-stages-small-buckets"], layout, bucket_bytes=bucket_bytes, **setting)
+    single, stacked = (run_ranks(train, layout.world, case._replace(stacked=stacked))[0] for stacked in (False, True))
+    assert single["steps"] == stacked["steps"]
+    assert all(torch.equal(tensor, stacked["weights"][name]) for name, tensor in single["weights"].items())
+
+
 def poisoned(rank, device, case):
     """What each rank reports of an update with a sample whose loss is beyond float32, and whether anything changed."""
     engine = make_engine(case, device)

@@ -20,7 +20,8 @@ from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.weights.masters import choose_hosted
 from fusion.ep_switch import Layout, Plan, Topology, plan_switch
 from fusion.model import ModelConfig
-from fusion.model.formats import engine_format
+from fusion.model.formats import engine_format, train_format
+from fusion.npu.operators import operators_of
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Route:
 
 def plan_route(spec: WorkerSpec, config: ModelConfig, engines: Sequence[int]) -> Route:
     """Return the route to the engines of these numbers; the same on every rank."""
+    operators = operators_of(spec.device.kind)
     deployment, dtype, bucket_bytes = spec.deployment, spec.model.torch_dtype, spec.fusion.bucket_bytes
     generating = tuple(rank for number in engines for rank in spec.engines[number])
     shared = tuple(rank for rank in generating if rank in deployment.train)
@@ -60,7 +62,7 @@ def plan_route(spec: WorkerSpec, config: ModelConfig, engines: Sequence[int]) ->
             ranks,
             dtype=dtype,
             bucket_bytes=bucket_bytes,
-            format=engine_format(spec.rollout.backend, spec.device.kind),
+            format=engine_format(spec.rollout.backend, spec.device.kind, operators),
         )
 
     train = Layout(
@@ -69,7 +71,7 @@ def plan_route(spec: WorkerSpec, config: ModelConfig, engines: Sequence[int]) ->
         deployment.train,
         dtype=dtype,
         bucket_bytes=bucket_bytes,
-        format=spec.training.backend,  # type: ignore[arg-type]
+        format=train_format(spec.training.backend, operators),
     )
     to_infer = plan_switch(train, inference(generating), bucket_bytes, topology=spec.topology, keep=not shared)
     to_train = None

@@ -56,7 +56,7 @@ class VllmModel:
     ):
         assert not batch_invariant, "check_vllm refuses it"
         self.config, self.mesh, self.device, self.bucket_bytes = config, mesh, device, bucket_bytes
-        self.format: Format = engine_format("vllm", device.kind)
+        self.format: Format = engine_format("vllm", device.kind, device.operators)
         if isinstance(config.attention, Latent) and self.format != VLLM_CPU:
             raise ValueError(
                 "rollout.backend=vllm: with latent attention vLLM computes from products of kv_b_proj, which a switch "

@@ -111,8 +111,8 @@ class Cpu(Plain):
         self,
         x: torch.Tensor,
         counts: list[int] | torch.Tensor,
-        gate_up: Sequence[torch.Tensor],
-        down: Sequence[torch.Tensor],
+        gate_up: Sequence[torch.Tensor] | torch.Tensor,
+        down: Sequence[torch.Tensor] | torch.Tensor,
         row_multiple: int = 1,
     ) -> torch.Tensor:
         if not isinstance(counts, torch.Tensor) or (fused := self._fused_for(x)) is None:

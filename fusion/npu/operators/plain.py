@@ -54,6 +54,8 @@ class Plain:
     name = "plain"
     needs_block_rows = False
     """Whether `paged_attention` reads ``PagedRows.blocks_RB``"""
+    stacks_experts = False
+    """Whether grouped products take the stack [E, O, D] of all experts' matrices, which is then stored as one"""
 
     # Norms and positions
 
@@ -145,7 +147,7 @@ class Plain:
     def grouped_linear(
         self,
         x_ND: torch.Tensor,
-        weights: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor] | torch.Tensor,
         counts: list[int] | torch.Tensor,
         row_multiple: int = 1,
     ) -> torch.Tensor:
@@ -153,6 +155,8 @@ class Plain:
         on the card are copied to the host, unless the table `takes_counts`."""
         if isinstance(counts, torch.Tensor):
             counts = counts.tolist()
+        if isinstance(weights, torch.Tensor):
+            weights = weights.unbind()
         assert len(counts) == len(weights) and sum(counts) == x_ND.shape[0]
         if not torch.is_grad_enabled():
             return _grouped(x_ND, counts, row_multiple, weights)
@@ -162,12 +166,12 @@ class Plain:
         self,
         x: torch.Tensor,
         counts: list[int] | torch.Tensor,
-        gate_up: Sequence[torch.Tensor],
-        down: Sequence[torch.Tensor],
+        gate_up: Sequence[torch.Tensor] | torch.Tensor,
+        down: Sequence[torch.Tensor] | torch.Tensor,
         row_multiple: int = 1,
     ) -> torch.Tensor:
-        """Return the SwiGLU of each expert, with matrices ``gate_up[e]`` [2 * I, D] and ``down[e]`` [D, I], on its rows
-        of x, which are sorted by expert."""
+        """Return the SwiGLU of each expert, with matrices ``gate_up[e]`` [2 * I, D] and ``down[e]`` [D, I], each a
+        list or a stack, on its rows of x, which are sorted by expert."""
         inner = self.swiglu(self.grouped_linear(x, gate_up, counts, row_multiple))
         return self.grouped_linear(inner, down, counts, row_multiple)
 
