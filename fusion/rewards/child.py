@@ -18,6 +18,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any
 
 from fusion.rewards.keeper import children, end_descendants, run_kept
@@ -103,27 +104,20 @@ def load(kind: str, target: str | None) -> LoadedReward:
     Raises:
         ValueError: the user's function or a required package cannot be loaded (names the config key).
     """
+    assert target is not None
     if kind == "custom":
         from fusion.rewards.user import load_user_function
 
-        assert target is not None
         return load_user_function(target)
     if kind == "format":
         from fusion.rewards.format import format_rule
 
-        assert target is not None
         return LoadedReward(without_fields(format_rule(target)))
-    if kind == "math":
-        try:
-            import math_verify  # noqa: F401  (imported now, so that the time does not count against a sample's limit)
-        except ImportError as error:
-            raise ValueError(f"reward.name='math' needs the package math-verify: {error}") from error
-        from fusion.rewards.math import math_answer
-
-        return LoadedReward(without_fields(math_answer))
-    from fusion.rewards.arithmetic import arithmetic
-
-    return LoadedReward(without_fields(arithmetic))
+    module, _, name = target.partition(":")
+    try:
+        return LoadedReward(without_fields(getattr(import_module(module), name)))
+    except ImportError as error:
+        raise ValueError(f"reward.name={kind!r} needs a package that is not installed: {error}") from error
 
 
 def without_fields(function: Callable[..., float]) -> Callable[..., float]:

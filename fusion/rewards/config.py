@@ -10,7 +10,11 @@ from fusion.rewards.terms import TermSpec
 from fusion.telemetry.keys import key
 from fusion.telemetry.validation import Checks, Group
 
-BUILT_IN = ("arithmetic", "math")
+BUILT_IN = {
+    "arithmetic": "fusion.rewards.arithmetic:arithmetic",
+    "math": "fusion.rewards.math:math_answer",
+}
+"""Module and function of each rule"""
 MIN_MEMORY_MIB = 128
 """An interpreter with the packages of a simple reward needs about as much."""
 
@@ -18,7 +22,7 @@ MIN_MEMORY_MIB = 128
 @dataclass(frozen=True)
 class RewardSpec:
     """What the processes of a pool compute. ``kind``: `arithmetic`, `math`, `custom` or `format`; ``target``: of
-    `custom` the `file.py:function`, of `format` the pattern; ``label``: in messages."""
+    `custom` the `file.py:function`, of `format` the pattern, of a rule that in BUILT_IN; ``label``: in messages."""
 
     kind: str
     target: str | None
@@ -79,7 +83,8 @@ class RewardConfig(Group):
     def spec(self) -> RewardSpec:
         """What processes compute for the reward itself, without its terms."""
         path = self.path if self.kind == "custom" else None
-        return RewardSpec(self.kind, path, f"reward.path={path!r}" if path else f"reward.name={self.name!r}")
+        label = f"reward.path={path!r}" if path else f"reward.name={self.name!r}"
+        return RewardSpec(self.kind, path or BUILT_IN.get(self.kind), label)
 
     def of(self, reward: str) -> RewardConfig:
         """Return the config of another reward, a rule or `file.py:function`, with the same limits and no terms."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from math_verify import parse, verify
+
 from fusion.rewards.answers import equal_as_text, final_part, is_damaged, is_prose
 
 
@@ -20,8 +22,6 @@ def math_answer(prompt: str, response: str, answer: str, **fields: object) -> fl
         ValueError: `answer` is empty.
         Exception: math-verify failed to parse or compare; the sample is then not scored.
     """
-    from math_verify import parse, verify
-
     # With its time limits disabled, the library warns once per process.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     predicted = final_part(response)
@@ -33,12 +33,12 @@ def math_answer(prompt: str, response: str, answer: str, **fields: object) -> fl
         return 1.0
     if is_prose(answer):
         return 0.0
-    gold = _parse_gold(answer, parse)
+    gold = _parse_gold(answer)
     parsed = parse(predicted, parsing_timeout=None, raise_on_error=True)
     return float(verify(gold, parsed, timeout_seconds=None, raise_on_error=True))
 
 
-def _parse_gold(answer: str, parse) -> list:
+def _parse_gold(answer: str) -> list:
     """Parse a reference answer; return [] if it has nothing that can be parsed, which nothing equals as mathematics."""
     text = final_part(answer).replace("\\$", "")
     # Bare LaTeX such as (1,2) or x+1 is only parsed as a whole inside a formula.

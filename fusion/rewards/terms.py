@@ -9,7 +9,6 @@ and only if a part failed, with the error of the first, and its detail names tha
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from fusion.rewards.outcome import RewardOutcome, RewardSample, usable
-from fusion.telemetry.validation import Checks
+from fusion.telemetry.validation import Checks, fields_of
 
 if TYPE_CHECKING:
     from fusion.rewards.config import RewardConfig, RewardSpec
@@ -59,15 +58,7 @@ class TermSpec:
         Raises:
             ValueError: it is not accepted; names the key.
         """
-        fields: Mapping[str, Any] = {"reward": entry} if isinstance(entry, str) else entry
-        known = [item.name for item in dataclasses.fields(cls)]
-        if not isinstance(fields, Mapping) or not isinstance(fields.get("reward"), str):
-            raise ValueError(f"{key}={entry!r}: expected a reward, or reward and other fields of {', '.join(known)}")
-        for field in fields:
-            if field not in known:
-                similar = difflib.get_close_matches(str(field), known, n=1)
-                hint = f"; did you mean {similar[0]!r}?" if similar else ""
-                raise ValueError(f"{key}: unknown field {field!r}, expected some of {', '.join(known)}{hint}")
+        fields = fields_of(entry, [item.name for item in dataclasses.fields(cls)], key)
         spec = cls(**{"name": fields["reward"].rpartition(":")[2], **fields})
         spec.validate(key, built_in)
         return spec

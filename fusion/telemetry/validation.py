@@ -15,9 +15,10 @@ own).
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, NamedTuple, get_args, get_type_hints
 
@@ -143,6 +144,25 @@ class Group:
 
     def check(self, check: Checks) -> None:
         """Check what the fields cannot state."""
+
+
+def fields_of(entry: Any, known: Sequence[str], key: str) -> Mapping[str, Any]:
+    """Return the fields of an entry of a list: a mapping, or a text, which is the first of ``known``; a mapping needs
+    only that one.
+
+    Raises:
+        ValueError: it is neither, or has an unknown field; names ``key``, such as `eval.files[0]`.
+    """
+    first = known[0]
+    found = {first: entry} if isinstance(entry, str) else entry
+    if not isinstance(found, Mapping) or not isinstance(found.get(first), str):
+        raise ValueError(f"{key}={entry!r}: expected a {first}, or {first} and other fields of {', '.join(known[1:])}")
+    for name in found:
+        if name not in known:
+            similar = difflib.get_close_matches(str(name), known, n=1)
+            hint = f"; did you mean {similar[0]!r}?" if similar else ""
+            raise ValueError(f"{key}: unknown field {name!r}, expected some of {', '.join(known)}{hint}")
+    return found
 
 
 def is_finite(value: Any) -> bool:

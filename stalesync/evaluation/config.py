@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePath
 from typing import Any
@@ -15,7 +14,7 @@ from fusion.inference.request import SamplingParams
 from fusion.inference.validation import check_sampling
 from fusion.rewards.config import BUILT_IN, split_path
 from fusion.telemetry.keys import key
-from fusion.telemetry.validation import Checks, Group
+from fusion.telemetry.validation import Checks, Group, fields_of
 from stalesync.evaluation.names import Goal, goals
 from stalesync.prompts.config import SUFFIXES
 
@@ -30,8 +29,8 @@ class EvalFileSpec:
     """A file of `eval.files`, checked. ``reward``: `arithmetic`, `math` or `file.py:function`; None: the run's own;
     ``rows``: how many of its first rows are used; None: all."""
 
-    name: str
     path: str
+    name: str
     reward: str | None = None
     prompt_field: str | None = None
     answer_field: str | None = None
@@ -47,18 +46,8 @@ class EvalFileSpec:
         Raises:
             ValueError: it is not accepted; names the key.
         """
-        fields: Mapping[str, Any] = {"path": entry} if isinstance(entry, str) else entry
-        known = [item.name for item in dataclasses.fields(cls)]
-        if not isinstance(fields, Mapping) or "path" not in fields:
-            raise ValueError(f"{key}={entry!r}: expected a path, or path and other fields of {', '.join(known)}")
-        for name in fields:
-            if name not in known:
-                similar = difflib.get_close_matches(str(name), known, n=1)
-                hint = f"; did you mean {similar[0]!r}?" if similar else ""
-                raise ValueError(f"{key}: unknown field {name!r}, expected some of {', '.join(known)}{hint}")
-        path = fields["path"]
-        default = PurePath(path).stem if isinstance(path, str) else ""
-        spec = cls(**{"name": default, **fields})
+        fields = fields_of(entry, [item.name for item in dataclasses.fields(cls)], key)
+        spec = cls(**{"name": PurePath(fields["path"]).stem, **fields})
         spec.validate(key)
         return spec
 
@@ -69,8 +58,7 @@ class EvalFileSpec:
             ValueError: a field that is not accepted, by key.
         """
         check = Checks(key, self)
-        is_file = isinstance(self.path, str) and self.path.endswith(SUFFIXES)
-        check.that("path", is_file, f"a path ending in {' or '.join(SUFFIXES)}")
+        check.that("path", self.path.endswith(SUFFIXES), f"a path ending in {' or '.join(SUFFIXES)}")
         named = isinstance(self.name, str) and bool(NAME.fullmatch(self.name))
         check.that("name", named, "letters, digits, and . _ - behind the first of them")
         check.that("name", self.name != HELD_OUT, f"another name: {HELD_OUT} are the held-out prompts of data.source")

@@ -270,6 +270,7 @@ class Config:
             self.score_layout(model, self.deployment.reference)
         if self.reward.model:
             self._check_reward_model(self.reward.model)
+        self.check_minibatches()
         self._check_batches(model)
         self.eval.check_best(self.run.eval_prompts > 0)
         self.eval.check_answers(self.rollout, self.data.max_prompt_length, max_positions=model.max_positions)
@@ -337,10 +338,18 @@ class Config:
             subset = f"; {world} of them in fusion.deployment={self.fusion.deployment}" if world < npus else ""
             raise ValueError(f"{key}: {error} (cluster.npus={npus}{subset})") from None
 
-    def _check_batches(self, model: ModelConfig) -> None:
-        prompts, minibatches, group = self.data.prompts_per_step, self.algorithm.minibatches, self.algorithm.group_size
+    def check_minibatches(self) -> None:
+        """Check that a step's prompts can be divided into minibatches.
+
+        Raises:
+            ValueError: they cannot.
+        """
+        prompts, minibatches = self.data.prompts_per_step, self.algorithm.minibatches
         if prompts % minibatches:
             raise ValueError(f"algorithm.minibatches={minibatches} does not divide data.prompts_per_step={prompts}")
+
+    def _check_batches(self, model: ModelConfig) -> None:
+        prompts, minibatches, group = self.data.prompts_per_step, self.algorithm.minibatches, self.algorithm.group_size
         samples, replicas = prompts // minibatches * group, self.train_layout.dp
         if samples < replicas:
             raise ValueError(

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import random
 
-from stalesync.prompts.rows import Row
+from stalesync.prompts.config import DataConfig
+from stalesync.prompts.rows import Row, Rows
 
 
-class AdditionRows:
+class AdditionRows(Rows):
     """All 100 problems. There are too few to hold some out: evaluation uses the same problems."""
 
     indices = range(100)
     fields = frozenset({"solution"})
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, config: DataConfig, seed: int) -> None:
         self._seed = seed
 
     def row(self, index: int) -> Row:
@@ -22,6 +23,9 @@ class AdditionRows:
 
     def name(self, index: int) -> str:
         return f"data.source='addition' problem {index}"
+
+    def longest(self) -> list[tuple[str, Row]]:
+        return [(self.name(index), self.row(index)) for index in self.indices]
 
     def evaluation(self, count: int) -> list[Row]:
         rng = random.Random(f"{self._seed}-addition-evaluation")

@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from fusion.telemetry.classes import OWN_CLASS
 from fusion.telemetry.keys import key
 from fusion.telemetry.validation import Checks, Group
 from stalesync.prompts.tokenizer import PLACES
 
-GENERATORS = ("addition", "worked_arithmetic")
+GENERATORS = {
+    "addition": "stalesync.prompts.addition:AdditionRows",
+    "worked_arithmetic": "stalesync.prompts.worked:WorkedRows",
+}
+"""Module and class of each generator of prompts"""
 SUFFIXES = (".jsonl", ".json", ".parquet")
 MAX_TERMS = 4
 WORKED = {"source": ("worked_arithmetic",)}
@@ -23,7 +28,7 @@ class DataConfig(Group):
 
     source: str = ""
     """Required: a .jsonl, .json (an array of rows) or .parquet file, or a generator: `addition` (one-digit sums) or
-    `worked_arithmetic` (long answers with their working)."""
+    `worked_arithmetic` (long answers with their working), or your own as `module:Class` (docs/data.md)."""
 
     prompt_field: str = "prompt"
     """Field of the file with the prompt: a text, or a list of chat messages (`role` and `content`, or `from` and
@@ -74,15 +79,16 @@ class DataConfig(Group):
     """`worked_arithmetic`: maximum number of terms in a sum; the minimum is 2."""
 
     def check_source(self) -> None:
-        """Check that the source is a generator or may be a file.
+        """Check that the source may be a generator or a file.
 
         Raises:
             ValueError: it is neither, or not stated.
         """
-        known = self.source in GENERATORS or self.source.endswith(SUFFIXES)
+        generates = self.source in GENERATORS or OWN_CLASS.fullmatch(self.source) is not None
         paths = "a path ending in " + " or ".join(SUFFIXES)
         groups = "(data=file data.source=FILE, data=addition or data=worked)"
-        Checks("data", self).that("source", known, ", ".join((*GENERATORS, f"{paths} {groups}")))
+        known = generates or self.source.endswith(SUFFIXES)
+        Checks("data", self).that("source", known, ", ".join((*GENERATORS, f"{paths} {groups}", "module:Class")))
 
     def check(self, check: Checks) -> None:
         if self.source:  # `Config.validate` requires it; a simulation needs none

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from stalesync.prompts.chats import normalize_chat
 from stalesync.prompts.config import DataConfig
 from stalesync.prompts.json_rows import JsonRows, path_of, value_at
-from stalesync.prompts.rows import Row
+from stalesync.prompts.rows import Row, Rows
 
 log = logging.getLogger(__name__)
 
@@ -37,18 +37,12 @@ class Table(Protocol):
     def __getitem__(self, index: int) -> dict[str, Any]: ...
 
 
-class FileRows:
+class FileRows(Rows):
     """Holds the rows of `data.source` that can be used.
 
     Args:
         check: returns for each of some rows the number of tokens of its prompt, or why the row cannot be used.
         held_out: number of rows (at most a tenth), chosen by the seed, that are used only for evaluation.
-
-    Attributes:
-        usable, lengths: the indices of the rows that can be used, and the number of tokens of their prompts.
-        num_bad: number of rows that cannot be used; they are skipped.
-        fields: names of the fields that every row has.
-        digest: of the file's content.
 
     Raises:
         ValueError: the file does not exist, cannot be read, is empty, or lacks a field; or, with `data.bad_rows`
@@ -66,7 +60,7 @@ class FileRows:
         chosen = random.Random(f"{seed}-file-evaluation").sample(range(len(usable)), kept)
         self._held_out = [usable[position] for position in chosen]
         excluded = set(self._held_out)
-        self.indices: Sequence[int] = [index for index in usable if index not in excluded] if kept else usable
+        self.indices = [index for index in usable if index not in excluded] if kept else usable
 
     def row(self, index: int) -> Row:
         try:
@@ -76,6 +70,9 @@ class FileRows:
 
     def name(self, index: int) -> str:
         return f"data.source={self._config.source!r} row {index} (counted from 0)"
+
+    def longest(self) -> list[tuple[str, Row]]:
+        return []  # `lengths` has all of them
 
     def evaluation(self, count: int) -> list[Row]:
         return [self.row(index) for index in self._held_out[:count]]

@@ -1,10 +1,10 @@
-"""Defines what a source of prompts provides: rows by index."""
+"""Define what a source of prompts provides: rows by index."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -38,25 +38,36 @@ class RowCounts:
         return f"{self.read:,} rows read{left_out}, {self.evaluated:,} evaluated"
 
 
-class Rows(Protocol):
-    """Rows by index. Invariant: a row depends only on its index and on the arguments the object was created with.
+class Rows:
+    """Rows by index, of a file or a generator. Invariant: a row depends only on its index and on the arguments that the
+    object was created with; those of a generator are the config group `data` and the seed.
 
-    ``fields``: names of the fields that every row has.
+    Attributes:
+        fields: names of the fields that every row has.
+        indices: the rows to train on; None: every natural number is a row.
+        digest: of a file's content; None: it is a generator.
+        num_bad: number of rows of a file that cannot be used.
+        usable, lengths: of a file, the indices of the rows that can be used, and the number of tokens of their prompts.
     """
 
-    fields: frozenset[str]
+    fields: frozenset[str] = frozenset()
+    indices: Sequence[int] | None = None
+    digest: str | None = None
+    num_bad = 0
+    usable: Sequence[int] = ()
+    lengths: Sequence[int] = ()
 
-    @property
-    def indices(self) -> Sequence[int] | None:
-        """The rows to train on; None where every natural number is a row."""
-        ...
-
-    def row(self, index: int) -> Row: ...
+    def row(self, index: int) -> Row:
+        raise NotImplementedError
 
     def name(self, index: int) -> str:
         """Return the name of a row for error messages."""
-        ...
+        raise NotImplementedError
 
     def evaluation(self, count: int) -> list[Row]:
         """Return up to `count` held-out rows, the same on every call."""
-        ...
+        raise NotImplementedError
+
+    def longest(self) -> Sequence[tuple[str, Row]]:
+        """Return rows of a generator, by name, such that no row has a longer prompt than all of them."""
+        raise NotImplementedError

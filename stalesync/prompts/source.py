@@ -16,12 +16,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from fusion.rewards import ReferenceAnswer, RewardSample
-from stalesync.prompts.addition import AdditionRows
-from stalesync.prompts.config import DataConfig
+from fusion.telemetry.classes import find_class
+from stalesync.prompts.config import GENERATORS, SUFFIXES, DataConfig
 from stalesync.prompts.files import FileRows
 from stalesync.prompts.rows import Row, RowCounts, Rows
 from stalesync.prompts.template import ChatTemplate, EndlessTemplate
-from stalesync.prompts.worked import WorkedRows
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ class PromptSource:
     @property
     def num_bad_rows(self) -> int:
         """Number of rows of the file that cannot be used and are skipped."""
-        return self._rows.num_bad if isinstance(self._rows, FileRows) else 0
+        return self._rows.num_bad
 
     def next(self, n: int | None = None) -> list[Prompt]:
         """Return the next `n` prompts (default: `data.prompts_per_step`), without those that are skipped as too
@@ -130,7 +129,7 @@ class PromptSource:
     def num_too_long(self) -> int:
         """Number of rows of the file whose prompts are skipped as too long."""
         limit = self._config.max_prompt_length
-        return sum(length > limit for length in self._rows.lengths) if isinstance(self._rows, FileRows) else 0
+        return sum(length > limit for length in self._rows.lengths)
 
     def _spread(self, count: int) -> Sequence[int]:
         indices = range(count) if self._indices is None else self._indices
@@ -201,7 +200,7 @@ class PromptSource:
     @property
     def digest(self) -> str | None:
         """Digest of the file's content; None: it is a generator."""
-        return self._rows.digest if isinstance(self._rows, FileRows) else None
+        return self._rows.digest
 
     @property
     def num_rows(self) -> int | None:
@@ -293,14 +292,10 @@ class PromptSource:
         return len(ids)
 
     def _open_rows(self, held_out: int) -> Rows:
-        config, seed = self._config, self._seed
-        if config.source == "addition":
-            return AdditionRows(seed)
-        if config.source == "worked_arithmetic":
-            return WorkedRows(
-                seed, min_digits=config.min_digits, max_digits=config.max_digits, max_terms=config.max_terms
-            )
-        return FileRows(config, seed, self._check, held_out)
+        config, source = self._config, self._config.source
+        if source.endswith(SUFFIXES):
+            return FileRows(config, self._seed, self._check, held_out)
+        return find_class(source, GENERATORS, key=f"data.source={source}", base=Rows)(config, self._seed)
 
     def _refuse_long(self) -> None:
         limit = self._config.max_prompt_length
@@ -312,17 +307,11 @@ class PromptSource:
                 )
 
     def _lengths(self) -> Iterator[tuple[str, int]]:
-        """Yield every prompt's name and number of tokens; of an endless source, only the longest's."""
-        rows = self._rows
-        if isinstance(rows, FileRows):
-            yield from ((rows.name(index), length) for index, length in zip(rows.usable, rows.lengths, strict=True))
-        elif isinstance(rows, WorkedRows):
-            (longest,) = self._encode([""], [rows.longest()])
-            yield "the longest problem of data.source='worked_arithmetic'", len(longest.ids)
-        else:
-            assert rows.indices is not None
-            prompts = self._prompts([(rows.name(index), index) for index in rows.indices])
-            yield from ((prompt.id, len(prompt.ids)) for prompt in prompts)
+        """Yield name and number of tokens of every prompt of a file, and of the longest of a generator."""
+        rows, longest = self._rows, self._rows.longest()
+        yield from ((rows.name(index), length) for index, length in zip(rows.usable, rows.lengths, strict=True))
+        prompts = self._encode([name for name, _ in longest], [row for _, row in longest])
+        yield from ((prompt.id, len(prompt.ids)) for prompt in prompts)
 
 
 def solution_ids(prompt: Prompt, tokenizer: Any) -> tuple[int, ...]:

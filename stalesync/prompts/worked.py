@@ -26,7 +26,8 @@ import random
 import zlib
 from collections.abc import Sequence
 
-from stalesync.prompts.rows import Row
+from stalesync.prompts.config import DataConfig
+from stalesync.prompts.rows import Row, Rows
 from stalesync.prompts.tokenizer import PLACES
 
 MARKER = "#"
@@ -56,17 +57,16 @@ def _with_places(digits: Sequence[int]) -> str:
     return "".join(f"{PLACES[i]}{digits[i]}" for i in reversed(range(len(digits))))
 
 
-class WorkedRows:
+class WorkedRows(Rows):
     """An endless source of problems of `min_digits` to `max_digits` digits and 2 to `max_terms` numbers, both drawn
     uniformly."""
 
-    indices = None
     fields = frozenset({"solution", "digits", "terms"})
 
-    def __init__(self, seed: int, *, min_digits: int, max_digits: int, max_terms: int) -> None:
+    def __init__(self, config: DataConfig, seed: int) -> None:
         self._seed = seed
-        self._digits = (min_digits, max_digits)
-        self._terms = (2, max_terms)
+        self._digits = (config.min_digits, config.max_digits)
+        self._terms = (2, config.max_terms)
 
     def row(self, index: int) -> Row:
         return self._draw(f"{self._seed}-worked-{index}", held_out=False)
@@ -77,9 +77,9 @@ class WorkedRows:
     def evaluation(self, count: int) -> list[Row]:
         return [self._draw(f"{self._seed}-worked-evaluation-{index}", held_out=True) for index in range(count)]
 
-    def longest(self) -> Row:
-        """Return a problem with the longest prompt and answer."""
-        return worked_problem([10 ** self._digits[1] - 1] * self._terms[1])
+    def longest(self) -> list[tuple[str, Row]]:
+        problem = worked_problem([10 ** self._digits[1] - 1] * self._terms[1])
+        return [("the longest problem of data.source='worked_arithmetic'", problem)]
 
     def _draw(self, key: str, held_out: bool) -> Row:
         rng = random.Random(key)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fusion.colocate.config import DEPLOYMENTS
 from fusion.npu.config import DeviceConfig
-from stalesync.job.config import Config
+from fusion.telemetry.validation import Checks
 from stalesync.job.job_arguments import (
     JobArguments,
     cluster_of,
@@ -94,7 +94,8 @@ def scenario_of(parsed: JobArguments, recipes: Path) -> Scenario:
     config, notes = job_config(parsed, conf, command="simulate", defaults=DEFAULTS)
     config.device = DeviceConfig("emulated", pace=options.get("model", options.get("model.path")), pace_tokens=1)
     config.cluster.npus, config.cluster.hardware = npus, hardware.name
-    _check_batch(config)
+    config.check_minibatches()
+    Checks("stalesync", config.stalesync).declared()
     return Scenario(
         preset.shape,
         hardware,
@@ -104,18 +105,6 @@ def scenario_of(parsed: JobArguments, recipes: Path) -> Scenario:
         trace=Path(options["trace"]) if "trace" in options else None,
         notes=tuple(notes),
     )
-
-
-def _check_batch(config: Config) -> None:
-    prompts, minibatches, tokens = (
-        config.data.prompts_per_step,
-        config.algorithm.minibatches,
-        config.stalesync.train_tokens,
-    )
-    if prompts % minibatches:
-        raise ValueError(f"algorithm.minibatches={minibatches} does not divide data.prompts_per_step={prompts}")
-    if tokens is not None and not (isinstance(tokens, int) and tokens >= 1):
-        raise ValueError(f"stalesync.train_tokens={tokens!r}: expected a whole number of at least 1, or null")
 
 
 def _whole(key: str, text: str, least: int = 0) -> int:

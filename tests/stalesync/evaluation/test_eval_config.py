@@ -26,7 +26,7 @@ METRICS = "val-core/held_out/reward/mean@1, val-core/held_out/reward/pass@1"
         ({"max_response_length": 0}, "eval.max_response_length=0: expected a whole number of at least 1"),
         ({"samples": 2, "temperature": 0.0}, "eval.samples=2: expected 1 with eval.temperature=0"),
         ({"files": "a.jsonl"}, "eval.files='a.jsonl': expected a list"),
-        ({"files": [3]}, r"eval.files\[0\]=3: expected a path, or path and other fields of name, path, reward"),
+        ({"files": [3]}, r"eval.files\[0\]=3: expected a path, or path and other fields of name, reward"),
         ({"files": [{"name": "a"}]}, r"eval.files\[0\]={'name': 'a'}: expected a path"),
         ({"files": ["a.csv"]}, r"eval.files\[0\].path='a.csv': expected a path ending in .jsonl or"),
         (

@@ -1,5 +1,6 @@
 import random
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -7,6 +8,7 @@ from hypothesis import strategies as st
 
 from stalesync.prompts import DataConfig, PromptSource, make_tokenizer, solution_ids
 from stalesync.prompts.addition import AdditionRows
+from stalesync.prompts.rows import Row, Rows
 from stalesync.prompts.tokenizer import PLACES, VOCABULARY
 from stalesync.prompts.worked import WorkedRows, worked_problem
 
@@ -46,7 +48,7 @@ def test_the_tokenizer_refuses_what_it_cannot_spell(tokenizer):
 
 
 def test_addition_is_the_whole_table():
-    rows = AdditionRows(0)
+    rows = AdditionRows(DataConfig(), 0)
     problems = {rows.row(i).prompt: rows.row(i).answer for i in rows.indices}
     assert problems == {f"{a}+{b}=": str(a + b) for a in range(10) for b in range(10)}
     assert rows.evaluation(250) == rows.evaluation(250) and len({r.prompt for r in rows.evaluation(100)}) == 100
@@ -61,9 +63,9 @@ def test_one_worked_problem_by_hand():
 
 @given(seed=st.integers(0, 9), index=st.integers(0, 10**6), sizes=st.tuples(st.integers(1, 10), st.integers(1, 10)))
 def test_working_and_answer_of_a_worked_problem_are_right(seed, index, sizes):
-    rows = WorkedRows(seed, min_digits=min(sizes), max_digits=max(sizes), max_terms=4)
+    rows = WorkedRows(DataConfig(min_digits=min(sizes), max_digits=max(sizes), max_terms=4), seed)
     row = rows.row(index)
-    assert row == WorkedRows(seed, min_digits=min(sizes), max_digits=max(sizes), max_terms=4).row(index)
+    assert row == WorkedRows(DataConfig(min_digits=min(sizes), max_digits=max(sizes), max_terms=4), seed).row(index)
     numbers = [value_of(number) for number in row.prompt.removesuffix("=").split("+")]
     digits, terms = row.fields["digits"], row.fields["terms"]
     assert len(numbers) == terms and min(sizes) <= digits <= max(sizes)
@@ -113,10 +115,39 @@ def test_solutions_end_with_the_end_token(tokenizer):
             assert tokenizer.decode(prompt.ids) == prompt.text
 
 
+class Squares(Rows):
+    """A user's own generator, without end."""
+
+    def __init__(self, config, seed):
+        self.largest = config.prompts_per_step
+
+    def row(self, index):
+        return Row(f"{index % self.largest}+0=", str(index % self.largest))
+
+    def name(self, index):
+        return f"square {index}"
+
+    def evaluation(self, count):
+        return [self.row(index) for index in range(count)]
+
+    def longest(self):
+        return [("the largest square", self.row(self.largest - 1))]
+
+
+def test_a_generator_of_ones_own_is_found_by_its_path(tokenizer):
+    config = DataConfig(source=f"{__name__}:Squares", prompts_per_step=11)
+    source = PromptSource(config, tokenizer, 0)
+    assert [prompt.text for prompt in source.next(2)] == ["0+0=", "1+0="] and source.num_rows is source.digest is None
+    with pytest.raises(ValueError, match="the largest square: a prompt of 5 tokens is longer than .*_length=4"):
+        PromptSource(replace(config, max_prompt_length=4), tokenizer, 0)
+    with pytest.raises(ValueError, match=f"data.source={__name__}:Row: expected a subclass of stalesync.prompts.rows"):
+        PromptSource(replace(config, source=f"{__name__}:Row"), tokenizer, 0)
+
+
 def test_the_reward_takes_the_solutions():
     from fusion.rewards.arithmetic import arithmetic
 
-    for rows in (AdditionRows(0), WorkedRows(0, min_digits=2, max_digits=6, max_terms=3)):
+    for rows in (AdditionRows(DataConfig(), 0), WorkedRows(DataConfig(min_digits=2, max_digits=6, max_terms=3), 0)):
         for index in range(50):
             row, other = rows.row(index), rows.row(index + 1)
             assert arithmetic(row.prompt, row.fields["solution"], row.answer) == 1.0
