@@ -36,7 +36,7 @@ def expected_calls(config: ModelConfig) -> set[str]:
         names |= {"scatter_pa_kv_cache", "fused_infer_attention_score"}
     for spec in config.layers:
         if isinstance(spec.mlp, Sparse):
-            gate = "moe_gating_top_k_softmax" if spec.mlp.router.plain else "moe_gating_top_k"
+            gate = "moe_gating_top_k_softmax_v2" if spec.mlp.router.plain else "moe_gating_top_k"
             names |= {gate, "moe_init_routing_v2", "grouped_matmul", "moe_token_unpermute"}
     return names
 

@@ -117,11 +117,13 @@ def test_gating_chooses_in_groups(npu, seed, rows, k, norm_type, mode):
 
 
 def test_gating_by_softmax(npu):
+    """Over all experts, or with ``renorm`` over the chosen ones; of equals the first."""
     x = torch.tensor([[1.0, 3.0, 3.0, 2.0], [0.0, -1.0, 0.5, 4.0]])
-    weights, experts, rows = npu.npu_moe_gating_top_k_softmax(x, None, 2)
+    weights, experts, _ = npu.npu_moe_gating_top_k_softmax_v2(x, k=2)
     assert experts.tolist() == [[1, 2], [3, 2]] and experts.dtype == torch.int32
-    assert rows.tolist() == [[0, 2], [1, 3]], "the page's rowIdxOut"
     assert torch.allclose(weights, x.softmax(-1).gather(-1, experts.long()))
+    shares, again, _ = npu.npu_moe_gating_top_k_softmax_v2(x, k=2, renorm=1)
+    assert torch.equal(again, experts) and torch.allclose(shares, weights / weights.sum(-1, keepdim=True))
 
 
 def route(npu, x: torch.Tensor, experts: torch.Tensor, num_experts: int):
@@ -266,7 +268,7 @@ def test_gradients_that_torch_npu_does_not_have_are_refused(npu):
         "npu_add_rms_norm": lambda: npu.npu_add_rms_norm(x, x, torch.ones(4)),
         "npu_grouped_matmul": lambda: npu.npu_grouped_matmul([x], weights, **options),
         "npu_moe_init_routing_v2": lambda: route(npu, x, torch.zeros(2, 1), 2),
-        "npu_moe_gating_top_k_softmax": lambda: npu.npu_moe_gating_top_k_softmax(x, None, 1),
+        "npu_moe_gating_top_k_softmax_v2": lambda: npu.npu_moe_gating_top_k_softmax_v2(x),
         "npu_moe_gating_top_k": lambda: npu.npu_moe_gating_top_k(x, 1),
     }
     for name, call in calls.items():

@@ -113,33 +113,30 @@ class Ascend(Plain):
     def gate(
         self, logits_NE: torch.Tensor, gating: Gating, correction_E: torch.Tensor | None, row_multiple: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logits_NE, normalise = logits_NE.to(torch.float32), gating.normalise
-        args: tuple[Any, ...] = logits_NE, gating.top_k
-        options: dict[str, Any] = {}
+        """Return weights in the dtype of the logits, from arithmetic in float32, and experts as int32: what the
+        operators return, and what `unpermute` and `permute` take."""
+        options: dict[str, Any] = dict(k=gating.top_k)
+        if correction_E is not None:  # in the dtype of the logits: it decides in float32
+            logits_NE, correction_E = logits_NE.to(torch.float32), correction_E.to(torch.float32)
         if gating.plain:
-            operator, args = torch.ops.npu.npu_moe_gating_top_k_softmax.default, (logits_NE, None, gating.top_k)
+            operator = torch.ops.npu.npu_moe_gating_top_k_softmax_v2.default
+            options |= dict(renorm=int(gating.normalise))
         else:
             operator = torch.ops.npu.npu_moe_gating_top_k.default
-            options = dict(
-                bias=None if correction_E is None else correction_E.to(torch.float32),
+            options |= dict(
+                bias=correction_E,
                 k_group=gating.top_groups,
                 group_count=gating.groups,
                 group_select_mode=int(gating.group_scores == "sum_of_two"),
                 norm_type=int(gating.scores == "sigmoid"),
                 routed_scaling_factor=gating.scale,
             )
-            if gating.scores == "sigmoid":  # which the operator always normalises, and softmaxes never
-                if not normalise:
-                    return super().gate(logits_NE, gating, correction_E, row_multiple)
-                normalise = False
-        if not self._takes(operator, *args, about=(gating,), **options):
+            # The operator normalises sigmoids always and softmaxes never.
+            if gating.normalise != (gating.scores == "sigmoid"):
+                return super().gate(logits_NE, gating, correction_E, row_multiple)
+        if not self._takes(operator, logits_NE, about=(gating,), **options):
             return super().gate(logits_NE, gating, correction_E, row_multiple)
-        weight_Nk, expert_Nk, _ = operator(*args, **options)
-        if normalise:
-            weight_Nk = weight_Nk / weight_Nk.sum(-1, keepdim=True)
-            if not gating.plain:
-                weight_Nk = weight_Nk * gating.scale
-        return weight_Nk, expert_Nk.to(torch.int64)
+        return operator(logits_NE, **options)[:2]
 
     def permute(self, x_ND: torch.Tensor, expert_Nk: torch.Tensor, num_experts: int) -> Permuted:
         """Sort the rows by their experts. ``order`` is int32 [N * k]: the place among the rows of each cell of [N, k],
@@ -312,6 +309,7 @@ class _Permute(torch.autograd.Function):
         ctx.save_for_backward(places)
         ctx.num_rows, ctx.top_k = expert_Nk.shape
         ctx.mark_non_differentiable(places, counts_E)
+        ctx.set_materialize_grads(False)
         return rows, places, counts_E
 
     @staticmethod

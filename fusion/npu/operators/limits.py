@@ -99,9 +99,9 @@ LIMITS: dict[str, tuple[Limit, ...]] = {
         _dtype("self", FLOATS),
         Limit("last dimension of self", lambda a: a["self"].shape[-1], multiple_of=2),
     ),
-    "npu_moe_gating_top_k_softmax": (
+    "npu_moe_gating_top_k_softmax_v2": (
         _dtype("x"),
-        Limit("k", lambda a: a["k"], at_least=1, at_most=1024),
+        Limit("k", lambda a: a["k"], at_least=1, at_most=1024, source="CANN, aclnnMoeGatingTopKSoftmaxV2"),
         _true("k is at most the number of experts", lambda a: a["k"] <= a["x"].shape[-1]),
     ),
     "npu_moe_gating_top_k": (

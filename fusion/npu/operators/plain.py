@@ -117,7 +117,7 @@ class Plain:
         self, logits_NE: torch.Tensor, gating: Gating, correction_E: torch.Tensor | None, row_multiple: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weights of each row's experts, float32 [N, k], and these, int64 [N, k]; of equals the lower index.
-        Without gradients."""
+        Without gradients. A card's own table may return narrower dtypes."""
         weight_Nk, expert_Nk = choose_with_scores(score(logits_NE, gating, row_multiple), gating, correction_E)
         return weigh(weight_Nk, gating), expert_Nk
 

@@ -192,7 +192,7 @@ def sparse(table: Ascend, spec: Sparse, hidden: int, cut: Cut) -> list[torch.Ten
     logits = meta(cut.rows, spec.num_experts, dtype=torch.float32 if router.float32 else torch.bfloat16)
     with torch.no_grad():
         weights, experts = table.gate(logits, router, meta(spec.num_experts) if router.correction else None)
-    assert weights.dtype == torch.float32 and experts.dtype == torch.int64
+    assert weights.shape == experts.shape == (cut.rows, router.top_k) and experts.dtype == torch.int32
     x, order, counts = table.permute(cut.tensor(cut.rows, hidden), experts, spec.num_experts)
     y = table.unpermute(x, order, weights.detach().requires_grad_(cut.trains))
     received, arriving = cut.tensor(*x.shape), meta(local, dtype=torch.int64)

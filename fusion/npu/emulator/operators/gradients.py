@@ -21,6 +21,7 @@ class Gradient:
 
 
 def _keep_rms_norm(ctx: Any, inputs: tuple, output: Any) -> None:
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(inputs[0], inputs[1], output[1])
 
 
@@ -69,6 +70,7 @@ _ATTENTION_ARGUMENTS = (
 
 
 def _keep_attention(ctx: Any, inputs: tuple, output: Any) -> None:
+    ctx.set_materialize_grads(False)
     query, key, value, heads, layout, _, _, mask = inputs[:8]
     out, top, total = output[:3]
     ctx.save_for_backward(query, key, value, mask, top, total, out)
@@ -104,6 +106,6 @@ GRADIENTS: dict[str, Gradient | None] = {
     "npu_grouped_matmul": None,
     "npu_moe_init_routing_v2": None,
     "npu_moe_gating_top_k": None,
-    "npu_moe_gating_top_k_softmax": None,
+    "npu_moe_gating_top_k_softmax_v2": None,
     "npu_fused_infer_attention_score": None,
 }

@@ -74,10 +74,10 @@ def _swiglu_backward(grad_output: Tensor, self: Tensor, dim: int = -1) -> Tensor
     return torch.cat([dgate, dy * gate * sigmoid], dim=dim).to(self.dtype)
 
 
-def _gating_top_k_softmax(x: Tensor, finished: None = None, k: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-    weights, experts = _first(wide(x).softmax(-1), k)
-    rows = torch.arange(experts.numel(), dtype=torch.int32, device=x.device).view(k, -1).t().contiguous()
-    return weights.to(x.dtype), experts.to(torch.int32), rows
+def _gating_top_k_softmax(x: Tensor, *, k: int = 1, renorm: int | None = 0) -> tuple[Tensor, Tensor, Tensor]:
+    largest, experts = _first(wide(x), k)
+    weights = largest.softmax(-1) if renorm else wide(x).softmax(-1).gather(-1, experts)
+    return weights.to(x.dtype), experts.to(torch.int32), x.new_empty(0, dtype=torch.float32)
 
 
 def _gating_top_k(
@@ -229,7 +229,7 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "npu_fusion_attention_grad": fusion_attention_grad,
     "npu_grouped_matmul": _grouped_matmul,
     "npu_moe_gating_top_k": _gating_top_k,
-    "npu_moe_gating_top_k_softmax": _gating_top_k_softmax,
+    "npu_moe_gating_top_k_softmax_v2": _gating_top_k_softmax,
     "npu_moe_init_routing_v2": _init_routing,
     "npu_moe_token_permute_grad_v2": _token_permute_grad,
     "npu_moe_token_unpermute": _token_unpermute,
