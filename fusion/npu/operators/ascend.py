@@ -34,6 +34,7 @@ class Ascend(Plain):
 
     name = "ascend"
     needs_block_rows = True
+    stacks_experts = True
 
     def __init__(self) -> None:
         self._is_emulated = "torch_npu" not in sys.modules
@@ -157,7 +158,7 @@ class Ascend(Plain):
         return (y.index_select(0, order).unflatten(0, weight_Nk.shape) * weight_Nk.unsqueeze(-1)).sum(1)
 
     def takes_counts(self, x: torch.Tensor, experts: int, row_multiple: int = 1) -> bool:
-        return row_multiple == 1 and (self._is_emulated or 2 <= experts <= limits.MAX_LISTED_WEIGHTS)
+        return row_multiple == 1 and (self._is_emulated or 2 <= experts <= limits.MAX_GROUPS)
 
     def grouped_linear(
         self, x_ND: torch.Tensor, weights: Weights, counts: list[int] | torch.Tensor, row_multiple: int = 1

@@ -16,7 +16,7 @@ import torch
 HALVES = (torch.bfloat16, torch.float16)
 FLOATS = (*HALVES, torch.float32)
 PAGE = "Ascend/op-plugin 26.1.0, docs/zh/custom_APIs/torch_npu"
-MAX_LISTED_WEIGHTS = 128
+MAX_LISTED_WEIGHTS, MAX_GROUPS = 128, 1024
 Arguments = Mapping[str, Any]
 """The arguments of a call by the names of the operator's schema, with its defaults."""
 
@@ -132,7 +132,7 @@ LIMITS: dict[str, tuple[Limit, ...]] = {
     ),
     "npu_grouped_matmul": (
         Limit("weights in a list", lambda a: len(a["weight"]), at_most=MAX_LISTED_WEIGHTS),
-        Limit("groups", lambda a: len(a["group_list"]), at_least=2, at_most=1024),
+        Limit("groups", lambda a: len(a["group_list"]), at_least=2, at_most=MAX_GROUPS),
         Limit("dtype of x", lambda a: a["x"][0].dtype, one_of=FLOATS),
         _true("a list of weights is not float32", lambda a: _weights_are_stacked(a) or a["x"][0].dtype in HALVES),
         Limit("last dimension of x", lambda a: _inner(a["x"][0]), at_most=65535),

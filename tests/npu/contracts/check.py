@@ -198,10 +198,10 @@ def sparse(table: Ascend, spec: Sparse, hidden: int, cut: Cut) -> list[torch.Ten
     received, arriving = cut.tensor(*x.shape), meta(local, dtype=torch.int64)
     stacks = cut.tensor(local, 2 * spec.width, hidden), cut.tensor(local, hidden, spec.width)
     outs = [y] if local < 2 else [y, table.experts(received, arriving, *stacks)]
-    if table.takes_counts(x, local):
+    if 2 <= local <= limits.MAX_LISTED_WEIGHTS:
         lists = [[cut.tensor(*stack.shape[1:]) for _ in range(local)] for stack in stacks]
         outs.append(table.experts(received, arriving, *lists))
-    assert table.takes_counts(x, local) == (2 <= local <= limits.MAX_LISTED_WEIGHTS)
+    assert table.takes_counts(x, local) == (2 <= local <= limits.MAX_GROUPS)
     return outs
 
 
