@@ -44,7 +44,7 @@ MAX_MOVES = 10
 
 
 @dataclass
-class Traffic:
+class QueueTraffic:
     """Requests this process has made to the queue, and bytes it exchanged with it, metadata included."""
 
     requests: int = 0
@@ -62,7 +62,7 @@ class DistQueue(SampleQueue):
         self._actor = actor
         self._payload = PayloadAccess(self._call)
         self._grants = Grants(self._cancel)
-        self.traffic = Traffic()
+        self.traffic = QueueTraffic()
         self._closed = False
 
     def __reduce__(self) -> tuple[Any, ...]:

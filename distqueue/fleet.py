@@ -20,8 +20,7 @@ from distqueue.core import QueueCore
 from distqueue.errors import DAMAGED, LOST, Damage, StorageFull
 from distqueue.payload.shard import Shard, folder_in
 from distqueue.payload.sweep import memory
-from distqueue.segments import Segment
-from distqueue.segments import Shard as ShardEntry
+from distqueue.segments import Segment, ShardState
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +75,7 @@ class Fleet:
             ray.kill(shard)
             raise
         self.core.ledger.add_shard(
-            ShardEntry(
+            ShardState(
                 name=name,
                 node=node,
                 folder=folder,

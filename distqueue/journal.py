@@ -74,7 +74,7 @@ class Damaged(NamedTuple):
 
 
 @dataclass
-class Contents:
+class JournalContents:
     """What a journal holds."""
 
     snapshot: bytes | None = None
@@ -116,7 +116,7 @@ class Journal:
     def path(self) -> Path:
         return self.folder / INDEX
 
-    def read(self) -> Contents:
+    def read(self) -> JournalContents:
         """Return what the journal holds. ValueError: its snapshot is damaged."""
         contents = read_folder(self.folder)
         self._number = max(self._number, contents.last)
@@ -196,7 +196,7 @@ def is_journal(folder: str | Path) -> bool:
     return any((Path(folder) / name).is_file() for name in (INDEX, LOCK, OLD_INDEX))
 
 
-def read_folder(folder: str | Path) -> Contents:
+def read_folder(folder: str | Path) -> JournalContents:
     """Read a journal that may be open elsewhere; no snapshot: there is none. ValueError: its snapshot is damaged, or an
     earlier version wrote it."""
     path = Path(folder).absolute() / INDEX
@@ -205,15 +205,15 @@ def read_folder(folder: str | Path) -> Contents:
         with path.open("rb") as file:
             data = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     except FileNotFoundError:
-        return Contents()
+        return JournalContents()
     except ValueError:  # an empty file
         raise ValueError(f"journal {path}: it is empty; expected a snapshot") from None
     with data:
         return _contents(path, data)
 
 
-def _contents(path: Path, data: mmap.mmap) -> Contents:
-    contents, records = Contents(), dict[int, Record]()
+def _contents(path: Path, data: mmap.mmap) -> JournalContents:
+    contents, records = JournalContents(), dict[int, Record]()
     for found in _scan(data):
         if isinstance(found, Record):
             records.setdefault(found.number, found)

@@ -25,7 +25,7 @@ from distqueue.payload.columns import gather_columns, packed, stretches_of
 from distqueue.payload.segment_file import Stretch
 from distqueue.request import GetRequest, await_first
 from distqueue.samples import SampleTable
-from distqueue.segments import Segment, Shard
+from distqueue.segments import Segment, ShardState
 
 HERE = "here"
 """The only node, and the only shard"""
@@ -67,7 +67,7 @@ class LocalQueue(SampleQueue):
     ) -> None:
         self._core = QueueCore(SampleTable(tasks, lease_s), max_rows=max_rows)
         self._core.ledger.add_shard(
-            Shard(name=HERE, node=HERE, folder=HERE, max_bytes=max_bytes or 1 << 62, recycles=False)
+            ShardState(name=HERE, node=HERE, folder=HERE, max_bytes=max_bytes or 1 << 62, recycles=False)
         )
         self._payloads: dict[str, dict[str, Stretch]] = {}
         """Columns of live segments by path"""

@@ -30,7 +30,7 @@ FREE_BYTES = 256 << 20
 
 
 @dataclass
-class Shard:
+class ShardState:
     """`node`: the node whose writers write here. `recycles`: files are reused (memory) or written only once (journal).
     `spill`: a folder on disk for segments that do not fit in memory, or None."""
 
@@ -71,7 +71,7 @@ class Segment:
 class SegmentLedger:
     def __init__(self, epoch: str, first: int = 1) -> None:
         """`epoch`: part of file names, so that they differ from those of any earlier ledger."""
-        self.shards: dict[str, Shard] = {}
+        self.shards: dict[str, ShardState] = {}
         self.segments: dict[int, Segment] = {}
         self._reserved: dict[int, Segment] = {}
         """The segments being written"""
@@ -81,11 +81,11 @@ class SegmentLedger:
         self._numbers = count(first)
         self._files = count()
 
-    def add_shard(self, shard: Shard) -> None:
+    def add_shard(self, shard: ShardState) -> None:
         assert shard.name not in self.shards
         self.shards[shard.name] = shard
 
-    def shard_for(self, node: str) -> Shard | None:
+    def shard_for(self, node: str) -> ShardState | None:
         """Choose the shard for a writer of this node: the node's own, or the emptiest; None if all are leaving."""
         staying = [shard for shard in self.shards.values() if not shard.leaving]
         return min(staying, key=lambda shard: (shard.node != node, shard.held, shard.name), default=None)
@@ -213,10 +213,10 @@ class SegmentLedger:
         live = shard.held - sum(shard.free.values())
         self._trim(shard, max(FREE_BYTES, live))
 
-    def _make_room(self, shard: Shard, size: int) -> None:
+    def _make_room(self, shard: ShardState, size: int) -> None:
         self._trim(shard, max(0, sum(shard.free.values()) - max(0, shard.held + size - shard.max_bytes)))
 
-    def _trim(self, shard: Shard, max_bytes: int) -> None:
+    def _trim(self, shard: ShardState, max_bytes: int) -> None:
         """Discard free files, oldest first, until at most `max_bytes` of them are kept."""
         kept = sum(shard.free.values())
         for path in list(shard.free):

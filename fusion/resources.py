@@ -5,6 +5,7 @@ Imports nothing that takes time, so that every command answers `--help` at once.
 
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
 
 _PACKAGED = Path(__file__).resolve().parent / "packaged"
@@ -29,3 +30,18 @@ def as_called(text: str) -> str:
     if not sys.argv[0].startswith(f"{COMMAND} "):
         return text
     return re.sub(r"python scripts/(\w+)\.py", lambda match: f"{COMMAND} {match[1].replace('_', '-')}", text)
+
+
+def plan_command(usage: str, doc: str, module: str) -> int:
+    """Answer the arguments of a command that plans a job, by ``answer`` of a module, which is imported unless only help
+    is asked for. Return the exit status."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(as_called(usage), as_called(doc), sep="\n\n", end="")
+        return 0
+    try:
+        if not sys.argv[1:]:
+            raise ValueError("model= and cluster= are required")
+        return import_module(module).answer(sys.argv[1:], RECIPES) or 0
+    except (ValueError, OSError) as error:
+        print(as_called(usage), f"error: {error}", sep="\n", file=sys.stderr)
+        return 2

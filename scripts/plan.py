@@ -27,27 +27,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # needs no installation
 
-from fusion.resources import RECIPES, as_called  # noqa: E402
+from fusion.resources import plan_command  # noqa: E402
 
 USAGE = """usage: python scripts/plan.py [--help] model=NAME cluster=NAME [train=LAYOUT] [infer=LAYOUT] [KEY=VALUE ...]
                               [--job] [--json PATH]"""
 
-
-def main() -> int:
-    if {"-h", "--help"} & set(sys.argv[1:]):
-        print(as_called(USAGE), as_called(__doc__), sep="\n\n", end="")
-        return 0
-    if not sys.argv[1:]:
-        print(as_called(USAGE), "error: model= and cluster= are required", sep="\n", file=sys.stderr)
-        return 2
-    from stalesync.planning import answer
-
-    try:
-        return answer(sys.argv[1:], RECIPES)
-    except (ValueError, OSError) as error:
-        print(as_called(USAGE), f"error: {error}", sep="\n", file=sys.stderr)
-        return 2
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(plan_command(USAGE, __doc__, "stalesync.planning"))

@@ -19,22 +19,11 @@ elif [ "${1:-}" = vllm ]; then
 fi
 source scripts/environment.sh
 unset PYTHONDONTWRITEBYTECODE # hundreds of interpreters are started: they need not compile the same files again
-if [ $# -eq 0 ]; then
-  set -- -n 2 --dist worksteal --durations=10
-elif [ "$1" = quick ]; then
-  shift
-  set -- -n 2 --dist worksteal --durations=10 @tests/quick.txt "$@"
-elif [ "$1" = extended ]; then
-  shift
-  set -- -n 2 --dist worksteal --durations=10 -m extended "$@"
-elif [ "$1" = megatron ]; then
-  shift
-  set -- -n 2 --dist worksteal --durations=10 -m megatron "$@"
-elif [ "$1" = contracts ]; then
-  shift
-  set -- -m contracts "$@"
-elif [ "$1" = vllm ]; then
-  shift
-  set -- -n 2 --dist worksteal --durations=10 -m vllm "$@"
-fi
+parallel=(-n 2 --dist worksteal --durations=10)
+case "${1:-}" in
+  "") set -- "${parallel[@]}" ;;
+  quick) set -- "${parallel[@]}" @tests/quick.txt "${@:2}" ;;
+  extended | megatron | vllm) set -- "${parallel[@]}" -m "$@" ;;
+  contracts) set -- -m "$@" ;;
+esac
 exec python -m pytest "$@"

@@ -8,7 +8,7 @@ from pathlib import Path
 from fusion.costmodel.layouts import parse_layout
 from fusion.costmodel.presets import check_figures
 from fusion.costmodel.report import as_dict, render
-from fusion.costmodel.search import Estimate, estimate, rank
+from fusion.costmodel.search import SetupEstimate, estimate, rank
 from fusion.costmodel.setup import Setup
 from fusion.model import Parallel
 from stalesync.job.job_arguments import cluster_of, job_config, layout_of, model_of, parse, print_answer
@@ -53,7 +53,7 @@ def answer(arguments: Sequence[str], recipes: Path) -> int:
     return 1 if chosen.problems else 0
 
 
-def _chosen(setup: Setup, train: Parallel | None, infer: Parallel | None) -> Estimate:
+def _chosen(setup: Setup, train: Parallel | None, infer: Parallel | None) -> SetupEstimate:
     """Estimate the requested layouts; one that is `auto` (None) is the best in combination with the other."""
     best = rank(setup, (train, infer), num_exact=1).pairs[0].setup if not (train and infer) else setup
     return estimate(setup.with_layouts(train or best.train, infer or best.infer))

@@ -33,7 +33,7 @@ INITIAL_METADATA_BYTES = 4096
 once; from then on the message is as large as needed."""
 
 
-class Exchange:
+class GroupExchange:
     """One rank's end of the group's tree. Created once, by all ranks together; arguments as of `GroupReader`.
 
     Attributes:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from distqueue.column import Column
 from distqueue.errors import JournalFull, QueueClosed, QueueDrained, SamplesLost
-from distqueue.hierarchy.exchange import Exchange
+from distqueue.hierarchy.exchange import GroupExchange
 from distqueue.messages import ColumnInfo, Put, pack, spans_of, unpack
 from distqueue.packed import PackedBatch
 from distqueue.request import GetRequest
@@ -110,7 +110,7 @@ class GroupReader:
     ):
         self.queue, self.group, self.columns = queue, group, tuple(columns)
         self.requests = 0
-        self._exchange = Exchange(group, self.columns, place=place, device=device)
+        self._exchange = GroupExchange(group, self.columns, place=place, device=device)
         self.rank, self.tree, self.union = self._exchange.rank, self._exchange.tree, self._exchange.union
 
     @property

@@ -3,7 +3,7 @@ A client views the gathered bytes as tensors (`columns.py`); a shard sends them 
 
     Runs      of the part: which rows of which source; the same for all its columns
     Spans     the elements of these rows, for columns of equal lengths
-    Plan      the bytes of these elements, for one column
+    ColumnPlan      the bytes of these elements, for one column
 
 What came from a segment is verified against its checksums (`checksums.py`): every block of which a sample was copied,
 once, in the reader's memory if the whole block was copied there.
@@ -65,7 +65,7 @@ def gather(parts: Sequence[Part], sources: Sequence[Mapping[str, Stretch]], buff
     return gathered
 
 
-def _plans(part: Part, sources: Sequence[Mapping[str, Stretch]]) -> Iterator[tuple[str, Plan]]:
+def _plans(part: Part, sources: Sequence[Mapping[str, Stretch]]) -> Iterator[tuple[str, ColumnPlan]]:
     runs, spans_of = Runs(part.runs), dict[tuple[int, ...], Spans]()
     for name in part.columns:
         assert all(name in sources[source] for source in runs.sources), "a segment lacks a column"
@@ -74,10 +74,10 @@ def _plans(part: Part, sources: Sequence[Mapping[str, Stretch]]) -> Iterator[tup
         key = tuple(map(id, tables))
         if key not in spans_of:
             spans_of[key] = Spans(runs, tables)
-        yield name, Plan(runs, spans_of[key], stretches)
+        yield name, ColumnPlan(runs, spans_of[key], stretches)
 
 
-class Check(NamedTuple):
+class BlockCheck(NamedTuple):
     """Blocks of a source and their checksums."""
 
     source: int
@@ -85,7 +85,7 @@ class Check(NamedTuple):
     expected: np.ndarray
 
 
-def _verify(checks: Sequence[Check]) -> None:
+def _verify(checks: Sequence[BlockCheck]) -> None:
     if not checks:
         return
     wrong = sum_all([data for check in checks for data in check.blocks]) != np.concatenate([c.expected for c in checks])
@@ -154,7 +154,7 @@ class Spans:
 
 
 @dataclass(eq=False)
-class Plan:
+class ColumnPlan:
     """How one column is gathered from its stretch in each source."""
 
     runs: Runs
@@ -187,7 +187,7 @@ class Plan:
             elements[destination] = stretch.data.view(element)[origin]
         return []
 
-    def checks(self, target: np.ndarray) -> list[Check]:
+    def checks(self, target: np.ndarray) -> list[BlockCheck]:
         """The blocks of which samples were copied to the target: there if the whole block was, else in the source."""
         if not self.nbytes:
             return []
@@ -197,12 +197,12 @@ class Plan:
                 continue
             assert stretch.sums is not None
             if len(stretch.blocks) == 1 and self.runs.longest[i] < stretch.blocks.rows[1]:  # short and in another order
-                checks.append(Check(source, [stretch.data.data], stretch.sums))
+                checks.append(BlockCheck(source, [stretch.data.data], stretch.sums))
             else:
                 checks.append(self._check(i, source, stretch.blocks, target))
         return checks
 
-    def _check(self, i: int, source: int, blocks: Blocks, target: np.ndarray) -> Check:
+    def _check(self, i: int, source: int, blocks: Blocks, target: np.ndarray) -> BlockCheck:
         """The blocks of source i of which samples were copied."""
         here, data, copied = self.runs.of(i), self.stretches[i].data.data, target.data
         numbers, views, bounds = list[int](), list[memoryview](), blocks.bytes
@@ -215,7 +215,7 @@ class Plan:
         views += [data[bounds[k] : bounds[k + 1]] for k in cut]
         sums = self.stretches[i].sums
         assert sums is not None
-        return Check(source, views, sums[numbers + cut])
+        return BlockCheck(source, views, sums[numbers + cut])
 
     def _copies(self) -> Iterator[tuple[int, int, int, int, int]]:
         """(position of the source, first byte and end there, first byte and end in the target) of each run."""

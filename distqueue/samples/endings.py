@@ -35,7 +35,7 @@ def marks_of(ids: Sequence[str]) -> np.ndarray:
     return np.fromiter(map(xxh3_64_intdigest, map(str.encode, ids)), np.uint64, len(ids))
 
 
-class Kept(NamedTuple):
+class EndingArrays(NamedTuple):
     """Endings in the order of their marks."""
 
     marks: np.ndarray
@@ -90,7 +90,7 @@ class Endings:
         self._total += len(self._new)
         marks, how = np.fromiter(self._new, np.uint64), np.fromiter(self._new.values(), np.int32)
         order = np.argsort(marks[-count:])
-        new = Kept(marks[-count:][order], how[-count:][order], self._total - count + order)
+        new = EndingArrays(marks[-count:][order], how[-count:][order], self._total - count + order)
         end = first = 0
         for start in range(0, self.remembered, PIECE):
             piece = [array[start : start + PIECE] for array in self._kept]
@@ -112,7 +112,7 @@ class Endings:
         return marks, np.concatenate([how[order], np.fromiter(self._new.values(), np.int32)])
 
 
-def _arrays(count: int) -> Kept:
+def _arrays(count: int) -> EndingArrays:
     """Arrays in which no id has ended yet, written as a whole so that their memory is taken now."""
     marks = np.full(count, np.iinfo(np.uint64).max, np.uint64)
-    return Kept(marks, np.full(count, NONE, np.int32), np.arange(-count, 0))
+    return EndingArrays(marks, np.full(count, NONE, np.int32), np.arange(-count, 0))

@@ -21,7 +21,7 @@ from distqueue.samples.state import State
 
 
 @dataclass(frozen=True, eq=False)
-class Batch:
+class PutBatch:
     """B samples of a put, looked up in the table."""
 
     ids: Sequence[str]
@@ -41,7 +41,7 @@ class Batch:
         return (self.slots == NONE) & (self.endings == NONE)
 
 
-def look_up(state: State, ids: Sequence[str], groups: Sequence[str]) -> Batch:
+def look_up(state: State, ids: Sequence[str], groups: Sequence[str]) -> PutBatch:
     """Look up samples and groups. ValueError: an id twice, or a name with a NUL; UnicodeEncodeError: one that UTF-8
     cannot encode."""
     assert not groups or len(groups) == len(ids), f"{len(groups)} groups for {len(ids)} ids"
@@ -52,10 +52,10 @@ def look_up(state: State, ids: Sequence[str], groups: Sequence[str]) -> Batch:
     endings = np.full(len(ids), NONE, np.int32)
     absent = np.flatnonzero(slots == NONE)
     endings[absent] = state.endings.find([ids[i] for i in absent.tolist()])
-    return Batch(ids, slots=slots, endings=endings, groups=groups)
+    return PutBatch(ids, slots=slots, endings=endings, groups=groups)
 
 
-def check(state: State, batch: Batch, columns: Sequence[str]) -> None:
+def check(state: State, batch: PutBatch, columns: Sequence[str]) -> None:
     """ValueError: a column put twice or one too many, a sample that is already done, a group that changes."""
     state.columns.check_room(columns)
     mask, alive = state.columns.mask(columns), np.flatnonzero(batch.slots != NONE)
@@ -71,7 +71,7 @@ def check(state: State, batch: Batch, columns: Sequence[str]) -> None:
 
 def store(
     state: State,
-    batch: Batch,
+    batch: PutBatch,
     columns: Mapping[str, np.ndarray | None],
     *,
     segment: int,
@@ -99,7 +99,7 @@ def store(
     return tuple(batch.ids[i] for i in np.flatnonzero(batch.late).tolist())
 
 
-def _invalid(state: State, batch: Batch, *, i: int, mask: np.uint64) -> ValueError:
+def _invalid(state: State, batch: PutBatch, *, i: int, mask: np.uint64) -> ValueError:
     """Return the error of sample i."""
     id, slot = batch.ids[i], int(batch.slots[i])
     if batch.endings[i] != NONE:

@@ -22,7 +22,7 @@ from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.stages import StageLog, wait_kind
 from fusion.inference.pooled import KVPeers
 from fusion.npu import Device, open_device
-from fusion.rollout.drafts.pieces import Piece
+from fusion.rollout.drafts.pieces import TextPiece
 from fusion.rollout.partial_samples import SampleStore
 
 
@@ -54,7 +54,7 @@ class LoadedWorker:
         self._rendezvous: Rendezvous | None = None
         self._continues = False
         """Whether the next minibatch continues the one that was accumulated last"""
-        self._drafts_to_save: list[Piece] = []
+        self._drafts_to_save: list[TextPiece] = []
         """Copy of the history of prompts that is to be saved"""
 
     @property

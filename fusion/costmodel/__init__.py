@@ -12,7 +12,3 @@
 
 Pure: no process group, no device, no clock. Only a run whose cards are paced loads it, and `cluster.hardware`.
 """
-
-import lazy_loader
-
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

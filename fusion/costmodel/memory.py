@@ -46,7 +46,7 @@ class StageWeights:
 
 
 @dataclass(frozen=True)
-class Memory:
+class MemoryEstimate:
     """HBM of a die by phase, and what depends on it."""
 
     phases: dict[str, dict[str, float]]
@@ -83,7 +83,7 @@ def largest_weight_bytes(shape: Shape, parallel: Parallel) -> int:
     return WEIGHT_BYTES * max(stage_weights(shape, parallel, stage).numel for stage in range(parallel.pp))
 
 
-def estimate_memory(setup: Setup) -> Memory:
+def estimate_memory(setup: Setup) -> MemoryEstimate:
     """Estimate the HBM of every phase, and the capacity of the KV cache."""
     shape, train, infer = setup.shape, setup.train, setup.infer
     stages = [training_bytes(setup, stage) for stage in range(train.pp)]
@@ -107,7 +107,7 @@ def estimate_memory(setup: Setup) -> Memory:
         generating["weights"] *= 2
     generating["kv"] = max(0.0, (usable - sum(generating.values())) * setup.rollout.kv_fraction)
     phases = {"train": training, "switch": switching, "infer": generating}
-    return Memory(
+    return MemoryEstimate(
         {phase: {owner: float(owners.get(owner, 0)) for owner in OWNERS} for phase, owners in phases.items()},
         kv_tokens=int(generating["kv"] // shape.kv_bytes(infer.tp, infer.pp)),
         states_bytes=float(states),

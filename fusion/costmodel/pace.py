@@ -22,18 +22,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 from fusion.costmodel.hardware import Figure, Hardware, hardware_named
-from fusion.costmodel.memory import estimate_memory
 from fusion.costmodel.presets import load_shape
 from fusion.costmodel.roofline import Line, Roofline, Work, attention_pairs
+from fusion.costmodel.search import estimate
 from fusion.costmodel.setup import Setup, SwitchLimits, TrainingLimits
 from fusion.costmodel.shape import Shape
-from fusion.costmodel.switch_time import adopt_s, to_infer, to_train
-from fusion.costmodel.traffic import switch_traffic
+from fusion.costmodel.switch_time import adopt_s
 from fusion.ep_switch.topology import LEVELS
 from fusion.model import Parallel
 from fusion.npu import DeviceConfig
@@ -270,20 +269,21 @@ class SwitchCost:
     """Bytes that all dies receive from other supernodes (or nodes, where there are none) in a switch to generation."""
 
     @classmethod
+    @lru_cache(maxsize=64)
     def of(cls, pace: Pace, *, train: Parallel, infer: Parallel, infer_first: int, fusion: SwitchLimits) -> SwitchCost:
-        """Cost the switch between two layouts; ``infer_first``: the first rank that generates."""
+        """Cost the switch between two layouts, once for all runs with them: of 12,288 dies it takes some seconds.
+
+        ``infer_first`` is the first rank that generates.
+        """
         # The run's buckets fit the run's model, not the modelled one.
         modelled = replace(fusion, bucket_bytes=SwitchLimits.bucket_bytes)
         setup = Setup(pace.shape, pace.hardware, train=train, infer=infer, infer_first=infer_first, fusion=modelled)
-        here, there = setup.sides
-        sizes, topology = estimate_memory(setup), pace.hardware.topology
-        moved = switch_traffic(pace.shape, here, there, topology=topology)
-        away = to_infer(setup, moved, sizes)
-        back = to_train(setup, switch_traffic(pace.shape, there, here, topology=topology), sizes)
+        estimated = estimate(setup)
+        away, back = estimated.switches
         return cls(
             infer_s=pace.run_seconds(away.seconds),
             train_s=pace.run_seconds(back.seconds),
             onload_s=pace.run_seconds(back.onload_s),
             adopt_s=pace.run_seconds(adopt_s(setup)),
-            network_bytes=float(moved.received[LEVELS.index("network")].sum()),
+            network_bytes=float(estimated.moved[0].received[LEVELS.index("network")].sum()),
         )

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fusion.costmodel.layouts import layout_text
-from fusion.costmodel.search import DeploymentEstimate, Estimate, Ranking
+from fusion.costmodel.search import DeploymentEstimate, Ranking, SetupEstimate
 from fusion.costmodel.switch_time import PUBLISHED
 from fusion.ep_switch.topology import LEVELS
 from fusion.model import Parallel
@@ -49,14 +49,14 @@ FIGURES = {
 }
 
 
-def render(chosen: Estimate, ranking: Ranking, *, check: dict[str, float], notes: Iterable[str]) -> Group:
+def render(chosen: SetupEstimate, ranking: Ranking, *, check: dict[str, float], notes: Iterable[str]) -> Group:
     """Render a report: the setup, whether it fits, its seconds, the alternatives, the constants with their sources."""
     parts: list[RenderableType] = [_heading(chosen, notes), _memory(chosen), _bytes(chosen), _seconds(chosen)]
     parts += [_pairs(ranking, chosen), _deployments(ranking), _sources(chosen), _check(check)]
     return Group(*[piece for part in parts for piece in (part, Text())])
 
 
-def verdict(chosen: Estimate) -> str:
+def verdict(chosen: SetupEstimate) -> str:
     """Summarize whether the setup fits, in one line."""
     if chosen.problems:
         return "does not fit: " + "; ".join(chosen.problems)
@@ -66,7 +66,7 @@ def verdict(chosen: Estimate) -> str:
     )
 
 
-def as_dict(chosen: Estimate, ranking: Ranking, check: dict[str, float]) -> dict[str, Any]:
+def as_dict(chosen: SetupEstimate, ranking: Ranking, check: dict[str, float]) -> dict[str, Any]:
     """Return the report as plain data: bytes, seconds, bytes/s."""
     setup, moved = chosen.setup, dict(zip(("to_generate", "to_train"), chosen.moved, strict=True))
     return {
@@ -109,7 +109,7 @@ def as_dict(chosen: Estimate, ranking: Ranking, check: dict[str, float]) -> dict
     }
 
 
-def _pair(pair: Estimate) -> dict[str, Any]:
+def _pair(pair: SetupEstimate) -> dict[str, Any]:
     return {
         "train": layout_text(pair.setup.train),
         "infer": layout_text(pair.setup.infer),
@@ -142,7 +142,7 @@ def _recommended(ranking: Ranking) -> dict[str, Any] | None:
     return _deployment_row(ranking.deployments[0]) if ranking.deployments else None
 
 
-def _heading(chosen: Estimate, notes: Iterable[str]) -> Text:
+def _heading(chosen: SetupEstimate, notes: Iterable[str]) -> Text:
     setup = chosen.setup
     cards = setup.dies // setup.hardware.topology.ranks_per_card
     lines = [
@@ -173,7 +173,7 @@ def _under(title: str, table: Table, *captions: str) -> Group:
     return Group(Text(title, style="bold"), table, *(Text(caption, style="dim") for caption in captions if caption))
 
 
-def _memory(chosen: Estimate) -> Group:
+def _memory(chosen: SetupEstimate) -> Group:
     phases, usable = chosen.memory.phases, chosen.setup.hardware.usable_bytes
     table = _table("owner", *phases)
     for owner in next(iter(phases.values())):
@@ -197,7 +197,7 @@ def _fits(total: float, usable: float) -> str:
     return shown if total <= usable else f"[red]{shown}[/red]"
 
 
-def _bytes(chosen: Estimate) -> Group:
+def _bytes(chosen: SetupEstimate) -> Group:
     table = _table("link", *("sent", "most", "received", "most") * 2)
     for i, level in enumerate(LEVELS):
         row = [figure(end[i]) / GB for t in chosen.moved for end in (t.sent, t.received) for figure in (_mean, _most)]
@@ -223,7 +223,7 @@ def _most(values: Any) -> float:
     return float(values.max())
 
 
-def _seconds(chosen: Estimate) -> Group:
+def _seconds(chosen: SetupEstimate) -> Group:
     table = _table("way", "part", "seconds", left=2)
     for way, switch in zip(("to generate", "to train"), chosen.switches, strict=True):
         for i, (part, seconds) in enumerate(switch.parts.items()):
@@ -239,7 +239,7 @@ def _seconds(chosen: Estimate) -> Group:
     return _under("Seconds of a switch by part", table, how)
 
 
-def _pairs(ranking: Ranking, chosen: Estimate) -> Group:
+def _pairs(ranking: Ranking, chosen: SetupEstimate) -> Group:
     table = _table("train", "infer", "step s", "train", "generate", "switch", "KV tokens", "", left=2)
     table.columns[-1].justify = "left"
     pairs = list(ranking.pairs)
@@ -287,7 +287,7 @@ def _keys(plan: DeploymentEstimate) -> list[str]:
     return keys
 
 
-def _sources(chosen: Estimate) -> Group:
+def _sources(chosen: SetupEstimate) -> Group:
     table = _table("figure", "value", "source")
     table.columns[2].justify = "left"
     for name, (value, source) in chosen.setup.hardware.figures().items():

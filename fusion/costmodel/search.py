@@ -13,7 +13,7 @@ from itertools import product
 from math import gcd, lcm
 
 from fusion.costmodel.hardware import Hardware
-from fusion.costmodel.memory import WEIGHT_BYTES, Memory, estimate_memory, stage_weights
+from fusion.costmodel.memory import WEIGHT_BYTES, MemoryEstimate, estimate_memory, stage_weights
 from fusion.costmodel.setup import Setup
 from fusion.costmodel.step_time import generate_s, reference_s, train_s
 from fusion.costmodel.switch_time import Switch, to_infer, to_train
@@ -26,11 +26,11 @@ GIB = 2.0**30
 
 
 @dataclass(frozen=True)
-class Estimate:
+class SetupEstimate:
     """One setup, with exact traffic of both switches."""
 
     setup: Setup
-    memory: Memory
+    memory: MemoryEstimate
     moved: tuple[Traffic, Traffic]
     """Traffic of a switch to generation, and of one back."""
     switches: tuple[Switch, Switch]
@@ -69,19 +69,19 @@ class Ranking:
     """Pairs of layouts and deployments, best first. ``num_candidates``: layouts of training and of generation that were
     considered; ``refused``: reason → layouts that were left out for it."""
 
-    pairs: tuple[Estimate, ...]
+    pairs: tuple[SetupEstimate, ...]
     deployments: tuple[DeploymentEstimate, ...]
     num_candidates: tuple[int, int]
     refused: dict[str, int] = field(default_factory=dict)
 
 
-def estimate(setup: Setup) -> Estimate:
+def estimate(setup: Setup) -> SetupEstimate:
     """Estimate memory, switches and step of one pair of layouts."""
     topology, sizes = setup.hardware.topology, estimate_memory(setup)
     train, infer = setup.sides
     there = switch_traffic(setup.shape, train, infer, topology=topology)
     back = switch_traffic(setup.shape, infer, train, topology=topology)
-    return Estimate(
+    return SetupEstimate(
         setup=setup,
         memory=sizes,
         moved=(there, back),
@@ -92,7 +92,7 @@ def estimate(setup: Setup) -> Estimate:
     )
 
 
-def problems(setup: Setup, sizes: Memory) -> tuple[str, ...]:
+def problems(setup: Setup, sizes: MemoryEstimate) -> tuple[str, ...]:
     """List what does not fit, with both numbers; empty if everything fits."""
     messages, usable = [], setup.hardware.usable_bytes
     for phase in sizes.phases:
@@ -198,7 +198,7 @@ def estimate_deployment(setup: Setup, name: str, *, train_dies: int, infer_dies:
     )
 
 
-def _switch_bound_s(setup: Setup, sizes: Memory) -> float:
+def _switch_bound_s(setup: Setup, sizes: MemoryEstimate) -> float:
     """Bound both switches by bytes alone: the longer of an engine's weights over the wire and the offload, then the
     onload."""
     hardware = setup.hardware

@@ -49,7 +49,7 @@ class Tensors(NamedTuple):
     same_storage: bool
 
 
-class Group(NamedTuple):
+class TensorGroup(NamedTuple):
     """Tensors that are divided alike, in the same stages of both layouts."""
 
     tensors: Tensors
@@ -57,19 +57,19 @@ class Group(NamedTuple):
     target_stages: tuple[int, ...]
 
 
-def groups(shape: Shape, source: Parallel, target: Parallel) -> dict[Group, int]:
+def groups(shape: Shape, source: Parallel, target: Parallel) -> dict[TensorGroup, int]:
     """Return group → elements of its tensors."""
-    numel: Counter[Group] = Counter()
+    numel: Counter[TensorGroup] = Counter()
     for (kind, here, there), layers in _layers(shape, source, target).items():
         of_layer = _dense(shape, kind, source, target) + _experts(shape, kind, source, target)
         for tensors, size in of_layer.items():
-            numel[Group(tensors, (here,), (there,))] += layers * size
+            numel[TensorGroup(tensors, (here,), (there,))] += layers * size
     last = source.pp - 1, target.pp - 1
     for tensors, size in _dense(shape, "embed", source, target).items():
         ends = (tuple(sorted({0, stage})) if shape.tied else (0,) for stage in last)
-        numel[Group(tensors, *ends)] += size
+        numel[TensorGroup(tensors, *ends)] += size
     for tensors, size in _dense(shape, "head", source, target).items():
-        numel[Group(tensors, (last[0],), (last[1],))] += size
+        numel[TensorGroup(tensors, (last[0],), (last[1],))] += size
     return numel
 
 
@@ -105,7 +105,7 @@ def _even(ranks: int) -> tuple[Share, ...]:
     return tuple((rank, rank + 1, ranks) for rank in range(ranks))
 
 
-def segments(group: Group, source: Side, target: Side, dies: int) -> tuple[Array, Array, Array]:
+def segments(group: TensorGroup, source: Side, target: Side, dies: int) -> tuple[Array, Array, Array]:
     """Return (share of the group's bytes [G], who holds it [G, dies], who needs it [G, dies]) of every segment."""
     pieces = [_slicing(cut) for cut in group.tensors.cuts]
     width = np.ones(1)

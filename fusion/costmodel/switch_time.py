@@ -22,7 +22,7 @@ from math import ceil
 import numpy as np
 
 from fusion.costmodel.hardware import Hardware
-from fusion.costmodel.memory import WEIGHT_BYTES, Memory, largest_weight_bytes, stage_weights
+from fusion.costmodel.memory import WEIGHT_BYTES, MemoryEstimate, largest_weight_bytes, stage_weights
 from fusion.costmodel.setup import Setup
 from fusion.costmodel.shape import Shape
 from fusion.costmodel.traffic import Traffic
@@ -54,7 +54,7 @@ class Switch:
 
 
 @dataclass(frozen=True)
-class Wire:
+class WireTime:
     """Seconds on the wire. ``by_level``: of the busiest die of each level of links."""
 
     by_level: tuple[float, ...]
@@ -65,7 +65,7 @@ class Wire:
     """Bottleneck of that die: `sending` or `receiving`."""
 
 
-def wire(moved: Traffic, hardware: Hardware, bucket_bytes: int) -> Wire:
+def wire(moved: Traffic, hardware: Hardware, bucket_bytes: int) -> WireTime:
     """Estimate the wire time of a switch. A round moves half a bucket of every die (`fusion.ep_switch.plan`)."""
     speed = np.array([hardware.link_bytes_per_s(level) for level in range(len(LEVELS))])[:, None]
     ends = {"sending": moved.sent / speed, "receiving": moved.received / speed}
@@ -75,10 +75,10 @@ def wire(moved: Traffic, hardware: Hardware, bucket_bytes: int) -> Wire:
     rounds = ceil(max_nbytes / (bucket_bytes / 2))
     by_level = np.maximum(ends["sending"], ends["receiving"]).max(1)
     total = float(taken[busiest].max()) + rounds * hardware.collective_s.value
-    return Wire(by_level=tuple(float(s) for s in by_level), seconds=total, rounds=rounds, busiest=busiest)
+    return WireTime(by_level=tuple(float(s) for s in by_level), seconds=total, rounds=rounds, busiest=busiest)
 
 
-def to_infer(setup: Setup, moved: Traffic, memory: Memory) -> Switch:
+def to_infer(setup: Setup, moved: Traffic, memory: MemoryEstimate) -> Switch:
     """Estimate the switch from training to generation."""
     hardware, wire_time = setup.hardware, wire(moved, setup.hardware, setup.fusion.bucket_bytes)
     pack = _pack(moved, hardware)
@@ -92,7 +92,7 @@ def to_infer(setup: Setup, moved: Traffic, memory: Memory) -> Switch:
     return Switch(parts, offload + max(pack, wire_time.seconds), "HBM: the optimizer state leaves before weights move")
 
 
-def to_train(setup: Setup, moved: Traffic, memory: Memory) -> Switch:
+def to_train(setup: Setup, moved: Traffic, memory: MemoryEstimate) -> Switch:
     """Estimate the switch from generation to training; each unit comes over the wire or from the die's own masters."""
     hardware, shape, train = setup.hardware, setup.shape, setup.train
     wire_time = wire(moved, hardware, setup.fusion.bucket_bytes)
@@ -169,7 +169,7 @@ def _pack(moved: Traffic, hardware: Hardware) -> float:
     return float(2 * through.max() / hardware.hbm_bytes_per_s.value)
 
 
-def _by_level(wire_time: Wire) -> dict[str, float]:
+def _by_level(wire_time: WireTime) -> dict[str, float]:
     return {f"wire, {level}": s for level, s in zip(LEVELS, wire_time.by_level, strict=True) if s > 0}
 
 

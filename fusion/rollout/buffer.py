@@ -107,7 +107,7 @@ class Finished(NamedTuple):
 
 
 @dataclass(slots=True)
-class Group:
+class RequestGroup:
     """The requests of a group. ``engine``: to which the last one was assigned, where requests are bounded;
     ``complete``: none of its samples was lost, so that all their lengths are known."""
 
@@ -118,7 +118,7 @@ class Group:
 
 
 @dataclass(slots=True)
-class Held:
+class EngineHoldings:
     """What an engine has: ``requests``, their ``tokens``, and the KV tokens that they occupy of its bound."""
 
     requests: int = 0
@@ -150,7 +150,7 @@ class RequestBuffer:
     ) -> None:
         self._num_probes, self._exact_lengths, self._pool = num_probes, exact_lengths, pool
         self.entries: dict[str, Entry] = {}
-        self._groups: dict[str, Group] = {}
+        self._groups: dict[str, RequestGroup] = {}
         self._left_kv: dict[int, list[str]] = {}
         self._added = 0
         """Number of requests ever added"""
@@ -158,7 +158,7 @@ class RequestBuffer:
         """Lengths of the rows whose groups have ended, if the order knows them"""
         self._waiting = find_order(order)(OrderInputs(self.history, histopipe))
         self._count: Counter[State] = Counter()
-        self._held: defaultdict[int, Held] = defaultdict(Held)
+        self._held: defaultdict[int, EngineHoldings] = defaultdict(EngineHoldings)
         """Engine → what it has"""
         self._migrated = 0
         """Requests with tokens that were dispatched to another engine than the last one, since `take_metrics`"""
@@ -325,7 +325,7 @@ class RequestBuffer:
         self._waiting.take_errors()  # they were reported before
 
     def _add_group(self, group: str, max_tokens: int, step: int) -> None:
-        self._groups[group] = Group()
+        self._groups[group] = RequestGroup()
         lengths = Lengths(max_tokens, self.history.of(row_of(group)), self._exact_lengths(group), step=step)
         self._waiting.add_group(group, lengths)
 

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fusion.rollout.orders.interface import Order
 
 if TYPE_CHECKING:
-    from fusion.rollout.buffer import Entry, Group
+    from fusion.rollout.buffer import Entry, RequestGroup
 
 ByEngine = dict[int, list["Entry"]]
 
@@ -222,7 +222,7 @@ def fill(
     waiting: Order,
     vacancies: Mapping[int, Vacancy],
     room: EngineRoom,
-    groups: Mapping[str, Group],
+    groups: Mapping[str, RequestGroup],
     pool: PoolRouting | None = None,
 ) -> ByEngine:
     """Take requests and assign them until the next one fits nowhere: to the engine with the request's KV (with a pool
@@ -252,7 +252,7 @@ class _Filling:
         vacancies: Mapping[int, Vacancy],
         room: EngineRoom,
         *,
-        groups: Mapping[str, Group],
+        groups: Mapping[str, RequestGroup],
         pool: PoolRouting | None,
     ) -> None:
         self._waiting, self._vacancies, self._room, self._groups, self._pool = waiting, vacancies, room, groups, pool

@@ -1,6 +1,5 @@
 from .evaluations import Answer as Answer
 from .evaluations import compare as compare
-from .live import Bar as Bar
 from .live import LiveView as LiveView
 from .live import progress as progress
 from .memory import MemoryLedger as MemoryLedger
@@ -9,11 +8,10 @@ from .metrics import Metrics as Metrics
 from .metrics import rule_of as rule_of
 from .metrics import throughput as throughput
 from .report import RunReport as RunReport
-from .run_end import report_run as report_run
+from .report import report_run as report_run
 from .run_folder import RunFolder as RunFolder
 from .timeline import WAIT_DATA as WAIT_DATA
 from .timeline import WAIT_WEIGHTS as WAIT_WEIGHTS
-from .timeline import CardSummary as CardSummary
 from .timeline import Span as Span
 from .timeline import Timeline as Timeline
 from .timeline import summarize as summarize

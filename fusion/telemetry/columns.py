@@ -12,7 +12,7 @@ Row = Mapping[str, float]
 
 
 @dataclass(frozen=True)
-class Column:
+class StepColumn:
     """One column: a header of up to two lines, its metrics (the first existing one is shown), and their format.
 
     A name ending in `*` is the sum of all metrics with this prefix. ``only_with``: the metric without which the column
@@ -54,40 +54,40 @@ def share(value: float) -> str:
 REFERENCE_KL = ("actor/kl_loss", "actor/reward_kl_penalty", "critic/kl")
 
 
-def _optional(title: str, name: str, show: Callable[[float], str], width: int) -> Column:
-    return Column(title, (name,), show, width, only_with=name)
+def _optional(title: str, name: str, show: Callable[[float], str], width: int) -> StepColumn:
+    return StepColumn(title, (name,), show, width, only_with=name)
 
 
 COLUMNS = (
-    Column("step", ("step",), lambda value: f"{value:.0f}", width=4),
-    Column("reward", ("critic/rewards/mean",), lambda value: f"{value:.3f}", width=6),
+    StepColumn("step", ("step",), lambda value: f"{value:.0f}", width=4),
+    StepColumn("reward", ("critic/rewards/mean",), lambda value: f"{value:.3f}", width=6),
     _optional("live\ngroups", "frac_reward_zero_std", lambda dead: f"{1 - dead:.0%}", width=6),
     _optional("zero\nadv.", "critic/advantages/zero_share", share, width=5),
     _optional("cut", "response_length/clip_ratio", share, width=4),
     _optional("failed", "reward/failed_share", share, width=6),
     _optional("ESS", "rollout_corr/rollout_is_eff_sample_size", share, width=5),
     _optional("kept\nmass", "training/kept_mass_mean", lambda value: f"{value:.3f}", width=5),
-    Column("length", ("response_length/mean",), lambda value: f"{value:.1f}", width=6),
-    Column("KL", REFERENCE_KL, small, width=7),
-    Column("tokens\n/s", ("perf/tokens_per_s", "perf/throughput"), lambda value: f"{value:,.0f}", width=7),
-    Column("gen\ns", ("timing_s/gen",), seconds, width=5),
-    Column("reward\ns", ("timing_s/reward",), seconds, width=6),
-    Column("ref\ns", ("timing_s/ref",), seconds, width=5),
-    Column("train\ns", ("timing_s/train", "timing_s/update_actor"), seconds, width=5),
-    Column("switch\ns", ("timing_s/switch", "timing_s/switch_*"), seconds, width=6),
-    Column(
+    StepColumn("length", ("response_length/mean",), lambda value: f"{value:.1f}", width=6),
+    StepColumn("KL", REFERENCE_KL, small, width=7),
+    StepColumn("tokens\n/s", ("perf/tokens_per_s", "perf/throughput"), lambda value: f"{value:,.0f}", width=7),
+    StepColumn("gen\ns", ("timing_s/gen",), seconds, width=5),
+    StepColumn("reward\ns", ("timing_s/reward",), seconds, width=6),
+    StepColumn("ref\ns", ("timing_s/ref",), seconds, width=5),
+    StepColumn("train\ns", ("timing_s/train", "timing_s/update_actor"), seconds, width=5),
+    StepColumn("switch\ns", ("timing_s/switch", "timing_s/switch_*"), seconds, width=6),
+    StepColumn(
         "tokens\n/pass",
         ("rollout/tokens_per_forward_mean",),
         lambda value: f"{value:.2f}",
         width=6,
         only_with="rollout/draft_mib_max",
     ),
-    Column("infer\nHBM", ("memory/infer/peak_mib",), lambda mib: human_bytes(mib * MIB), width=5),
-    Column("train\nHBM", ("memory/train/peak_mib",), lambda mib: human_bytes(mib * MIB), width=5),
+    StepColumn("infer\nHBM", ("memory/infer/peak_mib",), lambda mib: human_bytes(mib * MIB), width=5),
+    StepColumn("train\nHBM", ("memory/train/peak_mib",), lambda mib: human_bytes(mib * MIB), width=5),
 )
 
 
-def columns_for(row: Row) -> tuple[Column, ...]:
+def columns_for(row: Row) -> tuple[StepColumn, ...]:
     """Choose the columns for rows like this one: what shows whether there is a signal to learn from comes first, where
     it was measured. Without a reference model, the KL is that to the policy that generated, and its header is
     different; without drafts a forward pass yields one token a sequence."""
@@ -100,7 +100,7 @@ def columns_for(row: Row) -> tuple[Column, ...]:
     )
 
 
-def header_lines(columns: Sequence[Column]) -> list[str]:
+def header_lines(columns: Sequence[StepColumn]) -> list[str]:
     """Return the header as plain aligned text, two lines."""
     titles = [column.title.split("\n") for column in columns]
     tops = [title[0] for title in titles]
@@ -108,7 +108,7 @@ def header_lines(columns: Sequence[Column]) -> list[str]:
     return [align(tops, columns), align(bottoms, columns)]
 
 
-def align(cells: Sequence[str], columns: Sequence[Column]) -> str:
+def align(cells: Sequence[str], columns: Sequence[StepColumn]) -> str:
     """Align cells to the right under their headers; a cell that is too wide shifts the rest of its line."""
     return " ".join(cell.rjust(column.width) for cell, column in zip(cells, columns, strict=True)).rstrip()
 

@@ -289,24 +289,25 @@ def finite(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the record as plain JSON values: tensors and arrays as numbers and lists, other objects by their text,
     non-finite numbers as None with their names and values under "not_finite"."""
     broken: dict[str, str] = {}
-    plain = {str(name): _plain(value, str(name), broken) for name, value in record.items()}
-    return plain | {NOT_FINITE: broken} if broken else plain
+    values = {str(name): plain(value, str(name), broken) for name, value in record.items()}
+    return values | {NOT_FINITE: broken} if broken else values
 
 
-def _plain(value: Any, name: str, broken: dict[str, str]) -> Any:
+def plain(value: Any, name: str, broken: dict[str, str]) -> Any:
+    """Return a value as `finite` does; add those that are not finite to ``broken``, by their names below ``name``."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if hasattr(value, "tolist"):
-        return _plain(value.tolist(), name, broken)
+        return plain(value.tolist(), name, broken)
     if isinstance(value, float):
         if math.isfinite(value):
             return float(value)
         broken[name] = str(float(value))
         return None
     if isinstance(value, Mapping):
-        return {str(key): _plain(item, f"{name}.{key}", broken) for key, item in value.items()}
+        return {str(key): plain(item, f"{name}.{key}", broken) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item, f"{name}.{index}", broken) for index, item in enumerate(value)]
+        return [plain(item, f"{name}.{index}", broken) for index, item in enumerate(value)]
     return str(value)
 
 

@@ -26,7 +26,7 @@ from typing import Any, Literal, NamedTuple, SupportsFloat
 Rule = Literal["mean", "max", "min", "sum", "seconds"]
 
 
-class Part(NamedTuple):
+class MetricState(NamedTuple):
     """Accumulated state of one metric. `value` is the weighted sum for a mean, the value itself for other rules."""
 
     rule: Rule
@@ -55,7 +55,7 @@ class Metrics:
     """Accumulate one step's metrics on one rank; `merge` adds those of other ranks."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, Part] = {}
+        self._parts: dict[str, MetricState] = {}
 
     def add(self, name: str, value: SupportsFloat, count: SupportsFloat = 1.0, rule: Rule | None = None) -> None:
         """Add one value: a number or a one-element tensor. `count` is its weight in a mean (tokens, samples)."""
@@ -66,9 +66,9 @@ class Metrics:
         rule = rule or (known.rule if known else rule_of(name))
         if rule == "mean":
             # 0 × NaN is NaN: a rank that had no tokens must not spoil the mean of those that had.
-            part = Part(rule, number * weight if weight else 0.0, weight)
+            part = MetricState(rule, number * weight if weight else 0.0, weight)
         else:
-            part = Part(rule, number, weight)
+            part = MetricState(rule, number, weight)
         self._fold(name, part, within_rank=True)
 
     def update(self, figures: Mapping[str, SupportsFloat], count: SupportsFloat = 1.0) -> None:
@@ -94,11 +94,11 @@ class Metrics:
         finally:
             self.add(f"timing_s/{name}", time.perf_counter() - start)
 
-    def merge(self, other: Metrics | Mapping[str, Part]) -> Metrics:
+    def merge(self, other: Metrics | Mapping[str, MetricState]) -> Metrics:
         """Merge another rank's metrics into this one. Return self."""
         parts = other._parts if isinstance(other, Metrics) else other
         for name, part in list(parts.items()):
-            self._fold(name, Part(*part), within_rank=False)
+            self._fold(name, MetricState(*part), within_rank=False)
         return self
 
     def result(self) -> dict[str, float]:
@@ -111,13 +111,13 @@ class Metrics:
                 figures[name] = part.value / part.weight
         return figures
 
-    def take(self) -> dict[str, Part]:
+    def take(self) -> dict[str, MetricState]:
         """Return plain picklable data for `merge` in another process, and reset; a worker sends it at the end of a
         stage."""
         parts, self._parts = self._parts, {}
         return parts
 
-    def _fold(self, name: str, part: Part, within_rank: bool) -> None:
+    def _fold(self, name: str, part: MetricState, within_rank: bool) -> None:
         known = self._parts.get(name)
         if known is None:
             self._parts[name] = part
@@ -130,7 +130,7 @@ class Metrics:
             value = _extreme(min, known.value, part.value)
         else:
             value = _extreme(max, known.value, part.value)
-        self._parts[name] = Part(part.rule, value, known.weight + part.weight)
+        self._parts[name] = MetricState(part.rule, value, known.weight + part.weight)
 
 
 def throughput(tokens: int, seconds: float, cards: int) -> dict[str, float]:

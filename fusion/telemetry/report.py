@@ -18,8 +18,8 @@ from rich.text import Text
 
 from fusion.telemetry.columns import duration
 from fusion.telemetry.evaluations import RESULT, Answer, Changes, changes_of, compare, evaluation_rows
-from fusion.telemetry.files import read_jsonl
-from fusion.telemetry.page.run_data import read_run
+from fusion.telemetry.files import read_jsonl, write_atomic
+from fusion.telemetry.page import default_path, read_run, render
 from fusion.telemetry.run_contents import EVALUATIONS, SAMPLES, describe
 
 SAMPLE: Mapping[str, type] = {"step": int, "prompt": str, "response": str}
@@ -119,6 +119,24 @@ class RunReport:
             of = f" (means of {self.reward_window} steps)" if self.reward_window > 1 else ""
             parts.append(f"reward {self.reward_start:.3f} → {self.reward_end:.3f}{of}")
         return ", ".join(parts)
+
+
+def report_run(folder: Path, **fields: Any) -> None:
+    """Write `report.html` and print the report. A page that cannot be written, on a full disk for example, is a note of
+    the report, and so is a damaged file, without whose figures the report then is: the run has its result or its error.
+
+    Args:
+        fields: of `RunReport`, beside what the folder holds.
+    """
+    report = RunReport(**({"steps": None} | fields))
+    try:
+        run = read_run(folder, fields.get("outcome"))
+        report = RunReport.from_folder(folder, run, **fields)
+        write_atomic(default_path([folder]), render([run]))
+    except (OSError, ValueError) as error:
+        report.notes = [*report.notes, f"report.html could not be written: {error}"]
+    report.folder = describe(folder)
+    report.show()
 
 
 def _first_and_last(samples: Sequence[Mapping[str, Any]]) -> tuple[list, list]:

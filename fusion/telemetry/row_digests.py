@@ -111,7 +111,7 @@ class RowDigests:
 
 
 @dataclass
-class Kept:
+class KeptRows:
     """What `rewind` did with the rows of a log."""
 
     spans: list[tuple[int, int]] = field(default_factory=list)
@@ -149,8 +149,8 @@ def rewind(path: Path, step: int, seal: Seal | None) -> tuple[int, str | None]:
     return kept.num_cut, f"{path.name}: damaged rows were dropped ({numbers}); the damaged file is kept as {aside}"
 
 
-def _by_seal(path: Path, seal: Seal) -> Kept:
-    kept, start, gap, begin, first = Kept(), 0, 0, 0, 1
+def _by_seal(path: Path, seal: Seal) -> KeptRows:
+    kept, start, gap, begin, first = KeptRows(), 0, 0, 0, 1
     with _opened(path) as file:
         for block in seal.blocks:
             accepted = [block, seal.before] if seal.before and block is seal.blocks[-1] else [block]
@@ -175,8 +175,8 @@ def _matches(file: BinaryIO, start: int, end: int, block: Block) -> bool:
     return xxhash.xxh3_128_hexdigest(file.read(end - start)) == block.xxh3_128
 
 
-def _by_step(path: Path, step: int) -> Kept:
-    kept, end = Kept(), 0
+def _by_step(path: Path, step: int) -> KeptRows:
+    kept, end = KeptRows(), 0
     with _opened(path) as file:
         for number, line in enumerate(file, 1):
             start, end = end, end + len(line)
@@ -199,7 +199,7 @@ def _step_of(line: bytes) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def _write(path: Path, kept: Kept) -> Path | None:
+def _write(path: Path, kept: KeptRows) -> Path | None:
     """Leave only the kept bytes in the file; if rows are damaged, return the path of a copy of it as it was."""
     aside = path.with_name(f"{path.name}.damaged") if kept.damaged else None
     if aside is not None:

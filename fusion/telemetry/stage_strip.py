@@ -27,7 +27,7 @@ twentieth of the stage keeps its place."""
 FIRST_WINDOW_NS = 1_000_000
 
 
-class Run(NamedTuple):
+class StripRun(NamedTuple):
     kind: str
     start_ns: int
     end_ns: int
@@ -62,14 +62,14 @@ class StageStrip:
         if len(self._runs) > self._max_runs:
             self._coarsen()
 
-    def runs(self) -> list[Run]:
+    def runs(self) -> list[StripRun]:
         """Return the runs from the start to the last mark, and end the current window."""
         self._end_window()
         if len(self._runs) > self._max_runs:
             self._coarsen()
         runs, start_ns = [], self._start_ns
         for kind, length_ns in self._runs:
-            runs.append(Run(kind, start_ns, start_ns + length_ns))
+            runs.append(StripRun(kind, start_ns, start_ns + length_ns))
             start_ns += length_ns
         return runs
 

@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 
 from fusion.costmodel.hardware import hardware_named
-from fusion.costmodel.memory import Memory, estimate_memory
+from fusion.costmodel.memory import MemoryEstimate, estimate_memory
 from fusion.costmodel.search import problems
 from fusion.costmodel.setup import Setup
 from fusion.costmodel.shape import Shape
@@ -28,7 +28,7 @@ def knows_cards(config: Config) -> bool:
     return bool(named) or config.device.kind == "emulated"
 
 
-def estimate(config: Config, model: ModelConfig) -> tuple[Setup, Memory]:
+def estimate(config: Config, model: ModelConfig) -> tuple[Setup, MemoryEstimate]:
     """Return the plan of a job and its memory; log a warning for each phase that does not fit."""
     setup = plan_of(config, model)
     sizes = estimate_memory(setup)

@@ -18,7 +18,7 @@ from fusion.rollout import SuspendedSample
 from fusion.training.division import split_groups, split_over_ranks
 from stalesync.simulator.clock import Clock
 from stalesync.simulator.engine import SimulatedEngine
-from stalesync.simulator.engine_spec import Listener, RequestSize
+from stalesync.simulator.engine_spec import EngineListener, RequestSize
 from stalesync.simulator.sequence import SimulatedRequest
 from stalesync.simulator.setup import SimulationSetup
 
@@ -40,7 +40,7 @@ class SimulatedCards:
         self, setup: SimulationSetup, clock: Clock, size_of: Callable[[SimulatedRequest], RequestSize]
     ) -> None:
         self.setup, self.clock = setup, clock
-        listener = Listener(samples=self._put, chunks=self._put_chunks, stopped=self._note_stopped)
+        listener = EngineListener(samples=self._put, chunks=self._put_chunks, stopped=self._note_stopped)
         self.engines = [
             SimulatedEngine(number, setup.engine, clock, size_of=size_of, listener=listener)
             for number in range(len(setup.worker.engines))

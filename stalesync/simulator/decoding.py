@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from stalesync.simulator.kv_blocks import GrowingBlocks
 
 if TYPE_CHECKING:
-    from stalesync.simulator.sequence import Sequence
+    from stalesync.simulator.sequence import SimulatedSequence
 
 EPSILON = 1e-6
 """Tokens by which a position may be wrong"""
@@ -44,7 +44,7 @@ class Track:
     position: float = 0
     num: int = 0
     offset: float = 0
-    ends: list[tuple[float, int, int, Sequence]] = field(default_factory=list)
+    ends: list[tuple[float, int, int, SimulatedSequence]] = field(default_factory=list)
     """(position, order, stamp, sequence), a heap; entries with an earlier stamp of their sequence are void"""
 
     def at(self, step: int) -> float:
@@ -74,8 +74,8 @@ class Decoding:
         self._counted = 0
         """Step up to which these are counted"""
 
-    def add(self, seq: Sequence, step: int) -> None:
-        """Add a sequence to its track (`Sequence.track`)."""
+    def add(self, seq: SimulatedSequence, step: int) -> None:
+        """Add a sequence to its track (`SimulatedSequence.track`)."""
         self.count(step)
         track = self.tracks.get(seq.track)
         if track is None:
@@ -84,7 +84,7 @@ class Decoding:
         self._insert(seq, track)
         self.num += 1
 
-    def remove(self, seq: Sequence, step: int) -> int:
+    def remove(self, seq: SimulatedSequence, step: int) -> int:
         """Remove a sequence; return its length."""
         self.count(step)
         track = self.tracks[seq.track]
@@ -94,7 +94,7 @@ class Decoding:
         self.num -= 1
         return length
 
-    def move(self, seq: Sequence, step: int, to: int) -> None:
+    def move(self, seq: SimulatedSequence, step: int, to: int) -> None:
         """Move a sequence to another track."""
         self.count(step)
         track = self.tracks[seq.track]
@@ -106,7 +106,7 @@ class Decoding:
         seq.since = self.tracks[to].at(step) - gained
         self._insert(seq, self.tracks[to])
 
-    def length(self, seq: Sequence, step: int) -> int:
+    def length(self, seq: SimulatedSequence, step: int) -> int:
         """Return a sequence's tokens after ``step`` steps: what a draft brings beyond its end is not kept."""
         return min(seq.limit, seq.length + floor(self.tracks[seq.track].at(step) - seq.since + EPSILON))
 
@@ -145,7 +145,7 @@ class Decoding:
         ]
         return min(ends, default=None)
 
-    def ended(self, step: int) -> list[Sequence]:
+    def ended(self, step: int) -> list[SimulatedSequence]:
         """Return the sequences that have ended after ``step`` steps; `remove` must follow."""
         sequences = []
         for track in self.tracks.values():
@@ -164,13 +164,13 @@ class Decoding:
     def _track(self) -> Track:
         return Track(GrowingBlocks(self._block_size))
 
-    def _insert(self, seq: Sequence, track: Track) -> None:
+    def _insert(self, seq: SimulatedSequence, track: Track) -> None:
         track.num += 1
         track.offset += seq.length - seq.since
         track.growing.add(seq.length, floor(seq.since + EPSILON))
         heapq.heappush(track.ends, (seq.since + seq.limit - seq.length, seq.order, seq.stamp, seq))
 
-    def _withdraw(self, seq: Sequence, track: Track) -> None:
+    def _withdraw(self, seq: SimulatedSequence, track: Track) -> None:
         seq.stamp += 1
         track.num -= 1
         track.offset = track.offset - (seq.length - seq.since) if track.num else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from stalesync.simulator.drafts import DraftSpec
-from stalesync.simulator.sequence import Sequence
+from stalesync.simulator.sequence import SimulatedSequence
 
 
 class DraftGroups:
@@ -15,7 +15,7 @@ class DraftGroups:
         self._drafts = drafts
         self._finished: dict[str, int] = {}
         """Group → number of its finished responses, on any engine"""
-        self._sequences: dict[str, dict[Sequence, None]] = {}
+        self._sequences: dict[str, dict[SimulatedSequence, None]] = {}
 
     def clear(self) -> None:
         """Remove all sequences: the engine starts."""
@@ -27,14 +27,14 @@ class DraftGroups:
             self._finished[group] = num_finished
         return group in self._sequences
 
-    def join(self, seq: Sequence) -> None:
+    def join(self, seq: SimulatedSequence) -> None:
         """Add a sequence, on the track of what it drafts from."""
         if self._drafts is not None:
             group = seq.request.group
             seq.track = self._drafts.track(self._finished.get(group, 0))
             self._sequences.setdefault(group, {})[seq] = None
 
-    def leave(self, seq: Sequence) -> None:
+    def leave(self, seq: SimulatedSequence) -> None:
         """Remove a sequence."""
         if self._drafts is not None:
             members = self._sequences[seq.request.group]
@@ -42,7 +42,7 @@ class DraftGroups:
             if not members:
                 del self._sequences[seq.request.group]
 
-    def moves(self, groups: Iterable[str]) -> Iterator[tuple[Sequence, int]]:
+    def moves(self, groups: Iterable[str]) -> Iterator[tuple[SimulatedSequence, int]]:
         """Yield the decoding sequences of groups whose track has changed, each with its new one; the tracks of others
         are set."""
         if self._drafts is None:

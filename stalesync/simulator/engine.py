@@ -26,12 +26,11 @@ from fusion.inference.placement import place
 from fusion.rollout import SuspendedSample
 from stalesync.simulator.clock import Clock
 from stalesync.simulator.draft_groups import DraftGroups
-from stalesync.simulator.engine_spec import EngineSpec, Listener, RequestSize
+from stalesync.simulator.engine_spec import EngineListener, EngineSpec, RequestSize
 from stalesync.simulator.jump import Jump, RankLines
 from stalesync.simulator.outbox import Outbox
 from stalesync.simulator.rank import Rank
-from stalesync.simulator.sequence import PrefillPlan, SimulatedRequest
-from stalesync.simulator.sequence import Sequence as EngineSequence
+from stalesync.simulator.sequence import PrefillPlan, SimulatedRequest, SimulatedSequence
 
 
 @dataclass
@@ -54,7 +53,7 @@ class SimulatedEngine:
         clock: Clock,
         *,
         size_of: Callable[[SimulatedRequest], RequestSize],
-        listener: Listener,
+        listener: EngineListener,
     ) -> None:
         self.number, self.spec, self.clock = number, spec, clock
         self._size_of, self._listener = size_of, listener
@@ -205,7 +204,7 @@ class SimulatedEngine:
             length = size.prompt_tokens + size.generated
             left = size.response_tokens - size.generated
             chunk = left if self.spec.chunk_tokens is None else min(left, self.spec.chunk_tokens)
-            seq = EngineSequence(request, rank, size.prompt_tokens, length, length + chunk, complete=chunk == left)
+            seq = SimulatedSequence(request, rank, size.prompt_tokens, length, length + chunk, complete=chunk == left)
             seq.known = length - 1 if size.generated else 0
             home, tokens = self._parked.pop(request.id, (-1, 0))
             seq.parked = request.kv_tokens if self.spec.pools_kv else tokens if home == rank else 0
@@ -277,7 +276,7 @@ class SimulatedEngine:
     def _end_step(self) -> None:
         """End the sequences that have reached their limit, and goes on."""
         chunks: list[SuspendedSample] = []
-        ended: list[EngineSequence] = []
+        ended: list[SimulatedSequence] = []
         while self._ends and self._first_end <= self.step:
             number = heapq.heappop(self._ends)[1]
             del self._end_of_rank[number]
@@ -381,7 +380,7 @@ class SimulatedEngine:
 
         self.clock.at(self.clock.now + copy_s, stopped)
 
-    def _park(self, seq: EngineSequence, *, pools: bool) -> bool:
+    def _park(self, seq: SimulatedSequence, *, pools: bool) -> bool:
         """Park the KV of a sequence that has left on the host, or with ``pools`` in the pool. Return whether it
         was."""
         if self.spec.keeps_kv and seq.computed:
@@ -389,7 +388,7 @@ class SimulatedEngine:
             return True
         return pools and seq.computed > 0
 
-    def _suspended(self, seq: EngineSequence, *, kept: bool, tokens: int) -> SuspendedSample:
+    def _suspended(self, seq: SimulatedSequence, *, kept: bool, tokens: int) -> SuspendedSample:
         """``tokens``: of its KV, where that is ``kept``."""
         generated = seq.length - seq.prompt_tokens
         versions = None if seq.first_version is None else (seq.first_version, self.version)

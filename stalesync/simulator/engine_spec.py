@@ -38,7 +38,7 @@ class EngineSpec:
 
 
 @dataclass
-class Listener:
+class EngineListener:
     """Whom an engine reports to. ``samples``: response tokens by id; ``chunks``: requests at the end of a chunk;
     ``stopped``: unfinished requests."""
 

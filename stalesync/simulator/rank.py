@@ -26,7 +26,7 @@ from fusion.costmodel.roofline import attention_pairs
 from fusion.inference.config import EngineConfig
 from fusion.inference.waiting import WaitingLine
 from stalesync.simulator.decoding import Decoding
-from stalesync.simulator.sequence import Cached, PrefillPlan, Sequence
+from stalesync.simulator.sequence import Cached, PrefillPlan, SimulatedSequence
 
 
 class Rank:
@@ -35,10 +35,10 @@ class Rank:
 
     def __init__(self, limits: EngineConfig, orders: Iterator[int]) -> None:
         self.limits, self._orders = limits, orders
-        self.waiting: WaitingLine[Sequence] = WaitingLine()
-        self.running: dict[Sequence, None] = {}
+        self.waiting: WaitingLine[SimulatedSequence] = WaitingLine()
+        self.running: dict[SimulatedSequence, None] = {}
         """In order of admission"""
-        self.prefilling: dict[Sequence, None] = {}
+        self.prefilling: dict[SimulatedSequence, None] = {}
         self.decodes = Decoding(limits.block_size)
         self.prefilled_tokens = self.preemptions = self.recomputed_tokens = 0
         self._other_blocks = 0
@@ -86,7 +86,7 @@ class Rank:
             + self.decodes.num * attention_pairs(drafted),
         )
 
-    def finish(self, plan: PrefillPlan, step: int, version: int) -> list[Sequence]:
+    def finish(self, plan: PrefillPlan, step: int, version: int) -> list[SimulatedSequence]:
         """End the planned step, after which there were ``step``; return the sequences that have their first token:
         each decodes from now on."""
         for seq, count in [*((seq, 1) for seq in plan.last), *plan.chunks]:
@@ -97,7 +97,7 @@ class Rank:
             self._join(seq, step, version)
         return joined
 
-    def leave(self, seq: Sequence, step: int) -> None:
+    def leave(self, seq: SimulatedSequence, step: int) -> None:
         """Remove a running sequence after ``step`` steps."""
         del self.running[seq]
         if seq.decoding:
@@ -109,11 +109,11 @@ class Rank:
         self._reserved_tokens -= self._blocks(seq.limit) * self.limits.block_size
         self._release(seq, step)
 
-    def keep_cached(self, seq: Sequence, step: int) -> None:
+    def keep_cached(self, seq: SimulatedSequence, step: int) -> None:
         """Record that the blocks of a sequence that has left stay in the cache, until they are evicted."""
         self._cached[seq.request.id] = Cached(seq.computed // self.limits.block_size, expires=self._expiry(step))
 
-    def withdraw(self, seq: Sequence, step: int) -> None:
+    def withdraw(self, seq: SimulatedSequence, step: int) -> None:
         """Return a running sequence to the front of the waiting ones, with its tokens and without KV."""
         self.leave(seq, step)
         seq.known = max(seq.known, seq.computed)
@@ -173,7 +173,7 @@ class Rank:
     def _blocks(self, tokens: int) -> int:
         return -(-tokens // self.limits.block_size)
 
-    def _grow(self, seq: Sequence, count: int) -> None:
+    def _grow(self, seq: SimulatedSequence, count: int) -> None:
         end = seq.computed + count
         self._other_blocks += self._blocks(end) - self._blocks(seq.computed)
         self._name(seq, end)
@@ -207,7 +207,7 @@ class Rank:
             if self.limits.prefix_cache and start + count == seq.length == seq.prompt_tokens:
                 computing.add((seq.request.group, seq.length))
 
-    def _join(self, seq: Sequence, step: int, version: int) -> None:
+    def _join(self, seq: SimulatedSequence, step: int, version: int) -> None:
         self.prefilling.pop(seq, None)
         self._other_blocks -= self._blocks(seq.length)
         seq.length += 1
@@ -217,7 +217,7 @@ class Rank:
 
     # The prefix cache
 
-    def _find(self, seq: Sequence) -> int:
+    def _find(self, seq: SimulatedSequence) -> int:
         """Return the number of cached tokens of a sequence's beginning; the last token is always computed."""
         if not self.limits.prefix_cache:
             return 0
@@ -235,12 +235,12 @@ class Rank:
             return 0
         return cached.blocks
 
-    def _held(self, seq: Sequence, start: int) -> int:
+    def _held(self, seq: SimulatedSequence, start: int) -> int:
         """Return the number of blocks of its first ``start`` tokens that siblings hold."""
         cached = self._cached.get(seq.request.group)
         return min(start // self.limits.block_size, cached.blocks) if cached is not None and cached.holders else 0
 
-    def _hold(self, seq: Sequence, start: int) -> None:
+    def _hold(self, seq: SimulatedSequence, start: int) -> None:
         """Share the blocks of the prompt with the siblings, now and when they come."""
         if not self.limits.prefix_cache:
             return
@@ -251,14 +251,14 @@ class Rank:
         self._other_blocks -= held
         cached.holders[seq] = None
 
-    def _name(self, seq: Sequence, end: int) -> None:
+    def _name(self, seq: SimulatedSequence, end: int) -> None:
         """Record that the first ``end`` tokens of a sequence are computed in this step: siblings find the whole blocks
         of their prompt."""
         cached = self._cached.get(seq.request.group)
         if cached is not None and seq in cached.holders:
             cached.blocks = max(cached.blocks, min(end, seq.prompt_tokens) // self.limits.block_size)
 
-    def _release(self, seq: Sequence, step: int) -> None:
+    def _release(self, seq: SimulatedSequence, step: int) -> None:
         self._other_blocks += seq.shared
         counted, seq.shared = not seq.shared, 0
         cached = self._cached.get(seq.request.group)

@@ -19,7 +19,7 @@ class SimulatedRequest(NamedTuple):
 
 
 @dataclass(eq=False, slots=True)
-class Sequence:
+class SimulatedSequence:
     """A request in the engine.
 
     ``length``: tokens of prompt and response at position ``since`` of its ``track`` (`Decoding`), while it decodes;
@@ -53,9 +53,9 @@ class PrefillPlan:
     """A rank's part of a step that prefills. ``last``: sequences whose prefill lacks one token, which decode it;
     ``restored``: blocks whose KV is copied from the host."""
 
-    last: list[Sequence] = field(default_factory=list)
-    chunks: list[tuple[Sequence, int]] = field(default_factory=list)
-    twins: list[Sequence] = field(default_factory=list)
+    last: list[SimulatedSequence] = field(default_factory=list)
+    chunks: list[tuple[SimulatedSequence, int]] = field(default_factory=list)
+    twins: list[SimulatedSequence] = field(default_factory=list)
     restored: int = 0
 
     def __bool__(self) -> bool:
@@ -68,5 +68,5 @@ class Cached:
     ``holders``: running sequences that hold them; one of them counts them, for the others they are `shared`."""
 
     blocks: int
-    holders: dict[Sequence, None] = field(default_factory=dict)
+    holders: dict[SimulatedSequence, None] = field(default_factory=dict)
     expires: float = inf

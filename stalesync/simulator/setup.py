@@ -7,13 +7,11 @@ Config ─┬─► WorkerSpec ─► AdmissionSpec, InferenceShare      as `sta
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import WorkerSpec
 from fusion.costmodel.pace import EngineCost, Pace, SwitchCost, TrainerCost
 from fusion.costmodel.setup import SwitchLimits, limits_of
-from fusion.model import Parallel
 from fusion.rollout.length_history import MAX_ROWS
 from stalesync.job.config import Config
 from stalesync.job.decision_settings import admission_spec
@@ -55,7 +53,8 @@ class SimulationSetup:
         pace.check(infer, "parallel.infer")
         worker = _worker_spec(config, pace)
         rollout, pool, first = config.rollout, config.rollout.kv_pool, worker.deployment.generate[0]
-        switch = _switch_cost(pace, train, infer, infer_first=first, fusion=limits_of(SwitchLimits, config.fusion))
+        switches = limits_of(SwitchLimits, config.fusion)
+        switch = SwitchCost.of(pace, train=train, infer=infer, infer_first=first, fusion=switches)
         cost = EngineCost(pace, worker.infer_of_one_engine, full_batch=rollout.engine.max_seqs)
         bounds = [tokens for tokens in (kv_tokens, rollout.engine.max_kv_tokens) if tokens is not None]
         engine = EngineSpec(
@@ -106,9 +105,3 @@ def _worker_spec(config: Config, pace: Pace) -> WorkerSpec:
         pace=pace,
         ahead=config.stalesync.max_staleness > 0,
     )
-
-
-@lru_cache(maxsize=64)
-def _switch_cost(pace: Pace, train: Parallel, infer: Parallel, *, infer_first: int, fusion: SwitchLimits) -> SwitchCost:
-    """Compute the cost of a switch once for all runs with these layouts: of 12,288 dies it takes some seconds."""
-    return SwitchCost.of(pace, train=train, infer=infer, infer_first=infer_first, fusion=fusion)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from fusion.costmodel import layout_text, parse_layout
+from fusion.costmodel.layouts import layout_text, parse_layout
 from fusion.costmodel.presets import load_shape
 from fusion.model import Parallel
 

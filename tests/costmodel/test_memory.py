@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from fusion.costmodel import Setup, Shape, estimate_memory
 from fusion.costmodel.hardware import hardware_named
-from fusion.costmodel.memory import stage_weights
+from fusion.costmodel.memory import estimate_memory, stage_weights
 from fusion.costmodel.presets import load_shape
 from fusion.costmodel.search import problems
-from fusion.costmodel.setup import EngineLimits, SwitchLimits, TrainingLimits
+from fusion.costmodel.setup import EngineLimits, Setup, SwitchLimits, TrainingLimits
+from fusion.costmodel.shape import Shape
 from fusion.model import Parallel, local_params, plan_units
 from tests.helpers import tiny_config
 

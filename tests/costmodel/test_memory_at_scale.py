@@ -14,11 +14,10 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from fusion.costmodel import Setup, estimate_memory
 from fusion.costmodel.hardware import hardware_named
-from fusion.costmodel.memory import generation_bytes, training_bytes
+from fusion.costmodel.memory import estimate_memory, generation_bytes, training_bytes
 from fusion.costmodel.presets import load_shape
-from fusion.costmodel.setup import SwitchLimits
+from fusion.costmodel.setup import Setup, SwitchLimits
 from fusion.inference import EmbeddedEngine, RolloutConfig
 from fusion.model import Mesh, Parallel, Transformer
 from fusion.training import EmbeddedTrainEngine, TrainingConfig

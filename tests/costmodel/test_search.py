@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from fusion.costmodel import Setup, rank
 from fusion.costmodel.hardware import Figure, hardware_named
 from fusion.costmodel.presets import load_shape
-from fusion.costmodel.search import problems
+from fusion.costmodel.search import problems, rank
+from fusion.costmodel.setup import Setup
 from fusion.model import Parallel
 
 ASCEND_910C = hardware_named("ascend_910c")

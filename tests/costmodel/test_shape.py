@@ -14,9 +14,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.costmodel import Shape
 from fusion.costmodel.memory import stage_weights
 from fusion.costmodel.presets import load_shape
+from fusion.costmodel.shape import Shape
 from fusion.inference.kv_cache import KVCache
 from fusion.inference.kv_layout import KVLayout
 from fusion.model import ModelConfig, Parallel, global_params, local_params

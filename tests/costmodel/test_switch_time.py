@@ -8,12 +8,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fusion.costmodel import Setup, Traffic, estimate_memory, published, switch_traffic, to_infer, to_train
 from fusion.costmodel.hardware import Figure, hardware_named
+from fusion.costmodel.memory import estimate_memory
 from fusion.costmodel.presets import check_figures, load_shape
-from fusion.costmodel.setup import SwitchLimits
+from fusion.costmodel.setup import Setup, SwitchLimits
 from fusion.costmodel.step_time import generate_s, train_s
-from fusion.costmodel.switch_time import PUBLISHED, wire
+from fusion.costmodel.switch_time import PUBLISHED, published, to_infer, to_train, wire
+from fusion.costmodel.traffic import Traffic, switch_traffic
 from fusion.model import Parallel
 
 ASCEND_910C = hardware_named("ascend_910c")

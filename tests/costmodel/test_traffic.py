@@ -8,9 +8,11 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from fusion.costmodel import Shape, Side, switch_traffic
 from fusion.costmodel.hardware import hardware_named
 from fusion.costmodel.presets import load_shape
+from fusion.costmodel.segments import Side
+from fusion.costmodel.shape import Shape
+from fusion.costmodel.traffic import switch_traffic
 from fusion.ep_switch import Layout, Topology, plan_switch
 from fusion.ep_switch.topology import LEVELS
 from fusion.model import Parallel, local_params

@@ -35,7 +35,7 @@ from distqueue.payload.columns import gather_columns, stretches_of
 from distqueue.payload.segment_file import SegmentFile, lay_out
 from distqueue.payload.shard import Shard
 from distqueue.samples import SampleTable, Selection
-from distqueue.segments import Shard as ShardEntry
+from distqueue.segments import ShardState
 from tests.distqueue.faults import TASKS, make_batch
 
 COLUMNS = "tokens", "score", "text"
@@ -72,7 +72,7 @@ class PlainActor(QueueActor):
     async def _start_shards(self) -> None:
         folder = str(Path(str(self.options.journal)) / "segments" / HERE)
         self.fleet.shards[HERE] = ShardHandle(HERE, Direct(Shard(folder, None)))
-        self.core.ledger.add_shard(ShardEntry(HERE, node=HERE, folder=folder, max_bytes=1 << 40, recycles=False))
+        self.core.ledger.add_shard(ShardState(HERE, node=HERE, folder=folder, max_bytes=1 << 40, recycles=False))
 
 
 # ---- the process that is killed

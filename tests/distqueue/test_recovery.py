@@ -15,7 +15,7 @@ from distqueue.core import QueueCore
 from distqueue.errors import LostSample
 from distqueue.messages import Put, pack, unpack
 from distqueue.samples import SampleTable, Selection
-from distqueue.segments import Segment, Shard
+from distqueue.segments import Segment, ShardState
 from tests.distqueue.core.cores import LEASE_S, ask, put_of
 
 TASKS, COLUMNS, GROUP_SIZE = ("reward", "train"), ("x", "y"), 2
@@ -46,7 +46,7 @@ class Recovery(RuleBasedStateMachine):
 
     def with_shards(self, core: QueueCore) -> QueueCore:
         for name in SHARDS:
-            core.ledger.add_shard(Shard(name, node=name, folder=f"/{name}", max_bytes=1 << 40))
+            core.ledger.add_shard(ShardState(name, node=name, folder=f"/{name}", max_bytes=1 << 40))
         return core
 
     @property
@@ -269,7 +269,7 @@ def figures(core: QueueCore, now_s: float) -> dict[str, float]:
 
 def test_the_loss_of_a_segment_in_a_journal_of_an_earlier_version_is_replayed() -> None:
     core = QueueCore(SampleTable(TASKS, LEASE_S), epoch="life0")
-    core.ledger.add_shard(Shard("one", node="one", folder="/one", max_bytes=1 << 40))
+    core.ledger.add_shard(ShardState("one", node="one", folder="/one", max_bytes=1 << 40))
     for ids in ({"a": 1, "b": 1}, {"c": 1}):
         (segment,) = ask_room(core, put_of(ids), 0.0)
         core.commit(segment.number, segment.path, 0.0)

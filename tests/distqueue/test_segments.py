@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from distqueue.segments import GRAIN, SegmentLedger, Shard
+from distqueue.segments import GRAIN, SegmentLedger, ShardState
 
 LEASE_S = 10.0
 
@@ -24,7 +24,9 @@ class Ledger(RuleBasedStateMachine):
         self.ledger = SegmentLedger("e")
         for name in ("a", "b"):
             self.ledger.add_shard(
-                Shard(name, node=name, folder=f"/{name}", max_bytes=pages * GRAIN, recycles=recycles, spill="/disk")
+                ShardState(
+                    name, node=name, folder=f"/{name}", max_bytes=pages * GRAIN, recycles=recycles, spill="/disk"
+                )
             )
 
     def numbers_of(self, live: bool) -> list[int]:
@@ -117,14 +119,14 @@ test_ledger = Ledger.TestCase
 
 def test_a_put_that_no_shard_could_ever_hold_is_refused() -> None:
     ledger = SegmentLedger("e")
-    ledger.add_shard(Shard("a", node="a", folder="/a", max_bytes=GRAIN))
+    ledger.add_shard(ShardState("a", node="a", folder="/a", max_bytes=GRAIN))
     with pytest.raises(ValueError, match="a put of 4,097 bytes; a shard of this queue holds max_bytes=4,096"):
         ledger.reserve("a", GRAIN + 1, 0.0)
 
 
 def test_a_freed_file_is_written_again_before_a_new_one_is_made() -> None:
     ledger = SegmentLedger("e")
-    ledger.add_shard(Shard("a", node="a", folder="/a", max_bytes=100 * GRAIN))
+    ledger.add_shard(ShardState("a", node="a", folder="/a", max_bytes=100 * GRAIN))
     first = ledger.reserve("a", 3 * GRAIN, 1.0)
     ledger.commit(first.number)
     ledger.free([first.number])

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.telemetry import Span, Timeline, summarize
-from fusion.telemetry.stage_strip import MAX_RUNS, Run, StageStrip
+from fusion.telemetry.stage_strip import MAX_RUNS, StageStrip, StripRun
 from tests.machine import within
 
 KINDS = ["prefill", "decode", "wait_data", "put"]
@@ -16,17 +16,17 @@ short, long = st.integers(0, 3_000_000), st.integers(0, 10**9)
 pieces = st.lists(st.tuples(st.sampled_from(KINDS), st.one_of(short, long)), max_size=150)
 
 
-def strip_of(pieces: Iterable[tuple[str, int]], max_runs: int) -> tuple[StageStrip, list[Run]]:
+def strip_of(pieces: Iterable[tuple[str, int]], max_runs: int) -> tuple[StageStrip, list[StripRun]]:
     """The strip, and every piece as it was marked."""
     strip, now, exact = StageStrip(START_NS, max_runs), START_NS, []
     for kind, length in pieces:
-        exact.append(Run(kind, now, now + length))
+        exact.append(StripRun(kind, now, now + length))
         now += length
         strip.mark(kind, now)
     return strip, exact
 
 
-def until(runs: Iterable[Run], instant: int) -> Counter[str]:
+def until(runs: Iterable[StripRun], instant: int) -> Counter[str]:
     """Nanoseconds by kind from the start to an instant."""
     counts: Counter[str] = Counter()
     for kind, start, end in runs:
@@ -53,12 +53,12 @@ def test_runs_are_few_without_gaps_and_exact_in_seconds(marked, most):
 def test_few_runs_are_what_was_marked(marked):
     strip, exact = strip_of(marked, max_runs=len(marked) or 1)
     assert strip.blur_ns == 0
-    merged: list[Run] = []
+    merged: list[StripRun] = []
     for run in exact:
         if run.start_ns == run.end_ns:
             continue
         if merged and merged[-1].kind == run.kind:
-            run = Run(run.kind, merged.pop().start_ns, run.end_ns)
+            run = StripRun(run.kind, merged.pop().start_ns, run.end_ns)
         merged.append(run)
     assert strip.runs() == merged
 
@@ -68,7 +68,7 @@ def test_a_long_tail_stays_where_it_was_among_thousands_of_steps():
     strip, _ = strip_of([*steps, ("wait_data", 10**10)], MAX_RUNS)
     runs = strip.runs()
     assert len(runs) <= MAX_RUNS and strip.blur_ns < 5e9
-    assert runs[-1] == Run("wait_data", START_NS + 60 * 10**9, START_NS + 70 * 10**9)
+    assert runs[-1] == StripRun("wait_data", START_NS + 60 * 10**9, START_NS + 70 * 10**9)
 
 
 def test_more_kinds_than_runs_are_shown_all():

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from fusion.rollout.drafts.pieces import Piece, compress, decode, decompress, encode
+from fusion.rollout.drafts.pieces import TextPiece, compress, decode, decompress, encode
 from fusion.rollout.drafts.text_client import TextClient
 from fusion.rollout.drafts.text_store import TextStore
 
@@ -102,9 +102,9 @@ class TextExchange:
         """None: the store has ended or failed"""
         self._thread: threading.Thread | None = None
         """Of the message under way"""
-        self._reply: tuple[dict[str, Any], list[Piece]] | Exception = ({}, [])
+        self._reply: tuple[dict[str, Any], list[TextPiece]] | Exception = ({}, [])
         self._reported_hang = False
-        self._unread: deque[Piece] = deque()
+        self._unread: deque[TextPiece] = deque()
 
     def drafts_update(self, running: Collection[bytes], version: int) -> bytes:
         """Return pieces of others that this step reads, encoded; b"": none. Takes over a reply that has arrived, and
@@ -145,7 +145,7 @@ class TextExchange:
         self._thread = threading.Thread(target=self._ask, args=(header, message.pieces), name="drafts", daemon=True)
         self._thread.start()
 
-    def _ask(self, header: dict[str, Any], pieces: list[Piece]) -> None:
+    def _ask(self, header: dict[str, Any], pieces: list[TextPiece]) -> None:
         try:
             message = compress(encode(header, pieces))
             reply = self._call(message)
@@ -176,8 +176,8 @@ class TextExchange:
         totals.dropped, totals.expired, totals.store_bytes = (header[name] for name in ("dropped", "expired", "nbytes"))
         self._unread += pieces
 
-    def _next_pieces(self) -> list[Piece]:
-        pieces, left = list[Piece](), MAX_STEP_TOKENS
+    def _next_pieces(self) -> list[TextPiece]:
+        pieces, left = list[TextPiece](), MAX_STEP_TOKENS
         while self._unread and left:
             piece, rest = self._unread.popleft().split(left)
             pieces.append(piece)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from fusion.rollout.drafts.pieces import Piece, compress, decode, decompress, encode
+from fusion.rollout.drafts.pieces import TextPiece, compress, decode, decompress, encode
 from fusion.telemetry.files import sync
 from fusion.telemetry.manifest import FileWriter
 
@@ -22,7 +22,7 @@ MAX_TOKENS = 1 << 24
 VERSION = 2
 
 
-def write_history(folder: Path, rank: int, pieces: Sequence[Piece]) -> None:
+def write_history(folder: Path, rank: int, pieces: Sequence[TextPiece]) -> None:
     """Write the file of a rank, which does not exist; returns when it is on disk.
 
     Raises:
@@ -38,13 +38,13 @@ def write_history(folder: Path, rank: int, pieces: Sequence[Piece]) -> None:
     sync(folder)
 
 
-def read_history(folder: Path) -> list[Piece]:
+def read_history(folder: Path) -> list[TextPiece]:
     """Return the history in all files of a folder; [] if there is none. Of what several have of a prompt, the longest.
 
     Raises:
         ValueError: a file is damaged; names it.
     """
-    found: dict[bytes, list[Piece]] = {}
+    found: dict[bytes, list[TextPiece]] = {}
     for path in sorted(folder.glob("rank-*.bin")):
         try:
             header, pieces = decode(decompress(path.read_bytes()))
@@ -54,7 +54,7 @@ def read_history(folder: Path) -> list[Piece]:
                 raise ValueError("the name of a group or request is not text")
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
-        own: dict[bytes, list[Piece]] = {}
+        own: dict[bytes, list[TextPiece]] = {}
         for piece in pieces:
             own.setdefault(piece.prompt, []).append(piece)
         for prompt, texts in own.items():
@@ -63,5 +63,5 @@ def read_history(folder: Path) -> list[Piece]:
     return [piece for texts in found.values() for piece in texts]
 
 
-def _num_tokens(pieces: Sequence[Piece]) -> int:
+def _num_tokens(pieces: Sequence[TextPiece]) -> int:
     return sum(len(piece.tokens) for piece in pieces)

@@ -22,7 +22,7 @@ MAX_MESSAGE = 1 << 28
 """Bytes of a message, at most"""
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """Tokens of a response from position ``start`` on. ``prompt``: digest of its prompt; ``request``, ``group``: of the
     request that generates it; ``reward``: of the response, finite; None: not known."""
 
@@ -37,14 +37,14 @@ class Piece(NamedTuple):
     def end(self) -> int:
         return self.start + len(self.tokens)
 
-    def split(self, count: int) -> tuple[Piece, Piece]:
+    def split(self, count: int) -> tuple[TextPiece, TextPiece]:
         """Return the first ``count`` tokens, and what is behind them."""
         return self._replace(tokens=self.tokens[:count]), self._replace(
             start=self.start + count, tokens=self.tokens[count:]
         )
 
 
-def encode(header: Mapping[str, Any], pieces: Sequence[Piece]) -> bytes:
+def encode(header: Mapping[str, Any], pieces: Sequence[TextPiece]) -> bytes:
     """Return a message. ``header``: plain JSON."""
     prompts, groups = _numbers(one.prompt.hex() for one in pieces), _numbers(one.group for one in pieces)
     rows = [[prompts[one.prompt.hex()], groups[one.group], one.request, one.start, len(one.tokens)] for one in pieces]
@@ -57,7 +57,7 @@ def encode(header: Mapping[str, Any], pieces: Sequence[Piece]) -> bytes:
     return struct.pack("<I", len(text)) + text + tokens.view(np.uint8).reshape(-1, 4)[:, :width].tobytes()
 
 
-def decode(message: bytes) -> tuple[dict[str, Any], list[Piece]]:
+def decode(message: bytes) -> tuple[dict[str, Any], list[TextPiece]]:
     """Return header and pieces of a message.
 
     Raises:
@@ -78,7 +78,7 @@ def decode(message: bytes) -> tuple[dict[str, Any], list[Piece]]:
         ends = np.cumsum(counts, dtype=np.int64).tolist()
         rewards = _rewards(columns.get("rewards", [None] * len(rows)), len(rows))
         pieces = [
-            Piece(prompts[prompt], groups[group], request, start, flat[end - count : end], reward)
+            TextPiece(prompts[prompt], groups[group], request, start, flat[end - count : end], reward)
             for (prompt, group, request, start, count), end, reward in zip(rows, ends, rewards, strict=True)
         ]
         return header, pieces

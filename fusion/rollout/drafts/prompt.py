@@ -23,7 +23,7 @@ History = list[list[PastResponse]]
 
 
 @dataclass
-class Prompt:
+class PromptText:
     """``groups``: whose responses are the siblings, several if one was begun before the others had ended; ``live``: the
     requests that run here; ``numbers``: request → sequence in the index; ``texts``: request → its response so far, here
     or on another engine; ``history``: responses of earlier groups; ``past``: group → request → text, of other groups

@@ -16,16 +16,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fusion.rollout.drafts.pieces import Piece
+from fusion.rollout.drafts.pieces import TextPiece
 
 MAX_SENT_TOKENS = 1 << 18
 """Of a message, at most; what is left follows with the next"""
 
 
-class Message(NamedTuple):
+class TextMessage(NamedTuple):
     """``cursors``: by prompt that is asked for."""
 
-    pieces: list[Piece]
+    pieces: list[TextPiece]
     cursors: dict[bytes, int]
 
     def __bool__(self) -> bool:
@@ -87,21 +87,21 @@ class TextClient:
         """Whether one of these prompts has never been asked for."""
         return not self._cursors.keys() >= {*prompts}
 
-    def take(self, running: Iterable[bytes]) -> Message:
+    def take(self, running: Iterable[bytes]) -> TextMessage:
         """Return the next message. ``running``: the prompts with running requests."""
         assert not self._sent, "one message is under way at a time"
-        pieces: list[Piece] = []
+        pieces: list[TextPiece] = []
         left = MAX_SENT_TOKENS
         for request, text in self._changed.items():
             if left <= 0:
                 break
             new = text.tokens[text.stored : text.stored + left]
             left -= len(new)
-            pieces.append(Piece(text.prompt, text.group, request, text.stored, new))
+            pieces.append(TextPiece(text.prompt, text.group, request, text.stored, new))
             self._sent[request] = text, text.stored + len(new)
         self.sent_tokens += MAX_SENT_TOKENS - left
         self._asked = {*running}
-        return Message(pieces, {prompt: self._cursors.get(prompt, 0) for prompt in self._asked})
+        return TextMessage(pieces, {prompt: self._cursors.get(prompt, 0) for prompt in self._asked})
 
     def observe(self, cursors: Mapping[bytes, int], behind: Mapping[str, int]) -> None:
         """Record the reply to the message under way."""

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from fusion.rollout.drafts.pieces import Piece
+from fusion.rollout.drafts.pieces import TextPiece
 
 TEXT_BYTES, MARK_BYTES = 500, 150
 """About what a text takes besides its tokens, and each of its marks"""
@@ -88,7 +88,7 @@ class Reply:
     """``cursors``: from where to ask next, of the prompts that were asked for; ``behind``: number of tokens that are
     stored of each request whose piece did not join them."""
 
-    pieces: list[Piece]
+    pieces: list[TextPiece]
     cursors: dict[bytes, int]
     behind: dict[str, int]
 
@@ -111,7 +111,7 @@ class TextStore:
         self.nbytes = 0
         self.totals = StoreTotals()
 
-    def exchange(self, writer: int, version: int, cursors: Mapping[bytes, int], pieces: Sequence[Piece]) -> Reply:
+    def exchange(self, writer: int, version: int, cursors: Mapping[bytes, int], pieces: Sequence[TextPiece]) -> Reply:
         """Store what ``writer`` has generated, and return what others have.
 
         Args:
@@ -125,7 +125,7 @@ class TextStore:
             have = self._write(writer, piece)
             if have is not None:
                 behind[piece.request] = have
-        found: list[Piece] = []
+        found: list[TextPiece] = []
         reached: dict[bytes, int] = {}
         num_tokens = 0
         for key, cursor in cursors.items():
@@ -142,7 +142,7 @@ class TextStore:
     def __contains__(self, prompt: bytes) -> bool:
         return prompt in self._prompts
 
-    def _write(self, writer: int, piece: Piece) -> int | None:
+    def _write(self, writer: int, piece: TextPiece) -> int | None:
         """Store a piece; return the length of the stored text if the piece does not join it."""
         if not piece.tokens:
             return None
@@ -164,7 +164,7 @@ class TextStore:
         self.nbytes += text.nbytes
         return None
 
-    def _begin(self, piece: Piece) -> _Text:
+    def _begin(self, piece: TextPiece) -> _Text:
         groups = self._prompts[piece.prompt].groups
         if piece.group not in groups:
             groups[piece.group] = {}
@@ -175,7 +175,7 @@ class TextStore:
         self.nbytes += text.nbytes
         return text
 
-    def _written_since(self, key: bytes, cursor: int, reader: int) -> Iterator[Piece]:
+    def _written_since(self, key: bytes, cursor: int, reader: int) -> Iterator[TextPiece]:
         prompt = self._prompts.get(key)
         if prompt is None:
             return
@@ -188,7 +188,7 @@ class TextStore:
                     is_last = number + 1 == len(text.marks) or text.marks[number + 1].writer != mark.writer
                     if is_last:
                         if mark.writer != reader:
-                            yield Piece(key, group, request, start, text.tokens[start : mark.length])
+                            yield TextPiece(key, group, request, start, text.tokens[start : mark.length])
                         start = mark.length
 
     def _use(self, key: bytes) -> None:

@@ -25,8 +25,8 @@ from fusion.inference.config import DraftsConfig
 from fusion.inference.request import Request
 from fusion.inference.sequence import Sequence
 from fusion.rollout.drafts.exchange import TextExchange
-from fusion.rollout.drafts.pieces import Piece
-from fusion.rollout.drafts.prompt import History, PastResponse, Prompt, rewarded
+from fusion.rollout.drafts.pieces import TextPiece
+from fusion.rollout.drafts.prompt import History, PastResponse, PromptText, rewarded
 from fusion.rollout.drafts.rewards import NEUTRAL, weights_of
 from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, SuffixIndexes
 from fusion.rollout.drafts.text_client import TextClient
@@ -85,9 +85,9 @@ class PromptTexts:
         self._newest_weight = 1 << (spec.max_history - 1)
         self.exchange: TextExchange | None = None
         """With other engines, on the first rank of those with one schedule"""
-        self.prompts: OrderedDict[bytes, Prompt] = OrderedDict()
+        self.prompts: OrderedDict[bytes, PromptText] = OrderedDict()
         """By a digest of the prompt, the one used last at the end"""
-        self.live: dict[str, Prompt | None] = {}
+        self.live: dict[str, PromptText | None] = {}
         """Requests in the engine; None: its prompt was dropped, it is not read any more"""
         self._grown: dict[bytes, None] = {}
         """Prompts whose text has grown by more than `UNCHECKED_TOKENS` since its bytes were counted"""
@@ -111,9 +111,9 @@ class PromptTexts:
 
     # Reading
 
-    def read(self, sequences: Items[Sequence]) -> list[tuple[int, Prompt]]:
+    def read(self, sequences: Items[Sequence]) -> list[tuple[int, PromptText]]:
         """Read the new tokens of sequences that run; return the number and the prompt of each that is read."""
-        found: list[tuple[int, Prompt]] = []
+        found: list[tuple[int, PromptText]] = []
         for i, seq in enumerate(sequences):
             prompt = self._read(seq)
             if prompt is not None:
@@ -130,7 +130,7 @@ class PromptTexts:
         if prompt is not None:
             prompt.live.discard(request)
 
-    def read_piece(self, piece: Piece) -> int:
+    def read_piece(self, piece: TextPiece) -> int:
         """Add what another engine has generated to the texts of its prompt; return the number of tokens added."""
         prompt = self.prompts.get(piece.prompt)
         if prompt is None or piece.request in prompt.live:
@@ -149,7 +149,7 @@ class PromptTexts:
         self._append(prompt, texts[piece.request], piece.request, piece.tokens[len(known) :])
         return len(piece.tokens) - len(known)
 
-    def _read(self, seq: Sequence) -> Prompt | None:
+    def _read(self, seq: Sequence) -> PromptText | None:
         request = seq.request.id
         if request not in self.live:
             self._begin(seq)
@@ -183,7 +183,7 @@ class PromptTexts:
         self.live[request.id] = prompt
         self.prompts.move_to_end(key)
 
-    def _begin_group(self, key: bytes, request: Request, last: Prompt | None) -> Prompt:
+    def _begin_group(self, key: bytes, request: Request, last: PromptText | None) -> PromptText:
         """Begin the texts of a prompt for another group, with the responses of the last one as history."""
         history: History = []
         begun: dict[str, array[int]] = {}
@@ -197,7 +197,7 @@ class PromptTexts:
             if (client := self._client) is not None:
                 client.end_group(key)
         history = rewarded(history, request.last_rewards)
-        prompt = self.prompts[key] = Prompt(key, self.version, array("i", request.prompt[-MAX_PROMPT:]), history)
+        prompt = self.prompts[key] = PromptText(key, self.version, array("i", request.prompt[-MAX_PROMPT:]), history)
         prompt.join(request.group)
         self._count(prompt, prompt.num_tokens)
         for name, text in begun.items():
@@ -205,7 +205,7 @@ class PromptTexts:
             self._append(prompt, prompt.texts[name], name, text)
         return prompt
 
-    def _open(self, prompt: Prompt, texts: dict[str, array[int]], request: str) -> None:
+    def _open(self, prompt: PromptText, texts: dict[str, array[int]], request: str) -> None:
         """Begin a response, ``texts``: those of its group; a request that is generated again has no other."""
         self._num_tokens -= len(texts.get(request, ()))
         texts[request] = array("i")
@@ -213,12 +213,12 @@ class PromptTexts:
         prompt.indexed[request] = 0
         prompt.stale[request] = None
 
-    def _append(self, prompt: Prompt, text: array[int], request: str, tokens: array[int]) -> None:
+    def _append(self, prompt: PromptText, text: array[int], request: str, tokens: array[int]) -> None:
         text.extend(tokens)
         prompt.stale[request] = None
         self._count(prompt, len(tokens))
 
-    def _count(self, prompt: Prompt, num_tokens: int) -> None:
+    def _count(self, prompt: PromptText, num_tokens: int) -> None:
         self._num_tokens += num_tokens
         prompt.unchecked += num_tokens
         if prompt.unchecked > UNCHECKED_TOKENS:
@@ -226,7 +226,7 @@ class PromptTexts:
 
     # Indexes
 
-    def index(self, sequences: Items[tuple[str, Prompt]]) -> list[Place]:
+    def index(self, sequences: Items[tuple[str, PromptText]]) -> list[Place]:
         """Bring the indexes of prompts up to date; return the places of these requests in them."""
         places: list[Place] = []
         texts: list[array[int]] = []
@@ -247,7 +247,7 @@ class PromptTexts:
             self.indexes.extend(places, texts)
         return [(self._index_of(prompt), prompt.numbers[request]) for request, prompt in sequences]
 
-    def _index_of(self, prompt: Prompt) -> int:
+    def _index_of(self, prompt: PromptText) -> int:
         """Return the index of a prompt; create it with the prompt's history, unless there is one."""
         if prompt.index is not None:
             return prompt.index
@@ -262,21 +262,21 @@ class PromptTexts:
 
     # Checkpoints
 
-    def history(self, max_tokens: int) -> list[Piece]:
+    def history(self, max_tokens: int) -> list[TextPiece]:
         """Return what the next group of each prompt would have as history, of the prompts used last first, for
         `load_history`."""
         groups_by_prompt = list(self._restored.items())
         groups_by_prompt += [(key, prompt.next_history(self.spec.max_history)) for key, prompt in self.prompts.items()]
-        pieces: list[Piece] = []
+        pieces: list[TextPiece] = []
         for key, groups in reversed(groups_by_prompt if self.spec.history else []):
             texts = [(str(age), one) for age, responses in enumerate(groups) for one in responses]
             max_tokens -= sum(len(one.tokens) for _, one in texts)
             if max_tokens < 0:
                 break
-            pieces += [Piece(key, age, one.request, 0, one.tokens[:], one.reward) for age, one in texts]
+            pieces += [TextPiece(key, age, one.request, 0, one.tokens[:], one.reward) for age, one in texts]
         return pieces
 
-    def load_history(self, pieces: Items[Piece]) -> None:
+    def load_history(self, pieces: Items[TextPiece]) -> None:
         """Load what `history` has returned, before anything else was read."""
         self._restored_version = None
         ages = {str(age): age for age in range(self.spec.max_history)} | {"": 0}
@@ -325,7 +325,7 @@ class PromptTexts:
             prompts = self.prompts.values()
             self._drop_running(next((prompt for prompt in prompts if not prompt.live), None) or next(iter(prompts)))
 
-    def _drop_running(self, prompt: Prompt) -> None:
+    def _drop_running(self, prompt: PromptText) -> None:
         """Drop a prompt for which there is no room; its running requests are not drafted for any more."""
         for request in prompt.live:
             self.live[request] = None
@@ -337,13 +337,13 @@ class PromptTexts:
         self._num_tokens -= sum(len(one.tokens) for responses in groups for one in responses)
         return groups
 
-    def _forget(self, prompt: Prompt) -> None:
+    def _forget(self, prompt: PromptText) -> None:
         """Drop a prompt; what other engines have is asked for again if a request of it comes."""
         self._drop(prompt)
         if (client := self._client) is not None:
             client.forget(prompt.key)
 
-    def _drop(self, prompt: Prompt) -> None:
+    def _drop(self, prompt: PromptText) -> None:
         if prompt.index is not None:
             self.indexes.remove(prompt.index)
         self._num_tokens -= prompt.num_tokens

@@ -13,9 +13,7 @@ from typing import Any
 
 from fusion.telemetry.memory import MemoryLedger, human_bytes
 from fusion.telemetry.page.curves import number
-
-WINDOW_SHARE = 10
-"""Number of equal parts of the steps, the last of which counts as their end"""
+from fusion.telemetry.page.distributions import WINDOW_SHARE
 
 FULL_HBM = 0.95
 """Share of the capacity from which a phase is close to running out of memory."""

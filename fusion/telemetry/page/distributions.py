@@ -18,7 +18,7 @@ MAX_BINS = 48
 """Maximum number of bins of the histogram of lengths."""
 
 WINDOW_SHARE = 10
-"""Number of equal parts of the steps, of which the first and the last are compared"""
+"""Number of equal parts of the steps, of which the first and the last count as their start and end"""
 
 PERCENTILES = (50, 90, 99)
 

@@ -13,12 +13,12 @@ import base64
 import hashlib
 import html
 import json
-import math
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from fusion.telemetry.files import plain
 from fusion.telemetry.page.settings import differences
 
 ASSETS = Path(__file__).parent / "assets"
@@ -70,7 +70,7 @@ def render(runs: Sequence[Mapping[str, Any]], refresh_s: float | None = None) ->
 
 def escaped_json(data: Any) -> str:
     """Return JSON that neither ends a script element nor begins a comment in one. Numbers that JSON lacks are null."""
-    text = json.dumps(_finite(data), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    text = json.dumps(plain(data, "", {}), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
@@ -87,13 +87,3 @@ def _assets(names: Sequence[str]) -> str:
 def _encodable(text: str) -> str:
     """Replace what UTF-8 lacks: a file name need not be text."""
     return text.encode("utf-8", "replace").decode()
-
-
-def _finite(data: Any) -> Any:
-    if isinstance(data, float):
-        return data if math.isfinite(data) else None
-    if isinstance(data, Mapping):
-        return {str(key): _finite(value) for key, value in data.items()}
-    if isinstance(data, (list, tuple)):
-        return [_finite(value) for value in data]
-    return data

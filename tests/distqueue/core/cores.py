@@ -11,14 +11,14 @@ from distqueue import PackedBatch
 from distqueue.core import QueueCore
 from distqueue.messages import Put
 from distqueue.samples import SampleTable, Selection
-from distqueue.segments import Segment, Shard
+from distqueue.segments import Segment, ShardState
 
 LEASE_S = 10.0
 
 
 def new_core(*tasks: str, max_bytes: int = 1 << 40, max_rows: int | None = None) -> QueueCore:
     core = QueueCore(SampleTable(tasks or ("train",), LEASE_S), max_rows=max_rows, epoch="e")
-    core.ledger.add_shard(Shard("here", node="here", folder="/here", max_bytes=max_bytes))
+    core.ledger.add_shard(ShardState("here", node="here", folder="/here", max_bytes=max_bytes))
     return core
 
 

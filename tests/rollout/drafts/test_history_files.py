@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fusion.inference.request import NO_REWARDS
 from fusion.rollout.drafts.history_files import read_history, write_history
-from fusion.rollout.drafts.pieces import Piece, compress, decompress, encode
+from fusion.rollout.drafts.pieces import TextPiece, compress, decompress, encode
 from fusion.rollout.drafts.suffix_index import HISTORY
 from tests.rollout.drafts.test_drafter import drafter, paths, sequence
 
@@ -60,7 +60,7 @@ def test_rewards_weigh_over_a_resume(tmp_path, arrive):
 
 
 def test_files_of_the_first_version_are_read_and_weigh_alike(tmp_path):
-    pieces = [Piece(b"p" * 16, "0", str(n), 0, array("i", [2, 3, 4, n])) for n in range(2)]
+    pieces = [TextPiece(b"p" * 16, "0", str(n), 0, array("i", [2, 3, 4, n])) for n in range(2)]
     message = encode({}, pieces)
     assert b"rewards" not in message and b"version" not in message
     (tmp_path / "rank-00000.bin").write_bytes(compress(message))
@@ -80,7 +80,7 @@ def test_files_of_the_first_version_are_read_and_weigh_alike(tmp_path):
 )
 def test_a_file_with_malformed_rewards_is_refused(tmp_path, change, expected):
     tokens = array("i", [2, 3])
-    pieces = [Piece(b"p" * 16, "0", "r-0", 0, tokens, 0.5), Piece(b"p" * 16, "0", "r-1", 0, tokens)]
+    pieces = [TextPiece(b"p" * 16, "0", "r-0", 0, tokens, 0.5), TextPiece(b"p" * 16, "0", "r-1", 0, tokens)]
     write_history(tmp_path, 0, pieces)
     assert read_history(tmp_path) == pieces
     path = tmp_path / "rank-00000.bin"
@@ -141,7 +141,7 @@ def test_a_checkpoint_without_history_has_none(tmp_path):
 @given(st.data())
 def test_a_damaged_file_is_refused_by_name(tmp_path_factory, data):
     folder = tmp_path_factory.mktemp("drafts")
-    write_history(folder, 0, [Piece(b"p" * 16, "", "0", 0, array("i", range(50)))])
+    write_history(folder, 0, [TextPiece(b"p" * 16, "", "0", 0, array("i", range(50)))])
     path = folder / "rank-00000.bin"
     whole = path.read_bytes()
     bit = data.draw(st.integers(0, 8 * len(whole) - 1))

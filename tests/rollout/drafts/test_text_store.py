@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion.rollout.drafts import text_store
-from fusion.rollout.drafts.pieces import Piece, compress, decode, decompress, encode
+from fusion.rollout.drafts.pieces import TextPiece, compress, decode, decompress, encode
 from fusion.rollout.drafts.text_client import TextClient
 from fusion.rollout.drafts.text_store import TextStore
 
 PROMPTS = [b"p" * 16, b"q" * 16]
 
 
-def piece(request: str, start: int, *tokens: int, prompt: bytes = PROMPTS[0], group: str = "g") -> Piece:
-    return Piece(prompt, group, request, start, array("i", tokens))
+def piece(request: str, start: int, *tokens: int, prompt: bytes = PROMPTS[0], group: str = "g") -> TextPiece:
+    return TextPiece(prompt, group, request, start, array("i", tokens))
 
 
 @dataclass
@@ -180,7 +180,7 @@ def test_a_reply_is_bounded_and_what_is_left_follows(monkeypatch):
 
 pieces = st.lists(
     st.builds(
-        Piece,
+        TextPiece,
         st.binary(min_size=16, max_size=16),
         st.text(max_size=5),
         st.text(max_size=5),
@@ -207,7 +207,7 @@ def test_a_damaged_message_is_refused_or_of_the_same_form(sent, data):
             _, found = decode(damaged)
         except ValueError:
             continue
-        assert all(isinstance(one, Piece) for one in found)
+        assert all(isinstance(one, TextPiece) for one in found)
 
 
 def test_a_damaged_packet_is_refused():

@@ -11,8 +11,8 @@ from stalesync.simulator.clock import Clock
 from stalesync.simulator.decoding import EPSILON, Decoding
 from stalesync.simulator.drafts import KEPT_BY_SIBLINGS, MAX_DRAFTED, DraftSpec
 from stalesync.simulator.engine import SimulatedEngine
-from stalesync.simulator.engine_spec import EngineSpec, Listener, RequestSize
-from stalesync.simulator.sequence import Sequence, SimulatedRequest
+from stalesync.simulator.engine_spec import EngineListener, EngineSpec, RequestSize
+from stalesync.simulator.sequence import SimulatedRequest, SimulatedSequence
 from tests.stalesync.simulator.configs import config_of as run_config
 from tests.stalesync.simulator.configs import engine_cost, simulation_of
 
@@ -57,7 +57,7 @@ def test_every_sequence_gains_the_tokens_of_its_track_and_ends_when_it_has_what_
     assert not gained and not decoding.num
 
 
-class Tracked(Sequence):
+class Tracked(SimulatedSequence):
     """A sequence that remembers the length with which it began."""
 
     def __init__(self, order, length, tokens):
@@ -100,7 +100,7 @@ def ended(sizes, slots, drafts):
         tokens.update(finished)
         engine.observe_finished("a", len(tokens))
 
-    listener = Listener(samples=samples, chunks=lambda *_: None, stopped=lambda *_: None)
+    listener = EngineListener(samples=samples, chunks=lambda *_: None, stopped=lambda *_: None)
     spec = EngineSpec(COST, 2, EngineConfig(max_seqs=slots, max_batch_tokens=4096), drafts=drafts)
     size_of = {f"a/{i}": RequestSize(prompt, 0, size) for i, (prompt, size) in enumerate(sizes)}
     engine = SimulatedEngine(0, spec, clock, size_of=lambda one: size_of[one.id], listener=listener)

@@ -21,11 +21,10 @@ from fusion.inference.sequence import Sequence
 from fusion.model import Parallel
 from stalesync.simulator.clock import Clock
 from stalesync.simulator.engine import SimulatedEngine
-from stalesync.simulator.engine_spec import EngineSpec, Listener, RequestSize
+from stalesync.simulator.engine_spec import EngineListener, EngineSpec, RequestSize
 from stalesync.simulator.outbox import MAX_PENDING, MAX_PENDING_S
 from stalesync.simulator.rank import Rank
-from stalesync.simulator.sequence import Sequence as SimulatedSequence
-from stalesync.simulator.sequence import SimulatedRequest
+from stalesync.simulator.sequence import SimulatedRequest, SimulatedSequence
 from tests.stalesync.simulator.configs import engine_cost
 
 COST = engine_cost(layout=Parallel(4, ep=4), scale=2)
@@ -103,7 +102,7 @@ def simulated(ranks, limits, requests, chunk=None, adopt_at=None):
 
     reported = []
     spec = EngineSpec(COST, ranks, limits, chunk_tokens=chunk)
-    listener = Listener(samples=samples, chunks=chunks, stopped=lambda *_: None)
+    listener = EngineListener(samples=samples, chunks=chunks, stopped=lambda *_: None)
     engine = SimulatedEngine(0, spec, clock, size_of=lambda one: sizes[one.id], listener=listener)
     engine.start([], 0, time=0.0, stay=True)
     for time, group, member, prompt, response in requests:
@@ -170,7 +169,7 @@ def test_no_rank_exceeds_its_kv_cache_and_every_request_ends_with_its_length(req
 def test_a_pause_in_the_middle_of_a_jump_stops_after_the_current_step():
     stopped = {}
     clock, cost = Clock(), COST
-    listener = Listener(
+    listener = EngineListener(
         samples=lambda *_: None, chunks=lambda *_: None, stopped=lambda n, rest: stopped.update({n: rest})
     )
     size = RequestSize(4, 0, 1000)
@@ -195,7 +194,7 @@ def test_kv_is_pooled_at_the_end_of_a_chunk_and_of_suspended_requests_where_othe
 ):
     """As `fusion.inference.pooled`: with or without the prefix cache; new weights free what waits, too."""
     ended, stopped, clock = [], [], Clock()
-    listener = Listener(
+    listener = EngineListener(
         samples=lambda *_: None, chunks=lambda _, some: ended.extend(some), stopped=lambda _, some: stopped.extend(some)
     )
     limits = EngineConfig(max_seqs=2, max_batch_tokens=64, prefix_cache=prefix_cache)
