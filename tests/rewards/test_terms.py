@@ -14,7 +14,7 @@ LENGTH = {"reward": "length", "free_tokens": 10, "max_tokens": 20}
     ("terms", "message"),
     [
         ("math", "reward.terms='math': expected a list"),
-        ([3], r"reward.terms\[0\]=3: expected a reward, or reward and other fields of reward, name, weight"),
+        ([3], r"reward.terms\[0\]=3: expected a reward, or reward and other fields of name, weight"),
         ([{"name": "a"}], r"reward.terms\[0\]=.*: expected a reward"),
         ([{"reward": "math", "wieght": 1}], r"reward.terms\[0\]: unknown field 'wieght'.*; did you mean 'weight'\?"),
         (["maths"], r"reward.terms\[0\].reward='maths': expected arithmetic, math, format, length or file.py:function"),
