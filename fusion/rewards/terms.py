@@ -48,7 +48,7 @@ class TermSpec:
     max_tokens: int | None = None
 
     @classmethod
-    def parse(cls, entry: Any, key: str, built_in: Sequence[str]) -> TermSpec:
+    def parse(cls, entry: Any, key: str, built_in: Collection[str]) -> TermSpec:
         """Read an entry of `reward.terms`.
 
         Args:
@@ -63,7 +63,7 @@ class TermSpec:
         spec.validate(key, built_in)
         return spec
 
-    def validate(self, key: str, built_in: Sequence[str]) -> None:
+    def validate(self, key: str, built_in: Collection[str]) -> None:
         """Check every field.
 
         Raises:
