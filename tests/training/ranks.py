@@ -9,12 +9,10 @@ import torch
 
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.model.huggingface import gather_tensors
-from fusion.npu.operators import operators_of
 from fusion.offload import StreamedStates
 from fusion.training import AlgorithmConfig, EmbeddedTrainEngine, Sequences, TrainingConfig, split_over_ranks
 from fusion.training.algorithms import make_algorithm
 from fusion.training.states import ResidentStates
-from tests.stacked import Stacked
 from tests.training.sequences import sequences_of
 
 LONGEST = 16
@@ -34,7 +32,6 @@ class Case(NamedTuple):
     accumulate: int = 1
     streamed: bool = False  # the optimizer's states live on the host
     samples: int = 12
-    stacked: bool = False  # the card stores its experts as stacks
     seed: int = 3
 
 
@@ -71,7 +68,6 @@ def sample_batch(samples: int, seed: int, vocabulary: int = 32) -> Sequences:
 
 def make_engine(case: Case, device: Any, **options: Any) -> EmbeddedTrainEngine:
     mesh = Mesh.create(case.layout)
-    device.operators = Stacked() if case.stacked else operators_of(device.kind)
     config = ModelConfig.from_hf(case.checkpoint)
     model = Transformer(config, mesh, device, getattr(torch, case.dtype), bucket_bytes=case.bucket_bytes)
     load_weights(model, case.checkpoint)

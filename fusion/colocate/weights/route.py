@@ -50,7 +50,7 @@ class Route:
 
 def plan_route(spec: WorkerSpec, config: ModelConfig, engines: Sequence[int]) -> Route:
     """Return the route to the engines of these numbers; the same on every rank."""
-    operators = operators_of(spec.device.kind)
+    operators = operators_of(spec.device.kind, spec.device.operators)
     deployment, dtype, bucket_bytes = spec.deployment, spec.model.torch_dtype, spec.fusion.bucket_bytes
     generating = tuple(rank for number in engines for rank in spec.engines[number])
     shared = tuple(rank for rank in generating if rank in deployment.train)
