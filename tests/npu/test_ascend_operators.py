@@ -194,7 +194,7 @@ def test_an_emulated_card_reports_limits_and_goes_on(ascend):
     x = draw(3)(3, 1000, 8)
     table = type(ascend)()
     with pytest.warns(UserWarning, match="sequences times heads = 1000.*made nevertheless on the emulated card"):
-        assert table._takes(torch.ops.npu.npu_rotary_mul.default, x.unsqueeze(0), x, x)
+        assert table._takes(torch.ops.npu.npu_rotary_mul.default, x, (x.unsqueeze(0), x, x))
 
 
 def grouped(weights: int, dtype: torch.dtype = torch.bfloat16, dims: int = 2, groups: int = 0) -> list[str]:

@@ -48,9 +48,10 @@ def install() -> ModuleType:
                     "already (torch_npu?); use device.kind=npu, or start with TORCH_DEVICE_BACKEND_AUTOLOAD=0"
                 )
             extension = load_extension()
-            from fusion.npu.emulator import frontend
+            from fusion.npu.emulator import frontend, operators
 
             frontend.register(extension)
+            operators.register()
             atexit.register(extension.forget_work)
             atexit.register(_wait_for_backward_threads)
             _extension = extension

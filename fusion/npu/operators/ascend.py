@@ -43,15 +43,15 @@ class Ascend(Plain):
 
             register()
         self._allowed: dict[tuple, bool] = {}
+        self._reported: set[str] = set()
         self._masks: dict[torch.device, torch.Tensor] = {}
 
-    def _takes(self, operator: Any, *args: Any, about: tuple = (), **kwargs: Any) -> bool:
+    def _takes(self, operator: Any, like: torch.Tensor, args: tuple, about: tuple = (), **kwargs: Any) -> bool:
         """Return whether an operator may be called with these arguments. Limits are checked once for every dtype and
-        shape behind the first dimension of the first tensor, and what else is ``about`` the call."""
-        first = args[0][0] if isinstance(args[0], list) else args[0]
-        if not first.shape[0]:
+        shape of a row of ``like``, and what else is ``about`` the call."""
+        if not like.shape[0]:
             return False  # not every operator takes empty tensors
-        key = operator, first.dtype, first.shape[1:], about
+        key = operator, like.dtype, like.shape[1:], about
         allowed = self._allowed.get(key)
         if allowed is None:
             name = operator._schema.name.removeprefix("npu::")
@@ -62,21 +62,24 @@ class Ascend(Plain):
     def _exceeds(self, name: str, broken: list[str]) -> bool:
         """Report a call beyond limits; return whether to make it nevertheless."""
         what = "made nevertheless on the emulated card" if self._is_emulated else "composed of PyTorch's operators"
-        warnings.warn(f"{name}: {'; '.join(broken)}: {what}", stacklevel=4)
+        message = f"{name}: {'; '.join(broken)}: {what}"
+        if message not in self._reported:
+            self._reported.add(message)
+            warnings.warn(message, stacklevel=4)
         return self._is_emulated
 
     # Norms and positions
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         operator = torch.ops.npu.npu_rms_norm.default
-        if not self._takes(operator, x, weight, eps):
+        if not self._takes(operator, x, (x, weight, eps)):
             return super().rms_norm(x, weight, eps)
         return operator(x, weight, eps)[0]
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not self._takes(torch.ops.npu.npu_add_rms_norm.default, x, residual, weight, eps):
+        if not self._takes(torch.ops.npu.npu_add_rms_norm.default, x, (x, residual, weight, eps)):
             return super().add_rms_norm(x, residual, weight, eps)
         return _AddRMSNorm.apply(x, residual, weight, eps)
 
@@ -99,17 +102,19 @@ class Ascend(Plain):
         width, channels = rope[0].shape[-1], x_NhR.shape[-1]
         x, passed = (x_NhR, None) if width == channels else x_NhR.split([width, channels - width], dim=-1)
         factors = rope[0].unsqueeze(0), _plain_sines(rope[1], interleaved).unsqueeze(0)
-        # [1, S, N, D]: the tokens as one sequence
-        if not x.shape[0] or not self._takes(operator, x.unsqueeze(0), *factors, mode):
+        args = x.unsqueeze(0), *factors, mode  # [1, S, N, D]: the tokens as one sequence
+        if not self._takes(operator, x, args):
             return super().rotate(x_NhR, rope, interleaved)
-        rotated = operator(x.unsqueeze(0), *factors, mode).squeeze(0)
+        rotated = operator(*args).squeeze(0)
         return rotated if passed is None else torch.cat([rotated, passed], dim=-1)
 
     # MLP and experts
 
     def swiglu(self, gate_up_NI: torch.Tensor) -> torch.Tensor:
         operator = torch.ops.npu.npu_swiglu.default
-        return operator(gate_up_NI, -1) if self._takes(operator, gate_up_NI, -1) else super().swiglu(gate_up_NI)
+        if not self._takes(operator, gate_up_NI, (gate_up_NI, -1)):
+            return super().swiglu(gate_up_NI)
+        return operator(gate_up_NI, -1)
 
     def gate(
         self, logits_NE: torch.Tensor, gating: Gating, correction_E: torch.Tensor | None, row_multiple: int = 1
@@ -135,7 +140,7 @@ class Ascend(Plain):
             # The operator normalises sigmoids always and softmaxes never.
             if gating.normalise != (gating.scores == "sigmoid"):
                 return super().gate(logits_NE, gating, correction_E, row_multiple)
-        if not self._takes(operator, logits_NE, about=(gating,), **options):
+        if not self._takes(operator, logits_NE, (logits_NE,), about=(gating,), **options):
             return super().gate(logits_NE, gating, correction_E, row_multiple)
         return operator(logits_NE, **options)[:2]
 
@@ -144,7 +149,7 @@ class Ascend(Plain):
         as `unpermute` takes it."""
         experts = expert_Nk.to(torch.int32)
         operator, options = torch.ops.npu.npu_moe_init_routing_v2.default, _routing(expert_Nk.numel(), num_experts)
-        if not self._takes(operator, x_ND, experts, about=(num_experts,), **options):
+        if not self._takes(operator, x_ND, (x_ND, experts), about=(num_experts,), **options):
             rows, order, counts_E = super().permute(x_ND, expert_Nk, num_experts)
             places = torch.empty_like(order, dtype=torch.int32)
             places.index_copy_(0, order, torch.arange(len(order), dtype=torch.int32, device=order.device))
@@ -153,7 +158,7 @@ class Ascend(Plain):
 
     def unpermute(self, y: torch.Tensor, order: torch.Tensor, weight_Nk: torch.Tensor) -> torch.Tensor:
         operator, weight_Nk = torch.ops.npu.npu_moe_token_unpermute.default, weight_Nk.to(y.dtype)
-        if self._takes(operator, y, order, weight_Nk):
+        if self._takes(operator, y, (y, order, weight_Nk), about=weight_Nk.shape[1:]):
             return operator(y, order, weight_Nk)
         return (y.index_select(0, order).unflatten(0, weight_Nk.shape) * weight_Nk.unsqueeze(-1)).sum(1)
 
@@ -169,7 +174,7 @@ class Ascend(Plain):
         if isinstance(counts, torch.Tensor) and row_multiple == 1:
             x, about = x_ND.contiguous(), (len(listed), listed[0].shape)
             options = dict(group_list=counts, split_item=3, group_type=0, group_list_type=1)
-            if self._takes(torch.ops.npu.npu_grouped_matmul.default, [x], listed, about=about, **options):
+            if self._takes(torch.ops.npu.npu_grouped_matmul.default, x, ([x], listed), about=about, **options):
                 return _GroupedLinear.apply(x, counts, *listed)
         return super().grouped_linear(x_ND, list(weights), counts, row_multiple)
 
@@ -194,7 +199,7 @@ class Ascend(Plain):
             actual_seq_kvlen=ends,
             sparse_mode=3,  # causal, by the lower right triangle of each sequence
         )
-        if not self._takes(operator, *args, about=(k_NKC.shape[1], len(ends)), **options):
+        if not self._takes(operator, q_NHC, args, about=(k_NKC.shape[1], len(ends)), **options):
             return super().varlen_attention(q_NHC, k_NKC, v_NKV, lengths, scale)
         out = operator(*args, **options)[0]
         return out if width == channels else out[..., :width]
@@ -223,7 +228,7 @@ class Ascend(Plain):
         keys, values = pool.view(-1, pool.shape[2], 1, pool.shape[3]).chunk(2)
         rows = [x.contiguous().view(-1, 1, pool.shape[3]) for x in (k_NKC, v_NKC)]
         args = *rows, keys, values, slots[: len(rows[0])]
-        if not self._takes(operator, *args, cache_mode="Norm"):
+        if not self._takes(operator, rows[0], args, about=(pool.dtype,), cache_mode="Norm"):
             return super().store_kv(pool, slots, k_NKC, v_NKC, None)
         operator(*args, cache_mode="Norm")
 
@@ -247,7 +252,7 @@ class Ascend(Plain):
             input_layout="BNSD",
             block_size=block_size,
         )
-        if not self._takes(operator, *args, about=(pool.shape[1:],), **options):
+        if not self._takes(operator, q_NHC, args, about=(pool.shape[1:],), **options):
             return super().paged_attention(q_NHC, pool, rows, value_width, scale)
         return operator(*args, **options)[0].squeeze(2)
 
