@@ -1,7 +1,7 @@
 """The KV pool of each machine: KV of requests that left an engine, for any engine to continue them.
 
     pool      which KV of a rank is in memory, on disk, or evicted: limits, least recently parked first   (pure)
-    header    the format of a file, and what a reader verifies                                          (pure bytes)
+    header    the format of a file, and its one reader, which verifies it
     folder    one rank's part of a folder: owner, readers and end of a file, also when a rank dies
     files     parks and finds the KV of one rank in these folders
     pull      which KV is pulled from other machines, and how long an engine waits for it                        (pure)

@@ -25,13 +25,7 @@ from distqueue.errors import FULL, StorageFull
 from distqueue.payload.sweep import NodeProcess, memory
 from fusion.inference.pooled import FoundKV, KVDamaged, KVKey, KVPeers, KVStore
 from fusion.rollout.kv_pool.folder import PoolFolder, folder_of, is_private
-from fusion.rollout.kv_pool.header import (
-    PREAMBLE,
-    FileNames,
-    Header,
-    header_bytes,
-    payload_sum,
-)
+from fusion.rollout.kv_pool.header import FileNames, Header, PooledFile, bytes_of, payload_sum
 from fusion.rollout.kv_pool.pool import Command, KVPoolSpec, Place, PoolPlan, Remove, Spill, Write
 
 MIN_FREE = 0.5
@@ -44,28 +38,6 @@ MAX_TRIES = 3
 """Places that are tried for a file: memory, memory after others were moved or evicted, disk"""
 
 log = logging.getLogger(__name__)
-
-
-class OpenKV:
-    """An open file; implements `FoundKV`."""
-
-    def __init__(self, handle: int, header: Header, own: bool):
-        self._handle, self._header, self.own = handle, header, own
-        self.computed, self.kv_bytes, self.routing = header.computed, header.kv_bytes, header.routing
-
-    def read(self, kv: torch.Tensor, routing: torch.Tensor) -> None:
-        """Read the payload and verify it, as `FoundKV.read`."""
-        parts = [bytes_of(part) for part in (kv, routing)]
-        try:
-            for part in parts:
-                _read_all(self._handle, part)
-        except OSError as error:
-            raise KVDamaged(str(error)) from None
-        if payload_sum(parts) != self._header.sum:
-            raise KVDamaged("the payload's checksum differs")
-
-    def close(self) -> None:
-        os.close(self._handle)
 
 
 class KVFiles:
@@ -108,14 +80,10 @@ class KVFiles:
     def park(
         self, key: KVKey, *, computed: int, kv: torch.Tensor, routing: torch.Tensor | None, charged_bytes: int
     ) -> bool:
-        parts = [bytes_of(kv)] + ([] if routing is None else [bytes_of(routing)])
+        name, parts = self._file_names.file(key), [bytes_of(part) for part in (kv, routing) if part is not None]
         header = Header(
             rank=self._rank,
-            shard=self._file_names.shard(key),
-            request=key.request,
-            version=key.version,
-            prefix=key.prefix,
-            num_tokens=key.num_tokens,
+            name=name,
             computed=computed,
             kv_bytes=kv.numel() * kv.itemsize,
             routing=() if routing is None else (*routing.shape, routing.itemsize),
@@ -128,14 +96,14 @@ class KVFiles:
             if place is None:
                 break
             try:
-                self._folders[place].write(self._file_names.file(key), content)
+                self._folders[place].write(name, content)
             except OSError as error:
                 if error.errno not in FULL:
                     raise
                 full = error
                 self._plan.observe_full(key.request)
                 continue
-            self._names[key.request], self._computed[key.request] = self._file_names.file(key), computed
+            self._names[key.request], self._computed[key.request] = name, computed
             return True
         self._count_full(charged_bytes, full)
         return False
@@ -145,16 +113,16 @@ class KVFiles:
         name = self._file_names.file(key)
         for folder in self._folders.values():
             try:
-                handle = folder.open(name)
+                file = folder.open(name)
             except FileNotFoundError:
                 continue
             except OSError as error:
                 raise KVDamaged(str(error)) from None
-            try:
-                return OpenKV(handle, self._verified(handle, key), own=self._names.get(key.request) == name)
-            except BaseException:
-                os.close(handle)
-                raise
+            about = os.fstat(file.fileno())
+            if not is_private(about):
+                file.close()
+                raise KVDamaged(f"it belongs to user {about.st_uid}, with mode {stat.filemode(about.st_mode)}")
+            return PooledFile(file, about.st_size, key=key, name=name, own=self._names.get(key.request) == name)
         return None
 
     def discard(self, key: KVKey) -> None:
@@ -230,40 +198,13 @@ class KVFiles:
                 f" ({error})" if error else "",
             )
 
-    def _verified(self, handle: int, key: KVKey) -> Header:
-        """Return the header of an open file.
-
-        Raises:
-            KVDamaged: it is not this user's own, or not what was asked for.
-        """
-        about = os.fstat(handle)
-        if not is_private(about):
-            raise KVDamaged(f"it belongs to user {about.st_uid}, with mode {stat.filemode(about.st_mode)}")
-        header, nbytes = _read_header(handle)
-        header.check(shard=self._file_names.shard(key), key=key, file_bytes=about.st_size, header_bytes=nbytes)
-        return header
-
-
-def _read_header(handle: int) -> tuple[Header, int]:
-    """Return the header of an open file, and its bytes.
-
-    Raises:
-        KVDamaged: it is none.
-    """
-    preamble = os.read(handle, PREAMBLE.size)
-    size = header_bytes(preamble)
-    return Header.decode(preamble, os.read(handle, size)), PREAMBLE.size + size
-
 
 def _remove_files_of(rank: int, folder: PoolFolder) -> None:
     """Remove what an earlier process of this rank has written, which no other process does before the run ends."""
     for name in folder.names():
         with suppress(OSError, KVDamaged):  # another rank has taken it, or it is damaged
-            handle = folder.open(name)
-            try:
-                header, _ = _read_header(handle)
-            finally:
-                os.close(handle)
+            with folder.open(name) as file:
+                header, _ = Header.read(file)
             if header.rank == rank:
                 folder.remove(name)
 
@@ -275,19 +216,6 @@ def open_files(spec: KVPoolSpec, rank: int, peers: KVPeers | None = None) -> KVF
     except StorageFull as error:
         log.warning("rollout.kv_pool.suspended=pool: %s: this card's KV is computed again", str(error))
         return None
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor of the host."""
-    return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-
-
-def _read_all(handle: int, part: memoryview) -> None:
-    while part.nbytes:
-        read = os.readv(handle, [part])
-        if not read:
-            raise KVDamaged(f"the file ends {part.nbytes} bytes early")
-        part = part[read:]
 
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ import shutil
 import stat
 from collections.abc import Sequence
 from contextlib import suppress
+from io import FileIO
 from itertools import count
 from pathlib import Path
 
@@ -39,6 +40,11 @@ def folder_of(root: Path, run: str, boot: str) -> Path:
 def files_of(root: Path, run: str, boot: str) -> Path:
     """Return the folder below ``root`` with the files that a run has parked on a host."""
     return folder_of(root, run, boot) / FILES
+
+
+def open_file(path: Path) -> FileIO:
+    """Open a file for reading, without a buffer and without following a link, which is an OSError."""
+    return open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), "rb", buffering=0)
 
 
 def is_private(about: os.stat_result) -> bool:
@@ -77,13 +83,13 @@ class PoolFolder:
         """Return the names of the files that any rank may open."""
         return os.listdir(self._files)
 
-    def open(self, name: str) -> int:
-        """Open a file for reading, and return its handle.
+    def open(self, name: str) -> FileIO:
+        """Open a file for reading, without a buffer.
 
         Raises:
             OSError: among others, there is none, or it is a link.
         """
-        return os.open(self._files / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return open_file(self._files / name)
 
     def write(self, name: str, parts: Sequence[memoryview]) -> None:
         """Write a file; one of that name is replaced.

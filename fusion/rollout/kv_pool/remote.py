@@ -12,28 +12,21 @@ ask, and for how long to wait, is decided in `pull.py`.
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
 
 from distqueue.payload.sweep import NodeProcess, memory
-from fusion.inference.pooled import FoundKV, KVDamaged, KVKey, KVPeers, KVSource
-from fusion.rollout.kv_pool.files import bytes_of
-from fusion.rollout.kv_pool.folder import files_of, is_private
-from fusion.rollout.kv_pool.header import (
-    PREAMBLE,
-    FileNames,
-    Header,
-    header_bytes,
-    payload_sum,
-)
+from fusion.inference.pooled import FoundKV, KVKey, KVPeers, KVSource
+from fusion.rollout.kv_pool.folder import files_of, is_private, open_file
+from fusion.rollout.kv_pool.header import FileNames, PooledFile
 from fusion.rollout.kv_pool.pool import KVPoolSpec
 from fusion.rollout.kv_pool.pull import PullPlan
 
@@ -93,11 +86,11 @@ class KVServer:
             raise ValueError(f"name={name!r:.100}: expected 40 hexadecimal digits")
         for folder in self._folders:
             try:
-                handle = os.open(folder / name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+                file = open_file(folder / name)
             except OSError:  # also: a link
                 continue
-            with open(handle, "rb", buffering=0) as file:
-                about = os.fstat(handle)
+            with file:
+                about = os.fstat(file.fileno())
                 if not is_private(about):
                     continue
                 (folder / name).unlink(missing_ok=True)
@@ -108,37 +101,23 @@ class KVServer:
         return None
 
 
-class ReceivedKV:
-    """The bytes of a file of another machine; implements `FoundKV`.
+class ReceivedBytes(io.RawIOBase):
+    """The bytes of a file of another machine, as a file; they are freed when it is closed."""
 
-    Args:
-        shard: as in the header of the file.
+    def __init__(self, content: memoryview):
+        self._left = content
 
-    Raises:
-        KVDamaged: they are not what was asked for.
-    """
+    def readable(self) -> bool:
+        return True
 
-    def __init__(self, content: memoryview, *, key: KVKey, shard: str):
-        preamble = bytes(content[: PREAMBLE.size])
-        start = PREAMBLE.size + header_bytes(preamble)
-        header = Header.decode(preamble, bytes(content[PREAMBLE.size : start]))
-        header.check(shard=shard, key=key, file_bytes=content.nbytes, header_bytes=start)
-        self._content: memoryview | None = content[start:]
-        self._sum = header.sum
-        self.computed, self.kv_bytes, self.routing, self.own = header.computed, header.kv_bytes, header.routing, False
-
-    def read(self, kv: torch.Tensor, routing: torch.Tensor) -> None:
-        """Copy the payload and verify the copy, as `FoundKV.read`."""
-        assert self._content is not None, "it was closed"
-        start, parts = 0, [bytes_of(part) for part in (kv, routing)]
-        for part in parts:
-            part[:] = self._content[start : start + part.nbytes]
-            start += part.nbytes
-        if payload_sum(parts) != self._sum:
-            raise KVDamaged("the payload's checksum differs")
+    def readinto(self, part: Any) -> int:
+        count = min(len(part), self._left.nbytes)
+        part[:count], self._left = self._left[:count], self._left[count:]
+        return count
 
     def close(self) -> None:
-        self._content = None
+        self._left = memoryview(b"")
+        super().close()
 
 
 class RemotePool:
@@ -154,9 +133,9 @@ class RemotePool:
         patience_s = self._plan.patience_s(self._peer.machine, tokens)
         if not patience_s:
             return None
-        began = self._clock()
+        began, name = self._clock(), self._names.file(key)
         try:
-            content = self._peer.take(self._names.file(key), patience_s)
+            content = self._peer.take(name, patience_s)
         except PeerLate:
             self._plan.observe_late(self._peer.machine, tokens, self._clock() - began)
             return None
@@ -167,7 +146,7 @@ class RemotePool:
         if content is None:
             return None
         self._plan.observe_pulled(self._peer.machine, tokens, self._clock() - began)
-        return ReceivedKV(content, key=key, shard=self._names.shard(key))
+        return PooledFile(ReceivedBytes(content), content.nbytes, key=key, name=name)
 
 
 class RemotePools:
@@ -194,5 +173,5 @@ class RemotePools:
 
 if TYPE_CHECKING:
 
-    def _satisfies_interfaces(pool: RemotePool, pools: RemotePools, received: ReceivedKV) -> None:
-        _: tuple[KVSource, KVPeers, FoundKV] = pool, pools, received
+    def _satisfies_interfaces(pool: RemotePool, pools: RemotePools) -> None:
+        _: tuple[KVSource, KVPeers] = pool, pools
