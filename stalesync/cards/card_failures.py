@@ -113,10 +113,12 @@ class CardFailures:
         for engine in engines:
             ranks = self._engines[engine]
             self._actors.end(ranks)
+            transfers = [stage for stage in (running, *others) if stage.stage in TRANSFERS]
+            others_wait = any({*ranks} & {*stage.ranks} - {*stage.results} for stage in transfers)
             for stage in (running, *others):
                 if {*stage.ranks} <= {*ranks}:
                     self._abandon(stage)
-                elif stage.stage in TRANSFERS:
+                elif others_wait and stage in transfers:
                     self._break_off(stage, ranks)
         return ([], "") if engines else (failed, self.watch.why_not(failed, stages))
 

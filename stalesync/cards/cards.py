@@ -13,8 +13,9 @@ machine is busy or suspended answers late, which is reported while it lasts and 
 (`health_checks`) also ends the wait.
 
 An engine of cards that only generate can be replaced when one of them dies (`card_failures.py`): its other cards are
-ended, its stage has no results, `take_dead` reports it, and `restart` starts other processes. If weights were being
-sent, that has no results either, once it has ended on all other cards; what they were to do behind it is dropped.
+ended, waiting for its stage raises `EnginesLost`, `take_dead` reports it, and `restart` starts other processes. If
+weights were being sent, waiting for that raises the same, once it has ended on all other cards; what they were to do
+behind it is dropped.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from stalesync.cards.card import Card
 from stalesync.cards.card_failures import CardFailures
 from stalesync.cards.kv_servers import RayPeer
 from stalesync.cards.stage_calls import (
+    EnginesLost,
     Params,
     Result,
     RunningStage,
@@ -76,6 +78,7 @@ class CardGroup:
             CardFailed: a card raised, died or timed out, in this stage or in another one in progress. Of several
                 failures, the root cause is named.
             QueueFailed: likewise, as the queue has ended.
+            EnginesLost: cards of this stage have died, and their engines are replaced.
         """
         return self._cards.wait(self.begin(stage, *args, **kwargs))
 
@@ -176,15 +179,10 @@ class Cards:
         ended."""
         return self._watch.take_dead(self._actors)
 
-    def is_down(self, engine: int) -> bool:
-        """Whether an engine has died, and is not started again yet."""
-        return self._watch.is_down(self.engines[engine][0])
-
     @property
     def living(self) -> list[int]:
         """Ranks of the cards whose engine, if they have one, has not died or is started again."""
-        dead = {rank for engine, ranks in enumerate(self.engines) if self.is_down(engine) for rank in ranks}
-        return [rank for rank in range(self.world) if rank not in dead]
+        return [rank for rank in range(self.world) if not self._watch.is_down(rank)]
 
     def num_starts(self, rank: int) -> int:
         """Number of processes that this card has had."""
@@ -231,11 +229,26 @@ class Cards:
         return running
 
     def wait(self, running: RunningStage[Result]) -> list[Result]:
-        """Wait for a stage; return its results in the order of its ranks, none if its engine is replaced.
+        """Wait for a stage; return its results in the order of its ranks.
 
         Raises:
-            CardFailed: as `CardGroup.call`.
+            CardFailed: as `CardGroup.call`, and likewise `EnginesLost`.
         """
+        return self.wait_all([running])[0]
+
+    def wait_all(self, stages: Sequence[RunningStage[Result]]) -> list[list[Result]]:
+        """Wait for stages; return the results of each in the order of its ranks.
+
+        Raises:
+            CardFailed: as `CardGroup.call`, and likewise `EnginesLost`, once all stages have ended.
+        """
+        for running in stages:
+            self._await_end(running)
+        if any(running.died for running in stages):
+            raise EnginesLost
+        return [[running.results[rank] for rank in running.ranks] for running in stages]
+
+    def _await_end(self, running: RunningStage[Any]) -> None:
         patience = self._patience()
         while running.pending:
             poll = self._poll if self._polling_thread == threading.get_ident() else None
@@ -251,9 +264,6 @@ class Cards:
                         log.warning("stage %s: waiting for ranks %s, %.0f s", running.stage, late, waited_s)
         if running in self._running:
             self._running.remove(running)
-        if running.died:
-            return []
-        return [running.results[rank] for rank in running.ranks]
 
     @contextmanager
     def polling(self, poll: Callable[[], None]) -> Iterator[None]:

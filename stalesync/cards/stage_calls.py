@@ -31,6 +31,10 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 
+class EnginesLost(Exception):
+    """A stage has no results: cards of it have died, and their engines are replaced (`Cards.take_dead`)."""
+
+
 class StageCall(NamedTuple, Generic[Result]):
     """One card's call of a stage: the name of the worker's method, and its arguments."""
 

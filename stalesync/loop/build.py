@@ -16,7 +16,7 @@ from stalesync.job.control import ControlDesk
 from stalesync.job.decision_settings import admission_spec
 from stalesync.loop.checkpoints import Checkpoints
 from stalesync.loop.controller import Controller
-from stalesync.loop.engine_restarts import EngineRestarts
+from stalesync.loop.engines import Engines
 from stalesync.loop.evaluator import Evaluator
 from stalesync.loop.generation import Generation
 from stalesync.loop.groups import Groups
@@ -80,7 +80,7 @@ def build_run(
         scorer=scorer,
         groups=groups,
         generation=generation,
-        restarts=EngineRestarts(
+        engines=Engines(
             spec=spec,
             cards=cards,
             queue=queue,

@@ -25,7 +25,7 @@ from fusion.telemetry import LiveView, RunFolder, throughput
 from stalesync.cards.cards import Cards
 from stalesync.job.config import Config
 from stalesync.job.control import ControlDesk
-from stalesync.loop.engine_restarts import EngineRestarts
+from stalesync.loop.engines import Engines
 from stalesync.loop.generation import Generation
 from stalesync.loop.groups import Groups
 from stalesync.loop.sample_columns import SampleColumns
@@ -69,7 +69,7 @@ class Controller:
     scorer: Scorer
     groups: Groups
     generation: Generation
-    restarts: EngineRestarts
+    engines: Engines
     updater: Updater
     desk: ControlDesk
     step_metrics: StepMetrics
@@ -111,7 +111,7 @@ class Controller:
         self.view.begin_step(step.number)
         if reply := self.desk.read(step.number, self._kv_tokens):
             self.view.note(reply)
-        self.restarts.check()
+        self.engines.check()
         for command in self.admission.step(self.config.run.steps - self.last.number, self.desk.share):
             if not (isinstance(command, Publish) or _only_starts(command)):
                 self.last.log()
@@ -125,35 +125,29 @@ class Controller:
     def execute(self, command: Command) -> None:
         """Execute a command, and report its results to `Admission`."""
         if self.generation.publishing and not _only_starts(command):
-            if not self.end_publish() and isinstance(command, Dispatch):
-                return  # its requests are among those that were returned
+            self.end_publish()
         start, share = time.perf_counter(), self.desk.share
         match command:
-            case Publish(overlapped=()):
-                self.view.phase("switch to infer")
-                self.restarts.rejoin()
-                self.generation.begin_publish(command, share)
-                self.last.begin_close()
-                self._published_s = start
-                return  # its seconds are counted at its end
-            case Publish():
-                self.view.phase("send weights")
-                self.generation.begin_publish(command, share)
+            case Publish(overlapped=overlapped):
+                self.view.phase("send weights" if overlapped else "switch to infer")
+                self.engines.begin_publish(command, share)
+                if not overlapped:
+                    self.last.begin_close()
+                    self._published_s = start
+                    return  # its seconds are counted at its end
                 self.last.log()
-                if not self.generation.end_publish():
-                    self.suspend([engine for engine in self.admission.running if not self.cards.is_down(engine)])
-                    self.generation.recover()
+                self.engines.end_publish()
                 self._last_sample_s = time.perf_counter()
             case AdmitGroups(count):
                 self.groups.admit(self.source.next(count))
             case Dispatch():
-                self.generation.dispatch(command)
+                self.engines.dispatch(command)
             case AwaitSamples():
                 self.await_samples()
-            case Suspend(engines, to_train):
+            case Suspend(stopping, to_train):
                 if to_train and not self.generation.returning:
                     self.generation.begin_switch_to_train(self.admission.ledger.version, share)
-                self.suspend(engines)
+                self.engines.suspend(stopping)
             case SwitchToTrain():
                 self.view.phase("switch to train")
                 self.generation.switch_to_train(self.admission.ledger.version, share)
@@ -167,18 +161,11 @@ class Controller:
         self.admission.observe_seconds(command, time.perf_counter() - start)
         self.step_metrics.add_seconds(self.admission.stage, time.perf_counter() - start)
 
-    def end_publish(self) -> bool:
-        """Wait until the cards have switched for the engines, which may have been started meanwhile. Return whether
-        they have: if an engine has died, `Admission` publishes again."""
-        published = self.generation.end_publish()
-        if not published:
-            self.generation.recover()
-            for engine in [engine for engine in self.admission.running if not self.cards.is_down(engine)]:
-                self.restarts.return_unstarted(engine)
-            self.restarts.observe()
+    def end_publish(self) -> None:
+        """Wait until the cards have switched for the engines, which may have been started meanwhile."""
+        self.engines.end_publish()
         self._last_sample_s = time.perf_counter()
         self.step_metrics.add_seconds("switch", self._last_sample_s - self._published_s)
-        return published
 
     def observe(self, timeout_s: float) -> bool:
         """Report generated and scored samples and requests whose chunk has ended to `Admission`; wait at most
@@ -191,7 +178,7 @@ class Controller:
             self.admission.observe_chunks_ended(engine, samples)
         num_chunks = sum(one.generated > 0 for samples in chunks.values() for one in samples)
         self.step_metrics.metrics.add("rollout/chunks_total", num_chunks)
-        self.restarts.observe()
+        self.engines.observe()
         return bool(generated or scored or num_chunks)
 
     def note_lost(self, now: bool = False) -> None:
@@ -214,15 +201,8 @@ class Controller:
         self.step_metrics.begin_wait(for_older=ledger.waits_for_older, in_tail=in_tail)
         if self.observe(POLL_S):
             self._last_sample_s = time.perf_counter()
-        self.restarts.check()
+        self.engines.check()
         self.generation.check_silence(time.perf_counter() - self._last_sample_s, buffer.num_running_on)
-
-    def suspend(self, engines: Sequence[int]) -> None:
-        """Stop engines, and report their unfinished requests to `Admission`."""
-        for engine, samples in self.generation.suspend(engines).items():
-            self.admission.observe_stopped(engine, samples)
-            self.step_metrics.metrics.add("rollout/suspended_total", sum(one.generated > 0 for one in samples))
-        self.restarts.observe()
 
     def score(self) -> None:
         """Score the samples that could not be scored while the cards generated."""
@@ -270,7 +250,7 @@ class Controller:
         """Suspend all engines, and wait until all finished samples have arrived through the queue and are scored,
         what was scored and trained is acknowledged, and the processes of replaced engines are prepared."""
         self.stop()
-        self.restarts.await_started()
+        self.engines.await_started()
         while self.admission.buffer.num("running"):  # finished samples that have not arrived yet
             self.groups.note(*self.scorer.poll(POLL_S))
             self.note_lost()

@@ -78,7 +78,7 @@ class Evaluator:
             return False, {}
         loop, number, step_metrics = self.loop, self.loop.last.number, self.loop.step_metrics
         loop.settle()
-        before = loop.restarts.num_restarts
+        before = loop.engines.num_restarts
         with step_metrics.excluded():
             answers = self._answers()
             results = [
@@ -87,7 +87,7 @@ class Evaluator:
             step_metrics.take(loop.scorer.take_reports())
         is_best = self.evaluation.history.add(results)
         metrics = {name: value for result in results for name, value in result.metrics().items()}
-        if count := loop.restarts.num_restarts - before:
+        if count := loop.engines.num_restarts - before:
             loop.queue.drop([row for row in loop.queue.holding(RESPONSE) if row.startswith(EVAL_ROWS)], EVALUATED)
             self.rows.extra[RESTARTS] = self.rows.extra.get(RESTARTS, 0) + count
         loop.folder.log_evaluation(number, [result.row() for result in results], metrics)
@@ -96,30 +96,36 @@ class Evaluator:
         return is_best, metrics
 
     def _answers(self) -> dict[str, dict[str, EvalAnswer]]:
-        """Return the answers to the prompts of each file, by its name. If no engine lives to give one, the weights are
-        published again, which waits until one is replaced."""
+        """Return the answers to the prompts of each file, by its name. If no engine is left to give one, the weights
+        are published again."""
         files, samples = self.evaluation.files, self.evaluation.config.samples
         asked = {file.name: file.asked(samples) for file in files}
         answers: dict[str, dict[str, EvalAnswer]] = {file.name: {} for file in files}
         while any(len(answers[name]) < len(prompts) for name, prompts in asked.items()):
             self.loop.execute(Publish(self.loop.admission.ledger.version))
             self.loop.view.phase("evaluate")
-            if self.loop.end_publish():
-                for file in files:
-                    left = [prompt for prompt in asked[file.name] if prompt.id not in answers[file.name]]
-                    answers[file.name] |= self._answer(file, left)
+            self.loop.end_publish()
+            for file in files:
+                self.answer(file, asked[file.name], answers[file.name])
             self.loop.execute(SwitchToTrain())
-            self.loop.restarts.observe()
         return answers
 
-    def _answer(self, file: EvalFile, prompts: Sequence[Prompt]) -> dict[str, EvalAnswer]:
+    def answer(self, file: EvalFile, asked: Sequence[Prompt], answers: dict[str, EvalAnswer]) -> None:
+        """Add to ``answers`` of the prompts of a file, as long as engines are left. Those of an engine that is lost
+        are asked of the others."""
+        generation, engines = self.loop.generation, self.loop.engines
         try:
-            return self.loop.generation.answer(
-                prompts,
-                self.loop.desk.share.engines,
-                sampling=self.evaluation.config.sampling,
-                for_model=file.pool is None and self.by_model,
-            )
+            while (left := [prompt for prompt in asked if prompt.id not in answers]) and (
+                present := [engine for engine in self.loop.desk.share.engines if engine not in engines.absent]
+            ):
+                for running in generation.begin_answers(
+                    left,
+                    present,
+                    sampling=self.evaluation.config.sampling,
+                    for_model=file.pool is None and self.by_model,
+                ):
+                    with engines.replacing():
+                        answers |= generation.take_answers(running)
         except RunFailed as error:
             add_note(error, f"evaluation of {file.describe()} after step {self.loop.last.number}")
             raise

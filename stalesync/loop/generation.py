@@ -3,7 +3,7 @@
 publish ─► dispatch ─► engines: `generate` in the background ─► queue
               ▲          │
               ├ chunks ──┤   requests suspended at the end of their chunk, while engines run
-              └ suspend ─┘   unfinished requests of engines that stop
+              └ stop ────┘   unfinished requests of engines that stop
 
 A card runs its stages one after the other, in the order in which they are begun. So the next stage is begun behind a
 switch, and a switch behind `generate`, before this process has heard of its end: the card waits for no message.
@@ -18,7 +18,7 @@ from typing import Any
 from uuid import uuid4
 
 from fusion.colocate import InferenceShare, StageReport, Worker, WorkerSpec
-from fusion.inference import Request, SamplingParams
+from fusion.inference import Request
 from fusion.inference.request import NO_REWARDS
 from fusion.inference.request_columns import Requests
 from fusion.rollout import EvalAnswer, SuspendedSample, assign_groups
@@ -72,12 +72,8 @@ class Generation:
         """The switch for the engines, until its reports are taken; then the engines that receive while they generate"""
         self._returning: RunningStage[StageReport] | None = None
         """The switch back to the training phase, until its reports are taken"""
-        self._to_recover: list[int] = []
-        """Ranks that live, of a transfer of weights that has failed"""
         self._stopping = False
         """Whether the running engines stop by themselves"""
-        self._lost = False
-        """Whether an engine has died since the weights were published to all: its requests may be dispatched again"""
         self._asked_chunks: dict[int, Any] = {}
         """First card of a running engine → the call that waits there for ended chunks"""
         self._warned_silent_s = 0.0
@@ -89,7 +85,6 @@ class Generation:
         actor = self._spec.deployment.actor
         overlapped = [rank for engine in command.overlapped for rank in self._spec.engines[engine]]
         if not overlapped:
-            self._lost = False
             self._publishing = [self._cards.on(actor).begin(Worker.switch, "infer", command.version, share)]
             return
         others = self._cards.on([rank for rank in actor if rank not in overlapped])
@@ -99,34 +94,23 @@ class Generation:
 
     @property
     def publishing(self) -> bool:
-        """Whether cards switch for the engines, and their reports are not taken yet."""
+        """Whether weights are being published, and the cards' reports are not taken yet."""
         return bool(self._publishing)
 
-    def end_publish(self) -> bool:
-        """Wait until the engines have the weights, and take the reports. Return whether they have: not if one has died
-        meanwhile. Then none that was started behind the switch runs, those that go on are to be suspended, and
-        `recover` must follow."""
-        assert self._publishing, "no weights are being published"
-        publishing, self._publishing = self._publishing, []
-        reports = []
-        for stage in publishing:
-            reports = self._cards.wait(stage)
-            self._take_reports(reports)
-        if any(stage.died for stage in publishing):
-            if len(publishing) == 1:
-                self._running.clear()
-            self._to_recover = [rank for rank in self._cards.living if rank in self._spec.deployment.actor]
-            return False
-        if len(publishing) > 1:  # the engines have received between two of their steps
-            for running in self._running.values():
-                running.reported_until_ns = min(report.until_ns for report in reports)
-        return True
+    def end_publish(self) -> None:
+        """Wait until the engines have the weights, and take the reports.
 
-    def recover(self) -> None:
-        """Recover the cards that live from a transfer of weights that has failed, when no engine runs any more. The
-        weights are to be published again."""
-        ranks, self._to_recover = self._to_recover, []
-        self._cards.on(ranks).call(Worker.recover)
+        Raises:
+            EnginesLost: weights must be published again; no engine runs that was started behind the switch.
+        """
+        assert self._publishing, "no weights are being published"
+        reports = self._cards.wait_all(self._publishing)
+        self._publishing = []
+        for stage in reports:
+            self._take_reports(stage)
+        if len(reports) > 1:  # the engines have received between two of their steps
+            for running in self._running.values():
+                running.reported_until_ns = min(report.until_ns for report in reports[-1])
 
     @property
     def returning(self) -> bool:
@@ -140,7 +124,7 @@ class Generation:
     def begin_return(self, version: int, share: InferenceShare) -> None:
         """Begin to return the cards that train, if they can do so without waiting for each other: behind the stage of
         an engine that has all of them and stops by itself, or when all engines have stopped."""
-        if self._returning is not None or not self._stopping or self._lost:
+        if self._returning is not None or not self._stopping:
             return
         running = list(self._running.values())
         alone = len(running) == 1 and {*running[0].ranks} >= {*self._spec.deployment.train}
@@ -173,38 +157,32 @@ class Generation:
         left = {self._spec.engines[engine][0]: ids for engine, ids in command.forget_by_engine.items()}
         self._cards.ask_each({rank: stage_call(Worker.forget, ids) for rank, ids in left.items()})
 
-    def suspend(self, engines: Sequence[int]) -> dict[int, list[SuspendedSample]]:
-        """Stop engines between two steps; return the unfinished requests of each, but of those that have died
-        (`forget`)."""
-        engines = [engine for engine in engines if engine in self._running]  # not if its switch has failed
-        if not engines:
-            return {}
+    def pause(self, engines: Sequence[int]) -> None:
+        """Have engines stop between two steps; `stop` must follow."""
         if not self._stopping:  # a pause would find its engine in a later stage
             self._cards.on([self._spec.engines[engine][0] for engine in engines]).ask(Worker.pause)
-        suspended: dict[int, list[SuspendedSample]] = {}
-        stopped: list[StageReport] = []
-        try:
-            for engine in engines:
-                running = self._running.pop(engine)
-                reports = self._cards.wait(running)
-                if not running.died:
-                    suspended[engine] = [one for report in reports for one in report.suspended]
-                    stopped += reports
-        finally:  # if a card has failed, those of the engines that had stopped before
-            self._take_reports(stopped)
-        first_cards = {self._spec.engines[engine][0]: engine for engine in suspended}
-        asked = {rank: self._asked_chunks.pop(rank) for rank in first_cards if rank in self._asked_chunks}
+
+    def stop(self, engine: int) -> list[SuspendedSample]:
+        """Wait until an engine has stopped; return its unfinished requests.
+
+        Raises:
+            EnginesLost: it is among them.
+        """
+        reports = self._cards.wait(self._running.pop(engine))
+        self._take_reports(reports)
+        suspended = [one for report in reports for one in report.suspended]
+        first = self._spec.engines[engine][0]
+        asked = {first: self._asked_chunks.pop(first)} if first in self._asked_chunks else {}
         while asked:  # answered when the stage ends
-            for rank, samples in self._cards.take_answers(asked, WARN_EVERY_S).items():
-                suspended[first_cards[rank]] += samples
+            for samples in self._cards.take_answers(asked, WARN_EVERY_S).values():
+                suspended += samples
             self._cards.check()
         return suspended
 
     def forget(self, engine: int) -> None:
-        """Forget an engine that has died and is replaced."""
+        """Forget an engine that runs no more."""
         self._running.pop(engine, None)
         self._asked_chunks.pop(self._spec.engines[engine][0], None)
-        self._lost = True
 
     def take_ended_chunks(self) -> dict[int, list[SuspendedSample]]:
         """Return, by engine, the requests whose chunk has ended since the last call. One call waits on the first card
@@ -241,17 +219,16 @@ class Generation:
             raise CardFailed(message, failure=late_rank(hanging[0], "generate", message) if hanging else None)
         log.warning("no sample has arrived for %.0f s: %s", silent_s, engines)
 
-    def answer(
+    def begin_answers(
         self,
         prompts: Sequence[Prompt],
         engines: Sequence[int],
         *,
         sampling: Mapping[str, Any] | None = None,
         for_model: bool = False,
-    ) -> dict[str, EvalAnswer]:
-        """Answer each prompt once; return the answers by the prompt's id. Prompts whose ids are equal up to a slash
-        are equal, and share their KV. The prompts of an engine that dies are answered by the others; without an answer
-        are those for which none was left. Called while no engine runs.
+    ) -> list[RunningStage[StageReport]]:
+        """Begin to answer each prompt once; return the stage of each engine, for `take_answers`. Prompts whose ids are
+        equal up to a slash are equal, and share their KV. Called while no engine runs.
 
         Args:
             sampling: fields of `SamplingParams` in which the answers differ from the rollouts.
@@ -259,40 +236,33 @@ class Generation:
                 receives.
         """
         assert not self._running, "engines must be suspended before they answer"
-        answers: dict[str, EvalAnswer] = {}
+        rows = f"{EVAL_ROWS}{uuid4().hex}/" if for_model else ""
         params = replace(self._sampling, **(sampling or {}))
-        left, living = list(prompts), [engine for engine in engines if not self._cards.is_down(engine)]
-        while left and living:
-            rows = f"{EVAL_ROWS}{uuid4().hex}/" if for_model else ""
-            running = self._begin_answers(left, living, params, rows)
-            for engine, stage in running.items():
-                reports = self._cards.wait(stage)
-                self._take_reports(reports)
-                answers |= {answer.id: answer for report in reports for answer in report.answers}
-                if stage.died:
-                    living.remove(engine)
-            left = [prompt for prompt in left if prompt.id not in answers]
-        return answers
-
-    def _begin_answers(
-        self, prompts: Sequence[Prompt], engines: Sequence[int], sampling: SamplingParams, rows: str
-    ) -> dict[int, RunningStage[StageReport]]:
-        """Begin to answer prompts; return the stage of each engine."""
         by_group: dict[str, list[Prompt]] = {}
         for prompt in prompts:
             by_group.setdefault(prompt.id.partition("/")[0], []).append(prompt)
         load_by_group = {group: sum(len(prompt.ids) for prompt in asked) for group, asked in by_group.items()}
         requests = {
-            group: [Request(prompt.id, prompt.ids, sampling, group=group) for prompt in asked]
+            group: [Request(prompt.id, prompt.ids, params, group=group) for prompt in asked]
             for group, asked in by_group.items()
         }
-        running: dict[int, RunningStage[StageReport]] = {}
+        running: list[RunningStage[StageReport]] = []
         for engine, groups in zip(engines, assign_groups(load_by_group, [0] * len(engines)), strict=True):
             first, *others = self._spec.engines[engine]
             calls = {rank: stage_call(Worker.answer, [], rows) for rank in others}
             calls[first] = stage_call(Worker.answer, [one for group in groups for one in requests[group]], rows)
-            running[engine] = self._cards.begin_each(calls)
+            running.append(self._cards.begin_each(calls))
         return running
+
+    def take_answers(self, running: RunningStage[StageReport]) -> dict[str, EvalAnswer]:
+        """Wait until an engine has answered; return the answers by the prompt's id.
+
+        Raises:
+            EnginesLost: it has answered none.
+        """
+        reports = self._cards.wait(running)
+        self._take_reports(reports)
+        return {answer.id: answer for report in reports for answer in report.answers}
 
     def _requests(self, dispatched: DispatchedRequests) -> Requests:
         """Return the requests with what their prompts and the run's settings add."""

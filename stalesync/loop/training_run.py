@@ -68,9 +68,7 @@ class TrainingRun:
                     raise stop
             saver.finish()
         if self.config.rollout.kv_pool.pools_kv:
-            living = [ranks for engine, ranks in enumerate(self.spec.engines) if not self.cards.is_down(engine)]
-            for stage in [self.cards.on(ranks).begin(Worker.close_kv_pool) for ranks in living]:
-                self.cards.wait(stage)
+            self.loop.engines.close_kv_pools()
         if self.config.run.profile_steps and (others := self._others()):
             self.cards.on(others).call(Worker.end_profile)  # one that has run no stage since has not written its trace
         self.check_rewards()
@@ -132,7 +130,7 @@ class TrainingRun:
         lines += [f"{count} groups {name}" for name, count in ledger.ended.items() if name != "trained"]
         if self.rows.text_server_note:
             lines.append(self.rows.text_server_note)
-        if num_restarts := self.loop.restarts.num_restarts:
+        if num_restarts := self.loop.engines.num_restarts:
             lines.append(f"{num_restarts} engines died and were replaced (rollout/engine_restarts)")
         if ledger.num_untrained:
             lines.append(f"{ledger.num_untrained} groups are in progress and saved in the last checkpoint")

@@ -20,9 +20,8 @@ controller in a run, a simulator in virtual time, a property test) executes each
     observe_admitted       the groups of AdmitGroups
     observe_generated      samples are generated
     observe_scored         all samples of a group are scored; observe_filtered, observe_failed: it is not trained
-    observe_chunks_ended   requests were suspended at the end of their chunk, while the engine runs
+    observe_chunks_ended   requests were suspended at the end of their chunk, or as the engine is replaced
     observe_stopped        an engine has stopped, with its unfinished requests
-    observe_died           an engine has died; its unfinished requests, with what is known of them
     observe_accumulated    Accumulate is done: the groups are trained in this version
     observe_trained        Train is done: the next version begins
     observe_seconds        how long a command has taken: this file has no clock
@@ -35,10 +34,10 @@ decodes at a time, of which the KV fits its cache, and receives more when it has
 number. The remaining requests can go to any engine with capacity, in an order of `fusion/rollout/orders`, and start
 no earlier (and so become no older) than necessary.
 
-The requests of an engine that has died are dispatched to the others. Where these have got their last requests, and
-where none is left, generation stops when they are done, the weights are published again, which waits until the engine
-is replaced, and the requests are dispatched to all. Otherwise a replaced engine takes part from the next `Publish` on
-that stops the engines, as its weights come with it.
+The requests of an engine that is replaced are dispatched to the others. Where these have got their last requests, and
+where none is left, generation stops when they are done, the weights are published again, and the requests are
+dispatched to all. Otherwise a replaced engine takes part from the next `Publish` on that stops the engines, as its
+weights come with it.
 
 Cost, for n requests in progress: an observation O(log n); `feed` O(1) if there is nothing to do, else that of
 `RequestBuffer.dispatch`. A generator holds the position within a step; state is saved between two steps.
@@ -46,14 +45,14 @@ Cost, for n requests in progress: an observation O(log n); `feed` O(1) if there 
 Invariants (property-tested in tests/stalesync/policy/test_admission.py), in addition to those of ledger and buffer:
 1. Requests are dispatched only to engines that run or start with the command, at most `max_requests` to each.
 2. At staleness 0 a step admits exactly its batch and replacements of its filtered groups, and suspends no unfinished
-   request of an engine that lives.
+   request of an engine that is not replaced.
 3. Every admitted group ends trained, filtered or failed, unless the run ends first; with n steps left, at most n steps'
    groups are untrained when a group is admitted.
 4. A step replaces filtered groups until it has filtered more than `max_filtered_groups`.
 5. No deadlock: when `AwaitSamples` is issued, an engine has a request, or a sample is generated and not scored.
 6. When `Train` or `Accumulate` is issued, no engine that shares cards with the trainer runs.
 7. No `Dispatch` follows one that is the last before its engines are suspended.
-8. An engine that has died gets no request before the next `Publish` that stops the engines.
+8. An engine that is replaced gets no request before the next `Publish` that stops the engines.
 """
 
 from __future__ import annotations
@@ -120,8 +119,6 @@ class Admission:
         """Number of groups filtered since the last `Train`"""
         self._chunks_ended = False
         """Whether requests were suspended at the end of their chunk since the last `feed`"""
-        self._has_died = False
-        """Whether an engine has died since the last `Publish` that stopped the engines"""
         self._returned = False
         """Whether the cards that train have returned before the step has its groups"""
         self._lent_s = 0.0
@@ -152,7 +149,7 @@ class Admission:
         chunks_ended, self._chunks_ended = self._chunks_ended, False
         if self.running.low and self.spec.ahead:
             yield from self._supply.admit()
-        if chunks_ended or self.running.low:
+        if self.running.low or chunks_ended and not self._supply.dispatches_once:
             yield from self._supply.dispatch()
 
     def stop(self) -> Iterator[Command]:
@@ -195,7 +192,7 @@ class Admission:
         self._supply.kv_tokens = kv_tokens
 
     def observe_chunks_ended(self, engine: int, suspended: Sequence[SuspendedSample]) -> None:
-        """Record requests that a running engine suspended at the end of their chunk."""
+        """Record requests that an engine suspended at the end of their chunk, or as it is replaced."""
         self._supply.take_back(engine, suspended)
         self._chunks_ended |= bool(suspended)
         self._supply.count(engine)
@@ -204,16 +201,6 @@ class Admission:
         """Record that an engine has stopped; ``suspended``: its unfinished requests."""
         self._supply.take_back(engine, suspended)
         self.running.remove(engine)
-
-    def observe_died(self, engine: int, suspended: Sequence[SuspendedSample]) -> None:
-        """Record that an engine has died. ``suspended``: its requests, but for those whose samples are on their way;
-        with what survives of each."""
-        self._supply.take_back(engine, suspended)
-        self.buffer.forget_kv(engine)
-        if engine in self.running:
-            self.running.remove(engine)
-        self._has_died = True
-        self._chunks_ended |= not self._supply.dispatches_once
 
     def observe_seconds(self, command: Command, seconds: float) -> None:
         """Record how long a command has taken, with everything that was executed meanwhile."""
@@ -328,30 +315,24 @@ class Admission:
     def _publish(self, overlapped: tuple[int, ...] = ()) -> Iterator[Command]:
         self._returned = False
         yield Publish(self.ledger.version, overlapped)
-        if not {*overlapped} <= {*self.running}:  # one has died meanwhile, so that the others were stopped
-            yield from self.stop()
-            overlapped = ()
-            yield Publish(self.ledger.version)
-        self._has_died &= bool(overlapped)
         self.buffer.observe_new_weights()
 
     @property
     def _must_publish_again(self) -> bool:
-        """Whether an engine has died, and no engine that runs can take its requests: none is left, or all have got
+        """Whether requests wait or may be admitted that no running engine can take: none is left, or all have got
         their last requests, and are done with them."""
-        if not self._has_died:
-            return False
+        waiting = self.buffer.num("waiting")
         if self._supply.dispatches_once:
-            return not self.running.total and bool(self.buffer.num("waiting"))
-        return not self.running
+            return not self.running.total and bool(waiting)
+        return not self.running and bool(waiting or self._supply.num_admissible)
 
     def _publish_again(self, share: InferenceShare) -> Iterator[Command]:
-        """Replace the engines that have died, and dispatches their requests to all."""
+        """Publish to all engines, replaced ones, too, and dispatch the requests that wait."""
         self.stage = "switch"
         if self._lending is not None:
             self._lent_s += self._lending.interrupt()
         yield from self.stop()
-        if self.spec.shared_engines and not self._returned:
+        if not self._returned:
             yield SwitchToTrain()
         yield from self._publish()
         self.stage = "generate"

@@ -39,7 +39,7 @@ class FakeCluster:
         self.num_admitted_in_step = self.num_suspended = 0
         self.weights = None
         self.in_training, self.switching = True, False
-        """Whether the cards that train are in the training phase"""
+        """Whether the cards that train are in the training phase; whether cards switch for engines that may die"""
         self.num_accumulated, self.lent_s = 0, 0.0
 
     def run_step(self, steps_left, share, after_waiting=lambda: None):
@@ -70,7 +70,8 @@ class FakeCluster:
                     self.dead.clear()
                     self.switching = not self.spec.shared_engines
                 elif not self.spec.shared_engines and self.dies(overlapped[0]):
-                    self.stop_all()
+                    self.stop_all()  # and the weights are published to all
+                    self.dead.clear()
             case AdmitGroups(count):
                 assert 0 < count
                 names = [f"g{len(self.admitted) + k:04d}" for k in range(count)]
@@ -83,11 +84,11 @@ class FakeCluster:
                 self.dispatch(command)
             case AwaitSamples():
                 assert any(self.engines.values()) or self.arriving or self.unscored, "nothing to wait for"
-                if self.engines and self.switching and self.dies(min(self.engines)):
-                    self.stop_all(advanced=False)
-                else:
-                    self.advance()
+                if self.switching and self.engines and self.random.random() < self.death:
+                    self.num_deaths += 1  # another takes its place and gets its requests
+                    self.admission.buffer.forget_kv(min(self.engines))
                 self.switching = False
+                self.advance()
             case Suspend(engines):
                 self.stopping -= {*engines}
                 for engine in engines:
@@ -120,14 +121,11 @@ class FakeCluster:
                 self.execute(fed)
         self.trained += groups
 
-    def stop_all(self, advanced=True):
-        """Weights could not be sent, as an engine has died: the others stop, or have not begun at all."""
+    def stop_all(self):
+        """Weights could not be sent, as an engine has died: the others stop."""
         self.stopping.clear()
         for engine in list(self.engines):
-            if advanced:
-                self.admission.observe_stopped(engine, self.stop(engine))
-            else:
-                self.admission.observe_stopped(engine, [self.unstarted(id) for id in self.engines.pop(engine)])
+            self.admission.observe_stopped(engine, self.stop(engine))
 
     def unstarted(self, id):
         tokens = self.generated.get(id, 0)
@@ -183,7 +181,9 @@ class FakeCluster:
         self.stopping.discard(engine)
         self.dead.add(engine)
         self.num_deaths += 1
-        self.admission.observe_died(engine, lost)
+        self.admission.buffer.forget_kv(engine)
+        self.admission.observe_chunks_ended(engine, lost)
+        self.admission.observe_stopped(engine, ())
         return True
 
     def arrive(self, share):

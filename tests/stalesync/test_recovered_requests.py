@@ -6,7 +6,7 @@ import torch
 
 from distqueue import LocalQueue, PackedBatch
 from fusion.rollout.types import SuspendedSample, row_of
-from stalesync.loop.engine_restarts import EngineRestarts
+from stalesync.loop.engines import Engines
 from stalesync.loop.groups import Groups
 from stalesync.policy.admission import Admission
 from stalesync.policy.commands import AdmitGroups, AwaitSamples
@@ -53,17 +53,17 @@ def test_requests_go_on_with_what_the_queue_holds_and_no_row_is_left_behind():
     prompts = {group: SimpleNamespace(id=group, ids=(1, 2, 3)) for group in admission.buffer.groups}
     folder, algorithm = SimpleNamespace(), SimpleNamespace()
     groups = Groups(SIZE, admission=admission, prompts=prompts, algorithm=algorithm, queue=queue, folder=folder)
-    restarts = EngineRestarts(
+    engines = Engines(
         spec=None,
         cards=SimpleNamespace(take_dead=lambda: {0: "rank 1 died"}, restart=lambda *which: started.append(which)),
         queue=queue,
         admission=admission,
         groups=groups,
-        generation=SimpleNamespace(forget=lambda engine: None),
+        generation=SimpleNamespace(forget=lambda engine: None, publishing=False),
         step_metrics=SimpleNamespace(metrics=SimpleNamespace(add=lambda *_, **__: None)),
         note=lines.append,
     )
-    restarts.observe()
+    engines.observe()
     entries = admission.buffer.entries
     assert {entry.id for entry in entries.values() if entry.state == "running"} == {finished}
     assert entries[lost].state == "finished", "it would not be stored again"
@@ -75,6 +75,6 @@ def test_requests_go_on_with_what_the_queue_holds_and_no_row_is_left_behind():
     ]
     assert sorted(queue.holding("partial_response")) == sorted([row_of(kept, 4), row_of(older, 8), row_of(newer, 8)])
     assert "with 20 tokens that were kept" in lines[0] and 0 not in admission.running
-    for restart in restarts._restarts.values():
+    for restart in engines._restarts.values():
         restart.started.result()
     assert started == [(0, 1)]

@@ -162,11 +162,10 @@ def test_a_card_that_fails_while_it_answers_leaves_a_note_of_the_file(opened):
         def execute(self, command):
             commands.append(command)
 
-        def end_publish(self):
-            return True
+        def end_publish(self): ...
 
     class Failing(Generation):
-        def answer(self, *_, **__):
+        def begin_answers(self, *_, **__):
             raise CardFailed("rank 0 failed in stage 'answer'")
 
     loop = make_controller([], kind=Settling, generation=Failing([]))

@@ -1,11 +1,14 @@
 """A controller without cards: its real parts where they need none, and small ones that record what is called."""
 
 from contextlib import nullcontext
+from types import SimpleNamespace
 
-from fusion.colocate import InferenceShare
+from fusion.colocate import Deployment, InferenceShare
 from fusion.rollout import RequestBuffer
+from stalesync.cards.stage_calls import EnginesLost
 from stalesync.job.config import Config
 from stalesync.loop.controller import Controller
+from stalesync.loop.engines import Engines
 from stalesync.loop.step_metrics import StepMetrics
 from stalesync.policy.staleness import StalenessLedger
 
@@ -31,43 +34,42 @@ class Rows:
 
 
 class Generation:
-    """Engines that start and switch at once. ``published``: whether weights reach them."""
+    """Engines that start and switch at once. ``losses``: how often an engine is lost while weights are sent."""
 
-    def __init__(self, order, published=True):
-        self.order, self.published, self.publishing = order, published, False
+    def __init__(self, order, losses=0):
+        self.order, self.losses, self.publishing, self.lost = order, losses, False, False
 
     def begin_publish(self, command, share):
-        self.order.append("publish")
+        self.order.append("send" if command.overlapped else "publish")
         self.publishing = True
 
     def end_publish(self):
         self.order.append("end_publish")
+        if self.losses:
+            self.losses, self.lost = self.losses - 1, True
+            raise EnginesLost
         self.publishing = False
-        return self.published
-
-    def recover(self):
-        self.order.append("recover")
 
     def dispatch(self, command):
         self.order.append("dispatch")
 
 
-class Restarts:
-    num_restarts = 0
-
-    def __init__(self, order):
-        self.order = order
+class NotedEngines(Engines):
+    """Notes what is done about engine 0, which is lost at every `EnginesLost`."""
 
     def check(self): ...
 
-    def rejoin(self):
-        self.order.append("rejoin")
-
-    def return_unstarted(self, engine):
-        self.order.append(f"return of {engine}")
+    def suspend(self, engines):
+        self.note("suspend")
 
     def observe(self):
-        self.order.append("observe")
+        if self.generation.lost:
+            self.note("lost")
+            self._restarts, self.generation.lost = {0: None}, False
+
+    def _rejoin(self):
+        self.note("rejoin")
+        self._restarts = {}
 
 
 class Admission:
@@ -88,12 +90,13 @@ class Admission:
 
 
 class Cards:
-    """Cards of which engine 0 is down."""
-
     reported_until_ns = 0
 
-    def is_down(self, engine):
-        return engine == 0
+    def __init__(self, order):
+        self.order = order
+
+    def on(self, ranks):
+        return SimpleNamespace(call=lambda stage: self.order.append(f"{stage.__name__} {ranks}"))
 
     def polling(self, poll):
         return nullcontext()
@@ -166,19 +169,29 @@ class Folder:
     def repeat(self, metrics): ...
 
 
-def make_controller(order, commands=(), *, published=True, kind=Controller, **parts):
+def make_controller(order, commands=(), *, losses=0, kind=Controller, **parts):
     """Return a controller of two engines that notes in ``order`` what it does. ``parts``: in place of these."""
     folder = parts.get("folder") or Folder()
+    cards = parts.setdefault("cards", Cards(order))
+    admission = parts.setdefault("admission", Admission(commands))
+    generation = parts.setdefault("generation", Generation(order, losses))
+    spec = SimpleNamespace(engines=[(0,), (1,)], deployment=Deployment((2,), (0, 1)))
     defaults = dict(
         config=Config(),
-        admission=Admission(commands),
-        cards=Cards(),
         queue=Queue(),
         source=Source(),
         scorer=Scorer(),
         groups=Groups(order),
-        generation=Generation(order, published),
-        restarts=Restarts(order),
+        engines=NotedEngines(
+            spec=spec,
+            cards=cards,
+            queue=None,
+            admission=admission,
+            groups=None,
+            generation=generation,
+            step_metrics=None,
+            note=order.append,
+        ),
         updater=None,
         desk=Desk(),
         step_metrics=StepMetrics(2, folder),

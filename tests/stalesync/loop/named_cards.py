@@ -35,6 +35,7 @@ from fusion.training import AlgorithmConfig
 from fusion.training.algorithms import make_algorithm
 from stalesync.job.config import Config
 from stalesync.loop.controller import Controller
+from stalesync.loop.engines import Engines
 from stalesync.loop.generation import Generation
 from stalesync.loop.groups import Groups
 from stalesync.loop.step_metrics import StepMetrics
@@ -47,7 +48,7 @@ from stalesync.policy.staleness import StalenessLedger
 from stalesync.prompts import Prompt
 from stalesync.scoring.samples import Sample
 from stalesync.scoring.scoring import RESPONSE, Scorer
-from tests.stalesync.loop.fakes import Desk, Restarts, View
+from tests.stalesync.loop.fakes import Desk, View
 from tests.stalesync.loop.fakes import make_controller as make_fake_controller
 
 Uncounted = Callable[[], AbstractContextManager[None]]
@@ -120,7 +121,13 @@ class NamedCards:
         with self.uncounted():
             return [StageReport({}, [], MemoryLedger()) for _ in running.ranks]
 
+    def wait_all(self, stages: Sequence[Any]) -> list[list[StageReport]]:
+        return [self.wait(running) for running in stages]
+
     def check(self) -> None: ...
+
+    def take_dead(self) -> dict[int, str]:
+        return {}
 
     @contextmanager
     def polling(self, poll: Any) -> Iterator[None]:
@@ -270,14 +277,26 @@ def make_controller(
     parts: dict[str, Any] = dict(cards=cards, queue=queue, view=View())
     updater = Updater(spec=spec, algorithm=rule, record_reports=metrics.take, **parts)
     parts |= dict(source=NamedPrompts(uncounted), folder=run_folder, step_metrics=metrics, updater=updater)
+    groups_in_progress = Groups(GROUP_SIZE, admission, scorer.prompts, rule, queue=queue, folder=run_folder)  # type: ignore[arg-type]
+    generation = Generation(spec, cards, scorer.prompts, metrics.take)  # type: ignore[arg-type]
+    engines = Engines(
+        spec=spec,
+        cards=cards,  # type: ignore[arg-type]
+        queue=queue,  # type: ignore[arg-type]
+        admission=admission,
+        groups=groups_in_progress,
+        generation=generation,
+        step_metrics=metrics,
+        note=print,
+    )
     return make_fake_controller(
         [],
         config=config,
         admission=admission,
         scorer=scorer,
-        groups=Groups(GROUP_SIZE, admission, scorer.prompts, rule, queue=queue, folder=run_folder),  # type: ignore[arg-type]
-        generation=Generation(spec, cards, scorer.prompts, metrics.take),  # type: ignore[arg-type]
-        restarts=Restarts([]),
+        groups=groups_in_progress,
+        generation=generation,
+        engines=engines,
         rows=StepRows(ledger=admission.ledger, pace=PaceTally(None), take_save_metrics=dict, **parts),
         desk=desk,
         **parts,

@@ -11,23 +11,20 @@ START, FREEING = Dispatch({0: ()}, {}, frozenset({0})), Dispatch({0: ()}, {1: ["
 
 
 class Noting(Controller):
-    """Notes what it would await, suspend and train."""
+    """Notes what it would await and train."""
 
     def await_samples(self):
         self.groups.order.append("await_samples")
-
-    def suspend(self, engines):
-        self.groups.order.append("suspend")
 
     def train(self, trained, update=True):
         self.groups.order.append("train")
 
 
-def _obeyed(commands, published=True):
-    """Return what is done, in order, for the commands of a step. ``published``: no engine dies while weights are sent;
-    else the first does."""
+def _obeyed(commands, losses=0):
+    """Return what is done, in order, for the commands of a step. ``losses``: how often the first engine is lost while
+    weights are sent."""
     order = []
-    controller = make_controller(order, commands, published=published, kind=Noting)
+    controller = make_controller(order, commands, losses=losses, kind=Noting)
     controller.last = Step(0, controller.rows)
     controller.train_step()
     assert controller.last.number == 1 and controller.last.state == "open"
@@ -46,28 +43,32 @@ def test_a_command_for_cards_that_have_switched_waits_for_them(command):
     assert order[:-1] == ["rejoin", "publish", "close", "admit", "log 0", "end_publish"]
 
 
-def test_what_was_begun_behind_a_switch_that_has_failed_is_taken_back():
+@pytest.mark.parametrize("losses", [1, 2])
+def test_a_switch_in_which_an_engine_is_lost_is_repeated_with_what_was_begun_behind_it(losses):
     begun = ["rejoin", "publish", "close", "admit"]
-    returned = ["end_publish", "recover", "return of 1", "observe"]
-    assert _obeyed([Publish(1), AdmitGroups(2), START, AwaitSamples()], published=False) == [
+    failed = ["end_publish", "lost", "recover [1, 2]", "rejoin", "publish"]
+    assert _obeyed([Publish(1), AdmitGroups(2), START, AwaitSamples()], losses) == [
         *begun,
         "dispatch",
         "log 0",
-        *returned,
+        *[*failed, "dispatch"] * losses,
+        "end_publish",
         "await_samples",
     ]
-    freed = _obeyed([Publish(1), AdmitGroups(2), FREEING, AwaitSamples()], published=False)
-    assert freed == [*begun, "log 0", *returned, "await_samples"], "no engine has weights for these requests"
+    freed = _obeyed([Publish(1), AdmitGroups(2), FREEING, AwaitSamples()], losses)
+    assert freed == [*begun, "log 0", *failed * losses, "end_publish", "dispatch", "await_samples"]
 
 
-def test_engines_that_have_not_received_weights_beside_are_stopped():
-    first = ["publish", "close", "log 0", "end_publish", "suspend", "recover"]
-    assert _obeyed([Publish(1, overlapped=(1,)), Publish(1)], published=False)[:6] == first
+def test_engines_that_cannot_receive_weights_while_they_generate_are_stopped():
+    assert _obeyed([Publish(1, overlapped=(1,)), START], losses=1) == [
+        *("send", "close", "log 0", "end_publish", "lost"),
+        *("suspend", "recover [1, 2]", "rejoin", "publish", "end_publish", "dispatch"),
+    ]
 
 
 def test_a_step_is_logged_before_anything_of_the_next_one_is_reported():
     assert _obeyed([Suspend((0,)), Publish(1, overlapped=(1,))])[:3] == ["close", "log 0", "suspend"]
-    assert _obeyed([Publish(1, overlapped=(1,)), START]) == ["publish", "close", "log 0", "end_publish", "dispatch"]
+    assert _obeyed([Publish(1, overlapped=(1,)), START]) == ["send", "close", "log 0", "end_publish", "dispatch"]
 
 
 def test_the_scorer_learns_which_samples_will_not_arrive():

@@ -55,7 +55,7 @@ def make_run(rows, kind, steps, save_every):
     config.run.steps, config.run.save_every = steps, save_every
     loop = make_controller([], kind=kind, config=config, rows=rows)
     evaluation = Evaluation(EvalConfig(), files=[])
-    parts = dict(config=config, spec=None, cards=Cards(), loop=loop)
+    parts = dict(config=config, spec=None, cards=Cards([]), loop=loop)
     return TrainingRun(
         **parts,
         rows=rows,
@@ -147,7 +147,7 @@ def test_updates_that_are_skipped_end_the_run_by_name_only_after_three_in_a_row(
             return {}
 
     rows = SkippingRows(
-        cards=Cards(),
+        cards=Cards([]),
         queue=None,
         ledger=None,
         source=Source(),

@@ -1,5 +1,6 @@
 """The controller's side of the engines, without any."""
 
+from contextlib import suppress
 from functools import partial
 from types import SimpleNamespace
 
@@ -10,7 +11,8 @@ from fusion.inference.config import RolloutConfig
 from fusion.inference.request import NO_REWARDS
 from fusion.rollout import EvalAnswer, SuspendedSample
 from fusion.rollout.detokenize import DetokenizerSpec
-from stalesync.cards.stage_calls import RunningStage
+from stalesync.cards.stage_calls import EnginesLost, RunningStage
+from stalesync.loop.evaluator import Evaluator
 from stalesync.loop.generation import Generation
 from stalesync.policy.commands import Dispatch, DispatchedRequests, Publish
 from stalesync.policy.reward_history import RewardHistory
@@ -55,6 +57,9 @@ class Calls:
         self.begun.append(("wait", running and running.ranks))
         return [SimpleNamespace(until_ns=9, suspended=[]), SimpleNamespace(until_ns=7, suspended=[])]
 
+    def wait_all(self, stages):
+        return [self.wait(stage) for stage in stages]
+
     def begin_asking(self, call, ranks, on_answer):
         self.begun.append((call.stage, list(ranks)))
         return dict.fromkeys(ranks)
@@ -89,6 +94,11 @@ def _generation(**rollout):
     made = Generation(spec, cards, prompts, lambda reports: None)
     made.dispatch(Dispatch({0: _requests("a/0", "a/1"), 1: _requests("b/0")}, {}, frozenset({0, 1})))
     return made, cards
+
+
+def _suspend(made, engines):
+    made.pause(engines)
+    return {engine: made.stop(engine) for engine in engines}
 
 
 def _requests(*ids):
@@ -129,7 +139,7 @@ def test_all_engines_are_asked_at_once_and_then_awaited():
     made.dispatch(Dispatch(resumed, {1: ["b/1"], 0: ["a/2"]}, frozenset()))
     assert cards.begun == [("submit", {0: ["b/1"], 2: ["a/2"]}), ("forget", {2: ["b/1"], 0: ["a/2"]})]
     del cards.begun[:]
-    made.suspend((0, 1))
+    _suspend(made, (0, 1))
     assert cards.begun == [("pause", [0, 2]), ("wait", (0, 1)), ("wait", (2, 3))]
 
 
@@ -148,7 +158,7 @@ def test_what_a_call_returns_at_the_end_of_its_stage_is_suspended_with_the_rest(
     made.take_ended_chunks()
     ended = SuspendedSample("b/0", 2, "b/0~2", (0, 0), 1)
     cards.chunks = {2: [ended]}
-    assert made.suspend((1,)) == {1: [ended]}
+    assert _suspend(made, (1,)) == {1: [ended]}
     del cards.begun[:]
     assert made.take_ended_chunks() == {} and cards.begun == [], "engine 0 is asked already, 1 does not run"
 
@@ -165,7 +175,8 @@ def test_new_weights_are_received_beside_by_engines_that_go_on():
     del cards.begun[:]
     made.begin_publish(Publish(3, overlapped=(1,)), share)
     assert len(cards.begun) == 2 and made.publishing
-    assert made.end_publish() and not made.publishing
+    made.end_publish()
+    assert not made.publishing
     assert cards.begun[:2] == [
         ("receive", [2, 3], 3, share),
         ("switch", [0, 1], "infer", 3, share, "while_generating"),
@@ -184,7 +195,7 @@ def test_cards_that_train_switch_behind_the_stages_that_they_run():
     share = InferenceShare((0, 1), 0.5, 4)
     del cards.begun[:]
     made.begin_switch_to_train(3, share)
-    made.suspend((0, 1))
+    _suspend(made, (0, 1))
     made.switch_to_train(3, share)
     switch = ("switch", [0, 1], "train", 3, share)
     assert cards.begun == [switch, ("pause", [0, 2]), ("wait", (0, 1)), ("wait", (2, 3)), ("wait", (0, 1))]
@@ -199,7 +210,7 @@ def test_the_cards_switch_back_as_soon_as_no_card_would_wait(alone):
     made, cards = _generation()
     share = InferenceShare((0, 1), 0.5, 4)
     switch = ("switch", [0, 1], "train", 3, share)
-    made.suspend((0, 1))
+    _suspend(made, (0, 1))
     assert cards.stays == {2: True, 3: True} and "pause" in dict(cards.begun[2:3])
     made.begin_return(3, share)
     assert not made.returning, "they stay until they are paused"
@@ -216,7 +227,7 @@ def test_the_cards_switch_back_as_soon_as_no_card_would_wait(alone):
     made.begin_return(3, share)
     assert cards.begun == [switch] and made.returning, "once"
     del cards.begun[:]
-    made.suspend(tuple(requests))
+    _suspend(made, requests)
     made.switch_to_train(3, share)
     assert [call[0] for call in cards.begun] == ["wait"] * (len(requests) + 1), "no pause: it would meet a later stage"
 
@@ -241,10 +252,11 @@ def test_engines_that_are_silent_are_spoken_of_and_then_end_the_run(caplog):
 
 
 class AnsweringCards:
-    """Engines that answer, but for those that die: ``deaths``, of each round of calls."""
+    """Engines that answer, but for those that die: ``deaths``, of each round of calls. Also in place of what replaces
+    them."""
 
     def __init__(self, deaths):
-        self.deaths, self.asked, self.calls = deaths, [], 0
+        self.deaths, self.asked, self.absent = deaths, [], set()
 
     def begin_each(self, calls):
         ids = {rank: [one.id for one in call.args[0]] for rank, call in calls.items()}
@@ -255,11 +267,14 @@ class AnsweringCards:
         stage.results = {rank: SimpleNamespace(answers=list(map(_answer, ids[rank]))) for rank in calls}
         return stage
 
-    def is_down(self, engine):
-        return False
-
     def wait(self, stage):
-        return [] if stage.died else [stage.results[rank] for rank in stage.ranks]
+        if stage.died:
+            self.absent.add(min(stage.ranks) // 2)
+            raise EnginesLost
+        return [stage.results[rank] for rank in stage.ranks]
+
+    def replacing(self):
+        return suppress(EnginesLost)
 
 
 def _answer(id):
@@ -271,9 +286,11 @@ def _answer(id):
 )
 def test_prompts_of_an_engine_that_dies_are_answered_by_those_that_live(deaths, answered):
     made, _ = _generation()
-    made._spec.reward_model = None
     made._cards, made._running = cards, _ = AnsweringCards(deaths), {}
-    answers = made.answer([Prompt(id, (1, 2), "", "") for id in "abcde"], [0, 1])
+    loop = SimpleNamespace(generation=made, engines=cards, desk=SimpleNamespace(share=InferenceShare((0, 1), 0.5, 4)))
+    evaluation = SimpleNamespace(config=SimpleNamespace(sampling={}))
+    evaluator, answers = Evaluator(evaluation=evaluation, loop=loop, rows=None, by_model=False, last=1), {}
+    evaluator.answer(SimpleNamespace(pool=None), [Prompt(id, (1, 2), "", "") for id in "abcde"], answers)
     assert "".join(sorted(answers)) == answered
     asked = [id for _, ids in cards.asked for id in ids]
     lost = [id for engine, ids in cards.asked[:2] if engine in deaths.get(1, ()) for id in ids]
