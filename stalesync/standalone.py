@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext, redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from stalesync.job.config import Config
@@ -49,9 +49,7 @@ def parse_arguments(arguments: Sequence[str], conf: Path) -> EvaluationArguments
     if not (config.eval.files or config.run.eval_prompts):
         raise ValueError("eval.files=[]: expected files, or run.eval_prompts above 0")
     if not (config.data.source or config.run.eval_prompts):  # nothing is trained: no other rows are read
-        first = config.eval.specs()[0]
-        fields = {name: getattr(first, name) or getattr(config.data, name) for name in ("prompt_field", "answer_field")}
-        config.data = replace(config.data, source=first.path, **fields)
+        config.data = config.eval.specs()[0].data(config.data)
     return EvaluationArguments(source, config, json_path)
 
 

@@ -15,10 +15,8 @@ OWN_CARDS = ("separate", "hybrid")
 
 
 @dataclass
-class DeploymentConfig(Group):
+class DeploymentConfig(Group, path="fusion"):
     """Configures which cards have which roles."""
-
-    GROUP = "fusion"
 
     deployment: str = key("colocated", one_of=DEPLOYMENTS)
     """Which roles share cards. `colocated`: the actor trains and generates on every card; `separate`: training and

@@ -9,10 +9,8 @@ from fusion.telemetry.validation import Group
 
 
 @dataclass
-class SwitchConfig(Group):
+class SwitchConfig(Group, path="fusion"):
     """Configures how weights move between two layouts."""
-
-    GROUP = "fusion"
 
     bucket_bytes: int = key(256 << 20, at_least=1024, read_by="plan")
     """Bytes of one bucket, the unit in which weights move: a switch holds a few buckets beyond the weights. Weights are

@@ -36,10 +36,8 @@ BLOCK_MULTIPLE = 16
 
 
 @dataclass
-class SamplingConfig(Group):
+class SamplingConfig(Group, path="rollout.sampling"):
     """How a token is sampled, and where a response ends."""
-
-    GROUP = "rollout.sampling"
 
     temperature: float = key(1.0, timeless=True)
     """Divides the logits, 1e-5 to 1e5; 0: greedy decoding, only where nothing is trained."""
@@ -71,10 +69,8 @@ class SamplingConfig(Group):
 
 
 @dataclass
-class EngineConfig(Group):
+class EngineConfig(Group, path="rollout.engine"):
     """How many sequences and tokens an engine computes at a time, and how much memory it takes."""
-
-    GROUP = "rollout.engine"
 
     block_size: int = key(16, at_least=BLOCK_MULTIPLE, read_by="simulate")
     """Tokens of a KV block, the unit of memory and of prefix sharing; a multiple of 16."""
@@ -104,10 +100,8 @@ class EngineConfig(Group):
 
 
 @dataclass
-class ScheduleConfig(Group):
+class ScheduleConfig(Group, path="rollout.schedule"):
     """Which request an engine receives next, and when it returns it."""
-
-    GROUP = "rollout.schedule"
 
     order: str = key("history", read_by="simulate")
     """Which waiting request an engine receives next (`fusion/rollout/orders`): `history` (the most tokens left,
@@ -138,10 +132,8 @@ class ScheduleConfig(Group):
 
 
 @dataclass
-class KVPoolConfig(Group):
+class KVPoolConfig(Group, path="rollout.kv_pool"):
     """Where the KV of unfinished samples goes that leave their engine."""
-
-    GROUP = "rollout.kv_pool"
 
     suspended: str = key(
         "recompute",
@@ -192,10 +184,8 @@ class KVPoolConfig(Group):
 
 
 @dataclass
-class DraftsConfig(Group):
+class DraftsConfig(Group, path="rollout.drafts"):
     """What drafts tokens that an engine verifies, and how much of it."""
-
-    GROUP = "rollout.drafts"
 
     source: str = key("none", one_of=DRAFTS, unsupported_by={"vllm": Unsupported("vLLM verifies no drafts here")})
     """What drafts several tokens of a response, which one forward pass verifies: `siblings` (the other responses of the
@@ -238,10 +228,8 @@ class DraftsConfig(Group):
 
 
 @dataclass
-class RolloutConfig(Group):
+class RolloutConfig(Group, path="rollout"):
     """How responses are sampled and scheduled, and how an engine uses its card."""
-
-    GROUP = "rollout"
 
     backend: str = key("embedded", one_of=("embedded", "vllm"))
     """Which engine generates: `embedded`: this project's, all families and options; `vllm`: vLLM in the worker's

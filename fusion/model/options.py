@@ -13,10 +13,8 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class PolicyModelConfig(Group):
+class PolicyModelConfig(Group, path="model"):
     """The base model of the policy. Its shape is a `ModelConfig`, read from its folder."""
-
-    GROUP = "model"
 
     path: str = key("", read_by="plan simulate")
     """Hugging Face folder of the base model: config.json, safetensors, tokenizer."""
@@ -45,10 +43,8 @@ class LayoutConfig:
 
 
 @dataclass
-class ParallelConfig(Group):
+class ParallelConfig(Group, path="parallel"):
     """The layouts of a run."""
-
-    GROUP = "parallel"
 
     train: LayoutConfig = key(factory=LayoutConfig, read_by="plan simulate")
     """Layout of the training phase; data parallel uses the remaining cards."""

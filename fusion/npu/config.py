@@ -16,10 +16,8 @@ DEFAULT_CAPACITY_BYTES = 2 << 30
 
 
 @dataclass
-class DeviceConfig(Group):
+class DeviceConfig(Group, path="device"):
     """Select the cards of a run and configure emulated ones."""
-
-    GROUP = "device"
 
     kind: str = key(
         "auto",

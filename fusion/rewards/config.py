@@ -30,10 +30,8 @@ class RewardSpec:
 
 
 @dataclass
-class RewardConfig(Group):
+class RewardConfig(Group, path="reward"):
     """How a response is scored."""
-
-    GROUP = "reward"
 
     name: str = key("arithmetic", one_of=(*BUILT_IN, "custom"))
     """`arithmetic` (exact match of the answer), `math` (mathematical equality by math-verify) or `custom`

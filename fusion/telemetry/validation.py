@@ -1,7 +1,6 @@
 """Check the values of a config group, in the same way for all groups.
 
-    class EngineConfig(Group):
-        GROUP = "rollout.engine"
+    class EngineConfig(Group, path="rollout.engine"):
         block_size: int = key(16, at_least=16)
         max_kv_tokens: int | None = key(None, at_least=1)
 
@@ -125,8 +124,11 @@ class Checks:
 class Group:
     """A group of the config, a dataclass whose keys state what they accept (`fusion.telemetry.keys.key`)."""
 
-    GROUP: ClassVar[str]
-    """Its path"""
+    _path: ClassVar[str]
+
+    def __init_subclass__(cls, path: str | None = None) -> None:
+        """Set the ``path`` of the group's keys; None: that of a base class."""
+        cls._path = cls._path if path is None else path
 
     def validate(self) -> None:
         """Check every value of the group and of those within it.
@@ -134,7 +136,7 @@ class Group:
         Raises:
             ValueError: a value that is not accepted, by key.
         """
-        check = Checks(self.GROUP, self)
+        check = Checks(self._path, self)
         check.declared()
         for item in fields(self):  # type: ignore[arg-type]
             if isinstance(group := getattr(self, item.name), Group):

@@ -24,10 +24,8 @@ CORRECTION_NAMES = ("none", "tis_token", "tis_sequence", "decoupled", "icepop", 
 
 
 @dataclass
-class TrainingConfig(Group):
+class TrainingConfig(Group, path="training"):
     """How an optimizer step is computed."""
-
-    GROUP = "training"
 
     backend: str = key("embedded", one_of=("embedded", "megatron"))
     """Whose model is trained: `embedded`: this project's; `megatron`: Megatron-Core's GPTModel (`pip install
@@ -94,10 +92,8 @@ class TrainingConfig(Group):
 
 
 @dataclass
-class AlgorithmConfig(Group):
+class AlgorithmConfig(Group, path="algorithm"):
     """How the rewards of samples update the policy."""
-
-    GROUP = "algorithm"
 
     name: str = key("grpo", one_of=ALGORITHMS, timeless=True)
     """Algorithm: one of the files of `fusion/training/algorithms` (grpo, dr_grpo, dapo, gspo, rloo,

@@ -16,7 +16,7 @@ from fusion.rewards.config import BUILT_IN, split_path
 from fusion.telemetry.keys import key
 from fusion.telemetry.validation import Checks, Group, fields_of
 from stalesync.evaluation.names import Goal, goals
-from stalesync.prompts.config import SUFFIXES
+from stalesync.prompts.config import SUFFIXES, DataConfig
 
 HELD_OUT = "held_out"
 """Name under which the held-out prompts of `data.source` are evaluated (`run.eval_prompts`)"""
@@ -51,6 +51,11 @@ class EvalFileSpec:
         spec.validate(key)
         return spec
 
+    def data(self, config: DataConfig, **changes: Any) -> DataConfig:
+        """Return the config group `data` of a job with the file as its source."""
+        fields = {name: getattr(self, name) or getattr(config, name) for name in ("prompt_field", "answer_field")}
+        return dataclasses.replace(config, source=self.path, **fields, **changes)
+
     def validate(self, key: str) -> None:
         """Check every field; ``key``: of the entry, for messages.
 
@@ -70,10 +75,8 @@ class EvalFileSpec:
 
 
 @dataclass
-class EvalConfig(Group):
+class EvalConfig(Group, path="eval"):
     """What is evaluated, when, and which checkpoint is kept as the best."""
-
-    GROUP = "eval"
 
     every: int = key(0, at_least=0)
     """Number of steps between two evaluations, after steps `every`, `2 * every`, …; 0: there are only the two that

@@ -67,10 +67,8 @@ def open_files(config: Config, tokenizer: Any) -> list[OpenedFile]:
     """
     opened = []
     for spec in config.eval.specs():
-        fields = {name: getattr(spec, name) or getattr(config.data, name) for name in ("prompt_field", "answer_field")}
-        data = replace(config.data, source=spec.path, rows=spec.rows, **fields)
         with naming(f"eval.files: {spec.name!r}"):
-            opened.append((spec, PromptSource(data, tokenizer, config.run.seed)))
+            opened.append((spec, PromptSource(spec.data(config.data, rows=spec.rows), tokenizer, config.run.seed)))
     return opened
 
 

@@ -11,13 +11,12 @@ from fusion.costmodel.search import problems
 from fusion.costmodel.setup import Setup
 from fusion.costmodel.shape import Shape
 from fusion.model import ModelConfig
+from fusion.npu.config import DEFAULT_CAPACITY_BYTES
 from stalesync.job.config import Config
 from stalesync.job.workload import setup_of
 
 log = logging.getLogger(__name__)
 
-EMULATED_BYTES = 2 << 30
-"""Memory of an emulated card without device.capacity_bytes"""
 SOME_CARD = "ascend_910b"
 """Card whose memory is assumed where none is named"""
 
@@ -40,7 +39,7 @@ def estimate(config: Config, model: ModelConfig) -> tuple[Setup, MemoryEstimate]
 def plan_of(config: Config, model: ModelConfig) -> Setup:
     """Return the plan of a job for cards with the memory of its own."""
     hardware = hardware_named(config.cluster.hardware or SOME_CARD)
-    emulated = EMULATED_BYTES if config.device.kind == "emulated" else None
+    emulated = DEFAULT_CAPACITY_BYTES if config.device.kind == "emulated" else None
     if capacity := config.device.capacity_bytes or emulated:
         hbm, reserved = (
             replace(figure, value=float(value))

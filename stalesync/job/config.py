@@ -39,10 +39,8 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class ClusterConfig(Group):
+class ClusterConfig(Group, path="cluster"):
     """The cards of a run and how Ray reaches them."""
-
-    GROUP = "cluster"
 
     npus: int = key(1, at_least=1, read_by="plan simulate")
     """Number of cards of the run, including those that only generate or score; one worker per card."""
@@ -73,10 +71,8 @@ class ClusterConfig(Group):
 
 
 @dataclass
-class StaleSyncConfig(Group):
+class StaleSyncConfig(Group, path="stalesync"):
     """How far generation may run ahead of training."""
-
-    GROUP = "stalesync"
 
     max_staleness: int = key(0, at_least=0, read_by="simulate")
     """Staleness bound: maximum number of policy versions that the oldest token of a trained sample may lag behind; 0:
@@ -103,10 +99,8 @@ class StaleSyncConfig(Group):
 
 
 @dataclass
-class RunConfig(Group):
+class RunConfig(Group, path="run"):
     """What a run is called, how long it trains, and what it saves."""
-
-    GROUP = "run"
 
     name: str = "run"
     """Folder of the run in `dir`; a name that is taken gets a number unless `resume` is set."""

@@ -8,11 +8,39 @@ import os
 import struct
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 INFO = struct.Struct("=Q52xi")
 """`struct pidfd_info` of `linux/pidfd.h`: its mask, and the exit status"""
 PIDFD_GET_INFO = 3 << 30 | INFO.size << 16 | 0xFF << 8 | 11
 PIDFD_INFO_EXIT = 1 << 3
+
+
+class ProcessStat(NamedTuple):
+    """What the kernel says of a process: `/proc/PID/stat`. ``name``: at most 15 bytes; ``started``: clock ticks since
+    the machine started; ``exit_status``: of a zombie, as `waitpid` returns it."""
+
+    name: str
+    state: str
+    parent: int
+    started: int
+    exit_status: int
+
+    @classmethod
+    def of(cls, pid: int) -> ProcessStat | None:
+        """Read that of a process; None: it has ended."""
+        try:
+            before, after = Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)
+        except OSError:
+            return None
+        fields = after.split()
+        return cls(before.split("(", 1)[1], fields[0], int(fields[1]), int(fields[19]), int(fields[-1]))
+
+    @classmethod
+    def of_all(cls) -> dict[int, ProcessStat]:
+        """Read those of all processes, by process id."""
+        found = {int(name): cls.of(int(name)) for name in os.listdir("/proc") if name.isdigit()}
+        return {pid: stat for pid, stat in found.items() if stat is not None}
 
 
 class ExitStatus:
@@ -45,8 +73,5 @@ class ExitStatus:
         return None
 
     def _of_zombie(self) -> int | None:
-        with suppress(OSError):  # it was reaped
-            fields = Path(f"/proc/{self._pid}/stat").read_text().rpartition(")")[2].split()
-            if fields[0] == "Z":
-                return int(fields[-1])
-        return None
+        stat = ProcessStat.of(self._pid)
+        return stat.exit_status if stat is not None and stat.state == "Z" else None

@@ -32,7 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distqueue.payload.sweep import sweep
 from stalesync.process.end_order import EndOrder
-from stalesync.process.exit_status import ExitStatus
+from stalesync.process.exit_status import ExitStatus, ProcessStat
 from stalesync.process.ray_folder import ROOT_VARIABLE, ray_folder, remove
 from stalesync.process.ray_processes import RAYLET, WATCH_S, RayProcesses, pending_stop, started_by
 from stalesync.process.stopping import HOLD_S, describe_stop, exception_of
@@ -205,19 +205,13 @@ class Members:
 
     def look(self) -> list[int]:
         """Return the ids of those that have not ended."""
-        parents, started = dict[int, int](), dict[int, int]()
-        for folder in Path("/proc").iterdir():
-            if folder.name.isdigit():
-                with suppress(OSError):  # it has ended
-                    state, parent, *rest = (folder / "stat").read_text().rpartition(")")[2].split()
-                    if state not in "ZX":
-                        parents[int(folder.name)], started[int(folder.name)] = int(parent), int(rest[17])
-        members = [pid for pid in started if self._known.get(pid) == started[pid] or self._has_mark(pid)]
+        running = {pid: stat for pid, stat in ProcessStat.of_all().items() if stat.state not in "ZX"}
+        members = [pid for pid, stat in running.items() if self._known.get(pid) == stat.started or self._has_mark(pid)]
         added = members
         while added:
-            added = [pid for pid, parent in parents.items() if parent in added and pid not in members]
+            added = [pid for pid, stat in running.items() if stat.parent in added and pid not in members]
             members = [*members, *added]
-        self._known |= {pid: started[pid] for pid in members}
+        self._known |= {pid: running[pid].started for pid in members}
         return members
 
     def _has_mark(self, pid: int) -> bool:

@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stalesync.process.exit_status import ExitStatus
+from stalesync.process.exit_status import ExitStatus, ProcessStat
 from stalesync.process.stopping import SIGNALS
 
 if TYPE_CHECKING:
@@ -205,24 +205,13 @@ def pending_stop(pid: int) -> int:
 def children_of(parent: int) -> dict[int, str]:
     """Return the names of a process's children that have not ended, as the kernel has them (at most 15 bytes), by
     process id."""
-    return {pid: name for pid, (name, state) in _children(parent).items() if state not in "ZX"}
+    return {pid: stat.name for pid, stat in _children(parent).items() if stat.state not in "ZX"}
 
 
 def started_by(parent: int) -> dict[int, str]:
     """As `children_of`, with those that have ended and of whose end the parent has not learnt."""
-    return {pid: name for pid, (name, _) in _children(parent).items()}
+    return {pid: stat.name for pid, stat in _children(parent).items()}
 
 
-def _children(parent: int) -> dict[int, tuple[str, str]]:
-    """Return name and state of each child by process id."""
-    children = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                before, after = (entry / "stat").read_text().rsplit(")", 1)
-            except OSError:  # it has ended
-                continue
-            state, ppid, *_ = after.split()
-            if int(ppid) == parent:
-                children[int(entry.name)] = (before.split("(", 1)[1], state)
-    return children
+def _children(parent: int) -> dict[int, ProcessStat]:
+    return {pid: stat for pid, stat in ProcessStat.of_all().items() if stat.parent == parent}

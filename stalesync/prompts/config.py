@@ -21,10 +21,8 @@ WORKED = {"source": ("worked_arithmetic",)}
 
 
 @dataclass
-class DataConfig(Group):
+class DataConfig(Group, path="data"):
     """Where prompts come from."""
-
-    GROUP = "data"
 
     source: str = ""
     """Required: a .jsonl, .json (an array of rows) or .parquet file, or a generator: `addition` (one-digit sums) or
