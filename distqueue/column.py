@@ -21,13 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distqueue.layout import ITEM_BYTES, Layout
+from distqueue.layout import ITEM_BYTES, ColumnLayout
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEM_BYTES if hasattr(torch, name)}
 """Element types of columns by name; an older torch lacks some"""
 
 
-def torch_dtype(column: str, layout: Layout) -> torch.dtype:
+def torch_dtype(column: str, layout: ColumnLayout) -> torch.dtype:
     """Return the element type of a column. ValueError: this version of torch lacks it, whereas the writer's has it."""
     try:
         return DTYPES[layout.dtype]
@@ -108,8 +108,8 @@ class Column:
         return cls(torch.from_numpy(data), _offsets([len(value) for value in values]), kind)
 
     @cached_property
-    def layout(self) -> Layout:
-        return Layout(
+    def layout(self) -> ColumnLayout:
+        return ColumnLayout(
             self.kind,
             dtype=str(self.buffer.dtype).removeprefix("torch."),
             trailing=tuple(self.buffer.shape[1:]),

@@ -26,7 +26,7 @@ ITEM_BYTES = {name: size for size, names in _NAMES.items() for name in names.spl
 
 
 @dataclass(frozen=True)
-class Layout:
+class ColumnLayout:
     """The properties all samples of a column share; columns of equal layouts can be concatenated.
 
     ValueError names an element type that is not in `ITEM_BYTES`.
@@ -46,7 +46,7 @@ class Layout:
             raise ValueError(f"dtype={self.dtype!r}; expected a dtype of torch that distqueue/layout.py lists")
 
     @classmethod
-    def from_fields(cls, column: str, fields: Sequence[Any]) -> Layout:
+    def from_fields(cls, column: str, fields: Sequence[Any]) -> ColumnLayout:
         """Restore the layout of a column that `fields` serialized. ValueError names the column and its element type."""
         kind, dtype, trailing, ragged = fields
         try:

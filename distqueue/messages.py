@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from distqueue.layout import Layout
+from distqueue.layout import ColumnLayout
 
 if TYPE_CHECKING:  # these load torch, which the queue's own processes do without
     from distqueue.packed import PackedBatch
@@ -94,7 +94,7 @@ def runs_of(segments: np.ndarray, positions: np.ndarray) -> np.ndarray:
 class ColumnInfo(NamedTuple):
     """A column of a put: its layout, the length of each sample if it is ragged, its bytes without offsets."""
 
-    layout: Layout
+    layout: ColumnLayout
     lengths: np.ndarray | None
     nbytes: int
 
@@ -149,7 +149,7 @@ class Put:
         columns = {}
         for name, *layout, nbytes, shared in fields["columns"]:
             lengths = None if shared is None else arrays[f"lengths{shared}"].astype(np.int64)
-            columns[name] = ColumnInfo(Layout.from_fields(name, layout), lengths, nbytes)
+            columns[name] = ColumnInfo(ColumnLayout.from_fields(name, layout), lengths, nbytes)
         versions = np.broadcast_to(arrays["versions"], (count, 2)) if "versions" in arrays else None
         groups = labelled(fields["groups"], arrays["group_of"])
         return cls(ids=array_to_names(arrays["ids"], count), groups=groups, versions=versions, columns=columns)
@@ -172,7 +172,7 @@ class File(NamedTuple):
         return nbytes <= self.size <= 2 * max(nbytes, 4096)
 
 
-class Place(NamedTuple):
+class SegmentPlace(NamedTuple):
     """The shard and file in which a segment lies."""
 
     number: int
@@ -180,7 +180,7 @@ class Place(NamedTuple):
     path: str
 
 
-class Part(NamedTuple):
+class DeliveryPart(NamedTuple):
     """Columns whose samples lie at the same positions: runs (K, 3) of (index into `Delivery.places`, start, stop)."""
 
     columns: tuple[str, ...]
@@ -199,8 +199,8 @@ class Delivery:
     ids: tuple[str, ...] = ()
     groups: tuple[str, ...] = ()
     versions: tuple[tuple[int, int], ...] = ()
-    places: tuple[Place, ...] = ()
-    parts: tuple[Part, ...] = ()
+    places: tuple[SegmentPlace, ...] = ()
+    parts: tuple[DeliveryPart, ...] = ()
     lengths: dict[str, np.ndarray] = field(default_factory=dict)
     """(B,) int64 by column: tokens of columns whose payload is not delivered"""
 
@@ -228,9 +228,10 @@ class Delivery:
             ids=array_to_names(arrays["ids"], count),
             groups=labelled(fields["groups"], arrays["group_of"]),
             versions=spans_of(np.broadcast_to(arrays["versions"], (count, 2))) if "versions" in arrays else (),
-            places=tuple(Place(*place) for place in fields["places"]),
+            places=tuple(SegmentPlace(*place) for place in fields["places"]),
             parts=tuple(
-                Part(tuple(columns), arrays[f"runs{i}"].astype(np.int64)) for i, columns in enumerate(fields["parts"])
+                DeliveryPart(tuple(columns), arrays[f"runs{i}"].astype(np.int64))
+                for i, columns in enumerate(fields["parts"])
             ),
             lengths={name: arrays[f"lengths{i}"].astype(np.int64) for i, name in enumerate(fields["lengths"])},
         )

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distqueue.messages import Delivery, Part, Place, runs_of, spans_of
+from distqueue.messages import Delivery, DeliveryPart, SegmentPlace, runs_of, spans_of
 from distqueue.samples import SampleTable, Taken
 from distqueue.segments import SegmentLedger
 
@@ -29,10 +29,11 @@ def deliver(
         groups=taken.groups if any(taken.groups) else (),
         versions=() if (taken.versions < 0).any() else spans_of(taken.versions),
         places=tuple(
-            Place(number, ledger.segments[number].shard, ledger.segments[number].path) for number in numbers.tolist()
+            SegmentPlace(number, ledger.segments[number].shard, ledger.segments[number].path)
+            for number in numbers.tolist()
         ),
         parts=tuple(
-            Part(tuple(names), runs_of(np.searchsorted(numbers, segments), positions))
+            DeliveryPart(tuple(names), runs_of(np.searchsorted(numbers, segments), positions))
             for names, segments, positions in parts
         ),
         lengths=dict(zip(lengths, table.row_lengths(taken.rows, lengths), strict=True)),

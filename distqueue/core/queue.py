@@ -25,7 +25,7 @@ from distqueue.core.delivery import deliver
 from distqueue.core.readers import Readers, Waiter
 from distqueue.core.writers import Writer, Writers
 from distqueue.errors import LOST, LostSample, QueueClosed
-from distqueue.layout import Layout
+from distqueue.layout import ColumnLayout
 from distqueue.messages import Delivery, Put, names_to_array, pack
 from distqueue.samples import Ended, SampleTable, Selection, Taken
 from distqueue.segments import Segment, SegmentLedger
@@ -51,7 +51,7 @@ class QueueCore:
         self.readers = Readers(
             table, deliver=self._deliver, is_complete=lambda: self.sealed and not self.writers.bring_new_rows
         )
-        self.layouts: dict[str, Layout] = {}
+        self.layouts: dict[str, ColumnLayout] = {}
         self.record = record
         self.closed = False
         self._failure: QueueClosed | None = None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from distqueue.errors import LostSample
-from distqueue.layout import Layout
+from distqueue.layout import ColumnLayout
 from distqueue.messages import Put, array_to_names, pack, unpack
 from distqueue.samples import SampleTable
 from distqueue.segments import Segment
@@ -55,7 +55,7 @@ def restore(cls: type[QueueCore], snapshot: bytes, lease_s: float, options: dict
     for number, shard, path, nbytes, size, spilled in fields["segments"]:
         segment = Segment(number=number, shard=shard, path=path, nbytes=nbytes, size=size, live=True, spilled=spilled)
         core.ledger.adopt(segment)
-    core.layouts = {name: Layout.from_fields(name, layout) for name, layout in fields["layouts"].items()}
+    core.layouts = {name: ColumnLayout.from_fields(name, layout) for name, layout in fields["layouts"].items()}
     core.writers.sealed, core.late = fields["sealed"], fields["late"]
     for (number, path), late in fields["committed"]:
         core.remember_put(number, path, tuple(late))

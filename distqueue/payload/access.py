@@ -11,7 +11,7 @@ import ray
 
 from distqueue.actor_calls import ActorGone, call
 from distqueue.column import Column
-from distqueue.messages import Delivery, File, Part, Place
+from distqueue.messages import Delivery, DeliveryPart, File, SegmentPlace
 from distqueue.payload.buffers import BufferPool
 from distqueue.payload.columns import gather_columns
 from distqueue.payload.gather import SourcesDamaged
@@ -63,7 +63,7 @@ class PayloadAccess:
     def _check(self, delivery: Delivery) -> None:
         self._mapped.check(place for place in delivery.places if self._is_here(place))
 
-    def _sources(self, delivery: Delivery) -> tuple[list[dict[str, Stretch]], list[Part]]:
+    def _sources(self, delivery: Delivery) -> tuple[list[dict[str, Stretch]], list[DeliveryPart]]:
         """Map the columns of a delivery, after requesting those of other nodes, once per shard. Returns the sources and
         the delivery's parts as runs of them."""
         for place in delivery.places:
@@ -75,7 +75,7 @@ class PayloadAccess:
         elsewhere = sorted({place.shard for place in delivery.places if not self._is_here(place)})
         for shard in elsewhere:
             in_shard = np.array([place.shard == shard for place in delivery.places])
-            remote = [Part(part.columns, part.runs[in_shard[part.runs[:, 0]]]) for part in delivery.parts]
+            remote = [DeliveryPart(part.columns, part.runs[in_shard[part.runs[:, 0]]]) for part in delivery.parts]
             remote = [part for part in remote if len(part.runs)]
             places = [place for place, inside in zip(delivery.places, in_shard.tolist(), strict=True) if inside]
             answers = self._call_shard(shard, "read", places, [_renumber(part, in_shard) for part in remote])
@@ -88,7 +88,7 @@ class PayloadAccess:
                 raise SegmentGone(f"shard {shard!r}: {error}") from None
             for i, part in enumerate(parts):
                 if part.columns in by_columns:
-                    parts[i] = Part(part.columns, _redirect(part.runs, in_shard, len(sources)))
+                    parts[i] = DeliveryPart(part.columns, _redirect(part.runs, in_shard, len(sources)))
                     sources.append(by_columns[part.columns])
         return sources, parts
 
@@ -108,15 +108,15 @@ class PayloadAccess:
             self._call("ask_fleet", "find_dead", name)
             raise SegmentGone(f"shard {name!r} is lost") from None
 
-    def _is_here(self, place: Place) -> bool:
+    def _is_here(self, place: SegmentPlace) -> bool:
         return self._shards[place.shard][0] == self.here()
 
 
-def _renumber(part: Part, kept: np.ndarray) -> Part:
+def _renumber(part: DeliveryPart, kept: np.ndarray) -> DeliveryPart:
     """Number the sources of a part's runs among those that are kept."""
     runs = part.runs.copy()
     runs[:, 0] = (np.cumsum(kept) - 1)[runs[:, 0]]
-    return Part(part.columns, runs)
+    return DeliveryPart(part.columns, runs)
 
 
 def _redirect(runs: np.ndarray, moved: np.ndarray, source: int) -> np.ndarray:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from xxhash import xxh3_64_intdigest
 
-from distqueue.layout import Layout
+from distqueue.layout import ColumnLayout
 
 BLOCK_BYTES = 1 << 14
 """Size of a stripe"""
@@ -33,7 +33,7 @@ class Blocks(NamedTuple):
     """(K + 1,) int64: and these bytes of the column"""
 
     @classmethod
-    def of(cls, layout: Layout, nbytes: int, offsets: np.ndarray | None) -> Blocks:
+    def of(cls, layout: ColumnLayout, nbytes: int, offsets: np.ndarray | None) -> Blocks:
         """Divide a column of `nbytes`, which has no block if it is empty. `offsets`: (B + 1,) int64 if it is ragged."""
         if not nbytes:
             return cls(np.zeros(1, np.int64), np.zeros(1, np.int64))

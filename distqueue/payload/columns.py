@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from distqueue.column import Column, torch_dtype
-from distqueue.messages import Delivery, Part
+from distqueue.messages import Delivery, DeliveryPart
 from distqueue.packed import PackedBatch
 from distqueue.payload.buffers import BufferPool
 from distqueue.payload.gather import gather
@@ -25,7 +25,7 @@ def stretches_of(batch: PackedBatch) -> dict[str, Stretch]:
 
 
 def gather_columns(
-    parts: Sequence[Part], sources: Sequence[Mapping[str, Stretch]], buffers: BufferPool
+    parts: Sequence[DeliveryPart], sources: Sequence[Mapping[str, Stretch]], buffers: BufferPool
 ) -> dict[str, Column]:
     """Gather all columns of all parts into one buffer; the runs of a part index `sources`. SourcesDamaged: see
     `gather`."""

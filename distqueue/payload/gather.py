@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distqueue.messages import Part, offsets_of
+from distqueue.messages import DeliveryPart, offsets_of
 from distqueue.payload.buffers import BufferPool
 from distqueue.payload.checksums import Blocks, sum_all
 from distqueue.payload.copying import copy_all
@@ -45,7 +45,9 @@ class SourcesDamaged(RuntimeError):
         self.sources = tuple(sources)
 
 
-def gather(parts: Sequence[Part], sources: Sequence[Mapping[str, Stretch]], buffers: BufferPool) -> dict[str, Stretch]:
+def gather(
+    parts: Sequence[DeliveryPart], sources: Sequence[Mapping[str, Stretch]], buffers: BufferPool
+) -> dict[str, Stretch]:
     """Gather all columns of all parts into one buffer; the runs of a part index `sources`. SourcesDamaged: the bytes
     of a source differ from its checksums, or were overwritten while they were copied."""
     plans = {name: plan for part in parts for name, plan in _plans(part, sources)}
@@ -65,7 +67,7 @@ def gather(parts: Sequence[Part], sources: Sequence[Mapping[str, Stretch]], buff
     return gathered
 
 
-def _plans(part: Part, sources: Sequence[Mapping[str, Stretch]]) -> Iterator[tuple[str, ColumnPlan]]:
+def _plans(part: DeliveryPart, sources: Sequence[Mapping[str, Stretch]]) -> Iterator[tuple[str, ColumnPlan]]:
     runs, spans_of = Runs(part.runs), dict[tuple[int, ...], Spans]()
     for name in part.columns:
         assert all(name in sources[source] for source in runs.sources), "a segment lacks a column"

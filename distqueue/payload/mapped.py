@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 
-from distqueue.messages import Place
+from distqueue.messages import SegmentPlace
 from distqueue.payload.segment_file import SegmentFile, Stretch
 
 MAX_MAPPED = 256
@@ -19,11 +19,11 @@ class Mapped:
         self._files: dict[str, SegmentFile] = {}
         self._lock = threading.Lock()
 
-    def columns(self, place: Place) -> dict[str, Stretch]:
+    def columns(self, place: SegmentPlace) -> dict[str, Stretch]:
         """Views of a segment's columns. SegmentGone: the file holds another segment now, or does not exist."""
         return self._file(place).columns(place.number)
 
-    def check(self, places: Iterable[Place]) -> None:
+    def check(self, places: Iterable[SegmentPlace]) -> None:
         """SegmentGone: one of the segments was overwritten since it was mapped."""
         for place in places:
             self._file(place).check(place.number)
@@ -35,7 +35,7 @@ class Mapped:
             file = SegmentFile(path, size)
         return self._keep(file)
 
-    def _file(self, place: Place) -> SegmentFile:
+    def _file(self, place: SegmentPlace) -> SegmentFile:
         file = self._files.get(place.path)
         if file is None or not file.holds(place.number):  # not mapped yet, or mapped when it was smaller
             file = SegmentFile(place.path)

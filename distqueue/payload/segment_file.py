@@ -28,7 +28,7 @@ import numpy as np
 
 from distqueue.durable import sync
 from distqueue.errors import naming_full_storage
-from distqueue.layout import Layout
+from distqueue.layout import ColumnLayout
 from distqueue.messages import index_of_lengths, offsets_of, smallest, to_json
 from distqueue.payload.checksums import Blocks, checksum, sums_of
 from distqueue.payload.copying import copy_all
@@ -69,7 +69,7 @@ class DamagedRows(NamedTuple):
 class Stretch:
     """A column's bytes in place: an element is a position along the sequence, or a row of a dense column."""
 
-    layout: Layout
+    layout: ColumnLayout
     data: np.ndarray
     """(elements * layout.element_bytes,) uint8"""
     offsets: np.ndarray | None
@@ -199,7 +199,7 @@ class SegmentFile:
                 lengths_B = covered[start - COVERED :][: np.dtype(width).itemsize * count].view(width)
                 offsets_at[start] = offsets_of(lengths_B)
             offsets = None if lengths is None else offsets_at[lengths[0]]
-            of_column = Layout.from_fields(name, layout)
+            of_column = ColumnLayout.from_fields(name, layout)
             blocks = Blocks.of(of_column, nbytes, offsets)
             data = self.bytes[at : at + nbytes]
             stretches[name] = Stretch(of_column, data, offsets, blocks, sums[used : used + len(blocks)])

@@ -15,7 +15,7 @@ import numpy as np
 
 from distqueue.durable import make_folder, sync
 from distqueue.errors import StorageFull, naming_full_storage
-from distqueue.messages import File, Part, Place
+from distqueue.messages import DeliveryPart, File, SegmentPlace
 from distqueue.payload.buffers import BufferPool
 from distqueue.payload.gather import SourcesDamaged, gather
 from distqueue.payload.mapped import Mapped
@@ -63,7 +63,7 @@ class Shard:
         free = os.statvfs(self.folder)
         return free.f_bavail * free.f_frsize
 
-    def read(self, places: Sequence[Place], parts: Sequence[Part]) -> list[tuple[bytes, Frames]]:
+    def read(self, places: Sequence[SegmentPlace], parts: Sequence[DeliveryPart]) -> list[tuple[bytes, Frames]]:
         """Gather the columns of each part. SegmentGone: a segment has moved or ended. SegmentDamaged: a checksum
         differs."""
         sources = [self._mapped.columns(place) for place in places]

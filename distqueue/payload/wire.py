@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from distqueue.layout import Layout
+from distqueue.layout import ColumnLayout
 from distqueue.messages import index_of_lengths, offsets_of, pack, smallest, unpack
 from distqueue.payload.checksums import checksum, sum_all
 from distqueue.payload.segment_file import Stretch
@@ -55,5 +55,5 @@ def from_wire(header: bytes, frames: Frames) -> dict[str, Stretch]:
     stretches = {}
     for (name, *layout, shared), frame in zip(fields["columns"], frames, strict=True):
         offsets_B = None if shared is None else offsets[f"lengths{shared}"]
-        stretches[name] = Stretch(Layout.from_fields(name, layout), frame, offsets_B)
+        stretches[name] = Stretch(ColumnLayout.from_fields(name, layout), frame, offsets_B)
     return stretches

@@ -32,7 +32,7 @@ class Texts:
         return tuple(map(self._texts.__getitem__, slots.tolist()))
 
 
-class Names(Texts):
+class NameTable(Texts):
     """The slots of names, and their texts."""
 
     def __init__(self) -> None:

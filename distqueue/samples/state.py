@@ -15,7 +15,7 @@ import numpy as np
 from distqueue.samples.claims import Claims
 from distqueue.samples.columns import Columns
 from distqueue.samples.endings import Endings
-from distqueue.samples.names import Names, Texts
+from distqueue.samples.names import NameTable, Texts
 from distqueue.samples.pages import Pages
 from distqueue.samples.segments import Segments
 from distqueue.samples.types import Ended
@@ -29,7 +29,7 @@ class State:
     def __init__(self, *, tasks: int, lease_s: float, page_rows: int, remembered: int) -> None:
         self.page_rows = page_rows
         self.pages = Pages(page_rows)
-        self.ids = Names()
+        self.ids = NameTable()
         self.next_row = 0
         self.born_s = self.pages.field(np.float64)
         self.versions = self.pages.field(np.int32, (2,))

@@ -9,7 +9,7 @@ import torch
 
 from distqueue import LocalQueue, PackedBatch
 from distqueue.column import DTYPES
-from distqueue.layout import ITEM_BYTES, Layout
+from distqueue.layout import ITEM_BYTES, ColumnLayout
 
 
 def test_the_table_holds_every_type_of_torch_with_its_size() -> None:
@@ -31,7 +31,7 @@ def test_types_that_numpy_lacks_or_that_are_rare_travel_bitwise(name: str) -> No
 
 def test_the_type_of_a_later_torch_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="^dtype='float9'; expected a dtype of torch that distqueue/layout.py lists"):
-        Layout("tensor", dtype="float9", trailing=(), ragged=True)
+        ColumnLayout("tensor", dtype="float9", trailing=(), ragged=True)
 
 
 def test_a_column_whose_type_this_torch_lacks_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

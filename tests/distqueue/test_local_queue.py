@@ -91,7 +91,7 @@ def test_a_refused_put_changes_nothing() -> None:
     before = queue.stats() | {"distqueue/train/age_s": 0}
     with pytest.raises(ValueError, match="sample 'a': column 'tokens' exists already"):
         queue.put(batch_of("b", "a"))
-    with pytest.raises(ValueError, match="column 'tokens': put as Layout.*this queue holds it as Layout"):
+    with pytest.raises(ValueError, match="column 'tokens': put as ColumnLayout.*this queue holds it as ColumnLayout"):
         queue.put(PackedBatch.from_samples(["c"], {"tokens": torch.ones(1)}))
     with pytest.raises(ValueError, match="sample 'a' lacks column 'reward'"):
         queue.read(["a"], ["reward"])

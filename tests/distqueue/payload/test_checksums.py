@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distqueue import PackedBatch
-from distqueue.messages import Part, runs_of
+from distqueue.messages import DeliveryPart, runs_of
 from distqueue.payload import checksums
 from distqueue.payload.buffers import BufferPool
 from distqueue.payload.checksums import Blocks
@@ -67,7 +67,7 @@ def flip(path: Path, at: int, bit: int) -> None:
 
 def read(batch: PackedBatch, path: Path, rows: list[int]) -> dict:
     file = SegmentFile(path)
-    part = Part(tuple(batch.columns), runs_of(np.zeros(len(rows)), np.array(rows)))
+    part = DeliveryPart(tuple(batch.columns), runs_of(np.zeros(len(rows)), np.array(rows)))
     columns = gather_columns([part], [file.columns(NUMBER)], BufferPool())
     file.check(NUMBER)
     return columns

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from distqueue import PackedBatch
-from distqueue.messages import File, Part, Place, runs_of
+from distqueue.messages import DeliveryPart, File, SegmentPlace, runs_of
 from distqueue.payload import mapped as mapping
 from distqueue.payload.columns import stretches_of
 from distqueue.payload.mapped import Mapped
@@ -17,10 +17,10 @@ from distqueue.payload.shard import Shard
 from distqueue.payload.wire import from_wire, to_wire
 
 
-def write(path: Path, number: int, *values: int) -> Place:
+def write(path: Path, number: int, *values: int) -> SegmentPlace:
     contents = lay_out(stretches_of(PackedBatch.from_samples([str(v) for v in values], {"n": torch.tensor(values)})))
     SegmentFile(path, contents.nbytes).write(number, contents)
-    return Place(number, "s", str(path))
+    return SegmentPlace(number, "s", str(path))
 
 
 def numbers(columns: dict) -> list[int]:
@@ -31,10 +31,10 @@ def test_rows_of_several_segments_are_gathered_for_a_reader_elsewhere(tmp_path: 
     home = Shard(str(tmp_path / "a"), None)
     places = [write(home.folder / "1", 1, 10, 11, 12), write(home.folder / "2", 2, 20, 21)]
     runs = runs_of(torch.tensor([1, 0, 0]).numpy(), torch.tensor([1, 0, 1]).numpy())
-    (answer,) = home.read(places, [Part(("n",), runs)])
+    (answer,) = home.read(places, [DeliveryPart(("n",), runs)])
     assert numbers(from_wire(*answer)) == [21, 10, 11]
     with pytest.raises(SegmentGone):
-        home.read([Place(9, "s", places[0].path)], [Part(("n",), runs)])
+        home.read([SegmentPlace(9, "s", places[0].path)], [DeliveryPart(("n",), runs)])
 
 
 def test_segments_come_from_elsewhere_go_to_disk_and_go(tmp_path: Path) -> None:
@@ -46,7 +46,7 @@ def test_segments_come_from_elsewhere_go_to_disk_and_go(tmp_path: Path) -> None:
     other.import_segment(str(other.folder / "moved"), home.export_segment(3, str(home.folder / "3")), durable=True)
     home.spill(3, str(home.folder / "3"), str(tmp_path / "disk" / "3"))
     for path in (other.folder / "moved", tmp_path / "disk" / "3"):
-        assert numbers(Mapped().columns(Place(3, "", str(path)))) == [7]
+        assert numbers(Mapped().columns(SegmentPlace(3, "", str(path)))) == [7]
     assert home.missing([str(home.folder / "3"), str(home.folder / "4")]) == [str(home.folder / "4")]
     home.keep_only([str(other.folder / "moved")], ["a", "b"])
     assert not (home.folder / "3").exists() and (tmp_path / "disk" / "3").exists()
@@ -66,7 +66,7 @@ def test_a_process_keeps_the_latest_files_mapped(tmp_path: Path, monkeypatch: py
     write(tmp_path / "3", 4, 40)
     with pytest.raises(SegmentGone):
         mapped.check(places[2:])
-    assert numbers(mapped.columns(Place(4, "s", places[2].path))) == [40]
+    assert numbers(mapped.columns(SegmentPlace(4, "s", places[2].path))) == [40]
 
 
 def test_a_put_to_a_file_that_a_restarted_queue_removed_is_to_be_repeated(tmp_path: Path) -> None:

@@ -14,7 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distqueue import PackedBatch
-from distqueue.messages import Delivery, Part, Place, Put, array_to_names, names_to_array, pack, runs_of, unpack
+from distqueue.messages import (
+    Delivery,
+    DeliveryPart,
+    Put,
+    SegmentPlace,
+    array_to_names,
+    names_to_array,
+    pack,
+    runs_of,
+    unpack,
+)
 from distqueue.payload import gather
 from distqueue.payload.buffers import BufferPool
 from distqueue.payload.columns import gather_columns, stretches_of
@@ -41,7 +51,7 @@ def test_any_rows_in_any_order_are_gathered_from_where_they_lie(
         sources = [_elsewhere(piece, way, Path(folder) / str(i)) for i, piece in enumerate(pieces)]
         rows = data.draw(st.permutations(range(len(batch))))[: data.draw(st.integers(1, len(batch)))]
         home = np.array([(i, row) for i, piece in enumerate(pieces) for row in range(len(piece))]).reshape(-1, 2)[rows]
-        part = Part(tuple(batch.columns), runs_of(home[:, 0], home[:, 1]))
+        part = DeliveryPart(tuple(batch.columns), runs_of(home[:, 0], home[:, 1]))
         wanted = batch.select(rows)
         with pytest.MonkeyPatch.context() as patch:
             for name, limit in zip(("MIN_RUN_ELEMENTS", "LONG_RUN_BYTES"), COPIES[copied], strict=True):
@@ -87,8 +97,8 @@ def test_a_put_and_a_delivery_survive_their_messages(made) -> None:
         assert (found.layout, found.nbytes) == (layout, nbytes)
         assert found.lengths is None if lengths is None else np.array_equal(found.lengths, lengths)
     runs = runs_of(np.arange(len(batch)) // 3, np.arange(len(batch)) % 3)
-    parts = (Part(tuple(batch.columns), runs),)
-    delivery = Delivery(batch.ids, batch.groups, batch.versions, (Place(7, "s", "/p"),), parts)
+    parts = (DeliveryPart(tuple(batch.columns), runs),)
+    delivery = Delivery(batch.ids, batch.groups, batch.versions, (SegmentPlace(7, "s", "/p"),), parts)
     told = Delivery.from_bytes(delivery.to_bytes())
     assert np.array_equal(told.parts[0].runs, runs) and told.parts[0].columns == tuple(batch.columns)
     for field in ("ids", "groups", "versions", "places"):

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from distqueue.samples.endings import Endings, marks_of
-from distqueue.samples.names import Names
+from distqueue.samples.names import NameTable
 
 NAMES = st.lists(st.sampled_from(["", "a", "日本", "é" * 99, *map(str, range(20))]), unique=True, max_size=16)
 
@@ -15,7 +15,7 @@ NAMES = st.lists(st.sampled_from(["", "a", "日本", "é" * 99, *map(str, range(
 @settings(max_examples=60)
 @given(data=st.data())
 def test_index_against_dict(data: st.DataObject) -> None:
-    index, model = Names(), {}
+    index, model = NameTable(), {}
     for _ in range(data.draw(st.integers(1, 12))):
         names = data.draw(NAMES)
         if data.draw(st.booleans()):
