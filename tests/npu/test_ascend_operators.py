@@ -33,20 +33,22 @@ def draw(seed: int):
 
 def assert_alike(ascend: Ascend, function, *inputs: torch.Tensor) -> None:
     """Compare results and gradients of ``function(table, *inputs)``, and the results without gradients bitwise."""
-    results = []
-    for table in (ascend, PLAIN):
+    results, out_grads = [], None
+    for table in (PLAIN, ascend):
         leaves = [x.clone().requires_grad_() for x in inputs]
         found = function(table, *leaves)
         outs = found if isinstance(found, tuple) else (found,)
-        torch.autograd.backward(outs, [torch.cos(out.detach()) for out in outs])
+        out_grads = out_grads or [torch.cos(out.detach()) for out in outs]
+        torch.autograd.backward(outs, out_grads)
         grads = [torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves]
         results.append([*outs, *grads])
-    for ours, theirs in zip(*results, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=2e-5)
+    theirs, ours = results
+    for one, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, wanted, rtol=1e-4, atol=5e-5)
     with torch.no_grad():
         again = function(ascend, *inputs)
-    for ours, once_more in zip(results[0], again if isinstance(again, tuple) else (again,), strict=False):
-        assert torch.equal(ours, once_more), "the same kernel with gradients and without"
+    for one, once_more in zip(ours, again if isinstance(again, tuple) else (again,), strict=False):
+        assert torch.equal(one, once_more), "the same kernel with gradients and without"
 
 
 def rope_of(random, rows: int, width: int, interleaved: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,7 +106,7 @@ def test_experts(ascend, seed, rows, k, stacked):
     """From routing to the weighted sum, with matrices in a list and stacked; some experts have no rows."""
     random = draw(seed)
     experts = torch.randint(0, 5, (rows, k), generator=torch.Generator().manual_seed(seed)).to("npu")
-    gate_up, down = random(5, 6, 4), random(5, 4, 3)
+    gate_up, down = random(5, 6, 4) / 2, random(5, 4, 3) / 2
 
     def layer(table, x, weights, *matrices):
         if not stacked:
@@ -213,6 +215,33 @@ def test_limits_of_grouped_products():
     assert "weights in a list = 129, expected at most 128" in grouped(129)[0]
     assert "float32" in grouped(8, torch.float32)[0]
     assert "groups = 1025, expected at least 2, at most 1024" in grouped(1, dims=3, groups=1025)[0]
+
+
+@given(
+    channels=st.integers(1, 40),
+    outputs=st.integers(1, 40),
+    dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+)
+def test_limits_of_cudas_grouped_products_are_those_of_torchs_meta_kernel(channels, outputs, dtype):
+    x = torch.empty(8, channels, dtype=dtype, device="meta")
+    weights = torch.empty(3, outputs, channels, dtype=dtype, device="meta").transpose(1, 2)
+    broken = limits.beyond("grouped_mm", {"mat_a": x, "mat_b": weights})
+    try:
+        torch.nn.functional.grouped_mm(x, weights, offs=torch.empty(3, dtype=torch.int32, device="meta"))
+        accepted = True
+    except RuntimeError:
+        accepted = False
+    assert accepted == (not broken)
+
+
+def test_limits_of_cudas_attention_over_pages():
+    def beyond(page: int, channels: int = 128) -> list[str]:
+        query, keys = (torch.empty(*shape, 4, channels, dtype=torch.bfloat16) for shape in ((2,), (3, page)))
+        return limits.beyond("varlen_attn", {"query": query, "key": keys, "block_table": torch.zeros(2, 1)})
+
+    assert not beyond(256) and not beyond(512)
+    assert "tokens of a page = 128, expected a multiple of 256" in beyond(128)[0]
+    assert "channels = 576" in beyond(256, 576)[0]
 
 
 def test_every_limit_has_a_source_and_a_bound():

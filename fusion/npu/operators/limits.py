@@ -16,6 +16,8 @@ import torch
 HALVES = (torch.bfloat16, torch.float16)
 FLOATS = (*HALVES, torch.float32)
 PAGE = "Ascend/op-plugin 26.1.0, docs/zh/custom_APIs/torch_npu"
+GROUPED_MM = "torch 2.13, torch.nn.functional.grouped_mm and its Meta kernel"
+FLASH = "FlashAttention 2, csrc/flash_attn/flash_api.cpp, mha_varlen_fwd"
 MAX_LISTED_WEIGHTS, MAX_GROUPS = 128, 1024
 Arguments = Mapping[str, Any]
 """The arguments of a call by the names of the operator's schema, with its defaults."""
@@ -72,6 +74,10 @@ def _is_contiguous(name: str, a: Arguments) -> bool:
 
 def _group_width(a: Arguments) -> int:
     return a["x"].shape[-1] // a["group_count"]
+
+
+def _page_tokens(a: Arguments) -> int:
+    return 0 if a["block_table"] is None else a["key"].shape[1]
 
 
 def _weights_are_stacked(a: Arguments) -> bool:
@@ -166,6 +172,16 @@ LIMITS: dict[str, tuple[Limit, ...]] = {
         Limit("channels", lambda a: a["query"].shape[-1], at_most=768),
     ),
     "npu_apply_adam_w.out": (_dtype("grad"), *_contiguous("grad", "var", "m", "v")),
+    "grouped_mm": (
+        Limit("dtype of mat_a", lambda a: a["mat_a"].dtype, one_of=(torch.bfloat16,), source=GROUPED_MM),
+        Limit("bytes of mat_a's rows", lambda a: _row_bytes(a["mat_a"]), multiple_of=16, source=GROUPED_MM),
+        Limit("bytes of mat_b's rows", lambda a: _row_bytes(a["mat_b"]), multiple_of=16, source=GROUPED_MM),
+    ),
+    "varlen_attn": (
+        Limit("dtype of query", lambda a: a["query"].dtype, one_of=HALVES, source=FLASH),
+        Limit("tokens of a page", _page_tokens, multiple_of=256, source=FLASH),
+        Limit("channels", lambda a: a["query"].shape[-1], at_most=256, multiple_of=8, source=FLASH),
+    ),
 }
 """Operator → its limits: of `torch.ops.npu` by the schema's name, of `torch` by the function's."""
 
@@ -173,6 +189,11 @@ LIMITS: dict[str, tuple[Limit, ...]] = {
 def _inner(matrix: torch.Tensor) -> int:
     """Return the size of the dimension that is contiguous in memory."""
     return matrix.shape[-1] if matrix.stride(-1) == 1 else matrix.shape[-2]
+
+
+def _row_bytes(matrix: torch.Tensor) -> int:
+    """Return the bytes between rows of the last two dimensions, which one of them lies along."""
+    return max(matrix.stride()[-2:]) * matrix.element_size()
 
 
 def beyond(operator: str, arguments: Arguments) -> list[str]:
