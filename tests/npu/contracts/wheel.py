@@ -25,5 +25,8 @@ def unpacked(version: str) -> Path:
             subprocess.run([*command, f"torch_npu=={version}"], check=True)
             (wheel,) = Path(scratch).glob("*.whl")
             with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(folder, [SCHEMAS, META_KERNELS])
+                archive.extractall(scratch, [SCHEMAS, META_KERNELS])
+            for name in (SCHEMAS, META_KERNELS):
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (Path(scratch) / name).replace(folder / name)  # whole, also if two processes download
     return folder
