@@ -15,18 +15,28 @@ OWN_CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 """`module:Class`, a class of one's own"""
 
 
+def find(name: str, built_in: Mapping[str, str], *, key: str) -> Any:
+    """Import what ``name`` names, a name of ``built_in`` or `module:name`; None: the module does not have it.
+
+    Raises:
+        ValueError: the module cannot be imported; ``key`` begins the message.
+    """
+    module, _, attribute = built_in.get(name, name).partition(":")
+    try:
+        return getattr(import_module(module), attribute, None)
+    except Exception as error:  # whatever a module raises while it is imported, it cannot be used
+        raise ValueError(f"{key}: cannot be imported: {type(error).__name__}: {error}") from error
+
+
 def find_class(name: str, built_in: Mapping[str, str], *, key: str, base: type = object) -> Any:
-    """Import the class ``name``, a name of ``built_in`` or `module:Class`.
+    """Import a class as `find` does.
 
     Raises:
         ValueError: the module cannot be imported, or has no such subclass of ``base``; ``key`` begins the message.
     """
-    module, _, attribute = built_in.get(name, name).partition(":")
-    try:
-        found = getattr(import_module(module), attribute, None)
-    except Exception as error:  # whatever a module raises while it is imported, it cannot be used
-        raise ValueError(f"{key}: cannot be imported: {type(error).__name__}: {error}") from error
+    found = find(name, built_in, key=key)
     if not (isinstance(found, type) and issubclass(found, base)):
+        module, _, attribute = built_in.get(name, name).partition(":")
         kind = f"class {attribute}" if base is object else f"subclass of {base.__module__}.{base.__qualname__}"
         raise ValueError(f"{key}: expected a {kind} in the module {module}")
     return found

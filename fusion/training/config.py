@@ -19,8 +19,15 @@ ALGORITHMS = {
 COMPARE_SIBLINGS = ("grpo", "dr_grpo", "dapo", "gspo", "rloo")
 """The algorithms whose advantages are 0 without other responses to the same prompt (`Algorithm.by_group`)."""
 AGGREGATIONS = ("token_mean", "sequence_mean", "constant")
-CORRECTION_NAMES = ("none", "tis_token", "tis_sequence", "decoupled", "icepop", "mask_sequence")
-"""The keys of `corrections.CORRECTIONS`, stated here as that file needs torch."""
+CORRECTIONS = {
+    "none": "fusion.training.corrections:none",
+    "tis_token": "fusion.training.corrections:tis_token",
+    "tis_sequence": "fusion.training.corrections:tis_sequence",
+    "decoupled": "fusion.training.corrections:decoupled",
+    "icepop": "fusion.training.corrections:icepop",
+    "mask_sequence": "fusion.training.corrections:mask_sequence",
+}
+"""Module and function of each correction"""
 
 
 @dataclass
@@ -129,12 +136,12 @@ class AlgorithmConfig(Group, path="algorithm"):
     """Number of tokens before rollout.max_response_length over which an overlong penalty grows from 0 to 1; 0: no
     penalty; null: the default of the algorithm (dapo: a fifth of the maximum; others: none)."""
 
-    correction: str | None = key(None, one_of=CORRECTION_NAMES)
+    correction: str | None = key(None, one_of=CORRECTIONS)
     """Off-policy correction, for samples of an older policy (`fusion/training/corrections.py`): `none`, `tis_token`,
     `tis_sequence`, `decoupled`, `icepop` or `mask_sequence`; null: `none`, or `decoupled` where
     stalesync.max_staleness > 0, which with several minibatches costs a forward pass of the batch."""
 
-    correction_cap: float | None = key(None, at_least=1, only={"correction": CORRECTION_NAMES[1:]})
+    correction_cap: float | None = key(None, at_least=1, only={"correction": [*CORRECTIONS][1:]})
     """Largest importance weight of the correction (mask_sequence: the geometric mean of the ratios of a sequence lies
     between the inverse of the cap and the cap); null: the default of the correction (tis_token, tis_sequence and
     mask_sequence 2, decoupled and icepop 5)."""

@@ -53,10 +53,12 @@ def run(capsys, monkeypatch, arguments):
 
 def test_a_job_is_described_without_starting_ray(overrides, capsys, monkeypatch):
     monkeypatch.setattr("ray.init", lambda *_, **__: pytest.fail("Ray was started"))
-    arguments = overrides("\\boxed{7}", *"12345678", **{"data.max_prompt_length": 8, "data.long_prompts": "skip"})
+    changes = {"data.max_prompt_length": 8, "data.long_prompts": "skip", "fusion.resident": "one"}
+    arguments = overrides("\\boxed{7}", *"12345678", **changes)
     status, told = run(capsys, monkeypatch, arguments)
     assert status == 0 and told.out.endswith("the job can start; 0 warnings\n")
     for text in (
+        "fusion.resident=one has no effect with fusion.deployment=colocated, only with fusion.deployment=full",
         "32 tokens; prompts as they are",
         "a prompt ends with '1'",
         "a response ends with <eos>",

@@ -13,8 +13,7 @@ from fusion.model import Mesh
 from fusion.training import AlgorithmConfig, Sequences, split_over_ranks
 from fusion.training.algorithms import Algorithm, cross_entropy, find_algorithm, make_algorithm
 from fusion.training.algorithms.aggregation import weigh
-from fusion.training.config import AGGREGATIONS, ALGORITHMS
-from fusion.training.corrections import CORRECTIONS
+from fusion.training.config import AGGREGATIONS, ALGORITHMS, CORRECTIONS
 from fusion.training.logprobs import TokenLogprobs
 from fusion.training.objective import Objective, Totals
 from tests.helpers import tiny_config

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from fusion.training import AlgorithmConfig
 from fusion.training.algorithms import make_algorithm
-from fusion.training.corrections import CORRECTIONS, MASKED, TRUNCATED, WEIGHT, make_correction
+from fusion.training.config import CORRECTIONS
+from fusion.training.corrections import MASKED, TRUNCATED, WEIGHT, make_correction
 from fusion.training.loss import LossInput
 
 LONGEST = 20
