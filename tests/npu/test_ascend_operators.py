@@ -12,7 +12,10 @@ from fusion.npu import DeviceConfig, open_device
 from fusion.npu.operators import PagedRows, Plain, limits, operators_of
 from fusion.npu.operators.ascend import Ascend
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*made nevertheless on the emulated card")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*made nevertheless on the emulated card"),
+    pytest.mark.filterwarnings("ignore:.*composed of PyTorch"),
+]
 PLAIN = Plain()
 seeds = st.integers(0, 1 << 30)
 
@@ -125,6 +128,23 @@ def test_attention_of_packed_sequences(ascend, seed, lengths, narrow):
     inputs = random(rows, 4, 8), random(rows, 2, 8), random(rows, 2, 8 - narrow)
     assert_alike(ascend, lambda table, *qkv: table.varlen_attention(*qkv, lengths, 0.4), *inputs)
     assert_alike(ascend, lambda table, *qkv: table.varlen_attention(*qkv, lengths), *inputs)
+
+
+def test_more_sequences_than_the_operator_takes_are_attended_in_parts(ascend, monkeypatch):
+    random, lengths = draw(5), [3, 1, 2, 4, 1]
+    inputs = random(11, 4, 8), random(11, 2, 8), random(11, 2, 8)
+    whole = ascend.varlen_attention(*inputs, lengths)
+    monkeypatch.setattr(limits, "MAX_PACKED_SEQUENCES", 2)
+    assert torch.equal(ascend.varlen_attention(*inputs, lengths), whole)
+    assert_alike(ascend, lambda table, *qkv: table.varlen_attention(*qkv, lengths), *inputs)
+
+
+def test_routing_beyond_a_limit_takes_the_experts_that_gating_returns(ascend):
+    table, random = Real(), draw(6)
+    _, experts = table.gate(random(3, 6), Router(2), None)
+    rows, order, counts = table.permute(random(3, 4).double(), experts, 6)
+    weights = torch.ones(3, 2, dtype=torch.float64, device="npu")
+    assert counts.sum() == 6 and table.unpermute(rows, order, weights).shape == (3, 4)
 
 
 @given(seed=seeds, lengths=st.lists(st.integers(1, 12), min_size=1, max_size=3))

@@ -1,7 +1,7 @@
 """Run the operators of Ascend cards, `torch.ops.npu`.
 
-    generation   norm 1 · qkv · norms 2, rotations 2 · scatter 1 (+ 1 copy) · attention 1 · out · norm and sum 1
-                 router · gating 1 · routing 1 · products 2, SwiGLU 1 · un-routing 1 (+ 1 cast)
+    generation   norm · qkv · 2 norms · 2 rotations · copy of v · scatter · attention · out · sum and norm
+                 router · gating · routing · product · SwiGLU · product · un-routing · sum           19 launches a layer
 
 Every pass runs the same forward operator, with gradients and without. Where torch_npu derives no gradient, an autograd
 Function here names the operators of the backward pass. A call beyond a documented limit (`limits.py`) runs the plain
@@ -150,7 +150,7 @@ class Ascend(Plain):
         experts = expert_Nk.to(torch.int32)
         operator, options = torch.ops.npu.npu_moe_init_routing_v2.default, _routing(expert_Nk.numel(), num_experts)
         if not self._takes(operator, x_ND, (x_ND, experts), about=(num_experts,), **options):
-            rows, order, counts_E = super().permute(x_ND, expert_Nk, num_experts)
+            rows, order, counts_E = super().permute(x_ND, expert_Nk.to(torch.int64), num_experts)
             places = torch.empty_like(order, dtype=torch.int32)
             places.index_copy_(0, order, torch.arange(len(order), dtype=torch.int32, device=order.device))
             return Permuted(rows, places, counts_E)
@@ -188,6 +188,8 @@ class Ascend(Plain):
         lengths: list[int],
         scale: float | None = None,
     ) -> torch.Tensor:
+        if len(lengths) > limits.MAX_PACKED_SEQUENCES:
+            return self._in_parts(q_NHC, k_NKC, v_NKV, lengths, scale)
         operator, width, channels = torch.ops.npu.npu_fusion_attention.default, v_NKV.shape[-1], q_NHC.shape[-1]
         v = v_NKV if width == channels else F.pad(v_NKV, (0, channels - width))
         ends = list(accumulate(lengths))
@@ -203,6 +205,16 @@ class Ascend(Plain):
             return super().varlen_attention(q_NHC, k_NKC, v_NKV, lengths, scale)
         out = operator(*args, **options)[0]
         return out if width == channels else out[..., :width]
+
+    def _in_parts(
+        self, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKV: torch.Tensor, lengths: list[int], scale: float | None
+    ) -> torch.Tensor:
+        """Attend to as many sequences at a time as the operator takes: a pass over fewer then runs the same one."""
+        step = limits.MAX_PACKED_SEQUENCES
+        some = [lengths[start : start + step] for start in range(0, len(lengths), step)]
+        rows = [sum(part) for part in some]
+        parts = zip(q_NHC.split(rows), k_NKC.split(rows), v_NKV.split(rows), some, strict=True)
+        return torch.cat([self.varlen_attention(*part, scale) for part in parts])
 
     def _mask(self, device: torch.device) -> torch.Tensor:
         """Return the mask that the operator stretches over causal attention of any length."""

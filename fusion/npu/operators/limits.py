@@ -19,6 +19,7 @@ PAGE = "Ascend/op-plugin 26.1.0, docs/zh/custom_APIs/torch_npu"
 GROUPED_MM = "torch 2.13, torch.nn.functional.grouped_mm and its Meta kernel"
 FLASH = "FlashAttention 2, csrc/flash_attn/flash_api.cpp, mha_varlen_fwd"
 MAX_LISTED_WEIGHTS, MAX_GROUPS = 128, 1024
+MAX_PACKED_SEQUENCES = 1024
 Arguments = Mapping[str, Any]
 """The arguments of a call by the names of the operator's schema, with its defaults."""
 
@@ -166,7 +167,7 @@ LIMITS: dict[str, tuple[Limit, ...]] = {
         _dtype("query"),
         _true("key and value have one shape", lambda a: a["key"].shape == a["value"].shape),
         Limit("tokens", lambda a: a["query"].shape[0], at_most=1 << 20),
-        Limit("sequences", lambda a: len(a["actual_seq_qlen"]), at_least=1, at_most=1024),
+        Limit("sequences", lambda a: len(a["actual_seq_qlen"]), at_least=1, at_most=MAX_PACKED_SEQUENCES),
         Limit("heads", lambda a: a["head_num"], at_most=256),
         Limit("heads modulo those of keys", lambda a: a["head_num"] % a["key"].shape[1], one_of=(0,)),
         Limit("channels", lambda a: a["query"].shape[-1], at_most=768),
