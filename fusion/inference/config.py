@@ -73,7 +73,8 @@ class EngineConfig(Group, path="rollout.engine"):
     """How many sequences and tokens an engine computes at a time, and how much memory it takes."""
 
     block_size: int = key(16, at_least=BLOCK_MULTIPLE, read_by="simulate")
-    """Tokens of a KV block, the unit of memory and of prefix sharing; a multiple of 16."""
+    """Tokens of a KV block, the unit of memory and of prefix sharing; a multiple of 16. Rounded up to a multiple of
+    what the card's attention reads: 128 on Ascend, 256 on CUDA."""
     max_seqs: int = key(256, at_least=1, read_by="plan simulate")
     """Maximum number of sequences that an attention rank decodes at a time."""
     max_batch_tokens: int = key(4096, at_least=1, read_by="plan simulate")

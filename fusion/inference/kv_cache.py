@@ -44,7 +44,9 @@ class KVCache:
     @property
     def reads_blocks(self) -> bool:
         """Whether the card's operators attend to blocks by a table."""
-        return self.device.operators.reads_blocks(self.dtype, self.layout.is_latent)
+        operators = self.device.operators
+        fits = self.block_size % operators.block_tokens == 0
+        return fits and operators.reads_blocks(self.dtype, self.layout.is_latent)
 
     @property
     def block_bytes(self) -> int:

@@ -50,7 +50,8 @@ def plan_paged_rows(
     """Plan rows at these ``positions``, int64 [R]; row r's blocks are ``table[first[r]]`` and those behind it."""
     if cache.reads_blocks:
         widest = int(positions.max(initial=0)) // cache.block_size + 1
-        return TablePlan([table, first, positions + 1], widest if cache.device.operators.needs_block_rows else 0)
+        width = widest if cache.device.operators.needs_block_rows else 0
+        return TablePlan([table, first, positions + 1], width, invariant)
     slices = list(_slice_rows(positions, first, table, cache=cache, invariant=invariant))
     return SlicesPlan(slices, cache)
 
@@ -62,6 +63,7 @@ class TablePlan:
 
     flat: list[np.ndarray]
     width: int
+    invariant: bool
 
     @property
     def arrays(self) -> list[np.ndarray]:
@@ -76,7 +78,7 @@ class TablePlan:
         rows, lengths = PagedRows(next(tensors), next(tensors), next(tensors)), self.flat[2]
         if self.width:
             blocks_RB = next(tensors).view(-1, self.width).to(torch.int32)
-            rows = rows._replace(blocks_RB=blocks_RB, host_lengths=tuple(lengths.tolist()))
+            rows = rows._replace(blocks_RB=blocks_RB, host_lengths=tuple(lengths.tolist()), invariant=self.invariant)
         return rows if len(lengths) else ()
 
 

@@ -10,7 +10,7 @@ from fusion.telemetry.keys import SET, Unsupported, key
 from fusion.telemetry.validation import Checks, Group
 
 KINDS = ("auto", "npu", "cuda", "emulated")
-OPERATORS = {"auto": KINDS, "plain": KINDS, "cpu": ("emulated",), "ascend": ("npu", "emulated")}
+OPERATORS = {"auto": KINDS, "plain": KINDS, "cpu": ("emulated",), "ascend": ("npu", "emulated"), "cuda": ("cuda",)}
 """`device.operators` → the kinds of card that have them"""
 DEFAULT_CAPACITY_BYTES = 2 << 30
 
@@ -33,8 +33,8 @@ class DeviceConfig(Group, path="device"):
 
     operators: str = key("auto", one_of=tuple(OPERATORS))
     """The table of operators that model, KV cache and optimizer call (`fusion/npu/operators`): `ascend` (Ascend's own;
-    on emulated cards references of these), `cpu` (fused, of emulated cards), `plain` (composed of PyTorch's), or
-    `auto`: the fastest that the card has."""
+    on emulated cards references of these), `cuda` (PyTorch's fused ones), `cpu` (fused, of emulated cards), `plain`
+    (composed of PyTorch's), or `auto`: the fastest that the card has."""
 
     streams: str = key("eager", one_of=("eager", "adversarial"), only={"kind": ("auto", "emulated")}, refused=False)
     """Emulated cards: when asynchronous work is executed. `eager`: when it is called. `adversarial`: non-blocking

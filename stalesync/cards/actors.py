@@ -12,12 +12,20 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from distqueue import DistQueue
 from fusion.colocate import WorkerSpec
 from fusion.npu.config import claim
+from fusion.npu.operators import block_tokens
 from stalesync.cards.card import Card
 from stalesync.policy.placing import check_cards, order_by_place, spread
 from stalesync.process.hosts import Host, alive_hosts, all_hosts
 
 THREADS = {"control": 2, "chunks": 1, "weights": 1, "save": 1, "watch": 1}
 """Threads of a card beside that of its stages, by the kind of call"""
+
+
+def on_cards(spec: WorkerSpec, kind: str) -> WorkerSpec:
+    """Return the spec for cards of a kind: with KV blocks that their attention reads."""
+    size, engine = block_tokens(kind, spec.device.operators), spec.rollout.engine
+    engine = replace(engine, block_size=-(-engine.block_size // size) * size)
+    return replace(spec, device=replace(spec.device, kind=kind), rollout=replace(spec.rollout, engine=engine))
 
 
 class CardActors:
@@ -30,7 +38,7 @@ class CardActors:
     def __init__(self, spec: WorkerSpec, queue: DistQueue, text_server: Any):
         kind, resources = claim(spec.device.kind, ray.cluster_resources())
         check_cards(kind, spec.world, ray.cluster_resources())
-        self._args = replace(spec, device=replace(spec.device, kind=kind)), queue, text_server
+        self._args = on_cards(spec, kind), queue, text_server
         remote: Any = ray.remote
         self._class = remote(concurrency_groups=THREADS, **resources)(Card)
         self._chooses_nodes = kind == "emulated"

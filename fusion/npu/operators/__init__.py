@@ -1,6 +1,7 @@
 """Choose the operators of a card: one table for each kind, with the same methods.
 
     plain.py     composed of PyTorch's operators, with gradients: the interface, and the reference of the others
+    cuda.py      PyTorch's fused operators, on CUDA cards
     cpu.py       one C++ operator for each, in generation: the plain CPU and emulated cards
     ascend.py    `torch.ops.npu`: Ascend cards
     limits.py    the documented limits of vendors' operators, with their sources

@@ -20,6 +20,8 @@ GROUPED_MM = "torch 2.13, torch.nn.functional.grouped_mm and its Meta kernel"
 FLASH = "FlashAttention 2, csrc/flash_attn/flash_api.cpp, mha_varlen_fwd"
 MAX_LISTED_WEIGHTS, MAX_GROUPS = 128, 1024
 MAX_PACKED_SEQUENCES = 1024
+CUDA_PAGE = 256
+"""Tokens of which a page of FlashAttention 2 has a multiple"""
 Arguments = Mapping[str, Any]
 """The arguments of a call by the names of the operator's schema, with its defaults."""
 
@@ -180,7 +182,7 @@ LIMITS: dict[str, tuple[Limit, ...]] = {
     ),
     "varlen_attn": (
         Limit("dtype of query", lambda a: a["query"].dtype, one_of=HALVES, source=FLASH),
-        Limit("tokens of a page", _page_tokens, multiple_of=256, source=FLASH),
+        Limit("tokens of a page", _page_tokens, multiple_of=CUDA_PAGE, source=FLASH),
         Limit("channels", lambda a: a["query"].shape[-1], at_most=256, multiple_of=8, source=FLASH),
     ),
 }

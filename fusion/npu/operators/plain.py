@@ -26,13 +26,15 @@ rotation"""
 class PagedRows(NamedTuple):
     """Rows that attend to blocks of a pool: row r to the first ``lengths[r]`` tokens in the blocks ``table[first[r]]``,
     ``table[first[r] + 1]``, …; int64 all, on the card. For a table of operators that `needs_block_rows`, also
-    ``blocks_RB``, int32 [R, B]: the blocks of each row, then any others; and the lengths on the host."""
+    ``blocks_RB``, int32 [R, B]: the blocks of each row, then any others; and the lengths on the host. ``invariant``: a
+    row's bits must not depend on the other rows."""
 
     table: torch.Tensor
     first: torch.Tensor
     lengths: torch.Tensor
     blocks_RB: torch.Tensor | None = None
     host_lengths: tuple[int, ...] = ()
+    invariant: bool = False
 
 
 class Permuted(NamedTuple):
@@ -54,6 +56,8 @@ class Plain:
     name = "plain"
     needs_block_rows = False
     """Whether `paged_attention` reads ``PagedRows.blocks_RB``"""
+    block_tokens = 1
+    """Number of tokens of which a KV block has a multiple"""
     stacks_experts = False
     """Whether grouped products take the stack [E, O, D] of all experts' matrices, which is then stored as one"""
 

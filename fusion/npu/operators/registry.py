@@ -5,16 +5,28 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 
+from fusion.npu.operators.limits import CUDA_PAGE
 from fusion.npu.operators.plain import Plain
 
-TABLES = {"plain": "plain:Plain", "cpu": "cpu:Cpu", "ascend": "ascend:Ascend"}
+TABLES = {"plain": "plain:Plain", "cpu": "cpu:Cpu", "ascend": "ascend:Ascend", "cuda": "cuda:Cuda"}
 """Name → module of this package and class"""
-OF_KIND = {"emulated": "cpu", "ledger": "cpu", "npu": "ascend"}
+OF_KIND = {"emulated": "cpu", "ledger": "cpu", "npu": "ascend", "cuda": "cuda"}
 """Kind of `Device` → name of its table; others have the plain one"""
+BLOCK_TOKENS = {"ascend": 128, "cuda": CUDA_PAGE}
+"""Name of a table → number of tokens of which a KV block should have a multiple on a real card"""
+
+
+def block_tokens(kind: str, name: str = "auto") -> int:
+    """Return the number of tokens of which a KV block has a multiple on a device with this table."""
+    return 1 if kind == "emulated" else BLOCK_TOKENS.get(_table(kind, name), 1)
+
+
+def _table(kind: str, name: str) -> str:
+    return OF_KIND.get(kind, "plain") if name == "auto" else name
 
 
 @cache
 def operators_of(kind: str, name: str = "auto") -> Plain:
     """Return the table ``name`` for a device of ``kind``; ``auto``: the fastest that it has."""
-    module, class_ = TABLES[OF_KIND.get(kind, "plain") if name == "auto" else name].split(":")
+    module, class_ = TABLES[_table(kind, name)].split(":")
     return getattr(import_module(f"fusion.npu.operators.{module}"), class_)()

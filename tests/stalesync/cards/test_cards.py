@@ -17,6 +17,7 @@ from fusion.model.options import PolicyModelConfig
 from fusion.npu import DeviceConfig
 from fusion.npu.config import claim
 from fusion.training import AlgorithmConfig, TrainingConfig
+from stalesync.cards.actors import on_cards
 from stalesync.cards.card import Card
 from stalesync.cards.cards import Cards
 from stalesync.cards.stage_calls import describe_hanging, stage_call
@@ -240,3 +241,22 @@ def test_cards_that_are_not_there_are_refused_instead_of_awaited():
         check_cards("cuda", 4, {"CPU": 8.0, "GPU": 2.0})
     check_cards("npu", 16, {"NPU": 16.0})
     check_cards("emulated", 768, {"CPU": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("kind", "operators", "stated", "size"),
+    [
+        ("emulated", "auto", 16, 16),
+        ("emulated", "ascend", 48, 48),
+        ("npu", "auto", 16, 128),
+        ("npu", "plain", 16, 16),
+        ("cuda", "auto", 16, 256),
+        ("cuda", "auto", 512, 512),
+        ("cuda", "auto", 272, 512),
+    ],
+)
+def test_kv_blocks_are_those_that_the_cards_attention_reads(spec, kind, operators, stated, size):
+    engine = replace(spec.rollout.engine, block_size=stated)
+    wanted = replace(spec, device=DeviceConfig(operators=operators), rollout=replace(spec.rollout, engine=engine))
+    found = on_cards(wanted, kind)
+    assert (found.device.kind, found.rollout.engine.block_size) == (kind, size)

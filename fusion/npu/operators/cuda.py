@@ -1,0 +1,225 @@
+"""Run PyTorch's own fused operators on CUDA cards: RMSNorm, grouped products of stacks, varlen attention, AdamW.
+
+    generation   norm and sum 2 · qkv · norms 2, rotations 8 · copy and scatter 2 · attention 1 · out · norm and sum 2
+                 router · softmax, top k, weights 4 · order 7 · products 2, SwiGLU 2, ends 1 · un-routing 3
+
+A call beyond a limit (`limits.py`; float32 above all, which only the norm takes) runs the plain composition, and says
+so once. Attention reads the KV pool by pages of 256 tokens: every head of keys is a sequence of its own, as a head's
+block is one contiguous matrix, so a page is a block of one head. Latents have no paged attention here.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.varlen import varlen_attn
+from torch.optim.adamw import adamw
+
+from fusion.npu.operators import limits
+from fusion.npu.operators.plain import PagedRows, Plain
+
+
+class Cuda(Plain):
+    name = "cuda"
+    needs_block_rows = stacks_experts = True
+    block_tokens = limits.CUDA_PAGE
+
+    def __init__(self) -> None:
+        self._allowed: dict[tuple, bool] = {}
+        self._pages: tuple[PagedRows, _Pages] | None = None
+        self._ends: tuple[list[int], torch.Tensor] | None = None
+
+    def _takes(self, operator: str, about: tuple, *calls: Mapping[str, Any]) -> bool:
+        """Return whether an operator may be called with these arguments. Limits are checked once for what the ``calls``
+        are ``about``."""
+        key = operator, about
+        allowed = self._allowed.get(key)
+        if allowed is None:
+            broken = [one for arguments in calls for one in limits.beyond(operator, arguments)]
+            if broken:
+                warnings.warn(f"{operator}: {'; '.join(broken)}: composed of other operators", stacklevel=3)
+            allowed = self._allowed[key] = not broken
+        return allowed
+
+    # Norms
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+
+    def norm_rope(
+        self,
+        qkv_NhC: torch.Tensor,
+        q_norm_C: torch.Tensor | None,
+        k_norm_C: torch.Tensor | None,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        kv_heads: int,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        if q_norm_C is None or k_norm_C is None:
+            return super().norm_rope(qkv_NhC, q_norm_C, k_norm_C, rope, kv_heads, eps)
+        q, k, v = qkv_NhC.split([qkv_NhC.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
+        q, k = self.rms_norm(q, q_norm_C, eps), self.rms_norm(k, k_norm_C, eps)
+        return self.rotate(q, rope), self.rotate(k, rope), v
+
+    # Experts
+
+    def unpermute(self, y: torch.Tensor, order: torch.Tensor, weight_Nk: torch.Tensor) -> torch.Tensor:
+        y_NkD = torch.empty_like(y).index_copy_(0, order, y).unflatten(0, weight_Nk.shape)
+        return torch.bmm(weight_Nk.to(y.dtype).unsqueeze(1), y_NkD).squeeze(1)
+
+    def takes_counts(self, x: torch.Tensor, experts: int, row_multiple: int = 1) -> bool:
+        return row_multiple == 1 and x.dtype is torch.bfloat16
+
+    def grouped_linear(
+        self,
+        x_ND: torch.Tensor,
+        weights: Sequence[torch.Tensor] | torch.Tensor,
+        counts: list[int] | torch.Tensor,
+        row_multiple: int = 1,
+    ) -> torch.Tensor:
+        on_card = isinstance(weights, torch.Tensor) and isinstance(counts, torch.Tensor)
+        if on_card and row_multiple == 1 and x_ND.shape[0]:
+            assert isinstance(weights, torch.Tensor) and isinstance(counts, torch.Tensor)
+            about = x_ND.dtype, weights.shape, weights.stride()
+            forward = {"mat_a": x_ND, "mat_b": weights.transpose(1, 2)}
+            backward = {"mat_a": x_ND.new_empty(1, weights.shape[1]), "mat_b": weights}
+            if self._takes("grouped_mm", about, forward, backward):
+                ends_E = counts.cumsum(0, dtype=torch.int32)
+                return _GroupedLinear.apply(x_ND.contiguous(), weights, ends_E)
+        return super().grouped_linear(x_ND, weights, counts, row_multiple)
+
+    # Attention
+
+    def varlen_attention(
+        self,
+        q_NHC: torch.Tensor,
+        k_NKC: torch.Tensor,
+        v_NKV: torch.Tensor,
+        lengths: list[int],
+        scale: float | None = None,
+    ) -> torch.Tensor:
+        width, channels = v_NKV.shape[-1], q_NHC.shape[-1]
+        about = q_NHC.dtype, channels
+        if not lengths or not self._takes("varlen_attn", about, {"query": q_NHC, "block_table": None}):
+            return super().varlen_attention(q_NHC, k_NKC, v_NKV, lengths, scale)
+        v = v_NKV if width == channels else F.pad(v_NKV, (0, channels - width))
+        ends, longest = self._ends_of(lengths, q_NHC.device), max(lengths)
+        grouped = q_NHC.shape[1] != k_NKC.shape[1]
+        out = varlen_attn(
+            q_NHC, k_NKC, v, ends, ends, longest, longest, scale=scale, window_size=(-1, 0), enable_gqa=grouped
+        )
+        assert isinstance(out, torch.Tensor)
+        return out if width == channels else out[..., :width]
+
+    def _ends_of(self, lengths: list[int], device: torch.device) -> torch.Tensor:
+        """Return 0 and the end of each sequence, int32, on the card; kept for the layers of one pass."""
+        if self._ends is None or self._ends[0] is not lengths:
+            with torch.inference_mode(False):  # a trainer may save it for its backward pass
+                ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+                self._ends = lengths, ends.to(device, non_blocking=True)
+        return self._ends[1]
+
+    def reads_blocks(self, dtype: torch.dtype, is_latent: bool = False) -> bool:
+        return not is_latent and dtype in limits.HALVES
+
+    def paged_attention(
+        self, q_NHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows, value_width: int | None, scale: float
+    ) -> torch.Tensor:
+        kv_heads, page, channels = pool.shape[1:]
+        about = q_NHC.dtype, channels, page
+        pages = self._pages_of(rows, kv_heads)
+        keys, values = pool.view(-1, page, 1, channels).chunk(2)
+        call = {"query": q_NHC, "key": keys, "block_table": pages.table}
+        if not self._takes("varlen_attn", about, call):
+            return super().paged_attention(q_NHC, pool, rows, value_width, scale)
+        out = varlen_attn(
+            q_NHC.reshape(q_NHC.shape[0] * kv_heads, -1, channels),
+            keys,
+            values,
+            pages.starts,
+            None,
+            1,
+            max(rows.host_lengths),
+            scale=scale,
+            enable_gqa=q_NHC.shape[1] != kv_heads,
+            seqused_k=pages.lengths,
+            block_table=pages.table,
+            num_splits=1 if rows.invariant else None,
+        )
+        assert isinstance(out, torch.Tensor)
+        return out.view(q_NHC.shape)
+
+    def _pages_of(self, rows: PagedRows, kv_heads: int) -> _Pages:
+        """Return the rows as sequences of one head each; kept for the layers of one pass."""
+        if self._pages is None or self._pages[0].table is not rows.table:
+            assert rows.blocks_RB is not None
+            heads = torch.arange(kv_heads, dtype=torch.int32, device=rows.table.device)
+            table = rows.blocks_RB.unsqueeze(1) * kv_heads + heads.unsqueeze(1)
+            starts = torch.arange(table.shape[0] * kv_heads + 1, dtype=torch.int32, device=heads.device)
+            lengths = rows.lengths.to(torch.int32).repeat_interleave(kv_heads)
+            self._pages = rows, _Pages(table.flatten(0, 1), starts, lengths)
+        return self._pages[1]
+
+    # Optimizer
+
+    def adamw(
+        self,
+        params: list[torch.Tensor],
+        grads: list[torch.Tensor],
+        exp_avgs: list[torch.Tensor],
+        exp_avg_sqs: list[torch.Tensor],
+        *,
+        step: int,
+        lr: float,
+        betas: tuple[float, float],
+        weight_decay: float,
+        eps: float,
+    ) -> None:
+        adamw(
+            params,
+            grads,
+            exp_avgs,
+            exp_avg_sqs,
+            [],
+            list(torch.full((len(params),), float(step), device=params[0].device).unbind()),
+            fused=True,
+            amsgrad=False,
+            beta1=betas[0],
+            beta2=betas[1],
+            lr=lr,
+            weight_decay=weight_decay,
+            eps=eps,
+            maximize=False,
+        )
+
+
+class _Pages(NamedTuple):
+    """R * K sequences of one query each: ``table`` int32 [R * K, B], ``starts`` int32 [R * K + 1] of the queries,
+    ``lengths`` int32 [R * K] of the keys."""
+
+    table: torch.Tensor
+    starts: torch.Tensor
+    lengths: torch.Tensor
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Multiply row blocks, which end at ``ends_E``, by the matrices of a stack [E, O, D]: one product each for the
+    result and for both gradients, which is contiguous as the operator requires."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: torch.Tensor, stack_EOD: torch.Tensor, ends_E: torch.Tensor):
+        ctx.save_for_backward(x_ND, stack_EOD, ends_E)
+        return F.grouped_mm(x_ND, stack_EOD.transpose(1, 2), offs=ends_E)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        x_ND, stack_EOD, ends_E = ctx.saved_tensors
+        grad_NO = grads[0].contiguous()
+        needs_x, needs_stack, _ = ctx.needs_input_grad
+        grad_x = F.grouped_mm(grad_NO, stack_EOD, offs=ends_E) if needs_x else None
+        grad_stack = F.grouped_mm(grad_NO.t(), x_ND, offs=ends_E) if needs_stack else None
+        return grad_x, grad_stack, None

@@ -1,0 +1,132 @@
+"""CUDA's table computes what the plain one does: grouped products on the CPU, attention by a reference of the operator
+that needs a card, and every call on fake tensors of a card."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fusion.npu.operators import PagedRows, Plain, cuda
+from fusion.npu.operators.cuda import Cuda
+
+PLAIN = Plain()
+PAGE = 256
+seeds = st.integers(0, 1 << 30)
+
+
+def reference(q, keys, values, cu_seq_q, cu_seq_k, max_q, max_k, **options):
+    """Attention as `torch.nn.attention.varlen.varlen_attn` documents it, in float32."""
+    assert options["enable_gqa"] == (q.shape[1] != keys.shape[-2]) and q.dtype in (torch.bfloat16, torch.float16)
+    assert cu_seq_q.dtype == torch.int32 and max_q == int(cu_seq_q.diff().max())
+    paged, outs = options.get("block_table"), []
+    for row, (start, stop) in enumerate(zip(cu_seq_q[:-1], cu_seq_q[1:], strict=True)):
+        if paged is None:
+            k, v = (x[cu_seq_k[row] : cu_seq_k[row + 1]] for x in (keys, values))
+            assert len(k) <= max_k
+        else:
+            assert keys.shape[1] % PAGE == 0 and paged.dtype == options["seqused_k"].dtype == torch.int32
+            length = int(options["seqused_k"][row])
+            assert length <= max_k
+            k, v = (x[paged[row].long()].flatten(0, 1)[:length] for x in (keys, values))
+        k, v = (x.float().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        scores = torch.einsum("qhc,khc->hqk", q[start:stop].float(), k) * options["scale"]
+        if options.get("window_size") == (-1, 0):  # causal, by the lower right corner
+            mask = torch.ones(scores.shape[1:], dtype=torch.bool).tril(scores.shape[2] - scores.shape[1])
+            scores = scores.masked_fill(~mask, -torch.inf)
+        outs.append(torch.einsum("hqk,khc->qhc", scores.softmax(-1), v))
+    return torch.cat(outs).to(q.dtype)
+
+
+@given(seed=seeds, rows=st.integers(0, 6), k=st.integers(1, 3))
+def test_experts(seed, rows, k):
+    """From routing to the weighted sum, with gradients; some experts have no rows."""
+    torch.manual_seed(seed)
+    experts, table, results = torch.randint(0, 5, (rows, k)), Cuda(), []
+    inputs = [torch.randn(*shape) / 4 for shape in ((rows, 16), (rows, k), (5, 32, 16), (5, 16, 16))]
+    for operators in (table, PLAIN):
+        x, weights, *stacks = (one.to(torch.bfloat16).requires_grad_() for one in inputs)
+        found, order, counts = operators.permute(x, experts, 5)
+        counts = counts if operators.takes_counts(found, 5) else counts.tolist()
+        y = operators.unpermute(operators.experts(found, counts, *stacks), order, weights)
+        y.backward(torch.cos(y.detach()))
+        results.append([y, x.grad, weights.grad, *(one.grad for one in stacks)])
+    assert table.takes_counts(x, 5) and not table.takes_counts(x, 5, 16) and not table.takes_counts(x.float(), 5)
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.01)
+
+
+@given(seed=seeds, lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4), narrow=st.sampled_from([0, 3]))
+def test_attention_of_packed_sequences(seed, lengths, narrow):
+    torch.manual_seed(seed)
+    qkv = [torch.randn(sum(lengths), heads, width) for heads, width in ((4, 8), (2, 8), (2, 8 - narrow))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "varlen_attn", lambda *args, scale, **options: reference(*args, scale=scale, **options))
+        found = Cuda().varlen_attention(*(x.to(torch.bfloat16) for x in qkv), lengths, 0.3)
+    torch.testing.assert_close(found.float(), PLAIN.varlen_attention(*qkv, lengths, 0.3), rtol=0.05, atol=0.05)
+
+
+@given(seed=seeds, lengths=st.lists(st.integers(1, 2 * PAGE), min_size=1, max_size=3), invariant=st.booleans())
+def test_attention_over_blocks(seed, lengths, invariant):
+    torch.manual_seed(seed)
+    kv, options = [torch.randn(2, length, 2, 8) for length in lengths], []
+    blocks = torch.randperm(2 * len(lengths) + 1)[: 2 * len(lengths)].view(-1, 2)
+    pool = torch.full((2 * (2 * len(lengths) + 1), 2, PAGE, 8), torch.nan, dtype=torch.bfloat16)
+    keys, values = pool.chunk(2)
+    for row, (k, v) in enumerate(kv):
+        for t in range(len(k)):
+            keys[blocks[row, t // PAGE], :, t % PAGE] = k[t].to(torch.bfloat16)
+            values[blocks[row, t // PAGE], :, t % PAGE] = v[t].to(torch.bfloat16)
+    first = torch.arange(0, 2 * len(lengths), 2)
+    rows = PagedRows(blocks.flatten(), first, torch.tensor(lengths), blocks.to(torch.int32), tuple(lengths), invariant)
+    q = torch.randn(len(lengths), 4, 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "varlen_attn", lambda *a, **kw: options.append(kw) or reference(*a, **kw))
+        table = Cuda()
+        found = [table.paged_attention(q.to(torch.bfloat16), pool, rows, None, 0.3) for _ in range(2)]
+    assert torch.equal(*found) and options[0]["num_splits"] == (1 if invariant else None)
+    for row, (k, v) in enumerate(kv):
+        wanted = PLAIN.varlen_attention(
+            torch.cat([torch.zeros(len(k) - 1, 4, 8), q[row : row + 1]]), k, v, [len(k)], 0.3
+        )[-1]
+        torch.testing.assert_close(found[0][row].float(), wanted, rtol=0.05, atol=0.05)
+
+
+def test_norms_equal_the_plain_ones_within_rounding():
+    x, residual, weight = torch.randn(5, 24), torch.randn(5, 24), torch.randn(24)
+    for dtype, atol in ((torch.float32, 1e-6), (torch.bfloat16, 0.05)):
+        args = [one.to(dtype) for one in (x, residual, weight)]
+        for ours, theirs in zip(Cuda().add_rms_norm(*args, 1e-6), PLAIN.add_rms_norm(*args, 1e-6), strict=True):
+            torch.testing.assert_close(ours, theirs, atol=atol, rtol=0.02)
+
+
+def test_operators_of_a_card_take_the_calls():
+    """Fake tensors of a card have the shape checks of its operators."""
+    lengths = [3, 300]
+    with FakeTensorMode(), torch.inference_mode():
+
+        def fake(*shape, dtype=torch.bfloat16):
+            return torch.empty(*shape, dtype=dtype, device="cuda")
+
+        table = Cuda()
+        x = fake(8, 64)
+        counts = fake(4, dtype=torch.int64)
+        assert table.experts(x, counts, fake(4, 96, 64), fake(4, 64, 48)).shape == (8, 64)
+        q, k = fake(303, 8, 64), fake(303, 2, 64)
+        assert table.varlen_attention(q, k, k, lengths).shape == (303, 8, 64)
+        blocks = fake(2, 2, dtype=torch.int32)
+        rows = PagedRows(fake(4, dtype=torch.int64), fake(2, dtype=torch.int64), fake(2, dtype=torch.int64), blocks)
+        rows = rows._replace(host_lengths=(3, 300))
+        out = table.paged_attention(fake(2, 8, 64), fake(20, 2, PAGE, 64), rows, None, 0.1)
+        assert out.shape == (2, 8, 64) and out.device.type == "cuda"
+
+
+def test_what_a_card_does_not_take_is_composed_and_said_once():
+    table, x = Cuda(), torch.randn(3, 2, 8)
+    with pytest.warns(UserWarning, match="varlen_attn: dtype of query = torch.float32.*composed") as said:
+        for _ in range(2):
+            found = table.varlen_attention(x, x, x, [3])
+    assert torch.equal(found, PLAIN.varlen_attention(x, x, x, [3])) and len(said) == 1
+    assert not table.reads_blocks(torch.float32) and not table.reads_blocks(torch.bfloat16, is_latent=True)
