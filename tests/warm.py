@@ -1,14 +1,18 @@
 """Processes that have imported what a run needs before it begins: importing costs more than most of these runs.
 
     launcher()             one process per test process; has imported torch, transformers and the product, but not Ray
-      .start(command)      forks a run of its own: own Ray, own exit status, may be signalled and killed
+      .start(command)      forks a run of its own: own Ray, own exit status, may be signalled and killed; also in a
+                           mount namespace, whose servers of forks `open` has started
       .session()           forks a process with a Ray of its own that stays, for runs that go to their end one by one
         .run(command)      a run in it
       .forked_workers()    Ray that is started in this block, in the test process, forks its workers
     use_ray()              the Ray that tests of a process share, in it
 
 What a run does is what `python scripts/train.py …` does, from that file's first line on; its standard output and error
-go to files. The processes are told what to do by lines of JSON and answer so. They end with the test process.
+go to files. The launcher ends with the test process, and its runs with it.
+
+The servers of a namespace belong to it, not to the run: when a controller is killed, only Ray and the run's guard can
+end its workers, as they would otherwise.
 """
 
 from __future__ import annotations
@@ -16,25 +20,21 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
-from tests.harness.ray_forks import ForkServer, end_process, run_script
 from tests.machine import Deadline, wait_for
 
 ROOT = Path(__file__).resolve().parents[1]
-
-UNEXPECTED = 2
-"""The exit status of a run that ends with an exception which its script does not know."""
 
 
 def environment() -> dict[str, str]:
@@ -43,35 +43,49 @@ def environment() -> dict[str, str]:
 
 
 class Launcher:
-    """The process that forks, and what is asked of it. ``library``: is loaded before all others by it, its runs and
-    their workers (LD_PRELOAD)."""
+    """The process that forks, and what is asked of it, by any thread. ``library``: is loaded before all others by it,
+    its runs and their workers (LD_PRELOAD)."""
 
     def __init__(self, library: str | None = None) -> None:
+        self._requests, there = Pipe()
+        code = f"from tests.harness.launches import *; serve(Connection({there.fileno()}))"
+        variables = environment() | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.warm"],
+            [sys.executable, "-c", code],
             cwd=ROOT,
-            env=environment() | ({"LD_PRELOAD": library} if library else {}),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
+            env=variables | ({"LD_PRELOAD": library} if library else {}),
+            stdin=subprocess.DEVNULL,
+            pass_fds=[there.fileno()],
         )
+        there.close()
+        self._lock = threading.Lock()
         self._folder = Path(tempfile.mkdtemp(prefix="warm-"))
         self._started = 0
         self._session: Session | None = None
 
     def ask(self, **request: Any) -> Any:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        print(json.dumps(request), file=self._process.stdin, flush=True)
-        return json.loads(self._process.stdout.readline())
+        with self._lock:
+            self._requests.send(request)
+            return self._requests.recv()
 
-    def start(self, command: list[str]) -> WarmRun:
-        """Forks a run of ``command`` (without the interpreter) in `environment`."""
-        return WarmRun(self, self.fork("run", command))
+    def open(self, namespace: str, folder: str) -> str:
+        """Start the servers of a mount namespace, given by its file in /proc. Return the program that asks them for a
+        fork where Ray would start Python. They end with the namespace's other processes."""
+        return self.ask(do="open", namespace=namespace, folder=folder)
 
-    def fork(self, kind: str, command: list[str] | None = None) -> dict[str, Any]:
+    def start(self, command: list[str], **options: Any) -> WarmRun:
+        """Fork a run of ``command`` (without the interpreter).
+
+        Args:
+            options: ``namespace`` and ``program`` of `open`; ``environment``, instead of `environment`; ``out`` and
+                ``err``, paths, instead of new files.
+        """
+        return WarmRun(self, self.fork("run", command, **options))
+
+    def fork(self, kind: str, command: list[str] | None = None, **options: Any) -> dict[str, Any]:
         self._started += 1
         files = {name: str(self._folder / f"{self._started}.{name}") for name in ("out", "err", "in", "answers")}
-        request = {"do": kind, "command": command, "environment": environment(), **files}
+        request = {"do": kind, "command": command, "environment": environment(), **files, **options}
         if kind == "session":
             os.mkfifo(files["in"])
             os.mkfifo(files["answers"])
@@ -100,8 +114,7 @@ class Launcher:
 
     def end(self) -> None:
         self.end_session()
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+        self._requests.close()
         self._process.wait()
 
 
@@ -117,6 +130,11 @@ class WarmRun:
         if self.returncode is None:
             self.returncode = self._launcher.ask(do="poll", pid=self.pid)
         return self.returncode
+
+    def wait(self) -> int:
+        while (status := self.poll()) is None:
+            time.sleep(0.02)
+        return status
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
@@ -211,83 +229,3 @@ def use_ray() -> None:
         set_environment(None)  # a test may have changed it since this Ray has read it
         with launcher().forked_workers():
             ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-
-
-# Below: what the processes do.
-
-
-def serve() -> None:
-    """Forks what is asked for until nothing more is; what still runs then is killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    from tests.harness import preload  # noqa: F401
-
-    statuses: dict[int, int | None] = {}
-    server: ForkServer | None = None
-    for line in sys.stdin:
-        request = json.loads(line)
-        answer: Any
-        if request["do"] == "poll":
-            answer = _poll(request["pid"], statuses)
-        elif request["do"] == "serve":
-            answer = (server := server or ForkServer()).executable
-        elif pid := os.fork():
-            statuses[pid] = None
-            answer = pid
-        else:
-            _become(request)
-        print(json.dumps(answer), flush=True)
-    for pid in [pid for pid in statuses if _poll(pid, statuses) is None]:
-        os.kill(pid, signal.SIGKILL)
-
-
-def _poll(pid: int, statuses: dict[int, int | None]) -> int | None:
-    """The exit status of a process that was forked here; None while it runs."""
-    if statuses[pid] is None:
-        found, status = os.waitpid(pid, os.WNOHANG)
-        statuses[pid] = os.waitstatus_to_exitcode(status) if found else None
-    return statuses[pid]
-
-
-def _become(request: dict[str, Any]) -> None:
-    """A run or a session, in a process of its own; does not return."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.clear()
-    os.environ.update(request["environment"])
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    _write_to(request["out"], request["err"])
-    sys.executable = ForkServer().executable
-    end_process(_train(request["command"]) if request["do"] == "run" else _session(request["in"], request["answers"]))
-
-
-def _session(requests: str, answers: str) -> int:
-    from stalesync.process.ray_cluster import ray_cluster
-
-    with open(requests) as lines, open(answers, "w") as told, ray_cluster(None):
-        for line in lines:
-            request = json.loads(line)
-            _write_to(request["out"], request["err"])
-            print(_train(request["command"]), file=told, flush=True)
-    return 0
-
-
-def _train(command: list[str]) -> int:
-    """The exit status of a script, which is run as the interpreter would."""
-    try:
-        return run_script(command)
-    except BaseException:
-        traceback.print_exc()
-        return UNEXPECTED
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-
-
-def _write_to(out: str, err: str) -> None:
-    for number, path in ((1, out), (2, err)):
-        opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(opened, number)
-        os.close(opened)
-
-
-if __name__ == "__main__":
-    serve()

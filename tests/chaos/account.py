@@ -17,9 +17,9 @@ from typing import Any
 
 from benchmarks.runs import make_base
 from tests.chaos.chain import Result, run_chain
-from tests.chaos.forks import Forks
 from tests.chaos.plan import DEPLOYMENTS, Chain, plan_chain
 from tests.chaos.verdict import Ended, Verdict, differences, has_failed_rewards, judge
+from tests.warm import Launcher
 
 FAULTS = (
     "lost",
@@ -48,7 +48,7 @@ class Chaos:
         folder: Path,
         kills: int = 1 << 20,
         only: int = -1,
-        forks: Forks | None = None,
+        forks: Launcher | None = None,
     ) -> None:
         self._seed, self._max_kills, self._folder, self._forks, self._only = seed, kills, folder, forks, only
         self._begin_s, self._seconds = time.monotonic(), 60 * minutes
@@ -203,18 +203,18 @@ class Chaos:
 
 
 @contextmanager
-def prepared(interpreters: bool) -> Iterator[tuple[Path, Forks | None]]:
+def prepared(interpreters: bool) -> Iterator[tuple[Path, Launcher | None]]:
     """Make a tiny model in a new folder, and the process by which runs are started; None: as interpreters."""
     with tempfile.TemporaryDirectory(prefix="ch-", dir="/tmp") as name:  # short: Ray's sockets are below it
         make_base(Path(name) / "model", "addition", "--target", "0.05")
-        forks = None if interpreters or os.getuid() != 0 else Forks()
+        forks = None if interpreters or os.getuid() != 0 else Launcher()
         try:
             yield Path(name), forks
         except PermissionError as error:
             sys.exit(f"error: {error}")
         finally:
             if forks is not None:
-                forks.close()
+                forks.end()
 
 
 def chains(args: Namespace) -> dict[str, Any]:

@@ -15,11 +15,11 @@ from fusion.telemetry.run_contents import GROUPS, METRICS, complete_checkpoints
 from stalesync.job import savepoint
 from stalesync.job.savepoint import groups_in_progress
 from tests.chaos.flips import Flip, strike, with_dropped
-from tests.chaos.forks import Forks
 from tests.chaos.plan import SELDOM, STEPS, Chain, Kill
 from tests.chaos.run import StartedRun
 from tests.chaos.space import Space
 from tests.chaos.verdict import Ended, Remains
+from tests.warm import Launcher
 
 COMMON = """device=emulated cluster.npus=2 parallel=single data=addition data.max_prompt_length=8
 data.prompts_per_step=8 algorithm.group_size=4 training.lr=1e-3 reward.max_failed_share=1
@@ -107,7 +107,7 @@ def run_chain(
     *,
     model: Path,
     reference_s: float,
-    forks: Forks | None = None,
+    forks: Launcher | None = None,
     stopping: Callable[[], bool] = lambda: False,
     note: Note = lambda chain, ended: None,
 ) -> Result:

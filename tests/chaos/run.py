@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from tests.chaos.forks import Forked
 from tests.chaos.plan import FILLED, Kill
 from tests.chaos.space import Space, victim_of
 from tests.chaos.verdict import MENDED, NAMED, Ended
+from tests.warm import WarmRun
 
 ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.03
@@ -48,7 +48,7 @@ class StartedRun:
         out, err = self._outputs
         for path in self._outputs:
             path.write_bytes(b"")  # here: the run may be killed before it can
-        self.process: Forked | subprocess.Popen
+        self.process: WarmRun | subprocess.Popen
         if space.forks is not None:
             self.process = space.forks.start(
                 script,

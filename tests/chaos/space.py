@@ -18,8 +18,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.chaos.forks import Forks
 from tests.stalesync.runs import descendants
+from tests.warm import Launcher
 
 SHARED_MEMORY_MIB, DISK_MIB = 4096, 1024
 """Sizes of the file systems: bounds, no memory is taken before something is written"""
@@ -60,7 +60,7 @@ class Space:
         PermissionError: this user may not create namespaces.
     """
 
-    def __init__(self, folder: Path, forks: Forks | None = None) -> None:
+    def __init__(self, folder: Path, forks: Launcher | None = None) -> None:
         self._folder, self.forks, self.program = folder, forks, sys.executable
         self._servers: frozenset[int] = frozenset()
         for name in ("disk", "tmp", "ray", "forks"):
