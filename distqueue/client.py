@@ -13,7 +13,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,7 +25,7 @@ from distqueue.actor import MAX_CALLS, NAMESPACE, TURN_S, QueueActor, Turn
 from distqueue.actor_calls import call
 from distqueue.checkpoint import check as check_checkpoint
 from distqueue.config import QueueOptions, check_absolute
-from distqueue.errors import DAMAGED, LOST, Damage, LostSample, NoRoomForRows, QueueClosed, SamplesLost
+from distqueue.errors import DAMAGED, LOST, Damage, NoRoomForRows, QueueClosed, SamplesLost
 from distqueue.grants import Grants
 from distqueue.interface import Change, SampleQueue
 from distqueue.journal import read_folder
@@ -139,17 +139,6 @@ class DistQueue(SampleQueue):
                 raise SamplesLost(error.ids, f"{error}{where}") from None
         return batch
 
-    def lengths(self, ids: Sequence[str], columns: Sequence[str]) -> dict[str, list[int]]:
-        lengths = self._call("look", "lengths", tuple(ids), tuple(columns))
-        self.traffic.received_bytes += lengths.nbytes
-        return dict(zip(columns, lengths.tolist(), strict=True))
-
-    def holding(self, column: str) -> list[str]:
-        return self._call("look", "holding", column)
-
-    def lost(self, first: int = 0) -> list[LostSample]:
-        return self._call("look", "lost_since", first)
-
     def stats(self) -> dict[str, float]:
         return self._call("change", "stats")
 
@@ -213,6 +202,11 @@ class DistQueue(SampleQueue):
 
     def _change(self, change: Change[...], *args: Any) -> None:
         self._call("change", change.__name__, *args)
+
+    def _look(self, look: Callable[..., Any], *args: Any) -> Any:
+        answer = self._call("look", look.__name__, *args)
+        self.traffic.received_bytes += getattr(answer, "nbytes", 0)
+        return answer
 
     def _put(self, batch: PackedBatch) -> tuple[str, ...]:
         if not batch.ids:

@@ -63,19 +63,20 @@ class SampleQueue(ABC):
         """Copy columns of live samples, without a lease. ValueError names the sample and the column it lacks.
         SamplesLost, a ValueError, names those that were lost if these are all that is wrong."""
 
-    @abstractmethod
     def lost(self, first: int = 0) -> list[LostSample]:
         """Return the samples that have ended because their payload is damaged or gone, in the order in which this was
         noticed, from the one with index `first`."""
+        return self._look(QueueCore.lost_since, first)
 
-    @abstractmethod
     def lengths(self, ids: Sequence[str], columns: Sequence[str]) -> dict[str, list[int]]:
         """Return the tokens of live samples by column, in the order of `ids`, without reading payload; 1 each for dense
         columns, text and metadata. ValueError names the sample and the column it lacks."""
+        lengths = self._look(QueueCore.lengths, tuple(ids), tuple(columns))
+        return dict(zip(columns, lengths.tolist(), strict=True))
 
-    @abstractmethod
     def holding(self, column: str) -> list[str]:
         """Return the ids of all live samples that hold a column, oldest first. Visits every sample: for recovery."""
+        return self._look(QueueCore.holding, column)
 
     def claim(self, task: str, ids: Iterable[str]) -> None:
         """Lease named samples to `task`, with any columns, without reading them: for a caller that knows its samples.
@@ -128,3 +129,7 @@ class SampleQueue(ABC):
     @abstractmethod
     def _change(self, change: Change[...], *args: Any) -> None:
         """Apply a change to the core, with the current time as its last argument."""
+
+    @abstractmethod
+    def _look(self, look: Callable[..., Any], *args: Any) -> Any:
+        """Call a method of the core that changes nothing."""

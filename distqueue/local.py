@@ -16,7 +16,6 @@ from typing import Any
 
 from distqueue.config import LEASE_S
 from distqueue.core import QueueCore
-from distqueue.errors import LostSample
 from distqueue.interface import Change, SampleQueue
 from distqueue.messages import Delivery, Put
 from distqueue.packed import PackedBatch
@@ -81,19 +80,6 @@ class LocalQueue(SampleQueue):
             located = self._locate(self._core.locate(ids, columns))
         return self._gather(located)
 
-    def lengths(self, ids: Sequence[str], columns: Sequence[str]) -> dict[str, list[int]]:
-        with self._lock:
-            lengths = self._core.lengths(ids, columns)
-        return dict(zip(columns, lengths.tolist(), strict=True))
-
-    def holding(self, column: str) -> list[str]:
-        with self._lock:
-            return self._core.holding(column)
-
-    def lost(self, first: int = 0) -> list[LostSample]:
-        with self._lock:
-            return self._core.lost_since(first)
-
     def fetch(self, request: GetRequest, left: futures.Future[None] | None = None) -> PackedBatch:
         with self._waiting(request) as answer:
             await_first(answer, left, request.timeout_s)
@@ -139,6 +125,10 @@ class LocalQueue(SampleQueue):
         with self._lock:
             change(self._core, *args, time.time())
             self._follow_up()
+
+    def _look(self, look: Callable[..., Any], *args: Any) -> Any:
+        with self._lock:
+            return look(self._core, *args)
 
     def _reserve(self, batch: PackedBatch) -> Segment:
         """Wait for room."""
