@@ -84,7 +84,7 @@ def load_card(
     if restart:
         meshes = Meshes.create_restarted(spec, rank, restart, device.process_group_backend)
     else:
-        meshes = Meshes.create(spec, rank)
+        meshes = Meshes.create(spec, rank, device.process_group_backend)
     place: dict[str, Any] = dict(spec=spec, rank=rank, device=device, meshes=meshes)
     weights = PolicyWeights(**place, train_model=parts.train_model, infer_model=parts.infer_model)
     # Before the trainer, while there is enough memory to copy a reference from the trained weights.

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 from fusion.colocate.card import Card, load_card
+from fusion.colocate.groups import raise_file_limit
 from fusion.colocate.parts import WorkerParts, worker_parts
 from fusion.colocate.phases import Phase, PhaseMachine
-from fusion.colocate.rendezvous import LOOPBACK, Rendezvous, join, rejoin
+from fusion.colocate.rendezvous import LOOPBACK, Rendezvous, join
 from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.stages import StageLog, wait_kind
 from fusion.inference.pooled import KVPeers
@@ -91,11 +92,9 @@ class LoadedWorker:
         parts = self._parts or worker_parts(spec)
         log = StageLog(self.rank, device, parts.pacer)
         torch.set_num_threads(1)
-        if restart and not dist.is_initialized():
-            rejoin(address, rank=self.rank, world=spec.world)
-        elif spec.world > 1 and not dist.is_initialized():
-            backend, opened = device.process_group_backend, self._rendezvous
-            join(address, rank=self.rank, world=spec.world, backend=backend, opened=opened)
+        if spec.world > 1 and not dist.is_initialized():
+            raise_file_limit(spec)
+            join(address, rank=self.rank, world=spec.world, opened=self._rendezvous)
         with log.work("restart" if restart else "prepare"):
             self._card = load_card(
                 spec=spec,

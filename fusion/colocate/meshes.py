@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from fusion.colocate.groups import add_mesh, plan_groups, replicas
 from fusion.colocate.rendezvous import new_group
 from fusion.colocate.spec import WorkerSpec
 from fusion.model import Mesh, Parallel
@@ -34,26 +34,41 @@ class Meshes:
     checkpoint_group: dist.ProcessGroup | None = None
 
     @classmethod
-    def create(cls, spec: WorkerSpec, rank: int) -> Meshes:
-        """Create all groups in the same order on every card. Collective over the whole world."""
+    def create(cls, spec: WorkerSpec, rank: int, backend: str) -> Meshes:
+        """Create all groups in the same order on every card. Collective over the whole world.
+
+        Args:
+            backend: `Device.process_group_backend`.
+        """
         deployment = spec.deployment
+        made = {
+            members: dist.new_group(list(members), backend=_backend(backend, host))
+            for members, host in (plan_groups(spec) if spec.world > 1 else {}).items()
+        }
 
         def mesh(parallel: Parallel | None, ranks: tuple[int, ...]) -> Mesh | None:
-            made = Mesh.create(parallel, ranks) if parallel is not None and ranks else None
-            return made if made is not None and made.rank >= 0 else None
+            if parallel is None or rank not in ranks:
+                return None
+            return Mesh.create(parallel, ranks, lambda members: made[tuple(members)])
+
+        def group(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+            return made[ranks] if rank in ranks and len(ranks) > 1 else None
 
         train = mesh(spec.train, deployment.train)
         engines = [mesh(spec.infer_of_one_engine, ranks) for ranks in spec.engines]
-        reward = spec.reward_model
+        reward, save = spec.reward_model, None
+        if len(deployment.train) > 1:
+            save = dist.new_group(list(deployment.train), backend="gloo")
+        replica = next((members for members in replicas(spec) if rank in members), ())
         return cls(
             train=train,
             engine=next((engine for engine in engines if engine is not None), None),
             reference=mesh(spec.reference, deployment.reference),
             reward_model=mesh(reward.layout if reward else None, deployment.reward_model),
-            actor=group_of(deployment.actor, rank),
-            trainers=group_of(deployment.train, rank),
-            replica=_replicas(spec, rank) if spec.train.pp > 1 else train.tp_group if train else None,
-            checkpoint_group=group_of(deployment.train, rank, "gloo"),
+            actor=group(deployment.actor),
+            trainers=group(deployment.train),
+            replica=group(replica),
+            checkpoint_group=save if rank in deployment.train else None,
         )
 
     @classmethod
@@ -66,12 +81,13 @@ class Meshes:
             backend: `Device.process_group_backend`.
         """
         ranks = next(ranks for ranks in spec.engines if rank in ranks)
-        engine = Mesh.create(
-            spec.infer_of_one_engine,
-            ranks,
-            lambda members: new_group(members, f"restart {restart}: engine {members}", backend),
-        )
-        return cls(engine=engine)
+        groups = add_mesh({}, spec.infer_of_one_engine, ranks)
+
+        def create(members: list[int]) -> dist.ProcessGroup | None:
+            chosen = _backend(backend, groups[tuple(members)])
+            return new_group(members, f"restart {restart}: engine {members}", chosen)
+
+        return cls(engine=Mesh.create(spec.infer_of_one_engine, ranks, create))
 
     def leave_actor(self) -> None:
         """Leave the group `actor`, in which a collective has failed, so that no other rank waits for this one in it.
@@ -87,19 +103,6 @@ class Meshes:
         self.actor = new_group(spec.deployment.actor, f"restart {restart}: actor", backend)
 
 
-def group_of(ranks: Sequence[int], rank: int, backend: str | None = None) -> dist.ProcessGroup | None:
-    """Create the process group of ``ranks``; None if it has one member or ``rank`` is not in it. Collective over the
-    world."""
-    if len(ranks) == 1:
-        return None
-    group = dist.new_group(list(ranks), backend=backend)
-    return group if rank in ranks else None
-
-
-def _replicas(spec: WorkerSpec, rank: int) -> dist.ProcessGroup | None:
-    """Group all TP ranks of all stages with the same DP coordinate, the first rank of the first stage in front."""
-    members: dict[int, list[int]] = {}
-    for place, card in enumerate(spec.deployment.train):
-        members.setdefault(spec.train.coordinate("dp", place), []).append(card)
-    groups = [group_of(cards, rank) for cards in members.values()]
-    return next((group for group in groups if group is not None), None)
+def _backend(backend: str, host: bool) -> str:
+    """Return the backend of a group; without gloo if the host does not communicate in it."""
+    return backend if host else backend.rpartition(",")[-1]

@@ -1,14 +1,14 @@
-"""Join the cards of a run in one process group, at an address that only they are told.
+"""Make the cards of a run meet, at an address that only they are told, to create their process groups.
 
     first card   open_rendezvous(host)  binds a free port of ``host`` and keeps it
                       │ tcp://HOST:PORT/KEY, through Ray's authenticated calls
     every card   join(address, …)       the first card's store listens on that socket; all meet under KEY
 
 A process that takes the place of one that has ended cannot enter the groups of which that one was a member: torch's
-groups keep their members. It meets the first card's store with `rejoin`, and the ranks that it works with make new
-groups, under a name that none has had before (`new_group`):
+groups keep their members. It meets the first card's store, too, and the ranks that it works with make new groups, under
+a name that none has had before (`new_group`):
 
-    restarted card   rejoin(address, …) ─► new_group(ranks, "restart 1") ─┬─ one group
+    restarted card   join(address, …) ─► new_group(ranks, "restart 1") ─┬─ one group
     other cards      no collective is under way ─► new_group(ranks, "restart 1") ─┘
 
 torch's own `tcp://` rendezvous listens on all interfaces, whatever its address says. Here the store listens on ``host``
@@ -60,44 +60,32 @@ class Rendezvous:
         return self._socket.detach()
 
 
-def join(address: str, *, rank: int, world: int, backend: str, opened: Rendezvous | None = None) -> None:
-    """Make this process ``rank`` of the default process group. Collective over its ``world`` ranks.
+def join(address: str, *, rank: int, world: int, opened: Rendezvous | None = None) -> None:
+    """Make this process ``rank`` of the default process group, at the start of the run or in place of one that has
+    ended. The default group sends nothing and opens no connection: it serves to create others, as `new_group` does.
 
     The first rank must have opened its rendezvous before others join. Whether they reach it is tried first, as torch's
     store would retry for half an hour.
 
     Args:
         address: `Rendezvous.address` of rank 0.
-        backend: `Device.process_group_backend`.
         opened: on rank 0, the rendezvous itself.
 
     Raises:
         ValueError: ``address`` is not that of a rendezvous.
         NotReached: this process cannot connect to it.
     """
-    assert (opened is not None) == (rank == 0), "the first rank opens the rendezvous"
-    dist.init_process_group(
-        backend, store=_connect(address, rank=rank, world=world, opened=opened), rank=rank, world_size=world
-    )
-
-
-def rejoin(address: str, *, rank: int, world: int) -> None:
-    """Make this process ``rank`` in place of one that has ended. Its default group sends nothing, as those of the
-    other ranks have lost a member: it serves to create others (`new_group`).
-
-    Raises:
-        ValueError, NotReached: as `join`.
-    """
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers torch's backend `fake`
 
-    assert rank != 0, "the first rank holds the store"
-    dist.init_process_group("fake", store=_connect(address, rank=rank, world=world), rank=rank, world_size=world)
+    assert (opened is not None) == (rank == 0), "the first rank opens the rendezvous"
+    store = _connect(address, rank=rank, world=world, opened=opened)
+    dist.init_process_group("fake", store=store, rank=rank, world_size=world)
 
 
 def new_group(ranks: Sequence[int], name: str, backend: str) -> dist.ProcessGroup | None:
-    """Create the process group of ``ranks`` (global ranks, ascending), of which some may have rejoined; None on other
-    ranks. Collective over its ranks alone, unlike torch's `new_group`, which counts groups and so must be called by all
-    ranks as often.
+    """Create the process group of ``ranks`` (global ranks, ascending), of which some may have joined later; None on
+    other ranks. Collective over its ranks alone, unlike torch's `new_group`, which counts groups and so must be called
+    by all ranks as often.
 
     Args:
         name: that no group of the run has had before; the same on all ranks.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fusion.model.parallel import AXES, Parallel
+from fusion.model.parallel import Parallel
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,5 @@ class Mesh:
                     own_group = group_by_members[members]
             return own_group
 
-        own_groups = {f"{axis}_group": create_groups(parallel.groups(axis)) for axis in AXES}
-        own_groups |= {
-            "ends_group": create_groups(parallel.ends()),
-            "stage_group": create_groups(parallel.stages()),
-            "world_group": create_groups((tuple(range(parallel.world)),)),
-        }
+        own_groups = {f"{name}_group": create_groups(groups) for name, groups in parallel.process_groups().items()}
         return cls(parallel, ranks.index(own_rank) if own_rank in ranks else -1, **own_groups)

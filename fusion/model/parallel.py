@@ -25,6 +25,10 @@ Axis = Literal["tp", "dp", "etp", "ep", "edp", "pp"]
 AXES: tuple[Axis, ...] = ("tp", "dp", "etp", "ep", "edp", "pp")
 
 
+CARD_ONLY = frozenset(("etp", "ep", "edp", "ends"))
+"""Process groups in which only cards communicate, and the host never does"""
+
+
 @dataclass(frozen=True)
 class Parallel:
     """Holds the sizes of one layout: ``world`` ranks in ``pp`` stages; tensor parallel ``tp``; expert parallel ``ep``;
@@ -93,6 +97,15 @@ class Parallel:
         """Return the ranks of each pipeline stage."""
         size = self.stage_world
         return tuple(tuple(range(stage * size, (stage + 1) * size)) for stage in range(self.pp))
+
+    def process_groups(self) -> dict[str, tuple[tuple[int, ...], ...]]:
+        """Return all groups of ranks by the name of the process group that `mesh.py` makes of them."""
+        whole = (tuple(range(self.world)),)
+        return {axis: self.groups(axis) for axis in AXES} | {
+            "ends": self.ends(),
+            "stage": self.stages(),
+            "world": whole,
+        }
 
     def layers(self, num_layers: int, stage: int) -> range:
         """Return the layers of a pipeline stage: split as evenly as possible, the remainder to earlier stages (the

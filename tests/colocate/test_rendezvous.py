@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from fusion.colocate.rendezvous import LOOPBACK, Rendezvous, interface_of, join, new_group, rejoin
+from fusion.colocate.rendezvous import LOOPBACK, Rendezvous, interface_of, join, new_group
 from tests.helpers import processes
 from tests.machine import patience
 from tests.sockets import Listening, listening
@@ -19,10 +19,10 @@ def _meet(pipe, rank, world, host):
 
     opened = Rendezvous(host) if rank == 0 else None
     pipe.send(opened and opened.address)
-    join(pipe.recv(), rank=rank, world=world, backend="cpu:gloo", opened=opened)
+    join(pipe.recv(), rank=rank, world=world, opened=opened)
     total = torch.tensor([rank + 1])
-    dist.all_reduce(total)
-    half = dist.new_group([0, 1])
+    dist.all_reduce(total, group=dist.new_group(backend="cpu:gloo"))
+    half = dist.new_group([0, 1], backend="cpu:gloo")
     dist.all_reduce(total, group=half)
     pipe.send((int(total), sorted(listening(os.getpid()))))
     pipe.recv()
@@ -84,12 +84,9 @@ def _lose_the_last(pipe, rank, again):
 
     opened = Rendezvous(LOOPBACK) if rank == 0 else None
     pipe.send(opened and opened.address)
-    if again:
-        rejoin(pipe.recv(), rank=rank, world=3)
-    else:
-        join(pipe.recv(), rank=rank, world=3, backend="cpu:gloo", opened=opened)
-    kept = None if again else dist.new_group([0, 1])
-    everyone = None if again else dist.new_group([0, 1, 2])
+    join(pipe.recv(), rank=rank, world=3, opened=opened)
+    kept = None if again else dist.new_group([0, 1], backend="cpu:gloo")
+    everyone = None if again else dist.new_group([0, 1, 2], backend="cpu:gloo")
     pipe.send(everyone and add(everyone))
     while (name := pipe.recv()) != "end":
         if everyone is not None:
@@ -143,7 +140,7 @@ def _answer(pipe):
 @pytest.mark.parametrize("address", ["", "nowhere://", "tcp://127.0.0.1:80", "tcp://127.0.0.1/key", "tcp://:80/key"])
 def test_an_address_that_is_none_is_refused(address):
     with pytest.raises(ValueError, match="expected tcp://HOST:PORT/KEY"):
-        join(address, rank=1, world=2, backend="gloo")
+        join(address, rank=1, world=2)
 
 
 def test_every_rendezvous_has_its_own_port_and_key():

@@ -47,7 +47,7 @@ def _set_groups(mesh: Mesh, local_rank: int, backend: str) -> None:
     if not dist.is_initialized():  # vLLM needs groups also of a single card
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     config = get_current_vllm_config()
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
     world = mesh.world_group or alone
 
     def coordinator(

@@ -240,7 +240,8 @@ def process_groups(mesh: Mesh, device: Device) -> Any:
 
     if not dist.is_initialized():  # Megatron needs groups also of a single card
         dist.init_process_group(device.process_group_backend, store=dist.HashStore(), rank=0, world_size=1)
-    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    backend = device.process_group_backend
+    alone = dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
     tp, dp, edp, stage = (group or alone for group in (mesh.tp_group, mesh.dp_group, mesh.edp_group, mesh.stage_group))
     parallel_state._GLOBAL_MEMORY_BUFFER = TransientBuffer(device)
     return ProcessGroupCollection(
@@ -250,7 +251,7 @@ def process_groups(mesh: Mesh, device: Device) -> Any:
         tp_cp=tp,
         ep=mesh.ep_group or alone,
         expt_tp=mesh.etp_group or alone,
-        tp_ep=_expert_group(mesh) or alone,
+        tp_ep=_expert_group(mesh, backend) or alone,
         tp_dp_cp=stage,
         dp=dp,
         dp_cp=dp,
@@ -259,7 +260,7 @@ def process_groups(mesh: Mesh, device: Device) -> Any:
     )
 
 
-def _expert_group(mesh: Mesh) -> dist.ProcessGroup | None:
+def _expert_group(mesh: Mesh, backend: str) -> dist.ProcessGroup | None:
     """Return the group of the ranks that together hold all experts of a stage. Collective over them."""
     parallel = mesh.parallel
     if parallel.ep == 1 or parallel.etp == 1:
@@ -274,7 +275,7 @@ def _expert_group(mesh: Mesh) -> dist.ProcessGroup | None:
         for place, rank in enumerate(ranks)
         if [parallel.coordinate(axis, place) for axis in ("pp", "edp")] == own  # type: ignore[arg-type]
     ]
-    return dist.new_group(members, use_local_synchronization=True)
+    return dist.new_group(members, backend=backend, use_local_synchronization=True)
 
 
 class TransientBuffer:
