@@ -37,6 +37,8 @@ if CHECKOUT:
     sys.path.insert(0, str(ROOT))  # needs no installation
 
 from stalesync.job.combinations import Backend, Combination, Environment, combinations, megatron, vllm  # noqa: E402
+from stalesync.process.card_environment import card_environment, card_files, describe, exported_here  # noqa: E402
+from stalesync.smoke.prerequisites import cann_home, version_of  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -84,10 +86,6 @@ def required_by(extra: str) -> str:
     return next(one.strip() for one, _, marker in named if marker.replace("'", '"').strip() == f'extra == "{extra}"')
 
 
-def version_of(name: str) -> str | None:
-    return next((package.version for package in importlib.metadata.distributions(name=name)), None)
-
-
 def package(requirement: str) -> Check:
     """Checks that a required package is installed at an accepted version."""
     name = re.split(r"[^\w.-]", requirement)[0]
@@ -112,14 +110,18 @@ def packages() -> list[Check]:
 
 def ascend() -> Check:
     """Checks for Ascend cards and what they need: CANN and torch_npu."""
-    cards = len(glob.glob("/dev/davinci[0-9]*"))
-    homes = (os.environ.get("ASCEND_TOOLKIT_HOME", ""), "/usr/local/Ascend/ascend-toolkit/latest")
-    cann = next((home for home in homes if home and Path(home).exists()), "")
+    cards, cann = len(card_files()), cann_home()
     adapter = version_of("torch_npu")
     found = f"{cards} cards, CANN {cann or 'not found'}, torch_npu {adapter or 'not installed'}"
     lacking = "" if cann and adapter else "install CANN, source its set_env.sh, pip install the torch_npu of this torch"
     status = "none" if not cards else "warn" if lacking else "ok"
     return Check("Ascend NPU", status, found, advice=lacking if cards else "")
+
+
+def environment_of_cards() -> list[Check]:
+    """Returns the variables with which a run on the Ascend cards of this machine alone starts its processes."""
+    variables = card_environment("npu", cards=len(card_files())) if card_files() else {}
+    return [Check("card variables", "ok", describe(variables, exported_here()))] if variables else []
 
 
 def cuda() -> Check:
@@ -143,7 +145,7 @@ def environment(missing: list[str]) -> Environment:
         versions["mindspeed"] = version_of("mindspeed") or "unknown"
     return Environment(
         versions={**versions, "Python": platform.python_version()},
-        ascend=bool(glob.glob("/dev/davinci[0-9]*")),
+        ascend=bool(card_files()),
         checkout=CHECKOUT,
         missing=tuple(missing),
         megatron_pin=required_by("megatron"),
@@ -264,7 +266,13 @@ def space(name: str, *, free: int, total: int, needed_gib: int, advice: str) -> 
 def examine(quick: bool = False) -> list[Check]:
     """Runs all checks, in the order of the table."""
     checks = [python(), *packages()]
-    checks += [ascend(), cuda(), *backends([check.name for check in checks if check.status == "missing"]), compiler()]
+    checks += [
+        ascend(),
+        *environment_of_cards(),
+        cuda(),
+        *backends([check.name for check in checks if check.status == "missing"]),
+        compiler(),
+    ]
     if not quick:
         print("opening the emulated NPU; its first build takes about a minute …", file=sys.stderr, flush=True)
     checks.append(emulator(LOOK if quick else OPEN))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,11 +12,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from distqueue import DistQueue
 from fusion.colocate import WorkerSpec
+from fusion.colocate.groups import cost_of
 from fusion.npu.config import claim
 from fusion.npu.operators import block_tokens
 from stalesync.cards.card import Card
 from stalesync.policy.placing import check_cards, order_by_place, spread
+from stalesync.process.card_environment import card_environment, describe, exported_here, without
 from stalesync.process.hosts import Host, alive_hosts, all_hosts
+
+log = logging.getLogger(__name__)
 
 THREADS = {"control": 2, "chunks": 1, "weights": 1, "save": 1, "watch": 1}
 """Threads of a card beside that of its stages, by the kind of call"""
@@ -40,7 +45,7 @@ class CardActors:
         check_cards(kind, spec.world, ray.cluster_resources())
         self._args = on_cards(spec, kind), queue, text_server
         remote: Any = ray.remote
-        self._class = remote(concurrency_groups=THREADS, **resources)(Card)
+        self._class = remote(concurrency_groups=THREADS, **resources, **self._environment(kind))(Card)
         self._chooses_nodes = kind == "emulated"
         self.hosts: list[Host] = []
         """Of every rank, once they are in order"""
@@ -75,6 +80,22 @@ class CardActors:
         """End the processes of these ranks; None: of all."""
         for actor in self._actors if ranks is None else [self._actors[rank] for rank in ranks]:
             ray.kill(actor)
+
+    def _environment(self, kind: str) -> dict[str, Any]:
+        """Return the option by which the cards' processes start with their variables; those that a host exports stay
+        as they are on all."""
+        spec: WorkerSpec = self._args[0]
+        variables = card_environment(kind, cards=spec.world, communicators=cost_of(spec).communicators)
+        if not variables:
+            return {}
+        remote: Any = ray.remote
+        ask, hosts = remote(num_cpus=0)(exported_here), alive_hosts(ray.nodes())
+        asked = [ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)) for node in hosts]
+        exported = {**exported_here()}
+        for of_host in ray.get([one.remote() for one in asked]):
+            exported |= of_host
+        log.warning("environment of the cards: %s", describe(variables, exported))
+        return {"runtime_env": {"env_vars": without(variables, exported)}}
 
     def _start(self, node: str | None, soft: bool = False) -> Any:
         """Start an actor. ``node``: on which, None: Ray chooses; ``soft``: elsewhere if there is none."""

@@ -23,6 +23,7 @@ from fusion.npu import Device
 from fusion.rollout import SuspendedSample
 from stalesync.cards.kv_servers import RayPeer, remote_pools
 from stalesync.cards.text_server import caller
+from stalesync.process.card_environment import bind_to_cores
 from stalesync.process.garbage import keep_few_collectives
 from stalesync.process.process_log import write_log_to
 
@@ -77,6 +78,8 @@ class Card(Worker):
             write_log_to(log)
         keep_few_collectives()
         spec, queue = self._spec_and_queue
+        for card in self.place()[1][:1]:
+            bind_to_cores(spec.device.kind, card)
         pools = remote_pools(spec, rank, kv_peers)
         super().__init__(spec, rank, queue, exchange_texts=caller(self._text_server), kv_peers=pools)
 

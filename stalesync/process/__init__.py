@@ -7,6 +7,7 @@ ray_guard      end Ray's processes if the controller is killed; `ray_end`: end a
 stopping       end a run by a signal
 hosts          names of hosts and ranks; `host_check`, `host_files`: refuse hosts that cannot train together
 garbage        rare garbage collection; `in_flight`: calls whose answers are awaited later
+card_environment  the variables with which the processes of real cards start
 
 `failures`, `hosts`, `run_log` and the watchers import neither torch nor the loop: the guard is a process that stays
 small.

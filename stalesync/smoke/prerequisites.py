@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from stalesync.process.card_environment import card_files
+
 PACKAGES = (
     "torch",
     "torch_npu",
@@ -40,6 +42,8 @@ class Missing:
 
 def missing_for(kind: str) -> list[Missing]:
     """Return what a kind of card needs and this machine lacks."""
+    if kind == "cuda" and not glob.glob("/dev/nvidia[0-9]*"):
+        return [Missing("NVIDIA card", "no /dev/nvidia0; pass the card into the container (docker run --gpus all)")]
     if kind != "npu":
         return []
     lacking = []
@@ -77,10 +81,6 @@ def describe_machine() -> dict[str, Any]:
             if name.startswith(("ASCEND_", "HCCL_", "PYTORCH_NPU_", "TORCH_DEVICE_"))
         },
     }
-
-
-def card_files() -> list[str]:
-    return glob.glob("/dev/davinci[0-9]*")
 
 
 def cann_home() -> str | None:
