@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# What to run first on a machine with Ascend cards: checks installation, devices, hccl, a switch and ten training steps,
-# and writes ascend_smoke.json, a report to attach to an issue. Takes about two minutes. Arguments go to
+# What to run first on a machine with Ascend cards: checks installation, devices, hccl, a switch, a model's operators and
+# ten training steps in bfloat16, and writes ascend_smoke.json, a report to attach to an issue. Takes about two minutes.
+# Arguments go to
 # scripts/smoke.py: --cards 2, --stages device,hccl, --report FILE. Without a card: --device emulated.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -1,12 +1,14 @@
 """Checks the cards of this machine and writes a report to send back.
 
     python scripts/smoke.py                       Ascend cards (device=npu), all of them
+    python scripts/smoke.py --device cuda         NVIDIA cards
     python scripts/smoke.py --device emulated     without a card: what CI runs
 
 Stages: doctor (what is installed), device (open, allocate, compute, release; HBM counted), hccl (collectives between
-the cards), switch (weights from training to generation and back: checksums, peak against the bound), train (ten steps
-of a small model). A stage that fails or cannot run does not stop the next one. Exits with 0 if all stages are ok, with
-1 otherwise.
+the cards; NCCL on NVIDIA), switch (weights from training to generation and back: checksums, peak against the bound),
+model (operators with 128 and more experts, log-probabilities of trainer and engine, repeated steps bit by bit), train
+(ten steps of a small model). All in bfloat16, with head size 128 and 128 experts. A stage that fails or cannot run does
+not stop the next one. Exits with 0 if all stages are ok, with 1 otherwise.
 """
 
 import argparse
@@ -27,8 +29,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--cards", type=int, help="use the first N cards (default: all; emulated: 4)")
     parser.add_argument("--stages", default=",".join(NAMES), help="comma-separated (default: all)")
     parser.add_argument("--timeout", type=float, default=600, help="seconds for each command of a stage (default: 600)")
-    parser.add_argument("--report", type=Path, default=Path("ascend_smoke.json"), help="file of the report")
+    parser.add_argument("--report", type=Path, help="file of the report (default: ascend_smoke.json, cuda_smoke.json)")
     options = parser.parse_args(arguments)
+    options.report = options.report or Path("cuda_smoke.json" if options.device == "cuda" else "ascend_smoke.json")
     names = options.stages.split(",")
     if unknown := sorted(set(names) - set(NAMES)):
         parser.error(f"--stages: unknown {', '.join(unknown)}; expected some of {', '.join(NAMES)}")
@@ -38,12 +41,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(options: argparse.Namespace, names: list[str]) -> int:
+    from stalesync.process.card_environment import card_environment, card_files, describe, exported_here
     from stalesync.smoke.prerequisites import describe_machine, missing_for
     from stalesync.smoke.report import SmokeReport, lines_of
     from stalesync.smoke.stages import Stages
 
     cards = options.cards or (4 if options.device == "emulated" else None)
     missing = missing_for(options.device)
+    if variables := card_environment(options.device, cards=cards or len(card_files())):
+        print(f"environment: {describe(variables, exported_here())}")
     for one in missing:
         print(one, file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="smoke-") as folder:

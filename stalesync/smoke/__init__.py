@@ -4,6 +4,7 @@
     stages          what each stage starts: one process, or one for each card; skips those that cannot run; pure
     processes       runs them with a time limit, and keeps what they wrote
     on_card         device, hccl and switch: what such a process does on its card
+    model_checks    model: operators, log-probabilities and repeated steps of a trainer and an engine on a card
     training        ten steps of a small model by `scripts/train.py`, and what its metrics must show
     report          the results of the stages as JSON and as text; pure
 

@@ -1,4 +1,4 @@
-"""Check one card, its collectives, and a switch, in a process of its own: `python -m stalesync.smoke.on_card …`.
+"""Check a card, its collectives, a switch and a model, in a process of its own: `python -m stalesync.smoke.on_card …`.
 
 The last line of the output is a JSON object of figures; a check that does not hold raises, with both values.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
 from collections.abc import Callable
 from functools import partial
@@ -17,9 +18,14 @@ import torch
 import torch.distributed as dist
 
 from fusion.ep_switch import Layout, Switcher, plan_switch, weights_checksum
+from fusion.ep_switch.checksum import run_sums
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer
+from fusion.model.box_checksum import box_checksum
 from fusion.model.formats import embedded_format
 from fusion.npu import Device, open_device
+from stalesync.process.card_environment import MAX_BUFFER_MB
+from stalesync.smoke.model_checks import check_model
+from stalesync.smoke.report import check
 
 MIB = 1 << 20
 BUFFER_BYTES = 64 * MIB
@@ -28,6 +34,8 @@ LEAST_MAPPED_BYTES = BUFFER_BYTES - 2 * 20 * MIB
 WORKSPACE_BYTES = 64 * MIB
 """What the operators of a card may keep for their next call"""
 MESSAGE_BYTES = 16 * MIB
+COMMUNICATOR_BYTES = 64 * MIB
+"""What a communicator of HCCL may take beside its two buffers"""
 BUCKETS_OF_A_SHARD = 16
 GRANULE = 512
 """Bytes that an allocator rounds a block up to"""
@@ -35,26 +43,20 @@ GRANULE = 512
 SHAPE = dict(
     model_type="qwen3_moe",
     vocab_size=2048,
-    hidden_size=256,
-    intermediate_size=512,
-    num_hidden_layers=8,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=4,
     num_attention_heads=8,
     num_key_value_heads=4,
-    head_dim=32,
-    num_experts=8,
-    num_experts_per_tok=2,
-    moe_intermediate_size=128,
+    head_dim=128,
+    num_experts=128,
+    num_experts_per_tok=8,
+    moe_intermediate_size=64,
     norm_topk_prob=True,
     tie_word_embeddings=False,
     max_position_embeddings=1024,
 )
-"""14 million parameters"""
-
-
-def check(holds: bool, claim: str, *values: Any) -> None:
-    """Raise RuntimeError with the claim and the values unless it holds."""
-    if not holds:
-        raise RuntimeError(f"{claim}: {', '.join(map(str, values))}")
+"""15 million parameters"""
 
 
 def check_device(device: Device) -> dict[str, Any]:
@@ -76,8 +78,9 @@ def check_device(device: Device) -> dict[str, Any]:
     back = device.host_empty((BUFFER_BYTES // 4,), torch.float32)
     to_host_s = seconds_of(device, partial(back.copy_, buffer, non_blocking=True))
     check(torch.equal(back, host), "a copy to the card and back is bitwise the same", "it is not")
-    largest_error = error_of_product(device)
-    check(largest_error < 1e-2, "relative error of a float32 product against the CPU's", largest_error)
+    errors = {dtype: error_of_product(device, getattr(torch, dtype)) for dtype in ("float32", "bfloat16")}
+    check(max(errors.values()) < 1e-2, "relative error of a product against the CPU's by dtype", errors)
+    check_checksums(device)
     device.synchronize()
     device.empty_cache()
     held, free_held = device.memory(), module.mem_get_info(device.index)[0]
@@ -96,16 +99,28 @@ def check_device(device: Device) -> dict[str, Any]:
         "kept_bytes": kept,
         "to_card_bytes_per_s": BUFFER_BYTES / to_card_s,
         "to_host_bytes_per_s": BUFFER_BYTES / to_host_s,
-        "product_error": largest_error,
+        "product_error": errors["float32"],
+        "bfloat16_error": errors["bfloat16"],
     }
 
 
-def error_of_product(device: Device) -> float:
+def error_of_product(device: Device, dtype: torch.dtype) -> float:
     """Return the largest error of a product of 256 x 256 matrices, relative to the largest value."""
     random = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(256, 256, generator=random) for _ in range(2))
-    computed = (a.to(device.torch_device) @ b.to(device.torch_device)).cpu()
-    return float((computed - a @ b).abs().max() / (a @ b).abs().max())
+    a, b = (torch.randn(256, 256, generator=random).to(dtype) for _ in range(2))
+    computed, expected = (a.to(device.torch_device) @ b.to(device.torch_device)).cpu(), a.float() @ b.float()
+    return float((computed - expected).abs().max() / expected.abs().max())
+
+
+def check_checksums(device: Device) -> None:
+    """Compare checksums that the card computes with the host's: its integers must hold 63 bits in products and sums."""
+    random = torch.Generator().manual_seed(0)
+    host = torch.randn(512, 3000, generator=random).to(torch.bfloat16)
+    card, region, ends = host.to(device.torch_device), ((0, 512), (0, 3000)), [1, 70_000, host.numel()]
+    sums = [box_checksum(values, "weight", region) for values in (card, host)]
+    check(sums[0] == sums[1], "checksum of a matrix on the card and on the host", *sums)
+    by_run = [run_sums(values.flatten(), ends).tolist() for values in (card, host)]
+    check(by_run[0] == by_run[1], "checksums of runs on the card and on the host", *by_run)
 
 
 def check_collectives(device: Device) -> dict[str, Any]:
@@ -132,12 +147,29 @@ def check_collectives(device: Device) -> dict[str, Any]:
     return {
         "backend": device.process_group_backend,
         "cards": world,
+        "communicator_bytes": check_communicator(device),
         "bytes": count * 4,
         "all_reduce_s": reduce_s,
         "all_to_all_s": exchange_s,
         "all_reduce_bytes_per_s": 2 * (world - 1) / world * count * 4 / reduce_s,
         "all_to_all_bytes_per_s": (world - 1) / world * count * 4 / exchange_s,
     }
+
+
+def check_communicator(device: Device) -> int:
+    """Return the HBM that one more communicator takes; HCCL's must be of two of its buffers."""
+    module = torch.get_device_module(device.torch_device)
+    value = torch.ones(1, device=device.torch_device)
+    device.synchronize()
+    free = module.mem_get_info(device.index)[0]
+    dist.all_reduce(value, group=dist.new_group(backend=device.process_group_backend.rpartition(",")[-1]))
+    device.synchronize()
+    taken = free - module.mem_get_info(device.index)[0]
+    if device.kind == "npu":
+        buffer_mb = int(os.environ.get("HCCL_BUFFSIZE", MAX_BUFFER_MB))
+        bound = (2 * buffer_mb << 20) + COMMUNICATOR_BYTES
+        check(taken <= bound, f"HBM of a communicator with HCCL_BUFFSIZE={buffer_mb}", taken, bound)
+    return taken
 
 
 def layouts_of(world: int) -> tuple[Parallel, Parallel]:
@@ -154,10 +186,12 @@ def check_switch(device: Device) -> dict[str, Any]:
     allocator's peak against the plan's bound."""
     rank, world = dist.get_rank(), dist.get_world_size()
     config, ranks = ModelConfig.from_hf(SHAPE), tuple(range(world))
-    shard = max(Layout(config, parallel, ranks).nbytes(place) for parallel in layouts_of(world) for place in ranks)
+    form = embedded_format(device.operators)
+    whole = [Layout(config, parallel, ranks, torch.bfloat16, format=form) for parallel in layouts_of(world)]
+    shard = max(layout.nbytes(place) for layout in whole for place in ranks)
     sizes = [shard // BUCKETS_OF_A_SHARD] * 2 if world > 1 else [shard // 16, shard // 24]  # else all is shared
     layouts = [
-        Layout(config, parallel, ranks, bucket_bytes=nbytes, format=embedded_format(device.operators))
+        Layout(config, parallel, ranks, torch.bfloat16, bucket_bytes=nbytes, format=form)
         for parallel, nbytes in zip(layouts_of(world), sizes, strict=True)
     ]
     train = _build(layouts[0], device)
@@ -221,9 +255,13 @@ def count_cards(kind: str) -> int:
     return torch.get_device_module(open_device(kind).torch_device).device_count()
 
 
+ALONE = {"device": check_device, "model": check_model}
+"""Stages of one card"""
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("stage", choices=["count", "device", "hccl", "switch"])
+    parser.add_argument("stage", choices=["count", "device", "hccl", "switch", "model"])
     parser.add_argument("--kind", required=True)
     parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--world", type=int, default=1)
@@ -233,8 +271,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps({"cards": count_cards(options.kind)}))
         return
     device = open_device(options.kind, index=options.rank)
-    if options.stage == "device":
-        print(json.dumps(check_device(device)))
+    if options.stage in ALONE:
+        print(json.dumps(ALONE[options.stage](device)))
         return
     dist.init_process_group(
         device.process_group_backend,

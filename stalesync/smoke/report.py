@@ -67,3 +67,9 @@ def _short(value: float | str) -> str:
 def tail(text: str) -> str:
     """Return the last lines of an output."""
     return "\n".join(text.rstrip().splitlines()[-TAIL_LINES:])
+
+
+def check(holds: bool, claim: str, *values: Any) -> None:
+    """Raise RuntimeError with the claim and the values unless it holds."""
+    if not holds:
+        raise RuntimeError(f"{claim}: {', '.join(map(str, values))}")

@@ -1,6 +1,7 @@
 """Run the stages one after another; a stage that fails does not stop those that can still run.
 
-doctor ─ device ─ hccl ─ switch ─ train        device counts the cards; hccl uses all, switch and train 1, 2 or 4
+doctor ─ device ─ hccl ─ switch ─ model ─ train     device counts the cards; hccl uses all, switch and train 1, 2 or 4,
+                                                    model one
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from fusion.resources import SCRIPTS
+from stalesync.process.card_environment import card_environment
 from stalesync.smoke import training
 from stalesync.smoke.prerequisites import Missing
 from stalesync.smoke.processes import StageOutcome, run_processes
 from stalesync.smoke.report import FAILED, OK, SKIPPED, StageResult, tail
 
-NAMES = ("doctor", "device", "hccl", "switch", "train")
+NAMES = ("doctor", "device", "hccl", "switch", "model", "train")
 CARDS_OF_A_RUN = (4, 2, 1)
 
 
@@ -58,6 +60,7 @@ class Stages:
             "device": self._device,
             "hccl": lambda: self._ranks("hccl", self.cards or 1),
             "switch": lambda: self._ranks("switch", cards_of_a_run(self.cards or 1)),
+            "model": lambda: self._ranks("model", 1),
             "train": self._train,
         }
         figures, outcome = stages[name]()
@@ -118,6 +121,7 @@ class Stages:
 
     def _run(self, commands: list[list[str]]) -> StageOutcome:
         variables = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONUNBUFFERED": "1"}
+        variables |= card_environment(self.kind, cards=self.cards or 1)
         return run_processes(commands, timeout_s=self.timeout_s, cwd=self.folder, variables=variables)
 
     def _on_card(self, stage: str, *, rank: int = 0, world: int = 1, store: Path | None = None) -> list[str]:

@@ -1,6 +1,6 @@
-"""Train ten steps of a small model on the cards by the scripts of this project, and check what the run reports.
+"""Train ten steps of a small model in bfloat16 by the scripts of this project, and check what the run reports.
 
-scripts/make_base.py ─► a base model that solves a fifth of one-digit sums
+scripts/make_base.py ─► a base model that solves a tenth of one-digit sums
 scripts/train.py     ─► runs/smoke: GRPO, training and generation on the same cards, checksums of every switch
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fusion.resources import SCRIPTS
+from fusion.resources import SCRIPTS, SHAPES
 
 STEPS = 10
 LOGPROB_TOLERANCE = 0.05
@@ -20,7 +20,8 @@ LOGPROB_TOLERANCE = 0.05
 
 
 def base_model_command(python: str, folder: Path, kind: str) -> list[str]:
-    return [python, str(SCRIPTS / "make_base.py"), "addition", str(folder / "base"), "--device", kind]
+    shape = ["--shape", str(SHAPES / "tiny" / "smoke.yaml"), "--target", "0.1"]
+    return [python, str(SCRIPTS / "make_base.py"), "addition", str(folder / "base"), "--device", kind, *shape]
 
 
 def train_command(python: str, folder: Path, *, kind: str, cards: int) -> list[str]:
@@ -36,14 +37,15 @@ def train_command(python: str, folder: Path, *, kind: str, cards: int) -> list[s
         "run.name=smoke",
         f"run.dir={folder / 'runs'}",
         f"run.steps={STEPS}",
-        "run.eval_prompts=16",
+        "run.eval_prompts=8",
         f"model.path={folder / 'base'}",
+        "model.dtype=bfloat16",
         f"cluster.npus={cards}",
         f"device={kind}",
         *layouts[cards],
         "data=addition",
         "data.max_prompt_length=8",
-        "data.prompts_per_step=16",
+        "data.prompts_per_step=4",
         "reward=arithmetic",
         "rollout.max_response_length=5",
         "algorithm=grpo",

@@ -1,4 +1,4 @@
-"""recipes/ascend_smoke.sh on emulated cards, and on a machine that lacks what Ascend needs."""
+"""The smoke recipes: on emulated cards, and on a machine that lacks what real cards need."""
 
 import json
 import os
@@ -11,10 +11,10 @@ from tests.machine import patience, run
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def smoke(report, *arguments, timeout_s=120):
+def smoke(report, *arguments, timeout_s=120, recipe="ascend_smoke.sh"):
     """Runs the recipe; returns its exit status, report and output."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ASCEND_")}
-    command = ["bash", str(ROOT / "recipes/ascend_smoke.sh"), "--report", str(report), *arguments]
+    command = ["bash", str(ROOT / "recipes" / recipe), "--report", str(report), *arguments]
     done = run(command, timeout_s, env=environment)
     return done.returncode, json.loads(report.read_text()) if report.exists() else None, done.stdout + done.stderr
 
@@ -25,6 +25,14 @@ def test_what_is_missing_is_refused_by_name(tmp_path):
     assert status == 1 and not report["ok"]
     for name in ("Ascend card", "CANN", "torch_npu"):
         assert name in [one["name"] for one in report["missing"]] and f"{name} is missing: " in output
+    assert "environment: " in output and "HCCL_BUFFSIZE=" in output
+    assert {stage["status"] for stage in report["stages"]} == {"skipped"}
+
+
+@pytest.mark.skipif(bool(list(Path("/dev").glob("nvidia[0-9]*"))), reason="this machine has an NVIDIA card")
+def test_the_recipe_of_nvidia_cards_names_the_missing_card(tmp_path):
+    status, report, output = smoke(tmp_path / "r.json", "--stages", "device,train", recipe="cuda_smoke.sh")
+    assert status == 1 and report["device"] == "cuda" and "NVIDIA card is missing: no /dev/nvidia0" in output
     assert {stage["status"] for stage in report["stages"]} == {"skipped"}
 
 
@@ -53,6 +61,7 @@ def test_every_stage_on_emulated_cards(tmp_path):
         tmp_path / "r.json", "--device", "emulated", "--cards", "2", "--timeout", timeout, timeout_s=240
     )
     assert status == 0 and report["ok"], output
-    assert [stage["name"] for stage in report["stages"]] == ["doctor", "device", "hccl", "switch", "train"]
-    train = report["stages"][-1]["figures"]
-    assert train["steps"] == 10 and train["grad_norm_max"] > 0 and train["logprobs_diff"] < 1e-4
+    assert [stage["name"] for stage in report["stages"]] == ["doctor", "device", "hccl", "switch", "model", "train"]
+    model, train = (stage["figures"] for stage in report["stages"][-2:])
+    assert model["update_diff_128"] == model["update_diff_160"] == 0 and model["engine_diff_160"] < 0.02
+    assert train["steps"] == 10 and train["grad_norm_max"] > 0 and train["logprobs_diff"] < 0.02

@@ -6,12 +6,13 @@ import json
 import math
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stalesync.smoke import on_card, prerequisites
+from stalesync.smoke import model_checks, on_card, prerequisites
 from stalesync.smoke.prerequisites import Missing, missing_for
 from stalesync.smoke.processes import run_processes
 from stalesync.smoke.report import FAILED, OK, SKIPPED, SmokeReport, StageResult, lines_of
@@ -157,3 +158,51 @@ def test_a_run_is_right_only_if_complete_finite_and_consistent(changes):
         and all(row["training/rollout_logprobs_diff_mean"] <= LOGPROB_TOLERANCE for row in rows)
     )
     assert (summarise(rows)[1] == "") == right
+
+
+def test_a_model_is_checked_with_128_and_more_experts_and_what_differs_fails(monkeypatch):
+    from fusion.npu import open_device
+
+    device = open_device("emulated", index=13, capacity_bytes=512 << 20)
+    monkeypatch.setattr(model_checks, "EXPERTS", (130,))
+    figures = model_checks.check_model(device)
+    assert figures["update_diff_130"] == 0 and figures["engine_diff_130"] < 0.02
+    generated = model_checks._generate
+    calls = []
+
+    def other_bits(*arguments):
+        outputs = generated(*arguments)
+        calls.append(arguments)
+        if len(calls) == 2:
+            out = outputs["request 00"]
+            outputs["request 00"] = replace(out, logprobs=[out.logprobs[0] + 1e-6, *out.logprobs[1:]])
+        return outputs
+
+    monkeypatch.setattr(model_checks, "_generate", other_bits)
+    with pytest.raises(RuntimeError, match="request 00 are equal in .* batches, bit by bit"):
+        model_checks.check_model(device)
+    monkeypatch.setattr(model_checks, "_generate", generated)
+    passes = model_checks._gradients
+    seen = []
+
+    def drifting(*arguments):
+        logprobs, gradients = passes(*arguments)
+        seen.append(logprobs)
+        return logprobs + 1e-6 * (len(seen) - 1), gradients
+
+    monkeypatch.setattr(model_checks, "_gradients", drifting)
+    with pytest.raises(RuntimeError, match="the same pass again has equal log-probabilities, bit by bit"):
+        model_checks.check_model(device)
+
+
+def test_a_card_whose_integers_are_narrower_is_found_by_its_checksums(monkeypatch):
+    from fusion.npu import open_device
+
+    device = open_device("emulated", index=12, capacity_bytes=512 << 20)
+    on_card.check_checksums(device)
+    by_host = on_card.run_sums
+    monkeypatch.setattr(
+        on_card, "run_sums", lambda wire, ends: by_host(wire, ends) % (1 << (63 if wire.is_cpu else 53))
+    )
+    with pytest.raises(RuntimeError, match="checksums of runs on the card and on the host"):
+        on_card.check_checksums(device)
