@@ -250,7 +250,7 @@ class QueueActor:
             return getattr(self.core, method)(*args)
 
     async def change(self, method: str, *args: Any) -> Any:
-        """Call a method of the core that depends on the time and has no payload: claim, ack, stats, seal, …"""
+        """Call a method of the core that depends on the time and has no payload: ack, stats, seal, …"""
         async with self._call():
             return getattr(self.core, method)(*args, time.time())
 

@@ -208,10 +208,10 @@ class DistQueue(SampleQueue):
         self.traffic.received_bytes += getattr(answer, "nbytes", 0)
         return answer
 
-    def _put(self, batch: PackedBatch) -> tuple[str, ...]:
+    def _put(self, batch: PackedBatch, claim: str) -> tuple[str, ...]:
         if not batch.ids:
             return ()
-        columns, message = stretches_of(batch), Put.of(batch).to_bytes()
+        columns, message = stretches_of(batch), Put.of(batch, claim).to_bytes()
         contents = lay_out(columns)
         file = self._grants.take(contents.nbytes, time.monotonic())
         unannounced = None if file is None else message  # a reservation has announced the put already

@@ -26,7 +26,12 @@ class SampleQueue(ABC):
     """
 
     def put(
-        self, batch: PackedBatch, groups: Sequence[str] = (), versions: Sequence[int | Span] = ()
+        self,
+        batch: PackedBatch,
+        groups: Sequence[str] = (),
+        versions: Sequence[int | Span] = (),
+        *,
+        claim: str = "",
     ) -> tuple[str, ...]:
         """Create the batch's samples, or add its columns to samples that exist. Returns the ids that were dropped
         before and therefore were not stored; waits while the queue is full.
@@ -35,11 +40,16 @@ class SampleQueue(ABC):
         batch's own. `LocalQueue` keeps the batch's buffers, which must not be written afterwards; `DistQueue` returns
         once it has its own copy.
 
+        `claim`: a task to which the samples, which must exist, are leased until `ack`, whatever columns they hold: for
+        a caller that knows its samples and need not read them.
+
         ValueError, with nothing changed: a column put twice or in another layout, a sample that is already done, a
-        group that changes, a new sample after `seal`, more than max_rows or max_bytes at once.
+        group that changes, a new sample after `seal`, more than max_rows or max_bytes at once; of a claim: a sample
+        that was never put or has ended, or that the task holds or has acknowledged. SamplesLost, a ValueError, names
+        those that were lost if these are all that is wrong with a claim.
         StorageFull, with nothing changed: there is no space for the payload.
         """
-        return self._put(batch.labelled(groups, versions))
+        return self._put(batch.labelled(groups, versions), claim)
 
     @takes(GetRequest)
     def get(self, request: GetRequest) -> PackedBatch:
@@ -77,12 +87,6 @@ class SampleQueue(ABC):
     def holding(self, column: str) -> list[str]:
         """Return the ids of all live samples that hold a column, oldest first. Visits every sample: for recovery."""
         return self._look(QueueCore.holding, column)
-
-    def claim(self, task: str, ids: Iterable[str]) -> None:
-        """Lease named samples to `task`, with any columns, without reading them: for a caller that knows its samples.
-        ValueError, with nothing leased: a sample that was never put or has ended, or that `task` holds or has
-        acknowledged."""
-        self._change(QueueCore.claim, task, tuple(ids))
 
     def ack(self, task: str, ids: Iterable[str]) -> None:
         """Acknowledge samples: they are never handed to `task` again, and are freed once every task has acknowledged
@@ -124,7 +128,7 @@ class SampleQueue(ABC):
         """End the queue and free its memory: waiting calls and every later one raise QueueClosed. A journal stays."""
 
     @abstractmethod
-    def _put(self, batch: PackedBatch) -> tuple[str, ...]: ...
+    def _put(self, batch: PackedBatch, claim: str) -> tuple[str, ...]: ...
 
     @abstractmethod
     def _change(self, change: Change[...], *args: Any) -> None:

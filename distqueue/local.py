@@ -106,12 +106,12 @@ class LocalQueue(SampleQueue):
 
     # ---- parts of the above
 
-    def _put(self, batch: PackedBatch) -> tuple[str, ...]:
+    def _put(self, batch: PackedBatch, claim: str) -> tuple[str, ...]:
         if not batch.ids:
             return ()
         columns = stretches_of(batch)
         while True:
-            segment = self._reserve(batch)
+            segment = self._reserve(batch, claim)
             with self._lock:
                 self._payloads[segment.path] = columns
                 try:
@@ -130,12 +130,12 @@ class LocalQueue(SampleQueue):
         with self._lock:
             return look(self._core, *args)
 
-    def _reserve(self, batch: PackedBatch) -> Segment:
+    def _reserve(self, batch: PackedBatch, claim: str) -> Segment:
         """Wait for room."""
         answer: futures.Future[Segment] = futures.Future()
         with self._lock:
             writer = self._core.ask_room(
-                Put.of(batch), node=HERE, nbytes=batch.nbytes, now_s=time.time(), answer=_resolve(answer)
+                Put.of(batch, claim), node=HERE, nbytes=batch.nbytes, now_s=time.time(), answer=_resolve(answer)
             )
             self._follow_up()
         try:

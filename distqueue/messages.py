@@ -108,16 +108,18 @@ class Put:
     versions: np.ndarray | None
     """(B, 2) int32: policy versions of the oldest and the newest token; None: not given"""
     columns: dict[str, ColumnInfo]
+    claim: str = ""
+    """Task to which the samples are leased"""
 
     @classmethod
-    def of(cls, batch: PackedBatch) -> Put:
+    def of(cls, batch: PackedBatch, claim: str = "") -> Put:
         """Describe a batch."""
         columns = {}
         for name, column in batch.columns.items():
             lengths = None if column.offsets is None else np.diff(column.offsets.numpy())
             columns[name] = ColumnInfo(column.layout, lengths, column.buffer.nbytes)
         versions = np.broadcast_to(versions_of(batch.versions), (len(batch), 2)) if batch.versions else None
-        return cls(ids=batch.ids, groups=batch.groups, versions=versions, columns=columns)
+        return cls(ids=batch.ids, groups=batch.groups, versions=versions, columns=columns, claim=claim)
 
     @property
     def tokens(self) -> dict[str, np.ndarray | None]:
@@ -135,6 +137,8 @@ class Put:
             columns.append((name, *layout.fields, nbytes, index_of_lengths(lengths, distinct)))
         unique, group_of = labels(self.groups)
         fields = {"count": len(self.ids), "groups": unique, "columns": columns}
+        if self.claim:
+            fields["claim"] = self.claim
         arrays = {"ids": names_to_array(self.ids), "group_of": group_of}
         if self.versions is not None:
             uniform = len(self.versions) and (self.versions == self.versions[0]).all()
@@ -152,7 +156,8 @@ class Put:
             columns[name] = ColumnInfo(ColumnLayout.from_fields(name, layout), lengths, nbytes)
         versions = np.broadcast_to(arrays["versions"], (count, 2)) if "versions" in arrays else None
         groups = labelled(fields["groups"], arrays["group_of"])
-        return cls(ids=array_to_names(arrays["ids"], count), groups=groups, versions=versions, columns=columns)
+        ids, claim = array_to_names(arrays["ids"], count), fields.get("claim", "")
+        return cls(ids=ids, groups=groups, versions=versions, columns=columns, claim=claim)
 
 
 class File(NamedTuple):

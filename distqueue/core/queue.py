@@ -222,12 +222,6 @@ class QueueCore:
         self._check_open()
         return self.lost[first:]
 
-    def claim(self, task: str, ids: Sequence[str], now_s: float) -> None:
-        """Lease named samples to a task, with any columns. ValueError: see `SampleTable.claim`."""
-        self._check_open()
-        self.tick(now_s)
-        self.table.claim(task, ids, now_s)
-
     def lengths(self, ids: Sequence[str], columns: Sequence[str]) -> np.ndarray:
         """(columns, B) int64: tokens of live samples. ValueError: see `SampleTable.lengths`."""
         self._check_open()
@@ -315,8 +309,16 @@ class QueueCore:
 
     def apply_put(self, put: Put, *, number: int, path: str, now_s: float) -> tuple[str, ...]:
         self._check_layouts(put)
+        if put.claim:
+            self.tick(now_s)
         late = self.table.put(
-            put.ids, put.tokens, segment=number, groups=put.groups, versions=put.versions, now_s=now_s
+            put.ids,
+            put.tokens,
+            segment=number,
+            groups=put.groups,
+            versions=put.versions,
+            now_s=now_s,
+            claim=put.claim,
         )
         self.ledger.commit(number)
         path = self.ledger.segments[number].path  # the same string for all segments that this file ever holds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -65,9 +66,9 @@ def restore(cls: type[QueueCore], snapshot: bytes, lease_s: float, options: dict
 
 
 def put_event(segment: Segment, put: Put, now_s: float) -> bytes:
-    """The journal's entry for a put: its metadata, and the file that holds its payload."""
+    """The journal's entry for a put: its metadata, without a claim, and the file that holds its payload."""
     fields = {name: getattr(segment, name) for name in SEGMENT_FIELDS}
-    return pack(fields | {"now_s": now_s}, {"put": np.frombuffer(put.to_bytes(), np.uint8)})
+    return pack(fields | {"now_s": now_s}, {"put": np.frombuffer(replace(put, claim="").to_bytes(), np.uint8)})
 
 
 def replay(core: QueueCore, kind: str, body: bytes) -> None:

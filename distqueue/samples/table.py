@@ -71,8 +71,10 @@ class SampleTable:
         groups: Sequence[str] = (),
         versions: np.ndarray | None = None,
         now_s: float = 0.0,
+        claim: str = "",
     ) -> tuple[str, ...]:
-        """Create rows, or add columns to live ones. Returns the ids that were dropped before and so are not stored.
+        """Create rows, or add columns to live ones, which the task `claim`, if any, claims. Returns the ids that were
+        dropped before and so are not stored.
 
         `columns`: tokens (B,) of ragged ones, None for dense ones. Sample i lies at position i of `segment`, a number
         from 0 that no live row uses; a put that stores no column of any row uses no segment. `groups` (B) and
@@ -86,6 +88,8 @@ class SampleTable:
         assert versions is None or versions.shape == (len(ids), 2), f"versions {versions.shape} for {len(ids)} samples"
         batch = puts.look_up(self.state, ids, groups)
         puts.check(self.state, batch, tuple(columns))
+        if claim:
+            self.claim(claim, ids, now_s)
         return puts.store(self.state, batch, columns, segment=segment, versions=versions, now_s=now_s)
 
     def check_task(self, task: str) -> None:

@@ -1,14 +1,14 @@
 """Train one step on scored groups: compute advantages, run the reference, and train minibatches.
 
-    groups ─ claim ─► advantages ─ put ─► queue ─► train, by id ─► ack
-                          ▲                 │
-                          └── reward KL ── reference (kl_in=reward: before the advantages; kl_in=loss: meanwhile)
+    groups ─► advantages ─ put, claim ─► queue ─► train, by id ─► ack
+                  ▲                        │
+                  └───── reward KL ─── reference (kl_in=reward: before the advantages; kl_in=loss: meanwhile)
 
-Invariants: the samples of a step are claimed for the task `train` before their advantages are written, so the queue
+Invariants: the samples of a step are claimed for the task `train` as their advantages are written, so the queue
 rejects, by id, a sample that was trained or is being trained; the cards train exactly the claimed samples; a sample is
 acknowledged after its optimizer step. This process reads no payload from the queue.
 
-The cards wait for no answer that they need not know: while the queue answers the claim, the reference runs, and
+The cards wait for no answer that they need not know: while the queue answers the put, the reference runs, and
 training is begun behind the reference where each card trains with what it has written itself.
 """
 
@@ -29,7 +29,6 @@ from fusion.training.division import split_groups
 from stalesync.cards.cards import Cards
 from stalesync.cards.stage_calls import RunningStage, calls_of_replicas, stage_call
 from stalesync.loop.sample_columns import SampleColumns
-from stalesync.process import in_flight
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +42,7 @@ TASKS = ("reward", TRAIN)
 class TrainQueue(Protocol):
     """The part of the queue's interface that an update uses: no method here returns payload."""
 
-    def claim(self, task: str, ids: Sequence[str]) -> None: ...
-
-    def put(self, batch: PackedBatch) -> object: ...
+    def put(self, batch: PackedBatch, *, claim: str) -> object: ...
 
     def ack(self, task: str, ids: Sequence[str]) -> None: ...
 
@@ -101,16 +98,13 @@ class Updater:
         """
         with metrics.timer("adv"):
             scored = self._drop_failed(samples)
-            claiming = in_flight.begin(self._claim, scored)
         running: RunningStage[StageReport] | None = None
+        kl: dict[str, float] | None = None
         if self.kl_in == "loss" and scored:
             running = self._begin_reference(self._reference_shares(self._minibatches(groups, scored), scored))
-        kept = claiming.result()
-        if kept and self.kl_in == "reward":
-            kl = self._take_reference(self._begin_reference(self._shares(kept)), metrics)
-            kept = self._put_advantages(kept, metrics, kl)
-        elif kept:
-            self._put_advantages(kept, metrics)
+        elif self.kl_in == "reward" and scored:
+            kl = self._take_reference(self._begin_reference(self._shares(scored)), metrics)
+        kept = self._put_advantages(scored, metrics, kl)
         if running is not None and not (kept and self._trains_behind_reference):
             self._take_reference(running, metrics)
             running = None
@@ -162,39 +156,32 @@ class Updater:
             self.queue.drop(ids, f"reward_{error}")
         return scored
 
-    def _claim(self, samples: SampleColumns) -> SampleColumns:
-        """Claim the samples for the task; return those that the queue has not lost."""
-        while samples:
-            try:
-                self.queue.claim(TRAIN, samples.ids)
-                break
-            except SamplesLost as error:
-                log.error("%d samples are not trained: %s", len(error.ids), str(error))
-                lost = set(error.ids)
-                samples = samples.where([id not in lost for id in samples.ids])
-        return samples
-
     def _put_advantages(
         self, samples: SampleColumns, metrics: Metrics, kl: Mapping[str, float] | None = None
     ) -> SampleColumns:
-        """Put the column of advantages; return the samples that have one. ``kl``: to be subtracted from the rewards,
-        by sample; those that were lost when the reference read them have none."""
+        """Claim samples, and put their column of advantages; return those that the queue has not lost. ``kl``: to be
+        subtracted from the rewards, by sample; those that were lost when the reference read them have none."""
         with metrics.timer("adv"):
-            if kl is not None:
-                samples = samples.where([id in kl for id in samples.ids])
-                if not samples:
-                    return samples
+            if kl is not None and (samples := samples.where([id in kl for id in samples.ids])):
                 metrics.add("actor/reward_kl_penalty", sum(kl.values()) / sum(samples.response_tokens))
-            advantages, _ = self.algorithm.advantages(
-                rewards=samples.rewards,
-                groups=samples.groups,
-                response_lengths=samples.response_tokens,
-                reference_kl=None if kl is None else [kl[id] for id in samples.ids],
-                cut=samples.cut,
-            )
-            self.queue.put(PackedBatch.from_samples(samples.ids, {"advantage": advantages}))
-            metrics.spread("critic/advantages", advantages.tolist())
-            metrics.add("critic/advantages/zero_share", (advantages == 0).sum() / len(advantages), len(advantages))
+            while samples:
+                advantages, _ = self.algorithm.advantages(
+                    rewards=samples.rewards,
+                    groups=samples.groups,
+                    response_lengths=samples.response_tokens,
+                    reference_kl=None if kl is None else [kl[id] for id in samples.ids],
+                    cut=samples.cut,
+                )
+                try:
+                    self.queue.put(PackedBatch.from_samples(samples.ids, {"advantage": advantages}), claim=TRAIN)
+                except SamplesLost as error:
+                    log.error("%d samples are not trained: %s", len(error.ids), str(error))
+                    lost = set(error.ids)
+                    samples = samples.where([id not in lost for id in samples.ids])
+                    continue
+                metrics.spread("critic/advantages", advantages.tolist())
+                metrics.add("critic/advantages/zero_share", (advantages == 0).sum() / len(advantages), len(advantages))
+                break
         return samples
 
     @property

@@ -108,7 +108,7 @@ def test_errors_and_waiting_are_those_of_the_local_queue() -> None:
         assert queue.traffic.requests - before == requests
         queue.give_back("train", ["a"])
     with pytest.raises(ValueError, match="^sample 'b': never put$"):
-        queue.claim("train", ["a", "b"])
+        queue.put(PackedBatch(("a", "b"), {}), claim="train")
     with pytest.raises(ValueError, match="^sample 'a': column 'tokens' exists already$"):
         queue.put(PackedBatch.from_samples(["a"], {"tokens": [torch.arange(3)]}))
     with pytest.raises(TimeoutError, match="column 'reward' missing for 1"):
@@ -127,7 +127,9 @@ def test_errors_and_waiting_are_those_of_the_local_queue() -> None:
         queue.put(PackedBatch.from_samples(["a"], {"reward": torch.ones(1)}))
         assert served.result().ids == ("a",)
     time.sleep(0.6)
-    queue.claim("train", ["a"])  # the lease ran out
+    before = queue.traffic.requests
+    queue.put(PackedBatch.from_samples(["a"], {"advantage": torch.ones(1)}), claim="train")  # the lease ran out
+    assert queue.traffic.requests == before + 1
     assert queue.get("train", ["tokens"], 1, timeout_s=patience(30)).ids == ("a",), "so did that of the claim"
     queue.ack("train", ["a"])
     assert queue.stats()["distqueue/ended/done"] == 1

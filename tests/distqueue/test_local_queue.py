@@ -45,14 +45,18 @@ def test_a_writer_claims_the_samples_it_works_on_and_learns_their_lengths_withou
     queue = LocalQueue(["reward", "train"], lease_s=30)
     queue.put(PackedBatch.from_samples(["a", "b"], {"tokens": [torch.ones(3), torch.ones(5)], "answer": ["x", "yy"]}))
     assert queue.lengths(["b", "a"], ["tokens", "answer"]) == {"tokens": [5, 3], "answer": [1, 1]}
-    queue.claim("train", ["b"])
+    advantage = PackedBatch.from_samples(["b"], {"advantage": torch.ones(1)})
+    queue.put(advantage, claim="train")
     assert queue.get("train", ["tokens"], 1).ids == ("a",), "what is claimed is handed to nobody else"
+    other = PackedBatch.from_samples(["b"], {"other": torch.ones(1)})
     with pytest.raises(ValueError, match="sample 'b': task 'train' has leased it already"):
-        queue.claim("train", ["b"])
-    queue.put(PackedBatch.from_samples(["b"], {"advantage": torch.ones(1)}))
+        queue.put(other, claim="train")
+    with pytest.raises(ValueError, match="sample 'b': column 'advantage' exists already"):
+        queue.put(advantage, claim="reward")
     queue.ack("train", ["b"])
     with pytest.raises(ValueError, match="sample 'b': task 'train' has acknowledged it already"):
-        queue.claim("train", ["b"])
+        queue.put(other, claim="train")
+    assert not queue.holding("other"), "nothing is stored if nothing is claimed, and the other way round"
     assert queue.get("reward", ["tokens"], 2).ids == ("a", "b"), "a claim is one task's"
 
 
@@ -142,7 +146,10 @@ def test_samples_that_cannot_be_completed_end_by_name() -> None:
     queue.lose(["c", "nobody", "a"], "damaged")
     assert queue.lost() == [LostSample("c", "h", "lost:damaged"), LostSample("a", "g", "lost:damaged")]
     assert queue.lost(1) == queue.lost()[1:] and queue.stats()["distqueue/ended/lost:damaged"] == 2
-    for refused in (lambda: queue.read(["a", "b", "c"], ["tokens"]), lambda: queue.claim("train", ["a", "b", "c"])):
+    for refused in (
+        lambda: queue.read(["a", "b", "c"], ["tokens"]),
+        lambda: queue.put(PackedBatch(("a", "b", "c"), {}), claim="train"),
+    ):
         with pytest.raises(SamplesLost, match="^sample 'a': lost:damaged$") as error:
             refused()
         assert error.value.ids == ("a", "c") and pickle.loads(pickle.dumps(error.value)).ids == ("a", "c")

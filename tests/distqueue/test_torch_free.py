@@ -53,7 +53,7 @@ def test_no_process_of_the_queue_loads_torch_whatever_it_does(nodes: Nodes, tmp_
     queue.put(batch_of("i", length=5000))
     assert queue.stats()["distqueue/spilled_bytes"] > 0
     assert_without_torch(queue, "a shard's draining and spilling")
-    queue.claim("train", ["d"])
+    queue.put(PackedBatch(("d",), {}), claim="train")
     assert queue.lengths(["d"], ["tokens"]) == {"tokens": [1000]}
     queue.give_back("train", ["d"])
     queue.drop(["e"], "unwanted")

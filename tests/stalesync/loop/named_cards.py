@@ -169,13 +169,13 @@ class NamedQueue:
             )
             return replace(batch, lengths={RESPONSE: [self._random.randint(1, 500) for _ in requests]})
 
-    def put(self, batch: PackedBatch) -> None:
+    def put(self, batch: PackedBatch, *, claim: str) -> None:
         self.calls += 1
 
-    def claim(self, task: str, ids: Sequence[str]) -> None:
+    def ack(self, task: str, ids: Sequence[str]) -> None:
         self.calls += 1
 
-    ack = drop = claim
+    drop = ack
 
     def ack_with_stats(self, task: str, ids: Sequence[str]) -> dict[str, float]:
         self.calls += 1

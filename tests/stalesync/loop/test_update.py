@@ -36,11 +36,11 @@ class ControllersQueue:
     def __getattr__(self, name):
         assert name not in READS, f"the update step reads back by {name!r}"
 
-        def call(*args):
+        def call(*args, **options):
             self.calls.append(name)
             if len(self.calls) == self._dies_at:
                 raise Killed(name)
-            return getattr(self._queue, name)(*args)
+            return getattr(self._queue, name)(*args, **options)
 
         return call
 
@@ -120,7 +120,7 @@ def test_every_scored_sample_is_claimed_written_trained_and_acknowledged_once():
     seen, cards = ControllersQueue(queue), TrainingCards(queue)
     _train(_updater(seen, cards), groups)
     assert sorted(cards.trained) == ["g0/0", "g0/1", "g1/1", "g2/0", "g2/1"]
-    assert seen.calls == ["drop", "claim", "put", "ack"]
+    assert seen.calls == ["drop", "put", "ack"]
     figures = queue.stats()
     assert figures["distqueue/ended/done"] == 5 and figures["distqueue/ended/dropped:reward_raised"] == 1
     assert figures["distqueue/rows"] == 1, "a sample that the ledger did not name stays as it was"
@@ -164,7 +164,7 @@ def test_training_begins_behind_a_reference_that_the_same_cards_compute(apart, r
     groups = _scored(lost=["g1/0"])
     queue = _queue(groups)
     if refused:
-        queue.claim("train", ["g2/1"])
+        queue.put(PackedBatch(("g2/1",), {}), claim="train")
     cards = Ordered(queue)
     updater = _updater(queue, cards)
     updater.spec.algorithm = replace(updater.spec.algorithm, kl_coef=0.1, kl_in="loss")
@@ -212,7 +212,7 @@ def test_samples_whose_reward_failed_are_dropped_in_one_call_per_error():
     queue = _queue(groups)
     seen, cards = ControllersQueue(queue), TrainingCards(queue)
     _train(_updater(seen, cards), groups)
-    assert seen.calls == ["drop", "drop", "claim", "put", "ack"]
+    assert seen.calls == ["drop", "drop", "put", "ack"]
     assert sorted(cards.trained) == ["g0/1", "g1/1", "g2/1"]
     figures = queue.stats()
     assert figures["distqueue/ended/dropped:reward_raised"] == 2
@@ -222,17 +222,17 @@ def test_samples_whose_reward_failed_are_dropped_in_one_call_per_error():
 def test_a_sample_that_was_trained_or_is_being_trained_is_refused_by_name_and_trained_by_nobody():
     groups = _scored()
     queue = _queue(groups)
-    queue.claim("train", ["g2/1"])
+    queue.put(PackedBatch(("g2/1",), {}), claim="train")
     cards = TrainingCards(queue)
     with pytest.raises(ValueError, match="sample 'g2/1': task 'train' has leased it already"):
         _train(_updater(queue, cards), groups)
     queue.ack("train", ["g2/1"])
-    with pytest.raises(ValueError, match="sample 'g2/1': done"):
+    with pytest.raises(ValueError, match="sample 'g2/1': every task has acknowledged it"):
         _train(_updater(queue, cards), groups)
     assert not cards.trained and queue.stats()["distqueue/train/leased"] == 0
 
 
-@pytest.mark.parametrize("dies_at", [1, 2, "train", 3])
+@pytest.mark.parametrize("dies_at", [1, "train", 2])
 def test_an_update_that_is_killed_at_any_point_leaves_every_sample_untrained_in_the_queue(dies_at):
     groups = _scored()
     queue = _queue(groups)
@@ -244,13 +244,14 @@ def test_an_update_that_is_killed_at_any_point_leaves_every_sample_untrained_in_
 
 
 class LosingQueue(LocalQueue):
-    """Loses a sample when it is claimed, or when the cards read it."""
+    """Loses a sample when it is claimed with its advantage, or when the cards read it."""
 
     loses_at: tuple[str, list[str]] = ("", [])
 
-    def claim(self, task, ids):
-        self._lose("claim")
-        super().claim(task, ids)
+    def put(self, batch, **options):
+        if options:
+            self._lose("claim")
+        return super().put(batch, **options)
 
     def read(self, ids, columns):
         self._lose("read")
