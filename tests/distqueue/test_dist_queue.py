@@ -127,9 +127,7 @@ def test_errors_and_waiting_are_those_of_the_local_queue() -> None:
         queue.put(PackedBatch.from_samples(["a"], {"reward": torch.ones(1)}))
         assert served.result().ids == ("a",)
     time.sleep(0.6)
-    before = queue.traffic.requests
     queue.put(PackedBatch.from_samples(["a"], {"advantage": torch.ones(1)}), claim="train")  # the lease ran out
-    assert queue.traffic.requests == before + 1
     assert queue.get("train", ["tokens"], 1, timeout_s=patience(30)).ids == ("a",), "so did that of the claim"
     queue.ack("train", ["a"])
     assert queue.stats()["distqueue/ended/done"] == 1

@@ -23,7 +23,8 @@ def count(target):
     from stalesync.cards.cards import Cards
 
     columns, reports, handles = {}, [], []
-    create, get, read, wait, ask = DistQueue.create, DistQueue.get, DistQueue.read, Cards.wait, Cards.ask_each
+    create, get, read, ask = DistQueue.create, DistQueue.get, DistQueue.read, Cards.ask_each
+    wait = Cards.wait_all
 
     def counted_create(*args, **options):
         handles.append(create(*args, **options))
@@ -44,12 +45,13 @@ def count(target):
             texts = sum(len(getattr(one, "text", "").encode()) for part in held for one in part)
             reports.append((stage, len(pickle.dumps(held)), sum(len(part) for part in held), texts))
 
-    def counted_wait(self, running):
-        results = wait(self, running)
-        for report in results:
-            if isinstance(report, StageReport):
-                held = [getattr(report, field.name) for field in fields(report) if field.name not in MEASURED]
-                note(running.stage, [part for part in held if not isinstance(part, int)])
+    def counted_wait(self, stages):
+        results = wait(self, stages)
+        for running, reports in zip(stages, results, strict=True):
+            for report in reports:
+                if isinstance(report, StageReport):
+                    held = [getattr(report, field.name) for field in fields(report) if field.name not in MEASURED]
+                    note(running.stage, [part for part in held if not isinstance(part, int)])
         return results
 
     def counted_ask(self, calls):
@@ -66,7 +68,7 @@ def count(target):
         Path(target).write_text(json.dumps(found | {"samples": max(rows for _, rows in columns.values())}))
 
     DistQueue.create, DistQueue.get, DistQueue.read = counted_create, counted(get), counted(read)
-    Cards.wait, Cards.ask_each = counted_wait, counted_ask
+    Cards.wait_all, Cards.ask_each = counted_wait, counted_ask
     atexit.register(write)
 
 
