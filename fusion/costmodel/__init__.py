@@ -8,6 +8,7 @@
       segments     who holds what in two layouts   traffic      bytes of every die by link, exact, by the plan's rules
       roofline     one step of a die               step_time    training and generation, for ranking
       switch_time  a switch by part, its limit     search       layouts and deployments, ranked by step seconds
+      fitting      settings with which a job fits
       report       tables of scripts/plan.py       pace         cost of the steps of paced cards
 
 Pure: no process group, no device, no clock. Only a run whose cards are paced loads it, and `cluster.hardware`.

@@ -19,14 +19,13 @@ from fusion.costmodel.setup import Setup
 from fusion.costmodel.shape import Shape
 from fusion.model import Parallel
 from fusion.model.spec import Dense, LayerSpec, Sparse
+from fusion.model.tiling import LOGIT_BYTES, TILE_BYTES, tile_shape
 from fusion.npu.memory import OWNERS
 
 WEIGHT_BYTES, GRADIENT_BYTES = 2, 4
 """Bytes of an element: bf16 weights, fp32 gradients."""
 STATE_BYTES = 12
 """fp32 master and two moments of AdamW, in bytes an element."""
-LOGIT_BYTES = 10
-"""Bytes of one logit in training: in bf16 as computed, in fp32, and its fp32 gradient."""
 
 
 @dataclass(frozen=True)
@@ -141,14 +140,23 @@ def generation_bytes(setup: Setup, stage: int) -> dict[str, float]:
 def _training_activations(setup: Setup, stage: int) -> float:
     """Estimate the bytes of activations: 1F1B keeps one micro-batch per stage from this one on; with recomputation only
     the inputs of layers."""
-    shape, train, tokens = setup.shape, setup.train, setup.training.token_budget
+    shape, train, tokens = setup.shape, setup.train, setup.micro_batch_tokens
     kinds = shape.kinds_of_stage(train, stage)
     working = [layer_bytes(shape, shape.kinds[kind], train, tokens=tokens) for kind in kinds.elements()]
     in_flight = train.pp - stage
     inputs = 2 * tokens // train.tp * shape.config.hidden_size * len(working)
     kept = inputs + max(working) / in_flight if setup.training.recompute else inputs + sum(working)
-    logits = tokens * shape.config.vocab_size // train.tp * LOGIT_BYTES if stage == train.pp - 1 else 0
-    return in_flight * kept + max(working) + logits
+    ids = shape.config.vocab_size // train.tp
+    logprobs = logprob_bytes(tokens, ids, shape.config.hidden_size) if stage == train.pp - 1 else 0
+    return in_flight * kept + max(working) + logprobs
+
+
+def logprob_bytes(rows: int, ids: int, channels: int, tile_bytes: int = TILE_BYTES) -> int:
+    """Estimate the bytes that log-probabilities of a micro-batch add to its hidden states: a tile of logits, the rows
+    that are trained with the sum of their gradients, and the gradients of a tile of the head and of the whole head."""
+    tile_rows, tile_ids = tile_shape(rows, ids, tile_bytes)
+    summed = (WEIGHT_BYTES + GRADIENT_BYTES) * (rows + tile_ids) * channels
+    return LOGIT_BYTES * tile_rows * tile_ids + summed + WEIGHT_BYTES * ids * channels
 
 
 def layer_bytes(shape: Shape, layer: LayerSpec, parallel: Parallel, tokens: int) -> float:

@@ -11,6 +11,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from fusion.costmodel.fitting import advice, fitting_settings
 from fusion.costmodel.layouts import layout_text
 from fusion.costmodel.search import DeploymentEstimate, Ranking, SetupEstimate
 from fusion.costmodel.switch_time import PUBLISHED
@@ -59,7 +60,7 @@ def render(chosen: SetupEstimate, ranking: Ranking, *, check: dict[str, float], 
 def verdict(chosen: SetupEstimate) -> str:
     """Summarize whether the setup fits, in one line."""
     if chosen.problems:
-        return "does not fit: " + "; ".join(chosen.problems)
+        return "does not fit: " + "; ".join([*chosen.problems, advice(chosen.setup)])
     return (
         f"fits: switches of {chosen.switches[0].seconds:.2f} s and {chosen.switches[1].seconds:.2f} s, "
         f"{chosen.memory.kv_tokens:,} tokens of KV cache an attention rank"
@@ -79,6 +80,7 @@ def as_dict(chosen: SetupEstimate, ranking: Ranking, check: dict[str, float]) ->
         "workload": asdict(setup.workload),
         "fits": not chosen.problems,
         "problems": list(chosen.problems),
+        "fits_with": fitting_settings(chosen.setup),
         "bytes_by_phase_and_owner": chosen.memory.phases,
         "usable_bytes": setup.hardware.usable_bytes,
         "kv_tokens": chosen.memory.kv_tokens,

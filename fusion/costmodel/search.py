@@ -94,14 +94,7 @@ def estimate(setup: Setup) -> SetupEstimate:
 
 def problems(setup: Setup, sizes: MemoryEstimate) -> tuple[str, ...]:
     """List what does not fit, with both numbers; empty if everything fits."""
-    messages, usable = [], setup.hardware.usable_bytes
-    for phase in sizes.phases:
-        if sizes.total(phase) > usable:
-            owner = max(sizes.phases[phase], key=lambda owner: sizes.phases[phase][owner])
-            messages.append(
-                f"{phase} takes {human_bytes(sizes.total(phase))} of {human_bytes(usable)} a die, "
-                f"{owner} {human_bytes(sizes.phases[phase][owner])}"
-            )
+    messages = phase_problems(setup, sizes)
     longest = int(setup.workload.prompt) + setup.workload.longest
     if sizes.kv_tokens < longest:
         messages.append(f"the KV cache holds {sizes.kv_tokens:,} tokens, the longest sequence has {longest:,}")
@@ -109,6 +102,19 @@ def problems(setup: Setup, sizes: MemoryEstimate) -> tuple[str, ...]:
         room = setup.hardware.host_bytes.value / GIB
         messages.append(f"the optimizer state of a node is {sizes.host_bytes / GIB:.0f} GiB, its host has {room:.0f}")
     return tuple(messages)
+
+
+def phase_problems(setup: Setup, sizes: MemoryEstimate) -> list[str]:
+    """List the phases that do not fit the HBM of a die, with what they take of it and the largest owner."""
+    messages, usable = [], setup.hardware.usable_bytes
+    for phase, owners in sizes.phases.items():
+        if sizes.total(phase) > usable:
+            owner = max(owners, key=lambda owner: owners[owner])
+            messages.append(
+                f"{phase} takes {human_bytes(sizes.total(phase))} of {human_bytes(usable)} a die, "
+                f"{owner} {human_bytes(owners[owner])}"
+            )
+    return messages
 
 
 def rank(setup: Setup, fixed: tuple[Parallel | None, Parallel | None] = (None, None), num_exact: int = 2) -> Ranking:

@@ -89,5 +89,11 @@ class Setup:
         """The dies and layouts of training and of generation."""
         return Side(self.train), Side(self.infer, self.infer_first)
 
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Return the tokens that the largest micro-batch may have: a data-parallel rank may have fewer in a step."""
+        longest = int(self.workload.prompt) + self.workload.longest
+        return min(self.training.token_budget, -(-self.workload.samples // self.train.dp) * longest)
+
     def with_layouts(self, train: Parallel, infer: Parallel, infer_first: int = 0) -> Setup:
         return replace(self, train=train, infer=infer, infer_first=infer_first)

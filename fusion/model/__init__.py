@@ -12,7 +12,7 @@ holder        WeightHolder: the interface of a model that weights are loaded int
 matrix        a weight matrix as one parameter or as blocks of rows
 collectives   gather, reduce-scatter, exchange of packed rows, with gradients
 attention     grouped-query and latent attention with this rank's heads; the caller passes what attends
-transformer   Transformer: embedding, layers, head;   head   Head: logits, or tiles of them
+transformer   Transformer: embedding, layers, head;   head   Head: logits;   tiling   the tiles they are computed in
 id_mask       masks the logits of ids that no token has
 moe           token exchange over EP and expert-TP, grouped experts, load-balancing loss;   router   chooses the experts
 replay        record the experts of a forward pass as a column and replay them in another pass

@@ -1,9 +1,6 @@
 """Compute logits from hidden states: for this TP rank's share of the vocabulary, or for a range of it.
 
-The logits of a micro-batch would be the largest tensor of a training step: those of 16,384 rows and 151,936 ids are
-10 GB in float32. What reduces them (`fusion/training/logprobs.py`) computes one tile after the other instead, a
-rectangle of rows and ids of at most `TILE_BYTES`; `tile_shape` decides its shape, for a pass and for the estimate of
-its memory.
+What reduces the logits of a micro-batch (`fusion/training/logprobs.py`) computes one range at a time (`tiling.py`).
 """
 
 from __future__ import annotations
@@ -14,30 +11,6 @@ import torch
 
 from fusion.model.id_mask import IdMask
 from fusion.npu.operators import linear
-
-TILE_BYTES = 256 << 20
-"""Bytes of the float32 logits of a tile. A product of this size with 2,048 channels takes 0.3 ms or more on a card,
-several times as long as the launches of the operations on its result; the copies beside it take up to 1 GB."""
-LOGIT_BYTES = 14
-"""Bytes of a logit of a tile in the backward pass: bf16 as computed; scaled, its probability and gradient in float32"""
-TILE_ROWS = 4096
-"""Rows of a tile whose ids do not all fit: in the backward pass a tile of few rows would read and write more bytes of
-the head's gradient than of logits, one of few ids more bytes of the hidden states' gradient."""
-ALIGNED = 64
-"""Sizes of a tile are multiples of it, so that the rows of its logits are aligned for matrix products."""
-
-
-def tile_shape(rows: int, ids: int, tile_bytes: int = TILE_BYTES) -> tuple[int, int]:
-    """Return the rows and ids of a tile of logits [``rows``, ``ids``]; both of all of them where they fit."""
-    limit = max(1, tile_bytes // 4)
-    if rows * ids <= limit:
-        return max(1, rows), ids
-    tile_ids = min(ids, _aligned(limit // min(rows, TILE_ROWS)))
-    return min(rows, _aligned(limit // tile_ids)), tile_ids
-
-
-def _aligned(size: int) -> int:
-    return max(1, size - size % ALIGNED or size)
 
 
 class Head:

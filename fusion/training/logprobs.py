@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from fusion.model import Head, Mesh, Transformer
-from fusion.model.head import TILE_BYTES, tile_shape
+from fusion.model.tiling import TILE_BYTES, tile_shape
 from fusion.training.batch import KeptIds, Sequences
 from fusion.training.logit_tiles import Cells, Tiles
 from fusion.training.model import TrainedModel

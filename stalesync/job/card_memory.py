@@ -1,13 +1,18 @@
-"""Estimate the memory that a job takes of a card in each phase, and warn where a phase does not fit."""
+"""Estimate the memory that a job takes of a card in each phase, and refuse a job that does not fit.
+
+Refused is what the estimate is sure of: a phase that does not fit cards whose memory is known, with bfloat16 weights,
+for which the estimate is. Anything else that may not fit is a warning.
+"""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
 
+from fusion.costmodel.fitting import advice
 from fusion.costmodel.hardware import hardware_named
 from fusion.costmodel.memory import MemoryEstimate, estimate_memory
-from fusion.costmodel.search import problems
+from fusion.costmodel.search import phase_problems, problems
 from fusion.costmodel.setup import Setup
 from fusion.costmodel.shape import Shape
 from fusion.model import ModelConfig
@@ -28,9 +33,19 @@ def knows_cards(config: Config) -> bool:
 
 
 def estimate(config: Config, model: ModelConfig) -> tuple[Setup, MemoryEstimate]:
-    """Return the plan of a job and its memory; log a warning for each phase that does not fit."""
+    """Return the plan of a job and its memory; log a warning for what does not fit.
+
+    Raises:
+        ValueError: a phase does not fit; names the settings with which it does.
+    """
     setup = plan_of(config, model)
     sizes = estimate_memory(setup)
+    too_large = phase_problems(setup, sizes)
+    if too_large and knows_cards(config) and config.model.dtype == "bfloat16":
+        raise ValueError(
+            f"fusion.offload={config.fusion.offload} training.token_budget={config.training.token_budget}: "
+            f"{'; '.join(too_large)}; {advice(setup)}"
+        )
     for problem in problems(setup, sizes):
         log.warning("memory: %s", problem)
     return setup, sizes

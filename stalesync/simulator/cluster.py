@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fusion.colocate.config import OWN_CARDS
+from fusion.costmodel.fitting import advice
 from fusion.costmodel.hardware import Hardware
 from fusion.costmodel.layouts import parse_layout
 from fusion.costmodel.memory import estimate_memory
@@ -106,7 +107,8 @@ def base_of(scenario: Scenario, deployment: str) -> Base:
     setup = setup.with_layouts(train, infer, setup.infer_first)
     sizes = estimate_memory(setup)
     if wrong := problems(setup, sizes):
-        raise ValueError(f"train, infer: the layouts do not fit fusion={deployment}: {'; '.join(wrong)}")
+        wrong_text = "; ".join([*wrong, advice(setup)])
+        raise ValueError(f"train, infer: the layouts do not fit fusion={deployment}: {wrong_text}")
     return Base(train, infer, infer_cards, sizes.kv_tokens)
 
 

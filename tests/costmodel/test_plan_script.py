@@ -95,10 +95,19 @@ def test_a_model_that_does_not_fit_fails(capsys):
     assert "does not fit: train takes" in capsys.readouterr().out
 
 
+def test_a_plan_that_does_not_fit_names_the_settings_that_do(capsys):
+    plan = "model=qwen3_30b_a3b cluster.hardware=h100 cluster.npus=8 train=ep8 infer=ep8".split()
+    assert answer(plan) == 1
+    assert "it fits with fusion.offload=stream" in " ".join(capsys.readouterr().out.split())
+    assert answer([*plan, "--json", "-"]) == 1
+    assert json.loads(capsys.readouterr().out)["fits_with"] == {"fusion.offload": "stream"}
+    assert answer([*plan, "fusion.offload=stream"]) == 0
+
+
 def test_config_groups_are_those_of_training():
     common = ["model=qwen3_30b_a3b", "cluster=a3_16", "--json", os.devnull]
     assert answer([*common, "fusion.offload=stream", "rollout.engine.kv_fraction=0.5"]) == 0
-    assert answer([*common, "training.token_budget=4000000"]) == 1
+    assert answer([*common, "training.token_budget=4000000", "data.prompts_per_step=100000"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -213,7 +222,7 @@ def test_other_cards_are_planned_for(hardware, tmp_path):
     """Machines without supernodes and without cards of several dies: their links do not occur in any figure."""
     path = tmp_path / "plan.json"
     arguments = ["model=qwen3_30b_a3b", f"cluster.hardware={hardware}", "cluster.npus=16", "--json", str(path)]
-    assert answer(arguments) == 0
+    assert answer([*arguments, "train=tp2pp2ep8", "infer=ep16"]) == 0
     plan = json.loads(path.read_text())
     assert plan["hardware"] == hardware and plan["nodes"] == 2 and plan["recommended"]
     assert {"node link", "network link"} <= set(plan["figures"])
@@ -233,7 +242,7 @@ def test_overrides_take_the_place_of_the_presets_hardware_and_dies(tmp_path):
 
 @pytest.mark.parametrize("plan", json.loads((Path(__file__).parent / "plans_910c.json").read_text()))
 def test_figures_of_the_910c_stay(plan, tmp_path):
-    """Every number of two plans for the published workload, as they were before the constants moved to YAML."""
+    """Every number of two plans for the published workload, to the last digit."""
     path = tmp_path / "plan.json"
     answer([*plan["arguments"], *PUBLISHED, "--json", str(path)])
     shown = json.loads(path.read_text())

@@ -49,6 +49,7 @@ WANTED = {
     "growth calls": {"2 cards.calls", "8 prompts.polled", "growth_with_prompts"},
     "growth memory": {"folder_bytes_a_step"},
     "kv_pool": {"pull_ms", "prefill_over_remote_pull", "floor_wire_ms"},
+    "launches logprobs": {"peak_bytes", "planned_bytes", "whole_bytes"},
     "learning staleness": {"0.final", "1.difference"},
     "learning quickstart": {"colocated.mean_end", "colocated 0.command_s"},
     "offload": {"floor.seconds", "offload.ratio", "stream.gb_per_s"},

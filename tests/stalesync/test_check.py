@@ -65,7 +65,7 @@ def test_a_job_is_described_without_starting_ray(overrides, capsys, monkeypatch)
         "9 rows an epoch; 1 dropped: longer than data.max_prompt_length=8",
         "1-1 tokens " + "#" * BAR + " 1\n",
         "math of '\\\\boxed{7}', where the answer is '\\\\boxed{7}': 1 in ",
-        "M of 2.00G of the emulated card",
+        "K of 2.00G of the emulated card",
         "estimated for bfloat16 weights; with model.dtype=float32 a card takes up to twice as much",
         "4 prompts x 2 responses = 8 samples; at most 116 tokens",
         "samples are at most 0 versions old, correction none",
@@ -89,6 +89,11 @@ def test_warnings_come_last_and_do_not_refuse(overrides, capsys, monkeypatch):
         (["1"], {"algorithm.group_size": "0"}, "algorithm.group_size=0"),
         (["1"], {"data.system_prompt": "x"}, "data.system_prompt needs a tokenizer with a chat template"),
         (["1"], {"no.such": "1"}, "unknown key 'no.such'"),
+        (
+            ["1"],
+            {"device.capacity_bytes": "1M", "model.dtype": "bfloat16"},
+            "fusion.offload=switch training.token_budget=",
+        ),
         (["1"], {"algorithm": "ppo"}, "algorithm=ppo: expected one of dapo, "),
     ],
 )
