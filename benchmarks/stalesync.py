@@ -50,7 +50,8 @@ BENCHMARK = Benchmark(
         Option("steps", 6, smoke=1),
         Option("lending_steps", 14, smoke=1),
         Option("cards", 8, smoke=2),
-        Option("prompts", 64, smoke=4),
+        Option("prompts", 64, smoke=2),
+        Option("speed", 96.0, smoke=3000.0, help=""),
         Option("bounds", (0, 1, 2), smoke=(0, 1)),
     ],
     {

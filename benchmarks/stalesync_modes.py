@@ -20,7 +20,7 @@ PUBLISHED = {"fusion_gain": 1.785, "stalesync_gain": 1.40, "total_gain": 2.5}
 def measure(args: Namespace) -> Figures:
     """Measure what the arguments ask for."""
     training = json.loads(CALIBRATION.read_text())["training"]
-    workload = Workload(training=training, cards=args.cards, prompts=args.prompts)
+    workload = Workload(training=training, cards=args.cards, prompts=args.prompts, speed=args.speed)
     with temporary_folder() as folder:
         runnable_checkpoint(folder / "model", **MINIMAL)
         if args.lending:

@@ -185,14 +185,14 @@ def _stopped_in_poll(guard):
 
 
 def _watches(guard):
-    """Whether the guard watches a process."""
+    """Whether the guard watches the controller and the raylet that it has started."""
 
     def target(fd):
         with suppress(FileNotFoundError):  # closed meanwhile
             return os.readlink(fd)
         return ""
 
-    return any("pidfd" in target(fd) for fd in Path(f"/proc/{guard}/fd").iterdir())
+    return sum("pidfd" in target(fd) for fd in Path(f"/proc/{guard}/fd").iterdir()) >= 2
 
 
 def _guards(controller):
