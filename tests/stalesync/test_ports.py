@@ -43,7 +43,8 @@ def name_of(pid, command, controller):
 
 def check_ports(run):
     """Asserts it of a running run."""
-    commands = {pid: line for pid, line in descendants(run.pid).items() if "tests.harness.launches" not in line} | {run.pid: ""}
+    below = descendants(run.pid).items()
+    commands = {pid: line for pid, line in below if "tests.harness.launches" not in line} | {run.pid: ""}
     opened = {(name_of(pid, line, run.pid), one) for pid, line in commands.items() for one in listening(pid)}
     assert {"controller", "raylet", "gcs_server", "ray::Card"} <= {name for name, _ in opened}, opened
     assert not (reachable := [one for one in opened if not one[1].local]), reachable
