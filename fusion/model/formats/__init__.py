@@ -12,13 +12,15 @@ A format is all that a switch, a checkpoint or an export needs to know of a mode
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from fusion.model.config import ModelConfig
 from fusion.model.local_param import LocalParam
 from fusion.model.parallel import Parallel
 from fusion.model.table import local_params
-from fusion.npu.operators import Plain
+
+if TYPE_CHECKING:  # a command that only checks a config does not load torch
+    from fusion.npu.operators import Plain
 
 Format = Literal["embedded", "stacked", "megatron", "vllm", "vllm_cpu", "vllm_ascend"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from fusion.resources import SCRIPTS
 from stalesync import planning
 from stalesync.job.job_arguments import job_config, parse
 from stalesync.job.other_names import OTHER_NAMES
@@ -115,7 +117,7 @@ def test_every_command_refuses_what_train_does_in_a_line_with_status_2(command, 
     words = [word.format(run=tmp_path) for word in COMMANDS[command]]
     monkeypatch.setattr(sys, "argv", [f"{command}.py", *words, *wrong.split()])
     with pytest.raises(SystemExit) as ended:
-        sys.exit(importlib.import_module(f"scripts.{command}").main())
+        runpy.run_path(str(SCRIPTS / f"{command}.py"), run_name="__main__")
     *usage, error = capsys.readouterr().err.splitlines()
     assert ended.value.code == 2 and usage[0].startswith("usage: ") and len(usage) <= 2
     assert "error: " in error and WRONG[wrong] in error
