@@ -25,13 +25,18 @@ from fusion.telemetry.validation import Checks
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a config class. ``type``: as annotated; ``text``: its documentation; ``default``: without a file."""
+    """A key of a config. ``group``: the class of its group; ``type``: as annotated; ``default``: without a file."""
 
     path: str
+    group: type
     type: Any
-    text: str
     default: Any
     use: KeyUse
+
+    @property
+    def text(self) -> str:
+        """Its documentation: read from the source, which takes a while."""
+        return _texts(self.group).get(self.path.rpartition(".")[2], "")
 
 
 @cache
@@ -41,7 +46,7 @@ def keys_of(node: type) -> Mapping[str, Key]:
 
 
 def _keys(node: type, default: Any, prefix: str, outer: KeyUse) -> Iterator[Key]:
-    hints, texts = get_type_hints(node), _texts(node)
+    hints = get_type_hints(node)
     for item in fields(node):
         kind, use = hints[item.name], use_of(item)
         timeless = outer.timeless if use.timeless is None else use.timeless
@@ -50,9 +55,10 @@ def _keys(node: type, default: Any, prefix: str, outer: KeyUse) -> Iterator[Key]
         if is_dataclass(kind):
             yield from _keys(kind, value, f"{path}.", use)  # type: ignore[arg-type]
         else:
-            yield Key(path, kind, texts.get(item.name, ""), value, use)
+            yield Key(path, node, kind, value, use)
 
 
+@cache
 def _texts(node: type) -> dict[str, str]:
     """Map the fields of a dataclass to the string literals that follow them in its source, those of its bases too."""
     found: dict[str, str] = {}
