@@ -6,6 +6,10 @@ logprobs: peak bytes of log-probabilities and entropies with their gradients, of
 allocator: beyond the hidden states, the head and the gradients of both. planned_bytes: the cost model's estimate of
 these. whole_bytes: what whole logits would take, at 18 bytes each. The hidden size, which changes none of them, is
 small.
+
+decode, decode_mla: launches of one layer in a decode step, by table of operators, and the copies for which the host
+waits in a whole step, those of the longest context. train: launches of one layer in the forward and the backward pass
+of one micro-batch of sequences of different lengths, and how often the host waits in a layer.
 """
 
 import sys
@@ -17,13 +21,33 @@ from benchmarks.harness import Benchmark, Option  # noqa: E402
 
 BENCHMARK = Benchmark(
     __doc__,
-    {"logprobs": "benchmarks.launches_logprobs:peak"},
+    {
+        "logprobs": "benchmarks.launches_logprobs:peak",
+        "decode": "benchmarks.launches_counts:decode",
+        "decode_mla": "benchmarks.launches_counts:decode_mla",
+        "train": "benchmarks.launches_counts:train",
+    },
     [
         Option("rows", 16384, smoke=512, help="tokens of the micro-batch"),
         Option("ids", 151936, smoke=8192, help="ids of the vocabulary, on one card"),
         Option("channels", 16, help="hidden size"),
+        Option("batch", 64, smoke=4, help="sequences that are decoded"),
+        Option("contexts", [2048, 32768], smoke=[300]),
+        Option("sequences", 64, smoke=5, help="sequences of a micro-batch"),
+        Option("operations", False, help="print the operations of a layer"),
     ],
-    {"logprobs.peak_bytes": "<= 2e9"},
+    {
+        "logprobs.peak_bytes": "<= 2e9",
+        "decode.cuda.tp1": "<= 36",
+        "decode.ascend.tp1": "<= 20",
+        "decode_mla.ascend.tp1": "<= 30",
+        "decode.*.host_syncs": "<= 1",
+        "train.cuda.tp1": "<= 110",
+        "train.cuda.tp1_recompute": "<= 150",
+        "train.ascend.tp1": "<= 75",
+        "train.ascend.tp1_recompute": "<= 100",
+        "train.*.host_syncs": "<= 0",
+    },
 )
 
 if __name__ == "__main__":

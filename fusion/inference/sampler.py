@@ -57,7 +57,13 @@ def sample(logits_BV: torch.Tensor, params: list[SamplingParams], uniforms_B: np
         tokens = _invert(logprobs.exp(), torch.from_numpy(uniforms_B).to(logits))
         if any(greedy):
             tokens = torch.where(torch.tensor(greedy, device=tokens.device), logits.argmax(-1), tokens)
-    return Sampled(tokens.tolist(), logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1).tolist())
+    return Sampled(*_to_host(tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)))
+
+
+def _to_host(tokens_B: torch.Tensor, logprobs_B: torch.Tensor) -> tuple[list[int], list[float]]:
+    """Return both as lists, by one copy, in which ids are floats: exact, as no vocabulary has 2**24."""
+    tokens, logprobs = torch.stack([tokens_B.to(logprobs_B.dtype), logprobs_B]).tolist()
+    return [int(token) for token in tokens], logprobs
 
 
 def split_kept(ids: np.ndarray, counts: list[int]) -> list[bytes]:
@@ -87,7 +93,7 @@ def _sample_filtered(
     log_mass = logprobs_BV.gather(1, order).masked_fill(~kept, -torch.inf).logsumexp(1).where(filtered_B, 0.0)
     logprobs = logprobs_BV.gather(1, tokens).squeeze(1) - log_mass
     ids = order[kept].to("cpu", torch.int32).numpy()
-    return Sampled(tokens.squeeze(1).tolist(), logprobs.tolist(), split_kept(ids, kept.sum(1).tolist()))
+    return Sampled(*_to_host(tokens.squeeze(1), logprobs), split_kept(ids, kept.sum(1).tolist()))
 
 
 def _scale(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:

@@ -115,9 +115,11 @@ class EmbeddedTrainEngine:
             share=self._begin_batch(totals, continued),
         )
 
+        records = self.balancing_coef or self.router_bias.rate or sequences.routing is not None
+
         def forward(i: int, hidden: torch.Tensor | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
             routed: list[Routed] = []
-            out = self._hidden(batches[i], hidden, routed)
+            out = self._hidden(batches[i], hidden, routed if records else None)
             of_routing = objective.of_routing(batches[i], routed)
             objective.of_replay(batches[i], routed)
             self.router_bias.count(routed)

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fusion.model.spec import Router
 from fusion.npu.operators import PagedRows, Plain, cuda
 from fusion.npu.operators.cuda import Cuda
 
@@ -130,3 +131,27 @@ def test_what_a_card_does_not_take_is_composed_and_said_once():
             found = table.varlen_attention(x, x, x, [3])
     assert torch.equal(found, PLAIN.varlen_attention(x, x, x, [3])) and len(said) == 1
     assert not table.reads_blocks(torch.float32) and not table.reads_blocks(torch.bfloat16, is_latent=True)
+
+
+@given(seed=seeds, rows=st.integers(0, 4), passed=st.sampled_from([0, 6]), normed=st.booleans())
+def test_rotation_and_its_gradient(seed, rows, passed, normed):
+    torch.manual_seed(seed)
+    angles = torch.randn(rows, 4)
+    rope = tuple(torch.cat(pair, -1).unsqueeze(1) for pair in ((angles.cos(),) * 2, (-angles.sin(), angles.sin())))
+    qkv, norms, results = torch.randn(rows, 5, 8 + passed), torch.randn(2, 8 + passed), []
+    for operators in (Cuda(), PLAIN):
+        x, q_norm, k_norm = (one.clone().requires_grad_() for one in (qkv, *norms))
+        q, k, v = operators.norm_rope(x, *((q_norm, k_norm) if normed else (None, None)), rope, 1, 1e-6)
+        torch.autograd.backward([q, k, v], [torch.cos(one.detach()) for one in (q, k, v)])
+        results.append([q, k, v, x.grad] + ([q_norm.grad, k_norm.grad] if normed else []))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@given(seed=seeds, rows=st.integers(0, 5), normalise=st.booleans())
+def test_gating(seed, rows, normalise):
+    torch.manual_seed(seed)
+    logits, router = torch.randn(rows, 12), Router(3, normalise=normalise)
+    (weights, experts), (wanted, chosen) = (table.gate(logits, router, None) for table in (Cuda(), PLAIN))
+    assert torch.equal(experts, chosen)
+    torch.testing.assert_close(weights, wanted)

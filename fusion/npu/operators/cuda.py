@@ -20,7 +20,8 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.optim.adamw import adamw
 
 from fusion.npu.operators import limits
-from fusion.npu.operators.plain import PagedRows, Plain
+from fusion.npu.operators.gating import Gating
+from fusion.npu.operators.plain import PagedRows, Permuted, Plain, Rope
 
 
 class Cuda(Plain):
@@ -55,17 +56,42 @@ class Cuda(Plain):
         qkv_NhC: torch.Tensor,
         q_norm_C: torch.Tensor | None,
         k_norm_C: torch.Tensor | None,
-        rope: tuple[torch.Tensor, torch.Tensor],
+        rope: Rope,
         kv_heads: int,
         eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if q_norm_C is None or k_norm_C is None:
             return super().norm_rope(qkv_NhC, q_norm_C, k_norm_C, rope, kv_heads, eps)
-        q, k, v = qkv_NhC.split([qkv_NhC.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
-        q, k = self.rms_norm(q, q_norm_C, eps), self.rms_norm(k, k_norm_C, eps)
-        return self.rotate(q, rope), self.rotate(k, rope), v
+        heads = qkv_NhC.shape[1] - 2 * kv_heads
+        q, k, v = qkv_NhC.split([heads, kv_heads, kv_heads], dim=1)
+        qk = torch.cat([self.rms_norm(q, q_norm_C, eps), self.rms_norm(k, k_norm_C, eps)], dim=1)
+        q, k = self.rotate(qk, rope).split([heads, kv_heads], dim=1)
+        return q, k, v
+
+    def rotate(self, x_NhR: torch.Tensor, rope: Rope, interleaved: bool = False) -> torch.Tensor:
+        if interleaved:
+            return super().rotate(x_NhR, rope, interleaved)
+        width = rope[0].shape[-1]
+        if width == x_NhR.shape[-1]:
+            return _Rotate.apply(x_NhR, *rope)
+        rotated, passed = x_NhR.split([width, x_NhR.shape[-1] - width], dim=-1)
+        return torch.cat([_Rotate.apply(rotated, *rope), passed], dim=-1)
 
     # Experts
+
+    def gate(
+        self, logits_NE: torch.Tensor, gating: Gating, correction_E: torch.Tensor | None, row_multiple: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if not (gating.plain and gating.normalise):
+            return super().gate(logits_NE, gating, correction_E, row_multiple)
+        top_Nk, expert_Nk = logits_NE.topk(gating.top_k, dim=-1)
+        return top_Nk.softmax(-1, dtype=torch.float32), expert_Nk  # as of all experts, divided by the sum of these
+
+    def permute(self, x_ND: torch.Tensor, expert_Nk: torch.Tensor, num_experts: int) -> Permuted:
+        flat = expert_Nk.flatten()
+        order = flat.argsort(stable=True)
+        counts_E = (flat == torch.arange(num_experts, device=flat.device).unsqueeze(1)).sum(1)
+        return Permuted(x_ND.index_select(0, order // expert_Nk.shape[1]), order, counts_E)
 
     def unpermute(self, y: torch.Tensor, order: torch.Tensor, weight_Nk: torch.Tensor) -> torch.Tensor:
         y_NkD = torch.empty_like(y).index_copy_(0, order, y).unflatten(0, weight_Nk.shape)
@@ -74,23 +100,29 @@ class Cuda(Plain):
     def takes_counts(self, x: torch.Tensor, experts: int, row_multiple: int = 1) -> bool:
         return row_multiple == 1 and x.dtype is torch.bfloat16
 
-    def grouped_linear(
+    def experts(
         self,
-        x_ND: torch.Tensor,
-        weights: Sequence[torch.Tensor] | torch.Tensor,
+        x: torch.Tensor,
         counts: list[int] | torch.Tensor,
+        gate_up: Sequence[torch.Tensor] | torch.Tensor,
+        down: Sequence[torch.Tensor] | torch.Tensor,
         row_multiple: int = 1,
     ) -> torch.Tensor:
-        on_card = isinstance(weights, torch.Tensor) and isinstance(counts, torch.Tensor)
-        if on_card and row_multiple == 1 and x_ND.shape[0]:
-            assert isinstance(weights, torch.Tensor) and isinstance(counts, torch.Tensor)
-            about = x_ND.dtype, weights.shape, weights.stride()
-            forward = {"mat_a": x_ND, "mat_b": weights.transpose(1, 2)}
-            backward = {"mat_a": x_ND.new_empty(1, weights.shape[1]), "mat_b": weights}
-            if self._takes("grouped_mm", about, forward, backward):
+        on_card = isinstance(counts, torch.Tensor) and row_multiple == 1 and x.shape[0] > 0
+        if on_card and isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
+            assert isinstance(counts, torch.Tensor)
+            if self._multiplies(x, gate_up) and self._multiplies(x.new_empty(1, down.shape[2]), down):
                 ends_E = counts.cumsum(0, dtype=torch.int32)
-                return _GroupedLinear.apply(x_ND.contiguous(), weights, ends_E)
-        return super().grouped_linear(x_ND, weights, counts, row_multiple)
+                inner = self.swiglu(_GroupedLinear.apply(x.contiguous(), gate_up, ends_E))
+                return _GroupedLinear.apply(inner, down, ends_E)
+        return super().experts(x, counts, gate_up, down, row_multiple)
+
+    def _multiplies(self, x_ND: torch.Tensor, stack_EOD: torch.Tensor) -> bool:
+        """Return whether the grouped product takes x and a stack, and their gradients."""
+        about = x_ND.dtype, stack_EOD.shape, stack_EOD.stride()
+        forward = {"mat_a": x_ND, "mat_b": stack_EOD.transpose(1, 2)}
+        backward = {"mat_a": x_ND.new_empty(1, stack_EOD.shape[1]), "mat_b": stack_EOD}
+        return self._takes("grouped_mm", about, forward, backward)
 
     # Attention
 
@@ -204,6 +236,23 @@ class _Pages(NamedTuple):
     table: torch.Tensor
     starts: torch.Tensor
     lengths: torch.Tensor
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotate the halves of heads. The gradient turns back: the sines of a pair have opposite signs."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NhR: torch.Tensor, cos_N1R: torch.Tensor, sin_N1R: torch.Tensor):
+        ctx.save_for_backward(cos_N1R, sin_N1R)
+        first, second = x_NhR.chunk(2, dim=-1)
+        return torch.addcmul(x_NhR * cos_N1R, torch.cat([second, first], dim=-1), sin_N1R)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        cos_N1R, sin_N1R = ctx.saved_tensors
+        first, second = grads[0].chunk(2, dim=-1)
+        turned = torch.cat([second, first], dim=-1)
+        return torch.addcmul(grads[0] * cos_N1R, turned, sin_N1R, value=-1), None, None
 
 
 class _GroupedLinear(torch.autograd.Function):
