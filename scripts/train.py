@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def run_by_hydra() -> None:
-    """Let Hydra act on its own options and keys. It composes the config twice more, which takes most of a second."""
+    """Let Hydra act on its own options and keys. It composes the config twice more."""
     import hydra
     from omegaconf import OmegaConf
 
