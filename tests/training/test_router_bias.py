@@ -36,7 +36,8 @@ def test_an_expert_gains_below_the_mean_and_loses_above_it(rows: list[list[int]]
 
 def imbalance(rank: int, device: Any, rate: float, steps: int) -> list[float]:
     """By step, the rows of the busiest expert over the mean, in the worst layer; nothing else is trained."""
-    case = Case(checkpoint(), training={"router_bias_rate": rate, "lr": 0.0, "weight_decay": 0.0}, samples=24)
+    trained = {"lr": 0.0, "weight_decay": 0.0, "load_balancing_coef": 0.1}  # a loss that reads the routing
+    case = Case(checkpoint(), training={"router_bias_rate": rate} | trained, samples=24)
     engine = make_engine(case, device)
     batch, found = my_share(sample_batch(case.samples, case.seed), engine), []
     counts: list[torch.Tensor] = []
