@@ -72,6 +72,8 @@ LATENTS = dict(
     max_position_embeddings=40960,
 )
 
+TABLES = ("cuda", "ascend", "plain")
+"""Tables of operators; the last is composed of PyTorch's, what the others are compared with"""
 DECLARED = {
     "launches::rms_norm_backward": 2,  # of the input, of the weight (ATen, layer_norm_kernel.cu)
     "launches::attend": 2,  # the kernel, and the fill of a random state that torch allocates
@@ -214,12 +216,12 @@ def decode_step(model: Transformer, args: Namespace, table: str, context: int) -
 
 def decode(args: Namespace) -> Figures:
     """Count a decode step of a model with grouped-query attention."""
-    return {table: _decode(SHAPE, args, table) for table in ("cuda", "ascend")}
+    return {table: _decode(SHAPE, args, table) for table in TABLES}
 
 
 def decode_mla(args: Namespace) -> Figures:
     """Count a decode step of a model with latent attention."""
-    return {table: _decode(LATENTS, args, table) for table in ("cuda", "ascend")}
+    return {table: _decode(LATENTS, args, table) for table in TABLES}
 
 
 def _decode(shape: dict[str, Any], args: Namespace, table: str) -> Figures:
@@ -240,7 +242,7 @@ def _decode(shape: dict[str, Any], args: Namespace, table: str) -> Figures:
 def train(args: Namespace) -> Figures:
     """Count forward and backward pass of one micro-batch."""
     figures: Figures = {}
-    for table in ("cuda", "ascend"):
+    for table in TABLES:
         with card_with(table) as device:
             of_table: Figures = {}
             for name, recompute in (("tp1", False), ("tp1_recompute", True)):

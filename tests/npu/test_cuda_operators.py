@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusion.model.spec import Router
-from fusion.npu.operators import PagedRows, Plain, cuda
+from fusion.npu.operators import PagedRows, Plain, cuda, registry
 from fusion.npu.operators.cuda import Cuda
 
 PLAIN = Plain()
@@ -122,6 +122,13 @@ def test_operators_of_a_card_take_the_calls():
         rows = rows._replace(host_lengths=(3, 300))
         out = table.paged_attention(fake(2, 8, 64), fake(20, 2, PAGE, 64), rows, None, 0.1)
         assert out.shape == (2, 8, 64) and out.device.type == "cuda"
+
+
+@pytest.mark.parametrize(("installed", "name"), [("2.13.0+cpu", "cuda"), ("2.12.1", "plain"), ("2.9.0", "plain")])
+def test_an_older_torch_runs_the_plain_table(monkeypatch, installed, name):
+    monkeypatch.setattr(registry, "version", lambda package: installed)
+    assert registry._table("cuda", "auto") == name and registry._table("npu", "auto") == "ascend"
+    assert registry.block_tokens("cuda") == (PAGE if name == "cuda" else 1)
 
 
 def test_what_a_card_does_not_take_is_composed_and_said_once():

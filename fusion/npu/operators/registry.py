@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 from importlib import import_module
+from importlib.metadata import version
 
 from fusion.npu.operators.limits import CUDA_PAGE
 from fusion.npu.operators.plain import Plain
@@ -12,6 +13,8 @@ TABLES = {"plain": "plain:Plain", "cpu": "cpu:Cpu", "ascend": "ascend:Ascend", "
 """Name → module of this package and class"""
 OF_KIND = {"emulated": "cpu", "ledger": "cpu", "npu": "ascend", "cuda": "cuda"}
 """Kind of `Device` → name of its table; others have the plain one"""
+CUDA_TORCH = (2, 13)
+"""The first version of torch that has all operators of CUDA's table; older ones run the plain table"""
 BLOCK_TOKENS = {"ascend": 128, "cuda": CUDA_PAGE}
 """Name of a table → number of tokens of which a KV block should have a multiple on a real card"""
 
@@ -22,7 +25,10 @@ def block_tokens(kind: str, name: str = "auto") -> int:
 
 
 def _table(kind: str, name: str) -> str:
-    return OF_KIND.get(kind, "plain") if name == "auto" else name
+    if name != "auto":
+        return name
+    has_fused = tuple(int(part) for part in version("torch").split(".")[:2]) >= CUDA_TORCH
+    return "plain" if kind == "cuda" and not has_fused else OF_KIND.get(kind, "plain")
 
 
 @cache
