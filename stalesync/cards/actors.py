@@ -28,9 +28,9 @@ THREADS = {"control": 2, "chunks": 1, "weights": 1, "save": 1, "watch": 1}
 
 def on_cards(spec: WorkerSpec, kind: str) -> WorkerSpec:
     """Return the spec for cards of a kind: with KV blocks that their attention reads."""
-    size, engine = block_tokens(kind, spec.device.operators), spec.rollout.engine
-    engine = replace(engine, block_size=-(-engine.block_size // size) * size)
-    return replace(spec, device=replace(spec.device, kind=kind), rollout=replace(spec.rollout, engine=engine))
+    size, limits = block_tokens(kind, spec.device.operators), spec.rollout.engine
+    limits = replace(limits, block_size=-(-limits.block_size // size) * size)
+    return replace(spec, device=replace(spec.device, kind=kind), rollout=replace(spec.rollout, engine=limits))
 
 
 class CardActors:

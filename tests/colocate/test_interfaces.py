@@ -25,8 +25,14 @@ from tests.helpers import tiny_checkpoint
 
 ROOT = Path(fusion.__file__).resolve().parents[1]
 
-EXTEND_THE_EMBEDDED = {"fusion/colocate/parts.py", "fusion/colocate/paced.py", "stalesync/job/base_model.py"}
-"""The default parts, what paces them, and a script's own training without a worker"""
+EXTEND_THE_EMBEDDED = {
+    "fusion/colocate/parts.py",
+    "fusion/colocate/paced.py",
+    "stalesync/job/base_model.py",
+    "stalesync/smoke/model_checks.py",
+}
+"""The default parts, what paces them, a script's own training without a worker, and what compares the embedded programs
+with each other on a card"""
 
 
 @pytest.fixture
