@@ -17,6 +17,7 @@ from fusion.inference import EmbeddedEngine, Request, SamplingParams
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights
 from fusion.model.spec import GroupedQuery, Latent
 from fusion.npu import open_device
+from fusion.npu.operators import operators_of
 from tests.rollouts import rollout_config
 
 SIZES = dict(
@@ -58,7 +59,7 @@ PROMPT_TOKENS = 16
 class PlainCpu:
     """Stands in for a device: the plain CPU, with no emulated card. Both sides run on it by default."""
 
-    torch_device = torch.device("cpu")
+    torch_device, operators = torch.device("cpu"), operators_of("ledger")
 
     def __init__(self, free_bytes: int = 1 << 30) -> None:
         self._memory = SimpleNamespace(free=free_bytes)

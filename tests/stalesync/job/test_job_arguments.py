@@ -45,6 +45,7 @@ CONTEXTS = {
 }
 """Arguments beside which a key has an effect; those of a simulation only are left out of a plan."""
 VALUES = {
+    "training.token_budget": "256",  # less than the tokens of a card
     "cluster.hardware": "h100",
     "cluster.address": "auto",
     "fusion.deployment": "hybrid",
