@@ -1,3 +1,5 @@
+import gc
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from fusion.npu import open_device
 @pytest.fixture(params=["emulated", "ledger"])
 def device(request):
     if request.param == "emulated":
+        gc.collect()  # what earlier tests have left on the card
         yield open_device("emulated", capacity_bytes=64 << 20)
         return
     from fusion.npu.ledger import LedgerDevice
