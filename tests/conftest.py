@@ -4,7 +4,10 @@ import atexit
 import gc
 import os
 import shutil
+import signal
 import tempfile
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -60,6 +63,25 @@ def _settings_of(test: Any) -> tuple[Any, str]:
     if machine is not None and hasattr(type(machine), "settings"):
         return type(machine), "settings"
     return getattr(test, "__func__", test), "_hypothesis_internal_use_settings"
+
+
+STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+IGNORED = [number for number in STOPS if signal.getsignal(number) is signal.SIG_IGN]
+"""Signals that already this process's parent ignores, as `nohup` does"""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Let no test leave a signal ignored or blocked: processes that later tests start would inherit it."""
+    result = yield
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ()) & {*STOPS}
+    ignored = [number for number in STOPS if signal.getsignal(number) is signal.SIG_IGN and number not in IGNORED]
+    if blocked or ignored:
+        warnings.warn(f"{item.nodeid} left signals: ignored {ignored}, blocked {blocked}", stacklevel=1)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, blocked)
+        for number in ignored:
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    return result
 
 
 def pytest_collection_finish() -> None:

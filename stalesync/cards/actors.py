@@ -29,7 +29,10 @@ THREADS = {"control": 2, "chunks": 1, "weights": 1, "save": 1, "watch": 1}
 def on_cards(spec: WorkerSpec, kind: str) -> WorkerSpec:
     """Return the spec for cards of a kind: with KV blocks that their attention reads."""
     size, limits = block_tokens(kind, spec.device.operators), spec.rollout.engine
-    limits = replace(limits, block_size=-(-limits.block_size // size) * size)
+    if limits.block_size % size:
+        whole = -(-limits.block_size // size) * size
+        log.warning("rollout.engine.block_size=%d: the card's attention reads blocks of %d", limits.block_size, whole)
+        limits = replace(limits, block_size=whole)
     return replace(spec, device=replace(spec.device, kind=kind), rollout=replace(spec.rollout, engine=limits))
 
 

@@ -17,7 +17,7 @@ from fusion.inference import EmbeddedEngine, Output, Request, RolloutConfig, Sam
 from fusion.inference.config import EngineConfig
 from fusion.model import Mesh, ModelConfig, Transformer
 from fusion.npu import Device
-from fusion.npu.operators.registry import operators_of
+from fusion.npu.operators import block_tokens, operators_of
 from fusion.training import EmbeddedTrainEngine, Sequences, TrainingConfig
 from fusion.training.algorithms import cross_entropy
 from fusion.training.loss import LossInput, LossOutput
@@ -65,7 +65,7 @@ def _check(device: Device, num_experts: int) -> dict[str, Any]:
     composing.operators = operators_of(device.kind, "plain")
     model, composed = (_model(one, num_experts) for one in (device, composing))
     outputs = _generate(model, range(SEQUENCES))
-    figures = _check_repeated(model, outputs)
+    figures = _check_repeated(_model(device, num_experts, batch_invariant=True))
     trainer, composing_trainer = _trainer(model), _trainer(composed)
     batch = _batch(outputs)
     old = trainer.logprobs(batch)[0][batch.loss_mask]
@@ -87,8 +87,9 @@ def _check(device: Device, num_experts: int) -> dict[str, Any]:
     return figures
 
 
-def _check_repeated(model: Transformer, outputs: dict[str, Output]) -> dict[str, Any]:
-    """Generate again, all at once and in two parts: with `rollout.engine.batch_invariant` no bit depends on it."""
+def _check_repeated(model: Transformer) -> dict[str, Any]:
+    """Generate, and again all at once and in two parts: with `rollout.engine.batch_invariant` no bit depends on it."""
+    outputs = _generate(model, range(SEQUENCES))
     halves = _generate(model, range(SEQUENCES // 2 - 1)) | _generate(model, range(SEQUENCES // 2 - 1, SEQUENCES))
     for others, batches in ((_generate(model, range(SEQUENCES)), "the same"), (halves, "other")):
         for id, out in outputs.items():
@@ -102,9 +103,9 @@ def _trainer(model: Transformer) -> EmbeddedTrainEngine:
     return EmbeddedTrainEngine(model, model.mesh, device=model.device, config=TrainingConfig(token_budget=1 << 12))
 
 
-def _model(device: Device, num_experts: int) -> Transformer:
+def _model(device: Device, num_experts: int, batch_invariant: bool = False) -> Transformer:
     config = ModelConfig.from_hf({**SHAPE, "num_experts": num_experts}, "shape")
-    model = Transformer(config, Mesh.single(), device, torch.bfloat16, batch_invariant=True)
+    model = Transformer(config, Mesh.single(), device, torch.bfloat16, batch_invariant=batch_invariant)
     random = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -122,7 +123,12 @@ def _prompt(index: int) -> tuple[int, ...]:
 
 def _generate(model: Transformer, indices: range) -> dict[str, Output]:
     """Return the outputs of the prompts of these indices, sampled in one batch."""
-    config = RolloutConfig(max_response_length=RESPONSE, engine=EngineConfig(max_seqs=SEQUENCES, batch_invariant=True))
+    limits = EngineConfig(
+        block_size=max(16, block_tokens(model.device.kind, model.operators.name)),
+        max_seqs=SEQUENCES,
+        batch_invariant=model.row_multiple > 1,
+    )
+    config = RolloutConfig(max_response_length=RESPONSE, engine=limits)
     engine = EmbeddedEngine(model, model.mesh, device=model.device, config=config, seed=0)
     engine.allocate_kv()
     params = SamplingParams(max_tokens=RESPONSE)

@@ -3,6 +3,8 @@ that needs a card, and every call on fake tensors of a card."""
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,12 +12,21 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusion.model.spec import Router
+from fusion.npu.emulator import BuildError, install
 from fusion.npu.operators import PagedRows, Plain, cuda, registry
 from fusion.npu.operators.cuda import Cuda
 
 PLAIN = Plain()
 PAGE = 256
 seeds = st.integers(0, 1 << 30)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def emulated_cards_are_known():
+    """PyTorch counts the devices that compute gradients once, in the first backward pass of a process: the emulated
+    ones of later tests would be none."""
+    with suppress(BuildError):
+        install()
 
 
 def reference(q, keys, values, cu_seq_q, cu_seq_k, max_q, max_k, **options):

@@ -1,7 +1,7 @@
 """Run PyTorch's own fused operators on CUDA cards: RMSNorm, grouped products of stacks, varlen attention, AdamW.
 
     generation   norm and sum 2 · qkv · norms 2, rotations 8 · copy and scatter 2 · attention 1 · out · norm and sum 2
-                 router · softmax, top k, weights 4 · order 7 · products 2, SwiGLU 2, ends 1 · un-routing 3
+                 router · softmax, top k, weights 4 · order 8 · products 2, SwiGLU 2, ends 1 · un-routing 3
 
 A call beyond a limit (`limits.py`; float32 above all, which only the norm takes) runs the plain composition, and says
 so once. Attention reads the KV pool by pages of 256 tokens: every head of keys is a sequence of its own, as a head's
@@ -21,7 +21,7 @@ from torch.optim.adamw import adamw
 
 from fusion.npu.operators import limits
 from fusion.npu.operators.gating import Gating
-from fusion.npu.operators.plain import PagedRows, Permuted, Plain, Rope
+from fusion.npu.operators.plain import PagedRows, Plain, Rope
 
 
 class Cuda(Plain):
@@ -86,12 +86,6 @@ class Cuda(Plain):
             return super().gate(logits_NE, gating, correction_E, row_multiple)
         top_Nk, expert_Nk = logits_NE.topk(gating.top_k, dim=-1)
         return top_Nk.softmax(-1, dtype=torch.float32), expert_Nk  # as of all experts, divided by the sum of these
-
-    def permute(self, x_ND: torch.Tensor, expert_Nk: torch.Tensor, num_experts: int) -> Permuted:
-        flat = expert_Nk.flatten()
-        order = flat.argsort(stable=True)
-        counts_E = (flat == torch.arange(num_experts, device=flat.device).unsqueeze(1)).sum(1)
-        return Permuted(x_ND.index_select(0, order // expert_Nk.shape[1]), order, counts_E)
 
     def unpermute(self, y: torch.Tensor, order: torch.Tensor, weight_Nk: torch.Tensor) -> torch.Tensor:
         y_NkD = torch.empty_like(y).index_copy_(0, order, y).unflatten(0, weight_Nk.shape)
