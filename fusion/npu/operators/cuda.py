@@ -1,7 +1,7 @@
 """Run PyTorch's own fused operators on CUDA cards: RMSNorm, grouped products of stacks, varlen attention, AdamW.
 
-    generation   norm and sum 2 · qkv · norms 2, rotations 8 · copy and scatter 2 · attention 1 · out · norm and sum 2
-                 router · softmax, top k, weights 4 · order 8 · products 2, SwiGLU 2, ends 1 · un-routing 3
+    generation   norm · qkv · norms, joined, rotated · KV joined, stored · attention · out · sum, norm
+                 router · top k, softmax · counts, order, rows · ends, product, SwiGLU, product · un-routing · sum
 
 A call beyond a limit (`limits.py`; float32 above all, which only the norm takes) runs the plain composition, and says
 so once. Attention reads the KV pool by pages of 256 tokens: every head of keys is a sequence of its own, as a head's
