@@ -47,6 +47,7 @@ class WorkerSpec:
         detokenizer: how responses are decoded to text; None: they are not.
         kv_pool: the KV pool of each machine; None: engines do not share KV.
         masked_ids: the policy's (`ModelConfig.masked_ids`).
+        turns: samples are conversations of several turns, so they have the columns that name what was sampled.
     """
 
     seed: int
@@ -68,6 +69,7 @@ class WorkerSpec:
     detokenizer: DetokenizerSpec | None = None
     kv_pool: KVPoolSpec | None = None
     masked_ids: tuple[tuple[int, int], ...] = ()
+    turns: bool = False
 
     def policy(self) -> ModelConfig:
         """Read the policy's specification from its folder, with the end tokens of the run, which its exports name; the

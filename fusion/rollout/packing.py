@@ -28,6 +28,10 @@ KEPT = ("kept_counts", "kept_ids")
 """Columns of the ids that truncated sampling kept for each token: int32 [L], their number, and int32 [their sum], the
 ids; only where the rollouts' sampling truncates"""
 
+SAMPLED, SAMPLED_TOKENS = "sampled", "sampled_tokens"
+"""Columns of what the policy has sampled of a response, bool [L], and of the number of these tokens: the others are
+observations. Only of conversations (`WorkerSpec.turns`); without them all tokens of a response were sampled"""
+
 
 class GeneratedNames(NamedTuple):
     """Names of the columns of what was generated: tokens int64 [L], their logprobs float32 [L] and policy versions
