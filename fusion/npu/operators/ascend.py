@@ -3,8 +3,8 @@
     generation   norm · qkv · 2 norms · 2 rotations · copy of v · scatter · attention · out · sum and norm
                  router · gating · routing · product · SwiGLU · product · un-routing · sum           19 launches a layer
 
-Every pass runs the same forward operator, with gradients and without. Where torch_npu derives no gradient, an autograd
-Function here names the operators of the backward pass. A call beyond a documented limit (`limits.py`) runs the plain
+Every pass runs the same forward operator, with gradients and without. Where torch_npu derives no gradient,
+`ascend_functions.py` names the operators of the backward pass. A call beyond a documented limit (`limits.py`) runs the plain
 composition and says so, once; on the emulated card, whose models are tiny, it is reported and made all the same.
 Latents have no paged attention here: the operator takes latents and rotated keys as two tensors, and the pool holds
 them as one.
@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from fusion.npu.operators import limits
+from fusion.npu.operators.ascend_functions import AddRMSNorm, GroupedLinear, Permute, routing_options
 from fusion.npu.operators.gating import Gating
 from fusion.npu.operators.plain import PagedRows, Permuted, Plain, Rope
 
@@ -81,7 +82,7 @@ class Ascend(Plain):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not self._takes(torch.ops.npu.npu_add_rms_norm.default, x, (x, residual, weight, eps)):
             return super().add_rms_norm(x, residual, weight, eps)
-        return _AddRMSNorm.apply(x, residual, weight, eps)
+        return AddRMSNorm.apply(x, residual, weight, eps)
 
     def norm_rope(
         self,
@@ -148,13 +149,14 @@ class Ascend(Plain):
         """Sort the rows by their experts. ``order`` is int32 [N * k]: the place among the rows of each cell of [N, k],
         as `unpermute` takes it."""
         experts = expert_Nk.to(torch.int32)
-        operator, options = torch.ops.npu.npu_moe_init_routing_v2.default, _routing(expert_Nk.numel(), num_experts)
+        operator = torch.ops.npu.npu_moe_init_routing_v2.default
+        options = routing_options(expert_Nk.numel(), num_experts)
         if not self._takes(operator, x_ND, (x_ND, experts), about=(num_experts,), **options):
             rows, order, counts_E = super().permute(x_ND, expert_Nk.to(torch.int64), num_experts)
             places = torch.empty_like(order, dtype=torch.int32)
             places.index_copy_(0, order, torch.arange(len(order), dtype=torch.int32, device=order.device))
             return Permuted(rows, places, counts_E)
-        return Permuted(*_Permute.apply(x_ND, experts, num_experts))
+        return Permuted(*Permute.apply(x_ND, experts, num_experts))
 
     def unpermute(self, y: torch.Tensor, order: torch.Tensor, weight_Nk: torch.Tensor) -> torch.Tensor:
         operator, weight_Nk = torch.ops.npu.npu_moe_token_unpermute.default, weight_Nk.to(y.dtype)
@@ -175,7 +177,7 @@ class Ascend(Plain):
             x, about = x_ND.contiguous(), (len(listed), listed[0].shape)
             options = dict(group_list=counts, split_item=3, group_type=0, group_list_type=1)
             if self._takes(torch.ops.npu.npu_grouped_matmul.default, x, ([x], listed), about=about, **options):
-                return _GroupedLinear.apply(x, counts, *listed)
+                return GroupedLinear.apply(x, counts, *listed)
         return super().grouped_linear(x_ND, list(weights), counts, row_multiple)
 
     # Attention
@@ -286,84 +288,6 @@ class Ascend(Plain):
         scalars = betas[0] ** step, betas[1] ** step, lr, weight_decay, *betas, eps
         for var, grad, m, v in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
             torch.ops.npu.npu_apply_adam_w.out(*scalars, grad, None, False, False, var=var, m=m, v=v)
-
-
-class _AddRMSNorm(torch.autograd.Function):
-    """The sum of two tensors and its norm, of which torch_npu derives no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float):
-        normed, rstd, total = torch.ops.npu.npu_add_rms_norm(x, residual, weight, eps)
-        ctx.save_for_backward(total, weight, rstd)
-        return normed, total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor):
-        total, weight, rstd = ctx.saved_tensors
-        grad, grad_weight = torch.ops.npu.npu_rms_norm_backward(grads[0], total, weight, rstd)
-        grad = grad + grads[1]
-        return grad, grad, grad_weight.to(weight.dtype), None
-
-
-def _routing(active: int, num_experts: int) -> dict[str, Any]:
-    return dict(
-        active_num=active,
-        expert_num=num_experts,
-        expert_tokens_num_type=1,  # counts, not their cumulative sums
-        expert_tokens_num_flag=True,
-        active_expert_range=[0, num_experts],
-        quant_mode=-1,
-        row_idx_type=0,
-    )
-
-
-class _Permute(torch.autograd.Function):
-    """Rows by expert, of which torch_npu derives no gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, x_ND: torch.Tensor, expert_Nk: torch.Tensor, num_experts: int):
-        options = _routing(expert_Nk.numel(), num_experts)
-        rows, places, counts_E, _ = torch.ops.npu.npu_moe_init_routing_v2(x_ND, expert_Nk, **options)
-        ctx.save_for_backward(places)
-        ctx.num_rows, ctx.top_k = expert_Nk.shape
-        ctx.mark_non_differentiable(places, counts_E)
-        ctx.set_materialize_grads(False)
-        return rows, places, counts_E
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor):
-        grad = grads[0].contiguous()
-        out = torch.ops.npu.npu_moe_token_permute_grad_v2(grad, *ctx.saved_tensors, ctx.num_rows, grad.dtype, ctx.top_k)
-        return out, None, None
-
-
-def _products(x: torch.Tensor, weights: list[torch.Tensor], counts: torch.Tensor, group_type: int) -> torch.Tensor:
-    """Return one product a group, joined: of blocks of x's rows (``group_type`` 0), or of its columns with blocks of
-    the weight's rows (2)."""
-    (out,) = torch.ops.npu.npu_grouped_matmul(
-        [x], weights, group_list=counts, split_item=3, group_type=group_type, group_list_type=1
-    )
-    return out
-
-
-class _GroupedLinear(torch.autograd.Function):
-    """Products of row blocks, of which torch_npu derives no gradient. ``weights``: of each expert, or one stack."""
-
-    @staticmethod
-    def forward(ctx: Any, x_ND: torch.Tensor, counts: torch.Tensor, *weights: torch.Tensor):
-        ctx.save_for_backward(x_ND, counts, *weights)
-        return _products(x_ND, [weight.transpose(-1, -2) for weight in weights], counts, group_type=0)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor):
-        x_ND, counts, *weights = ctx.saved_tensors
-        grad_NO = grads[0].contiguous()
-        grad_x = _products(grad_NO, weights, counts, group_type=0) if ctx.needs_input_grad[0] else None
-        grad_weights: Sequence[torch.Tensor | None] = [None] * len(weights)
-        if any(ctx.needs_input_grad[2:]):
-            stack_EOD = _products(grad_NO.t(), [x_ND], counts, group_type=2)
-            grad_weights = [stack_EOD] if weights[0].dim() == 3 else stack_EOD.unbind(0)
-        return grad_x, None, *grad_weights
 
 
 def _plain_sines(sin_N1R: torch.Tensor, interleaved: bool) -> torch.Tensor:

@@ -1,0 +1,87 @@
+"""Differentiate operators of Ascend cards of which torch_npu derives no gradient: each Function names the operators of
+its backward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+
+class AddRMSNorm(torch.autograd.Function):
+    """The sum of two tensors and its norm, of which torch_npu derives no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float):
+        normed, rstd, total = torch.ops.npu.npu_add_rms_norm(x, residual, weight, eps)
+        ctx.save_for_backward(total, weight, rstd)
+        return normed, total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        total, weight, rstd = ctx.saved_tensors
+        grad, grad_weight = torch.ops.npu.npu_rms_norm_backward(grads[0], total, weight, rstd)
+        grad = grad + grads[1]
+        return grad, grad, grad_weight.to(weight.dtype), None
+
+
+def routing_options(active: int, num_experts: int) -> dict[str, Any]:
+    return dict(
+        active_num=active,
+        expert_num=num_experts,
+        expert_tokens_num_type=1,  # counts, not their cumulative sums
+        expert_tokens_num_flag=True,
+        active_expert_range=[0, num_experts],
+        quant_mode=-1,
+        row_idx_type=0,
+    )
+
+
+class Permute(torch.autograd.Function):
+    """Rows by expert, of which torch_npu derives no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: torch.Tensor, expert_Nk: torch.Tensor, num_experts: int):
+        options = routing_options(expert_Nk.numel(), num_experts)
+        rows, places, counts_E, _ = torch.ops.npu.npu_moe_init_routing_v2(x_ND, expert_Nk, **options)
+        ctx.save_for_backward(places)
+        ctx.num_rows, ctx.top_k = expert_Nk.shape
+        ctx.mark_non_differentiable(places, counts_E)
+        ctx.set_materialize_grads(False)
+        return rows, places, counts_E
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        grad = grads[0].contiguous()
+        out = torch.ops.npu.npu_moe_token_permute_grad_v2(grad, *ctx.saved_tensors, ctx.num_rows, grad.dtype, ctx.top_k)
+        return out, None, None
+
+
+def _products(x: torch.Tensor, weights: list[torch.Tensor], counts: torch.Tensor, group_type: int) -> torch.Tensor:
+    """Return one product a group, joined: of blocks of x's rows (``group_type`` 0), or of its columns with blocks of
+    the weight's rows (2)."""
+    (out,) = torch.ops.npu.npu_grouped_matmul(
+        [x], weights, group_list=counts, split_item=3, group_type=group_type, group_list_type=1
+    )
+    return out
+
+
+class GroupedLinear(torch.autograd.Function):
+    """Products of row blocks, of which torch_npu derives no gradient. ``weights``: of each expert, or one stack."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: torch.Tensor, counts: torch.Tensor, *weights: torch.Tensor):
+        ctx.save_for_backward(x_ND, counts, *weights)
+        return _products(x_ND, [weight.transpose(-1, -2) for weight in weights], counts, group_type=0)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        x_ND, counts, *weights = ctx.saved_tensors
+        grad_NO = grads[0].contiguous()
+        grad_x = _products(grad_NO, weights, counts, group_type=0) if ctx.needs_input_grad[0] else None
+        grad_weights: Sequence[torch.Tensor | None] = [None] * len(weights)
+        if any(ctx.needs_input_grad[2:]):
+            stack_EOD = _products(grad_NO.t(), [x_ND], counts, group_type=2)
+            grad_weights = [stack_EOD] if weights[0].dim() == 3 else stack_EOD.unbind(0)
+        return grad_x, None, *grad_weights
