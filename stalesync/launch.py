@@ -8,14 +8,16 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distqueue.config import QueueOptions
 from fusion.colocate import Worker, WorkerSpec
+from fusion.npu.config import claim
 from fusion.npu.device import check_cards
+from fusion.npu.operators import name_of
 from fusion.resources import RECIPES, as_called
 from fusion.rewards import RewardPool, Term
 from fusion.rewards.terms import pools_of
@@ -26,7 +28,17 @@ from stalesync.evaluation.files import EvalFile
 from stalesync.job import savepoint
 from stalesync.job.card_memory import estimate, knows_cards
 from stalesync.job.config import Config
-from stalesync.job.resume import Reopened, check_changes, check_resume, check_weights, new_folder, reopen
+from stalesync.job.resume import (
+    OPERATORS,
+    Reopened,
+    check_changes,
+    check_resume,
+    check_weights,
+    keep_operators,
+    new_folder,
+    reopen,
+)
+from stalesync.job.resume_rules import ResumeChanges
 from stalesync.job.run_inputs import inputs_of
 from stalesync.job.tokenizer_folder import describe_masked
 from stalesync.job.workload import describe
@@ -94,6 +106,7 @@ def launch(config: Config, *, evaluates: str = "") -> Path:
         if earlier is not None:
             stack.enter_context(earlier.folder)
             earlier = check_changes(earlier, config, source=source, inputs=inputs)
+            config = keep_operators(earlier, config)
         with keeping_warnings(early):
             rule, terms, files, _ = start_rewards(stack, config, source, opened)
         with holding():  # a run that has a folder reports how it ended
@@ -154,10 +167,12 @@ class Launch:
         from stalesync.evaluation import Evaluation
         from stalesync.loop.build import build_run
 
-        config, folder, progress, earlier = self.config, self.folder, self.progress, self.earlier
+        folder, progress = self.folder, self.progress
         with ExitStack() as stack, acknowledging():
             view = self._open_view(stack)
             check_ray, queue = self._start_ray(stack, view)
+            self._resolve_operators(view)
+            config, earlier = self.config, self.earlier
             cards, checksums = self._start_cards(stack, view, check_ray, queue)
             run = build_run(
                 config=config,
@@ -238,6 +253,24 @@ class Launch:
         )
         stack.callback(queue.close)
         return check_ray, queue
+
+    def _resolve_operators(self, view: LiveView) -> None:
+        """Save which table of operators the cards have, whose kind only Ray knows; report one that is not that of the
+        checkpoint."""
+        import ray
+
+        kind, _ = claim(self.config.device.kind, ray.cluster_resources())
+        before, operators = self.config.device.operators, name_of(kind, self.spec.device.operators)
+        if self.trains:
+            self.inputs = {**self.inputs, "settings": {**self.inputs["settings"], OPERATORS: operators}}
+        if operators == before:
+            return
+        if before != "auto":
+            line = ResumeChanges({OPERATORS: (before, operators)}, {}, 0).describe()
+            self.earlier = replace(self.earlier, notes=(*self.earlier.notes, line))
+            view.note(line)
+        self.config = replace(self.config, device=replace(self.config.device, operators=operators))
+        self.folder.write_config(asdict(self.config), keep=before != "auto")
 
     def _start_cards(
         self, stack: ExitStack, view: LiveView, check_ray: Callable[[], None], queue: DistQueue

@@ -11,6 +11,7 @@ from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 
+from fusion.npu.config import OPERATORS
 from stalesync.job.config import Config
 from stalesync.job.overrides import accepted, composed, load
 
@@ -45,6 +46,9 @@ def parse_arguments(arguments: Sequence[str], conf: Path) -> EvaluationArguments
         config = composed(conf, ["run.eval_prompts=0", f"model.path={json.dumps(str(source))}", *overrides])
     else:
         config = composed(conf, overrides, saved=load(_config_of(source)))
+        states_operators = any(word.startswith("device.operators=") for word in overrides)
+        if not states_operators and config.device.kind not in OPERATORS[config.device.operators]:
+            config.device.operators = "auto"  # other cards may evaluate than those of the run
     config.run.name, config.run.resume, config.eval.best = f"evaluate-{_name_of(source)}", "false", None
     if not (config.eval.files or config.run.eval_prompts):
         raise ValueError("eval.files=[]: expected files, or run.eval_prompts above 0")

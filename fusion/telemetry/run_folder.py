@@ -105,11 +105,12 @@ class RunFolder:
             path.rename(aside / path.name)
         return aside
 
-    def write_config(self, config: str | Mapping[str, Any] | Any) -> None:
-        """Write config.yaml from YAML text, a mapping or a dataclass; a different one of an earlier start is kept."""
+    def write_config(self, config: str | Mapping[str, Any] | Any, *, keep: bool = True) -> None:
+        """Write config.yaml from YAML text, a mapping or a dataclass. ``keep``: a different one, of an earlier start,
+        is kept."""
         text = config if isinstance(config, str) else _yaml(config)
         path = self.path / "config.yaml"
-        if path.exists() and path.read_bytes() != text.encode():
+        if keep and path.exists() and path.read_bytes() != text.encode():
             earlier = len(list(self.path.glob("config.start-*.yaml"))) + 1
             path.rename(self.path / f"config.start-{earlier}.yaml")
         write_atomic(path, text)

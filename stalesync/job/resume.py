@@ -183,6 +183,18 @@ def _needed(
     return [name for name in run.resume_changed if name not in spare]
 
 
+def keep_operators(earlier: Reopened | None, config: Config) -> Config:
+    """Return the config with the table of operators of the checkpoint, where this start states none: until the kind of
+    the cards is known, they are taken to be the same."""
+    if earlier is None or config.device.operators != "auto":
+        return config
+    operators = earlier.state.get("inputs", {}).get("settings", {}).get(OPERATORS, "auto")
+    return replace(config, device=replace(config.device, operators=operators))
+
+
+OPERATORS = "device.operators"
+
+
 def check_weights(
     earlier: Reopened,
     run: RunConfig,

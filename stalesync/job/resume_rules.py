@@ -90,6 +90,9 @@ RULES = {
 }
 """The rule of every key"""
 
+UNRESOLVED = {"device.operators": "auto"}
+"""Key → its new value that is resolved, and compared, when the kind of the cards is known"""
+
 _NEVER = {
     "run.seed": "the order of prompts and the noise of every token follow from it",
     "model.dtype": "masters and moments are those of the saved data type",
@@ -121,9 +124,10 @@ class ResumeChanges:
 
 def compare(saved: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return saved and new value of the settings that differ. Keys that only one of the two has are left out: of other
-    versions."""
+    versions; and those of `UNRESOLVED`."""
     common = [key for key in saved if key in new and RULES[key] is not Rule.FOLDER]
-    return {key: (saved[key], new[key]) for key in common if saved[key] != new[key]}
+    changed = {key: (saved[key], new[key]) for key in common if saved[key] != new[key]}
+    return {key: values for key, values in changed.items() if UNRESOLVED.get(key, values) != values[1]}
 
 
 def decide(changes: ResumeChanges, named: Collection[str], undecided: Collection[str] = ()) -> bool:

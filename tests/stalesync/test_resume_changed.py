@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+import yaml
 
 from fusion.telemetry.run_contents import complete_checkpoints
 from stalesync.job import savepoint
@@ -17,7 +18,7 @@ def stopped(base, tmp_path_factory):
     """A run whose newest checkpoint has groups in progress, and the model that it has begun with."""
     folder = tmp_path_factory.mktemp("stopped")
     shutil.copytree(base, folder / "model")
-    done = train(folder / "model", folder, *OPTIONS, "run.steps=3")
+    done = train(folder / "model", folder, *OPTIONS, "run.steps=3", "device.operators=plain")
     assert done.returncode == 0, done.stdout + done.stderr
     for step in (2, 3):
         shutil.rmtree(folder / "run" / "checkpoints" / f"step-{step}")
@@ -71,6 +72,8 @@ def test_named_it_ends_the_groups_in_progress_and_the_run_goes_on_under_the_new_
     done = resume(copy, changed, f"run.resume_changed=[{key}]")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "settings changed by this resume: " in done.stdout and f"{key}=" in done.stdout
+    assert "device.operators=cpu (was plain)" in done.stdout, "which is known only when the kind of the cards is"
+    assert yaml.safe_load((copy / "run" / "config.yaml").read_text())["device"]["operators"] == "cpu"
     assert [row["step"] for row in rows_of(copy / "run")] == [1, 2, 3]
     ended = [json.loads(line) for line in (copy / "run" / "groups.jsonl").read_text().splitlines()]
     assert sorted(row["group"] for row in ended if row["ended"] == "failed:resume_changed") == sorted(groups)

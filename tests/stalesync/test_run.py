@@ -59,12 +59,10 @@ def test_four_cards_train_and_leave_a_readable_run(base, tmp_path):
     assert rows[0]["memory/infer/optimizer_mib"] == rows[0]["memory/infer/gradients_mib"] == 0
     assert rows[0]["memory/train/kv_mib"] == 0
     assert 0 <= rows[0]["val/rewards/before"] <= 1 and 0 <= rows[1]["val/rewards/after"] <= 1
-    assert yaml.safe_load((run / "config.yaml").read_text())["parallel"]["train"] == {
-        "tp": 2,
-        "ep": 2,
-        "pp": 1,
-        "etp": 1,
-    }
+    saved = yaml.safe_load((run / "config.yaml").read_text())
+    assert saved["parallel"]["train"] == {"tp": 2, "ep": 2, "pp": 1, "etp": 1}
+    assert saved["device"]["operators"] == "cpu", "auto of emulated cards"
+    assert not [*run.glob("config.start-*")]
     page = read_run(run)
     assert [card["card"] for card in page["cards"]["table"]] == [f"card {rank}" for rank in range(4)]
     assert {"prefill", "decode", "train", "save", "wait_data"} <= set(page["cards"]["table"][0]["seconds"])

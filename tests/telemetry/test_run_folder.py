@@ -301,6 +301,8 @@ def test_config_of_every_start_is_kept(tmp_path):
     run.write_config("seed: 2\n")
     run.write_config("seed: 2\n")
     assert (run.path / "config.yaml").read_text() == "seed: 2\n"
+    run.write_config("seed: 3\n", keep=False)
+    assert (run.path / "config.yaml").read_text() == "seed: 3\n"
     assert [path.name for path in run.path.glob("config.start-*")] == ["config.start-1.yaml"]
 
 

@@ -21,10 +21,11 @@ BLOCK_TOKENS = {"ascend": 128, "cuda": CUDA_PAGE}
 
 def block_tokens(kind: str, name: str = "auto") -> int:
     """Return the number of tokens of which a KV block has a multiple on a device with this table."""
-    return 1 if kind == "emulated" else BLOCK_TOKENS.get(_table(kind, name), 1)
+    return 1 if kind == "emulated" else BLOCK_TOKENS.get(name_of(kind, name), 1)
 
 
-def _table(kind: str, name: str) -> str:
+def name_of(kind: str, name: str = "auto") -> str:
+    """Return the name of the table that `operators_of` returns."""
     if name != "auto":
         return name
     has_fused = tuple(int(part) for part in version("torch").split(".")[:2]) >= CUDA_TORCH
@@ -34,5 +35,5 @@ def _table(kind: str, name: str) -> str:
 @cache
 def operators_of(kind: str, name: str = "auto") -> Plain:
     """Return the table ``name`` for a device of ``kind``; ``auto``: the fastest that it has."""
-    module, class_ = TABLES[_table(kind, name)].split(":")
+    module, class_ = TABLES[name_of(kind, name)].split(":")
     return getattr(import_module(f"fusion.npu.operators.{module}"), class_)()

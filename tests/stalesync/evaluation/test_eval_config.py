@@ -140,6 +140,15 @@ def test_the_config_of_a_run_is_the_default_of_its_evaluation(tmp_path):
         assert (config.run.name, config.run.eval_prompts, config.eval.best) == (name, 3, None)
         assert (config.fusion.deployment, config.eval.samples, config.eval.files) == ("separate", 2, ["a.jsonl"])
         assert not parsed.is_model
+    for kind, operators, stated, kept in (
+        ("auto", "cuda", [], "auto"),
+        ("auto", "plain", [], "plain"),
+        ("npu", "ascend", [], "ascend"),
+        ("cuda", "cuda", ["device=emulated"], "auto"),
+        ("auto", "cuda", ["device.operators=cuda"], "cuda"),
+    ):
+        (run / "config.yaml").write_text(json.dumps(saved | {"device": {"kind": kind, "operators": operators}}))
+        assert parse_arguments([str(run), *stated], conf).config.device.operators == kept, "other cards may evaluate"
     for arguments, message in (
         ([], "expected the folder of a run"),
         (["eval.samples=2"], "expected the folder of a run"),
