@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from distqueue.config import QueueOptions
 from fusion.colocate import Worker, WorkerSpec
-from fusion.npu.config import claim
+from fusion.npu.config import claim, table_of
 from fusion.npu.device import check_cards
-from fusion.npu.operators import name_of
 from fusion.resources import RECIPES, as_called
 from fusion.rewards import RewardPool, Term
 from fusion.rewards.terms import pools_of
@@ -260,7 +259,7 @@ class Launch:
         import ray
 
         kind, _ = claim(self.config.device.kind, ray.cluster_resources())
-        before, operators = self.config.device.operators, name_of(kind, self.spec.device.operators)
+        before, operators = self.config.device.operators, table_of(kind, self.spec.device.operators)
         if self.trains:
             self.inputs = {**self.inputs, "settings": {**self.inputs["settings"], OPERATORS: operators}}
         if operators == before:

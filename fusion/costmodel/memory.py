@@ -2,8 +2,8 @@
 
     train    weights, gradients (fp32, not sharded), optimizer (fp32 masters and moments, sharded over replicas),
              activations
-    switch   the larger of both layouts' weights, four buckets (none larger than the weights), the
-             optimizer state being offloaded; no gradients
+    switch   the larger of both layouts' weights, four buckets (none larger than the weights), the stacks of a layer's
+             experts where cards store them as a whole, the optimizer state being offloaded; no gradients
     infer    weights (twice with `fusion.double_buffer` on cards that only generate), activations of an engine step, and
              the KV cache: `rollout.engine.kv_fraction` of the remaining HBM
 
@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from fusion.costmodel.setup import Setup
 from fusion.costmodel.shape import Shape
 from fusion.model import Parallel
+from fusion.model.bucket_plan import unit_bytes
 from fusion.model.spec import Dense, LayerSpec, Sparse
 from fusion.model.tiling import LOGIT_BYTES, TILE_BYTES, tile_shape
+from fusion.npu.config import STACKING
 from fusion.npu.memory import OWNERS
 
 WEIGHT_BYTES, GRADIENT_BYTES = 2, 4
@@ -82,6 +84,19 @@ def largest_weight_bytes(shape: Shape, parallel: Parallel) -> int:
     return WEIGHT_BYTES * max(stage_weights(shape, parallel, stage).numel for stage in range(parallel.pp))
 
 
+def stack_bytes(setup: Setup) -> int:
+    """Return the bytes of the stacks of a layer's experts on a die that do not fit a unit of storage, which a switch
+    holds in both layouts at once, as `Layout.external_nbytes`; 0 where cards do not stack experts."""
+    if setup.hardware.operators not in STACKING:
+        return 0
+    max_bytes, sizes = unit_bytes(setup.fusion.bucket_bytes), [0]
+    for parallel in (setup.train, setup.infer):
+        for kind in set(setup.shape.kind_of):
+            stacks = [WEIGHT_BYTES * n // (parallel.ep * parallel.etp) for n in setup.shape.stacks_of(kind)]
+            sizes.append(sum(size for size in stacks if size > max_bytes))
+    return max(sizes)
+
+
 def estimate_memory(setup: Setup) -> MemoryEstimate:
     """Estimate the HBM of every phase, and the capacity of the KV cache."""
     shape, train, infer = setup.shape, setup.train, setup.infer
@@ -95,9 +110,10 @@ def estimate_memory(setup: Setup) -> MemoryEstimate:
     stays = states if setup.shared and setup.fusion.offload == "none" else 0
     leaves = states if setup.shared and setup.fusion.offload == "switch" else 0
     buckets, usable = 4 * min(setup.fusion.bucket_bytes, max(weights)), setup.hardware.usable_bytes
-    overlap = max(weights) + buckets + leaves <= usable
+    resharded = max(weights) + stack_bytes(setup)
+    overlap = resharded + buckets + leaves <= usable
     switching: dict[str, float] = {
-        "weights": max(weights),
+        "weights": resharded,
         "optimizer": stays + (leaves if overlap else 0),
         "buckets": buckets,
     }

@@ -116,7 +116,11 @@ class Shape:
 
     def routed_of(self, kind: int) -> int:
         """Return the elements of all experts of a layer."""
-        return self._routed[kind]
+        return sum(self.stacks_of(kind))
+
+    def stacks_of(self, kind: int) -> tuple[int, ...]:
+        """Return the elements of each stack of equal matrices of all experts of a layer."""
+        return tuple(self.config.num_experts * row.numel for row in self._experts[kind])
 
     def tensors(self, scope: Scope, tp: int) -> tuple[Tensor, ...]:
         """Return what a scope has outside the experts; in the same order for every ``tp``."""
@@ -144,10 +148,6 @@ class Shape:
     def _experts(self) -> tuple[list[LocalParam], ...]:
         """The rows of one expert of each kind of layer."""
         return tuple([row for row in self._rows(kind, 1, 0) if row.expert] for kind in self.kinds)
-
-    @cached_property
-    def _routed(self) -> tuple[int, ...]:
-        return tuple(self.config.num_experts * sum(row.numel for row in rows) for rows in self._experts)
 
     def _read(self, tp: int) -> dict[Scope, tuple[Tensor, ...]]:
         tensors: dict[Scope, tuple[Tensor, ...]] = {}

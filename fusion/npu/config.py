@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 from fusion.telemetry.keys import SET, Unsupported, key
@@ -12,6 +13,12 @@ from fusion.telemetry.validation import Checks, Group
 KINDS = ("auto", "npu", "cuda", "emulated")
 OPERATORS = {"auto": KINDS, "plain": KINDS, "cpu": ("emulated",), "ascend": ("npu", "emulated"), "cuda": ("cuda",)}
 """`device.operators` → the kinds of card that have them"""
+OF_KIND = {"emulated": "cpu", "ledger": "cpu", "npu": "ascend", "cuda": "cuda"}
+"""Kind of `Device` → name of its table; others have the plain one"""
+CUDA_TORCH = (2, 13)
+"""The first version of torch that has all operators of CUDA's table; older ones run the plain table"""
+STACKING = ("ascend", "cuda")
+"""Tables that state `stacks_experts` (`fusion/npu/operators`)"""
 DEFAULT_CAPACITY_BYTES = 2 << 30
 
 
@@ -62,6 +69,14 @@ class DeviceConfig(Group, path="device"):
     def check(self, check: Checks) -> None:
         kinds = OPERATORS[self.operators]
         check.that("operators", self.kind in (*kinds, "auto"), f"device.kind={'|'.join(kinds)}; it is {self.kind}")
+
+
+def table_of(kind: str, name: str = "auto") -> str:
+    """Return the name of the table of operators of a device of ``kind`` with ``device.operators=name``."""
+    if name != "auto":
+        return name
+    has_fused = tuple(int(part) for part in version("torch").split(".")[:2]) >= CUDA_TORCH
+    return "plain" if kind == "cuda" and not has_fused else OF_KIND.get(kind, "plain")
 
 
 def claim(kind: str, cluster: Mapping[str, float]) -> tuple[str, dict[str, Any]]:

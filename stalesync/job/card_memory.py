@@ -16,7 +16,7 @@ from fusion.costmodel.search import phase_problems, problems
 from fusion.costmodel.setup import Setup
 from fusion.costmodel.shape import Shape
 from fusion.model import ModelConfig
-from fusion.npu.config import DEFAULT_CAPACITY_BYTES
+from fusion.npu.config import DEFAULT_CAPACITY_BYTES, table_of
 from stalesync.job.config import Config
 from stalesync.job.workload import setup_of
 
@@ -62,6 +62,8 @@ def plan_of(config: Config, model: ModelConfig) -> Setup:
         )
         kind = "the emulated card" if emulated else hardware.name
         hardware = replace(hardware, name=kind, hbm_bytes=hbm, reserved_bytes=reserved)
+    if (stated := config.device.operators) != "auto" or emulated:
+        hardware = replace(hardware, operators=table_of(config.device.kind, stated))
     deployment, shape = config.deployment, Shape(config.model.path, model.without_predictors)
     setup = setup_of(config, shape, hardware=hardware, dies=config.cluster.npus)
     infer_first = 0 if deployment.shared else len(deployment.train)

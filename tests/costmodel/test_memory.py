@@ -7,13 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from fusion.costmodel.hardware import hardware_named
-from fusion.costmodel.memory import estimate_memory, stage_weights
+from fusion.costmodel.memory import estimate_memory, stack_bytes, stage_weights
 from fusion.costmodel.presets import load_shape
 from fusion.costmodel.search import problems
 from fusion.costmodel.setup import EngineLimits, Setup, SwitchLimits, TrainingLimits
 from fusion.costmodel.shape import Shape
+from fusion.ep_switch.layout import Layout
 from fusion.model import Parallel, local_params, plan_units
 from tests.helpers import tiny_config
 
@@ -48,7 +50,8 @@ def test_phases_and_owners():
     size = estimate_memory(PANGU)
     train, switch, infer = (size.phases[phase] for phase in ("train", "switch", "infer"))
     assert train["gradients"] == 2 * train["weights"] and not switch["gradients"] and not infer["gradients"]
-    assert switch["weights"] == max(train["weights"], infer["weights"])
+    assert switch["weights"] == max(train["weights"], infer["weights"]) + stack_bytes(PANGU)
+    assert stack_bytes(PANGU) == 2 * 3 * 7680 * 2048 * 256 // 8, "of 32 experts of a training die"
     assert switch["buckets"] == 4 * SwitchLimits().bucket_bytes
     assert switch["optimizer"] == size.states_bytes and not infer["optimizer"]
     usable = ASCEND_910C.usable_bytes
@@ -89,6 +92,22 @@ def test_separate_cards_keep_their_states():
         estimate_memory(replace(apart, rollout=EngineLimits(kv_fraction=0.45))).kv_tokens
         < estimate_memory(apart).kv_tokens
     )
+
+
+@pytest.mark.parametrize("grid", [Parallel(4, 2, 2, 2), Parallel(4, 4, 2, 1, 2), Parallel(4, 1, 4)])
+@pytest.mark.parametrize("bucket_bytes", [1 << 13, 1 << 14, 1 << 20])
+def test_stacks_that_a_switch_holds_twice_are_those_of_the_layouts(grid, bucket_bytes):
+    config, infer = tiny_config(num_hidden_layers=3, num_attention_heads=8), Parallel(4, 1, 2)
+    fusion = SwitchLimits(bucket_bytes=bucket_bytes)
+    setup = Setup(Shape("tiny", config), ASCEND_910C, grid, infer, fusion=fusion)
+    expected = 0
+    for parallel in (grid, infer):
+        ranks = tuple(range(parallel.world))
+        layout = Layout(config, parallel, ranks, dtype=torch.bfloat16, bucket_bytes=bucket_bytes, format="stacked")
+        expected = max(expected, *map(layout.external_nbytes, ranks))
+    assert stack_bytes(setup) == expected and (expected > 0) == (bucket_bytes < 1 << 20)
+    assert stack_bytes(replace(setup, hardware=replace(ASCEND_910C, operators="cpu"))) == 0, "not stacked"
+    assert estimate_memory(setup).total("switch") >= stack_bytes(setup)
 
 
 def test_a_switch_needs_no_bucket_larger_than_the_weights():

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fusion.model.spec import Router
+from fusion.npu import config
 from fusion.npu.emulator import BuildError, install
 from fusion.npu.operators import PagedRows, Plain, cuda, registry
 from fusion.npu.operators.cuda import Cuda
@@ -137,9 +138,14 @@ def test_operators_of_a_card_take_the_calls():
 
 @pytest.mark.parametrize(("installed", "name"), [("2.13.0+cpu", "cuda"), ("2.12.1", "plain"), ("2.9.0", "plain")])
 def test_an_older_torch_runs_the_plain_table(monkeypatch, installed, name):
-    monkeypatch.setattr(registry, "version", lambda package: installed)
-    assert registry._table("cuda", "auto") == name and registry._table("npu", "auto") == "ascend"
+    monkeypatch.setattr(config, "version", lambda package: installed)
+    assert config.table_of("cuda") == name and config.table_of("npu") == "ascend"
     assert registry.block_tokens("cuda") == (PAGE if name == "cuda" else 1)
+
+
+def test_the_tables_that_stack_experts_are_those_that_a_plan_counts():
+    stacking = {name for name in registry.TABLES if registry.operators_of("npu", name).stacks_experts}
+    assert stacking == {*config.STACKING}
 
 
 def test_what_a_card_does_not_take_is_composed_and_said_once():

@@ -24,6 +24,8 @@ class Hardware:
     """One kind of accelerator node. Bytes, bytes/s, seconds; a die is what one worker has."""
 
     name: str
+    operators: str
+    """Table of operators of `fusion/npu/operators` that such a card has"""
     topology: Topology
     reached: tuple[Figure, Figure, Figure, Figure]
     """Share of a link's bandwidth that a large transfer reaches, by level of the topology."""

@@ -1,5 +1,6 @@
 """Load a card's YAML file, strictly: every constant is there, is a finite number > 0 in a known unit, has a source.
 
+    operators:  the card's table of `fusion/npu/operators`
     topology:   dies_per_card, dies_per_node, dies_per_supernode (null: no supernodes), host link, source
     links:      card, node, supernode, network: peak bandwidth one way of one die, and the share of it that is reached
     constants:  the other fields of `Hardware`
@@ -22,6 +23,7 @@ import yaml
 
 from fusion.costmodel.hardware.card import Figure, Hardware
 from fusion.ep_switch.topology import LEVELS, Topology
+from fusion.npu.config import OPERATORS
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -34,7 +36,9 @@ UNITS = {
 }
 """Dimension, as the last words of a constant's name → unit → its size in bytes, seconds, operations/s."""
 
-CONSTANTS = tuple(f.name for f in fields(Hardware) if f.name not in ("name", "topology", "reached"))
+TABLES = tuple(name for name in OPERATORS if name != "auto")
+
+CONSTANTS = tuple(f.name for f in fields(Hardware) if f.name not in ("name", "operators", "topology", "reached"))
 
 
 def hardware_names() -> tuple[str, ...]:
@@ -62,13 +66,16 @@ def load_hardware(path: Path) -> Hardware:
             source; names the file and the key.
     """
     card = _Section(path.name, "", yaml.safe_load(path.read_text()))
-    card.expect("description", "topology", "links", "constants")
+    card.expect("description", "operators", "topology", "links", "constants")
     card.text("description")
+    if card.text("operators") not in TABLES:
+        raise card.error("operators", f"expected one of {', '.join(TABLES)}, not {card.text('operators')!r}")
     constants = card.section("constants")
     constants.expect(*CONSTANTS)
     topology, reached = _topology(card.section("topology"), card.section("links"))
     return Hardware(
         name=path.stem,
+        operators=card.text("operators"),
         topology=topology,
         reached=reached,
         **{name: constants.figure(name) for name in CONSTANTS},

@@ -1,7 +1,6 @@
 from .plain import PagedRows as PagedRows
 from .plain import Plain as Plain
 from .registry import block_tokens as block_tokens
-from .registry import name_of as name_of
 from .registry import operators_of as operators_of
 from .rows import BATCH_INVARIANT_ROWS as BATCH_INVARIANT_ROWS
 from .rows import head_linear as head_linear
