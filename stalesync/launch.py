@@ -315,7 +315,9 @@ class Launch:
             source = WeightedReward(source, config.reward.title, terms)
         needs_groups = any(pool.needs_group for pool in pools_of(rule, terms))
         group_size = config.algorithm.group_size if needs_groups else None
-        return stack.enter_context(Scorer(source, queue, config.reward.max_failed_share, group_size))
+        return stack.enter_context(
+            Scorer(source, queue, config.reward.max_failed_share, group_size, turns=self.spec.turns)
+        )
 
 
 def queue_options(config: Config, folder: RunFolder) -> QueueOptions:

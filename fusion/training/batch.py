@@ -110,6 +110,7 @@ class Sequences:
         behaviour_logprobs: torch.Tensor | None = None,
         ref_logprobs: torch.Tensor | None = None,
         versions: torch.Tensor | None = None,
+        sampled: torch.Tensor | None = None,
         routing: torch.Tensor | None = None,
         kept_counts: torch.Tensor | None = None,
         kept_ids: torch.Tensor | None = None,
@@ -122,6 +123,7 @@ class Sequences:
                 does not read) their places hold `UNREAD`; without both there are no tokens.
             advantages: one per sample, repeated for its tokens.
             behaviour_logprobs, ref_logprobs, versions, kept_counts: one number per response token.
+            sampled: bool, one per response token: whether it is trained. None: all are.
             kept_ids: as many of each response token as its kept_counts.
             routing: [tokens, L, k], of every token except the last of each sample.
 
@@ -133,10 +135,8 @@ class Sequences:
                 f"{len(prompt_lengths)} prompt_lengths and {len(response_lengths)} response_lengths; "
                 "expected one of each per sample"
             )
-        both = prompt_lengths, response_lengths
-        sizes = torch.stack([torch.as_tensor(lengths, dtype=torch.int64) for lengths in both], dim=1)
-        lengths = sizes.sum(1)
-        of_response = torch.tensor([False, True]).repeat(len(sizes)).repeat_interleave(sizes.flatten())
+        both = [torch.as_tensor(lengths, dtype=torch.int64) for lengths in (prompt_lengths, response_lengths)]
+        lengths, of_response = both[0] + both[1], response_rows(*both)
 
         def aligned(values: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> torch.Tensor | None:
             return None if values is None else _fill(torch.zeros(len(of_response), dtype=dtype), of_response, values)
@@ -148,7 +148,7 @@ class Sequences:
         packed = cls(
             tokens,
             lengths=lengths.tolist(),
-            loss_mask=of_response,
+            loss_mask=of_response if sampled is None else _fill(of_response.clone(), of_response, sampled),
             advantages=None if advantages is None else advantages.float().repeat_interleave(lengths),
             behaviour_logprobs=aligned(behaviour_logprobs),
             ref_logprobs=aligned(ref_logprobs),
@@ -222,11 +222,20 @@ class Sequences:
         Args:
             rows: `rows_of` the indices, if the caller has computed them.
         """
-        rows = self.rows_of(indices) if rows is None else rows
+        return self._at(self.rows_of(indices) if rows is None else rows, [self.lengths[i] for i in indices])
+
+    def until_trained(self) -> Sequences:
+        """Return the sequences without what follows their last trained token, on which no loss depends."""
+        lengths, positions_N = torch.tensor(self.lengths, dtype=torch.int64), self.positions
+        owner_N = torch.arange(len(lengths)).repeat_interleave(lengths)
+        ends_B = torch.zeros_like(lengths).scatter_reduce(0, owner_N, (positions_N + 1) * self.loss_mask, "amax")
+        return self._at((positions_N < ends_B[owner_N]).nonzero().squeeze(1), ends_B.tolist())
+
+    def _at(self, rows: torch.Tensor, lengths: list[int]) -> Sequences:
         columns: dict[str, Any] = {name: column[rows] for name, column in self._columns().items()}
         if self.kept_counts is not None and self.kept_ids is not None:
             columns["kept_ids"] = self.kept_ids[_places(self.kept_counts.to(torch.int64), rows)]
-        return replace(self, lengths=[self.lengths[i] for i in indices], **columns)
+        return replace(self, lengths=lengths, **columns)
 
     def _columns(self) -> dict[str, torch.Tensor]:
         columns = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in NOT_COLUMNS}
@@ -236,6 +245,12 @@ class Sequences:
         lengths = torch.tensor(self.lengths, dtype=torch.int64)
         starts = lengths.cumsum(0) - lengths
         return starts if keep_empty else starts[lengths > 0]
+
+
+def response_rows(prompt_lengths: torch.Tensor, response_lengths: torch.Tensor) -> torch.Tensor:
+    """Return whether each row of packed samples with these lengths (int64 [B]) is of a response: bool [N]."""
+    sizes = torch.stack([prompt_lengths, response_lengths], dim=1)
+    return torch.tensor([False, True]).repeat(len(sizes)).repeat_interleave(sizes.flatten())
 
 
 def plan_micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:

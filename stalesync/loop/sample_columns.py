@@ -24,6 +24,7 @@ class SampleColumns:
     groups: list[str]
     prompt_tokens: list[int]
     response_tokens: list[int]
+    sampled_tokens: list[int]
     oldest: list[int]
     newest: list[int]
     cut: list[bool]
@@ -39,6 +40,7 @@ class SampleColumns:
             groups=[],
             prompt_tokens=[],
             response_tokens=[],
+            sampled_tokens=[],
             oldest=[],
             newest=[],
             cut=[],
@@ -50,6 +52,7 @@ class SampleColumns:
             columns.groups.append(sample.prompt.id)
             columns.prompt_tokens.append(sample.prompt_tokens)
             columns.response_tokens.append(sample.response_tokens)
+            columns.sampled_tokens.append(sample.sampled_tokens)
             columns.oldest.append(sample.oldest)
             columns.newest.append(sample.newest)
             columns.cut.append(sample.cut)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from operator import gt
+from operator import gt, sub
 
 import numpy as np
 
@@ -24,7 +24,9 @@ def add_sample_metrics(metrics: Metrics, samples: SampleColumns) -> None:
     _add_terms(metrics, samples)
     if not samples:
         return
-    metrics.spread("response_length", samples.response_tokens)
+    metrics.spread("response_length", samples.sampled_tokens)
+    if samples.sampled_tokens != samples.response_tokens:
+        metrics.spread("observation_length", list(map(sub, samples.response_tokens, samples.sampled_tokens)))
     metrics.spread("prompt_length", samples.prompt_tokens)
     metrics.add("response_length/clip_ratio", sum(samples.cut) / len(samples))
 

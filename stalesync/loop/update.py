@@ -163,12 +163,12 @@ class Updater:
         subtracted from the rewards, by sample; those that were lost when the reference read them have none."""
         with metrics.timer("adv"):
             if kl is not None and (samples := samples.where([id in kl for id in samples.ids])):
-                metrics.add("actor/reward_kl_penalty", sum(kl.values()) / sum(samples.response_tokens))
+                metrics.add("actor/reward_kl_penalty", sum(kl.values()) / sum(samples.sampled_tokens))
             while samples:
                 advantages, _ = self.algorithm.advantages(
                     rewards=samples.rewards,
                     groups=samples.groups,
-                    response_lengths=samples.response_tokens,
+                    response_lengths=samples.sampled_tokens,
                     reference_kl=None if kl is None else [kl[id] for id in samples.ids],
                     cut=samples.cut,
                 )

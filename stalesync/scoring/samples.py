@@ -19,7 +19,8 @@ LOST = "lost"
 class Sample:
     """A finished response. ``id``: of its row in the queue; ``outcome``: assigned once, when it is scored; ``oldest``,
     ``newest``: policy versions of its tokens; ``cut``: whether the limit of tokens ended it; ``others``: the other
-    responses of its group, where a reward asks for them."""
+    responses of its group, where a reward asks for them; ``observed_tokens``: tokens of the response that the policy
+    has not sampled, of a conversation."""
 
     id: str
     prompt: Prompt
@@ -30,11 +31,16 @@ class Sample:
     oldest: int = 0
     newest: int = 0
     cut: bool = False
+    observed_tokens: int = 0
     others: Sequence[str] = ()
 
     @property
     def group(self) -> str:
         return self.prompt.id
+
+    @property
+    def sampled_tokens(self) -> int:
+        return self.response_tokens - self.observed_tokens
 
     @property
     def tokens(self) -> int:
@@ -54,12 +60,13 @@ class Sample:
     def unscored_state_dict(self) -> dict[str, Any]:
         """Return a sample that has no outcome yet, likewise."""
         fields = {name: getattr(self, name) for name in SAVED} | {"group": self.group}
-        return fields | {"cut": True} if self.cut else fields
+        return fields | {name: value for name in SAVED_IF_SET if (value := getattr(self, name))}
 
     @classmethod
     def restore(cls, prompt: Prompt, state: Mapping[str, Any]) -> Sample:
         """Restore a sample of ``prompt`` from what `state_dict` or `unscored_state_dict` returned."""
-        sample = cls(prompt=prompt, cut=state.get("cut", False), **{name: state[name] for name in SAVED})
+        optional = {name: state[name] for name in SAVED_IF_SET if name in state}
+        sample = cls(prompt=prompt, **optional, **{name: state[name] for name in SAVED})
         if "outcome" in state:
             sample.outcome = RewardOutcome(**state["outcome"])
         return sample
@@ -67,6 +74,8 @@ class Sample:
 
 SAVED = ("id", "response", "prompt_tokens", "response_tokens", "oldest", "newest")
 """Fields of the state of a sample, besides its outcome"""
+
+SAVED_IF_SET = ("cut", "observed_tokens")
 
 
 by_id = attrgetter("id")

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from operator import sub
 from typing import Any, Protocol
 
 from distqueue import PackedBatch
@@ -28,7 +29,7 @@ from fusion.colocate import StageReport
 from fusion.rewards import RewardOutcome
 from fusion.rewards.batch_size import BatchSize
 from fusion.rewards.whole_groups import WholeGroups
-from fusion.rollout.packing import CUT, TEXT
+from fusion.rollout.packing import CUT, SAMPLED_TOKENS, TEXT
 from fusion.rollout.types import EvalAnswer
 from stalesync.process.failures import RewardsFailed
 from stalesync.prompts import Prompt
@@ -81,6 +82,7 @@ class Scorer:
             raises `RewardsFailed`.
         group_size: number of samples of a group, all of which the source is given together; None: each is scored when
             it has arrived.
+        turns: samples are conversations, whose observations are counted apart (`WorkerSpec.turns`).
     """
 
     def __init__(
@@ -89,8 +91,11 @@ class Scorer:
         queue: ScoringQueue,
         max_failed_share: float = 1.0,
         group_size: int | None = None,
+        *,
+        turns: bool = False,
     ):
         self._source, self._queue = source, queue
+        self._columns = (TEXT, CUT, SAMPLED_TOKENS) if turns else (TEXT, CUT)
         self._groups = None if group_size is None else WholeGroups[Sample](group_size)
         self._released: list[Sample] = []
         """Samples that need not wait for others of their group any more, for the thread to score"""
@@ -252,7 +257,7 @@ class Scorer:
                 try:
                     batch = self._queue.get(
                         REWARD,
-                        [TEXT, CUT],
+                        self._columns,
                         self._batch_size.count,
                         lengths=[RESPONSE],
                         partial=True,
@@ -333,8 +338,10 @@ class Scorer:
         prompts = [prompts_by_group[group] for group in batch.groups]
         prompt_tokens = [len(prompt.ids) for prompt in prompts]
         oldest, newest = zip(*batch.versions, strict=True)
-        lengths, cut = batch.lengths[RESPONSE], batch[CUT].buffer.tolist()
-        fields = batch.ids, prompts, batch[TEXT].texts(), prompt_tokens, lengths, oldest, newest, cut
+        texts, lengths, cut = batch[TEXT].texts(), batch.lengths[RESPONSE], batch[CUT].buffer.tolist()
+        fields: list[Iterable[Any]] = [batch.ids, prompts, texts, prompt_tokens, lengths, oldest, newest, cut]
+        if SAMPLED_TOKENS in batch.columns:
+            fields.append(map(sub, lengths, batch[SAMPLED_TOKENS].buffer.tolist()))
         samples = map(Sample, *fields)  # by keyword it would take three times as long
         return sorted(samples, key=by_id)
 

@@ -73,7 +73,7 @@ class WeightedReward:
 
     def __call__(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
         parts = {self._title: (1.0, self._base(samples))}
-        texts, lengths = [sample.for_reward() for sample in samples], [sample.response_tokens for sample in samples]
+        texts, lengths = [sample.for_reward() for sample in samples], [sample.sampled_tokens for sample in samples]
         for term in self._terms:
             parts[term.spec.name] = term.spec.weight, term.outcomes(texts, lengths)
         return combine(parts)

@@ -13,7 +13,7 @@ from fusion.colocate.samples.read_ahead import ReadAhead
 from fusion.colocate.samples.sequences import LOSS, REFERENCE, empty_samples, stage_columns, to_sequences
 from fusion.colocate.spec import WorkerSpec
 from fusion.model import Mesh
-from fusion.rollout.packing import KEPT, ROUTING
+from fusion.rollout.packing import KEPT, ROUTING, SAMPLED
 from fusion.rollout.partial_samples import SampleStore
 from fusion.telemetry import WAIT_DATA, Timeline
 from fusion.training import Sequences, TrainEngine
@@ -41,9 +41,11 @@ class StageReader:
         expert_columns: Sequence[str] = (),
     ) -> Received:
         """Read samples with the columns that this rank of the stage's ``mesh`` needs (`stage_columns`); without those
-        that the queue has lost. Where log-probabilities are renormalised, whoever computes them reads the kept ids."""
+        that the queue has lost. Where log-probabilities are renormalised, whoever computes them reads the kept ids;
+        of conversations every rank reads what was sampled, as the divisors of a loss are known to all."""
         kept = KEPT if self.spec.rollout.truncates and stage != "score" else ()
-        columns = stage_columns(mesh, (*loss_columns, *kept), expert_columns)
+        sampled = (SAMPLED,) if self.spec.turns and stage != "score" else ()
+        columns = stage_columns(mesh, (*loss_columns, *kept), (*expert_columns, *sampled))
         if not ids:
             return empty_samples(columns)
         if stage not in self.readers:
@@ -107,4 +109,5 @@ class StageReader:
         if following:
             self._begin("train", following)
         config = trainer.model.config
-        return to_sequences(received, config.sparse(mesh.parallel.layers(config.num_layers, mesh.pp_rank)))
+        sequences = to_sequences(received, config.sparse(mesh.parallel.layers(config.num_layers, mesh.pp_rank)))
+        return sequences.until_trained() if self.spec.turns else sequences

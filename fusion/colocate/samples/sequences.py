@@ -3,7 +3,8 @@
 queue columns ─► StageReader ─► Received ─to_sequences─► trainer Sequences ─► logprobs ─response_column─► queue column
 
 A pipeline stage has the columns that it computes with (`stage_columns`): the first stage the tokens, the last one the
-labels and the loss's inputs. The samples' lengths are known to all stages.
+labels and the loss's inputs. The samples' lengths are known to all stages. Of a conversation all tokens are inputs, and
+only the sampled ones have log-probabilities, a loss and a divergence from the reference.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import torch
 from distqueue import Column, PackedBatch
 from distqueue.hierarchy import Received
 from fusion.model import Mesh
-from fusion.rollout.packing import KEPT, ROUTING
+from fusion.rollout.packing import KEPT, ROUTING, SAMPLED
 from fusion.training import Sequences
+from fusion.training.batch import response_rows
 
 TOKENS = ("prompt", "response")
 """Inputs of a forward pass."""
@@ -53,7 +55,7 @@ def to_sequences(received: Received, layers: range | None = None) -> Sequences:
             from one less than that of all its tokens; or a token is not among its kept ids.
     """
     batch, lengths = received.batch, received.lengths
-    for name in ("behaviour_logprobs", "versions", REFERENCE, KEPT[0]):
+    for name in ("behaviour_logprobs", "versions", SAMPLED, REFERENCE, KEPT[0]):
         if name in batch.columns and not lengths[name].equal(lengths["response"]):
             row = int((lengths[name] != lengths["response"]).nonzero()[0])
             has, tokens = int(lengths[name][row]), int(lengths["response"][row])
@@ -84,6 +86,7 @@ def to_sequences(received: Received, layers: range | None = None) -> Sequences:
         behaviour_logprobs=column("behaviour_logprobs"),
         ref_logprobs=column(REFERENCE),
         versions=column("versions"),
+        sampled=column(SAMPLED),
         kept_counts=column(KEPT[0]),
         kept_ids=column(KEPT[1]),
         routing=routing,
@@ -111,14 +114,15 @@ def tokens_of_samples(batch: PackedBatch) -> list[tuple[torch.Tensor, torch.Tens
 
 
 def summed_log_ratios(sequences: Sequences, ref_logprobs_N: torch.Tensor) -> list[float]:
-    """Sum behaviour_logprobs - ``ref_logprobs_N`` (0 on prompts) over each sample's response."""
+    """Sum behaviour_logprobs - ``ref_logprobs_N`` over each sample's trained tokens."""
     behaviour_N = sequences.behaviour_logprobs
     assert behaviour_N is not None
-    ratios = (behaviour_N - ref_logprobs_N).to(torch.float64)
+    ratios = (behaviour_N - ref_logprobs_N).where(sequences.loss_mask, 0.0).to(torch.float64)
     return [float(part.sum()) for part in ratios.split(sequences.lengths)]
 
 
 def response_column(values_N: torch.Tensor, sequences: Sequences, received: Received) -> Column:
     """Pack a per-token result of ``sequences``, which are `to_sequences(received)`, as a column of the queue: each
     sample's values at its response tokens. On a rank that has received the responses."""
-    return Column(values_N[sequences.loss_mask], received.batch["response"].offsets)
+    of_response = response_rows(received.lengths["prompt"], received.lengths["response"])
+    return Column(values_N[of_response], received.batch["response"].offsets)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from distqueue import PackedBatch
 from distqueue.hierarchy import Received
 from fusion.colocate.samples.sequences import stage_columns, to_sequences
 from fusion.model import Mesh, Parallel
+from fusion.rollout.packing import SAMPLED
 from tests.colocate.cards import GROUP, GROUPS, Card, make_spec
 from tests.helpers import run_ranks, tiny_checkpoint
 from tests.machine import patience
@@ -40,6 +42,33 @@ def test_every_stage_of_a_pipeline_gets_what_it_looks_at_and_one_card_asks(tmp_p
     assert last["reference"][1].keys() == {"response"}
     assert last["train"][1].keys() == {"response", "behaviour_logprobs", "advantage", "versions", "ref_logprobs"}
     assert last["train"][2] == sorted(last["train"][1]) and last["train"][1]["response"] > 0
+
+
+def conversation(rank, device, spec):
+    """A step of samples whose second token was not sampled, then what was computed and read."""
+    card = Card(rank, device, spec)
+    put = card.worker.queue.put
+
+    def put_conversations(batch):
+        if "response" in batch.columns:
+            sampled = [torch.arange(length) != 1 for length in batch["response"].lengths().tolist()]
+            columns = PackedBatch.from_samples(batch.ids, {SAMPLED: sampled}).columns
+            batch = replace(batch, columns={**batch.columns, **columns})
+        put(batch)
+
+    card.worker.queue.put = put_conversations
+    reference = card.step(0)["reference"]
+    report = card.worker.train([card.own(IDS)])
+    metrics = {name: part.value / (part.weight or 1) for name, part in report.metrics.items()}
+    return reference, metrics["actor/kl_loss"], sorted(card.worker.card.reader.readers["train"].read(IDS).batch.columns)
+
+
+def test_every_stage_of_a_pipeline_reads_which_tokens_were_sampled(tmp_path):
+    checkpoint = tiny_checkpoint(tmp_path)
+    spec = replace(make_spec(checkpoint, 2, {"pp": 2}, {"tp": 1, "ep": 1}), turns=True)
+    (reference, kl, first), (_, last_kl, last) = run_ranks(conversation, 2, spec)
+    assert SAMPLED in first and SAMPLED in last and kl == last_kl
+    assert 0.0 in reference and any(reference), "the reference computes nothing at an observation"
 
 
 def idle_replica(rank, device, spec):

@@ -21,19 +21,21 @@ def samples_of_groups(draw):
         prompt = Prompt(f"g{number // 3}", (1, 2), "1+1=", "2")
         sample = Sample(f"{prompt.id}/{number}", prompt, "2", *draw(st.tuples(NUMBERS, NUMBERS)))
         sample.oldest, sample.newest, sample.outcome = *draw(st.tuples(NUMBERS, NUMBERS)), outcome
-        sample.cut = draw(st.booleans())
+        sample.cut, sample.observed_tokens = draw(st.booleans()), draw(st.integers(0, sample.response_tokens))
         samples.append(sample)
     return samples
 
 
 def rows(columns):
-    fields = columns.prompt_tokens, columns.response_tokens, columns.oldest, columns.newest, columns.cut
-    return list(zip(columns.ids, columns.groups, *fields, columns.rewards, columns.errors, columns.tokens, strict=True))
+    lengths = columns.prompt_tokens, columns.response_tokens, columns.sampled_tokens
+    fields = columns.oldest, columns.newest, columns.cut, columns.rewards, columns.errors, columns.tokens
+    return list(zip(columns.ids, columns.groups, *lengths, *fields, strict=True))
 
 
 def row(one):
     versions, outcome = (one.oldest, one.newest), (one.outcome.reward, one.outcome.error)
-    return (one.id, one.prompt.id, one.prompt_tokens, one.response_tokens, *versions, one.cut, *outcome, one.tokens)
+    lengths = one.prompt_tokens, one.response_tokens, one.response_tokens - one.observed_tokens
+    return (one.id, one.prompt.id, *lengths, *versions, one.cut, *outcome, one.tokens)
 
 
 @given(samples_of_groups(), st.data())

@@ -94,8 +94,8 @@ def _queue(groups, kind=LocalQueue):
     return queue
 
 
-def _updater(queue, cards):
-    config = AlgorithmConfig(group_size=GROUP, minibatches=2)
+def _updater(queue, cards, **algorithm):
+    config = AlgorithmConfig(group_size=GROUP, minibatches=2, **algorithm)
     spec = SimpleNamespace(algorithm=config, reference=None, train=Parallel(1), deployment=SimpleNamespace(train=(0,)))
     view = SimpleNamespace(phase=lambda name: None)
     algorithm = make_algorithm(config, 8)
@@ -124,6 +124,20 @@ def test_every_scored_sample_is_claimed_written_trained_and_acknowledged_once():
     figures = queue.stats()
     assert figures["distqueue/ended/done"] == 5 and figures["distqueue/ended/dropped:reward_raised"] == 1
     assert figures["distqueue/rows"] == 1, "a sample that the ledger did not name stays as it was"
+
+
+def test_the_penalty_of_long_responses_counts_what_was_sampled():
+    advantages = []
+    for observed in (0, 5):
+        groups = _scored()
+        for members in groups.values():
+            members[0].response_tokens, members[0].observed_tokens = 3 + observed, observed
+        queue, seen = _queue(groups), []
+        put = queue.put
+        queue.put = lambda batch, put=put, seen=seen, **options: (seen.append(batch), put(batch, **options))
+        _train(_updater(queue, TrainingCards(queue), overlong_buffer=4), groups)
+        advantages.append(seen[0]["advantage"].buffer.tolist())
+    assert advantages[0] == advantages[1] and any(advantages[0])
 
 
 @pytest.mark.parametrize("trained", [True, False])

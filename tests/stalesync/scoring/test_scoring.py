@@ -16,7 +16,10 @@ from distqueue import LocalQueue, PackedBatch
 from fusion.inference import Output
 from fusion.rewards import RewardOutcome
 from fusion.rollout import EvalAnswer
-from fusion.rollout.packing import pack_answers, pack_outputs
+from fusion.rollout.packing import SAMPLED_TOKENS, pack_answers, pack_outputs
+from fusion.telemetry import Metrics
+from stalesync.loop.sample_columns import SampleColumns
+from stalesync.loop.sample_metrics import add_sample_metrics
 from stalesync.prompts import Prompt
 from stalesync.scoring.progress import MIN_GROUPS_KEPT, Arrivals, ScoringProgress
 from stalesync.scoring.samples import Sample
@@ -92,6 +95,23 @@ def test_samples_are_scored_by_their_text_and_lengths_and_no_token_is_received()
     assert [one.cut for one in scored] == [True, False]
     assert queue.received == {"text": len("<üüüü><üü>".encode()), "cut": 2}
     assert queue.stats()["distqueue/reward/depth"] == 0 == queue.stats()["distqueue/reward/leased"], "acknowledged"
+
+
+def test_the_observed_tokens_of_a_conversation_are_counted_and_kept_by_a_checkpoint():
+    queue = MetadataQueue(["reward", "train"])
+    with Scorer(Source(concurrent=True), queue, turns=True) as scorer:
+        scorer.prompts["g"] = PROMPT
+        sampled = {SAMPLED_TOKENS: torch.tensor([3, 2])}
+        batch = pack_outputs([_output("g/0", range(4)), _output("g/1", range(2))], ["a", "b"])
+        queue.put(replace(batch, columns={**batch.columns, **PackedBatch.from_samples(batch.ids, sampled).columns}))
+        _, scored = _poll(scorer, (2, 2))
+    assert [(one.response_tokens, one.sampled_tokens) for one in scored] == [(4, 3), (2, 2)]
+    restored = [Sample.restore(PROMPT, one.state_dict()) for one in scored]
+    assert restored == scored and ["observed_tokens" in one.state_dict() for one in scored] == [True, False]
+    metrics = Metrics()
+    add_sample_metrics(metrics, SampleColumns.of(scored))
+    found = metrics.result()
+    assert (found["response_length/mean"], found["observation_length/mean"]) == (2.5, 0.5)
 
 
 def test_a_lost_sample_whose_group_has_ended_meanwhile_is_skipped():
