@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -51,6 +51,14 @@ class Rows:
     grad_entropy: torch.Tensor | None = None
 
 
+class Logits(NamedTuple):
+    """Logits of a tile [n, ids], with the graph to the leaves that they were computed from: hidden states [n, D] and
+    weights of the head."""
+
+    leaves: list[torch.Tensor]
+    values: torch.Tensor
+
+
 @dataclass(frozen=True)
 class Tiles:
     """The tiles of the logits of a micro-batch on this rank.
@@ -80,29 +88,37 @@ class Tiles:
             chunks["cells"] = self.cells
         return [Rows(**dict(zip(chunks, chunk, strict=True))) for chunk in zip(*chunks.values(), strict=True)]
 
-    def reduce(self, rows: Rows, ids: range) -> torch.Tensor:
+    def logits(self, rows: Rows, ids: range, removed: list[torch.Tensor] | None = None) -> Logits:
+        """Compute the logits of a tile. ``removed``: as of `IdMask`."""
+        with torch.enable_grad():
+            hidden, *weights = leaves = [
+                leaf.detach().requires_grad_() for leaf in (rows.hidden, *self.head.weights_of(ids))
+            ]
+            return Logits(leaves, self.head.logits_of(hidden, weights, ids, removed))
+
+    def reduce(self, rows: Rows, ids: range, kept_logits: list[Logits] | None = None) -> torch.Tensor:
         """Reduce a tile to the numbers of each of its n rows, float32 [4, n] or more: the target's x, m, s and u; m, s
-        and u of kept ids; log Σ e^x of masked ids."""
+        and u of kept ids; log Σ e^x of masked ids. ``kept_logits``: to which the logits are added, for `gradients`."""
         removed: list[torch.Tensor] = []
-        weights = self.head.weights_of(ids)
-        x = self._scaled(self.head.logits_of(rows.hidden, weights, ids, removed if self.with_mass else None))
+        masked_to = removed if self.with_mass else None
+        if kept_logits is None:
+            x = self._scaled(self.head.logits_of(rows.hidden, self.head.weights_of(ids), ids, masked_to))
+        else:
+            kept_logits.append(self.logits(rows, ids, masked_to))
+            x = self._scaled(kept_logits[-1].values.detach(), copy=True)
         column, is_here = self._columns(rows.targets, ids)
         target = x.gather(1, column.unsqueeze(1)).squeeze(1).where(is_here, 0.0)
         kept = [] if rows.cells is None else _sums_of_cells(x, rows.cells.rows, *self._columns(rows.cells.ids, ids))
         peak = x.amax(dim=1)
         exp = x.sub_(peak.unsqueeze(1)).exp()
         total = exp.sum(1)
-        masked = [self._scaled(logits).logsumexp(1) for logits in removed]
+        masked = [self._scaled(values).logsumexp(1) for values in removed]
         return torch.stack([target, peak, total, exp.mul_(x).sum(1), *kept, *masked])
 
-    def gradients(self, rows: Rows, ids: range) -> tuple[torch.Tensor, ...]:
-        """Return the share of a tile, which is computed again, in the gradient of its hidden states, and the gradients
-        of the head's weights of its ids, `Head.weights_of`."""
-        with torch.enable_grad():
-            hidden, *weights = leaves = [
-                leaf.detach().requires_grad_() for leaf in (rows.hidden, *self.head.weights_of(ids))
-            ]
-            logits = self.head.logits_of(hidden, weights, ids)
+    def gradients(self, rows: Rows, ids: range, kept: Logits | None = None) -> tuple[torch.Tensor, ...]:
+        """Return the share of a tile in the gradient of its hidden states, and the gradients of the head's weights of
+        its ids, `Head.weights_of`. ``kept``: its logits, which are overwritten; None: they are computed again."""
+        leaves, logits = kept or self.logits(rows, ids)
         return torch.autograd.grad(logits, leaves, self._of_logits(logits.detach(), rows, ids))
 
     def _of_logits(self, logits: torch.Tensor, rows: Rows, ids: range) -> torch.Tensor:
@@ -136,9 +152,9 @@ class Tiles:
         is_here = (column >= 0) & (column < len(ids))
         return column.where(is_here, 0), is_here
 
-    def _scaled(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return float32 logits at the temperature; in place where they are float32."""
-        x = logits.to(torch.float32)
+    def _scaled(self, logits: torch.Tensor, copy: bool = False) -> torch.Tensor:
+        """Return float32 logits at the temperature; in place where they are float32, unless they are to be copied."""
+        x = logits.to(torch.float32, copy=copy)
         return x if self.temperature == 1.0 else x.div_(self.temperature)
 
 

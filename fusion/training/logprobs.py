@@ -2,7 +2,9 @@
 collective.
 
     hidden_nD ─► tiles: rows x ids of this rank ─ reduce ─► numbers of each row ─ merge over tiles ─ gather ─ merge ─►
-    backward     tiles, computed again ─► gradients of hidden states and head, summed in float32 in a fixed order
+    backward     tiles ─► gradients of hidden states and head, summed in float32 in a fixed order
+
+The backward pass computes the tiles again. Only where all logits are one tile it takes those of the forward pass.
 
 The numbers of a row are those of `logit_tiles.py`. Of all ids log Z = M + log S, and the entropy is log S - U / S. The
 vocabulary-parallel cross-entropy is that of Megatron-LM (arXiv 1909.08053, section 3), here with the entropy in the
@@ -25,7 +27,7 @@ import torch.distributed as dist
 from fusion.model import Head, Mesh, Transformer
 from fusion.model.tiling import TILE_BYTES, tile_shape
 from fusion.training.batch import KeptIds, Sequences
-from fusion.training.logit_tiles import Cells, Tiles
+from fusion.training.logit_tiles import Cells, Logits, Tiles
 from fusion.training.model import TrainedModel
 
 
@@ -73,7 +75,9 @@ def vocab_parallel_logprobs(
         cells=None if kept is None else [Cells.of(chunk, device) for chunk in kept.split(row_chunk)],
         with_mass=with_mass and head.mask is not None,
     )
-    return TokenLogprobs(*_Logprobs.apply(tiles, mesh, targets_n, hidden_nD, *head.blocks))
+    is_one_tile = row_chunk >= len(hidden_nD) and num_ids >= head.num_ids
+    kept_logits: list[Logits] | None = [] if is_one_tile and torch.is_grad_enabled() else None
+    return TokenLogprobs(*_Logprobs.apply(tiles, mesh, kept_logits, targets_n, hidden_nD, *head.blocks))
 
 
 def trained_logprobs(
@@ -101,10 +105,16 @@ def trained_logprobs(
 class _Logprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tiles: Tiles, mesh: Mesh, targets: torch.Tensor, hidden: torch.Tensor, *blocks: torch.Tensor
+        ctx: Any,
+        tiles: Tiles,
+        mesh: Mesh,
+        kept_logits: list[Logits] | None,
+        targets: torch.Tensor,
+        hidden: torch.Tensor,
+        *blocks: torch.Tensor,
     ) -> tuple[torch.Tensor | None, ...]:
         chunks = tiles.rows(hidden=hidden, targets=targets)
-        stats = [torch.cat([tiles.reduce(rows, ids) for rows in chunks], 1) for ids in tiles.id_ranges]
+        stats = [torch.cat([tiles.reduce(rows, ids, kept_logits) for rows in chunks], 1) for ids in tiles.id_ranges]
         target, *sums = _merged(_gather(_merged(torch.stack(stats)), mesh))
         log_z, entropy = _of_sums(*sums[:3])
         mass = masked_mass = None
@@ -116,7 +126,7 @@ class _Logprobs(torch.autograd.Function):
             mass = (kept_log_z - log_z).exp().where(~whole, 1.0)
             log_z, entropy = log_z.where(whole, kept_log_z), entropy.where(whole, kept_entropy)
             ctx.mark_non_differentiable(mass)
-        ctx.tiles = tiles
+        ctx.tiles, ctx.kept_logits = tiles, kept_logits
         ctx.save_for_backward(hidden, targets, log_z, entropy)
         ctx.set_materialize_grads(False)
         return target - log_z, entropy, mass, masked_mass
@@ -139,14 +149,15 @@ class _Logprobs(torch.autograd.Function):
         for ids in tiles.id_ranges:
             of_weights: dict[int, torch.Tensor] = {}
             for index, rows in enumerate(chunks):
-                of_tile, *of_tile_weights = tiles.gradients(rows, ids)
+                kept = ctx.kept_logits.pop() if ctx.kept_logits else None
+                of_tile, *of_tile_weights = tiles.gradients(rows, ids, kept)
                 _add(of_hidden, index, of_tile)
                 for place, gradient in enumerate(of_tile_weights):
                     _add(of_weights, place, gradient)
             for place, (block, part) in enumerate(head.places_of(ids)):
                 _place(of_blocks, head.blocks, block, part=part, gradient=of_weights[place])
         of_rows = of_hidden[0] if len(chunks) == 1 else torch.cat(list(of_hidden.values()))
-        return None, None, None, of_rows.to(hidden.dtype), *(of_blocks[index] for index in range(len(head.blocks)))
+        return *[None] * 4, of_rows.to(hidden.dtype), *(of_blocks[index] for index in range(len(head.blocks)))
 
 
 def _add(totals: dict[int, torch.Tensor], key: int, more: torch.Tensor) -> None:

@@ -147,6 +147,25 @@ def tiled_over_tp(rank: int, device: Any) -> list[list[torch.Tensor]]:
     return [tiled(case, mesh, device.torch_device) for case in SPLIT]
 
 
+@pytest.mark.parametrize("tile_bytes", [TILE_BYTES, 4 * 8 * 16])
+def test_the_backward_pass_computes_logits_again_only_where_they_are_several_tiles(tile_bytes: int) -> None:
+    computed = []
+
+    class Counted(Head):
+        def logits_of(self, *args: Any, **options: Any) -> torch.Tensor:
+            computed.append(1)
+            return super().logits_of(*args, **options)
+
+    hidden, weight = torch.randn(8, 4, requires_grad=True), torch.randn(32, 4, requires_grad=True)
+    targets = torch.arange(8)
+    values = vocab_parallel_logprobs(hidden, Counted([weight]), targets, Mesh.single(), tile_bytes=tile_bytes)
+    num_tiles = len(computed)
+    loss = values.logprobs.sum()
+    gradients = [torch.autograd.grad(loss, (hidden, weight), retain_graph=True) for _ in range(2)]
+    assert (num_tiles, len(computed)) == ((1, 2) if tile_bytes == TILE_BYTES else (2, 6)), "the second time always"
+    assert all(map(torch.equal, *gradients))
+
+
 def test_tiles_of_a_vocabulary_split_over_tp_give_the_same() -> None:
     for case, left, right in zip(SPLIT, *run_ranks(tiled_over_tp, 2), strict=True):
         *values, of_hidden, of_head = left

@@ -4,8 +4,8 @@
                  router · gating · routing · product · SwiGLU · product · un-routing · sum           19 launches a layer
 
 Every pass runs the same forward operator, with gradients and without. Where torch_npu derives no gradient,
-`ascend_functions.py` names the operators of the backward pass. A call beyond a documented limit (`limits.py`) runs the plain
-composition and says so, once; on the emulated card, whose models are tiny, it is reported and made all the same.
+`ascend_functions.py` names the operators of the backward pass. A call beyond a documented limit (`limits.py`) runs the
+plain composition and says so, once; on the emulated card, whose models are tiny, it is reported and made all the same.
 Latents have no paged attention here: the operator takes latents and rotated keys as two tensors, and the pool holds
 them as one.
 """
