@@ -197,6 +197,7 @@ def _load_generation(
         Detokenizer(spec.detokenizer) if spec.detokenizer else None,
         routing=_records_routing(spec),
         kept=spec.rollout.truncates,
+        turns=spec.turns,
         drafter=drafter,
     )
 

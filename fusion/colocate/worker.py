@@ -35,7 +35,7 @@ from fusion.inference import Request
 from fusion.model import Mesh
 from fusion.npu.all_or_none import all_or_none
 from fusion.npu.failures import CollectiveFailed, clear_frames
-from fusion.rollout import SuspendedSample
+from fusion.rollout import EndedConversation, SuspendedSample
 from fusion.rollout.drafts.history_files import MAX_TOKENS, read_history, write_history
 from fusion.rollout.engine_stage import EngineStage
 from fusion.training import Sequences, TrainEngine, load_checkpoint
@@ -321,6 +321,10 @@ class Worker(LoadedWorker):
     def pause(self) -> None:
         """End `generate` after the engine's next step; unfinished requests are suspended."""
         self._generation.engine.pause()
+
+    def complete(self, ended: Sequence[EndedConversation]) -> None:
+        """Put conversations that have ended behind their last turn to the queue as finished samples."""
+        self._generation.complete(ended)
 
     def await_ended_chunks(self, timeout_s: float) -> list[SuspendedSample]:
         """Return the requests of the engine that were suspended at the end of their chunk since the last call; wait

@@ -29,7 +29,7 @@ from fusion.inference.kv_cache import KVCache
 from fusion.inference.kv_layout import KVLayout
 from fusion.inference.parked import HostMemory, ParkedKV, max_parked_blocks
 from fusion.inference.pooled import KVStore, PooledKV
-from fusion.inference.request import Output, Request
+from fusion.inference.request import CONTINUED, Output, Request
 from fusion.inference.routing import RoutingCache
 from fusion.inference.scheduler import Scheduler
 from fusion.inference.sequence import Sequence, Step
@@ -251,7 +251,7 @@ class EmbeddedEngine(ControlledEngine):
         outputs = self.scheduler.commit(step, *sampled)
         for output in outputs:
             kept = output.request_id in self.parked or self.config.engine.prefix_cache
-            self._locate_kv(output, kept=kept and output.finish_reason == "chunk")
+            self._locate_kv(output, kept=kept and output.finish_reason in CONTINUED)
         return outputs
 
     def _locate_kv(self, output: Output, *, kept: bool) -> None:

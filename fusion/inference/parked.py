@@ -1,6 +1,6 @@
 """Keep the KV of suspended requests in pinned host memory until they are resumed.
 
-    running ─ end of a chunk ─────►┐
+    running ─ end of chunk, turn ─►┐
             ─ suspend, release_kv ─┴► park ─► host ─ claim ─► waiting ─ admitted: blocks taken ─► restore ─► running
               (`settle`, then the KV          │
               memory is released)             └─ forget: ended, resumed elsewhere, or resumed with other tokens
@@ -9,9 +9,9 @@ This is a cache, not state: no checkpoint contains it, and a request whose KV is
 the whole blocks of its layers and heads; the rank that records routing also parks the routing.
 
 Invariants (tests/inference/test_parked.py): ranks with the same schedule hold the same entries, as these depend only on
-requests, tokens and block counts; an entry is restored at most once, and only for exactly the tokens that it was parked
-with; a host region is freed once, when no copy reads or writes it any more; KV is complete on the host before its
-device memory is released.
+requests, tokens and block counts; an entry is restored at most once, and only for the tokens that it was parked with,
+behind which there may be others; a host region is freed once, when no copy reads or writes it any more; KV is complete
+on the host before its device memory is released.
 """
 
 from __future__ import annotations
@@ -100,11 +100,12 @@ class ParkedKV:
             seq.parked = seq.computed
 
     def claim(self, seq: scheduler.Sequence) -> None:
-        """Assign a submitted request's parked KV to its sequence if the tokens are the same; free it otherwise."""
+        """Assign a submitted request's parked KV to its sequence if that begins with the same tokens; free it
+        otherwise."""
         entry = self._entries.get(seq.request.id)
         if entry is None:
             return
-        if entry.tokens == seq.tokens:
+        if entry.tokens == seq.tokens[: len(entry.tokens)]:
             seq.parked, seq.since, seq.names = entry.computed, entry.since, list(entry.names)
         else:
             self.forget([seq.request.id])

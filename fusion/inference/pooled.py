@@ -12,8 +12,9 @@ removes it, and the next chunk of the request has another. A file that is not on
 the engine that has parked it (`Request.kv_engine`), where KV travels between machines (`KVPeers`).
 
 Invariants (tests/inference/test_pooled.py): KV is used only for exactly the tokens and the policy version that it was
-computed for; a file that is missing, damaged, or another's is counted, and its request is recomputed on all ranks; new
-weights free all that a rank has parked and fetched.
+computed for, behind which there may be an observation (`Request.observation`); a file that is missing, damaged, or
+another's is counted, and its request is recomputed on all ranks; new weights free all that a rank has parked and
+fetched.
 """
 
 from __future__ import annotations
@@ -269,12 +270,23 @@ class PooledKV(ParkedKV):
         """Read the KV of a sequence into an entry, verified; return what was found."""
         if self.store is None:
             return MISSING
-        key, names = self._key(seq.request.id, version, seq.tokens, [])
+        length, observation = len(seq.tokens), seq.request.observation
+        # Until it has sampled behind an observation, it may be suspended with a part of that.
+        for end in (length - observation, length) if observation else (length,):
+            result = self._fetch_of(seq, seq.tokens[:end], version)
+            if result != MISSING:
+                return result
+        return MISSING
+
+    def _fetch_of(self, seq: scheduler.Sequence, tokens: list[int], version: int) -> int:
+        """Read the KV of a sequence that was parked with these tokens."""
+        assert self.store is not None
+        key, names = self._key(seq.request.id, version, tokens, [])
         try:
             for source in self._sources(seq.request):
                 if (found := source.find(key)) is not None:
                     with closing(found):
-                        read = self._read(seq, found, version, names)
+                        read = self._read(seq, tokens, found, version=version, names=names)
                     return read if source is self.store or read < PULLED else REMOTE
             return MISSING
         except KVDamaged as error:
@@ -297,7 +309,9 @@ class PooledKV(ParkedKV):
         ):
             yield from self._peers.of(request.kv_engine)
 
-    def _read(self, seq: scheduler.Sequence, found: FoundKV, version: int, names: list[BlockName]) -> int:
+    def _read(
+        self, seq: scheduler.Sequence, tokens: list[int], found: FoundKV, *, version: int, names: list[BlockName]
+    ) -> int:
         count = -(-found.computed // self._cache.block_size)
         if found.kv_bytes != count * self._cache.block_bytes:
             raise KVDamaged(f"{found.kv_bytes} bytes of KV for {found.computed} tokens")
@@ -311,7 +325,7 @@ class PooledKV(ParkedKV):
             self._host.give([region])
             raise
         self._entries[seq.request.id] = Entry(
-            tokens=list(seq.tokens),
+            tokens=tokens,
             computed=found.computed,
             since=version,
             names=names[: found.computed // self._cache.block_size] if self._names_blocks else [],

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import torch
 
-FinishReason = Literal["stop", "length", "chunk", "abort"]
+FinishReason = Literal["stop", "length", "chunk", "turn", "abort"]
+
+CONTINUED: frozenset[FinishReason] = frozenset({"chunk", "turn"})
+"""Why a submission ends whose request goes on later, with its KV where that is kept"""
 
 
 @dataclass(frozen=True)
@@ -53,8 +56,9 @@ class Request:
         group: the same for requests with one prompt, which are placed where they share the prompt's KV.
         response: tokens generated before; generation continues behind them.
         chunk_tokens: number of new tokens after which it ends with reason "chunk"; 0: no chunks.
-        exact_tokens: length of the whole response over all its chunks: no stop token ends it before, and it ends there
-            with reason "stop" (at max_tokens with "length"); 0: the model ends it.
+        exact_tokens: length of the whole response over all its chunks, with ``turns`` up to the end of the current
+            turn: no stop token ends it before, and it ends there with reason "stop" or "turn" (at max_tokens with
+            "length"); 0: the model ends it.
         earlier: the caller's name for what belongs to ``response``; returned with the output.
         kv_rank: the attention rank of the engine that has its KV (`Output.kv_rank`); None: there is none. A preference:
             if that rank has its share of requests, or the KV was freed, it is recomputed.
@@ -66,6 +70,12 @@ class Request:
             of arrival; at least 0.
         last_rewards: the group that answered the prompt before this one, and the reward of each of its responses, in
             the order of their numbers; None: it has none. For drafts from them (`TextDrafter`); () is not known.
+        turns: a conversation: what would end it with reason "stop" ends its turn with reason "turn", and it goes on
+            behind what an environment answers.
+        observation: number of the last tokens of ``response`` that an environment has answered since the last token
+            that was sampled. No engine has had them as input, nor that token.
+        turn_start: number of the first tokens of ``response`` that are before the current turn, in which alone stop
+            strings are looked for; with an observation all of them are.
     """
 
     id: str
@@ -81,6 +91,9 @@ class Request:
     kv_tokens: int = 0
     last_rewards: LastRewards = NO_REWARDS
     kv_engine: int | None = None
+    turns: bool = False
+    observation: int = 0
+    turn_start: int = 0
 
 
 @dataclass
@@ -92,15 +105,17 @@ class Output:
     vocabulary (temperature 1 where it is 0), computed in float32. ``versions``: the policy version that sampled each.
     ``kept_counts``: where filters apply, number of ids that they kept for each token; 0: the whole vocabulary.
     ``kept_ids``: these ids, token by token, int32 as bytes.
-    ``finish_reason``: "stop" (a stop token or string, or exact_tokens), "length" (max_tokens), "chunk" (chunk_tokens),
-    "abort". ``before``, ``earlier``: the request's `response` and `earlier`.
+    ``finish_reason``: "stop" (a stop token or string, or exact_tokens; with `Request.turns` "turn"), "length"
+    (max_tokens), "chunk" (chunk_tokens), "abort". ``before``, ``earlier``, ``observation``: the request's `response`,
+    `earlier` and `observation`. ``sampled``: of a request with turns, whether each token was sampled; an engine returns
+    only such tokens, what was said before them is put in front of them later.
     ``routing``: where the engine keeps it, `routing_dtype` [T, layers, k]: the experts of each token that was an input
     and has none yet, in the pass from which the token behind it was sampled (of a prompt's tokens, the first pass).
     They are all tokens of prompt and response but the last; where the request came with a response, those from its last
-    token on. So the rows of all submissions, one behind the other, are paired with the response's log-probabilities. A
-    request that is aborted before its first token has those that were computed.
-    ``kv_rank``: of an aborted or chunked request, the attention rank at which its KV is parked or, until the memory is
-    needed, cached; None: its KV was freed.
+    sampled token on. So the rows of all submissions, one behind the other, are paired with the response's
+    log-probabilities. A request that is aborted before its first token has those that were computed.
+    ``kv_rank``: of an aborted or `CONTINUED` request, the attention rank at which its KV is parked or, until the memory
+    is needed, cached; None: its KV was freed.
     ``kv_tokens``: number of its tokens whose KV is in the machine's pool; 0: none.
     """
 
@@ -118,3 +133,5 @@ class Output:
     kv_tokens: int = 0
     kept_counts: list[int] = field(default_factory=list)
     kept_ids: bytes | bytearray = b""
+    observation: int = 0
+    sampled: list[bool] = field(default_factory=list)

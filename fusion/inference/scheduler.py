@@ -26,7 +26,7 @@ from typing import Any, Protocol
 
 from fusion.inference.blocks import BlockManager, extend_names
 from fusion.inference.counters import Counters
-from fusion.inference.request import FinishReason, Output, Request
+from fusion.inference.request import CONTINUED, FinishReason, Output, Request
 from fusion.inference.sequence import Blocks, Sequence, Step
 from fusion.inference.stop_strings import StopStrings
 from fusion.inference.verification import Drafter, Verification, plan_verifications
@@ -67,7 +67,7 @@ class Scheduler:
         self.drafter: Drafter | None = None
         """Proposes what running sequences continue with; None: each decodes one token a step"""
         self.on_chunk_end: Callable[[Sequence], None] = lambda seq: None
-        """Called with a sequence whose chunk ends, before its blocks are released"""
+        """Called with a sequence whose chunk or turn ends, before its blocks are released"""
 
     @property
     def unfinished(self) -> int:
@@ -340,7 +340,7 @@ class Scheduler:
         self._keep_routing(seq)
         if self.routing is not None:
             output.routing = self.routing.join(seq.routing)
-        if reason == "chunk":
+        if reason in CONTINUED:
             self.on_chunk_end(seq)
         self.blocks.release(seq.blocks)
         seq.blocks = array("q")

@@ -51,6 +51,8 @@ class Sequence:
     kept_counts: list[int] = field(default_factory=list)
     kept_ids: bytearray = field(default_factory=bytearray)
     """As in `Output`"""
+    turn_start: int = 0
+    """Index in ``tokens`` of the first token in which stop strings are looked for."""
 
     @classmethod
     def of(cls, request: Request, params: SamplingParams, eos_token_ids: tuple[int, ...]) -> Sequence:
@@ -61,9 +63,11 @@ class Sequence:
         stops = () if request.exact_tokens else stops
         if request.chunk_tokens:
             limit = min(limit, len(tokens) + request.chunk_tokens)
-        known = len(tokens) - 1 if request.response else 0  # the last one was sampled, and never an input
+        # The last sampled one was never an input, nor was what an environment has answered since.
+        known = len(tokens) - 1 - request.observation if request.response else 0
+        start = len(tokens) if request.observation else len(request.prompt) + request.turn_start
         key = request_key(request.id)
-        return cls(request, params, frozenset(stops), tokens, limit, key, known=known, routed=known)
+        return cls(request, params, frozenset(stops), tokens, limit, key, known=known, routed=known, turn_start=start)
 
     @property
     def first_token(self) -> int:
@@ -81,17 +85,21 @@ class Sequence:
             self.kept_counts.append(len(kept) // 4)
             self.kept_ids += kept
         if token in self.stop_token_ids:
-            return "stop"
-        if stop_strings and not self.request.exact_tokens and stop_strings.completes(self.tokens, self.first_token):
-            return "stop"
+            return self._stopped
+        if stop_strings and not self.request.exact_tokens and stop_strings.completes(self.tokens, self.turn_start):
+            return self._stopped
         return self._reason_at_limit if len(self.tokens) >= self.limit else None
+
+    @property
+    def _stopped(self) -> FinishReason:
+        return "turn" if self.request.turns else "stop"
 
     @property
     def _reason_at_limit(self) -> FinishReason:
         length = len(self.tokens) - len(self.request.prompt)
         if length >= self.params.max_tokens:
             return "length"
-        return "stop" if length == self.request.exact_tokens else "chunk"
+        return self._stopped if length == self.request.exact_tokens else "chunk"
 
     def output(self, reason: FinishReason) -> Output:
         request = self.request
@@ -108,6 +116,8 @@ class Sequence:
             earlier=request.earlier,
             kept_counts=self.kept_counts,
             kept_ids=self.kept_ids,
+            observation=request.observation,
+            sampled=[True] * len(new) if request.turns else [],
         )
 
 

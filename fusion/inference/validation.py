@@ -32,6 +32,8 @@ _NUMBERS = {
     "chunk_tokens": (MAX_TOKENS, False),
     "priority": (MAX_TOKENS, False),
     "kv_tokens": (MAX_TOKENS, False),
+    "observation": (MAX_TOKENS, False),
+    "turn_start": (MAX_TOKENS, False),
     "kv_rank": (MAX_RANKS - 1, True),
     "kv_engine": (MAX_RANKS - 1, True),
 }
@@ -115,6 +117,12 @@ def _checked(request: Request, shared: _Shared) -> Request:
         if type(value) is not int or not 0 <= value <= highest:
             expected = f"a whole number in [0, {highest}]{', or None' if null else ''}"
             raise ValueError(f"{_name(request)}: {name}={value!r:.200}: expected {expected}")
+    observation, turn_start = checked["observation"], checked["turn_start"]
+    if (observation or turn_start) and (observation >= begun or turn_start > begun):
+        expected = f"fewer and at most the {begun} tokens of the response"
+        raise ValueError(f"{_name(request)}: observation={observation}, turn_start={turn_start}: expected {expected}")
+    if type(request.turns) is not bool:
+        raise ValueError(f"{_name(request)}: turns={request.turns!r:.200}: expected true or false")
     return _plain(request, **checked)
 
 

@@ -1,8 +1,11 @@
 """Track the requests of all groups in progress, and the engine of each. Pure; holds no token.
 
     add ──► waiting ──dispatch──► running on an engine ──finish──► finished, until its group is removed
-               ▲                      │
-               └───── suspend ────────┘   at the end of a chunk, or by a pause; `earlier` names its tokens so far
+               ▲ ▲                    │
+               │ └─── suspend ────────┤   at the end of a chunk, or by a pause; `earlier` names its tokens so far
+    observe_returned                  │
+               └─ away ◄── suspend ───┘   at the end of a conversation's turn, until its environment has answered;
+                   └─────── finish ───►   or it has ended with that turn
 
 The idea is Seer's request buffer (arXiv 2511.14617): a group's requests are independent, and a suspended one can be
 resumed on any engine.
@@ -23,8 +26,12 @@ Which waiting request comes next is decided by an order (`orders/`), where it go
 (`EngineRoom`) a request goes only where its prompt, its tokens so far and those of its next chunk fit, besides those of
 all requests that the engine has; if the next one fits nowhere, nothing goes. An engine without a request takes any.
 
+`end` cancels a group, as the environment of one of its requests has failed: those that wait or are away are finished,
+the others when they come back, suspended or not. `take_left_rows` reports once which rows of the queue that leaves.
+
 Cost, for n requests in progress and E engines to dispatch to: `finish` O(1) for each request (with an order that knows
-siblings, as in `orders/ranked.py`), counts O(1); `suspend` O(log n); `dispatch`
+siblings, as in `orders/ranked.py`), counts O(1); `suspend`, `observe_returned` O(log n); `end` O(log n) for each of
+the group; `dispatch`
 O(E + d (log n + log E)) for d requests that it dispatches. No other method but `of`, `forget_kv`, `state_dict` and,
 where engines share KV, `observe_new_weights` visits all requests.
 
@@ -37,93 +44,16 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
 from math import fsum
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
 from fusion.rollout.dispatch import EngineRoom, PoolRouting, assign_all, fill
+from fusion.rollout.entry import SAVED, EngineHoldings, Entry, Finished, RequestGroup, State
 from fusion.rollout.length_history import MAX_ROWS, LengthHistory, row_of
 from fusion.rollout.orders import find_order
 from fusion.rollout.orders.interface import Lengths, OrderInputs
 from fusion.rollout.orders.length_classes import HistoPipeSpec
 from fusion.rollout.types import SuspendedSample
-
-State = Literal["waiting", "running", "finished"]
-
-
-@dataclass(slots=True)
-class Entry:
-    """One request.
-
-    ``max_tokens``: of its whole response; ``generated``: tokens so far; ``engine``: that has it while it runs;
-    ``earlier``: the queue's row that holds its tokens so far, "" for none; ``oldest``, ``newest``: policy versions of
-    its tokens so far, -1 for none; ``kv``: engine and attention rank that have its KV; ``kv_tokens``: number of tokens
-    whose KV these have in the machine's pool; ``position``: in the order
-    of all requests ever added; ``member``: its number in its group; ``behind``: whether probes run ahead of it;
-    ``last_engine``: that had it last; ``reserved``: KV tokens that it occupies of the bound of its engine; ``step``: in
-    which its group is expected to be trained.
-    """
-
-    id: str
-    group: str
-    prompt_tokens: int
-    max_tokens: int
-    position: int = 0
-    member: int = 0
-    behind: bool = False
-    generated: int = 0
-    state: State = "waiting"
-    engine: int | None = None
-    earlier: str = ""
-    oldest: int = -1
-    newest: int = -1
-    kv: tuple[int, int] | None = None
-    kv_tokens: int = 0
-    last_engine: int | None = None
-    reserved: int = 0
-    step: int = 0
-
-    @property
-    def load(self) -> int:
-        """Number of known tokens that an engine must process to start or resume the request."""
-        return self.prompt_tokens + self.generated
-
-    @property
-    def priority(self) -> int:
-        """Of the requests that wait in an engine, those of the lowest priority begin first."""
-        return int(self.behind and not self.generated)
-
-
-NOT_SAVED = ("position", "member", "behind", "kv_tokens", "last_engine", "reserved")
-SAVED = tuple(field.name for field in fields(Entry) if field.name not in NOT_SAVED)
-"""Fields of an entry in the state of a buffer"""
-
-
-class Finished(NamedTuple):
-    """``engines``: that had the requests which finished; ``groups``: in which no unfinished request is left."""
-
-    engines: list[int]
-    groups: list[str]
-
-
-@dataclass(slots=True)
-class RequestGroup:
-    """The requests of a group. ``engine``: to which the last one was assigned, where requests are bounded;
-    ``complete``: none of its samples was lost, so that all their lengths are known."""
-
-    members: list[Entry] = field(default_factory=list)
-    num_unfinished: int = 0
-    engine: int | None = None
-    complete: bool = True
-
-
-@dataclass(slots=True)
-class EngineHoldings:
-    """What an engine has: ``requests``, their ``tokens``, and the KV tokens that they occupy of its bound."""
-
-    requests: int = 0
-    tokens: int = 0
-    reserved: int = 0
 
 
 class RequestBuffer:
@@ -152,6 +82,7 @@ class RequestBuffer:
         self.entries: dict[str, Entry] = {}
         self._groups: dict[str, RequestGroup] = {}
         self._left_kv: dict[int, list[str]] = {}
+        self._left_rows: list[str] = []
         self._added = 0
         """Number of requests ever added"""
         self.history = LengthHistory(max_rows)
@@ -184,6 +115,11 @@ class RequestBuffer:
     def num(self, state: State) -> int:
         """Count requests in this state."""
         return self._count[state]
+
+    @property
+    def num_idle(self) -> int:
+        """Number of requests that wait or are away."""
+        return self._count["waiting"] + self._count["away"]
 
     def num_running_on(self, engine: int) -> int:
         """Count requests that an engine has."""
@@ -220,7 +156,7 @@ class RequestBuffer:
     def observe_new_weights(self) -> None:
         """Record that engines which share KV free all of it, because their weights are new."""
         for entry in self.entries.values() if self._pool else ():
-            if entry.state == "waiting":
+            if entry.state in ("waiting", "away"):
                 entry.kv, entry.kv_tokens = None, 0
 
     def forget_kv(self, engine: int) -> None:
@@ -235,6 +171,11 @@ class RequestBuffer:
         left, self._left_kv = self._left_kv, {}
         return left
 
+    def take_left_rows(self) -> list[str]:
+        """Return the queue's rows of cancelled requests since the last call: nothing refers to them any more."""
+        left, self._left_rows = self._left_rows, []
+        return left
+
     def take_metrics(self) -> dict[str, float]:
         """Return the number of requests that have continued on another engine since the last call and, with an order
         that estimates lengths, the mean relative error of the estimates for the responses that have finished."""
@@ -245,30 +186,63 @@ class RequestBuffer:
         return metrics
 
     def suspend(self, engine: int, sample: SuspendedSample) -> None:
-        """Return a request from an engine to the waiting ones."""
+        """Return a request from an engine to the waiting ones or, at the end of a turn, to those that are away."""
         entry, generated, kv_rank = self.entries[sample.id], sample.generated, sample.kv_rank
         assert entry.engine == engine, f"request {entry.id!r} is {entry.state}, not on {engine}"
         assert generated >= entry.generated, f"request {entry.id!r} had {entry.generated} tokens and has {generated}"
         self._stop(entry)
+        if generated > entry.generated:
+            entry.observation = 0
+        entry.state = "away" if sample.turn else "waiting"
         self._count["running"] -= 1
-        self._count["waiting"] += 1
-        entry.state = "waiting"
+        self._count[entry.state] += 1
         entry.generated, entry.earlier = generated, sample.earlier
         entry.last_engine = engine
         self._locate_kv(entry, engine, None if kv_rank is None else (engine, kv_rank), sample.kv_tokens)
         if sample.versions is not None:
             entry.oldest, entry.newest = sample.versions
+        if self._groups[entry.group].cancelled:
+            self._cancel(entry)
+        elif not sample.turn:
+            self._waiting.add([entry])
+
+    def observe_returned(self, id: str, observation_tokens: int) -> None:
+        """Return a request that is away to the waiting ones, with the tokens that its environment has answered."""
+        entry = self.entries[id]
+        assert entry.state == "away" and observation_tokens > 0, f"request {id!r} is {entry.state}"
+        entry.state, entry.observation = "waiting", observation_tokens
+        entry.generated += observation_tokens
+        self._count["away"] -= 1
+        self._count["waiting"] += 1
         self._waiting.add([entry])
 
+    def end(self, group: str) -> None:
+        """Cancel a group: its requests that wait or are away are finished, the others when they come back."""
+        known = self._groups[group]
+        known.cancelled, known.complete = True, False
+        self._waiting.discard(group, [entry for entry in known.members if entry.state == "waiting"])
+        for entry in known.members:
+            if entry.state in ("waiting", "away"):
+                self._cancel(entry)
+
+    def num_unfinished(self, group: str) -> int:
+        """Count the requests of a group that are not finished."""
+        return self._groups[group].num_unfinished
+
     def finish(self, generated: Mapping[str, int], *, lost: bool = False) -> Finished:
-        """Mark requests finished. ``generated``: the tokens of each, by id; ``lost``: only as far as they are known,
-        as the samples are lost."""
+        """Mark requests finished that run or are away. ``generated``: the tokens of each, by id; ``lost``: only as far
+        as they are known, as the samples are lost."""
         engines: dict[int, None] = {}
         groups: list[str] = []
+        num_away = 0
         for id, num_tokens in generated.items():
             entry = self.entries[id]
-            engine = self._stop(entry)
-            engines[engine] = None
+            engine = None
+            if entry.state == "away":
+                num_away += 1
+            else:
+                engine = self._stop(entry)
+                engines[engine] = None
             if entry.kv is not None:
                 self._locate_kv(entry, engine)
             entry.state, entry.generated, entry.earlier = "finished", num_tokens, ""
@@ -278,9 +252,10 @@ class RequestBuffer:
                 groups.append(entry.group)
             if lost:
                 group.complete = False
-            else:
+            elif not group.cancelled:
                 self._waiting.observe_finished(entry.group, num_tokens)
-        self._count["running"] -= len(generated)
+        self._count["away"] -= num_away
+        self._count["running"] -= len(generated) - num_away
         self._count["finished"] += len(generated)
         return Finished(list(engines), groups)
 
@@ -292,9 +267,12 @@ class RequestBuffer:
             assert entry.engine is None, f"request {entry.id!r} is still on engine {entry.engine}"
             del self.entries[entry.id]
         self._count["finished"] -= len(members) - removed.num_unfinished
-        self._count["waiting"] -= removed.num_unfinished
-        waiting = [entry for entry in members if entry.state == "waiting"] if removed.num_unfinished else []
-        self._waiting.discard(group, waiting)
+        unfinished = [entry for entry in members if entry.state != "finished"] if removed.num_unfinished else []
+        waiting = [entry for entry in unfinished if entry.state == "waiting"]
+        self._count["waiting"] -= len(waiting)
+        self._count["away"] -= len(unfinished) - len(waiting)
+        if not removed.cancelled:
+            self._waiting.discard(group, waiting)
         if self._waiting.knows_last_epoch and removed.complete and not removed.num_unfinished:
             self.history.observe(members[0].position, row_of(group), [entry.generated for entry in members])
         return members
@@ -309,7 +287,10 @@ class RequestBuffer:
     def state_dict(self) -> list[dict[str, Any]]:
         """Return plain JSON. All requests must have been suspended: no engine may have one."""
         assert not self.num("running"), "engines are suspended before the buffer is saved"
-        return [{name: getattr(entry, name) for name in SAVED} | {"kv": None} for entry in self.entries.values()]
+        return [
+            {name: getattr(entry, name) for name in SAVED if name != "observation" or entry.observation} | {"kv": None}
+            for entry in self.entries.values()
+        ]
 
     def load_state_dict(self, state: Iterable[dict[str, Any]]) -> None:
         """Restore a buffer into this empty one. Keys of earlier formats that are not used any more are ignored."""
@@ -358,8 +339,22 @@ class RequestBuffer:
     def _pulls(self, entry: Entry, kv_home: int, engine: int) -> bool:
         return self._pool is not None and self._pool.pulls(entry.kv_tokens, kv_home=kv_home, engine=engine)
 
-    def _locate_kv(self, entry: Entry, engine: int, kv: tuple[int, int] | None = None, kv_tokens: int = 0) -> None:
-        """Record where the KV of a request of this engine is now; what it has at another is left there."""
+    def _cancel(self, entry: Entry) -> None:
+        """Finish a request of a cancelled group, which is on no engine."""
+        if entry.kv is not None:
+            self._locate_kv(entry, None)
+        if entry.earlier:
+            self._left_rows.append(entry.earlier)
+        self._count[entry.state] -= 1
+        self._count["finished"] += 1
+        entry.state, entry.earlier = "finished", ""
+        self._groups[entry.group].num_unfinished -= 1
+
+    def _locate_kv(
+        self, entry: Entry, engine: int | None, kv: tuple[int, int] | None = None, kv_tokens: int = 0
+    ) -> None:
+        """Record where the KV of a request of this engine (None: of no engine) is now; what it has at another is left
+        there."""
         if entry.kv and entry.kv[0] != engine:
             self._left_kv.setdefault(entry.kv[0], []).append(entry.id)
         entry.kv, entry.kv_tokens = kv, kv_tokens

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fusion.rollout.orders.interface import Order
 
 if TYPE_CHECKING:
-    from fusion.rollout.buffer import Entry, RequestGroup
+    from fusion.rollout.entry import Entry, RequestGroup
 
 ByEngine = dict[int, list["Entry"]]
 

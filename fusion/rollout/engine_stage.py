@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 from fusion.inference import InferEngine, Output, Request
 from fusion.inference.counters import TOTALS
+from fusion.inference.request import CONTINUED
 from fusion.rollout.drafts.drafter import TextDrafter
 from fusion.rollout.drafts.metrics import DraftReport
 from fusion.rollout.packing import pack_answers
@@ -44,7 +45,8 @@ class EngineStage:
     `await_suspended`.
 
     ``detokenize``: gives responses their text; None: they get none. ``routing``: the engine's outputs have
-    their routing, ``kept``: their kept ids. ``drafter``: the engine's; its figures are reported with the engine's.
+    their routing, ``kept``: their kept ids; ``turns``: samples are conversations. ``drafter``: the engine's;
+    its figures are reported with the engine's.
     """
 
     def __init__(
@@ -54,14 +56,16 @@ class EngineStage:
         detokenize: Callable[[Sequence[int]], str] | None = None,
         routing: bool = False,
         kept: bool = False,
+        turns: bool = False,
         drafter: TextDrafter | None = None,
     ):
         self.engine = engine
         self._drafter, self._drafts = drafter, None if drafter is None else DraftReport(drafter)
         self._queue, self._detokenize = queue, detokenize
         self._partials = PartialSamples(
-            queue, caches=engine.num_ranks == 1, routing=routing, kept=kept, detokenize=detokenize
+            queue, caches=engine.num_ranks == 1, routing=routing, kept=kept, turns=turns, detokenize=detokenize
         )
+        self.complete = self._partials.complete
         self._reported: dict[str, float] = {}
         """`InferEngine.status` when its totals were reported last"""
         self._sender = ThreadPoolExecutor(1, "samples")
@@ -201,6 +205,6 @@ class EngineStage:
         return outputs
 
     def _put(self, outputs: list[Output], suspended: Sequence[Output] = ()) -> None:
-        finished = [output for output in outputs if output.finish_reason != "chunk"]
-        chunks = [output for output in outputs if output.finish_reason == "chunk"]
-        self._add_suspended(self._partials.put(finished, [*chunks, *suspended]))
+        finished = [output for output in outputs if output.finish_reason not in CONTINUED]
+        continued = [output for output in outputs if output.finish_reason in CONTINUED]
+        self._add_suspended(self._partials.put(finished, [*continued, *suspended]))

@@ -1,6 +1,7 @@
 """Pack the engine's outputs as rows of the queue.
 
-finished samples   prompt, response, behaviour_logprobs, versions, cut; if configured text, kept_*, routing
+finished samples   prompt, response, behaviour_logprobs, versions, cut; if configured text, kept_*, routing;
+                   of conversations sampled, sampled_tokens
 answers            prompt, response                                                  read by id: no task gets them
 """
 
@@ -35,16 +36,17 @@ observations. Only of conversations (`WorkerSpec.turns`); without them all token
 
 class GeneratedNames(NamedTuple):
     """Names of the columns of what was generated: tokens int64 [L], their logprobs float32 [L] and policy versions
-    int32 [L]; where engines record them, kept ids (`KEPT`) and routing."""
+    int32 [L]; where engines record them, kept ids (`KEPT`) and routing; of conversations `SAMPLED`."""
 
     tokens: str
     logprobs: str
     versions: str
     kept: tuple[str, str]
     routing: str
+    sampled: str
 
 
-GENERATED = GeneratedNames("response", "behaviour_logprobs", "versions", KEPT, ROUTING)
+GENERATED = GeneratedNames("response", "behaviour_logprobs", "versions", KEPT, ROUTING, SAMPLED)
 
 
 def pack_outputs(outputs: Sequence[Output], texts: Sequence[str] = ()) -> PackedBatch:
@@ -53,9 +55,12 @@ def pack_outputs(outputs: Sequence[Output], texts: Sequence[str] = ()) -> Packed
     Columns: `prompt` and `response` int64 [L], `behaviour_logprobs` float32 [L], `versions` int32 [L], `cut` bool;
     `text` (UTF-8), where the responses' ``texts`` are given; those of `KEPT`, where outputs have them; `routing`
     [T, layers, k] of a small integer dtype, where outputs have one (`Output.routing`, of all submissions: every token
-    of prompt and response but the last).
+    of prompt and response but the last); `SAMPLED` and `SAMPLED_TOKENS` of conversations, whose observations have
+    version -1 and log-probability 0.
     """
-    optional = {TEXT: list(texts)} if texts else {}
+    optional: dict[str, Any] = {TEXT: list(texts)} if texts else {}
+    if outputs[0].sampled:
+        optional[SAMPLED_TOKENS] = torch.tensor([sum(output.sampled) for output in outputs])
     columns = generated_columns(outputs, GENERATED)
     return PackedBatch.from_samples(
         [output.request_id for output in outputs],
@@ -72,13 +77,14 @@ def pack_outputs(outputs: Sequence[Output], texts: Sequence[str] = ()) -> Packed
 
 def generated_columns(outputs: Sequence[Output], names: GeneratedNames) -> dict[str, Any]:
     """Return the columns of what outputs have generated, under these names."""
-    first = outputs[0].routing
+    first, sampled = outputs[0].routing, [output.sampled for output in outputs]
     return {
         names.tokens: Column.of_numbers([output.tokens for output in outputs], torch.int64, names.tokens),
         names.logprobs: Column.of_numbers([output.logprobs for output in outputs], torch.float32, names.logprobs),
         names.versions: Column.of_numbers([output.versions for output in outputs], torch.int32, names.versions),
         **_kept_columns(outputs, names.kept),
         **({} if first is None else {names.routing: [output.routing for output in outputs]}),
+        **({names.sampled: Column.of_numbers(sampled, torch.bool, names.sampled)} if sampled[0] else {}),
     }
 
 
@@ -92,14 +98,16 @@ def _kept_columns(outputs: Sequence[Output], names: Sequence[str]) -> dict[str, 
 
 
 def _spans(versions: Column) -> list[tuple[int, int]]:
-    """Return the policy versions of each sample's oldest and newest token; (0, 0) where there is none."""
+    """Return the policy versions of each sample's oldest and newest sampled token; (0, 0) where there is none."""
     assert versions.offsets is not None
     starts, ends = versions.offsets[:-1].numpy(), versions.offsets[1:].numpy()
     spans = np.zeros((len(starts), 2), np.int64)
     if (has_tokens := starts < ends).any():
-        for side, extreme in enumerate((np.minimum, np.maximum)):
-            spans[has_tokens, side] = extreme.reduceat(versions.buffer.numpy(), starts[has_tokens])
-    return [(oldest, newest) for oldest, newest in spans.tolist()]
+        newest = versions.buffer.numpy()
+        oldest = newest.view(np.uint32)  # the -1 of an observation is the highest
+        for side, (extreme, values) in enumerate(((np.minimum, oldest), (np.maximum, newest))):
+            spans[has_tokens, side] = extreme.reduceat(values, starts[has_tokens])
+    return [(first, last) for first, last in spans.tolist()]
 
 
 def pack_answers(outputs: Sequence[Output], rows: Sequence[str]) -> PackedBatch:

@@ -9,6 +9,10 @@ Nothing but the queue holds them, so any engine may resume them, and a checkpoin
 where it is kept, stays with the engine that computed it (`fusion.inference.parked`), to which `kv_rank` leads them
 back, or is in the machine's pool (`fusion.inference.pooled`).
 
+Of a conversation whose turn has ended, the row also has the turn's text. The controller adds what the environment has
+answered, as token ids (`OBSERVATION`): whoever resumes or finishes the sample reads both. `complete` finishes one whose
+environment has ended.
+
 If the queue has lost what a sample has so far, the sample cannot be completed: it ends as lost, too.
 
 Invariants: a sample has at most one such row, the latest, except while a newer one is being put beside it; a row is
@@ -18,6 +22,7 @@ dropped by the card that put its replacement.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
@@ -27,7 +32,7 @@ import torch
 from distqueue import PackedBatch, SamplesLost
 from fusion.inference import Output, Request
 from fusion.rollout.packing import KEPT, GeneratedNames, generated_columns, pack_outputs
-from fusion.rollout.types import SuspendedSample, row_of
+from fusion.rollout.types import EndedConversation, SuspendedSample, parse_row, row_of
 
 PARTIAL = GeneratedNames(
     "partial_response",
@@ -35,8 +40,15 @@ PARTIAL = GeneratedNames(
     "partial_versions",
     kept=("partial_kept_counts", "partial_kept_ids"),
     routing="partial_routing",
+    sampled="partial_sampled",
 )
 COLUMNS = PARTIAL.tokens, PARTIAL.logprobs, PARTIAL.versions
+TURN = "turn"
+"""Column of the text that was sampled since the last observation; only of rows whose turn has ended"""
+
+OBSERVATION = "observation"
+"""Column of the token ids, int64 [m], that an environment has answered, up to where the model speaks again"""
+
 RESUMED = "resumed"
 """Why a partial row is dropped: a newer row, or the finished sample, replaces it"""
 
@@ -66,6 +78,7 @@ class PartialSamples:
             it restores: another card's would never be freed.
         routing: outputs have their routing.
         kept: outputs have their kept ids.
+        turns: samples are conversations.
         detokenize: gives finished responses their text; None: they get none.
     """
 
@@ -75,18 +88,22 @@ class PartialSamples:
         caches: bool = False,
         routing: bool = False,
         kept: bool = False,
+        turns: bool = False,
         detokenize: Callable[[Sequence[int]], str] | None = None,
     ):
         self._queue, self._caches, self._detokenize = queue, caches, detokenize
-        self._columns = (*COLUMNS, *(PARTIAL.kept if kept else ()), *([PARTIAL.routing] if routing else ()))
+        self._detokenizing = threading.Lock()
+        """`put` and `complete` may be called at the same time"""
+        recorded = {PARTIAL.routing: routing, PARTIAL.sampled: turns} | dict.fromkeys(PARTIAL.kept, kept)
+        self._columns = (*COLUMNS, *(name for name, is_recorded in recorded.items() if is_recorded))
         self._cached: dict[str, dict[str, torch.Tensor]] = {}
         """Columns by row and name"""
 
     def restore(self, requests: Sequence[Request]) -> list[Request]:
         """Return the requests, those that name an `earlier` row with its tokens as their response; without those whose
         row is lost."""
-        rows = [request.earlier for request in requests if request.earlier]
-        columns_by_row = self._read(rows, self._columns if self._caches else COLUMNS[:1])
+        needed = [name for name in self._columns if name in (PARTIAL.tokens, PARTIAL.sampled)]
+        columns_by_row = self._read_earlier(requests, self._columns if self._caches else needed)
         if self._caches:
             self._cached |= {
                 row: {name: column.clone() for name, column in columns.items()}
@@ -95,9 +112,7 @@ class PartialSamples:
         lost = [one for one in requests if one.earlier and one.earlier not in columns_by_row]
         self._lose([one.id for one in lost], [one.group for one in lost])
         return [
-            replace(request, response=tuple(columns_by_row[request.earlier][COLUMNS[0]].tolist()))
-            if request.earlier
-            else request
+            _resume(request, columns_by_row[request.earlier]) if request.earlier else request
             for request in requests
             if not request.earlier or request.earlier in columns_by_row
         ]
@@ -120,15 +135,13 @@ class PartialSamples:
         merged = _merge([*finished, *grown], columns_by_row)
         whole, partial = merged[: len(finished)], merged[len(finished) :]
         if whole:
-            texts = [self._detokenize(output.tokens) for output in whole] if self._detokenize else []
-            self._queue.put(pack_outputs(whole, texts))
+            self._queue.put(pack_outputs(whole, self._texts([output.tokens for output in whole])))
         row_by_id = {output.request_id: row_of(output.request_id, len(output.tokens)) for output in partial}
         if partial:
-            rows = list(row_by_id.values())
-            self._queue.put(PackedBatch.from_samples(rows, generated_columns(partial, PARTIAL)))
+            self._put_partial(partial, row_by_id)
         if replaced := [output.earlier for output in (*finished, *grown) if output.earlier]:
             self._queue.drop(replaced, RESUMED)
-        span_by_id = {output.request_id: (min(output.versions), max(output.versions)) for output in partial}
+        span_by_id = {output.request_id: _span(output) for output in partial}
         return [
             SuspendedSample(
                 id=output.request_id,
@@ -137,15 +150,61 @@ class PartialSamples:
                 versions=span_by_id.get(output.request_id),
                 kv_rank=output.kv_rank,
                 kv_tokens=output.kv_tokens,
+                turn=output.finish_reason == "turn",
             )
             for output in suspended
         ]
 
+    def _put_partial(self, partial: Sequence[Output], row_by_id: Mapping[str, str]) -> None:
+        """Put the rows of whole outputs that go on; those whose turn has ended with their text."""
+        ended = [output for output in partial if output.finish_reason == "turn"]
+        others = [output for output in partial if output.finish_reason != "turn"]
+        for outputs in filter(None, (ended, others)):
+            texts = {TURN: self._texts(map(_turn, ended))} if outputs is ended and self._detokenize else {}
+            rows = [row_by_id[output.request_id] for output in outputs]
+            self._queue.put(PackedBatch.from_samples(rows, generated_columns(outputs, PARTIAL) | texts))
+
+    def complete(self, ended: Sequence[EndedConversation]) -> None:
+        """Put conversations as finished samples, and drop their rows; those whose row is lost end as lost. On any
+        thread."""
+        self.put(
+            [
+                Output(
+                    parse_row(one.row)[0],
+                    one.group,
+                    one.prompt,
+                    finish_reason="length" if one.cut else "stop",
+                    earlier=one.row,
+                )
+                for one in ended
+            ]
+        )
+
+    def _texts(self, responses: Iterable[Sequence[int]]) -> list[str]:
+        """Return the texts of tokens; none without a detokenizer."""
+        if self._detokenize is None:
+            return []
+        with self._detokenizing:
+            return [self._detokenize(tokens) for tokens in responses]
+
     def _take_earlier(self, outputs: Sequence[Output]) -> dict[str, dict[str, torch.Tensor]]:
         """Return the columns of the outputs' earlier rows, without those that are lost."""
-        rows = [output.earlier for output in outputs if output.earlier]
-        columns_by_row = {row: self._cached.pop(row) for row in rows if row in self._cached}
-        return columns_by_row | self._read([row for row in rows if row not in columns_by_row], self._columns)
+        cached = {one.earlier: self._cached.pop(one.earlier) for one in outputs if one.earlier in self._cached}
+        return cached | self._read_earlier([one for one in outputs if one.earlier not in cached], self._columns)
+
+    def _read_earlier(
+        self, resumed: Sequence[Request | Output], columns: Sequence[str]
+    ) -> dict[str, dict[str, torch.Tensor]]:
+        """Return the columns of earlier rows, with observations where there are any, without rows that are lost."""
+        columns_by_row = self._read([one.earlier for one in resumed if one.earlier], columns)
+        observed = [one.earlier for one in resumed if one.observation and one.earlier in columns_by_row]
+        observations = self._read(observed, [OBSERVATION])
+        for row in observed:
+            if row in observations:
+                columns_by_row[row] |= observations[row]
+            else:
+                del columns_by_row[row]
+        return columns_by_row
 
     def _read(self, rows: Sequence[str], columns: Sequence[str]) -> dict[str, dict[str, torch.Tensor]]:
         """Return columns by row and name, without the rows that are lost."""
@@ -194,17 +253,57 @@ def _merge(outputs: Sequence[Output], columns_by_row: Mapping[str, Mapping[str, 
         if output.earlier:
             columns = columns_by_row[output.earlier]
             tokens, logprobs, versions = (columns[name].tolist() for name in COLUMNS)
-            counts, ids = (columns[name] if name in columns else torch.empty(0) for name in PARTIAL.kept)
-            assert tuple(tokens) == output.before, f"sample {output.request_id!r} resumed from other tokens"
+            counts, ids, sampled = (
+                columns[name] if name in columns else torch.empty(0) for name in (*PARTIAL.kept, PARTIAL.sampled)
+            )
+            observation = _observation(output, columns)
+            said = len(observation)
+            # A conversation that is completed has no new tokens, nor those before them.
+            resumed = not output.tokens or (*tokens, *observation) == output.before
+            assert resumed, f"sample {output.request_id!r} resumed from other tokens"
+            routing = [one for one in (columns.get(PARTIAL.routing), output.routing) if one is not None]
             output = replace(
                 output,
-                tokens=tokens + output.tokens,
-                logprobs=logprobs + output.logprobs,
-                versions=versions + output.versions,
+                tokens=tokens + observation + output.tokens,
+                logprobs=logprobs + [0.0] * said + output.logprobs,
+                versions=versions + [-1] * said + output.versions,
                 before=(),
-                routing=None if output.routing is None else torch.cat([columns[PARTIAL.routing], output.routing]),
-                kept_counts=counts.tolist() + output.kept_counts,
+                observation=0,
+                routing=torch.cat(routing) if routing else None,
+                kept_counts=counts.tolist() + [0] * (said if PARTIAL.kept[0] in columns else 0) + output.kept_counts,
                 kept_ids=ids.numpy().tobytes() + output.kept_ids,
+                sampled=sampled.tolist() + [False] * said + output.sampled,
             )
         merged.append(output)
     return merged
+
+
+def _resume(request: Request, columns: Mapping[str, torch.Tensor]) -> Request:
+    """Return a request with its tokens so far as its response."""
+    response = (*columns[PARTIAL.tokens].tolist(), *_observation(request, columns))
+    if PARTIAL.sampled not in columns:
+        return replace(request, response=response)
+    start = len(response) if request.observation else _turn_start(columns[PARTIAL.sampled].tolist())
+    return replace(request, response=response, turn_start=start)
+
+
+def _observation(one: Request | Output, columns: Mapping[str, torch.Tensor]) -> list[int]:
+    """Return what the environment has answered behind the row of ``columns``."""
+    observation: list[int] = columns[OBSERVATION].tolist() if one.observation else []
+    assert len(observation) == one.observation, f"row {one.earlier!r} has {len(observation)} tokens of an observation"
+    return observation
+
+
+def _turn_start(sampled: Sequence[bool]) -> int:
+    """Return the index behind the last token that was not sampled."""
+    return next((index for index in range(len(sampled), 0, -1) if not sampled[index - 1]), 0)
+
+
+def _turn(output: Output) -> list[int]:
+    """Return the tokens of the turn that has ended with a whole output."""
+    return output.tokens[_turn_start(output.sampled) :]
+
+
+def _span(output: Output) -> tuple[int, int]:
+    """Return the policy versions of the oldest and the newest sampled token."""
+    return min(version for version in output.versions if version >= 0), max(output.versions)

@@ -30,6 +30,7 @@ class SuspendedSample:
         versions: policy versions of the oldest and the newest of its tokens; None if it gained none.
         kv_rank: the attention rank of the engine that holds its KV (`Output.kv_rank`); None: the KV was freed.
         kv_tokens: number of tokens whose KV is in the machine's pool (`Output.kv_tokens`).
+        turn: its turn has ended: an environment answers before it is resumed.
     """
 
     id: str
@@ -38,12 +39,29 @@ class SuspendedSample:
     versions: tuple[int, int] | None
     kv_rank: int | None = None
     kv_tokens: int = 0
+    turn: bool = False
 
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> SuspendedSample:
         """Restore a sample from its fields, also if they were sent as JSON."""
         versions = fields["versions"]
         return cls(**fields | {"versions": None if versions is None else tuple(versions)})
+
+
+@dataclass(frozen=True)
+class EndedConversation:
+    """A conversation that ends behind its last turn.
+
+    Args:
+        row: that has its tokens in the queue (`row_of`).
+        prompt: token ids.
+        cut: whether a limit has ended it, not the environment.
+    """
+
+    row: str
+    group: str
+    prompt: tuple[int, ...]
+    cut: bool = False
 
 
 @dataclass(frozen=True)

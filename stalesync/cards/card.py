@@ -20,7 +20,7 @@ from fusion.colocate import InferenceShare, StageReport, Worker, WorkerSpec
 from fusion.colocate.failures import ships_failures
 from fusion.inference import Request
 from fusion.npu import Device
-from fusion.rollout import SuspendedSample
+from fusion.rollout import EndedConversation, SuspendedSample
 from stalesync.cards.kv_servers import RayPeer, remote_pools
 from stalesync.cards.text_server import caller
 from stalesync.process.card_environment import bind_to_cores
@@ -132,6 +132,10 @@ class Card(Worker):
     @_in_group("control")
     def pause(self) -> None:
         super().pause()
+
+    @_in_group("control")
+    def complete(self, ended: Sequence[EndedConversation]) -> None:
+        super().complete(ended)
 
     @_in_group("chunks")
     def await_ended_chunks(self, timeout_s: float) -> list[SuspendedSample]:

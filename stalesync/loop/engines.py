@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 
 from distqueue import DistQueue
 from fusion.colocate import InferenceShare, Worker, WorkerSpec
-from fusion.rollout.partial_samples import COLUMNS, RESUMED
+from fusion.rollout.partial_samples import COLUMNS, RESUMED, TURN
 from fusion.rollout.types import parse_row
 from fusion.telemetry import Span, wall_ns
 from stalesync.cards.cards import WAIT_S, Cards
@@ -197,7 +197,8 @@ class Engines:
         # that it does not hold may be lost only since then.
         self.groups.note_lost(self.queue.lost(self.groups.num_noted_lost))
         had = [entry for entry in self.admission.buffer.of("running") if entry.engine == engine]
-        found = recover(had, finished=finished, rows=rows, version=self.admission.ledger.version)
+        turns = {*self.queue.holding(TURN)}
+        found = recover(had, finished=finished, rows=rows, version=self.admission.ledger.version, turns=turns)
         if found.dropped:
             self.queue.drop(found.dropped, RESUMED)
         log.info("engine %d: of %d requests %d samples are in the queue", engine, len(had), found.num_finished)

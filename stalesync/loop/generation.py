@@ -293,5 +293,8 @@ class Generation:
                 "kv_tokens": dispatched.kv_tokens,
                 "kv_engine": dispatched.kv_engines,
                 "last_rewards": last_rewards,
+                "turns": [self._spec.turns] * count,
+                "observation": dispatched.observations,
+                "turn_start": [0] * count,
             }
         )

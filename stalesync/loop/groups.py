@@ -81,7 +81,7 @@ class Groups:
             self.lost.add(one.id)
             log.error("sample %r has ended as %s", one.id, one.reason)
             entry = self.admission.buffer.entries.get(one.id)
-            if one.group in self.prompts and entry is not None and entry.state == "running":
+            if one.group in self.prompts and entry is not None and entry.state in ("running", "away"):
                 prompt = self.prompts[one.group]
                 sample = Sample(one.id, prompt, "", len(prompt.ids), entry.generated)
                 sample.outcome = RewardOutcome(None, error=LOST, detail=one.reason)

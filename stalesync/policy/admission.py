@@ -20,7 +20,9 @@ controller in a run, a simulator in virtual time, a property test) executes each
     observe_admitted       the groups of AdmitGroups
     observe_generated      samples are generated
     observe_scored         all samples of a group are scored; observe_filtered, observe_failed: it is not trained
-    observe_chunks_ended   requests were suspended at the end of their chunk, or as the engine is replaced
+    observe_chunks_ended   requests were suspended at the end of their chunk or turn, or as the engine is replaced
+    observe_returned       the environment of a conversation has answered
+    observe_cancelled      a group is not generated any further, as an environment has failed
     observe_stopped        an engine has stopped, with its unfinished requests
     observe_accumulated    Accumulate is done: the groups are trained in this version
     observe_trained        Train is done: the next version begins
@@ -28,11 +30,11 @@ controller in a run, a simulator in virtual time, a property test) executes each
 
 What may be admitted and trained is the ledger's decision (`staleness.py`), which waiting request goes to which engine
 the buffer's (`fusion/rollout/buffer.py`), for how many groups or requests `supply.py`'s; this file decides when.
-At staleness 0 without chunks engines receive all requests at the start, so that the batches of requests do not depend
-on timing. Otherwise requests are bound late: an engine has at most AHEAD[1] times the number of requests that it
-decodes at a time, of which the KV fits its cache, and receives more when it has no more than AHEAD[0] times that
-number. The remaining requests can go to any engine with capacity, in an order of `fusion/rollout/orders`, and start
-no earlier (and so become no older) than necessary.
+At staleness 0 without chunks and turns engines receive all requests at the start, so that the batches of requests do
+not depend on timing. Otherwise requests are bound late: an engine has at most AHEAD[1] times the number of requests
+that it decodes at a time, of which the KV fits its cache, and receives more when it has no more than AHEAD[0] times
+that number. The remaining requests can go to any engine with capacity, in an order of `fusion/rollout/orders`, and
+start no earlier (and so become no older) than necessary.
 
 The requests of an engine that is replaced are dispatched to the others. Where these have got their last requests, and
 where none is left, generation stops when they are done, the weights are published again, and the requests are
@@ -49,7 +51,9 @@ Invariants (property-tested in tests/stalesync/policy/test_admission.py), in add
 3. Every admitted group ends trained, filtered or failed, unless the run ends first; with n steps left, at most n steps'
    groups are untrained when a group is admitted.
 4. A step replaces filtered groups until it has filtered more than `max_filtered_groups`.
-5. No deadlock: when `AwaitSamples` is issued, an engine has a request, or a sample is generated and not scored.
+5. No deadlock: when `AwaitSamples` is issued, an engine has a request, a conversation is away, or a sample is
+   generated and not scored. Engines stay while conversations are away: where none runs and one returns, the weights are
+   published again.
 6. When `Train` or `Accumulate` is issued, no engine that shares cards with the trainer runs.
 7. No `Dispatch` follows one that is the last before its engines are suspended.
 8. An engine that is replaced gets no request before the next `Publish` that stops the engines.
@@ -168,9 +172,20 @@ class Admission:
         for engine in engines:
             self._supply.count(engine)
         for group in groups:
+            if self._supply.end_cancelled(group):
+                continue
             members = self.buffer.remove(group)
             if not self.spec.scores_overlapped:
                 self.ledger.finish(group, sum([entry.load for entry in members]))
+
+    def observe_returned(self, id: str, observation_tokens: int) -> None:
+        """Record that the environment of a conversation that was away has answered; its request waits again."""
+        self.buffer.observe_returned(id, observation_tokens)
+        self._chunks_ended = True
+
+    def observe_cancelled(self, group: str, why: str) -> None:
+        """Record that an environment of a group has failed. The group fails once no engine has a request of it."""
+        self._supply.cancel(group, why)
 
     def observe_scored(self, group: str, tokens: int) -> None:
         """Record that all samples of a group are scored, and that it may be trained. ``tokens``: of its samples whose
@@ -282,7 +297,7 @@ class Admission:
     def _lend(self, lending: Lending) -> Iterator[Command]:
         """Return the cards that train before the step has its groups, where that pays, and has them accumulate
         gradients."""
-        num_requests, step = self.running.total + self.buffer.num("waiting"), self.ledger.expected_groups
+        num_requests, step = self.running.total + self.buffer.num_idle, self.ledger.expected_groups
         if not lending.observe_requests(num_requests):
             return
         num_ready = min(self.ledger.num_ready, self._num_to_accumulate)

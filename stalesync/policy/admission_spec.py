@@ -24,7 +24,8 @@ class AdmissionSpec:
     ``minibatches`` is then accumulated; ``filters``: whether the algorithm may filter groups; ``max_filtered_groups``:
     number of filtered groups that a step replaces; ``num_probes``: requests of a group that run ahead of the others;
     ``order``: of dispatch, ``exact_lengths`` and ``histopipe`` for it, as of `RequestBuffer`, and ``num_rows`` of the
-    data, 0: none comes a second time.
+    data, 0: none comes a second time; ``turns``: whether requests are conversations, which are away between their
+    turns.
     """
 
     group_size: int
@@ -46,11 +47,12 @@ class AdmissionSpec:
     num_rows: int = 0
     exact_lengths: Callable[[str], Sequence[int]] = lambda group: ()
     histopipe: HistoPipeSpec | None = None
+    turns: bool = False
 
     @property
     def binds_late(self) -> bool:
         """Whether requests wait here until an engine has capacity."""
-        return self.ahead or self.chunk_tokens > 0
+        return self.ahead or self.chunk_tokens > 0 or self.turns
 
     @property
     def max_requests(self) -> int:

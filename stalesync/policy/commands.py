@@ -18,7 +18,8 @@ class DispatchedRequests:
     """Requests for an engine, as columns with one value of each; not changed after they were created.
 
     ``earlier``: the queue's rows with their tokens so far, "" for none; ``kv_ranks``: the attention ranks of this
-    engine that have their KV, None: no rank; ``priorities``, ``kv_tokens``, ``kv_engines``: as in `Request`.
+    engine that have their KV, None: no rank; ``priorities``, ``kv_tokens``, ``kv_engines``, ``observations``: as in
+    `Request`.
     """
 
     ids: Sequence[str]
@@ -28,6 +29,7 @@ class DispatchedRequests:
     priorities: Sequence[int]
     kv_tokens: Sequence[int]
     kv_engines: Sequence[int | None]
+    observations: Sequence[int]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ wait for it in a collective, and fail with it. Cards that only train keep their 
 generate need none of theirs, so they can be sent again. A card that does both has given up its training layout.
 
     request of the dead engine   its sample is in the queue ──► finished: it arrives
-                                 a newer row of its tokens  ──► waits, with these tokens
+                                 a newer row of its tokens  ──► waits, with these tokens; is away, if they end a turn
                                  else                       ──► waits, with the tokens that it was dispatched with
 
 Invariants (property-tested): an engine is replaced only if all its cards only generate, and no other card has failed
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from fusion.colocate.deployment import Deployment
 from fusion.npu.failures import CONSEQUENCES, FailureKind, RankFailure
-from fusion.rollout.buffer import Entry
+from fusion.rollout.entry import Entry
 from fusion.rollout.types import SuspendedSample, row_of
 
 IDLE = "idle"
@@ -120,7 +120,12 @@ class Recovered:
 
 
 def recover(
-    entries: Iterable[Entry], *, finished: Collection[str], rows: Mapping[str, Sequence[int]], version: int
+    entries: Iterable[Entry],
+    *,
+    finished: Collection[str],
+    rows: Mapping[str, Sequence[int]],
+    version: int,
+    turns: Collection[str] = (),
 ) -> Recovered:
     """Return what survives of the requests of an engine that has died.
 
@@ -129,6 +134,7 @@ def recover(
         finished: ids of the samples in the queue.
         rows: by request the numbers of tokens of its rows in the queue (`row_of`).
         version: policy version of the engine.
+        turns: rows of conversations whose turn has ended.
     """
     suspended, dropped, num_finished = list[SuspendedSample](), list[str](), 0
     for entry in entries:
@@ -136,16 +142,10 @@ def recover(
         if entry.id in finished:
             num_finished += 1
         else:
-            kept, row = (
-                entry.generated,
-                entry.earlier,
-            )  # also if the queue has lost the row: its next engine reports that
-            if tokens:
-                kept = tokens.pop()
-                row = row_of(entry.id, kept)
-            oldest = entry.oldest if entry.oldest >= 0 else version
-            suspended.append(
-                SuspendedSample(entry.id, kept, row, (oldest, version) if kept > entry.generated else None)
-            )
+            # Also if the queue has lost the row: its next engine reports that.
+            kept, row, span = entry.generated, entry.earlier, None
+            if tokens and (newest := row_of(entry.id, count := tokens.pop())) != row:
+                kept, row, span = count, newest, (entry.oldest if entry.oldest >= 0 else version, version)
+            suspended.append(SuspendedSample(entry.id, kept, row, span, turn=span is not None and row in turns))
         dropped += [row_of(entry.id, count) for count in tokens]
     return Recovered(suspended, num_finished, dropped)

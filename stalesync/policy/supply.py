@@ -32,6 +32,8 @@ class Supply:
         """Capacity of an engine's KV cache, once it is known"""
         self._num_requested = 0
         """Number of groups in the last `AdmitGroups` that are not admitted yet"""
+        self._cancelled: dict[str, str] = {}
+        """Group that is not generated any further → why; until no engine has a request of it"""
 
     def observe_admitted(self, prompt_tokens: Mapping[str, int]) -> None:
         """Record the groups of `AdmitGroups` with the length of their prompts; their requests wait from now on."""
@@ -82,9 +84,26 @@ class Supply:
         return not (self._spec.binds_late or self._spec.filters or self._ledger.tokens_per_step is not None)
 
     def take_back(self, engine: int, suspended: Sequence[SuspendedSample]) -> None:
-        """Record that an engine has suspended these requests, which wait again."""
+        """Record that an engine has suspended these requests, which wait again or are away."""
         for one in suspended:
             self._buffer.suspend(engine, one)
+        for group in [*self._cancelled]:
+            self.end_cancelled(group)
+
+    def cancel(self, group: str, why: str) -> None:
+        """Generate a group no further. It fails once no engine has a request of it."""
+        self._cancelled[group] = why
+        self._buffer.end(group)
+        self.end_cancelled(group)
+
+    def end_cancelled(self, group: str) -> bool:
+        """Return whether a group is cancelled; it fails if no engine has a request of it."""
+        if group not in self._cancelled:
+            return False
+        if not self._buffer.num_unfinished(group):
+            self._buffer.remove(group)
+            self._ledger.fail(group, self._cancelled.pop(group))
+        return True
 
     def count(self, engine: int) -> None:
         """Update the number of requests of an engine if it runs: samples may arrive after their engine has stopped."""
@@ -127,4 +146,5 @@ def _columns(entries: Sequence[Entry]) -> DispatchedRequests:
         kv_engines=[
             entry.kv[0] if entry.kv and entry.kv_tokens and entry.kv[0] != entry.engine else None for entry in entries
         ],
+        observations=[entry.observation for entry in entries],
     )

@@ -41,6 +41,9 @@ def some_requests(draw) -> list[Request]:
         earlier=st.text(max_size=3),
         kv_rank=st.none() | st.integers(0, 3),
         priority=st.integers(0, 1),
+        turns=st.booleans(),
+        observation=st.integers(0, 9),
+        turn_start=st.integers(0, 9),
         last_rewards=shared(last),
     )
     return draw(st.lists(one, max_size=6))

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 
 from fusion.rollout import EngineRoom, RequestBuffer, SuspendedSample
 from fusion.rollout import buffer as buffer_module
+from fusion.rollout.types import parse_row
 from tests.rollout.plain_dispatch import plain_dispatch
 
 
@@ -58,8 +59,11 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, num_probes,
     buffer, added, finished = new(), 0, []
     held: dict[str, int] = {}
     last_engine: dict[str, int] = {}
+    rows, cancelled, left_rows = {}, set(), []
     for step in range(80):
-        match random.choice(["add", "dispatch", "suspend", "finish", "finish", "remove", "save"]):
+        events = ["add", "dispatch", "suspend", "finish", "finish", "remove", "save", "turn", "return", "leave", "end"]
+        away = {entry.id for entry in buffer.of("away")}
+        match random.choice(events):
             case "add":
                 buffer.add(f"g{added}", [f"g{added}/{k}" for k in range(group_size)], random.randint(1, 9), 100)
                 added += 1
@@ -96,6 +100,40 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, num_probes,
                 kv_rank = random.choice([None, 0, 1])
                 earlier = f"{id}~{generated}" if generated else ""
                 _suspend(buffer, held.pop(id), id, generated, earlier, (step, step), kv_rank)
+                rows[id] = earlier
+            case "turn" if held:
+                id = random.choice(sorted(held))
+                generated = buffer.entries[id].generated + random.randint(1, 5)
+                rows[id], engine = f"{id}~{generated}", held.pop(id)
+                sample = SuspendedSample(id, generated, rows[id], (step, step), random.choice([None, 0]), turn=True)
+                buffer.suspend(engine, sample)
+                is_cancelled = buffer.entries[id].group in cancelled
+                assert buffer.entries[id].state == ("finished" if is_cancelled else "away")
+                assert buffer.entries[id].observation == 0
+            case "return" if away:
+                id, said = random.choice(sorted(away)), random.randint(1, 5)
+                generated = buffer.entries[id].generated + said
+                buffer.observe_returned(id, said)
+                entry = buffer.entries[id]
+                assert (entry.state, entry.generated, entry.earlier) == ("waiting", generated, rows[id])
+                assert entry.observation == said
+            case "leave" if away:
+                id = random.choice(sorted(away))
+                engine = buffer.entries[id].kv and buffer.entries[id].kv[0]
+                buffer.finish({id: buffer.entries[id].generated})
+                finished.append(id)
+                assert buffer.take_left_kv() == ({} if engine is None else {engine: [id]}), "its KV is freed"
+            case "end" if {entry.group for entry in buffer.entries.values()} - cancelled and random.random() < 0.3:
+                group = random.choice(sorted({entry.group for entry in buffer.entries.values()} - cancelled))
+                members = [entry for entry in buffer.entries.values() if entry.group == group]
+                idle = [entry for entry in members if entry.state in ("waiting", "away")]
+                kv = {(entry.kv[0], entry.id) for entry in idle if entry.kv}
+                cancelled.add(group)
+                buffer.end(group)
+                assert all(entry.state in ("running", "finished") for entry in members)
+                assert buffer.num_unfinished(group) == sum(entry.state == "running" for entry in members)
+                assert {(engine, id) for engine, ids in buffer.take_left_kv().items() for id in ids} == kv
+                assert sorted(buffer.take_left_rows()) == sorted(rows[entry.id] for entry in idle if rows.get(entry.id))
             case "finish" if held:
                 id = random.choice(sorted(held))
                 del held[id]
@@ -112,8 +150,15 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, num_probes,
                 assert _priorities(again) == _priorities(buffer), "though they are not saved"
                 assert not any(entry.kv for entry in again.entries.values()), "parked KV is in no checkpoint"
                 if random.random() < 0.5:
-                    buffer, last_engine = again, {}
-        assert all(buffer.num(state) == len(buffer.of(state)) for state in ("waiting", "running", "finished"))
+                    buffer, last_engine, cancelled = again, {}, set()
+        left = {parse_row(row)[0]: row for row in buffer.take_left_rows()}
+        assert all(row == rows[id] and id.split("/")[0] in cancelled for id, row in left.items())
+        left_rows += left
+        buffer.take_left_kv()  # of those that came back to a cancelled group
+        assert len(left_rows) == len({*left_rows}), "it is told once"
+        states = ("waiting", "running", "away", "finished")
+        assert all(buffer.num(state) == len(buffer.of(state)) for state in states)
+        assert buffer.num_idle == buffer.num("waiting") + buffer.num("away")
     states = {entry.id: entry.state for entry in buffer.entries.values()}
     assert {id for id, state in states.items() if state == "running"} == set(held)
     assert len(finished) == len(set(finished))

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from distqueue import LocalQueue
+from distqueue import LocalQueue, PackedBatch
 from fusion.inference import Output, Request
-from fusion.rollout.packing import KEPT
-from fusion.rollout.partial_samples import PartialSamples, check_kept
+from fusion.rollout import EndedConversation
+from fusion.rollout.packing import KEPT, SAMPLED, SAMPLED_TOKENS, pack_outputs
+from fusion.rollout.partial_samples import OBSERVATION, TURN, PartialSamples, check_kept
 
 
 def _output(tokens, version, before=(), earlier="", reason="abort", id="a/0"):
@@ -156,3 +157,98 @@ def test_a_sample_whose_earlier_tokens_are_lost_ends_by_name_and_the_others_go_o
         assert [one.id for one in card.put([], outputs)] == ["a/1"]
     ended = [(one.id, one.group, one.reason) for one in queue.lost()]
     assert sorted(ended) == [("a/0", "a", "lost:earlier tokens"), ("a/0~2", "", "lost:damaged")]
+
+
+def _observe(queue, row, observation):
+    """As the controller does."""
+    queue.put(PackedBatch.from_samples([row], {OBSERVATION: [torch.tensor(observation)]}))
+
+
+def _turn(output, reason="turn"):
+    return replace(output, finish_reason=reason, sampled=[True] * len(output.tokens))
+
+
+def _text(tokens):
+    return " ".join(map(str, tokens))
+
+
+@pytest.mark.parametrize("ending", ["engine", "environment", "limit"])
+@pytest.mark.parametrize("caches", [True, False])
+def test_a_conversation_has_its_observations_in_between_and_is_known_by_what_was_sampled(caches, ending):
+    queue = LocalQueue(["train"])
+    card = PartialSamples(queue, caches, turns=True, detokenize=_text)
+    (first,) = card.put([], [_turn(_output([5, 6], 3))])
+    assert first.turn and (first.generated, first.earlier, first.versions) == (2, "a/0~2", (3, 3))
+    assert queue.read(["a/0~2"], [TURN])[TURN][0] == "5 6"
+    _observe(queue, first.earlier, [1, 2, 3])
+
+    request = Request("a/0", (1, 2), group="a", earlier=first.earlier, turns=True, observation=3)
+    (again,) = card.restore([request])
+    assert (again.response, again.observation, again.turn_start) == ((5, 6, 1, 2, 3), 3, 5)
+    (nothing,) = card.put([], [replace(_turn(_output([], 3, again.response, again.earlier), "abort"), observation=3)])
+    assert (nothing.generated, nothing.earlier, nothing.versions, nothing.turn) == (5, "a/0~2", None, False)
+    (again,) = card.restore([request])
+    chunk = replace(_turn(_output([7], 4, again.response, again.earlier), "chunk"), observation=3)
+    (second,) = card.put([], [chunk])
+    assert not second.turn and (second.generated, second.earlier, second.versions) == (6, "a/0~6", (3, 4))
+    assert not [*queue.holding(TURN)], "its turn goes on"
+
+    (again,) = card.restore([Request("a/0", (1, 2), group="a", earlier=second.earlier, turns=True)])
+    assert (again.response, again.observation, again.turn_start) == ((5, 6, 1, 2, 3, 7), 0, 5)
+    output = _output([8], 5, again.response, again.earlier)
+    if ending == "engine":
+        assert not card.put([_turn(output, "length")])
+    else:
+        (third,) = card.put([], [_turn(output)])
+        assert queue.read([third.earlier], [TURN])[TURN][0] == "7 8", "of the whole turn"
+        other = PartialSamples(queue, caches, turns=True, detokenize=_text)
+        other.complete([EndedConversation(third.earlier, "a", (1, 2), cut=ending == "limit")])
+    columns = ["prompt", "response", "behaviour_logprobs", "versions", "cut", "text", SAMPLED, SAMPLED_TOKENS]
+    whole = queue.get("train", columns, count=1)
+    assert whole.ids == ("a/0",) and whole["prompt"][0].tolist() == [1, 2]
+    assert whole["response"][0].tolist() == [5, 6, 1, 2, 3, 7, 8] and whole["text"][0] == "5 6 1 2 3 7 8"
+    assert whole[SAMPLED][0].tolist() == [True, True, False, False, False, True, True]
+    assert whole["versions"][0].tolist() == [3, 3, -1, -1, -1, 4, 5] and whole[SAMPLED_TOKENS].buffer.tolist() == [4]
+    assert whole["behaviour_logprobs"][0].tolist() == pytest.approx([-0.5, -0.6, 0, 0, 0, -0.7, -0.8])
+    assert whole["cut"].buffer.tolist() == [ending != "environment"]
+    assert queue.stats()["distqueue/rows"] == 1, "the rows that it replaces are dropped"
+    assert pack_outputs([_turn(_output([1, 2], 7))]).versions == ((7, 7),)
+    packed = pack_outputs([replace(_turn(_output([9, 1, 9], 7)), versions=[7, -1, 8])])
+    assert packed.versions == ((7, 8),), "an observation has no age"
+
+
+def test_routing_and_kept_ids_of_a_conversation_pass_over_its_observations():
+    queue = LocalQueue(["train"])
+    card = PartialSamples(queue, routing=True, kept=True, turns=True)
+    rows = torch.arange(7 * 3 * 2, dtype=torch.uint8).view(7, 3, 2)  # two of the prompt, five of the response
+
+    def kept(output, routing):
+        return replace(
+            output, kept_counts=[1], kept_ids=np.array([output.tokens[0]], np.int32).tobytes(), routing=routing
+        )
+
+    (first,) = card.put([], [kept(_turn(_output([5], 0)), rows[:2])])
+    _observe(queue, first.earlier, [1, 2])
+    request = Request("a/0", (1, 2), group="a", earlier=first.earlier, turns=True, observation=2)
+    (again,) = card.restore([request])
+    turn = replace(_turn(_output([6], 0, again.response, again.earlier)), observation=2)
+    (second,) = card.put([], [kept(turn, rows[2:5])])
+    card.complete([EndedConversation(second.earlier, "a", (1, 2))])
+    whole = queue.get("train", ["routing", *KEPT], count=1)
+    assert torch.equal(whole["routing"][0], rows[:5])
+    assert whole["kept_counts"][0].tolist() == [1, 0, 0, 1] and whole["kept_ids"][0].tolist() == [5, 6]
+
+
+@pytest.mark.parametrize("lost_when", ["resumed", "completed"])
+def test_a_conversation_whose_row_is_lost_ends_by_name(lost_when):
+    queue = LocalQueue(["train"])
+    card = PartialSamples(queue, turns=True)
+    (first,) = card.put([], [_turn(_output([5], 0))])
+    queue.lose([first.earlier], "damaged")
+    if lost_when == "resumed":
+        request = Request("a/0", (1, 2), group="a", earlier=first.earlier, turns=True, observation=2)
+        assert not card.restore([request])
+    else:
+        card.complete([EndedConversation(first.earlier, "a", (1, 2))])
+    ended = [(one.id, one.group, one.reason) for one in queue.lost()]
+    assert sorted(ended) == [("a/0", "a", "lost:earlier tokens"), ("a/0~1", "", "lost:damaged")]

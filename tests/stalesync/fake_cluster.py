@@ -1,6 +1,7 @@
 """Engines, queue and scorer as `Admission` sees them, without a process or a clock: executes its commands with random
 outcomes, and checks its invariants."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 from fusion.rollout import SuspendedSample
@@ -33,6 +34,8 @@ class FakeCluster:
         """Engines that have died and are not replaced yet, and the number of all deaths"""
         self.generated, self.arriving, self.unscored = {}, [], {}
         """Tokens by request; samples on their way; group → samples that have arrived"""
+        self.away, self.cancelled = set(), set()
+        """Conversations whose environment has their turn, and groups of which one has failed that engines still have"""
         self.stopping = set()
         """Running engines that get no further request"""
         self.admitted, self.trained, self.filtered, self.failed = [], [], [], []
@@ -83,7 +86,9 @@ class FakeCluster:
             case Dispatch():
                 self.dispatch(command)
             case AwaitSamples():
-                assert any(self.engines.values()) or self.arriving or self.unscored, "nothing to wait for"
+                waited_for = any(self.engines.values()) or self.arriving or self.unscored or self.away
+                assert waited_for, "nothing to wait for"
+                assert self.engines or not self.away or self.num_deaths, "engines stay while conversations are away"
                 if self.switching and self.engines and self.random.random() < self.death:
                     self.num_deaths += 1  # another takes its place and gets its requests
                     self.admission.buffer.forget_kv(min(self.engines))
@@ -166,11 +171,50 @@ class FakeCluster:
                 elif draw < 0.45 and self.chunks:
                     requests.remove(id)
                     ended.setdefault(engine, []).append(self.suspended(id, least=1))
+                elif draw < 0.65 and self.spec.turns:
+                    requests.remove(id)
+                    ended.setdefault(engine, []).append(replace(self.suspended(id, least=1), turn=True))
         self.arrive(0.7)
         if self.spec.scores_overlapped and self.random.random() < 0.7:
             self.score()
+        self.answer()
         for engine, samples in ended.items():
             self.admission.observe_chunks_ended(engine, samples)
+            self.away |= {one.id for one in samples if one.turn and self.group_of(one.id) not in self.cancelled}
+        self.note_cancelled()
+
+    def answer(self):
+        """Environments answer, end or fail."""
+        for id in sorted(self.away):
+            if id not in self.away:
+                continue  # a sibling has failed meanwhile
+            draw = self.random.random()
+            if draw < 0.3:
+                self.away.remove(id)
+                said = self.random.randint(1, 4)
+                self.generated[id] += said
+                self.admission.observe_returned(id, said)
+            elif draw < 0.5:
+                self.away.remove(id)
+                self.arriving.append(id)
+            elif draw < 0.53:
+                group = self.group_of(id)
+                self.cancelled.add(group)
+                self.admission.observe_cancelled(group, "env_raised")
+                self.away = {one for one in self.away if self.group_of(one) != group}
+                self.unscored.pop(group, None)
+                held = {entry.id for entry in self.admission.buffer.of("running")}
+                self.arriving = [one for one in self.arriving if self.group_of(one) != group or one in held]
+
+    def note_cancelled(self):
+        """Groups whose last request has come back have failed."""
+        ended = {group for group in self.cancelled if group not in self.admission.buffer}
+        self.failed += sorted(ended)
+        self.cancelled -= ended
+
+    @staticmethod
+    def group_of(id):
+        return id.rsplit("/", 1)[0]
 
     def dies(self, engine):
         """An engine on cards that do not train may die: what it has sampled since the last end of a chunk is gone, but
@@ -189,8 +233,10 @@ class FakeCluster:
     def arrive(self, share):
         for id in [id for id in self.arriving if self.random.random() < share]:
             self.arriving.remove(id)
-            self.unscored.setdefault(id.rsplit("/", 1)[0], []).append(id)
+            if (group := self.group_of(id)) not in self.cancelled:
+                self.unscored.setdefault(group, []).append(id)
             self.admission.observe_generated({id: self.generated[id]})
+        self.note_cancelled()
 
     def score(self):
         """All groups whose samples have arrived."""
@@ -231,6 +277,7 @@ class FakeCluster:
             self.execute(command)
         self.arrive(1.1)
         self.score()
+        self.note_cancelled()
 
     def restart(self):
         """Goes on with another `Admission`, from this one's state."""

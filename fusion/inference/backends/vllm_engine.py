@@ -21,7 +21,7 @@ from fusion.inference.config import RolloutConfig
 from fusion.inference.control import Orders
 from fusion.inference.controlled import ControlledEngine
 from fusion.inference.interface import InferEngine
-from fusion.inference.request import FinishReason, Output, Request
+from fusion.inference.request import CONTINUED, FinishReason, Output, Request
 from fusion.inference.sequence import Sequence
 from fusion.inference.stop_strings import StopStrings
 from fusion.model import Mesh
@@ -231,7 +231,8 @@ class VllmEngine(ControlledEngine):
         self.core.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
         del self.sequences[name]
         output = seq.output(reason)
-        output.kv_rank = self.mesh.dp_rank if reason == "chunk" and self.config.engine.prefix_cache else None
+        kept = reason in CONTINUED and self.config.engine.prefix_cache
+        output.kv_rank = self.mesh.dp_rank if kept else None
         return output
 
 

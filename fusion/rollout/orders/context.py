@@ -15,7 +15,7 @@ from fusion.rollout.orders.ranked import RankedOrder
 from fusion.rollout.orders.stamped_heap import Rank, StampedHeap
 
 if TYPE_CHECKING:
-    from fusion.rollout.buffer import Entry
+    from fusion.rollout.entry import Entry
 
 SERVE_STARVED = 16
 """Takes of which one serves the group that has waited longest"""

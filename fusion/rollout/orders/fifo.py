@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from fusion.rollout.orders.interface import Lengths, Order, OrderInputs
 
 if TYPE_CHECKING:
-    from fusion.rollout.buffer import Entry
+    from fusion.rollout.entry import Entry
 
 
 class FifoOrder(Order):

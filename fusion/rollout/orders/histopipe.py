@@ -37,7 +37,7 @@ from fusion.rollout.orders.length_classes import ClassPlan, ExpectedLength, Hist
 from fusion.rollout.orders.stamped_heap import StampedHeap
 
 if TYPE_CHECKING:
-    from fusion.rollout.buffer import Entry
+    from fusion.rollout.entry import Entry
 
 TAIL = 0.1
 """Share of the requests of a class that are its tail"""

@@ -19,7 +19,7 @@ from fusion.rollout.orders.ranked import RankedOrder
 from fusion.rollout.orders.stamped_heap import Rank
 
 if TYPE_CHECKING:
-    from fusion.rollout.buffer import Entry
+    from fusion.rollout.entry import Entry
 
 OVERDUE = 0.5
 """Estimated remaining tokens of a response that has outgrown its estimate, relative to those that it has"""

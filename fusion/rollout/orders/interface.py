@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 if TYPE_CHECKING:
-    from fusion.rollout.buffer import Entry
+    from fusion.rollout.entry import Entry
     from fusion.rollout.length_history import LengthHistory
     from fusion.rollout.orders.length_classes import HistoPipeSpec
 

@@ -14,7 +14,7 @@ from fusion.rollout.orders.ranked import RankedOrder
 from fusion.rollout.orders.stamped_heap import Rank
 
 if TYPE_CHECKING:
-    from fusion.rollout.buffer import Entry
+    from fusion.rollout.entry import Entry
 
 
 class LeastGeneratedOrder(RankedOrder):

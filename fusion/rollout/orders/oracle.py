@@ -11,7 +11,7 @@ from fusion.rollout.orders.ranked import RankedOrder
 from fusion.rollout.orders.stamped_heap import Rank
 
 if TYPE_CHECKING:
-    from fusion.rollout.buffer import Entry
+    from fusion.rollout.entry import Entry
 
 
 class OracleOrder(RankedOrder):

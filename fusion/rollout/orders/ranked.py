@@ -24,7 +24,7 @@ from fusion.rollout.orders.interface import Lengths, Order, OrderInputs
 from fusion.rollout.orders.stamped_heap import Rank, StampedHeap
 
 if TYPE_CHECKING:
-    from fusion.rollout.buffer import Entry
+    from fusion.rollout.entry import Entry
 
 
 @dataclass(slots=True)

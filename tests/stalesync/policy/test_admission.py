@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.rollout import HistoPipeSpec, PoolRouting
+from fusion.rollout import HistoPipeSpec, PoolRouting, SuspendedSample
 from stalesync.policy.admission import Admission
 from stalesync.policy.commands import AdmitGroups, AwaitSamples, Dispatch, Publish, Suspend, Train
 from stalesync.policy.staleness import StalenessLedger
@@ -50,6 +50,7 @@ def test_a_random_run_keeps_the_bound_ends_every_group_and_never_stalls(deployme
         num_probes=random.randint(0, 2),
         lends=bound > 0 and tokens is None and overlapped and deployment != "colocated" and random.random() < 0.7,
         minibatches=random.choice([1, 1, 2, 3]),
+        turns=random.random() < 0.5,
     )
     ledger = StalenessLedger(bound, batch, tokens if bound else None)
     cluster = FakeCluster(spec, ledger, random, outcomes, chunks, death=random.choice([0, 0, 0.02, 0.2]))
@@ -111,7 +112,9 @@ def _check_counts(cluster):
     assert ended + cluster.ledger.num_untrained == len(cluster.admitted), "and none is lost"
     on_engines = {id for ids in cluster.engines.values() for id in ids}
     running = {entry.id for entry in cluster.admission.buffer.of("running")}
-    assert running == on_engines | set(cluster.arriving)
+    away = {entry.id for entry in cluster.admission.buffer.of("away")}
+    assert running | away == on_engines | {*cluster.arriving} | cluster.away
+    assert cluster.away <= away and not away & on_engines
     assert cluster.admission.running.total == sum(map(cluster.admission.buffer.num_running_on, cluster.engines))
 
 
@@ -304,3 +307,58 @@ def test_a_checkpoint_of_the_earlier_format_is_restored():
     kept = [{key: value for key, value in entry.items() if key != "suspensions"} for entry in state["buffer"]]
     assert again["buffer"] == [entry | {"step": 0} for entry in kept]
     assert {entry["group"] for entry in state["buffer"]} <= set(state["ledger"]["in_flight"])
+
+
+def test_a_conversation_goes_back_to_an_engine_as_soon_as_its_environment_has_answered():
+    """At staleness 0, without filters: the engine stays while the conversation is away."""
+    spec = spec_of("colocated", group_size=1, filters=False, turns=True, num_engines=1, engine_slots=8)
+    admission, events = Admission(spec, StalenessLedger(0, 12)), []
+    for command in admission.step(1, share_of(range(1))):
+        match command:
+            case AdmitGroups(count):
+                admission.observe_admitted({f"g{number}": 1 for number in range(count)})
+            case Dispatch(requests):
+                assert not command.last
+                (columns,) = requests.values()
+                events.append([*zip(columns.ids, columns.earlier, columns.observations, strict=True)])
+            case AwaitSamples() if len(events) == 1:
+                admission.observe_chunks_ended(0, [SuspendedSample("g0/0", 4, "g0/0~4", (0, 0), 0, turn=True)])
+                admission.observe_returned("g0/0", 3)
+            case AwaitSamples() if admission.buffer.num("running") == 12:
+                (suspended,) = events[-1]
+                assert suspended == ("g0/0", "g0/0~4", 3)
+                admission.observe_chunks_ended(0, [SuspendedSample("g0/0", 9, "g0/0~9", (0, 0), 0, turn=True)])
+                admission.observe_generated({f"g{number}/0": 5 for number in range(1, 12)})
+            case AwaitSamples():
+                assert list(admission.running) == [0] and not admission.running.total
+                assert admission.buffer.num("away") == 1, "it is waited for"
+                admission.observe_generated({"g0/0": 9})
+                for number in range(12):
+                    admission.observe_scored(f"g{number}", 6)
+            case Suspend(engines):
+                events.append(engines)
+            case Train(groups):
+                assert len(groups) == 12 and events[-1] == (0,) and len(events) == 3
+                admission.observe_trained(groups)
+
+
+def test_a_cancelled_group_fails_when_its_last_request_has_come_back():
+    spec = spec_of("colocated", group_size=4, turns=True, num_engines=1, engine_slots=3)
+    admission = Admission(spec, StalenessLedger(0, 1))
+    for command in admission.step(1, share_of(range(1))):
+        match command:
+            case AdmitGroups():
+                admission.observe_admitted({"g": 1})
+            case AwaitSamples():
+                turns = [SuspendedSample(f"g/{member}", 4, f"g/{member}~4", (0, 0), turn=True) for member in (0, 1)]
+                admission.observe_chunks_ended(0, turns)
+                admission.observe_returned("g/1", 3)
+                admission.observe_cancelled("g", "env_timeout")
+                assert admission.buffer.take_left_rows() == ["g/0~4", "g/1~4"] and not admission.ledger.ended
+                admission.observe_chunks_ended(0, [SuspendedSample("g/2", 4, "g/2~4", (0, 0), turn=True)])
+                assert admission.buffer.take_left_rows() == ["g/2~4"] and "g" in admission.buffer
+                admission.observe_generated({"g/3": 7})
+                assert dict(admission.ledger.ended) == {"failed:env_timeout": 1} and "g" not in admission.buffer
+            case Train(groups):
+                assert not groups
+                admission.observe_trained(groups)

@@ -123,3 +123,16 @@ def test_the_decision_loads_neither_ray_nor_torch():
     code = "import sys, stalesync.policy.engine_deaths; print(sorted({'ray', 'torch'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_conversation_goes_on_behind_its_observation_or_is_away_where_its_turn_had_ended():
+    said = dict(generated=7, earlier="g/0~4", oldest=1, newest=2, observation=3)
+    entries = [Entry(f"g/{member}", "g", 3, 100, **said | {"earlier": f"g/{member}~4"}) for member in range(3)]
+    rows = {"g/0": [4], "g/1": [4, 9], "g/2": [9]}
+    found = recover(entries, finished=set(), rows=rows, version=2, turns={"g/0~4", "g/1~4", "g/1~9"})
+    assert [(one.generated, one.earlier, one.turn) for one in found.suspended] == [
+        (7, "g/0~4", False),
+        (9, "g/1~9", True),
+        (9, "g/2~9", False),
+    ]
+    assert found.dropped == ["g/1~4"]
