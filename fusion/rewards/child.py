@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import faulthandler
 import json
-import numbers
 import os
 import pickle
 import resource
@@ -19,13 +18,14 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
 
 from fusion.rewards.keeper import children, end_descendants, run_kept
 from fusion.rewards.loaded import LoadedReward
-from fusion.rewards.outcome import usable
+from fusion.rewards.outcome import finite
 from fusion.rewards.wire import HEADER, SPLIT, START, Result, Started, pack_reply
 
+T = TypeVar("T")
 DETAIL_CHARS, SHOWN_CHARS = 8000, 200
 MEMORY = "memory"
 """Error of a sample that has reached the limit of memory, and key of a `SPLIT` that has: the process ends after it"""
@@ -35,30 +35,42 @@ RESERVE_BYTES = 64 << 20
 
 def main(options_json: str) -> None:
     """Run a child with the options that `process.start_child` writes."""
-    options = json.loads(options_json)
-    run_kept(options["life_fd"], child_fds=(options["socket_fd"], options["trace_fd"]))
-    # Both write from C, so they also report code that blocks the interpreter (a runaway regular expression, a crash).
-    faulthandler.enable(file=options["trace_fd"])
-    faulthandler.register(signal.SIGUSR1, file=options["trace_fd"], all_threads=False)
-    connection = socket.socket(fileno=options["socket_fd"])
-    limit_memory(options["memory_mib"])
-    pid, reward, error, where = os.getpid(), None, "", options["label"]
-    try:
-        reward = load(options["kind"], options["target"])
-    except ValueError as invalid:
-        error = str(invalid)[:DETAIL_CHARS]
-    except MemoryError:
-        raise_memory_limit()
-        error = f"{where}: loading it exceeded the {memory_limit(options['memory_mib'])}\n{trace_of_exception()}"
-    except BaseException:
-        error = f"{where}: loading it raised\n{trace_of_exception()}"
+    options, connection = open_child(options_json)
+    pid, memory_mib = os.getpid(), options["memory_mib"]
+    limit = memory_limit(memory_mib, "reward.memory_mib")
+    reward, error = attempt(lambda: load(options["kind"], options["target"]), options["label"], limit)
     end_if_forked(pid)
     try:
         connection.sendall(pack_reply(START, _started(reward, error)))
     except ConnectionError:  # the pool has been closed meanwhile
         return
     if reward is not None:
-        serve(connection, reward, memory_mib=options["memory_mib"])
+        serve(connection, reward, memory_mib=memory_mib)
+
+
+def open_child(options_json: str) -> tuple[dict[str, Any], socket.socket]:
+    """Put this process under its keeper and its limit of memory, and have its stack written on request. Return the
+    options and the connection to the pool."""
+    options = json.loads(options_json)
+    run_kept(options["life_fd"], child_fds=(options["socket_fd"], options["trace_fd"]))
+    # Both write from C, so they also report code that blocks the interpreter (a runaway regular expression, a crash).
+    faulthandler.enable(file=options["trace_fd"])
+    faulthandler.register(signal.SIGUSR1, file=options["trace_fd"], all_threads=False)
+    limit_memory(options["memory_mib"])
+    return options, socket.socket(fileno=options["socket_fd"])
+
+
+def attempt(load: Callable[[], T], label: str, limit: str) -> tuple[T | None, str]:
+    """Return what ``load`` returns and "", or None and why it failed, for the user."""
+    try:
+        return load(), ""
+    except ValueError as invalid:
+        return None, str(invalid)[:DETAIL_CHARS]
+    except MemoryError:
+        raise_memory_limit()
+        return None, f"{label}: loading it exceeded the {limit}\n{trace_of_exception()}"
+    except BaseException:
+        return None, f"{label}: loading it raised\n{trace_of_exception()}"
 
 
 def _started(reward: LoadedReward | None, error: str) -> Started:
@@ -88,8 +100,8 @@ def raise_memory_limit() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
 
 
-def memory_limit(mib: int | None) -> str:
-    return f"memory limit of {mib} MiB (reward.memory_mib)"
+def memory_limit(mib: int | None, key: str) -> str:
+    return f"memory limit of {mib} MiB ({key})"
 
 
 def end_if_forked(pid: int) -> None:
@@ -210,23 +222,12 @@ def failure_of(error: BaseException, memory_mib: int | None) -> Result:
     key = f"{type(error).__name__} {frame.filename}:{frame.lineno}"
     trace = trace_of_exception()
     if out_of_memory:
-        return Result(None, MEMORY, f"exceeded the {memory_limit(memory_mib)}\n{trace}", key)
+        return Result(None, MEMORY, f"exceeded the {memory_limit(memory_mib, 'reward.memory_mib')}\n{trace}", key)
     return Result(None, "raised", trace, key)
 
 
 def trace_of_exception() -> str:
     return traceback.format_exc()[-DETAIL_CHARS:]
-
-
-def finite(value: object) -> float | None:
-    """Return a number as a float that is `usable`; None for everything else."""
-    if type(value) is not float and not isinstance(value, numbers.Real):  # the latter takes ten times as long
-        return None
-    try:
-        number = float(value)
-    except OverflowError:  # a whole number beyond the range of a float
-        return None
-    return number if usable(number) else None
 
 
 def shown(value: object) -> str:

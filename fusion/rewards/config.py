@@ -120,17 +120,18 @@ class RewardConfig(Group, path="reward"):
         self.term_specs()
 
 
-def split_path(path: str | None) -> tuple[Path, str]:
-    """Split `reward.path` into its file and the name of its function.
+def split_path(path: str | None, key: str = "reward") -> tuple[Path, str]:
+    """Split `reward.path`, or that of another group ``key``, into its file and the name defined there.
 
     Raises:
-        ValueError: the path is not set, is not of the form `file.py:function`, or its file does not exist.
+        ValueError: the path is not set, is not of the form `file.py:name`, or its file does not exist.
     """
+    expected = "file.py:function" if key == "reward" else "file.py:Class"
     if not path:
-        raise ValueError("reward.path=None: expected file.py:function, as reward.name='custom'")
-    file, colon, function = path.rpartition(":")
-    if not colon or not file.endswith(".py") or not function.isidentifier():
-        raise ValueError(f"reward.path={path!r}: expected file.py:function")
+        raise ValueError(f"{key}.path=None: expected {expected}, as {key}.name='custom'")
+    file, colon, name = path.rpartition(":")
+    if not colon or not file.endswith(".py") or not name.isidentifier():
+        raise ValueError(f"{key}.path={path!r}: expected {expected}")
     if not Path(file).is_file():
-        raise ValueError(f"reward.path={path!r}: expected an existing file; {Path(file).absolute()} does not exist")
-    return Path(file), function
+        raise ValueError(f"{key}.path={path!r}: expected an existing file; {Path(file).absolute()} does not exist")
+    return Path(file), name

@@ -4,6 +4,7 @@ after it was created (a frozen dataclass would take twice as long to create, and
 from __future__ import annotations
 
 import math
+import numbers
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,17 @@ MAX_REWARD = 3.4028234663852886e38
 def usable(reward: float) -> bool:
     """Return whether a reward can be trained on: a finite number in the range of float32."""
     return abs(reward) <= MAX_REWARD  # not true of NaN
+
+
+def finite(value: object) -> float | None:
+    """Return a number as a float that is `usable`; None for everything else."""
+    if type(value) is not float and not isinstance(value, numbers.Real):  # the latter takes ten times as long
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # a whole number beyond the range of a float
+        return None
+    return number if usable(number) else None
 
 
 @dataclass(slots=True)

@@ -1,4 +1,5 @@
-"""Control one guarded child from the pool: start it, exchange frames, dump its stack, kill it."""
+"""Control one guarded child from its pool: start it, exchange frames, dump its stack, kill it. `Child` scores
+samples; environments have children of their own (`fusion/environments/pool.py`)."""
 
 from __future__ import annotations
 
@@ -11,11 +12,11 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
-from typing import IO, Any
+from collections.abc import Mapping, Sequence
+from typing import IO, Any, Generic, TypeVar
 
 from fusion.rewards.config import RewardConfig, RewardSpec
-from fusion.rewards.wire import Result, Started, pack_call, pack_samples, take_replies
+from fusion.rewards.wire import Result, Started, decode_reply, pack_call, pack_samples, take_frames
 
 RECEIVE_BYTES = 1 << 16
 """The allocator takes memory from the system, and gives it back, for more"""
@@ -27,20 +28,20 @@ END_S = 5.0
 """Maximum seconds to wait until a keeper has ended its descendants and itself"""
 BOOT = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])["sys_path"]
-from fusion.rewards.child import main
+from {module} import main
 main(sys.argv[1])"""
 
+Reply = TypeVar("Reply")
 
-class Child:
-    """Holds a keeper's process, the connection to its child, and the indices of the child's unfinished samples.
-    `pending[0]` is the sample being scored, of a batch all of `pending` are, and `deadline` (`time.monotonic`) is the
-    time limit. `retired`: the child ends
-    by itself, and scores none of them. `unreadable`: why its replies cannot be read any more, "" if they can."""
+
+class GuardedProcess(Generic[Reply]):
+    """Holds a keeper's process and the connection to its child. `deadline` (`time.monotonic`): when the child is to be
+    ready, later that of its current work. `retired`: the child ends by itself and takes no more work. `unreadable`: why
+    its replies cannot be read any more, "" if they can."""
 
     def __init__(self, process: subprocess.Popen, connection: socket.socket, life_fd: int, trace: IO[bytes]) -> None:
         self.process = process
         self.connection = connection
-        self.pending: deque[int] = deque()
         self.deadline = 0.0
         self.ready = False
         self.retired = False
@@ -57,16 +58,14 @@ class Child:
     def wants_write(self) -> bool:
         return bool(self._outbox)
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether it is ready for samples and has none."""
-        return self.ready and not self.pending and not self.retired
+    @staticmethod
+    def decode(index: int, payload: bytes) -> Reply:
+        """Return a reply of the child; raises ValueError for what it never sends."""
+        raise NotImplementedError
 
-    def enqueue(self, samples: Sequence[tuple[int, Any]], in_one_call: bool = False) -> None:
-        """Queue samples (index, picklable) for the child and send as much as the socket accepts. ``in_one_call``: for a
-        reward that scores a batch."""
-        self.pending.extend(index for index, _ in samples)
-        self._outbox += pack_call(samples) if in_one_call else pack_samples(samples)
+    def send(self, data: bytes) -> None:
+        """Queue frames for the child and send as much as the socket accepts."""
+        self._outbox += data
         self.flush()
 
     def flush(self) -> None:
@@ -79,7 +78,7 @@ class Child:
             # The child has ended; `receive` reports that after the results that it still wrote.
             self._outbox.clear()
 
-    def receive(self) -> tuple[list[tuple[int, Started | Result]], bool]:
+    def receive(self) -> tuple[list[tuple[int, Reply]], bool]:
         """Return the replies that arrived, and whether more may; sets `unreadable` if something else arrived."""
         alive = True
         try:
@@ -90,9 +89,9 @@ class Child:
             pass
         except OSError:
             alive = False
-        replies: list[tuple[int, Started | Result]] = []
+        replies: list[tuple[int, Reply]] = []
         try:
-            replies.extend(take_replies(self._inbox))
+            replies.extend(take_frames(self._inbox, self.decode))
         except ValueError as error:
             self.unreadable, alive = f"was killed, as it had written to descriptors of others ({error})", False
         return replies, alive
@@ -152,27 +151,52 @@ class Child:
             self.process.wait()
 
 
+class Child(GuardedProcess[Started | Result]):
+    """A child that scores samples. `pending` are the indices of its unfinished ones: `pending[0]` is being scored, of
+    a batch all of `pending` are, and `deadline` is their time limit."""
+
+    decode = staticmethod(decode_reply)
+
+    def __init__(self, *process: Any) -> None:
+        super().__init__(*process)
+        self.pending: deque[int] = deque()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it is ready for samples and has none."""
+        return self.ready and not self.pending and not self.retired
+
+    def enqueue(self, samples: Sequence[tuple[int, Any]], in_one_call: bool = False) -> None:
+        """Queue samples (index, picklable) for the child. ``in_one_call``: for a reward that scores a batch."""
+        self.pending.extend(index for index, _ in samples)
+        self.send(pack_call(samples) if in_one_call else pack_samples(samples))
+
+
 def start_child(config: RewardConfig, spec: RewardSpec) -> Child:
-    """Start a new interpreter (never a fork of this one, which may hold a device and threads) without waiting for
-    it."""
+    """Start a child that scores, without waiting for it."""
+    options = {"kind": spec.kind, "target": spec.target, "label": spec.label, "memory_mib": config.memory_mib}
+    return Child(*start_interpreter("fusion.rewards.child", options))
+
+
+def start_interpreter(
+    module: str, options: Mapping[str, Any], fds: Sequence[int] = ()
+) -> tuple[subprocess.Popen, socket.socket, int, IO[bytes]]:
+    """Start a new interpreter (never a fork of this one, which may hold a device and threads), which calls ``main`` of
+    the module with the options as JSON. Return the arguments of `GuardedProcess`.
+
+    Args:
+        fds: further descriptors that the child keeps.
+    """
     parent_end, child_end = socket.socketpair()
     life_read, life_write = os.pipe()
     trace = tempfile.TemporaryFile()
-    options = {
-        "sys_path": [path or os.getcwd() for path in sys.path],
-        "kind": spec.kind,
-        "target": spec.target,
-        "label": spec.label,
-        "memory_mib": config.memory_mib,
-        "socket_fd": child_end.fileno(),
-        "life_fd": life_read,
-        "trace_fd": trace.fileno(),
-    }
+    own = {"socket_fd": child_end.fileno(), "life_fd": life_read, "trace_fd": trace.fileno()}
+    sys_path = [path or os.getcwd() for path in sys.path]
     try:
         process = subprocess.Popen(
-            [sys.executable, "-c", BOOT, json.dumps(options)],
+            [sys.executable, "-c", BOOT.format(module=module), json.dumps({"sys_path": sys_path, **own, **options})],
             stdin=subprocess.DEVNULL,
-            pass_fds=(child_end.fileno(), life_read, trace.fileno()),
+            pass_fds=(*own.values(), *fds),
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )
@@ -185,4 +209,4 @@ def start_child(config: RewardConfig, spec: RewardSpec) -> Child:
         child_end.close()
         os.close(life_read)
     parent_end.setblocking(False)
-    return Child(process, parent_end, life_write, trace=trace)
+    return process, parent_end, life_write, trace

@@ -13,6 +13,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from types import ModuleType
 from typing import Any
 
 from fusion.rewards.config import split_path
@@ -40,20 +41,7 @@ def load_user_function(path: str) -> LoadedReward:
             the arguments (names `reward.path`).
         MemoryError: the file exceeds the memory limit.
     """
-    file, name = split_path(path)
-    file = file.absolute()
-    # A unique module name, so that a user's `math.py` does not shadow the standard library's.
-    spec = importlib.util.spec_from_file_location(f"reward_of_user_{file.stem}", file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.append(str(file.parent))
-    try:
-        spec.loader.exec_module(module)
-    except MemoryError:
-        raise
-    except Exception as error:
-        raise ValueError(f"reward.path={path!r}: importing it raised {type(error).__name__}: {error}") from error
+    module, name = import_file(path, "reward")
     function = getattr(module, name, None)
     if not callable(function):
         defined = sorted(n for n, value in vars(module).items() if inspect.isfunction(value))
@@ -100,6 +88,31 @@ def _fit_arguments(function: RewardFunction, path: str) -> LoadedReward:
         scores_batch=scores_batch,
         asks=tuple(name for name in OF_RUN if name in accepted),
     )
+
+
+def import_file(path: str, key: str) -> tuple[ModuleType, str]:
+    """Import the file of `reward.path`, or of that of another group ``key``; its folder becomes importable. Return the
+    module and the name that the path asks for.
+
+    Raises:
+        ValueError: the file does not exist or cannot be imported.
+        MemoryError: the file exceeds the memory limit.
+    """
+    file, name = split_path(path, key)
+    file = file.absolute()
+    # A unique module name, so that a user's `math.py` does not shadow the standard library's.
+    spec = importlib.util.spec_from_file_location(f"{key}_of_user_{file.stem}", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.append(str(file.parent))
+    try:
+        spec.loader.exec_module(module)
+    except MemoryError:
+        raise
+    except Exception as error:
+        raise ValueError(f"{key}.path={path!r}: importing it raised {type(error).__name__}: {error}") from error
+    return module, name
 
 
 def _is_called_by_name(signature: inspect.Signature, places: Mapping[str, int]) -> bool:

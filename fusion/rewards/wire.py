@@ -12,11 +12,12 @@ from __future__ import annotations
 import json
 import pickle
 import struct
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 from fusion.rewards.outcome import ERRORS, usable
 
+T = TypeVar("T")
 HEADER = struct.Struct("<II")
 START = 0xFFFFFFFF
 """Index of the frame that a child sends before any sample: a `Started`."""
@@ -48,25 +49,25 @@ class Result(NamedTuple):
 def pack_samples(samples: Iterable[tuple[int, Any]]) -> bytes:
     """Encode samples (index, picklable) for a child. Each is pickled by itself, so that one that cannot be loaded, or
     exceeds the memory, costs no other."""
-    return b"".join([_frame(index, pickle.dumps(sample, pickle.HIGHEST_PROTOCOL)) for index, sample in samples])
+    return b"".join([frame(index, pickle.dumps(sample, pickle.HIGHEST_PROTOCOL)) for index, sample in samples])
 
 
 def pack_call(samples: Sequence[tuple[int, Any]]) -> bytes:
     """Encode the samples (index, picklable) of one call for a child. Each is pickled by itself, as above."""
     call = [(index, pickle.dumps(sample, pickle.HIGHEST_PROTOCOL)) for index, sample in samples]
-    return _frame(samples[0][0], pickle.dumps(call, pickle.HIGHEST_PROTOCOL))
+    return frame(samples[0][0], pickle.dumps(call, pickle.HIGHEST_PROTOCOL))
 
 
 def pack_reply(index: int, reply: Started | Result) -> bytes:
     """Encode what a child sends."""
-    return _frame(index, json.dumps(reply).encode())
+    return frame(index, json.dumps(reply).encode())
 
 
-def take_replies(buffer: bytearray) -> Iterator[tuple[int, Started | Result]]:
-    """Remove the complete frames at the front of `buffer` and yield them as (index, reply).
+def take_frames(buffer: bytearray, decode: Callable[[int, bytes], T]) -> Iterator[tuple[int, T]]:
+    """Remove the complete frames at the front of `buffer` and yield each as (index, decoded payload).
 
     Raises:
-        ValueError: a frame is not what `pack_reply` writes.
+        ValueError: a frame is too large, or not what ``decode`` accepts.
     """
     at = 0
     try:
@@ -78,20 +79,34 @@ def take_replies(buffer: bytearray) -> Iterator[tuple[int, Started | Result]]:
             if len(buffer) < end:
                 break
             start, at = at + HEADER.size, end
-            yield index, _reply(index, bytes(buffer[start:end]))
+            yield index, decode(index, bytes(buffer[start:end]))
     finally:
         del buffer[:at]
 
 
-def _reply(index: int, payload: bytes) -> Started | Result:
-    kind: type[Started] | type[Result] = Started if index == START else Result
+def decode_list(payload: bytes, kind: str, length: int) -> list[Any]:
+    """Return the JSON list of a ``kind`` of reply.
+
+    Raises:
+        ValueError: the payload is not a JSON list of that length.
+    """
     try:
         values = json.loads(payload)
     except RecursionError:
         raise ValueError("JSON nested too deeply") from None
-    if not isinstance(values, list) or len(values) != len(kind._fields):
-        raise ValueError(f"expected a {kind.__name__}")
-    reply = kind(*values)
+    if not isinstance(values, list) or len(values) != length:
+        raise ValueError(f"expected a {kind}")
+    return values
+
+
+def decode_reply(index: int, payload: bytes) -> Started | Result:
+    """Return what `pack_reply` has encoded.
+
+    Raises:
+        ValueError: the payload is something else.
+    """
+    kind: type[Started] | type[Result] = Started if index == START else Result
+    reply = kind(*decode_list(payload, kind.__name__, len(kind._fields)))
     if not (_is_started(reply) if isinstance(reply, Started) else _is_result(reply)):
         raise ValueError(f"expected a {kind.__name__} with other values")
     return reply
@@ -110,5 +125,6 @@ def _is_result(reply: Result) -> bool:
     return texts and reply.error is None and type(reply.reward) is float and usable(reply.reward)
 
 
-def _frame(index: int, payload: bytes) -> bytes:
+def frame(index: int, payload: bytes) -> bytes:
+    """Return the payload behind its header."""
     return HEADER.pack(index, len(payload)) + payload

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.rewards.wire import START, Result, Started, _frame, pack_reply, take_replies
+from fusion.rewards.wire import START, Result, Started, decode_reply, frame, pack_reply, take_frames
 
+take_replies = functools.partial(take_frames, decode=decode_reply)
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
 
 
@@ -42,7 +44,7 @@ def test_a_start_as_long_as_a_score_is_a_start(names: list[str]) -> None:
 )
 def test_what_no_child_sends_is_refused(index: int, payload: str) -> None:
     with pytest.raises(ValueError):
-        list(take_replies(bytearray(_frame(index, payload.encode()))))
+        list(take_replies(bytearray(frame(index, payload.encode()))))
 
 
 def test_scores_and_failures_arrive_in_order() -> None:
