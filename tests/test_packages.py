@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "fusion.resources": set(),
     "fusion.npu": {"telemetry"},
     "fusion.rewards": {"telemetry"},
+    "fusion.environments": {"telemetry", "rewards"},
     "fusion.model": {"telemetry", "npu"},
     "fusion.offload": {"telemetry", "npu"},
     "fusion.ep_switch": {"telemetry", "npu", "model"},
@@ -38,7 +39,7 @@ MAY_IMPORT = {
     },
     "stalesync": {
         "telemetry", "npu", "model", "offload", "ep_switch", "training", "inference", "rewards", "rollout", "distqueue",
-        "costmodel", "colocate", "resources",
+        "costmodel", "colocate", "resources", "environments",
     },
 }  # fmt: skip
 """Package → packages of this project that it may import, as the table of CONTRIBUTING.md states."""

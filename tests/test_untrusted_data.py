@@ -28,6 +28,8 @@ CALLS = {
 ALLOWED = {
     "fusion/rewards/wire.py pickle": "samples for the pool's own child, over a socket pair; replies are JSON",
     "fusion/rewards/child.py pickle": "the samples that its parent sends over that socket pair",
+    "fusion/environments/wire.py pickle": "orders for the pool's own child, as those of rewards; replies are JSON",
+    "fusion/environments/child.py pickle": "the orders that its parent sends over that socket pair",
     "fusion/npu/owners.py torch.multiprocessing": "a weak reference to a storage; nothing is sent",
     "fusion/training/chunk_reader.py torch.distributed.checkpoint": "a reader of its own for safetensors and JSON",
 }

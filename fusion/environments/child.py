@@ -1,0 +1,264 @@
+"""Run the guarded process of environments: one event loop, in which all conversations of the process advance.
+
+Imports only the standard library and what the environment needs, so that a replacement starts in a fraction of a
+second. Before any code of an environment runs, the number of its order is written to memory that the pool reads when
+the process ends or its loop is blocked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mmap
+import os
+import pickle
+import socket
+import struct
+import sys
+import time
+from collections.abc import Callable, Coroutine, Generator, Sequence
+from importlib import import_module
+from types import coroutine
+from typing import Any
+
+from fusion.environments.interface import (
+    Environment,
+    EnvironmentFailed,
+    Message,
+    StepOrder,
+    Turn,
+    checked_messages,
+    checked_turn,
+    digest_of,
+)
+from fusion.environments.tools import parse
+from fusion.environments.wire import EndOrder, Order, Reply, ResetOrder, pack_reply, pack_start
+from fusion.rewards.child import (
+    attempt,
+    end_if_forked,
+    memory_limit,
+    open_child,
+    raise_memory_limit,
+    trace_of_exception,
+)
+from fusion.rewards.user import import_file
+from fusion.rewards.wire import HEADER
+
+NUMBER = struct.Struct("<I")
+"""Number of the order whose code runs; 0: none"""
+METHODS = ("reset", "step", "close")
+
+
+def main(options_json: str) -> None:
+    """Run a child with the options that `pool.start` writes."""
+    options, connection = open_child(options_json)
+    pid, limit = os.getpid(), memory_limit(options["memory_mib"], "environment.memory_mib")
+    create, error = attempt(lambda: load(options["target"], options["label"]), options["label"], limit)
+    end_if_forked(pid)
+    try:
+        connection.sendall(pack_start(error))
+    except ConnectionError:  # the pool has been closed meanwhile
+        return
+    if create is not None:
+        asyncio.run(Server(create, options).serve(connection))
+
+
+def load(target: str, label: str) -> Callable[[], Environment]:
+    """Return the class of a built-in or of a user's own environment.
+
+    Raises:
+        ValueError: it cannot be imported, or is no environment (names the config key).
+    """
+    if target.rpartition(":")[0].endswith(".py"):
+        module, name = import_file(target, "environment")
+    else:
+        module, name = import_module(target.partition(":")[0]), target.partition(":")[2]
+    found = getattr(module, name, None)
+    if found is None:
+        raise ValueError(f"{label}: the file defines no {name!r}")
+    for method in METHODS:
+        if not asyncio.iscoroutinefunction(getattr(found, method, None)):
+            raise ValueError(f"{label}: expected a class with async methods {', '.join(METHODS)}; {method} is none")
+    return found
+
+
+class Conversation:
+    """An environment under way, the number of the model's turns that it has had, and the seconds that it has taken."""
+
+    def __init__(self) -> None:
+        self.environment: Environment | None = None
+        self.num_turns = 0
+        self.seconds = 0.0
+
+
+class Server:
+    """Answers the orders of one connection, each in a task of its own."""
+
+    def __init__(self, create: Callable[[], Environment], options: dict[str, Any]) -> None:
+        self._create, self._options, self._pid = create, options, os.getpid()
+        self._live: dict[str, Conversation] = {}
+        self._running: dict[str, asyncio.Task] = {}
+        self._culprit = mmap.mmap(options["culprit_fd"], NUMBER.size)
+
+    async def serve(self, connection: socket.socket) -> None:
+        """Answer until the connection closes."""
+        connection.setblocking(False)
+        reader, writer = await asyncio.open_connection(sock=connection)
+        tasks: set[asyncio.Task] = set()
+        while True:
+            try:
+                number, size = HEADER.unpack(await reader.readexactly(HEADER.size))
+                payload = await reader.readexactly(size)
+            except (asyncio.IncompleteReadError, ConnectionError):
+                return
+            task = asyncio.create_task(self._answer(number, payload, writer))
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+    async def _answer(self, number: int, payload: bytes, writer: asyncio.StreamWriter) -> None:
+        """Carry out an order, and reply to it unless it ends a conversation."""
+        started, id = time.perf_counter(), ""
+        try:
+            order: Order = pickle.loads(payload)
+            if isinstance(order, EndOrder):
+                await self._end(number, order.id)
+                return
+            if isinstance(order, ResetOrder):
+                reply = await self._reset(number, order)
+            else:
+                id = order.id
+                reply = await self._step(number, order)
+        except EnvironmentFailed as failed:
+            reply = Reply(failed.kind, failed.detail, 0.0)
+        except Exception:  # a field of the row that cannot be loaded
+            reply = Reply("raised", trace_of_exception(), 0.0)
+        end_if_forked(self._pid)
+        writer.write(pack_reply(number, reply._replace(seconds=time.perf_counter() - started)))
+        if reply.failure == "memory":
+            await writer.drain()
+            os._exit(0)  # what has filled the memory may still be referenced
+        if reply.failure or reply.done:
+            await self._close(number, self._live.pop(id, None))
+
+    async def _end(self, number: int, id: str) -> None:
+        if running := self._running.get(id):
+            running.cancel()
+        await self._close(number, self._live.pop(id, None))
+
+    async def _reset(self, number: int, order: ResetOrder) -> Reply:
+        conversation = Conversation()
+        try:
+            messages = await self._begin(number, conversation, order)
+            tools = [*getattr(conversation.environment, "tools", ())]
+            return Reply(None, "", 0.0, messages, tools=tools)
+        finally:
+            await self._close(number, conversation)
+
+    async def _step(self, number: int, order: StepOrder) -> Reply:
+        task = asyncio.current_task()
+        assert task is not None
+        self._running[order.id] = task
+        try:
+            conversation = await self._continued(number, order)
+            turn = await self._advance(number, conversation, order.actions[-1])
+            return Reply(None, "", 0.0, turn.messages, turn.done, turn.reward)
+        finally:
+            if self._running.get(order.id) is task:
+                del self._running[order.id]
+
+    async def _continued(self, number: int, order: StepOrder) -> Conversation:
+        """Return the conversation before the ordered step: the live one, or a fresh one in which all has been repeated.
+
+        Raises:
+            EnvironmentFailed: also `diverged`: the fresh one says something else.
+        """
+        conversation = self._live.get(order.id)
+        if conversation is not None and conversation.num_turns == len(order.actions) - 1:
+            return conversation
+        await self._close(number, conversation)
+        self._live[order.id] = conversation = Conversation()
+        observed = digest_of(await self._begin(number, conversation, order))
+        for num_turns, expected in enumerate(order.observed):
+            if num_turns:
+                repeated = await self._advance(number, conversation, order.actions[num_turns - 1])
+                observed = digest_of(repeated.messages, repeated.done, repeated.reward)
+            if observed != expected:
+                where = f"after turn {num_turns}" if num_turns else "at the start"
+                raise EnvironmentFailed("diverged", f"{where}: other messages with the same seed and the same actions")
+        return conversation
+
+    async def _begin(self, number: int, conversation: Conversation, order: ResetOrder | StepOrder) -> Sequence[Message]:
+        async def begin() -> Sequence[Message]:
+            conversation.environment = self._create()
+            return await conversation.environment.reset(order.task, order.seed)
+
+        return checked_messages(await self._call(number, conversation, begin()))
+
+    async def _advance(self, number: int, conversation: Conversation, text: str) -> Turn:
+        message = {"role": "assistant", "content": text, "tool_calls": parse(text, self._options["tools"])}
+        assert conversation.environment is not None
+        turn = await self._call(number, conversation, conversation.environment.step(message))
+        conversation.num_turns += 1
+        return checked_turn(turn)
+
+    async def _close(self, number: int, conversation: Conversation | None) -> None:
+        if conversation is None or conversation.environment is None:
+            return
+        try:
+            await self._call(number, conversation, conversation.environment.close(), bounded=False)
+        except EnvironmentFailed as failed:  # the conversation has ended: only the user can make use of it
+            print(f"{self._options['label']}: close failed ({failed.kind})\n{failed.detail}", file=sys.stderr)
+
+    async def _call(
+        self, number: int, conversation: Conversation, work: Coroutine[Any, Any, Any], bounded: bool = True
+    ) -> Any:
+        """Await an environment's code, within what is left of the episode's seconds if ``bounded``.
+
+        Raises:
+            EnvironmentFailed: it raised, or exceeded a limit.
+        """
+        limit_s, key = self._options["step_timeout_s"], "step_timeout_s"
+        left_s = self._options["episode_timeout_s"] - conversation.seconds
+        if bounded and left_s < limit_s:
+            limit_s, key = left_s, "episode_timeout_s"
+        started = time.perf_counter()
+        task = asyncio.create_task(self._guarded(number, work))
+        try:
+            done, _ = await asyncio.wait({task}, timeout=max(0.0, limit_s))
+            if not done:
+                raise EnvironmentFailed("timeout", f"exceeded environment.{key}={self._options[key]}")
+            if task.cancelled():
+                raise EnvironmentFailed("raised", "it has cancelled itself")
+            return task.result()
+        finally:
+            task.cancel()
+            conversation.seconds += time.perf_counter() - started
+
+    async def _guarded(self, number: int, work: Coroutine[Any, Any, Any]) -> Any:
+        try:
+            return await self._marked(number, work)
+        except (EnvironmentFailed, asyncio.CancelledError):
+            raise
+        except BaseException as error:  # including a user's sys.exit()
+            mib = self._options["memory_mib"]
+            if isinstance(error, MemoryError) and mib is not None:
+                raise_memory_limit()
+                limit = memory_limit(mib, "environment.memory_mib")
+                raise EnvironmentFailed("memory", f"exceeded the {limit}\n{trace_of_exception()}") from None
+            raise EnvironmentFailed("raised", trace_of_exception()) from None
+
+    @coroutine
+    def _marked(self, number: int, work: Coroutine[Any, Any, Any]) -> Generator[Any, Any, Any]:
+        """Drive a coroutine, and name its order as the culprit while its code runs."""
+        value, error = None, None
+        while True:
+            NUMBER.pack_into(self._culprit, 0, number)
+            try:
+                awaited = work.send(value) if error is None else work.throw(error)
+            except StopIteration as ended:
+                return ended.value
+            finally:
+                NUMBER.pack_into(self._culprit, 0, 0)
+            try:
+                value, error = (yield awaited), None
+            except BaseException as thrown:
+                value, error = None, thrown

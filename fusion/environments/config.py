@@ -1,0 +1,65 @@
+"""Define the config group `environment`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fusion.rewards.config import MIN_MEMORY_MIB, split_path
+from fusion.telemetry.keys import key
+from fusion.telemetry.validation import Checks, Group
+
+BUILT_IN = {
+    "calculator": "fusion.environments.calculator:Calculator",
+    "guess": "fusion.environments.guess:Guess",
+}
+"""Module and class of each environment"""
+TOOL_FORMATS = ("hermes",)
+TURNS = {"name": (*BUILT_IN, "custom")}
+
+
+@dataclass
+class EnvironmentConfig(Group, path="environment"):
+    """With what the model speaks in several turns."""
+
+    name: str = key("single", one_of=("single", *TURNS["name"]))
+    """`single` (one response to each prompt), `calculator` (sums, with a tool), `guess` (a number from 0 to 15, found
+    by questions) or `custom` (`environment.path`)."""
+
+    path: str | None = key(None, only={"name": ("custom",)})
+    """Your own environment as `file.py:Class` (docs/environments.md)."""
+
+    max_turns: int = key(8, at_least=1, only=TURNS)
+    """Maximum number of turns of the model in a conversation."""
+
+    tools: str = key("hermes", one_of=TOOL_FORMATS, only=TURNS)
+    """Format in which the model calls tools: `hermes` (Qwen's, a JSON object between `<tool_call>` tags)."""
+
+    reward: str = key("last", one_of=("last", "sum"), only=TURNS)
+    """Reward of a conversation with `reward.name=environment`: the `last` that the environment gave, or their `sum`."""
+
+    step_timeout_s: float = key(60.0, above=0, only=TURNS)
+    """Timeout of one step of the environment, and of its reset, in seconds of wall time."""
+
+    episode_timeout_s: float = key(600.0, above=0, only=TURNS)
+    """Maximum seconds that an environment may spend on all steps of a conversation; the model's own time does not
+    count."""
+
+    retries: int = key(2, at_least=0, only=TURNS)
+    """Number of times that a conversation whose environment failed is continued in a fresh one; the next failure ends
+    its group as `failed:env_<kind>`."""
+
+    workers: int = key(1, at_least=1, only=TURNS)
+    """Number of processes with environments; each runs hundreds of conversations at once."""
+
+    memory_mib: int | None = key(4096, at_least=MIN_MEMORY_MIB, only=TURNS)
+    """Maximum private memory in MiB of a process with environments, and of each process that it starts. null: no
+    limit."""
+
+    @property
+    def label(self) -> str:
+        """The environment in messages, by the key that selects it."""
+        return f"environment.path={self.path!r}" if self.name == "custom" else f"environment.name={self.name!r}"
+
+    def check(self, check: Checks) -> None:
+        if self.name == "custom":
+            split_path(self.path, "environment")
