@@ -3,8 +3,9 @@
     a model of 1 and one of 3 layers ─► all operations of a step ─► their difference, halved
 
 Counted on the emulated card, in bfloat16, by a dispatch mode: every operation that is neither a view nor an allocation
-is a launch. A vendor's operator is one, or as many as `DECLARED` states. The CUDA operators that only a card has stand
-in for themselves: they return zeros of the right shape. The sizes of heads and experts are small: they change no count.
+is a launch, and every collective. A vendor's operator is one, or as many as `DECLARED` states. The CUDA operators that
+only a card has stand in for themselves: they return zeros of the right shape. The sizes of heads and experts are small:
+they change no count.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from itertools import product
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -25,11 +27,12 @@ from benchmarks.harness import Figures
 from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
 from fusion.inference.config import EngineConfig
 from fusion.inference.sequence import Sequence, Step
-from fusion.model import Mesh, ModelConfig, Transformer
+from fusion.model import Mesh, ModelConfig, Parallel, Transformer
 from fusion.npu import Device, open_device
 from fusion.npu.operators import block_tokens, cuda, operators_of
 from fusion.training import EmbeddedTrainEngine, Sequences, TrainingConfig
 from fusion.training.algorithms import cross_entropy
+from tests.helpers import end_ranks, run_ranks
 
 EXPERTS, VOCABULARY = 128, 512
 SHAPE = dict(
@@ -72,6 +75,8 @@ LATENTS = dict(
     max_position_embeddings=40960,
 )
 
+LAYOUTS = {"tp1": Parallel(), "tp2ep2": Parallel(2, tp=2, ep=2)}
+TIMEOUT_S = 600
 TABLES = ("cuda", "ascend", "plain")
 """Tables of operators; the last is composed of PyTorch's, what the others are compared with"""
 DECLARED = {
@@ -98,7 +103,8 @@ class Launches(TorchDispatchMode):
         if reads and "npu" in _places(args):
             self.waits[name] += 1
         written = any(one.alias_info is not None and one.alias_info.is_write for one in operation._schema.returns)
-        is_view = not written and _storages(result) <= _storages((args, kwargs))
+        is_collective = name.startswith("c10d::")
+        is_view = not written and not is_collective and _storages(result) <= _storages((args, kwargs))
         on_card = "npu" in _places((args, kwargs, result))
         if on_card and not is_view and name.partition("::")[2] not in ALLOCATIONS:
             self.by_operation[name] += DECLARED.get(name, 1)
@@ -156,9 +162,9 @@ def _varlen_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **o
 
 
 @contextmanager
-def card_with(table: str) -> Iterator[Device]:
+def card_with(table: str, index: int) -> Iterator[Device]:
     """An emulated card that calls the operators of ``table``."""
-    device = open_device("emulated", index=7, capacity_bytes=8 << 30)
+    device = open_device("emulated", index=index, capacity_bytes=8 << 30)
     before, device.operators = device.operators, operators_of("emulated", table)
     try:
         with (
@@ -170,24 +176,47 @@ def card_with(table: str) -> Iterator[Device]:
         device.operators = before
 
 
+class OfALayer(NamedTuple):
+    """What one layer of a model launches, by operation, and waits for; and the waits of a whole step."""
+
+    by_operation: Counter[str]
+    waits: Counter[str]
+    waits_of_step: int
+
+
 def of_a_layer(
-    shape: dict[str, Any], device: Device, run: Callable[[Transformer], Launches]
-) -> tuple[int, Launches, Launches]:
-    """Return the launches of one layer of a model, and what they are."""
-    counted = []
+    shape: dict[str, Any], device: Device, parallel: Parallel, run: Callable[[Transformer], Launches]
+) -> OfALayer:
+    counted, mesh = [], Mesh.create(parallel)
     for layers in (1, 3):
         config = ModelConfig.from_hf({**shape, "num_hidden_layers": layers})
-        model, generator = Transformer(config, Mesh.single(), device, torch.bfloat16), torch.Generator().manual_seed(0)
+        model, generator = Transformer(config, mesh, device, torch.bfloat16), torch.Generator().manual_seed(0)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
         counted.append(run(model))
     one, three = counted
+    waits_of_step = sum(three.waits.values())
     for layer, whole in ((three.by_operation, one.by_operation), (three.waits, one.waits)):
         layer.subtract(whole)
         for name, count in list(layer.items()):
             layer[name] = count // 2
-    return sum(three.by_operation.values()), three, one
+    return OfALayer(three.by_operation, three.waits, waits_of_step)
+
+
+def on_ranks(layout: str, count: Callable[..., OfALayer], table: str, *args: Any) -> OfALayer:
+    """Return the counts of the rank that launches most. ``count`` takes the card, the layout and ``args``."""
+    parallel = LAYOUTS[layout]
+    if parallel.world == 1:
+        return _on_rank(0, None, count, table, parallel, args)
+    ranks = run_ranks(_on_rank, parallel.world, count, table, parallel, args, timeout_s=TIMEOUT_S)
+    end_ranks()
+    return max(ranks, key=lambda one: one.by_operation.total())
+
+
+def _on_rank(rank: int, _: Any, count: Callable[..., OfALayer], table: str, parallel: Parallel, args: Any) -> OfALayer:
+    with card_with(table, index=7 - rank) as device:
+        return count(device, parallel, *args)
 
 
 def decode_step(model: Transformer, args: Namespace, table: str, context: int) -> Launches:
@@ -225,36 +254,48 @@ def decode_mla(args: Namespace) -> Figures:
 
 
 def _decode(shape: dict[str, Any], args: Namespace, table: str) -> Figures:
-    figures: Figures = {}
-    with card_with(table) as device:
-        for context in args.contexts:
-            layer, found, whole = of_a_layer(
-                shape, device, lambda model, context=context: decode_step(model, args, table, context)
-            )
-            figures[str(context)] = {"tp1": layer, "host_syncs": sum(whole.waits.values()) + sum(found.waits.values())}
-            if args.operations:
-                print(table, context, dict(found.by_operation.most_common()), dict(found.waits))
-    figures["tp1"] = max(figures[str(context)]["tp1"] for context in args.contexts)
-    figures["host_syncs"] = max(figures[str(context)]["host_syncs"] for context in args.contexts)
+    figures: Figures = {str(context): {} for context in args.contexts}
+    for layout in LAYOUTS:
+        found = {
+            context: on_ranks(layout, _decode_layer, table, shape, args, table, context) for context in args.contexts
+        }
+        for context, one in found.items():
+            figures[str(context)][layout] = one.by_operation.total()
+            _print(args, one, table, layout, context)
+        figures[layout] = max(one.by_operation.total() for one in found.values())
+        waits = max(one.waits_of_step for one in found.values())
+        figures["host_syncs"] = max(figures.get("host_syncs", 0), waits)
     return figures
+
+
+def _decode_layer(
+    device: Device, parallel: Parallel, shape: dict[str, Any], args: Namespace, table: str, context: int
+) -> OfALayer:
+    return of_a_layer(shape, device, parallel, lambda model: decode_step(model, args, table, context))
 
 
 def train(args: Namespace) -> Figures:
     """Count forward and backward pass of one micro-batch."""
     figures: Figures = {}
     for table in TABLES:
-        with card_with(table) as device:
-            of_table: Figures = {}
-            for name, recompute in (("tp1", False), ("tp1_recompute", True)):
-                layer, found, whole = of_a_layer(
-                    SHAPE, device, lambda model, recompute=recompute: training_pass(model, args, recompute)
-                )
-                of_table[name] = layer
-                of_table["host_syncs"] = max(of_table.get("host_syncs", 0), sum(found.waits.values()))
-                if args.operations:
-                    print(table, name, dict(found.by_operation.most_common()), dict(found.waits))
-            figures[table] = of_table
+        of_table: Figures = {}
+        for layout, recompute in product(LAYOUTS, (False, True)):
+            found = on_ranks(layout, _train_layer, table, args, recompute)
+            of_table[f"{layout}_recompute" if recompute else layout] = found.by_operation.total()
+            key = "host_syncs" if layout == "tp1" else f"host_syncs_{layout}"
+            of_table[key] = max(of_table.get(key, 0), found.waits.total())
+            _print(args, found, table, layout, recompute)
+        figures[table] = of_table
     return figures
+
+
+def _train_layer(device: Device, parallel: Parallel, args: Namespace, recompute: bool) -> OfALayer:
+    return of_a_layer(SHAPE, device, parallel, lambda model: training_pass(model, args, recompute))
+
+
+def _print(args: Namespace, found: OfALayer, *of: Any) -> None:
+    if args.operations:
+        print(*of, dict(found.by_operation.most_common()), dict(found.waits))
 
 
 def training_pass(model: Transformer, args: Namespace, recompute: bool) -> Launches:

@@ -16,7 +16,7 @@ from fusion.inference.parked import ParkedKV
 from fusion.inference.routing import RoutingCache, of_all_layers
 from fusion.inference.sampler import Sampled
 from fusion.inference.sequence import Step
-from fusion.model import Mesh, Routed, Transformer, routing_dtype, routing_of
+from fusion.model import Mesh, Routed, Rows, Transformer, routing_dtype, routing_of, whole_rows
 from fusion.npu import Device
 
 
@@ -50,20 +50,21 @@ class Forward:
         if self.routing and step.copied:
             self.routing.copy(step.copied)
         routed: list[Routed] | None = [] if self.routing else None
-        attend, hidden = PagedAttention(self.cache, batch), self._receive_hidden(batch)
-        out = self.model(batch.ids, batch.positions, attend, routed, hidden)
+        rows = self._plan_rows(len(batch.ids))
+        attend, hidden = PagedAttention(self.cache, batch), self._receive_hidden(rows)
+        out = self.model(batch.ids, batch.positions, attend, routed, hidden, rows=rows)
         if not self.mesh.last_stage:
             if out.shape[0]:
                 dist.send(out, group=self.mesh.pp_group, group_dst=self.mesh.pp_rank + 1)
             out = None
         if routed is not None and step:
-            self._keep_routing(batch, routed)
+            self._keep_routing(batch, routed, rows)
         return self.draw(out, batch, step) if step.sampled or step.verified else Sampled([], [])
 
-    def _keep_routing(self, batch: Batch, routed: list[Routed]) -> None:
+    def _keep_routing(self, batch: Batch, routed: list[Routed], rows: Rows) -> None:
         shape = self.model.config
         if routed:
-            routing_of_stage = routing_of(routed, len(batch.ids), self.mesh, num_experts=shape.num_experts)
+            routing_of_stage = routing_of(routed, rows, self.mesh, num_experts=shape.num_experts)
         else:  # a stage without sparse layers
             dtype = routing_dtype(shape.num_experts)
             routing_of_stage = torch.empty(len(batch.ids), 0, shape.top_k, dtype=dtype)
@@ -71,12 +72,23 @@ class Forward:
         if self.routing and routing is not None:
             self.routing.write(batch, routing)
 
-    def _receive_hidden(self, batch: Batch) -> torch.Tensor | None:
-        """Receive the hidden states [n, D] of this TP rank's rows; None on the first stage."""
+    def _plan_rows(self, count: int) -> Rows:
+        """Plan how the step's rows lie on the ranks. Collective over the stage, on the host, where EP spans attention
+        ranks."""
+        mesh, parallel = self.mesh, self.mesh.parallel
+        if not self.model.can_hold_whole_rows:
+            return Rows(count)
+        counts = torch.full((parallel.stage_world,), count)
+        if parallel.ep > parallel.tp:
+            dist.all_gather_into_tensor(counts, torch.tensor([count]), group=mesh.stage_group)
+        return whole_rows(parallel, mesh.rank, counts[:: parallel.tp].tolist())
+
+    def _receive_hidden(self, rows: Rows) -> torch.Tensor | None:
+        """Receive the hidden states [n, D] of the rows that this TP rank holds; None on the first stage."""
         mesh, model = self.mesh, self.model
         if mesh.first_stage:
             return None
-        shape = (model.hidden_rows(len(batch.ids)), model.config.hidden_size)
+        shape = (rows.count if rows.whole else model.hidden_rows(rows.count), model.config.hidden_size)
         hidden = torch.empty(shape, dtype=model.weights.dtype, device=self.device.torch_device)
         if shape[0]:
             dist.recv(hidden, group=mesh.pp_group, group_src=mesh.pp_rank - 1)

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fusion.model.collectives import gather_rows, reduce_scatter_rows, sum_over_tp
+from fusion.model.collectives import Rows, gather_rows, reduce_scatter_rows, sum_over_tp
 from fusion.model.matrix import Matrix, Weights, blocks_of, parameter, project
 from fusion.model.mesh import Mesh
 from fusion.model.spec import GroupedQuery, Latent
@@ -122,7 +122,7 @@ class Attention(nn.Module):
         self.out_bias = nn.Parameter(weights["out_bias"]) if spec.out_bias else None
         self._norms_projection = spec.qk_norm == "projection"
 
-    def forward(self, x: torch.Tensor, rows: int, rope: Any, attend: Attend, row_multiple: int) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rows: Rows, rope: Any, attend: Attend, row_multiple: int) -> torch.Tensor:
         x_ND = gather_rows(x, rows, self.mesh)
         flat_qkv = project(x_ND, self.qkv, row_multiple)
         if self.qkv_bias is not None:
@@ -133,7 +133,7 @@ class Attention(nn.Module):
         q_norm, k_norm = (None, None) if self._norms_projection else (self.q_norm, self.k_norm)
         q, k, v = self.operators.norm_rope(qkv, q_norm, k_norm, rope, self.kv_heads, self.eps)
         attended = attend(self.index, q, k, v).flatten(1)
-        y = reduce_scatter_rows(project(attended, self.out, row_multiple), self.mesh)
+        y = reduce_scatter_rows(project(attended, self.out, row_multiple), rows, self.mesh)
         return y if self.out_bias is None else y + self.out_bias
 
     def _norm_projection(self, qkv: torch.Tensor) -> torch.Tensor:
@@ -168,7 +168,7 @@ class LatentAttention(nn.Module):
         self.kv_b = parameter("kv_b", weights)
         self.out = parameter("out", weights)
 
-    def forward(self, x: torch.Tensor, rows: int, rope: Any, attend: Attend, row_multiple: int) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rows: Rows, rope: Any, attend: Attend, row_multiple: int) -> torch.Tensor:
         spec = self.spec
         compressed, key = project(x, self.kv_a, row_multiple).split([spec.kv_rank, spec.rope_dim], dim=-1)
         compressed = self.operators.rms_norm(compressed, self.kv_a_norm, spec.norm_eps)
@@ -182,14 +182,14 @@ class LatentAttention(nn.Module):
         nope, rotated = flat_q.unflatten(-1, (-1, spec.head_dim)).split([spec.nope_dim, spec.rope_dim], dim=-1)
         q = torch.cat([nope, self._rotate(rotated, rope)], dim=-1)
         attended = attend.latent(self.index, q, latent, Up(self.kv_b, spec, row_multiple)).flatten(1)
-        return reduce_scatter_rows(project(attended, self.out, row_multiple), self.mesh)
+        return reduce_scatter_rows(project(attended, self.out, row_multiple), rows, self.mesh)
 
     def _rotate(self, x_NhP: torch.Tensor, rope: Any) -> torch.Tensor:
         return self.operators.rotate(x_NhP, rope, self.spec.rotary.interleaved)
 
-    def _gather(self, *tensors: torch.Tensor, rows: int) -> tuple[torch.Tensor, ...]:
+    def _gather(self, *tensors: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, ...]:
         """Gather the rows of all TP ranks, of all tensors at once."""
-        if self.mesh.tp_group is None:
+        if self.mesh.tp_group is None or rows.whole:
             return tensors
         widths = [tensor.shape[-1] for tensor in tensors]
         return gather_rows(torch.cat(tensors, dim=-1), rows, self.mesh).split(widths, dim=-1)

@@ -6,7 +6,8 @@ to a multiple of TP: only the wire buffer of `gather_rows` is rounded up, by les
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any
 
@@ -14,8 +15,48 @@ import torch
 import torch.distributed as dist
 
 from fusion.model.mesh import Mesh
+from fusion.model.parallel import Parallel
 
 Collective = Callable[[torch.Tensor], torch.Tensor]
+
+
+MAX_WHOLE_ROWS, MAX_GATHERED_ROWS = 512, 2048
+"""Rows of an attention rank, and of all that are gathered on one, up to which every rank computes on `Rows.whole`"""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Holds how the ``count`` rows of a pass lie on the TP ranks between blocks.
+
+    Attributes:
+        whole: on each TP rank all of them, and sums over TP are plain all-reduces, two a layer: for passes so small
+            that a layer takes its time in starting operators. Otherwise on each rank its shard (`shard_sizes`), and
+            sums run in rank order. Without gradients only.
+        by_ep_rank: where ``whole`` and an EP group spans several attention ranks: the shard of each of its ranks.
+    """
+
+    count: int
+    whole: bool = False
+    by_ep_rank: tuple[int, ...] = ()
+
+
+def may_be_whole(parallel: Parallel) -> bool:
+    """Return whether a layout has `Rows.whole`: each EP group is part of a TP group, or consists of whole ones."""
+    smaller, larger = sorted((parallel.tp, parallel.ep))
+    return parallel.etp == 1 and larger > 1 and larger % smaller == 0
+
+
+def whole_rows(parallel: Parallel, rank: int, counts: Sequence[int]) -> Rows:
+    """Plan a pass of ``counts`` rows by attention rank, for a layout that `may_be_whole`. Only this rank's count is
+    read where its EP group spans no other attention rank."""
+    spanned = max(1, parallel.ep // parallel.tp)
+    own = parallel.coordinate("dp", rank)
+    first = own // spanned * spanned
+    gathered = counts[first : first + spanned]
+    if max(gathered) > MAX_WHOLE_ROWS or sum(gathered) > MAX_GATHERED_ROWS:
+        return Rows(counts[own])
+    shards = [size for count in gathered for size in shard_sizes(count, parallel.tp)]
+    return Rows(counts[own], whole=True, by_ep_rank=tuple(shards) if spanned > 1 else ())
 
 
 def shard_sizes(rows: int, ranks: int) -> list[int]:
@@ -29,22 +70,39 @@ def shard_range(rows: int, ranks: int, rank: int) -> range:
     return range(sum(sizes[:rank]), sum(sizes[: rank + 1]))
 
 
-def gather_rows(x_shard: torch.Tensor, rows: int, mesh: Mesh) -> torch.Tensor:
+def gather_rows(x_shard: torch.Tensor, rows: Rows, mesh: Mesh) -> torch.Tensor:
     """Gather [shard, …] of every TP rank into [rows, …] on all of them. Backward: reduce-scatter of the gradients."""
-    if mesh.tp_group is None:
+    if mesh.tp_group is None or rows.whole:
         return x_shard
-    sizes = shard_sizes(rows, mesh.parallel.tp)
-    gather, scatter = partial(_gather_even, sizes=sizes, group=mesh.tp_group), _scatter(sizes, mesh.tp_group)
+    sizes = shard_sizes(rows.count, mesh.parallel.tp)
+    gather, scatter = partial(gather_padded, sizes=sizes, group=mesh.tp_group), _scatter(sizes, mesh.tp_group)
     return _WithAdjoint.apply(x_shard, gather, scatter)
 
 
-def reduce_scatter_rows(x_partial: torch.Tensor, mesh: Mesh) -> torch.Tensor:
+def reduce_scatter_rows(x_partial: torch.Tensor, rows: Rows, mesh: Mesh) -> torch.Tensor:
     """Sum [rows, …] over TP; each rank keeps its shard. Backward: gather."""
     if mesh.tp_group is None:
         return x_partial
+    if rows.whole:
+        return sum_plainly(x_partial, mesh.tp_group)
     sizes = shard_sizes(x_partial.shape[0], mesh.parallel.tp)
-    gather, scatter = partial(_gather_even, sizes=sizes, group=mesh.tp_group), _scatter(sizes, mesh.tp_group)
+    gather, scatter = partial(gather_padded, sizes=sizes, group=mesh.tp_group), _scatter(sizes, mesh.tp_group)
     return _WithAdjoint.apply(x_partial, scatter, gather)
+
+
+def sum_plainly(x_partial: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    """Sum a tensor over a group, in place and in the backend's order. Without gradients."""
+    if group is not None:
+        dist.all_reduce(x_partial, group=group)
+    return x_partial
+
+
+def sum_pieces(x_partial: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Sum [sum(sizes), …] over a group by one reduction of all ranks' pieces; each rank keeps its ``sizes[rank]`` rows.
+    Without gradients."""
+    num_rows, ranks = sizes[dist.get_rank(group)], len(sizes)
+    pieces = _exchange(x_partial, send=list(sizes), receive=[num_rows] * ranks, group=group)
+    return pieces.view(ranks, num_rows, *x_partial.shape[1:]).sum(0)
 
 
 def sum_over_tp(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
@@ -92,13 +150,14 @@ class _WithAdjoint(torch.autograd.Function):
         return ctx.adjoint(grads[0]), None, None
 
 
-def _gather_even(x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
-    """Gather shards of `shard_sizes`, padded to the largest."""
-    if sizes[0] == sizes[-1]:
+def gather_padded(x: torch.Tensor, sizes: Sequence[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Gather [sizes[rank], …] of every rank, padded to the largest on the wire. Without gradients."""
+    largest = max(sizes)
+    if largest == min(sizes):
         out = x.new_empty(sum(sizes), *x.shape[1:])
         dist.all_gather_into_tensor(out, x.contiguous(), group=group)
         return out
-    wire = x.new_zeros(sizes[0], *x.shape[1:])
+    wire = x.new_zeros(largest, *x.shape[1:])
     wire[: x.shape[0]] = x
     out = x.new_empty(len(sizes), *wire.shape)
     dist.all_gather_into_tensor(out.flatten(0, 1), wire, group=group)

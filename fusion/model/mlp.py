@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fusion.model.collectives import gather_rows, reduce_scatter_rows
+from fusion.model.collectives import Rows, gather_rows, reduce_scatter_rows
 from fusion.model.matrix import Weights, parameter, project
 from fusion.model.mesh import Mesh
 from fusion.npu.operators import Plain
@@ -18,7 +18,10 @@ class MLP(nn.Module):
         self.gate_up = parameter("gate_up", weights)
         self.down = parameter("down", weights)
 
-    def forward(self, x: torch.Tensor, rows: int, row_multiple: int) -> torch.Tensor:
-        """Return the output [n, D] for this TP rank's rows x [n, D] of ``rows`` in total."""
-        gate_up = project(gather_rows(x, rows, self.mesh), self.gate_up, row_multiple)
-        return reduce_scatter_rows(project(self.operators.swiglu(gate_up), self.down, row_multiple), self.mesh)
+    def forward(self, x: torch.Tensor, rows: Rows, row_multiple: int) -> torch.Tensor:
+        """Return the output [n, D] for this TP rank's rows x [n, D]."""
+        return reduce_scatter_rows(self.partial(gather_rows(x, rows, self.mesh), row_multiple), rows, self.mesh)
+
+    def partial(self, x_ND: torch.Tensor, row_multiple: int) -> torch.Tensor:
+        """Return what this rank's channels contribute to the output [N, D] of all rows."""
+        return project(self.operators.swiglu(project(x_ND, self.gate_up, row_multiple)), self.down, row_multiple)

@@ -8,6 +8,11 @@ Every rank contributes its own rows (rows are split over TP between blocks), so 
 expert is split over ranks (expert-TP), these gather each other's rows after the first all-to-all and reduce-scatter
 their partial sums before the second. The sum over the k experts of a token runs in the router's order, never in order
 of arrival.
+
+A small pass of an engine on a card (`Rows.whole`) exchanges no counts, for which the host would have to wait: every
+rank of an EP group routes all rows of the group, runs its own experts on them, and the ranks' sums are added up.
+
+    x_ND ─ gather over EP ─ router ─► top-k ─ sort, own experts first ─ grouped matmul ─ Σ weight · y ─ sum over EP ─►
 """
 
 from __future__ import annotations
@@ -19,7 +24,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fusion.model.collectives import exchange_rows, gather_uneven, reduce_scatter_uneven
+from fusion.model.collectives import (
+    Rows,
+    exchange_rows,
+    gather_padded,
+    gather_rows,
+    gather_uneven,
+    reduce_scatter_uneven,
+    shard_range,
+    sum_pieces,
+    sum_plainly,
+)
 from fusion.model.matrix import Matrix, Weights, below, blocks_of, parameter, project
 from fusion.model.mesh import Mesh
 from fusion.model.mlp import MLP
@@ -65,7 +80,7 @@ class MoE(nn.Module):
         shared = below("shared.", weights)
         self.shared = MLP(mesh, operators, shared) if spec.shared else None
         self.shared_gate = parameter("shared_gate", weights) if spec.shared and spec.shared.gated else None
-        self._router, self._has_shared = spec.router, spec.shared is not None
+        self._router = spec.router
 
     def forward(
         self,
@@ -74,7 +89,7 @@ class MoE(nn.Module):
         forced: Forced | None = None,
         *,
         record: bool = True,
-        rows: int | None = None,
+        rows: Rows | None = None,
     ) -> tuple[torch.Tensor, Routed | None]:
         """Return the output [n, D] and, where ``record``, the routing. Rows with ``forced`` experts are sent to these,
         weighted by the scores that this router gives them (with gradient), normalised like its own choice.
@@ -82,6 +97,9 @@ class MoE(nn.Module):
         Args:
             rows: of the batch, of which x_nD holds this TP rank's; None: x_nD is the batch.
         """
+        rows = Rows(len(x_nD)) if rows is None else rows
+        if rows.whole:
+            return self._whole(x_nD, rows, row_multiple, record=record)
         if forced is None and torch.is_inference_mode_enabled():  # an engine, which needs no statistics for a loss
             logits_nE = self._logits(x_nD, row_multiple)
             weight_nk, expert_nk = self.operators.gate(logits_nE, self._router, self.correction, row_multiple)
@@ -89,8 +107,8 @@ class MoE(nn.Module):
             y = self._experts(x_nD, expert_nk, weight_nk, row_multiple)[0]
         else:
             y, routed = self._trained(x_nD, row_multiple, forced, record=record)
-        if self._has_shared:
-            y = y + self._shared(x_nD, len(x_nD) if rows is None else rows, row_multiple)
+        if self.shared is not None:
+            y = y + self._gated(x_nD, self.shared(x_nD, rows, row_multiple), row_multiple)
         return y, routed
 
     def _trained(
@@ -115,12 +133,41 @@ class MoE(nn.Module):
         x32, blocks = x_nD.to(torch.float32), blocks_of(self.router)
         return torch.cat([linear(x32, block.to(torch.float32), row_multiple) for block in blocks], dim=-1)
 
-    def _shared(self, x_nD: torch.Tensor, rows: int, row_multiple: int) -> torch.Tensor:
-        assert self.shared is not None
-        y = self.shared(x_nD, rows, row_multiple)
+    def _gated(self, x_nD: torch.Tensor, y_nD: torch.Tensor, row_multiple: int) -> torch.Tensor:
+        """Multiply the output of the shared expert by its gate, if it has one."""
         if self.shared_gate is None:
-            return y
-        return sigmoid(project(x_nD, self.shared_gate, row_multiple), row_multiple) * y
+            return y_nD
+        return sigmoid(project(x_nD, self.shared_gate, row_multiple), row_multiple) * y_nD
+
+    def _whole(
+        self, x_ND: torch.Tensor, rows: Rows, row_multiple: int, *, record: bool
+    ) -> tuple[torch.Tensor, Routed | None]:
+        """Compute all rows of this attention rank, with the sums over TP and EP."""
+        mesh, own, gathered_ND = self.mesh, slice(None), x_ND
+        tp, ep = mesh.parallel.tp, mesh.parallel.ep
+        if rows.by_ep_rank:
+            assert mesh.ep_group is not None
+            shard = shard_range(rows.count, tp, mesh.tp_rank)
+            gathered_ND = gather_padded(x_ND[shard.start : shard.stop], rows.by_ep_rank, mesh.ep_group)
+            start = sum(rows.by_ep_rank[: mesh.ep_rank - mesh.tp_rank])
+            own = slice(start, start + rows.count)
+        logits_NE = self._logits(gathered_ND, row_multiple)
+        weight_Nk, expert_Nk = self.operators.gate(logits_NE, self._router, self.correction, row_multiple)
+        local = range(mesh.ep_rank * self.num_local, (mesh.ep_rank + 1) * self.num_local)
+        experts = self.spec.num_experts, local, *self._matrices
+        y = self.operators.local_experts(gathered_ND, expert_Nk, weight_Nk, *experts)
+        routed = Routed(_NO_STATS, expert_Nk[own]) if record else None
+        shared = None
+        if self.shared is not None:
+            shared = self._gated(x_ND, self.shared.partial(x_ND, row_multiple), row_multiple)
+        if shared is not None and ep == tp:  # one sum over the ranks of both
+            return sum_plainly(y + shared, mesh.tp_group), routed
+        if rows.by_ep_rank:
+            assert mesh.ep_group is not None
+            y = gather_rows(sum_pieces(y, rows.by_ep_rank, mesh.ep_group), Rows(rows.count), mesh)
+        else:
+            y = sum_plainly(y, mesh.ep_group)
+        return (y if shared is None else y + sum_plainly(shared, mesh.tp_group)), routed
 
     def _experts(
         self, x_nD: torch.Tensor, expert_nk: torch.Tensor, weight_nk: torch.Tensor, row_multiple: int

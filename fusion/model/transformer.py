@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fusion.model.attention import Attend, Attention, LatentAttention
 from fusion.model.bucket_plan import plan_units, unit_bytes
-from fusion.model.collectives import gather_rows, reduce_scatter_rows, shard_range
+from fusion.model.collectives import Rows, gather_rows, may_be_whole, reduce_scatter_rows, shard_range
 from fusion.model.config import ModelConfig
 from fusion.model.formats import Format, embedded_format, local_table
 from fusion.model.head import Head
@@ -109,6 +109,7 @@ class Transformer(nn.Module):
         routed: list[Routed] | None = None,
         hidden: torch.Tensor | None = None,
         replay: Replay | None = None,
+        rows: Rows | None = None,
     ) -> torch.Tensor:
         """Compute the hidden states [N, D] after the final norm.
 
@@ -119,15 +120,17 @@ class Transformer(nn.Module):
             routed: one `Routed` of this rank's rows is appended per MoE layer.
             hidden: what the previous pipeline stage returned; None on the first stage.
             replay: the experts to route the rows to.
+            rows: how the N rows lie on the ranks, alike on all TP and EP ranks; `Rows.whole` only if
+                `can_hold_whole_rows`, in inference mode and without ``replay``.
 
         Returns:
             On the last stage, [N, D] after the norm; on the others, this TP rank's rows [n, D] before it
-            (`hidden_rows`).
+            (`hidden_rows`; where rows are whole, all N).
         """
-        rows = ids_N.shape[0]
+        rows = Rows(ids_N.shape[0]) if rows is None else rows
         rope = self._rope(positions_N)
         assert (hidden is None) == self.mesh.first_stage, "hidden states come from the stage before, ids from the batch"
-        x = self._embed(ids_N) if hidden is None else hidden
+        x = self._embed(ids_N, rows) if hidden is None else hidden
         replay = None if replay is None else replay.of_rank(self.mesh)
         num_sparse = 0
         for is_sparse, layer in zip(self._is_sparse, self.layers.values(), strict=True):
@@ -151,6 +154,12 @@ class Transformer(nn.Module):
             return x
         return gather_rows(self.operators.rms_norm(x, self.norm, self.config.rms_norm_eps), rows, self.mesh)
 
+    @property
+    def can_hold_whole_rows(self) -> bool:
+        """Whether small passes may have `Rows.whole`: where the host runs ahead of the card, and a row's bits may
+        depend on its batch."""
+        return self.operators.runs_ahead and self.row_multiple == 1 and may_be_whole(self.mesh.parallel)
+
     def hidden_rows(self, rows: int) -> int:
         """Return how many rows of a batch of ``rows`` this TP rank holds between two blocks and between two stages."""
         return len(self.own_rows(rows))
@@ -172,7 +181,7 @@ class Transformer(nn.Module):
         """Compute a reward model's scores [n, labels] from hidden states [n, D], on all TP ranks. On the last stage."""
         return linear(hidden_nD, self.score, self.row_multiple)
 
-    def _embed(self, ids_N: torch.Tensor) -> torch.Tensor:
+    def _embed(self, ids_N: torch.Tensor, rows: Rows) -> torch.Tensor:
         blocks = blocks_of(self.embed)
         if self.mesh.tp_group is None and len(blocks) == 1:
             return F.embedding(ids_N, blocks[0])
@@ -185,7 +194,7 @@ class Transformer(nn.Module):
             partial = looked_up if partial is None else partial + looked_up
             first += block.shape[0]
         assert partial is not None
-        return reduce_scatter_rows(partial, self.mesh)
+        return reduce_scatter_rows(partial, rows, self.mesh)
 
     def _rope(self, positions_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         rotary = self.config.attention.rotary
@@ -222,7 +231,7 @@ class Layer(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        rows: int,
+        rows: Rows,
         rope: Any,
         attend: Attend,
         row_multiple: int,

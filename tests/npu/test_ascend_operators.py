@@ -122,6 +122,25 @@ def test_experts(ascend, seed, rows, k, stacked):
     assert_alike(ascend, layer, random(rows, 4), random(rows, k), gate_up, down)
 
 
+@given(seed=seeds, rows=st.integers(0, 6), k=st.integers(1, 3), ends=st.sampled_from([(2, 6), (1, 3, 6), (3, 4, 6)]))
+def test_the_sums_of_local_experts_are_the_sum_of_all(ascend, seed, rows, k, ends):
+    random = draw(seed)
+    experts = torch.stack(
+        [torch.randperm(6, generator=torch.Generator().manual_seed(seed + r)) for r in range(rows + 1)]
+    )
+    experts = experts[:rows, :k].to("npu")
+    x, weights, gate_up, down = random(rows, 4), random(rows, k), random(6, 6, 4) / 2, random(6, 4, 3) / 2
+    for table in (ascend, PLAIN):
+        ordered, order, counts = table.permute(x, experts, 6)
+        whole = table.unpermute(table.experts(ordered, counts, gate_up, down), order, weights)
+        parts = [range(start, end) for start, end in zip((0, *ends), ends, strict=False)]
+        sums = [
+            table.local_experts(x, experts, weights, 6, part, *(one[part.start : part.stop] for one in (gate_up, down)))
+            for part in parts
+        ]
+        torch.testing.assert_close(sum(sums), whole, rtol=1e-4, atol=1e-5)
+
+
 @given(seed=seeds, lengths=st.lists(st.integers(1, 5), min_size=1, max_size=4), narrow=st.sampled_from([0, 3]))
 def test_attention_of_packed_sequences(ascend, seed, lengths, narrow):
     random, rows = draw(seed), sum(lengths)

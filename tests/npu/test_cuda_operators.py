@@ -71,6 +71,22 @@ def test_experts(seed, rows, k):
         torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.01)
 
 
+@given(seed=seeds, rows=st.integers(0, 6), k=st.integers(1, 3), dtype=st.sampled_from([torch.bfloat16, torch.float32]))
+def test_the_sums_of_local_experts_are_the_sum_of_all(seed, rows, k, dtype):
+    """Whether grouped products leave the other experts' rows unwritten, or are composed."""
+    torch.manual_seed(seed)
+    experts, table = torch.rand(rows, 6).argsort(-1)[:, :k], Cuda()
+    shapes = (rows, 16), (rows, k), (6, 32, 16), (6, 16, 16)
+    x, weights, *stacks = ((torch.randn(*shape) / 4).to(dtype) for shape in shapes)
+    ordered, order, counts = PLAIN.permute(x, experts, 6)
+    whole = PLAIN.unpermute(PLAIN.experts(ordered, counts, *stacks), order, weights)
+    sums = [
+        table.local_experts(x, experts, weights, 6, part, *(stack[part.start : part.stop] for stack in stacks))
+        for part in (range(2), range(2, 6))
+    ]
+    torch.testing.assert_close(sum(sums), whole, rtol=0.05, atol=0.01)
+
+
 @given(seed=seeds, lengths=st.lists(st.integers(1, 9), min_size=1, max_size=4), narrow=st.sampled_from([0, 3]))
 def test_attention_of_packed_sequences(seed, lengths, narrow):
     torch.manual_seed(seed)

@@ -126,7 +126,7 @@ def test_gating_by_softmax(npu):
     assert torch.equal(again, experts) and torch.allclose(shares, weights / weights.sum(-1, keepdim=True))
 
 
-def route(npu, x: torch.Tensor, experts: torch.Tensor, num_experts: int):
+def route(npu, x: torch.Tensor, experts: torch.Tensor, num_experts: int, active: range | None = None):
     return npu.npu_moe_init_routing_v2(
         x,
         experts.to(torch.int32),
@@ -134,7 +134,7 @@ def route(npu, x: torch.Tensor, experts: torch.Tensor, num_experts: int):
         expert_num=num_experts,
         expert_tokens_num_type=1,
         expert_tokens_num_flag=True,
-        active_expert_range=[0, num_experts],
+        active_expert_range=[active.start, active.stop] if active else [0, num_experts],
         quant_mode=-1,
         row_idx_type=0,
     )
@@ -150,6 +150,14 @@ def test_routing_of_the_published_example(npu):
     assert counts.tolist() == [1, 2, 1, 1, 3] and counts.dtype == torch.int64
     halves = torch.full((4, 2), 0.5)
     assert torch.equal(npu.npu_moe_token_unpermute(rows, places, halves), x), "back in order"
+
+
+def test_routing_to_a_range_of_experts(npu):
+    """Rows of the others are undefined and have no place, as the page says."""
+    x, experts = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[0, 3], [3, 2], [1, 4]])
+    rows, places, counts, _ = route(npu, x, experts, 5, range(2, 4))
+    assert rows[:3].flatten().tolist() == [2, 1, 2] and rows[3:].isnan().all()
+    assert places.tolist() == [-1, 1, 2, 0, -1, -1] and counts.tolist() == [1, 2]
 
 
 @given(seed=seeds, tokens=st.integers(1, 6), k=st.integers(1, 3))

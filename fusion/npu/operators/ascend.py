@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from fusion.npu.operators import limits
 from fusion.npu.operators.ascend_functions import AddRMSNorm, GroupedLinear, Permute, routing_options
 from fusion.npu.operators.gating import Gating
-from fusion.npu.operators.plain import PagedRows, Permuted, Plain, Rope
+from fusion.npu.operators.plain import PagedRows, Permuted, Plain, Rope, sum_of_local
 
 Weights = Sequence[torch.Tensor] | torch.Tensor
 """A matrix [O, D] of each expert, or all of them stacked [E, O, D]"""
@@ -34,8 +34,7 @@ class Ascend(Plain):
     """The table of Ascend cards and, for tests, of the emulated one, which has references of the same operators."""
 
     name = "ascend"
-    needs_block_rows = True
-    stacks_experts = True
+    needs_block_rows = stacks_experts = runs_ahead = True
 
     def __init__(self) -> None:
         self._is_emulated = "torch_npu" not in sys.modules
@@ -163,6 +162,25 @@ class Ascend(Plain):
         if self._takes(operator, y, (y, order, weight_Nk), about=weight_Nk.shape[1:]):
             return operator(y, order, weight_Nk)
         return (y.index_select(0, order).unflatten(0, weight_Nk.shape) * weight_Nk.unsqueeze(-1)).sum(1)
+
+    def local_experts(
+        self,
+        x_ND: torch.Tensor,
+        expert_Nk: torch.Tensor,
+        weight_Nk: torch.Tensor,
+        num_experts: int,
+        local: range,
+        gate_up: Weights,
+        down: Weights,
+    ) -> torch.Tensor:
+        operator, experts = torch.ops.npu.npu_moe_init_routing_v2.default, expert_Nk.to(torch.int32)
+        options = routing_options(expert_Nk.numel(), num_experts, local)
+        if not self._takes(operator, x_ND, (x_ND, experts), about=(num_experts, local), **options):
+            return super().local_experts(x_ND, expert_Nk, weight_Nk, num_experts, local, gate_up, down)
+        rows, places, counts_E, _ = operator(x_ND, experts, **options)
+        y = self.experts(rows, counts_E, gate_up, down)
+        y_NkD = y.index_select(0, places.clamp(min=0)).unflatten(0, weight_Nk.shape)
+        return sum_of_local(y_NkD, places.view(weight_Nk.shape) >= 0, weight_Nk)  # the places of others are -1
 
     def takes_counts(self, x: torch.Tensor, experts: int, row_multiple: int = 1) -> bool:
         return row_multiple == 1 and (self._is_emulated or 2 <= experts <= limits.MAX_GROUPS)

@@ -26,13 +26,14 @@ class AddRMSNorm(torch.autograd.Function):
         return grad, grad, grad_weight.to(weight.dtype), None
 
 
-def routing_options(active: int, num_experts: int) -> dict[str, Any]:
+def routing_options(active: int, num_experts: int, local: range | None = None) -> dict[str, Any]:
+    """Return the options of routing to all experts, or to the ``local`` ones only."""
     return dict(
         active_num=active,
         expert_num=num_experts,
         expert_tokens_num_type=1,  # counts, not their cumulative sums
         expert_tokens_num_flag=True,
-        active_expert_range=[0, num_experts],
+        active_expert_range=[local.start, local.stop] if local else [0, num_experts],
         quant_mode=-1,
         row_idx_type=0,
     )

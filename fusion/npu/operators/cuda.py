@@ -26,7 +26,7 @@ from fusion.npu.operators.plain import PagedRows, Plain, Rope
 
 class Cuda(Plain):
     name = "cuda"
-    needs_block_rows = stacks_experts = True
+    needs_block_rows = stacks_experts = runs_ahead = True
     block_tokens = limits.CUDA_PAGE
 
     def __init__(self) -> None:

@@ -58,6 +58,8 @@ class Plain:
     """Whether `paged_attention` reads ``PagedRows.blocks_RB``"""
     block_tokens = 1
     """Number of tokens of which a KV block has a multiple"""
+    runs_ahead = False
+    """Whether the host only starts operators, so that a layer may take the time of starting them, and of waiting"""
     stacks_experts = False
     """Whether grouped products take the stack [E, O, D] of all experts' matrices, which is then stored as one"""
 
@@ -155,13 +157,17 @@ class Plain:
         counts: list[int] | torch.Tensor,
         row_multiple: int = 1,
     ) -> torch.Tensor:
-        """Multiply row block e of x (``counts[e]`` rows) by ``weights[e].T`` [D, O], without padding any block. Counts
-        on the card are copied to the host, unless the table `takes_counts`."""
+        """Multiply row block e of x (``counts[e]`` rows) by ``weights[e].T`` [D, O], without padding any block. What is
+        returned for rows behind the last block is undefined. Counts on the card are copied to the host, unless the
+        table `takes_counts`."""
         if isinstance(counts, torch.Tensor):
             counts = counts.tolist()
         if isinstance(weights, torch.Tensor):
             weights = weights.unbind()
-        assert len(counts) == len(weights) and sum(counts) == x_ND.shape[0]
+        if behind := x_ND.shape[0] - sum(counts):
+            grouped = self.grouped_linear(x_ND[:-behind], weights, counts, row_multiple)
+            return F.pad(grouped, (0, 0, 0, behind))
+        assert len(counts) == len(weights)
         if not torch.is_grad_enabled():
             return _grouped(x_ND, counts, row_multiple, weights)
         return _GroupedLinear.apply(x_ND, counts, row_multiple, *weights)
@@ -178,6 +184,24 @@ class Plain:
         list or a stack, on its rows of x, which are sorted by expert."""
         inner = self.swiglu(self.grouped_linear(x, gate_up, counts, row_multiple))
         return self.grouped_linear(inner, down, counts, row_multiple)
+
+    def local_experts(
+        self,
+        x_ND: torch.Tensor,
+        expert_Nk: torch.Tensor,
+        weight_Nk: torch.Tensor,
+        num_experts: int,
+        local: range,
+        gate_up: Sequence[torch.Tensor] | torch.Tensor,
+        down: Sequence[torch.Tensor] | torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the weighted sum [N, D] of those experts of each row that are ``local``, whose matrices these are.
+        Without gradients. The host waits only if the table does not `takes_counts`."""
+        turned_Nk = (expert_Nk.to(torch.int64) - local.start) % num_experts  # the local ones come first
+        rows, order, counts_E = Plain.permute(self, x_ND, turned_Nk, num_experts)
+        y = self.experts(rows, counts_E[: len(local)], gate_up, down)
+        y_NkD = torch.empty_like(y).index_copy_(0, order, y).unflatten(0, weight_Nk.shape)
+        return sum_of_local(y_NkD, turned_Nk < len(local), weight_Nk)
 
     # Attention
 
@@ -299,6 +323,13 @@ class Plain:
             eps=eps,
             maximize=False,
         )
+
+
+def sum_of_local(y_NkD: torch.Tensor, is_local_Nk: torch.Tensor, weight_Nk: torch.Tensor) -> torch.Tensor:
+    """Return the weighted sum [N, D] of the local ones of each row's experts. What the others' rows hold is ignored,
+    whatever it is: memory that no product was written to."""
+    y_NkD = torch.where(is_local_Nk.unsqueeze(-1), y_NkD, 0)
+    return torch.bmm(weight_Nk.to(y_NkD.dtype).unsqueeze(1), y_NkD).squeeze(1)
 
 
 def _rotate(x_NhC: torch.Tensor, cos_N1R: torch.Tensor, sin_N1R: torch.Tensor) -> torch.Tensor:

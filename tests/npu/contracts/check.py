@@ -197,7 +197,14 @@ def sparse(table: Ascend, spec: Sparse, hidden: int, cut: Cut) -> list[torch.Ten
     y = table.unpermute(x, order, weights.detach().requires_grad_(cut.trains))
     received, arriving = cut.tensor(*x.shape), meta(local, dtype=torch.int64)
     stacks = cut.tensor(local, 2 * spec.width, hidden), cut.tensor(local, hidden, spec.width)
-    outs = [y] if local < 2 else [y, table.experts(received, arriving, *stacks)]
+    outs = [y]
+    if local >= 2:
+        outs.append(table.experts(received, arriving, *stacks))
+        if not cut.trains:
+            last = range(spec.num_experts - local, spec.num_experts)
+            outs.append(
+                table.local_experts(cut.tensor(cut.rows, hidden), experts, weights, spec.num_experts, last, *stacks)
+            )
     if 2 <= local <= limits.MAX_LISTED_WEIGHTS:
         lists = [[cut.tensor(*stack.shape[1:]) for _ in range(local)] for stack in stacks]
         outs.append(table.experts(received, arriving, *lists))

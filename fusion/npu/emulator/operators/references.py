@@ -127,16 +127,19 @@ def _init_routing(
     row_idx_type: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     assert expert_idx.dtype == torch.int32 and active_num in (-1, 0, expert_idx.numel())
-    assert (quant_mode, row_idx_type) == (-1, 0) and list(active_expert_range) == [0, expert_num]
+    assert (quant_mode, row_idx_type) == (-1, 0) and 0 <= active_expert_range[0] < active_expert_range[1] <= expert_num
     assert expert_tokens_num_flag and expert_tokens_num_type == 1
-    flat = expert_idx.flatten()
-    sorted_rows = flat.to(torch.int64).argsort(stable=True)
+    start, num_active = active_expert_range[0], active_expert_range[1] - active_expert_range[0]
+    flat = (expert_idx.flatten().to(torch.int64) - start) % expert_num  # those out of range behind the others
+    is_active, sorted_rows = flat < num_active, flat.argsort(stable=True)
     place = torch.empty_like(sorted_rows)
     place.index_copy_(0, sorted_rows, torch.arange(len(flat), device=x.device))
     counts = torch.zeros(expert_num, dtype=torch.int64, device=x.device)
-    counts.scatter_add_(0, flat.to(torch.int64), torch.ones_like(sorted_rows))
+    counts.scatter_add_(0, flat, torch.ones_like(sorted_rows))
     rows = x.index_select(0, sorted_rows // expert_idx.shape[1])
-    return rows, place.to(torch.int32), counts, x.new_empty(len(flat), dtype=torch.float32)
+    rows.masked_fill_(~is_active.index_select(0, sorted_rows).unsqueeze(1), torch.nan)  # undefined
+    place = place.where(is_active, -1).to(torch.int32)
+    return rows, place, counts[:num_active].clone(), x.new_empty(len(flat), dtype=torch.float32)
 
 
 def _token_permute_grad(
@@ -180,7 +183,7 @@ def _grouped_matmul(
     counts = group_list.tolist() if group_list.device.type != "meta" else [0] * len(group_list)
     if group_type == 0:
         weights = weight if len(weight) > 1 or weight[0].dim() == 2 else weight[0].unbind(0)
-        out = x0.new_zeros(x0.shape[0], weights[0].shape[1])
+        out = x0.new_full((x0.shape[0], weights[0].shape[1]), torch.nan)  # undefined behind the last group
         for rows, y, one in zip(
             x0[: sum(counts)].split(counts), out[: sum(counts)].split(counts), weights, strict=True
         ):
