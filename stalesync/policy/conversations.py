@@ -1,0 +1,278 @@
+"""Decide how conversations continue: budgets, deadlines, retries, and which groups end as an environment failed. Pure.
+
+    the model's turn ends ─ observe_turn ─► Step ─► pool ─ observe_stepped ─┬─► Append     the model speaks again
+                                             ▲                              ├─► Complete   done, or a budget is used up
+                                             └────────── retried ───────────┼── failed
+                                                                            └─► FailGroup  no retry is left, or too late
+
+A conversation is a request whose response also holds what its environment said. Its budgets are `max_turns` of the
+model, `max_tokens` of the response over everything, and `episode_timeout_s` of its environments, over all attempts.
+Seconds are observations: those that a step took, and those that the caller says have passed.
+
+Members of a failed group that an engine has end when they come back to the caller (`failed`): at most one turn later.
+
+A restored state has nothing away. The caller observes a turn again that was away, with the same action, and gets the
+same `Step`: the environment is created again and replays `actions`; one that answers otherwise fails as `diverged`.
+
+Cost: O(log n) for an event of n conversations; O(n) for a state.
+
+Invariants (property-tested in tests/stalesync/policy/test_conversations.py):
+1. A conversation ends once: completed, finished by its engine, or as a member of a failed group.
+2. A failure is never a reward: a conversation whose environment failed is stepped again or its group fails, and no
+   member of a failed group is completed.
+3. Nothing waits for ever: what is away for longer than is left of its seconds is failed by `observe_elapsed`.
+4. No budget is exceeded: of turns, of tokens with at least one left for the model's next turn, and of retries.
+5. A restored state continues as the one that was saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from heapq import heappop, heappush
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from fusion.environments import Stepped
+
+DIVERGED, TIMEOUT, BAD_TURN = "diverged", "timeout", "bad_turn"
+"""Kinds of failure that are decided here, or not retried"""
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ConversationSpec:
+    """Budgets of a conversation.
+
+    ``max_tokens``: of its response, observations included; ``retries``: number of environments that replace failed
+    ones; ``sums_rewards``: whether its reward is the sum of those of its turns, else the last one; ``needs_reward``:
+    whether it must have one when it is done.
+    """
+
+    max_turns: int
+    max_tokens: int
+    episode_timeout_s: float
+    retries: int
+    sums_rewards: bool = False
+    needs_reward: bool = False
+
+
+@dataclass(slots=True)
+class Conversation:
+    """One conversation.
+
+    ``actions``: texts of the model's turns that were passed to its environment, of which the last is not answered while
+    it is away; ``observed``: digests of what it has said, first messages included; ``messages``: all behind the first
+    ones, for records; ``rewards``: of its turns; ``tokens``: of the response when its last turn ended;
+    ``observation_tokens``: number of tokens from the environment; ``attempts``: number of times that one has failed;
+    ``seconds``: spent by environments.
+    """
+
+    id: str
+    group: str
+    observed: list[str]
+    actions: list[str] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    rewards: list[float] = field(default_factory=list)
+    tokens: int = 0
+    observation_tokens: int = 0
+    attempts: int = 0
+    seconds: float = 0.0
+    state: Literal["speaking", "away", "completing", "failed"] = "speaking"
+
+    @property
+    def num_turns(self) -> int:
+        """Number of the model's turns that have ended."""
+        return len(self.actions)
+
+    @property
+    def num_tool_calls(self) -> int:
+        """Number of results of tools."""
+        return sum(message["role"] == "tool" for message in self.messages)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Pass the last action of a conversation to its environment: answered by `observe_stepped`."""
+
+    id: str
+
+
+@dataclass(frozen=True)
+class Append:
+    """Append the observation, whose tokens were passed, to a conversation: the model speaks again."""
+
+    id: str
+
+
+@dataclass(frozen=True)
+class Complete:
+    """Finish a conversation with the tokens that it has. ``cut``: a budget has ended it, not its environment."""
+
+    id: str
+    cut: bool
+
+
+@dataclass(frozen=True)
+class FailGroup:
+    """End the conversations of a group, as one of its environments has failed: those that no engine has at once, the
+    others when they come back. ``away``: those whose environments are awaited."""
+
+    group: str
+    away: tuple[str, ...]
+    kind: str
+    detail: str
+
+
+Command = Step | Append | Complete | FailGroup
+
+
+def seed_of(run_seed: int, group: str) -> int:
+    """Return the seed of the environments of a group: its members start from the same state."""
+    return int.from_bytes(sha256(f"{run_seed}/{group}".encode()).digest()[:4], "big")
+
+
+class Conversations:
+    """Tracks the conversations of all groups from their admission until `take`."""
+
+    def __init__(self, spec: ConversationSpec) -> None:
+        self._spec = spec
+        self._by_id: dict[str, Conversation] = {}
+        self._members: dict[str, list[Conversation]] = {}
+        """Conversations by group"""
+        self.failed: dict[str, FailGroup] = {}
+        """Groups whose members end, until `take`"""
+        self._elapsed_s = 0.0
+        self._due: dict[str, float] = {}
+        """Conversation that is away → value of `_elapsed_s` from which on it is late"""
+        self._deadlines: list[tuple[float, str]] = []
+        """Heap of these, and of others that are not valid any more"""
+        self._num_retries = 0
+        """Environments that replaced another one since `take_num_retries`"""
+
+    def admit(self, group: str, ids: Iterable[str], digest: str) -> None:
+        """Add the conversations of a group. ``digest``: of the first messages of its environment."""
+        for id in ids:
+            self._add(Conversation(id, group, [digest]))
+
+    def of(self, id: str) -> Conversation:
+        """Return a conversation, which the caller does not change."""
+        return self._by_id[id]
+
+    def __contains__(self, id: str) -> bool:
+        return id in self._by_id
+
+    def reward_of(self, id: str) -> float:
+        """Return the reward of the turns of a conversation so far; 0 where its environment has given none, as where
+        its first turn was cut."""
+        rewards = self._by_id[id].rewards
+        return 0.0 if not rewards else sum(rewards) if self._spec.sums_rewards else rewards[-1]
+
+    def observe_turn(self, id: str, tokens: int, action: str) -> Step | FailGroup | None:
+        """Record that a turn of the model has ended; None: of a failed group. ``tokens``: of the response so far;
+        ``action``: text of the turn, the same as before where it is observed again."""
+        one = self._by_id[id]
+        if one.state == "failed":
+            return None
+        assert one.state == "speaking", f"conversation {id!r} is {one.state}"
+        assert one.num_turns < self._spec.max_turns, f"conversation {id!r} has used its turns up"
+        one.actions.append(action)
+        one.messages.append({"role": "assistant", "content": action})
+        one.tokens, one.state = tokens, "away"
+        if one.seconds >= self._spec.episode_timeout_s:
+            return self._fail(one, *self._too_late(one))
+        self._due[id] = self._elapsed_s + self._spec.episode_timeout_s - one.seconds
+        heappush(self._deadlines, (self._due[id], id))
+        return Step(id)
+
+    def observe_stepped(self, stepped: Stepped, observation_tokens: int = 0) -> Command | None:
+        """Record the answer to a `Step`; None: it comes too late. ``observation_tokens``: of its messages, up to where
+        the model speaks again."""
+        one = self._by_id.get(stepped.id)
+        if one is None or one.state != "away":
+            return None
+        one.seconds += stepped.seconds
+        turn, spec = stepped.turn, self._spec
+        if turn is None:
+            return self._observe_failed(one, stepped.failure or BAD_TURN, stepped.detail)
+        if turn.done and spec.needs_reward and turn.reward is None and not one.rewards:
+            return self._observe_failed(one, BAD_TURN, "it is done and gave no reward (reward.name=environment)")
+        del self._due[one.id]
+        if turn.reward is not None:
+            one.rewards.append(float(turn.reward))
+        one.observed.append(stepped.digest)
+        one.messages += map(dict, turn.messages)
+        has_room = one.tokens + observation_tokens < spec.max_tokens
+        if turn.done or one.num_turns >= spec.max_turns or not has_room:
+            one.state = "completing"
+            return Complete(one.id, cut=not turn.done)
+        one.state = "speaking"
+        one.observation_tokens += observation_tokens
+        return Append(one.id)
+
+    def observe_elapsed(self, seconds: float) -> list[FailGroup]:
+        """Record that time has passed while environments were awaited; return the groups that fail as one is late."""
+        self._elapsed_s += seconds
+        failed = []
+        while self._deadlines and self._deadlines[0][0] <= self._elapsed_s:
+            deadline, id = heappop(self._deadlines)
+            if self._due.get(id) == deadline:
+                failed.append(self._fail(self._by_id[id], *self._too_late(self._by_id[id])))
+        return failed
+
+    def take(self, ids: Collection[str]) -> list[Conversation]:
+        """Remove conversations of ended groups, and return them."""
+        taken = [self._by_id.pop(id) for id in ids if id in self._by_id]
+        for group in {one.group for one in taken}:
+            self._members.pop(group, None)
+            self.failed.pop(group, None)
+        return taken
+
+    def take_num_retries(self) -> int:
+        """Return the number of environments that replaced another one since the last call."""
+        count, self._num_retries = self._num_retries, 0
+        return count
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return plain JSON, without the conversations of failed groups, which have ended. One that is away is stored
+        as before its turn, which is observed again; a completed one has arrived as a sample."""
+        saved = [asdict(one) for one in self._by_id.values() if one.state != "failed"]
+        for fields in saved:
+            if fields["state"] == "away":
+                fields["state"] = "speaking"
+                del fields["actions"][-1], fields["messages"][-1]
+        return saved
+
+    def load_state_dict(self, state: Iterable[Mapping[str, Any]]) -> None:
+        """Restore the state into this new object."""
+        for fields in state:
+            self._add(Conversation(**fields))
+
+    def _add(self, one: Conversation) -> None:
+        self._by_id[one.id] = one
+        self._members.setdefault(one.group, []).append(one)
+
+    def _observe_failed(self, one: Conversation, kind: str, detail: str) -> Step | FailGroup:
+        one.attempts += 1
+        if one.seconds >= self._spec.episode_timeout_s:
+            return self._fail(one, *self._too_late(one))
+        if kind == DIVERGED or one.attempts > self._spec.retries:
+            return self._fail(one, kind, detail)
+        self._num_retries += 1
+        return Step(one.id)
+
+    def _too_late(self, one: Conversation) -> tuple[str, str]:
+        limit = f"environment.episode_timeout_s={self._spec.episode_timeout_s:g}"
+        return TIMEOUT, f"its environment took longer than {limit} in {one.num_turns} turns"
+
+    def _fail(self, failing: Conversation, kind: str, detail: str) -> FailGroup:
+        members = self._members[failing.group]
+        away = tuple(one.id for one in members if one.state == "away")
+        for one in members:
+            self._due.pop(one.id, None)
+            if one.state in ("speaking", "away"):
+                one.state = "failed"
+        failed = self.failed[failing.group] = FailGroup(failing.group, away, kind, detail)
+        return failed

@@ -1,0 +1,206 @@
+"""The invariants of conversations, with environments that answer, fail, never answer and are interrupted at random."""
+
+import json
+from collections import Counter
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stalesync.policy.conversations import (
+    BAD_TURN,
+    DIVERGED,
+    TIMEOUT,
+    Append,
+    Complete,
+    Conversations,
+    ConversationSpec,
+    FailGroup,
+    Step,
+    seed_of,
+)
+
+SPEC = ConversationSpec(max_turns=3, max_tokens=20, episode_timeout_s=10.0, retries=1)
+
+
+def stepped(id, *, reward=None, done=False, messages=(), digest="d", failure=None, detail="", seconds=1.0):
+    turn = None if failure else SimpleNamespace(messages=list(messages), done=done, reward=reward)
+    return SimpleNamespace(id=id, turn=turn, digest=digest, failure=failure, detail=detail, seconds=seconds)
+
+
+def conversing(spec=SPEC, members=2):
+    conversations = Conversations(spec)
+    conversations.admit("g", [f"g/{member}" for member in range(members)], "first")
+    return conversations
+
+
+@dataclass
+class World:
+    """Engines and environments that behave at random, and what has become of every conversation."""
+
+    random: object
+    spec: ConversationSpec
+    conversations: Conversations
+    tokens: Counter = field(default_factory=Counter)
+    ended: dict = field(default_factory=dict)
+    asked: dict = field(default_factory=dict)
+    """Conversation that is away → what its environment was asked"""
+    failures: Counter = field(default_factory=Counter)
+    failed: set = field(default_factory=set)
+
+    def run(self, ids):
+        self.ids = ids
+        speaking = [*ids]
+        for _ in range(10_000):
+            if not (speaking or self.asked):
+                return
+            if self.random.random() < 0.1:
+                speaking += self.restored()
+            if speaking and self.random.random() < 0.6:
+                self.speak(speaking.pop(self.random.randrange(len(speaking))))
+            elif self.asked and self.random.random() < 0.8:
+                id = self.random.choice(sorted(self.asked))
+                speaking += self.answer(id)
+            else:
+                for command in self.conversations.observe_elapsed(self.random.uniform(0, 4)):
+                    self.fail(command)
+            speaking = [id for id in speaking if id not in self.ended]
+        raise AssertionError("a conversation waits for ever")
+
+    def speak(self, id):
+        conversation = self.conversations.of(id)
+        self.tokens[id] += min(self.random.randint(1, 5), self.spec.max_tokens - self.tokens[id])
+        if self.tokens[id] == self.spec.max_tokens:  # the engine finishes it
+            self.end(id, "failed" if conversation.group in self.failed else "cut")
+            return
+        command = self.conversations.observe_turn(id, self.tokens[id], f"{id} says {self.tokens[id]}")
+        if command is None:
+            assert conversation.group in self.failed
+            self.end(id, "failed")
+        elif isinstance(command, FailGroup):
+            self.fail(command)
+        else:
+            assert command == Step(id) and conversation.num_turns <= self.spec.max_turns
+            self.asked[id] = [*conversation.actions], [*conversation.observed]
+
+    def answer(self, id):
+        del self.asked[id]
+        if self.random.random() < 0.2:
+            self.failures[id] += 1
+            kind = self.random.choice(["raised", "died", DIVERGED])
+            command = self.conversations.observe_stepped(stepped(id, failure=kind, seconds=self.random.uniform(0, 3)))
+        else:
+            size, done = self.random.randint(1, 8), self.random.random() < 0.2
+            answer = stepped(id, reward=1.0, done=done, digest=f"d{size}", seconds=self.random.uniform(0, 3))
+            command = self.conversations.observe_stepped(answer, size)
+            if command == Append(id):
+                self.tokens[id] += size
+                assert self.tokens[id] < self.spec.max_tokens
+                assert self.conversations.of(id).num_turns < self.spec.max_turns
+        assert self.failures[id] <= self.spec.retries + 1
+        if isinstance(command, FailGroup):
+            self.fail(command)
+        elif isinstance(command, Complete):
+            assert self.conversations.of(id).group not in self.failed
+            self.end(id, "completed")
+        elif isinstance(command, Step):
+            self.asked[id] = [*self.conversations.of(id).actions], [*self.conversations.of(id).observed]
+        return [id] if command == Append(id) else []
+
+    def fail(self, command):
+        assert command.group not in self.failed
+        self.failed.add(command.group)
+        for id in command.away:
+            self.asked.pop(id, None)
+            self.end(id, "failed")
+
+    def end(self, id, how):
+        assert id not in self.ended, f"{id} has ended as {self.ended[id]}"
+        self.ended[id] = how
+
+    def restored(self):
+        """Save and restore, while no conversation of a failed group goes on; what was away is observed again."""
+        if any(self.conversations.of(id).group in self.failed for id in self.ids if id not in self.ended):
+            return []
+        state = json.loads(json.dumps(self.conversations.state_dict()))
+        others, self.conversations = self.conversations, Conversations(self.spec)
+        self.conversations.load_state_dict(state)
+        for id, asked in self.asked.items():
+            action = others.of(id).actions[-1]
+            command = self.conversations.observe_turn(id, self.tokens[id], action)
+            assert command == Step(id)
+            one = self.conversations.of(id)
+            assert (one.actions, one.observed) == asked, "the environment is asked to replay something else"
+        return []
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.randoms(use_true_random=False), st.integers(1, 3), st.integers(1, 3))
+def test_every_conversation_ends_once_within_its_budgets_and_no_failure_is_a_reward(random, groups, members):
+    spec = ConversationSpec(random.randint(1, 4), 30, episode_timeout_s=20.0, retries=random.randint(0, 2))
+    world = World(random, spec, Conversations(spec))
+    ids = []
+    for group in range(groups):
+        ids += (of_group := [f"{group}/{member}" for member in range(members)])
+        world.conversations.admit(str(group), of_group, "first")
+    world.run(ids)
+    assert world.ended.keys() == {*ids}
+    assert {id.split("/")[0] for id, how in world.ended.items() if how == "failed"} <= world.failed
+    world.conversations.take(ids)
+    assert not world.conversations.state_dict() and not world.conversations.failed
+
+
+def test_an_environment_that_never_answers_fails_its_group_when_its_seconds_are_used_up():
+    conversations = conversing()
+    assert conversations.observe_turn("g/0", 4, "a") == Step("g/0")
+    assert conversations.observe_elapsed(4) == []
+    assert conversations.observe_stepped(stepped("g/0", seconds=4), 1) == Append("g/0")
+    conversations.observe_elapsed(100)  # the model speaks
+    assert conversations.observe_turn("g/0", 8, "b") == Step("g/0")
+    assert conversations.observe_elapsed(5.5) == [], "six seconds are left of ten"
+    (failed,) = conversations.observe_elapsed(0.5)
+    assert failed.kind == TIMEOUT and failed.away == ("g/0",) and "episode_timeout_s" in failed.detail
+    assert conversations.observe_stepped(stepped("g/0", done=True)) is None, "its answer comes too late"
+    assert conversations.observe_turn("g/1", 3, "c") is None, "its sibling ends when it comes back"
+
+
+def test_a_failed_environment_is_replaced_as_often_as_allowed_and_one_that_diverged_is_not():
+    conversations = conversing()
+    conversations.observe_turn("g/0", 4, "a")
+    assert conversations.observe_stepped(stepped("g/0", failure="died")) == Step("g/0")
+    assert conversations.take_num_retries() == 1 and not conversations.take_num_retries()
+    failed = conversations.observe_stepped(stepped("g/0", failure="raised", detail="Traceback"))
+    assert failed == FailGroup("g", ("g/0",), "raised", "Traceback") and conversations.failed == {"g": failed}
+    conversations = conversing()
+    conversations.observe_turn("g/0", 4, "a")
+    conversations.observe_turn("g/1", 4, "a")
+    failed = conversations.observe_stepped(stepped("g/1", failure=DIVERGED))
+    assert failed.kind == DIVERGED and failed.away == ("g/0", "g/1")
+
+
+def test_rewards_are_the_last_or_the_sum_and_one_that_is_needed_and_missing_is_a_failure():
+    for sums, reward in ((False, 2.0), (True, 3.0)):
+        spec = ConversationSpec(3, 20, episode_timeout_s=10.0, retries=0, sums_rewards=sums, needs_reward=True)
+        conversations = conversing(spec)
+        assert conversations.reward_of("g/0") == 0.0
+        conversations.observe_turn("g/0", 4, "a")
+        conversations.observe_stepped(stepped("g/0", reward=1.0), 2)
+        conversations.observe_turn("g/0", 8, "b")
+        assert conversations.observe_stepped(stepped("g/0", reward=2.0, done=True)) == Complete("g/0", cut=False)
+        assert conversations.reward_of("g/0") == reward
+        conversations.observe_turn("g/1", 4, "a")
+        assert conversations.observe_stepped(stepped("g/1", done=True)).kind == BAD_TURN
+
+
+def test_an_observation_that_leaves_no_token_to_the_model_ends_the_conversation():
+    conversations = conversing()
+    conversations.observe_turn("g/0", 15, "a")
+    assert conversations.observe_stepped(stepped("g/0"), 5) == Complete("g/0", cut=True)
+    conversations.observe_turn("g/1", 15, "a")
+    assert conversations.observe_stepped(stepped("g/1"), 4) == Append("g/1")
+    assert conversations.of("g/1").observation_tokens == 4 and conversations.of("g/0").observation_tokens == 0
+
+
+def test_siblings_share_a_seed_that_depends_on_run_and_group():
+    assert len({seed_of(run, group) for run in range(3) for group in ("a", "b")}) == 6 and seed_of(0, "a") >= 0
