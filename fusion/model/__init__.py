@@ -10,7 +10,7 @@ bucket_plan   which parameters are stored together in a unit or a bucket (pure)
 weights       Buckets: their storage, which can be released, reallocated and shared under live views
 holder        WeightHolder: the interface of a model that weights are loaded into, switched and exported from
 matrix        a weight matrix as one parameter or as blocks of rows
-collectives   gather, reduce-scatter, exchange of packed rows, with gradients
+collectives   gather, reduce-scatter, exchange of packed rows, with gradients;   exchange   their sizes
 attention     grouped-query and latent attention with this rank's heads; the caller passes what attends
 transformer   Transformer: embedding, layers, head;   head   Head: logits;   tiling   the tiles they are computed in
 id_mask       masks the logits of ids that no token has

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -35,6 +34,7 @@ from fusion.model.collectives import (
     sum_pieces,
     sum_plainly,
 )
+from fusion.model.exchange import Exchange, plan_exchange
 from fusion.model.matrix import Matrix, Weights, below, blocks_of, parameter, project
 from fusion.model.mesh import Mesh
 from fusion.model.mlp import MLP
@@ -90,12 +90,14 @@ class MoE(nn.Module):
         *,
         record: bool = True,
         rows: Rows | None = None,
+        kept: list[Exchange] | None = None,
     ) -> tuple[torch.Tensor, Routed | None]:
         """Return the output [n, D] and, where ``record``, the routing. Rows with ``forced`` experts are sent to these,
         weighted by the scores that this router gives them (with gradient), normalised like its own choice.
 
         Args:
             rows: of the batch, of which x_nD holds this TP rank's; None: x_nD is the batch.
+            kept: empty, receives what is exchanged; filled, as in a recomputation of the pass, it is exchanged again.
         """
         rows = Rows(len(x_nD)) if rows is None else rows
         if rows.whole:
@@ -104,15 +106,21 @@ class MoE(nn.Module):
             logits_nE = self._logits(x_nD, row_multiple)
             weight_nk, expert_nk = self.operators.gate(logits_nE, self._router, self.correction, row_multiple)
             routed = Routed(_NO_STATS, expert_nk) if record else None
-            y = self._experts(x_nD, expert_nk, weight_nk, row_multiple)[0]
+            y = self._experts(x_nD, expert_nk, weight_nk, row_multiple, kept)[0]
         else:
-            y, routed = self._trained(x_nD, row_multiple, forced, record=record)
+            y, routed = self._trained(x_nD, row_multiple, forced, record=record, kept=kept)
         if self.shared is not None:
             y = y + self._gated(x_nD, self.shared(x_nD, rows, row_multiple), row_multiple)
         return y, routed
 
     def _trained(
-        self, x_nD: torch.Tensor, row_multiple: int, forced: Forced | None, *, record: bool
+        self,
+        x_nD: torch.Tensor,
+        row_multiple: int,
+        forced: Forced | None,
+        *,
+        record: bool,
+        kept: list[Exchange] | None,
     ) -> tuple[torch.Tensor, Routed | None]:
         router, num_mismatched = self._router, None
         scores_nE = score(self._logits(x_nD, row_multiple), router, row_multiple)
@@ -120,7 +128,7 @@ class MoE(nn.Module):
         if forced is not None:
             num_mismatched, expert_nk = forced.count_mismatched(expert_nk), forced.impose(expert_nk)
             weight_nk = scores_nE.gather(-1, expert_nk)
-        y, counts_E = self._experts(x_nD, expert_nk, weigh(weight_nk, router), row_multiple)
+        y, counts_E = self._experts(x_nD, expert_nk, weigh(weight_nk, router), row_multiple, kept)
         if not record:
             return y, None
         probs_nE = probabilities(scores_nE, router)
@@ -170,7 +178,12 @@ class MoE(nn.Module):
         return (y if shared is None else y + sum_plainly(shared, mesh.tp_group)), routed
 
     def _experts(
-        self, x_nD: torch.Tensor, expert_nk: torch.Tensor, weight_nk: torch.Tensor, row_multiple: int
+        self,
+        x_nD: torch.Tensor,
+        expert_nk: torch.Tensor,
+        weight_nk: torch.Tensor,
+        row_multiple: int,
+        kept: list[Exchange] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weighted sum of each row's experts [n, D], and how many rows each expert has, int64 [E]."""
         x, order, counts_E = self.operators.permute(x_nD, expert_nk, self.spec.num_experts)
@@ -180,39 +193,20 @@ class MoE(nn.Module):
         if mesh.ep_group is None and mesh.etp_group is None:
             y = self._swiglu(x, counts_E if on_card else counts_E.tolist(), row_multiple)
         else:
-            y = self._exchanged(x, counts_E, row_multiple, on_card)
+            kept = [] if kept is None else kept
+            if not kept:
+                kept.append(plan_exchange(counts_E, self.mesh, on_card))
+            y = self._exchanged(x, kept[0], row_multiple)
         return self.operators.unpermute(y, order, weight_nk), counts_E
 
-    def _exchanged(self, x: torch.Tensor, counts_E: torch.Tensor, row_multiple: int, on_card: bool) -> torch.Tensor:
+    def _exchanged(self, x: torch.Tensor, plan: Exchange, row_multiple: int) -> torch.Tensor:
         """Run the experts of all ranks on rows sorted by expert; return their outputs in the same order."""
-        mesh = self.mesh
-        arriving = self._exchange_counts(counts_E)
-        # A layer's only copy from the card to the host, where the collectives need the sizes of what they send.
-        counts = torch.cat([counts_E, arriving.flatten()]).view(1 + mesh.parallel.etp, mesh.parallel.ep, -1).tolist()
-        send, tables = [sum(row) for row in counts[0]], counts[1:]
-        receive = [sum(row) for row in tables[mesh.etp_rank]]
-        by_source = [row for table in tables for row in table]  # [etp rank, source rank][local expert] rows
-        sizes = [sum(map(sum, table)) for table in tables]
-        grouping, back = _regroup(by_source, x.device)
-        x = gather_uneven(exchange_rows(x, send, receive, mesh=mesh), sizes, mesh.etp_group)[grouping]
-        rows = arriving.sum(0) if on_card else [sum(column) for column in zip(*by_source, strict=True)]
-        y = self._swiglu(x, rows, row_multiple)
-        y = reduce_scatter_uneven(y[back], sizes, mesh.etp_group)
-        return exchange_rows(y, receive, send, mesh=mesh)
-
-    def _exchange_counts(self, counts_E: torch.Tensor) -> torch.Tensor:
-        """Return the number of rows that arrive at each local expert, int64 [etp ranks * source ranks, E / EP], on the
-        card."""
-        mesh, ranks = self.mesh, self.mesh.parallel.ep
-        arriving = counts_E
-        if mesh.ep_group is not None:
-            arriving = torch.empty_like(counts_E)
-            dist.all_to_all_single(arriving, counts_E, group=mesh.ep_group)
-        gathered = arriving
-        if mesh.etp_group is not None:
-            gathered = arriving.new_empty(mesh.parallel.etp * arriving.numel())
-            dist.all_gather_into_tensor(gathered, arriving, group=mesh.etp_group)
-        return gathered.view(mesh.parallel.etp * ranks, -1)
+        mesh, (grouping, back) = self.mesh, plan.order
+        arrived = exchange_rows(x, plan.send, plan.receive, mesh=mesh)
+        x = gather_uneven(arrived, plan.sizes, mesh.etp_group)[grouping]
+        y = self._swiglu(x, plan.rows, row_multiple)
+        y = reduce_scatter_uneven(y[back], plan.sizes, mesh.etp_group)
+        return exchange_rows(y, plan.receive, plan.send, mesh=mesh)
 
     def _swiglu(self, x: torch.Tensor, counts: list[int] | torch.Tensor, row_multiple: int) -> torch.Tensor:
         if not self._cut:
@@ -227,23 +221,6 @@ class MoE(nn.Module):
         """Compute a grouped product with matrices that may be cut into blocks of rows, all cut alike."""
         blocks = zip(*(blocks_of(matrix) for matrix in matrices), strict=True)
         return torch.cat([self.operators.grouped_linear(x, each, counts, row_multiple) for each in blocks], dim=-1)
-
-
-def _regroup(by_source: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices that reorder rows from (source, expert) to (expert, source), and the inverse; both int64 [n].
-
-    Args:
-        by_source: rows by [source][expert].
-    """
-    # In numpy, whose calls on small arrays take a fraction of torch's time: this runs in every layer of a decode step.
-    counts = np.array(by_source)
-    starts = counts.cumsum().reshape(counts.shape) - counts
-    sizes, place = counts.T.ravel(), np.arange(counts.sum())
-    grouping = place + np.repeat(starts.T.ravel() - (sizes.cumsum() - sizes), sizes)
-    indices = np.empty((2, len(grouping)), np.int64)
-    indices[0], indices[1, grouping] = grouping, place
-    grouping_n, back_n = torch.from_numpy(indices).to(device)  # both by one copy
-    return grouping_n, back_n
 
 
 def load_balancing_loss(stats: list[torch.Tensor], total_counts_E: torch.Tensor, total_rows: int) -> torch.Tensor:

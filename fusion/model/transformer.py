@@ -24,6 +24,7 @@ from fusion.model.attention import Attend, Attention, LatentAttention
 from fusion.model.bucket_plan import plan_units, unit_bytes
 from fusion.model.collectives import Rows, gather_rows, may_be_whole, reduce_scatter_rows, shard_range
 from fusion.model.config import ModelConfig
+from fusion.model.exchange import Exchange
 from fusion.model.formats import Format, embedded_format, local_table
 from fusion.model.head import Head
 from fusion.model.id_mask import IdMask
@@ -145,7 +146,10 @@ class Transformer(nn.Module):
                 record=routed is not None,
             )
             if self.recompute and torch.is_grad_enabled():
-                x, layer_routed = checkpoint(layer, x, use_reentrant=False, early_stop=False, **inputs)
+                exchanges: list[
+                    Exchange
+                ] = []  # known when the layer is recomputed: the host need not wait for them again
+                x, layer_routed = checkpoint(layer, x, use_reentrant=False, early_stop=False, kept=exchanges, **inputs)
             else:
                 x, layer_routed = layer(x, **inputs)
             if routed is not None and layer_routed is not None:
@@ -237,6 +241,7 @@ class Layer(nn.Module):
         row_multiple: int,
         forced: Forced | None = None,
         record: bool = True,
+        kept: list[Exchange] | None = None,
     ) -> tuple[torch.Tensor, Routed | None]:
         norm = self.operators.rms_norm
         y = self.attention(norm(x, self.input_norm, self.eps), rows, rope, attend=attend, row_multiple=row_multiple)
@@ -244,7 +249,7 @@ class Layer(nn.Module):
             y = norm(y, self.attention_norm, self.eps)
         (normed, x), routed = self.operators.add_rms_norm(y, x, self.post_norm, self.eps), None
         if self.is_sparse:
-            y, routed = self.moe(normed, row_multiple, forced, record=record, rows=rows)
+            y, routed = self.moe(normed, row_multiple, forced, record=record, rows=rows, kept=kept)
         else:
             y = self.mlp(normed, rows, row_multiple)
         return x + (y if self.mlp_norm is None else norm(y, self.mlp_norm, self.eps)), routed

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights
-from fusion.model.moe import _regroup
+from fusion.model.exchange import regroup
 from fusion.npu.operators import Plain
 from tests.helpers import tiny_checkpoint
 
@@ -24,7 +24,7 @@ def counts(draw) -> list[list[int]]:
 
 @given(counts())
 def test_rows_are_grouped_by_expert_in_the_order_of_their_sources(by_source):
-    grouping, back = _regroup(by_source, torch.device("cpu"))
+    grouping, back = regroup(by_source, torch.device("cpu"))
     arrived = [(s, e, n) for s, row in enumerate(by_source) for e, rows in enumerate(row) for n in range(rows)]
     assert [arrived[place] for place in grouping.tolist()] == sorted(arrived, key=lambda row: (row[1], row[0], row[2]))
     assert grouping[back].tolist() == back[grouping].tolist() == list(range(len(arrived)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -11,7 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from fusion.model import Parallel
+from fusion.model import Parallel, moe
+from fusion.model.exchange import Exchange, plan_exchange
 from fusion.npu.operators import Plain
 from fusion.training import AlgorithmConfig
 from fusion.training.algorithms import cross_entropy, make_algorithm
@@ -232,3 +234,24 @@ def test_a_stage_computes_the_same_bits_without_what_it_does_not_look_at(checkpo
         assert whole[1] == cut[1]
         assert all(torch.equal(*pair) for pair in zip(whole[2], cut[2], strict=True))
         assert any(flat.any() for flat in cut[2])
+
+
+def count_plans(rank: int, device: Any, case: Case) -> tuple[dict[str, Any], int]:
+    """What a step computes, and how often the host waited for the sizes of an exchange."""
+    plans: list[Exchange] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(moe, "plan_exchange", lambda *args: plans.append(plan_exchange(*args)) or plans[-1])
+        return train(rank, device, case), len(plans)
+
+
+def test_a_recomputed_layer_exchanges_what_its_first_pass_did():
+    """The host waits once for each layer of a pass, and results are to the bit those without recomputation."""
+    folder = tiny_checkpoint(tempfile.mkdtemp(), num_hidden_layers=3)
+    results = []
+    for recompute in (False, True):
+        case = Case(folder, Parallel(2, tp=2, ep=2), training={"load_balancing_coef": 0.0, "recompute": recompute})
+        results.append(run_ranks(count_plans, 2, case))
+    for (kept, num_kept), (recomputed, num_recomputed) in zip(*results, strict=True):
+        assert num_kept == num_recomputed == 2 * 3  # log-probabilities of the policy, and the step's forward pass
+        assert kept["steps"] == recomputed["steps"]
+        assert all(torch.equal(one, recomputed["weights"][name]) for name, one in kept["weights"].items())
