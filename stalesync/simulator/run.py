@@ -12,6 +12,7 @@ go on. Rewards take no time, and no group is filtered.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from fusion.rollout import SuspendedSample
 from stalesync.policy.admission import STEP_TAIL, Admission
@@ -264,7 +265,7 @@ class SimulatedRun:
             oldest = self.admission.buffer.entries[one.id].oldest
             if one.versions is not None and oldest >= 0:
                 newest = one.versions[1]
-                one = SuspendedSample(one.id, one.generated, one.earlier, (oldest, newest), one.kv_rank, one.kv_tokens)
+                one = replace(one, versions=(oldest, newest))
             merged.append(one)
         return merged
 

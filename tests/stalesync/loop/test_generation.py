@@ -103,9 +103,8 @@ def _suspend(made, engines):
 
 def _requests(*ids):
     count = len(ids)
-    return DispatchedRequests(
-        ids, [id.split("/")[0] for id in ids], [""] * count, [None] * count, [0] * count, [0] * count, [None] * count
-    )
+    groups, zeros, nones = [id.split("/")[0] for id in ids], [0] * count, [None] * count
+    return DispatchedRequests(ids, groups, [""] * count, nones, zeros, zeros, nones, zeros)
 
 
 def test_requests_have_the_rewards_of_the_last_group_of_their_row():
@@ -123,7 +122,7 @@ def test_an_engines_first_card_gets_its_requests_and_frees_kv_that_was_left():
     made, cards = _generation()
     assert cards.begun == [("generate", {0: ["a/0", "a/1"], 1: []}), ("generate", {2: ["b/0"], 3: []})]
     del cards.begun[:]
-    resumed = DispatchedRequests(["b/1"], ["b"], ["b/1~2"], [1], [0], [0], [None])
+    resumed = DispatchedRequests(["b/1"], ["b"], ["b/1~2"], [1], [0], [0], [None], [0])
     made.dispatch(Dispatch({1: resumed}, {0: ["b/1"]}, frozenset()))
     assert cards.begun == [("submit", {2: ["b/1"]}), ("forget", {0: ["b/1"]})]
     (request,) = made._requests(resumed)
