@@ -85,6 +85,7 @@ def _generation(**rollout):
     spec = SimpleNamespace(
         rollout=rollout_config(forced_median=4, **rollout),
         seed=0,
+        turns=False,
         engines=[(0, 1), (2, 3)],
         world=4,
         deployment=Deployment((0, 1), (0, 1, 2, 3), (), ()),
