@@ -10,4 +10,5 @@ from .interface import Stepped as Stepped
 from .interface import Task as Task
 from .interface import Turn as Turn
 from .pool import EnvPool as EnvPool
+from .render import Bridge as Bridge
 from .tools import Tools as Tools

@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import takewhile
 from typing import Any
@@ -102,6 +102,22 @@ class ChatTemplate:
             )
         return self._rendered([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
 
+    def render_chat(
+        self,
+        chat: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Return the text of a conversation, and of JSON schemas of tools.
+
+        Raises:
+            ValueError: there is no template, or it refuses the conversation.
+        """
+        if not self.applies:
+            raise ValueError("a conversation needs a tokenizer with a chat template, and data.chat_template=auto")
+        return self._rendered([*chat], tools=tools, add_generation_prompt=add_generation_prompt)
+
     def tokenize(self, texts: list[str]) -> list[list[int]]:
         """Return the tokens of rendered prompts."""
         # A template writes the special tokens itself.
@@ -127,13 +143,23 @@ class ChatTemplate:
             lines.append(f"the chat template ends a turn with {name(self.turn_end)}, the model with {others}: all end")
         return lines
 
-    def _rendered(self, chat: Chat, *, add_generation_prompt: bool = True) -> str:
+    def _rendered(
+        self,
+        chat: list[Any],
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        add_generation_prompt: bool = True,
+    ) -> str:
         if self._system and chat[0].get("role") not in ("system", "developer"):
             chat = [{"role": "system", "content": self._system}, *chat]
         try:
             with _cpu_limit(MOST_CPU_S):
                 text = self._tokenizer.apply_chat_template(
-                    chat, tokenize=False, add_generation_prompt=add_generation_prompt, **self._kwargs
+                    chat,
+                    tools=[*tools] or None,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    **self._kwargs,
                 )
         except _CpuLimitReached:
             raise EndlessTemplate(f"takes more than {MOST_CPU_S} s of processor time for one prompt") from None

@@ -1,0 +1,135 @@
+"""Turn messages into the tokens that follow those of the model, by the chat template. Sampled tokens are never
+tokenized again.
+
+    tokens so far          bridge
+    … header, turn, end    separator, the environment's messages, header of the model's next turn
+
+Invariant (tests/environments/test_render.py): where the template leaves earlier turns as they are, tokens and bridge
+are the tokens of the whole conversation as the template renders it. Where it rewrites them, such as Qwen3's, which
+removes thoughts before a later message of the user, there is no bridge.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Protocol
+
+from fusion.environments.interface import Message
+
+MARK, CONTENT, THOUGHT, THOUGHT_END = "mark7", "content8", "thought9", "</think>"
+TURN = re.compile(re.escape(MARK))
+TURN_WITH_THOUGHT = re.compile(rf"(?:\s*<think>)?\s*{THOUGHT}\s*{THOUGHT_END}\s*{MARK}")
+"""What a template writes behind a header for a turn of the model. Space before it, which some templates write, is the
+model's."""
+ASKED = {"role": "user", "content": "a"}
+
+
+class Template(Protocol):
+    """A chat template and its tokenizer."""
+
+    def render_chat(
+        self, chat: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), add_generation_prompt: bool = True
+    ) -> str:
+        """Return the text of a chat; raises ValueError if the template refuses it."""
+
+    def tokenize(self, texts: list[str]) -> list[list[int]]:
+        """Return the tokens of rendered texts."""
+
+
+class Bridge:
+    """Continues conversations of one template.
+
+    Args:
+        end_token_ids: tokens that end a turn when they are sampled.
+
+    Raises:
+        ValueError: the template rewrites earlier turns whatever they contain, so that no conversation can be continued.
+    """
+
+    def __init__(self, template: Template, end_token_ids: Collection[int]) -> None:
+        self._template, self._ends = template, frozenset(end_token_ids)
+        asked = template.render_chat([ASKED], add_generation_prompt=False)
+        header = template.render_chat([ASKED]).removeprefix(asked)
+        self._thought_end, self._header = self._ids(THOUGHT_END), self._ids(header)
+        tails = {role: self._probe(role) for role in ("user", "tool")}
+        if not any(tails.values()):
+            raise ValueError(
+                "model.path: the chat template rewrites earlier turns of the model, so that a conversation cannot be "
+                "continued with the tokens that were sampled; expected a template that only appends, or other "
+                "data.chat_template_kwargs"
+            )
+        firsts = {self._ids(tail)[0] for tail in tails.values() if tail}
+        self._turn_end = firsts.pop() if len(firsts) == 1 else None
+        self._openings = {role: self._opening(role) for role, tail in tails.items() if tail}
+
+    def first(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Return the tokens of the first messages, up to where the model speaks."""
+        return self._ids(self._template.render_chat(messages, tools=tools))
+
+    def bridge(self, tokens: list[int], messages: Sequence[Message]) -> list[int] | None:
+        """Return the tokens of ``messages`` and of the header of the model's next turn.
+
+        Args:
+            tokens: those of the conversation so far; the last ones are the model's turn, with or without its end.
+
+        Returns None where the template would rewrite a turn in ``tokens``.
+        """
+        headers = _places(tokens, self._header)
+        start = headers[-1] + len(self._header) if headers else 0
+        has_thought = bool(_places(tokens[start:], self._thought_end))
+        own_thoughts = len(headers) * len(_places(self._header, self._thought_end))
+        had_thought = len(_places(tokens[:start], self._thought_end)) > own_thoughts
+        is_repeated = any(_places(tokens, self._openings.get(message["role"], [])) for message in messages)
+        tail = self._tail(messages, has_thought=has_thought, is_repeated=is_repeated)
+        if tail is None or had_thought and self._tail(messages, has_thought=True, is_repeated=is_repeated) is None:
+            return None
+        ids = self._ids(tail)
+        is_ended = tokens[-1] in self._ends and ids[0] in (tokens[-1], self._turn_end)
+        return ids[1:] if is_ended else ids
+
+    def _probe(self, role: str) -> str | None:
+        """Return what follows a turn of the model that the template leaves as it is before a message of ``role``; None
+        if it leaves none."""
+        messages = [{"role": role, "content": CONTENT}]
+        try:
+            tails = [self._tail(messages, has_thought=has_thought) for has_thought in (False, True)]
+        except ValueError:  # a template without tools; `bridge` names it
+            return None
+        return next((tail for tail in tails if tail is not None), None)
+
+    def _opening(self, role: str) -> list[int]:
+        """Return the tokens that precede the content of the first message of ``role`` after a turn of the model, where
+        the template writes others before later ones (DeepSeek's); else an empty list."""
+        messages = [{"role": role, "content": CONTENT}]
+        first, later = (self._tail(messages, is_repeated=is_repeated) for is_repeated in (False, True))
+        if first is None or later is None or first == later:
+            return []
+        ids = self._ids(first.partition(CONTENT)[0])
+        return ids[1:] if ids[0] == self._turn_end else ids
+
+    def _tail(self, messages: Sequence[Message], *, has_thought: bool = False, is_repeated: bool = False) -> str | None:
+        """Return what the template writes behind a turn of the model, from its end to the next header; None if it does
+        not leave the turn as it is.
+
+        Args:
+            is_repeated: the same messages followed an earlier turn, too.
+        """
+        thought = f"<think>\n{THOUGHT}\n{THOUGHT_END}\n\n" if has_thought else ""
+        turn = {"role": "assistant", "content": thought + MARK}
+        before = [ASKED, turn, *messages] if is_repeated else [ASKED]
+        head = self._template.render_chat(before)
+        whole = self._template.render_chat([*before, turn, *messages])
+        written = (TURN_WITH_THOUGHT if has_thought else TURN).match(whole[len(head) :].lstrip())
+        if not whole.startswith(head) or written is None:
+            return None
+        return whole[len(head) :].lstrip()[written.end() :]
+
+    def _ids(self, text: str) -> list[int]:
+        return self._template.tokenize([text])[0]
+
+
+def _places(tokens: list[int], part: list[int]) -> list[int]:
+    """Return where ``part`` occurs in the tokens; nowhere if it is empty."""
+    starts = (at for at, token in enumerate(tokens) if part and token == part[0])
+    return [at for at in starts if tokens[at : at + len(part)] == part]
