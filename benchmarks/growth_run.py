@@ -4,7 +4,8 @@ The run is one as `scripts/train.py` starts it, and writes a line per step. `cal
 controller made in the step; `memory`: resident anonymous bytes of each process of the run; `folder`: bytes of the run's
 folder without checkpoints, model and logs; `time`: seconds of a clock that all processes share.
 
-The floor of the memory of Ray's own processes is that of a Ray without any work, started beside the run.
+The floor of the memory of Ray's own processes is that of a Ray without any work, started beside the run; that of the
+queue an actor of it which answers as many calls as the queue, and keeps nothing.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 from benchmarks.harness import ROOT, Figures
 from benchmarks.runs import temporary_folder, train
+from distqueue.actor import MAX_CALLS
 from tests.chaos.space import anonymous_bytes
 from tests.helpers import MINIMAL, runnable_checkpoint
 
@@ -33,6 +35,8 @@ run.eval_prompts=16""".split()
 """A run that suspends, drafts, saves and evaluates: whatever may hold memory"""
 SETTLED = 100
 """Step behind which memory must not grow"""
+CALLS_A_SECOND, PAYLOAD = 100, bytes(2000)
+"""About the calls of the queue's actor while the run steps twice a second, and what such a call sends"""
 WAIT_S, STEP_S = 900, 5
 """Seconds a run may take; a step may take in a longer one"""
 POLLED = frozenset({"get", "lengths", "change ack reward", "lost"})
@@ -88,7 +92,7 @@ def memory(args: Namespace) -> Figures:
         idle = [json.loads(line) for line in record.read_text().splitlines()]
     floor = growth_of_floor(idle, records, first)
     sizes = growth_of_memory(records, first) | {
-        f"idle {n}": s for n, s in floor.items() if n.split()[0] in ("gcs", "raylet")
+        f"idle {n}": s for n, s in floor.items() if n.split()[0] in ("gcs", "raylet", "ray::Echo")
     }
     figures: Figures = {
         name: {
@@ -141,13 +145,22 @@ def idle_ray(record: Path) -> Iterator[Path]:
 
 
 def observe_idle() -> None:
-    """Start a Ray as a run does, and print the memory of its processes each second until the standard input ends."""
+    """Start a Ray as a run does, and print the memory of its processes each second until the standard input ends.
+    Meanwhile an actor answers calls."""
     from select import select
+
+    import ray
 
     from stalesync.process.ray_cluster import ray_cluster
 
+    class Echo:
+        async def answer(self, payload: bytes) -> bytes:
+            return payload
+
     with ray_cluster(None):
+        echo = ray.remote(Echo).options(num_cpus=0, max_concurrency=MAX_CALLS).remote()
         while not select([sys.stdin], [], [], 1.0)[0]:
+            ray.get([echo.answer.remote(PAYLOAD) for _ in range(CALLS_A_SECOND)])
             print(json.dumps({"memory": anonymous_bytes(), "time": time.monotonic()}), flush=True)
 
 
