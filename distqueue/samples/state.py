@@ -7,8 +7,7 @@ data is in fields of that slot, each owned by the part it belongs to.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import repeat
-from sys import intern
+from itertools import repeat, tee
 
 import numpy as np
 
@@ -51,7 +50,9 @@ class State:
         self.segments.part_count.values[slots] = 0
         self.claims.start(slots)
         self.ids.insert(ids, slots)
-        self.groups.set(slots, map(intern, groups or repeat("")))
+        groups = groups or repeat("", len(ids))
+        texts: dict[str, str] = {}  # equal ones are one object; `sys.intern` would grow a table that never shrinks
+        self.groups.set(slots, map(texts.setdefault, *tee(groups)))
         return slots
 
     def widen_versions(self, slots: np.ndarray, versions: np.ndarray) -> None:
