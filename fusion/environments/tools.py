@@ -1,6 +1,9 @@
 """Find tool calls in the model's text, describe Python functions by JSON schemas, and call them.
 
     hermes     <tool_call>{"name": "calculator", "arguments": {"expression": "1+2"}}</tool_call>
+    llama3     {"name": "calculator", "parameters": {"expression": "1+2"}}    the whole turn; others behind ;
+    deepseek   <｜tool▁call▁begin｜>calculator<｜tool▁sep｜>{"expression": "1+2"}<｜tool▁call▁end｜>
+               of V3, name and arguments (between ```json and ```) are both behind the separator
 
 Invariant (tests/environments/test_tools.py): whatever the text is, parsing it and answering its calls raises
 nothing: a mistake of the model is answered by a message that states it.
@@ -17,7 +20,12 @@ from typing import Any, TypedDict, get_type_hints
 from fusion.environments.interface import Message
 
 JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
+DECODER = json.JSONDecoder()
 HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+PYTHON_TAG = "<|python_tag|>"
+LLAMA3 = re.compile(r'\{\s*"(name|type|parameters)"')
+DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>", re.DOTALL)
+FENCED = re.compile(r"(.*?)\n```json\n(.*)\n```\s*$", re.DOTALL)
 
 
 class ToolCall(TypedDict):
@@ -34,23 +42,57 @@ def parse(text: str, tool_format: str) -> list[ToolCall]:
 
 
 def _hermes(text: str) -> list[ToolCall]:
-    return [_call_of(body) for body in HERMES.findall(text)]
+    return [_call_of(*_decoded(body), "arguments") for body in HERMES.findall(text)]
 
 
-PARSERS: Mapping[str, Callable[[str], list[ToolCall]]] = {"hermes": _hermes}
+def _llama3(text: str) -> list[ToolCall]:
+    """A turn that is not the beginning of a call is an answer, also if it is JSON."""
+    rest, calls = text.strip().removeprefix(PYTHON_TAG).lstrip(), []
+    if not LLAMA3.match(rest):
+        return []
+    while rest:
+        value, error, end = _decoded_first(rest)
+        calls.append(_call_of(value, error, "parameters"))
+        rest = "" if error else rest[end:].lstrip("; \n")
+    return calls
 
 
-def _call_of(text: str) -> ToolCall:
-    """Return the call that a JSON object describes."""
+def _deepseek(text: str) -> list[ToolCall]:
+    calls = []
+    for head, body in DEEPSEEK.findall(text):
+        fenced = FENCED.match(body)
+        name, arguments = (fenced[1], fenced[2]) if fenced else (head, body)
+        value, error = _decoded(arguments)
+        calls.append(_call_of({"name": name.strip(), "arguments": value}, error, "arguments"))
+    return calls
+
+
+PARSERS: Mapping[str, Callable[[str], list[ToolCall]]] = {"hermes": _hermes, "llama3": _llama3, "deepseek": _deepseek}
+
+
+def _decoded(text: str) -> tuple[Any, str]:
+    """Return the JSON value of a text, and why it has none."""
+    text = text.strip()
+    value, error, end = _decoded_first(text)
+    return value, error or (f"the call is not JSON: more follows it: {text[end : end + 20]!r}" if text[end:] else "")
+
+
+def _decoded_first(text: str) -> tuple[Any, str, int]:
+    """Return the JSON value at the start of a text, why there is none, and where it ends."""
     try:
-        value = json.loads(text)
+        value, end = DECODER.raw_decode(text)
     except (ValueError, RecursionError) as error:
-        return ToolCall(name="", arguments={}, error=f"the call is not JSON: {error}")
+        return None, f"the call is not JSON: {error}", 0
+    return value, "", end
+
+
+def _call_of(value: Any, error: str, arguments_name: str) -> ToolCall:
+    """Return the call that a JSON object describes."""
     name = value.get("name") if isinstance(value, dict) else None
-    arguments = value.get("arguments", {}) if isinstance(value, dict) else None
-    if not isinstance(name, str) or not isinstance(arguments, dict):
-        return ToolCall(name="", arguments={}, error="expected an object with name and arguments")
-    return ToolCall(name=name, arguments=arguments, error="")
+    arguments = value.get(arguments_name, {}) if isinstance(value, dict) else None
+    if not error and isinstance(name, str) and isinstance(arguments, dict):
+        return ToolCall(name=name, arguments=arguments, error="")
+    return ToolCall(name="", arguments={}, error=error or f"expected an object with name and {arguments_name}")
 
 
 class Tools:

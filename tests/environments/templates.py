@@ -1,5 +1,4 @@
-"""What the chat templates of model families write, as far as conversations need it, and how their models write a turn.
-`test_render.py` compares them with the package `renderers`, where it is installed."""
+"""What the chat templates of model families write, as far as conversations need it, and how models write a turn."""
 
 from __future__ import annotations
 
