@@ -33,9 +33,9 @@ class RewardSpec:
 class RewardConfig(Group, path="reward"):
     """How a response is scored."""
 
-    name: str = key("arithmetic", one_of=(*BUILT_IN, "custom"))
-    """`arithmetic` (exact match of the answer), `math` (mathematical equality by math-verify) or `custom`
-    (`reward.path`)."""
+    name: str = key("arithmetic", one_of=(*BUILT_IN, "custom", "environment"))
+    """`arithmetic` (exact match of the answer), `math` (mathematical equality by math-verify), `custom`
+    (`reward.path`) or `environment` (what the environment gives for the turns of a conversation)."""
 
     path: str | None = None
     """Your own reward function as `file.py:function`, `fn(prompt, response, answer, **fields) -> float` or, of a batch,

@@ -83,6 +83,7 @@ class RequestBuffer:
         self._groups: dict[str, RequestGroup] = {}
         self._left_kv: dict[int, list[str]] = {}
         self._left_rows: list[str] = []
+        self._newly_away: list[Entry] = []
         self._added = 0
         """Number of requests ever added"""
         self.history = LengthHistory(max_rows)
@@ -171,6 +172,11 @@ class RequestBuffer:
         left, self._left_kv = self._left_kv, {}
         return left
 
+    def take_away(self) -> list[Entry]:
+        """Return the requests that are away since the last call or, of a restored buffer, since it was restored."""
+        entries, self._newly_away = self._newly_away, []
+        return [entry for entry in entries if entry.state == "away"]
+
     def take_left_rows(self) -> list[str]:
         """Return the queue's rows of cancelled requests since the last call: nothing refers to them any more."""
         left, self._left_rows = self._left_rows, []
@@ -203,7 +209,9 @@ class RequestBuffer:
             entry.oldest, entry.newest = sample.versions
         if self._groups[entry.group].cancelled:
             self._cancel(entry)
-        elif not sample.turn:
+        elif sample.turn:
+            self._newly_away.append(entry)
+        else:
             self._waiting.add([entry])
 
     def observe_returned(self, id: str, observation_tokens: int) -> None:
@@ -321,6 +329,8 @@ class RequestBuffer:
             known.num_unfinished += len(entries)
         if state == "waiting":
             self._waiting.add(entries)
+        elif state == "away":
+            self._newly_away += entries
 
     def _start(self, engine: int, entries: Sequence[Entry]) -> None:
         held = self._held[engine]

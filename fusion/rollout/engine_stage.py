@@ -120,7 +120,8 @@ class EngineStage:
         metrics.add("rollout/kv_tokens_min", self._reported["kv_tokens"])
 
     def answer(self, requests: Sequence[Request], rows: str, timeline: Timeline) -> list[EvalAnswer]:
-        """Step until all requests have finished, while nothing else is in the engine; return their answers.
+        """Step until all requests have finished, or their turn, while nothing else is in the engine; return their
+        answers.
 
         Args:
             rows: the tokens of answer `<id>` are put to the queue as row `<rows><id>`, in no task's columns; "": their
@@ -139,10 +140,12 @@ class EngineStage:
         return [
             EvalAnswer(
                 id=output.request_id,
-                text=self._detokenize(output.tokens) if self._detokenize else "",
-                response_tokens=len(output.tokens),
+                text=self._detokenize([*output.before, *output.tokens]) if self._detokenize else "",
+                response_tokens=len(output.before) + len(output.tokens),
                 finish_reason=output.finish_reason,
                 row=row_by_id[output.request_id],
+                tokens=tuple(output.tokens) if output.finish_reason == "turn" else (),
+                turn=self._detokenize(output.tokens) if output.finish_reason == "turn" and self._detokenize else "",
             )
             for output in outputs
         ]

@@ -112,7 +112,7 @@ def _spans(versions: Column) -> list[tuple[int, int]]:
 
 def pack_answers(outputs: Sequence[Output], rows: Sequence[str]) -> PackedBatch:
     """Pack responses that are not trained on under these row ids: `prompt` and `response` int64 [L]."""
-    tokens = Column.of_numbers([output.tokens for output in outputs], torch.int64, "response")
+    tokens = Column.of_numbers([[*output.before, *output.tokens] for output in outputs], torch.int64, "response")
     return PackedBatch.from_samples(rows, {**_prompt_column(outputs), "response": tokens})
 
 

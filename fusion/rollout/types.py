@@ -73,6 +73,7 @@ class EvalAnswer:
         text: as a reward sees it (`Detokenizer`); "" on a card without a detokenizer.
         response_tokens: how many it has.
         row: id of its tokens' row in the queue; "" where they were not kept.
+        tokens, turn: of a conversation whose turn has ended, the tokens of that, and their text.
     """
 
     id: str
@@ -80,3 +81,5 @@ class EvalAnswer:
     response_tokens: int
     finish_reason: FinishReason
     row: str = ""
+    tokens: tuple[int, ...] = ()
+    turn: str = ""

@@ -187,9 +187,9 @@ class Conversations:
         heappush(self._deadlines, (self._due[id], id))
         return Step(id)
 
-    def observe_stepped(self, stepped: Stepped, observation_tokens: int = 0) -> Command | None:
+    def observe_stepped(self, stepped: Stepped, observation_tokens: int | None = None) -> Command | None:
         """Record the answer to a `Step`; None: it comes too late. ``observation_tokens``: of its messages, up to where
-        the model speaks again."""
+        the model speaks again; None: it cannot."""
         one = self._by_id.get(stepped.id)
         if one is None or one.state != "away":
             return None
@@ -204,12 +204,12 @@ class Conversations:
             one.rewards.append(float(turn.reward))
         one.observed.append(stepped.digest)
         one.messages += map(dict, turn.messages)
-        has_room = one.tokens + observation_tokens < spec.max_tokens
-        if turn.done or one.num_turns >= spec.max_turns or not has_room:
+        used_up = observation_tokens is None or one.tokens + observation_tokens >= spec.max_tokens
+        if turn.done or used_up or one.num_turns >= spec.max_turns:
             one.state = "completing"
             return Complete(one.id, cut=not turn.done)
         one.state = "speaking"
-        one.observation_tokens += observation_tokens
+        one.observation_tokens += observation_tokens or 0
         return Append(one.id)
 
     def observe_elapsed(self, seconds: float) -> list[FailGroup]:

@@ -199,6 +199,8 @@ def test_an_observation_that_leaves_no_token_to_the_model_ends_the_conversation(
     assert conversations.observe_stepped(stepped("g/0"), 5) == Complete("g/0", cut=True)
     conversations.observe_turn("g/1", 15, "a")
     assert conversations.observe_stepped(stepped("g/1"), 4) == Append("g/1")
+    conversations.observe_turn("g/1", 19, "b")
+    assert conversations.observe_stepped(stepped("g/1"), None) == Complete("g/1", cut=True), "it cannot be continued"
     assert conversations.of("g/1").observation_tokens == 4 and conversations.of("g/0").observation_tokens == 0
 
 
