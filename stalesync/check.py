@@ -14,7 +14,7 @@ from stalesync.job.card_memory import estimate
 from stalesync.job.config import Config
 from stalesync.job.keys import without_effect
 from stalesync.job.tokenizer_folder import describe_masked
-from stalesync.prepare import prepare, start_rewards
+from stalesync.prepare import prepare, start_environments, start_rewards
 from stalesync.prompts import Prompt, PromptSource
 
 NUM_ROWS = 1000
@@ -39,6 +39,8 @@ def check(config: Config) -> list[str]:
         show("prompts", describe_prompts(config, source, prompts))
         _, _, files, calls = start_rewards(stack, config, source, opened, num_answers=NUM_ROWS)
         show("reward", ([f"{config.reward.model}: not called"] if config.reward.model else []) + calls)
+        _, lines = start_environments(stack, config, source, spec)
+        show("environment", lines)
         show("evaluation", [f"{file.name}: {file.rows.describe()}" for file in files if file.rows is not None])
         show("memory of a card", describe_memory(config, model))
         balancing = [config.training.describe_balancing(model.router_aux_coef)] if model.num_experts else []

@@ -41,7 +41,7 @@ from stalesync.job.resume_rules import ResumeChanges
 from stalesync.job.run_inputs import inputs_of
 from stalesync.job.tokenizer_folder import describe_masked
 from stalesync.job.workload import describe
-from stalesync.prepare import prepare, start_rewards
+from stalesync.prepare import prepare, start_environments, start_rewards
 from stalesync.process.failures import naming_queue
 from stalesync.process.garbage import share_arenas
 from stalesync.process.process_log import keeping_warnings, logging_to
@@ -51,6 +51,7 @@ from stalesync.process.ray_guard import Report
 from stalesync.process.run_log import Progress, RunLog
 from stalesync.process.stopping import acknowledging, blocking_signals, holding, ignore_stops, stoppable
 from stalesync.prompts import PromptSource
+from stalesync.prompts.environments import Environments
 
 if TYPE_CHECKING:
     from distqueue import DistQueue
@@ -108,6 +109,7 @@ def launch(config: Config, *, evaluates: str = "") -> Path:
             config = keep_operators(earlier, config)
         with keeping_warnings(early):
             rule, terms, files, _ = start_rewards(stack, config, source, opened)
+            environments, _ = start_environments(stack, config, source, spec)
         with holding():  # a run that has a folder reports how it ended
             folder = stack.enter_context(new_folder(config.run)) if earlier is None else earlier.folder
             folder.write_config(asdict(config))
@@ -133,6 +135,7 @@ def launch(config: Config, *, evaluates: str = "") -> Path:
             inputs=inputs,
             files=files,
             terms=terms,
+            environments=environments,
             trains=trains,
         ).run()
     return folder.path
@@ -159,6 +162,7 @@ class Launch:
     inputs: Mapping[str, Any] = field(default_factory=dict)
     files: Sequence[EvalFile] = ()
     terms: Sequence[Term] = ()
+    environments: Environments | None = None
     trains: bool = True
 
     def run(self) -> None:
@@ -180,6 +184,7 @@ class Launch:
                 queue=queue,
                 source=self.source,
                 scorer=self._start_scorer(stack, cards, queue),
+                environments=self.environments,
                 folder=folder,
                 view=view,
                 evaluation=Evaluation(
@@ -307,10 +312,15 @@ class Launch:
 
     def _start_scorer(self, stack: ExitStack, cards: Cards, queue: DistQueue) -> Scorer:
         from stalesync.scoring.scoring import Scorer
-        from stalesync.scoring.sources import ModelReward, RewardSource, RuleReward, WeightedReward
+        from stalesync.scoring.sources import EnvironmentReward, ModelReward, RewardSource, RuleReward, WeightedReward
 
         config, rule, terms = self.config, self.rule, self.terms
-        source: RewardSource = RuleReward(rule) if rule is not None else ModelReward(cards, self.spec)
+        source: RewardSource
+        if config.reward.kind == "environment":
+            assert self.environments is not None
+            source = EnvironmentReward(self.environments.reward_of)
+        else:
+            source = RuleReward(rule) if rule is not None else ModelReward(cards, self.spec)
         if terms:
             source = WeightedReward(source, config.reward.title, terms)
         needs_groups = any(pool.needs_group for pool in pools_of(rule, terms))

@@ -10,6 +10,7 @@ from typing import Any
 
 from fusion.colocate import RewardModelSpec, WorkerSpec
 from fusion.colocate.frozen.retokenize import same_tokenizer
+from fusion.environments import Failure
 from fusion.model import ModelConfig
 from fusion.rewards import RewardPool, Term, check_answers
 from fusion.rewards.answers import call_once
@@ -20,6 +21,7 @@ from stalesync.evaluation.files import EvalFile, OpenedFile, open_files, with_re
 from stalesync.job.config import Config
 from stalesync.job.tokenizer_folder import end_token_ids, load_tokenizer, masked_ids, num_ids
 from stalesync.prompts import ChatTemplate, PromptSource
+from stalesync.prompts.environments import Environments
 
 log = logging.getLogger(__name__)
 
@@ -46,12 +48,14 @@ def start_rewards(
 ) -> tuple[RewardPool | None, list[Term], list[EvalFile], list[str]]:
     """Start the processes of a job's rewards, which end with ``stack``, checks the fields of the data and up to
     ``num_answers`` of its reference answers, and calls each reward once. Return the reward itself (None: a reward
-    model), its terms, the files of the evaluations, and a line for each call.
+    model or an environment), its terms, the files of the evaluations, and a line for each call.
 
     Raises:
         ValueError: a reward cannot be loaded, lacks a field, returns no reward, or can match no reference answer.
     """
-    rule = stack.enter_context(RewardPool(config.reward)) if config.reward.kind != "model" else None
+    rule = None
+    if config.reward.kind not in ("model", "environment"):
+        rule = stack.enter_context(RewardPool(config.reward))
     if rule is not None:
         rule.check_fields(source.fields)
     terms = start_terms(config.reward, lambda reward, spec: stack.enter_context(RewardPool(reward, spec)))
@@ -78,6 +82,35 @@ def start_rewards(
     group_size = config.algorithm.group_size
     calls = [call_once(pool, one.for_reward(""), group_size=group_size, key=key) for pool, key, one in pools]
     return rule, terms, files, calls
+
+
+def start_environments(
+    stack: ExitStack, config: Config, source: PromptSource, spec: WorkerSpec
+) -> tuple[Environments | None, list[str]]:
+    """Start the processes of a job's environments, which end with ``stack``, and begin one conversation. Return them
+    (None: the model speaks in one turn), and lines that describe them.
+
+    Raises:
+        ValueError: the environment cannot be loaded or does not begin, or the chat template cannot be continued.
+    """
+    if not config.converses:
+        return None, []
+    from fusion.environments.render import Bridge
+
+    assert spec.detokenizer is not None
+    bridge = Bridge(source.template, spec.detokenizer.end_token_ids)
+    environments = stack.enter_context(Environments(config.environment, bridge, config.run.seed))
+    (prompt,) = source.sample(1)
+    started = environments.begin([prompt])[prompt.id]
+    if isinstance(started, Failure):
+        raise ValueError(f"{config.environment.label}: {prompt.id} does not begin ({started.kind}): {started.detail}")
+    begun = environments.prompt(prompt, started)
+    if len(begun.ids) > config.data.max_prompt_length:
+        raise ValueError(
+            f"{config.environment.label}: {prompt.id} begins with {len(begun.ids)} tokens, more than "
+            f"data.max_prompt_length={config.data.max_prompt_length}; increase it"
+        )
+    return environments, [f"{config.environment.label}: a conversation begins with {len(begun.ids)} tokens"]
 
 
 def worker_spec(config: Config, model: ModelConfig, tokenizer: Any) -> WorkerSpec:
@@ -110,6 +143,7 @@ def worker_spec(config: Config, model: ModelConfig, tokenizer: Any) -> WorkerSpe
         detokenizer=detokenizer_spec(config.model.path, tokenizer, ends),
         kv_pool=_kv_pool(config) if config.rollout.kv_pool.pools_kv else None,
         masked_ids=masked_ids(tokenizer, model, ends),
+        turns=config.converses,
     )
 
 

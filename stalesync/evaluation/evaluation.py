@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
+from fusion.rewards import RewardOutcome
 from fusion.rollout import EvalAnswer
 from fusion.telemetry.page.examples import shortened
 from stalesync.evaluation.config import HELD_OUT, EvalConfig
@@ -46,8 +47,17 @@ class Evaluation:
         """Return whether to evaluate after ``step`` of ``last`` steps (0: before the first one)."""
         return bool(self.files) and self.history.due(step, last)
 
-    def score(self, file: EvalFile, scorer: Scorer, answers: Mapping[str, EvalAnswer], step: int) -> FileResult:
-        """Score the answers to the prompts of ``file.asked``, by their ids.
+    def score(
+        self,
+        file: EvalFile,
+        scorer: Scorer,
+        answers: Mapping[str, EvalAnswer],
+        step: int,
+        *,
+        known: Mapping[str, RewardOutcome] | None = None,
+    ) -> FileResult:
+        """Score the answers to the prompts of ``file.asked``, by their ids. ``known``: outcomes of those that cannot be
+        scored.
 
         Raises:
             RewardsFailed: too many of the reward's results failed, or all of this file's; names file and reward.
@@ -55,7 +65,7 @@ class Evaluation:
         samples, asked = self.config.samples, file.asked(self.config.samples)
         source = None if file.pool is None else RuleReward(file.pool)
         try:
-            outcomes = scorer.score_answers(asked, answers, source, group_size=samples)
+            outcomes = scorer.score_answers(asked, answers, source, group_size=samples, known=known)
             if file.pool is not None and (verdict := self._failed[file.name].observe([one for _, one in outcomes])):
                 raise RewardsFailed(str(verdict))
             errors = [outcome for _, outcome in outcomes if outcome.error is not None]

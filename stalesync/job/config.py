@@ -15,6 +15,7 @@ from fusion.colocate.config import OWN_CARDS, FusionConfig
 from fusion.colocate.deployment import Deployment, deploy
 from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import engine_size, layout_of_engine
+from fusion.environments.config import EnvironmentConfig
 from fusion.inference.backends.support import check_vllm
 from fusion.inference.config import RolloutConfig
 from fusion.model import ModelConfig, Parallel, check_folder
@@ -171,6 +172,7 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     data: DataConfig = key(factory=DataConfig, timeless=True)
     reward: RewardConfig = key(factory=RewardConfig, timeless=True)
+    environment: EnvironmentConfig = key(factory=EnvironmentConfig, timeless=True)
     eval: EvalConfig = key(factory=EvalConfig, timeless=True)
     queue: QueueConfig = field(default_factory=QueueConfig)
     stalesync: StaleSyncConfig = field(default_factory=StaleSyncConfig)
@@ -264,6 +266,7 @@ class Config:
             self.score_layout(model, self.deployment.reference)
         if self.reward.model:
             self._check_reward_model(self.reward.model)
+        self._check_environment()
         self.check_minibatches()
         self._check_batches(model)
         self.eval.check_best(self.run.eval_prompts > 0)
@@ -297,6 +300,11 @@ class Config:
         return model
 
     @property
+    def converses(self) -> bool:
+        """Whether the model speaks in several turns, with an environment between them."""
+        return self.environment.name != "single"
+
+    @property
     def pools_suspended(self) -> bool:
         """Whether requests of engines whose cards train are continued meanwhile by the others."""
         shared, generate = {*self.deployment.shared}, {*self.deployment.generate}
@@ -313,6 +321,23 @@ class Config:
         check = Checks("data", self.data)
         several = self.data.prompts_per_step * self.algorithm.group_size > 1
         check.that("prompts_per_step", several, "at least 2 with algorithm.group_size=1, as rewards are compared")
+
+    def _check_environment(self) -> None:
+        if not self.converses:
+            if self.reward.kind == "environment":
+                raise ValueError("reward.name=environment: expected another one with environment.name=single")
+            return
+        if self.data.chat_template != "auto":
+            raise ValueError(
+                f"data.chat_template={self.data.chat_template}: expected auto with environment.name="
+                f"{self.environment.name}, as its messages are rendered by the template"
+            )
+        timeout_s = self.environment.episode_timeout_s
+        if timeout_s >= self.cluster.stage_timeout_s:
+            raise ValueError(
+                f"environment.episode_timeout_s={timeout_s:g}: expected less than cluster.stage_timeout_s="
+                f"{self.cluster.stage_timeout_s:g}, after which a run without a sample ends"
+            )
 
     def _check_reward_model(self, path: str) -> None:
         model = ModelConfig.from_hf(path, key="reward.model")

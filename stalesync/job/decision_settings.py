@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from fusion.rollout import HistoPipeSpec, PoolRouting
 from stalesync.policy.admission_spec import AdmissionSpec
+from stalesync.policy.conversations import ConversationSpec
 
 if TYPE_CHECKING:
     from fusion.colocate.spec import WorkerSpec
@@ -59,6 +60,20 @@ def admission_spec(
         lends=others_generate and scores_overlapped and by_group and _accumulates(config, spec),
         minibatches=config.algorithm.minibatches,
         filters=filters,
+        turns=spec.turns,
+    )
+
+
+def conversation_spec(config: Config) -> ConversationSpec:
+    """Return the budgets of a run's conversations."""
+    environment = config.environment
+    return ConversationSpec(
+        max_turns=environment.max_turns,
+        max_tokens=config.rollout.max_response_length,
+        episode_timeout_s=environment.episode_timeout_s,
+        retries=environment.retries,
+        sums_rewards=environment.reward == "sum",
+        needs_reward=config.reward.kind == "environment",
     )
 
 

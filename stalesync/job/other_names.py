@@ -19,6 +19,8 @@ _NAMES = {
     "rollout.sampling.temperature": "actor_rollout_ref.rollout.temperature temperature",
     "rollout.sampling.top_p": "actor_rollout_ref.rollout.top_p top_p",
     "rollout.sampling.top_k": "actor_rollout_ref.rollout.top_k top_k",
+    "environment.max_turns": "actor_rollout_ref.rollout.multi_turn.max_assistant_turns",
+    "environment.tools": "actor_rollout_ref.rollout.multi_turn.format",
     "eval.samples": "actor_rollout_ref.rollout.val_kwargs.n",
     "eval.temperature": "actor_rollout_ref.rollout.val_kwargs.temperature",
     "eval.top_p": "actor_rollout_ref.rollout.val_kwargs.top_p",

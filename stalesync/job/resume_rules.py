@@ -60,6 +60,8 @@ _KEYS = {
         algorithm.clip_low algorithm.clip_high algorithm.kl_coef algorithm.kl_in algorithm.normalize_advantages
         algorithm.loss_aggregation algorithm.overlong_buffer algorithm.correction algorithm.correction_cap
         algorithm.correction_floor algorithm.minibatches
+        environment.step_timeout_s environment.episode_timeout_s environment.retries environment.workers
+        environment.memory_mib
         reward.time_limit_s reward.workers reward.memory_mib reward.max_failed_share
         eval.every eval.samples eval.temperature eval.top_k eval.top_p eval.min_p eval.max_response_length
         eval.pass_reward eval.best
@@ -73,11 +75,13 @@ _KEYS = {
         data.max_terms data.chat_template_kwargs data.system_prompt""",
     Rule.NO_GROUPS: """
         rollout.max_response_length rollout.sampling.temperature rollout.sampling.stop rollout.sampling.forced_*
-        algorithm.name algorithm.group_size algorithm.replay""",
+        algorithm.name algorithm.group_size algorithm.replay
+        environment.max_turns environment.tools environment.reward""",
     Rule.NOT_LOWER: "rollout.max_length data.prompts_per_step data.max_prompt_length stalesync.max_staleness",
     Rule.SAME_TRUNCATION: "rollout.sampling.top_k rollout.sampling.top_p rollout.sampling.min_p",
     Rule.CONTENT: "model.path eval.files",
-    Rule.NO_GROUPS_CONTENT: "reward.name reward.path reward.model reward.terms",
+    Rule.NO_GROUPS_CONTENT: """
+        reward.name reward.path reward.model reward.terms environment.name environment.path""",
     Rule.ORDER: "data.source data.rows data.bad_rows run.eval_prompts",
     Rule.NEVER: "run.seed model.dtype",
 }

@@ -62,6 +62,7 @@ def digest_files(config: Config) -> dict[str, dict[str, str]]:
         "model.path": _folder(config.model.path),
         "reward.model": _folder(reward.model) if reward.model else {},
         "reward.path": _code(reward.path, name=""),
+        "environment.path": _code(config.environment.path, name=""),
         "reward.terms": {name: path for spec in reward.term_specs() for name, path in _code(spec.reward).items()},
         "eval.files": {spec.path: Path(spec.path) for spec in config.eval.specs()},
     }
@@ -79,9 +80,10 @@ def find_other_content(saved: Digests, new: Digests, changed: Iterable[str] = ()
     """Return by key what has other content than at the checkpoint.
 
     Args:
-        changed: keys with another value. Of a reward that is another one, the content is expected to differ.
+        changed: keys with another value. Of a reward or an environment that is another one, the content is expected to
+            differ.
     """
-    ignored = {key for key in changed if key.startswith("reward.")}
+    ignored = {key for key in changed if key.startswith(("reward.", "environment."))}
     found = {}
     for key in saved.keys() & new.keys() - ignored:
         names = saved[key].keys() & new[key].keys() if key in IN_PART else saved[key].keys() | new[key].keys()

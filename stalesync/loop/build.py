@@ -13,9 +13,10 @@ from stalesync.cards.cards import Cards
 from stalesync.evaluation import Evaluation
 from stalesync.job.config import Config
 from stalesync.job.control import ControlDesk
-from stalesync.job.decision_settings import admission_spec
+from stalesync.job.decision_settings import admission_spec, conversation_spec
 from stalesync.loop.checkpoints import Checkpoints
 from stalesync.loop.controller import Controller
+from stalesync.loop.conversing import Conversing
 from stalesync.loop.engines import Engines
 from stalesync.loop.evaluator import Evaluator
 from stalesync.loop.generation import Generation
@@ -31,6 +32,7 @@ from stalesync.policy.reward_history import RewardHistory
 from stalesync.policy.staleness import StalenessLedger
 from stalesync.process.hosts import number_hosts
 from stalesync.prompts import PromptSource
+from stalesync.prompts.environments import Environments
 from stalesync.scoring.scoring import Scorer
 
 
@@ -46,6 +48,7 @@ def build_run(
     view: LiveView,
     evaluation: Evaluation,
     inputs: Mapping[str, Any],
+    environments: Environments | None = None,
 ) -> TrainingRun:
     """Return a run that has not begun. ``inputs``: what it depends on (`run_inputs.py`), kept in its checkpoints."""
     algorithm = make_algorithm(config.algorithm, config.rollout.max_response_length)
@@ -71,6 +74,20 @@ def build_run(
         pace=pace,
         take_save_metrics=saver.metrics,
     )
+    conversing = None
+    if environments is not None:
+        environments.wake = scorer.wake
+        conversing = Conversing(
+            environments=environments,
+            spec=conversation_spec(config),
+            engines=spec.engines,
+            cards=cards,
+            queue=queue,
+            groups=groups,
+            scorer=scorer,
+            source=source,
+            data=config.data,
+        )
     loop = Controller(
         config=config,
         admission=admission,
@@ -98,6 +115,7 @@ def build_run(
         rows=rows,
         folder=folder,
         view=view,
+        conversing=conversing,
     )
     by_model = config.reward.kind == "model"
     return TrainingRun(

@@ -25,6 +25,7 @@ from fusion.telemetry import LiveView, RunFolder, throughput
 from stalesync.cards.cards import Cards
 from stalesync.job.config import Config
 from stalesync.job.control import ControlDesk
+from stalesync.loop.conversing import Conversing
 from stalesync.loop.engines import Engines
 from stalesync.loop.generation import Generation
 from stalesync.loop.groups import Groups
@@ -47,6 +48,7 @@ from stalesync.policy.commands import (
     SwitchToTrain,
     Train,
 )
+from stalesync.policy.conversations import Conversation
 from stalesync.process.failures import logging_errors
 from stalesync.prompts import PromptSource
 from stalesync.scoring.samples import Sample
@@ -76,6 +78,8 @@ class Controller:
     rows: StepRows
     folder: RunFolder
     view: LiveView
+    conversing: Conversing | None = None
+    """Of a run with environments"""
     attention_ranks: int = 1
     """Number of attention ranks of an engine"""
     num_shared_cards: int = 0
@@ -139,7 +143,7 @@ class Controller:
                 self.engines.end_publish()
                 self._last_sample_s = time.perf_counter()
             case AdmitGroups(count):
-                self.groups.admit(self.source.next(count))
+                self.groups.admit(self.source.next(count) if self.conversing is None else self.conversing.next(count))
             case Dispatch():
                 self.engines.dispatch(command)
             case AwaitSamples():
@@ -179,7 +183,11 @@ class Controller:
         num_chunks = sum(one.generated > 0 for samples in chunks.values() for one in samples)
         self.step_metrics.metrics.add("rollout/chunks_total", num_chunks)
         self.engines.observe()
-        return bool(generated or scored or num_chunks)
+        answered = False
+        if self.conversing is not None:
+            self.conversing.end(generated)
+            answered = self.conversing.poll()
+        return bool(generated or scored or num_chunks or answered)
 
     def note_lost(self, now: bool = False) -> None:
         """Report the samples that the queue has lost, and record how many requests engines have; at most every
@@ -251,7 +259,7 @@ class Controller:
         what was scored and trained is acknowledged, and the processes of replaced engines are prepared."""
         self.stop()
         self.engines.await_started()
-        while self.admission.buffer.num("running"):  # finished samples that have not arrived yet
+        while self.admission.buffer.num("running") or self._pause_conversations():  # samples that have not arrived yet
             self.groups.note(*self.scorer.poll(POLL_S))
             self.note_lost()
             self.cards.check()
@@ -259,8 +267,16 @@ class Controller:
         while self.scorer.num_unscored:
             self.groups.note(*self.scorer.poll(POLL_S))
             self.cards.check()
+        self._pause_conversations()
         self.scorer.wait_acknowledged()
         self.updater.acknowledge()
+
+    def _pause_conversations(self) -> int:
+        """Hold what environments answer; return the number of conversations whose samples have not arrived."""
+        if self.conversing is None:
+            return 0
+        self.conversing.pause()
+        return self.conversing.num_completing
 
     def log_samples(self) -> None:
         """Record all samples whose groups have ended in this step, once."""
@@ -276,13 +292,17 @@ class Controller:
         if self._kv_tokens is not None:
             self.admission.observe_kv_tokens(int(self._kv_tokens) * self.attention_ranks)
         add_sample_metrics(metrics, samples)
+        records = {} if self.conversing is None else self.conversing.records(samples.ids, metrics)
         if samples:
-            self.folder.log_samples(self.groups.step, samples.samples, _describe)
+            self.folder.log_samples(
+                self.groups.step, samples.samples, lambda sample: _describe(sample, records.get(sample.id))
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain JSON, between two steps. No engine has a request."""
         state: dict[str, Any] = {"step": self.last.number, "prompts": self.source.state_dict()}
         state |= {"share": self.desk.state_dict(), **self.admission.state_dict()}
+        state |= {} if self.conversing is None else self.conversing.state_dict()
         return state | self.groups.state_dict() | self.scorer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], other_order: bool = False) -> None:
@@ -293,6 +313,8 @@ class Controller:
         self.admission.load_state_dict(state)
         self.groups.load_state_dict(state)
         self.scorer.load_state_dict(state, self.groups.scored)
+        if self.conversing is not None:
+            self.conversing.load_state_dict(state)
 
 
 def _only_starts(command: Command) -> bool:
@@ -301,6 +323,7 @@ def _only_starts(command: Command) -> bool:
     return isinstance(command, AdmitGroups) or (isinstance(command, Dispatch) and not command.forget_by_engine)
 
 
-def _describe(sample: Sample) -> dict[str, Any]:
-    row = {"prompt": sample.prompt.text, "response": sample.response, "reward": sample.outcome.reward}
-    return row | ({"terms": sample.outcome.terms} if sample.outcome.terms else {})
+def _describe(sample: Sample, conversation: Conversation | None) -> dict[str, Any]:
+    row: dict[str, Any] = {"prompt": sample.prompt.text, "response": sample.response, "reward": sample.outcome.reward}
+    row |= {"terms": sample.outcome.terms} if sample.outcome.terms else {}
+    return row | ({} if conversation is None else {"messages": [*sample.prompt.messages, *conversation.messages]})

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import partial
 
 from fusion.rollout import EvalAnswer
@@ -13,6 +14,7 @@ from stalesync.evaluation import Evaluation
 from stalesync.evaluation.files import EvalFile
 from stalesync.job import savepoint
 from stalesync.loop.controller import Controller
+from stalesync.loop.evaluated_turns import EvaluatedTurns
 from stalesync.loop.generation import EVAL_ROWS
 from stalesync.loop.step_rows import RESTARTS, StepRows
 from stalesync.policy.commands import Publish, SwitchToTrain
@@ -79,53 +81,84 @@ class Evaluator:
         loop, number, step_metrics = self.loop, self.loop.last.number, self.loop.step_metrics
         loop.settle()
         before = loop.engines.num_restarts
-        with step_metrics.excluded():
-            answers = self._answers()
+        with step_metrics.excluded(), ExitStack() as stack:
+            talks = self._begin_conversations(stack)
+            answers = self._answers(talks)
             results = [
-                self.evaluation.score(file, loop.scorer, answers[file.name], number) for file in self.evaluation.files
+                self.evaluation.score(
+                    file, loop.scorer, answers[file.name], number, known=talks[file.name].outcomes if talks else None
+                )
+                for file in self.evaluation.files
             ]
             step_metrics.take(loop.scorer.take_reports())
         is_best = self.evaluation.history.add(results)
         metrics = {name: value for result in results for name, value in result.metrics().items()}
-        if count := loop.engines.num_restarts - before:
+        count = loop.engines.num_restarts - before
+        if count or (talks and self.by_model):  # rows of lost engines, and of turns that were continued
             loop.queue.drop([row for row in loop.queue.holding(RESPONSE) if row.startswith(EVAL_ROWS)], EVALUATED)
+        if count:
             self.rows.extra[RESTARTS] = self.rows.extra.get(RESTARTS, 0) + count
         loop.folder.log_evaluation(number, [result.row() for result in results], metrics)
         when = f"after step {number}" if number else "before the first step"
         loop.view.note(f"evaluation {when}: {', '.join(result.describe() for result in results)}")
         return is_best, metrics
 
-    def _answers(self) -> dict[str, dict[str, EvalAnswer]]:
+    def _begin_conversations(self, stack: ExitStack) -> dict[str, EvaluatedTurns]:
+        """Begin the conversations of each file, by its name, which end with ``stack``; {}: prompts are answered in one
+        turn."""
+        conversing, config = self.loop.conversing, self.evaluation.config
+        if conversing is None:
+            return {}
+        spec = replace(conversing.spec, max_tokens=config.sampling.get("max_tokens", conversing.spec.max_tokens))
+        talks = {
+            file.name: EvaluatedTurns(conversing.environments, spec, file.asked(config.samples))
+            for file in self.evaluation.files
+        }
+        for talk in talks.values():
+            stack.callback(talk.close)
+        return talks
+
+    def _answers(self, talks: Mapping[str, EvaluatedTurns]) -> dict[str, dict[str, EvalAnswer]]:
         """Return the answers to the prompts of each file, by its name. If no engine is left to give one, the weights
         are published again."""
         files, samples = self.evaluation.files, self.evaluation.config.samples
         asked = {file.name: file.asked(samples) for file in files}
-        answers: dict[str, dict[str, EvalAnswer]] = {file.name: {} for file in files}
+        answers = {file.name: talks[file.name].answers if talks else dict[str, EvalAnswer]() for file in files}
         while any(len(answers[name]) < len(prompts) for name, prompts in asked.items()):
             self.loop.execute(Publish(self.loop.admission.ledger.version))
             self.loop.view.phase("evaluate")
             self.loop.end_publish()
             for file in files:
-                self.answer(file, asked[file.name], answers[file.name])
+                self.answer(file, asked[file.name], answers[file.name], talks.get(file.name))
             self.loop.execute(SwitchToTrain())
         return answers
 
-    def answer(self, file: EvalFile, asked: Sequence[Prompt], answers: dict[str, EvalAnswer]) -> None:
+    def answer(
+        self,
+        file: EvalFile,
+        asked: Sequence[Prompt],
+        answers: dict[str, EvalAnswer],
+        talk: EvaluatedTurns | None = None,
+    ) -> None:
         """Add to ``answers`` of the prompts of a file, as long as engines are left. Those of an engine that is lost
-        are asked of the others."""
+        are asked of the others. ``talk``: the prompts' conversations, which are continued in rounds."""
         generation, engines = self.loop.generation, self.loop.engines
         try:
             while (left := [prompt for prompt in asked if prompt.id not in answers]) and (
                 present := [engine for engine in self.loop.desk.share.engines if engine not in engines.absent]
             ):
                 for running in generation.begin_answers(
-                    left,
+                    left if talk is None else talk.prompts,
                     present,
+                    spoken={} if talk is None else talk.left,
                     sampling=self.evaluation.config.sampling,
                     for_model=file.pool is None and self.by_model,
                 ):
                     with engines.replacing():
-                        answers |= generation.take_answers(running)
+                        taken = generation.take_answers(running)
+                        answers.update(taken) if talk is None else talk.observe(taken)
+                if talk is not None:
+                    talk.await_environments(self.loop.cards.check)
         except RunFailed as error:
             add_note(error, f"evaluation of {file.describe()} after step {self.loop.last.number}")
             raise

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from fusion.colocate import InferenceShare, StageReport, Worker, WorkerSpec
@@ -29,6 +29,9 @@ from stalesync.policy.reward_history import RewardHistory
 from stalesync.process.failures import CardFailed, late_rank
 from stalesync.prompts import Prompt
 from stalesync.prompts.lengths import ForcedLengths
+
+if TYPE_CHECKING:
+    from stalesync.loop.evaluated_turns import Turns
 
 MAX_CHUNK_WAIT_S = 60.0
 """Maximum seconds for which a call waits on an engine's first card for requests whose chunk has ended."""
@@ -187,7 +190,7 @@ class Generation:
     def take_ended_chunks(self) -> dict[int, list[SuspendedSample]]:
         """Return, by engine, the requests whose chunk has ended since the last call. One call waits on the first card
         of each running engine until there are some."""
-        if not self._chunk_tokens or self.publishing:
+        if not (self._chunk_tokens or self._spec.turns) or self.publishing:
             return {}
         engine_of = {self._spec.engines[engine][0]: engine for engine in self._running}
         answers = self._cards.take_answers(self._asked_chunks)
@@ -224,6 +227,7 @@ class Generation:
         prompts: Sequence[Prompt],
         engines: Sequence[int],
         *,
+        spoken: Mapping[str, Turns] | None = None,
         sampling: Mapping[str, Any] | None = None,
         for_model: bool = False,
     ) -> list[RunningStage[StageReport]]:
@@ -231,6 +235,7 @@ class Generation:
         equal up to a slash are equal, and share their KV. Called while no engine runs.
 
         Args:
+            spoken: what was said behind each prompt, by its id, in a run with environments.
             sampling: fields of `SamplingParams` in which the answers differ from the rollouts.
             for_model: the reward model scores the answers: their tokens are stored in the queue, in rows that no task
                 receives.
@@ -243,7 +248,7 @@ class Generation:
             by_group.setdefault(prompt.id.partition("/")[0], []).append(prompt)
         load_by_group = {group: sum(len(prompt.ids) for prompt in asked) for group, asked in by_group.items()}
         requests = {
-            group: [Request(prompt.id, prompt.ids, params, group=group) for prompt in asked]
+            group: [self._asked(Request(prompt.id, prompt.ids, params, group=group), spoken or {}) for prompt in asked]
             for group, asked in by_group.items()
         }
         running: list[RunningStage[StageReport]] = []
@@ -263,6 +268,15 @@ class Generation:
         reports = self._cards.wait(running)
         self._take_reports(reports)
         return {answer.id: answer for report in reports for answer in report.answers}
+
+    def _asked(self, request: Request, spoken: Mapping[str, Turns]) -> Request:
+        """Return a request for an answer, with what was said behind its prompt."""
+        if (said := spoken.get(request.id)) is None:
+            return request
+        start = len(said.response)
+        return replace(
+            request, response=said.response, observation=said.observation, turns=self._spec.turns, turn_start=start
+        )
 
     def _requests(self, dispatched: DispatchedRequests) -> Requests:
         """Return the requests with what their prompts and the run's settings add."""

@@ -4,6 +4,7 @@ generated samples ────────────────────�
 scored samples ─► all of a group ─┬─ trainable ─► admission: observe_scored ─► … take: trained
                                   └─ not ───────► admission: observe_filtered, observe_failed; the queue drops them
 lost samples ─────► cannot be scored, if they were not yet; a group of which no sample is left has failed
+failed environment ─► admission: observe_cancelled; the group ends when no engine has a request of it
 """
 
 from __future__ import annotations
@@ -25,7 +26,20 @@ from stalesync.policy.reward_history import RewardHistory
 from stalesync.prompts import Prompt
 from stalesync.scoring.samples import LOST, Sample, by_id
 
+ENVIRONMENT = "env_"
+"""How the reason begins for which a group fails whose environment failed"""
+
 log = logging.getLogger(__name__)
+
+
+@dataclass
+class Cancelled:
+    """A group that ends because of an environment. ``arrived``: its finished samples, which are scored all the same;
+    ``missing``: its other members, until they are reported."""
+
+    why: str
+    arrived: set[str]
+    missing: set[str]
 
 
 @dataclass
@@ -58,6 +72,8 @@ class Groups:
     """Reason → samples of groups that have ended, which the queue is about to drop"""
     _given_up: set[str] = field(default_factory=set)
     """Lost samples that were counted without having arrived; they may arrive after all"""
+    _cancelled: dict[str, Cancelled] = field(default_factory=dict)
+    """Groups whose environment has failed, until they end"""
 
     def admit(self, prompts: Iterable[Prompt]) -> None:
         """Admit a group for each prompt."""
@@ -90,6 +106,39 @@ class Groups:
                 self._record([sample], [sample], lost=True)
         return given_up
 
+    def cancel(self, group: str, kind: str) -> None:
+        """Begin to end a group, as the environment of one of its members has failed."""
+        ids, entries = self.ids_of(group), self.admission.buffer.entries
+        why, arrived = f"{ENVIRONMENT}{kind}", {id for id in ids if entries[id].state == "finished"}
+        self._cancelled[group] = Cancelled(why, arrived, missing={*ids} - arrived)
+        self.admission.observe_cancelled(group, why)
+
+    def end_cancelled(self) -> list[Sample]:
+        """End the cancelled groups of which no engine has a request and whose finished samples are scored. Return the
+        members that will not arrive, once: as samples without a response."""
+        missing: list[Sample] = []
+        for group, one in [*self._cancelled.items()]:
+            if group in self.admission.ledger.in_flight:
+                continue
+            prompt = self.prompts[group]
+            missing += [Sample(id, prompt, "", len(prompt.ids), 0) for id in sorted(one.missing)]
+            one.missing.clear()
+            if len(self.scored.setdefault(group, [])) == len(one.arrived):
+                del self._cancelled[group]
+                self._end(group, f"failed:{one.why}", one.why)
+        self._drop_discarded()
+        return missing
+
+    def ids_of(self, group: str) -> list[str]:
+        """Return the ids of the samples of a group."""
+        return [f"{group}/{member}" for member in range(self.size)]
+
+    def log_unstarted(self, group: str, kind: str) -> None:
+        """Record a group that was not admitted, as its environment does not begin."""
+        ended = f"failed:{ENVIRONMENT}{kind}"
+        self.folder.log_groups(self.step, [group], ended)
+        self.admission.ledger.ended[ended] += 1
+
     def untrained(self, groups: Sequence[str], samples: SampleColumns) -> list[str]:
         """Return those of the groups, whose ``samples`` were passed to training, of which every sample was lost."""
         left = samples.without_errors
@@ -117,6 +166,10 @@ class Groups:
     def _record(self, generated: Sequence[Sample], scored: Sequence[Sample], *, lost: bool = False) -> None:
         response_tokens = {sample.id: sample.response_tokens for sample in generated}
         assert len(response_tokens) == len(generated), "a sample has arrived twice"
+        for sample in generated if self._cancelled else ():
+            if (cancelled := self._cancelled.get(sample.group)) is not None:
+                cancelled.arrived.add(sample.id)
+                cancelled.missing.discard(sample.id)
         self.admission.observe_generated(response_tokens, lost=lost)
         for one in scored:
             group = one.prompt.id
@@ -126,6 +179,9 @@ class Groups:
             if len(members) == self.size:
                 members.sort(key=by_id)
                 self._judge(group, members)
+        self._drop_discarded()
+
+    def _drop_discarded(self) -> None:
         discarded, self._discarded = self._discarded, {}
         for reason, ids in discarded.items():  # one call of the queue, however many groups have ended
             self.queue.drop(ids, reason)

@@ -127,6 +127,10 @@ class RewardsFailed(RunFailed):
     """More rewards failed than `reward.max_failed_share` allows; the message shows the first failure."""
 
 
+class EnvironmentsFailed(RunFailed):
+    """The environments of many prompts in a row do not begin, or one begins with too many tokens."""
+
+
 class GradientsNotFinite(RunFailed):
     """Several updates in a row were skipped, as their gradients were not finite."""
 

@@ -26,7 +26,8 @@ from stalesync.prompts.template import ChatTemplate, EndlessTemplate
 @dataclass(frozen=True)
 class Prompt:
     """`ids` are the model's input tokens, chat template included; `text` is the prompt as stored in the data (a chat is
-    rendered); `fields` are the row's other columns; `prefill` is the end of the prompt that belongs to the response."""
+    rendered); `fields` are the row's other columns; `prefill` is the end of the prompt that belongs to the response;
+    `chat` is the row's prompt where it is a chat; `messages` are the first ones of its environment, if it has one."""
 
     id: str
     ids: tuple[int, ...]
@@ -34,12 +35,15 @@ class Prompt:
     answer: str
     fields: dict[str, Any] = field(default_factory=dict)
     prefill: str = ""
+    chat: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON."""
         state = asdict(self)
-        if not self.prefill:
-            del state["prefill"]
+        unset = [name for name in ("prefill", "messages") if not state[name]]
+        for name in (*unset, *(() if self.chat and self.messages else ("chat",))):
+            del state[name]
         return state
 
     def for_reward(self, response: str, others: Sequence[str] = ()) -> RewardSample:
@@ -258,6 +262,7 @@ class PromptSource:
                 answer=row.answer,
                 fields=row.fields,
                 prefill=self.template.prefill_of(text),
+                chat=[] if isinstance(row.prompt, str) else row.prompt,
             )
             for id_, tokens, row, text in zip(ids, encoded, rows, texts, strict=True)
         ]

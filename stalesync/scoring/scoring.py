@@ -212,6 +212,7 @@ class Scorer:
         source: RewardSource | None = None,
         *,
         group_size: int = 1,
+        known: Mapping[str, RewardOutcome] | None = None,
     ) -> list[tuple[str, RewardOutcome]]:
         """Score one answer per prompt (by its id), in the TRAIN phase; return text and outcome of each. Drop the
         rows of the answers' tokens from the queue.
@@ -219,6 +220,7 @@ class Scorer:
         Args:
             source: a reward of these prompts' own, whose failures are not counted here; None: the run's.
             group_size: number of consecutive prompts that are the same one: their answers are a group.
+            known: outcomes of answers that cannot be scored, by the prompt's id.
         """
         samples = [
             Sample(
@@ -234,13 +236,25 @@ class Scorer:
             group = samples[start : start + group_size]
             for sample in group:
                 sample.others = [other.response for other in group if other is not sample]
-        outcomes = (source or self._source)(samples)
+        known = known or {}
+        to_score = [sample for prompt, sample in zip(prompts, samples, strict=True) if prompt.id not in known]
+        scored = iter((source or self._source)(to_score) if to_score else ())
+        outcomes = [known[prompt.id] if prompt.id in known else next(scored) for prompt in prompts]
         if source is None:
             with self._changed:
                 _refuse(self._failed.observe(outcomes))
         if rows := [answers[prompt.id].row for prompt in prompts if answers[prompt.id].row]:
             self._queue.drop(rows, EVALUATED)
         return [(sample.response, outcome) for sample, outcome in zip(samples, outcomes, strict=True)]
+
+    def observe_outcomes(self, outcomes: Sequence[RewardOutcome]) -> None:
+        """Count outcomes of what was not given to be scored.
+
+        Raises:
+            RewardsFailed: too many failed.
+        """
+        with self._changed:
+            _refuse(self._failed.observe(outcomes))
 
     def check_failed(self) -> None:
         """Judge the rewards at the end of a run.

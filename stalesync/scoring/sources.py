@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from fusion.colocate import StageReport, Worker, WorkerSpec
@@ -62,6 +62,21 @@ class ModelReward:
     def take_reports(self) -> list[StageReport]:
         reports, self._reports = self._reports, []
         return reports
+
+
+class EnvironmentReward:
+    """Scores conversations by what their environments gave for their turns. ``reward_of``: by the sample's id."""
+
+    concurrent = True
+
+    def __init__(self, reward_of: Callable[[str], float]):
+        self.reward_of = reward_of
+
+    def __call__(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
+        return [RewardOutcome(self.reward_of(sample.id)) for sample in samples]
+
+    def take_reports(self) -> list[StageReport]:
+        return []
 
 
 class WeightedReward:

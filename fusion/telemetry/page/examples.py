@@ -40,6 +40,8 @@ class Examples:
             "prompt": shortened(sample.get("prompt")),
             "response": shortened(sample.get("response")),
         }
+        if isinstance(messages := sample.get("messages"), list):
+            row["messages"] = [_shortened_message(message) for message in messages if isinstance(message, Mapping)]
         self._num_added += 1
         if not self._first or (row["step"] == self._first[0]["step"] and len(self._first) < PER_KIND):
             self._first.append(row)
@@ -52,7 +54,8 @@ class Examples:
             _keep(self._worst, (-reward, self._num_added, row))
 
     def result(self) -> dict[str, list[dict[str, Any]]]:
-        """Return `before`, `now`, `best` and `worst`: step, reward, prompt and response of each."""
+        """Return `before`, `now`, `best` and `worst`: step, reward, prompt and response of each, and of conversations
+        the messages."""
         best, worst = ([row for *_, row in sorted(heap, reverse=True)] for heap in (self._best, self._worst))
         return {"before": self._first, "now": self._last, "best": best, "worst": worst}
 
@@ -64,6 +67,10 @@ def shortened(text: Any, limit: int = MAX_CHARACTERS) -> str:
         return text
     start, end = limit // 3, limit - limit // 3
     return f"{text[:start]}\n… {len(text) - start - end:,} characters left out …\n{text[-end:]}"
+
+
+def _shortened_message(message: Mapping[str, Any]) -> dict[str, str]:
+    return {name: shortened(message.get(name, "")) for name in ("role", "content")}
 
 
 def _keep(heap: list[_Ranked], entry: _Ranked) -> None:

@@ -84,7 +84,7 @@ def test_a_suspended_sample_of_a_checkpoint_is_resumed_and_its_group_trained_wit
     run = restored()
     run.step()
     old = {id: request for id, request in run.dispatched.items() if not id.startswith("new-")}
-    assert old == {"e0-10/2": ("e0-10/2", "e0-10", "e0-10/2~57", None, 0, 0, None)}
+    assert old == {"e0-10/2": ("e0-10/2", "e0-10", "e0-10/2~57", None, 0, 0, None, 0)}
     groups = {*STATE["ledger"]["finished"], "e0-10"}
     assert list(run.trained.ids) == sorted(f"{group}/{member}" for group in groups for member in range(4))
     assert not run.ended and {*run.trained.groups} == groups

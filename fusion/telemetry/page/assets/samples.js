@@ -7,14 +7,23 @@ const KINDS_OF_SAMPLES = [
   ["worst", "Worst rewards"],
 ];
 
+// A conversation: what the model did not say, and is not trained on, is grey.
+function conversationOf(messages) {
+  return messages.flatMap(({ role, content }) => [
+    element("p", { class: "quiet" }, role),
+    element("pre", role === "assistant" ? {} : { class: "masked" }, content),
+  ]);
+}
+
 function sampleCard(sample) {
   const reward = sample.reward === null ? "no reward" : `reward ${Number(sample.reward.toPrecision(4))}`;
   return element(
     "article",
     {},
     element("p", { class: "quiet" }, `step ${sample.step ?? "–"}, `, element("b", {}, reward)),
-    element("pre", { class: "prompt" }, sample.prompt),
-    element("pre", {}, sample.response),
+    ...(sample.messages
+      ? conversationOf(sample.messages)
+      : [element("pre", { class: "prompt" }, sample.prompt), element("pre", {}, sample.response)]),
   );
 }
 

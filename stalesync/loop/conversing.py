@@ -1,0 +1,275 @@
+"""Hold conversations between the engines and their environments, as decided in `conversations.py`.
+
+    engine ─ turn ended ─► buffer: away ─ the row's text ─► EnvPool ─┬─► observation ─► the row; buffer: waiting
+                                                                     ├─► `Worker.complete` ─► a finished sample
+                                                                     └─► failed: its group is cancelled
+
+Only this file and `evaluated_turns.py` ask environments. Nothing waits for one but the first messages of new groups,
+whose seconds are limited by the pool. While the run is paused, for a checkpoint or an evaluation, answers are held: in
+a checkpoint these conversations are away, and after a resume their turns are observed again.
+
+A conversation is completed by a living engine's first card. If that dies meanwhile, another one does it, unless the
+finished sample is in the queue.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from distqueue import Column, DistQueue, PackedBatch, SamplesLost
+from fusion.colocate import Worker
+from fusion.environments import Failure, Stepped
+from fusion.rewards import RewardOutcome
+from fusion.rollout import EndedConversation, Entry
+from fusion.rollout.partial_samples import LOST_PARTS, OBSERVATION, PARTIAL, RESUMED, TURN
+from fusion.telemetry import Metrics
+from stalesync.cards.cards import Cards
+from stalesync.cards.stage_calls import stage_call
+from stalesync.loop.groups import ENVIRONMENT, Groups
+from stalesync.policy.conversations import (
+    Append,
+    Complete,
+    Conversation,
+    Conversations,
+    ConversationSpec,
+    FailGroup,
+    Step,
+)
+from stalesync.process.failures import EnvironmentsFailed
+from stalesync.prompts import Prompt, PromptSource
+from stalesync.prompts.config import DataConfig
+from stalesync.prompts.environments import Environments
+from stalesync.scoring.samples import Sample
+from stalesync.scoring.scoring import RESPONSE, Scorer
+
+MAX_UNSTARTED = 1000
+"""Number of prompts in a row whose environments do not begin after which the run ends"""
+
+log = logging.getLogger(__name__)
+
+
+class Conversing:
+    """Converses for the groups in progress."""
+
+    def __init__(
+        self,
+        *,
+        environments: Environments,
+        spec: ConversationSpec,
+        engines: Sequence[Sequence[int]],
+        cards: Cards,
+        queue: DistQueue,
+        groups: Groups,
+        scorer: Scorer,
+        source: PromptSource,
+        data: DataConfig,
+    ) -> None:
+        self.environments, self.spec = environments, spec
+        self.conversations = Conversations(spec)
+        environments.tracked.append(self.conversations)
+        self._engines, self._cards, self._queue, self._groups, self._scorer = engines, cards, queue, groups, scorer
+        self._admission = groups.admission
+        self._source, self._data = source, data
+        self._to_complete: dict[str, EndedConversation] = {}
+        """Conversations for whose end no engine was left"""
+        self._completing: set[str] = set()
+        """Conversations whose finished samples have not arrived"""
+        self._to_cancel: dict[str, str] = {}
+        """Group that fails → kind of failure, until none of its members is completing"""
+        self._polled_s: float | None = None
+        """Time of the last `poll` (`time.perf_counter`); None: the run was paused since"""
+        self._metrics = Metrics()
+
+    def next(self, count: int) -> list[Prompt]:
+        """Return the next prompts, with what their environments say first; rows whose environment does not begin are
+        replaced, and their groups recorded as failed."""
+        found: list[Prompt] = []
+        unstarted = 0
+        while len(found) < count:
+            drawn = self._source.next(count - len(found))
+            started = self._start(drawn)
+            found += started
+            unstarted = 0 if started else unstarted + len(drawn)
+            if unstarted > MAX_UNSTARTED:
+                label = self.environments.config.label
+                raise EnvironmentsFailed(f"{label}: no environment of {unstarted} prompts begins")
+        return found
+
+    def _start(self, prompts: Sequence[Prompt]) -> list[Prompt]:
+        started, results = list[Prompt](), self.environments.begin(prompts)
+        for prompt in prompts:
+            result = results[prompt.id]
+            if isinstance(result, Failure):
+                self._groups.log_unstarted(prompt.id, result.kind)
+                self._observe_failed(result.kind, result.detail)
+                continue
+            prompt = self.environments.prompt(prompt, result)
+            if len(prompt.ids) > self._data.max_prompt_length:
+                if self._data.long_prompts == "refuse":
+                    raise EnvironmentsFailed(
+                        f"{prompt.id}: the environment begins with {len(prompt.ids)} tokens, more than data."
+                        f"max_prompt_length={self._data.max_prompt_length}; increase it, or set data.long_prompts=skip"
+                    )
+                self._metrics.add("env/long_prompts", 1, rule="sum")
+                continue
+            self.conversations.admit(prompt.id, self._groups.ids_of(prompt.id), result.digest)
+            started.append(prompt)
+        return started
+
+    def poll(self) -> bool:
+        """Pass on what engines and environments have said since the last call; return whether there was anything."""
+        now = time.perf_counter()
+        elapsed_s, self._polled_s = 0.0 if self._polled_s is None else now - self._polled_s, now
+        self._observe_turns(self._admission.buffer.take_away())
+        answers = self.environments.take()
+        observations: dict[str, list[int]] = {}
+        for stepped in answers:
+            self._answer(stepped, observations)
+        if observations:
+            self._append(observations)
+        for failed in self.conversations.observe_elapsed(elapsed_s):
+            self._fail(failed)
+        self.end_cancelled()
+        self._complete()
+        return bool(answers)
+
+    def pause(self) -> None:
+        """Hold the answers of environments until the next `poll`: time that passes until then does not count."""
+        self._polled_s = None
+        self.end_cancelled()
+        self._complete()
+
+    @property
+    def num_completing(self) -> int:
+        """Number of completed conversations whose samples have not arrived."""
+        entries = self._admission.buffer.entries
+        self._completing = {id for id in self._completing if id in entries and entries[id].state == "away"}
+        return len(self._completing)
+
+    def end(self, finished: Iterable[Sample]) -> None:
+        """End the environments of finished samples."""
+        if ids := [sample.id for sample in finished]:
+            self.environments.pool.end(ids)
+
+    def end_cancelled(self) -> None:
+        """End groups whose environments have failed, as far as engines have returned their requests."""
+        for group in [group for group in self._to_cancel if not self._awaits(group)]:
+            self._groups.cancel(group, self._to_cancel.pop(group))
+        self._scorer.note_lost(self._groups.end_cancelled())
+        if rows := self._admission.buffer.take_left_rows():
+            self._queue.drop(rows, RESUMED)
+        for group in [group for group in self.conversations.failed if group not in self._groups.prompts]:
+            self.conversations.take(self._groups.ids_of(group))
+
+    def records(self, ids: Sequence[str], metrics: Metrics) -> dict[str, Conversation]:
+        """Remove the conversations of samples whose groups have ended; return them by id, and add their metrics to
+        those of a step."""
+        taken = self.conversations.take(ids)
+        metrics.spread("env/num_turns", [one.num_turns for one in taken])
+        metrics.spread("env/num_tool_calls", [one.num_tool_calls for one in taken])
+        metrics.spread("env/seconds", [one.seconds for one in taken])
+        metrics.add("env/retries_total", self.conversations.take_num_retries())
+        metrics.update(self._metrics.result())
+        self._metrics = Metrics()
+        return {one.id: one for one in taken}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain JSON, between two steps."""
+        return {"conversations": self.conversations.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state; other keys are ignored, and conversations of groups that have ended."""
+        saved = state.get("conversations", ())
+        self.conversations.load_state_dict(one for one in saved if one["group"] in self._groups.prompts)
+
+    def _awaits(self, group: str) -> bool:
+        """Whether a finished sample of a group has not arrived that was completed here."""
+        return bool(self.num_completing) and not self._completing.isdisjoint(self._groups.ids_of(group))
+
+    def _observe_turns(self, entries: Sequence[Entry]) -> None:
+        texts = self._read([entry for entry in entries if entry.state == "away"], TURN)
+        for entry in entries:
+            if entry.id not in texts:
+                continue
+            match self.conversations.observe_turn(entry.id, entry.generated, texts[entry.id]):
+                case Step(id):
+                    self.environments.step(self.conversations.of(id), self._groups.prompts[entry.group])
+                case FailGroup() as failed:
+                    self._fail(failed)
+
+    def _answer(self, stepped: Stepped, observations: dict[str, list[int]]) -> None:
+        """Execute what the answer of an environment leads to; an observation is added to ``observations`` by id."""
+        entry, ids = self._admission.buffer.entries.get(stepped.id), None
+        if entry is None or entry.state != "away":
+            return
+        if stepped.turn is not None and not stepped.turn.done:
+            if (tokens := self._read([entry], PARTIAL.tokens).get(entry.id)) is None:
+                return
+            ids = self.environments.bridge(self._groups.prompts[entry.group], tokens, stepped.turn)
+        match self.conversations.observe_stepped(stepped, None if ids is None else len(ids)):
+            case Append(id):
+                observations[id] = ids or []
+            case Step(id):
+                self.environments.step(self.conversations.of(id), self._groups.prompts[entry.group])
+            case Complete(id, cut):
+                prompt = self._groups.prompts[entry.group].ids
+                self._to_complete[id] = EndedConversation(entry.earlier, entry.group, prompt, cut)
+                self._completing.add(id)
+                self.environments.pool.end([id])
+            case FailGroup() as failed:
+                self._fail(failed)
+
+    def _append(self, observations: Mapping[str, list[int]]) -> None:
+        entries = self._admission.buffer.entries
+        rows = [entries[id].earlier for id in observations]
+        column = Column.of_numbers([*observations.values()], torch.int64, OBSERVATION)
+        self._queue.put(PackedBatch.from_samples(rows, {OBSERVATION: column}))
+        for id, ids in observations.items():
+            self._admission.observe_returned(id, len(ids))
+
+    def _fail(self, failed: FailGroup) -> None:
+        log.error("group %r fails, as an environment has failed (%s): %s", failed.group, failed.kind, failed.detail)
+        self._metrics.add(f"env/failed_{failed.kind}", 1, rule="sum")
+        self.environments.pool.end(self._groups.ids_of(failed.group))
+        self._to_cancel[failed.group] = failed.kind
+        self._observe_failed(failed.kind, failed.detail)
+
+    def _observe_failed(self, kind: str, detail: str) -> None:
+        """Count an environment that failed among the samples that have no reward: a run ends where these are many."""
+        self._scorer.observe_outcomes([RewardOutcome(None, error=f"{ENVIRONMENT}{kind}", detail=detail)])
+
+    def _complete(self) -> None:
+        """Have a living engine's first card finish the conversations that have ended."""
+        living = {*self._cards.living}
+        firsts = [ranks[0] for ranks in self._engines if {*ranks} <= living]
+        while self._to_complete and firsts:
+            rank = firsts.pop()
+            ended = [*self._to_complete.values()]
+            self._cards.ask_each({rank: stage_call(Worker.complete, ended)})
+            if rank in self._cards.living:
+                self._to_complete.clear()
+            else:  # what it has done before it died is in the queue
+                finished = {*self._queue.holding(RESPONSE)} & self._to_complete.keys()
+                left = {*self._queue.holding(TURN)} & {self._to_complete[id].row for id in finished}
+                self._queue.drop(sorted(left), RESUMED)
+                self._to_complete = {id: one for id, one in self._to_complete.items() if id not in finished}
+
+    def _read(self, entries: Sequence[Entry], column: str) -> dict[str, Any]:
+        """Return a column of the rows of conversations, by id. Those whose row is lost end as lost."""
+        left = {entry.earlier: entry for entry in entries}
+        while left:
+            try:
+                batch = self._queue.read([*left], [column])
+            except SamplesLost as error:
+                gone = [left.pop(row) for row in error.ids]
+                self._queue.put(PackedBatch(tuple(one.id for one in gone), {}, tuple(one.group for one in gone)))
+                self._queue.lose([one.id for one in gone], LOST_PARTS)
+                continue
+            values = batch[column].texts() if column == TURN else [batch[column][i].tolist() for i in range(len(batch))]
+            return {left[row].id: value for row, value in zip(batch.ids, values, strict=True)}
+        return {}

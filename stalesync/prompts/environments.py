@@ -1,0 +1,100 @@
+"""Begin conversations with their environments, and pass the model's turns on to them.
+
+    row ─ task ─► reset ─► first messages ─► Prompt            before a group is admitted
+    turn of the model ─► `step` ─► … ─► `take`: its answer     never waits
+
+The seed of an environment depends on run and prompt, so that all conversations of a group begin alike.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+
+from fusion.environments import EnvPool, Failure, Started, StepOrder, Stepped, Task, Turn
+from fusion.environments.config import EnvironmentConfig
+from fusion.environments.render import Bridge
+from stalesync.policy.conversations import Conversation, Conversations, seed_of
+from stalesync.prompts.source import Prompt
+
+
+class Environments:
+    """The environments of a job, while the block lasts, and how its model reads what they say."""
+
+    def __init__(self, config: EnvironmentConfig, bridge: Bridge, seed: int) -> None:
+        self.config, self._bridge, self._seed = config, bridge, seed
+        self.arrived = threading.Event()
+        """Set when `take` has something to return"""
+        self.wake: Callable[[], None] = lambda: None
+        """Called then, on another thread"""
+        self.pool = EnvPool(config, self._note_arrived)
+        self.tracked: list[Conversations] = []
+        """Where the rewards of conversations are found"""
+        self._held: list[Stepped] = []
+        """Answers that `take` was not asked for"""
+
+    def __enter__(self) -> Environments:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.pool.close()
+
+    def begin(self, prompts: Sequence[Prompt]) -> dict[str, Started | Failure]:
+        """Return the first messages of conversations by id, or why there are none after all retries. Conversations
+        whose ids are equal up to a slash begin alike."""
+        results: dict[str, Started | Failure] = {}
+        left = [*prompts]
+        for _ in range(1 + self.config.retries):
+            if left:
+                begun = self.pool.reset([(task_of(prompt), self._seed_of(prompt.id)) for prompt in left])
+                results |= {prompt.id: result for prompt, result in zip(left, begun, strict=True)}
+                left = [prompt for prompt in left if isinstance(results[prompt.id], Failure)]
+        return results
+
+    def prompt(self, prompt: Prompt, started: Started) -> Prompt:
+        """Return a prompt with what its environment says first in place of the row's text."""
+        ids = self._bridge.first(started.messages, started.tools)
+        return replace(prompt, ids=tuple(ids), messages=[dict(message) for message in started.messages])
+
+    def bridge(self, prompt: Prompt, response: Iterable[int], turn: Turn) -> list[int] | None:
+        """Return the tokens of what an environment has said behind a response, up to where the model speaks again;
+        None where the chat template would rewrite what the model has said."""
+        return self._bridge.bridge([*prompt.ids, *response], turn.messages)
+
+    def step(self, conversation: Conversation, prompt: Prompt) -> None:
+        """Have the environment of a conversation answer its last action, sooner or later."""
+        self.pool.begin(
+            StepOrder(
+                conversation.id,
+                task_of(prompt),
+                self._seed_of(conversation.id),
+                tuple(conversation.actions),
+                tuple(conversation.observed),
+            )
+        )
+
+    def take(self, wanted: Collection[str] | None = None) -> list[Stepped]:
+        """Return the answers that have come, to these conversations only (None: to all)."""
+        self.arrived.clear()
+        answers, self._held = [*self._held, *self.pool.poll()], []
+        if wanted is not None:
+            self._held = [one for one in answers if one.id not in wanted]
+            answers = [one for one in answers if one.id in wanted]
+        return answers
+
+    def reward_of(self, id: str) -> float:
+        """Return the reward of a conversation so far. On any thread."""
+        return next(one for one in self.tracked if id in one).reward_of(id)
+
+    def _note_arrived(self) -> None:
+        self.arrived.set()
+        self.wake()
+
+    def _seed_of(self, id: str) -> int:
+        return seed_of(self._seed, id.partition("/")[0])
+
+
+def task_of(prompt: Prompt) -> Task:
+    """Return the task of a prompt's conversation."""
+    return Task(prompt.chat or prompt.text, prompt.answer, prompt.fields)

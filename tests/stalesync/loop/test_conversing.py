@@ -1,0 +1,228 @@
+"""Conversations between real decisions, a real queue and a real buffer, and environments and cards that only note."""
+
+from types import SimpleNamespace
+
+import torch
+
+from distqueue import LocalQueue, PackedBatch
+from fusion.environments import Failure, Started, Stepped, Turn
+from fusion.rollout.types import SuspendedSample, row_of
+from stalesync.loop.conversing import Conversing
+from stalesync.loop.groups import Groups
+from stalesync.policy.admission import Admission
+from stalesync.policy.commands import AdmitGroups, AwaitSamples
+from stalesync.policy.conversations import ConversationSpec
+from stalesync.policy.staleness import StalenessLedger
+from stalesync.prompts import Prompt
+from stalesync.prompts.environments import Environments
+from tests.stalesync.fake_cluster import share_of, spec_of
+
+SIZE = 3
+
+
+class Pool:
+    """Environments that answer when they are told to."""
+
+    def __init__(self):
+        self.begun, self.ended, self.answers, self.refused = {}, [], [], set()
+
+    def reset(self, tasks):
+        return [
+            Failure("raised", "no")
+            if task.prompt in self.refused
+            else Started([{"role": "user", "content": "hi"}], "d0")
+            for task, _ in tasks
+        ]
+
+    def begin(self, order):
+        assert order.id not in self.begun
+        self.begun[order.id] = order
+
+    def poll(self):
+        answers, self.answers = self.answers, []
+        return answers
+
+    def end(self, ids):
+        self.ended += ids
+        for id in ids:
+            self.begun.pop(id, None)
+
+    def answer(self, id, turn=None, **fields):
+        order = self.begun.pop(id)
+        self.answers.append(Stepped(id, turn, f"d{len(order.actions)}", seconds=0.5, **fields))
+
+
+class Bridge:
+    def first(self, messages, tools):
+        return [1, 2, 3]
+
+    def bridge(self, tokens, messages):
+        assert tokens[:3] == [1, 2, 3] and tokens[3:] == [*range(len(tokens) - 3)]
+        return [9] * len(messages[0]["content"])
+
+
+class World:
+    """A run at staleness 1 whose engine 0 has all requests."""
+
+    def __init__(self, retries=0, admitted=1):
+        self.queue, self.pool, self.calls, self.lost, self.failures = (
+            LocalQueue(["reward", "train"]),
+            Pool(),
+            [],
+            [],
+            [],
+        )
+        spec = spec_of("separate", group_size=SIZE, ahead=True, turns=True, engine_slots=SIZE * 4)
+        self.admission = Admission(spec, StalenessLedger(1, 1))
+        self.folder = SimpleNamespace(
+            log_groups=lambda step, groups, ended, **_: self.log.extend((g, ended) for g in groups)
+        )
+        self.log, self.living, self.drawn = [], [0, 1, 2, 3, 4, 5], 0
+        algorithm = SimpleNamespace(filter_rule=lambda rewards: "")
+        self.groups = Groups(SIZE, self.admission, {}, algorithm, queue=self.queue, folder=self.folder)
+        environments = Environments.__new__(Environments)
+        environments.__dict__ |= dict(pool=self.pool, _bridge=Bridge(), tracked=[], _held=[], _seed=0)
+        environments.config = SimpleNamespace(retries=retries, label="environment.name='x'")
+        environments.arrived = SimpleNamespace(clear=lambda: None)
+        self.conversing = Conversing(
+            environments=environments,
+            spec=ConversationSpec(3, 20, episode_timeout_s=100, retries=retries),
+            engines=[[1], [2]],
+            cards=self,
+            queue=self.queue,
+            groups=self.groups,
+            scorer=SimpleNamespace(note_lost=self.lost.extend, observe_outcomes=self.failures.extend),
+            source=self,
+            data=SimpleNamespace(max_prompt_length=8, long_prompts="refuse"),
+        )
+        for command in self.admission.step(9, share_of([0])):
+            if isinstance(command, AdmitGroups):
+                self.groups.admit(self.conversing.next(command.count))
+            if isinstance(command, AwaitSamples):
+                break
+        self.group = next(iter(self.groups.prompts))
+        self.ids = self.groups.ids_of(self.group)
+
+    def next(self, count):
+        prompts = [Prompt(f"g{self.drawn + n}", (0,), f"g{self.drawn + n}", "") for n in range(count)]
+        self.drawn += count
+        return prompts
+
+    def ask_each(self, calls):
+        ((self.rank, call),) = calls.items()
+        self.calls.append((self.rank, [one.row for one in call.args[0]]))
+        return [None]
+
+    def turn(self, id, tokens, text="a"):
+        row = row_of(id, tokens)
+        self.queue.put(PackedBatch.from_samples([row], {"turn": [text], "partial_response": [torch.arange(tokens)]}))
+        self.admission.observe_chunks_ended(0, [SuspendedSample(id, tokens, row, (0, 0), turn=True)])
+        self.conversing.poll()
+        return row
+
+    def say(self, id, text="xyz", **fields):
+        self.pool.answer(id, Turn([{"role": "user", "content": text}], **fields))
+        self.conversing.poll()
+
+    def entry(self, id):
+        return self.admission.buffer.entries[id]
+
+
+def test_an_observation_is_put_into_the_row_of_a_turn_which_is_dispatched_again():
+    world = World()
+    first, second, _ = world.ids
+    row = world.turn(first, 4, "1+1")
+    order = world.pool.begun[first]
+    assert order.actions == ("1+1",) and order.observed == ("d0",) and order.task.prompt == world.group
+    world.say(first)
+    assert world.entry(first).state == "waiting" and world.entry(first).observation == 3
+    assert world.queue.read([row], ["observation"])["observation"][0].tolist() == [9, 9, 9]
+    (dispatch,) = world.admission.feed()
+    assert list(dispatch.requests_by_engine[0].earlier) == [row]
+    assert world.groups.prompts[world.group].ids == (1, 2, 3) and world.groups.prompts[world.group].messages
+
+
+def test_a_conversation_that_is_done_is_completed_by_another_card_if_one_dies_meanwhile():
+    world = World()
+    first, second, third = world.ids
+    world.living = []
+    rows = [world.turn(first, 4), world.turn(second, 4)]
+    world.say(first, done=True)
+    world.say(second, done=True)
+    assert not world.calls and world.conversing.num_completing == 2, "no engine lives"
+
+    class Dying(list):
+        def __contains__(self, rank):
+            return rank == 1 and list.__contains__(self, rank)
+
+    world.living = Dying([1, 2])
+    done = PackedBatch.from_samples([first], {"response": [torch.arange(4)]}, groups=[world.group])
+    asked = world.ask_each
+    world.ask_each = lambda calls: (world.queue.put(done) if not world.calls else None, asked(calls))
+    world.conversing.poll()
+    assert world.calls == [(2, rows), (1, rows[1:])], "what the first one has put is not put again"
+    assert rows[0] not in [*world.queue.holding("turn")], "the row of a finished sample is dropped"
+    assert third not in world.pool.ended and {first, second} <= {*world.pool.ended}
+
+
+def test_a_group_fails_when_its_members_have_come_back_and_not_before_a_completed_one_arrives():
+    world = World()
+    first, second, third = world.ids
+    world.turn(first, 4)
+    world.turn(second, 4)
+    world.say(first, done=True)
+    world.pool.answer(second, failure="raised", detail="broken")
+    world.conversing.poll()
+    assert [outcome.error for outcome in world.failures] == ["env_raised"]
+    assert world.entry(second).state == "away", "the completed sample has not arrived"
+    sample = SimpleNamespace(id=first, group=world.group, prompt=world.groups.prompts[world.group], response_tokens=4)
+    sample.outcome = SimpleNamespace(error=None, reward=1.0)
+    world.queue.put(PackedBatch.from_samples([first], {"response": [torch.arange(4)]}, groups=[world.group]))
+    world.groups.note([sample], [])
+    world.conversing.poll()
+    assert world.entry(second).state == "finished" and world.entry(third).state == "running" and not world.log
+    world.turn(third, 5)
+    assert third not in world.pool.begun and [one.id for one in world.lost] == [second, third]
+    assert not world.log, "the sample that has arrived is not scored"
+    world.groups.note([], [sample])
+    world.conversing.poll()
+    assert world.log == [(world.group, "failed:env_raised")] and world.group not in world.groups.prompts
+    assert world.admission.ledger.ended == {"failed:env_raised": 1} and first not in world.queue.holding("response")
+    assert [*world.queue.holding("turn")] == [row_of(first, 4)], "no other row than that which its card drops is left"
+
+
+def test_a_conversation_whose_row_is_lost_ends_as_lost():
+    world = World()
+    first = world.ids[0]
+    row = row_of(first, 4)
+    world.queue.put(PackedBatch((row,), {}, ("",)))
+    world.queue.lose([row], "damaged")
+    world.admission.observe_chunks_ended(0, [SuspendedSample(first, 4, row, (0, 0), turn=True)])
+    world.conversing.poll()
+    assert first in [one.id for one in world.queue.lost(0)] and not world.pool.begun
+
+
+def test_what_is_answered_in_a_pause_is_held_and_a_restored_conversation_is_asked_again():
+    world = World()
+    first = world.ids[0]
+    world.turn(first, 4)
+    world.pool.answer(first, Turn([{"role": "user", "content": "x"}]))
+    world.conversing.pause()
+    assert world.entry(first).state == "away"
+    state = world.conversing.state_dict()
+    other = World()
+    other.conversing.conversations.take(other.ids)
+    other.conversing.load_state_dict(state)
+    other.turn(first, 4)
+    order = other.pool.begun[first]
+    assert order.actions == ("a",) and order.observed == ("d0",)
+    world.conversing.poll()
+    assert world.entry(first).state == "waiting"
+
+
+def test_rows_whose_environment_does_not_begin_are_replaced_and_recorded():
+    world = World()
+    world.pool.refused = {f"g{world.drawn}"}
+    (prompt,) = world.conversing.next(1)
+    assert prompt.id == f"g{world.drawn - 1}" and world.drawn >= 3
+    assert world.log == [(f"g{world.drawn - 2}", "failed:env_raised")]

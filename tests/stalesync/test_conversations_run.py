@@ -1,0 +1,181 @@
+"""Whole runs whose model speaks in several turns: bitwise again, killed and resumed, with environments that fail."""
+
+import json
+import time
+from collections import Counter
+
+import pytest
+
+from tests.stalesync.conversations import ENVIRONMENT, make_chatting_model
+from tests.stalesync.runs import assert_gone, begin, descendants, kill, rows_of, train, wait_until
+from tests.stalesync.test_killed import _figures, _newest, assert_same_weights
+
+STEPS = 4
+OPTIONS = [
+    "environment=custom",
+    "reward=environment",
+    "data.max_prompt_length=16",
+    "data.prompts_per_step=4",
+    "rollout.max_response_length=200",
+    "training.lr=1e-3",
+    f"run.steps={STEPS}",
+]
+
+
+@pytest.fixture(scope="module")
+def chatting(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chatting")
+    make_chatting_model(folder)
+    return folder
+
+
+def environment(folder, name):
+    path = folder / "env.py"
+    path.write_text(ENVIRONMENT)
+    return f"environment.path={path}:{name}"
+
+
+def samples_of(run):
+    return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+
+
+def endings_of(run):
+    """How every group has ended, once each."""
+    rows = [json.loads(line) for line in (run / "groups.jsonl").read_text().splitlines()]
+    endings = {row["group"]: row["ended"] for row in rows}
+    assert len(endings) == len(rows), "a group has ended twice"
+    return endings
+
+
+def completed(folder, name, chatting, *options):
+    done = train(chatting, folder, *OPTIONS, environment(folder, name), *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder / "run"
+
+
+AGAIN = ["rollout=batch_invariant", "rollout.max_response_length=200", "run.save_every=1"]
+
+
+@pytest.fixture(scope="module")
+def whole(chatting, tmp_path_factory):
+    """A synchronous run that nothing disturbs."""
+    return completed(tmp_path_factory.mktemp("whole"), "Env", chatting, *AGAIN)
+
+
+def test_at_staleness_0_a_run_is_bitwise_the_same_again_and_its_samples_are_conversations(chatting, whole, tmp_path):
+    again = completed(tmp_path, "Slow", chatting, *AGAIN)  # seconds have no effect
+    assert_same_weights(again, whole)
+    assert samples_of(again) == samples_of(whole)
+    evaluations = [(run / "evaluations.jsonl").read_text() for run in (again, whole)]
+    assert evaluations[0] == evaluations[1] and '"failed": 0' in evaluations[0]
+    several = 0
+    for sample in samples_of(whole):
+        first, *others = sample["messages"]
+        assert first["role"] == "user" and first["content"].startswith(sample["prompt"])
+        said = [message["content"] for message in others if message["role"] == "assistant"]
+        assert [message["role"] for message in others] == (["assistant", "user"] * 4)[: len(others)]
+        assert all(text in sample["response"] for text in said)
+        several += len(said) > 1
+        if len(others) == 6:  # it was not cut
+            assert sample["reward"] == sum(map(str.isdigit, said[-1])) / 10
+    assert several > 10
+    last = rows_of(whole)[-1]
+    assert last["env/num_turns/max"] == 3 and last["env/retries_total"] == 0 and last["observation_length/mean"] > 0
+
+
+@pytest.mark.extended
+def test_a_run_that_is_killed_at_staleness_0_is_bitwise_one_that_is_not(chatting, whole, tmp_path):
+    options = [*OPTIONS, environment(tmp_path, "Slow"), *AGAIN]
+    run = begin(chatting, tmp_path, *options)
+    wait_until(run, 120, lambda: (tmp_path / "run").exists() and _newest(tmp_path / "run") > 1)
+    time.sleep(0.4)
+    kill(run)
+    done = train(chatting, tmp_path, *options, "run.resume=true")
+    assert done.returncode == 0, done.stdout + done.stderr
+    seconds = {name for name in rows_of(whole)[-1] if name.startswith("env/seconds")}
+    ours, theirs = (
+        [{k: v for k, v in row.items() if k not in seconds} for row in _figures(run)]
+        for run in (tmp_path / "run", whole)
+    )
+    assert ours == theirs
+    assert_same_weights(tmp_path / "run", whole)
+
+
+STALE = [
+    "stalesync.max_staleness=1",
+    "rollout.schedule.chunk_tokens=16",
+    "rollout.kv_pool.suspended=pool",
+    "run.save_every=1",
+    "run.eval_prompts=0",
+    "run.steps=8",
+]
+
+
+@pytest.mark.extended
+def test_a_stale_run_that_is_killed_during_turns_loses_no_conversation_and_trains_none_twice(chatting, tmp_path):
+    options, folder = [*OPTIONS, environment(tmp_path, "Slow"), *STALE], tmp_path / "run"
+    run = begin(chatting, tmp_path, *options)
+    wait_until(run, 120, lambda: folder.exists() and _newest(folder) >= 2)
+    of_environments = [pid for pid, line in descendants(run.pid).items() if "fusion.environments.child" in line]
+    assert of_environments
+    kill(run)
+    saved = folder / "checkpoints" / f"step-{_newest(folder)}" / "controller.json"
+    states = Counter(entry["state"] for entry in json.loads(saved.read_text())["buffer"])
+    assert states["away"], f"no turn was under way in the checkpoint: {states}"
+    done = train(chatting, tmp_path, *options, "run.resume=true")
+    assert done.returncode == 0, done.stdout + done.stderr
+    endings = endings_of(folder)
+    assert Counter(endings.values()) == {"trained": 8 * 4}
+    recorded = Counter((row["prompt"], row["response"]) for row in samples_of(folder))
+    assert {*recorded.values()} == {1}, "a sample was trained twice"
+    assert_gone(of_environments)
+
+
+def test_an_environment_that_fails_ends_its_group_by_name_and_no_other(chatting, tmp_path):
+    run = completed(
+        tmp_path,
+        "Failing",
+        chatting,
+        "environment.step_timeout_s=1",
+        "environment.retries=1",
+        "data.prompts_per_step=12",
+        "algorithm.group_size=2",
+        "run.steps=2",
+    )
+    expected = {"0": "raised", "1": "timeout", "3": "diverged", "4": "died", "5": "raised"}
+    rows, endings = {sample["prompt"] for sample in samples_of(run)}, endings_of(run)
+    failed = {group: ended for group, ended in endings.items() if ended != "trained"}
+    assert {*failed.values()} <= {f"failed:env_{kind}" for kind in expected.values()} and len({*failed.values()}) >= 3
+    for group, ended in endings.items():
+        kind = expected.get(f"{int(group.split('-')[1]):02d}"[0])
+        cut = "a conversation that was cut in its first turn asks no environment"
+        assert ended == (f"failed:env_{kind}" if kind else "trained") or ended == "trained", (group, ended, cut)
+    assert all(prompt[0] in "26789" or prompt[0] in expected for prompt in rows)
+    assert rows_of(run)[-1]["reward/failed"] == 0, "a failure of an environment is no reward"
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("reward", ["environment", "arithmetic"])
+def test_a_run_of_which_every_environment_fails_ends_and_says_why(chatting, tmp_path, reward):
+    options = [*OPTIONS, environment(tmp_path, "Broken"), f"reward={reward}", "run.eval_prompts=0", "run.steps=50"]
+    done = train(chatting, tmp_path, *options, "environment.retries=0")
+    assert done.returncode == 1
+    assert "env_raised" in done.stderr and "always broken" in done.stderr, done.stderr
+
+
+@pytest.mark.extended
+def test_an_engine_that_is_killed_during_turns_loses_no_conversation(chatting, tmp_path):
+    run = completed(
+        tmp_path,
+        "Killing",
+        chatting,
+        "cluster.npus=3",
+        "parallel=single",
+        "fusion=separate",
+        "fusion.infer_cards=2",
+        "stalesync.max_staleness=1",
+        "run.eval_prompts=0",
+        "run.steps=6",
+    )
+    assert Counter(endings_of(run).values()) == {"trained": 6 * 4}
+    assert sum(row.get("rollout/engine_restarts", 0) for row in rows_of(run)) == 1
