@@ -63,4 +63,4 @@ class EnvironmentConfig(Group, path="environment"):
 
     def check(self, check: Checks) -> None:
         if self.name == "custom":
-            split_path(self.path, "environment")
+            split_path(self.path, "environment", "Class")

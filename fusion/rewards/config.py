@@ -120,18 +120,20 @@ class RewardConfig(Group, path="reward"):
         self.term_specs()
 
 
-def split_path(path: str | None, key: str = "reward") -> tuple[Path, str]:
+def split_path(path: str | None, key: str = "reward", defines: str = "function") -> tuple[Path, str]:
     """Split `reward.path`, or that of another group ``key``, into its file and the name defined there.
+
+    Args:
+        defines: what the name is of, in messages.
 
     Raises:
         ValueError: the path is not set, is not of the form `file.py:name`, or its file does not exist.
     """
-    expected = "file.py:function" if key == "reward" else "file.py:Class"
     if not path:
-        raise ValueError(f"{key}.path=None: expected {expected}, as {key}.name='custom'")
+        raise ValueError(f"{key}.path=None: expected file.py:{defines}, as {key}.name='custom'")
     file, colon, name = path.rpartition(":")
     if not colon or not file.endswith(".py") or not name.isidentifier():
-        raise ValueError(f"{key}.path={path!r}: expected {expected}")
+        raise ValueError(f"{key}.path={path!r}: expected file.py:{defines}")
     if not Path(file).is_file():
         raise ValueError(f"{key}.path={path!r}: expected an existing file; {Path(file).absolute()} does not exist")
     return Path(file), name
