@@ -2,7 +2,7 @@
 
 Invariants: cards that meet in several roles meet in one group, so that a card has one communicator and one full mesh of
 gloo's sockets with the same others; gloo joins only the groups in which the host communicates. Cards that save a
-checkpoint in the background have a group of their own beside these.
+checkpoint in the background have a group of their own beside these; operators that dispatch rows to experts, too.
 """
 
 from __future__ import annotations
@@ -47,6 +47,13 @@ def plan_groups(spec: WorkerSpec) -> Groups:
     return groups | {members: True for members in together if len(members) > 1}
 
 
+def plan_dispatch_groups(spec: WorkerSpec) -> list[tuple[int, ...]]:
+    """Return the groups of the engines in which only operators that dispatch rows to experts communicate, on the cards
+    alone: these share a communicator with no other operator."""
+    groups = spec.infer_of_one_engine.dispatch_groups()
+    return [tuple(ranks[place] for place in group) for ranks in spec.engines for group in groups]
+
+
 def add_mesh(groups: Groups, parallel: Parallel, ranks: tuple[int, ...]) -> Groups:
     """Return the groups with those of a mesh over ``ranks``; () has none."""
     added = dict(groups)
@@ -71,7 +78,7 @@ def cost_of(spec: WorkerSpec) -> GroupCost:
     for members, host in [*plan_groups(spec).items(), *saving.items()]:
         for rank in members:
             sockets[rank] += (len(members) - 1) * host
-    for members in plan_groups(spec):
+    for members in (*plan_groups(spec), *plan_dispatch_groups(spec)):
         communicators.update(members)
     return GroupCost(max(sockets.values()), max(communicators.values(), default=0))
 

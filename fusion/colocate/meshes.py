@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from fusion.colocate.groups import add_mesh, plan_groups, replicas
+from fusion.colocate.groups import add_mesh, plan_dispatch_groups, plan_groups, replicas
 from fusion.colocate.rendezvous import new_group
 from fusion.colocate.spec import WorkerSpec
 from fusion.model import Mesh, Parallel
@@ -46,16 +46,22 @@ class Meshes:
             for members, host in (plan_groups(spec) if spec.world > 1 else {}).items()
         }
 
-        def mesh(parallel: Parallel | None, ranks: tuple[int, ...]) -> Mesh | None:
+        alone = {
+            members: dist.new_group(list(members), backend=_backend(backend, False))
+            for members in plan_dispatch_groups(spec)
+        }
+
+        def mesh(parallel: Parallel | None, ranks: tuple[int, ...], dispatches: bool = False) -> Mesh | None:
             if parallel is None or rank not in ranks:
                 return None
-            return Mesh.create(parallel, ranks, lambda members: made[tuple(members)])
+            dispatch = (lambda members: alone[tuple(members)]) if dispatches else None
+            return Mesh.create(parallel, ranks, lambda members: made[tuple(members)], dispatch)
 
         def group(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
             return made[ranks] if rank in ranks and len(ranks) > 1 else None
 
         train = mesh(spec.train, deployment.train)
-        engines = [mesh(spec.infer_of_one_engine, ranks) for ranks in spec.engines]
+        engines = [mesh(spec.infer_of_one_engine, ranks, dispatches=True) for ranks in spec.engines]
         reward, save = spec.reward_model, None
         if len(deployment.train) > 1:
             save = dist.new_group(list(deployment.train), backend="gloo")
@@ -87,7 +93,10 @@ class Meshes:
             chosen = _backend(backend, groups[tuple(members)])
             return new_group(members, f"restart {restart}: engine {members}", chosen)
 
-        return cls(engine=Mesh.create(spec.infer_of_one_engine, ranks, create))
+        def create_dispatch(members: list[int]) -> dist.ProcessGroup | None:
+            return new_group(members, f"restart {restart}: dispatch {members}", _backend(backend, False))
+
+        return cls(engine=Mesh.create(spec.infer_of_one_engine, ranks, create, create_dispatch))
 
     def leave_actor(self) -> None:
         """Leave the group `actor`, in which a collective has failed, so that no other rank waits for this one in it.

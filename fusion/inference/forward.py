@@ -39,6 +39,7 @@ class Forward:
     ):
         self.model, self.mesh, self.device, self.cache, self.parked = model, mesh, device, cache, parked
         self.routing, self.batch_invariant = routing, batch_invariant
+        self._max_dispatched_rows = model.max_dispatched_rows
         self.draw = Draw(model, mesh, seed, max_rows)
 
     @torch.inference_mode()
@@ -81,7 +82,7 @@ class Forward:
         counts = torch.full((parallel.stage_world,), count)
         if parallel.ep > parallel.tp:
             dist.all_gather_into_tensor(counts, torch.tensor([count]), group=mesh.stage_group)
-        return whole_rows(parallel, mesh.rank, counts[:: parallel.tp].tolist())
+        return whole_rows(parallel, mesh.rank, counts[:: parallel.tp].tolist(), self._max_dispatched_rows)
 
     def _receive_hidden(self, rows: Rows) -> torch.Tensor | None:
         """Receive the hidden states [n, D] of the rows that this TP rank holds; None on the first stage."""

@@ -33,11 +33,13 @@ class Rows:
             that a layer takes its time in starting operators. Otherwise on each rank its shard (`shard_sizes`), and
             sums run in rank order. Without gradients only.
         by_ep_rank: where ``whole`` and an EP group spans several attention ranks: the shard of each of its ranks.
+        dispatched: whether the card's operators send these shards to their experts; otherwise they are gathered.
     """
 
     count: int
     whole: bool = False
     by_ep_rank: tuple[int, ...] = ()
+    dispatched: bool = False
 
 
 def may_be_whole(parallel: Parallel) -> bool:
@@ -46,17 +48,19 @@ def may_be_whole(parallel: Parallel) -> bool:
     return parallel.etp == 1 and larger > 1 and larger % smaller == 0
 
 
-def whole_rows(parallel: Parallel, rank: int, counts: Sequence[int]) -> Rows:
+def whole_rows(parallel: Parallel, rank: int, counts: Sequence[int], max_dispatched: int = 0) -> Rows:
     """Plan a pass of ``counts`` rows by attention rank, for a layout that `may_be_whole`. Only this rank's count is
-    read where its EP group spans no other attention rank."""
+    read where its EP group spans no other attention rank. ``max_dispatched``: rows of each rank that operators
+    dispatch; every rank must have some."""
     spanned = max(1, parallel.ep // parallel.tp)
     own = parallel.coordinate("dp", rank)
     first = own // spanned * spanned
     gathered = counts[first : first + spanned]
-    if max(gathered) > MAX_WHOLE_ROWS or sum(gathered) > MAX_GATHERED_ROWS:
+    shards = tuple(size for count in gathered for size in shard_sizes(count, parallel.tp))
+    dispatched = spanned > 1 and 0 < min(shards) and max(shards) <= max_dispatched
+    if max(gathered) > MAX_WHOLE_ROWS or (sum(gathered) > MAX_GATHERED_ROWS and not dispatched):
         return Rows(counts[own])
-    shards = [size for count in gathered for size in shard_sizes(count, parallel.tp)]
-    return Rows(counts[own], whole=True, by_ep_rank=tuple(shards) if spanned > 1 else ())
+    return Rows(counts[own], whole=True, by_ep_rank=shards if spanned > 1 else (), dispatched=dispatched)
 
 
 def shard_sizes(rows: int, ranks: int) -> list[int]:

@@ -15,7 +15,8 @@ from fusion.model.parallel import Parallel
 class Mesh:
     """Holds one rank's coordinates in a layout and its process groups; a group of one member is None.
 
-    ``ends_group``: on the first and the last pipeline stage, this rank and the corresponding rank of the other end.
+    ``dispatch_group``: of `Parallel.dispatch_groups`. ``ends_group``: on the first and the last pipeline stage, this
+    rank and the corresponding rank of the other end.
     """
 
     parallel: Parallel
@@ -29,6 +30,7 @@ class Mesh:
     ends_group: dist.ProcessGroup | None = None
     stage_group: dist.ProcessGroup | None = None
     world_group: dist.ProcessGroup | None = None
+    dispatch_group: dist.ProcessGroup | None = None
 
     @property
     def tp_rank(self) -> int:
@@ -69,12 +71,14 @@ class Mesh:
         parallel: Parallel,
         ranks: tuple[int, ...] | None = None,
         new_group: Callable[[list[int]], Any] = dist.new_group,
+        new_dispatch_group: Callable[[list[int]], Any] | None = None,
     ) -> Mesh:
         """Create the mesh of the calling process over ``ranks`` (global ranks, in layout order; default: all).
 
         Collective over the whole world: every process must call it with the same arguments in the same order. A
         process outside ``ranks`` gets a mesh with rank -1. ``new_group`` may be one that concerns its members only;
-        then only the processes of ``ranks`` call it.
+        then only the processes of ``ranks`` call it. ``new_dispatch_group``: creates each of
+        `Parallel.dispatch_groups`; None: there are none.
         """
         if not dist.is_initialized():
             assert parallel.world == 1
@@ -95,5 +99,13 @@ class Mesh:
                     own_group = group_by_members[members]
             return own_group
 
+        dispatch_group = None
+        if new_dispatch_group is not None:
+            for group in parallel.dispatch_groups():
+                members = [ranks[i] for i in group]
+                created = new_dispatch_group(members)
+                dispatch_group = created if own_rank in members else dispatch_group
         own_groups = {f"{name}_group": create_groups(groups) for name, groups in parallel.process_groups().items()}
-        return cls(parallel, ranks.index(own_rank) if own_rank in ranks else -1, **own_groups)
+        return cls(
+            parallel, ranks.index(own_rank) if own_rank in ranks else -1, dispatch_group=dispatch_group, **own_groups
+        )

@@ -151,6 +151,8 @@ class MoE(nn.Module):
         self, x_ND: torch.Tensor, rows: Rows, row_multiple: int, *, record: bool
     ) -> tuple[torch.Tensor, Routed | None]:
         """Compute all rows of this attention rank, with the sums over TP and EP."""
+        if rows.dispatched:
+            return self._dispatched(x_ND, rows, row_multiple, record=record)
         mesh, own, gathered_ND = self.mesh, slice(None), x_ND
         tp, ep = mesh.parallel.tp, mesh.parallel.ep
         if rows.by_ep_rank:
@@ -176,6 +178,23 @@ class MoE(nn.Module):
         else:
             y = sum_plainly(y, mesh.ep_group)
         return (y if shared is None else y + sum_plainly(shared, mesh.tp_group)), routed
+
+    def _dispatched(
+        self, x_ND: torch.Tensor, rows: Rows, row_multiple: int, *, record: bool
+    ) -> tuple[torch.Tensor, Routed | None]:
+        """As `_whole`, by the card's operators, which send this TP rank's shard to its experts."""
+        mesh, shards = self.mesh, Rows(rows.count)
+        assert mesh.dispatch_group is not None
+        shard = shard_range(rows.count, mesh.parallel.tp, mesh.tp_rank)
+        x_nD = x_ND[shard.start : shard.stop]
+        logits_nE = self._logits(x_nD, row_multiple)
+        weight_nk, expert_nk = self.operators.gate(logits_nE, self._router, self.correction, row_multiple)
+        experts = self.spec.num_experts, mesh.dispatch_group, max(rows.by_ep_rank), *self._matrices
+        y = gather_rows(self.operators.dispatched_experts(x_nD, expert_nk, weight_nk, *experts), shards, mesh)
+        if self.shared is not None:
+            shared = self._gated(x_ND, self.shared.partial(x_ND, row_multiple), row_multiple)
+            y = y + sum_plainly(shared, mesh.tp_group)
+        return y, Routed(_NO_STATS, gather_rows(expert_nk, shards, mesh)) if record else None
 
     def _experts(
         self,

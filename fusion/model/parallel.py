@@ -27,6 +27,8 @@ AXES: tuple[Axis, ...] = ("tp", "dp", "etp", "ep", "edp", "pp")
 
 CARD_ONLY = frozenset(("etp", "ep", "edp", "ends"))
 """Process groups in which only cards communicate, and the host never does"""
+MIN_DISPATCH_RANKS = 16
+"""EP ranks from which on a card's operators may send rows to experts, in a group that is used for nothing else"""
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,11 @@ class Parallel:
             "stage": self.stages(),
             "world": whole,
         }
+
+    def dispatch_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of each EP group that gets a second process group, in which only `MoE` sends rows."""
+        spans = self.etp == 1 and self.ep > self.tp and self.ep % self.tp == 0
+        return self.groups("ep") if spans and self.ep >= MIN_DISPATCH_RANKS else ()
 
     def layers(self, num_layers: int, stage: int) -> range:
         """Return the layers of a pipeline stage: split as evenly as possible, the remainder to earlier stages (the

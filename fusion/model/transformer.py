@@ -164,6 +164,16 @@ class Transformer(nn.Module):
         depend on its batch."""
         return self.operators.runs_ahead and self.row_multiple == 1 and may_be_whole(self.mesh.parallel)
 
+    @property
+    def max_dispatched_rows(self) -> int:
+        """Number of rows of each rank that the card's operators dispatch to experts; 0 if there are none."""
+        config, ranks = self.config, self.mesh.parallel.ep
+        if self.mesh.dispatch_group is None:
+            return 0
+        return self.operators.max_dispatched_rows(
+            ranks, config.num_experts, config.top_k, hidden=config.hidden_size, dtype=self.weights.dtype
+        )
+
     def hidden_rows(self, rows: int) -> int:
         """Return how many rows of a batch of ``rows`` this TP rank holds between two blocks and between two stages."""
         return len(self.own_rows(rows))

@@ -9,6 +9,7 @@ import torch
 
 from fusion.colocate.groups import OTHER_FILES, cost_of, plan_groups, raise_file_limit
 from fusion.colocate.meshes import Meshes
+from fusion.model import parallel
 from tests.colocate.cards import make_spec
 from tests.helpers import processes, run_ranks, tiny_checkpoint
 from tests.machine import patience
@@ -32,13 +33,14 @@ def test_cards_that_meet_in_several_roles_have_one_group_and_gloo_joins_where_th
 
 
 def test_a_card_of_768_has_two_full_meshes_of_sockets(folder):
-    """One for switches, phases and training, and one for saving; five more come only from groups of its own axes."""
+    """One for switches, phases and training, and one for saving; five more come only from groups of its own axes. The
+    engine's experts have a communicator of their own beside its group."""
     spec = make_spec(folder, 768, {"tp": 8, "ep": 64}, {"tp": 2, "ep": 64})
     cost = cost_of(spec)
     train = {"tp": 7, "dp": 95, "world, stage, actor": 767, "saved": 767}
     infer = {"tp": 1, "dp of an engine": 31, "engine": 63}
     assert cost.sockets == sum([*train.values(), *infer.values()])
-    assert cost.communicators == len({"tp", "dp", "world", "edp"} | {"tp'", "dp'", "ep = engine"})
+    assert cost.communicators == len({"tp", "dp", "world", "edp"} | {"tp'", "dp'", "ep = engine", "dispatch"})
 
 
 def meet(rank, device, spec):
@@ -66,6 +68,27 @@ def test_groups_open_the_sockets_that_were_planned_and_those_of_the_card_serve_t
     for added, total, on_card in run_ranks(meet, 4, spec):
         assert (total, on_card) == (4, 2)
         assert added >= cost_of(spec).sockets
+
+
+def dispatch(rank, device, spec):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parallel, "MIN_DISPATCH_RANKS", 2)
+        created = Meshes.create(spec, rank, device.process_group_backend)
+        restarted = Meshes.create_restarted(spec, rank, 1, device.process_group_backend)
+    assert created.train.dispatch_group is None
+    totals = []
+    for engine in (created.engine, restarted.engine):
+        group, on_card = engine.dispatch_group, torch.ones(1, device=device.torch_device)
+        assert group not in (engine.ep_group, engine.world_group)
+        torch.distributed.all_reduce(on_card, group=group)
+        with pytest.raises(RuntimeError):
+            torch.distributed.all_reduce(torch.ones(1), group=group)
+        totals.append(on_card.item())
+    return totals
+
+
+def test_engines_that_dispatch_rows_have_a_group_of_the_card_that_nothing_else_uses(folder):
+    assert run_ranks(dispatch, 4, make_spec(folder, 4, {"ep": 2}, {"ep": 4})) == [[4, 4]] * 4
 
 
 def limited(pipe, spec, soft, hard):

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.inference import EmbeddedEngine
 from fusion.model import Mesh, ModelConfig, Parallel, Rows, Transformer, load_weights, whole_rows
+from fusion.model import parallel as layouts_of_ranks
 from fusion.model.collectives import MAX_GATHERED_ROWS, MAX_WHOLE_ROWS, may_be_whole, shard_sizes
 from fusion.npu.operators import operators_of
 from tests.families import family_checkpoint
@@ -42,11 +44,14 @@ def with_operators(device: Any, name: str):
         device.operators = before
 
 
-def generate_rank(rank: int, device: Any, folder: str, parallel: Parallel, invariant: bool = False) -> Any:
-    """Returns the outputs, and all plans of the steps' rows. In float64: ranks that add in another order choose the
-    same experts then."""
-    with with_operators(device, "ascend"):
-        mesh = Mesh.create(parallel)
+def generate_rank(
+    rank: int, device: Any, folder: str, parallel: Parallel, invariant: bool = False, least: int = 16
+) -> Any:
+    """Returns the outputs, and all plans of the steps' rows. From ``least`` EP ranks on rows are dispatched. In
+    float64: ranks that add in another order choose the same experts then."""
+    with with_operators(device, "ascend"), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layouts_of_ranks, "MIN_DISPATCH_RANKS", least)
+        mesh = Mesh.create(parallel, new_dispatch_group=dist.new_group)
         config = rollout_config(
             max_length=256, max_seqs=8, max_batch_tokens=64, max_kv_tokens=160, batch_invariant=invariant
         )
@@ -65,9 +70,9 @@ def generate_rank(rank: int, device: Any, folder: str, parallel: Parallel, invar
         return outputs, planned
 
 
-def check(folder: str, parallel: Parallel) -> None:
-    """Generates as one rank with the plain operators does."""
-    results = run_ranks(generate_rank, parallel.world, folder, parallel)
+def check(folder: str, parallel: Parallel, least: int = 16) -> list[Any]:
+    """Generates as one rank with the plain operators does; returns the results."""
+    results = run_ranks(generate_rank, parallel.world, folder, parallel, False, least)
     outputs = [output for mine, _ in results for output in mine]
     wanted = generate(engine(torch.float64, routing=True, folder=folder), requests(12))
     found, routing = by_id(outputs), {output.request_id: output.routing for output in outputs}
@@ -76,6 +81,7 @@ def check(folder: str, parallel: Parallel) -> None:
         assert tokens == output.tokens and logprobs == pytest.approx(output.logprobs, abs=1e-5)
         assert torch.equal(routing[output.request_id], output.routing)
     assert all(rows.whole == (parallel.etp == 1) for _, planned in results for rows in planned)
+    return results
 
 
 @pytest.mark.filterwarnings("ignore:.*made nevertheless on the emulated card")
@@ -100,6 +106,23 @@ def test_shared_experts_are_summed_once(kind, parallel, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.*made nevertheless on the emulated card")
+@pytest.mark.parametrize(
+    ("kind", "parallel"),
+    [
+        ("qwen3_moe", Parallel(4, tp=2, ep=4)),
+        pytest.param("qwen3_moe", Parallel(2, ep=2), marks=pytest.mark.extended),
+        pytest.param("deepseek_v3", Parallel(4, tp=2, ep=4), marks=pytest.mark.extended),
+    ],
+    ids=str,
+)
+def test_operators_dispatch_rows_to_experts(kind, parallel, tmp_path):
+    """While all ranks have rows; the others are gathered."""
+    for _, planned in check(family_checkpoint(tmp_path, kind), parallel, least=2):
+        assert {rows.dispatched for rows in planned} == {True, False}
+        assert all(min(rows.by_ep_rank) > 0 for rows in planned if rows.dispatched)
+
+
+@pytest.mark.filterwarnings("ignore:.*made nevertheless on the emulated card")
 def test_no_rows_are_whole_where_bits_must_not_depend_on_the_batch():
     parallel = Parallel(2, tp=2, ep=2)
     for _, planned in run_ranks(generate_rank, 2, checkpoint(), parallel, True):
@@ -114,15 +137,16 @@ def layouts(draw: st.DrawFn) -> tuple[Parallel, list[int]]:
     return Parallel(tp * dp, tp=tp, ep=ep), draw(counts | st.lists(st.integers(0, 9), min_size=dp, max_size=dp))
 
 
-@given(layouts())
-def test_all_ranks_of_an_ep_group_plan_alike(case):
-    """A plan is bounded, names the shards of the group's ranks in order, and is the same on all that exchange rows."""
+@given(layouts(), st.sampled_from([0, 5, 512]))
+def test_all_ranks_of_an_ep_group_plan_alike(case, max_dispatched):
+    """A plan is bounded, names the shards of the group's ranks in order, and is the same on all that exchange rows.
+    Rows are dispatched, in whatever number in total, if each rank has some and none too many."""
     parallel, counts = case
     assert may_be_whole(parallel)
-    plans = [whole_rows(parallel, rank, counts) for rank in range(parallel.world)]
+    plans = [whole_rows(parallel, rank, counts, max_dispatched) for rank in range(parallel.world)]
     for axis in ("tp", "ep"):
         for group in parallel.groups(axis):
-            assert len({(plans[rank].whole, plans[rank].by_ep_rank) for rank in group}) == 1
+            assert len({(plans[rank].whole, plans[rank].by_ep_rank, plans[rank].dispatched) for rank in group}) == 1
     for group in parallel.groups("ep"):
         own = [counts[parallel.coordinate("dp", rank)] for rank in group]
         shards = tuple(
@@ -130,10 +154,11 @@ def test_all_ranks_of_an_ep_group_plan_alike(case):
             for count, rank in zip(own, group, strict=True)
         )
         gathered = sum(shards) if parallel.ep > parallel.tp else own[0]
-        is_small = max(own) <= MAX_WHOLE_ROWS and gathered <= MAX_GATHERED_ROWS
+        dispatched = parallel.ep > parallel.tp and 0 < min(shards) and max(shards) <= max_dispatched
+        is_small = max(own) <= MAX_WHOLE_ROWS and (dispatched or gathered <= MAX_GATHERED_ROWS)
         for count, rank in zip(own, group, strict=True):
             spans = is_small and parallel.ep > parallel.tp
-            assert plans[rank] == Rows(count, is_small, shards if spans else ())
+            assert plans[rank] == Rows(count, is_small, shards if spans else (), dispatched and is_small)
 
 
 @pytest.mark.parametrize("parallel", [Parallel(), Parallel(4, tp=2, ep=2, etp=2), Parallel(6, tp=2, ep=3)], ids=str)

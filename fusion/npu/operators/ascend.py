@@ -20,11 +20,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.distributed import ProcessGroup
 
 from fusion.npu.operators import limits
 from fusion.npu.operators.ascend_functions import AddRMSNorm, GroupedLinear, Permute, routing_options
 from fusion.npu.operators.gating import Gating
-from fusion.npu.operators.plain import PagedRows, Permuted, Plain, Rope, sum_of_local
+from fusion.npu.operators.plain import PagedRows, Permuted, Plain, Rope
+from fusion.npu.operators.rows import sum_of_local
 
 Weights = Sequence[torch.Tensor] | torch.Tensor
 """A matrix [O, D] of each expert, or all of them stacked [E, O, D]"""
@@ -182,6 +184,45 @@ class Ascend(Plain):
         y_NkD = y.index_select(0, places.clamp(min=0)).unflatten(0, weight_Nk.shape)
         return sum_of_local(y_NkD, places.view(weight_Nk.shape) >= 0, weight_Nk)  # the places of others are -1
 
+    def max_dispatched_rows(self, ranks: int, num_experts: int, top_k: int, *, hidden: int, dtype: torch.dtype) -> int:
+        x, experts = torch.empty(1, hidden, dtype=dtype, device="meta"), torch.empty(1, top_k, device="meta")
+        named = dict(x=x, expert_ids=experts.to(torch.int32), ep_world_size=ranks, moe_expert_num=num_experts)
+        if not self._is_emulated and not is_a3():  # others want more arguments, and have narrower limits
+            return 0
+        broken = limits.beyond("npu_moe_distribute_dispatch_v2", named)
+        if broken and not self._exceeds("npu_moe_distribute_dispatch_v2", broken):
+            return 0
+        return min(limits.MAX_DISPATCHED_ROWS, limits.rows_of_buffer(ranks, num_experts // ranks, top_k, hidden))
+
+    def dispatched_experts(
+        self,
+        x_nD: torch.Tensor,
+        expert_nk: torch.Tensor,
+        weight_nk: torch.Tensor,
+        num_experts: int,
+        group: ProcessGroup,
+        max_rows: int,
+        gate_up: Weights,
+        down: Weights,
+    ) -> torch.Tensor:
+        experts, ranks, rank = expert_nk.to(torch.int32), group.size(), group.rank()
+        name = group.group_name if self._is_emulated else communicator_name(group)
+        domain, options = (name, ranks, rank, num_experts), dict(shared_expert_num=0, global_bs=max_rows * ranks)
+        rows, _, assist, counts_E, received, received_over_tp, _ = torch.ops.npu.npu_moe_distribute_dispatch_v2(
+            x_nD, experts, *domain, **options
+        )
+        y = self.experts(rows, counts_E, gate_up, down)
+        return torch.ops.npu.npu_moe_distribute_combine_v2(
+            y,
+            experts,
+            assist,
+            received,
+            weight_nk.to(torch.float32),
+            *domain,
+            tp_send_counts=received_over_tp,
+            **options,
+        )
+
     def takes_counts(self, x: torch.Tensor, experts: int, row_multiple: int = 1) -> bool:
         return row_multiple == 1 and (self._is_emulated or 2 <= experts <= limits.MAX_GROUPS)
 
@@ -306,6 +347,17 @@ class Ascend(Plain):
         scalars = betas[0] ** step, betas[1] ** step, lr, weight_decay, *betas, eps
         for var, grad, m, v in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
             torch.ops.npu.npu_apply_adam_w.out(*scalars, grad, None, False, False, var=var, m=m, v=v)
+
+
+def is_a3() -> bool:
+    """Return whether this process's card is an Atlas A3 (Ascend 910C)."""
+    return "Ascend910_93" in torch.npu.get_device_name()  # type: ignore[attr-defined]
+
+
+def communicator_name(group: ProcessGroup) -> str:
+    """Return the name by which operators find HCCL's communicator of a group, which is created if needed."""
+    backend: Any = group._get_backend(torch.device("npu"))
+    return backend.get_hccl_comm_name(group.rank())
 
 
 def _plain_sines(sin_N1R: torch.Tensor, interleaved: bool) -> torch.Tensor:

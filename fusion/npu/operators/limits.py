@@ -6,6 +6,7 @@ other, the vendor's page holds; docs/operators.md lists these. What no page docu
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,9 @@ GROUPED_MM = "torch 2.13, torch.nn.functional.grouped_mm and its Meta kernel"
 FLASH = "FlashAttention 2, csrc/flash_attn/flash_api.cpp, mha_varlen_fwd"
 MAX_LISTED_WEIGHTS, MAX_GROUPS = 128, 1024
 MAX_PACKED_SEQUENCES = 1024
+MAX_DISPATCHED_EXPERTS, MAX_DISPATCHED_ROWS = 24, 512
+HCCL_BUFFER_MB = 200
+"""Size of a communicator's buffer where HCCL_BUFFSIZE states none"""
 CUDA_PAGE = 256
 """Tokens of which a page of FlashAttention 2 has a multiple"""
 Arguments = Mapping[str, Any]
@@ -124,6 +128,16 @@ LIMITS: dict[str, tuple[Limit, ...]] = {
         _true("bias has the dtype of x", lambda a: a["bias"] is None or a["bias"].dtype == a["x"].dtype),
         Limit("renorm", lambda a: a["renorm"], one_of=(0,)),
     ),
+    "npu_moe_distribute_dispatch_v2": (  # on Atlas A3; of npu_moe_distribute_combine_v2, too, which takes less of some
+        _dtype("x", HALVES),
+        _dtype("expert_ids", (torch.int32,)),
+        Limit("EP ranks", lambda a: a["ep_world_size"], at_least=2, at_most=384),
+        Limit("experts", lambda a: a["moe_expert_num"], at_most=512),
+        Limit("experts of a card", lambda a: a["moe_expert_num"] // a["ep_world_size"], at_most=MAX_DISPATCHED_EXPERTS),
+        Limit("tokens of a rank", lambda a: a["x"].shape[0], at_least=1, at_most=MAX_DISPATCHED_ROWS),
+        Limit("channels", lambda a: a["x"].shape[1], at_least=1024, at_most=7168),
+        Limit("k", lambda a: a["expert_ids"].shape[1], at_least=1, at_most=16),
+    ),
     "npu_moe_init_routing_v2": (
         _dtype("x"),
         _dtype("expert_idx", (torch.int32,)),
@@ -197,6 +211,16 @@ def _inner(matrix: torch.Tensor) -> int:
 def _row_bytes(matrix: torch.Tensor) -> int:
     """Return the bytes between rows of the last two dimensions, which one of them lies along."""
     return max(matrix.stride()[-2:]) * matrix.element_size()
+
+
+def rows_of_buffer(ranks: int, local_experts: int, top_k: int, hidden: int) -> int:
+    """Return for how many rows of each rank the buffer of a communicator suffices (`npu_moe_distribute_combine_v2`)."""
+
+    def aligned(num_bytes: int) -> int:
+        return -(-num_bytes // 512) * 512
+
+    bytes_of_row = 2 * (local_experts * ranks * aligned(2 * hidden + 64) + top_k * aligned(2 * hidden))
+    return (int(os.environ.get("HCCL_BUFFSIZE", HCCL_BUFFER_MB)) << 20) // bytes_of_row
 
 
 def beyond(operator: str, arguments: Arguments) -> list[str]:

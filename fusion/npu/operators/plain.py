@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.distributed import ProcessGroup
 from torch.optim.adamw import adamw
 
 from fusion.npu.operators.gating import Gating, choose_with_scores, score, weigh
-from fusion.npu.operators.rows import linear
+from fusion.npu.operators.rows import linear, sum_of_local
 
 Rope = tuple[torch.Tensor, torch.Tensor]
 """Cosines and sines [N, 1, R] of the rotated channels; the sines of the first channel of each pair with the sign of the
@@ -203,6 +204,30 @@ class Plain:
         y_NkD = torch.empty_like(y).index_copy_(0, order, y).unflatten(0, weight_Nk.shape)
         return sum_of_local(y_NkD, turned_Nk < len(local), weight_Nk)
 
+    def max_dispatched_rows(self, ranks: int, num_experts: int, top_k: int, *, hidden: int, dtype: torch.dtype) -> int:
+        """Return how many rows of each of so many EP ranks `dispatched_experts` takes; 0: there is no such operator."""
+        return 0
+
+    def dispatched_experts(
+        self,
+        x_nD: torch.Tensor,
+        expert_nk: torch.Tensor,
+        weight_nk: torch.Tensor,
+        num_experts: int,
+        group: ProcessGroup,
+        max_rows: int,
+        gate_up: Sequence[torch.Tensor] | torch.Tensor,
+        down: Sequence[torch.Tensor] | torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the weighted sum [n, D] of each row's experts, whichever rank of ``group`` holds them: rank r the r-th
+        of equal shares, of which these are the matrices. Without gradients; collective.
+
+        Args:
+            group: in which no other operator communicates.
+            max_rows: of any rank, each of which has at least one.
+        """
+        raise NotImplementedError(f"the {self.name} operators dispatch no rows")
+
     # Attention
 
     def varlen_attention(
@@ -323,13 +348,6 @@ class Plain:
             eps=eps,
             maximize=False,
         )
-
-
-def sum_of_local(y_NkD: torch.Tensor, is_local_Nk: torch.Tensor, weight_Nk: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum [N, D] of the local ones of each row's experts. What the others' rows hold is ignored,
-    whatever it is: memory that no product was written to."""
-    y_NkD = torch.where(is_local_Nk.unsqueeze(-1), y_NkD, 0)
-    return torch.bmm(weight_Nk.to(y_NkD.dtype).unsqueeze(1), y_NkD).squeeze(1)
 
 
 def _rotate(x_NhC: torch.Tensor, cos_N1R: torch.Tensor, sin_N1R: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Compute products and sigmoids whose bits may be asked not to depend on the other rows of a batch. Of any device."""
+"""Compute what all tables share, on any device: products and sigmoids whose bits may be asked not to depend on the
+other rows of a batch, and sums of experts."""
 
 from __future__ import annotations
 
@@ -36,3 +37,10 @@ def sigmoid(x: torch.Tensor, row_multiple: int = 1) -> torch.Tensor:
         return x.sigmoid()
     x32 = x.to(torch.float32) if x.dtype in (torch.bfloat16, torch.float16) else x
     return (1 / (1 + (-x32).exp())).to(x.dtype)
+
+
+def sum_of_local(y_NkD: torch.Tensor, is_local_Nk: torch.Tensor, weight_Nk: torch.Tensor) -> torch.Tensor:
+    """Return the weighted sum [N, D] of the local ones of each row's experts. What the others' rows hold is ignored,
+    whatever it is: memory that no product was written to."""
+    y_NkD = torch.where(is_local_Nk.unsqueeze(-1), y_NkD, 0)
+    return torch.bmm(weight_Nk.to(y_NkD.dtype).unsqueeze(1), y_NkD).squeeze(1)

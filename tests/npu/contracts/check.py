@@ -13,16 +13,19 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import yaml
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusion.model import ModelConfig
+from fusion.model.parallel import MIN_DISPATCH_RANKS
 from fusion.model.spec import Dense, GroupedQuery, Latent, LayerSpec, Sparse
 from fusion.npu.emulator.operators import recorded_schemas, register_gradients
-from fusion.npu.operators import PagedRows, limits
+from fusion.npu.operators import PagedRows, ascend, limits
 from fusion.npu.operators.ascend import Ascend
 from tests.npu.contracts.wheel import META_KERNELS, SCHEMAS
 
@@ -205,11 +208,29 @@ def sparse(table: Ascend, spec: Sparse, hidden: int, cut: Cut) -> list[torch.Ten
             outs.append(
                 table.local_experts(cut.tensor(cut.rows, hidden), experts, weights, spec.num_experts, last, *stacks)
             )
+    if not cut.trains and cut.ep >= MIN_DISPATCH_RANKS and local > 1:
+        dispatched(table, spec, cut, meta(cut.rows, hidden), experts, weights, stacks)
     if 2 <= local <= limits.MAX_LISTED_WEIGHTS:
         lists = [[cut.tensor(*stack.shape[1:]) for _ in range(local)] for stack in stacks]
         outs.append(table.experts(received, arriving, *lists))
     assert table.takes_counts(x, local) == (2 <= local <= limits.MAX_GROUPS)
     return outs
+
+
+def dispatched(
+    table: Ascend, spec: Sparse, cut: Cut, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor, stacks: Any
+) -> None:
+    """Call what sends rows to experts, where it is within its limits: beyond them rows are gathered."""
+    arguments = dict(x=x[:1], expert_ids=experts, ep_world_size=cut.ep, moe_expert_num=spec.num_experts)
+    if limits.beyond("npu_moe_distribute_dispatch_v2", arguments):
+        return
+    group: Any = SimpleNamespace(size=lambda: cut.ep, rank=lambda: cut.ep - 1, group_name="group")
+    with patch.object(ascend, "communicator_name", lambda group: "group"), patch.object(ascend, "is_a3", lambda: True):
+        assert table.max_dispatched_rows(
+            cut.ep, spec.num_experts, spec.router.top_k, hidden=x.shape[1], dtype=x.dtype
+        ) == min(512, limits.rows_of_buffer(cut.ep, spec.num_experts // cut.ep, spec.router.top_k, x.shape[1]))
+        y = table.dispatched_experts(x, experts, weights, spec.num_experts, group, cut.rows, *stacks)
+    assert y.shape == x.shape
 
 
 def optimizer(table: Ascend) -> None:

@@ -19,6 +19,7 @@ from fusion.npu.emulator.operators.attention_references import (
     scatter_pa_kv_cache,
     wide,
 )
+from fusion.npu.emulator.operators.dispatch_references import moe_distribute_combine, moe_distribute_dispatch
 
 Tensor = torch.Tensor
 
@@ -231,6 +232,8 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "npu_fusion_attention": fusion_attention,
     "npu_fusion_attention_grad": fusion_attention_grad,
     "npu_grouped_matmul": _grouped_matmul,
+    "npu_moe_distribute_combine_v2": moe_distribute_combine,
+    "npu_moe_distribute_dispatch_v2": moe_distribute_dispatch,
     "npu_moe_gating_top_k": _gating_top_k,
     "npu_moe_gating_top_k_softmax_v2": _gating_top_k_softmax,
     "npu_moe_init_routing_v2": _init_routing,
