@@ -10,7 +10,7 @@ from statistics import mean
 
 from benchmarks.harness import Figures, progress
 from benchmarks.rollout_virtual import PublishedEngineCost, compared, config_of, forced_lengths, in_processes
-from benchmarks.rollout_workloads import PROMPT_TOKENS, STEPS_OF_EPOCH, WORKLOADS
+from benchmarks.rollout_workloads import HARDWARE, PROMPT_TOKENS, STEPS_OF_EPOCH, WORKLOADS
 from stalesync.simulator.drafts import DraftSpec
 from stalesync.simulator.lengths import DrawnLengths
 from stalesync.simulator.run import SimulatedRun
@@ -51,7 +51,8 @@ def simulate(case: tuple[str, int, int]) -> float:
     config.stalesync.max_staleness = mode.max_staleness
     config.rollout.engine.max_seqs = workload.max_seqs
     setup = SimulationSetup.of(config, kv_tokens=workload.kv_tokens)
-    cost = PublishedEngineCost(setup.engine.cost.pace, setup.engine.cost.layout, full_batch=workload.max_seqs)
+    pace = replace(setup.engine.cost.pace, hardware=HARDWARE)
+    cost = PublishedEngineCost(pace, setup.engine.cost.layout, full_batch=workload.max_seqs)
     setup = replace(setup, engine=replace(setup.engine, cost=cost, drafts=mode.drafts))
     if (pipe := setup.admission.histopipe) is not None and not mode.search:
         pipe = replace(pipe, search=False, growth=inf)

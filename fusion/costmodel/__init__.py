@@ -7,6 +7,7 @@
       memory       bytes by owner and phase        attention    cost of attention by its kind
       segments     who holds what in two layouts   traffic      bytes of every die by link, exact, by the plan's rules
       roofline     one step of a die               step_time    training and generation, for ranking
+      launches     the host's floor of a step      rates        tokens/s of a die, beside published ones
       switch_time  a switch by part, its limit     search       layouts and deployments, ranked by step seconds
       fitting      settings with which a job fits
       report       tables of scripts/plan.py       pace         cost of the steps of paced cards

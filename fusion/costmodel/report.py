@@ -13,7 +13,9 @@ from rich.text import Text
 
 from fusion.costmodel.fitting import advice, fitting_settings
 from fusion.costmodel.layouts import layout_text
+from fusion.costmodel.rates import BATCH, CONTEXT, plan_rates, published_rates
 from fusion.costmodel.search import DeploymentEstimate, Ranking, SetupEstimate
+from fusion.costmodel.setup import Setup
 from fusion.costmodel.switch_time import PUBLISHED
 from fusion.ep_switch.topology import LEVELS
 from fusion.model import Parallel
@@ -41,7 +43,8 @@ FIGURES = {
     "flops": "bf16 of a die",
     "forward_reached": "of it, a forward pass",
     "train_reached": "of it, a training step",
-    "layer_s": "a layer's launches",
+    "layer_s": "a layer's overhead",
+    "launch_s": "a launch by the host",
     "out_bytes_per_s": "die to host",
     "back_bytes_per_s": "host to die",
     "host_bytes": "host of a node",
@@ -53,7 +56,7 @@ FIGURES = {
 def render(chosen: SetupEstimate, ranking: Ranking, *, check: dict[str, float], notes: Iterable[str]) -> Group:
     """Render a report: the setup, whether it fits, its seconds, the alternatives, the constants with their sources."""
     parts: list[RenderableType] = [_heading(chosen, notes), _memory(chosen), _bytes(chosen), _seconds(chosen)]
-    parts += [_pairs(ranking, chosen), _deployments(ranking), _sources(chosen), _check(check)]
+    parts += [_rates(chosen.setup), _pairs(ranking, chosen), _deployments(ranking), _sources(chosen), _check(check)]
     return Group(*[piece for part in parts for piece in (part, Text())])
 
 
@@ -103,6 +106,12 @@ def as_dict(chosen: SetupEstimate, ranking: Ranking, check: dict[str, float]) ->
             way: {"seconds": switch.seconds, "limit": switch.limit, "parts": switch.parts}
             for way, switch in zip(moved, chosen.switches, strict=True)
         },
+        "rates": {work: asdict(rate) for work, rate in plan_rates(setup).items()},
+        "published": [
+            {"work": one.work, "system": one.system, "tokens_per_s": one.tokens_per_s, "predicted": asdict(rate)}
+            | {"conditions": one.conditions, "source": one.source}
+            for one, rate in published_rates(setup)
+        ],
         "figures": {name: {"value": v, "source": s} for name, (v, s) in setup.hardware.figures().items()},
         "ranking": [_pair(pair) for pair in ranking.pairs],
         "deployments": [_deployment_row(plan) for plan in ranking.deployments],
@@ -239,6 +248,21 @@ def _seconds(chosen: SetupEstimate) -> Group:
         else "The optimizer state leaves before the weights change: HBM does not hold both."
     )
     return _under("Seconds of a switch by part", table, how)
+
+
+def _rates(setup: Setup) -> Group:
+    table = _table("work", "system", "published", "predicted", "ms a step", "limit", left=2)
+    table.columns[-1].justify = "left"
+    lines = [f"Predicted of this plan for sequences of {CONTEXT:,} tokens, {BATCH} an attention rank in decoding."]
+    for work, rate in plan_rates(setup).items():
+        table.add_row(work, "this plan", "", f"{rate.tokens_per_s:,.0f}", f"{1e3 * rate.step_s:.1f}", rate.limit)
+    for one, rate in published_rates(setup):
+        shown = (f"{tokens:,.0f}" for tokens in (one.tokens_per_s, rate.tokens_per_s))
+        table.add_row(one.work, one.system, *shown, f"{1e3 * rate.step_s:.1f}", rate.limit)
+        lines.append(f"{one.system}: {one.conditions}; {one.source}")
+    if len(lines) == 1:
+        lines.append(f"No published rate of {setup.shape.name} on {setup.hardware.name} is known.")
+    return _under("Tokens a second of a die: published, and predicted under the same conditions", table, *lines)
 
 
 def _pairs(ranking: Ranking, chosen: SetupEstimate) -> Group:

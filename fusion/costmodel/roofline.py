@@ -2,6 +2,7 @@
 
     seconds = max(operations / reached flops, bytes / HBM bandwidth), summed over the pipeline stages
             + link bytes / link bandwidth + exchanges x latency + `layer_s` per layer
+    seconds >= launches x `launch_s` (`launches.py`)
 
 The same constants as `step_time`, which ranks whole layouts with them, per step instead of per batch. In a step a die
 reads its weights once, of its experts those that a token of the step is routed to (the expectation under uniform
@@ -16,11 +17,13 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 from operator import add
 from typing import NamedTuple
 
 from fusion.costmodel.hardware import Hardware
+from fusion.costmodel.launches import decode_floor_s, launches_of
 from fusion.costmodel.memory import GRADIENT_BYTES, STATE_BYTES, WEIGHT_BYTES, stage_weights
 from fusion.costmodel.shape import Shape
 from fusion.costmodel.step_time import expert_load_factor, group_bytes_per_s
@@ -120,22 +123,23 @@ class Roofline:
             drafted_pairs: those of drafts, which attend as decoded tokens do.
         """
         tokens, decoded = sequences + prefill_tokens, kv_tokens + drafted_pairs
-        total = Work(self.exchanges * self.hardware.collective_s.value + self._launches)
+        total = Work(self.exchanges * self.hardware.collective_s.value + self._overheads)
         for stage in self._stages:
             flops = self._flops(stage, tokens, attended, decoded_pairs=decoded)
             read = WEIGHT_BYTES * (stage.dense + stage.experts * self.experts_read(tokens))
             read += (kv_tokens + tokens) * self._kv_bytes * stage.layers
             total += self._bound(flops, read, self.hardware.forward_reached.value)
             total += self._links(stage, tokens, passes=1)
-        return total
+        return replace(total, seconds=max(total.seconds, self.launch_floor_s))
 
     def step_lines(self, tokens: float) -> tuple[Line, ...]:
         """Return lines whose maximum is the seconds of `engine_step` for this many tokens, decoded and prefilled: per
-        kind of stage one line for operations and one for HBM, summed over the stages in every combination."""
+        kind of stage one line for operations and one for HBM, summed over the stages in every combination; and one for
+        the launches, where they may take longer."""
         hardware = self.hardware
         compute = 1 / (hardware.flops.value * hardware.forward_reached.value)
         memory = 1 / hardware.hbm_bytes_per_s.value
-        fixed = self.exchanges * hardware.collective_s.value + self._launches
+        fixed = self.exchanges * hardware.collective_s.value + self._overheads
         fixed += sum(self._links(stage, tokens, passes=1).seconds for stage in self._stages)
         lines = [Line(fixed, 0.0, 0.0, 0.0)]
         for stage, count in Counter(self._stages).items():
@@ -148,7 +152,8 @@ class Roofline:
                 Line(read, 0.0, 0.0, count * memory * self._kv_bytes * stage.layers),
             )
             lines = [Line(*map(sum, zip(line, bound, strict=True))) for line in lines for bound in bounds]
-        return tuple(lines)
+        floor = self.launch_floor_s
+        return (*lines, Line(floor, 0.0, 0.0, 0.0)) if floor > fixed else tuple(lines)
 
     def ideal_decode_s(self, sequences: float, kv_tokens: float, full: float) -> float:
         """Estimate the seconds of these sequences as their share of a decode step of ``full`` sequences with equally
@@ -193,8 +198,13 @@ class Roofline:
         expert = 2.0 * sparse if parallel.ep * parallel.etp > 1 else 0.0
         return expert + (2 * layers * TP_LATENCY if parallel.tp > 1 else 0.0) + (parallel.pp - 1) * TP_LATENCY
 
+    @cached_property
+    def launch_floor_s(self) -> float:
+        """Seconds in which the host launches a step of the engine."""
+        return decode_floor_s(self.shape, self.hardware, self.parallel)
+
     @property
-    def _launches(self) -> float:
+    def _overheads(self) -> float:
         return self.shape.config.num_layers * self.hardware.layer_s.value
 
     @property
@@ -207,13 +217,13 @@ class Roofline:
             return Work(0.0)
         micro_batches = ceil(tokens / token_budget)
         expert_load = expert_load_factor(self.shape, self.parallel)
-        stages = []
+        launches = launches_of(self.hardware.operators, self.parallel).of_passes(passes)
+        stages, floor_s = [], micro_batches * launches * self.hardware.launch_s.value
         for stage in self._stages:
             flops = passes * self._flops(stage, tokens, attended, expert_load=expert_load)
             read = passes * micro_batches * WEIGHT_BYTES * (stage.dense + stage.experts)
-            stages.append(
-                self._bound(flops, read, reached) + self._links(stage, tokens, passes, expert_load=expert_load)
-            )
+            work = self._bound(flops, read, reached) + self._links(stage, tokens, passes, expert_load=expert_load)
+            stages.append(replace(work, seconds=max(work.seconds, stage.sparse * floor_s)))
         longest = max(stages, key=lambda work: work.seconds)
         bubble = 1 + (self.parallel.pp - 1) / micro_batches
         return replace(longest, seconds=longest.seconds * bubble)

@@ -7,6 +7,7 @@ deployments, not to predict a run.
     generate    waves of as many sequences as the KV cache holds, each as long as the longest response; a decode step
                 reads the die's weights and KV cache once, exchanges tokens twice per sparse layer, and takes `layer_s`
                 more per layer
+    both        take at least as long as the host launches their operations (`launches.py`)
 
 `train_reached` and `layer_s` are calibrated on one published run: DeepSeek-R1 on 128 Atlas A3 cards with TP4 EP8 PP8
 and TP2 EP128 x 2, whose update took 319.3 s and whose rollout 373.65 s (cann-recipes-train). EXPERT_SPREAD is assumed:
@@ -19,6 +20,7 @@ from __future__ import annotations
 from math import log, sqrt
 
 from fusion.costmodel.hardware import Hardware
+from fusion.costmodel.launches import decode_floor_s, launches_of
 from fusion.costmodel.memory import WEIGHT_BYTES, largest_weight_bytes
 from fusion.costmodel.setup import Setup
 from fusion.costmodel.shape import Shape
@@ -45,7 +47,8 @@ def train_s(setup: Setup) -> float:
     tp = 4 * per_die * (train.tp - 1) / train.tp / group_bytes_per_s(hardware, train.tp)
     sparse = config.num_sparse_layers / count
     ep = 2 * config.top_k * sparse * load * per_die / train.tp * (1 - 1 / spread) / group_bytes_per_s(hardware, spread)
-    return (compute * longest + tp + ep) * bubble
+    launches = launches_of(hardware.operators, train).of_passes(passes) * sparse * len(train.layers(count, 0))
+    return max(compute * longest + tp + ep, micro_batches * launches * hardware.launch_s.value) * bubble
 
 
 def expert_load_factor(shape: Shape, parallel: Parallel) -> float:
@@ -73,8 +76,8 @@ def generate_s(setup: Setup, kv_tokens: int) -> float:
     layers, sparse = shape.config.num_layers, shape.config.num_sparse_layers if infer.ep > 1 else 0
     read = (weights + cached) * infer.pp / hardware.hbm_bytes_per_s.value
     exchanges = 2 * sparse + (2 * layers if infer.tp > 1 else 0) / 8
-    launches = layers * hardware.layer_s.value
-    return waves * work.longest * (read + exchanges * hardware.collective_s.value + launches)
+    step_s = read + exchanges * hardware.collective_s.value + layers * hardware.layer_s.value
+    return waves * work.longest * max(step_s, decode_floor_s(shape, hardware, infer))
 
 
 def reference_s(setup: Setup) -> float:

@@ -45,6 +45,8 @@ class Hardware:
     """Share of `flops` that a training step reaches, transfers and the pipeline's bubble left out."""
     layer_s: Figure
     """Time of a layer in an engine's step in addition to reads, arithmetic and exchanges: launches, the host."""
+    launch_s: Figure
+    """Time in which the host starts one operation of the card: a floor of steps beside all else (`launches.py`)."""
     out_bytes_per_s: Figure
     """Bandwidth from a die to pinned host memory while all dies of the node copy."""
     back_bytes_per_s: Figure

@@ -1,0 +1,136 @@
+"""Predict the tokens a second of a die, in a decode step and in training, beside what other systems have published.
+
+A published rate is predicted under its own conditions. Where these are not all published, `Published.conditions` says
+what is assumed. Peers replay graphs and fuse more: the prediction is that of this project's operators.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fusion.costmodel.hardware import Hardware
+from fusion.costmodel.roofline import Roofline, attention_pairs
+from fusion.costmodel.setup import Setup
+from fusion.costmodel.shape import Shape
+from fusion.model import Parallel
+
+BATCH, CONTEXT = 64, 2048
+"""Sequences of an attention rank and tokens of each that a plan's steps are predicted for"""
+MICRO_BATCHES = 32
+"""Micro-batches of a training step"""
+LAUNCHES, CARD = "launches", "the card"
+
+
+@dataclass(frozen=True)
+class Rate:
+    """``tokens_per_s``: of a die. ``step_s``: seconds of a decode step, or of a micro-batch. ``limit``: `LAUNCHES` or
+    `CARD`."""
+
+    tokens_per_s: float
+    step_s: float
+    limit: str
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published rate of a die. ``sizes``: sequences of an attention rank, or of a micro-batch, and tokens of each."""
+
+    shape: str
+    hardware: str
+    work: str
+    system: str
+    tokens_per_s: float
+    parallel: Parallel
+    sizes: tuple[int, int]
+    conditions: str
+    source: str
+
+    def predicted(self, shape: Shape, hardware: Hardware) -> Rate:
+        """Return the rate that the cost model predicts under the same conditions."""
+        of = decode_rate if self.work == "decode" else train_rate
+        return of(Roofline(shape, hardware, self.parallel), *self.sizes)
+
+
+PUBLISHED = (
+    Published(
+        "qwen3_30b_a3b",
+        "h100",
+        "decode",
+        "vLLM",
+        10 / 13.18e-3,
+        Parallel(1),
+        sizes=(10, 2560),
+        conditions="bf16, one GPU, 10 requests of 2,048 + 1,024 tokens: 13.18 ms a token, steps with prefill included",
+        source="https://github.com/vllm-project/vllm/pull/23151",
+    ),
+    Published(
+        "qwen3_30b_a3b",
+        "h100",
+        "train",
+        "Megatron-Bridge 25.11",
+        5275,
+        Parallel(16, ep=8, pp=2),
+        sizes=(2, 4096),
+        conditions="FP8, 16 GPUs, PP2 EP8, micro-batches of 2 x 4,096 tokens, 32 a step; predicted in bf16",
+        source="https://docs.nvidia.com/nemo/megatron-bridge/latest/performance-summary.html",
+    ),
+    Published(
+        "qwen3_30b_a3b",
+        "h100",
+        "train",
+        "NeMo AutoModel",
+        12040,
+        Parallel(8, ep=8),
+        sizes=(4, 4096),
+        conditions="bf16, 8 GPUs, EP8, micro-batches of 4 x 4,096 tokens; balanced experts are assumed there",
+        source="https://docs.nvidia.com/nemo/automodel/nightly/performance-summary.html",
+    ),
+    Published(
+        "qwen3_30b_a3b",
+        "ascend_910b",
+        "decode",
+        "vllm-ascend",
+        3 / 23.89e-3 / 4,
+        Parallel(4, tp=4),
+        sizes=(3, 192),
+        conditions="bf16, TP4, one request a second of 128 + 128 tokens: 23.89 ms a token, 3 at once on average",
+        source="https://github.com/vllm-project/vllm-ascend/issues/1605",
+    ),
+)
+"""For the 910C no rate of vLLM or Megatron in bf16 was found"""
+
+
+def decode_rate(roofline: Roofline, sequences: int, context: int) -> Rate:
+    """Predict a decode step of ``sequences`` on an attention rank with ``context`` tokens each."""
+    seconds, parallel = roofline.decode_step(sequences, sequences * context).seconds, roofline.parallel
+    limit = LAUNCHES if seconds == roofline.launch_floor_s else CARD
+    return Rate(sequences * parallel.dp / seconds / parallel.world, seconds, limit)
+
+
+def train_rate(roofline: Roofline, sequences: int, length: int, recompute: bool = False) -> Rate:
+    """Predict the training of `MICRO_BATCHES` micro-batches of ``sequences`` of ``length`` tokens."""
+    micro_batch, parallel = sequences * length, roofline.parallel
+    tokens, pairs = MICRO_BATCHES * micro_batch, MICRO_BATCHES * sequences * attention_pairs(length)
+    free = Roofline(roofline.shape, replace(roofline.hardware, operators="plain"), parallel)
+    seconds, without_launches = (
+        one.train_step(tokens, pairs, micro_batch, recompute=recompute).seconds for one in (roofline, free)
+    )
+    limit = LAUNCHES if seconds > without_launches else CARD
+    return Rate(tokens * parallel.dp / seconds / parallel.world, seconds / MICRO_BATCHES, limit)
+
+
+def plan_rates(setup: Setup) -> dict[str, Rate]:
+    """Predict decoding and training of a plan in its layouts, both of sequences of `CONTEXT` tokens."""
+    shape, hardware, training = setup.shape, setup.hardware, setup.training
+    return {
+        "decode": decode_rate(Roofline(shape, hardware, setup.infer), BATCH, CONTEXT),
+        "train": train_rate(
+            Roofline(shape, hardware, setup.train), training.token_budget // CONTEXT or 1, CONTEXT, training.recompute
+        ),
+    }
+
+
+def published_rates(setup: Setup) -> list[tuple[Published, Rate]]:
+    """Return what is published of the plan's model and card, each with the prediction under its conditions."""
+    of_plan = (one for one in PUBLISHED if (one.shape, one.hardware) == (setup.shape.name, setup.hardware.name))
+    return [(one, one.predicted(setup.shape, setup.hardware)) for one in of_plan]
