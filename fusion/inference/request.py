@@ -56,9 +56,9 @@ class Request:
         group: the same for requests with one prompt, which are placed where they share the prompt's KV.
         response: tokens generated before; generation continues behind them.
         chunk_tokens: number of new tokens after which it ends with reason "chunk"; 0: no chunks.
-        exact_tokens: length of the whole response over all its chunks, with ``turns`` up to the end of the current
-            turn: no stop token ends it before, and it ends there with reason "stop" or "turn" (at max_tokens with
-            "length"); 0: the model ends it.
+        exact_tokens: length of the whole response, with ``turns`` of the current turn, over all its chunks: no stop
+            token ends it before, and it ends there with reason "stop" or "turn" (at max_tokens with "length"); 0: the
+            model ends it.
         earlier: the caller's name for what belongs to ``response``; returned with the output.
         kv_rank: the attention rank of the engine that has its KV (`Output.kv_rank`); None: there is none. A preference:
             if that rank has its share of requests, or the KV was freed, it is recomputed.

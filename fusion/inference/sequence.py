@@ -52,20 +52,22 @@ class Sequence:
     kept_ids: bytearray = field(default_factory=bytearray)
     """As in `Output`"""
     turn_start: int = 0
-    """Index in ``tokens`` of the first token in which stop strings are looked for."""
+    """Index in ``tokens`` of the first token of the current turn."""
 
     @classmethod
     def of(cls, request: Request, params: SamplingParams, eos_token_ids: tuple[int, ...]) -> Sequence:
         """Create the sequence of a request. ``params``: equal to the request's, may be shared between requests."""
         stops = eos_token_ids if params.stop_token_ids is None else params.stop_token_ids
         tokens = [*request.prompt, *request.response]
-        limit = len(request.prompt) + (request.exact_tokens or params.max_tokens)
+        start = len(request.prompt) + request.turn_start
+        limit = len(request.prompt) + params.max_tokens
+        if request.exact_tokens:
+            limit = min(limit, start + request.exact_tokens)
         stops = () if request.exact_tokens else stops
         if request.chunk_tokens:
             limit = min(limit, len(tokens) + request.chunk_tokens)
         # The last sampled one was never an input, nor was what an environment has answered since.
         known = len(tokens) - 1 - request.observation if request.response else 0
-        start = len(tokens) if request.observation else len(request.prompt) + request.turn_start
         key = request_key(request.id)
         return cls(request, params, frozenset(stops), tokens, limit, key, known=known, routed=known, turn_start=start)
 
@@ -96,10 +98,9 @@ class Sequence:
 
     @property
     def _reason_at_limit(self) -> FinishReason:
-        length = len(self.tokens) - len(self.request.prompt)
-        if length >= self.params.max_tokens:
+        if len(self.tokens) - len(self.request.prompt) >= self.params.max_tokens:
             return "length"
-        return self._stopped if length == self.request.exact_tokens else "chunk"
+        return self._stopped if len(self.tokens) - self.turn_start == self.request.exact_tokens else "chunk"
 
     def output(self, reason: FinishReason) -> Output:
         request = self.request

@@ -103,10 +103,6 @@ def _checked(request: Request, shared: _Shared) -> Request:
         raise ValueError(
             f"{_name(request)}: the response has {begun} tokens already; expected fewer than max_tokens={limit}"
         )
-    exact = checked["exact_tokens"] = _whole(request.exact_tokens)
-    if type(exact) is not int or (exact and not begun < exact <= limit):
-        expected = f"0, or more than the {begun} tokens of the response and at most max_tokens={limit}"
-        raise ValueError(f"{_name(request)}: exact_tokens={exact!r:.200}: expected {expected}")
     for name, (highest, null) in _NUMBERS.items():
         value = getattr(request, name)
         if value is None and null:
@@ -117,10 +113,14 @@ def _checked(request: Request, shared: _Shared) -> Request:
         if type(value) is not int or not 0 <= value <= highest:
             expected = f"a whole number in [0, {highest}]{', or None' if null else ''}"
             raise ValueError(f"{_name(request)}: {name}={value!r:.200}: expected {expected}")
-    observation, turn_start = checked["observation"], checked["turn_start"]
-    if (observation or turn_start) and (observation >= begun or turn_start > begun):
-        expected = f"fewer and at most the {begun} tokens of the response"
-        raise ValueError(f"{_name(request)}: observation={observation}, turn_start={turn_start}: expected {expected}")
+    observation, start = checked["observation"], checked["turn_start"]
+    if (observation or start) and not (observation < begun and (start == begun if observation else start <= begun)):
+        expected = f"fewer than the {begun} tokens of the response, and all of them, without an observation at most all"
+        raise ValueError(f"{_name(request)}: observation={observation}, turn_start={start}: expected {expected}")
+    exact = checked["exact_tokens"] = _whole(request.exact_tokens)
+    if type(exact) is not int or (exact and not begun - start < exact <= limit):
+        expected = f"0, or more than the {begun - start} tokens of the response and at most max_tokens={limit}"
+        raise ValueError(f"{_name(request)}: exact_tokens={exact!r:.200}: expected {expected}")
     if type(request.turns) is not bool:
         raise ValueError(f"{_name(request)}: turns={request.turns!r:.200}: expected true or false")
     return _plain(request, **checked)

@@ -169,7 +169,8 @@ def test_stop_strings_end_a_turn_and_are_looked_for_in_it_only():
     made.submit([request])
     (first,) = made.run()
     assert first.finish_reason == "turn" and first.tokens[-1] in STOPS and not {*STOPS} & {*first.tokens[:-1]}
-    again = replace(request, response=(*first.tokens, 9), observation=1, chunk_tokens=1)
+    start = len(first.tokens) + 1
+    again = replace(request, response=(*first.tokens, 9), observation=1, turn_start=start, chunk_tokens=1)
     tokens = []
     while True:
         made.submit([again])
@@ -177,18 +178,29 @@ def test_stop_strings_end_a_turn_and_are_looked_for_in_it_only():
         tokens += output.tokens
         if output.finish_reason != "chunk":
             break
-        again = replace(again, response=(*first.tokens, 9, *tokens), observation=0, turn_start=len(first.tokens) + 1)
+        again = replace(again, response=(*first.tokens, 9, *tokens), observation=0)
     assert output.finish_reason == "turn" and len(tokens) > 1 and not {*STOPS} & {*tokens[:-1]}
     assert strings.completes([*first.tokens, 9], 0), "which is why it is looked for in the turn only"
 
 
-def test_an_exact_length_ends_a_turn():
+@pytest.mark.parametrize("chunk", [0, 4])
+def test_an_exact_length_is_that_of_a_turn(chunk):
     made, _ = keeping()
-    params = SamplingParams(max_tokens=20)
-    made.submit([Request("r", (3, 4), params, response=(5, 6, 7), observation=2, exact_tokens=9, turns=True)])
-    (output,) = made.run()
-    assert (output.finish_reason, len(output.tokens), output.observation) == ("turn", 6, 2)
-    made.submit([Request("s", (3, 4), params, response=(5, 6, 7), observation=2, exact_tokens=20, turns=True)])
+    params, response = SamplingParams(max_tokens=20), (5, 6, 7)
+    fields = dict(turn_start=3, turns=True, chunk_tokens=chunk)
+    request = Request("r", (3, 4), params, response=response, observation=2, exact_tokens=6, **fields)
+    tokens = []
+    while True:
+        made.submit([request])
+        (output,) = made.run()
+        tokens += output.tokens
+        if output.finish_reason != "chunk":
+            break
+        request = replace(request, response=(*response, *tokens), observation=0)
+    assert (output.finish_reason, len(tokens)) == ("turn", 6)
+    made.submit([Request("s", (3, 4), params, response=response, observation=2, exact_tokens=20, **fields)])
+    assert len(made.run()[0].tokens) == (chunk or 17)
+    made.submit([Request("t", (3, 4), params, response=(5,) * 19, observation=0, exact_tokens=20, turns=True)])
     assert made.run()[0].finish_reason == "length", "no more than the whole response may have"
 
 
