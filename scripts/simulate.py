@@ -20,6 +20,9 @@ r"""Simulates training runs on clusters of any size: the run's own decisions in 
                deviations of their logarithm between rows and within a group, and the share that reaches the maximum;
                rows after which they come again
     trace=     JSON Lines with group and response_tokens, as a run's groups.jsonl: these lengths instead
+    turns=4 observation_tokens=64 latency_s=2.5 latency_spread=0.5
+               conversations: each length is sampled in so many turns, between which an environment answers with so
+               many tokens, after seconds of this median and standard deviation of the logarithm
     KEY=VALUE, GROUP=CHOICE
                the job, as for scripts/train.py: prompts, groups and lengths of a step, rollout, training, offload.
                Keys that are not modelled (rollout.drafts.source=) are refused, those without an effect on time are

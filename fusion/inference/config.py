@@ -53,7 +53,8 @@ class SamplingConfig(Group, path="rollout.sampling"):
     tokenizer's end tokens. It stays in the response and in the text that is rewarded."""
     forced_median: float | None = key(None, at_least=1, read_by="plan simulate")
     """For measurements: ends responses at lengths drawn from a long-tailed distribution with this median in tokens, the
-    same in every run with a seed (`stalesync/prompts/lengths.py`), and not where the policy ends them; null: off."""
+    same in every run with a seed (`stalesync/prompts/lengths.py`), and not where the policy ends them; null: off. With
+    an environment it is the length of each turn."""
     forced_spread: list[float] = key(factory=lambda: list(FORCED_SPREAD), read_by="plan simulate")
     """With forced_median, the standard deviations of the logarithm of lengths between rows of the data and within a
     group, and the share of responses that are max_response_length long."""

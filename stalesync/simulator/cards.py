@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from fusion.costmodel.pace import TrainerCost
 from fusion.rollout import SuspendedSample
@@ -25,11 +25,13 @@ from stalesync.simulator.setup import SimulationSetup
 
 @dataclass(frozen=True)
 class CardMessage:
-    """What an engine reports to the controller: samples (response tokens by id) or requests at the end of a chunk."""
+    """What an engine reports to the controller: samples (response tokens by id) or requests at the end of a chunk or
+    turn. Environments report samples, too, and ``returned``: tokens of observations by id."""
 
-    engine: int
+    engine: int | None
     samples: Mapping[str, int]
     chunks: Sequence[SuspendedSample] = ()
+    returned: Mapping[str, int] = field(default_factory=dict)
 
 
 class SimulatedCards:
@@ -165,6 +167,14 @@ class SimulatedCards:
         for group in dict.fromkeys(groups):
             for engine in self.engines:
                 engine.observe_finished(group, self._finished[group])
+
+    def answer(self, id: str, observation_tokens: int, response_tokens: int, seconds: float) -> None:
+        """Let an environment answer after some seconds; it ends the conversation if there is no observation."""
+        if observation_tokens:
+            message = CardMessage(None, {}, returned={id: observation_tokens})
+        else:
+            message = CardMessage(None, {id: response_tokens})
+        self._deliver(self.clock.now + seconds, message)
 
     def _put_chunks(self, engine: int, suspended: Sequence[SuspendedSample]) -> None:
         self._deliver(self.clock.now + self.setup.overheads.arrival_s, CardMessage(engine, {}, suspended))

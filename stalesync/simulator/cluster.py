@@ -26,6 +26,7 @@ from fusion.model.options import LayoutConfig
 from stalesync.job.config import Config
 from stalesync.job.workload import lengths_of as assumed_lengths
 from stalesync.job.workload import setup_of
+from stalesync.simulator.environment import EnvironmentSpec
 from stalesync.simulator.lengths import DrawnLengths, SimulatedLengths, TraceLengths
 from stalesync.simulator.outcome import Outcome, outcome_of
 from stalesync.simulator.run import SimulatedRun
@@ -35,7 +36,8 @@ from stalesync.simulator.setup import SimulationSetup
 @dataclass(frozen=True)
 class Scenario:
     """One supernode's work. ``config``: without deployment, layouts and staleness; ``train``, ``infer``: layouts as
-    text, or auto; ``trace``: file of lengths; None: they are drawn; ``notes``: what is assumed."""
+    text, or auto; ``trace``: file of lengths, None: they are drawn; ``environment``: None: requests are no
+    conversations; ``notes``: what is assumed."""
 
     shape: Shape
     hardware: Hardware
@@ -43,6 +45,7 @@ class Scenario:
     train: str = "auto"
     infer: str = "auto"
     trace: Path | None = None
+    environment: EnvironmentSpec | None = None
     notes: tuple[str, ...] = ()
 
 
@@ -118,7 +121,8 @@ def simulate(scenario: Scenario, base: Base, case: Case) -> Outcome:
     Raises:
         ValueError: the layouts do not fit the cards, by key.
     """
-    setup = SimulationSetup.of(config_of(scenario, base, case), kv_tokens=base.kv_tokens)
+    config = config_of(scenario, base, case)
+    setup = SimulationSetup.of(config, kv_tokens=base.kv_tokens, environment=scenario.environment)
     run = SimulatedRun(setup, lengths_of(scenario))
     run.run()
     return outcome_of(run)
@@ -145,6 +149,13 @@ def lengths_of(scenario: Scenario) -> SimulatedLengths:
         ValueError: the trace cannot be read, or its groups have another size.
     """
     config, cap = scenario.config, scenario.config.rollout.max_response_length
+    if (environment := scenario.environment) is not None:
+        cap -= environment.observed
+        if cap < environment.turns:
+            raise ValueError(
+                f"turns={environment.turns}: with observation_tokens={environment.observation_tokens} they do not fit "
+                f"rollout.max_response_length={config.rollout.max_response_length}"
+            )
     prompt_tokens, size = config.data.max_prompt_length, config.algorithm.group_size
     if scenario.trace is not None:
         trace = TraceLengths.read(scenario.trace, prompt_tokens=prompt_tokens, max_response_tokens=cap)
@@ -153,7 +164,7 @@ def lengths_of(scenario: Scenario) -> SimulatedLengths:
                 f"algorithm.group_size={size}: the groups of trace={scenario.trace} have {trace.group_size}"
             )
         return trace
-    return DrawnLengths(assumed_lengths(config), size, prompt_tokens, rows=config.data.rows)
+    return DrawnLengths(replace(assumed_lengths(config), cap=cap), size, prompt_tokens, rows=config.data.rows)
 
 
 def _plan(scenario: Scenario, train: Parallel, infer: Parallel, infer_first: int) -> Setup:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import product
+from math import inf
 from pathlib import Path
 
 from rich.console import Console
@@ -21,12 +22,16 @@ from stalesync.job.job_arguments import (
     print_answer,
 )
 from stalesync.simulator.cluster import Case, Scenario, base_of, check_supernodes, lengths_of, simulate
+from stalesync.simulator.environment import EnvironmentSpec
 from stalesync.simulator.outcome import min_steps
 from stalesync.simulator.plot import draw
 from stalesync.simulator.report import as_dict, render
 
 SWEPT = ("supernodes", "fusion", "stalesync.max_staleness")
-OPTIONS = ("model", "model.path", "cluster", "cluster.npus", "cluster.hardware", "train", "infer", "trace", *SWEPT)
+ENVIRONMENT = {"turns": 1, "observation_tokens": 16, "latency_s": 1.0, "latency_spread": 0.0}
+"""Option of the environment of conversations → its default"""
+JOB = ("model", "model.path", "cluster", "cluster.npus", "cluster.hardware", "train", "infer", "trace")
+OPTIONS = (*JOB, *ENVIRONMENT, *SWEPT)
 DEFAULTS = ("model=bfloat16", "training.recompute=true", "run.steps=20")
 WIDTH = 150
 
@@ -103,8 +108,36 @@ def scenario_of(parsed: JobArguments, recipes: Path) -> Scenario:
         train=layout_of(parsed, config, "train"),
         infer=layout_of(parsed, config, "infer"),
         trace=Path(options["trace"]) if "trace" in options else None,
+        environment=environment_of(options),
         notes=tuple(notes),
     )
+
+
+def environment_of(options: Mapping[str, str]) -> EnvironmentSpec | None:
+    """Return the environment of conversations; None where no option of it is given.
+
+    Raises:
+        ValueError: a value that is not accepted, by key.
+    """
+    if not ENVIRONMENT.keys() & options.keys():
+        return None
+    values: dict[str, float] = ENVIRONMENT | {
+        name: _number(name, options[name]) for name in ENVIRONMENT if name in options
+    }
+    turns, tokens = (
+        _whole(name, str(options.get(name, ENVIRONMENT[name])), least=1) for name in ("turns", "observation_tokens")
+    )
+    return EnvironmentSpec(turns, tokens, values["latency_s"], values["latency_spread"])
+
+
+def _number(key: str, text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < inf:
+        raise ValueError(f"{key}={text}: expected a number of at least 0")
+    return number
 
 
 def _whole(key: str, text: str, least: int = 0) -> int:

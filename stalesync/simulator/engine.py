@@ -19,7 +19,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from fusion.inference.placement import place
@@ -202,10 +202,19 @@ class SimulatedEngine:
         for request, rank in zip(requests, chosen, strict=True):
             size = self._size_of(request)
             length = size.prompt_tokens + size.generated
-            left = size.response_tokens - size.generated
+            left = (size.response_tokens if size.turn_end is None else size.turn_end) - size.generated
             chunk = left if self.spec.chunk_tokens is None else min(left, self.spec.chunk_tokens)
-            seq = SimulatedSequence(request, rank, size.prompt_tokens, length, length + chunk, complete=chunk == left)
-            seq.known = length - 1 if size.generated else 0
+            ends, limit = chunk == left, length + chunk
+            seq = SimulatedSequence(
+                request,
+                rank,
+                size.prompt_tokens,
+                length,
+                limit,
+                complete=ends and size.turn_end is None,
+                turn=ends and size.turn_end is not None,
+            )
+            seq.known = length - 1 - size.observation if size.generated else 0
             home, tokens = self._parked.pop(request.id, (-1, 0))
             seq.parked = request.kv_tokens if self.spec.pools_kv else tokens if home == rank else 0
             self._drafts.join(seq)
@@ -291,7 +300,8 @@ class SimulatedEngine:
             else:
                 if not (parked := self._park(seq, pools=self.spec.pools_kv)):
                     rank.keep_cached(seq, self.step)
-                chunks.append(self._suspended(seq, kept=parked or self.spec.limits.prefix_cache, tokens=seq.computed))
+                kept = parked or self.spec.limits.prefix_cache
+                chunks.append(replace(self._suspended(seq, kept=kept, tokens=seq.computed), turn=seq.turn))
             if rank.waiting:
                 self._preparing.add(seq.rank)
         for number in {seq.rank: None for seq in ended}:

@@ -13,11 +13,15 @@ from stalesync.simulator.drafts import DraftSpec
 
 @dataclass(frozen=True)
 class RequestSize:
-    """Tokens of a request: of its prompt, of its response so far, and at its end."""
+    """Tokens of a request: of its prompt, of its response so far, and at its end. ``turn_end``: of the response when
+    its turn ends, None: it is no conversation; ``observation``: of those so far, the last ones that no engine has had.
+    """
 
     prompt_tokens: int
     generated: int
     response_tokens: int
+    turn_end: int | None = None
+    observation: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,8 @@ class EngineSpec:
 
 @dataclass
 class EngineListener:
-    """Whom an engine reports to. ``samples``: response tokens by id; ``chunks``: requests at the end of a chunk;
-    ``stopped``: unfinished requests."""
+    """Whom an engine reports to. ``samples``: response tokens by id; ``chunks``: requests at the end of a chunk or
+    turn; ``stopped``: unfinished requests."""
 
     samples: Callable[[int, Mapping[str, int]], None]
     chunks: Callable[[int, Sequence[SuspendedSample]], None]

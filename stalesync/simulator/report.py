@@ -58,6 +58,7 @@ def as_dict(scenario: Scenario, bases: Mapping[str, Base], outcomes: Mapping[Cas
         "hardware": scenario.hardware.name,
         "layouts": {name: {"train": str(base.train), "infer": str(base.infer)} for name, base in bases.items()},
         "lengths": str(scenario.trace) if scenario.trace else _lengths(scenario),
+        "environment": None if scenario.environment is None else asdict(scenario.environment),
         "config": {name: asdict(getattr(config, name)) for name in ("run", "data", "algorithm", "rollout")},
         "rows": rows,
         "published": PAPER,
@@ -82,6 +83,11 @@ def _heading(scenario: Scenario, bases: Mapping[str, Base]) -> list[str]:
         f"lengths of responses: {lengths}",
         *scenario.notes,
     ]
+    if (environment := scenario.environment) is not None:
+        lines.append(
+            f"conversations: {environment.turns} turns, observations of {environment.observation_tokens} tokens, "
+            f"latency of median {environment.latency_s:g} s and sigma {environment.spread:g}"
+        )
     return lines + [
         f"{name}: train {base.train}, generate {base.infer}, KV cache of {base.kv_tokens:,} tokens a rank"
         for name, base in bases.items()

@@ -218,9 +218,9 @@ class SimulatedRun:
         record.lags += [ledger.lag(group) for group in groups]
         self._observe(Decision("train", groups))
         scale = self.setup.engine.cost.pace.token_scale
-        lengths = {one.group: [one.prompt_tokens + tokens for tokens in one.response_tokens] for one in prompts}
+        lengths = {one.group: self._lengths_of(one) for one in prompts}
         for one in prompts:
-            record.work.generate(one.prompt_tokens, one.response_tokens, scale)
+            record.work.generate(one.prompt_tokens, one.response_tokens, scale, self.setup.environment)
             record.work.train(lengths[one.group], scale)
         record.work.updates = config.algorithm.minibatches if update and groups else 0
         record.tokens += sum(map(sum, lengths.values()))
@@ -251,12 +251,34 @@ class SimulatedRun:
             self._unscored[group] -= 1
             if not self._unscored[group]:
                 del self._unscored[group]
-                prompt = self._prompts[group]
-                tokens = sum(prompt.prompt_tokens + tokens for tokens in prompt.response_tokens)
-                self.admission.observe_scored(group, tokens)
+                self.admission.observe_scored(group, sum(self._lengths_of(self._prompts[group])))
         for message in messages:
-            if message.chunks:
+            if message.engine is not None and message.chunks:
                 self.admission.observe_chunks_ended(message.engine, self._merged(message.chunks))
+                for one in message.chunks:
+                    if one.turn:
+                        self._begin_answer(one)
+            for id, tokens in message.returned.items():
+                self.admission.observe_returned(id, tokens)
+
+    def _begin_answer(self, turn: SuspendedSample) -> None:
+        """Have the environment answer to a turn that has ended."""
+        environment, seed = self.setup.environment, self.setup.config.run.seed
+        assert environment is not None
+        seconds = self.setup.engine.cost.pace.run_seconds(environment.draw_latency_s(seed, turn.id, turn.generated))
+        ended = turn.generated == environment.turn_ends(self._sampled(turn.id))[-1]
+        self.cards.answer(turn.id, 0 if ended else environment.observation_tokens, turn.generated, seconds)
+
+    def _sampled(self, id: str) -> int:
+        """Return the number of tokens of a response that are sampled."""
+        group, _, member = id.rpartition("/")
+        return self._prompts[group].response_tokens[int(member)]
+
+    def _lengths_of(self, prompt: SimulatedPrompt) -> list[int]:
+        """Return the tokens of prompt and response of each sample, observations included."""
+        environment = self.setup.environment
+        responses = [one if environment is None else environment.turn_ends(one)[-1] for one in prompt.response_tokens]
+        return [prompt.prompt_tokens + tokens for tokens in responses]
 
     def _merged(self, suspended: Sequence[SuspendedSample]) -> list[SuspendedSample]:
         """Return suspended samples with the version of their oldest token, which an earlier engine may have known."""
@@ -270,9 +292,12 @@ class SimulatedRun:
         return merged
 
     def _size_of(self, request: SimulatedRequest) -> RequestSize:
-        entry, prompt = self.admission.buffer.entries[request.id], self._prompts[request.group]
-        member = int(request.id.rsplit("/", 1)[1])
-        return RequestSize(prompt.prompt_tokens, entry.generated, prompt.response_tokens[member])
+        entry, environment = self.admission.buffer.entries[request.id], self.setup.environment
+        sampled, prompt_tokens = self._sampled(request.id), self._prompts[request.group].prompt_tokens
+        if environment is None:
+            return RequestSize(prompt_tokens, entry.generated, sampled)
+        total, turn_end = environment.turn_ends(sampled)[-1], environment.turn_end(entry.generated, sampled)
+        return RequestSize(prompt_tokens, entry.generated, total, turn_end, entry.observation)
 
     # Time of the controller
 

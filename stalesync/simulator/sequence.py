@@ -24,9 +24,9 @@ class SimulatedSequence:
 
     ``length``: tokens of prompt and response at position ``since`` of its ``track`` (`Decoding`), while it decodes;
     before, those it begins with; ``limit``: length at which this submission ends; ``complete``: whether the response
-    ends there; ``computed``: tokens whose KV is in the cache, while it does not decode; ``parked``: tokens whose KV is
-    on the host; ``shared``: blocks that count for a sibling; ``order``: in which sequences began to decode; ``stamp``:
-    how often it has left a track; ``first_version``: of its first new token.
+    ends there; ``turn``: whether its turn does; ``computed``: tokens whose KV is in the cache, while it does not
+    decode; ``parked``: tokens whose KV is on the host; ``shared``: blocks that count for a sibling; ``order``: in which
+    sequences began to decode; ``stamp``: how often it has left a track; ``first_version``: of its first new token.
     """
 
     request: SimulatedRequest
@@ -35,6 +35,7 @@ class SimulatedSequence:
     length: int
     limit: int
     complete: bool
+    turn: bool = False
     known: int = 0
     """Tokens computed before; computing them again counts as recomputation"""
     computed: int = 0

@@ -17,12 +17,14 @@ from stalesync.job.config import Config
 from stalesync.job.decision_settings import admission_spec
 from stalesync.policy.admission_spec import AdmissionSpec
 from stalesync.simulator.engine_spec import EngineSpec
+from stalesync.simulator.environment import EnvironmentSpec
 from stalesync.simulator.overheads import Overheads
 
 
 @dataclass(frozen=True)
 class SimulationSetup:
-    """``reference``: cost of the reference model's forward pass; None: there is none."""
+    """``reference``: cost of the reference model's forward pass, None: there is none; ``environment``: None: requests
+    are no conversations."""
 
     config: Config
     worker: WorkerSpec
@@ -33,9 +35,17 @@ class SimulationSetup:
     switch: SwitchCost
     reference: TrainerCost | None
     overheads: Overheads
+    environment: EnvironmentSpec | None = None
 
     @classmethod
-    def of(cls, config: Config, *, kv_tokens: int | None = None, overheads: Overheads | None = None) -> SimulationSetup:
+    def of(
+        cls,
+        config: Config,
+        *,
+        kv_tokens: int | None = None,
+        overheads: Overheads | None = None,
+        environment: EnvironmentSpec | None = None,
+    ) -> SimulationSetup:
         """Resolve a config whose device has a pace.
 
         Args:
@@ -51,7 +61,7 @@ class SimulationSetup:
         train, infer = config.train_layout, config.infer_layout
         pace.check(train, "parallel.train")
         pace.check(infer, "parallel.infer")
-        worker = _worker_spec(config, pace)
+        worker = _worker_spec(config, pace, turns=environment is not None)
         rollout, pool, first = config.rollout, config.rollout.kv_pool, worker.deployment.generate[0]
         switches = limits_of(SwitchLimits, config.fusion)
         switch = SwitchCost.of(pace, train=train, infer=infer, infer_first=first, fusion=switches)
@@ -68,27 +78,29 @@ class SimulationSetup:
             adopt_s=switch.adopt_s,
         )
         trainer = TrainerCost(pace, train, config.training.recompute)
+        admission = admission_spec(
+            config,
+            worker,
+            scores_overlapped=True,
+            filters=False,
+            by_group=True,
+            num_rows=config.data.rows or MAX_ROWS,
+        )
         return cls(
             config=config,
             worker=worker,
-            admission=admission_spec(
-                config,
-                worker,
-                scores_overlapped=True,
-                filters=False,
-                by_group=True,
-                num_rows=config.data.rows or MAX_ROWS,
-            ),
+            admission=admission if environment is None else environment.with_observations(admission),
             share=InferenceShare.of(rollout, len(worker.engines)),
             engine=engine,
             trainer=trainer,
             switch=switch,
             reference=trainer if config.algorithm.kl_coef > 0 else None,
             overheads=Overheads() if overheads is None else overheads,
+            environment=environment,
         )
 
 
-def _worker_spec(config: Config, pace: Pace) -> WorkerSpec:
+def _worker_spec(config: Config, pace: Pace, turns: bool) -> WorkerSpec:
     """Return the part of the config that every card needs, without models and tokenizers."""
     return WorkerSpec(
         seed=config.run.seed,
@@ -104,4 +116,5 @@ def _worker_spec(config: Config, pace: Pace) -> WorkerSpec:
         device=config.device,
         pace=pace,
         ahead=config.stalesync.max_staleness > 0,
+        turns=turns,
     )

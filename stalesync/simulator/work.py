@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from fusion.costmodel.roofline import attention_pairs
 from fusion.costmodel.setup import TrainingLimits
+from stalesync.simulator.environment import EnvironmentSpec
 from stalesync.simulator.setup import SimulationSetup
 
 MANY = 1_000_000
@@ -37,13 +38,25 @@ class SimulatedWork:
     trained_pairs: float = 0.0
     updates: int = 0
 
-    def generate(self, prompt_tokens: int, response_tokens: Iterable[int], token_scale: int) -> None:
-        """Add a group: its prompt is prefilled once. The prefill samples the first of the ``token_scale`` modelled
-        tokens of a response's first token."""
+    def generate(
+        self,
+        prompt_tokens: int,
+        sampled_tokens: Iterable[int],
+        token_scale: int,
+        environment: EnvironmentSpec | None = None,
+    ) -> None:
+        """Add a group: its prompt is prefilled once, and each observation with the token before it. A prefill samples
+        the first of the ``token_scale`` modelled tokens of the token behind it."""
         first = (token_scale - 1) / token_scale
-        for tokens in response_tokens:
-            self.decodes += tokens - 1 + first
-            self.contexts += (tokens - 1) * prompt_tokens + tokens * (tokens - 1) / 2 + first * prompt_tokens
+        for sampled in sampled_tokens:
+            for begin, end in ((0, sampled),) if environment is None else environment.turns_of(sampled):
+                tokens, context = end - begin, prompt_tokens + begin
+                self.decodes += tokens - 1 + first
+                self.contexts += (tokens - 1) * context + tokens * (tokens - 1) / 2 + first * context
+                if begin and environment is not None:
+                    prefilled = environment.observation_tokens + 1
+                    self.prefilled += prefilled
+                    self.prefill_pairs += attention_pairs(prefilled, context - prefilled)
         self.prefilled += prompt_tokens
         self.prefill_pairs += attention_pairs(prompt_tokens)
 

@@ -33,10 +33,12 @@ def config_of(deployment="colocated", max_staleness=0, *, cards=4, prompts=8, gr
     return config
 
 
-def simulation_of(config, overheads=None, observe=lambda decision: None, kv_tokens=None):
-    forced = ForcedLengths(config.run.seed, config.rollout.sampling.forced_median, config.rollout.max_response_length)
+def simulation_of(config, overheads=None, observe=lambda decision: None, kv_tokens=None, environment=None):
+    cap = config.rollout.max_response_length - (environment.observed if environment else 0)
+    forced = ForcedLengths(config.run.seed, config.rollout.sampling.forced_median, cap)
     lengths = DrawnLengths(forced, config.algorithm.group_size, PROMPT_TOKENS)
-    setup = SimulationSetup.of(config, overheads=overheads or Overheads(), kv_tokens=kv_tokens)
+    overheads = overheads or Overheads()
+    setup = SimulationSetup.of(config, overheads=overheads, kv_tokens=kv_tokens, environment=environment)
     return SimulatedRun(setup, lengths, observe)
 
 

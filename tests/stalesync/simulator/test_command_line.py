@@ -50,6 +50,18 @@ def test_the_same_seed_gives_the_same_figures_and_a_trace_its_lengths(tmp_path):
     assert even["rows"][0]["tokens_per_s"] * even["rows"][0]["step_s"] == pytest.approx(16 * 4 * (64 + 9))
 
 
+def test_conversations_are_simulated_and_wrong_ones_are_refused_by_key(tmp_path, capsys):
+    arguments = ["turns=3", "observation_tokens=10", "rollout.kv_pool.suspended=keep"]
+    (fast,), (slow,) = (outcome(tmp_path, *arguments, f"latency_s={seconds}")["rows"] for seconds in (0, 9))
+    assert slow["step_s"] > fast["step_s"] + 3 * 9 * 0.9, "each turn waits for its environment"
+    assert "3 turns, observations of 10 tokens, latency of median 9 s" in capsys.readouterr().out
+    for wrong in ("turns=0", "observation_tokens=1.5", "latency_s=x", "latency_spread=-1"):
+        with pytest.raises(ValueError, match=wrong):
+            outcome(tmp_path, wrong)
+    with pytest.raises(ValueError, match="turns=30: with observation_tokens=20 they do not fit"):
+        outcome(tmp_path, "turns=30", "observation_tokens=20")
+
+
 @pytest.mark.extended
 def test_more_supernodes_do_more_and_send_weights_between_them(tmp_path):
     arguments = """model=pangu_718b cluster=cloudmatrix384 supernodes=1,2 run.steps=3 data.prompts_per_step=96

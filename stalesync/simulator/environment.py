@@ -1,0 +1,68 @@
+"""Simulate environments: turns of a conversation, tokens of observations, seconds until they answer. Pure.
+
+    sampled │ observation │ sampled │ observation │ sampled               even parts of the length that was drawn
+            └ latency ────┘         └ latency ────┘       └ latency ► the conversation has ended
+
+Latencies have a lognormal distribution: median ``latency_s``, ``spread`` the standard deviation of the logarithm.
+
+Invariant: what an environment does depends only on the seed, the request's id and the turn.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from math import exp
+from statistics import NormalDist
+
+import numpy as np
+
+from fusion.inference.noise import request_key, uniforms
+from stalesync.policy.admission_spec import AdmissionSpec
+
+STREAM = 19
+"""Stream of the noise, besides those of `stalesync.prompts.lengths.STREAMS`"""
+
+
+@dataclass(frozen=True)
+class EnvironmentSpec:
+    """``turns`` of the model, at most; ``observation_tokens``: of each answer between two; ``latency_s``: modelled."""
+
+    turns: int
+    observation_tokens: int
+    latency_s: float
+    spread: float = 0.0
+
+    @property
+    def observed(self) -> int:
+        """Number of tokens of all observations of a conversation that has all its turns."""
+        return (self.turns - 1) * self.observation_tokens
+
+    def turn_ends(self, sampled: int) -> list[int]:
+        """Return the lengths of the response, observations included, at which turns of ``sampled`` tokens end."""
+        turns = min(self.turns, sampled)
+        return [(turn + 1) * sampled // turns + turn * self.observation_tokens for turn in range(turns)]
+
+    def turns_of(self, sampled: int) -> list[tuple[int, int]]:
+        """Return the lengths of the response at which each turn begins and ends."""
+        ends = self.turn_ends(sampled)
+        return [(0, ends[0]), *((before + self.observation_tokens, end) for before, end in pairwise(ends))]
+
+    def turn_end(self, generated: int, sampled: int) -> int:
+        """Return the length at which the turn ends that is under way behind ``generated`` tokens."""
+        ends = self.turn_ends(sampled)
+        return ends[bisect_right(ends, generated)]
+
+    def with_observations(self, spec: AdmissionSpec) -> AdmissionSpec:
+        """Return the settings with the lengths of whole responses where the order knows those that are sampled."""
+        sampled_of = spec.exact_lengths
+        return replace(spec, exact_lengths=lambda group: [self.turn_ends(one)[-1] for one in sampled_of(group)])
+
+    def draw_latency_s(self, seed: int, id: str, generated: int) -> float:
+        """Return the modelled seconds until the environment answers to the turn that ends at this length."""
+        if not self.spread:
+            return self.latency_s
+        key = np.array([request_key(id)], np.uint64)
+        (uniform,) = uniforms(seed, key, np.array([generated]), stream=STREAM).tolist()
+        return self.latency_s * exp(self.spread * NormalDist().inv_cdf(min(max(uniform, 1e-9), 1 - 1e-9)))
