@@ -43,6 +43,7 @@ WANTED = {
     "drafts small": {"8.ratio", "64_unlike.epoch_3"},
     "drafts paced": {"steps"},
     "engine": {"qwen3_moe.equal.ratio_to_hf", "qwen3_moe.ragged.floor_tokens_per_s"},
+    "environments pool": {"waiting_mb", "turning_core", "floor_mb"},
     "growth controller": {"staleness 0, 16.us_a_group", "staleness 1, 64.queue_calls"},
     "growth queue": {"1,000 held.put_samples_per_s", "5,000 held.bytes_per_sample"},
     "growth decode": {"us.1", "us_at_64", "us_a_sequence"},
