@@ -22,9 +22,8 @@ BENCHMARK = Benchmark(
         Option("latency_s", 10.0, smoke=0.2, help="of an environment's step, where they take turns"),
         Option("seconds", 30.0, smoke=0.5, help="of each measurement"),
     ],
-    {"pool.waiting_mb": "<= 200", "pool.turning_mb": "<= 200", "pool.waiting_core": "<= 0.05",
-     "pool.turning_core": "<= 0.05"},
-)  # fmt: skip
+    {"pool.waiting_mb": "<= 200", "pool.turning_mb": "<= 200", "pool.waiting_core": "<= 0.05"},
+)
 
 if __name__ == "__main__":
     BENCHMARK.main()

@@ -1,71 +1,45 @@
-"""Ask for a sum, and offer a calculator. Expressions are parsed here, never evaluated as code."""
+"""Ask for a sum, and offer a calculator. Expressions are never executed as code."""
 
 from __future__ import annotations
 
+import ast
+import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from fusion.environments.interface import Message, Task, Turn
 from fusion.environments.tools import Tools
 from fusion.rewards.arithmetic import arithmetic
 
-TOKEN = re.compile(r"\s*([0-9]+|[-+*()])")
-MAX_CHARS = 200
-"""Maximum length of an expression: bounds depth and size of the result"""
+OPERATIONS: dict[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
+}  # fmt: skip
+EXPRESSION = re.compile(r"[-+*() 0-9]{1,200}")
+"""What an expression contains; its length bounds depth and size of the result"""
 
 
 def calculator(expression: str) -> str:
     """Compute an expression of whole numbers, +, -, * and parentheses."""
-    if len(expression) > MAX_CHARS:
-        raise ValueError(f"expected at most {MAX_CHARS} characters")
-    return str(_Parser(expression).result())
+    if not EXPRESSION.fullmatch(expression):
+        raise ValueError("expected numbers, +, -, * and parentheses, at most 200 characters")
+    try:
+        return str(_value(ast.parse(expression.strip(), mode="eval").body))
+    except (SyntaxError, MemoryError, RecursionError):  # the last two are those of a parser's stack
+        raise ValueError(f"{expression!r} is no expression") from None
 
 
-class _Parser:
-    """Recursive descent: sum = product {+- product}; product = factor {* factor}; factor = [-] (number | (sum))."""
-
-    def __init__(self, text: str) -> None:
-        self._tokens: list[str] = []
-        at, end = 0, len(text.rstrip())
-        while at < end:
-            match = TOKEN.match(text, at)
-            if match is None:
-                raise ValueError(f"unexpected {text[at:].lstrip()[:1]!r}")
-            self._tokens.append(match[1])
-            at = match.end()
-
-    def result(self) -> int:
-        value = self._sum()
-        if self._tokens:
-            raise ValueError(f"unexpected {self._tokens[0]!r}")
-        return value
-
-    def _sum(self) -> int:
-        value = self._product()
-        while self._tokens and self._tokens[0] in "+-":
-            sign = 1 if self._tokens.pop(0) == "+" else -1
-            value += sign * self._product()
-        return value
-
-    def _product(self) -> int:
-        value = self._factor()
-        while self._tokens and self._tokens[0] == "*":
-            self._tokens.pop(0)
-            value *= self._factor()
-        return value
-
-    def _factor(self) -> int:
-        token = self._tokens.pop(0) if self._tokens else ""
-        if token == "-":
-            return -self._factor()
-        if token == "(":
-            value = self._sum()
-            if not self._tokens or self._tokens.pop(0) != ")":
-                raise ValueError("expected ')'")
+def _value(node: ast.expr) -> int:
+    """Return the value of a tree of operations; it is walked, not executed."""
+    match node:
+        case ast.Constant(value=int(value)):
             return value
-        if not token.isdigit():
-            raise ValueError(f"unexpected {token!r}" if token else "unexpected end")
-        return int(token)
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.UnaryOp(op=ast.UAdd(), operand=operand):
+            return _value(operand)
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in OPERATIONS:
+            return OPERATIONS[type(op)](_value(left), _value(right))
+    raise ValueError("expected only +, - and *")
 
 
 class Calculator:

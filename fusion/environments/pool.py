@@ -37,11 +37,11 @@ GRACE_S = 5.0
 
 
 class Work:
-    """An order and who takes its reply. `due` (`time.monotonic`): when the child that has it is to have replied."""
+    """An order and who takes its reply. `sent`, `due` (`time.monotonic`): when a child got it, is to have replied."""
 
     def __init__(self, order: Order, deliver: Callable[[Work, Reply], None]) -> None:
         self.order, self.deliver = order, deliver
-        self.due = float("inf")
+        self.sent = self.due = 0.0
 
 
 class EnvChild(GuardedProcess[Reply | str]):
@@ -143,7 +143,12 @@ class EnvPool:
         self._post([work])
 
     def poll(self) -> list[Stepped]:
-        """Return the steps that have ended since the last call; never blocks."""
+        """Return the steps that have ended since the last call; never blocks.
+
+        Raises:
+            RuntimeError: the pool is closed.
+        """
+        self._check_open()
         ended = []
         while self._results:
             work, stepped = self._results.popleft()
@@ -160,9 +165,11 @@ class EnvPool:
 
     def close(self) -> None:
         """Kill every child; idempotent."""
-        self._closed = True
-        self._wake.send(b"x")
-        self._thread.join()
+        if not self._closed:
+            self._closed = True
+            self._wake.send(b"x")
+            self._thread.join()
+            self._wake.close()
 
     def __enter__(self) -> EnvPool:
         return self
@@ -204,6 +211,7 @@ class EnvPool:
             for child in [*self._children]:
                 self._drop(child)
             self._selector.close()
+            self._woken.close()
 
     def _process_events(self) -> None:
         """Wait for the next event (an order, a reply, a socket that accepts data, a deadline) and process it."""
@@ -250,7 +258,8 @@ class EnvPool:
             child.live.add(work.order.id)
             self._home[work.order.id] = child
         number = self._send(child, work)
-        work.due = time.monotonic() + limit_s + self._grace_s
+        work.sent = time.monotonic()
+        work.due = work.sent + limit_s + self._grace_s
         child.open[number] = work
         heapq.heappush(self._due, (work.due, number, child))
 
@@ -329,7 +338,8 @@ class EnvPool:
     def _fail(self, child: EnvChild, kind: str, detail: str, numbers: Collection[int]) -> None:
         """Fail orders of a child that has ended; give the others to other children."""
         for number in numbers:
-            self._settle(child.open.pop(number), Reply(kind, detail, 0.0))
+            work = child.open.pop(number)
+            self._settle(work, Reply(kind, detail, time.monotonic() - work.sent))
         self._waiting.extend(child.open.values())
         child.open.clear()
         self._fill()

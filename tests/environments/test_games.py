@@ -52,7 +52,7 @@ def test_any_other_expression_is_refused_with_a_reason(expression):
 
 @pytest.mark.parametrize("expression", ["", "1+", "(1", "1)", "2**3", "__import__('os')", "1 2", "1/2", "9" * 201])
 def test_expressions_that_are_refused(expression):
-    with pytest.raises(ValueError, match="unexpected|expected"):
+    with pytest.raises(ValueError, match="is no expression|expected"):
         calculator(expression)
 
 
@@ -74,7 +74,7 @@ def test_a_sum_is_computed_by_a_tool_and_answered():
 @pytest.mark.parametrize(
     ("call", "answer"),
     [
-        ('{"name": "calculator", "arguments": {"expression": "1+"}}', "error: unexpected end"),
+        ('{"name": "calculator", "arguments": {"expression": "1+"}}', "error: '1+' is no expression"),
         ('{"name": "calculator", "arguments": {"expression": 12}}', "'expression' is not of type string"),
         ('{"name": "calculator", "arguments": {}}', "missing a required argument: 'expression'"),
         ('{"name": "calculator", "arguments": {"other": "1"}}', "error: missing a required argument"),

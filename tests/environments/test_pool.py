@@ -227,6 +227,7 @@ def test_a_process_killed_from_outside_fails_only_its_own_steps_and_is_replaced(
         expected = {id for id in ids if pid_of[id] == pid_of["a"]}
         ended = pool.wait(len(expected))
         assert ended.keys() == expected and {one.failure for one in ended.values()} == {"died"}
+        assert all(one.seconds > 0 for one in ended.values())
         pool.end([id for id in ids if id not in expected])
         # A fresh environment says another process: what was observed cannot be repeated.
         assert pool.ask("a", "x", "30").failure == "diverged"
@@ -282,8 +283,9 @@ def test_no_process_is_left(user_file):
         pids = [int(content(pool.ask("a", text))) for text in ("pid", "daemon")]
         assert all(running(pid) for pid in pids)
     wait_for(lambda: not any(running(pid) for pid in pids), 5)
-    with pytest.raises(RuntimeError, match="closed"):
-        pool.reset([(Task("", ""), 0)])
+    for call in (lambda: pool.reset([(Task("", ""), 0)]), pool.poll):
+        with pytest.raises(RuntimeError, match="closed"):
+            call()
 
 
 @pytest.mark.parametrize(
