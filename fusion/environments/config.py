@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fusion.rewards.config import MIN_MEMORY_MIB, split_path
-from fusion.telemetry.keys import key
+from fusion.telemetry.keys import Unsupported, key
 from fusion.telemetry.validation import Checks, Group
 
 BUILT_IN = {
@@ -21,7 +21,11 @@ TURNS = {"name": (*BUILT_IN, "custom")}
 class EnvironmentConfig(Group, path="environment"):
     """With what the model speaks in several turns."""
 
-    name: str = key("single", one_of=("single", *TURNS["name"]))
+    name: str = key(
+        "single",
+        one_of=("single", *TURNS["name"]),
+        unsupported_by={"vllm": Unsupported("vLLM's requests are not continued behind what an environment said")},
+    )
     """`single` (one response to each prompt), `calculator` (sums, with a tool), `guess` (a number from 0 to 15, found
     by questions) or `custom` (`environment.path`)."""
 

@@ -180,14 +180,14 @@ class Controller:
         chunks = self.generation.take_ended_chunks()
         for engine, samples in chunks.items():
             self.admission.observe_chunks_ended(engine, samples)
-        num_chunks = sum(one.generated > 0 for samples in chunks.values() for one in samples)
+        num_chunks = sum(one.generated > 0 and not one.turn for samples in chunks.values() for one in samples)
         self.step_metrics.metrics.add("rollout/chunks_total", num_chunks)
         self.engines.observe()
         answered = False
         if self.conversing is not None:
             self.conversing.end(generated)
             answered = self.conversing.poll()
-        return bool(generated or scored or num_chunks or answered)
+        return bool(generated or scored or chunks or answered)
 
     def note_lost(self, now: bool = False) -> None:
         """Report the samples that the queue has lost, and record how many requests engines have; at most every

@@ -82,6 +82,7 @@ def vllm(monkeypatch):
             "rollout.kv_pool.suspended=pool: vLLM",
         ),
         (dict(rollout__drafts__source="siblings"), "rollout.drafts.source=siblings: vLLM"),
+        (dict(environment__name="guess"), "environment.name=guess: vLLM"),
         (PACED, "device.pace=qwen3_30b_a3b: "),
         (dict(device__kind="cuda"), "device.kind=cuda: vLLM"),
         (dict(parallel__infer__pp=2), "parallel.infer.pp=2: "),

@@ -144,6 +144,15 @@ def test_a_job_that_cannot_learn_is_refused_where_it_trains(checkpoint, changes,
             {"data__prompts_per_step": 1, "algorithm__group_size": 2, "algorithm__minibatches": 1},
             "a minibatch has 2 samples .* fewer than the 4 data-parallel replicas",
         ),
+        ({"reward__name": "environment"}, "reward.name=environment: expected another one with environment.name=single"),
+        (
+            {"environment__name": "guess", "data__chat_template": "never"},
+            "data.chat_template=never: expected auto with environment.name=guess",
+        ),
+        (
+            {"environment__name": "guess", "environment__episode_timeout_s": 1800},
+            "environment.episode_timeout_s=1800: expected less than cluster.stage_timeout_s=1800",
+        ),
         ({"algorithm__overlong_buffer": 999}, "algorithm.overlong_buffer=999 exceeds rollout.max_response_length="),
         ({"rollout__max_response_length": 2000}, "exceeds the model's max_position_embeddings=1024"),
         (

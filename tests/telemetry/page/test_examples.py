@@ -24,6 +24,20 @@ def test_no_sample_is_better_than_the_best_nor_worse_than_the_worst(rewards, per
     assert [int(one["response"]) for one in chosen["now"]] == last[:PER_KIND]
 
 
+def test_messages_of_a_conversation_are_shown_and_shortened():
+    examples, long = Examples(), "a" * 3 * MAX_CHARACTERS
+    messages = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": long},
+        {"role": "tool", "content": "1"},
+    ]
+    examples.add({"step": 1, "reward": 1.0, "prompt": "p", "response": long, "messages": messages})
+    examples.add({"step": 1, "reward": 0.0, "prompt": "p", "response": "r"})
+    first, second = examples.result()["before"]
+    assert [one["role"] for one in first["messages"]] == ["user", "assistant", "tool"] and "messages" not in second
+    assert len(first["messages"][1]["content"]) < len(long) and first["messages"][2]["content"] == "1"
+
+
 def test_a_long_text_keeps_both_ends():
     text = shortened("a" * MAX_CHARACTERS + "b" * MAX_CHARACTERS)
     assert text.startswith("aaa") and text.endswith("bbb") and "6,000 characters left out" in text
