@@ -7,7 +7,7 @@ The trainer, the engine and the reward are those of the main job, in one process
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -92,26 +92,63 @@ def make_base_model(
     source = PromptSource(plan.data, tokenizer, seed)
     model = _initial_model(fields, tokenizer, device=device, seed=seed)
     trainer = EmbeddedTrainEngine(model, model.mesh, device=device, config=plan.training)
-    accuracy = 0.0
-    reward = RewardConfig(name="arithmetic", workers=1)
-    with RewardPool(reward) as rewards, progress(f"warm-up on {task}", total=plan.max_steps, unit="steps") as bar:
-        for step in range(1, plan.max_steps + 1):
+
+    def batches() -> Iterator[Sequences]:
+        for _ in range(plan.max_steps):
             prompts = source.next(plan.batch)
-            batch = _pack([p.ids for p in prompts], [solution_ids(p, tokenizer) for p in prompts])
-            metrics = trainer.forward_backward(batch, cross_entropy)
-            if trainer.optimizer_step()[SKIPPED_IN_A_ROW]:
-                raise RuntimeError(f"warm-up on {task}: the gradient of step {step} is not finite")
-            if step % plan.check_every == 0:
-                held_out = source.evaluation(plan.check_prompts)
-                accuracy = _accuracy(plan, model, tokenizer, prompts=held_out, rewards=rewards, step=step)
-            bar.advance(loss=metrics["actor/loss"], accuracy=accuracy)
-            if accuracy >= plan.target:
-                break
+            yield _pack([p.ids for p in prompts], [solution_ids(p, tokenizer) for p in prompts])
+
+    reward = RewardConfig(name="arithmetic", workers=1)
+    with RewardPool(reward) as rewards:
+
+        def accuracy_after(step: int) -> float:
+            held_out = source.evaluation(plan.check_prompts)
+            return _accuracy(plan, model, tokenizer, prompts=held_out, rewards=rewards, step=step)
+
+        accuracy = train_supervised(
+            trainer,
+            batches(),
+            accuracy_after,
+            title=f"warm-up on {task}",
+            steps=plan.max_steps,
+            target=plan.target,
+            check_every=plan.check_every,
+        )
     if accuracy < plan.target:
         raise RuntimeError(
             f"warm-up on {task}: accuracy {accuracy:.2f} after {plan.max_steps} steps, not {plan.target}"
         )
     save_folder(model, folder)
+    return accuracy
+
+
+def train_supervised(
+    trainer: EmbeddedTrainEngine,
+    batches: Iterable[Sequences],
+    check: Callable[[int], float],
+    *,
+    title: str,
+    steps: int,
+    target: float,
+    check_every: int,
+) -> float:
+    """Train on batches by cross-entropy until the accuracy, which ``check`` returns after every ``check_every`` steps
+    (its argument), has reached ``target``; return the last one. ``steps``: number of batches.
+
+    Raises:
+        RuntimeError: a gradient is not finite.
+    """
+    accuracy = 0.0
+    with progress(title, total=steps, unit="steps") as bar:
+        for step, batch in enumerate(batches, 1):
+            metrics = trainer.forward_backward(batch, cross_entropy)
+            if trainer.optimizer_step()[SKIPPED_IN_A_ROW]:
+                raise RuntimeError(f"{title}: the gradient of step {step} is not finite")
+            if step % check_every == 0:
+                accuracy = check(step)
+            bar.advance(loss=metrics["actor/loss"], accuracy=accuracy)
+            if accuracy >= target:
+                break
     return accuracy
 
 

@@ -26,12 +26,13 @@ FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_co
 """Fields of a message that chat templates read."""
 
 
-def normalize_chat(messages: list[Any]) -> list[dict[str, Any]]:
+def normalize_chat(messages: list[Any], *, answered: bool = False) -> list[dict[str, Any]]:
     """Return the messages as `role` and `content`, both texts, with the other fields that templates read.
 
     Raises:
         ValueError: the number of the message (counted from 0), what is wrong with it, and what is accepted. Also for a
-            chat that ends with the assistant: the response would follow an answer.
+            chat that ends with the assistant: the response would follow an answer. With ``answered``, for one that
+            begins with the assistant, or in which it says nothing.
     """
     if not messages:
         raise ValueError("the chat has no message")
@@ -41,7 +42,12 @@ def normalize_chat(messages: list[Any]) -> list[dict[str, Any]]:
             chat.append(_normalize(message))
         except ValueError as error:
             raise ValueError(f"message {number}: {error}") from None
-    if chat[-1]["role"] not in ("user", "tool"):
+    if answered:
+        if all(message["role"] != "assistant" for message in chat):
+            raise ValueError("the chat has no message of the assistant, so nothing is trained on it")
+        if chat[0]["role"] == "assistant":
+            raise ValueError("message 0 is the assistant's; expected what it answers")
+    elif chat[-1]["role"] not in ("user", "tool"):
         raise ValueError(f"message {len(chat) - 1}, the last one, is the {chat[-1]['role']}'s; expected the user's")
     return chat
 

@@ -1,7 +1,14 @@
-"""A character-level tokenizer for the built-in generators, as a Hugging Face folder."""
+"""Character-level tokenizers for the built-in generators, as Hugging Face folders: of texts, and of chats.
+
+    <|user|>12+34=<|end|><|assistant|>CALL 12+34 CALL_END<|end|><|tool|>46<|end|><|assistant|>46<|end|>
+
+In a chat a token is a role, the end of a turn (the end token), one of `WORDS`, or a character: a call of the calculator
+in the hermes format has two tokens more than its expression.
+"""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,26 +17,41 @@ PLACES = "abcdefghij"
 VOCABULARY = (PAD, EOS, *"0123456789", *PLACES, *"+-*=,;:#> ")
 """32 tokens: a power of two, divisible by the usual tensor-parallel sizes."""
 
+END = "<|end|>"
+ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
+CALL, CALL_END = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'
+WORDS = (CALL, CALL_END, "higher", "lower")
+CHAT_VOCABULARY = (PAD, END, *ROLES, *WORDS, "\n", *map(chr, range(32, 127)), *(f"<|unused{n}|>" for n in range(6)))
+"""112 tokens: 16 times 7"""
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' ~ message.role ~ '|>' ~ message.content ~ '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
 
-def make_tokenizer(folder: str | Path | None = None) -> Any:
-    """Create the tokenizer (a `PreTrainedTokenizerFast`: one token per character, `<pad>` 0, `<eos>` 1, no begin
-    token), and save it to `folder` if given; `AutoTokenizer.from_pretrained(folder)` loads it.
+
+def make_tokenizer(folder: str | Path | None = None, *, chat: bool = False) -> Any:
+    """Create the tokenizer (a `PreTrainedTokenizerFast`: `<pad>` 0, the end token 1, no begin token), and save it to
+    `folder` if given; `AutoTokenizer.from_pretrained(folder)` loads it. ``chat``: of chats, with a template.
 
     There is no unknown token: encoding a character outside the vocabulary raises an exception.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    core = Tokenizer(models.WordLevel({token: index for index, token in enumerate(VOCABULARY)}, unk_token=None))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    vocabulary = CHAT_VOCABULARY if chat else VOCABULARY
+    core = Tokenizer(models.WordLevel({token: index for index, token in enumerate(vocabulary)}, unk_token=None))
+    words = "".join(f"{re.escape(token)}|" for token in vocabulary if len(token) > 1) if chat else ""
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(rf"{words}[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token=PAD,
-        eos_token=EOS,
+        eos_token=END if chat else EOS,
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )
+    if chat:
+        tokenizer.chat_template = CHAT_TEMPLATE
     if folder is not None:
         tokenizer.save_pretrained(str(folder))
     return tokenizer

@@ -21,7 +21,7 @@ def rlfusion(*arguments):
 
 def test_every_script_is_a_command():
     commands = scripts_by_command(SCRIPTS)
-    expected = "check control convert doctor evaluate make-base plan report simulate smoke train"
+    expected = "check control convert doctor evaluate make-base plan report sft simulate smoke train"
     assert list(commands) == expected.split()
     listed = rlfusion("--help")
     assert listed.returncode == 0 and describe(commands) in listed.stdout

@@ -1,0 +1,60 @@
+"""Fine-tunes a model on chats, on one card, such as to teach it the format of tool calls.
+
+    python scripts/sft.py CHATS.jsonl MODEL_FOLDER runs/base/tools [--epochs 1] [--lr 1e-5] [--batch 32]
+
+A row of the file is an object whose field `messages` holds a chat (docs/environments.md); also ShareGPT's form. What
+the assistant says is trained, as the chat template of the model's tokenizer renders it; all else is only read. Up to 64
+chats, at most a tenth, are held out: the result states how probable the assistant's turns of one are together.
+The folder becomes a Hugging Face checkpoint with the tokenizer; if it already contains one, the script does nothing.
+"""
+
+import argparse
+from dataclasses import replace
+from pathlib import Path
+
+from fusion.resources import as_called
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=as_called(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("chats", type=Path, help="JSON Lines or JSON file with a chat in each row")
+    parser.add_argument("model", type=Path, help="Hugging Face folder of the model, with a chat template")
+    parser.add_argument("folder", type=Path, help="folder for the Hugging Face checkpoint")
+    parser.add_argument("--messages", default="messages", help="field of a row with its messages")
+    parser.add_argument("--epochs", type=int, default=1, help="passes over the chats")
+    parser.add_argument("--batch", type=int, default=32, help="chats of an optimizer step")
+    parser.add_argument("--lr", type=float, default=1e-5, help="learning rate of AdamW")
+    parser.add_argument("--target", type=float, default=1.0, help="probability of held-out chats at which it stops")
+    parser.add_argument("--max-length", type=int, default=4096, help="maximum tokens of a chat")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the weights")
+    parser.add_argument("--seed", type=int, default=0, help="seeds the order of the chats")
+    parser.add_argument("--device", default="emulated", help="auto, npu, cuda or emulated")
+    options = parser.parse_args()
+    if (options.folder / "config.json").is_file():
+        print(f"fine-tuned model: {options.folder} exists already")
+        return
+
+    from fusion.npu import open_device
+    from stalesync.job.sft import FineTuning, fine_tune
+
+    plan = FineTuning(
+        epochs=options.epochs,
+        batch=options.batch,
+        target=options.target,
+        max_length=options.max_length,
+        messages=options.messages,
+        dtype=options.dtype,
+    )
+    plan = replace(plan, training=replace(plan.training, lr=options.lr))
+    try:
+        device = open_device(options.device)
+        probability = fine_tune(options.chats, options.model, options.folder, device, seed=options.seed, plan=plan)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    print(f"fine-tuned model: {options.folder}, probability of held-out turns {probability:.0%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+"""Fine-tune a model on chats by supervised learning, on one card: what the assistant says is trained, the rest is read.
+
+    JSON Lines ─► chats ─ ChatTokenizer ─► tokens, mask ─► batches ─ train_supervised ─► Hugging Face folder
+
+Teaches a model the format of a tool before its calls are rewarded. A share of the chats is held out; how well they are
+predicted is reported, and may end the training.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from fusion.model import Mesh, ModelConfig, Transformer, load_weights, save_folder
+from fusion.model.folder import check_folder
+from fusion.npu import Device
+from fusion.training import EmbeddedTrainEngine, Sequences, TrainingConfig
+from stalesync.job.base_model import train_supervised
+from stalesync.job.tokenizer_folder import load_tokenizer
+from stalesync.prompts import ChatTemplate, DataConfig
+from stalesync.prompts.chats import normalize_chat
+from stalesync.prompts.json_rows import JsonRows
+from stalesync.prompts.supervised import ChatTokenizer, Supervised
+
+HELD_OUT = 64
+"""Maximum number of chats that are held out; at most a tenth of the file"""
+
+
+@dataclass(frozen=True)
+class FineTuning:
+    """Settings of a fine-tuning. ``epochs``: passes over the chats; ``batch``: chats of an optimizer step; ``target``:
+    mean probability of what the assistant says in a held-out chat at which it stops; ``max_length``: tokens of a
+    chat; ``messages``: field of a row with its messages."""
+
+    epochs: int = 1
+    batch: int = 32
+    target: float = 1.0
+    check_every: int = 10
+    max_length: int = 4096
+    messages: str = "messages"
+    dtype: str = "float32"
+    training: TrainingConfig = field(default_factory=lambda: TrainingConfig(lr=1e-5))
+
+
+def fine_tune(
+    chats: str | Path,
+    model: str | Path,
+    folder: str | Path,
+    device: Device,
+    seed: int = 0,
+    plan: FineTuning | None = None,
+) -> float:
+    """Fine-tune the model of a Hugging Face folder on the chats of a JSON or JSON Lines file; save it with its
+    tokenizer in another folder. Return the mean probability of what the assistant says in a held-out chat: the share
+    of them that it would sample to the token.
+
+    Raises:
+        ValueError: model or tokenizer cannot be used, the template ends no turn of the assistant, or a chat (named) is
+            none, has no message of the assistant, or is too long.
+    """
+    plan = plan or FineTuning()
+    plan.training.validate()
+    config = ModelConfig.from_hf(model)
+    check_folder(model, config)
+    tokenizer = load_tokenizer(str(model), config)
+    examples = read_chats(chats, ChatTokenizer(ChatTemplate(DataConfig(), tokenizer), tokenizer), plan)
+    order = random.Random(f"{seed}-sft")
+    order.shuffle(examples)
+    num_held_out = max(1, min(HELD_OUT, len(examples) // 10))
+    held_out, examples = pack_chats(examples[:num_held_out]), examples[num_held_out:]
+    if not examples:
+        raise ValueError(f"{chats}: expected at least 2 chats, one of which is held out")
+    net = Transformer(config.without_predictors, Mesh.single(), device, getattr(torch, plan.dtype))
+    load_weights(net, model)
+    steps = plan.epochs * -(-len(examples) // plan.batch)
+    trainer = EmbeddedTrainEngine(net, net.mesh, device=device, config=plan.training, total_steps=steps)
+
+    def batches() -> Iterator[Sequences]:
+        for _ in range(plan.epochs):
+            order.shuffle(examples)
+            for start in range(0, len(examples), plan.batch):
+                yield pack_chats(examples[start : start + plan.batch])
+
+    train_supervised(
+        trainer,
+        batches(),
+        lambda step: mean_probability(trainer, held_out),
+        title=f"fine-tuning on {chats}",
+        steps=steps,
+        target=plan.target,
+        check_every=plan.check_every,
+    )
+    save_folder(net, folder, tokenizer_from=model)
+    return mean_probability(trainer, held_out)
+
+
+def read_chats(path: str | Path, tokenize: ChatTokenizer, plan: FineTuning) -> list[Supervised]:
+    """Read the chats of a file.
+
+    Raises:
+        ValueError: names the row (counted from 0) that cannot be used.
+    """
+    rows, examples = JsonRows(Path(path), ""), []
+    for index in range(len(rows)):
+        try:
+            fields = rows[index]
+            if not isinstance(messages := fields.get(plan.messages), list):
+                has = ", ".join(fields) or "none"
+                raise ValueError(f"expected a list of messages in the field {plan.messages!r}; its fields: {has}")
+            example = tokenize(normalize_chat(messages, answered=True))
+            if len(example.ids) > plan.max_length:
+                raise ValueError(f"{len(example.ids)} tokens; expected at most {plan.max_length}")
+        except ValueError as error:
+            raise ValueError(f"{path} row {index} (counted from 0): {error}") from None
+        examples.append(example)
+    return examples
+
+
+def pack_chats(examples: Sequence[Supervised]) -> Sequences:
+    """Pack tokenised chats as a batch whose loss is on what the assistant says."""
+    tokens = torch.tensor([id for example in examples for id in example.ids], dtype=torch.int64)
+    mask = torch.tensor([trained for example in examples for trained in example.trained])
+    return Sequences(tokens, [len(example.ids) for example in examples], mask)
+
+
+def mean_probability(trainer: EmbeddedTrainEngine, batch: Sequences) -> float:
+    """Return the mean over chats of the probability of all their trained tokens together."""
+    logprobs = trainer.logprobs(batch)[0].split(batch.lengths)
+    return sum(float(chat_logprobs.sum().exp()) for chat_logprobs in logprobs) / len(batch.lengths)

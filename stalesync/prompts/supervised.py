@@ -1,0 +1,59 @@
+"""Tokenise chats for supervised training, and mark what the assistant says.
+
+    rendered up to the assistant's turn │ its text and its end │ others' turns │ …      tokenised apart, as they are
+    not trained                         │ trained              │ not trained          when a conversation is sampled
+
+Invariant: the parts are the whole rendered chat, up to the end of the assistant's last turn.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from stalesync.prompts.template import Chat, ChatTemplate
+
+
+class Supervised(NamedTuple):
+    """Tokens of a chat, and whether each is trained."""
+
+    ids: list[int]
+    trained: list[bool]
+
+
+class ChatTokenizer:
+    """Tokenises chats by the ``template`` of ``tokenizer``.
+
+    Raises:
+        ValueError: the template does not show where the assistant's turn ends.
+    """
+
+    def __init__(self, template: ChatTemplate, tokenizer: Any) -> None:
+        if template.turn_end is None:
+            raise ValueError("the tokenizer's chat template ends the assistant's turn with no special token")
+        self._template: ChatTemplate = template
+        self._tokenizer: Any = tokenizer
+        self._end: str = tokenizer.convert_ids_to_tokens(template.turn_end)
+
+    def __call__(self, chat: Chat) -> Supervised:
+        """Return the tokens of a chat up to the end of the assistant's last turn.
+
+        Raises:
+            ValueError: the template rewrites earlier turns when later ones follow (named), or refuses the chat.
+        """
+        whole, at = self._template.render_chat(chat, add_generation_prompt=False), 0
+        ids: list[int] = []
+        trained: list[bool] = []
+        for number, message in enumerate(chat):
+            if message["role"] != "assistant":
+                continue
+            asked = self._template.render_chat(chat[:number])
+            said = self._template.render_chat(chat[: number + 1], add_generation_prompt=False)
+            end = said.find(self._end, len(asked)) + len(self._end)
+            if end < len(asked) + len(self._end) or not said.startswith(asked) or not whole.startswith(said[:end]):
+                raise ValueError(f"message {number}: the chat template renders it in another way when others follow")
+            for part, is_trained in ((whole[at : len(asked)], False), (whole[len(asked) : end], True)):
+                tokens = self._tokenizer(part, add_special_tokens=False)["input_ids"]
+                ids += tokens
+                trained += [is_trained] * len(tokens)
+            at = end
+        return Supervised(ids, trained)

@@ -1,0 +1,76 @@
+"""Fine-tuning on chats: the file becomes a model that says what its assistant says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from fusion.npu import open_device
+from fusion.training import TrainingConfig
+from stalesync.job.sft import FineTuning, fine_tune
+from stalesync.prompts import make_tokenizer
+from tests.helpers import tiny_checkpoint
+
+TURNS = [{"role": "user", "content": "7"}, {"role": "assistant", "content": "no"}]
+
+
+@pytest.fixture
+def model(tmp_path):
+    folder = tmp_path / "model"
+    tokenizer = make_tokenizer(folder, chat=True)
+    tiny_checkpoint(folder, vocab_size=len(tokenizer), hidden_size=16, num_hidden_layers=1, eos_token_id=1)
+    return folder
+
+
+def chats_of(tmp_path, *chats):
+    path = tmp_path / "chats.jsonl"
+    path.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    return path
+
+
+def test_a_model_learns_what_the_assistant_says_and_is_saved_with_its_tokenizer(tmp_path, model):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    chats = [[*TURNS, {"role": "user", "content": str(n)}, {"role": "assistant", "content": "yes"}] for n in range(40)]
+    plan = FineTuning(epochs=20, batch=12, target=0.9, training=TrainingConfig(lr=2e-2))
+    probability = fine_tune(chats_of(tmp_path, *chats), model, tmp_path / "tuned", open_device("emulated"), plan=plan)
+    assert probability >= 0.9
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tuned")
+    prompt = tokenizer.apply_chat_template(
+        chats[3][:3], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")
+    answer = tuned.generate(**prompt, max_new_tokens=4, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(answer) == "yes<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("rows", "named"),
+    [
+        ([TURNS, TURNS[:1]], "row 1 .*: the chat has no message of the assistant"),
+        ([TURNS, "text"], "row 1 .*: expected a list of messages in the field 'messages'"),
+        ([TURNS, [*TURNS, {"role": "robot", "content": "x"}]], "row 1 .*: message 2: role='robot'"),
+        ([[{"role": "user", "content": "7" * 30}, TURNS[1]]], "row 0 .*: 36 tokens; expected at most 20"),
+        ([TURNS], "expected at least 2 chats"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_by_row(tmp_path, model, rows, named):
+    with pytest.raises(ValueError, match=named):
+        fine_tune(
+            chats_of(tmp_path, *rows),
+            model,
+            tmp_path / "tuned",
+            open_device("emulated"),
+            plan=FineTuning(max_length=20),
+        )
+    assert not (tmp_path / "tuned").exists()
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path, model):
+    tokenizer = make_tokenizer(chat=True)
+    tokenizer.chat_template = None
+    (model / "chat_template.jinja").unlink(missing_ok=True)
+    tokenizer.save_pretrained(model)
+    with pytest.raises(ValueError, match="chat template ends the assistant's turn with no special token"):
+        fine_tune(chats_of(tmp_path, TURNS, TURNS), model, tmp_path / "tuned", open_device("emulated"))

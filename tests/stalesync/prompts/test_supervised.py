@@ -1,0 +1,63 @@
+"""A chat's parts are tokenised as a conversation would be, and what the assistant says is trained."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from stalesync.prompts import ChatTemplate, DataConfig, make_tokenizer
+from stalesync.prompts.supervised import ChatTokenizer
+from stalesync.prompts.tokenizer import CALL, CALL_END, END
+
+TOKENIZER = make_tokenizer(chat=True)
+TEXTS = st.text("0123456789+-= abc", min_size=1, max_size=8).filter(str.strip)
+CHATS = st.lists(st.tuples(st.sampled_from(["user", "tool", "assistant"]), TEXTS), min_size=1, max_size=6).map(
+    lambda turns: [{"role": role, "content": text} for role, text in [("user", "1"), *turns]]
+)
+QWEN3 = (
+    "{% set last = messages | length - 1 %}{% for message in messages %}<|{{ message.role }}|>"
+    "{% if message.role == 'assistant' and loop.index0 != last %}{{ message.content.split('=')[-1] }}"
+    "{% else %}{{ message.content }}{% endif %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""Of the templates that rewrite earlier turns of the assistant"""
+
+
+def tokenize(template: str | None = None) -> ChatTokenizer:
+    tokenizer = make_tokenizer(chat=True)
+    tokenizer.chat_template = template or tokenizer.chat_template
+    return ChatTokenizer(ChatTemplate(DataConfig(), tokenizer), tokenizer)
+
+
+@given(CHATS, st.booleans())
+def test_the_turns_of_the_assistant_and_their_ends_are_trained(chat, breaks_lines):
+    lines = "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>\n{% endfor %}"
+    template = lines + "{% if add_generation_prompt %}<|assistant|>{% endif %}" if breaks_lines else None
+    ids, trained = tokenize(template)(chat)
+    said = [message["content"] + END for message in chat if message["role"] == "assistant"]
+    of_assistant = [id for id, is_trained in zip(ids, trained, strict=True) if is_trained]
+    assert TOKENIZER.decode(of_assistant) == "".join(said)
+    whole = TOKENIZER.apply_chat_template(chat, tokenize=False) if template is None else TOKENIZER.decode(ids)
+    assert whole.startswith(TOKENIZER.decode(ids)) and ids[-1:] == ([TOKENIZER.eos_token_id] if said else [])
+
+
+def test_a_call_of_the_calculator_has_two_tokens_more_than_its_expression():
+    text = f"{CALL}12+34{CALL_END}"
+    ids = TOKENIZER(text, add_special_tokens=False)["input_ids"]
+    assert len(ids) == 7 and TOKENIZER.decode(ids) == text
+    assert text == '<tool_call>{"name": "calculator", "arguments": {"expression": "12+34"}}</tool_call>'
+
+
+def test_every_printable_character_has_a_token_and_words_have_one():
+    text = "".join(map(chr, range(32, 127))) + "\n"
+    assert TOKENIZER.decode(TOKENIZER(text)["input_ids"]) == text
+    assert [len(TOKENIZER(word)["input_ids"]) for word in ("higher", "lower", "<|user|>", "12")] == [1, 1, 1, 2]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused():
+    turns = ("user", "1"), ("assistant", "2=3"), ("user", "4"), ("assistant", "5")
+    chat = [{"role": role, "content": text} for role, text in turns]
+    with pytest.raises(ValueError, match="message 1: the chat template renders it in another way when others follow"):
+        tokenize(QWEN3)(chat)
+    assert tokenize(QWEN3)(chat[:2]).trained.count(True) == 4
