@@ -131,5 +131,13 @@ class Bridge:
 
 def _places(tokens: list[int], part: list[int]) -> list[int]:
     """Return where ``part`` occurs in the tokens; nowhere if it is empty."""
-    starts = (at for at, token in enumerate(tokens) if part and token == part[0])
-    return [at for at in starts if tokens[at : at + len(part)] == part]
+    places, at = [], 0
+    while part:
+        try:
+            at = tokens.index(part[0], at)
+        except ValueError:
+            break
+        if tokens[at : at + len(part)] == part:
+            places.append(at)
+        at += 1
+    return places
