@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import tempfile
 import threading
@@ -157,7 +158,7 @@ class Chaos:
     def _account(self, result: Result) -> list[str]:
         """Judge a chain, add it to the account, and return a line for each fault."""
         verdict = judge(result.remains) if result.remains is not None else Verdict()
-        reference = self._references.get(result.chain.deployment)
+        reference = None if result.chain.converses else self._references.get(result.chain.deployment)
         if result.remains is not None and reference is not None and result.chain.bound == 0:
             assert reference.remains is not None
             if not has_failed_rewards(result.remains.metrics):
@@ -207,6 +208,8 @@ def prepared(interpreters: bool) -> Iterator[tuple[Path, Launcher | None]]:
     """Make a tiny model in a new folder, and the process by which runs are started; None: as interpreters."""
     with tempfile.TemporaryDirectory(prefix="ch-", dir="/tmp") as name:  # short: Ray's sockets are below it
         make_base(Path(name) / "model", "addition", "--target", "0.05")
+        make = f"from tests.stalesync import conversations; conversations.make_all({name!r})"
+        subprocess.run([sys.executable, "-c", make], check=True)
         forks = None if interpreters or os.getuid() != 0 else Launcher()
         try:
             yield Path(name), forks

@@ -25,6 +25,10 @@ COMMON = """device=emulated cluster.npus=2 parallel=single data=addition data.ma
 data.prompts_per_step=8 algorithm.group_size=4 training.lr=1e-3 reward.max_failed_share=1
 run.name=run run.resume=auto""".split()
 
+CONVERSES = """environment=custom reward=environment data.max_prompt_length=16
+rollout.max_response_length=100 rollout.engine.batch_invariant=true""".split()
+"""Of chains whose model speaks in several turns"""
+
 EVALUATED = """run.eval_prompts=8 eval.best=val-core/held_out/reward/mean@1""".split()
 """Of chains that are not compared with an undisturbed run, which has no evaluations"""
 EVAL_EVERY = 6
@@ -80,12 +84,17 @@ def overrides_of(chain: Chain, *, model: Path, runs: Path) -> list[str]:
     suspends some."""
     longer = ["rollout.max_response_length=24", "rollout.sampling.forced_median=6"]
     every = SELDOM if chain.save_every == f"{SELDOM}" else EVAL_EVERY
+    told = [*EVALUATED, f"eval.every={every}"] if chain.bound else ["run.eval_prompts=0"]
+    if chain.converses:
+        path = model.parent / "env.py"
+        longer = [*CONVERSES, f"environment.path={path}:Slow"]
+        model = model.parent / "chatting"
     replaces = chain.deployment in ("separate", "hybrid")  # engines, whose requests are generated in other batches then
     return [
         *COMMON,
         *(
-            [*longer, *EVALUATED, f"eval.every={every}"]
-            if chain.bound
+            [*longer, *told]
+            if chain.bound or chain.converses
             else ["rollout.max_response_length=5", "run.eval_prompts=0"]
         ),
         f"model.path={model}",
@@ -96,7 +105,7 @@ def overrides_of(chain: Chain, *, model: Path, runs: Path) -> list[str]:
         f"algorithm.kl_coef={0.01 if chain.deployment == 'full' else 0.0}",
         f"stalesync.max_staleness={chain.bound}",
         f"queue.durability={chain.durability}",
-        *(["rollout.engine.batch_invariant=true"] if replaces else []),
+        *(["rollout.engine.batch_invariant=true"] if replaces and not chain.converses else []),
         *([f"rollout.schedule.chunk_tokens={chain.chunk_tokens}"] if chain.chunk_tokens else []),
     ]
 

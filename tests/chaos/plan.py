@@ -57,6 +57,9 @@ FILLED = ("disk", "shared memory", LOGS)
 FILLS_EVERY = 5
 """Of so many chains in a row, the disk of one is filled between checkpoints"""
 
+CONVERSES_EVERY = 3
+"""Of so many chains in a row, the model of one speaks in several turns"""
+
 SELDOM = 9
 """Steps between the checkpoints of a chain in which that is done …"""
 AFTER_SAVE, BEFORE_SAVE = 2, 5
@@ -68,7 +71,7 @@ class Kill:
     """What is killed, and when.
 
     Attributes:
-        victim: a key of ENDS, `shard`, `reward` or LOGS.
+        victim: a key of ENDS, `shard`, `reward` (in a chain that converses, its environments) or LOGS.
         signal: by which; "": the victim is filled.
         step: the kill comes ``delay_s`` after the end of this step; None: after the victim's process has started.
         pick: chooses among several processes, 0 to 1.
@@ -105,8 +108,13 @@ class Chain:
     starts: tuple[tuple[Kill, ...], ...]
 
     @property
+    def converses(self) -> bool:
+        """Whether its model speaks in several turns."""
+        return self.index % CONVERSES_EVERY == 1
+
+    @property
     def name(self) -> str:
-        return f"{self.deployment} s={self.bound} {self.durability}"
+        return f"{self.deployment} s={self.bound} {self.durability}{' conversations' if self.converses else ''}"
 
 
 def plan_chain(seed: int, index: int) -> Chain:

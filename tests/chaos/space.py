@@ -28,7 +28,7 @@ PATTERNS = {
     "worker": ("ray::Card",),
     "shard": ("ray::Shard",),
     "queue": ("ray::QueueActor",),
-    "reward": ("fusion.rewards.child",),
+    "reward": ("fusion.rewards.child", "fusion.environments.child"),
     "raylet": ("/raylet/raylet ", "/raylet "),
     "gcs": ("/gcs_server ",),
 }

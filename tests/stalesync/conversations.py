@@ -1,5 +1,7 @@
 """A tiny model that chats, untrained, and environments for it."""
 
+from pathlib import Path
+
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -80,6 +82,12 @@ class Killing(Env):
             log = Path(__file__).parent / "run" / "logs" / "rank-2.log"
             os.kill(int(re.findall(r"process (\\d+) on", log.read_text())[-1]), signal.SIGKILL)
 '''
+
+
+def make_all(folder):
+    """Save the model and the environments in a folder."""
+    make_chatting_model(Path(folder) / "chatting")
+    (Path(folder) / "env.py").write_text(ENVIRONMENT)
 
 
 def make_chatting_model(folder, seed=0):
