@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import yaml
 
 from benchmarks import offload_sides
 from benchmarks.harness import Figures, medians, progress, timed
@@ -22,9 +23,11 @@ from fusion.inference.config import EngineConfig
 from fusion.model import Mesh, ModelConfig, Transformer
 from fusion.npu import Device, open_device
 from fusion.npu.operators import block_tokens
+from fusion.resources import SHAPES
 from fusion.training import EmbeddedTrainEngine, Sequences, TrainingConfig
 from fusion.training.algorithms import cross_entropy
 
+WIDTHS = ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size")
 BYTES = 2
 STATES_BYTES = 16
 """Bytes of a trained element beside its weight: fp32 gradient, master and two moments"""
@@ -33,22 +36,18 @@ SHARE = 0.6
 
 
 def shape_of(args: Namespace) -> dict[str, Any]:
-    """Return the fields of a model of Qwen3-30B-A3B's shape, widths divided by ``args.divisor``, without layers."""
-    return dict(
-        model_type="qwen3_moe",
-        architectures=["Qwen3MoeForCausalLM"],
-        vocab_size=151936 // args.divisor,
-        hidden_size=2048 // args.divisor,
-        intermediate_size=6144 // args.divisor,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=max(16, 128 // args.divisor),
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768 // args.divisor,
-        norm_topk_prob=True,
-        tie_word_embeddings=False,
-        max_position_embeddings=40960,
+    """Return the fields of Qwen3-30B-A3B, widths divided by ``args.divisor``."""
+    shape = yaml.safe_load((SHAPES / "qwen3_30b_a3b.yaml").read_text())["config"]
+    narrower = {name: shape[name] // args.divisor for name in WIDTHS}
+    return (
+        shape
+        | narrower
+        | dict(
+            architectures=["Qwen3MoeForCausalLM"],
+            head_dim=max(16, shape["head_dim"] // args.divisor),
+            norm_topk_prob=True,
+            max_position_embeddings=40960,
+        )
     )
 
 

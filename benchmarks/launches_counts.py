@@ -35,27 +35,20 @@ from fusion.training.algorithms import cross_entropy
 from tests.helpers import end_ranks, run_ranks
 
 EXPERTS, VOCABULARY = 128, 512
-SHAPE = dict(
-    model_type="qwen3_moe",
+SIZES = dict(
     vocab_size=VOCABULARY,
     hidden_size=64,
     intermediate_size=128,
     num_attention_heads=32,
-    num_key_value_heads=4,
-    head_dim=16,
-    num_experts=EXPERTS,
     num_experts_per_tok=8,
     moe_intermediate_size=16,
     norm_topk_prob=True,
     tie_word_embeddings=False,
     max_position_embeddings=40960,
 )
-LATENTS = dict(
+SHAPE = SIZES | dict(model_type="qwen3_moe", num_key_value_heads=4, head_dim=16, num_experts=EXPERTS)
+LATENTS = SIZES | dict(
     model_type="deepseek_v3",
-    vocab_size=VOCABULARY,
-    hidden_size=64,
-    intermediate_size=128,
-    num_attention_heads=32,
     num_key_value_heads=32,
     q_lora_rank=32,
     kv_lora_rank=16,
@@ -66,13 +59,9 @@ LATENTS = dict(
     n_shared_experts=1,
     n_group=8,
     topk_group=4,
-    num_experts_per_tok=8,
-    moe_intermediate_size=16,
     first_k_dense_replace=0,
-    norm_topk_prob=True,
     routed_scaling_factor=2.5,
     num_nextn_predict_layers=0,
-    max_position_embeddings=40960,
 )
 
 LAYOUTS = {"tp1": Parallel(), "tp2ep2": Parallel(2, tp=2, ep=2)}

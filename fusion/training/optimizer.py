@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from fusion.model import BucketPlan, Buckets, WeightHolder, global_params, table_of
+from fusion.npu.operators import AdamW, AdamWStates
 from fusion.training.chunks import Chunk
 from fusion.training.shards import (
     Piece,
@@ -245,15 +246,13 @@ class ShardedAdamW:
             if not pieces:
                 continue
             self.device.operators.adamw(
-                [self._master(states, piece) for piece in pieces],
-                [shard.cut(shard.gradient, piece) for piece in pieces],
-                [shard.cut(states["exp_avg"], piece) for piece in pieces],
-                [shard.cut(states["exp_avg_sq"], piece) for piece in pieces],
-                step=self.steps,
-                lr=lr,
-                betas=self.betas,
-                weight_decay=self.weight_decay if decay else 0.0,
-                eps=EPSILON,
+                AdamWStates(
+                    [self._master(states, piece) for piece in pieces],
+                    [shard.cut(shard.gradient, piece) for piece in pieces],
+                    [shard.cut(states["exp_avg"], piece) for piece in pieces],
+                    [shard.cut(states["exp_avg_sq"], piece) for piece in pieces],
+                ),
+                AdamW(self.steps, lr, self.betas, weight_decay=self.weight_decay if decay else 0.0, eps=EPSILON),
             )
 
     def _publish(self, shard: _Shard, states: States) -> None:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fusion.model.spec import Router
 from fusion.npu import DeviceConfig, open_device
-from fusion.npu.operators import PagedRows, Plain, limits, operators_of
+from fusion.npu.operators import AdamW, AdamWStates, PagedRows, Plain, limits, operators_of
 from fusion.npu.operators.ascend import Ascend
 
 pytestmark = [
@@ -205,8 +205,8 @@ def test_adamw(ascend):
     states = [[random(7), random(3, 2)] for _ in range(2)] + [[torch.zeros(7), torch.zeros(3, 2)] for _ in range(2)]
     ours, theirs = ([[x.to("npu", copy=True) for x in kind] for kind in states] for _ in range(2))
     for step in range(3):
-        for table, (params, grads, *moments) in ((ascend, ours), (PLAIN, theirs)):
-            table.adamw(params, grads, *moments, step=step, lr=0.1, betas=(0.9, 0.95), weight_decay=0.2, eps=1e-8)
+        for table, tensors in ((ascend, ours), (PLAIN, theirs)):
+            table.adamw(AdamWStates(*tensors), AdamW(step, lr=0.1, betas=(0.9, 0.95), weight_decay=0.2, eps=1e-8))
     for mine, wanted in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, wanted, rtol=1e-5, atol=1e-6)
 

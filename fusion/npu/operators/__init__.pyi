@@ -1,3 +1,5 @@
+from .plain import AdamW as AdamW
+from .plain import AdamWStates as AdamWStates
 from .plain import PagedRows as PagedRows
 from .plain import Plain as Plain
 from .registry import block_tokens as block_tokens

@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup
 from fusion.npu.operators import limits
 from fusion.npu.operators.ascend_functions import AddRMSNorm, GroupedLinear, Permute, routing_options
 from fusion.npu.operators.gating import Gating
-from fusion.npu.operators.plain import PagedRows, Permuted, Plain, Rope
+from fusion.npu.operators.plain import AdamW, AdamWStates, PagedRows, Permuted, Plain, Rope
 from fusion.npu.operators.rows import sum_of_local
 
 Weights = Sequence[torch.Tensor] | torch.Tensor
@@ -331,21 +331,10 @@ class Ascend(Plain):
 
     # Optimizer
 
-    def adamw(
-        self,
-        params: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        exp_avgs: list[torch.Tensor],
-        exp_avg_sqs: list[torch.Tensor],
-        *,
-        step: int,
-        lr: float,
-        betas: tuple[float, float],
-        weight_decay: float,
-        eps: float,
-    ) -> None:
+    def adamw(self, states: AdamWStates, update: AdamW) -> None:
+        step, lr, betas, weight_decay, eps = update
         scalars = betas[0] ** step, betas[1] ** step, lr, weight_decay, *betas, eps
-        for var, grad, m, v in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
+        for var, grad, m, v in zip(*states, strict=True):
             torch.ops.npu.npu_apply_adam_w.out(*scalars, grad, None, False, False, var=var, m=m, v=v)
 
 

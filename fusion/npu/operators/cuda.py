@@ -17,11 +17,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
-from torch.optim.adamw import adamw
 
 from fusion.npu.operators import limits
 from fusion.npu.operators.gating import Gating
-from fusion.npu.operators.plain import PagedRows, Plain, Rope
+from fusion.npu.operators.plain import AdamW, AdamWStates, PagedRows, Plain, Rope
 
 
 class Cuda(Plain):
@@ -192,35 +191,9 @@ class Cuda(Plain):
 
     # Optimizer
 
-    def adamw(
-        self,
-        params: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        exp_avgs: list[torch.Tensor],
-        exp_avg_sqs: list[torch.Tensor],
-        *,
-        step: int,
-        lr: float,
-        betas: tuple[float, float],
-        weight_decay: float,
-        eps: float,
-    ) -> None:
-        adamw(
-            params,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            [],
-            list(torch.full((len(params),), float(step), device=params[0].device).unbind()),
-            fused=True,
-            amsgrad=False,
-            beta1=betas[0],
-            beta2=betas[1],
-            lr=lr,
-            weight_decay=weight_decay,
-            eps=eps,
-            maximize=False,
-        )
+    def adamw(self, states: AdamWStates, update: AdamW) -> None:
+        steps = torch.full((len(states.params),), float(update.step), device=states.params[0].device)
+        update.by_torch(states, list(steps.unbind()), fused=True)
 
 
 class _Pages(NamedTuple):

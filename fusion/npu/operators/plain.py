@@ -47,6 +47,43 @@ class Permuted(NamedTuple):
     counts_E: torch.Tensor
 
 
+class AdamWStates(NamedTuple):
+    """Parameters, their gradients and both moments, float32, piece by piece."""
+
+    params: list[torch.Tensor]
+    grads: list[torch.Tensor]
+    exp_avgs: list[torch.Tensor]
+    exp_avg_sqs: list[torch.Tensor]
+
+
+class AdamW(NamedTuple):
+    """The numbers of an update. ``step``: number of updates before this one."""
+
+    step: int
+    lr: float
+    betas: tuple[float, float]
+    weight_decay: float
+    eps: float
+
+    def by_torch(self, states: AdamWStates, steps: list[torch.Tensor], *, fused: bool) -> None:
+        """Update by PyTorch's function, in one fused operator or in one for each operation; ``steps``: as it takes
+        them."""
+        adamw(
+            *states,
+            [],
+            steps,
+            amsgrad=False,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            lr=self.lr,
+            weight_decay=self.weight_decay,
+            eps=self.eps,
+            maximize=False,
+            foreach=not fused,
+            fused=fused,
+        )
+
+
 class Plain:
     """The table of operators. A card's own table inherits it, and replaces what the card fuses.
 
@@ -317,37 +354,9 @@ class Plain:
 
     # Optimizer
 
-    def adamw(
-        self,
-        params: list[torch.Tensor],
-        grads: list[torch.Tensor],
-        exp_avgs: list[torch.Tensor],
-        exp_avg_sqs: list[torch.Tensor],
-        *,
-        step: int,
-        lr: float,
-        betas: tuple[float, float],
-        weight_decay: float,
-        eps: float,
-    ) -> None:
-        """Update parameters and moments, float32 all, in place (Loshchilov and Hutter, arXiv 1711.05101). ``step``:
-        number of updates before this one."""
-        adamw(
-            params,
-            grads,
-            exp_avgs,
-            exp_avg_sqs,
-            [],
-            [torch.tensor(float(step)) for _ in params],
-            foreach=True,
-            amsgrad=False,
-            beta1=betas[0],
-            beta2=betas[1],
-            lr=lr,
-            weight_decay=weight_decay,
-            eps=eps,
-            maximize=False,
-        )
+    def adamw(self, states: AdamWStates, update: AdamW) -> None:
+        """Update parameters and moments, float32 all, in place (Loshchilov and Hutter, arXiv 1711.05101)."""
+        update.by_torch(states, [torch.tensor(float(update.step)) for _ in states.params], fused=False)
 
 
 def _rotate(x_NhC: torch.Tensor, cos_N1R: torch.Tensor, sin_N1R: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from fusion.model import ModelConfig
 from fusion.model.parallel import MIN_DISPATCH_RANKS
 from fusion.model.spec import Dense, GroupedQuery, Latent, LayerSpec, Sparse
 from fusion.npu.emulator.operators import recorded_schemas, register_gradients
-from fusion.npu.operators import PagedRows, ascend, limits
+from fusion.npu.operators import AdamW, AdamWStates, PagedRows, ascend, limits
 from fusion.npu.operators.ascend import Ascend
 from tests.npu.contracts.wheel import META_KERNELS, SCHEMAS
 
@@ -234,8 +234,8 @@ def dispatched(
 
 
 def optimizer(table: Ascend) -> None:
-    states = [[meta(4096, dtype=torch.float32)] for _ in range(4)]
-    table.adamw(*states, step=3, lr=1e-6, betas=(0.9, 0.95), weight_decay=0.1, eps=1e-8)
+    states = AdamWStates(*([meta(4096, dtype=torch.float32)] for _ in range(4)))
+    table.adamw(states, AdamW(3, lr=1e-6, betas=(0.9, 0.95), weight_decay=0.1, eps=1e-8))
 
 
 def main(version: str, folder: Path) -> dict[str, Any]:
