@@ -305,3 +305,15 @@ def test_a_file_that_cannot_be_imported_is_refused(tmp_path):
     file.write_text("import no_such_module")
     with pytest.raises(ValueError, match="environment.path=.*importing it raised ModuleNotFoundError"):
         Pool(file)
+
+
+def test_the_environment_of_the_documentation_counts_down(tmp_path):
+    page = (Path(__file__).resolve().parents[2] / "docs" / "environments.md").read_text()
+    file = tmp_path / "count_down.py"
+    file.write_text(page.partition("```python\n")[2].partition("```")[0])
+    with Pool(file, "CountDown") as pool:
+        pool.open("a", "b", answer="2")
+        assert content(pool.ask("a", "2", "2")) == "next"
+        end = pool.ask("a", "1", "2")
+        assert (end.turn.done, end.turn.reward) == (True, 1.0)
+        assert pool.ask("b", "3", "2").turn.reward == 0.0
