@@ -6,9 +6,9 @@
 Runs of a tiny model are started as a user starts them, in every deployment at staleness 0, 1 and 2, and something is
 killed in each: the controller (SIGKILL, SIGTERM, SIGINT), a worker, the queue, a shard of it, Ray's raylet or GCS, a
 reward process; or the disk or the shared memory becomes full. A disk that is full between two checkpoints must only
-stop the run's logs, with a warning, until there is space again. The model of every third run speaks in several turns with
-an environment, whose processes are killed in place of those of a reward. The run is resumed, killed again, and so on; the last
-start goes to its end. What is killed when is drawn from the seed (`tests/chaos/plan.py`).
+stop the run's logs, with a warning, until there is space again. The model of every third run speaks in several turns
+with an environment, whose processes are killed in place of those of a reward. The run is resumed, killed again, and so
+on; the last start goes to its end. What is killed when is drawn from the seed (`tests/chaos/plan.py`).
 
 After each kill the run must end, or go on where it survives, within 1.5 times the time in which it starts on this
 machine under its present load (else `late`); its message must name what was killed, for a worker with rank and stage

@@ -199,6 +199,8 @@ class Controller:
             if counts:
                 self.step_metrics.metrics.add("perf/in_flight_max", max(counts))
                 self.step_metrics.metrics.add("perf/in_flight_min", min(counts))
+            if self.conversing is not None:
+                self.step_metrics.metrics.add("env/away_max", self.admission.buffer.num("away"))
 
     def await_samples(self) -> None:
         """Wait for samples, and check the health of the cards."""

@@ -259,6 +259,11 @@ class Generation:
             running.append(self._cards.begin_each(calls))
         return running
 
+    def forget_answers(self, ids: Sequence[str], engines: Sequence[int]) -> None:
+        """Free the KV that engines have parked of conversations that are answered."""
+        forget = stage_call(Worker.forget, ids)
+        self._cards.ask_each({self._spec.engines[engine][0]: forget for engine in engines})
+
     def take_answers(self, running: RunningStage[StageReport]) -> dict[str, EvalAnswer]:
         """Wait until an engine has answered; return the answers by the prompt's id.
 
