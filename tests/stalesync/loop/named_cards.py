@@ -252,6 +252,7 @@ def make_controller(
         engines=[(rank,) for rank in everyone],
         deployment=deployment,
         detokenizer=None,
+        turns=False,
         reward_model=None,
         reference=None,
         algorithm=algorithm,
