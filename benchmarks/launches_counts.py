@@ -91,7 +91,7 @@ class Launches(TorchDispatchMode):
         reads = name.partition("::")[2] == "_local_scalar_dense" or "cpu" in _places(result)
         if reads and "npu" in _places(args):
             self.waits[name] += 1
-        written = any(one.alias_info is not None and one.alias_info.is_write for one in operation._schema.returns)
+        written = any(one.alias_info is not None and one.alias_info.is_write for one in operation._schema.arguments)
         is_collective = name.startswith("c10d::")
         is_view = not written and not is_collective and _storages(result) <= _storages((args, kwargs))
         on_card = "npu" in _places((args, kwargs, result))

@@ -2,8 +2,9 @@
 
 Of layers with latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1) the cache holds latents. Paged rows absorb
 the projections of keys and values: their queries are projected instead, and all heads attend to the latents as to one
-key head, whose values are its first channels. Packed prompts expand the latents to keys and values of each head, and
-long chunks do what takes less arithmetic (`KVLayout.absorbs`).
+key head, whose values are its first channels. Packed prompts expand the latents to keys and values of each head. So do
+long chunks where a card's operator attends to them without a mask; else they do what takes less arithmetic
+(`KVLayout.absorbs`).
 
 Paged rows, where there is a fused operator: one call for all of them (`PagedRows`). Else (`attend_rows`) every (row,
 block) pair is one small matrix product, so sequences of different lengths need no padding except in their last block.
@@ -11,21 +12,21 @@ The softmax is combined from blocks as in FlashAttention (Dao et al., 2022): fir
 then sums over the blocks.
 
 With `rollout.engine.batch_invariant` every token is a paged row and no stretch of the pool is read in place: pairs are
-independent and summed in the order of the row's blocks, so a row's result is bitwise independent of the batch. Without
-it, the rest of the batch decides how a row is computed.
+independent and, on a host, summed in the order of the row's blocks, so a row's result is bitwise independent of the
+batch. A card promises no such order: there only a table that reads blocks itself is accepted. Without it, the rest of
+the batch decides how a row is computed.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from fusion.inference.batch import Batch, LongChunk
 from fusion.inference.kv_cache import KVCache, score_dtype
 from fusion.inference.kv_layout import KVLayout
 from fusion.inference.paged_rows import RowSlice
-from fusion.model.attention import Up
-from fusion.npu.operators import PagedRows
+from fusion.model.attention import Pair, Up
+from fusion.npu.operators import PagedRows, lower_right_mask
 
 MAX_SCORES = 1 << 26
 """Maximum scores of an absorbed chunk that are computed at a time (at least one row): bounds their memory."""
@@ -45,34 +46,57 @@ class PagedAttention:
         if lengths:
             whole = q_NHC[start:stop], k_NKC[start:stop], v_NKC[start:stop]
             out.append(self.operators.varlen_attention(*whole, lengths))
-        out += [_attend_chunk(q_NHC[chunk.start : chunk.stop], pool, chunk) for chunk in batch.long]
+        for chunk in batch.long:
+            keys, values = (_in_order(part, chunk) for part in self.cache.gather(pool, chunk.pieces).chunk(2))
+            q = q_NHC[chunk.start : chunk.stop]
+            out.append(self.operators.varlen_attention(q, keys, values, chunk.lengths, None, chunk.kv_lengths))
         return _join(out) if out else q_NHC
 
-    def latent(self, layer: int, q_NHC: torch.Tensor, latent_NL: torch.Tensor, up: Up) -> torch.Tensor:
-        pool, batch, layout = self.cache.pools[layer], self.batch, self.cache.layout
-        self.operators.store_kv(pool, batch.slots, latent_NL.unsqueeze(1), None, batch.repeated)
+    def latent(self, layer: int, q: Pair, latent: Pair, up: Up) -> torch.Tensor:
+        pool, batch = self.cache.pools[layer], self.batch
+        self.operators.store_latents(pool, batch.slots, *latent, batch.repeated)
         out: list[torch.Tensor] = []
         start, stop, lengths = batch.packed
         if batch.rows:
-            attended = self._attend_rows(up.absorb(q_NHC[:start]), pool, scale=up.softmax_scale)
-            out.append(up.values(_join(attended)))
+            out.append(up.values(self._attend_latent_rows((q[0][:start], q[1][:start]), pool, up)))
         if lengths:
-            k, v = up.expand(latent_NL[start:stop])
-            out.append(self.operators.varlen_attention(q_NHC[start:stop], k, v, lengths, up.softmax_scale))
-        out += [_attend_latents(q_NHC[chunk.start : chunk.stop], pool, chunk, up, layout) for chunk in batch.long]
-        return _join(out) if out else up.values(up.absorb(q_NHC)[..., : layout.value_width])
+            k, v = up.expand(*(x[start:stop] for x in latent))
+            packed = torch.cat([x[start:stop] for x in q], dim=-1)
+            out.append(self.operators.varlen_attention(packed, k, v, lengths, up.softmax_scale))
+        for chunk in batch.long:
+            of_chunk = q[0][chunk.start : chunk.stop], q[1][chunk.start : chunk.stop]
+            out.append(self._attend_latents(of_chunk, pool, chunk, up))
+        return _join(out) if out else up.values(up.absorb(q[0]))
+
+    def _attend_latent_rows(self, q: Pair, pool: torch.Tensor, up: Up) -> torch.Tensor:
+        """Return what the batch's paged rows attend to of compressed latents [N, H, R]."""
+        absorbed, rotated, rows = up.absorb(q[0]), q[1], self.batch.rows
+        if isinstance(rows, PagedRows):
+            return self.operators.paged_latent_attention(absorbed, rotated, pool, rows, up.softmax_scale)
+        return _join(self._attend_rows(torch.cat([absorbed, rotated], dim=-1), pool, scale=up.softmax_scale))
 
     def _attend_rows(self, q_NHC: torch.Tensor, pool: torch.Tensor, scale: float) -> list[torch.Tensor]:
         """Return the attention of the batch's paged rows, in order."""
         cache, rows = self.cache, self.batch.rows
         if isinstance(rows, PagedRows):
-            value_width = cache.layout.value_width if cache.layout.is_latent else None
-            return [self.operators.paged_attention(q_NHC[: len(rows.lengths)], pool, rows, value_width, scale)]
+            return [self.operators.paged_attention(q_NHC[: len(rows.lengths)], pool, rows, None, scale)]
         workspace, layout = cache.workspace, cache.layout
         return [
             attend_rows(q_NHC[part.start : part.stop], pool, part, workspace=workspace, layout=layout, scale=scale)
             for part in rows
         ]
+
+    def _attend_latents(self, q: Pair, pool: torch.Tensor, chunk: LongChunk, up: Up) -> torch.Tensor:
+        """Compute the attention of a long chunk over its latents. Returns [T, H, V]."""
+        (rows,), (length,), layout = chunk.lengths, chunk.kv_lengths, self.cache.layout
+        latent_SL = _in_order(self.cache.gather(pool, chunk.pieces), chunk).squeeze(1)
+        absorbs = layout.absorbs(rows, length, head_dim=up.spec.head_dim)
+        if absorbs and not self.operators.fuses_chunks:
+            absorbed = torch.cat([up.absorb(q[0]), q[1]], dim=-1)
+            return up.values(_attend_shared(absorbed, latent_SL, layout.value_width, up.softmax_scale))
+        k, v = up.expand(*latent_SL.split([layout.value_width, layout.width - layout.value_width], dim=-1))
+        scale = up.softmax_scale
+        return self.operators.varlen_attention(torch.cat(q, dim=-1), k, v, chunk.lengths, scale, chunk.kv_lengths)
 
 
 def attend_rows(
@@ -130,44 +154,17 @@ def _products(x: torch.Tensor, pieces: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([torch.bmm(part, piece) for part, piece in zip(parts, pieces, strict=True)])
 
 
-def _attend_chunk(q_THC: torch.Tensor, pool: torch.Tensor, chunk: LongChunk) -> torch.Tensor:
-    def sequence(blocks: torch.Tensor) -> torch.Tensor:
-        return blocks.transpose(0, 1).flatten(1, 2)[:, : chunk.length].unsqueeze(0)
-
-    keys, values = pool.index_select(0, chunk.pieces).chunk(2)
-    out = F.scaled_dot_product_attention(
-        q_THC.transpose(0, 1).unsqueeze(0),
-        sequence(keys),
-        sequence(values),
-        attn_mask=chunk.mask,
-        enable_gqa=q_THC.shape[1] != pool.shape[1],
-    )
-    return out.squeeze(0).transpose(0, 1)
+def _in_order(blocks: torch.Tensor, chunk: LongChunk) -> torch.Tensor:
+    """Return the tokens [S, K, C] of a chunk's blocks [n, K, block_size, C]."""
+    return blocks.transpose(1, 2).flatten(0, 1)[: chunk.kv_lengths[0]]
 
 
-def _attend_latents(
-    q_THC: torch.Tensor, pool: torch.Tensor, chunk: LongChunk, up: Up, layout: KVLayout
-) -> torch.Tensor:
-    """Compute the attention of a long chunk over its latents. Returns [T, H, V]."""
-    latent_SL = pool.index_select(0, chunk.pieces).flatten(0, 2)[: chunk.length]
-    if layout.absorbs(q_THC.shape[0], chunk.length, head_dim=q_THC.shape[2]):
-        return up.values(_attend_shared(up.absorb(q_THC), latent_SL, chunk.mask, layout.value_width, up.softmax_scale))
-    k_SHC, v_SHV = up.expand(latent_SL)
-    width = v_SHV.shape[-1]
-    if width < q_THC.shape[-1]:  # flash kernels take values as wide as keys only
-        v_SHV = F.pad(v_SHV, (0, q_THC.shape[-1] - width))
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_THC, k_SHC, v_SHV))
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=chunk.mask, scale=up.softmax_scale)
-    return out.squeeze(0).transpose(0, 1)[..., :width]
-
-
-def _attend_shared(
-    q_THL: torch.Tensor, latent_SL: torch.Tensor, mask_TS: torch.Tensor, value_width: int, scale: float
-) -> torch.Tensor:
+def _attend_shared(q_THL: torch.Tensor, latent_SL: torch.Tensor, value_width: int, scale: float) -> torch.Tensor:
     """Compute attention of all heads to one head of keys, whose first ``value_width`` channels are their values; of
     some rows at a time."""
     heads, keys, values = q_THL.shape[1], latent_SL.t(), latent_SL[:, :value_width]
     rows = max(1, MAX_SCORES // (heads * len(latent_SL)))
+    mask_TS = lower_right_mask(len(q_THL), len(latent_SL), q_THL.device)
     out = []
     for q, mask in zip((q_THL * scale).split(rows), mask_TS.split(rows), strict=True):
         bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf).unsqueeze(1)

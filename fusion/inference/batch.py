@@ -47,14 +47,14 @@ SHORT_CHUNK_TOKENS = 16
 
 @dataclass(frozen=True)
 class LongChunk:
-    """Rows ``start:stop`` attend over ``length`` tokens in ``pieces`` (as in `RowSlice`); ``mask`` [rows, length] is
-    causal."""
+    """Rows ``start:stop`` attend to the tokens in ``pieces`` (as in `RowSlice`), of which they are the last.
+    ``lengths``: number of rows; ``kv_lengths``: of tokens; a list each, for which a card may keep what it makes."""
 
     start: int
     stop: int
     pieces: torch.Tensor
-    length: int
-    mask: torch.Tensor
+    lengths: list[int]
+    kv_lengths: list[int]
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def build_batch(step: Step, cache: KVCache, invariant: bool = False) -> Batch:
         written=written,
         rows=rows,
         packed=(row_count, packed_stop, [count for _, count in whole]),
-        long=tuple(_long_chunks(long + behind, packed_stop, positions_N, pieces=tensors)),
+        long=tuple(_long_chunks(long + behind, packed_stop, pieces=tensors)),
         sampled=None if only_decodes else next(tensors),
     )
 
@@ -207,15 +207,11 @@ def _blocks_of(rows: Sequence | PathRows, count: int, cache: KVCache) -> np.ndar
     return np.array(rows.blocks[: -(-(rows.computed + count) // cache.block_size)], np.int64)
 
 
-def _long_chunks(
-    long: Iterable[Piece], start: int, positions_N: torch.Tensor, *, pieces: Iterator[torch.Tensor]
-) -> Iterator[LongChunk]:
+def _long_chunks(long: Iterable[Piece], start: int, *, pieces: Iterator[torch.Tensor]) -> Iterator[LongChunk]:
     """Long chunks, of which the first begins at row ``start``; ``pieces`` yields the blocks of each."""
     for seq, count in long:
-        stop, length = start + count, seq.computed + count
-        mask = torch.arange(length, device=positions_N.device) <= positions_N[start:stop, None]
-        yield LongChunk(start, stop, next(pieces), length=length, mask=mask)
-        start = stop
+        yield LongChunk(start, start + count, next(pieces), [count], [seq.computed + count])
+        start += count
 
 
 def _sampled_rows(step: Step, end_of: dict[int, int], first_row: int) -> np.ndarray:

@@ -81,6 +81,11 @@ class EmbeddedEngine(ControlledEngine):
             device=device,
             dtype=model.weights.dtype,
         )
+        if config.engine.batch_invariant and device.kind in ("cuda", "npu") and not self.cache.reads_blocks:
+            raise ValueError(
+                f"rollout.engine.batch_invariant=true: the operators {device.operators.name!r} of this card add what"
+                " blocks contribute in no fixed order; expected device.operators=auto (on CUDA, torch 2.13 or newer)"
+            )
         self.scheduler = Scheduler(
             BlockManager(0, config.engine.block_size),
             max_seqs=config.engine.max_seqs,

@@ -4,7 +4,8 @@
 
 What a token keeps is described by a `KVLayout`. Block b's keys are row b of the pool and its values row b + blocks: one
 operation writes or gathers both, and the keys of neighbouring blocks are adjacent. A latent is both, in row b. Token t
-of a sequence is in its block ``t // block_size`` at offset ``t % block_size``.
+of a sequence is in its block ``t // block_size`` at offset ``t % block_size``. A card's table may keep the channels of
+latents apart (`Plain.areas`); what is gathered or copied to the host has the shape above on every card.
 """
 
 from __future__ import annotations
@@ -44,9 +45,7 @@ class KVCache:
     @property
     def reads_blocks(self) -> bool:
         """Whether the card's operators attend to blocks by a table."""
-        operators = self.device.operators
-        fits = self.block_size % operators.block_tokens == 0
-        return fits and operators.reads_blocks(self.dtype, self.layout.is_latent)
+        return self.device.operators.reads_blocks(self.dtype)
 
     @property
     def block_bytes(self) -> int:
@@ -96,8 +95,7 @@ class KVCache:
         rows = self._rows(blocks)
         room = self.workspace[: len(rows)]
         for pool, layer in zip(self.pools, host, strict=True):
-            torch.index_select(pool, 0, rows, out=room)
-            layer.copy_(room, non_blocking=True)
+            layer.copy_(self.gather(pool, rows, out=room), non_blocking=True)
 
     def copy_in(self, host: torch.Tensor, first: int, blocks: Sequence[int]) -> None:
         """Queue the copy of what `copy_out` wrote, from its block ``first`` on, into as many ``blocks``."""
@@ -106,7 +104,9 @@ class KVCache:
         for pool, layer in zip(self.pools, host.unflatten(1, (self.layout.parts, -1)), strict=True):
             for part, kv in zip(room.split(count), layer[:, first : first + count], strict=True):
                 part.copy_(kv, non_blocking=True)
-            pool.index_copy_(0, rows, room)
+            areas = self._areas(pool)
+            for area, channels in zip(areas, room.split([area.shape[-1] for area in areas], dim=-1), strict=True):
+                area.index_copy_(0, rows, channels)
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks: (from, to)."""
@@ -114,7 +114,18 @@ class KVCache:
             return
         source, target = (self._rows(blocks) for blocks in zip(*pairs, strict=True))
         for pool in self.pools:
-            pool.index_copy_(0, target, pool.index_select(0, source))
+            for area in self._areas(pool):
+                area.index_copy_(0, target, area.index_select(0, source))
+
+    def gather(self, pool: torch.Tensor, rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return the rows [n, heads, block_size, width] of a pool, with all channels."""
+        areas = self._areas(pool)
+        if len(areas) == 1:
+            return torch.index_select(pool, 0, rows, out=out)
+        return torch.cat([area.index_select(0, rows) for area in areas], dim=-1, out=out)
+
+    def _areas(self, pool: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.device.operators.areas(pool, self.layout.latent_width)
 
     def _rows(self, blocks: Sequence[int]) -> torch.Tensor:
         rows = [part * self.blocks + block for part in range(self.layout.parts) for block in blocks]
@@ -133,6 +144,6 @@ class KVCache:
         """
         if block >= self._clean:
             end = min(self.blocks, max(block + 1, 2 * self._clean))
-            for pool in self.pools:
-                pool.unflatten(0, (self.layout.parts, self.blocks))[:, self._clean : end].zero_()
+            for area in (area for pool in self.pools for area in self._areas(pool)):
+                area.unflatten(0, (self.layout.parts, self.blocks))[:, self._clean : end].zero_()
             self._clean = end

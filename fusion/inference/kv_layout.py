@@ -45,6 +45,11 @@ class KVLayout:
     def is_latent(self) -> bool:
         return self.parts == 1
 
+    @property
+    def latent_width(self) -> int | None:
+        """Number of a latent's channels that are its value; None: the pool holds keys and values."""
+        return self.value_width if self.is_latent else None
+
     def absorbs(self, rows: int, tokens: int, head_dim: int) -> bool:
         """Return whether queries of ``rows`` rows over ``tokens`` latents of one sequence take fewer multiplications
         with absorbed projections than over expanded keys and values. Values are counted as as wide as the channels of

@@ -1,8 +1,8 @@
 """Compute attention with this rank's heads: projections, norms and rotation. What attends is passed in.
 
     GroupedQuery   x ─ gather ─ qkv ─ norm, rotate ─► q_NHC, k_NKC, v_NKC ─ attend ─ out ─ scatter ─►
-    Latent         x ─┬─ q_a ─ norm ─ gather ─ q_b ─ rotate ─► q_NHC ─────┐
-                      └─ kv_a ─ norm ─ gather ─ rotate ─► latent_NL ──────┴─ attend.latent ─ out ─ scatter ─►
+    Latent         x ─┬─ q_a ─ norm ─ gather ─ q_b ─ rotate ─► q ─────────┐
+                      └─ kv_a ─ norm ─ gather ─ rotate ─► latent ─────────┴─ attend.latent ─ out ─ scatter ─►
 
 Latents (multi-head latent attention, MLA) are computed by every rank from its own rows and gathered, which is less to
 compute and to send than hidden states are. So the low-rank projections and their norms, which every TP rank holds
@@ -20,7 +20,10 @@ from fusion.model.collectives import Rows, gather_rows, reduce_scatter_rows, sum
 from fusion.model.matrix import Matrix, Weights, blocks_of, parameter, project
 from fusion.model.mesh import Mesh
 from fusion.model.spec import GroupedQuery, Latent
-from fusion.npu.operators import Plain, head_linear
+from fusion.npu.operators import Plain
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+"""Channels without position encoding, and those that are rotated"""
 
 
 class Up:
@@ -34,25 +37,22 @@ class Up:
         softmax_scale: the factor of the scores.
     """
 
-    def __init__(self, kv_b: Matrix, spec: Latent, row_multiple: int = 1):
-        self.kv_b, self.spec, self.row_multiple = kv_b, spec, row_multiple
+    def __init__(self, kv_b: Matrix, spec: Latent, operators: Plain, row_multiple: int = 1):
+        self.kv_b, self.spec, self.operators, self.row_multiple = kv_b, spec, operators, row_multiple
         self.softmax_scale = spec.softmax_scale
 
-    def expand(self, latent_NL: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys [N, H, C] and values [N, H, V] of latents [N, R + P], the rotated shared key last."""
+    def expand(self, compressed_NR: torch.Tensor, rotated_NP: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys [N, H, C] and values [N, H, V] of latents, the rotated key that all heads share last."""
         spec = self.spec
-        compressed, rotated = latent_NL.split([spec.kv_rank, spec.rope_dim], dim=-1)
-        expanded = project(compressed, self.kv_b, self.row_multiple)
+        expanded = project(compressed_NR, self.kv_b, self.row_multiple)
         nope, values = expanded.unflatten(-1, (-1, spec.nope_dim + spec.value_dim)).split(
             [spec.nope_dim, spec.value_dim], dim=-1
         )
-        return torch.cat([nope, rotated.unsqueeze(1).expand(-1, nope.shape[1], -1)], dim=-1), values
+        return torch.cat([nope, rotated_NP.unsqueeze(1).expand(-1, nope.shape[1], -1)], dim=-1), values
 
-    def absorb(self, q_NHC: torch.Tensor) -> torch.Tensor:
-        """Return queries [N, H, R + P] whose products with latents are those of q_NHC with the expanded keys."""
-        nope, rotated = q_NHC.split([self.spec.nope_dim, self.spec.rope_dim], dim=-1)
-        keys = [matrices_HXR[:, : self.spec.nope_dim] for matrices_HXR in self._by_head()]
-        return torch.cat([self._multiply(nope, keys), rotated], dim=-1)
+    def absorb(self, nope_NHC: torch.Tensor) -> torch.Tensor:
+        """Return queries [N, H, R] whose products with compressed latents are those of nope_NHC with expanded keys."""
+        return self._multiply(nope_NHC, [matrices_HXR[:, : self.spec.nope_dim] for matrices_HXR in self._by_head()])
 
     def values(self, out_NHR: torch.Tensor) -> torch.Tensor:
         """Return the values [N, H, V] of attended compressed latents [N, H, R]."""
@@ -65,9 +65,9 @@ class Up:
 
     def _multiply(self, x_NHC: torch.Tensor, blocks: list[torch.Tensor]) -> torch.Tensor:
         if len(blocks) == 1:
-            return head_linear(x_NHC, blocks[0], self.row_multiple)
+            return self.operators.head_linear(x_NHC, blocks[0], self.row_multiple)
         heads = x_NHC.split([len(block) for block in blocks], dim=1)
-        outs = [head_linear(x, block, self.row_multiple) for x, block in zip(heads, blocks, strict=True)]
+        outs = [self.operators.head_linear(*one, self.row_multiple) for one in zip(heads, blocks, strict=True)]
         return torch.cat(outs, dim=1)
 
 
@@ -79,13 +79,13 @@ class Attend(Protocol):
         """Return the output [N, H, C] of grouped-query attention with this rank's heads."""
         ...
 
-    def latent(self, layer: int, q_NHC: torch.Tensor, latent_NL: torch.Tensor, up: Up) -> torch.Tensor:
+    def latent(self, layer: int, q: Pair, latent: Pair, up: Up) -> torch.Tensor:
         """Return the output [N, H, V] of latent attention with this rank's heads.
 
         Args:
-            q_NHC: the channels that are not rotated, then those that are.
-            latent_NL: [N, R + P], the same on all TP ranks: the normalised compressed keys and values, then the rotated
-                key that all heads share.
+            q: [N, H, C] and [N, H, P].
+            latent: the normalised compressed keys and values [N, R], and the rotated key [N, P] that all heads share;
+                the same on all TP ranks.
             up: of this layer, for this rank's heads.
         """
         ...
@@ -100,9 +100,9 @@ class PackedAttention:
     def __call__(self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor) -> torch.Tensor:
         return self.operators.varlen_attention(q_NHC, k_NKC, v_NKC, self.lengths)
 
-    def latent(self, layer: int, q_NHC: torch.Tensor, latent_NL: torch.Tensor, up: Up) -> torch.Tensor:
-        k_NHC, v_NHV = up.expand(latent_NL)
-        return self.operators.varlen_attention(q_NHC, k_NHC, v_NHV, self.lengths, up.softmax_scale)
+    def latent(self, layer: int, q: Pair, latent: Pair, up: Up) -> torch.Tensor:
+        k_NHC, v_NHV = up.expand(*latent)
+        return self.operators.varlen_attention(torch.cat(q, dim=-1), k_NHC, v_NHV, self.lengths, up.softmax_scale)
 
 
 class Attention(nn.Module):
@@ -176,12 +176,12 @@ class LatentAttention(nn.Module):
         if self._is_low_rank:
             source = self.operators.rms_norm(project(x, self.q_a, row_multiple), self.q_a_norm, spec.norm_eps)
         source, compressed, key = self._gather(source, compressed, key, rows=rows)
-        latent = torch.cat([compressed, self._rotate(key.unsqueeze(1), rope).squeeze(1)], dim=-1)
+        latent = compressed, self._rotate(key.unsqueeze(1), rope).squeeze(1)
 
         flat_q = project(source, self.q_b if self._is_low_rank else self.q, row_multiple)
         nope, rotated = flat_q.unflatten(-1, (-1, spec.head_dim)).split([spec.nope_dim, spec.rope_dim], dim=-1)
-        q = torch.cat([nope, self._rotate(rotated, rope)], dim=-1)
-        attended = attend.latent(self.index, q, latent, Up(self.kv_b, spec, row_multiple)).flatten(1)
+        up = Up(self.kv_b, spec, self.operators, row_multiple)
+        attended = attend.latent(self.index, (nope, self._rotate(rotated, rope)), latent, up).flatten(1)
         return reduce_scatter_rows(project(attended, self.out, row_multiple), rows, self.mesh)
 
     def _rotate(self, x_NhP: torch.Tensor, rope: Any) -> torch.Tensor:

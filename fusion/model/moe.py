@@ -139,7 +139,8 @@ class MoE(nn.Module):
         if not self.spec.router.float32 or x_nD.dtype == torch.float32:
             return project(x_nD, self.router, row_multiple)
         x32, blocks = x_nD.to(torch.float32), blocks_of(self.router)
-        return torch.cat([linear(x32, block.to(torch.float32), row_multiple) for block in blocks], dim=-1)
+        logits = [linear(x32, block.to(torch.float32), row_multiple) for block in blocks]
+        return logits[0] if len(logits) == 1 else torch.cat(logits, dim=-1)
 
     def _gated(self, x_nD: torch.Tensor, y_nD: torch.Tensor, row_multiple: int) -> torch.Tensor:
         """Multiply the output of the shared expert by its gate, if it has one."""

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fusion.inference import EmbeddedEngine
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights
-from fusion.model.spec import GroupedQuery, Sparse
+from fusion.model.spec import Latent, Sparse
 from fusion.npu import open_device
 from tests.families import KINDS, family_checkpoint
 from tests.inference.engines import by_id, generate, requests
@@ -32,8 +32,9 @@ class Called(TorchDispatchMode):
 
 def expected_calls(config: ModelConfig) -> set[str]:
     names = {"rms_norm", "add_rms_norm", "rotary_mul", "swiglu", "fusion_attention"}
-    if isinstance(config.attention, GroupedQuery):
-        names |= {"scatter_pa_kv_cache", "fused_infer_attention_score"}
+    names |= {"scatter_pa_kv_cache", "fused_infer_attention_score"}
+    if isinstance(config.attention, Latent):
+        names.add("transpose_batchmatmul")
     for spec in config.layers:
         if isinstance(spec.mlp, Sparse):
             gate = "moe_gating_top_k_softmax_v2" if spec.mlp.router.plain else "moe_gating_top_k"

@@ -7,8 +7,9 @@ import torch.nn.functional as F
 
 from fusion.inference import Request, SamplingParams
 from fusion.model import PackedAttention
+from fusion.npu.operators import operators_of
 from tests.helpers import tiny_hf
-from tests.inference.engines import by_id, engine, generate, generate_brokenly, model, requests, tokens
+from tests.inference.engines import by_id, card, engine, generate, generate_brokenly, model, requests, tokens
 
 
 @pytest.mark.parametrize("experts", [True, False])
@@ -299,3 +300,12 @@ def test_a_forced_length_that_cannot_be_is_refused(exact, begun):
     request = Request("e", (3, 4), SamplingParams(max_tokens=40), response=(5,) * begun, exact_tokens=exact)
     with pytest.raises(ValueError, match=f"request 'e': exact_tokens={exact}: expected 0, or more than the {begun}"):
         engine().submit([request])
+
+
+def test_a_card_whose_operators_add_in_no_fixed_order_refuses_batch_invariance(monkeypatch):
+    engine(batch_invariant=True).release_kv()
+    monkeypatch.setattr(card(), "operators", operators_of("emulated", "plain"))
+    for kind in ("cuda", "npu"):
+        monkeypatch.setattr(card(), "kind", kind)
+        with pytest.raises(ValueError, match=r"rollout\.engine\.batch_invariant=true: the operators 'plain'"):
+            engine(batch_invariant=True)

@@ -20,11 +20,26 @@ from fusion.inference.kv_layout import KVLayout
 from fusion.inference.sequence import Sequence, Step
 from fusion.model import ModelConfig, Up
 from fusion.model.spec import Latent, Rotary
-from fusion.npu.operators import BATCH_INVARIANT_ROWS, Plain
+from fusion.npu.operators import BATCH_INVARIANT_ROWS, Plain, cuda, operators_of
 from tests.inference.engines import card
+from tests.npu.test_cuda_operators import reference
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*made nevertheless on the emulated card"),
+    pytest.mark.filterwarnings("ignore:.*composed of other operators"),
+]
 SHAPES = Path(__file__).parents[2] / "recipes/shapes"
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-4, torch.bfloat16: 0.1}
+
+
+@pytest.fixture(params=["fused", "composed", "ascend", "cuda"])
+def operators(request, monkeypatch):
+    """Runs a test with the host's fused operators, without these, and with the tables of cards."""
+    if request.param in ("ascend", "cuda"):
+        monkeypatch.setattr(card(), "operators", operators_of("emulated", request.param))
+        monkeypatch.setattr(cuda, "varlen_attn", reference)
+    elif request.param == "composed":
+        monkeypatch.setattr("fusion.npu.operators.cpu.load", lambda: None)
 
 
 class Case:
@@ -42,8 +57,9 @@ class Case:
         value = one_of(2, 8, 12)
         spec = Latent(heads, rank, nope, rope, value, Rotary(rope), None, softmax_scale=0.4 * rank**-0.5)
         kv_b = torch.randn(heads * (nope + value), rank, generator=draw, dtype=torch.float64).to(dtype)
-        self.up = Up(torch.nn.Parameter(kv_b.to(card().torch_device)), spec, BATCH_INVARIANT_ROWS)
+        self.up = Up(torch.nn.Parameter(kv_b.to(card().torch_device)), spec, card().operators, BATCH_INVARIANT_ROWS)
         self.layout = KVLayout.of(spec, tp=1)
+        self.widths = [rank, rope]
         total = sum(self.lengths)
         self.q = torch.randn(total, heads, nope + rope, generator=draw, dtype=torch.float64).to(dtype)
         self.latents = torch.randn(total, rank + rope, generator=draw, dtype=torch.float64).to(dtype)
@@ -78,7 +94,9 @@ class Case:
                 with torch.inference_mode():
                     batch = build_batch(Step(decodes, chunks, []), self.cache, invariant)
                     attend = PagedAttention(self.cache, batch)
-                    got = attend.latent(0, self.q[batch.ids], self.latents[batch.ids], self.up)
+                    spec, q, latents = self.up.spec, self.q[batch.ids], self.latents[batch.ids]
+                    q, latents = q.split([spec.nope_dim, spec.rope_dim], -1), latents.split(self.widths, -1)
+                    got = attend.latent(0, q, latents, self.up)
                 out[batch.ids.cpu()] = got.cpu()
             for one in (*decodes, *(one for one, _ in chunks)):
                 one.computed = len(one.tokens)
@@ -89,7 +107,7 @@ class Case:
     def wanted(self) -> torch.Tensor:
         """Returns the attention over expanded keys and values of whole sequences, in float64."""
         scale, kv_b = self.up.softmax_scale, torch.nn.Parameter(self.up.kv_b.double())
-        keys, values = Up(kv_b, self.up.spec).expand(self.latents.double())
+        keys, values = Up(kv_b, self.up.spec, Plain()).expand(*self.latents.double().split(self.widths, dim=-1))
         return Plain().varlen_attention(self.q.double(), keys, values, self.lengths, scale).detach().cpu()
 
 
@@ -127,6 +145,29 @@ def test_attention_is_bitwise_the_same_in_any_pieces_where_it_is_batch_invariant
     first = case.attend(invariant=True)
     for _ in range(4):
         assert torch.equal(case.attend(invariant=True), first)
+
+
+def test_latents_kept_apart_are_copied_as_those_that_are_joined(monkeypatch):
+    """Blocks on the host have one shape for all tables: an engine continues what one with another table has parked."""
+    hosts, draw = [], torch.Generator().manual_seed(0)
+    rows = torch.randn(12, 24, generator=draw).to(card().torch_device).split([16, 8], dim=-1)
+    for name in ("plain", "ascend"):
+        monkeypatch.setattr(card(), "operators", operators_of("emulated", name))
+        cache = KVCache(KVLayout(1, 1, 24, 16), layers=1, block_size=4, device=card(), dtype=torch.float32)
+        cache.allocate(7, 12)
+        cache.clean(6)
+        slots = torch.arange(12, device=card().torch_device) + 8  # blocks 2, 3 and 4
+        card().operators.store_latents(cache.pools[0], slots, *rows, None)
+        cache.copy([(2, 6)])
+        host = torch.zeros(cache.host_shape(4))
+        cache.copy_out([6, 3, 4, 1], host)
+        cache.copy_in(host, 1, [0, 5])
+        again = cache.gather(cache.pools[0], torch.tensor([0, 5], device=card().torch_device)).cpu()
+        assert torch.equal(again, host[0, 1:3])
+        hosts.append(host)
+        cache.release()
+    assert torch.equal(*hosts) and torch.equal(hosts[0][0, :3].flatten(0, 2), torch.cat(rows, dim=-1).cpu())
+    assert not hosts[0][0, 3].any()
 
 
 rows = st.integers(1, 4096)

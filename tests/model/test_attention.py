@@ -46,11 +46,12 @@ def test_absorbed_queries_attend_as_expanded_keys_do(
     spec: Latent, heads_of_block: int, rows: int, row_multiple: int, seed: int
 ) -> None:
     torch.manual_seed(seed)
-    up = Up(matrix(spec, heads_of_block), spec, row_multiple)
-    q = torch.randn(rows, spec.num_heads, spec.head_dim, dtype=torch.float64)
+    up = Up(matrix(spec, heads_of_block), spec, Plain(), row_multiple)
+    q = torch.randn(rows, spec.num_heads, spec.head_dim, dtype=torch.float64).split([spec.nope_dim, spec.rope_dim], -1)
     latent = torch.randn(rows, spec.cached_width, dtype=torch.float64)
-    wanted = PackedAttention([rows], Plain()).latent(0, q, latent, up)
-    scores = torch.einsum("nhl,ml->hnm", up.absorb(q), latent) * up.softmax_scale
+    wanted = PackedAttention([rows], Plain()).latent(0, q, latent.split([spec.kv_rank, spec.rope_dim], -1), up)
+    absorbed = torch.cat([up.absorb(q[0]), q[1]], dim=-1)
+    scores = torch.einsum("nhl,ml->hnm", absorbed, latent) * up.softmax_scale
     later = torch.ones(rows, rows, dtype=torch.bool).triu(1)
     weights = scores.masked_fill(later, -torch.inf).softmax(-1)
     attended = torch.einsum("hnm,mr->nhr", weights, latent[:, : spec.kv_rank])
@@ -63,12 +64,12 @@ def test_a_row_does_not_depend_on_its_batch(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     spec = spec_of(heads=4, rank=64, nope=24, rope=8, value=40)
     kv_b = nn.Parameter(torch.randn(4 * 64, 64, dtype=dtype))
-    up = Up(kv_b, spec, BATCH_INVARIANT_ROWS)
-    q, latent = torch.randn(100, 4, 32, dtype=dtype), torch.randn(100, 72, dtype=dtype)
+    up = Up(kv_b, spec, Plain(), BATCH_INVARIANT_ROWS)
+    q, latent = torch.randn(100, 4, 24, dtype=dtype), torch.randn(100, 72, dtype=dtype).split([64, 8], dim=-1)
     attended = torch.randn(100, 4, 64, dtype=dtype)
-    wanted = [up.absorb(q), up.values(attended), *up.expand(latent)]
+    wanted = [up.absorb(q), up.values(attended), *up.expand(*latent)]
     for rows in (1, 7, 16, 33):
-        found = [up.absorb(q[:rows]), up.values(attended[:rows]), *up.expand(latent[:rows])]
+        found = [up.absorb(q[:rows]), up.values(attended[:rows]), *up.expand(*(x[:rows] for x in latent))]
         assert all(torch.equal(one, other[:rows]) for one, other in zip(found, wanted, strict=True))
 
 

@@ -191,13 +191,49 @@ def test_attention_over_blocks_that_were_stored(ascend, seed, lengths):
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-def test_latents_are_stored_and_read_by_the_plain_functions(ascend):
-    pools, random = [torch.zeros(9, 1, 4, 8, device="npu") for _ in range(2)], draw(0)
-    latents = random(3, 1, 8)
-    for table, pool in zip((ascend, PLAIN), pools, strict=True):
-        table.store_kv(pool, torch.tensor([5, 0, 35], device="npu"), latents, None, None)
-    assert torch.equal(*pools) and pools[0].count_nonzero() == 24
-    assert ascend.reads_blocks(torch.bfloat16) and not ascend.reads_blocks(torch.bfloat16, is_latent=True)
+@given(seed=seeds, lengths=st.lists(st.integers(1, 12), min_size=1, max_size=3), invariant=st.booleans())
+def test_attention_over_latents_that_were_stored(ascend, seed, lengths, invariant):
+    """On the emulated card, and on a real one, where toy sizes are beyond limits and composed."""
+    random, pools = draw(seed), [torch.zeros(10, 1, 4, 12, device="npu") for _ in range(3)]
+    blocks = torch.randperm(9, generator=torch.Generator().manual_seed(seed)).view(3, 3)[: len(lengths)].to("npu")
+    first, on_card = torch.arange(0, 3 * len(lengths), 3, device="npu"), torch.tensor(lengths, device="npu")
+    table_RB = blocks.to(torch.int32)
+    rows = PagedRows(blocks.flatten(), first, on_card, table_RB, tuple(lengths), invariant)
+    places = [int(blocks[row, t // 4]) * 4 + t % 4 for row, length in enumerate(lengths) for t in range(length)]
+    slots, repeated = torch.tensor([*places, 36 + places[0] % 4], device="npu"), torch.tensor([0], device="npu")
+    latents = random(len(places), 8), random(len(places), 4)
+    nope, rotated = random(len(lengths), 2, 8), random(len(lengths), 2, 4)
+    found = []
+    for table, pool in zip((PLAIN, ascend, Real()), pools, strict=True):
+        table.store_latents(pool, slots, *latents, repeated)
+        found.append(table.paged_latent_attention(nope, rotated, pool, rows, 0.3))
+    assert torch.equal(torch.cat(ascend.areas(pools[1], 8), dim=-1), pools[0])
+    assert torch.equal(pools[1], pools[2]) and pools[0].count_nonzero() == 12 * (len(places) + 1)
+    for ours in found[1:]:
+        torch.testing.assert_close(ours, found[0], rtol=1e-4, atol=1e-5)
+
+
+@given(seed=seeds, rows=st.integers(0, 4), heads=st.integers(1, 3), heads_first=st.booleans())
+def test_products_by_head(ascend, seed, rows, heads, heads_first):
+    random = draw(seed)
+    x = random(heads, rows, 8).transpose(0, 1) if heads_first else random(rows, heads, 8)
+    weight = random(heads, 6, 8).transpose(1, 2)
+    for row_multiple in (1, 16):
+        ours, theirs = (table.head_linear(x, weight, row_multiple) for table in (ascend, PLAIN))
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@given(seed=seeds, pieces=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=3))
+def test_chunks_attend_to_what_precedes_them(ascend, seed, pieces):
+    random, lengths, kv_lengths = draw(seed), [rows for rows, _ in pieces], [rows + before for rows, before in pieces]
+    q, k, v = random(sum(lengths), 4, 8), random(sum(kv_lengths), 2, 8), random(sum(kv_lengths), 2, 5)
+    ours, theirs = (table.varlen_attention(q, k, v, lengths, 0.3, kv_lengths) for table in (ascend, PLAIN))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    whole = zip(q.split(lengths), k.split(kv_lengths), v.split(kv_lengths), pieces, strict=True)
+    for found, (q, k, v, (rows, before)) in zip(theirs.split(lengths), whole, strict=True):
+        padded = torch.cat([q.new_zeros(before, 4, 8), q])
+        wanted = PLAIN.varlen_attention(padded, k, v, [rows + before], 0.3)[before:]
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_adamw(ascend):
@@ -228,7 +264,6 @@ def test_what_is_beyond_a_limit_is_composed_and_said_once(ascend, recwarn):
     assert "npu_rotary_mul: sequences times heads = 1000, expected at most 999" in str(warning.message)
     assert "composed of PyTorch's operators" in str(warning.message)
     assert not table.takes_counts(x, 1025) and table.takes_counts(x, 1024) and not table.takes_counts(x, 1)
-    assert not table.reads_blocks(torch.float32) and table.reads_blocks(torch.bfloat16)
 
 
 def test_an_emulated_card_reports_limits_and_goes_on(ascend):

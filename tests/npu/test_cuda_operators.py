@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from fusion.model.spec import Router
 from fusion.npu import config
 from fusion.npu.emulator import BuildError, install
-from fusion.npu.operators import PagedRows, Plain, cuda, registry
+from fusion.npu.operators import PagedRows, Plain, composed_attention, cuda, registry
 from fusion.npu.operators.cuda import Cuda
 
 PLAIN = Plain()
@@ -98,6 +98,38 @@ def test_attention_of_packed_sequences(seed, lengths, narrow):
     torch.testing.assert_close(found.float(), PLAIN.varlen_attention(*qkv, lengths, 0.3), rtol=0.05, atol=0.05)
 
 
+@given(seed=seeds, pieces=st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max_size=3))
+def test_chunks_attend_to_what_precedes_them(seed, pieces):
+    torch.manual_seed(seed)
+    lengths, kv_lengths = [rows for rows, _ in pieces], [rows + before for rows, before in pieces]
+    qkv = [torch.randn(sum(n), heads, 8) for n, heads in ((lengths, 4), (kv_lengths, 2), (kv_lengths, 2))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "varlen_attn", lambda *args, scale, **options: reference(*args, scale=scale, **options))
+        found = Cuda().varlen_attention(*(x.to(torch.bfloat16) for x in qkv), lengths, 0.3, kv_lengths)
+    wanted = PLAIN.varlen_attention(*qkv, lengths, 0.3, kv_lengths)
+    torch.testing.assert_close(found.float(), wanted, rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_latents_of_all_rows_are_gathered_at_once_if_few_and_by_row_if_invariant(monkeypatch, invariant):
+    calls, pool, lengths = [], torch.randn(9, 1, 4, 12), (3, 9, 4)
+    attends = "scaled_dot_product_attention"
+    attend = getattr(composed_attention.F, attends)
+    monkeypatch.setattr(composed_attention.F, attends, lambda *a, **kw: calls.append(a) or attend(*a, **kw))
+    blocks = torch.randperm(9).view(3, 3)
+    rows = PagedRows(blocks.flatten(), torch.arange(3) * 3, torch.tensor(lengths), blocks.int(), lengths, invariant)
+    q = torch.randn(3, 2, 12)
+    found = Cuda().paged_attention(q, pool, rows, 8, 0.3)
+    assert len(calls) == (3 if invariant else 1)
+    for row, length in enumerate(lengths):
+        latents = pool[blocks[row]].flatten(0, 2)[:length]
+        scores = (torch.einsum("hc,sc->hs", q[row], latents) * 0.3).softmax(-1)
+        torch.testing.assert_close(found[row], scores @ latents[:, :8])
+    monkeypatch.setattr(composed_attention, "MAX_GATHERED_TOKENS", 24)
+    torch.testing.assert_close(Cuda().paged_attention(q, pool, rows, 8, 0.3), found)
+    assert len(calls) == (6 if invariant else 3), "two rows of at most 12 tokens, then one"
+
+
 @given(seed=seeds, lengths=st.lists(st.integers(1, 2 * PAGE), min_size=1, max_size=3), invariant=st.booleans())
 def test_attention_over_blocks(seed, lengths, invariant):
     torch.manual_seed(seed)
@@ -146,6 +178,8 @@ def test_operators_of_a_card_take_the_calls():
         assert table.experts(x, counts, fake(4, 96, 64), fake(4, 64, 48)).shape == (8, 64)
         q, k = fake(303, 8, 64), fake(303, 2, 64)
         assert table.varlen_attention(q, k, k, lengths).shape == (303, 8, 64)
+        k = fake(1000, 2, 64)
+        assert table.varlen_attention(q, k, k, lengths, None, [100, 900]).shape == (303, 8, 64)
         blocks = fake(2, 2, dtype=torch.int32)
         rows = PagedRows(fake(4, dtype=torch.int64), fake(2, dtype=torch.int64), fake(2, dtype=torch.int64), blocks)
         rows = rows._replace(host_lengths=(3, 300))
@@ -171,7 +205,6 @@ def test_what_a_card_does_not_take_is_composed_and_said_once():
         for _ in range(2):
             found = table.varlen_attention(x, x, x, [3])
     assert torch.equal(found, PLAIN.varlen_attention(x, x, x, [3])) and len(said) == 1
-    assert not table.reads_blocks(torch.float32) and not table.reads_blocks(torch.bfloat16, is_latent=True)
 
 
 @given(seed=seeds, rows=st.integers(0, 4), passed=st.sampled_from([0, 6]), normed=st.booleans())

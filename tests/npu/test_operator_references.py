@@ -222,6 +222,34 @@ def test_attention_over_blocks(npu, seed, lengths, shared):
         assert torch.allclose(out[row], wanted, atol=1e-5)
 
 
+@given(seed=seeds, lengths=st.lists(st.integers(1, 20), min_size=1, max_size=4))
+def test_attention_over_blocks_of_latents(npu, seed, lengths):
+    """As of blocks [blocks, 1, block size, D] of the joined channels, whose first are the values."""
+    draw = generator(seed)
+    compressed, rotated = tensor(draw, 16, 8, 4), tensor(draw, 16, 8, 2)
+    table = torch.from_numpy(np.stack([draw.permutation(16)[:3] for _ in lengths])).to(torch.int32)
+    q, q_rope = tensor(draw, len(lengths), 1, 3, 4), tensor(draw, len(lengths), 1, 3, 2)
+    options = dict(actual_seq_lengths_kv=lengths, block_table=table, num_heads=3, num_key_value_heads=1, scale=0.3)
+    rope = dict(query_rope=q_rope, key_rope=rotated)
+    out, _ = npu.npu_fused_infer_attention_score(
+        q, compressed, compressed, **rope, **options, input_layout="BSND_NBSD", block_size=8
+    )
+    assert out.shape == (3, len(lengths), 1, 4)
+    joined = torch.cat([compressed, rotated], dim=-1).unsqueeze(1)
+    wanted, _ = npu.npu_fused_infer_attention_score(
+        torch.cat([q, q_rope], dim=-1).transpose(1, 2), joined, joined, **options, input_layout="BNSD", block_size=8
+    )
+    assert torch.allclose(out.squeeze(2).transpose(0, 1), wanted[:, :, 0, :4], atol=1e-5)
+
+
+def test_products_with_transposed_rows_of_the_published_test(npu):
+    x1, x2 = torch.randn(5, 3, 16), torch.randn(3, 16, 4)
+    wanted = torch.matmul(x1.transpose(0, 1), x2).transpose(0, 1)
+    found = npu.npu_transpose_batchmatmul(x1, x2, perm_x1=[1, 0, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2])
+    assert torch.allclose(found, wanted, atol=1e-5) and found.is_contiguous()
+    assert torch.equal(npu.npu_transpose_batchmatmul(x1.transpose(0, 1), x2), found)
+
+
 @given(seed=seeds, lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4), shared=st.integers(1, 2))
 def test_causal_attention_within_packed_sequences_has_its_gradients(npu, seed, lengths, shared):
     draw = generator(seed)
@@ -275,6 +303,7 @@ def test_gradients_that_torch_npu_does_not_have_are_refused(npu):
     calls = {
         "npu_add_rms_norm": lambda: npu.npu_add_rms_norm(x, x, torch.ones(4)),
         "npu_grouped_matmul": lambda: npu.npu_grouped_matmul([x], weights, **options),
+        "npu_transpose_batchmatmul": lambda: npu.npu_transpose_batchmatmul(x[None], x.t()[None]),
         "npu_moe_init_routing_v2": lambda: route(npu, x, torch.zeros(2, 1), 2),
         "npu_moe_gating_top_k_softmax_v2": lambda: npu.npu_moe_gating_top_k_softmax_v2(x),
         "npu_moe_gating_top_k": lambda: npu.npu_moe_gating_top_k(x, 1),

@@ -1,9 +1,10 @@
 """Choose the operators of a card: one table for each kind, with the same methods.
 
-    plain.py     composed of PyTorch's operators, with gradients: the interface, and the reference of the others
+    plain.py     composed of PyTorch's operators, with gradients: the interface, and the reference of the others;
+                   composed_attention.py: its attention
     cuda.py      PyTorch's fused operators, on CUDA cards
     cpu.py       one C++ operator for each, in generation: the plain CPU and emulated cards
-    ascend.py    `torch.ops.npu`: Ascend cards
+    ascend.py    `torch.ops.npu`: Ascend cards; ascend_functions.py: with the gradients that torch_npu lacks
     limits.py    the documented limits of vendors' operators, with their sources
     gating.py, rows.py    pure functions that all tables share
 

@@ -131,7 +131,7 @@ class Cpu(Plain):
             return super().store_kv(pool, slots, k_NKC, v_NKC, repeated)
         return fused.store_kv(pool, slots, k_NKC, v_NKC, repeated)
 
-    def reads_blocks(self, dtype: torch.dtype, is_latent: bool = False) -> bool:
+    def reads_blocks(self, dtype: torch.dtype) -> bool:
         return dtype is torch.float32 and torch.is_inference_mode_enabled() and load() is not None
 
     def paged_attention(

@@ -5,12 +5,14 @@
 
 A call beyond a limit (`limits.py`; float32 above all, which only the norm takes) runs the plain composition, and says
 so once. Attention reads the KV pool by pages of 256 tokens: every head of keys is a sequence of its own, as a head's
-block is one contiguous matrix, so a page is a block of one head. Latents have no paged attention here.
+block is one contiguous matrix, so a page is a block of one head. Blocks of latents, whose channels are too many for the
+kernel, are gathered and attended to by `scaled_dot_product_attention`.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -22,16 +24,18 @@ from fusion.npu.operators import limits
 from fusion.npu.operators.gating import Gating
 from fusion.npu.operators.plain import AdamW, AdamWStates, PagedRows, Plain, Rope
 
+KEPT_ENDS = 16
+"""Number of lists of lengths whose ends are kept on the card: those of the packed prompts and long chunks of a step"""
+
 
 class Cuda(Plain):
     name = "cuda"
-    needs_block_rows = stacks_experts = runs_ahead = True
-    block_tokens = limits.CUDA_PAGE
+    needs_block_rows = fuses_chunks = stacks_experts = runs_ahead = True
 
     def __init__(self) -> None:
         self._allowed: dict[tuple, bool] = {}
         self._pages: tuple[PagedRows, _Pages] | None = None
-        self._ends: tuple[list[int], torch.Tensor] | None = None
+        self._ends: deque[tuple[list[int], torch.Tensor]] = deque(maxlen=KEPT_ENDS)
 
     def _takes(self, operator: str, about: tuple, *calls: Mapping[str, Any]) -> bool:
         """Return whether an operator may be called with these arguments. Limits are checked once for what the ``calls``
@@ -122,38 +126,54 @@ class Cuda(Plain):
     def varlen_attention(
         self,
         q_NHC: torch.Tensor,
-        k_NKC: torch.Tensor,
-        v_NKV: torch.Tensor,
+        k_MKC: torch.Tensor,
+        v_MKV: torch.Tensor,
         lengths: list[int],
         scale: float | None = None,
+        kv_lengths: list[int] | None = None,
     ) -> torch.Tensor:
-        width, channels = v_NKV.shape[-1], q_NHC.shape[-1]
+        width, channels = v_MKV.shape[-1], q_NHC.shape[-1]
         about = q_NHC.dtype, channels
-        if not lengths or not self._takes("varlen_attn", about, {"query": q_NHC, "block_table": None}):
-            return super().varlen_attention(q_NHC, k_NKC, v_NKV, lengths, scale)
-        v = v_NKV if width == channels else F.pad(v_NKV, (0, channels - width))
-        ends, longest = self._ends_of(lengths, q_NHC.device), max(lengths)
-        grouped = q_NHC.shape[1] != k_NKC.shape[1]
+        fits = lengths and width <= channels
+        if not fits or not self._takes("varlen_attn", about, {"query": q_NHC, "block_table": None}):
+            return super().varlen_attention(q_NHC, k_MKC, v_MKV, lengths, scale, kv_lengths)
+        v = v_MKV if width == channels else F.pad(v_MKV, (0, channels - width))
+        kv_lengths = kv_lengths or lengths
+        grouped = q_NHC.shape[1] != k_MKC.shape[1]
         out = varlen_attn(
-            q_NHC, k_NKC, v, ends, ends, longest, longest, scale=scale, window_size=(-1, 0), enable_gqa=grouped
+            q_NHC,
+            k_MKC,
+            v,
+            self._ends_of(lengths, q_NHC.device),
+            self._ends_of(kv_lengths, q_NHC.device),
+            max(lengths),
+            max(kv_lengths),
+            scale=scale,
+            window_size=(-1, 0),  # causal, by the lower right corner of each sequence
+            enable_gqa=grouped,
         )
         assert isinstance(out, torch.Tensor)
         return out if width == channels else out[..., :width]
 
     def _ends_of(self, lengths: list[int], device: torch.device) -> torch.Tensor:
         """Return 0 and the end of each sequence, int32, on the card; kept for the layers of one pass."""
-        if self._ends is None or self._ends[0] is not lengths:
-            with torch.inference_mode(False):  # a trainer may save it for its backward pass
-                ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-                self._ends = lengths, ends.to(device, non_blocking=True)
-        return self._ends[1]
+        for kept, ends in self._ends:
+            if kept is lengths:
+                return ends
+        with torch.inference_mode(False):  # a trainer may save it for its backward pass
+            ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            ends = ends.to(device, non_blocking=True)
+        self._ends.append((lengths, ends))
+        return ends
 
-    def reads_blocks(self, dtype: torch.dtype, is_latent: bool = False) -> bool:
-        return not is_latent and dtype in limits.HALVES
+    def reads_blocks(self, dtype: torch.dtype) -> bool:
+        return True
 
     def paged_attention(
         self, q_NHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows, value_width: int | None, scale: float
     ) -> torch.Tensor:
+        if value_width is not None:
+            return super().paged_attention(q_NHC, pool, rows, value_width, scale)
         kv_heads, page, channels = pool.shape[1:]
         about = q_NHC.dtype, channels, page
         pages = self._pages_of(rows, kv_heads)

@@ -87,6 +87,23 @@ def _page_tokens(a: Arguments) -> int:
     return 0 if a["block_table"] is None else a["key"].shape[1]
 
 
+def _sharing_heads(a: Arguments) -> float:
+    """Return how many heads share a key; latents, which all do, have a limit of their own."""
+    return 1 if a["query_rope"] is not None else a["num_heads"] / a["num_key_value_heads"]
+
+
+def _of_latents(a: Arguments) -> tuple[Any, ...] | None:
+    """Return heads, heads of keys, channels, rotated channels and layout of a call with latents; None: it has none."""
+    if (rope := a["query_rope"]) is None:
+        return None
+    return a["num_heads"], a["num_key_value_heads"], a["query"].shape[-1], rope.shape[-1], a["input_layout"]
+
+
+def _rows_by_channels(a: Arguments) -> int:
+    """Return the product of a product's batches and inner channels, where its first matrices are transposed."""
+    return a["input"].shape[1] * a["input"].shape[2] if a["perm_x1"][0] == 1 else a["input"].shape[2]
+
+
 def _weights_are_stacked(a: Arguments) -> bool:
     return a["group_type"] == 2 or (len(a["weight"]) == 1 and a["weight"][0].dim() == 3)
 
@@ -175,9 +192,21 @@ LIMITS: dict[str, tuple[Limit, ...]] = {
         _true("key and value have one shape", lambda a: a["key"].shape == a["value"].shape),
         Limit("sequences", lambda a: a["query"].shape[0], at_most=65536),
         Limit("heads", lambda a: a["num_heads"], at_most=256),
-        Limit("heads that share a key", lambda a: a["num_heads"] / a["num_key_value_heads"], at_most=64),
+        Limit("heads that share a key", _sharing_heads, at_most=64),
+        Limit(
+            "heads, heads of keys, channels, rotated channels and layout of latents",
+            _of_latents,
+            one_of=(None, *((1 << n, 1, 512, 64, layout) for n in range(8) for layout in ("BSND_NBSD",))),
+        ),
         Limit("channels", lambda a: a["query"].shape[-1], at_most=512, multiple_of=8),
         Limit("block size", lambda a: a["block_size"], at_least=16, at_most=512, multiple_of=16),
+    ),
+    "npu_transpose_batchmatmul": (
+        _dtype("input"),
+        Limit("matrices", lambda a: len(a["weight"]), at_least=1, at_most=65535),
+        Limit("inner channels", lambda a: a["weight"].shape[1], multiple_of=16),
+        Limit("channels of the result", lambda a: a["weight"].shape[2], at_most=65535, multiple_of=16),
+        Limit("inner channels, of all matrices where rows are turned", _rows_by_channels, at_most=65535),
     ),
     "npu_fusion_attention": (
         _dtype("query"),

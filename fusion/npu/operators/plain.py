@@ -8,7 +8,6 @@ I inner channels of an expert, O output channels.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +15,7 @@ import torch.nn.functional as F
 from torch.distributed import ProcessGroup
 from torch.optim.adamw import adamw
 
+from fusion.npu.operators import composed_attention
 from fusion.npu.operators.gating import Gating, choose_with_scores, score, weigh
 from fusion.npu.operators.rows import linear, sum_of_local
 
@@ -94,10 +94,10 @@ class Plain:
     name = "plain"
     needs_block_rows = False
     """Whether `paged_attention` reads ``PagedRows.blocks_RB``"""
-    block_tokens = 1
-    """Number of tokens of which a KV block has a multiple"""
     runs_ahead = False
     """Whether the host only starts operators, so that a layer may take the time of starting them, and of waiting"""
+    fuses_chunks = False
+    """Whether `varlen_attention` with `kv_lengths` needs no mask of T × S"""
     stacks_experts = False
     """Whether grouped products take the stack [E, O, D] of all experts' matrices, which is then stored as one"""
 
@@ -270,35 +270,51 @@ class Plain:
     def varlen_attention(
         self,
         q_NHC: torch.Tensor,
-        k_NKC: torch.Tensor,
-        v_NKV: torch.Tensor,
+        k_MKC: torch.Tensor,
+        v_MKV: torch.Tensor,
         lengths: list[int],
         scale: float | None = None,
+        kv_lengths: list[int] | None = None,
     ) -> torch.Tensor:
         """Compute causal attention within each packed sequence. Query head h reads key/value head h // (H // K).
 
-        ``scale``: of the scores; None: 1 / sqrt(C). Values may have other channels than keys; where they have fewer,
-        they are padded, because flash kernels take equal numbers only.
+        Args:
+            lengths: number of queries of each sequence; adjacent sequences of equal length share a kernel call, without
+                padding or copying, so sorting sequences by length when packing reduces the number of calls.
+            scale: of the scores; None: 1 / sqrt(C).
+            kv_lengths: number of keys of each sequence, of which the queries are the last; None: all are queries.
 
-        Adjacent sequences of equal length share a kernel call as a view [n, length, heads, C], without padding or
-        copying; sorting sequences by length when packing reduces the number of calls.
+        Values may have other channels than keys; where they have fewer, they are padded, because flash kernels take
+        equal numbers only.
         """
-        assert sum(lengths) == q_NHC.shape[0]
-        width = v_NKV.shape[-1]
+        assert sum(lengths) == q_NHC.shape[0] and sum(kv_lengths or lengths) == k_MKC.shape[0]
+        width = v_MKV.shape[-1]
         if width < q_NHC.shape[-1]:
-            v_NKV = F.pad(v_NKV, (0, q_NHC.shape[-1] - width))
-        runs = [(length, len(list(run))) for length, run in groupby(lengths)]
-        if not runs:
+            v_MKV = F.pad(v_MKV, (0, q_NHC.shape[-1] - width))
+        if not lengths:
             return q_NHC if width == q_NHC.shape[-1] else F.pad(q_NHC, (0, width - q_NHC.shape[-1]))
-        grouped, outputs = q_NHC.shape[1] != k_NKC.shape[1], []
-        # split, whose backward pass joins the gradients once: that of a slice fills the whole tensor for each
-        parts = zip(*(x.split([length * n for length, n in runs]) for x in (q_NHC, k_NKC, v_NKV)), strict=True)
-        for (length, n), part in zip(runs, parts, strict=True):
-            q, k, v = (x.unflatten(0, (n, length)).transpose(1, 2) for x in part)
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-            outputs.append(out.transpose(1, 2).flatten(0, 1))
-        out = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        if kv_lengths is None:
+            out = composed_attention.packed(q_NHC, k_MKC, v_MKV, lengths, scale)
+        else:
+            out = composed_attention.lower_right(q_NHC, k_MKC, v_MKV, lengths, kv_lengths, scale)
         return out if width == out.shape[-1] else out[..., :width]
+
+    def head_linear(self, x_NHC: torch.Tensor, weight_HCO: torch.Tensor, row_multiple: int = 1) -> torch.Tensor:
+        """Multiply each head of x by its own matrix: [N, H, O]. ``row_multiple``: as of `rows.linear`. Generation calls
+        it, without gradients."""
+        rows = x_NHC.shape[0]
+        padding = -rows % row_multiple
+        if padding:
+            x_NHC = F.pad(x_NHC, (0, 0, 0, 0, 0, padding))
+        return torch.bmm(x_NHC.transpose(0, 1), weight_HCO).transpose(0, 1)[:rows]
+
+    def areas(self, pool: torch.Tensor, value_width: int | None) -> tuple[torch.Tensor, ...]:
+        """Return views of a layer's pool whose rows are those of blocks, and which joined have all channels.
+
+        Args:
+            value_width: channels of a latent that are its value; None: the pool holds keys and values.
+        """
+        return (pool,)
 
     def store_kv(
         self,
@@ -321,9 +337,21 @@ class Plain:
         channels = k_NKC.shape[-1]
         pool.view(-1, channels).index_copy_(0, slots, torch.cat(written).view(-1, channels))
 
-    def reads_blocks(self, dtype: torch.dtype, is_latent: bool = False) -> bool:
-        """Return whether `paged_attention` is there for a pool of this dtype, of latents if ``is_latent``; else
-        attention over blocks is composed by who owns the pool."""
+    def store_latents(
+        self,
+        pool: torch.Tensor,
+        slots: torch.Tensor,
+        compressed_NR: torch.Tensor,
+        rotated_NP: torch.Tensor,
+        repeated: torch.Tensor | None,
+    ) -> None:
+        """Write latents to the pool [blocks, 1, block_size, R + P], see `store_kv`."""
+        latent_N1L = torch.cat([compressed_NR, rotated_NP], dim=-1).unsqueeze(1)
+        self.store_kv(pool, slots, latent_N1L, None, repeated)
+
+    def reads_blocks(self, dtype: torch.dtype) -> bool:
+        """Return whether `paged_attention` is there for a pool of this dtype; else attention over blocks is composed by
+        who owns the pool."""
         return False
 
     def paged_attention(
@@ -333,24 +361,27 @@ class Plain:
 
         Args:
             pool: [2 * blocks, K, block_size, C], keys before values; or latents [blocks, 1, block_size, C].
-            value_width: channels of a latent that are its value; None: the pool holds keys and values.
+            value_width: as of `areas`.
             scale: of the scores.
         """
-        if rows.blocks_RB is None or value_width is not None:
+        if rows.blocks_RB is None:
             raise NotImplementedError(f"the {self.name} operators read no blocks by a table")
-        blocks, heads = rows.blocks_RB.flatten(), pool.shape[1]
-        k, v = (part.index_select(0, blocks).unflatten(0, rows.blocks_RB.shape) for part in pool.chunk(2))
-        k_RKSC, v_RKSC = (x.transpose(1, 2).flatten(2, 3) for x in (k, v))
-        is_read = torch.arange(k_RKSC.shape[2], device=q_NHC.device) < rows.lengths.unsqueeze(-1)
-        out = F.scaled_dot_product_attention(
-            q_NHC.unsqueeze(2),
-            k_RKSC,
-            v_RKSC,
-            attn_mask=is_read[:, None, None],
+        return composed_attention.paged(
+            q_NHC,
+            pool.chunk(2) if value_width is None else self.areas(pool, value_width),
+            rows.blocks_RB,
+            rows.lengths,
+            host_lengths=rows.host_lengths,
+            invariant=rows.invariant,
+            value_width=value_width,
             scale=scale,
-            enable_gqa=q_NHC.shape[1] != heads,
         )
-        return out.squeeze(2)
+
+    def paged_latent_attention(
+        self, q_NHR: torch.Tensor, q_NHP: torch.Tensor, pool: torch.Tensor, rows: PagedRows, scale: float
+    ) -> torch.Tensor:
+        """Return the attention [N, H, R] of absorbed queries, and their rotated channels, over latents."""
+        return self.paged_attention(torch.cat([q_NHR, q_NHP], dim=-1), pool, rows, q_NHR.shape[-1], scale)
 
     # Optimizer
 

@@ -21,15 +21,6 @@ def linear(x_ND: torch.Tensor, weight_OD: torch.Tensor, row_multiple: int = 1) -
     return F.linear(F.pad(x_ND, (0, 0, 0, padding)), weight_OD)[:rows]
 
 
-def head_linear(x_NHC: torch.Tensor, weight_HCO: torch.Tensor, row_multiple: int = 1) -> torch.Tensor:
-    """Multiply each head of x by its own matrix: [N, H, O]. ``row_multiple``: as of `linear`."""
-    rows = x_NHC.shape[0]
-    padding = -rows % row_multiple
-    if padding:
-        x_NHC = F.pad(x_NHC, (0, 0, 0, 0, 0, padding))
-    return torch.bmm(x_NHC.transpose(0, 1), weight_HCO).transpose(0, 1)[:rows]
-
-
 def sigmoid(x: torch.Tensor, row_multiple: int = 1) -> torch.Tensor:
     """Compute the sigmoid of each element. With ``row_multiple`` > 1 its bits do not depend on the element's place:
     PyTorch's vector loop over a tensor rounds differently from the scalar one over what is left. No gradient then."""

@@ -21,7 +21,7 @@ import torch
 import yaml
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fusion.model import ModelConfig
+from fusion.model import ModelConfig, Up
 from fusion.model.parallel import MIN_DISPATCH_RANKS
 from fusion.model.spec import Dense, GroupedQuery, Latent, LayerSpec, Sparse
 from fusion.npu.emulator.operators import recorded_schemas, register_gradients
@@ -168,11 +168,8 @@ def grouped_query(table: Ascend, spec: GroupedQuery, cut: Cut, eps: float) -> to
         return table.varlen_attention(q, k, v, LENGTHS)
     pool = meta(2 * BLOCKS, kv_heads, BLOCK_SIZE, spec.head_dim)
     table.store_kv(pool, meta(2 * cut.rows * kv_heads, dtype=torch.int64), k, v, None)
-    blocks = LONGEST // BLOCK_SIZE
-    flat = [meta(n, dtype=torch.int64) for n in (cut.rows * blocks, cut.rows, cut.rows)]
-    rows = PagedRows(*flat, meta(cut.rows, blocks, dtype=torch.int32), (LONGEST,) * cut.rows)
-    assert table.reads_blocks(pool.dtype)
-    out = table.paged_attention(q, pool, rows, None, spec.head_dim**-0.5)
+    chunk(table, heads, kv_heads, (spec.head_dim, spec.head_dim))
+    out = table.paged_attention(q, pool, paged_rows(cut.rows), None, spec.head_dim**-0.5)
     assert out.shape == q.shape
     return out
 
@@ -185,9 +182,29 @@ def latent(table: Ascend, spec: Latent, cut: Cut) -> list[torch.Tensor]:
     if cut.trains:
         q, k = (cut.tensor(cut.rows, heads, spec.head_dim) for _ in range(2))
         outs.append(table.varlen_attention(q, k, cut.tensor(cut.rows, heads, spec.value_dim), LENGTHS))
-    else:
-        assert not table.reads_blocks(torch.bfloat16, is_latent=True)
+        return outs
+    chunk(table, heads, heads, (spec.head_dim, spec.value_dim))
+    pool = meta(BLOCKS, 1, BLOCK_SIZE, spec.cached_width)
+    latents = meta(cut.rows, spec.kv_rank), meta(cut.rows, spec.rope_dim)
+    table.store_latents(pool, meta(cut.rows, dtype=torch.int64), *latents, None)
+    kv_b = torch.nn.Parameter(meta(heads * (spec.nope_dim + spec.value_dim), spec.kv_rank), requires_grad=False)
+    up = Up(kv_b, spec, table)
+    absorbed, rotated = up.absorb(meta(cut.rows, heads, spec.head_dim)[..., : spec.nope_dim]), outs[0]
+    attended = table.paged_latent_attention(absorbed, rotated, pool, paged_rows(cut.rows), spec.softmax_scale)
+    assert up.values(attended).shape == (cut.rows, heads, spec.value_dim)
     return outs
+
+
+def paged_rows(rows: int) -> PagedRows:
+    blocks = LONGEST // BLOCK_SIZE
+    flat = [meta(n, dtype=torch.int64) for n in (rows * blocks, rows, rows)]
+    return PagedRows(*flat, meta(rows, blocks, dtype=torch.int32), (LONGEST,) * rows)
+
+
+def chunk(table: Ascend, heads: int, kv_heads: int, widths: tuple[int, int]) -> None:
+    """Call what a part of a prompt calls, which attends to what is in the cache too."""
+    q, k, v = meta(512, heads, widths[0]), meta(LONGEST, kv_heads, widths[0]), meta(LONGEST, kv_heads, widths[1])
+    assert table.varlen_attention(q, k, v, [512], None, [LONGEST]).shape == (512, heads, widths[1])
 
 
 def sparse(table: Ascend, spec: Sparse, hidden: int, cut: Cut) -> list[torch.Tensor]:

@@ -41,34 +41,52 @@ def fused_infer_attention_score(
     *,
     actual_seq_lengths_kv: Sequence[int],
     block_table: Tensor,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
     num_heads: int = 1,
     scale: float = 1.0,
     input_layout: str = "BSH",
     num_key_value_heads: int = 0,
     block_size: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """Attend with one query [B, N, 1, D] of each sequence to the first tokens of its blocks [blocks, K, block size,
-    D]."""
-    assert input_layout == "BNSD" and query.shape[1] == num_heads and query.shape[2] == 1
-    assert key.shape[1] == num_key_value_heads and key.shape[2] == block_size
-    out = query.new_zeros(*query.shape[:-1], value.shape[-1])
+    """Attend with one query of each sequence to the first tokens of its blocks.
+
+    BNSD: queries [B, N, 1, D], keys and values [blocks, K, block size, D], result [B, N, 1, D].
+    BSND_NBSD, of latents: [B, 1, N, D], [blocks, block size, D], result [N, B, 1, D]; D and the channels of the two
+    ``rope`` are a query's and a key's.
+    """
+    of_latents = input_layout == "BSND_NBSD"
+    if of_latents:
+        assert query_rope is not None and key_rope is not None
+        queries = torch.cat([query, query_rope], dim=-1).squeeze(1)
+        keys, value = [key.unsqueeze(1), key_rope.unsqueeze(1)], value.unsqueeze(1)
+    else:
+        assert input_layout == "BNSD" and query_rope is None
+        queries, keys = query.squeeze(2), [key]
+    assert queries.shape[1] == num_heads and value.shape[1:3] == (num_key_value_heads, block_size)
+    out = query.new_zeros(*queries.shape[:2], value.shape[-1])
     for row, length in enumerate(actual_seq_lengths_kv):
         if length and query.device.type != "meta":
             blocks = block_table[row, : -(-length // block_size)]
-            keys, values = (x.index_select(0, blocks).transpose(1, 2).flatten(0, 1)[:length] for x in (key, value))
-            scores = _by_head(query[row].transpose(0, 1), num_heads) @ _by_head(keys, num_heads).transpose(1, 2)
-            out[row] = (scores * scale).softmax(-1) @ _by_head(values, num_heads)
-    return out, query.new_empty(0, dtype=torch.float32)
+            *k, v = (x.index_select(0, blocks).transpose(1, 2).flatten(0, 1)[:length] for x in (*keys, value))
+            k_by_head = _by_head(torch.cat(k, dim=-1), num_heads)
+            scores = _by_head(queries[row].unsqueeze(0), num_heads) @ k_by_head.transpose(1, 2)
+            out[row] = ((scores * scale).softmax(-1) @ _by_head(v, num_heads)).squeeze(1)
+    out = out.transpose(0, 1).contiguous() if of_latents else out
+    return out.unsqueeze(2), query.new_empty(0, dtype=torch.float32)
 
 
-def _sequences(ends: Sequence[int]) -> Iterator[slice]:
-    return (slice(start, end) for start, end in zip([0, *ends[:-1]], ends, strict=True) if end > start)
+def _sequences(ends: Sequence[int], kv_ends: Sequence[int]) -> Iterator[tuple[slice, slice]]:
+    starts, kv_starts = [0, *ends[:-1]], [0, *kv_ends[:-1]]
+    for start, end, kv_start, kv_end in zip(starts, ends, kv_starts, kv_ends, strict=True):
+        if end > start:
+            yield slice(start, end), slice(kv_start, kv_end)
 
 
 def _scores(query: Tensor, key: Tensor, heads: int, scale: float) -> Tensor:
-    """Return [heads, T, T], of each query with the keys up to its own."""
+    """Return [heads, T, S], of each query with the keys up to its own; the last query's is the last."""
     scores = _by_head(query, heads) @ _by_head(key, heads).transpose(1, 2) * scale
-    allowed = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).tril()
+    allowed = torch.ones(scores.shape[1:], dtype=torch.bool, device=scores.device).tril(len(key) - len(query))
     return scores.masked_fill(~allowed, -torch.inf)
 
 
@@ -91,18 +109,18 @@ def fusion_attention(
     actual_seq_kvlen: Sequence[int],
     sparse_mode: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, int, int, int]:
-    """Attend causally within packed sequences, whose cumulative lengths are given. Returns the output [T, N, D], the
-    maxima and the sums of the softmax [T, N, 8], and what only dropout uses."""
+    """Attend causally, by the lower right corner, within packed sequences, whose cumulative lengths are given. Returns
+    the output [T, N, D], the maxima and the sums of the softmax [T, N, 8], and what only dropout uses."""
     assert input_layout == "TND" and query.shape[1] == head_num and atten_mask.shape == (2048, 2048)
-    assert sparse_mode == 3 and list(actual_seq_qlen) == list(actual_seq_kvlen) and keep_prob == 1.0
+    assert sparse_mode == 3 and keep_prob == 1.0
     out = query.new_empty(*query.shape[:-1], value.shape[-1])
     top, total = (query.new_empty(*query.shape[:2], 8, dtype=torch.float32) for _ in range(2))
-    for rows in _sequences(actual_seq_qlen):
-        scores = _scores(query[rows], key[rows], head_num, scale)
+    for rows, read in _sequences(actual_seq_qlen, actual_seq_kvlen):
+        scores = _scores(query[rows], key[read], head_num, scale)
         largest = scores.amax(-1, keepdim=True)
         weights = (scores - largest).exp()
         sums = weights.sum(-1, keepdim=True)
-        out[rows] = (weights / sums @ _by_head(value[rows], head_num)).transpose(0, 1).to(out.dtype)
+        out[rows] = (weights / sums @ _by_head(value[read], head_num)).transpose(0, 1).to(out.dtype)
         top[rows], total[rows] = largest.transpose(0, 1).float(), sums.transpose(0, 1).float()
     return out, top, total, query.new_empty(0), 0, 0, 0
 
@@ -126,8 +144,8 @@ def fusion_attention_grad(
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of query, key and value from what `fusion_attention` returned."""
     grads = [torch.empty_like(x) for x in (query, key, value)]
-    for rows in _sequences(actual_seq_qlen):
-        q, k, v = query[rows], key[rows], value[rows]
+    for rows, read in _sequences(actual_seq_qlen, actual_seq_kvlen):
+        q, k, v = query[rows], key[read], value[read]
         scores = _scores(q, k, head_num, scale_value)
         weights = (scores - softmax_max[rows, :, :1].transpose(0, 1)).exp() / softmax_sum[rows, :, :1].transpose(0, 1)
         d_out, out = wide(dy[rows]).transpose(0, 1), wide(attention_in[rows]).transpose(0, 1)
@@ -138,7 +156,7 @@ def fusion_attention_grad(
             d_scores.transpose(1, 2) @ _by_head(q, head_num),
             weights.transpose(1, 2) @ d_out,
         )
-        for grad, x in zip(grads, by_head, strict=True):
+        for grad, x, of in zip(grads, by_head, (rows, read, read), strict=True):
             heads = grad.shape[1]
-            grad[rows] = x.unflatten(0, (heads, -1)).sum(1).transpose(0, 1).to(grad.dtype)
+            grad[of] = x.unflatten(0, (heads, -1)).sum(1).transpose(0, 1).to(grad.dtype)
     return *grads, None, query.new_empty(0)

@@ -108,4 +108,5 @@ GRADIENTS: dict[str, Gradient | None] = {
     "npu_moe_gating_top_k": None,
     "npu_moe_gating_top_k_softmax_v2": None,
     "npu_fused_infer_attention_score": None,
+    "npu_transpose_batchmatmul": None,
 }

@@ -198,6 +198,18 @@ def _grouped_matmul(
     return [out]
 
 
+def _transpose_batchmatmul(
+    input: Tensor,
+    weight: Tensor,
+    *,
+    perm_x1: list[int] | None = None,
+    perm_x2: list[int] | None = None,
+    perm_y: list[int] | None = None,
+) -> Tensor:
+    x, y = (wide(one).permute(order or (0, 1, 2)) for one, order in ((input, perm_x1), (weight, perm_x2)))
+    return (x @ y).permute(perm_y or (1, 0, 2)).to(input.dtype).contiguous()
+
+
 def _apply_adam_w(
     beta1_power: float,
     beta2_power: float,
@@ -247,5 +259,6 @@ REFERENCES: dict[str, Callable[..., Any]] = {
     "npu_scatter_pa_kv_cache": scatter_pa_kv_cache,
     "npu_swiglu": _swiglu,
     "npu_swiglu_backward": _swiglu_backward,
+    "npu_transpose_batchmatmul": _transpose_batchmatmul,
 }
 """Operator → what it computes."""

@@ -1,0 +1,106 @@
+"""Compose attention of PyTorch's operators, for cards and calls without a fused one.
+
+Names of dimensions as in `plain.py`; S keys of a sequence, T its queries, G query heads that share a key head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+
+import torch
+import torch.nn.functional as F
+
+MAX_GATHERED_TOKENS = 1 << 20
+"""Maximum tokens of KV that paged rows gather at a time (at least one row): bounds the memory of a call"""
+
+
+def packed(
+    q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor, lengths: list[int], scale: float | None
+) -> torch.Tensor:
+    """Attend causally within sequences of these lengths. Adjacent ones of equal length share a kernel call."""
+    runs = [(length, len(list(run))) for length, run in groupby(lengths)]
+    grouped, outputs = q_NHC.shape[1] != k_NKC.shape[1], []
+    # split, whose backward pass joins the gradients once: that of a slice fills the whole tensor for each
+    parts = zip(*(x.split([length * n for length, n in runs]) for x in (q_NHC, k_NKC, v_NKC)), strict=True)
+    for (length, n), part in zip(runs, parts, strict=True):
+        q, k, v = (x.unflatten(0, (n, length)).transpose(1, 2) for x in part)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
+        outputs.append(out.transpose(1, 2).flatten(0, 1))
+    return _join(outputs)
+
+
+def lower_right(
+    q_NHC: torch.Tensor,
+    k_MKC: torch.Tensor,
+    v_MKC: torch.Tensor,
+    lengths: list[int],
+    kv_lengths: list[int],
+    scale: float | None,
+) -> torch.Tensor:
+    """Attend with the last tokens of sequences to their whole sequences, by a mask [T, S] of each."""
+    grouped, outputs = q_NHC.shape[1] != k_MKC.shape[1], []
+    for part in zip(q_NHC.split(lengths), k_MKC.split(kv_lengths), v_MKC.split(kv_lengths), strict=True):
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in part)
+        mask_TS = lower_right_mask(q.shape[2], k.shape[2], q.device)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_TS, scale=scale, enable_gqa=grouped)
+        outputs.append(out.squeeze(0).transpose(0, 1))
+    return _join(outputs)
+
+
+def lower_right_mask(rows: int, length: int, device: torch.device) -> torch.Tensor:
+    """Return where each of the last ``rows`` tokens of a sequence reads, bool [rows, length]."""
+    places = torch.arange(length, device=device)
+    return places <= places[length - rows :, None]
+
+
+def paged(
+    q_NHC: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    blocks_RB: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    host_lengths: Sequence[int],
+    invariant: bool,
+    value_width: int | None,
+    scale: float,
+) -> torch.Tensor:
+    """Return the attention [N, H, V] of paged rows, whose blocks are gathered for some rows at a time.
+
+    Args:
+        parts: keys and values by block, [blocks, K, block_size, C] each; or, with the ``value_width`` of latents, these
+            in one or more parts by channels.
+        blocks_RB, lengths, host_lengths, invariant: as in `PagedRows`.
+    """
+    block_size, outputs = parts[0].shape[2], []
+    for start, stop, width in _row_slices(host_lengths, block_size, invariant):
+        blocks = blocks_RB[start:stop, :width]
+        k_RKSC, *rest = (
+            part.index_select(0, blocks.flatten()).unflatten(0, blocks.shape).transpose(1, 2).flatten(2, 3)
+            for part in parts
+        )
+        if value_width is None:
+            (v_RKSC,) = rest
+        else:
+            k_RKSC = torch.cat([k_RKSC, *rest], dim=-1) if rest else k_RKSC
+            v_RKSC = k_RKSC[..., :value_width]
+        is_read = torch.arange(k_RKSC.shape[2], device=q_NHC.device) < lengths[start:stop].unsqueeze(-1)
+        q_RKGC = q_NHC[start:stop].unflatten(1, (k_RKSC.shape[1], -1))
+        mask_R11S = is_read[:, None, None]
+        out = F.scaled_dot_product_attention(q_RKGC, k_RKSC, v_RKSC, attn_mask=mask_R11S, scale=scale)
+        outputs.append(out.flatten(1, 2))
+    return _join(outputs)
+
+
+def _row_slices(lengths: Sequence[int], block_size: int, invariant: bool) -> Iterator[tuple[int, int, int]]:
+    """Return first row, end, and blocks of the longest row of each slice. With ``invariant`` every row is computed
+    alone, so that no bit of it depends on the others."""
+    width = -(-max(lengths) // block_size)
+    rows = 1 if invariant else max(1, MAX_GATHERED_TOKENS // (width * block_size))
+    for start in range(0, len(lengths), rows):
+        some = lengths[start : start + rows]
+        yield start, start + len(some), -(-max(some) // block_size)
+
+
+def _join(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
