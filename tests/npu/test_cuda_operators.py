@@ -47,7 +47,7 @@ def reference(q, keys, values, cu_seq_q, cu_seq_k, max_q, max_k, **options):
         k, v = (x.float().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
         scores = torch.einsum("qhc,khc->hqk", q[start:stop].float(), k) * options["scale"]
         if options.get("window_size") == (-1, 0):  # causal, by the lower right corner
-            mask = torch.ones(scores.shape[1:], dtype=torch.bool).tril(scores.shape[2] - scores.shape[1])
+            mask = torch.ones_like(scores[0], dtype=torch.bool).tril(scores.shape[2] - scores.shape[1])
             scores = scores.masked_fill(~mask, -torch.inf)
         outs.append(torch.einsum("hqk,khc->qhc", scores.softmax(-1), v))
     return torch.cat(outs).to(q.dtype)

@@ -92,11 +92,9 @@ def _sharing_heads(a: Arguments) -> float:
     return 1 if a["query_rope"] is not None else a["num_heads"] / a["num_key_value_heads"]
 
 
-def _of_latents(a: Arguments) -> tuple[Any, ...] | None:
-    """Return heads, heads of keys, channels, rotated channels and layout of a call with latents; None: it has none."""
-    if (rope := a["query_rope"]) is None:
-        return None
-    return a["num_heads"], a["num_key_value_heads"], a["query"].shape[-1], rope.shape[-1], a["input_layout"]
+def _if_latents(value: Callable[[Arguments], Any]) -> Callable[[Arguments], Any]:
+    """Return a value of calls with latents; None: of others."""
+    return lambda a: None if a["query_rope"] is None else value(a)
 
 
 def _rows_by_channels(a: Arguments) -> int:
@@ -193,10 +191,11 @@ LIMITS: dict[str, tuple[Limit, ...]] = {
         Limit("sequences", lambda a: a["query"].shape[0], at_most=65536),
         Limit("heads", lambda a: a["num_heads"], at_most=256),
         Limit("heads that share a key", _sharing_heads, at_most=64),
+        Limit("heads over latents", _if_latents(lambda a: a["num_heads"]), one_of=(None, *(1 << n for n in range(8)))),
         Limit(
-            "heads, heads of keys, channels, rotated channels and layout of latents",
-            _of_latents,
-            one_of=(None, *((1 << n, 1, 512, 64, layout) for n in range(8) for layout in ("BSND_NBSD",))),
+            "channels of latents, rotated channels",
+            _if_latents(lambda a: (a["query"].shape[-1], a["query_rope"].shape[-1])),
+            one_of=(None, (512, 64)),
         ),
         Limit("channels", lambda a: a["query"].shape[-1], at_most=512, multiple_of=8),
         Limit("block size", lambda a: a["block_size"], at_least=16, at_most=512, multiple_of=16),
