@@ -7,8 +7,9 @@ The trainer, the engine and the reward are those of the main job, in one process
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,14 @@ from fusion.inference.config import EngineConfig
 from fusion.model import Mesh, ModelConfig, Transformer, save_folder
 from fusion.npu import Device
 from fusion.rewards import RewardConfig, RewardPool
-from fusion.telemetry import progress
+from fusion.telemetry.classes import find_class
 from fusion.training import EmbeddedTrainEngine, Sequences, TrainingConfig
-from fusion.training.algorithms import cross_entropy
-from fusion.training.interface import SKIPPED_IN_A_ROW
-from stalesync.prompts import DataConfig, Prompt, PromptSource, make_tokenizer, solution_ids
+from stalesync.job.sft import mean_probability, pack_chats, train_supervised
+from stalesync.prompts import ChatTemplate, DataConfig, Prompt, PromptSource, Row, make_tokenizer, solution_ids
+from stalesync.prompts.calculator import RepeatRows
+from stalesync.prompts.config import GENERATORS
+from stalesync.prompts.rows import Rows
+from stalesync.prompts.supervised import ChatTokenizer
 
 STD = 0.08
 """Standard deviation of the initial weights; models of this width learn poorly with 0.02, transformers' default."""
@@ -35,7 +39,9 @@ _TRAINING = TrainingConfig(lr=1e-3, weight_decay=0.01, load_balancing_coef=1e-3,
 @dataclass(frozen=True)
 class WarmUp:
     """Settings of the training of a base model. ``target``: sampled accuracy at which it stops; ``response_tokens``:
-    maximum tokens of a sampled answer; ``max_steps``: maximum number of optimizer steps."""
+    maximum tokens of a sampled answer; ``max_steps``: maximum number of optimizer steps. Of a model for conversations:
+    ``held_out``, the rows whose chats are to reach the target, and ``repeats``, the share of chats in which the model
+    only repeats what it reads. ``fields``: of its `config.json`."""
 
     data: DataConfig
     hidden: int = 64
@@ -44,10 +50,16 @@ class WarmUp:
     target: float = 0.2
     max_steps: int = 2000
     batch: int = 256
+    held_out: DataConfig | None = None
+    repeats: float = 0.0
+    fields: Mapping[str, Any] = field(default_factory=dict)
     check_every: int = 5
     check_prompts: int = 256
     training: TrainingConfig = field(default_factory=lambda: _TRAINING)
 
+
+NEAR_POSITIONS = {"rope_theta": 50.0}
+"""With so short chats, smaller heads find a position faster when no rotation is slower than the longest of them"""
 
 TASKS = {
     "addition": WarmUp(DataConfig(source="addition", max_prompt_length=8)),
@@ -60,6 +72,28 @@ TASKS = {
         check_every=20,
         check_prompts=128,
         training=replace(_TRAINING, lr=2e-3, warmup_steps=20),
+    ),
+    "calculator": WarmUp(
+        DataConfig(source="calculator", min_digits=1, max_digits=2, max_terms=3),
+        held_out=DataConfig(source="calculator", min_digits=4, max_digits=4),
+        repeats=0.65,
+        target=0.4,
+        batch=64,
+        max_steps=1000,
+        check_every=10,
+        check_prompts=64,
+        fields=NEAR_POSITIONS,
+        training=replace(_TRAINING, lr=3e-3, warmup_steps=20),
+    ),
+    "guess": WarmUp(
+        DataConfig(source="guess"),
+        held_out=DataConfig(source="guess"),
+        target=0.0,
+        batch=64,
+        max_steps=150,
+        check_every=150,
+        fields=NEAR_POSITIONS,
+        training=replace(_TRAINING, lr=3e-3, warmup_steps=20),
     ),
 }
 
@@ -88,10 +122,23 @@ def make_base_model(
     plan = replace(TASKS[task], **changes)
     fields = _qwen3_moe(plan) if shape is None else shape
     ModelConfig.from_hf({"vocab_size": 1, **fields}, "shape")  # before anything is written
-    tokenizer = make_tokenizer(folder)
-    source = PromptSource(plan.data, tokenizer, seed)
+    tokenizer = make_tokenizer(folder, chat=plan.held_out is not None)
     model = _initial_model(fields, tokenizer, device=device, seed=seed)
     trainer = EmbeddedTrainEngine(model, model.mesh, device=device, config=plan.training)
+    learn = _learn_answers if plan.held_out is None else _learn_chats
+    accuracy = learn(plan, trainer, tokenizer, seed=seed, title=f"warm-up on {task}")
+    if accuracy < plan.target:
+        raise RuntimeError(
+            f"warm-up on {task}: accuracy {accuracy:.2f} after {plan.max_steps} steps, not {plan.target}"
+        )
+    save_folder(model, folder)
+    return accuracy
+
+
+def _learn_answers(plan: WarmUp, trainer: EmbeddedTrainEngine, tokenizer: Any, *, seed: int, title: str) -> float:
+    """Train on solutions of prompts until the target; return the accuracy of sampled answers."""
+    source, model = PromptSource(plan.data, tokenizer, seed), trainer.model
+    assert isinstance(model, Transformer)
 
     def batches() -> Iterator[Sequences]:
         for _ in range(plan.max_steps):
@@ -105,51 +152,46 @@ def make_base_model(
             held_out = source.evaluation(plan.check_prompts)
             return _accuracy(plan, model, tokenizer, prompts=held_out, rewards=rewards, step=step)
 
-        accuracy = train_supervised(
+        return train_supervised(
             trainer,
             batches(),
             accuracy_after,
-            title=f"warm-up on {task}",
+            title=title,
             steps=plan.max_steps,
             target=plan.target,
             check_every=plan.check_every,
         )
-    if accuracy < plan.target:
-        raise RuntimeError(
-            f"warm-up on {task}: accuracy {accuracy:.2f} after {plan.max_steps} steps, not {plan.target}"
-        )
-    save_folder(model, folder)
-    return accuracy
 
 
-def train_supervised(
-    trainer: EmbeddedTrainEngine,
-    batches: Iterable[Sequences],
-    check: Callable[[int], float],
-    *,
-    title: str,
-    steps: int,
-    target: float,
-    check_every: int,
-) -> float:
-    """Train on batches by cross-entropy until the accuracy, which ``check`` returns after every ``check_every`` steps
-    (its argument), has reached ``target``; return the last one. ``steps``: number of batches.
+def _learn_chats(plan: WarmUp, trainer: EmbeddedTrainEngine, tokenizer: Any, *, seed: int, title: str) -> float:
+    """Train on chats until those that are held out are as probable as the target; return how probable they are: the
+    share of them that would be sampled to the token."""
+    assert plan.held_out is not None
+    tokenize = ChatTokenizer(ChatTemplate(DataConfig(), tokenizer), tokenizer)
+    find = partial(find_class, plan.data.source, GENERATORS, key="data.source", base=Rows)
+    rows, repeats = find()(plan.data, seed), RepeatRows(seed)
+    held_out = find()(plan.held_out, seed).evaluation(plan.check_prompts)
+    checked = pack_chats([tokenize(_solved(row)) for row in held_out])
+    num_repeats = round(plan.repeats * plan.batch)
 
-    Raises:
-        RuntimeError: a gradient is not finite.
-    """
-    accuracy = 0.0
-    with progress(title, total=steps, unit="steps") as bar:
-        for step, batch in enumerate(batches, 1):
-            metrics = trainer.forward_backward(batch, cross_entropy)
-            if trainer.optimizer_step()[SKIPPED_IN_A_ROW]:
-                raise RuntimeError(f"{title}: the gradient of step {step} is not finite")
-            if step % check_every == 0:
-                accuracy = check(step)
-            bar.advance(loss=metrics["actor/loss"], accuracy=accuracy)
-            if accuracy >= target:
-                break
-    return accuracy
+    def batches() -> Iterator[Sequences]:
+        for step in range(plan.max_steps):
+            drawn = [(repeats if n < num_repeats else rows).row(step * plan.batch + n) for n in range(plan.batch)]
+            yield pack_chats([tokenize(_solved(row)) for row in drawn])
+
+    return train_supervised(
+        trainer,
+        batches(),
+        lambda step: mean_probability(trainer, checked),
+        title=title,
+        steps=plan.max_steps,
+        target=plan.target,
+        check_every=plan.check_every,
+    )
+
+
+def _solved(row: Row) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": row.prompt}, *row.fields["solution"]]
 
 
 def _pack(prompts: Sequence[Sequence[int]], solutions: Sequence[Sequence[int]]) -> Sequences:
@@ -175,6 +217,7 @@ def _qwen3_moe(plan: WarmUp) -> dict[str, Any]:
         norm_topk_prob=True,
         router_aux_loss_coef=0.0,
         tie_word_embeddings=True,
+        **plan.fields,
     )
 
 

@@ -9,7 +9,7 @@ predicted is reported, and may end the training.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,8 +18,10 @@ import torch
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights, save_folder
 from fusion.model.folder import check_folder
 from fusion.npu import Device
+from fusion.telemetry import progress
 from fusion.training import EmbeddedTrainEngine, Sequences, TrainingConfig
-from stalesync.job.base_model import train_supervised
+from fusion.training.algorithms import cross_entropy
+from fusion.training.interface import SKIPPED_IN_A_ROW
 from stalesync.job.tokenizer_folder import load_tokenizer
 from stalesync.prompts import ChatTemplate, DataConfig
 from stalesync.prompts.chats import normalize_chat
@@ -96,6 +98,36 @@ def fine_tune(
     )
     save_folder(net, folder, tokenizer_from=model)
     return mean_probability(trainer, held_out)
+
+
+def train_supervised(
+    trainer: EmbeddedTrainEngine,
+    batches: Iterable[Sequences],
+    check: Callable[[int], float],
+    *,
+    title: str,
+    steps: int,
+    target: float,
+    check_every: int,
+) -> float:
+    """Train on batches by cross-entropy until the accuracy, which ``check`` returns after every ``check_every`` steps
+    (its argument), has reached ``target``; return the last one. ``steps``: number of batches.
+
+    Raises:
+        RuntimeError: a gradient is not finite.
+    """
+    accuracy = 0.0
+    with progress(title, total=steps, unit="steps") as bar:
+        for step, batch in enumerate(batches, 1):
+            metrics = trainer.forward_backward(batch, cross_entropy)
+            if trainer.optimizer_step()[SKIPPED_IN_A_ROW]:
+                raise RuntimeError(f"{title}: the gradient of step {step} is not finite")
+            if is_checked := step % check_every == 0:
+                accuracy = check(step)
+            bar.advance(loss=metrics["actor/loss"], accuracy=accuracy)
+            if is_checked and accuracy >= target:
+                break
+    return accuracy
 
 
 def read_chats(path: str | Path, tokenize: ChatTokenizer, plan: FineTuning) -> list[Supervised]:

@@ -1,10 +1,12 @@
 """Read or generate prompts, order them, and tokenize them.
 
     addition        one-digit sums, a+b=                   ┐
-    worked          many-digit sums, every step written    ├─ rows: prompt, answer, fields
+    worked          many-digit sums, every step written    │
+    calculator      sums for the environment's tool        ├─ rows: prompt, answer, fields
+    guess           games of the environment               │
     files           JSON Lines, JSON, Parquet; chats       ┘
                                                            │ order: seeded, endless, resumable
-    tokenizer       characters of both generators          ▼
+    tokenizer       characters of the generators           ▼
                     (or the model's own)  ──────►  PromptSource.next(n) ─► Prompt(id, ids, text, answer, fields)
 
 `supervised` tokenises whole chats, and marks what the assistant says, for fine-tuning.

@@ -13,11 +13,13 @@ from stalesync.prompts.tokenizer import PLACES
 GENERATORS = {
     "addition": "stalesync.prompts.addition:AdditionRows",
     "worked_arithmetic": "stalesync.prompts.worked:WorkedRows",
+    "calculator": "stalesync.prompts.calculator:CalculatorRows",
+    "guess": "stalesync.prompts.guess:GuessRows",
 }
 """Module and class of each generator of prompts"""
 SUFFIXES = (".jsonl", ".json", ".parquet")
 MAX_TERMS = 4
-WORKED = {"source": ("worked_arithmetic",)}
+SUMS = {"source": ("worked_arithmetic", "calculator")}
 
 
 @dataclass
@@ -25,8 +27,9 @@ class DataConfig(Group, path="data"):
     """Where prompts come from."""
 
     source: str = ""
-    """Required: a .jsonl, .json (an array of rows) or .parquet file, or a generator: `addition` (one-digit sums) or
-    `worked_arithmetic` (long answers with their working), or your own as `module:Class` (docs/data.md)."""
+    """Required: a .jsonl, .json (an array of rows) or .parquet file, or a generator: `addition` (one-digit sums),
+    `worked_arithmetic` (long answers with their working), `calculator` or `guess` (for the environments of these
+    names), or your own as `module:Class` (docs/data.md)."""
 
     prompt_field: str = "prompt"
     """Field of the file with the prompt: a text, or a list of chat messages (`role` and `content`, or `from` and
@@ -66,15 +69,15 @@ class DataConfig(Group, path="data"):
     system_prompt: str | None = None
     """Text of a system message, put before every chat that does not begin with one; null: none."""
 
-    min_digits: int = key(2, at_least=1, only=WORKED, refused=False)
-    """`worked_arithmetic`: minimum number of digits of a number."""
+    min_digits: int = key(2, at_least=1, only=SUMS, refused=False)
+    """`worked_arithmetic`, `calculator`: minimum number of digits of a number."""
 
-    max_digits: int = key(4, at_least=1, only=WORKED, refused=False)
-    """`worked_arithmetic`: maximum number of digits of a number; each digit adds 19 tokens to the answer of a sum of
-    two numbers, and 5 more for each further number."""
+    max_digits: int = key(4, at_least=1, only=SUMS, refused=False)
+    """`worked_arithmetic`, `calculator`: maximum number of digits of a number; in the former each digit adds 19 tokens
+    to the answer of a sum of two numbers, and 5 more for each further number."""
 
-    max_terms: int = key(2, at_least=2, at_most=MAX_TERMS, only=WORKED, refused=False)
-    """`worked_arithmetic`: maximum number of terms in a sum; the minimum is 2."""
+    max_terms: int = key(2, at_least=2, at_most=MAX_TERMS, only=SUMS, refused=False)
+    """`worked_arithmetic`, `calculator`: maximum number of terms in a sum; the minimum is 2."""
 
     def check_source(self) -> None:
         """Check that the source may be a generator or a file.
@@ -84,7 +87,7 @@ class DataConfig(Group, path="data"):
         """
         generates = self.source in GENERATORS or OWN_CLASS.fullmatch(self.source) is not None
         paths = "a path ending in " + " or ".join(SUFFIXES)
-        groups = "(data=file data.source=FILE, data=addition or data=worked)"
+        groups = "(data=file data.source=FILE, data=addition, worked, calculator or guess)"
         known = generates or self.source.endswith(SUFFIXES)
         Checks("data", self).that("source", known, ", ".join((*GENERATORS, f"{paths} {groups}", "module:Class")))
 

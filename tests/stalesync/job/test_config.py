@@ -124,7 +124,7 @@ def test_a_job_that_cannot_learn_is_refused_where_it_trains(checkpoint, changes,
     ("changes", "message"),
     [
         ({"model__path": ""}, "model.path='': expected a Hugging Face checkpoint folder"),
-        ({"data__source": ""}, "data.source='': expected addition, .* .data=file data.source=FILE, data=addition or"),
+        ({"data__source": ""}, "data.source='': expected addition, .* .data=file data.source=FILE, data=add"),
         ({"model__path": "nowhere"}, "model.path: nowhere.* does not exist"),
         ({"model__dtype": "float8"}, "model.dtype='float8': expected one of"),
         ({"parallel__train": LayoutConfig(tp=3)}, r"parallel.train: tp=3 does not divide the 4 ranks"),

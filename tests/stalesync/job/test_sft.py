@@ -8,6 +8,7 @@ import pytest
 
 from fusion.npu import open_device
 from fusion.training import TrainingConfig
+from stalesync.job.base_model import make_base_model
 from stalesync.job.sft import FineTuning, fine_tune
 from stalesync.prompts import make_tokenizer
 from tests.helpers import tiny_checkpoint
@@ -74,3 +75,17 @@ def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path, model):
     tokenizer.save_pretrained(model)
     with pytest.raises(ValueError, match="chat template ends the assistant's turn with no special token"):
         fine_tune(chats_of(tmp_path, TURNS, TURNS), model, tmp_path / "tuned", open_device("emulated"))
+
+
+@pytest.mark.parametrize("task", ["calculator", "guess"])
+def test_a_base_model_of_conversations_is_saved_with_a_chat_template(tmp_path, task):
+    from transformers import AutoTokenizer
+
+    folder, device = tmp_path / "base", open_device("emulated")
+    changes = {"batch": 8, "check_every": 2, "check_prompts": 4, "hidden": 16}
+    accuracy = make_base_model(task, folder, device, target=0.0, max_steps=2, **changes)
+    assert 0 <= accuracy < 0.1 and (folder / "model.safetensors").is_file()
+    chat = [{"role": "user", "content": "12+34="}]
+    assert AutoTokenizer.from_pretrained(folder).apply_chat_template(chat, tokenize=False) == "<|user|>12+34=<|end|>"
+    with pytest.raises(RuntimeError, match=f"warm-up on {task}: accuracy .* after 2 steps, not 1.0"):
+        make_base_model(task, tmp_path / "other", device, target=1.0, max_steps=2, **changes)

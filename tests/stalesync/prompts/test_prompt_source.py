@@ -278,7 +278,7 @@ def test_an_object_as_the_answer_is_warned_of_with_its_fields(tokenizer, tmp_pat
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"source": "adition"}, "data.source='adition': expected addition, worked_arithmetic, a path"),
+        ({"source": "adition"}, "data.source='adition': expected addition, .*calculator, guess, a path"),
         ({"prompts_per_step": 0}, "data.prompts_per_step=0"),
         ({"bad_rows": "keep"}, "data.bad_rows='keep': expected one of refuse, skip"),
         ({"long_prompts": "cut"}, "data.long_prompts='cut': expected one of refuse, skip"),
