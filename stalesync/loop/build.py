@@ -74,20 +74,6 @@ def build_run(
         pace=pace,
         take_save_metrics=saver.metrics,
     )
-    conversing = None
-    if environments is not None:
-        environments.wake = scorer.wake
-        conversing = Conversing(
-            environments=environments,
-            spec=conversation_spec(config),
-            engines=spec.engines,
-            cards=cards,
-            queue=queue,
-            groups=groups,
-            scorer=scorer,
-            source=source,
-            data=config.data,
-        )
     loop = Controller(
         config=config,
         admission=admission,
@@ -115,7 +101,7 @@ def build_run(
         rows=rows,
         folder=folder,
         view=view,
-        conversing=conversing,
+        conversing=environments and _conversing(config, spec, cards, queue, groups, scorer, source, environments),
     )
     by_model = config.reward.kind == "model"
     return TrainingRun(
@@ -146,4 +132,28 @@ def _admission(
     stalesync = config.stalesync
     return Admission(
         settings, StalenessLedger(stalesync.max_staleness, config.data.prompts_per_step, stalesync.train_tokens)
+    )
+
+
+def _conversing(
+    config: Config,
+    spec: WorkerSpec,
+    cards: Cards,
+    queue: DistQueue,
+    groups: Groups,
+    scorer: Scorer,
+    source: PromptSource,
+    environments: Environments,
+) -> Conversing:
+    environments.wake = scorer.wake
+    return Conversing(
+        environments=environments,
+        spec=conversation_spec(config),
+        engines=spec.engines,
+        cards=cards,
+        queue=queue,
+        groups=groups,
+        scorer=scorer,
+        source=source,
+        data=config.data,
     )

@@ -201,20 +201,7 @@ class SimulatedEngine:
         chosen = place([rank.unfinished for rank in self.ranks], requests)
         for request, rank in zip(requests, chosen, strict=True):
             size = self._size_of(request)
-            length = size.prompt_tokens + size.generated
-            left = (size.response_tokens if size.turn_end is None else size.turn_end) - size.generated
-            chunk = left if self.spec.chunk_tokens is None else min(left, self.spec.chunk_tokens)
-            ends, limit = chunk == left, length + chunk
-            seq = SimulatedSequence(
-                request,
-                rank,
-                size.prompt_tokens,
-                length,
-                limit,
-                complete=ends and size.turn_end is None,
-                turn=ends and size.turn_end is not None,
-            )
-            seq.known = length - 1 - size.observation if size.generated else 0
+            seq = SimulatedSequence.of(request, rank, size, self.spec.chunk_tokens)
             home, tokens = self._parked.pop(request.id, (-1, 0))
             seq.parked = request.kv_tokens if self.spec.pools_kv else tokens if home == rank else 0
             self._drafts.join(seq)

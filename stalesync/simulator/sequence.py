@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
+from stalesync.simulator.engine_spec import RequestSize
+
 
 class SimulatedRequest(NamedTuple):
     """A request for an engine, as a row of `DispatchedRequests`."""
@@ -47,6 +49,24 @@ class SimulatedSequence:
     stamp: int = 0
     decoding: bool = False
     first_version: int | None = None
+
+    @classmethod
+    def of(cls, request: SimulatedRequest, rank: int, size: RequestSize, chunk_tokens: int | None) -> SimulatedSequence:
+        """Return the sequence of a request that is submitted. ``chunk_tokens``: None: no chunks."""
+        length = size.prompt_tokens + size.generated
+        left = (size.response_tokens if size.turn_end is None else size.turn_end) - size.generated
+        chunk = left if chunk_tokens is None else min(left, chunk_tokens)
+        ends, is_turn = chunk == left, size.turn_end is not None
+        return cls(
+            request,
+            rank,
+            size.prompt_tokens,
+            length,
+            length + chunk,
+            complete=ends and not is_turn,
+            turn=ends and is_turn,
+            known=length - 1 - size.observation if size.generated else 0,
+        )
 
 
 @dataclass(slots=True)

@@ -68,32 +68,9 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, num_probes,
                 buffer.add(f"g{added}", [f"g{added}/{k}" for k in range(group_size)], random.randint(1, 9), 100)
                 added += 1
             case "dispatch":
-                waiting = {entry.id: entry.kv for entry in buffer.of("waiting")}
-                before = [replace(entry) for entry in buffer.of("waiting")]
-                running = sorted(random.sample(range(engines), random.randint(1, engines)))
-                loads = {engine: _load(buffer, engine) for engine in running}
-                most, had = random.choice([None, random_room(random)]), {n: buffer.num_running_on(n) for n in running}
-                slots = random.choice([0, 0, 100]) if most is None else 0
-                key = by_position if slots else ORDERS[order]
-                expected = plain_dispatch(buffer, running, most, last_engine, key)
-                found = buffer.dispatch(running, most, slots=slots)
-                given_ = {entry.id: engine for engine, entries in found.items() for entry in entries}
-                assert given_ == expected
-                assert not set(given_) & set(held)
-                gone = {(kv[0], id) for id, kv in waiting.items() if kv and id in given_ and given_[id] != kv[0]}
-                assert {(engine, id) for engine, ids in buffer.take_left_kv().items() for id in ids} == gone
-                assert not buffer.take_left_kv(), "it is told once"
-                if most is None:
-                    assert set(given_) == set(waiting)
-                    _check_ways_back(buffer, loads, waiting, given_)
-                else:
-                    in_order = [entry.id for entry in sorted(before, key=key)]
-                    _check_filled(buffer, in_order, given_, had, most)
-                    last_engine |= {buffer.entries[id].group: given_[id] for id in in_order if id in given_}
-                for entries in found.values():
-                    assert entries == sorted(entries, key=key), "each engine has its requests in order"
-                _check_priorities(buffer, given_, num_probes)
-                held |= given_
+                held |= _dispatch(
+                    buffer, held, last_engine, engines=engines, order=order, probes=num_probes, random=random
+                )
             case "suspend" if held:
                 id = random.choice(sorted(held))
                 generated = buffer.entries[id].generated + random.randint(0, 5)
@@ -124,16 +101,7 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, num_probes,
                 finished.append(id)
                 assert buffer.take_left_kv() == ({} if engine is None else {engine: [id]}), "its KV is freed"
             case "end" if {entry.group for entry in buffer.entries.values()} - cancelled and random.random() < 0.3:
-                group = random.choice(sorted({entry.group for entry in buffer.entries.values()} - cancelled))
-                members = [entry for entry in buffer.entries.values() if entry.group == group]
-                idle = [entry for entry in members if entry.state in ("waiting", "away")]
-                kv = {(entry.kv[0], entry.id) for entry in idle if entry.kv}
-                cancelled.add(group)
-                buffer.end(group)
-                assert all(entry.state in ("running", "finished") for entry in members)
-                assert buffer.num_unfinished(group) == sum(entry.state == "running" for entry in members)
-                assert {(engine, id) for engine, ids in buffer.take_left_kv().items() for id in ids} == kv
-                assert sorted(buffer.take_left_rows()) == sorted(rows[entry.id] for entry in idle if rows.get(entry.id))
+                _end_group(buffer, cancelled, rows, random)
             case "finish" if held:
                 id = random.choice(sorted(held))
                 del held[id]
@@ -163,6 +131,50 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, num_probes,
     assert {id for id, state in states.items() if state == "running"} == set(held)
     assert len(finished) == len(set(finished))
     assert all(states.get(id, "finished") == "finished" for id in finished)
+
+
+def _dispatch(buffer, held, last_engine, *, engines, order, probes, random):
+    """Dispatch to some engines, and check it against plain references; return the engine of each request."""
+    waiting = {entry.id: entry.kv for entry in buffer.of("waiting")}
+    before = [replace(entry) for entry in buffer.of("waiting")]
+    running = sorted(random.sample(range(engines), random.randint(1, engines)))
+    loads = {engine: _load(buffer, engine) for engine in running}
+    most, had = random.choice([None, random_room(random)]), {n: buffer.num_running_on(n) for n in running}
+    slots = random.choice([0, 0, 100]) if most is None else 0
+    key = by_position if slots else ORDERS[order]
+    expected = plain_dispatch(buffer, running, most, last_engine, key)
+    found = buffer.dispatch(running, most, slots=slots)
+    given_ = {entry.id: engine for engine, entries in found.items() for entry in entries}
+    assert given_ == expected
+    assert not set(given_) & set(held)
+    gone = {(kv[0], id) for id, kv in waiting.items() if kv and id in given_ and given_[id] != kv[0]}
+    assert {(engine, id) for engine, ids in buffer.take_left_kv().items() for id in ids} == gone
+    assert not buffer.take_left_kv(), "it is told once"
+    if most is None:
+        assert set(given_) == set(waiting)
+        _check_ways_back(buffer, loads, waiting, given_)
+    else:
+        in_order = [entry.id for entry in sorted(before, key=key)]
+        _check_filled(buffer, in_order, given_, had, most)
+        last_engine |= {buffer.entries[id].group: given_[id] for id in in_order if id in given_}
+    for entries in found.values():
+        assert entries == sorted(entries, key=key), "each engine has its requests in order"
+    _check_priorities(buffer, given_, probes)
+    return given_
+
+
+def _end_group(buffer, cancelled, rows, random):
+    """End a group, and check what is left of it."""
+    group = random.choice(sorted({entry.group for entry in buffer.entries.values()} - cancelled))
+    members = [entry for entry in buffer.entries.values() if entry.group == group]
+    idle = [entry for entry in members if entry.state in ("waiting", "away")]
+    kv = {(entry.kv[0], entry.id) for entry in idle if entry.kv}
+    cancelled.add(group)
+    buffer.end(group)
+    assert all(entry.state in ("running", "finished") for entry in members)
+    assert buffer.num_unfinished(group) == sum(entry.state == "running" for entry in members)
+    assert {(engine, id) for engine, ids in buffer.take_left_kv().items() for id in ids} == kv
+    assert sorted(buffer.take_left_rows()) == sorted(rows[entry.id] for entry in idle if rows.get(entry.id))
 
 
 def random_room(random):

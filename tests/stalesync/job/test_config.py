@@ -20,8 +20,6 @@ from fusion.training.config import ALGORITHMS
 from stalesync.job.config import Config
 from stalesync.job.overrides import check_overrides, known_keys, register
 from tests import machine
-from tests.colocate.cards import tiny_reward_model
-from tests.families import family_checkpoint
 from tests.helpers import tiny_checkpoint
 from tests.stalesync.job.jobs import PACED, job_of
 
@@ -81,21 +79,6 @@ def test_histopipe_needs_two_steps_in_progress(checkpoint):
 def test_an_order_that_cannot_be_found_is_refused_before_a_worker_starts(checkpoint, order, problem):
     with pytest.raises(ValueError, match=f"rollout.schedule.order=.{{0,1}}{order}.{{0,1}}: {problem}"):
         job_of(checkpoint, rollout__schedule__order=order).validate()
-
-
-def test_replay_needs_experts(checkpoint, tmp_path):
-    for replay in ("train", "rollout"):
-        job_of(checkpoint, algorithm__replay=replay).validate()
-        dense = job_of(tiny_checkpoint(tmp_path, experts=False), algorithm__replay=replay)
-        with pytest.raises(ValueError, match=f"algorithm.replay='{replay}': expected none, as the model is dense"):
-            dense.validate()
-
-
-def test_biases_are_moved_only_where_routers_have_them(checkpoint, tmp_path):
-    with pytest.raises(ValueError, match="training.router_bias_rate=0.001: expected 0, as the routers of .* have no"):
-        job_of(checkpoint, training__router_bias_rate=0.001).validate()
-    corrected = family_checkpoint(tmp_path, "glm4_moe")
-    job_of(corrected, training__router_bias_rate=0.001).validate()
 
 
 @pytest.mark.parametrize(
@@ -262,20 +245,6 @@ def test_what_does_not_fit_is_said_with_its_key(checkpoint, changes, message):
         job_of(checkpoint, **changes).validate()
 
 
-def test_a_reward_model_has_one_score(checkpoint, tmp_path):
-    with pytest.raises(
-        ValueError, match="reward.model: .* has no such head; expected a Qwen3ForSequenceClassification"
-    ):
-        job_of(checkpoint, reward__model=checkpoint).validate()
-    two = tiny_reward_model(tmp_path / "two", num_labels=2)
-    with pytest.raises(ValueError, match="has a head of 2 labels; expected .* with num_labels=1"):
-        job_of(checkpoint, reward__model=two).validate()
-    one = tiny_reward_model(tmp_path / "one")
-    config = job_of(checkpoint, reward__model=one, fusion__deployment="full")
-    config.validate()
-    assert config.deployment.reward_model == (0, 1, 2, 3)
-
-
 NO_BOUND = {"run.seed": "any whole number is a seed", "eval.pass_reward": "rewards may be negative"}
 """Numeric keys that a negative number is legal for, and why."""
 
@@ -382,17 +351,6 @@ def test_the_command_line_refuses_in_one_line(checkpoint):
     refused = _train(f"model.path={checkpoint}", "data=addition", "cluster.npus=3", "parallel.train.tp=2")
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
     assert "error: parallel.train: tp=2 does not divide the 3 ranks of the layout (cluster.npus=3)" in refused.stderr
-
-
-def test_a_checkpoint_that_lacks_a_tensor_is_refused_before_a_worker_starts(tmp_path):
-    from safetensors.torch import load_file, save_file
-
-    folder = tiny_checkpoint(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["model.layers.1.mlp.experts.3.up_proj.weight"]
-    save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="lacks the tensor 'model.layers.1.mlp.experts.3.up_proj.weight'"):
-        job_of(folder).validate()
 
 
 @pytest.mark.parametrize("loggers", [None, 3, "wandb", [1], [["a"]]])

@@ -8,9 +8,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from distqueue import LocalQueue, PackedBatch
 from fusion.inference import Output
@@ -21,7 +18,7 @@ from fusion.telemetry import Metrics
 from stalesync.loop.sample_columns import SampleColumns
 from stalesync.loop.sample_metrics import add_sample_metrics
 from stalesync.prompts import Prompt
-from stalesync.scoring.progress import MIN_GROUPS_KEPT, Arrivals, ScoringProgress
+from stalesync.scoring.progress import MIN_GROUPS_KEPT, Arrivals
 from stalesync.scoring.samples import Sample
 from stalesync.scoring.scoring import Scorer
 from tests.machine import patience
@@ -339,67 +336,6 @@ def test_samples_scored_before_a_reward_compared_are_not_waited_for():
         queue.put(pack_outputs([_output("g/2", range(1))], ["<ü>"]))
         _, (sample,) = _poll(scorer, (1, 1))
     assert sample.others == ["first"]
-
-
-class Progress(RuleBasedStateMachine):
-    """Every sample is taken once as generated and once as scored, whichever way it is scored."""
-
-    def __init__(self):
-        super().__init__()
-        self.progress = ScoringProgress()
-        self.known, self.held, self.to_score, self.generated, self.scored = 0, [], [], [], []
-        self.unacknowledged = 0
-
-    @rule(count=st.integers(0, 3), hold=st.booleans(), wait=st.booleans())
-    def generate(self, count, hold, wait):
-        samples = [Sample(f"s{self.known + k:03}", PROMPT, "", 1, 1) for k in range(count)]
-        self.known += count
-        self.progress.observe_generated(samples)
-        self.held += samples
-        if not hold:
-            self.release(wait)
-
-    @rule(wait=st.booleans())
-    def release(self, wait):
-        samples, self.held = self.held, []
-        self.progress.observe_ready(samples, wait)
-        self.to_score += [] if wait else samples
-
-    @rule(count=st.integers(0, 3))
-    def score(self, count):
-        samples, self.to_score = self.to_score[:count], self.to_score[count:]
-        self.progress.observe_scored([with_outcome(sample, RewardOutcome(1.0)) for sample in samples])
-        self.progress.observe_to_acknowledge(len(samples))
-        self.unacknowledged += len(samples)
-
-    @rule(data=st.data())
-    def acknowledge(self, data):
-        count = data.draw(st.integers(0, self.unacknowledged))
-        self.progress.observe_acknowledged(count)
-        self.unacknowledged -= count
-
-    @rule()
-    def score_waiting(self):
-        self.to_score += self.progress.take_waiting()
-
-    @rule()
-    def poll(self):
-        generated, scored = self.progress.take_generated(), self.progress.take_scored()
-        assert not self.progress.has_news
-        for taken in (generated, scored):
-            assert [one.id for one in taken] == sorted(one.id for one in taken)
-        self.generated += [one.id for one in generated]
-        self.scored += [one.id for one in scored]
-
-    @invariant()
-    def once(self):
-        assert len({*self.generated}) == len(self.generated) and len({*self.scored}) == len(self.scored)
-        assert self.progress.num_unscored == self.known - len(self.held) - len(self.scored)
-        assert self.progress.num_unacknowledged == self.unacknowledged
-
-
-Progress.TestCase.settings = settings(max_examples=30, deadline=None)
-test_progress = Progress.TestCase
 
 
 def test_the_thread_ends_with_the_block():
