@@ -74,8 +74,8 @@ class Supply:
         }
         for engine in requests_by_engine:
             self._running.update(engine, self._buffer.num_running_on(engine))
-        left_kv = self._buffer.take_left_kv()
-        if requests_by_engine:
+        if requests_by_engine:  # else the left KV is told with a later one
+            left_kv = self._buffer.take_left_kv()
             yield Dispatch(requests_by_engine, left_kv if self._spec.keeps_kv else {}, starting, last)
 
     @property
