@@ -101,7 +101,9 @@ def build_run(
         rows=rows,
         folder=folder,
         view=view,
-        conversing=environments and _conversing(config, spec, cards, queue, groups, scorer, source, environments),
+        conversing=None
+        if environments is None
+        else _conversing(config, spec, cards, queue, groups, scorer, source, environments),
     )
     by_model = config.reward.kind == "model"
     return TrainingRun(
