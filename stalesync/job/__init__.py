@@ -1,8 +1,8 @@
 """Define a job: its config, what it continues, and what can be said of it before a card starts.
 
-config             composes the dataclasses of all packages, and checks across them; `keys`: all keys, with what is
-                   declared of them; `overrides`, `values`, `other_names`: the command line's words; `job_arguments`:
-                   the same words for plan and simulation
+config             composes the dataclasses of all packages; `cross_checks`: checks across them; `keys`: all keys, with
+                   what is declared of them; `overrides`, `values`, `other_names`: the command line's words;
+                   `job_arguments`: the same words for plan and simulation
 decision_settings  the settings of a config that decisions depend on; `workload`: a step's work; both pure
 savepoint          files of a checkpoint; `run_inputs`: what it depends on
 resume             opens the folder of a run that resumes; `resume_rules`: what a resume does with changed settings

@@ -1,7 +1,7 @@
-"""Compose the config of a run: one dataclass per group, each in the package that owns it, and checks across groups.
+"""Compose the config of a run: one dataclass per group, each in the package that owns it, and its checks.
 
-Hydra composes a run's config from `recipes/conf` over these dataclasses; it is validated once and never changes. The
-documentation of a key is the text below its field.
+Hydra composes a run's config from `recipes/conf` over these dataclasses; it is validated once and never changes;
+`cross_checks.py` has the checks across groups. The documentation of a key is the text below its field.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from distqueue.config import QueueConfig
 from fusion.colocate.config import OWN_CARDS, FusionConfig
 from fusion.colocate.deployment import Deployment, deploy
-from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import engine_size, layout_of_engine
 from fusion.environments.config import EnvironmentConfig
 from fusion.inference.backends.support import check_vllm
@@ -30,6 +29,7 @@ from fusion.telemetry.validation import Checks, Group
 from fusion.training.backends.support import check_megatron
 from fusion.training.config import AlgorithmConfig, TrainingConfig
 from stalesync.evaluation.config import EvalConfig
+from stalesync.job import cross_checks
 from stalesync.job.keys import check_supported, check_used
 from stalesync.policy.save_interval import SaveInterval
 from stalesync.prompts.config import DataConfig
@@ -242,7 +242,7 @@ class Config:
             getattr(resolved, group.name).validate()
         check_used(resolved)
         if trains:
-            self._check_learns()
+            cross_checks.check_learns(self)
         if not self.model.path:
             raise ValueError("model.path='': expected a Hugging Face checkpoint folder")
         self.data.check_source()
@@ -266,9 +266,9 @@ class Config:
             self.score_layout(model, self.deployment.reference)
         if self.reward.model:
             self._check_reward_model(self.reward.model)
-        self._check_environment()
-        self.check_minibatches()
-        self._check_batches(model)
+        cross_checks.check_environment(self)
+        cross_checks.check_minibatches(self)
+        cross_checks.check_batches(self, model)
         self.eval.check_best(self.run.eval_prompts > 0)
         self.eval.check_answers(self.rollout, self.data.max_prompt_length, max_positions=model.max_positions)
         find_order(self.rollout.schedule.order)
@@ -276,24 +276,8 @@ class Config:
             from fusion.rollout.drafts.native import check_buildable  # which loads numpy
 
             check_buildable(drafts)
-        if self.rollout.schedule.order == "histopipe" and not self.stalesync.max_staleness:
-            raise ValueError(
-                "rollout.schedule.order=histopipe: expected another one with stalesync.max_staleness=0, as it orders "
-                "two steps such that the second begins before the first has ended"
-            )
-        if self.rollout.kv_pool.pools_kv and not (self.rollout.max_chunk_tokens or self.pools_suspended):
-            raise ValueError(
-                "rollout.kv_pool.suspended=pool: expected rollout.schedule.chunk_tokens below "
-                f"rollout.max_response_length={self.rollout.max_response_length}, or fusion.deployment=hybrid and "
-                "stalesync.max_staleness > 0: otherwise no request leaves its engine before its KV is freed"
-            )
-        if self.algorithm.replay != "none" and not model.num_experts:
-            raise ValueError(f"algorithm.replay={self.algorithm.replay!r}: expected none, as the model is dense")
-        if self.training.router_bias_rate and not (model.num_experts and model.experts.router.correction):
-            raise ValueError(
-                f"training.router_bias_rate={self.training.router_bias_rate}: expected 0, as the routers of "
-                f"{self.model.path} have no correction bias"
-            )
+        cross_checks.check_generation(self)
+        cross_checks.check_experts(self, model)
         if pace := self.pace:
             pace.check(self.train_layout, "parallel.train")
             pace.check(self.infer_layout, "parallel.infer")
@@ -309,35 +293,6 @@ class Config:
         """Whether requests of engines whose cards train are continued meanwhile by the others."""
         shared, generate = {*self.deployment.shared}, {*self.deployment.generate}
         return bool(shared) and not generate <= shared and self.stalesync.max_staleness > 0
-
-    def _check_learns(self) -> None:
-        """Refuse settings under which all advantages are 0, whatever the rewards."""
-        sampling = self.rollout.sampling
-        check = Checks("rollout.sampling", sampling)
-        same = "as otherwise all responses to a prompt are the same and nothing is learned"
-        check.that("temperature", sampling.temperature > 0, f"above 0, {same}; eval.temperature=0 evaluates greedily")
-        check.that("top_k", sampling.top_k != 1, f"0, or at least 2, {same}")
-        check.that("min_p", sampling.min_p < 1, f"below 1, {same}")
-        check = Checks("data", self.data)
-        several = self.data.prompts_per_step * self.algorithm.group_size > 1
-        check.that("prompts_per_step", several, "at least 2 with algorithm.group_size=1, as rewards are compared")
-
-    def _check_environment(self) -> None:
-        if not self.converses:
-            if self.reward.kind == "environment":
-                raise ValueError("reward.name=environment: expected another one with environment.name=single")
-            return
-        if self.data.chat_template != "auto":
-            raise ValueError(
-                f"data.chat_template={self.data.chat_template}: expected auto with environment.name="
-                f"{self.environment.name}, as its messages are rendered by the template"
-            )
-        timeout_s = self.environment.episode_timeout_s
-        if timeout_s >= self.cluster.stage_timeout_s:
-            raise ValueError(
-                f"environment.episode_timeout_s={timeout_s:g}: expected less than cluster.stage_timeout_s="
-                f"{self.cluster.stage_timeout_s:g}, after which a run without a sample ends"
-            )
 
     def _check_reward_model(self, path: str) -> None:
         model = ModelConfig.from_hf(path, key="reward.model")
@@ -356,45 +311,3 @@ class Config:
         except ValueError as error:
             subset = f"; {world} of them in fusion.deployment={self.fusion.deployment}" if world < npus else ""
             raise ValueError(f"{key}: {error} (cluster.npus={npus}{subset})") from None
-
-    def check_minibatches(self) -> None:
-        """Check that a step's prompts can be divided into minibatches.
-
-        Raises:
-            ValueError: they cannot.
-        """
-        prompts, minibatches = self.data.prompts_per_step, self.algorithm.minibatches
-        if prompts % minibatches:
-            raise ValueError(f"algorithm.minibatches={minibatches} does not divide data.prompts_per_step={prompts}")
-
-    def _check_batches(self, model: ModelConfig) -> None:
-        prompts, minibatches, group = self.data.prompts_per_step, self.algorithm.minibatches, self.algorithm.group_size
-        samples, replicas = prompts // minibatches * group, self.train_layout.dp
-        if samples < replicas:
-            raise ValueError(
-                f"a minibatch has {samples} samples (data.prompts_per_step={prompts} / algorithm.minibatches="
-                f"{minibatches} x algorithm.group_size={group}), fewer than the {replicas} data-parallel replicas of "
-                f"parallel.train on cluster.npus={self.cluster.npus}"
-            )
-        if (probe := self.rollout.schedule.probe) and probe >= group:
-            raise ValueError(f"rollout.schedule.probe={probe}: expected fewer than algorithm.group_size={group}")
-        buffer, response = self.algorithm.overlong_buffer, self.rollout.max_response_length
-        if buffer is not None and buffer > response:
-            raise ValueError(f"algorithm.overlong_buffer={buffer} exceeds rollout.max_response_length={response}")
-        longest = self.longest_sample
-        if longest > model.max_positions:
-            raise ValueError(
-                f"data.max_prompt_length={self.data.max_prompt_length} + rollout.max_response_length="
-                f"{self.rollout.max_response_length} exceeds the model's max_position_embeddings={model.max_positions}"
-            )
-        if self.rollout.max_length is not None and longest > self.rollout.max_length:
-            raise ValueError(
-                f"rollout.max_length={self.rollout.max_length}: expected null, or at least the longest sample, "
-                f"data.max_prompt_length + rollout.max_response_length = {longest} tokens"
-            )
-        InferenceShare.of(self.rollout, engines=1).check_longest(self.rollout, longest)
-        if longest > self.training.token_budget:
-            raise ValueError(
-                f"training.token_budget={self.training.token_budget} is less than the longest sample, "
-                f"data.max_prompt_length + rollout.max_response_length = {longest} tokens"
-            )

@@ -12,6 +12,7 @@ from rich.console import Console
 from fusion.colocate.config import DEPLOYMENTS
 from fusion.npu.config import DeviceConfig
 from fusion.telemetry.validation import Checks
+from stalesync.job.cross_checks import check_minibatches
 from stalesync.job.job_arguments import (
     JobArguments,
     cluster_of,
@@ -99,7 +100,7 @@ def scenario_of(parsed: JobArguments, recipes: Path) -> Scenario:
     config, notes = job_config(parsed, conf, command="simulate", defaults=DEFAULTS)
     config.device = DeviceConfig("emulated", pace=options.get("model", options.get("model.path")), pace_tokens=1)
     config.cluster.npus, config.cluster.hardware = npus, hardware.name
-    config.check_minibatches()
+    check_minibatches(config)
     Checks("stalesync", config.stalesync).declared()
     return Scenario(
         preset.shape,
