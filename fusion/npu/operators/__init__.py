@@ -1,10 +1,11 @@
 """Choose the operators of a card: one table for each kind, with the same methods.
 
     plain.py     composed of PyTorch's operators, with gradients: the interface, and the reference of the others;
-                   composed_attention.py: its attention
+                   plain_attention.py: its attention, composed in composed_attention.py
     cuda.py      PyTorch's fused operators, on CUDA cards
     cpu.py       one C++ operator for each, in generation: the plain CPU and emulated cards
-    ascend.py    `torch.ops.npu`: Ascend cards; ascend_functions.py: with the gradients that torch_npu lacks
+    ascend.py    `torch.ops.npu`: Ascend cards; ascend_attention.py: its attention; ascend_calls.py: within limits;
+                   ascend_functions.py: with the gradients that torch_npu lacks
     limits.py    the documented limits of vendors' operators, with their sources
     gating.py, rows.py    pure functions that all tables share
 

@@ -1,8 +1,8 @@
 from .composed_attention import lower_right_mask as lower_right_mask
 from .plain import AdamW as AdamW
 from .plain import AdamWStates as AdamWStates
-from .plain import PagedRows as PagedRows
 from .plain import Plain as Plain
+from .plain_attention import PagedRows as PagedRows
 from .registry import block_tokens as block_tokens
 from .registry import operators_of as operators_of
 from .rows import BATCH_INVARIANT_ROWS as BATCH_INVARIANT_ROWS

@@ -21,7 +21,8 @@ import torch
 
 from fusion.npu.compiler import BuildError, Library, build
 from fusion.npu.operators.gating import Gating
-from fusion.npu.operators.plain import PagedRows, Permuted, Plain, Rope
+from fusion.npu.operators.plain import Permuted, Plain, Rope
+from fusion.npu.operators.plain_attention import PagedRows
 
 HERE = Path(__file__).parent
 FLAGS = (

@@ -22,7 +22,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 from fusion.npu.operators import limits
 from fusion.npu.operators.gating import Gating
-from fusion.npu.operators.plain import AdamW, AdamWStates, PagedRows, Plain, Rope
+from fusion.npu.operators.plain import AdamW, AdamWStates, Plain, Rope
+from fusion.npu.operators.plain_attention import PagedRows
 
 KEPT_ENDS = 16
 """Number of lists of lengths whose ends are kept on the card: those of the packed prompts and long chunks of a step"""

@@ -1,4 +1,4 @@
-"""Offer operators of `torch.ops.npu` on the emulated NPU: those that `fusion/npu/operators/ascend.py` calls.
+"""Offer operators of `torch.ops.npu` on the emulated NPU: those that `fusion/npu/operators/ascend*.py` call.
 
     schemas/torch_npu-VERSION.txt ──► library "npu" ◄── references.py   what each computes, in float32, rounded once
                                            ▲

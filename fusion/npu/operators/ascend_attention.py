@@ -1,0 +1,185 @@
+"""Attend, and write and read the KV pool, by the operators of Ascend cards: that half of the table `Ascend`.
+
+A pool of latents has all compressed channels before all rotated ones, as attention takes them as two tensors.
+"""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fusion.npu.operators import limits
+from fusion.npu.operators.ascend_calls import AscendCalls
+from fusion.npu.operators.plain_attention import PagedRows
+
+
+class AscendAttention(AscendCalls):
+    """The attention of the table `Ascend`, which inherits it."""
+
+    needs_block_rows = fuses_chunks = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._masks: dict[torch.device, torch.Tensor] = {}
+
+    def varlen_attention(
+        self,
+        q_NHC: torch.Tensor,
+        k_MKC: torch.Tensor,
+        v_MKV: torch.Tensor,
+        lengths: list[int],
+        scale: float | None = None,
+        kv_lengths: list[int] | None = None,
+    ) -> torch.Tensor:
+        if kv_lengths is None and len(lengths) > limits.MAX_PACKED_SEQUENCES:
+            return self._in_parts(q_NHC, k_MKC, v_MKV, lengths, scale)
+        operator, width, channels = torch.ops.npu.npu_fusion_attention.default, v_MKV.shape[-1], q_NHC.shape[-1]
+        v = v_MKV if width == channels else F.pad(v_MKV, (0, channels - width))
+        ends = list(accumulate(lengths))
+        args = q_NHC, k_MKC, v, q_NHC.shape[1], "TND"
+        options = dict(
+            atten_mask=self._mask(q_NHC.device),
+            scale=channels**-0.5 if scale is None else scale,
+            actual_seq_qlen=ends,
+            actual_seq_kvlen=ends if kv_lengths is None else list(accumulate(kv_lengths)),
+            sparse_mode=3,  # causal, by the lower right triangle of each sequence
+        )
+        takes = self._takes(operator, q_NHC, args, about=(k_MKC.shape[1], len(ends)), **options)
+        if width > channels or not takes:
+            return super().varlen_attention(q_NHC, k_MKC, v_MKV, lengths, scale, kv_lengths)
+        out = operator(*args, **options)[0]
+        return out if width == channels else out[..., :width]
+
+    def _in_parts(
+        self, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKV: torch.Tensor, lengths: list[int], scale: float | None
+    ) -> torch.Tensor:
+        """Attend to as many sequences at a time as the operator takes: a pass over fewer then runs the same one."""
+        step = limits.MAX_PACKED_SEQUENCES
+        some = [lengths[start : start + step] for start in range(0, len(lengths), step)]
+        rows = [sum(part) for part in some]
+        parts = zip(q_NHC.split(rows), k_NKC.split(rows), v_NKV.split(rows), some, strict=True)
+        return torch.cat([self.varlen_attention(*part, scale) for part in parts])
+
+    def _mask(self, device: torch.device) -> torch.Tensor:
+        """Return the mask that the operator stretches over causal attention of any length."""
+        if device not in self._masks:
+            with torch.inference_mode(False):  # a trainer may save it for its backward pass
+                self._masks[device] = torch.ones(2048, 2048, dtype=torch.bool, device=device).triu(1)
+        return self._masks[device]
+
+    def areas(self, pool: torch.Tensor, value_width: int | None) -> tuple[torch.Tensor, ...]:
+        if value_width is None:
+            return (pool,)
+        blocks, heads, block_size, width = pool.shape
+        widths = value_width, width - value_width
+        flat = pool.view(-1).split([blocks * heads * block_size * part for part in widths])
+        return tuple(x.view(blocks, heads, block_size, part) for x, part in zip(flat, widths, strict=True))
+
+    def store_kv(
+        self,
+        pool: torch.Tensor,
+        slots: torch.Tensor,
+        k_NKC: torch.Tensor,
+        v_NKC: torch.Tensor | None,
+        repeated: torch.Tensor | None,
+    ) -> None:
+        assert v_NKC is not None
+        # A head's block is a block of one head: the operator's format has heads behind the tokens of a block.
+        keys, values = pool.view(-1, pool.shape[2], 1, pool.shape[3]).chunk(2)
+        self._store([k_NKC, v_NKC], [keys, values], slots, repeated)
+
+    def store_latents(
+        self,
+        pool: torch.Tensor,
+        slots: torch.Tensor,
+        compressed_NR: torch.Tensor,
+        rotated_NP: torch.Tensor,
+        repeated: torch.Tensor | None,
+    ) -> None:
+        caches = [area.transpose(1, 2) for area in self.areas(pool, compressed_NR.shape[-1])]
+        self._store([compressed_NR, rotated_NP], caches, slots, repeated)
+
+    def _store(
+        self,
+        parts: list[torch.Tensor],
+        caches: list[torch.Tensor],
+        slots: torch.Tensor,
+        repeated: torch.Tensor | None,
+    ) -> None:
+        """Write rows to the same slots of both caches [blocks, block_size, 1, C]. Of the slots, which name those of
+        keys first, the others are ignored."""
+        if repeated is not None:
+            parts = [torch.cat([x, x.index_select(0, repeated)]) for x in parts]
+        operator = torch.ops.npu.npu_scatter_pa_kv_cache.default
+        rows = [x.contiguous().view(-1, 1, x.shape[-1]) for x in parts]
+        args = *rows, *caches, slots[: len(rows[0])]
+        if self._takes(operator, rows[0], args, about=(caches[0].dtype,), cache_mode="Norm"):
+            operator(*args, cache_mode="Norm")
+            return
+        for x, cache in zip(rows, caches, strict=True):
+            cache.view(-1, 1, x.shape[-1]).index_copy_(0, args[-1], x)
+
+    def reads_blocks(self, dtype: torch.dtype) -> bool:
+        return True
+
+    def paged_attention(
+        self, q_NHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows, value_width: int | None, scale: float
+    ) -> torch.Tensor:
+        if value_width is not None:
+            return super().paged_attention(q_NHC, pool, rows, value_width, scale)
+        # One query a sequence, [R, H, 1, C]: of this layout alone do all sources say that lengths are each row's own.
+        args = q_NHC.contiguous().unsqueeze(2), *pool.chunk(2)
+        out = self._infer(args, rows, "BNSD", kv_heads=pool.shape[1], block_size=pool.shape[2], scale=scale)
+        return super().paged_attention(q_NHC, pool, rows, None, scale) if out is None else out.squeeze(2)
+
+    def paged_latent_attention(
+        self, q_NHR: torch.Tensor, q_NHP: torch.Tensor, pool: torch.Tensor, rows: PagedRows, scale: float
+    ) -> torch.Tensor:
+        compressed, rotated = (area.squeeze(1) for area in self.areas(pool, q_NHR.shape[-1]))
+        args = q_NHR.contiguous().unsqueeze(1), compressed, compressed
+        rope = dict(query_rope=q_NHP.contiguous().unsqueeze(1), key_rope=rotated)
+        # Heads first in the result, as the product that makes values of it takes them.
+        out = self._infer(args, rows, "BSND_NBSD", kv_heads=1, block_size=pool.shape[2], scale=scale, **rope)
+        if out is None:
+            return super().paged_latent_attention(q_NHR, q_NHP, pool, rows, scale)
+        return out.squeeze(2).transpose(0, 1)
+
+    def _infer(
+        self,
+        args: tuple[torch.Tensor, ...],
+        rows: PagedRows,
+        layout: str,
+        *,
+        kv_heads: int,
+        block_size: int,
+        scale: float,
+        **rope: torch.Tensor,
+    ) -> torch.Tensor | None:
+        """Attend with one query of each row to its blocks; None where that is beyond a limit."""
+        operator, heads = torch.ops.npu.npu_fused_infer_attention_score.default, args[0].numel() // len(args[0])
+        options: dict[str, Any] = dict(
+            actual_seq_lengths_kv=rows.host_lengths,
+            block_table=rows.blocks_RB,
+            num_heads=heads // args[0].shape[-1],
+            num_key_value_heads=kv_heads,
+            scale=scale,
+            input_layout=layout,
+            block_size=block_size,
+            **rope,
+        )
+        if not self._takes(operator, args[0], args, about=(layout, kv_heads, block_size), **options):
+            return None
+        return operator(*args, **options)[0]
+
+    def head_linear(self, x_NHC: torch.Tensor, weight_HCO: torch.Tensor, row_multiple: int = 1) -> torch.Tensor:
+        operator, by_head = torch.ops.npu.npu_transpose_batchmatmul.default, x_NHC.transpose(0, 1)
+        turned = not by_head.is_contiguous()
+        args = (x_NHC if turned else by_head), weight_HCO
+        options = dict(perm_x1=[1, 0, 2] if turned else [0, 1, 2], perm_x2=[0, 1, 2], perm_y=[1, 0, 2])
+        about = turned, weight_HCO.shape
+        if row_multiple > 1 or not self._takes(operator, x_NHC, args, about=about, **options):
+            return super().head_linear(x_NHC, weight_HCO, row_multiple)
+        return operator(*args, **options)

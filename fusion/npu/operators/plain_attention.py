@@ -1,0 +1,153 @@
+"""Compose attention, and what writes and reads the KV pool for it, of PyTorch's operators: that half of `Plain`.
+
+Names of dimensions as in `plain.py`; V channels of a value, P rotated channels of a latent, whose others are R.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from fusion.npu.operators import composed_attention
+
+
+class PagedRows(NamedTuple):
+    """Rows that attend to blocks of a pool: row r to the first ``lengths[r]`` tokens in the blocks ``table[first[r]]``,
+    ``table[first[r] + 1]``, …; int64 all, on the card. For a table of operators that `needs_block_rows`, also
+    ``blocks_RB``, int32 [R, B]: the blocks of each row, then any others; and the lengths on the host. ``invariant``: a
+    row's bits must not depend on the other rows."""
+
+    table: torch.Tensor
+    first: torch.Tensor
+    lengths: torch.Tensor
+    blocks_RB: torch.Tensor | None = None
+    host_lengths: tuple[int, ...] = ()
+    invariant: bool = False
+
+
+class PlainAttention:
+    """The attention of the table `Plain`, which inherits it."""
+
+    name: str
+    needs_block_rows = False
+    """Whether `paged_attention` reads ``PagedRows.blocks_RB``"""
+    fuses_chunks = False
+    """Whether `varlen_attention` with `kv_lengths` needs no mask of T × S"""
+
+    def varlen_attention(
+        self,
+        q_NHC: torch.Tensor,
+        k_MKC: torch.Tensor,
+        v_MKV: torch.Tensor,
+        lengths: list[int],
+        scale: float | None = None,
+        kv_lengths: list[int] | None = None,
+    ) -> torch.Tensor:
+        """Compute causal attention within each packed sequence. Query head h reads key/value head h // (H // K).
+
+        Args:
+            lengths: number of queries of each sequence; adjacent sequences of equal length share a kernel call, without
+                padding or copying, so sorting sequences by length when packing reduces the number of calls.
+            scale: of the scores; None: 1 / sqrt(C).
+            kv_lengths: number of keys of each sequence, of which the queries are the last; None: all are queries.
+
+        Values may have other channels than keys; where they have fewer, they are padded, because flash kernels take
+        equal numbers only.
+        """
+        assert sum(lengths) == q_NHC.shape[0] and sum(kv_lengths or lengths) == k_MKC.shape[0]
+        width = v_MKV.shape[-1]
+        if width < q_NHC.shape[-1]:
+            v_MKV = F.pad(v_MKV, (0, q_NHC.shape[-1] - width))
+        if not lengths:
+            return q_NHC if width == q_NHC.shape[-1] else F.pad(q_NHC, (0, width - q_NHC.shape[-1]))
+        if kv_lengths is None:
+            out = composed_attention.packed(q_NHC, k_MKC, v_MKV, lengths, scale)
+        else:
+            out = composed_attention.lower_right(q_NHC, k_MKC, v_MKV, lengths, kv_lengths, scale)
+        return out if width == out.shape[-1] else out[..., :width]
+
+    def head_linear(self, x_NHC: torch.Tensor, weight_HCO: torch.Tensor, row_multiple: int = 1) -> torch.Tensor:
+        """Multiply each head of x by its own matrix: [N, H, O]. ``row_multiple``: as of `rows.linear`. Generation calls
+        it, without gradients."""
+        rows = x_NHC.shape[0]
+        padding = -rows % row_multiple
+        if padding:
+            x_NHC = F.pad(x_NHC, (0, 0, 0, 0, 0, padding))
+        return torch.bmm(x_NHC.transpose(0, 1), weight_HCO).transpose(0, 1)[:rows]
+
+    def areas(self, pool: torch.Tensor, value_width: int | None) -> tuple[torch.Tensor, ...]:
+        """Return views of a layer's pool whose rows are those of blocks, and which joined have all channels.
+
+        Args:
+            value_width: channels of a latent that are its value; None: the pool holds keys and values.
+        """
+        return (pool,)
+
+    def store_kv(
+        self,
+        pool: torch.Tensor,
+        slots: torch.Tensor,
+        k_NKC: torch.Tensor,
+        v_NKC: torch.Tensor | None,
+        repeated: torch.Tensor | None,
+    ) -> None:
+        """Write keys and values, or latents without ``v``, to the pool, seen as rows of C channels.
+
+        Args:
+            pool: [parts * blocks, K, block_size, C].
+            slots: int64, for each part, row and head where it goes.
+            repeated: rows that are written a second time, behind the others.
+        """
+        written = [k_NKC] if v_NKC is None else [k_NKC, v_NKC]
+        if repeated is not None:
+            written = [rows for part in written for rows in (part, part.index_select(0, repeated))]
+        channels = k_NKC.shape[-1]
+        pool.view(-1, channels).index_copy_(0, slots, torch.cat(written).view(-1, channels))
+
+    def store_latents(
+        self,
+        pool: torch.Tensor,
+        slots: torch.Tensor,
+        compressed_NR: torch.Tensor,
+        rotated_NP: torch.Tensor,
+        repeated: torch.Tensor | None,
+    ) -> None:
+        """Write latents to the pool [blocks, 1, block_size, R + P], see `store_kv`."""
+        latent_N1L = torch.cat([compressed_NR, rotated_NP], dim=-1).unsqueeze(1)
+        self.store_kv(pool, slots, latent_N1L, None, repeated)
+
+    def reads_blocks(self, dtype: torch.dtype) -> bool:
+        """Return whether `paged_attention` is there for a pool of this dtype; else attention over blocks is composed by
+        who owns the pool."""
+        return False
+
+    def paged_attention(
+        self, q_NHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows, value_width: int | None, scale: float
+    ) -> torch.Tensor:
+        """Return the attention [N, H, V] of each row over its blocks of the pool.
+
+        Args:
+            pool: [2 * blocks, K, block_size, C], keys before values; or latents [blocks, 1, block_size, C].
+            value_width: as of `areas`.
+            scale: of the scores.
+        """
+        if rows.blocks_RB is None:
+            raise NotImplementedError(f"the {self.name} operators read no blocks by a table")
+        return composed_attention.paged(
+            q_NHC,
+            pool.chunk(2) if value_width is None else self.areas(pool, value_width),
+            rows.blocks_RB,
+            rows.lengths,
+            host_lengths=rows.host_lengths,
+            invariant=rows.invariant,
+            value_width=value_width,
+            scale=scale,
+        )
+
+    def paged_latent_attention(
+        self, q_NHR: torch.Tensor, q_NHP: torch.Tensor, pool: torch.Tensor, rows: PagedRows, scale: float
+    ) -> torch.Tensor:
+        """Return the attention [N, H, R] of absorbed queries, and their rotated channels, over latents."""
+        return self.paged_attention(torch.cat([q_NHR, q_NHP], dim=-1), pool, rows, q_NHR.shape[-1], scale)
