@@ -101,9 +101,7 @@ def build_run(
         rows=rows,
         folder=folder,
         view=view,
-        conversing=None
-        if environments is None
-        else _conversing(config, spec, cards, queue, groups, scorer, source, environments),
+        conversing=_conversing(config, spec, cards, queue, groups, scorer, source, environments),
     )
     by_model = config.reward.kind == "model"
     return TrainingRun(
@@ -145,8 +143,10 @@ def _conversing(
     groups: Groups,
     scorer: Scorer,
     source: PromptSource,
-    environments: Environments,
-) -> Conversing:
+    environments: Environments | None,
+) -> Conversing | None:
+    if environments is None:
+        return None
     environments.wake = scorer.wake
     return Conversing(
         environments=environments,
