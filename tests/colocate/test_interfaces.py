@@ -29,6 +29,7 @@ EXTEND_THE_EMBEDDED = {
     "fusion/colocate/parts.py",
     "fusion/colocate/paced.py",
     "stalesync/job/base_model.py",
+    "stalesync/job/sft.py",
     "stalesync/smoke/model_checks.py",
 }
 """The default parts, what paces them, a script's own training without a worker, and what compares the embedded programs

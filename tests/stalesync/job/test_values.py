@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import runpy
+import signal
 import sys
 from pathlib import Path
 
@@ -116,6 +117,9 @@ def test_every_command_refuses_what_train_does_in_a_line_with_status_2(command, 
     (tmp_path / "config.yaml").write_text("{}")
     words = [word.format(run=tmp_path) for word in COMMANDS[command]]
     monkeypatch.setattr(sys, "argv", [f"{command}.py", *words, *wrong.split()])
+    monkeypatch.setattr(
+        signal, "signal", lambda *_: None
+    )  # scripts ignore signals at their end, which is this process's
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(SCRIPTS / f"{command}.py"), run_name="__main__")
     *usage, error = capsys.readouterr().err.splitlines()
