@@ -20,7 +20,7 @@ from fusion.rewards.wire import Result, Started, decode_reply, pack_call, pack_s
 
 RECEIVE_BYTES = 1 << 16
 """The allocator takes memory from the system, and gives it back, for more"""
-DUMP_WAIT_S = 0.5
+DUMP_WAIT_S = 2.0
 """Maximum seconds to wait for a child's stack"""
 FRAME = "\n  File "
 """Start of a frame in a stack of `faulthandler`"""

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fusion.environments import EnvironmentConfig, EnvPool, Failure, StepOrder, Stepped, Task
+from fusion.rewards import process
 from tests.machine import patience, running, wait_for
 
 USER = """
@@ -197,8 +198,9 @@ def test_a_conversation_is_a_reset_and_steps(user_file):
         ("allocate at once", "memory", "memory limit of 256 MiB (environment.memory_mib)"),
     ],
 )
-def test_a_failure_costs_its_own_conversation(user_file, text, kind, detail):
+def test_a_failure_costs_its_own_conversation(user_file, text, kind, detail, monkeypatch):
     """The others of its process, one of them within a step, go on as if nothing had happened."""
+    monkeypatch.setattr("fusion.rewards.process.DUMP_WAIT_S", patience(process.DUMP_WAIT_S))
     timeout_s = patience(0.6) if kind == "timeout" else patience(20)
     with Pool(user_file, step_timeout_s=timeout_s, memory_mib=256) as pool:
         slow = "0.2"
