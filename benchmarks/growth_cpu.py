@@ -118,11 +118,14 @@ def measure_queue(held: int, size: int, rounds: int = 20) -> Figures:
 class NoModel:
     """In place of the model that a step calls; the engine knows the real one's config."""
 
+    can_hold_whole_rows = False
+    """Whether small passes keep all rows on every rank: this is the only one"""
+
     def __init__(self, model: Transformer) -> None:
         self.config, self.weights, self._device = model.config, model.weights, model.device.torch_device
         self._logits = torch.zeros(1, VOCABULARY, device=self._device)
 
-    def __call__(self, ids: torch.Tensor, *_: Any) -> torch.Tensor:
+    def __call__(self, ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return torch.empty(len(ids), 0, device=self._device)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
