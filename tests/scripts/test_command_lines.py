@@ -85,7 +85,10 @@ def test_help_answers_in_a_second_of_cpu(command, part, tmp_path):
         ),
         ("scripts/train.py model.path=x quickly", "'quickly': expected KEY=VALUE or GROUP=CHOICE"),
         ("scripts/train.py", "model.path='': expected a Hugging Face checkpoint folder"),
-        ("scripts/train.py model.path=x", "data.source='': expected addition, worked_arithmetic, a path ending in"),
+        (
+            "scripts/train.py model.path=x",
+            "data.source='': expected addition, worked_arithmetic, calculator, guess, a path ending in",
+        ),
         ("scripts/train.py algorithm.name=ppo", "algorithm.name='ppo': expected one of grpo, "),
         ("scripts/check.py", "model.path='': expected a Hugging Face checkpoint folder"),
         ("scripts/control.py", "the following arguments are required"),
