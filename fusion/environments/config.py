@@ -19,15 +19,15 @@ TURNS = {"name": (*BUILT_IN, "custom")}
 
 @dataclass
 class EnvironmentConfig(Group, path="environment"):
-    """With what the model speaks in several turns."""
+    """The environment that answers the model's turns, and its limits."""
 
     name: str = key(
         "single",
         one_of=("single", *TURNS["name"]),
         unsupported_by={"vllm": Unsupported("vLLM's requests are not continued behind what an environment said")},
     )
-    """`single` (one response to each prompt), `calculator` (sums, with a tool), `guess` (a number from 0 to 15, found
-    by questions) or `custom` (`environment.path`)."""
+    """`single` (one response to each prompt), `calculator` (sums, with a tool), `guess` (a number from 0 to 15,
+    answered by "higher" and "lower") or `custom` (`environment.path`)."""
 
     path: str | None = key(None, only={"name": ("custom",)})
     """Your own environment as `file.py:Class` (docs/environments.md)."""

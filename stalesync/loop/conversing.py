@@ -128,8 +128,9 @@ class Conversing:
         self._observe_turns(self._admission.buffer.take_away())
         answers = self.environments.take()
         observations: dict[str, list[int]] = {}
+        responses = self._read(self._to_continue(answers), PARTIAL.tokens)
         for stepped in answers:
-            self._answer(stepped, observations)
+            self._answer(stepped, responses, observations)
         if observations:
             self._append(observations)
         for failed in self.conversations.observe_elapsed(elapsed_s):
@@ -202,15 +203,22 @@ class Conversing:
                 case FailGroup() as failed:
                     self._fail(failed)
 
-    def _answer(self, stepped: Stepped, observations: dict[str, list[int]]) -> None:
-        """Execute what the answer of an environment leads to; an observation is added to ``observations`` by id."""
+    def _to_continue(self, answers: Iterable[Stepped]) -> list[Entry]:
+        """Return the requests that go on behind these answers."""
+        entries = self._admission.buffer.entries
+        ids = (one.id for one in answers if one.turn is not None and not one.turn.done and one.id in entries)
+        return [entry for id in ids if (entry := entries[id]).state == "away"]
+
+    def _answer(self, stepped: Stepped, responses: Mapping[str, list[int]], observations: dict[str, list[int]]) -> None:
+        """Execute what the answer of an environment leads to; an observation is added to ``observations`` by id.
+        ``responses``: tokens of those that go on, without those that are lost."""
         entry, ids = self._admission.buffer.entries.get(stepped.id), None
         if entry is None or entry.state != "away":
             return
         if stepped.turn is not None and not stepped.turn.done:
-            if (tokens := self._read([entry], PARTIAL.tokens).get(entry.id)) is None:
+            if stepped.id not in responses:
                 return
-            ids = self.environments.bridge(self._groups.prompts[entry.group], tokens, stepped.turn)
+            ids = self.environments.bridge(self._groups.prompts[entry.group], responses[stepped.id], stepped.turn)
         match self.conversations.observe_stepped(stepped, None if ids is None else len(ids)):
             case Append(id):
                 observations[id] = ids or []
