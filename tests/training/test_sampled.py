@@ -37,20 +37,20 @@ def _batch(masks: list[list[bool]], random: torch.Generator) -> Sequences:
     sampled = torch.tensor([token for mask in masks for token in mask])
     prompts = torch.randint(1, 5, (len(masks),), generator=random)
     count = len(sampled)
-    return replace(
-        Sequences.from_packed(
-            prompts,
-            [len(mask) for mask in masks],
-            prompts=torch.randint(1, VOCABULARY, (int(prompts.sum()),), generator=random),
-            responses=torch.randint(1, VOCABULARY, (count,), generator=random),
-            advantages=torch.randn(len(masks), generator=random),
-            behaviour_logprobs=torch.where(sampled, 0.3 * torch.randn(count, generator=random), 0.0),
-            ref_logprobs=torch.where(sampled, 0.3 * torch.randn(count, generator=random), 0.0),
-            versions=torch.where(sampled, 2, -1),
-            sampled=sampled,
-        ),
-        version=3,
+    batch = Sequences.from_packed(
+        prompts,
+        [len(mask) for mask in masks],
+        prompts=torch.randint(1, VOCABULARY, (int(prompts.sum()),), generator=random),
+        responses=torch.randint(1, VOCABULARY, (count,), generator=random),
+        advantages=torch.randn(len(masks), generator=random),
+        behaviour_logprobs=torch.where(sampled, 0.3 * torch.randn(count, generator=random), 0.0),
+        ref_logprobs=torch.where(sampled, 0.3 * torch.randn(count, generator=random), 0.0),
+        versions=torch.where(sampled, 2, -1),
+        sampled=sampled,
     )
+    expected = [token for size, mask in zip(prompts.tolist(), masks, strict=True) for token in [False] * size + mask]
+    assert batch.loss_mask.tolist() == expected, "what the tests below call observed is what was not sampled"
+    return replace(batch, version=3)
 
 
 def changed(batch: Sequences, by: float) -> Sequences:

@@ -165,6 +165,16 @@ def test_an_environment_that_never_answers_fails_its_group_when_its_seconds_are_
     assert conversations.observe_turn("g/1", 3, "c") is None, "its sibling ends when it comes back"
 
 
+def test_the_deadline_of_a_turn_that_was_answered_fails_no_later_turn():
+    conversations = conversing()
+    conversations.observe_turn("g/0", 4, "a")
+    assert conversations.observe_stepped(stepped("g/0", seconds=1), 1) == Append("g/0")
+    conversations.observe_elapsed(8)
+    conversations.observe_turn("g/0", 8, "b")
+    assert conversations.observe_elapsed(3) == [], "the first turn would be late now, the second has six seconds left"
+    assert len(conversations.observe_elapsed(6)) == 1
+
+
 def test_a_failed_environment_is_replaced_as_often_as_allowed_and_one_that_diverged_is_not():
     conversations = conversing()
     conversations.observe_turn("g/0", 4, "a")
