@@ -7,7 +7,7 @@ from fusion.npu import open_device
 @pytest.fixture
 def card():
     """A card that no other test opens, as this process may hold tensors of others on the first one."""
-    yield open_device("emulated", index=7, capacity_bytes=64 << 20)
+    yield open_device("emulated", index=15, capacity_bytes=64 << 20)
     torch.npu.set_device(0)
 
 

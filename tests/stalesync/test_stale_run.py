@@ -162,7 +162,8 @@ def test_a_run_that_is_killed_goes_on_with_what_was_under_way(base, start, tmp_p
     ended = [row["distqueue/ended/done"] for row in rows_of(folder)]
     assert ended[-1] == 32 * steps, "nor any of their samples"
     assert max(row["lag"] for row in groups) <= 1
-    assert len(list(folder.glob("checkpoints/step-*"))) == 2, "the last two are kept"
+    kept = [path for path in folder.glob("checkpoints/step-*") if path.suffix != ".unmarked"]  # one the kill cut short
+    assert len(kept) == 2, "the last two are kept"
 
 
 COMPARING = """
