@@ -31,7 +31,7 @@ from fusion.environments.interface import (
     digest_of,
 )
 from fusion.environments.tools import parse
-from fusion.environments.wire import EndOrder, Order, Reply, ResetOrder, pack_reply, pack_start
+from fusion.environments.wire import EndOrder, NextOrder, Order, Reply, ResetOrder, pack_reply, pack_start
 from fusion.rewards.child import (
     attempt,
     end_if_forked,
@@ -82,11 +82,10 @@ def load(target: str, label: str) -> Callable[[], Environment]:
 
 
 class Conversation:
-    """An environment under way, the number of the model's turns that it has had, and the seconds that it has taken."""
+    """An environment under way, and the seconds that it has taken."""
 
     def __init__(self) -> None:
         self.environment: Environment | None = None
-        self.num_turns = 0
         self.seconds = 0.0
 
 
@@ -153,28 +152,27 @@ class Server:
         finally:
             await self._close(number, conversation)
 
-    async def _step(self, number: int, order: StepOrder) -> Reply:
+    async def _step(self, number: int, order: StepOrder | NextOrder) -> Reply:
         task = asyncio.current_task()
         assert task is not None
         self._running[order.id] = task
         try:
-            conversation = await self._continued(number, order)
-            turn = await self._advance(number, conversation, order.actions[-1])
+            if isinstance(order, NextOrder):
+                conversation, action = self._live[order.id], order.action
+            else:
+                conversation, action = await self._repeated(number, order), order.actions[-1]
+            turn = await self._advance(number, conversation, action)
             return Reply(None, "", 0.0, turn.messages, turn.done, turn.reward)
         finally:
             if self._running.get(order.id) is task:
                 del self._running[order.id]
 
-    async def _continued(self, number: int, order: StepOrder) -> Conversation:
-        """Return the conversation before the ordered step: the live one, or a fresh one in which all has been repeated.
+    async def _repeated(self, number: int, order: StepOrder) -> Conversation:
+        """Return a fresh conversation in which all before the ordered step has been repeated.
 
         Raises:
-            EnvironmentFailed: also `diverged`: the fresh one says something else.
+            EnvironmentFailed: also `diverged`: it says something else.
         """
-        conversation = self._live.get(order.id)
-        if conversation is not None and conversation.num_turns == len(order.actions) - 1:
-            return conversation
-        await self._close(number, conversation)
         self._live[order.id] = conversation = Conversation()
         observed = digest_of(await self._begin(number, conversation, order))
         for num_turns, expected in enumerate(order.observed):
@@ -196,9 +194,7 @@ class Server:
     async def _advance(self, number: int, conversation: Conversation, text: str) -> Turn:
         message = {"role": "assistant", "content": text, "tool_calls": parse(text, self._options["tools"])}
         assert conversation.environment is not None
-        turn = await self._call(number, conversation, conversation.environment.step(message))
-        conversation.num_turns += 1
-        return checked_turn(turn)
+        return checked_turn(await self._call(number, conversation, conversation.environment.step(message)))
 
     async def _close(self, number: int, conversation: Conversation | None) -> None:
         if conversation is None or conversation.environment is None:

@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Sequence
 from fusion.environments.child import NUMBER
 from fusion.environments.config import BUILT_IN, EnvironmentConfig
 from fusion.environments.interface import Failure, Started, StepOrder, Stepped, Task, digest_of
-from fusion.environments.wire import EndOrder, Order, Reply, ResetOrder, decode_reply, id_of, pack_order
+from fusion.environments.wire import EndOrder, NextOrder, Order, Reply, ResetOrder, decode_reply, id_of, pack_order
 from fusion.rewards.guard import START_LIMIT_S, signal_name
 from fusion.rewards.process import END_S, GuardedProcess, start_interpreter
 
@@ -240,7 +240,7 @@ class EnvPool:
             if child is not None:
                 self._forget(id)
                 child.open = {n: one for n, one in child.open.items() if id_of(one.order) != id}
-                self._send(child, work)
+                self._send(child, work.order)
             return
         if child is None:
             child = min((one for one in self._children if one.ready), key=lambda one: one.load, default=None)
@@ -252,20 +252,22 @@ class EnvPool:
             work.deliver(work, Reply("died", f"no process could be started: {self._start_error}", 0.0))
 
     def _dispatch(self, child: EnvChild, work: Work) -> None:
-        limit_s = self._config.step_timeout_s
-        if isinstance(work.order, StepOrder) and work.order.id not in child.live:  # a reset, and its turns again
-            limit_s = min(limit_s * (1 + len(work.order.actions)), self._config.episode_timeout_s)
-            child.live.add(work.order.id)
-            self._home[work.order.id] = child
-        number = self._send(child, work)
+        limit_s, order = self._config.step_timeout_s, work.order
+        if isinstance(order, StepOrder) and order.id in child.live:
+            order = NextOrder(order.id, order.actions[-1])
+        elif isinstance(order, StepOrder):  # a reset, and its turns again
+            limit_s = min(limit_s * (1 + len(order.actions)), self._config.episode_timeout_s)
+            child.live.add(order.id)
+            self._home[order.id] = child
+        number = self._send(child, order)
         work.sent = time.monotonic()
         work.due = work.sent + limit_s + self._grace_s
         child.open[number] = work
         heapq.heappush(self._due, (work.due, number, child))
 
-    def _send(self, child: EnvChild, work: Work) -> int:
+    def _send(self, child: EnvChild, order: Order) -> int:
         self._number = self._number % MAX_NUMBER + 1
-        child.send(pack_order(self._number, work.order))
+        child.send(pack_order(self._number, order))
         self._watch(child)
         return self._number
 

@@ -4,6 +4,9 @@ tokenized again.
     tokens so far          bridge
     … header, turn, end    separator, the environment's messages, header of the model's next turn
 
+A bridge costs the same behind every turn: it depends on the last turn's tokens, and of all earlier ones only on whether
+the model has thought and who has spoken.
+
 Invariant (tests/environments/test_render.py): where the template leaves earlier turns as they are, tokens and bridge
 are the tokens of the whole conversation as the template renders it. Where it rewrites them, such as Qwen3's, which
 removes thoughts before a later message of the user, there is no bridge.
@@ -12,7 +15,7 @@ removes thoughts before a later message of the user, there is no bridge.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from fusion.environments.interface import Message
@@ -23,6 +26,9 @@ TURN_WITH_THOUGHT = re.compile(rf"(?:\s*<think>)?\s*{THOUGHT}\s*{THOUGHT_END}\s*
 """What a template writes behind a header for a turn of the model. Space before it, which some templates write, is the
 model's."""
 ASKED = {"role": "user", "content": "a"}
+
+TurnEnd = tuple[int, bool]
+"""Last token of a turn of the model, and whether it has a thought"""
 
 
 class Template(Protocol):
@@ -49,9 +55,8 @@ class Bridge:
 
     def __init__(self, template: Template, end_token_ids: Collection[int]) -> None:
         self._template, self._ends = template, frozenset(end_token_ids)
-        asked = template.render_chat([ASKED], add_generation_prompt=False)
-        header = template.render_chat([ASKED]).removeprefix(asked)
-        self._thought_end, self._header = self._ids(THOUGHT_END), self._ids(header)
+        self._thought_end = self._ids(THOUGHT_END)
+        template.render_chat([ASKED])  # says so where there is no template
         tails = {role: self._probe(role) for role in ("user", "tool")}
         if not any(tails.values()):
             raise ValueError(
@@ -61,31 +66,36 @@ class Bridge:
             )
         firsts = {self._ids(tail)[0] for tail in tails.values() if tail}
         self._turn_end = firsts.pop() if len(firsts) == 1 else None
-        self._openings = {role: self._opening(role) for role, tail in tails.items() if tail}
+        self._distinguished = {role for role, tail in tails.items() if tail and self._distinguishes(role)}
 
     def first(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
         """Return the tokens of the first messages, up to where the model speaks."""
         return self._ids(self._template.render_chat(messages, tools=tools))
 
-    def bridge(self, tokens: list[int], messages: Sequence[Message]) -> list[int] | None:
-        """Return the tokens of ``messages`` and of the header of the model's next turn.
+    def end_of(self, turn: Sequence[int]) -> TurnEnd:
+        """Return what `bridge` needs to know of the tokens of the model's last turn, which may have its end."""
+        size = len(self._thought_end)
+        return turn[-1], any(turn[at : at + size] == self._thought_end for at in range(len(turn) - size + 1))
+
+    def bridge(
+        self, end: TurnEnd, messages: Sequence[Message], *, had_thought: bool = False, earlier: Iterable[Message] = ()
+    ) -> list[int] | None:
+        """Return the tokens of ``messages`` and of the header of the model's next turn; None where the template would
+        rewrite a turn of the model.
 
         Args:
-            tokens: those of the conversation so far; the last ones are the model's turn, with or without its end.
-
-        Returns None where the template would rewrite a turn in ``tokens``.
+            end: of the last turn.
+            had_thought: whether an earlier turn has a thought.
+            earlier: the messages behind the first ones so far.
         """
-        headers = _places(tokens, self._header)
-        start = headers[-1] + len(self._header) if headers else 0
-        has_thought = bool(_places(tokens[start:], self._thought_end))
-        own_thoughts = len(headers) * len(_places(self._header, self._thought_end))
-        had_thought = len(_places(tokens[:start], self._thought_end)) > own_thoughts
-        is_repeated = any(_places(tokens, self._openings.get(message["role"], [])) for message in messages)
+        last_token, has_thought = end
+        distinguished = self._distinguished & {message["role"] for message in messages}
+        is_repeated = bool(distinguished) and any(message["role"] in distinguished for message in earlier)
         tail = self._tail(messages, has_thought=has_thought, is_repeated=is_repeated)
         if tail is None or had_thought and self._tail(messages, has_thought=True, is_repeated=is_repeated) is None:
             return None
         ids = self._ids(tail)
-        is_ended = tokens[-1] in self._ends and ids[0] in (tokens[-1], self._turn_end)
+        is_ended = last_token in self._ends and ids[0] in (last_token, self._turn_end)
         return ids[1:] if is_ended else ids
 
     def _probe(self, role: str) -> str | None:
@@ -98,15 +108,12 @@ class Bridge:
             return None
         return next((tail for tail in tails if tail is not None), None)
 
-    def _opening(self, role: str) -> list[int]:
-        """Return the tokens that precede the content of the first message of ``role`` after a turn of the model, where
-        the template writes others before later ones (DeepSeek's); else an empty list."""
+    def _distinguishes(self, role: str) -> bool:
+        """Return whether the template writes the first message of ``role`` after a turn of the model in another way
+        than later ones (DeepSeek's)."""
         messages = [{"role": role, "content": CONTENT}]
         first, later = (self._tail(messages, is_repeated=is_repeated) for is_repeated in (False, True))
-        if first is None or later is None or first == later:
-            return []
-        ids = self._ids(first.partition(CONTENT)[0])
-        return ids[1:] if ids[0] == self._turn_end else ids
+        return first is not None and later is not None and first != later
 
     def _tail(self, messages: Sequence[Message], *, has_thought: bool = False, is_repeated: bool = False) -> str | None:
         """Return what the template writes behind a turn of the model, from its end to the next header; None if it does
@@ -127,17 +134,3 @@ class Bridge:
 
     def _ids(self, text: str) -> list[int]:
         return self._template.tokenize([text])[0]
-
-
-def _places(tokens: list[int], part: list[int]) -> list[int]:
-    """Return where ``part`` occurs in the tokens; nowhere if it is empty."""
-    places, at = [], 0
-    while part:
-        try:
-            at = tokens.index(part[0], at)
-        except ValueError:
-            break
-        if tokens[at : at + len(part)] == part:
-            places.append(at)
-        at += 1
-    return places

@@ -1,5 +1,6 @@
 """Encode and decode frames between the pool and its children: `<number, size>` and a payload, in both directions.
 
+The first order of a conversation to a child has all that is needed to repeat it, the next ones their action only.
 Orders are pickled, because fields of a data row may have any type. What a child sends is JSON, and checked as what an
 environment returns is.
 """
@@ -24,6 +25,13 @@ from fusion.environments.interface import (
 from fusion.rewards.wire import MAX_REPLY_BYTES, START, decode_list, frame
 
 
+class NextOrder(NamedTuple):
+    """The next step of conversation `id`, whose environment is alive. `action`: text of the model's turn."""
+
+    id: str
+    action: str
+
+
 class ResetOrder(NamedTuple):
     """Return the first messages of a conversation that does not continue."""
 
@@ -37,7 +45,7 @@ class EndOrder(NamedTuple):
     id: str
 
 
-Order = StepOrder | ResetOrder | EndOrder
+Order = StepOrder | NextOrder | ResetOrder | EndOrder
 
 
 def id_of(order: Order) -> str:

@@ -9,9 +9,9 @@ Nothing but the queue holds them, so any engine may resume them, and a checkpoin
 where it is kept, stays with the engine that computed it (`fusion.inference.parked`), to which `kv_rank` leads them
 back, or is in the machine's pool (`fusion.inference.pooled`).
 
-Of a conversation whose turn has ended, the row also has the turn's text. The controller adds what the environment has
-answered, as token ids (`OBSERVATION`): whoever resumes or finishes the sample reads both. `complete` finishes one whose
-environment has ended.
+Of a conversation whose turn has ended, the row also has that turn's text and tokens, which the controller reads. It
+adds what the environment has answered, as token ids (`OBSERVATION`): whoever resumes or finishes the sample reads what
+was generated and observed. `complete` finishes one whose environment has ended.
 
 If the queue has lost what a sample has so far, the sample cannot be completed: it ends as lost, too.
 
@@ -29,7 +29,7 @@ from typing import Any, Protocol
 
 import torch
 
-from distqueue import PackedBatch, SamplesLost
+from distqueue import Column, PackedBatch, SamplesLost
 from fusion.inference import Output, Request
 from fusion.rollout.packing import KEPT, GeneratedNames, generated_columns, pack_outputs
 from fusion.rollout.types import EndedConversation, SuspendedSample, parse_row, row_of
@@ -43,8 +43,9 @@ PARTIAL = GeneratedNames(
     sampled="partial_sampled",
 )
 COLUMNS = PARTIAL.tokens, PARTIAL.logprobs, PARTIAL.versions
-TURN = "turn"
-"""Column of the text that was sampled since the last observation; only of rows whose turn has ended"""
+TURN, TURN_TOKENS = "turn", "turn_tokens"
+"""Columns of the text and the token ids, int64 [t], that were sampled since the last observation; only of rows whose
+turn has ended"""
 
 OBSERVATION = "observation"
 """Column of the token ids, int64 [m], that an environment has answered, up to where the model speaks again"""
@@ -160,9 +161,13 @@ class PartialSamples:
         ended = [output for output in partial if output.finish_reason == "turn"]
         others = [output for output in partial if output.finish_reason != "turn"]
         for outputs in filter(None, (ended, others)):
-            texts = {TURN: self._texts(map(_turn, ended))} if outputs is ended and self._detokenize else {}
+            columns = generated_columns(outputs, PARTIAL)
+            if outputs is ended:
+                turns = [output.tokens[_turn_start(output.sampled) :] for output in ended]
+                columns[TURN_TOKENS] = Column.of_numbers(turns, torch.int64, TURN_TOKENS)
+                columns |= {TURN: self._texts(turns)} if self._detokenize else {}
             rows = [row_by_id[output.request_id] for output in outputs]
-            self._queue.put(PackedBatch.from_samples(rows, generated_columns(outputs, PARTIAL) | texts))
+            self._queue.put(PackedBatch.from_samples(rows, columns))
 
     def complete(self, ended: Sequence[EndedConversation]) -> None:
         """Put conversations as finished samples, and drop their rows; those whose row is lost end as lost. On any
@@ -297,11 +302,6 @@ def _observation(one: Request | Output, columns: Mapping[str, torch.Tensor]) -> 
 def _turn_start(sampled: Sequence[bool]) -> int:
     """Return the index behind the last token that was not sampled."""
     return next((index for index in range(len(sampled), 0, -1) if not sampled[index - 1]), 0)
-
-
-def _turn(output: Output) -> list[int]:
-    """Return the tokens of the turn that has ended with a whole output."""
-    return output.tokens[_turn_start(output.sampled) :]
 
 
 def _span(output: Output) -> tuple[int, int]:

@@ -26,7 +26,7 @@ from fusion.colocate import Worker
 from fusion.environments import Failure, Stepped
 from fusion.rewards import RewardOutcome
 from fusion.rollout import EndedConversation, Entry
-from fusion.rollout.partial_samples import LOST_PARTS, OBSERVATION, PARTIAL, RESUMED, TURN
+from fusion.rollout.partial_samples import LOST_PARTS, OBSERVATION, RESUMED, TURN, TURN_TOKENS
 from fusion.telemetry import Metrics
 from stalesync.cards.cards import Cards
 from stalesync.cards.stage_calls import stage_call
@@ -128,9 +128,8 @@ class Conversing:
         self._observe_turns(self._admission.buffer.take_away())
         answers = self.environments.take()
         observations: dict[str, list[int]] = {}
-        responses = self._read(self._to_continue(answers), PARTIAL.tokens)
         for stepped in answers:
-            self._answer(stepped, responses, observations)
+            self._answer(stepped, observations)
         if observations:
             self._append(observations)
         for failed in self.conversations.observe_elapsed(elapsed_s):
@@ -193,32 +192,25 @@ class Conversing:
         return bool(self.num_completing) and not self._completing.isdisjoint(self._groups.ids_of(group))
 
     def _observe_turns(self, entries: Sequence[Entry]) -> None:
-        texts = self._read([entry for entry in entries if entry.state == "away"], TURN)
+        turns = self._read_turns([entry for entry in entries if entry.state == "away"])
         for entry in entries:
-            if entry.id not in texts:
+            if entry.id not in turns:
                 continue
-            match self.conversations.observe_turn(entry.id, entry.generated, texts[entry.id]):
+            text, tokens = turns[entry.id]
+            end = self.environments.end_of(tokens)
+            match self.conversations.observe_turn(entry.id, entry.generated, text, end):
                 case Step(id):
                     self.environments.step(self.conversations.of(id), self._groups.prompts[entry.group])
                 case FailGroup() as failed:
                     self._fail(failed)
 
-    def _to_continue(self, answers: Iterable[Stepped]) -> list[Entry]:
-        """Return the requests that go on behind these answers."""
-        entries = self._admission.buffer.entries
-        ids = (one.id for one in answers if one.turn is not None and not one.turn.done and one.id in entries)
-        return [entry for id in ids if (entry := entries[id]).state == "away"]
-
-    def _answer(self, stepped: Stepped, responses: Mapping[str, list[int]], observations: dict[str, list[int]]) -> None:
-        """Execute what the answer of an environment leads to; an observation is added to ``observations`` by id.
-        ``responses``: tokens of those that go on, without those that are lost."""
+    def _answer(self, stepped: Stepped, observations: dict[str, list[int]]) -> None:
+        """Execute what the answer of an environment leads to; an observation is added to ``observations`` by id."""
         entry, ids = self._admission.buffer.entries.get(stepped.id), None
         if entry is None or entry.state != "away":
             return
         if stepped.turn is not None and not stepped.turn.done:
-            if stepped.id not in responses:
-                return
-            ids = self.environments.bridge(self._groups.prompts[entry.group], responses[stepped.id], stepped.turn)
+            ids = self.environments.bridge(self.conversations.of(stepped.id), stepped.turn)
         match self.conversations.observe_stepped(stepped, None if ids is None else len(ids)):
             case Append(id):
                 observations[id] = ids or []
@@ -233,6 +225,8 @@ class Conversing:
                 self._fail(failed)
 
     def _append(self, observations: Mapping[str, list[int]]) -> None:
+        """Put observations into the rows of their conversations, which are dispatched again; an engine ends those whose
+        row is lost."""
         entries = self._admission.buffer.entries
         rows = [entries[id].earlier for id in observations]
         column = Column.of_numbers([*observations.values()], torch.int64, OBSERVATION)
@@ -267,17 +261,17 @@ class Conversing:
                 self._queue.drop(sorted(left), RESUMED)
                 self._to_complete = {id: one for id, one in self._to_complete.items() if id not in finished}
 
-    def _read(self, entries: Sequence[Entry], column: str) -> dict[str, Any]:
-        """Return a column of the rows of conversations, by id. Those whose row is lost end as lost."""
+    def _read_turns(self, entries: Sequence[Entry]) -> dict[str, tuple[str, list[int]]]:
+        """Return text and tokens of the last turns of conversations, by id. Those whose row is lost end as lost."""
         left = {entry.earlier: entry for entry in entries}
         while left:
             try:
-                batch = self._queue.read([*left], [column])
+                batch = self._queue.read([*left], [TURN, TURN_TOKENS])
             except SamplesLost as error:
                 gone = [left.pop(row) for row in error.ids]
                 self._queue.put(PackedBatch(tuple(one.id for one in gone), {}, tuple(one.group for one in gone)))
                 self._queue.lose([one.id for one in gone], LOST_PARTS)
                 continue
-            values = batch[column].texts() if column == TURN else [batch[column][i].tolist() for i in range(len(batch))]
-            return {left[row].id: value for row, value in zip(batch.ids, values, strict=True)}
+            texts, tokens = batch[TURN].texts(), batch[TURN_TOKENS]
+            return {left[row].id: (texts[i], tokens[i].tolist()) for i, row in enumerate(batch.ids)}
         return {}

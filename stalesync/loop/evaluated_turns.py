@@ -73,7 +73,8 @@ class EvaluatedTurns:
             turns = replace(turns, response=(*turns.response, *answer.tokens), observation=0)
             self._away[id] = turns, answer
             if answer.finish_reason == "turn":
-                self._execute(self.conversations.observe_turn(id, len(turns.response), answer.turn))
+                end = self._environments.end_of(answer.tokens)
+                self._execute(self.conversations.observe_turn(id, len(turns.response), answer.turn, end))
             else:
                 self._finish(id, cut=answer.finish_reason == "length")
 
@@ -98,7 +99,7 @@ class EvaluatedTurns:
     def _answer(self, stepped: Stepped) -> None:
         turns, ids = self._away[stepped.id][0], None
         if stepped.turn is not None and not stepped.turn.done:
-            ids = self._environments.bridge(turns.prompt, turns.response, stepped.turn)
+            ids = self._environments.bridge(self.conversations.of(stepped.id), stepped.turn)
         command = self.conversations.observe_stepped(stepped, None if ids is None else len(ids))
         if isinstance(command, Append):
             assert ids is not None

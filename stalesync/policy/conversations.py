@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from fusion.environments import Stepped
+    from fusion.environments.render import TurnEnd
 
 DIVERGED, TIMEOUT, BAD_TURN = "diverged", "timeout", "bad_turn"
 """Kinds of failure that are decided here, or not retried"""
@@ -66,7 +67,8 @@ class Conversation:
     ``actions``: texts of the model's turns that were passed to its environment, of which the last is not answered while
     it is away; ``observed``: digests of what it has said, first messages included; ``messages``: all behind the first
     ones, for records; ``rewards``: of its turns; ``tokens``: of the response when its last turn ended;
-    ``observation_tokens``: number of tokens from the environment; ``attempts``: number of times that one has failed;
+    ``observation_tokens``: number of tokens from the environment; ``end``: of the last turn, and ``had_thought``:
+    whether one before it has a thought, for the bridge; ``attempts``: number of times that an environment has failed;
     ``seconds``: spent by environments.
     """
 
@@ -78,6 +80,8 @@ class Conversation:
     rewards: list[float] = field(default_factory=list)
     tokens: int = 0
     observation_tokens: int = 0
+    end: TurnEnd = (0, False)
+    had_thought: bool = False
     attempts: int = 0
     seconds: float = 0.0
     state: Literal["speaking", "away", "completing", "failed"] = "speaking"
@@ -170,9 +174,9 @@ class Conversations:
         rewards = self._by_id[id].rewards
         return 0.0 if not rewards else sum(rewards) if self._spec.sums_rewards else rewards[-1]
 
-    def observe_turn(self, id: str, tokens: int, action: str) -> Step | FailGroup | None:
+    def observe_turn(self, id: str, tokens: int, action: str, end: TurnEnd = (0, False)) -> Step | FailGroup | None:
         """Record that a turn of the model has ended; None: of a failed group. ``tokens``: of the response so far;
-        ``action``: text of the turn, the same as before where it is observed again."""
+        ``action``, ``end``: text and end of the turn, the same as before where it is observed again."""
         one = self._by_id[id]
         if one.state == "failed":
             return None
@@ -180,7 +184,7 @@ class Conversations:
         assert one.num_turns < self._spec.max_turns, f"conversation {id!r} has used its turns up"
         one.actions.append(action)
         one.messages.append({"role": "assistant", "content": action})
-        one.tokens, one.state = tokens, "away"
+        one.tokens, one.end, one.state = tokens, end, "away"
         if one.seconds >= self._spec.episode_timeout_s:
             return self._fail(one, *self._too_late(one))
         self._due[id] = self._elapsed_s + self._spec.episode_timeout_s - one.seconds
@@ -209,6 +213,7 @@ class Conversations:
             one.state = "completing"
             return Complete(one.id, cut=not turn.done)
         one.state = "speaking"
+        one.had_thought |= one.end[1]
         one.observation_tokens += observation_tokens or 0
         return Append(one.id)
 

@@ -9,12 +9,12 @@ The seed of an environment depends on run and prompt, so that all conversations 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from fusion.environments import EnvPool, Failure, Started, StepOrder, Stepped, Task, Turn
 from fusion.environments.config import EnvironmentConfig
-from fusion.environments.render import Bridge
+from fusion.environments.render import Bridge, TurnEnd
 from stalesync.policy.conversations import Conversation, Conversations, seed_of
 from stalesync.prompts.source import Prompt
 
@@ -57,10 +57,15 @@ class Environments:
         ids = self._bridge.first(started.messages, started.tools)
         return replace(prompt, ids=tuple(ids), messages=[dict(message) for message in started.messages])
 
-    def bridge(self, prompt: Prompt, response: Iterable[int], turn: Turn) -> list[int] | None:
-        """Return the tokens of what an environment has said behind a response, up to where the model speaks again;
-        None where the chat template would rewrite what the model has said."""
-        return self._bridge.bridge([*prompt.ids, *response], turn.messages)
+    def end_of(self, turn: Sequence[int]) -> TurnEnd:
+        """Return what `bridge` needs to know of the tokens of a turn of the model."""
+        return self._bridge.end_of(turn)
+
+    def bridge(self, conversation: Conversation, turn: Turn) -> list[int] | None:
+        """Return the tokens of what an environment has said behind the last turn of the model, up to where the model
+        speaks again; None where the chat template would rewrite what the model has said."""
+        had_thought, earlier = conversation.had_thought, conversation.messages
+        return self._bridge.bridge(conversation.end, turn.messages, had_thought=had_thought, earlier=earlier)
 
     def step(self, conversation: Conversation, prompt: Prompt) -> None:
         """Have the environment of a conversation answer its last action, sooner or later."""

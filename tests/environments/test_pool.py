@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fusion.environments import EnvironmentConfig, EnvPool, Failure, StepOrder, Stepped, Task
+from fusion.environments.pool import EnvChild
 from fusion.rewards import process
 from tests.machine import patience, running, wait_for
 
@@ -174,6 +175,21 @@ def test_a_conversation_is_a_reset_and_steps(user_file):
         assert content(pool.ask("b", "torch")) == "False"
 
 
+def test_a_live_environment_is_sent_the_new_turn_only_and_a_fresh_one_all(user_file, monkeypatch):
+    sent, send = [], EnvChild.send
+    monkeypatch.setattr(EnvChild, "send", lambda child, data: (sent.append(data), send(child, data)))
+    with Pool(user_file, retries=1) as pool:
+        pool.open("a")
+        del sent[:]
+        turns = [f"turn {number}" for number in range(10, 20)]
+        assert [content(pool.ask("a", text)) for text in turns][-1] == " ".join(turns)
+        assert all(text.encode() in data for text, data in zip(turns, sent, strict=True))
+        assert {len(data) for data in sent[1:]} == {len(sent[1])} and b"hi" in sent[0] and b"hi" not in sent[1]
+        assert pool.ask("a", "raise").failure == "raised"
+        assert content(pool.ask("a", "end")) == " ".join([*turns, "end"])
+        assert all(text.encode() in sent[-1] for text in turns)
+
+
 @pytest.mark.parametrize(
     ("text", "kind", "detail"),
     [
@@ -225,6 +241,7 @@ def test_a_process_killed_from_outside_fails_only_its_own_steps_and_is_replaced(
         assert len({*pid_of.values()}) == 2
         for id in ids:
             pool.say(id, "slow", "30")
+        wait_for(lambda: sum(len(child.open) for child in pool._children) == len(ids), 20)
         os.kill(pid_of["a"], signal.SIGKILL)
         expected = {id for id in ids if pid_of[id] == pid_of["a"]}
         ended = pool.wait(len(expected))

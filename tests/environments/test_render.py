@@ -49,14 +49,17 @@ def test_tokens_and_bridges_are_those_of_the_whole_conversation(name, turns):
     family, template, bridge = FAMILIES[name], TEMPLATES[name], BRIDGES[name]
     if name == "glm45_silent":
         turns = [("", *turn[1:]) for turn in turns]
-    tokens = bridge.first(chat(family, turns, 0))
+    tokens, had_thought = bridge.first(chat(family, turns, 0)), False
     for number, (thought, answer, observation, is_ended) in enumerate(turns, 1):
-        tokens += ids_of(template, family.written(thought, answer))
-        kept = list(tokens)
+        turn = ids_of(template, family.written(thought, answer))
+        kept = [*tokens, *turn]
         if is_ended:
-            tokens.append(SPECIAL.index(family.ends[observation[0][0]]))
+            turn.append(SPECIAL.index(family.ends[observation[0][0]]))
+        tokens += turn
         messages = [{"role": role, "content": text} for role, text in observation]
-        following = bridge.bridge(tokens, messages)
+        earlier = chat(family, turns, number - 1)[1:]
+        following = bridge.bridge(bridge.end_of(turn), messages, had_thought=had_thought, earlier=earlier)
+        had_thought |= bool(thought)
         whole = ids_of(template, template.render_chat(chat(family, turns, number)))
         if following is None:
             assert whole[: len(kept)] != kept
@@ -81,15 +84,15 @@ def test_tokens_and_bridges_are_those_of_the_whole_conversation(name, turns):
 )
 def test_which_turns_a_template_rewrites(name, thought, role, is_bridged):
     family, template, bridge = FAMILIES[name], TEMPLATES[name], BRIDGES[name]
-    tokens = bridge.first([{"role": "user", "content": "a"}]) + ids_of(template, family.written(thought, "b"))
-    assert (bridge.bridge(tokens, [{"role": role, "content": "c"}]) is not None) == is_bridged
+    end = bridge.end_of(ids_of(template, family.written(thought, "b")))
+    assert (bridge.bridge(end, [{"role": role, "content": "c"}]) is not None) == is_bridged
 
 
 def test_separators_around_a_tool_turn_are_kept():
     bridge, template = BRIDGES["qwen3"], TEMPLATES["qwen3"]
-    tokens = bridge.first([{"role": "user", "content": "a"}]) + ids_of(template, "b<|im_end|>")
+    end = bridge.end_of(ids_of(template, "b<|im_end|>"))
     text = "\n<|im_start|>user\n<tool_response>\nc\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
-    assert bridge.bridge(tokens, [{"role": "tool", "content": "c"}]) == ids_of(template, text)
+    assert bridge.bridge(end, [{"role": "tool", "content": "c"}]) == ids_of(template, text)
 
 
 def test_a_template_that_rewrites_every_turn_is_refused_by_name():

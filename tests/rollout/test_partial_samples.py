@@ -10,7 +10,7 @@ from distqueue import LocalQueue, PackedBatch
 from fusion.inference import Output, Request
 from fusion.rollout import EndedConversation
 from fusion.rollout.packing import KEPT, SAMPLED, SAMPLED_TOKENS, pack_outputs
-from fusion.rollout.partial_samples import OBSERVATION, TURN, PartialSamples, check_kept
+from fusion.rollout.partial_samples import OBSERVATION, TURN, TURN_TOKENS, PartialSamples, check_kept
 
 
 def _output(tokens, version, before=(), earlier="", reason="abort", id="a/0"):
@@ -200,7 +200,8 @@ def test_a_conversation_has_its_observations_in_between_and_is_known_by_what_was
         assert not card.put([_turn(output, "length")])
     else:
         (third,) = card.put([], [_turn(output)])
-        assert queue.read([third.earlier], [TURN])[TURN][0] == "7 8", "of the whole turn"
+        turn = queue.read([third.earlier], [TURN, TURN_TOKENS])
+        assert turn[TURN][0] == "7 8" and turn[TURN_TOKENS][0].tolist() == [7, 8], "of the whole turn"
         other = PartialSamples(queue, caches, turns=True, detokenize=_text)
         other.complete([EndedConversation(third.earlier, "a", (1, 2), cut=ending == "limit")])
     columns = ["prompt", "response", "behaviour_logprobs", "versions", "cut", "text", SAMPLED, SAMPLED_TOKENS]

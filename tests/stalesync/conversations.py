@@ -24,7 +24,7 @@ from fusion.environments import Turn
 class Env:
     """Says a digit that depends on seed and history, three times, and pays for the digits that the model says."""
 
-    pause_s = 0.0
+    pause_s, extra = 0.0, ""
 
     async def reset(self, task, seed):
         self.history, self.seed, self.turns, self.prompt = "", seed, 0, task.prompt
@@ -37,7 +37,7 @@ class Env:
         await self.disturb()
         digit = hashlib.sha256((self.history + str(self.seed)).encode()).digest()[0] % 10
         paid = sum(map(str.isdigit, message["content"])) / 10
-        return Turn([{"role": "user", "content": str(digit)}], done=self.turns == 3, reward=paid)
+        return Turn([{"role": "user", "content": str(digit) + self.extra}], done=self.turns == 3, reward=paid)
 
     async def disturb(self): ...
 
@@ -61,7 +61,7 @@ class Failing(Env):
             case "1":
                 await asyncio.sleep(600)
             case "3":
-                self.history += str(time.time_ns())
+                self.extra = str(time.time_ns())[-6:]
                 if self.turns == 2:
                     raise RuntimeError("its next environment says something else")
             case "4":

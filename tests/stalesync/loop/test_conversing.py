@@ -4,128 +4,10 @@ from types import SimpleNamespace
 
 import torch
 
-from distqueue import LocalQueue, PackedBatch
-from fusion.environments import Failure, Started, Stepped, Turn
+from distqueue import PackedBatch
+from fusion.environments import Turn
 from fusion.rollout.types import SuspendedSample, row_of
-from stalesync.loop.conversing import Conversing
-from stalesync.loop.groups import Groups
-from stalesync.policy.admission import Admission
-from stalesync.policy.commands import AdmitGroups, AwaitSamples
-from stalesync.policy.conversations import ConversationSpec
-from stalesync.policy.staleness import StalenessLedger
-from stalesync.prompts import Prompt
-from stalesync.prompts.environments import Environments
-from tests.stalesync.fake_cluster import share_of, spec_of
-
-SIZE = 3
-
-
-class Pool:
-    """Environments that answer when they are told to."""
-
-    def __init__(self):
-        self.begun, self.ended, self.answers, self.refused = {}, [], [], set()
-
-    def reset(self, tasks):
-        return [
-            Failure("raised", "no")
-            if task.prompt in self.refused
-            else Started([{"role": "user", "content": "hi"}], "d0")
-            for task, _ in tasks
-        ]
-
-    def begin(self, order):
-        assert order.id not in self.begun
-        self.begun[order.id] = order
-
-    def poll(self):
-        answers, self.answers = self.answers, []
-        return answers
-
-    def end(self, ids):
-        self.ended += ids
-        for id in ids:
-            self.begun.pop(id, None)
-
-    def answer(self, id, turn=None, **fields):
-        order = self.begun.pop(id)
-        self.answers.append(Stepped(id, turn, f"d{len(order.actions)}", seconds=0.5, **fields))
-
-
-class Bridge:
-    def first(self, messages, tools):
-        return [1, 2, 3]
-
-    def bridge(self, tokens, messages):
-        assert tokens[:3] == [1, 2, 3] and tokens[3:] == [*range(len(tokens) - 3)]
-        return [9] * len(messages[0]["content"])
-
-
-class World:
-    """A run at staleness 1 whose engine 0 has all requests."""
-
-    def __init__(self, retries=0, admitted=1):
-        self.queue, self.pool, self.calls, self.lost, self.failures = (
-            LocalQueue(["reward", "train"]),
-            Pool(),
-            [],
-            [],
-            [],
-        )
-        spec = spec_of("separate", group_size=SIZE, ahead=True, turns=True, engine_slots=SIZE * 4)
-        self.admission = Admission(spec, StalenessLedger(1, 1))
-        self.folder = SimpleNamespace(
-            log_groups=lambda step, groups, ended, **_: self.log.extend((g, ended) for g in groups)
-        )
-        self.log, self.living, self.drawn = [], [0, 1, 2, 3, 4, 5], 0
-        algorithm = SimpleNamespace(filter_rule=lambda rewards: "")
-        self.groups = Groups(SIZE, self.admission, {}, algorithm, queue=self.queue, folder=self.folder)
-        environments = Environments.__new__(Environments)
-        environments.__dict__ |= dict(pool=self.pool, _bridge=Bridge(), tracked=[], _held=[], _seed=0)
-        environments.config = SimpleNamespace(retries=retries, label="environment.name='x'")
-        environments.arrived = SimpleNamespace(clear=lambda: None)
-        self.conversing = Conversing(
-            environments=environments,
-            spec=ConversationSpec(3, 20, episode_timeout_s=100, retries=retries),
-            engines=[[1], [2]],
-            cards=self,
-            queue=self.queue,
-            groups=self.groups,
-            scorer=SimpleNamespace(note_lost=self.lost.extend, observe_outcomes=self.failures.extend),
-            source=self,
-            data=SimpleNamespace(max_prompt_length=8, long_prompts="refuse"),
-        )
-        for command in self.admission.step(9, share_of([0])):
-            if isinstance(command, AdmitGroups):
-                self.groups.admit(self.conversing.next(command.count))
-            if isinstance(command, AwaitSamples):
-                break
-        self.group = next(iter(self.groups.prompts))
-        self.ids = self.groups.ids_of(self.group)
-
-    def next(self, count):
-        prompts = [Prompt(f"g{self.drawn + n}", (0,), f"g{self.drawn + n}", "") for n in range(count)]
-        self.drawn += count
-        return prompts
-
-    def ask_each(self, calls):
-        ((self.rank, call),) = calls.items()
-        self.calls.append((self.rank, [one.row for one in call.args[0]]))
-        return [None]
-
-    def turn(self, id, tokens, text="a"):
-        row = row_of(id, tokens)
-        self.queue.put(PackedBatch.from_samples([row], {"turn": [text], "partial_response": [torch.arange(tokens)]}))
-        self.admission.observe_chunks_ended(0, [SuspendedSample(id, tokens, row, (0, 0), turn=True)])
-        self.conversing.poll()
-        return row
-
-    def say(self, id, text="xyz", **fields):
-        self.pool.answer(id, Turn([{"role": "user", "content": text}], **fields))
-        self.conversing.poll()
-
-    def entry(self, id):
-        return self.admission.buffer.entries[id]
+from tests.stalesync.loop.conversing_world import World
 
 
 def test_an_observation_is_put_into_the_row_of_a_turn_which_is_dispatched_again():
@@ -218,6 +100,24 @@ def test_what_is_answered_in_a_pause_is_held_and_a_restored_conversation_is_aske
     assert order.actions == ("a",) and order.observed == ("d0",)
     world.conversing.poll()
     assert world.entry(first).state == "waiting"
+
+
+def test_a_bridge_knows_of_earlier_thoughts_also_after_a_resume():
+    """The bridge of this world compares what it is told with the turns' texts."""
+    world = World()
+    first = world.ids[0]
+    for number, text in enumerate(["long thought", "a"], 1):
+        world.turn(first, 4 * number, text)
+        state = world.conversing.state_dict()
+        world.say(first, "x")
+        assert world.entry(first).state == "waiting"
+        [*world.admission.feed()]
+    other = World()
+    other.conversing.conversations.take(other.ids)
+    other.conversing.load_state_dict(state)
+    other.turn(first, 8, "a")
+    other.say(first)
+    assert other.entry(first).state == "waiting" and other.conversing.conversations.of(first).had_thought
 
 
 def test_rows_whose_environment_does_not_begin_are_replaced_and_recorded():
