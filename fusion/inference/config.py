@@ -237,6 +237,9 @@ class RolloutConfig(Group, path="rollout"):
     """Which engine generates: `embedded`: this project's, all families and options; `vllm`: vLLM in the worker's
     process, with the same sampler, noise and switches (`bash scripts/environment.sh --backend vllm`); what it does not
     do is refused by key (docs/backends.md)."""
+    vllm_graphs: bool = key(False, only={"backend": ("vllm",), "device.kind": ("auto", "cuda")})
+    """CUDA cards: vLLM replays decode steps as CUDA graphs, captured again whenever weights or KV cache have moved.
+    Their memory is not part of `rollout.engine.kv_fraction`."""
     max_response_length: int = key(256, at_least=1, read_by="plan simulate")
     """Maximum number of tokens of a response, including the end token."""
     max_length: int | None = key(None, at_least=1)

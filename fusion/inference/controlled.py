@@ -64,6 +64,10 @@ class ControlledEngine(ABC):
     def _kv_bytes(self) -> tuple[int, int]:
         """Return the bytes of a block of the KV cache over all layers of this rank, and those besides its blocks."""
 
+    @property
+    def _block_tokens(self) -> int:
+        return self.config.engine.block_size
+
     @abstractmethod
     def _allocate(self, blocks: int) -> None:
         """Allocate a KV cache of this size."""
@@ -149,19 +153,19 @@ class ControlledEngine(ABC):
         Raises:
             ValueError: as `InferEngine.allocate_kv`.
         """
-        limits, bytes_free = self.config.engine, self.device.memory().free
+        limits, bytes_free, block_tokens = self.config.engine, self.device.memory().free, self._block_tokens
         block_bytes, reserved_bytes = self._kv_bytes()
         blocks = (int(bytes_free * limits.kv_fraction) - reserved_bytes) // block_bytes
-        blocks = min(blocks, limits.max_seqs * -(-self.max_length // limits.block_size))
+        blocks = min(blocks, limits.max_seqs * -(-self.max_length // block_tokens))
         if limits.max_kv_tokens is not None:
-            blocks = min(blocks, limits.max_kv_tokens // limits.block_size)
+            blocks = min(blocks, limits.max_kv_tokens // block_tokens)
         (blocks,) = self.control.min_over_ranks([blocks])
         if blocks < 1:
             raise ValueError(
                 f"rollout.engine.kv_fraction={limits.kv_fraction} (max_kv_tokens={limits.max_kv_tokens}): the KV cache "
-                f"gets no block of {limits.block_size} tokens ({block_bytes} bytes; {bytes_free} bytes are free)"
+                f"gets no block of {block_tokens} tokens ({block_bytes} bytes; {bytes_free} bytes are free)"
             )
-        self.capacity_tokens = blocks * limits.block_size
+        self.capacity_tokens = blocks * block_tokens
         for seq in chain(*self._sequences()):
             check_fits(seq.request, self.max_length, self.capacity_tokens)
         self._allocate(blocks)

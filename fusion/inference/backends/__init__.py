@@ -1,6 +1,7 @@
 """Other inference engines inside this project's workers.
 
     support        checks whether vLLM can generate with a model, a layout and settings; pure
+    vllm_calls     lists what is touched of vLLM, and the versions that have it
     vllm_core      starts vLLM in this process and in the engine's process groups
     vllm_groups    gives vLLM the process groups of a mesh
     vllm_host      makes vLLM's layers compute from plain tensors where it computes on the host

@@ -148,7 +148,7 @@ def check_live(core: VllmCore, table: Iterable[LocalParam]) -> None:
         for owner, params in owners.items():
             hooks.enter_context(patch.object(owner, "forward", _Probe(owner, params, seen, stale)))
         core.allocate_kv(DUMMY_BLOCKS)
-        core.runner._dummy_run(DUMMY_TOKENS)
+        core.dummy_pass(DUMMY_TOKENS)
         core.release_kv()
     head = getattr(module, "lm_head", None)
     if head is not None:  # computed from apart, after a batch

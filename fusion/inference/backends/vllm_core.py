@@ -21,11 +21,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from fusion.inference.backends.support import computes_on_host, engine_options
 from fusion.inference.backends.vllm_groups import use_groups
 from fusion.inference.config import RolloutConfig
 from fusion.model import Mesh, ModelConfig
@@ -38,6 +40,7 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
     "VLLM_MLA_DISABLE": "1",  # it would compute from products of kv_b_proj, which no switch writes
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # its memory would outlive the weights, and needs to see the other cards
     "VLLM_ASCEND_ENABLE_NZ": "0",  # weights in a private format could not be written by slices
 }
 """What vLLM reads from environment variables, at its import and later"""
@@ -94,9 +97,20 @@ class VllmCore:
         """Host views of `_kv`, [blocks, bytes]"""
         self._clean = 0
         """Blocks whose content is finite"""
-        with self._kv_on_card():
+        self._captured: list[int] = []
+        """Addresses that the graphs read, of weights and KV; []: no graph is captured"""
+        with self._kv_on_card(1):
             self.executor.initialize_from_config([self._kv_config(1)])
         self.release_kv()
+
+    @property
+    def _ascend(self) -> bool:
+        return hasattr(self.runner, "_allocate_int8_cache_tensor")
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a KV block: that of the config, unless the card's attention has another (Ascend: 128)."""
+        return self.vllm_config.cache_config.block_size
 
     @property
     def kv_block_bytes(self) -> int:
@@ -108,16 +122,13 @@ class VllmCore:
         requests wait in a new scheduler."""
         from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
         from vllm.v1.core.sched.scheduler import Scheduler
-        from vllm.v1.worker.utils import bind_kv_cache
 
         assert not self._kv, "the KV cache is allocated"
         config, runner, cache = self._kv_config(blocks + 1), self.runner, self.vllm_config.cache_config
         runner.kv_cache_config, cache.num_gpu_blocks = config, config.num_blocks
-        with self._kv_on_card():
-            raw = runner._allocate_kv_cache_tensors(config)
-        views = runner._reshape_kv_cache_tensors(raw, runner._kernel_block_sizes)
         runner.kv_caches.clear()
-        bind_kv_cache(views, runner.compilation_config.static_forward_context, runner.kv_caches)
+        with self._kv_on_card(config.num_blocks):
+            runner.initialize_kv_cache_tensors(config, *(() if self._ascend else (runner._kernel_block_sizes,)))
         old, self.scheduler = (
             self.scheduler,
             Scheduler(
@@ -138,9 +149,10 @@ class VllmCore:
         if self.scheduler is not None:
             self.scheduler.reset_prefix_cache(reset_running_requests=True)
         for layer in self.runner.compilation_config.static_forward_context.values():
-            if isinstance(getattr(layer, "kv_cache", None), torch.Tensor):
+            if getattr(layer, "kv_cache", None) is not None:
                 layer.kv_cache = torch.empty(0)
         self.runner.kv_caches.clear()
+        self._drop_graphs()
         for tensor in self._kv:
             tensor.untyped_storage().resize_(0)
         self._kv, self._raw_kv = [], []
@@ -154,6 +166,33 @@ class VllmCore:
                 blocks[self._clean : end].zero_()
             self._clean = end
 
+    def dummy_pass(self, num_tokens: int) -> None:
+        """Run a dummy batch through the model, without attention and never as a graph. Collective."""
+        from vllm.config import CUDAGraphMode
+
+        self.runner._dummy_run(num_tokens, cudagraph_runtime_mode=CUDAGraphMode.NONE)
+
+    def graphs_read(self, weights: list[int]) -> bool:
+        """Return whether the graphs, if there are to be any, read the weights at these addresses and this KV cache."""
+        return self.vllm_config.model_config.enforce_eager or self._captured == self._addresses(weights)
+
+    def capture(self, weights: list[int]) -> None:
+        """Capture the graphs of decode steps again, which read the weights at these addresses. Collective."""
+        self._drop_graphs()
+        self.dummy_pass(self.runner.max_num_tokens)  # workspaces may not grow once graphs read them
+        self.runner.capture_model()
+        self._captured = self._addresses(weights)
+
+    def _addresses(self, weights: list[int]) -> list[int]:
+        return weights + [tensor.data_ptr() for tensor in self._kv]
+
+    def _drop_graphs(self) -> None:
+        if self._captured:
+            from vllm.compilation.cuda_graph import CUDAGraphWrapper
+
+            CUDAGraphWrapper.clear_all_graphs()
+            self._captured = []
+
     def _kv_config(self, blocks: int) -> Any:
         from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_uniform_page_size
 
@@ -162,29 +201,29 @@ class VllmCore:
         return get_kv_cache_config_from_groups(self.vllm_config, self._kv_groups, page_bytes * layers * blocks)
 
     @contextmanager
-    def _kv_on_card(self) -> Iterator[None]:
-        """Make the runner allocate its KV on our card."""
-        runner, (allocate, device) = self.runner, (self.runner._allocate_kv_cache_tensors, self.device)
+    def _kv_on_card(self, num_blocks: int) -> Iterator[None]:
+        """Make the runner allocate its KV on our card: vLLM's layer by layer, vllm-ascend's keys and values apart."""
+        runner, device, raw = self.runner, self.device, list[torch.Tensor]()
 
-        def on_card(config: Any) -> dict[str, torch.Tensor]:
-            tensors: dict[str, torch.Tensor] = {}
-            self._clean = 0
-            for wanted in config.kv_cache_tensors:
-                with device.owner("kv"):
-                    self._kv.append(torch.empty(wanted.size, dtype=torch.int8, device=device.torch_device))
-                view = device.host_view(self._kv[-1])
-                self._raw_kv.append(view.view(config.num_blocks, -1))
-                tensors |= dict.fromkeys(wanted.shared_by, view)
-            device.synchronize()
-            # On a card a block's bytes may lie apart, and there is no page to touch: all blocks at once.
-            self.clean(0 if self._raw_kv[0].device.type == "cpu" else config.num_blocks - 1)
-            return tensors
+        def on_card(nbytes: int, *_: Any) -> torch.Tensor:
+            with device.owner("kv"):
+                self._kv.append(torch.empty(nbytes, dtype=torch.int8, device=device.torch_device))
+            raw.append(device.host_view(self._kv[-1]))
+            return raw[-1]
 
-        runner._allocate_kv_cache_tensors = on_card
-        try:
+        def by_layer(config: Any) -> dict[str, torch.Tensor]:
+            layers = ((wanted.shared_by, on_card(wanted.size)) for wanted in config.kv_cache_tensors)
+            return {layer: view for shared_by, view in layers for layer in shared_by}
+
+        replaced = (
+            ("_allocate_int8_cache_tensor", on_card) if self._ascend else ("_allocate_kv_cache_tensors", by_layer)
+        )
+        with patch.object(runner, *replaced):
             yield
-        finally:
-            runner._allocate_kv_cache_tensors = allocate
+        device.synchronize()
+        self._raw_kv, self._clean = [view.view(num_blocks, -1) for view in raw], 0
+        # On a card a block's bytes may lie apart, and there is no page to touch: all blocks at once.
+        self.clean(0 if raw[0].device.type == "cpu" else num_blocks - 1)
 
 
 def start(
@@ -203,15 +242,12 @@ def start(
 
     Raises:
         ImportError: vLLM is not installed.
-        ValueError: it is not tried on this kind of card.
     """
-    if device.kind == "cuda":
-        raise ValueError("rollout.backend=vllm: it has been tried on emulated cards only; use rollout.backend=embedded")
     with _unchanged_process():
         os.environ.update(ENVIRONMENT)
         import vllm.v1.executor.uniproc_executor as executors
 
-        if device.kind in ("emulated", "ledger"):
+        if computes_on_host(device.kind):
             from fusion.inference.backends.vllm_host import compute_from_plain_tensors, pad_heads
 
             compute_from_plain_tensors()
@@ -224,13 +260,13 @@ def start(
             def _distributed_args(self) -> tuple[str, int, int]:
                 return f"rlfusion:{name}", mesh.rank, device.index
 
-        vllm_config = _vllm_config(config, mesh, rollout, dtype)
+        vllm_config = _vllm_config(config, mesh, rollout, dtype, engine_options(device.kind, rollout.vllm_graphs))
         if load is not None:
             vllm_config.load_config.load_format = _loader(load)
         with use_groups(mesh):
             executor = InProcess(vllm_config)
         runner = executor.driver_worker.worker.model_runner
-        return VllmCore(vllm_config, executor, runner, runner.model, device)
+        return VllmCore(vllm_config, executor, runner, runner.get_model(), device)
 
 
 def _loader(load: Callable[[torch.nn.Module], None]) -> str:
@@ -249,7 +285,9 @@ def _loader(load: Callable[[torch.nn.Module], None]) -> str:
     return name
 
 
-def _vllm_config(config: ModelConfig, mesh: Mesh, rollout: RolloutConfig, dtype: torch.dtype) -> Any:
+def _vllm_config(
+    config: ModelConfig, mesh: Mesh, rollout: RolloutConfig, dtype: torch.dtype, of_card: dict[str, Any]
+) -> Any:
     from vllm import EngineArgs
 
     parallel, name = mesh.parallel, str(dtype).removeprefix("torch.")
@@ -264,7 +302,6 @@ def _vllm_config(config: ModelConfig, mesh: Mesh, rollout: RolloutConfig, dtype:
             load_format="dummy",
             dtype=name,  # type: ignore[arg-type]
             seed=0,
-            enforce_eager=True,
             async_scheduling=False,
             max_model_len=rollout.length_limit(config.max_positions),
             block_size=rollout.engine.block_size,
@@ -280,6 +317,7 @@ def _vllm_config(config: ModelConfig, mesh: Mesh, rollout: RolloutConfig, dtype:
             enable_expert_parallel=parallel.ep > 1,
             distributed_executor_backend="external_launcher",
             additional_config={"weight_nz_mode": 0},
+            **of_card,
         ).create_engine_config()
 
 

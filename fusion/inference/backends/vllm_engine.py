@@ -62,6 +62,8 @@ class VllmEngine(ControlledEngine):
         self.core.runner.sampler = self.sampler = KeyedSampler(self.core.runner, self.sequences, seed)
         self._version = 0
         self._arrived = 0
+        self._may_have_moved = False
+        """Whether weights or KV may have been allocated elsewhere since the graphs were captured; on all ranks alike"""
         self._withdrawn: set[str] = set()
         """Requests that `_restart` has preempted since the last step"""
 
@@ -74,8 +76,13 @@ class VllmEngine(ControlledEngine):
     def _kv_bytes(self) -> tuple[int, int]:
         return self.core.kv_block_bytes, self.core.kv_block_bytes  # vLLM keeps a block that it never uses
 
+    @property
+    def _block_tokens(self) -> int:
+        return self.core.block_size
+
     def _allocate(self, blocks: int) -> None:
         self.core.allocate_kv(blocks)
+        self._may_have_moved = self.config.vllm_graphs
         scheduler = self.core.scheduler
         scheduler.max_num_running_reqs = self.config.engine.max_seqs
         scheduler.max_num_scheduled_tokens = self.config.engine.max_batch_tokens
@@ -108,6 +115,7 @@ class VllmEngine(ControlledEngine):
         if version == self._version:
             return
         self._version = version
+        self._may_have_moved = self.config.vllm_graphs
         self._restart()
 
     def _restart(self) -> None:
@@ -170,6 +178,8 @@ class VllmEngine(ControlledEngine):
     def _compute_step(self, began_s: float) -> list[Output]:
         """Run one step of vLLM's scheduler and worker; return the requests that ended."""
         core, totals = self.core, self.counters
+        if self._may_have_moved:
+            self._capture()
         plan = core.scheduler.schedule()
         self._observe(plan)
         core.clean(_highest_block(plan))
@@ -182,6 +192,14 @@ class VllmEngine(ControlledEngine):
             for output in of_client.outputs:
                 ended += self._append(output)
         return ended
+
+    def _capture(self) -> None:
+        """Capture vLLM's graphs again on all ranks if on any of them they read weights or KV that have moved."""
+        self._may_have_moved = False
+        weights = self.model.addresses()
+        (unmoved,) = self.control.min_over_ranks([int(self.core.graphs_read(weights))])
+        if not unmoved:
+            self.core.capture(weights)
 
     def _observe(self, plan: Any) -> None:
         """Count what vLLM has scheduled, and advance the sequences."""

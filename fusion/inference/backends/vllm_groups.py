@@ -29,6 +29,7 @@ def use_groups(mesh: Mesh) -> Iterator[None]:
         import vllm_ascend.worker.worker as ascend
 
         patches.append(patch.object(ascend, "init_distributed_environment", init))
+        patches.append(patch.object(ascend, "init_ascend_model_parallel", lambda *_: None))
     except ImportError:
         pass
     for one in patches:
@@ -47,14 +48,14 @@ def _set_groups(mesh: Mesh, local_rank: int, backend: str) -> None:
     if not dist.is_initialized():  # vLLM needs groups also of a single card
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     config = get_current_vllm_config()
+    by_argument = hasattr(config.parallel_config, "use_all2all")  # of vLLM 0.26 the group's name decides
     alone = dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
     world = mesh.world_group or alone
 
-    def coordinator(
-        name: str, group: dist.ProcessGroup | None, all2all: bool = False, communicates: bool = True
-    ) -> Any:
+    def coordinator(name: str, group: dist.ProcessGroup | None, communicates: bool = True) -> Any:
         """Return vLLM's coordinator of a group that exists."""
         group = group or alone
+        all2all = {"use_all2all": name == "ep" and config.parallel_config.use_all2all} if by_argument else {}
         members = dist.get_process_group_ranks(group)
         with patch.object(state.torch.distributed, "new_group", lambda *_, **__: group):
             return state.GroupCoordinator(
@@ -63,17 +64,17 @@ def _set_groups(mesh: Mesh, local_rank: int, backend: str) -> None:
                 torch_distributed_backend=backend,
                 use_device_communicator=communicates,
                 group_name=name,
-                use_all2all=all2all,
+                **all2all,
             )
 
-    if mesh.parallel.dp > 1:
-        from fusion.inference.backends.vllm_host import exchange_uneven
-
-        exchange_uneven()
     state._WORLD = state._INNER_DP_WORLD = coordinator("world", world, communicates=False)
     state._NODE_COUNT = 1
     state._TP = coordinator("tp", mesh.tp_group)
     state._DCP, state._PCP, state._PP = (coordinator(name, None) for name in ("dcp", "pcp", "pp"))
     state._DP = coordinator("dp", mesh.dp_group)
     if config.model_config.is_moe:
-        state._EP = coordinator("ep", world, all2all=config.parallel_config.use_all2all)
+        state._EP = coordinator("ep", world)
+    if backend == "hccl":  # vllm-ascend would derive it from the whole world
+        import vllm_ascend.distributed.parallel_state as ascend
+
+        ascend._MC2 = coordinator("mc2", world)

@@ -32,8 +32,10 @@ def compute_from_plain_tensors() -> None:
     experts.check_grouped_gemm = lambda self, layer: (False, "none")
     experts.init_moe_torch = lambda self, layer: None  # would keep the tensors as they are now
     experts.forward_torch = _experts
+    communicator: Any = CpuCommunicator
     # Its shared memory would outlive a killed process, and its ranks wait for each other by spinning.
-    CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False  # type: ignore[method-assign]
+    communicator._all_group_ranks_share_shm_group_name = lambda self: False
+    communicator.all_gatherv, communicator.reduce_scatterv = _all_gatherv, _reduce_scatterv
     torch.ops._C.init_cpu_memory_env = lambda nodes: None  # type: ignore[attr-defined]  # would bind all memory of the process to one node
 
 
@@ -115,15 +117,8 @@ def _swiglu_of_experts(x: torch.Tensor, counts: torch.Tensor, w13: torch.Tensor,
         return operators_of("emulated").experts(x, counts, w13.unbind(), w2.unbind())
 
 
-def exchange_uneven() -> None:
-    """Let vLLM's attention ranks exchange different numbers of tokens on the host."""
-    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
-
-    communicator: Any = CpuCommunicator
-    communicator.all_gatherv, communicator.reduce_scatterv = _all_gatherv, _reduce_scatterv
-
-
 def _all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:
+    """Let vLLM's attention ranks exchange different numbers of tokens on the host."""
     assert dim == 0
     if isinstance(input_, list):
         return [_all_gatherv(self, one, dim, sizes) for one in input_]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from fusion.inference.backends import vllm_core
+from fusion.inference.backends.support import check_card
 from fusion.inference.backends.vllm_checks import (
     KeyedWeights,
     check_experts,
@@ -22,9 +23,8 @@ from fusion.inference.backends.vllm_checks import (
 )
 from fusion.inference.config import RolloutConfig
 from fusion.model import Buckets, Mesh, ModelConfig, plan_units, unit_bytes
-from fusion.model.formats import VLLM_CPU, Format, engine_format, local_table
+from fusion.model.formats import Format, engine_format, local_table
 from fusion.model.id_mask import IdMask
-from fusion.model.spec import Latent
 from fusion.npu import Device
 
 
@@ -37,7 +37,7 @@ class VllmModel:
 
     Raises:
         ImportError: vLLM is not installed.
-        ValueError: its model, or the layout, is not described (`fusion.model.formats.vllm`).
+        ValueError: its model, or the layout, is not described (`fusion.model.formats.vllm`), or as `check_card`.
         WeightsNotOurs: its tensors are not those of the table, or not what it computes from.
     """
 
@@ -56,12 +56,8 @@ class VllmModel:
     ):
         assert not batch_invariant, "check_vllm refuses it"
         self.config, self.mesh, self.device, self.bucket_bytes = config, mesh, device, bucket_bytes
+        check_card(config, device.kind)
         self.format: Format = engine_format("vllm", device.kind, device.operators)
-        if isinstance(config.attention, Latent) and self.format != VLLM_CPU:
-            raise ValueError(
-                "rollout.backend=vllm: with latent attention vLLM computes from products of kv_b_proj, which a switch "
-                "does not write; use rollout.backend=embedded"
-            )
         max_bytes, parallel = unit_bytes(bucket_bytes), mesh.parallel
         self.table = local_table(self.format, config, parallel, mesh.rank, max_bytes=max_bytes, itemsize=dtype.itemsize)
         keyed = KeyedWeights(config, dtype)
@@ -96,6 +92,11 @@ class VllmModel:
         mask = IdMask(self.config, range(self.config.vocab_size), next(module.parameters()).device)
         compute = module.compute_logits
         module.compute_logits = lambda hidden: mask(compute(hidden))
+
+    def addresses(self) -> list[int]:
+        """Return where the units lie that vLLM's parameters are views of from the next pass on."""
+        self._follow_storage()
+        return self._addresses
 
     def _follow_storage(self, *inputs: Any) -> None:
         """Set the parameters' data to the views of units that have been allocated since the last pass."""

@@ -1,10 +1,11 @@
 """Backends refuse by key what they cannot do, before anything starts."""
 
 import re
+from contextlib import nullcontext
 
 import pytest
 
-from fusion.inference.backends.support import check_vllm
+from fusion.inference.backends.support import check_card, check_vllm
 from fusion.model import Parallel
 from fusion.model.formats.vllm import FAMILIES as VLLM_FAMILIES
 from fusion.npu.config import DeviceConfig
@@ -62,6 +63,7 @@ def test_a_layout_is_refused_for_the_megatron_backend_alone(tmp_path, monkeypatc
     job_of(checkpoint, training__backend="megatron", **sequences).validate()
 
 
+EVERY_KIND = {"emulated", "ledger", "cuda", "npu", "auto"}
 VLLM = {"rollout__backend": "vllm", "device__kind": "emulated"}
 
 
@@ -84,7 +86,6 @@ def vllm(monkeypatch):
         (dict(rollout__drafts__source="siblings"), "rollout.drafts.source=siblings: vLLM"),
         (dict(environment__name="guess"), "environment.name=guess: vLLM"),
         (PACED, "device.pace=qwen3_30b_a3b: "),
-        (dict(device__kind="cuda"), "device.kind=cuda: vLLM"),
         (dict(parallel__infer__pp=2), "parallel.infer.pp=2: "),
         (dict(parallel__infer__tp=4, parallel__infer__ep=2), "parallel.infer.ep=2 with etp=1: vLLM"),
     ],
@@ -109,10 +110,28 @@ def test_the_vllm_backend_takes_known_families_and_refuses_others_by_name(kind, 
 
     if kind in VLLM_FAMILIES:
         check()
+        check("auto")
     if kind in VLLM_FAMILIES and kind not in MLA:
-        return check("npu")
+        return check("cuda")
     with pytest.raises(ValueError, match=f"rollout.backend=vllm: .*{kind}.*or rollout.backend=embedded"):
-        check("npu")
+        check("cuda")
+
+
+@pytest.mark.parametrize(
+    "version, refusing", [("0.27.1", {"npu"}), ("0.26.0", {"emulated", "ledger"}), ("0.28.0", EVERY_KIND)]
+)
+def test_the_opened_card_decides_which_version_of_vllm_it_takes(monkeypatch, version, refusing):
+    """What is left to the worker, with device.kind=auto, too."""
+    monkeypatch.setattr("fusion.inference.backends.support.installed_version", lambda: version)
+    for kind in EVERY_KIND:
+        expected = nullcontext()
+        if kind in refusing:
+            expected = pytest.raises(ValueError, match=f"vLLM is {version}, expected 0.2.*or rollout.backend=embedded")
+        with expected:
+            if kind == "auto":
+                check_vllm(tiny_config(), Parallel(), DeviceConfig(kind))
+            else:
+                check_card(tiny_config(), kind)
 
 
 def test_vllm_that_is_not_installed_is_refused_with_the_command_that_installs_it(checkpoint, monkeypatch):

