@@ -46,6 +46,7 @@ def survives(mutant: Mutant, checkout: Path) -> bool:
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *mutant.tests]
         environment = {**os.environ, "PYTHONPATH": str(checkout), "PYTHONDONTWRITEBYTECODE": "1"}
         done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+        assert done.returncode in (0, 1), done.stdout + done.stderr  # else no test ran
         return done.returncode == 0
     finally:
         path.write_text(text)

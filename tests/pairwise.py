@@ -41,14 +41,22 @@ def choose(cases: Iterable[Case], factors: Callable[[Case], Factors]) -> list[Ca
     return [pairs[index][0] for index in sorted(chosen)]
 
 
-def thinned(cases: Sequence[Any], factors: Callable[[Any], Factors]) -> list[Any]:
-    """All ``cases`` as parameters of a test, those that `choose` leaves out marked slow. A case that is a tuple is one
-    argument each of its items."""
+def thinned(
+    cases: Sequence[Any], factors: Callable[[Any], Factors], extended: Callable[[Any], bool] = lambda case: False
+) -> list[Any]:
+    """All ``cases`` as parameters of a test, those that `choose` leaves out marked slow, and of the others those of
+    which ``extended`` is true marked so. A case that is a tuple is one argument each of its items."""
     kept = choose(cases, factors)
+    marks = [pytest.mark.slow if case not in kept else pytest.mark.extended if extended(case) else () for case in cases]
     return [
-        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=() if case in kept else pytest.mark.slow)
-        for case in cases
+        pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
+        for case, mark in zip(cases, marks, strict=True)
     ]
+
+
+def is_wide(parallel: Parallel) -> bool:
+    """Return whether a layout has four ranks or more in one stage of a pipeline."""
+    return parallel.world // parallel.pp >= 4
 
 
 def axes(parallel: Parallel) -> Factors:

@@ -33,3 +33,11 @@ def test_what_is_left_out_is_marked_slow():
     assert len(marks) == 8 and sum(marks.values()) == 4
     (single,) = thinned(["x"], lambda case: (case,))
     assert single.values == ("x",) and single.marks == () and isinstance(single, type(pytest.param()))
+
+
+def test_what_is_chosen_may_be_left_to_the_extended_run():
+    cases = list(product("ab", "cd", "ef"))
+    kept = choose(cases, lambda case: case)
+    for param in thinned(cases, lambda case: case, extended=lambda case: case[0] == "a"):
+        names = [mark.name for mark in param.marks]
+        assert names == (["slow"] if param.values not in kept else ["extended"] if param.values[0] == "a" else [])

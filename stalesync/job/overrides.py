@@ -7,6 +7,7 @@ import difflib
 import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ HYDRA_OPTIONS = frozenset(
 )
 
 
+@cache
 def register() -> None:
-    """Register the dataclasses as the schema of `recipes/conf/config.yaml`."""
+    """Register, once, the dataclasses as the schema of `recipes/conf/config.yaml`."""
     from hydra.core.config_store import ConfigStore
 
     ConfigStore.instance().store(name="schema", node=Config)

@@ -49,12 +49,14 @@ def keep_few_collectives() -> None:
 
 @contextmanager
 def collecting_seldom(num_samples: int) -> Iterator[None]:
-    """Inside the block, excludes all objects that exist at its start from collections, and lets these begin seldom.
+    """Exclude all objects that exist at the start of the block from collections inside it, and let these begin seldom.
+
+    Where objects were excluded before, all stay excluded: Python includes all of them again, or none.
 
     Args:
         num_samples: maximum number of samples in progress.
     """
-    thresholds = gc.get_threshold()
+    thresholds, excluded_before = gc.get_threshold(), gc.get_freeze_count()
     gc.collect()
     gc.freeze()
     gc.set_threshold(max(NEW_OBJECTS, OBJECTS_PER_SAMPLE * num_samples))
@@ -62,4 +64,5 @@ def collecting_seldom(num_samples: int) -> Iterator[None]:
         yield
     finally:
         gc.set_threshold(*thresholds)
-        gc.unfreeze()
+        if not excluded_before:
+            gc.unfreeze()

@@ -34,7 +34,7 @@ def two_batches_one_step(rank, device, spec, interruptions):
     ("resident", "offload"),
     [
         ("one", "stream"),
-        ("all", "switch"),
+        pytest.param("all", "switch", marks=pytest.mark.extended),
         pytest.param("one", "switch", marks=pytest.mark.extended),
         pytest.param("all", "stream", marks=pytest.mark.extended),
     ],

@@ -131,7 +131,7 @@ def test_engine_and_reference_mask_ids_without_a_token(paths, fusion):
 @pytest.mark.parametrize(
     ("train", "infer", "fusion"),
     [
-        ({"ep": 4}, {"tp": 4}, {"deployment": "full"}),
+        pytest.param({"ep": 4}, {"tp": 4}, {"deployment": "full"}, marks=pytest.mark.extended),
         pytest.param({"tp": 2, "pp": 2}, {"ep": 4}, {}, marks=pytest.mark.extended),
         ({"tp": 2, "pp": 2, "ep": 2}, {"pp": 2, "tp": 2}, {"deployment": "full", "resident": "one"}),
         ({"pp": 2}, {"ep": 2, "etp": 1}, {"deployment": "separate"}),
@@ -171,7 +171,12 @@ def said_by_both(rank, device, spec, folder):
 
 
 @pytest.mark.parametrize(
-    ("train", "infer"), [({"tp": 2}, {"ep": 2}), ({"ep": 2}, {"tp": 2, "etp": 2}), ({"pp": 2}, {"tp": 2, "ep": 2})]
+    ("train", "infer"),
+    [
+        ({"tp": 2}, {"ep": 2}),
+        pytest.param({"ep": 2}, {"tp": 2, "etp": 2}, marks=pytest.mark.extended),
+        pytest.param({"pp": 2}, {"tp": 2, "ep": 2}, marks=pytest.mark.extended),
+    ],
 )
 def test_the_engine_after_a_switch_speaks_as_one_loaded_fresh(paths, tmp_path, train, infer):
     spec = make_spec(paths[0], 2, train, infer)

@@ -94,7 +94,10 @@ def without_room_for_a_role(rank, device, spec, stage):
 
 @pytest.mark.parametrize(
     ("stage", "phase", "fusion"),
-    [("reference", "reference", {}), ("score", "reward", {"deployment": "full", "resident": "one"})],
+    [
+        pytest.param("reference", "reference", {}, marks=pytest.mark.extended),
+        ("score", "reward", {"deployment": "full", "resident": "one"}),
+    ],
 )
 def test_a_role_that_does_not_fit_one_card_comes_to_none(policy, tmp_path, stage, phase, fusion):
     larger = tiny_reward_model(tmp_path, hidden_size=128)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import random
 import subprocess
 import sys
@@ -62,10 +63,22 @@ def test_invariants_between_formats(case):
     check(case)
 
 
+@st.composite
+def switches_of_stacks(draw: st.DrawFn):
+    return random_switch_of_stacks(lambda options: draw(st.sampled_from(list(options))))
+
+
+@settings(max_examples=10)
+@given(switches_of_stacks())
+def test_invariants_between_stacks_of_experts(case):
+    check(case)
+
+
+@pytest.mark.extended
 @settings(max_examples=30)
-@given(st.data())
-def test_invariants_between_stacks_of_experts(data):
-    check(random_switch_of_stacks(lambda options: data.draw(st.sampled_from(list(options)))))
+@given(switches_of_stacks())
+def test_invariants_between_stacks_of_experts_of_many(case):
+    check(case)
 
 
 @pytest.mark.slow
@@ -77,7 +90,7 @@ def test_invariants_between_formats_of_many(case):
 
 @pytest.mark.parametrize(
     "seed",
-    [414, 489, 5420, *(pytest.param(seed, marks=pytest.mark.extended) for seed in (964, 2977, 3753, 4933, 6011))],
+    [414, 5420, *(pytest.param(seed, marks=pytest.mark.extended) for seed in (489, 964, 2977, 3753, 4933, 6011))],
 )
 def test_an_order_by_clusters_keeps_the_bound_where_stacks_of_experts_are_large(seed, monkeypatch):
     draw = random.Random(seed)
@@ -229,27 +242,30 @@ def test_rounds_are_nearly_full(pair):
 
 
 IN_ANOTHER_PROCESS = """
-from tests.ep_switch.test_plan import *
-source, target = (Layout(CONFIG, grid, WORLD4, bucket_bytes=1 << 14) for grid in PAIRS[2])
-plan = plan_switch(source, target, 1 << 14, Topology(1, 2, 4, (9.0, 9.0, 1.0, 1.0)))
-text = "".join(repr([[*round_.moves], round_.allocate_before, round_.release_after]) for round_ in plan.rounds)
-print(plan.digest, sum(place * ord(letter) for place, letter in enumerate(text)))
+from tests.ep_switch.test_plan import digest_of_plan
+print(*digest_of_plan())
 """
 
 
+def digest_of_plan() -> tuple[int, int]:
+    """The digest of a plan, and one of the order of everything in it."""
+    source, target = (Layout(CONFIG, grid, WORLD4, bucket_bytes=1 << 14) for grid in PAIRS[2])
+    plan = plan_switch(source, target, 1 << 14, Topology(1, 2, 4, (9.0, 9.0, 1.0, 1.0)))
+    text = "".join(repr([[*round_.moves], round_.allocate_before, round_.release_after]) for round_ in plan.rounds)
+    return plan.digest, sum(place * ord(letter) for place, letter in enumerate(text))
+
+
 def test_every_process_makes_the_same_plan():
-    """Whatever its hashes of strings are."""
-    found = {
-        subprocess.run(
-            [sys.executable, "-c", IN_ANOTHER_PROCESS],
-            env={"PYTHONHASHSEED": seed, "PATH": "", "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(found) == 1
+    """Whatever its hashes of strings are: they differ from those of this process."""
+    seed = "1" if os.environ.get("PYTHONHASHSEED") != "1" else "2"
+    done = subprocess.run(
+        [sys.executable, "-c", IN_ANOTHER_PROCESS],
+        env={"PYTHONHASHSEED": seed, "PATH": "", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [str(part) for part in digest_of_plan()]
 
 
 def test_the_oracle_finds_a_wrong_plan():

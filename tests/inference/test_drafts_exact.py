@@ -23,7 +23,7 @@ from tests.helpers import run_ranks, tiny_config
 from tests.inference.engines import by_id, card, checkpoint, empty_card, generate, generate_brokenly, requests
 from tests.inference.keeping import resumed, steps
 from tests.inference.test_verification import Guesses, truth_of
-from tests.pairwise import axes, thinned
+from tests.pairwise import axes, is_wide, thinned
 from tests.rollout.drafts.plain_indexes import PlainIndexes
 from tests.rollouts import rollout_config
 
@@ -168,7 +168,9 @@ CASES = list(product(WORLDS, ("right", "mixed", "traps", "text"), (1, 3)))
 
 
 @pytest.mark.parametrize(
-    ("parallel", "kind", "children"), thinned(CASES, lambda case: (*axes(case[0]), *case[1:])), ids=str
+    ("parallel", "kind", "children"),
+    thinned(CASES, lambda case: (*axes(case[0]), *case[1:]), extended=lambda case: is_wide(case[0])),
+    ids=str,
 )
 def test_drafts_change_no_token_and_no_logprob_in_any_layout(parallel, kind, children):
     for (plain, drafted), accepted in run_ranks(rank, parallel.world, checkpoint(), parallel, kind, children):

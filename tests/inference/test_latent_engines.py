@@ -32,7 +32,7 @@ from tests.inference.test_verification import Guesses, truth_of
 from tests.rollouts import rollout_config
 
 KIND = "deepseek_v3"
-DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+DTYPES = [torch.float32, pytest.param(torch.float64, marks=pytest.mark.extended), torch.bfloat16]
 
 
 @cache
@@ -57,7 +57,7 @@ def test_batch_invariant_logprobs_are_bitwise_equal_under_any_history(dtype, ope
     assert alone == want
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.extended) for seed in (1, 2))])
 def test_no_history_changes_what_is_sampled(seed, operators):
     """Also where prompts and long chunks are expanded."""
     wanted = requests(12)
@@ -170,8 +170,8 @@ def test_routing_is_that_of_one_pass_whatever_the_engine_did(batch_invariant):
 
 WORLDS = [
     Parallel(2, tp=2),
-    Parallel(4, tp=2, ep=2),
-    pytest.param(Parallel(2, ep=2), marks=pytest.mark.extended),
+    Parallel(2, ep=2),
+    pytest.param(Parallel(4, tp=2, ep=2), marks=pytest.mark.extended),
     pytest.param(Parallel(4, tp=2, pp=2), marks=pytest.mark.extended),
 ]
 

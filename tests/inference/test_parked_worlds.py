@@ -14,7 +14,7 @@ from fusion.offload import HostPool
 from tests.helpers import run_ranks
 from tests.inference.engines import checkpoint
 from tests.inference.keeping import LIMITS, long, resumed, steps
-from tests.pairwise import axes, thinned
+from tests.pairwise import axes, is_wide, thinned
 from tests.rollouts import rollout_config
 
 
@@ -67,7 +67,11 @@ WORLDS = [Parallel(2, tp=2), Parallel(2, pp=2), Parallel(4, tp=2, ep=2), Paralle
 CASES = list(product(WORLDS, (True, False)))
 
 
-@pytest.mark.parametrize(("parallel", "prefix_cache"), thinned(CASES, lambda case: (*axes(case[0]), case[1])), ids=str)
+@pytest.mark.parametrize(
+    ("parallel", "prefix_cache"),
+    thinned(CASES, lambda case: (*axes(case[0]), case[1]), extended=lambda case: is_wide(case[0])),
+    ids=str,
+)
 def test_every_rank_parks_its_own_part_and_all_decide_alike(parallel, prefix_cache):
     check_worlds(run_ranks(away_rank, parallel.world, checkpoint(), parallel, dict(prefix_cache=prefix_cache)))
 

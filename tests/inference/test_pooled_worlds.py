@@ -21,7 +21,7 @@ from tests.helpers import run_ranks
 from tests.inference.engines import checkpoint
 from tests.inference.keeping import long
 from tests.inference.pooling import LIMITS, figures, moved
-from tests.pairwise import axes, thinned
+from tests.pairwise import axes, is_wide, thinned
 from tests.rollouts import rollout_config
 
 
@@ -91,7 +91,9 @@ CASES = list(product(WORLDS, ("none", "siblings"), (True, False)))
 
 
 @pytest.mark.parametrize(
-    ("parallel", "drafts", "prefix_cache"), thinned(CASES, lambda case: (*axes(case[0]), *case[1:])), ids=str
+    ("parallel", "drafts", "prefix_cache"),
+    thinned(CASES, lambda case: (*axes(case[0]), *case[1:]), extended=lambda case: is_wide(case[0])),
+    ids=str,
 )
 def test_chunks_on_two_engines_in_turn_are_the_uninterrupted_response(parallel, drafts, prefix_cache):
     window = {} if drafts == "none" else dict(source=drafts, budget="window")

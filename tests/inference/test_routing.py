@@ -165,7 +165,7 @@ def generate_rank(rank, device, folder, parallel):
     return made.run()
 
 
-DEFAULT = [Parallel(2, tp=2), Parallel(4, ep=2, pp=2), Parallel(4, tp=2, ep=2, etp=2)]
+DEFAULT = [Parallel(2, tp=2), Parallel(4, ep=2, pp=2)]
 
 
 @pytest.mark.parametrize(

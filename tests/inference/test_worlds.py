@@ -11,7 +11,7 @@ from fusion.rollout.drafts.exchange import TextExchange, answer
 from fusion.rollout.drafts.text_store import TextStore
 from tests.helpers import run_ranks
 from tests.inference.engines import by_id, checkpoint, engine, generate, requests, tokens
-from tests.pairwise import axes, thinned
+from tests.pairwise import axes, is_wide, thinned
 from tests.rollout.drafts.plain_indexes import PlainIndexes
 from tests.rollouts import rollout_config
 
@@ -54,7 +54,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("parallel", thinned(LAYOUTS, axes), ids=str)
+@pytest.mark.parametrize("parallel", thinned(LAYOUTS, axes, extended=is_wide), ids=str)
 def test_every_layout_samples_the_same_tokens(parallel):
     results = run_ranks(generate_rank, parallel.world, checkpoint(), parallel, dict(max_kv_tokens=160))
     outputs = [output for mine, _ in results for output in mine]

@@ -67,7 +67,7 @@ def is_quick(answer: Answer) -> bool:
         ("scripts/check.py --help", "Exits"),
         ("scripts/docs/config_reference.py --help", "as Markdown"),
         ("-m distqueue --help", "--watch"),
-        *((f"benchmarks/{name} --help", "--json") for name in BENCHMARKS),
+        *(pytest.param(f"benchmarks/{name} --help", "--json", marks=pytest.mark.extended) for name in BENCHMARKS),
     ],
 )
 def test_help_answers_in_a_second_of_cpu(command, part, tmp_path):

@@ -37,7 +37,8 @@ def test_a_run_profiles_the_steps_that_it_is_asked_for(base, tmp_path):
     assert "profile/step-2-card-3.json" in (folder / "report.html").read_text()
 
 
-@pytest.mark.parametrize("bound", [0, pytest.param(1, marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("bound", [0, 1])
 def test_cards_that_only_generate_are_profiled_too_also_where_they_never_stop(base, tmp_path, bound):
     stale = [*LONG, f"stalesync.max_staleness={bound}"] if bound else []
     steps = 5 if bound else 3  # a stale run has generated the samples of its last step before that

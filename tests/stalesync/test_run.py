@@ -91,16 +91,17 @@ def test_a_run_that_is_deployed_otherwise_is_bitwise_the_one_on_one_card(base, t
 @pytest.mark.parametrize(
     ("options", "starts"),
     [
-        ([], (3, 5)),
-        (
+        pytest.param([], (3, 5), id="resumed"),
+        pytest.param(
             [
                 "rollout.schedule.chunk_tokens=2",
                 "rollout.kv_pool.suspended=pool",
                 "rollout.engine.batch_invariant=true",
             ],
             (5,),
+            id="chunks",
         ),
-        (
+        pytest.param(
             [
                 "rollout.drafts.source=both",
                 "rollout.drafts.tree=2",
@@ -108,9 +109,10 @@ def test_a_run_that_is_deployed_otherwise_is_bitwise_the_one_on_one_card(base, t
                 "rollout.engine.batch_invariant=true",
             ],
             (5,),
+            id="drafts",
+            marks=pytest.mark.extended,
         ),
     ],
-    ids=["resumed", "chunks", "drafts"],
 )
 def test_staleness_0_is_the_straight_line_to_the_bit(base, tmp_path, options, starts):
     """Also where a run that has finished goes on for more steps."""

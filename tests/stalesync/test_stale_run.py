@@ -66,7 +66,8 @@ def test_a_stale_run_keeps_the_bound_and_every_group_ends_once(base, tmp_path, d
         assert sum(pauses) < sum(row["timing_s/switch"] for row in rows)
 
 
-@pytest.mark.parametrize("deployment", ["separate", pytest.param("hybrid", marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("deployment", ["separate", "hybrid"])
 def test_cards_train_in_the_tail_of_generation_what_is_ready_and_nothing_twice(base, tmp_path, deployment):
     """In hybrid they return only if the measured tail is longer than the measured switch, which depends on how busy the
     machine is; never in the first step."""
@@ -86,6 +87,7 @@ def test_cards_train_in_the_tail_of_generation_what_is_ready_and_nothing_twice(b
     assert rows[-1]["distqueue/rows"] == 0 and rows[-1]["distqueue/ended/done"] == 32 * steps
 
 
+@pytest.mark.extended
 def test_a_run_of_two_epochs_in_the_order_histopipe_keeps_the_bound_and_knows_lengths_in_the_second(base, tmp_path):
     steps = 4
     pipe = [
@@ -174,6 +176,7 @@ def shortest(prompts, responses, answers, other_responses):
 """
 
 
+@pytest.mark.extended
 def test_a_killed_run_whose_reward_compares_the_responses_of_a_group_goes_on_with_those_that_waited(
     base, start, tmp_path
 ):

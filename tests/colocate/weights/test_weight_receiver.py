@@ -90,7 +90,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+DEFAULT = "host", "hbm, late copies", "passed on in hbm"
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in DEFAULT else pytest.param(case, marks=pytest.mark.extended) for case in CASES]
+)
 def test_an_engine_goes_on_while_its_weights_arrive_and_adopts_them_whole(path, case):
     fusion, topology, kind = CASES[case]
     ranks = run_ranks(new_weights_arrive, 4, make(path, topology, **fusion), 2, device=kind)
@@ -107,7 +112,9 @@ def test_an_engine_goes_on_while_its_weights_arrive_and_adopts_them_whole(path, 
     assert any(oldest < newest for oldest, newest in spans), "samples go on over a change of weights"
 
 
-@pytest.mark.parametrize("fusion", [{}, {"double_buffer": True}], ids=["host", "hbm"])
+@pytest.mark.parametrize(
+    "fusion", [{}, pytest.param({"double_buffer": True}, marks=pytest.mark.extended)], ids=["host", "hbm"]
+)
 def test_correction_biases_arrive_in_float32_and_are_adopted_with_the_weights(tmp_path, fusion):
     spec = make(family_checkpoint(tmp_path, "glm4_moe"), **fusion)
     spec = replace(spec, model=replace(spec.model, dtype="bfloat16"))

@@ -81,6 +81,7 @@ def test_a_text_server_that_is_killed_changes_nothing_and_is_reported_once(start
     assert_gone(below)
 
 
+@pytest.mark.extended
 def test_the_history_of_prompts_survives_a_resume_with_other_engines(base, tmp_path):
     """Of a checkpoint without it, a run resumes, too."""
     common = [

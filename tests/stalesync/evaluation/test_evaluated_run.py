@@ -101,6 +101,7 @@ def test_the_best_checkpoint_stays_a_resume_goes_on_and_a_checkpoint_alone_is_ev
     assert not (tmp_path / "evaluate-run" / "checkpoints").exists()
 
 
+@pytest.mark.extended
 def test_an_evaluation_that_is_due_where_a_run_resumes_is_in_the_row_of_its_step_and_may_be_the_best(
     base, tmp_path, files
 ):
@@ -158,11 +159,12 @@ def test_evaluations_do_not_change_a_bit_of_a_run_at_staleness_0_and_repeat_to_t
     assert len({json.dumps(row["estimates"]) for row in evaluations(tmp_path / "with").values()}) > 1
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("deployment", "bound", "more"),
     [
-        pytest.param("colocated", 1, [], id="colocated", marks=pytest.mark.extended),
-        pytest.param("separate", 1, LONG, id="separate", marks=pytest.mark.extended),
+        pytest.param("colocated", 1, [], id="colocated"),
+        pytest.param("separate", 1, LONG, id="separate"),
         pytest.param("hybrid", 2, CHUNKS, id="hybrid-chunks"),
     ],
 )

@@ -148,17 +148,16 @@ def test_so_it_is_in_other_layouts_and_where_groups_are_filtered(base, undisturb
 AHEAD = ["stalesync.max_staleness=1", "run.steps=8", "rollout=sampling", "rollout.sampling.forced_median=20"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "overrides",
     [
         pytest.param([], id="separate"),
-        pytest.param(CHUNKS, id="chunks", marks=pytest.mark.extended),
-        pytest.param(HYBRID, id="hybrid", marks=pytest.mark.extended),
-        pytest.param([*CHUNKS, *HYBRID, "rollout.kv_pool.suspended=pool"], id="pool", marks=pytest.mark.extended),
-        pytest.param([*CHUNKS, "rollout.kv_pool.suspended=keep"], id="keep", marks=pytest.mark.extended),
-        pytest.param(
-            [*CHUNKS, "rollout.drafts.source=both", "rollout.drafts.history=2"], id="drafts", marks=pytest.mark.extended
-        ),
+        pytest.param(CHUNKS, id="chunks"),
+        pytest.param(HYBRID, id="hybrid"),
+        pytest.param([*CHUNKS, *HYBRID, "rollout.kv_pool.suspended=pool"], id="pool"),
+        pytest.param([*CHUNKS, "rollout.kv_pool.suspended=keep"], id="keep"),
+        pytest.param([*CHUNKS, "rollout.drafts.source=both", "rollout.drafts.history=2"], id="drafts"),
     ],
 )
 def test_with_generation_ahead_of_training_no_group_is_lost_or_trained_twice(base, tmp_path, overrides):
@@ -178,12 +177,15 @@ def test_with_generation_ahead_of_training_no_group_is_lost_or_trained_twice(bas
     ("overrides", "kills", "says"),
     [
         pytest.param(
-            ["run.max_engine_restarts=1"], {40: [2], 80: [1]}, "; run.max_engine_restarts=1 engines have been"
+            ["run.max_engine_restarts=1"],
+            {40: [2], 80: [1]},
+            "; run.max_engine_restarts=1 engines have been",
+            id="too many",
+            marks=pytest.mark.extended,
         ),
-        pytest.param(["run.max_engine_restarts=0"], {40: [2]}, "crashed)\n", marks=pytest.mark.extended),
-        pytest.param([], {40: [0]}, "crashed)\n", marks=pytest.mark.extended),
+        pytest.param(["run.max_engine_restarts=0"], {40: [2]}, "crashed)\n", id="none"),
+        pytest.param([], {40: [0]}, "crashed)\n", id="the trainer", marks=pytest.mark.extended),
     ],
-    ids=["too many", "none", "the trainer"],
 )
 def test_a_death_that_is_not_mended_ends_the_run_and_says_why(base, tmp_path, overrides, kills, says):
     done, folder = run(base, tmp_path / "killed", *overrides, kills=kills)
@@ -197,12 +199,13 @@ def test_a_death_that_is_not_mended_ends_the_run_and_says_why(base, tmp_path, ov
 EVALUATED = ["run.eval_prompts=384", "rollout.max_response_length=12", "rollout.sampling.forced_median=4"]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("number", "overrides"),
     [
         pytest.param(1, [], id="before the first step"),
-        pytest.param(2, [], id="after the last step", marks=pytest.mark.extended),
-        pytest.param(1, ONE, id="the only one", marks=pytest.mark.extended),
+        pytest.param(2, [], id="after the last step"),
+        pytest.param(1, ONE, id="the only one"),
     ],
 )
 def test_an_engine_killed_in_an_evaluation_is_replaced_and_the_answers_are_those_of_an_undisturbed_run(

@@ -33,7 +33,7 @@ def test_garbage_collection_is_as_before_after_a_run():
     with pytest.raises(Failed), collecting_seldom(1):
         assert gc.get_threshold()[0] == NEW_OBJECTS and gc.get_freeze_count() > frozen
         raise Failed
-    assert gc.get_threshold() == thresholds and gc.get_freeze_count() == 0
+    assert gc.get_threshold() == thresholds and bool(gc.get_freeze_count()) == bool(frozen)
 
 
 class Cuts(Checkpoints):

@@ -1,4 +1,4 @@
-"""The threads of a process share arenas, and Ray's processes get the same bound and keep no record of calls."""
+"""The threads of a process share arenas, what is excluded from collections, and what Ray's processes get."""
 
 import os
 import subprocess
@@ -60,6 +60,24 @@ print(len(json.loads(torch._C._distributed_c10d._dump_fr_trace_json())["entries"
 def test_few_collectives_are_recorded_unless_the_user_wants_more(setting, kept):
     done = run([sys.executable, "-c", COLLECTIVES], 60, env=os.environ | setting)
     assert done.stdout == f"{kept}\n", done.stderr
+
+
+EXCLUDED = """
+import gc
+from stalesync.process.garbage import collecting_seldom
+with collecting_seldom(1):
+    print(gc.get_freeze_count() > 1000)
+print(gc.get_freeze_count())
+gc.freeze()
+with collecting_seldom(1):
+    pass
+print(gc.get_freeze_count() > 1000)
+"""
+
+
+def test_what_was_excluded_from_collections_before_stays_so():
+    done = run([sys.executable, "-c", EXCLUDED], 30)
+    assert done.stdout.split() == ["True", "0", "True"], done.stdout + done.stderr
 
 
 def test_processes_of_ray_share_arenas_and_keep_no_record_of_calls(monkeypatch):
