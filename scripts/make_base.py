@@ -4,8 +4,7 @@
     python scripts/make_base.py addition runs/base/pangu-tiny --shape recipes/shapes/tiny/pangu.yaml
 
 Tasks: addition (one-digit sums, takes seconds), worked_arithmetic (long answers with every step, takes a few minutes),
-calculator (calls of a tool, for small sums only, takes minutes), guess (legal guesses at random, takes half a minute).
-calculator (calls of a tool, for small sums only, takes minutes), guess (legal guesses at random, takes half a minute).
+calculator (calls of a tool, for small sums only, takes minutes), guess (guesses at random, takes half a minute).
 The model is a small Qwen3-MoE, or what the `config` of a --shape file describes, in the fields of a `config.json`.
 The folder becomes a Hugging Face checkpoint; if it already contains one, the script does nothing.
 """

@@ -26,6 +26,7 @@ from stalesync.job.sft import mean_probability, pack_chats, train_supervised
 from stalesync.prompts import ChatTemplate, DataConfig, Prompt, PromptSource, Row, make_tokenizer, solution_ids
 from stalesync.prompts.calculator import RepeatRows
 from stalesync.prompts.config import GENERATORS
+from stalesync.prompts.guess import WORDS
 from stalesync.prompts.rows import Rows
 from stalesync.prompts.supervised import ChatTokenizer
 
@@ -41,7 +42,7 @@ class WarmUp:
     """Settings of the training of a base model. ``target``: sampled accuracy at which it stops; ``response_tokens``:
     maximum tokens of a sampled answer; ``max_steps``: maximum number of optimizer steps. Of a model for conversations:
     ``held_out``, the rows whose chats are to reach the target, and ``repeats``, the share of chats in which the model
-    only repeats what it reads. ``fields``: of its `config.json`."""
+    only repeats what it reads, and ``words`` that are one token each. ``fields``: of its `config.json`."""
 
     data: DataConfig
     hidden: int = 64
@@ -52,6 +53,7 @@ class WarmUp:
     batch: int = 256
     held_out: DataConfig | None = None
     repeats: float = 0.0
+    words: tuple[str, ...] = ()
     fields: Mapping[str, Any] = field(default_factory=dict)
     check_every: int = 5
     check_prompts: int = 256
@@ -88,11 +90,13 @@ TASKS = {
     "guess": WarmUp(
         DataConfig(source="guess"),
         held_out=DataConfig(source="guess"),
+        words=WORDS,
+        hidden=128,
         target=0.0,
         batch=64,
         max_steps=150,
         check_every=150,
-        fields=NEAR_POSITIONS,
+        fields=NEAR_POSITIONS | {"num_attention_heads": 8, "num_key_value_heads": 8},
         training=replace(_TRAINING, lr=3e-3, warmup_steps=20),
     ),
 }
@@ -122,7 +126,7 @@ def make_base_model(
     plan = replace(TASKS[task], **changes)
     fields = _qwen3_moe(plan) if shape is None else shape
     ModelConfig.from_hf({"vocab_size": 1, **fields}, "shape")  # before anything is written
-    tokenizer = make_tokenizer(folder, chat=plan.held_out is not None)
+    tokenizer = make_tokenizer(folder, chat=plan.held_out is not None, words=plan.words)
     model = _initial_model(fields, tokenizer, device=device, seed=seed)
     trainer = EmbeddedTrainEngine(model, model.mesh, device=device, config=plan.training)
     learn = _learn_answers if plan.held_out is None else _learn_chats
@@ -204,7 +208,7 @@ def _pack(prompts: Sequence[Sequence[int]], solutions: Sequence[Sequence[int]]) 
 
 
 def _qwen3_moe(plan: WarmUp) -> dict[str, Any]:
-    return dict(
+    fields = dict(
         model_type="qwen3_moe",
         hidden_size=plan.hidden,
         intermediate_size=plan.hidden,
@@ -217,8 +221,8 @@ def _qwen3_moe(plan: WarmUp) -> dict[str, Any]:
         norm_topk_prob=True,
         router_aux_loss_coef=0.0,
         tie_word_embeddings=True,
-        **plan.fields,
     )
+    return {**fields, **plan.fields}
 
 
 def _initial_model(fields: Mapping[str, Any], tokenizer: Any, *, device: Device, seed: int) -> Transformer:

@@ -1,4 +1,5 @@
-"""Generate games for the environment `guess`, and chats of legal guesses at random, to teach a small model the game."""
+"""Generate games for the environment `guess`, and chats of guesses at random that never repeat, to teach a small model
+the game."""
 
 from __future__ import annotations
 
@@ -9,6 +10,8 @@ from stalesync.prompts.rows import Row, Rows
 
 NUMBERS, GUESSES = 16, 5
 PROMPT = f"0-{NUMBERS - 1}?"
+WORDS = tuple(map(str, range(10, NUMBERS)))
+"""Numbers that are one token as those below 10: order and limits of numbers are then in their embeddings"""
 
 
 class GuessRows(Rows):
@@ -22,13 +25,12 @@ class GuessRows(Rows):
     def row(self, index: int) -> Row:
         rng = random.Random(f"{self._seed}-guess-{index}")
         number, turns = rng.randrange(NUMBERS), []
-        for left in reversed(range(GUESSES)):
-            guess = rng.randrange(NUMBERS)
+        for guess in rng.sample(range(NUMBERS), GUESSES):
             turns.append({"role": "assistant", "content": str(guess)})
-            if guess == number or not left:
-                break
+            if guess == number:
+                return Row(PROMPT, str(number), {"solution": turns})
             turns.append({"role": "user", "content": "higher" if guess < number else "lower"})
-        return Row(PROMPT, str(number), {"solution": turns})
+        return Row(PROMPT, str(number), {"solution": turns[:-1]})
 
     def name(self, index: int) -> str:
         return f"data.source='guess' game {index}"

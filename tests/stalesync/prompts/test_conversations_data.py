@@ -70,9 +70,22 @@ def test_a_game_is_legal_and_answered_truly(index):
     assert (guess_data.NUMBERS, guess_data.GUESSES) == (NUMBERS, GUESSES) and row.prompt == "0-15?"
     guesses = [int(turn["content"]) for turn in turns[::2]]
     assert all(0 <= guess < NUMBERS for guess in guesses) and number not in guesses[:-1]
+    assert len({*guesses}) == len(guesses)
     assert len(guesses) == GUESSES or guesses[-1] == number
     truth = ["higher" if guess < number else "lower" for guess in guesses[:-1]]
     assert [turn["content"] for turn in turns[1::2]] == truth
+
+
+def test_numbers_of_games_are_single_tokens_and_those_of_sums_are_digits():
+    tokenizer = make_tokenizer(chat=True, words=guess_data.WORDS)
+    assert all(len(tokenizer.encode(str(number))) == 1 for number in range(NUMBERS))
+    assert len(TOKENIZER.encode("12+34=46")) == 8 and len(tokenizer) == len(TOKENIZER)
+
+
+def test_random_games_that_never_repeat_find_the_number_in_5_of_16():
+    games = [GuessRows(DataConfig(), 3).row(index) for index in range(2000)]
+    found = sum(row.fields["solution"][-1]["content"] == row.answer for row in games) / len(games)
+    assert abs(found - GUESSES / NUMBERS) < 0.05
 
 
 def test_games_use_all_numbers_alike():
