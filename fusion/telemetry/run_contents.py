@@ -6,7 +6,8 @@ runs/<name>/config.yaml       the resolved configuration
             loggers.json      the id of the run in all loggers (`loggers/`)
             samples.jsonl     a few samples of every step: step, prompt, response, reward
             groups.jsonl      every group that has ended: step, group, ended (trained, failed:…, filtered:…), and of
-                              trained ones lag, prompt_tokens, response_tokens
+                              trained ones lag, prompt_tokens, response_tokens (sampled) and, of conversations,
+                              observation_tokens
             control.jsonl     changes to generation during the run, and requests that were refused
             evaluations.jsonl every evaluation: step, file, and estimates with their intervals
             best.json         the best checkpoint: metric, value, step, checkpoint; only with `eval.best`

@@ -210,7 +210,8 @@ class RunFolder:
 
         Args:
             lag: policy versions between the admission and the training of each.
-            tokens: `prompt_tokens` of each group and `response_tokens`, a list for each.
+            tokens: `prompt_tokens` of each group, and lists for each: `response_tokens`, which were sampled, and of
+                conversations `observation_tokens`.
         """
         others = {"ended": ended} if lag is None else {"ended": ended, "lag": lag}
         self._log(GROUPS).write_each({"step": step}, "group", groups, others, tokens)

@@ -129,12 +129,14 @@ class AlgorithmConfig(Group, path="algorithm"):
 
     loss_aggregation: str | None = key(None, one_of=AGGREGATIONS, timeless=True)
     """How the losses of tokens are aggregated: `token_mean`: mean over all tokens of the batch; `sequence_mean`: mean
-    over each sequence, then over sequences; `constant`: sum divided by sequences x rollout.max_response_length; null:
-    the default of the algorithm (dr_grpo, rloo: constant; gspo: sequence_mean; others: token_mean)."""
+    over each sequence, then over sequences; `constant`: sum divided by sequences x rollout.max_response_length,
+    however much of a conversation its environment says; null: the default of the algorithm (dr_grpo, rloo: constant;
+    gspo: sequence_mean; others: token_mean)."""
 
     overlong_buffer: int | None = key(None, at_least=0, timeless=True)
     """Number of tokens before rollout.max_response_length over which an overlong penalty grows from 0 to 1; 0: no
-    penalty; null: the default of the algorithm (dapo: a fifth of the maximum; others: none)."""
+    penalty; null: the default of the algorithm (dapo: a fifth of the maximum; others: none). Sampled tokens count: a
+    conversation whose environment uses up the maximum is cut, but not penalised for that."""
 
     correction: str | None = key(None, one_of=CORRECTIONS)
     """Off-policy correction, for samples of an older policy (`fusion/training/corrections.py`): `none`, `tis_token`,

@@ -153,14 +153,16 @@ class Groups:
         first_of = {samples.groups[first]: first for first in range(0, len(samples), self.size)}
         """Group → the position of its first sample"""
         untrained, ledger = set(lost), self.admission.ledger
+        of_members = {"response_tokens": samples.sampled_tokens}
+        if any(samples.observed_tokens):
+            of_members["observation_tokens"] = samples.observed_tokens
         outcomes = [(f"failed:{LOST}" if group in untrained else "trained", ledger.lag(group)) for group in groups]
         for (ended, lag), run in groupby(zip(outcomes, groups, strict=True), key=itemgetter(0)):
             ended_so = [group for _, group in run]
             firsts = [first_of[group] for group in ended_so]
-            tokens: dict[str, list[Any]] = {
-                "prompt_tokens": [samples.prompt_tokens[first] for first in firsts],
-                "response_tokens": [samples.response_tokens[first : first + self.size] for first in firsts],
-            }
+            tokens: dict[str, list[Any]] = {"prompt_tokens": [samples.prompt_tokens[first] for first in firsts]}
+            for name, lengths in of_members.items():
+                tokens[name] = [lengths[first : first + self.size] for first in firsts]
             self.folder.log_groups(self.step, ended_so, ended, lag=lag, tokens=tokens)
 
     def _record(self, generated: Sequence[Sample], scored: Sequence[Sample], *, lost: bool = False) -> None:

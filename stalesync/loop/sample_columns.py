@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import compress
-from operator import add
+from operator import add, sub
 
 from stalesync.scoring.samples import Sample, by_id
 
@@ -67,6 +67,11 @@ class SampleColumns:
     def tokens(self) -> list[int]:
         """Tokens of the prompt and the response of each sample."""
         return list(map(add, self.prompt_tokens, self.response_tokens))
+
+    @cached_property
+    def observed_tokens(self) -> list[int]:
+        """Tokens of each response that an environment has said."""
+        return list(map(sub, self.response_tokens, self.sampled_tokens))
 
     @property
     def without_errors(self) -> SampleColumns:

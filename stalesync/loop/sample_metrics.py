@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from operator import gt, sub
+from operator import gt
 
 import numpy as np
 
@@ -25,8 +25,8 @@ def add_sample_metrics(metrics: Metrics, samples: SampleColumns) -> None:
     if not samples:
         return
     metrics.spread("response_length", samples.sampled_tokens)
-    if samples.sampled_tokens != samples.response_tokens:
-        metrics.spread("observation_length", list(map(sub, samples.response_tokens, samples.sampled_tokens)))
+    if any(samples.observed_tokens):
+        metrics.spread("observation_length", samples.observed_tokens)
     metrics.spread("prompt_length", samples.prompt_tokens)
     metrics.add("response_length/clip_ratio", sum(samples.cut) / len(samples))
 

@@ -5,10 +5,15 @@ import time
 from collections import Counter
 
 import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from tests.colocate.cards import tiny_reward_model
 from tests.stalesync.conversations import ENVIRONMENT, make_chatting_model
-from tests.stalesync.runs import assert_gone, begin, descendants, kill, rows_of, train, wait_until
+from tests.stalesync.runs import assert_gone, begin, command_of, descendants, kill, rows_of, train, wait_until
+from tests.stalesync.stopped_run import BOUNDARIES
 from tests.stalesync.test_killed import _figures, _newest, assert_same_weights
+from tests.warm import launcher
 
 STEPS = 4
 OPTIONS = [
@@ -39,9 +44,13 @@ def samples_of(run):
     return [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
 
 
+def rows_of_groups(run):
+    return [json.loads(line) for line in (run / "groups.jsonl").read_text().splitlines()]
+
+
 def endings_of(run):
     """How every group has ended, once each."""
-    rows = [json.loads(line) for line in (run / "groups.jsonl").read_text().splitlines()]
+    rows = rows_of_groups(run)
     endings = {row["group"]: row["ended"] for row in rows}
     assert len(endings) == len(rows), "a group has ended twice"
     return endings
@@ -81,6 +90,10 @@ def test_at_staleness_0_a_run_is_bitwise_the_same_again_and_its_samples_are_conv
     assert several > 10
     last = rows_of(whole)[-1]
     assert last["env/num_turns/max"] == 3 and last["env/retries_total"] == 0 and last["observation_length/mean"] > 0
+    groups = [row for row in rows_of_groups(whole) if row["step"] == STEPS]
+    for kind in ("response", "observation"):
+        lengths = [length for row in groups for length in row[f"{kind}_tokens"]]
+        assert sum(lengths) / len(lengths) == pytest.approx(last[f"{kind}_length/mean"])
 
 
 @pytest.mark.extended
@@ -99,6 +112,45 @@ def test_a_run_that_is_killed_at_staleness_0_is_bitwise_one_that_is_not(chatting
     )
     assert ours == theirs
     assert_same_weights(tmp_path / "run", whole)
+
+
+@pytest.mark.extended
+def test_a_run_that_is_killed_at_each_boundary_of_a_turn_is_bitwise_one_that_is_not(chatting, whole, tmp_path):
+    options, folder = [*OPTIONS, environment(tmp_path, "Env"), *AGAIN], tmp_path / "run"
+    for number, boundary in enumerate(BOUNDARIES):
+        resumed = ["run.resume=true"] if number else []
+        mark = tmp_path / boundary
+        command = command_of(chatting, tmp_path, *options, *resumed)
+        run = launcher().start(["tests/stalesync/stopped_run.py", boundary, str(mark), *command[1:]])
+        wait_until(run, 120, mark.exists)
+        kill(run)
+        assert 0 < _newest(folder) < STEPS, "it was killed under way"
+    done = train(chatting, tmp_path, *options, "run.resume=true")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert_same_weights(folder, whole)
+    assert samples_of(folder) == samples_of(whole) and endings_of(folder) == endings_of(whole)
+
+
+@pytest.mark.extended
+def test_a_reward_model_scores_the_whole_conversation(chatting, tmp_path):
+    tokenizer = AutoTokenizer.from_pretrained(chatting)
+    path = tiny_reward_model(tmp_path / "judge", vocab_size=len(tokenizer))
+    judge = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
+    options = [one for one in OPTIONS if not one.startswith("reward=")]
+    done = train(chatting, tmp_path, *options, environment(tmp_path, "Env"), f"reward.model={path}", "run.steps=1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    samples, num_turns = samples_of(tmp_path / "run"), 0
+    for sample in samples:
+        prompt = tokenizer.apply_chat_template(sample["messages"][:1], tokenize=False, add_generation_prompt=True)
+        scores = []
+        for end in ("", tokenizer.eos_token):  # the text does not show whether the last turn has its end
+            ids = tokenizer(prompt + sample["response"] + end, return_tensors="pt")["input_ids"]
+            scores.append(judge(ids).logits.item())
+        assert any(sample["reward"] == pytest.approx(score, abs=2e-3) for score in scores), (sample["reward"], scores)
+        num_turns += sum(message["role"] == "assistant" for message in sample["messages"])
+    assert num_turns > len(samples)
+    (before, after) = [json.loads(line) for line in (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()]
+    assert before["failed"] == after["failed"] == 0
 
 
 STALE = [

@@ -104,6 +104,21 @@ def test_averages_by_hand(ranks):
         assert metrics["actor/loss"] == pytest.approx(short * 1 + long * 9)
 
 
+def test_an_observation_changes_no_average():
+    """Of two conversations with equally many sampled tokens, one is full of what its environment says."""
+    batch = sequences_of([[1], [2]], [[3, 4], [3, 9, 9, 9, 4]])
+    mask = torch.tensor([0, 1, 1, 0, 1, 0, 0, 0, 1], dtype=torch.bool)
+    batch = replace(batch, loss_mask=mask)
+    for aggregation in AGGREGATIONS:
+
+        def weighed(part: Sequences, how: str = aggregation) -> Sequences:
+            return weigh(part, how, 5)
+
+        found, _ = gradient(batch, torch.zeros(9), cross_entropy, weighed, [[[0, 1]]])
+        share = 1 / 10 if aggregation == "constant" else 1 / 4
+        torch.testing.assert_close(found, torch.where(mask, -share, 0.0))
+
+
 def test_each_algorithm_averages_as_its_paper_says_unless_the_config_chooses():
     own = {name: find_algorithm(name).aggregation for name in ALGORITHMS}
     assert own == {

@@ -1,0 +1,66 @@
+"""A run as `scripts/train.py` starts it, which stands still at a boundary of a turn, for whoever kills it there.
+
+    python tests/stalesync/stopped_run.py BOUNDARY MARK overrides …
+
+It stops when the boundary is reached for the third time in a start that goes on from a checkpoint or has written one,
+and creates the file MARK.
+"""
+
+import sys
+import time
+from importlib import import_module
+from pathlib import Path
+
+BOUNDARIES = {
+    "ended": ("stalesync.loop.conversing:Conversing", "_read_turns", "before"),
+    "asked": ("stalesync.prompts.environments:Environments", "step", "after"),
+    "answered": ("stalesync.prompts.environments:Environments", "bridge", "after"),
+    "appended": ("stalesync.policy.admission:Admission", "observe_returned", "before"),
+    "completed": ("stalesync.loop.conversing:Conversing", "_complete", "after"),
+}
+"""The turn's row is in the queue; its environment is asked; has answered; the observation is in the row, and the
+request is still away; the finished sample is in the queue, and nobody was told: a method, and where beside it"""
+
+
+def stop_at(boundary, mark):
+    """Stand still there."""
+    from stalesync.loop.saving import Saver
+
+    path, name, side = BOUNDARIES[boundary]
+    module, _, owner_name = path.partition(":")
+    owner = getattr(import_module(module), owner_name)
+    method, begin, state = getattr(owner, name), Saver.begin, {"saved": "run.resume=true" in sys.argv, "count": 0}
+
+    def begin_and_note(self, write, **options):
+        def noted():
+            write()
+            state["saved"] = True
+
+        begin(self, noted, **options)
+
+    def stopping(self, *args):
+        counts = bool(self._to_complete if name == "_complete" else args[0])
+        if side == "before":
+            stand(counts)
+        result = method(self, *args)
+        if side == "after":
+            stand(counts)
+        return result
+
+    def stand(counts):
+        state["count"] += bool(state["saved"] and counts)
+        if state["count"] == 3:
+            mark.touch()
+            time.sleep(600)
+
+    setattr(owner, name, stopping)
+    Saver.begin = begin_and_note
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, "scripts")
+    import train
+
+    boundary, mark = sys.argv.pop(1), Path(sys.argv.pop(1))
+    stop_at(boundary, mark)
+    train.main()
