@@ -74,5 +74,6 @@ setup(
         "swanlab": ["swanlab"],
         "trackio": ["trackio"],
         "megatron": ["megatron-core==0.16.1"],
+        "triton": ["triton>=3.6"],
     },
 )

@@ -100,9 +100,10 @@ def num_elements(config: ModelConfig) -> int:
     return Shape("card", config).numel
 
 
-def model_of(device: Device, args: Namespace, element_bytes: int) -> Transformer:
-    """Build the model with random weights, of as many layers as fit."""
-    config = ModelConfig.from_hf({**shape_of(args), "num_hidden_layers": layers_that_fit(device, args, element_bytes)})
+def model_of(device: Device, args: Namespace, element_bytes: int, layers: int | None = None) -> Transformer:
+    """Build the model with random weights, of so many layers, or of as many as fit."""
+    layers = layers or layers_that_fit(device, args, element_bytes)
+    config = ModelConfig.from_hf({**shape_of(args), "num_hidden_layers": layers})
     model = Transformer(config, Mesh.single(), device, torch.bfloat16)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -112,7 +113,7 @@ def model_of(device: Device, args: Namespace, element_bytes: int) -> Transformer
 
 def operators(args: Namespace) -> Figures:
     """Measure operators on the rows of one micro-batch, in inference mode."""
-    device = open_device(args.device)
+    device = open_device(args.device, operators=args.operators)
     table, floors, shape = device.operators, Floors.measure(device, args), shape_of(args)
     rows, d, inner = args.tokens, shape["hidden_size"], shape["moe_intermediate_size"]
     heads, kv_heads, channels = (shape[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
@@ -152,7 +153,7 @@ def operators(args: Namespace) -> Figures:
 
 def decode(args: Namespace) -> Figures:
     """Measure a decode step of the engine and, on a real card where it is installed, of vLLM."""
-    device = open_device(args.device)
+    device = open_device(args.device, operators=args.operators)
     figures = _decode(device, args)
     gc.collect()
     device.empty_cache()
@@ -162,15 +163,49 @@ def decode(args: Namespace) -> Figures:
     return figures | {"vllm": in_process(vllm_decode, args, figures["layers"])}
 
 
+def step(args: Namespace) -> Figures:
+    """Profile one decode step of models of one and of three layers."""
+    device, found = open_device(args.device, operators=args.operators), []
+    for layers in (1, 3):
+        engine = engine_of(model_of(device, args, BYTES, layers), args)
+        engine.submit(Request(str(i), one, SamplingParams(max_tokens=64)) for i, one in enumerate(prompts_of(args)))
+        while engine.scheduler.waiting or any(one.computed <= args.context for one in engine.scheduler.running):
+            engine.step()
+        found.append(profiled(device, engine.step))
+        progress(f"{layers} layers", found[-1])
+        engine.release_kv()
+    one, three = found
+    layer = {name: (three[name] - one[name]) / 2 for name in one}
+    return {"layer": layer, "outside": {name: one[name] - layer[name] for name in one}}
+
+
+def profiled(device: Device, work: Callable[[], object]) -> Figures:
+    """Return the kernels that a call starts on a CUDA card, their microseconds, and those of the whole call, which
+    profiling slows."""
+    activity = torch.profiler.ProfilerActivity
+    on_card = [activity.CUDA] if device.kind == "cuda" else []
+    with torch.profiler.profile(activities=[activity.CPU, *on_card]) as profile:
+        took_s = timed(work, device=device)
+    kernels = [one for one in profile.events() or () if one.device_type.name == "CUDA"]
+    busy_us = sum(one.time_range.elapsed_us() for one in kernels)
+    return {"kernels": len(kernels), "card_us": busy_us, "call_us": 1e6 * took_s}
+
+
+def engine_of(model: Transformer, args: Namespace) -> EmbeddedEngine:
+    """Return an engine for the prompts that are decoded, with its KV."""
+    size = max(16, block_tokens(model.device.kind, model.operators.name))
+    longest = args.context + args.steps + 64
+    limits = EngineConfig(block_size=size, max_seqs=args.batch, prefix_cache=False)
+    config = RolloutConfig(max_response_length=longest, engine=limits)
+    engine = EmbeddedEngine(model, model.mesh, model.device, config)
+    engine.allocate_kv()
+    return engine
+
+
 def _decode(device: Device, args: Namespace) -> Figures:
     """Measure what ``args.steps`` more tokens take of each sequence."""
     floors, model = Floors.measure(device, args), model_of(device, args, BYTES)
-    size = max(16, block_tokens(device.kind, device.operators.name))
-    longest = args.context + args.steps + 1
-    limits = EngineConfig(block_size=size, max_seqs=args.batch, prefix_cache=False)
-    engine = EmbeddedEngine(model, model.mesh, device, RolloutConfig(max_response_length=longest, engine=limits))
-    engine.allocate_kv()
-    prompts = prompts_of(args)
+    engine, prompts = engine_of(model, args), prompts_of(args)
 
     def generate(tokens: int) -> None:
         params = SamplingParams(max_tokens=tokens)
@@ -182,7 +217,7 @@ def _decode(device: Device, args: Namespace) -> Figures:
     kv_bytes = 2 * layers * config.attention.num_kv_heads * config.attention.head_dim * BYTES  # type: ignore[union-attr]
     nbytes = BYTES * num_elements(config) + args.batch * args.context * kv_bytes
     figures = floors.of(step_s, nbytes) | {"layer_us": 1e6 * step_s / layers, "tokens_per_s": args.batch / step_s}
-    figures |= {"layers": layers}
+    figures |= {"layers": layers, "table": device.operators.name}
     progress("decode", figures)
     engine.release_kv()
     return figures
@@ -237,7 +272,7 @@ def vllm_decode(args: Namespace, layers: int) -> Figures:
 
 def train(args: Namespace) -> Figures:
     """Measure forward, backward and update of one micro-batch, with recomputation."""
-    device = open_device(args.device)
+    device = open_device(args.device, operators=args.operators)
     floors, model = Floors.measure(device, args), model_of(device, args, BYTES + STATES_BYTES)
     engine = EmbeddedTrainEngine(
         model, model.mesh, device, TrainingConfig(recompute=True, token_budget=max(args.tokens, 1 << 10))
@@ -265,7 +300,7 @@ def train(args: Namespace) -> Figures:
 
 def switch(args: Namespace) -> Figures:
     """Measure the way of optimizer states of an eighth of the card's memory to the host and back."""
-    device = open_device(args.device)
+    device = open_device(args.device, operators=args.operators)
     numel = max(1, min(device.memory().free // 8, 8 * args.copied_bytes) // (4 * len(offload_sides.NAMES) * 8))
     works = offload_sides.sides(device, numel, 8)
     took = {name: [timed(work) for _ in range(1 + args.rounds)][1:] for name, work in works.items()}

@@ -10,6 +10,7 @@ they change no count.
 
 from __future__ import annotations
 
+import sys
 from argparse import Namespace
 from array import array
 from collections import Counter
@@ -23,6 +24,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import fusion.npu.operators
+from benchmarks import launches_triton
 from benchmarks.harness import Figures
 from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
 from fusion.inference.config import EngineConfig
@@ -66,12 +69,13 @@ LATENTS = SIZES | dict(
 
 LAYOUTS = {"tp1": Parallel(), "tp2ep2": Parallel(2, tp=2, ep=2)}
 TIMEOUT_S = 600
-TABLES = ("cuda", "ascend", "plain")
+TABLES = ("cuda", "cuda_fused", "ascend", "plain")
 """Tables of operators; the last is composed of PyTorch's, what the others are compared with"""
 DECLARED = {
     "launches::rms_norm_backward": 2,  # of the input, of the weight (ATen, layer_norm_kernel.cu)
     "launches::attend": 2,  # the kernel, and the fill of a random state that torch allocates
     "launches::attend_blocks": 3,  # also the sum of the splits (FlashAttention 2, flash_fwd_launch_template.h)
+    "launches::attend_and_join": 2,  # `triton_kernels.attend`
     "launches::attend_backward": 7,  # products, main kernel, conversion, accumulator, two sums over heads, fill
 }
 """Operator that stands in for one of CUDA's → its launches, from its source"""
@@ -154,12 +158,15 @@ def _varlen_attn(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **o
 def card_with(table: str, index: int) -> Iterator[Device]:
     """An emulated card that calls the operators of ``table``."""
     device = open_device("emulated", index=index, capacity_bytes=8 << 30)
-    before, device.operators = device.operators, operators_of("emulated", table)
+    before = device.operators
     try:
         with (
+            patch.dict(sys.modules, {"fusion.npu.operators.triton_kernels": launches_triton}),
+            patch.object(fusion.npu.operators, "triton_kernels", launches_triton, create=True),
             patch.object(cuda, "varlen_attn", _varlen_attn),
             patch.object(cuda.Cuda, "rms_norm", lambda self, x, weight, eps: _rms_norm(x, weight)),
         ):
+            device.operators = operators_of("emulated", table)
             yield device
     finally:
         device.operators = before

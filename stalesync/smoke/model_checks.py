@@ -9,6 +9,7 @@ a trainer and an engine on the same random weights
 from __future__ import annotations
 
 import copy
+import zlib
 from typing import Any
 
 import torch
@@ -106,13 +107,13 @@ def _trainer(model: Transformer) -> EmbeddedTrainEngine:
 def _model(device: Device, num_experts: int, batch_invariant: bool = False) -> Transformer:
     config = ModelConfig.from_hf({**SHAPE, "num_experts": num_experts}, "shape")
     model = Transformer(config, Mesh.single(), device, torch.bfloat16, batch_invariant=batch_invariant)
-    random = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.fill_(1.0)
-            else:
-                parameter.copy_(torch.randn(parameter.shape, generator=random) * STD)
+    for param in model.table:
+        for part in param.parts:  # a matrix alone or one of a stack, which only some tables of operators have
+            view, random = part.view(model.weights.views[param.name]), torch.Generator()
+            random.manual_seed(zlib.crc32(part.name.encode()))
+            view.copy_(
+                torch.ones(view.shape) if "norm" in part.name else torch.randn(view.shape, generator=random) * STD
+            )
     return model
 
 

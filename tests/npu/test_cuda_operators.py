@@ -4,6 +4,7 @@ that needs a card, and every call on fake tensors of a card."""
 from __future__ import annotations
 
 from contextlib import suppress
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -187,16 +188,51 @@ def test_operators_of_a_card_take_the_calls():
         assert out.shape == (2, 8, 64) and out.device.type == "cuda"
 
 
-@pytest.mark.parametrize(("installed", "name"), [("2.13.0+cpu", "cuda"), ("2.12.1", "plain"), ("2.9.0", "plain")])
-def test_an_older_torch_runs_the_plain_table(monkeypatch, installed, name):
+@pytest.mark.parametrize(
+    ("installed", "triton", "name"),
+    [
+        ("2.13.0+cpu", False, "cuda"),
+        ("2.12.1", False, "plain"),
+        ("2.13.0", True, "cuda_fused"),
+        ("2.11.0", True, "cuda_fused"),
+        ("2.10.0", True, "plain"),
+    ],
+)
+def test_a_card_has_the_fastest_table_for_which_all_is_installed(monkeypatch, installed, triton, name):
     monkeypatch.setattr(config, "version", lambda package: installed)
+    monkeypatch.setattr(config, "find_spec", lambda package: object() if triton else None)
     assert config.table_of("cuda") == name and config.table_of("npu") == "ascend"
-    assert registry.block_tokens("cuda") == (PAGE if name == "cuda" else 1)
+    assert registry.block_tokens("cuda") == (1 if name == "plain" else PAGE)
 
 
 def test_the_tables_that_stack_experts_are_those_that_a_plan_counts():
-    stacking = {name for name in registry.TABLES if registry.operators_of("npu", name).stacks_experts}
-    assert stacking == {*config.STACKING}
+    importable = [name for name in registry.TABLES if name != "cuda_fused" or find_spec("triton")]
+    stacking = {name for name in importable if registry.operators_of("npu", name).stacks_experts}
+    assert stacking == {*config.STACKING} & {*importable}
+
+
+def test_gradients_of_attention_are_added_in_one_order():
+    """PyTorch's kernel reads a flag of the process: it is set for the backward pass of attention alone."""
+
+    class Attend(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q):
+            return q * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            asked.append(torch.are_deterministic_algorithms_enabled())
+            assert not torch.utils.deterministic.fill_uninitialized_memory
+            return grad * 2
+
+    asked: list[bool] = []
+    q, k = torch.randn(3, 4, 64, dtype=torch.bfloat16, requires_grad=True), torch.randn(3, 2, 64, dtype=torch.bfloat16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "varlen_attn", lambda q, *args, **options: Attend.apply(q))
+        out = Cuda().varlen_attention(q, k, k, [3])
+    out.sum().backward()
+    assert asked == [True] and not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
 
 
 def test_what_a_card_does_not_take_is_composed_and_said_once():

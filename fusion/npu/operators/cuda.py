@@ -11,6 +11,7 @@ kernel, are gathered and attended to by `scaled_dot_product_attention`.
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -25,6 +26,8 @@ from fusion.npu.operators.gating import Gating
 from fusion.npu.operators.plain import AdamW, AdamWStates, Plain, Rope
 from fusion.npu.operators.plain_attention import PagedRows
 
+TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+"""Whether grouped queries are asked for; before torch 2.12 attention tells them by its arguments' shapes"""
 KEPT_ENDS = 16
 """Number of lists of lengths whose ends are kept on the card: those of the packed prompts and long chunks of a step"""
 
@@ -110,10 +113,14 @@ class Cuda(Plain):
         if on_card and isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
             assert isinstance(counts, torch.Tensor)
             if self._multiplies(x, gate_up) and self._multiplies(x.new_empty(1, down.shape[2]), down):
-                ends_E = counts.cumsum(0, dtype=torch.int32)
+                ends_E = self._ends_of_rows(counts)
                 inner = self.swiglu(_GroupedLinear.apply(x.contiguous(), gate_up, ends_E))
                 return _GroupedLinear.apply(inner, down, ends_E)
         return super().experts(x, counts, gate_up, down, row_multiple)
+
+    def _ends_of_rows(self, counts_E: torch.Tensor) -> torch.Tensor:
+        """Return the place behind the last row of each expert, int32 [E]."""
+        return counts_E.cumsum(0, dtype=torch.int32)
 
     def _multiplies(self, x_ND: torch.Tensor, stack_EOD: torch.Tensor) -> bool:
         """Return whether the grouped product takes x and a stack, and their gradients."""
@@ -151,9 +158,10 @@ class Cuda(Plain):
             max(kv_lengths),
             scale=scale,
             window_size=(-1, 0),  # causal, by the lower right corner of each sequence
-            enable_gqa=grouped,
+            **({"enable_gqa": grouped} if TAKES_GROUPS else {}),
         )
         assert isinstance(out, torch.Tensor)
+        _repeat_gradients(out)
         return out if width == channels else out[..., :width]
 
     def _ends_of(self, lengths: list[int], device: torch.device) -> torch.Tensor:
@@ -215,6 +223,20 @@ class Cuda(Plain):
     def adamw(self, states: AdamWStates, update: AdamW) -> None:
         steps = torch.full((len(states.params),), float(update.step), device=states.params[0].device)
         update.by_torch(states, list(steps.unbind()), fused=True)
+
+
+def _repeat_gradients(out: torch.Tensor) -> None:
+    """Let the backward pass of attention add the gradients of queries in one order, which PyTorch's kernel does where
+    deterministic algorithms are asked for (attention_backward.cu)."""
+    if out.grad_fn is None:
+        return
+
+    def ask(asked: bool) -> None:
+        torch.utils.deterministic.fill_uninitialized_memory = not asked  # by a launch for each tensor
+        torch.use_deterministic_algorithms(asked)
+
+    out.grad_fn.register_prehook(lambda grads: ask(True))
+    out.grad_fn.register_hook(lambda grads, _: ask(False))
 
 
 class _Pages(NamedTuple):

@@ -9,9 +9,15 @@ from fusion.npu.config import table_of
 from fusion.npu.operators.limits import CUDA_PAGE
 from fusion.npu.operators.plain import Plain
 
-TABLES = {"plain": "plain:Plain", "cpu": "cpu:Cpu", "ascend": "ascend:Ascend", "cuda": "cuda:Cuda"}
+TABLES = {
+    "plain": "plain:Plain",
+    "cpu": "cpu:Cpu",
+    "ascend": "ascend:Ascend",
+    "cuda": "cuda:Cuda",
+    "cuda_fused": "cuda_fused:CudaFused",
+}
 """Name → module of this package and class"""
-BLOCK_TOKENS = {"ascend": 128, "cuda": CUDA_PAGE}
+BLOCK_TOKENS = {"ascend": 128, "cuda": CUDA_PAGE, "cuda_fused": CUDA_PAGE}
 """Name of a table → number of tokens of which a KV block should have a multiple on a real card"""
 
 

@@ -195,6 +195,15 @@ def test_a_model_is_checked_with_128_and_more_experts_and_what_differs_fails(mon
         model_checks.check_model(device)
 
 
+def test_a_table_that_stacks_experts_is_compared_on_the_same_weights(monkeypatch):
+    from fusion.npu import open_device
+
+    device = open_device("emulated", index=13, capacity_bytes=512 << 20, operators="ascend")
+    monkeypatch.setattr(model_checks, "EXPERTS", (130,))
+    figures = model_checks.check_model(device)
+    assert 0 < figures["composed_diff_130"] < 0.02
+
+
 def test_a_card_whose_integers_are_narrower_is_found_by_its_checksums(monkeypatch):
     from fusion.npu import open_device
 
