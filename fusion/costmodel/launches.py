@@ -36,10 +36,12 @@ class Launches:
 COUNTS = {
     "tp1": {
         "cuda": Launches(decode=36, decode_mla=66, train=98, train_recompute=133),
+        "cuda_fused": Launches(decode=17, decode_mla=55, train=98, train_recompute=133),
         "ascend": Launches(decode=19, decode_mla=29, train=70, train_recompute=95),
     },
     "tp2ep2": {
         "cuda": Launches(decode=42, decode_mla=72, train=119, train_recompute=161),
+        "cuda_fused": Launches(decode=19, decode_mla=57, train=119, train_recompute=161),
         "ascend": Launches(decode=25, decode_mla=35, train=91, train_recompute=121),
     },
 }

@@ -106,7 +106,7 @@ def test_unknown_hardware_is_refused_by_key():
         ("constants.flops.assumed", "maybe", "constants.flops.assumed: expected true or false"),
         ("constants.train_reached.value", 1.5, "train_reached.value: expected a share of at most 1, not 1.5"),
         ("constants.flops", 989, "constants.flops: expected a mapping, not 989"),
-        ("operators", "auto", "operators: expected one of plain, cpu, ascend, cuda, not 'auto'"),
+        ("operators", "auto", "operators: expected one of plain, cpu, ascend, cuda, cuda_fused, not 'auto'"),
         ("topology.dies_per_node", 0, "topology.dies_per_node: expected a whole number of at least 1, not 0"),
         ("topology.dies_per_supernode", 12, "topology.dies_per_node: expected 1 to divide 8, and 8 to divide 12"),
         ("topology.source", None, "topology.source: missing"),

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils import deterministic
 
 from fusion.npu.operators import limits
 from fusion.npu.operators.gating import Gating
@@ -148,6 +149,7 @@ class Cuda(Plain):
         v = v_MKV if width == channels else F.pad(v_MKV, (0, channels - width))
         kv_lengths = kv_lengths or lengths
         grouped = q_NHC.shape[1] != k_MKC.shape[1]
+        options: dict[str, Any] = {"enable_gqa": grouped} if TAKES_GROUPS else {}
         out = varlen_attn(
             q_NHC,
             k_MKC,
@@ -158,7 +160,7 @@ class Cuda(Plain):
             max(kv_lengths),
             scale=scale,
             window_size=(-1, 0),  # causal, by the lower right corner of each sequence
-            **({"enable_gqa": grouped} if TAKES_GROUPS else {}),
+            **options,
         )
         assert isinstance(out, torch.Tensor)
         _repeat_gradients(out)
@@ -227,12 +229,12 @@ class Cuda(Plain):
 
 def _repeat_gradients(out: torch.Tensor) -> None:
     """Let the backward pass of attention add the gradients of queries in one order, which PyTorch's kernel does where
-    deterministic algorithms are asked for (attention_backward.cu)."""
+    deterministic algorithms are asked for (attention_backward.cu): without their launches that fill new tensors."""
     if out.grad_fn is None:
         return
 
     def ask(asked: bool) -> None:
-        torch.utils.deterministic.fill_uninitialized_memory = not asked  # by a launch for each tensor
+        deterministic.fill_uninitialized_memory = not asked  # type: ignore[attr-defined]
         torch.use_deterministic_algorithms(asked)
 
     out.grad_fn.register_prehook(lambda grads: ask(True))
