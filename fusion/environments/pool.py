@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Sequence
 from fusion.environments.child import NUMBER
 from fusion.environments.config import BUILT_IN, EnvironmentConfig
 from fusion.environments.interface import Failure, Started, StepOrder, Stepped, Task, digest_of
-from fusion.environments.wire import EndOrder, NextOrder, Order, Reply, ResetOrder, decode_reply, id_of, pack_order
+from fusion.environments.wire import EndOrder, NextOrder, Order, Reply, ResetOrder, decode_reply, pack_order
 from fusion.rewards.guard import START_LIMIT_S, signal_name
 from fusion.rewards.process import END_S, GuardedProcess, start_interpreter
 
@@ -233,13 +233,13 @@ class EnvPool:
 
     def _take(self, work: Work) -> None:
         """Give an order to the child that has its conversation, else to the one that has least to do."""
-        id = id_of(work.order)
+        id = work.order.id
         child = self._home.get(id)
         if isinstance(work.order, EndOrder):
-            self._waiting = deque(one for one in self._waiting if id_of(one.order) != id)
+            self._waiting = deque(one for one in self._waiting if one.order.id != id)
             if child is not None:
                 self._forget(id)
-                child.open = {n: one for n, one in child.open.items() if id_of(one.order) != id}
+                child.open = {n: one for n, one in child.open.items() if one.order.id != id}
                 self._send(child, work.order)
             return
         if child is None:

@@ -33,10 +33,11 @@ class NextOrder(NamedTuple):
 
 
 class ResetOrder(NamedTuple):
-    """Return the first messages of a conversation that does not continue."""
+    """Return the first messages of a conversation that does not continue, and has no `id`."""
 
     task: Task
     seed: int
+    id: str = ""
 
 
 class EndOrder(NamedTuple):
@@ -46,11 +47,6 @@ class EndOrder(NamedTuple):
 
 
 Order = StepOrder | NextOrder | ResetOrder | EndOrder
-
-
-def id_of(order: Order) -> str:
-    """Return the conversation of an order; "" for a reset, which has none."""
-    return "" if isinstance(order, ResetOrder) else order.id
 
 
 class Reply(NamedTuple):

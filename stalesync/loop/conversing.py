@@ -23,7 +23,7 @@ import torch
 
 from distqueue import Column, DistQueue, PackedBatch, SamplesLost
 from fusion.colocate import Worker
-from fusion.environments import Failure, Stepped
+from fusion.environments import Failure
 from fusion.rewards import RewardOutcome
 from fusion.rollout import EndedConversation, Entry
 from fusion.rollout.partial_samples import LOST_PARTS, OBSERVATION, RESUMED, TURN, TURN_TOKENS
@@ -33,6 +33,7 @@ from stalesync.cards.stage_calls import stage_call
 from stalesync.loop.groups import ENVIRONMENT, Groups
 from stalesync.policy.conversations import (
     Append,
+    Command,
     Complete,
     Conversation,
     Conversations,
@@ -75,6 +76,7 @@ class Conversing:
         self._engines, self._cards, self._queue, self._groups, self._scorer = engines, cards, queue, groups, scorer
         self._admission = groups.admission
         self._source, self._data = source, data
+        self._to_append: list[Append] = []
         self._to_complete: dict[str, EndedConversation] = {}
         """Conversations for whose end no engine was left"""
         self._completing: set[str] = set()
@@ -127,13 +129,13 @@ class Conversing:
         elapsed_s, self._polled_s = 0.0 if self._polled_s is None else now - self._polled_s, now
         self._observe_turns(self._admission.buffer.take_away())
         answers = self.environments.take()
-        observations: dict[str, list[int]] = {}
+        entries = self._admission.buffer.entries
         for stepped in answers:
-            self._answer(stepped, observations)
-        if observations:
-            self._append(observations)
+            if stepped.id in entries and entries[stepped.id].state == "away":
+                self._execute(self.environments.observe(self.conversations, stepped))
+        self._append()
         for failed in self.conversations.observe_elapsed(elapsed_s):
-            self._fail(failed)
+            self._execute(failed)
         self.end_cancelled()
         self._complete()
         return bool(answers)
@@ -197,42 +199,34 @@ class Conversing:
             if entry.id not in turns:
                 continue
             text, tokens = turns[entry.id]
-            end = self.environments.end_of(tokens)
-            match self.conversations.observe_turn(entry.id, entry.generated, text, end):
-                case Step(id):
-                    self.environments.step(self.conversations.of(id), self._groups.prompts[entry.group])
-                case FailGroup() as failed:
-                    self._fail(failed)
+            end = self.environments.bridge.end_of(tokens)
+            self._execute(self.conversations.observe_turn(entry.id, entry.generated, text, end))
 
-    def _answer(self, stepped: Stepped, observations: dict[str, list[int]]) -> None:
-        """Execute what the answer of an environment leads to; an observation is added to ``observations`` by id."""
-        entry, ids = self._admission.buffer.entries.get(stepped.id), None
-        if entry is None or entry.state != "away":
-            return
-        if stepped.turn is not None and not stepped.turn.done:
-            ids = self.environments.bridge(self.conversations.of(stepped.id), stepped.turn)
-        match self.conversations.observe_stepped(stepped, None if ids is None else len(ids)):
-            case Append(id):
-                observations[id] = ids or []
+    def _execute(self, command: Command | None) -> None:
+        match command:
             case Step(id):
-                self.environments.step(self.conversations.of(id), self._groups.prompts[entry.group])
+                one = self.conversations.of(id)
+                self.environments.step(one, self._groups.prompts[one.group])
+            case Append():
+                self._to_append.append(command)
             case Complete(id, cut):
-                prompt = self._groups.prompts[entry.group].ids
-                self._to_complete[id] = EndedConversation(entry.earlier, entry.group, prompt, cut)
+                row, group = self._admission.buffer.entries[id].earlier, self.conversations.of(id).group
+                self._to_complete[id] = EndedConversation(row, group, self._groups.prompts[group].ids, cut)
                 self._completing.add(id)
                 self.environments.pool.end([id])
-            case FailGroup() as failed:
-                self._fail(failed)
+            case FailGroup():
+                self._fail(command)
 
-    def _append(self, observations: Mapping[str, list[int]]) -> None:
+    def _append(self) -> None:
         """Put observations into the rows of their conversations, which are dispatched again; an engine ends those whose
         row is lost."""
-        entries = self._admission.buffer.entries
-        rows = [entries[id].earlier for id in observations]
-        column = Column.of_numbers([*observations.values()], torch.int64, OBSERVATION)
-        self._queue.put(PackedBatch.from_samples(rows, {OBSERVATION: column}))
-        for id, ids in observations.items():
-            self._admission.observe_returned(id, len(ids))
+        appended, self._to_append = self._to_append, []
+        if appended:
+            rows = [self._admission.buffer.entries[one.id].earlier for one in appended]
+            column = Column.of_numbers([one.tokens for one in appended], torch.int64, OBSERVATION)
+            self._queue.put(PackedBatch.from_samples(rows, {OBSERVATION: column}))
+        for one in appended:
+            self._admission.observe_returned(one.id, len(one.tokens))
 
     def _fail(self, failed: FailGroup) -> None:
         log.error("group %r fails, as an environment has failed (%s): %s", failed.group, failed.kind, failed.detail)

@@ -13,11 +13,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fusion.environments import Failure, Stepped
+from fusion.environments import Failure
 from fusion.rewards import RewardOutcome
 from fusion.rollout import EvalAnswer
 from stalesync.loop.groups import ENVIRONMENT
-from stalesync.policy.conversations import Append, Complete, Conversations, ConversationSpec, FailGroup, Step
+from stalesync.policy.conversations import Append, Command, Complete, Conversations, ConversationSpec, FailGroup, Step
 from stalesync.prompts import Prompt
 from stalesync.prompts.environments import Environments
 
@@ -73,7 +73,7 @@ class EvaluatedTurns:
             turns = replace(turns, response=(*turns.response, *answer.tokens), observation=0)
             self._away[id] = turns, answer
             if answer.finish_reason == "turn":
-                end = self._environments.end_of(answer.tokens)
+                end = self._environments.bridge.end_of(answer.tokens)
                 self._execute(self.conversations.observe_turn(id, len(turns.response), answer.turn, end))
             else:
                 self._finish(id, cut=answer.finish_reason == "length")
@@ -85,7 +85,7 @@ class EvaluatedTurns:
             self._environments.arrived.wait(POLL_S)
             check()
             for stepped in self._environments.take(self._away):
-                self._answer(stepped)
+                self._execute(self._environments.observe(self.conversations, stepped))
             now = time.perf_counter()
             for failed in self.conversations.observe_elapsed(now - last_s):
                 self._execute(failed)
@@ -96,20 +96,11 @@ class EvaluatedTurns:
         self._environments.pool.end([*self.answers, *self.left, *self._away])
         self._environments.tracked.remove(self.conversations)
 
-    def _answer(self, stepped: Stepped) -> None:
-        turns, ids = self._away[stepped.id][0], None
-        if stepped.turn is not None and not stepped.turn.done:
-            ids = self._environments.bridge(self.conversations.of(stepped.id), stepped.turn)
-        command = self.conversations.observe_stepped(stepped, None if ids is None else len(ids))
-        if isinstance(command, Append):
-            assert ids is not None
-            del self._away[stepped.id]
-            self.left[stepped.id] = replace(turns, response=(*turns.response, *ids), observation=len(ids))
-        else:
-            self._execute(command)
-
-    def _execute(self, command: object) -> None:
+    def _execute(self, command: Command | None) -> None:
         match command:
+            case Append(id, ids):
+                turns, _ = self._away.pop(id)
+                self.left[id] = replace(turns, response=(*turns.response, *ids), observation=len(ids))
             case Step(id):
                 self._environments.step(self.conversations.of(id), self._away[id][0].prompt)
             case Complete(id, cut):

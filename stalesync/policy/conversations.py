@@ -27,7 +27,7 @@ Invariants (property-tested in tests/stalesync/policy/test_conversations.py):
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from heapq import heappop, heappush
@@ -106,9 +106,10 @@ class Step:
 
 @dataclass(frozen=True)
 class Append:
-    """Append the observation, whose tokens were passed, to a conversation: the model speaks again."""
+    """Append ``tokens``, the observation, to a conversation: the model speaks again."""
 
     id: str
+    tokens: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -191,8 +192,8 @@ class Conversations:
         heappush(self._deadlines, (self._due[id], id))
         return Step(id)
 
-    def observe_stepped(self, stepped: Stepped, observation_tokens: int | None = None) -> Command | None:
-        """Record the answer to a `Step`; None: it comes too late. ``observation_tokens``: of its messages, up to where
+    def observe_stepped(self, stepped: Stepped, observation: Sequence[int] | None = None) -> Command | None:
+        """Record the answer to a `Step`; None: it comes too late. ``observation``: tokens of its messages, up to where
         the model speaks again; None: it cannot."""
         one = self._by_id.get(stepped.id)
         if one is None or one.state != "away":
@@ -208,14 +209,14 @@ class Conversations:
             one.rewards.append(float(turn.reward))
         one.observed.append(stepped.digest)
         one.messages += map(dict, turn.messages)
-        used_up = observation_tokens is None or one.tokens + observation_tokens >= spec.max_tokens
-        if turn.done or used_up or one.num_turns >= spec.max_turns:
+        used_up = one.num_turns >= spec.max_turns or one.tokens + len(observation or ()) >= spec.max_tokens
+        if turn.done or observation is None or used_up:
             one.state = "completing"
             return Complete(one.id, cut=not turn.done)
         one.state = "speaking"
         one.had_thought |= one.end[1]
-        one.observation_tokens += observation_tokens or 0
-        return Append(one.id)
+        one.observation_tokens += len(observation)
+        return Append(one.id, observation)
 
     def observe_elapsed(self, seconds: float) -> list[FailGroup]:
         """Record that time has passed while environments were awaited; return the groups that fail as one is late."""

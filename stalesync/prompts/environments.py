@@ -12,10 +12,10 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from fusion.environments import EnvPool, Failure, Started, StepOrder, Stepped, Task, Turn
+from fusion.environments import EnvPool, Failure, Started, StepOrder, Stepped, Task
 from fusion.environments.config import EnvironmentConfig
-from fusion.environments.render import Bridge, TurnEnd
-from stalesync.policy.conversations import Conversation, Conversations, seed_of
+from fusion.environments.render import Bridge
+from stalesync.policy.conversations import Command, Conversation, Conversations, seed_of
 from stalesync.prompts.source import Prompt
 
 
@@ -23,7 +23,7 @@ class Environments:
     """The environments of a job, while the block lasts, and how its model reads what they say."""
 
     def __init__(self, config: EnvironmentConfig, bridge: Bridge, seed: int) -> None:
-        self.config, self._bridge, self._seed = config, bridge, seed
+        self.config, self.bridge, self._seed = config, bridge, seed
         self.arrived = threading.Event()
         """Set when `take` has something to return"""
         self.wake: Callable[[], None] = lambda: None
@@ -54,18 +54,16 @@ class Environments:
 
     def prompt(self, prompt: Prompt, started: Started) -> Prompt:
         """Return a prompt with what its environment says first in place of the row's text."""
-        ids = self._bridge.first(started.messages, started.tools)
+        ids = self.bridge.first(started.messages, started.tools)
         return replace(prompt, ids=tuple(ids), messages=[dict(message) for message in started.messages])
 
-    def end_of(self, turn: Sequence[int]) -> TurnEnd:
-        """Return what `bridge` needs to know of the tokens of a turn of the model."""
-        return self._bridge.end_of(turn)
-
-    def bridge(self, conversation: Conversation, turn: Turn) -> list[int] | None:
-        """Return the tokens of what an environment has said behind the last turn of the model, up to where the model
-        speaks again; None where the chat template would rewrite what the model has said."""
-        had_thought, earlier = conversation.had_thought, conversation.messages
-        return self._bridge.bridge(conversation.end, turn.messages, had_thought=had_thought, earlier=earlier)
+    def observe(self, conversations: Conversations, stepped: Stepped) -> Command | None:
+        """Record an answer in ``conversations``, with its tokens up to where the model speaks again; return what
+        follows."""
+        one, turn, ids = conversations.of(stepped.id), stepped.turn, None
+        if turn is not None and not turn.done:
+            ids = self.bridge.bridge(one.end, turn.messages, had_thought=one.had_thought, earlier=one.messages)
+        return conversations.observe_stepped(stepped, ids)
 
     def step(self, conversation: Conversation, prompt: Prompt) -> None:
         """Have the environment of a conversation answer its last action, sooner or later."""

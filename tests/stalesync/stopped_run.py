@@ -14,7 +14,7 @@ from pathlib import Path
 BOUNDARIES = {
     "ended": ("stalesync.loop.conversing:Conversing", "_read_turns", "before"),
     "asked": ("stalesync.prompts.environments:Environments", "step", "after"),
-    "answered": ("stalesync.prompts.environments:Environments", "bridge", "after"),
+    "answered": ("stalesync.prompts.environments:Environments", "observe", "after"),
     "appended": ("stalesync.policy.admission:Admission", "observe_returned", "before"),
     "completed": ("stalesync.loop.conversing:Conversing", "_complete", "after"),
 }

@@ -82,7 +82,7 @@ class World:
         algorithm = SimpleNamespace(filter_rule=lambda rewards: "")
         self.groups = Groups(size, self.admission, {}, algorithm, queue=self.queue, folder=self.folder)
         environments = Environments.__new__(Environments)
-        environments.__dict__ |= dict(pool=self.pool, _bridge=bridge or Bridge(), tracked=[], _held=[], _seed=0)
+        environments.__dict__ |= dict(pool=self.pool, bridge=bridge or Bridge(), tracked=[], _held=[], _seed=0)
         environments.config = SimpleNamespace(retries=spec.retries, label="environment.name='x'")
         environments.arrived = SimpleNamespace(clear=lambda: None)
         self.conversing = Conversing(

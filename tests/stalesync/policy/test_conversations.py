@@ -93,8 +93,8 @@ class World:
         else:
             size, done = self.random.randint(1, 8), self.random.random() < 0.2
             answer = stepped(id, reward=1.0, done=done, digest=f"d{size}", seconds=self.random.uniform(0, 3))
-            command = self.conversations.observe_stepped(answer, size)
-            if command == Append(id):
+            command = self.conversations.observe_stepped(answer, [0] * size)
+            if isinstance(command, Append):
                 self.tokens[id] += size
                 assert self.tokens[id] < self.spec.max_tokens
                 assert self.conversations.of(id).num_turns < self.spec.max_turns
@@ -106,7 +106,7 @@ class World:
             self.end(id, "completed")
         elif isinstance(command, Step):
             self.asked[id] = [*self.conversations.of(id).actions], [*self.conversations.of(id).observed]
-        return [id] if command == Append(id) else []
+        return [id] if isinstance(command, Append) else []
 
     def fail(self, command):
         assert command.group not in self.failed
@@ -155,7 +155,7 @@ def test_an_environment_that_never_answers_fails_its_group_when_its_seconds_are_
     conversations = conversing()
     assert conversations.observe_turn("g/0", 4, "a") == Step("g/0")
     assert conversations.observe_elapsed(4) == []
-    assert conversations.observe_stepped(stepped("g/0", seconds=4), 1) == Append("g/0")
+    assert conversations.observe_stepped(stepped("g/0", seconds=4), [0] * 1) == Append("g/0", [0] * 1)
     conversations.observe_elapsed(100)  # the model speaks
     assert conversations.observe_turn("g/0", 8, "b") == Step("g/0")
     assert conversations.observe_elapsed(5.5) == [], "six seconds are left of ten"
@@ -168,7 +168,7 @@ def test_an_environment_that_never_answers_fails_its_group_when_its_seconds_are_
 def test_the_deadline_of_a_turn_that_was_answered_fails_no_later_turn():
     conversations = conversing()
     conversations.observe_turn("g/0", 4, "a")
-    assert conversations.observe_stepped(stepped("g/0", seconds=1), 1) == Append("g/0")
+    assert conversations.observe_stepped(stepped("g/0", seconds=1), [0] * 1) == Append("g/0", [0] * 1)
     conversations.observe_elapsed(8)
     conversations.observe_turn("g/0", 8, "b")
     assert conversations.observe_elapsed(3) == [], "the first turn would be late now, the second has six seconds left"
@@ -195,7 +195,7 @@ def test_rewards_are_the_last_or_the_sum_and_one_that_is_needed_and_missing_is_a
         conversations = conversing(spec)
         assert conversations.reward_of("g/0") == 0.0
         conversations.observe_turn("g/0", 4, "a")
-        conversations.observe_stepped(stepped("g/0", reward=1.0), 2)
+        conversations.observe_stepped(stepped("g/0", reward=1.0), [0] * 2)
         conversations.observe_turn("g/0", 8, "b")
         assert conversations.observe_stepped(stepped("g/0", reward=2.0, done=True)) == Complete("g/0", cut=False)
         assert conversations.reward_of("g/0") == reward
@@ -206,9 +206,9 @@ def test_rewards_are_the_last_or_the_sum_and_one_that_is_needed_and_missing_is_a
 def test_an_observation_that_leaves_no_token_to_the_model_ends_the_conversation():
     conversations = conversing()
     conversations.observe_turn("g/0", 15, "a")
-    assert conversations.observe_stepped(stepped("g/0"), 5) == Complete("g/0", cut=True)
+    assert conversations.observe_stepped(stepped("g/0"), [0] * 5) == Complete("g/0", cut=True)
     conversations.observe_turn("g/1", 15, "a")
-    assert conversations.observe_stepped(stepped("g/1"), 4) == Append("g/1")
+    assert conversations.observe_stepped(stepped("g/1"), [0] * 4) == Append("g/1", [0] * 4)
     conversations.observe_turn("g/1", 19, "b")
     assert conversations.observe_stepped(stepped("g/1"), None) == Complete("g/1", cut=True), "it cannot be continued"
     assert conversations.of("g/1").observation_tokens == 4 and conversations.of("g/0").observation_tokens == 0
