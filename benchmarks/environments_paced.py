@@ -41,7 +41,7 @@ from fusion.telemetry import Metrics, Timeline
 from tests.helpers import tiny_config
 from tests.rollouts import rollout_config
 
-IN_PROGRESS, WAVES = 2, 3
+IN_PROGRESS, WAVES = 4, 3
 """Conversations in progress relative to the slots, and conversations of a run relative to those in progress"""
 STEPS_AWAY = 10
 """Decode steps for which an environment with latency answers"""
@@ -96,7 +96,7 @@ class Side:
             max_length=PROMPT_TOKENS + spec.max_tokens,
             max_seqs=spec.slots,
             max_batch_tokens=512,
-            max_kv_tokens=2 * spec.slots * (PROMPT_TOKENS + spec.max_tokens + 16),
+            max_kv_tokens=spec.in_progress * (PROMPT_TOKENS + spec.max_tokens + 16),
             prefix_cache=False,
             suspended="keep",
         )
