@@ -1,7 +1,7 @@
 """The queue's actor: drives `QueueCore` for clients on all nodes, writes the journal, and starts a shard on every node.
 
-A waiting call is a suspended coroutine and delays no other. Calls that may wait long return a `Turn` after `TURN_S`:
-the client calls again and keeps its place in line, so the place of a dead client is soon released.
+A waiting call is a suspended coroutine and delays no other. Calls that may wait long return a `PlaceInLine` after
+`TURN_S`: the client calls again and keeps it, so the place of a dead client is soon released.
 
 The order that makes the journal safe: payload on disk ─► put in the journal ─► acknowledged; the end of samples in the
 journal ─► their segments unlinked.
@@ -45,7 +45,7 @@ MAX_CALLS = 10_000
 
 
 @dataclass(frozen=True)
-class Turn:
+class PlaceInLine:
     """Not served yet: call again with this place in line. `why` is for the log."""
 
     number: int
@@ -182,8 +182,8 @@ class QueueActor:
         await self.start()
         return dict(self.fleet.shards)
 
-    async def reserve(self, *, message: bytes, node: str, nbytes: int, number: int | None) -> File | Turn:
-        """Reserve a file to write, or return a Turn: the queue is full. `number`: of the turn that came before."""
+    async def reserve(self, *, message: bytes, node: str, nbytes: int, number: int | None) -> File | PlaceInLine:
+        """Reserve a file to write, or return a PlaceInLine: the queue is full. `number`: of the place before."""
         async with self._call():
             answer, resolve = _new_answer()
             writer = self.core.ask_room(
@@ -195,7 +195,7 @@ class QueueActor:
                 if number is not None:
                     await self._wait(answer, TURN_S)
                 if not answer.done():
-                    return Turn(writer.number, 0.0, writer.full)
+                    return PlaceInLine(writer.number, 0.0, writer.full)
                 return self._file(answer.result())
             except asyncio.CancelledError:
                 if answer.done() and not answer.exception():
@@ -220,8 +220,8 @@ class QueueActor:
             granted = self.core.grant(node, nbytes + nbytes // 4, now_s)
             return late, None if granted is None else self._file(granted)
 
-    async def get(self, *, selection: Selection, wait_s: float, turn: Turn | None) -> bytes | Turn:
-        """Return a Delivery, or a Turn after `wait_s` (at most TURN_S). `turn`: the one that came before."""
+    async def get(self, *, selection: Selection, wait_s: float, turn: PlaceInLine | None) -> bytes | PlaceInLine:
+        """Return a Delivery, or a PlaceInLine after `wait_s` (at most TURN_S). `turn`: the one returned before."""
         async with self._call():
             answer, resolve = _new_answer()
             place = None if turn is None else (turn.number, turn.since_s)
@@ -229,7 +229,7 @@ class QueueActor:
             try:
                 await self._wait(answer, min(wait_s, TURN_S))
                 if not answer.done():
-                    return Turn(waiter.number, waiter.since_s, self.core.explain(selection))
+                    return PlaceInLine(waiter.number, waiter.since_s, self.core.explain(selection))
                 return answer.result().to_bytes()
             except asyncio.CancelledError:  # the client has ended or has cancelled
                 if answer.done() and not answer.exception():

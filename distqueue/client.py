@@ -21,7 +21,7 @@ from typing import Any
 
 import ray
 
-from distqueue.actor import MAX_CALLS, NAMESPACE, TURN_S, QueueActor, Turn
+from distqueue.actor import MAX_CALLS, NAMESPACE, TURN_S, PlaceInLine, QueueActor
 from distqueue.actor_calls import call
 from distqueue.checkpoint import check as check_checkpoint
 from distqueue.config import QueueOptions, check_absolute
@@ -181,7 +181,7 @@ class DistQueue(SampleQueue):
         while True:
             left_s = TURN_S if deadline_s is None else max(0.0, deadline_s - time.monotonic())
             answer = self._call("get", left=left, selection=selection, wait_s=left_s, turn=turn)
-            if isinstance(answer, Turn):
+            if isinstance(answer, PlaceInLine):
                 if left_s <= TURN_S and deadline_s is not None:
                     raise TimeoutError(answer.why)
                 turn = answer
@@ -249,7 +249,7 @@ class DistQueue(SampleQueue):
         number, node = None, self._payload.here()
         while True:
             answer = self._call("reserve", message=message, node=node, nbytes=nbytes, number=number)
-            if not isinstance(answer, Turn):
+            if not isinstance(answer, PlaceInLine):
                 return answer
             number = answer.number
             log.warning("a put of %s bytes is waiting: %s", f"{nbytes:,}", answer.why)

@@ -38,7 +38,7 @@ class HostMemory(Protocol):
 
 
 @dataclass(eq=False)
-class Entry:
+class ParkedEntry:
     """KV of the first ``computed`` of a request's ``tokens``. ``names``: of its leading blocks, whose KV is all of
     policy version ``since``; ``copied``: the event after the last copy out of or into ``region``."""
 
@@ -71,8 +71,8 @@ class ParkedKV:
         self._cache, self._routing = cache, routing
         self._memory = memory
         self._max_blocks = 0 if memory is None else max_blocks
-        self._entries: dict[str, Entry] = {}
-        self._returning: list[Entry] = []
+        self._entries: dict[str, ParkedEntry] = {}
+        self._returning: list[ParkedEntry] = []
         """Restored entries whose regions are still being read"""
         self.blocks_copied_out = 0
         """Blocks copied to the host since construction"""
@@ -157,10 +157,10 @@ class ParkedKV:
     def _count(self, seq: scheduler.Sequence) -> int:
         return -(-seq.computed // self._cache.block_size)
 
-    def _copy_out(self, seq: scheduler.Sequence, region: torch.Tensor) -> Entry:
+    def _copy_out(self, seq: scheduler.Sequence, region: torch.Tensor) -> ParkedEntry:
         count = self._count(seq)
         routing = self._routing.read(seq.blocks, 0, seq.computed) if self._routing is not None else None
-        entry = Entry(
+        entry = ParkedEntry(
             tokens=list(seq.tokens),
             computed=seq.computed,
             since=seq.since,
@@ -175,7 +175,7 @@ class ParkedKV:
         entry.copied = self._event()
         return entry
 
-    def _on_host(self, entry: Entry) -> torch.Tensor:
+    def _on_host(self, entry: ParkedEntry) -> torch.Tensor:
         return entry.region.view(self._cache.dtype).view(self._cache.host_shape(entry.blocks))
 
     def _event(self) -> Any:

@@ -32,7 +32,7 @@ from fusion.inference import scheduler
 from fusion.inference.blocks import BlockName, extend_names, next_name, root_name
 from fusion.inference.counters import Counters
 from fusion.inference.kv_cache import KVCache
-from fusion.inference.parked import Entry, HostMemory, ParkedKV
+from fusion.inference.parked import HostMemory, ParkedEntry, ParkedKV
 from fusion.inference.request import Request
 from fusion.inference.routing import RoutingCache
 from fusion.model import Mesh
@@ -255,7 +255,7 @@ class PooledKV(ParkedKV):
     def __contains__(self, id: str) -> bool:
         return self.computed(id) > 0
 
-    def _write(self, id: str, entry: Entry) -> None:
+    def _write(self, id: str, entry: ParkedEntry) -> None:
         """Write an entry to a file, and give its region back."""
         assert self.store is not None
         began = time.perf_counter()
@@ -324,7 +324,7 @@ class PooledKV(ParkedKV):
         except BaseException:
             self._host.give([region])
             raise
-        self._entries[seq.request.id] = Entry(
+        self._entries[seq.request.id] = ParkedEntry(
             tokens=tokens,
             computed=found.computed,
             since=version,

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from fusion.rewards.outcome import RewardOutcome, RewardSample
 
 
-class Batch:
+class RewardBatch:
     """The indices that wait, the outcomes, the number without one. ``alone``: indices that a reward that scores a batch
     gets one by one."""
 

@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from fusion.rewards.keeper import children, end_descendants, run_kept
 from fusion.rewards.loaded import LoadedReward
 from fusion.rewards.outcome import finite
-from fusion.rewards.wire import HEADER, SPLIT, START, Result, Started, pack_reply
+from fusion.rewards.wire import HEADER, SPLIT, START, Result, ScoringStarted, pack_reply
 
 T = TypeVar("T")
 DETAIL_CHARS, SHOWN_CHARS = 8000, 200
@@ -73,10 +73,10 @@ def attempt(load: Callable[[], T], label: str, limit: str) -> tuple[T | None, st
         return None, f"{label}: loading it raised\n{trace_of_exception()}"
 
 
-def _started(reward: LoadedReward | None, error: str) -> Started:
+def _started(reward: LoadedReward | None, error: str) -> ScoringStarted:
     if reward is None:
-        return Started(error, [])
-    return Started(error, [*reward.required_fields], reward.scores_batch, [*reward.asks])
+        return ScoringStarted(error, [])
+    return ScoringStarted(error, [*reward.required_fields], reward.scores_batch, [*reward.asks])
 
 
 def limit_memory(mib: int | None) -> None:

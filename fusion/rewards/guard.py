@@ -22,12 +22,12 @@ import time
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from fusion.rewards.batch import Batch
+from fusion.rewards.batch import RewardBatch
 from fusion.rewards.config import RewardConfig, RewardSpec
 from fusion.rewards.loaded import OTHERS, PREFILL
 from fusion.rewards.outcome import RewardOutcome, RewardSample
 from fusion.rewards.process import END_S, Child, start_child
-from fusion.rewards.wire import SPLIT, Result, Started
+from fusion.rewards.wire import SPLIT, Result, ScoringStarted
 
 log = logging.getLogger(__name__)
 
@@ -60,12 +60,12 @@ class RewardPool:
         self._logged_errors: set[tuple[str, str]] = set()
         self._start_error = ""
         self._closed = False
-        self._started = Started("", [])
+        self._started = ScoringStarted("", [])
         """What the children have reported of the reward"""
         try:
             self._fill()
             while not self._start_error and not all(child.ready for child in self._children):
-                self._process_events(Batch([]))
+                self._process_events(RewardBatch([]))
             if self._start_error:
                 raise ValueError(self._start_error)
         except BaseException:
@@ -108,7 +108,7 @@ class RewardPool:
         """
         with self._lock:
             self._check_open()
-            batch = Batch(samples)
+            batch = RewardBatch(samples)
             try:
                 self._replace_dead()
                 self._fill()
@@ -142,7 +142,7 @@ class RewardPool:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _dispatch(self, child: Child, batch: Batch, num_idle: int) -> None:
+    def _dispatch(self, child: Child, batch: RewardBatch, num_idle: int) -> None:
         # Chunks shrink with the samples that remain (guided self-scheduling): slow ones spread over children. A batch
         # is to be large instead.
         num_waiting = len(batch.waiting)
@@ -164,7 +164,7 @@ class RewardPool:
         response = sample.prefill + sample.response if self.kind == "format" else sample.response
         return sample.prompt, response, sample.answer, fields
 
-    def _process_events(self, batch: Batch) -> None:
+    def _process_events(self, batch: RewardBatch) -> None:
         """Wait for the next event (a result, a socket that accepts data, a deadline) and process it."""
         busy = [child for child in self._children if child.pending or child.retired or not child.ready]
         wait_s = min((child.deadline for child in busy), default=0.0) - time.monotonic()
@@ -185,7 +185,7 @@ class RewardPool:
             if child not in responsive and child.deadline <= now:
                 self._expire(child, batch)
 
-    def _read(self, child: Child, batch: Batch) -> None:
+    def _read(self, child: Child, batch: RewardBatch) -> None:
         replies, alive = child.receive()
         for index, reply in replies:
             if isinstance(reply, Result) and child.pending and child.pending[0] == index:
@@ -193,7 +193,7 @@ class RewardPool:
                     self._split(child, reply, batch)
                 else:
                     self._take(child, reply, batch)
-            elif isinstance(reply, Started) and not child.ready:
+            elif isinstance(reply, ScoringStarted) and not child.ready:
                 self._start(child, reply)
             else:
                 alive = False
@@ -202,7 +202,7 @@ class RewardPool:
         if not alive and child in self._children:
             self._handle_exit(child, batch)
 
-    def _start(self, child: Child, started: Started) -> None:
+    def _start(self, child: Child, started: ScoringStarted) -> None:
         self._start_error = started.error
         if started.error:
             self._drop(child)
@@ -210,20 +210,20 @@ class RewardPool:
         child.ready = True
         self._started = started
 
-    def _take(self, child: Child, result: Result, batch: Batch) -> None:
+    def _take(self, child: Child, result: Result, batch: RewardBatch) -> None:
         index = child.pending.popleft()
         child.deadline = time.monotonic() + self._config.time_limit_s
         child.retired = result.error == "memory"
         outcome = RewardOutcome(result.reward, result.error, result.detail, seconds=result.seconds)
         self._settle(batch, index, outcome, result.key)
 
-    def _split(self, child: Child, result: Result, batch: Batch) -> None:
+    def _split(self, child: Child, result: Result, batch: RewardBatch) -> None:
         """Have each sample of a call that failed scored alone."""
         child.retired = result.key == "memory"
         batch.alone.update(child.pending)
         self._requeue(child, batch)
 
-    def _handle_exit(self, child: Child, batch: Batch) -> None:
+    def _handle_exit(self, child: Child, batch: RewardBatch) -> None:
         trace = child.written_trace()
         # The socket closes before the keeper has ended the child's descendants and exits with its status.
         status = self._drop(child, grace_s=0.0 if child.unreadable else END_S)
@@ -236,7 +236,7 @@ class RewardPool:
         self._fail_current(child, batch, error="died", detail=detail, distinct=end)
         self._fill()
 
-    def _expire(self, child: Child, batch: Batch) -> None:
+    def _expire(self, child: Child, batch: RewardBatch) -> None:
         trace = child.dump_stack()
         self._drop(child)
         if not child.ready:
@@ -248,7 +248,7 @@ class RewardPool:
         self._fail_current(child, batch, error="timeout", detail=detail, distinct=distinct)
         self._fill()
 
-    def _fail_current(self, child: Child, batch: Batch, *, error: str, detail: str, distinct: str) -> None:
+    def _fail_current(self, child: Child, batch: RewardBatch, *, error: str, detail: str, distinct: str) -> None:
         """Fail the sample that the child was scoring; requeue the samples behind it at the front. Of the samples of one
         call, none is known to be the cause: requeue all, each to be scored alone."""
         if child.retired or not child.pending:
@@ -263,11 +263,11 @@ class RewardPool:
         seconds = time.monotonic() - child.deadline + self._config.time_limit_s
         self._settle(batch, index, RewardOutcome(None, error, detail, seconds=seconds), distinct)
 
-    def _requeue(self, child: Child, batch: Batch) -> None:
+    def _requeue(self, child: Child, batch: RewardBatch) -> None:
         batch.waiting.extendleft(reversed(child.pending))
         child.pending.clear()
 
-    def _settle(self, batch: Batch, index: int, outcome: RewardOutcome, distinct: str) -> None:
+    def _settle(self, batch: RewardBatch, index: int, outcome: RewardOutcome, distinct: str) -> None:
         """Store a sample's outcome; log its error unless one of the same kind and ``distinct`` key was logged."""
         assert batch.outcomes[index] is None, f"sample {index} was scored twice"
         batch.outcomes[index] = outcome
@@ -279,7 +279,7 @@ class RewardPool:
                 self.label, outcome.error, outcome.detail,
             )  # fmt: skip
 
-    def _fail_remaining(self, batch: Batch) -> None:
+    def _fail_remaining(self, batch: RewardBatch) -> None:
         detail = f"no process could be started to score this sample: {self._start_error}"
         for index in batch.waiting:
             self._settle(batch, index, RewardOutcome(None, "died", detail), "start")

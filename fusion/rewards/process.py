@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any, Generic, TypeVar
 
 from fusion.rewards.config import RewardConfig, RewardSpec
-from fusion.rewards.wire import Result, Started, decode_reply, pack_call, pack_samples, take_frames
+from fusion.rewards.wire import Result, ScoringStarted, decode_reply, pack_call, pack_samples, take_frames
 
 RECEIVE_BYTES = 1 << 16
 """The allocator takes memory from the system, and gives it back, for more"""
@@ -151,7 +151,7 @@ class GuardedProcess(Generic[Reply]):
             self.process.wait()
 
 
-class Child(GuardedProcess[Started | Result]):
+class Child(GuardedProcess[ScoringStarted | Result]):
     """A child that scores samples. `pending` are the indices of its unfinished ones: `pending[0]` is being scored, of
     a batch all of `pending` are, and `deadline` is their time limit."""
 

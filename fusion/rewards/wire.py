@@ -20,14 +20,14 @@ from fusion.rewards.outcome import ERRORS, usable
 T = TypeVar("T")
 HEADER = struct.Struct("<II")
 START = 0xFFFFFFFF
-"""Index of the frame that a child sends before any sample: a `Started`."""
+"""Index of the frame that a child sends before any sample: a `ScoringStarted`."""
 SPLIT = "split"
 """Error of a result that stands for a whole call of several samples, which failed: each is to be scored alone"""
 MAX_REPLY_BYTES = 1 << 20
 """Bound above every message of a child"""
 
 
-class Started(NamedTuple):
+class ScoringStarted(NamedTuple):
     """``error``: why the child cannot score, "" if it can; other fields as of `LoadedReward`."""
 
     error: str
@@ -58,7 +58,7 @@ def pack_call(samples: Sequence[tuple[int, Any]]) -> bytes:
     return frame(samples[0][0], pickle.dumps(call, pickle.HIGHEST_PROTOCOL))
 
 
-def pack_reply(index: int, reply: Started | Result) -> bytes:
+def pack_reply(index: int, reply: ScoringStarted | Result) -> bytes:
     """Encode what a child sends."""
     return frame(index, json.dumps(reply).encode())
 
@@ -99,20 +99,20 @@ def decode_list(payload: bytes, kind: str, length: int) -> list[Any]:
     return values
 
 
-def decode_reply(index: int, payload: bytes) -> Started | Result:
+def decode_reply(index: int, payload: bytes) -> ScoringStarted | Result:
     """Return what `pack_reply` has encoded.
 
     Raises:
         ValueError: the payload is something else.
     """
-    kind: type[Started] | type[Result] = Started if index == START else Result
+    kind: type[ScoringStarted] | type[Result] = ScoringStarted if index == START else Result
     reply = kind(*decode_list(payload, kind.__name__, len(kind._fields)))
-    if not (_is_started(reply) if isinstance(reply, Started) else _is_result(reply)):
+    if not (_is_started(reply) if isinstance(reply, ScoringStarted) else _is_result(reply)):
         raise ValueError(f"expected a {kind.__name__} with other values")
     return reply
 
 
-def _is_started(reply: Started) -> bool:
+def _is_started(reply: ScoringStarted) -> bool:
     lists = (reply.required_fields, reply.asks)
     named = all(isinstance(names, list) and all(isinstance(name, str) for name in names) for names in lists)
     return isinstance(reply.error, str) and type(reply.scores_batch) is bool and named

@@ -1,6 +1,6 @@
 """Train the policy on one rank: accumulate gradients from packed sequences, then update the weights.
 
-    sequences ─ plan_micro_batches ─► each through the pipeline (Stage): forward ─ Objective ─ backward ─► gradients
+    sequences ─ plan_micro_batches ─► each through PipelineStage: forward ─ Objective ─ backward ─► gradients
     optimizer_step: gradients ─ ShardedAdamW ─► weights; rows of each expert ─ RouterBias ─► correction biases
 
 Invariants: the loss is a mean over the trained tokens of the *global* batch (`Objective`), so loss and gradient do not
@@ -34,7 +34,7 @@ from fusion.training.optimizer import ShardedAdamW
 from fusion.training.replay import new_record, replay_of
 from fusion.training.router_bias import RouterBias
 from fusion.training.schedule import Schedule
-from fusion.training.stage import Stage
+from fusion.training.stage import PipelineStage
 from fusion.training.states import MakeStates, ResidentStates
 
 CARD_VALUES = "weights.card"
@@ -83,7 +83,7 @@ class EmbeddedTrainEngine:
             states=states,
         )
         self.router_bias = RouterBias(model, config.router_bias_rate)
-        self.stage = Stage(model)
+        self.stage = PipelineStage(model)
         self._accumulated = False
         self._sums: BatchSums | None = None
         """Sums of the batch whose gradients no step has used, where they are those of one batch"""

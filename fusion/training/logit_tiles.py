@@ -1,6 +1,6 @@
 """Reduce the logits of a micro-batch tile by tile, and compute their gradient tile by tile.
 
-A tile is a rectangle of rows and of this TP rank's ids; `Rows` is what belongs to the rows of one. It is reduced to
+A tile is a rectangle of rows and of this TP rank's ids; `TileRows` is what belongs to the rows of one. It is reduced to
 four numbers per row, where m is the largest logit:
 
     m,   s = Σ e^(x-m),   u = Σ e^(x-m) (x-m),   the target's x (0 if its logit is in another tile)
@@ -38,7 +38,7 @@ class Cells:
 
 
 @dataclass(frozen=True)
-class Rows:
+class TileRows:
     """A chunk of n rows: hidden states [n, D], int64 targets [n] and kept ids; for the backward pass, float32 [n], also
     log Z and entropy, and the gradients of log-probability and entropy, None where there are none."""
 
@@ -79,16 +79,16 @@ class Tiles:
     cells: list[Cells] | None
     with_mass: bool
 
-    def rows(self, **columns: torch.Tensor | None) -> list[Rows]:
-        """Split the columns of a micro-batch, by their names in `Rows`, into those of its chunks of rows."""
+    def rows(self, **columns: torch.Tensor | None) -> list[TileRows]:
+        """Split the columns of a micro-batch, by their names in `TileRows`, into those of its chunks of rows."""
         chunks: dict[str, Sequence[Any]] = {
             name: column.split(self.row_chunk) for name, column in columns.items() if column is not None
         }
         if self.cells is not None:
             chunks["cells"] = self.cells
-        return [Rows(**dict(zip(chunks, chunk, strict=True))) for chunk in zip(*chunks.values(), strict=True)]
+        return [TileRows(**dict(zip(chunks, chunk, strict=True))) for chunk in zip(*chunks.values(), strict=True)]
 
-    def logits(self, rows: Rows, ids: range, removed: list[torch.Tensor] | None = None) -> Logits:
+    def logits(self, rows: TileRows, ids: range, removed: list[torch.Tensor] | None = None) -> Logits:
         """Compute the logits of a tile. ``removed``: as of `IdMask`."""
         with torch.enable_grad():
             hidden, *weights = leaves = [
@@ -96,7 +96,7 @@ class Tiles:
             ]
             return Logits(leaves, self.head.logits_of(hidden, weights, ids, removed))
 
-    def reduce(self, rows: Rows, ids: range, kept_logits: list[Logits] | None = None) -> torch.Tensor:
+    def reduce(self, rows: TileRows, ids: range, kept_logits: list[Logits] | None = None) -> torch.Tensor:
         """Reduce a tile to the numbers of each of its n rows, float32 [4, n] or more: the target's x, m, s and u; m, s
         and u of kept ids; log Σ e^x of masked ids. ``kept_logits``: to which the logits are added, for `gradients`."""
         removed: list[torch.Tensor] = []
@@ -115,13 +115,13 @@ class Tiles:
         masked = [self._scaled(values).logsumexp(1) for values in removed]
         return torch.stack([target, peak, total, exp.mul_(x).sum(1), *kept, *masked])
 
-    def gradients(self, rows: Rows, ids: range, kept: Logits | None = None) -> tuple[torch.Tensor, ...]:
+    def gradients(self, rows: TileRows, ids: range, kept: Logits | None = None) -> tuple[torch.Tensor, ...]:
         """Return the share of a tile in the gradient of its hidden states, and the gradients of the head's weights of
         its ids, `Head.weights_of`. ``kept``: its logits, which are overwritten; None: they are computed again."""
         leaves, logits = kept or self.logits(rows, ids)
         return torch.autograd.grad(logits, leaves, self._of_logits(logits.detach(), rows, ids))
 
-    def _of_logits(self, logits: torch.Tensor, rows: Rows, ids: range) -> torch.Tensor:
+    def _of_logits(self, logits: torch.Tensor, rows: TileRows, ids: range) -> torch.Tensor:
         """Return the gradient of a tile's logits, which are overwritten."""
         assert rows.log_z is not None and rows.entropy is not None
         logp = self._scaled(logits).sub_(rows.log_z.unsqueeze(1))

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Action:
+class Pass:
     """A forward or backward pass of one micro-batch through a stage."""
 
     forward: bool
@@ -33,7 +33,7 @@ class Action:
 
 
 @dataclass(frozen=True)
-class Message:
+class PipelineMessage:
     """Hidden states sent to the next stage (``forward``), or their gradient sent to the previous one."""
 
     forward: bool
@@ -43,44 +43,44 @@ class Message:
 
 
 @dataclass(frozen=True)
-class Step:
+class PipelineStep:
     """Messages that are sent and received at once, then an action; the last step of a program may have no action."""
 
-    messages: tuple[Message, ...]
-    action: Action | None
+    messages: tuple[PipelineMessage, ...]
+    action: Pass | None
 
 
-def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> list[Action]:
+def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> list[Pass]:
     """Return the actions of a stage in order (invariants above)."""
     ahead = min(stages - 1 - stage, micro_batches)
-    actions = [Action(True, i) for i in range(ahead)]
+    actions = [Pass(True, i) for i in range(ahead)]
     for i in range(ahead, micro_batches):
-        actions += [Action(True, i), Action(False, i - ahead)]
-    return actions + [Action(False, i) for i in range(micro_batches - ahead, micro_batches)]
+        actions += [Pass(True, i), Pass(False, i - ahead)]
+    return actions + [Pass(False, i) for i in range(micro_batches - ahead, micro_batches)]
 
 
-def forward_only(micro_batches: int) -> list[Action]:
+def forward_only(micro_batches: int) -> list[Pass]:
     """Return one forward pass per micro-batch."""
-    return [Action(True, i) for i in range(micro_batches)]
+    return [Pass(True, i) for i in range(micro_batches)]
 
 
-def program(actions: Sequence[Action], stage: int, stages: int) -> list[Step]:
+def program(actions: Sequence[Pass], stage: int, stages: int) -> list[PipelineStep]:
     """Return the actions of a stage with the messages between them (invariants above)."""
-    steps: list[Step] = []
-    outgoing: tuple[Message, ...] = ()
+    steps: list[PipelineStep] = []
+    outgoing: tuple[PipelineMessage, ...] = ()
     for action in actions:
-        steps.append(Step(outgoing + _input(action, stage, stages), action))
+        steps.append(PipelineStep(outgoing + _input(action, stage, stages), action))
         outgoing = _output(action, stage, stages)
-    return [*steps, Step(outgoing, None)] if outgoing else steps
+    return [*steps, PipelineStep(outgoing, None)] if outgoing else steps
 
 
-def _input(action: Action, stage: int, stages: int) -> tuple[Message, ...]:
+def _input(action: Pass, stage: int, stages: int) -> tuple[PipelineMessage, ...]:
     source = stage - 1 if action.forward else stage + 1
-    message = Message(action.forward, action.micro_batch, source=source, target=stage)
+    message = PipelineMessage(action.forward, action.micro_batch, source=source, target=stage)
     return (message,) if 0 <= source < stages else ()
 
 
-def _output(action: Action, stage: int, stages: int) -> tuple[Message, ...]:
+def _output(action: Pass, stage: int, stages: int) -> tuple[PipelineMessage, ...]:
     target = stage + 1 if action.forward else stage - 1
-    message = Message(action.forward, action.micro_batch, source=stage, target=target)
+    message = PipelineMessage(action.forward, action.micro_batch, source=stage, target=target)
     return (message,) if 0 <= target < stages else ()

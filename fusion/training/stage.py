@@ -19,7 +19,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from fusion.npu.failures import wait_for
 from fusion.training.model import TrainedModel
-from fusion.training.pipeline import Action, Message, Step, forward_only, one_forward_one_backward, program
+from fusion.training.pipeline import (
+    Pass,
+    PipelineMessage,
+    PipelineStep,
+    forward_only,
+    one_forward_one_backward,
+    program,
+)
 
 Forward = Callable[[int, torch.Tensor | None], tuple[torch.Tensor | None, torch.Tensor | None]]
 """(micro-batch, hidden states [n, D] of the previous stage, None on the first) → (hidden states [n, D] for the next
@@ -34,7 +41,7 @@ class _Pending(NamedTuple):
     loss: torch.Tensor | None
 
 
-class Stage:
+class PipelineStage:
     """Runs the micro-batches of a batch through this rank's part of ``model``. Construction and all calls are
     collective over the mesh."""
 
@@ -55,13 +62,13 @@ class Stage:
         """Run forward passes only; ``forward`` keeps what it needs of the last stage's output."""
         self._run(forward_only(len(rows)), rows, forward, backward=False)
 
-    def _run(self, actions: list[Action], rows: Sequence[int], forward: Forward, backward: bool) -> None:
+    def _run(self, actions: list[Pass], rows: Sequence[int], forward: Forward, backward: bool) -> None:
         pending: dict[int, _Pending] = {}
         mail: dict[tuple[bool, int], torch.Tensor] = {}
         for step in program(actions, self.mesh.pp_rank, self.mesh.parallel.pp):
             self._exchange(step, rows, mail)
             match step.action:
-                case Action(True, i):
+                case Pass(True, i):
                     hidden = mail.pop((True, i), None)
                     if hidden is not None:
                         hidden.requires_grad_(backward)
@@ -70,13 +77,13 @@ class Stage:
                         pending[i] = _Pending(hidden, None if output is None else get_gradient_edge(output), loss)
                     if output is not None:
                         mail[True, i] = output.detach()
-                case Action(False, i):
+                case Pass(False, i):
                     gradient = _backward(pending.pop(i), mail.pop((False, i), None))
                     if gradient is not None:
                         mail[False, i] = gradient
         assert not pending and not mail
 
-    def _exchange(self, step: Step, rows: Sequence[int], mail: dict[tuple[bool, int], torch.Tensor]) -> None:
+    def _exchange(self, step: PipelineStep, rows: Sequence[int], mail: dict[tuple[bool, int], torch.Tensor]) -> None:
         """Send the step's outgoing messages from ``mail`` and receive its incoming ones into ``mail``."""
         operations, sent = [], []
         for message in step.messages:
@@ -92,7 +99,7 @@ class Stage:
         for work in dist.batch_isend_irecv(operations) if operations else ():
             wait_for(work)
 
-    def _operation(self, message: Message, outgoing: bool, tensor: torch.Tensor) -> dist.P2POp:
+    def _operation(self, message: PipelineMessage, outgoing: bool, tensor: torch.Tensor) -> dist.P2POp:
         operation, peer = (dist.isend, message.target) if outgoing else (dist.irecv, message.source)
         return dist.P2POp(operation, tensor, group=self.mesh.pp_group, group_peer=peer)
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from distqueue import PackedBatch, QueueOptions, journal
-from distqueue.actor import QueueActor, Turn
+from distqueue.actor import PlaceInLine, QueueActor
 from distqueue.core import QueueCore
 from distqueue.fleet import ShardHandle
 from distqueue.messages import Delivery, Put
@@ -109,7 +109,7 @@ class Party:
         while True:
             selection = Selection(task, COLUMNS, self.rng.randint(1, 8))
             found = await self.actor.get(selection=selection, wait_s=1.0, turn=None)
-            if isinstance(found, Turn):
+            if isinstance(found, PlaceInLine):
                 continue
             ids = Delivery.from_bytes(found).ids
             await asyncio.sleep(self.rng.choice([0, 0.01]))
@@ -125,7 +125,7 @@ async def put(actor: QueueActor, batch: PackedBatch) -> None:
     """As a client does."""
     contents = lay_out(stretches_of(batch))
     reserved = await actor.reserve(message=Put.of(batch).to_bytes(), node=HERE, nbytes=contents.nbytes, number=None)
-    assert not isinstance(reserved, Turn)
+    assert not isinstance(reserved, PlaceInLine)
     assert reserved.durable
     await asyncio.to_thread(_write, reserved.number, reserved.path, reserved.size, contents)
     await actor.commit(number=reserved.number, path=reserved.path, node=HERE, nbytes=contents.nbytes, message=None)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.rewards import RewardConfig, RewardPool, RewardSample
-from fusion.rewards.batch import Batch
+from fusion.rewards.batch import RewardBatch
 from tests.machine import patience
 
 USER = """
@@ -80,7 +80,7 @@ def calls_of(file: Path) -> list[int]:
 
 @given(st.integers(0, 30), st.sets(st.integers(0, 29)), st.lists(st.integers(1, 9), min_size=30, max_size=30))
 def test_every_index_is_taken_once_and_those_to_be_scored_alone_by_themselves(count, alone, shares):
-    batch, taken = Batch(samples(*["0"] * count)), []
+    batch, taken = RewardBatch(samples(*["0"] * count)), []
     batch.alone |= alone
     for share in shares:
         if indices := batch.take(8, share):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.rewards.wire import START, Result, Started, decode_reply, frame, pack_reply, take_frames
+from fusion.rewards.wire import START, Result, ScoringStarted, decode_reply, frame, pack_reply, take_frames
 
 take_replies = functools.partial(take_frames, decode=decode_reply)
 TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
@@ -17,14 +17,14 @@ TEXTS = st.text(st.characters(exclude_categories=("Cs",)), max_size=8)
 
 @given(error=TEXTS, names=st.lists(TEXTS, max_size=4))
 def test_a_start_arrives_whatever_its_fields_are_called(error: str, names: list[str]) -> None:
-    started = Started(error, names)
+    started = ScoringStarted(error, names)
     assert list(take_replies(bytearray(pack_reply(START, started)))) == [(START, started)]
 
 
 @pytest.mark.parametrize("names", [["digits"], ["a", "b"], ["domain"]])
 def test_a_start_as_long_as_a_score_is_a_start(names: list[str]) -> None:
-    (_, reply), *_ = take_replies(bytearray(pack_reply(START, Started("", names))))
-    assert reply == Started("", names)
+    (_, reply), *_ = take_replies(bytearray(pack_reply(START, ScoringStarted("", names))))
+    assert reply == ScoringStarted("", names)
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,19 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.training.pipeline import Action, Message, Step, forward_only, one_forward_one_backward, program
+from fusion.training.pipeline import (
+    Pass,
+    PipelineMessage,
+    PipelineStep,
+    forward_only,
+    one_forward_one_backward,
+    program,
+)
 
 SHAPES = (st.integers(1, 7), st.integers(0, 12), st.booleans())
 
 
-def plan(stages: int, micro_batches: int, train: bool) -> list[list[Step]]:
+def plan(stages: int, micro_batches: int, train: bool) -> list[list[PipelineStep]]:
     actions = one_forward_one_backward if train else lambda stage, stages, count: forward_only(count)
     return [program(actions(stage, stages, micro_batches), stage, stages) for stage in range(stages)]
 
@@ -35,8 +42,8 @@ def test_rendezvous_sends_never_deadlock_and_bring_every_input_in_time(stages, m
     programs = plan(stages, micro_batches, train)
     at = [0] * stages
     left = [list(steps[0].messages) if steps else [] for steps in programs]
-    delivered: Counter[tuple[int, Message]] = Counter()
-    yielded: set[tuple[int, Action]] = set()
+    delivered: Counter[tuple[int, PipelineMessage]] = Counter()
+    yielded: set[tuple[int, Pass]] = set()
     while any(at[stage] < len(programs[stage]) for stage in range(stages)):
         moved = False
         for stage in range(stages):
@@ -45,7 +52,7 @@ def test_rendezvous_sends_never_deadlock_and_bring_every_input_in_time(stages, m
                 lines = [[m for m in left[end] if {m.source, m.target} == {stage, peer}] for end in (stage, peer)]
                 same_way = [next((m for m in line if m.source == message.source), None) for line in lines]
                 if same_way == [message, message]:
-                    assert (message.source, Action(message.forward, message.micro_batch)) in yielded
+                    assert (message.source, Pass(message.forward, message.micro_batch)) in yielded
                     left[stage].remove(message)
                     left[peer].remove(message)
                     delivered[message.target, message] += 1
@@ -56,7 +63,7 @@ def test_rendezvous_sends_never_deadlock_and_bring_every_input_in_time(stages, m
                     yielded.add((stage, action))
                     source = stage - 1 if action.forward else stage + 1
                     if 0 <= source < stages:
-                        assert delivered[stage, Message(action.forward, action.micro_batch, source, stage)] == 1
+                        assert delivered[stage, PipelineMessage(action.forward, action.micro_batch, source, stage)] == 1
                 at[stage] += 1
                 if at[stage] < len(programs[stage]):
                     left[stage] = list(programs[stage][at[stage]].messages)

@@ -84,7 +84,7 @@ class StoreTotals:
 
 
 @dataclass(frozen=True)
-class Reply:
+class TextReply:
     """``cursors``: from where to ask next, of the prompts that were asked for; ``behind``: number of tokens that are
     stored of each request whose piece did not join them."""
 
@@ -111,7 +111,9 @@ class TextStore:
         self.nbytes = 0
         self.totals = StoreTotals()
 
-    def exchange(self, writer: int, version: int, cursors: Mapping[bytes, int], pieces: Sequence[TextPiece]) -> Reply:
+    def exchange(
+        self, writer: int, version: int, cursors: Mapping[bytes, int], pieces: Sequence[TextPiece]
+    ) -> TextReply:
         """Store what ``writer`` has generated, and return what others have.
 
         Args:
@@ -137,7 +139,7 @@ class TextStore:
             reached[key] = self._number
         self.totals.sent_tokens += num_tokens
         self._drop()
-        return Reply(found, reached, behind)
+        return TextReply(found, reached, behind)
 
     def __contains__(self, prompt: bytes) -> bool:
         return prompt in self._prompts
