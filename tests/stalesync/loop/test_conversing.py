@@ -6,6 +6,8 @@ import torch
 
 from distqueue import PackedBatch
 from fusion.environments import Turn
+from fusion.inference import Request
+from fusion.rollout.partial_samples import PartialSamples
 from fusion.rollout.types import SuspendedSample, row_of
 from tests.stalesync.loop.conversing_world import World
 
@@ -82,6 +84,21 @@ def test_a_conversation_whose_row_is_lost_ends_as_lost():
     world.admission.observe_chunks_ended(0, [SuspendedSample(first, 4, row, (0, 0), turn=True)])
     world.conversing.poll()
     assert first in [one.id for one in world.queue.lost(0)] and not world.pool.begun
+
+
+def test_a_conversation_whose_row_is_lost_while_it_is_away_is_left_to_the_engine_that_resumes_it():
+    world = World()
+    first, second = world.ids[:2]
+    lost, row = world.turn(first, 4), world.turn(second, 4)
+    world.queue.lose([lost], "damaged")
+    for id in (first, second):
+        world.pool.answer(id, Turn([{"role": "user", "content": "xyz"}]))
+    world.conversing.poll()
+    assert [world.entry(id).state for id in (first, second)] == ["waiting"] * 2
+    assert [*world.queue.holding("observation")] == [row], "the other one goes on"
+    request = Request(first, (1, 2, 3), group=world.group, earlier=lost, turns=True, observation=3)
+    assert not PartialSamples(world.queue, turns=True).restore([request])
+    assert [one.id for one in world.queue.lost(0) if one.id == first]
 
 
 def test_what_is_answered_in_a_pause_is_held_and_a_restored_conversation_is_asked_again():
