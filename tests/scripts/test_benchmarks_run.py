@@ -24,6 +24,7 @@ WANTED = {
     "backends runs": {"embedded+embedded.gen_tokens_per_s", "embedded+embedded.peak_extra_buckets"},
     "card operators": {"copy_gb_per_s", "experts.over_floor", "varlen_attention.seconds"},
     "card decode": {"over_floor", "layer_us", "tokens_per_s"},
+    "card step": {"layer.kernels", "layer.call_us", "outside.card_us"},
     "card train": {"over_floor", "tokens_per_s"},
     "card switch": {"offload.over_floor", "floor.gb_per_s"},
     "chaos chains": {"kills", "lost", "twice", "too_old", "not_bitwise", "left_over", "unnamed", "late"},
