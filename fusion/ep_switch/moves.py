@@ -84,12 +84,14 @@ class Transfer(Protocol):
 class Round:
     """Groups transfers that are made together: allocate, copy, exchange, and release when all ranks have read.
 
-    ``allocate_before``: units of the target; ``release_after``: units of the source.
+    ``allocate_before``: units of the target; ``release_after``: units of the source; ``restore_before``: units of the
+    source that come back from the host (`Plan.parked`).
     """
 
     transfers: tuple[Transfer, ...]
     allocate_before: tuple[UnitId, ...]
     release_after: tuple[UnitId, ...]
+    restore_before: tuple[UnitId, ...] = ()
 
     @property
     def moves(self) -> Iterator[Move]:
@@ -109,7 +111,9 @@ class Round:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Round):
             return NotImplemented
-        own, theirs = ((part.allocate_before, part.release_after, [*part.moves]) for part in (self, other))
+        own, theirs = (
+            (part.allocate_before, part.release_after, part.restore_before, [*part.moves]) for part in (self, other)
+        )
         return own == theirs
 
     def of(self, rank: int) -> list[Move]:
@@ -128,6 +132,7 @@ class Step:
     release: tuple[int, ...]
     exchange: bool
     """Whether any two ranks exchange anything in this round; the same on all ranks."""
+    restore: tuple[int, ...] = ()
 
 
 def steps_of(rounds: Iterable[Round], rank: int) -> tuple[Step, ...]:
@@ -153,4 +158,5 @@ def _step(round_: Round, rank: int) -> Step:
         receive={peer: tuple(moves) for peer, moves in sorted(receive.items())},
         release=tuple(index for owner, index in round_.release_after if owner == rank),
         exchange=round_.exchange,
+        restore=tuple(index for owner, index in round_.restore_before if owner == rank),
     )

@@ -20,19 +20,20 @@ Invariants, in this order:
 4. On every rank, at all times, weights + send, receive and staging buffers ≤ `Plan.bound_bytes`: max(A, B) + SLACK
    buckets (with ``keep``: A + B minus shared units) + the largest external unit. A unit is external if its format does
    not cut tensors to fit units: it is allocated as a whole. The stacks of a layer's experts are one such unit. (Without
-   one, no unit may be larger than a bucket.) This is the result of a search, not guaranteed by construction: a plan
-   that exceeds the bound issues a warning. In a round no rank sends more than half of ``bucket_bytes``, nor writes more
-   than that (received and copied), in bytes of the wider dtype.
+   one, no unit may be larger than a bucket.) An order that keeps it is searched for. Where none is found, the units of
+   the source are parked in host memory and restored one by one (`pack_through_host`), which keeps it by construction.
+   In a round no rank sends more than half of ``bucket_bytes``, nor writes more than that (received and copied), in
+   bytes of the wider dtype.
 5. Each source unit that is not shared is released once, after its last read: before the first round if no rank reads
-   it, else after the last round that reads it; with ``keep`` none is released. Each target unit that is not shared is
-   allocated once, before it is written. A relayed move reads elements that arrived at least two rounds before.
+   it, else after the last round that reads it; with ``keep`` none is released. One that is parked is also released
+   before the first round, and restored once, before it is read. Each target unit that is not shared is allocated once,
+   before it is written. A relayed move reads elements that arrived at least two rounds before.
 6. The plan is a function of its arguments: equal on every rank and in every process.
 """
 
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections import defaultdict
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -43,7 +44,7 @@ from fusion.ep_switch.fragments import families, slabs_of
 from fusion.ep_switch.layout import Layout
 from fusion.ep_switch.moves import Round, Step, UnitId, steps_of
 from fusion.ep_switch.order import Method, Storage, fill_order
-from fusion.ep_switch.rounds import pack_rounds
+from fusion.ep_switch.rounds import pack_rounds, pack_through_host
 from fusion.ep_switch.senders import Job, choose_senders
 from fusion.ep_switch.topology import LEVELS, Topology
 
@@ -64,6 +65,12 @@ TRIES: tuple[tuple[float, int, Method], ...] = (
 """(buckets beyond max(A, B), slots of a send or receive buffer per bucket, method of the order), tried until one is
 found. The rest of SLACK is left for the allocator's rounding and fragmentation. Smaller slots leave more room for
 weights, but need more rounds."""
+
+SMALLEST_SLOT = max(slots for _, slots, _ in TRIES)
+"""Slots per bucket where weights have most room"""
+
+SLOTS_OF_PARKED = 4
+"""Slots per bucket where the source is parked: buffers of a bucket and a unit of at most one are within SLACK"""
 
 STAGING = 16
 """Staging buffers per bucket: a rank that fills units from its host has one staging buffer (`fill`)."""
@@ -108,6 +115,11 @@ class Plan:
         """Hash of the arguments in 63 bits, which ranks compare before they start."""
         text = repr((self.source, self.target, self.bucket_bytes, self.topology, self.keep, self.hosted)).encode()
         return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
+
+    @cached_property
+    def parked(self) -> tuple[UnitId, ...]:
+        """Units of the source that wait in host memory until the round before which they are restored."""
+        return tuple(unit for round_ in self.rounds for unit in round_.restore_before)
 
     @cached_property
     def relays(self) -> bool:
@@ -164,10 +176,11 @@ class Plan:
         """Return the bytes of a rank's weights after the allocation of each round."""
         if rank not in self._held_by_rank:
             source, target, released_later = self.source.unit_nbytes(rank), self.target.unit_nbytes(rank), 0
-            resident = sum(source) - sum(source[index] for owner, index in self.unread if owner == rank)
+            resident = sum(source) - sum(source[index] for owner, index in self.unread + self.parked if owner == rank)
             held = self._held_by_rank[rank] = list[int]()
             for round_ in self.rounds:
                 resident += sum(target[index] for owner, index in round_.allocate_before if owner == rank)
+                resident += sum(source[index] for owner, index in round_.restore_before if owner == rank)
                 held.append(resident)
                 resident -= released_later
                 released_later = sum(source[index] for owner, index in round_.release_after if owner == rank)
@@ -239,26 +252,14 @@ def plan_switch(
     assert source.config == target.config, "the layouts are of different models"
     topology = topology or Topology.single_node()
     wide = max(source.dtype.itemsize, target.dtype.itemsize)
-    assert bucket_bytes >= wide * max(slots for _, slots, _ in TRIES), f"{bucket_bytes} bytes are too few for a bucket"
+    assert bucket_bytes >= wide * SMALLEST_SLOT, f"{bucket_bytes} bytes are too few for a bucket"
     jobs, shared = _jobs_between(source, target, hosted)
     choose_senders(jobs, topology, tuple(sorted({*source.ranks, *target.ranks})))
     weights = _Weights(source, target, jobs=jobs, shared=shared, keep=keep)
     for rank in {rank for rank, _ in hosted}:
         weights.max_bytes[rank] -= bucket_bytes // STAGING
-    tried: list[tuple[int, int, int, Storage, list[int]]] = []
-    for slack, slots, method in TRIES:
-        slot = bucket_bytes // slots // wide
-        storage = weights.storage(int(slack * bucket_bytes), slot)
-        order, over = fill_order(
-            jobs, storage, itemsize=target.dtype.itemsize, bucket_bytes=bucket_bytes, method=method
-        )
-        tried.append((over, len(tried), slot, storage, order))
-        if not over:
-            break
-    over, _, slot, storage, order = min(tried, key=lambda result: result[:2])
-    ordered_jobs = (jobs[index] for index in order)
-    rounds = pack_rounds(ordered_jobs, room=slot, storage=storage, itemsize=target.dtype.itemsize)
-    plan = Plan(
+    rounds = _rounds(jobs, weights, bucket_bytes, wide=wide, itemsize=target.dtype.itemsize)
+    return Plan(
         source=source,
         target=target,
         bucket_bytes=bucket_bytes,
@@ -269,10 +270,19 @@ def plan_switch(
         unread=weights.unread,
         rounds=rounds,
     )
-    excess = max(plan.peak_bytes(rank) - plan.bound_bytes(rank) for rank in plan.ranks) if over else 0
-    if excess > 0:
-        warnings.warn(f"the switch {source} to {target} takes {excess} bytes beyond its bound", stacklevel=2)
-    return plan
+
+
+def _rounds(jobs: list[Job], weights: _Weights, bucket_bytes: int, *, wide: int, itemsize: int) -> tuple[Round, ...]:
+    """Return the rounds of the first order that keeps the bound, or, if none does, those through host memory."""
+    for slack, slots, method in TRIES:
+        slot = bucket_bytes // slots // wide
+        storage = weights.storage(int(slack * bucket_bytes), slot)
+        order, over = fill_order(jobs, storage, itemsize=itemsize, bucket_bytes=bucket_bytes, method=method)
+        if not over:
+            return pack_rounds((jobs[index] for index in order), room=slot, storage=storage, itemsize=itemsize)
+    slot = bucket_bytes // SLOTS_OF_PARKED // wide
+    parked = weights.storage(SLACK * bucket_bytes, slot, parked=True)
+    return pack_through_host(jobs, room=slot, storage=parked, itemsize=itemsize)
 
 
 def _jobs_between(source: Layout, target: Layout, hosted: tuple[UnitId, ...]) -> tuple[list[Job], Shared]:
@@ -328,10 +338,14 @@ class _Weights:
             before[unit[0]] -= self.size[unit]
         self.resident = before
 
-    def storage(self, slack: int, slot: int) -> Storage:
-        """Return the storage available to the order with wire buffers of two slots of ``slot`` elements."""
+    def storage(self, slack: int, slot: int, parked: bool = False) -> Storage:
+        """Return the storage available to the order with wire buffers of two slots of ``slot`` elements. ``parked``:
+        all units of the source that will be released wait in host memory."""
         limit = {rank: nbytes + slack - 2 * self._slot_bytes(rank, slot) for rank, nbytes in self.max_bytes.items()}
-        return Storage(resident=self.resident, limit=limit, size=self.size, readers=self.readers)
+        resident = dict(self.resident)
+        for unit, nbytes in self.size.items() if parked else ():
+            resident[unit[0]] -= nbytes if unit in self.readers else 0
+        return Storage(resident=resident, limit=limit, size=self.size, readers=self.readers)
 
     def _slot_bytes(self, rank: int, slot: int) -> int:
         """Return the bytes of one send and one receive slot of a rank, which are never larger than all it exchanges."""

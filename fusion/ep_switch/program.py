@@ -26,6 +26,7 @@ class Stage:
     receive: list[Segment]
     exchange: bool
     """Whether any two ranks exchange anything in this round."""
+    restore: tuple[int, ...] = ()
     fullest: bool = False
     """Whether the rank's weights are at their maximum after this round's allocation."""
 
@@ -109,4 +110,5 @@ class _Ends:
                 Segment(peer, moves, into=self.target, out_of=self.lent[peer]) for peer, moves in step.receive.items()
             ],
             exchange=step.exchange,
+            restore=step.restore,
         )

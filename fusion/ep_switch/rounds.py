@@ -4,15 +4,24 @@ Jobs are processed in order. Each hop is put into the earliest rounds in which i
 and the receiver may allocate the unit that it belongs to. A later job may therefore overtake an earlier one, but never
 uses storage that an earlier one relies on, since the earlier one's rounds are already assigned.
 
+Where no order is known to fit (`pack_through_host`), all units of the source wait in host memory. Unit by unit, the
+next of each rank in turn, everything that it holds is sent: it is restored, the units of the target that it is the
+first to fill are allocated, and it is released. What is forwarded follows.
+
 Invariants: in no round does a rank send, or write, more than ``room`` elements; an element is forwarded at least
 IN_FLIGHT rounds after it was received. If every rank stays within its limit while jobs are filled one after the other,
-it stays within it in the rounds too, where a unit counts as held until IN_FLIGHT rounds after its last reader.
+it stays within it in the rounds too, where a unit counts as held until IN_FLIGHT rounds after its last reader. Through
+the host, a rank stays within its limit if that is at least its bytes of the target plus its largest unit of the source:
+whenever a unit is placed, all earlier ones have been placed until their release, so that its rank finally holds units
+of the target alone, and there is a round from which on the unit fits.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from itertools import count
 
 import numpy as np
 
@@ -36,18 +45,39 @@ def pack_rounds(jobs: Iterable[Job], room: int, storage: Storage, itemsize: int)
         storage: the state before the first job.
         itemsize: bytes of an element of the target.
     """
-    packer = _Packer(room, storage)
+    packer = _Packer(room, storage, itemsize)
     for job in jobs:
-        packer.add(job, itemsize)
-    return tuple(
-        Round(tuple(hops), tuple(sorted(packer.allocate[k])), tuple(sorted(packer.release[k])))
-        for k, hops in enumerate(packer.rounds)
-    )
+        packer.add(job.hops, job.takes())
+    return packer.result()
+
+
+def pack_through_host(jobs: Iterable[Job], room: int, storage: Storage, itemsize: int) -> tuple[Round, ...]:
+    """Pack jobs into rounds in which the units of the source (all of ``storage.size``) come from the host.
+
+    Args:
+        room, itemsize: as of `pack_rounds`.
+        storage: the state without any of these units.
+    """
+    by_source: dict[UnitId, list[Hop]] = defaultdict(list)
+    forwarded: list[Hop] = []
+    unallocated: dict[UnitId, int] = {}
+    for job in jobs:
+        unallocated |= job.takes()
+        for hop in job.hops:
+            (forwarded if hop.relayed else by_source[hop.reads]).append(hop)
+    packer = _Packer(room, replace(storage, readers=dict.fromkeys(by_source, 1)), itemsize)
+    turns: dict[int, count[int]] = defaultdict(count)
+    for _, unit in sorted((next(turns[unit[0]]), unit) for unit in sorted(by_source)):
+        hops = by_source[unit]
+        takes = {hop.writes: unallocated.pop(hop.writes) for hop in hops if hop.writes in unallocated}
+        packer.add(hops, takes, restored=unit if unit in storage.size else None)
+    packer.add(forwarded, unallocated)
+    return packer.result()
 
 
 class _Packer:
-    def __init__(self, room: int, storage: Storage):
-        self.storage = storage
+    def __init__(self, room: int, storage: Storage, itemsize: int):
+        self.storage, self.itemsize = storage, itemsize
         self.rounds: list[list[Hop]] = []
         self.send: dict[int, _Lane] = defaultdict(lambda: _Lane(room))
         self.write: dict[int, _Lane] = defaultdict(lambda: _Lane(room))
@@ -56,36 +86,58 @@ class _Packer:
         self.last_read: dict[UnitId, int] = {}
         self.allocate: dict[int, list[UnitId]] = defaultdict(list)
         self.release: dict[int, list[UnitId]] = defaultdict(list)
+        self.restore: dict[int, list[UnitId]] = defaultdict(list)
+        self.allocated: dict[UnitId, int] = {}
+        """Unit of the target → round before which it is allocated"""
+        self.received: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
+        """(rank, fragment) → (start, stop, round) of each piece that the rank receives"""
 
-    def add(self, job: Job, itemsize: int) -> None:
-        """Place all hops of a job, and the allocations and releases that they cause."""
-        takes = job.takes()
+    def result(self) -> tuple[Round, ...]:
+        by_round = self.allocate, self.release, self.restore
+        return tuple(
+            Round(tuple(hops), *(tuple(sorted(of[k])) for of in by_round)) for k, hops in enumerate(self.rounds)
+        )
+
+    def add(self, hops: Iterable[Hop], takes: Mapping[UnitId, int], restored: UnitId | None = None) -> None:
+        """Place hops, and the allocations and releases that they cause.
+
+        Args:
+            takes: units of the target that are allocated for them, with their elements.
+            restored: the unit of the source that all of them read, if it comes back from the host for them.
+        """
         nbytes: dict[int, int] = defaultdict(int)
         for (rank, _), numel in takes.items():
-            nbytes[rank] += numel * itemsize
+            nbytes[rank] += numel * self.itemsize
+        if restored:
+            nbytes[restored[0]] += self.storage.size[restored]
         earliest = {rank: self.held[rank].earliest(size) for rank, size in nbytes.items()}
         first: dict[UnitId, int] = {}
-        reads: dict[UnitId, int] = {}
-        # (rank, fragment) → (start, stop, round) of each piece that the rank receives
-        rounds_received: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
-        for hop in job.hops:
-            at = earliest[hop.target_rank]
+        reads: dict[UnitId, list[int]] = {}
+        for hop in hops:
+            at = earliest[hop.target_rank] if hop.writes in takes else self.allocated[hop.writes]
+            if restored:
+                at = max(at, earliest[restored[0]])
             if hop.relayed:
-                received = rounds_received[hop.source_rank, id(hop.fragment)]
+                received = self.received[hop.source_rank, id(hop.fragment)]
                 at = max([at, *[k + IN_FLIGHT for a, b, k in received if a < hop.stop and hop.start < b]])
             placed = self._place(hop, at)
-            rounds_received[hop.target_rank, id(hop.fragment)] += placed
+            self.received[hop.target_rank, id(hop.fragment)] += placed
+            rounds = [k for *_, k in placed]
             if not hop.relayed:
-                reads[hop.reads] = max(placed[-1][2], reads.get(hop.reads, 0))
-            first[hop.writes] = min(placed[0][2], first.get(hop.writes, placed[0][2]))
-        for unit in takes:
-            first.setdefault(unit, earliest[unit[0]])  # no hop writes it: it is hosted, or all padding
-        for unit, at in first.items():
+                reads.setdefault(hop.reads, []).extend((min(rounds), max(rounds)))
+            first[hop.writes] = min(rounds[0], first.get(hop.writes, rounds[0]))
+        for unit, numel in takes.items():
+            at = first.get(unit, earliest[unit[0]])  # no hop writes it: it is hosted, or all padding
             self._reach(at)
-            self.held[unit[0]].add(takes[unit] * itemsize, at)
+            self.held[unit[0]].add(numel * self.itemsize, at)
             self.allocate[at].append(unit)
-        for unit, at in reads.items():
-            self._read(unit, at)
+            self.allocated[unit] = at
+        if restored:
+            at = min(reads[restored])
+            self.held[restored[0]].add(self.storage.size[restored], at)
+            self.restore[at].append(restored)
+        for unit, rounds in reads.items():
+            self._read(unit, max(rounds))
 
     def _place(self, hop: Hop, at: int) -> list[tuple[int, int, int]]:
         """Put a hop into rounds from ``at`` on; return (start, stop, round) of each piece."""

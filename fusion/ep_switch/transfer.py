@@ -5,8 +5,11 @@
        │                                                                                                        │
        └ refused: both ends unchanged                                  failed: SwitchError on every rank, target empty
 
-    send k      free units last read in round k-2, allocate, copy what stays on the rank, send
+    send k      free units last read in round k-2, allocate, restore, copy what stays on the rank, send
     receive k   wait, copy into the target
+
+Units of the source that the plan parks are copied to host memory and freed before the first round, and restored before
+the round that first reads them.
 
 All copies, allocations and releases are queued on the caller's current stream and take effect in its order. Where
 rounds are collectives, communication overlaps with copies: while round k is on the wire, round k+1 is packed and round
@@ -77,6 +80,8 @@ class Switcher:
         self._card_values: torch.Tensor | None = None
         self._shared: dict[int, int] = {}
         self._unread: tuple[int, ...] = ()
+        self._parked: dict[int, torch.Tensor] = {}
+        """Host memory of the units of the source that are restored before they are read"""
         self._round = -1
         self._other_bytes = self._peak_bytes = self._peak_reserved = 0
 
@@ -125,12 +130,20 @@ class Switcher:
             program, rank = self._check(exchange.rank), exchange.rank
             units, staging_bytes = self.plan.hosted_units(rank), self.plan.staging_bytes(rank)
             self._fill.open(self._target, units, host, staging_bytes=staging_bytes)
+            self._parked = self._host_memory(rank)
             self._card_values = values_of(self.plan, self._source, self.device)
             exchange.open(program, checksum)
             self._note_memory()
             return program
 
         return self._attempt(exchange, prepare)
+
+    def _host_memory(self, rank: int) -> dict[int, torch.Tensor]:
+        """Allocate host memory for the units of this rank that the plan parks."""
+        parked = [unit for owner, unit in self.plan.parked if owner == rank]
+        assert self._source is not None or not parked
+        flats = {unit: self._source.flats[unit] for unit in parked} if self._source is not None else {}
+        return {unit: self.device.host_empty(flat.shape, flat.dtype) for unit, flat in flats.items()}
 
     def _attempt(self, exchange: Exchange, work: Callable[[], T]) -> T:
         """Run work that succeeds on all ranks of the group or on none.
@@ -186,9 +199,11 @@ class Switcher:
                 self._copy_card_values()
             self._card_values = None
         except SwitchError:
+            self._parked = {}
             if self._target is not None:
                 self._target.release([unit for unit in range(len(self._target.flats)) if unit not in self._shared])
             raise
+        self._parked = {}
         self._clock.mark("finish")
         self._note_memory()
         exchange.close()
@@ -197,6 +212,7 @@ class Switcher:
     def _run_rounds(self, exchange: Exchange, program: Program) -> None:
         try:
             self._release(self._unread)
+            self._park()
             self._clock.mark("prepare")
             stages = program.stages
             for index in range(len(stages) + IN_FLIGHT):
@@ -220,6 +236,7 @@ class Switcher:
     def _send(self, exchange: Exchange, index: int, stage: Stage) -> None:
         if stage.allocate:
             self._allocate(stage.allocate)
+        self._restore(stage.restore)
         self._clock.mark("memory")
         if stage.fullest:
             self._note_memory()
@@ -237,6 +254,24 @@ class Switcher:
             first = next(unit for unit in units if not self._target.held(unit))
             name = self._target.plans[first].entries[0][0].name
             raise TransferError(name, str(error)) from error
+
+    def _park(self) -> None:
+        """Copy the units that are restored later to the host, and release them."""
+        for unit, host in self._parked.items():
+            assert self._source is not None
+            host.copy_(self._source.flats[unit], non_blocking=True)
+        if self._parked:
+            self.device.current_stream().synchronize()
+            self._release([*self._parked])
+
+    def _restore(self, units: Sequence[int]) -> None:
+        """Allocate parked units again and copy them back; other ranks may read them at once."""
+        for unit in units:
+            assert self._source is not None
+            self._source.allocate([unit])
+            self._source.flats[unit].copy_(self._parked[unit], non_blocking=True)
+        if units:
+            self.device.current_stream().synchronize()
 
     def _release(self, units: Sequence[int]) -> None:
         assert self._source is not None or not units

@@ -179,7 +179,7 @@ def check_contents(plan: Plan) -> dict[int, int]:
         view(into[move.target_rank], move.target, move.shape)[...] = values
         view(times[move.target_rank], move.target, move.shape)[...] += 1
 
-    release(plan.unread)
+    release(plan.unread + plan.parked)
     flying: list[tuple[Move, np.ndarray]] = []
     leaving: tuple = ()
     for round_ in plan.rounds:
@@ -192,6 +192,12 @@ def check_contents(plan: Plan) -> dict[int, int]:
             if index in plan.hosted_units(rank):
                 into[rank][index][...] = want[rank][index]
                 times[rank][index][...] = 1
+        for rank, index in round_.restore_before:
+            assert (rank, index) not in live
+            live.add((rank, index))
+            have[rank][index][...] = elements.storage(plan.source, rank)[index]
+            resident[rank] += have[rank][index].size * size[0]
+            most[rank] = max(most[rank], resident[rank])
         departing = []
         for move in round_.moves:
             storage = into if move.relayed else have

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections import defaultdict
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -96,9 +97,37 @@ def test_an_order_by_clusters_keeps_the_bound_where_stacks_of_experts_are_large(
     draw = random.Random(seed)
     case = random_switch_of_formats(lambda options: draw.choice(list(options)))
     check(case)
+    assert not plan_switch(*case).parked
     monkeypatch.setattr(planning, "TRIES", tuple(one for one in planning.TRIES if one[2] == "slabs"))
-    with pytest.warns(UserWarning, match="beyond its bound"):
-        plan_switch.__wrapped__(*case)
+    assert plan_switch.__wrapped__(*case).parked
+
+
+def without_an_order(case):
+    """As if no order had been found that keeps the bound."""
+    plan_switch.cache_clear()
+    with patch.object(planning, "TRIES", ()):
+        check(case)
+    plan_switch.cache_clear()
+
+
+@settings(max_examples=2)
+@given(switches())
+def test_a_parked_source_keeps_every_invariant(case):
+    without_an_order(case)
+
+
+@pytest.mark.extended
+@settings(max_examples=10)
+@given(switches_of_formats())
+def test_a_parked_source_keeps_every_invariant_between_formats(case):
+    without_an_order(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=200)
+@given(switches_of_formats())
+def test_a_parked_source_keeps_every_invariant_between_many_formats(case):
+    without_an_order(case)
 
 
 def check(case):

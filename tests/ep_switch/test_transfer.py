@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from fusion.ep_switch import Layout, Topology, plan_switch, weights_checksum
+from fusion.ep_switch import plan as planning
 from fusion.ep_switch.opening import open_exchange
 from fusion.ep_switch.stopwatch import Stopwatch
 from fusion.ep_switch.transfer import Switcher
@@ -149,6 +151,24 @@ def kept(rank, device):
 
 
 @pytest.mark.parametrize("device", ["emulated", "adversarial"])
+def parked_chain(rank, device, config, one, other, options):
+    plan_switch.cache_clear()
+    with patch.object(planning, "TRIES", ()):
+        for pair in ((one, other), (other, one)):
+            plan = plan_switch(*(end.layout(config) for end in pair), BUCKET, **options)
+            assert plan.parked
+        reports = chain(rank, device, config, one, other, options)
+    plan_switch.cache_clear()
+    return reports
+
+
+@pytest.mark.parametrize("device", ["emulated", "adversarial"])
+@pytest.mark.parametrize("case", ["TP2PP2-EP4", pytest.param("relays", marks=pytest.mark.extended)])
+def test_a_source_that_is_parked_on_the_host_comes_through_bitwise_and_within_memory(case, device):
+    """As it is where no order is found that keeps the bound."""
+    run_ranks(parked_chain, 4, *CASES[case], device=device)
+
+
 def test_a_kept_source_serves_many_switches_and_strangers_only_agree(device):
     assert run_ranks(kept, 4, device=device) == [True, True, True, False]
 
