@@ -46,6 +46,22 @@ def test_the_row_of_a_closed_step_has_the_figures_of_the_queue():
     assert rows == [{"a": 1.0, "queue": 2.0}, {"a": 1.0}], "the queue may have ended with the run"
 
 
+def test_a_step_whose_run_fails_while_it_closes_has_the_figures_from_before():
+    rows, figures = [], iter([{"a": 1.0}, {"a": 2.0}])
+
+    class Changing(Rows):
+        def figures(self):
+            return next(figures)
+
+        def log(self, number, metrics):
+            rows.append(metrics)
+
+    step = Step(1, Changing([]))
+    step.begin_close()
+    step.log_after_failure()
+    assert rows == [{"a": 1.0}]
+
+
 class Full(Rows):
     def log(self, number, metrics):
         super().log(number, metrics)
