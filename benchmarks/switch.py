@@ -1,9 +1,10 @@
 """Measure switching weights between two layouts on the same cards, against the wire's floor and Megatron-Core.
 
-    python benchmarks/switch.py --json switch.json [--rounds 7] [--pairs TP2PP2->EP4,…]
+    python benchmarks/switch.py --json switch.json [--rounds 7] [--pairs "TP2PP2->EP4,megatron TP2EP2->vllm EP4"]
 
 A Qwen3-MoE of 89M parameters (fp32) on four emulated NPUs, one process and one thread each; slices that are equal in
-both layouts share storage. For every pair, in both directions:
+both layouts share storage. The weights of Megatron-Core and of vLLM are stored as these programs store them (neither is
+needed). For every pair, in both directions:
 
     moved     bytes sent between ranks, summed over all ranks
     floor     the fastest exchange of the pair's byte matrix, with one memcpy of the bytes that must be packed for it,
@@ -11,7 +12,8 @@ both layouts share storage. For every pair, in both directions:
     switch    `Switcher.run`, from weights in one layout to weights in the other, verified element by element
     megatron  `megatron.core.resharding`, cached, same tensors and layouts, if importable
     extra     bytes at the peak beyond max(A, B) on the worst rank, in buckets (1/16 of the largest shard), allocated
-              and reserved. Megatron's is what it allocates beyond its two models, which must both be resident
+              and reserved; for weights of Megatron-Core and vLLM beyond max(A, B) + the largest tensor that they leave
+              whole. Megatron's is what it allocates beyond its two models, which must both be resident
     fits      whether a card whose capacity is max(A, B) + 4 buckets suffices: to the switch, and to two mutants of its
               plan, one that frees nothing and one in layer order
 
@@ -28,6 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Benchmark, Option  # noqa: E402
 from fusion.model import Parallel  # noqa: E402
+from fusion.model.formats import EMBEDDED, MEGATRON, VLLM_CPU, Format  # noqa: E402
 
 LAYOUTS = {
     "EP4": Parallel(4, ep=4),
@@ -40,6 +43,14 @@ LAYOUTS = {
     "PP4": Parallel(4, pp=4),
 }
 PAIRS = {f"{one}->EP4": (one, "EP4") for one in LAYOUTS if one != "EP4"}
+PAIRS |= {f"{one}->vllm EP4": (one, "vllm EP4") for one in ("TP2EP2", "TP2PP2", "megatron TP2EP2")}
+FORMATS: dict[str, Format] = {"": EMBEDDED, "megatron": MEGATRON, "vllm": VLLM_CPU}
+
+
+def end(name: str) -> tuple[Parallel, Format]:
+    """Return the grid and the format of an end such as `EP4` or `vllm EP4`."""
+    program, _, layout = name.rpartition(" ")
+    return LAYOUTS[layout], FORMATS[program]
 
 
 def check(args: Namespace) -> str:

@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import Figures, in_turns, progress
-from benchmarks.switch import LAYOUTS, PAIRS
+from benchmarks.switch import PAIRS, end
 from fusion.ep_switch import Plan
 from fusion.model import ModelConfig
+from fusion.model.formats import EMBEDDED
 from fusion.npu import Device
 from fusion.npu.all_or_none import gather_bytes
 from tests.ep_switch import megatron_peer
@@ -66,12 +67,13 @@ def measure(args: Namespace) -> Figures:
 
 def measure_pair(rank: int, device: Device, config: ModelConfig, names: tuple[str, str], rounds: int) -> list[Figures]:
     """Return the figures of both directions, the same on every rank. Collective."""
-    one, other = (LAYOUTS[name] for name in names)
-    pair = Pair(config, device, one=one, other=other)
+    (one, first), (other, second) = map(end, names)
+    pair = Pair(config, device, one=one, other=other, formats=(first, second))
     figures = [measure_memory(pair, source) for source in (0, 1)]
     pair.refill(0)
     floors = [Floor(device, byte_matrix(plan)) for plan in pair.plans]
-    refit = megatron_peer.Refit(config, device, one=one, other=other) if megatron_peer.why_not() is None else None
+    has_peer = first == second == EMBEDDED and megatron_peer.why_not() is None
+    refit = megatron_peer.Refit(config, device, one=one, other=other) if has_peer else None
 
     def both(time: Any) -> Any:
         return lambda round: [time(source, round) for source in (0, 1)]

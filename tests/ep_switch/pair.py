@@ -13,6 +13,7 @@ import torch.distributed as dist
 from fusion.ep_switch import Layout, Plan, SwitchError, plan_switch
 from fusion.ep_switch.transfer import Switcher
 from fusion.model import Buckets, LocalParam, ModelConfig, Parallel
+from fusion.model.formats import EMBEDDED, Format
 from fusion.npu import Device
 from fusion.npu.failures import FailureKind
 from tests.ep_switch.switching import element_values
@@ -71,12 +72,21 @@ class Extra:
 class Pair:
     """Holds one model's weights in two layouts on the same ranks; one of the two is resident at a time."""
 
-    def __init__(self, config: ModelConfig, device: Device, *, one: Parallel, other: Parallel):
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: Device,
+        *,
+        one: Parallel,
+        other: Parallel,
+        formats: tuple[Format, Format] = (EMBEDDED, EMBEDDED),
+    ):
         self.device, self.rank = device, dist.get_rank()
         ranks = tuple(range(dist.get_world_size()))
-        shard = max(Layout(config, parallel, ranks).nbytes(rank) for parallel in (one, other) for rank in ranks)
+        ends = tuple(zip((one, other), formats, strict=True))
+        shard = max(Layout(config, grid, ranks, format=name).nbytes(rank) for grid, name in ends for rank in ranks)
         self.bucket_bytes = shard // BUCKETS_OF_A_SHARD
-        self.layouts = [Layout(config, parallel, ranks, bucket_bytes=self.bucket_bytes) for parallel in (one, other)]
+        self.layouts = [Layout(config, grid, ranks, bucket_bytes=self.bucket_bytes, format=name) for grid, name in ends]
         self.plans = [plan_switch(self.layouts[i], self.layouts[1 - i], self.bucket_bytes) for i in (0, 1)]
         first = Buckets(self.layouts[0].units(self.rank), device, torch.float32, owner="weights")
         second = Buckets(
@@ -88,8 +98,9 @@ class Pair:
 
     @property
     def larger(self) -> int:
-        """Bytes of this rank's weights in the larger of both layouts."""
-        return max(layout.nbytes(self.rank) for layout in self.layouts)
+        """Bytes of this rank's weights in the larger of both layouts, and of the largest external unit."""
+        external = max(layout.external_nbytes(self.rank) for layout in self.layouts)
+        return max(layout.nbytes(self.rank) for layout in self.layouts) + external
 
     def switch(self, source: int, plan: Plan | None = None) -> tuple[float, Extra]:
         """Switch from end ``source`` (0 or 1) to the other; return its seconds and memory.
