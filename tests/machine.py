@@ -7,7 +7,7 @@ number, it asks here:
 
     patience(20)                     seconds to wait here and now for what takes at most 20 s there
     within(took_s, 15)               whether a measured duration is within a bound of 15 s there
-    cpu_patience(8)                  the same for CPU seconds, which other processes hardly lengthen
+    cpu_within(took_s, 8)            the same for CPU seconds, which other processes hardly lengthen
     Deadline(60).expired()           of a loop that polls
     wait_for(lambda: …, 60)          polls until it is true
     run(command, 180), communicate(process, 60)   of a subprocess
@@ -108,6 +108,12 @@ class Machine:
         self.measure_again()
         return took_s <= self.patience(seconds)
 
+    def cpu_within(self, took_s: float, seconds: float) -> bool:
+        if took_s <= self.cpu_patience(seconds):
+            return True
+        self.measure_again()
+        return took_s <= self.cpu_patience(seconds)
+
 
 def load_per_core() -> float:
     """Processes that wanted to run, averaged over the last minute, per core; 0 where the system does not say."""
@@ -118,7 +124,7 @@ def load_per_core() -> float:
 
 
 MACHINE = Machine()
-patience, cpu_patience, within = MACHINE.patience, MACHINE.cpu_patience, MACHINE.within
+patience, within, cpu_within = MACHINE.patience, MACHINE.within, MACHINE.cpu_within
 
 
 class Deadline:
