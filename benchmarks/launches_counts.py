@@ -69,13 +69,15 @@ LATENTS = SIZES | dict(
 
 LAYOUTS = {"tp1": Parallel(), "tp2ep2": Parallel(2, tp=2, ep=2)}
 TIMEOUT_S = 600
+TRITON = ("triton_attention", "triton_experts")
+"""Modules of the table `cuda_fused` that need Triton"""
 TABLES = ("cuda", "cuda_fused", "ascend", "plain")
 """Tables of operators; the last is composed of PyTorch's, what the others are compared with"""
 DECLARED = {
     "launches::rms_norm_backward": 2,  # of the input, of the weight (ATen, layer_norm_kernel.cu)
     "launches::attend": 2,  # the kernel, and the fill of a random state that torch allocates
     "launches::attend_blocks": 3,  # also the sum of the splits (FlashAttention 2, flash_fwd_launch_template.h)
-    "launches::attend_and_join": 2,  # `triton_kernels.attend`
+    "launches::attend_and_join": 2,  # `triton_attention.attend`
     "launches::attend_backward": 7,  # products, main kernel, conversion, accumulator, two sums over heads, fill
 }
 """Operator that stands in for one of CUDA's → its launches, from its source"""
@@ -161,8 +163,9 @@ def card_with(table: str, index: int) -> Iterator[Device]:
     before = device.operators
     try:
         with (
-            patch.dict(sys.modules, {"fusion.npu.operators.triton_kernels": launches_triton}),
-            patch.object(fusion.npu.operators, "triton_kernels", launches_triton, create=True),
+            patch.dict(sys.modules, {f"fusion.npu.operators.{name}": launches_triton for name in TRITON}),
+            patch.object(fusion.npu.operators, TRITON[0], launches_triton, create=True),
+            patch.object(fusion.npu.operators, TRITON[1], launches_triton, create=True),
             patch.object(cuda, "varlen_attn", _varlen_attn),
             patch.object(cuda.Cuda, "rms_norm", lambda self, x, weight, eps: _rms_norm(x, weight)),
         ):

@@ -1,5 +1,5 @@
-"""Stand in for `fusion.npu.operators.triton_kernels` where launches are counted: the same functions, of which each is
-one operation, composed on the host."""
+"""Stand in for `triton_attention` and `triton_experts` of `fusion.npu.operators` where launches are counted: the same
+functions, of which each is one operation, composed on the host."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from fusion.npu.operators import triton_kernels as kernels
+from fusion.npu.operators import triton_attention, triton_experts
 
 TARGET = GPUTarget("cuda", 90, 32)
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
@@ -40,19 +40,19 @@ def main() -> None:
         return torch.zeros(size, dtype=torch.bfloat16)
 
     x, weight, rope = half(3, 64), half(64), torch.zeros(3, 1, 16)
-    kernels.add_rms_norm(x, x, weight, 1e-6)
-    kernels.norm_rope(half(3, 8, 16), weight[:16], weight[:16], rope, rope, 2, 1e-6)
+    triton_attention.add_rms_norm(x, x, weight, 1e-6)
+    triton_attention.norm_rope(half(3, 8, 16), weight[:16], weight[:16], rope, rope, 2, 1e-6)
     slots = torch.zeros(24, dtype=torch.int64)
-    kernels.store(half(8, 2, 64, 16), slots, half(3, 2, 16), half(3, 2, 16), torch.zeros(1, dtype=torch.int64))
+    triton_attention.store(half(8, 2, 64, 16), slots, half(3, 2, 16), half(3, 2, 16), torch.zeros(1, dtype=torch.int64))
     blocks, lengths = torch.zeros(3, 16, dtype=torch.int32), torch.ones(3, dtype=torch.int64)
+    pool = half(9, 2, 64, 128)
     for longest in (20, 1000):
-        kernels.attend(half(3, 4, 128), half(9, 2, 64, 128), half(9, 2, 64, 128), blocks, lengths, longest, 0.1,
-                       invariant=True)  # fmt: skip
-    weights, chosen = kernels.gate(torch.zeros(3, 128), 8, normalise=True)
-    routed = kernels.route(chosen, 128)
-    kernels.gather(x, routed.sources)
-    kernels.swiglu(x)
-    kernels.unroute(half(24, 64), routed.places, weights, routed.ends)
+        triton_attention.attend(half(3, 4, 128), pool, pool, blocks, lengths, longest, 0.1, invariant=True)
+    weights, chosen = triton_experts.gate(torch.zeros(3, 128), 8, normalise=True)
+    routed = triton_experts.route(chosen, 128)
+    triton_experts.gather(x, routed.sources)
+    triton_experts.swiglu(x)
+    triton_experts.unroute(half(24, 64), routed.places, weights, routed.ends)
 
 
 if __name__ == "__main__":

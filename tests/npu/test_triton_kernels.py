@@ -16,8 +16,11 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("without a card Triton's kernels run in its interpreter only", allow_module_level=True)
 
-from fusion.npu.operators import PagedRows, Plain  # noqa: E402
-from fusion.npu.operators import triton_kernels as kernels  # noqa: E402
+from fusion.npu.operators import (  # noqa: E402
+    PagedRows,
+    Plain,
+    triton_attention,  # noqa: E402
+)
 from fusion.npu.operators.cuda_fused import CudaFused  # noqa: E402
 
 pytestmark = pytest.mark.triton
@@ -128,7 +131,7 @@ def attention(lengths: list[int], heads: int, kv_heads: int, channels: int, page
 @pytest.mark.parametrize("invariant", [True, False])
 def test_attention_over_blocks(heads, kv_heads, channels, invariant, monkeypatch):
     """Rows of one token, of a whole page and one more, of some splits; with another batch also of one split."""
-    monkeypatch.setattr(kernels, "PROGRAMS", 16)
+    monkeypatch.setattr(triton_attention, "PROGRAMS", 16)
     assert_close(*attention([1, 64, 65, 300, 600], heads, kv_heads, channels, 64, invariant))
     assert_close(*attention([130, 7], heads, kv_heads, channels, 128, invariant))
 

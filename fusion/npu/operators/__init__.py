@@ -2,7 +2,8 @@
 
     plain.py     composed of PyTorch's operators, with gradients: the interface, and the reference of the others;
                    plain_attention.py: its attention, composed in composed_attention.py
-    cuda.py      PyTorch's fused operators, on CUDA cards; cuda_fused.py: with triton_kernels.py in generation
+    cuda.py      PyTorch's fused operators, on CUDA cards; cuda_fused.py: in generation
+                   with the kernels of triton_attention.py and triton_experts.py
     cpu.py       one C++ operator for each, in generation: the plain CPU and emulated cards
     ascend.py    `torch.ops.npu`: Ascend cards; ascend_attention.py: its attention; ascend_calls.py: within limits;
                    ascend_functions.py: with the gradients that torch_npu lacks

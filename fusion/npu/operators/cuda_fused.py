@@ -13,13 +13,13 @@ from collections.abc import Sequence
 
 import torch
 
-from fusion.npu.operators import triton_kernels as kernels
+from fusion.npu.operators import triton_attention, triton_experts
 from fusion.npu.operators.cuda import Cuda
 from fusion.npu.operators.gating import Gating
 from fusion.npu.operators.limits import HALVES
 from fusion.npu.operators.plain import Permuted, Rope
 from fusion.npu.operators.plain_attention import PagedRows
-from fusion.npu.operators.triton_kernels import Routed
+from fusion.npu.operators.triton_experts import Routed
 
 
 class CudaFused(Cuda):
@@ -35,7 +35,7 @@ class CudaFused(Cuda):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not torch.is_inference_mode_enabled():
             return super().add_rms_norm(x, residual, weight, eps)
-        return kernels.add_rms_norm(x, residual, weight, eps)
+        return triton_attention.add_rms_norm(x, residual, weight, eps)
 
     def norm_rope(
         self,
@@ -48,31 +48,31 @@ class CudaFused(Cuda):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if not torch.is_inference_mode_enabled():
             return super().norm_rope(qkv_NhC, q_norm_C, k_norm_C, rope, kv_heads, eps)
-        q, k = kernels.norm_rope(qkv_NhC, q_norm_C, k_norm_C, *rope, kv_heads, eps)
+        q, k = triton_attention.norm_rope(qkv_NhC, q_norm_C, k_norm_C, *rope, kv_heads, eps)
         return q, k, qkv_NhC[:, -kv_heads:]
 
     def swiglu(self, gate_up_NI: torch.Tensor) -> torch.Tensor:
         if not torch.is_inference_mode_enabled():
             return super().swiglu(gate_up_NI)
-        return kernels.swiglu(gate_up_NI)
+        return triton_experts.swiglu(gate_up_NI)
 
     def gate(
         self, logits_NE: torch.Tensor, gating: Gating, correction_E: torch.Tensor | None, row_multiple: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if not (gating.plain and torch.is_inference_mode_enabled()):
             return super().gate(logits_NE, gating, correction_E, row_multiple)
-        return kernels.gate(logits_NE, gating.top_k, normalise=gating.normalise)
+        return triton_experts.gate(logits_NE, gating.top_k, normalise=gating.normalise)
 
     def permute(self, x_ND: torch.Tensor, expert_Nk: torch.Tensor, num_experts: int) -> Permuted:
         if not torch.is_inference_mode_enabled():
             return super().permute(x_ND, expert_Nk, num_experts)
-        routed = self._routed = kernels.route(expert_Nk, num_experts)
-        return Permuted(kernels.gather(x_ND, routed.sources), routed.places, routed.counts)
+        routed = self._routed = triton_experts.route(expert_Nk, num_experts)
+        return Permuted(triton_experts.gather(x_ND, routed.sources), routed.places, routed.counts)
 
     def unpermute(self, y: torch.Tensor, order: torch.Tensor, weight_Nk: torch.Tensor) -> torch.Tensor:
         if not torch.is_inference_mode_enabled():
             return super().unpermute(y, order, weight_Nk)
-        return kernels.unroute(y, order, weight_Nk)
+        return triton_experts.unroute(y, order, weight_Nk)
 
     def local_experts(
         self,
@@ -86,10 +86,10 @@ class CudaFused(Cuda):
     ) -> torch.Tensor:
         if not torch.is_inference_mode_enabled():
             return super().local_experts(x_ND, expert_Nk, weight_Nk, num_experts, local, gate_up, down)
-        sources, places, counts_E, ends_E = kernels.route(expert_Nk, num_experts, local.start)
+        sources, places, counts_E, ends_E = triton_experts.route(expert_Nk, num_experts, local.start)
         routed = self._routed = Routed(sources, places, counts_E[: len(local)], ends_E[: len(local)])
-        y = self.experts(kernels.gather(x_ND, sources), routed.counts, gate_up, down)
-        return kernels.unroute(y, places, weight_Nk, routed.ends)
+        y = self.experts(triton_experts.gather(x_ND, sources), routed.counts, gate_up, down)
+        return triton_experts.unroute(y, places, weight_Nk, routed.ends)
 
     def _ends_of_rows(self, counts_E: torch.Tensor) -> torch.Tensor:
         if self._routed is not None and self._routed.counts is counts_E:
@@ -107,16 +107,16 @@ class CudaFused(Cuda):
         if v_NKC is None:
             super().store_kv(pool, slots, k_NKC, v_NKC, repeated)
         else:
-            kernels.store(pool, slots, k_NKC, v_NKC, repeated)
+            triton_attention.store(pool, slots, k_NKC, v_NKC, repeated)
 
     def paged_attention(
         self, q_NHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows, value_width: int | None, scale: float
     ) -> torch.Tensor:
-        if value_width is not None or q_NHC.dtype not in HALVES or pool.shape[2] % kernels.TOKENS:
+        if value_width is not None or q_NHC.dtype not in HALVES or pool.shape[2] % triton_attention.TOKENS:
             return super().paged_attention(q_NHC, pool, rows, value_width, scale)
         assert rows.blocks_RB is not None
         keys, values = pool.chunk(2)
         longest = max(rows.host_lengths)
-        return kernels.attend(
+        return triton_attention.attend(
             q_NHC, keys, values, rows.blocks_RB, rows.lengths, longest, scale, invariant=rows.invariant
         )
