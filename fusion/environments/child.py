@@ -15,7 +15,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Coroutine, Generator, Sequence
+from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
 from importlib import import_module
 from types import coroutine
 from typing import Any
@@ -26,7 +26,7 @@ from fusion.environments.interface import (
     Message,
     StepOrder,
     Turn,
-    checked_messages,
+    checked_start,
     checked_turn,
     digest_of,
 )
@@ -146,8 +146,7 @@ class Server:
     async def _reset(self, number: int, order: ResetOrder) -> Reply:
         conversation = Conversation()
         try:
-            messages = await self._begin(number, conversation, order)
-            tools = [*getattr(conversation.environment, "tools", ())]
+            messages, tools = await self._begin(number, conversation, order)
             return Reply(None, "", 0.0, messages, tools=tools)
         finally:
             await self._close(number, conversation)
@@ -174,7 +173,8 @@ class Server:
             EnvironmentFailed: also `diverged`: it says something else.
         """
         self._live[order.id] = conversation = Conversation()
-        observed = digest_of(await self._begin(number, conversation, order))
+        messages, _ = await self._begin(number, conversation, order)
+        observed = digest_of(messages)
         for num_turns, expected in enumerate(order.observed):
             if num_turns:
                 repeated = await self._advance(number, conversation, order.actions[num_turns - 1])
@@ -184,12 +184,14 @@ class Server:
                 raise EnvironmentFailed("diverged", f"{where}: other messages with the same seed and the same actions")
         return conversation
 
-    async def _begin(self, number: int, conversation: Conversation, order: ResetOrder | StepOrder) -> Sequence[Message]:
-        async def begin() -> Sequence[Message]:
-            conversation.environment = self._create()
-            return await conversation.environment.reset(order.task, order.seed)
+    async def _begin(
+        self, number: int, conversation: Conversation, order: ResetOrder | StepOrder
+    ) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]]]:
+        async def begin() -> tuple[Any, Any]:
+            conversation.environment = environment = self._create()
+            return await environment.reset(order.task, order.seed), getattr(environment, "tools", ())
 
-        return checked_messages(await self._call(number, conversation, begin()))
+        return checked_start(*await self._call(number, conversation, begin()))
 
     async def _advance(self, number: int, conversation: Conversation, text: str) -> Turn:
         message = {"role": "assistant", "content": text, "tool_calls": parse(text, self._options["tools"])}

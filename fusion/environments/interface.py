@@ -35,7 +35,7 @@ class EnvironmentFailed(Exception):
     def __init__(self, kind: str, detail: str = "") -> None:
         super().__init__(detail)
         assert kind in FAILURES, kind
-        self.kind, self.detail = kind, detail
+        self.kind, self.detail = kind, str(detail)
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,23 @@ def checked_messages(messages: Any) -> list[dict[str, str]]:
         except UnicodeEncodeError as error:
             raise EnvironmentFailed("bad_turn", f"message {number} is not valid Unicode: {error}") from None
     return [dict(message) for message in messages]
+
+
+def checked_start(messages: Any, tools: Any) -> tuple[list[dict[str, str]], list[dict[str, Any]]]:
+    """Return the first messages of an environment, and the schemas of its tools, as plain values.
+
+    Raises:
+        EnvironmentFailed: `bad_turn`: there are no messages, or either is something else.
+    """
+    if not (found := checked_messages(messages)):
+        raise EnvironmentFailed("bad_turn", "reset returned no messages")
+    try:
+        schemas = json.loads(json.dumps(tools))
+    except (TypeError, ValueError) as error:
+        raise EnvironmentFailed("bad_turn", f"tools are no JSON: {error}") from None
+    if not isinstance(schemas, list) or not all(isinstance(schema, dict) for schema in schemas):
+        raise EnvironmentFailed("bad_turn", f"tools are {tools!r:.40}; expected a list of JSON schemas")
+    return found, schemas
 
 
 def checked_turn(turn: Any) -> Turn:

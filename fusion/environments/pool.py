@@ -72,10 +72,11 @@ class EnvChild(GuardedProcess[Reply | str]):
         return len(self.open) + len(self.live)
 
     @property
-    def culprit(self) -> int | None:
-        """Number of the unfinished order whose code runs, or ran last before the process ended; None: of none."""
+    def culprits(self) -> list[int] | None:
+        """Unfinished orders whose code runs, or ran last before the process ended: one, or none where an environment
+        that has ended was closing; None: no code of an environment runs."""
         (number,) = NUMBER.unpack(self._culprit[:])
-        return number if number in self.open else None
+        return [one for one in (number,) if one in self.open] if number else None
 
 
 class EnvPool:
@@ -307,14 +308,14 @@ class EnvPool:
             child.live.discard(id)
 
     def _handle_exit(self, child: EnvChild) -> None:
-        culprit, trace = child.culprit, child.written_trace()
+        culprits, trace = child.culprits, child.written_trace()
         status = self._drop(child, grace_s=0.0 if child.unreadable else END_S)
         end = f"was killed by {signal_name(-status)}" if status < 0 else f"exited with status {status}"
         detail = f"the process of this environment {child.unreadable or end}\n{trace}".rstrip()
         if not child.ready:
             self._fail_start(f"{self._config.label}: {detail}")
             return
-        numbers = [] if child.retired else [*child.open] if culprit is None else [culprit]
+        numbers = [] if child.retired else [*child.open] if culprits is None else culprits
         self._fail(child, "died", detail, numbers=numbers)
 
     def _expire(self) -> None:
@@ -331,11 +332,11 @@ class EnvPool:
             if child.heard + self._grace_s > now:
                 heapq.heappush(self._due, (child.heard + self._grace_s, number, child))
                 continue
-            culprit, trace = child.culprit, child.dump_stack()
+            culprits, trace = child.culprits, child.dump_stack()
             self._drop(child)
             detail = f"blocked its process; its stack was\n{trace}".rstrip()
             late = [one for one, work in child.open.items() if work.due <= now]
-            self._fail(child, "timeout", detail, numbers=late if culprit is None else [culprit])
+            self._fail(child, "timeout", detail, numbers=late if culprits is None else culprits)
 
     def _fail(self, child: EnvChild, kind: str, detail: str, numbers: Collection[int]) -> None:
         """Fail orders of a child that has ended; give the others to other children."""

@@ -81,6 +81,7 @@ def _decoded_first(text: str) -> tuple[Any, str, int]:
     """Return the JSON value at the start of a text, why there is none, and where it ends."""
     try:
         value, end = DECODER.raw_decode(text)
+        json.dumps(value, ensure_ascii=False).encode()  # fails for halves of surrogate pairs, which are no text
     except (ValueError, RecursionError) as error:
         return None, f"the call is not JSON: {error}", 0
     return value, "", end

@@ -35,6 +35,12 @@ class Echo:
             return [{"role": "user", "content": str(COUNT["resets"])}]
         if task.answer == "hang":
             await asyncio.sleep(600)
+        if task.answer == "nothing":
+            return []
+        if task.answer == "tools":
+            self.tools = [{"sets": {1}}]
+        if task.answer == "names of tools":
+            self.tools = ["nothing"]
         self.seed, self.task = seed, task
         return [{"role": "user", "content": f"{task.prompt} {seed}"}]
 
@@ -49,6 +55,8 @@ class Echo:
             raise asyncio.CancelledError
         if text == "fail":
             raise EnvironmentFailed("memory", "said so")
+        if text == "fail for a number":
+            raise EnvironmentFailed("memory", {3})
         if text == "hang":
             await asyncio.sleep(600)
         if text == "swallow":
@@ -101,7 +109,10 @@ class Echo:
         return Turn([{"role": "user", "content": " ".join(self.turns)}], reward=1)
 
     async def close(self):
-        pass
+        if self.turns[-1:] == ["die later"]:
+            os._exit(7)
+        if self.turns[-1:] == ["block later"]:
+            time.sleep(600)
 
 class NoStep:
     async def reset(self, task, seed): ...
@@ -197,6 +208,7 @@ def test_a_live_environment_is_sent_the_new_turn_only_and_a_fresh_one_all(user_f
         ("exit", "raised", "SystemExit: 3"),
         ("cancel", "raised", "cancelled itself"),
         ("fail", "memory", "said so"),
+        ("fail for a number", "memory", "{3}"),
         ("text", "bad_turn", "returned a str"),
         ("assistant", "bad_turn", "of role 'assistant'"),
         ("number", "bad_turn", "and texts"),
@@ -229,6 +241,29 @@ def test_a_failure_costs_its_own_conversation(user_file, text, kind, detail, mon
         assert content(ended["stepping"]) == "slow"
         assert content(pool.ask("idle", "2", slow)) == "1 2"
         assert content(pool.ask("bad", "again", slow)) == "again"
+
+
+@pytest.mark.parametrize(
+    ("answer", "detail"),
+    [("nothing", "returned no messages"), ("tools", "are no JSON"), ("names of tools", "expected a list of JSON")],
+)
+def test_a_beginning_of_something_else_costs_its_own_conversation(user_file, answer, detail):
+    with Pool(user_file) as pool:
+        pool.open("idle", "stepping", answer="0.5")
+        pool.say("stepping", "slow", "0.5")
+        (failed,) = pool.reset([(Task("hi", answer), 7)])
+        assert isinstance(failed, Failure) and failed.kind == "bad_turn" and detail in failed.detail, failed
+        assert content(pool.wait()["stepping"]) == "slow"
+
+
+@pytest.mark.parametrize("text", ["die later", "block later"])
+def test_an_environment_that_ends_its_process_in_close_costs_no_other(user_file, text):
+    with Pool(user_file, step_timeout_s=patience(0.6 if text == "block later" else 20)) as pool:
+        pool.open("bad", "stepping", answer="0.2")
+        pool.ask("bad", text, "0.2")
+        pool.end(["bad"])
+        pool.say("stepping", "slow", "0.2")
+        assert content(pool.wait()["stepping"]) == "slow"
 
 
 def test_a_process_killed_from_outside_fails_only_its_own_steps_and_is_replaced(user_file):

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.environments.config import TOOL_FORMATS
+from fusion.environments.interface import checked_messages
 from fusion.environments.tools import PARSERS, Tools, parse
 
 NAMES = st.text("abc_", min_size=1, max_size=6)
@@ -60,7 +61,7 @@ PIECES = st.sampled_from(
         "<tool_call>", "</tool_call>", "{", "}", '{"name": ', '"greet"', ', "arguments": ', ', "parameters": ',
         "[" * 9000, '{"name": "a"}', "; ", "\n", "x", "1", "<|python_tag|>", "<｜tool▁call▁begin｜>",
         "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
-        "```json", "function", "null",
+        "```json", "function", "null", r'"\ud800"',
     ]
 )  # fmt: skip
 
@@ -70,7 +71,7 @@ PIECES = st.sampled_from(
 def test_no_text_raises(tool_format, pieces):
     for call in parse("".join(pieces), tool_format):
         message = asyncio.run(TOOLS.answer(call))
-        assert message["role"] == "tool" and isinstance(message["content"], str)
+        assert message["role"] == "tool" and checked_messages([message]) == [message]
         assert not call["error"] or message["content"] == f"error: {call['error']}"
 
 
@@ -86,6 +87,13 @@ def test_no_text_raises(tool_format, pieces):
 )
 def test_an_answer_is_no_call(tool_format, text):
     assert parse(text, tool_format) == []
+
+
+def test_half_of_a_surrogate_pair_in_a_call_is_the_models_mistake():
+    for value in (r'{"name": "\ud800"}', r'{"name": "greet", "arguments": {"\udfff": 1}}'):
+        (call,) = parse(f"<tool_call>{value}</tool_call>", "hermes")
+        message = asyncio.run(TOOLS.answer(call))
+        assert checked_messages([message]) == [message] and "the call is not JSON" in message["content"]
 
 
 def test_a_llama_may_begin_with_its_tag_and_end_in_the_middle():
