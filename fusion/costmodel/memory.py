@@ -19,9 +19,9 @@ from fusion.costmodel.setup import Setup
 from fusion.costmodel.shape import Shape
 from fusion.model import Parallel
 from fusion.model.bucket_plan import unit_bytes
-from fusion.model.spec import Dense, LayerSpec, Sparse
+from fusion.model.spec import Dense, Latent, LayerSpec, Sparse
 from fusion.model.tiling import LOGIT_BYTES, TILE_BYTES, tile_shape
-from fusion.npu.config import STACKING
+from fusion.npu.config import MAX_GATHERED_TOKENS, STACKING
 from fusion.npu.memory import OWNERS
 
 WEIGHT_BYTES, GRADIENT_BYTES = 2, 4
@@ -150,7 +150,18 @@ def generation_bytes(setup: Setup, stage: int) -> dict[str, float]:
     kinds = [shape.kinds[kind] for kind in shape.kinds_of_stage(infer, stage)]
     working = max(layer_bytes(shape, kind, infer, tokens=rollout.max_batch_tokens) for kind in kinds)
     logits = rollout.max_seqs * shape.config.vocab_size // infer.tp * 8 if stage == infer.pp - 1 else 0
-    return {"weights": WEIGHT_BYTES * stage_weights(shape, infer, stage).numel, "activations": working + logits}
+    activations = working + logits + gathered_bytes(setup)
+    return {"weights": WEIGHT_BYTES * stage_weights(shape, infer, stage).numel, "activations": activations}
+
+
+def gathered_bytes(setup: Setup) -> int:
+    """Return the bytes of the latents that a decode step gathers from their blocks at a time, which CUDA cards do."""
+    shape = setup.shape
+    if not (setup.hardware.operators.startswith("cuda") and isinstance(shape.config.attention, Latent)):
+        return 0
+    longest = int(setup.workload.prompt) + setup.workload.longest
+    tokens = max(longest, min(setup.rollout.max_seqs * longest, MAX_GATHERED_TOKENS))
+    return WEIGHT_BYTES * shape.attention.kv_elements_of_rank(setup.infer.tp) * tokens
 
 
 def _training_activations(setup: Setup, stage: int) -> float:

@@ -25,6 +25,8 @@ OF_KIND = {"emulated": "cpu", "ledger": "cpu", "npu": "ascend"}
 """Kind of `Device` → name of its table; those of CUDA depend on what is installed, others have the plain one"""
 CUDA_TORCH, FUSED_TORCH = (2, 13), (2, 11)
 """The first versions of torch that have all operators of the tables `cuda` and `cuda_fused`"""
+MAX_GATHERED_TOKENS = 1 << 20
+"""Maximum tokens of KV that paged rows gather at a time (at least one row): bounds the memory of a call"""
 STACKING = ("ascend", "cuda", "cuda_fused")
 """Tables that state `stacks_experts` (`fusion/npu/operators`)"""
 DEFAULT_CAPACITY_BYTES = 2 << 30

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fusion.costmodel.hardware import hardware_named
-from fusion.costmodel.memory import estimate_memory, stack_bytes, stage_weights
+from fusion.costmodel.memory import estimate_memory, gathered_bytes, stack_bytes, stage_weights
 from fusion.costmodel.presets import load_shape
 from fusion.costmodel.search import problems
 from fusion.costmodel.setup import EngineLimits, Setup, SwitchLimits, TrainingLimits
@@ -83,6 +83,17 @@ def test_activations_follow_tokens_recompute_and_stages():
     assert activations(training=TrainingLimits(recompute=True, token_budget=32768)) == pytest.approx(2 * base)
     assert activations(training=TrainingLimits(recompute=False)) > 3 * base
     assert activations(train=Parallel(768, 4, 8, 16)) > 1.5 * base
+
+
+def test_latents_that_cuda_cards_gather_from_their_blocks():
+    deepseek = replace(PANGU, shape=load_shape("deepseek_r1_671b", SHAPES).shape)
+    deepseek = replace(deepseek, rollout=replace(PANGU.rollout, max_seqs=512))
+    on_card = replace(deepseek, hardware=hardware_named("h100"))
+    found = [estimate_memory(setup).phases["infer"]["activations"] for setup in (deepseek, on_card)]
+    assert found[1] - found[0] == 2 * (512 + 64) * (1 << 20), "bf16, of as many tokens as are gathered at a time"
+    short = replace(on_card, rollout=replace(on_card.rollout, max_seqs=1))
+    assert gathered_bytes(short) == 2 * (512 + 64) * (78 + 3072), "the longest sequence alone"
+    assert gathered_bytes(replace(on_card, shape=load_shape("qwen3_30b_a3b", SHAPES).shape)) == 0
 
 
 def test_separate_cards_keep_their_states():

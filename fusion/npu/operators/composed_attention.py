@@ -11,8 +11,7 @@ from itertools import groupby
 import torch
 import torch.nn.functional as F
 
-MAX_GATHERED_TOKENS = 1 << 20
-"""Maximum tokens of KV that paged rows gather at a time (at least one row): bounds the memory of a call"""
+from fusion.npu.config import MAX_GATHERED_TOKENS
 
 
 def packed(
