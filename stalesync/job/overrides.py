@@ -141,7 +141,7 @@ def accepted(arguments: Sequence[str], conf: Path) -> list[str]:
     check_overrides(arguments, choices)
     for argument in arguments:
         group, equals, choice = argument.partition("=")
-        if equals and group in choices and choice not in choices[group] and re.fullmatch(r"[\w./-]*", choice):
+        if equals and group in choices and choice not in choices[group] and re.fullmatch(r"[\w./:-]*", choice):
             raise ValueError(f"{argument}: expected one of {', '.join(choices[group])}")
     return typed_words([*arguments], typed_keys())
 

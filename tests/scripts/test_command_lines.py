@@ -90,6 +90,7 @@ def test_help_answers_in_a_second_of_cpu(command, part, tmp_path):
             "data.source='': expected addition, worked_arithmetic, calculator, guess, a path ending in",
         ),
         ("scripts/train.py algorithm.name=ppo", "algorithm.name='ppo': expected one of grpo, "),
+        ("scripts/train.py environment=my.py:Env", "environment=my.py:Env: expected one of calculator, custom, "),
         ("scripts/check.py", "model.path='': expected a Hugging Face checkpoint folder"),
         ("scripts/control.py", "the following arguments are required"),
         ("scripts/control.py runs/x rollout.engine.max_seqs", "'rollout.engine.max_seqs': expected KEY=VALUE"),
