@@ -47,6 +47,19 @@ class FineTuning:
     dtype: str = "float32"
     training: TrainingConfig = field(default_factory=lambda: TrainingConfig(lr=1e-5))
 
+    def validate(self) -> None:
+        """Check the settings.
+
+        Raises:
+            ValueError: names one that has another value than it can have.
+        """
+        for name in ("epochs", "batch", "max_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: expected a whole number of at least 1")
+        if not self.target > 0:
+            raise ValueError(f"target={self.target}: expected a number above 0")
+        self.training.validate()
+
 
 def fine_tune(
     chats: str | Path,
@@ -61,11 +74,14 @@ def fine_tune(
     of them that it would sample to the token.
 
     Raises:
-        ValueError: model or tokenizer cannot be used, the template ends no turn of the assistant, or a chat (named) is
-            none, has no message of the assistant, or is too long.
+        ValueError: ``folder`` is a file, a setting of ``plan`` has a wrong value, model or tokenizer cannot be used,
+            the template ends no turn of the assistant, or a chat (named) is none, has no message of the assistant, or
+            is too long.
     """
     plan = plan or FineTuning()
-    plan.training.validate()
+    plan.validate()
+    if Path(folder).is_file():
+        raise ValueError(f"{folder} is a file: expected a folder for the checkpoint")
     config = ModelConfig.from_hf(model)
     check_folder(model, config)
     tokenizer = load_tokenizer(str(model), config)
@@ -136,6 +152,8 @@ def read_chats(path: str | Path, tokenize: ChatTokenizer, plan: FineTuning) -> l
     Raises:
         ValueError: names the row (counted from 0) that cannot be used.
     """
+    if not Path(path).stat().st_size:
+        raise ValueError(f"{path}: the file is empty")
     rows, examples = JsonRows(Path(path), ""), []
     for index in range(len(rows)):
         try:

@@ -38,7 +38,8 @@ class ChatTokenizer:
         """Return the tokens of a chat up to the end of the assistant's last turn.
 
         Raises:
-            ValueError: the template rewrites earlier turns when later ones follow (named), or refuses the chat.
+            ValueError: the template rewrites earlier turns when later ones follow (named), leaves out calls of tools,
+                or refuses the chat.
         """
         whole, at = self._template.render_chat(chat, add_generation_prompt=False), 0
         ids: list[int] = []
@@ -51,7 +52,10 @@ class ChatTokenizer:
             end = said.find(self._end, len(asked)) + len(self._end)
             if end < len(asked) + len(self._end) or not said.startswith(asked) or not whole.startswith(said[:end]):
                 raise ValueError(f"message {number}: the chat template renders it in another way when others follow")
-            for part, is_trained in ((whole[at : len(asked)], False), (whole[len(asked) : end], True)):
+            text = whole[len(asked) : end]
+            if message.get("tool_calls") and text.strip() == f"{message['content']}{self._end}".strip():
+                raise ValueError(f"message {number}: the chat template leaves out tool_calls; write them in content")
+            for part, is_trained in ((whole[at : len(asked)], False), (text, True)):
                 tokens = self._tokenizer(part, add_special_tokens=False)["input_ids"]
                 ids += tokens
                 trained += [is_trained] * len(tokens)

@@ -54,6 +54,7 @@ def test_a_model_learns_what_the_assistant_says_and_is_saved_with_its_tokenizer(
         ([TURNS, [*TURNS, {"role": "robot", "content": "x"}]], "row 1 .*: message 2: role='robot'"),
         ([[{"role": "user", "content": "7" * 30}, TURNS[1]]], "row 0 .*: 36 tokens; expected at most 20"),
         ([TURNS], "expected at least 2 chats"),
+        ([], "chats.jsonl: the file is empty"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_refused_by_row(tmp_path, model, rows, named):
@@ -66,6 +67,29 @@ def test_a_file_that_cannot_be_used_is_refused_by_row(tmp_path, model, rows, nam
             plan=FineTuning(max_length=20),
         )
     assert not (tmp_path / "tuned").exists()
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ({"batch": 0}, "batch=0: expected a whole number of at least 1"),
+        ({"epochs": -1}, "epochs=-1: expected a whole number of at least 1"),
+        ({"max_length": 0}, "max_length=0: expected"),
+        ({"target": float("nan")}, "target=nan: expected a number above 0"),
+    ],
+)
+def test_a_setting_that_cannot_be_used_is_refused(tmp_path, model, setting, named):
+    with pytest.raises(ValueError, match=named):
+        fine_tune(
+            chats_of(tmp_path, TURNS, TURNS), model, tmp_path / "x", open_device("emulated"), plan=FineTuning(**setting)
+        )
+
+
+def test_a_file_is_not_replaced_by_the_checkpoint(tmp_path, model):
+    chats = chats_of(tmp_path, TURNS, TURNS)
+    with pytest.raises(ValueError, match="chats.jsonl is a file: expected a folder"):
+        fine_tune(chats, model, chats, open_device("emulated"))
+    assert chats.is_file()
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(tmp_path, model):

@@ -61,3 +61,14 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
     with pytest.raises(ValueError, match="message 1: the chat template renders it in another way when others follow"):
         tokenize(QWEN3)(chat)
     assert tokenize(QWEN3)(chat[:2]).trained.count(True) == 4
+
+
+def test_calls_that_a_template_leaves_out_are_refused_and_others_are_trained():
+    call = {"type": "function", "function": {"name": "add", "arguments": {}}}
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2", "tool_calls": [call]}]
+    with pytest.raises(ValueError, match="message 1: the chat template leaves out tool_calls; write them in content"):
+        tokenize()(chat)
+    rendered = "{{ message.content }}{% for call in message.tool_calls %}{{ call.function.name }}{% endfor %}"
+    rendering = tokenize(QWEN3.replace("{{ message.content }}", rendered))
+    without = [chat[0], {**chat[1], "tool_calls": []}]
+    assert rendering(chat).trained.count(True) > tokenize()(without).trained.count(True)
