@@ -7,6 +7,7 @@ from typing import Protocol
 
 from fusion.colocate import StageReport, Worker, WorkerSpec
 from fusion.rewards import RewardOutcome, RewardPool, Term, combine
+from fusion.rewards.outcome import usable
 from fusion.training import split_over_ranks
 from stalesync.cards.cards import Cards
 from stalesync.cards.stage_calls import calls_of_replicas, stage_call
@@ -73,7 +74,12 @@ class EnvironmentReward:
         self.reward_of = reward_of
 
     def __call__(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
-        return [RewardOutcome(self.reward_of(sample.id)) for sample in samples]
+        return [self._outcome(self.reward_of(sample.id)) for sample in samples]
+
+    def _outcome(self, reward: float) -> RewardOutcome:
+        if usable(reward):
+            return RewardOutcome(reward)
+        return RewardOutcome(None, "bad_type", f"the sum of the rewards of a conversation is {reward}, beyond float32")
 
     def take_reports(self) -> list[StageReport]:
         return []

@@ -21,6 +21,7 @@ from stalesync.prompts import Prompt
 from stalesync.scoring.progress import MIN_GROUPS_KEPT, Arrivals
 from stalesync.scoring.samples import Sample
 from stalesync.scoring.scoring import Scorer
+from stalesync.scoring.sources import EnvironmentReward
 from tests.machine import patience
 from tests.stalesync.fake_cluster import with_outcome
 
@@ -351,3 +352,11 @@ def _joined(threads):
         if thread.name == "rewards":
             thread.join(timeout=10)
     return threads
+
+
+def test_the_rewards_of_a_conversation_whose_sum_is_beyond_float32_are_none():
+    rewards = {"a": -2.0, "b": 6e38, "c": float("-inf")}
+    samples = [Sample(id, PROMPT, "", 3, 1) for id in rewards]
+    a, *others = EnvironmentReward(rewards.__getitem__)(samples)
+    assert a == RewardOutcome(-2.0)
+    assert [(one.reward, one.error) for one in others] == [(None, "bad_type")] * 2
