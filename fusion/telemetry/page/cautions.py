@@ -18,6 +18,7 @@ from fusion.telemetry.page.distributions import WINDOW_SHARE
 FULL_HBM = 0.95
 """Share of the capacity from which a phase is close to running out of memory."""
 
+TURNS = "env/num_turns/mean"
 CLIPPED = 0.2
 """Share of responses cut at the maximum length above which lengths, and rewards with them, are distorted."""
 
@@ -138,11 +139,12 @@ def _learning(rows: Sequence[Mapping[str, Any]]) -> Iterator[Caution]:
 
     clipped, equal = at_end("response_length/clip_ratio"), at_end("frac_reward_zero_std")
     if clipped > CLIPPED:
-        cause = (
-            "; none ends by itself: check the model's end token, or set rollout.sampling.stop" if clipped == 1 else ""
-        )
-        text = f"{clipped:.0%} of the responses are cut at rollout.max_response_length at the end{cause}"
-        yield "response_length/clip_ratio", text
+        limit, cause = "rollout.max_response_length", ""
+        if not math.isnan(at_end(TURNS)):
+            limit += " or environment.max_turns"
+        elif clipped == 1:
+            cause = "; none ends by itself: check the model's end token, or set rollout.sampling.stop"
+        yield "response_length/clip_ratio", f"{clipped:.0%} of the responses are cut at {limit} at the end{cause}"
     if at_end("critic/rewards/std") == 0:
         yield "critic/rewards/std", "all rewards of a step are equal at the end, so there is nothing to learn"
     elif equal > EQUAL_GROUPS:

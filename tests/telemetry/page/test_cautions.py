@@ -33,6 +33,11 @@ def test_a_good_run_has_none():
     assert found() == []
 
 
+def test_a_conversation_may_also_be_cut_by_its_number_of_turns():
+    (line,) = found([GOOD | {"response_length/clip_ratio": 1.0, "env/num_turns/mean": 3.0}])
+    assert "at rollout.max_response_length or environment.max_turns at the end" in line and "end token" not in line
+
+
 @pytest.mark.parametrize(
     ("metric", "value", "sentence"),
     [
