@@ -150,7 +150,6 @@ def kept(rank, device):
     return rank in plan.ranks
 
 
-@pytest.mark.parametrize("device", ["emulated", "adversarial"])
 def parked_chain(rank, device, config, one, other, options):
     plan_switch.cache_clear()
     with patch.object(planning, "TRIES", ()):
@@ -163,12 +162,13 @@ def parked_chain(rank, device, config, one, other, options):
 
 
 @pytest.mark.parametrize("device", ["emulated", "adversarial"])
-@pytest.mark.parametrize("case", ["TP2PP2-EP4", pytest.param("relays", marks=pytest.mark.extended)])
+@pytest.mark.parametrize("case", ["TP2PP2-EP4", pytest.param("PP4-two engines of EP2", marks=pytest.mark.extended)])
 def test_a_source_that_is_parked_on_the_host_comes_through_bitwise_and_within_memory(case, device):
     """As it is where no order is found that keeps the bound."""
     run_ranks(parked_chain, 4, *CASES[case], device=device)
 
 
+@pytest.mark.parametrize("device", ["emulated", "adversarial"])
 def test_a_kept_source_serves_many_switches_and_strangers_only_agree(device):
     assert run_ranks(kept, 4, device=device) == [True, True, True, False]
 

@@ -68,9 +68,9 @@ def test_the_wheel_trains_two_steps_without_a_checkout(built, tmp_path):
     assert machine.run([sys.executable, "-m", "venv", str(environment)], 120).returncode == 0
     bin, (packages,) = environment / "bin", environment.glob("lib/python*/site-packages")
     (packages / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    install = [str(bin / "python"), "-m", "pip", "install", "-q", "--no-deps", "--no-index", str(built[0])]
-    assert machine.run(install, 120).returncode == 0
     clean = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    install = [str(bin / "python"), "-m", "pip", "install", "-q", "--no-deps", "--no-index", str(built[0])]
+    assert machine.run(install, 120, env=clean).returncode == 0
 
     def call(program, *arguments, timeout_s=120):
         return machine.run([str(bin / program), *arguments], timeout_s, cwd=tmp_path, env=clean)

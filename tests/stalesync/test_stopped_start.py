@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from stalesync.process.ray_guard import FROZEN_STOP_S
 from tests.machine import communicate, within
 from tests.stalesync.runs import assert_gone, begin, descendants, wait_until
 
@@ -24,9 +25,11 @@ def test_a_signal_ends_a_run_that_starts(base, tmp_path, moment_s, number):
     below, start_s = descendants(run.pid), time.monotonic()
     run.send_signal(number)
     out, err = communicate(run, 60)
-    assert within(time.monotonic() - start_s, 12)
+    took_s = time.monotonic() - start_s
+    assert within(took_s, 12)
     message = "stopped by Ctrl-C" if number == signal.SIGINT else f"stopped by {number.name}"
-    assert (run.returncode, message in out, message in err, "Traceback" in err) == (128 + number, True, True, False), (
-        err
-    )
+    ended = [(128 + number, True, True, False)]
+    if took_s > FROZEN_STOP_S:  # Ray's start may have held the interpreter so long: the guard reports, and kills it
+        ended.append((-signal.SIGKILL, False, True, False))
+    assert (run.returncode, message in out, message in err, "Traceback" in err) in ended, err
     assert_gone(below)
