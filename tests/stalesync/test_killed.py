@@ -21,8 +21,9 @@ OPTIONS = [
     "training.lr=1e-3",
     "algorithm.kl_coef=0.01",
 ]
-SPENT = "timing_s/", "perf/", "save/", "memory/", "distqueue/"
-"""Of this start of the run, not of what it computes"""
+SPENT = "timing_s/", "perf/", "save/", "memory/", "distqueue/", "rollout/length_error_mean"
+"""Of this start of the run, not of what it computes: an estimate of a length also knows the siblings that have ended
+by then"""
 
 
 def _newest(folder):
