@@ -83,10 +83,19 @@ def table_of(kind: str, name: str = "auto") -> str:
         return name
     if kind != "cuda":
         return OF_KIND.get(kind, "plain")
-    torch = tuple(int(part) for part in version("torch").split(".")[:2])
-    if torch >= FUSED_TORCH and find_spec("triton"):
-        return "cuda_fused"
-    return "cuda" if torch >= CUDA_TORCH else "plain"
+    return next((table for table in ("cuda_fused", "cuda") if not lacking(table)), "plain")
+
+
+def lacking(name: str) -> str:
+    """Return what the table ``name`` needs and this environment lacks; "" if nothing."""
+    needed = {"cuda": CUDA_TORCH, "cuda_fused": FUSED_TORCH}.get(name, (0, 0))
+    if _torch_version() < needed:
+        return f"it needs torch {needed[0]}.{needed[1]}, installed is {version('torch')}"
+    return "it needs triton, which is not installed" if name == "cuda_fused" and not find_spec("triton") else ""
+
+
+def _torch_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in version("torch").split(".")[:2])
 
 
 def claim(kind: str, cluster: Mapping[str, float]) -> tuple[str, dict[str, Any]]:

@@ -14,6 +14,8 @@ from triton.runtime.jit import JITFunction
 from fusion.npu.operators import triton_attention, triton_experts
 
 TARGET = GPUTarget("cuda", 90, 32)
+SHARED_BYTES = 163 << 10
+"""Shared memory of a program on an A100; an H100 has more"""
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
 
 
@@ -29,7 +31,8 @@ def compile_instead(self: JITFunction, *args: Any, grid: Any, warmup: bool = Fal
             types[name], constants[name] = "constexpr", value
         else:
             types[name] = "fp32" if isinstance(value, float) else "i32"
-    triton.compile(ASTSource(self, types, constants), target=TARGET, options=settings)
+    compiled = triton.compile(ASTSource(self, types, constants), target=TARGET, options=settings)
+    assert compiled.metadata.shared <= SHARED_BYTES, (self.__name__, compiled.metadata.shared)
     print(self.__name__)
 
 
@@ -45,9 +48,10 @@ def main() -> None:
     slots = torch.zeros(24, dtype=torch.int64)
     triton_attention.store(half(8, 2, 64, 16), slots, half(3, 2, 16), half(3, 2, 16), torch.zeros(1, dtype=torch.int64))
     blocks, lengths = torch.zeros(3, 16, dtype=torch.int32), torch.ones(3, dtype=torch.int64)
-    pool = half(9, 2, 64, 128)
-    for longest in (20, 1000):
-        triton_attention.attend(half(3, 4, 128), pool, pool, blocks, lengths, longest, 0.1, invariant=True)
+    for channels in (128, 256):
+        pool = half(9, 2, 64, channels)
+        for longest in (20, 1000):
+            triton_attention.attend(half(3, 4, channels), pool, pool, blocks, lengths, longest, 0.1, invariant=True)
     weights, chosen = triton_experts.gate(torch.zeros(3, 128), 8, normalise=True)
     routed = triton_experts.route(chosen, 128)
     triton_experts.gather(x, routed.sources)

@@ -205,6 +205,22 @@ def test_a_card_has_the_fastest_table_for_which_all_is_installed(monkeypatch, in
     assert registry.block_tokens("cuda") == (1 if name == "plain" else PAGE)
 
 
+@pytest.mark.parametrize(
+    ("name", "installed", "lack"),
+    [
+        ("cuda_fused", "2.13.0", "needs triton"),
+        ("cuda_fused", "2.9.1", "needs torch 2.11, installed is 2.9.1"),
+        ("cuda", "2.12.0", "needs torch 2.13"),
+    ],
+)
+def test_a_table_whose_needs_are_not_installed_is_refused_by_key(monkeypatch, name, installed, lack):
+    monkeypatch.setattr(config, "version", lambda package: installed)
+    monkeypatch.setattr(config, "find_spec", lambda package: None)
+    registry.operators_of.cache_clear()
+    with pytest.raises(ValueError, match=rf"device.operators={name}: it {lack}.*expected auto"):
+        registry.operators_of("cuda", name)
+
+
 def test_the_tables_that_stack_experts_are_those_that_a_plan_counts():
     importable = [name for name in registry.TABLES if name != "cuda_fused" or find_spec("triton")]
     stacking = {name for name in importable if registry.operators_of("npu", name).stacks_experts}

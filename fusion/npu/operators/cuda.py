@@ -28,7 +28,7 @@ from fusion.npu.operators.plain import AdamW, AdamWStates, Plain, Rope
 from fusion.npu.operators.plain_attention import PagedRows
 
 TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
-"""Whether grouped queries are asked for; before torch 2.12 attention tells them by its arguments' shapes"""
+"""Whether this torch wants to be told of grouped queries; else it sees them by the numbers of heads"""
 KEPT_ENDS = 16
 """Number of lists of lengths whose ends are kept on the card: those of the packed prompts and long chunks of a step"""
 
@@ -230,7 +230,7 @@ class Cuda(Plain):
 def _repeat_gradients(out: torch.Tensor) -> None:
     """Let the backward pass of attention add the gradients of queries in one order, which PyTorch's kernel does where
     deterministic algorithms are asked for (attention_backward.cu): without their launches that fill new tensors."""
-    if out.grad_fn is None:
+    if out.grad_fn is None or torch.are_deterministic_algorithms_enabled():
         return
 
     def ask(asked: bool) -> None:

@@ -1,7 +1,7 @@
 """Run Triton kernels beside PyTorch's own operators on CUDA cards, in generation.
 
     norm, sum · qkv · norms, rotated · KV stored · attention, splits joined · out · norm, sum
-    router · experts chosen · counted, sorted · rows · ends, product, SwiGLU, product · summed
+    router · experts chosen · counted, sorted · rows · product, SwiGLU, product · summed
 
 Gradients and what is compared with them are computed as the table `cuda` does: only inference mode runs these kernels.
 Attention reads pages of any multiple of 64 tokens, so that it needs no newer PyTorch than the products do.

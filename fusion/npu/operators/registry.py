@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 
-from fusion.npu.config import table_of
+from fusion.npu.config import lacking, table_of
 from fusion.npu.operators.limits import CUDA_PAGE
 from fusion.npu.operators.plain import Plain
 
@@ -28,6 +28,13 @@ def block_tokens(kind: str, name: str = "auto") -> int:
 
 @cache
 def operators_of(kind: str, name: str = "auto") -> Plain:
-    """Return the table ``name`` for a device of ``kind``; ``auto``: the fastest that it has."""
-    module, class_ = TABLES[table_of(kind, name)].split(":")
+    """Return the table ``name`` for a device of ``kind``; ``auto``: the fastest that it has.
+
+    Raises:
+        ValueError: the environment lacks what the table needs.
+    """
+    table = table_of(kind, name)
+    if kind == "cuda" and (lack := lacking(table)):
+        raise ValueError(f"device.operators={table}: {lack}; expected auto, or {table_of(kind)} as auto selects")
+    module, class_ = TABLES[table].split(":")
     return getattr(import_module(f"fusion.npu.operators.{module}"), class_)()

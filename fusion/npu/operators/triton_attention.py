@@ -8,10 +8,13 @@ Names of dimensions: N rows, D hidden, H query heads, K key and value heads, C c
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
 
+LOG2_E = math.log2(math.e)
 TOKENS = 64
 """Keys of a row that a program reads at a time; divides the tokens of a page"""
 INVARIANT_TOKENS = 512
@@ -195,14 +198,14 @@ def attend(
     block = max(16, triton.next_power_of_2(channels))
     _attend[rows, kv_heads, splits](
         *(q_NHC, keys, values, blocks_NB, lengths, parts, sums[0], sums[1]),
-        *(scale * 1.4426950408889634, blocks_NB.stride(0), page, channels, split, kv_heads, splits),
+        *(scale * LOG2_E, blocks_NB.stride(0), page, channels, split, kv_heads, splits),
         GROUP=group,
         HEADS=max(16, triton.next_power_of_2(group)),
         TOKENS=TOKENS,
         BLOCK=block,
         WHOLE=splits == 1,
         num_warps=4,
-        num_stages=3,
+        num_stages=3 if block <= 128 else 2,  # within the shared memory of an A100
     )
     if splits > 1:
         _join[rows * heads,](
