@@ -50,8 +50,9 @@ def begin(base, folder, *overrides):
 
 
 def rows_of(run):
-    """Of metrics.jsonl."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    """Of metrics.jsonl, without the line that a run still writes."""
+    whole, _, _ = (run / "metrics.jsonl").read_text().rpartition("\n")
+    return [json.loads(line) for line in whole.splitlines()]
 
 
 def weights_of(folder):
