@@ -178,7 +178,9 @@ def check_overrides(arguments: Sequence[str], groups: Iterable[str] = ()) -> Non
             raise ValueError(f"unknown key {key!r}; it is {' or '.join(names)} here")
         if key in OTHER_NAMES:
             raise ValueError(f"unknown key {key!r}; there is none like it here (docs/coming_from.md)")
-        similar = difflib.get_close_matches(key, [*keys, *choices], n=1, cutoff=0.4)
+        head, _, last = key.rpartition(".")
+        begun = [known for known in keys if known.startswith(head) and known.rpartition(".")[2].startswith(last)]
+        similar = difflib.get_close_matches(key, begun or [*keys, *choices], n=1, cutoff=0.4)
         hint = f"; did you mean {similar[0]!r}?" if similar else ""
         raise ValueError(f"unknown key {key!r}{hint}")
 

@@ -305,6 +305,7 @@ def test_there_are_fewer_than_190_keys_and_each_is_documented():
     ("argument", "message"),
     [
         ("rollout.temprature=1", "unknown key 'rollout.temprature'; did you mean 'rollout.sampling.temperature'?"),
+        ("rollout.chunk=1", "unknown key 'rollout.chunk'; did you mean 'rollout.schedule.chunk_tokens'?"),
         ("training.learning_rate=1", "unknown key 'training.learning_rate'"),
         ("algoritm=grpo", "unknown key 'algoritm'; did you mean 'algorithm'?"),
         ("+cluster.cards=4", "unknown key 'cluster.cards'"),
