@@ -16,7 +16,7 @@ from fusion.costmodel.layouts import layout_text
 from fusion.costmodel.rates import BATCH, CONTEXT, plan_rates, published_rates
 from fusion.costmodel.search import DeploymentEstimate, Ranking, SetupEstimate
 from fusion.costmodel.setup import Setup
-from fusion.costmodel.switch_time import PUBLISHED
+from fusion.costmodel.switch_time import ACHIEVED, PUBLISHED
 from fusion.ep_switch.topology import LEVELS
 from fusion.model import Parallel
 
@@ -104,7 +104,8 @@ def as_dict(chosen: SetupEstimate, ranking: Ranking, check: dict[str, float]) ->
         },
         "switch": {
             way: {"seconds": switch.seconds, "limit": switch.limit, "parts": switch.parts}
-            for way, switch in zip(moved, chosen.switches, strict=True)
+            | {"pessimistic_s": slow.seconds, "pessimistic_parts": slow.parts}
+            for way, switch, slow in zip(moved, chosen.switches, chosen.pessimistic, strict=True)
         },
         "rates": {work: asdict(rate) for work, rate in plan_rates(setup).items()},
         "published": [
@@ -235,11 +236,12 @@ def _most(values: Any) -> float:
 
 
 def _seconds(chosen: SetupEstimate) -> Group:
-    table = _table("way", "part", "seconds", left=2)
-    for way, switch in zip(("to generate", "to train"), chosen.switches, strict=True):
-        for i, (part, seconds) in enumerate(switch.parts.items()):
-            table.add_row("" if i else way, part, f"{seconds:.3f}")
-        table.add_row("", f"[bold]all; the limit is {switch.limit}", f"[bold]{switch.seconds:.3f}")
+    table = _table("way", "part", "seconds", "pessimistic", left=2)
+    for way, switch, slow in zip(("to generate", "to train"), chosen.switches, chosen.pessimistic, strict=True):
+        for i, ((part, seconds), slow_s) in enumerate(zip(switch.parts.items(), slow.parts.values(), strict=True)):
+            table.add_row("" if i else way, part, f"{seconds:.3f}", f"{slow_s:.3f}")
+        total = f"[bold]all; the limit is {switch.limit}", f"[bold]{switch.seconds:.3f}", f"[bold]{slow.seconds:.3f}"
+        table.add_row("", *total)
         table.add_section()
     overlap = chosen.memory.overlap or not chosen.switches[0].parts.get("offload")
     how = (
@@ -247,7 +249,8 @@ def _seconds(chosen: SetupEstimate) -> Group:
         if overlap
         else "The optimizer state leaves before the weights change: HBM does not hold both."
     )
-    return _under("Seconds of a switch by part", table, how)
+    achieved = f"Pessimistic: links reach {ACHIEVED.value / GB:.1f} GB/s, as published updates: {ACHIEVED.source}."
+    return _under("Seconds of a switch by part", table, how, achieved)
 
 
 def _rates(setup: Setup) -> Group:

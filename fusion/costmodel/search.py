@@ -8,7 +8,7 @@ layouts by `generate_s`, and the best pairs by the whole step, with their switch
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import gcd, lcm
 
@@ -16,7 +16,7 @@ from fusion.costmodel.hardware import Hardware
 from fusion.costmodel.memory import WEIGHT_BYTES, MemoryEstimate, estimate_memory, stage_weights
 from fusion.costmodel.setup import Setup
 from fusion.costmodel.step_time import generate_s, reference_s, train_s
-from fusion.costmodel.switch_time import Switch, to_infer, to_train
+from fusion.costmodel.switch_time import Switch, pessimistic, to_infer, to_train
 from fusion.costmodel.traffic import Traffic, switch_traffic
 from fusion.ep_switch.topology import LEVELS
 from fusion.model import Parallel
@@ -34,6 +34,8 @@ class SetupEstimate:
     moved: tuple[Traffic, Traffic]
     """Traffic of a switch to generation, and of one back."""
     switches: tuple[Switch, Switch]
+    pessimistic: tuple[Switch, Switch]
+    """The same at the bandwidth that published updates of weights achieve."""
     problems: tuple[str, ...]
     train_s: float
     generate_s: float
@@ -81,11 +83,14 @@ def estimate(setup: Setup) -> SetupEstimate:
     train, infer = setup.sides
     there = switch_traffic(setup.shape, train, infer, topology=topology)
     back = switch_traffic(setup.shape, infer, train, topology=topology)
+    slow = replace(setup, hardware=pessimistic(setup.hardware))
+    switches, slow_switches = ((to_infer(one, there, sizes), to_train(one, back, sizes)) for one in (setup, slow))
     return SetupEstimate(
         setup=setup,
         memory=sizes,
         moved=(there, back),
-        switches=(to_infer(setup, there, sizes), to_train(setup, back, sizes)),
+        switches=switches,
+        pessimistic=slow_switches,
         problems=problems(setup, sizes),
         train_s=train_s(setup),
         generate_s=generate_s(setup, sizes.kv_tokens),

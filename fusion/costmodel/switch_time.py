@@ -21,7 +21,7 @@ from math import ceil
 
 import numpy as np
 
-from fusion.costmodel.hardware import Hardware
+from fusion.costmodel.hardware import Figure, Hardware
 from fusion.costmodel.memory import WEIGHT_BYTES, MemoryEstimate, largest_weight_bytes, stage_weights
 from fusion.costmodel.setup import Setup
 from fusion.costmodel.shape import Shape
@@ -34,6 +34,13 @@ from fusion.model.bucket_plan import UNITS_A_BUCKET
 PUBLISHED = {"reshard": 11.5, "offload": 5.5}
 """Seconds of the A3 run (cann-recipes-train, docs/llm_rl/deepseek_rl_train_optimization.md, 1.4.1: real weights)."""
 
+
+ACHIEVED = Figure(
+    2.7e9,
+    "DeepSeek-V3 in FP8 to 256 H100s in 7.7 s, if an engine has 32; GLM-5 to 128 in 8.5 s, if one has 16: 5.5 GB/s",
+    assumed=True,
+)
+"""Bytes/s of a receiving card in published updates of engines' weights, the lowest found: the pessimistic estimate"""
 
 PIECES = 64
 """Number of equal pieces of a die's dense and expert weights that are assigned to the wire or the host."""
@@ -116,6 +123,17 @@ def to_train(setup: Setup, moved: Traffic, memory: MemoryEstimate) -> Switch:
     leaves = setup.shared and setup.fusion.offload == "switch"
     onload = memory.states_bytes / hardware.back_bytes_per_s.value if leaves else 0.0
     return replace(switch, parts=switch.parts | {"onload, beside training": onload}, onload_s=onload)
+
+
+def pessimistic(hardware: Hardware) -> Hardware:
+    """Return the hardware with links between cards that reach no more than published updates of weights achieve."""
+    peaks, card = hardware.topology.bytes_per_s, LEVELS.index("card")
+    shares = (
+        share if level == card else replace(share, value=min(share.value, ACHIEVED.value / peak))
+        for level, (peak, share) in enumerate(zip(peaks, hardware.reached, strict=True))
+    )
+    card_, node, supernode, network = shares
+    return replace(hardware, reached=(card_, node, supernode, network))
 
 
 def adopt_s(setup: Setup) -> float:

@@ -86,6 +86,8 @@ def test_json_tells_all_that_the_tables_tell(tmp_path, capsys):
     assert set(told["bytes_by_phase_and_owner"]) == {"train", "switch", "infer"}
     moved = told["moved"]["to_generate"]
     assert 256 * sum(level["mean"] for level in moved["received"].values()) == pytest.approx(moved["total"])
+    switch = told["switch"]["to_generate"]
+    assert switch["pessimistic_s"] > switch["seconds"] and "pessimistic" in shown
     assert told["check"]["reshard"]["published"] == 11.5 and told["recommended"]["deployment"] == "colocated"
     assert all(figure["source"] for figure in told["figures"].values())
 

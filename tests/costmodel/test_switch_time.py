@@ -13,7 +13,7 @@ from fusion.costmodel.memory import estimate_memory
 from fusion.costmodel.presets import check_figures, load_shape
 from fusion.costmodel.setup import Setup, SwitchLimits
 from fusion.costmodel.step_time import generate_s, train_s
-from fusion.costmodel.switch_time import PUBLISHED, published, to_infer, to_train, wire
+from fusion.costmodel.switch_time import ACHIEVED, PUBLISHED, pessimistic, published, to_infer, to_train, wire
 from fusion.costmodel.traffic import Traffic, switch_traffic
 from fusion.model import Parallel
 
@@ -96,3 +96,16 @@ def test_the_wire_takes_its_busiest_die_and_both_ports():
     rounds = wire(moved([[0, 1e9, 0, 0], [0] * 4], [[0] * 4, [0, 1e9, 0, 0]]), ASCEND_910C, int(2e6))
     assert rounds.rounds == 1000
     assert rounds.seconds == pytest.approx(1e9 / ub + 1000 * ASCEND_910C.collective_s.value)
+
+
+def test_the_pessimistic_switch_receives_at_what_published_updates_achieve():
+    run = replace(A3_RUN, fusion=SwitchLimits(offload="stream"))
+    size, moved = estimate_memory(run), switch_traffic(run.shape, *run.sides, ASCEND_910C.topology)
+    slow = replace(run, hardware=pessimistic(ASCEND_910C))
+    normal, late = to_infer(run, moved, size), to_infer(slow, moved, size)
+    received = moved.received.sum(0).max()
+    assert late.seconds >= 0.99 * received / ACHIEVED.value > normal.seconds
+    assert pessimistic(pessimistic(ASCEND_910C)) == pessimistic(ASCEND_910C)
+    levels = range(len(ASCEND_910C.reached))
+    assert all(slow.hardware.link_bytes_per_s(level) <= ASCEND_910C.link_bytes_per_s(level) for level in levels)
+    assert slow.hardware.link_bytes_per_s(0) == ASCEND_910C.link_bytes_per_s(0), "inside a card nothing travels far"
