@@ -44,10 +44,12 @@ class SimulatedCards:
         self.setup, self.clock = setup, clock
         listener = EngineListener(samples=self._put, chunks=self._put_chunks, stopped=self._note_stopped)
         self.engines = [
-            SimulatedEngine(number, setup.engine, clock, size_of=size_of, listener=listener)
-            for number in range(len(setup.worker.engines))
+            SimulatedEngine(number, setup.engine_of(dies), clock, size_of=size_of, listener=listener)
+            for number, dies in enumerate(setup.worker.engines)
         ]
         self.cards_of_engine = len(setup.worker.engines[0])
+        self.training_factor = setup.slow_dies.factor(setup.config.run.seed, setup.worker.deployment.train)
+        """Of the slowest die that trains"""
         self.arrived: deque[CardMessage] = deque()
         self.switch_s = self.queue_busy_s = 0.0
         self._queue_free_s = 0.0
@@ -135,12 +137,14 @@ class SimulatedCards:
             shares = split_over_ranks(lengths, replicas)
             minibatches.append([[lengths[index] for index in share] for share in shares])
         if (reference := self.setup.reference) is not None:
-            time += max(self._reference_s(reference, minibatches, replica) for replica in range(replicas))
+            longest_s = max(self._reference_s(reference, minibatches, replica) for replica in range(replicas))
+            time += longest_s * self.training_factor
         for number, shares in enumerate(minibatches):
-            time += max(sum(self.setup.trainer.train(share).values()) for share in shares)
+            longest_s = max(sum(self.setup.trainer.train(share).values()) for share in shares)
+            time += longest_s * self.training_factor
             if update:
                 time = max(time, self._loaded_s) if number == 0 else time
-                time += sum(self.setup.trainer.update().values())
+                time += sum(self.setup.trainer.update().values()) * self.training_factor
         return time
 
     @staticmethod

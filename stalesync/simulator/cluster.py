@@ -31,13 +31,14 @@ from stalesync.simulator.lengths import DrawnLengths, SimulatedLengths, TraceLen
 from stalesync.simulator.outcome import Outcome, outcome_of
 from stalesync.simulator.run import SimulatedRun
 from stalesync.simulator.setup import SimulationSetup
+from stalesync.simulator.slow_dies import SlowDies
 
 
 @dataclass(frozen=True)
 class Scenario:
     """One supernode's work. ``config``: without deployment, layouts and staleness; ``train``, ``infer``: layouts as
     text, or auto; ``trace``: file of lengths, None: they are drawn; ``environment``: None: requests are no
-    conversations; ``notes``: what is assumed."""
+    conversations; ``strong``: several supernodes share the prompts of one; ``notes``: what is assumed."""
 
     shape: Shape
     hardware: Hardware
@@ -46,6 +47,8 @@ class Scenario:
     infer: str = "auto"
     trace: Path | None = None
     environment: EnvironmentSpec | None = None
+    slow_dies: SlowDies = SlowDies()
+    strong: bool = False
     notes: tuple[str, ...] = ()
 
 
@@ -122,7 +125,13 @@ def simulate(scenario: Scenario, base: Base, case: Case) -> Outcome:
         ValueError: the layouts do not fit the cards, by key.
     """
     config = config_of(scenario, base, case)
-    setup = SimulationSetup.of(config, kv_tokens=base.kv_tokens, environment=scenario.environment)
+    setup = SimulationSetup.of(
+        config,
+        kv_tokens=base.kv_tokens,
+        environment=scenario.environment,
+        hardware=scenario.hardware,
+        slow_dies=scenario.slow_dies,
+    )
     run = SimulatedRun(setup, lengths_of(scenario))
     run.run()
     return outcome_of(run)
@@ -132,12 +141,13 @@ def config_of(scenario: Scenario, base: Base, case: Case) -> Config:
     """Return the config of a run on several supernodes."""
     config, factor = copy.deepcopy(scenario.config), case.supernodes
     config.cluster.npus *= factor
-    config.data.prompts_per_step *= factor
+    work = 1 if scenario.strong else factor
+    config.data.prompts_per_step *= work
     config.fusion.deployment = case.deployment
     config.fusion.infer_cards = None if base.infer_cards is None else base.infer_cards * factor
     config.stalesync.max_staleness = case.max_staleness
     if config.stalesync.train_tokens is not None:
-        config.stalesync.train_tokens = config.stalesync.train_tokens * factor if case.max_staleness else None
+        config.stalesync.train_tokens = config.stalesync.train_tokens * work if case.max_staleness else None
     config.parallel.train, config.parallel.infer = _sizes(base.train), _sizes(base.infer)
     return config
 

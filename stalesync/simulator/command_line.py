@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from math import inf
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from fusion.colocate.config import DEPLOYMENTS
+from fusion.costmodel.hardware import Figure, Hardware
 from fusion.npu.config import DeviceConfig
 from fusion.telemetry.validation import Checks
 from stalesync.job.cross_checks import check_minibatches
@@ -27,12 +29,15 @@ from stalesync.simulator.environment import EnvironmentSpec
 from stalesync.simulator.outcome import min_steps
 from stalesync.simulator.plot import draw
 from stalesync.simulator.report import as_dict, render
+from stalesync.simulator.slow_dies import SlowDies
 
 SWEPT = ("supernodes", "fusion", "stalesync.max_staleness")
 ENVIRONMENT = {"turns": 1, "observation_tokens": 16, "latency_s": 1.0, "latency_spread": 0.0}
 """Option of the environment of conversations → its default"""
 JOB = ("model", "model.path", "cluster", "cluster.npus", "cluster.hardware", "train", "infer", "trace")
-OPTIONS = (*JOB, *ENVIRONMENT, *SWEPT)
+SCALE = ("slow_share", "slow_by", "network_gb_s", "scaling")
+"""Options of what grows with the cluster"""
+OPTIONS = (*JOB, *ENVIRONMENT, *SCALE, *SWEPT)
 DEFAULTS = ("model=bfloat16", "training.recompute=true", "run.steps=20")
 WIDTH = 150
 
@@ -102,6 +107,8 @@ def scenario_of(parsed: JobArguments, recipes: Path) -> Scenario:
     config.cluster.npus, config.cluster.hardware = npus, hardware.name
     check_minibatches(config)
     Checks("stalesync", config.stalesync).declared()
+    if "network_gb_s" in options:
+        hardware = with_network(hardware, 1e9 * _number("network_gb_s", options["network_gb_s"]))
     return Scenario(
         preset.shape,
         hardware,
@@ -110,6 +117,8 @@ def scenario_of(parsed: JobArguments, recipes: Path) -> Scenario:
         infer=layout_of(parsed, config, "infer"),
         trace=Path(options["trace"]) if "trace" in options else None,
         environment=environment_of(options),
+        slow_dies=slow_dies_of(options),
+        strong=_one_of("scaling", options.get("scaling", "weak"), "weak", "strong") == "strong",
         notes=tuple(notes),
     )
 
@@ -129,6 +138,40 @@ def environment_of(options: Mapping[str, str]) -> EnvironmentSpec | None:
         _whole(name, str(options.get(name, ENVIRONMENT[name])), least=1) for name in ("turns", "observation_tokens")
     )
     return EnvironmentSpec(turns, tokens, values["latency_s"], values["latency_spread"])
+
+
+def slow_dies_of(options: Mapping[str, str]) -> SlowDies:
+    """Return which dies are slow.
+
+    Raises:
+        ValueError: a value that is not accepted, by key.
+    """
+    share = _number("slow_share", options.get("slow_share", "0"))
+    if share > 1:
+        raise ValueError(f"slow_share={options['slow_share']}: expected a share of the dies, at most 1")
+    bounds = [_number("slow_by", text) for text in options.get("slow_by", "0.05,0.3").split(",")]
+    if len(bounds) > 2 or bounds != sorted(bounds):
+        raise ValueError(f"slow_by={options['slow_by']}: expected one share, or the least and the most, as 0.05,0.3")
+    return SlowDies(share, bounds[0], bounds[-1])
+
+
+def with_network(hardware: Hardware, bytes_per_s: float) -> Hardware:
+    """Return the hardware with a network between supernodes of which a die reaches this bandwidth.
+
+    Raises:
+        ValueError: it is not above 0, or more than the link has; names the key.
+    """
+    peak = hardware.topology.bytes_per_s[-1]
+    if not 0 < bytes_per_s <= peak:
+        raise ValueError(f"network_gb_s={bytes_per_s / 1e9:g}: expected more than 0, at most {peak / 1e9:g}")
+    reached = Figure(bytes_per_s / peak, "network_gb_s")
+    return replace(hardware, reached=(*hardware.reached[:3], reached))
+
+
+def _one_of(key: str, text: str, *known: str) -> str:
+    if text not in known:
+        raise ValueError(f"{key}={text!r}: expected one of {', '.join(known)}")
+    return text
 
 
 def _number(key: str, text: str) -> float:

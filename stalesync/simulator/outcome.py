@@ -20,6 +20,7 @@ LOSSES = {
     "waiting": "cards have no work: they wait for other engines, for the other side, or for samples",
     "switch": "switches, adoption of weights, KV copies",
     "training": "bubbles, uneven replicas, gradients between supernodes, the reference's pass",
+    "slow dies": "the other dies of an engine, or all that train, wait for a slow one",
     "controller": "cards wait until the controller has called them all",
 }
 """Kind of lost time → what it is"""
@@ -107,11 +108,13 @@ def outcome_of(run: SimulatedRun) -> Outcome:
 def _lost(run: SimulatedRun) -> dict[str, float]:
     totals, cards = run.totals(), run.setup.worker.world
     time_s, ideal = cards * run.clock.now, Bound(run.setup)(totals.done)
+    slow_train_s = totals.training_card_s * (1 - 1 / run.cards.training_factor)
     controller_s = sum(step.idle_calls_s for step in run.steps) * cards
     lost_s = {
-        "underfilled": totals.generating_card_s - ideal.generation,
+        "underfilled": totals.generating_card_s - ideal.generation - (totals.slow_card_s - slow_train_s),
         "switch": totals.switching_card_s,
-        "training": totals.training_card_s - ideal.training,
+        "training": totals.training_card_s - ideal.training - slow_train_s,
+        "slow dies": totals.slow_card_s,
         "controller": controller_s,
     }
     lost_s["waiting"] = time_s - ideal.total - sum(lost_s.values())

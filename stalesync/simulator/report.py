@@ -29,10 +29,36 @@ PAPER = {
 public. Nothing here is fitted to them."""
 
 
+STALE_STEPS = 5
+"""Measured steps from which on linearity with staleness is stated: steps that run ahead are long and short in turns"""
+
+
 def linearity(outcomes: Mapping[Case, Outcome], case: Case) -> float | None:
-    """Return the speed over that of one supernode times their number; None: one supernode was not simulated."""
+    """Return the speed over that of one supernode times their number; None: one supernode was not simulated, or too few
+    steps were measured."""
     one = outcomes.get(Case(1, case.deployment, case.max_staleness))
-    return None if one is None else outcomes[case].tokens_per_s / (case.supernodes * one.tokens_per_s)
+    if one is None or (case.supernodes > 1 and case.max_staleness and one.steps < STALE_STEPS):
+        return None
+    return outcomes[case].tokens_per_s / (case.supernodes * one.tokens_per_s)
+
+
+def assumptions(scenario: Scenario, outcomes: Mapping[Case, Outcome]) -> list[str]:
+    """State what linearity rests on, a line each."""
+    lines = [
+        "strong scaling: all supernodes share the prompts of one"
+        if scenario.strong
+        else "weak scaling: every supernode brings prompts of its own (scaling=strong: all share those of one)",
+        f"{scenario.slow_dies} (slow_share=, slow_by=)",
+        f"{scenario.hardware.link_bytes_per_s(-1) / 1e9:.1f} GB/s a die between supernodes (network_gb_s=)",
+    ]
+    for case, outcome in outcomes.items():
+        name = f"{case.deployment}, staleness {case.max_staleness}, {case.supernodes} supernodes"
+        if case.supernodes > 1 and not outcome.gradients_network_gb:
+            lines.append(f"{name}: no gradients between supernodes, as each has whole pipeline stages")
+        if case.supernodes > 1 and case.max_staleness and outcome.steps < STALE_STEPS:
+            needed = STALE_STEPS + 1 + 2 * case.max_staleness
+            lines.append(f"{name}: {outcome.steps} measured steps are too few for linearity: run.steps={needed}")
+    return [f"linearity assumes: {lines[0]}", *lines[1:]]
 
 
 def growing_loss(outcomes: Mapping[Case, Outcome], case: Case) -> str | None:
@@ -61,6 +87,7 @@ def as_dict(scenario: Scenario, bases: Mapping[str, Base], outcomes: Mapping[Cas
         "environment": None if scenario.environment is None else asdict(scenario.environment),
         "config": {name: asdict(getattr(config, name)) for name in ("run", "data", "algorithm", "rollout")},
         "rows": rows,
+        "assumptions": assumptions(scenario, outcomes),
         "published": PAPER,
     }
 
@@ -68,7 +95,7 @@ def as_dict(scenario: Scenario, bases: Mapping[str, Base], outcomes: Mapping[Cas
 def render(scenario: Scenario, bases: Mapping[str, Base], outcomes: Mapping[Case, Outcome]) -> Group:
     """Render a report of at most 140 columns."""
     parts: list[RenderableType] = [Text(line) for line in _heading(scenario, bases)]
-    parts += [Text(), _table(outcomes), Text(), _losses(outcomes), Text()]
+    parts += [Text(), _table(outcomes), *map(Text, assumptions(scenario, outcomes)), Text(), _losses(outcomes), Text()]
     parts += [Text(line) for line in _anchors()]
     return Group(*parts)
 
@@ -123,7 +150,8 @@ def _losses(outcomes: Mapping[Case, Outcome]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), title=title, title_justify="left")
     for name in ("fusion", "staleness", "supernodes"):
         table.add_column(name)
-    for kind in LOSSES:
+    kinds = [kind for kind in LOSSES if kind != "slow dies" or any(one.lost[kind] for one in outcomes.values())]
+    for kind in kinds:
         table.add_column(kind, justify="right")
     for name in ("weights", "gradients", "limits speed", "limits linearity"):
         table.add_column(name, justify="right")
@@ -132,7 +160,7 @@ def _losses(outcomes: Mapping[Case, Outcome]) -> Table:
             case.deployment,
             str(case.max_staleness),
             str(case.supernodes),
-            *(f"{max(0.0, outcome.lost[kind]):.1%}" for kind in LOSSES),
+            *(f"{max(0.0, outcome.lost[kind]):.1%}" for kind in kinds),
             f"{outcome.weights_network_gb:,.0f}",
             f"{outcome.gradients_network_gb:,.0f}",
             outcome.limit,

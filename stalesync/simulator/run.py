@@ -135,11 +135,15 @@ class SimulatedRun:
             done.prefill_pairs += step.work.prefill_pairs
             done.updates += step.work.updates
         size = cards.cards_of_engine
+        training_card_s = self._training_s * len(self.setup.worker.deployment.train)
+        nominal = self.setup.engine.cost.pace.time_scale
+        slow_s = sum(engine.busy_s * (1 - engine.spec.cost.pace.time_scale / nominal) for engine in engines)
         pauses = sum(engine.adoptions for engine in engines) * self.setup.engine.adopt_s
         return RunTotals(
             generating_card_s=sum(engine.busy_s for engine in engines) * size,
             switching_card_s=cards.switch_s + (pauses + sum(engine.kv_copy_s for engine in engines)) * size,
-            training_card_s=self._training_s * len(self.setup.worker.deployment.train),
+            training_card_s=training_card_s,
+            slow_card_s=slow_s * size + training_card_s * (1 - 1 / cards.training_factor),
             queue_busy_s=cards.queue_busy_s,
             preemptions=sum(engine.preemptions for engine in engines),
             recomputed_tokens=sum(engine.recomputed_tokens for engine in engines),

@@ -6,10 +6,12 @@ Config ─┬─► WorkerSpec ─► AdmissionSpec, InferenceShare      as `sta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import WorkerSpec
+from fusion.costmodel.hardware import Hardware
 from fusion.costmodel.pace import EngineCost, Pace, SwitchCost, TrainerCost
 from fusion.costmodel.setup import SwitchLimits, limits_of
 from fusion.rollout.length_history import MAX_ROWS
@@ -19,6 +21,7 @@ from stalesync.policy.admission_spec import AdmissionSpec
 from stalesync.simulator.engine_spec import EngineSpec
 from stalesync.simulator.environment import EnvironmentSpec
 from stalesync.simulator.overheads import Overheads
+from stalesync.simulator.slow_dies import SlowDies
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class SimulationSetup:
     reference: TrainerCost | None
     overheads: Overheads
     environment: EnvironmentSpec | None = None
+    slow_dies: SlowDies = SlowDies()
 
     @classmethod
     def of(
@@ -45,6 +49,8 @@ class SimulationSetup:
         kv_tokens: int | None = None,
         overheads: Overheads | None = None,
         environment: EnvironmentSpec | None = None,
+        hardware: Hardware | None = None,
+        slow_dies: SlowDies | None = None,
     ) -> SimulationSetup:
         """Resolve a config whose device has a pace.
 
@@ -52,12 +58,15 @@ class SimulationSetup:
             kv_tokens: capacity of an attention rank's KV cache, in tokens of the run; None: no bound but that of the
                 config.
             overheads: of controller and queue; None: as measured.
+            hardware: the cards; None: those of the config.
+            slow_dies: None: there are none.
 
         Raises:
             ValueError: the layouts do not fit the cards or the modelled model, by key.
         """
         pace = config.pace
         assert pace is not None, "the device has no pace"
+        pace = pace if hardware is None else replace(pace, hardware=hardware)
         train, infer = config.train_layout, config.infer_layout
         pace.check(train, "parallel.train")
         pace.check(infer, "parallel.infer")
@@ -97,7 +106,17 @@ class SimulationSetup:
             reference=trainer if config.algorithm.kl_coef > 0 else None,
             overheads=Overheads() if overheads is None else overheads,
             environment=environment,
+            slow_dies=slow_dies or SlowDies(),
         )
+
+    def engine_of(self, dies: Sequence[int]) -> EngineSpec:
+        """Return the spec of an engine on these dies, as slow as the slowest."""
+        factor = self.slow_dies.factor(self.config.run.seed, dies)
+        if factor == 1:
+            return self.engine
+        pace = self.engine.cost.pace
+        slow = replace(self.engine.cost, pace=replace(pace, time_scale=pace.time_scale / factor))
+        return replace(self.engine, cost=slow)
 
 
 def _worker_spec(config: Config, pace: Pace, turns: bool) -> WorkerSpec:

@@ -72,6 +72,10 @@ def test_more_supernodes_do_more_and_send_weights_between_them(tmp_path):
     assert one["dies"] == 768 and two["dies"] == 1536
     assert 0.8 < two["linearity"] < 1.1 and two["tokens_per_s"] > 1.6 * one["tokens_per_s"]
     assert one["weights_network_gb"] == 0 < two["weights_network_gb"]
+    answer([*arguments.split(), "network_gb_s=0.5", "--json", str(tmp_path / "slow.json")], ROOT / "recipes")
+    assert json.loads((tmp_path / "slow.json").read_text())["rows"][1]["switch_s"] > two["switch_s"]
+    answer([*arguments.split(), "scaling=strong", "--json", str(tmp_path / "strong.json")], ROOT / "recipes")
+    assert json.loads((tmp_path / "strong.json").read_text())["rows"][1]["linearity"] < two["linearity"]
     assert two["controller_s"] > 1.5 * one["controller_s"], "one process calls twice as many cards"
 
 
@@ -85,6 +89,27 @@ def test_linearity_needs_one_supernode():
     one, four, other = Case(1, "colocated", 0), Case(4, "colocated", 0), Case(4, "colocated", 1)
     outcomes = {one: Slow(), four: Fast(), other: Fast()}
     assert linearity(outcomes, four) == 0.75 and linearity(outcomes, other) is None
+
+
+def test_linearity_with_staleness_needs_enough_steps():
+    class Measured:
+        tokens_per_s, steps, gradients_network_gb = 10.0, 2, 0.0
+
+    class Enough(Measured):
+        steps = 5
+
+    one, four = Case(1, "colocated", 1), Case(4, "colocated", 1)
+    assert linearity({one: Measured(), four: Measured()}, four) is None
+    assert linearity({one: Enough(), four: Enough()}, four) == 0.25
+
+
+def test_assumptions_of_linearity_are_printed_and_written(tmp_path, capsys):
+    found = outcome(tmp_path, "slow_share=0.5", "slow_by=0.1,0.2", "scaling=strong")
+    (row,) = found["rows"]
+    assert row["lost"]["slow dies"] > 0 and row["tokens_per_s"] < outcome(tmp_path)["rows"][0]["tokens_per_s"]
+    shown = capsys.readouterr().out
+    for words in ("strong scaling", "50.00% of the dies slow by 10% to 20%", "GB/s a die between supernodes"):
+        assert words in shown and any(words in line for line in found["assumptions"])
 
 
 def test_cases_are_all_combinations_once():
@@ -107,6 +132,10 @@ def test_cases_are_all_combinations_once():
         ("supernodes=0", "supernodes=0: expected whole numbers of at least 1"),
         ("stalesync.max_staleness=one", "stalesync.max_staleness=one: expected whole numbers of at least 0"),
         ("supernodes=2", "supernodes=2: cluster.npus=8 dies of ascend_910c, expected 768, the dies of one"),
+        ("slow_share=2", "slow_share=2: expected a share of the dies, at most 1"),
+        ("slow_by=0.3,0.1", "slow_by=0.3,0.1: expected one share, or the least and the most"),
+        ("network_gb_s=0", "network_gb_s=0: expected more than 0, at most 25"),
+        ("scaling=none", "scaling='none': expected one of weak, strong"),
         ("run.steps=1", "run.steps=1: stalesync.max_staleness=0 needs at least 2"),
         (
             "rollout.sampling.forced_spread=[1,1,2]",
