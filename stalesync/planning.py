@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from rich.console import Console, Group, RenderableType
+from rich.text import Text
 
 from fusion.costmodel.layouts import parse_layout
 from fusion.costmodel.presets import check_figures
 from fusion.costmodel.report import as_dict, render
-from fusion.costmodel.search import SetupEstimate, estimate, rank
+from fusion.costmodel.search import Ranking, SetupEstimate, estimate, rank
 from fusion.costmodel.setup import Setup
 from fusion.model import Parallel
+from stalesync.job.config import Config
 from stalesync.job.job_arguments import cluster_of, job_config, layout_of, model_of, parse, print_answer
 from stalesync.job.workload import describe, setup_of
+from stalesync.simulator import choice
 
 OPTIONS = ("model", "model.path", "cluster", "train", "infer", "cluster.hardware", "cluster.npus")
 DEFAULTS = ("model=bfloat16", "training.recompute=true")
@@ -48,9 +53,27 @@ def answer(arguments: Sequence[str], recipes: Path) -> int:
         budget = f"training.token_budget={config.training.token_budget}"
         lines.append(f"a run refuses {budget}: less than the longest sample, {config.longest_sample} tokens")
     check, notes = check_figures(recipes / "shapes"), (*model.notes, describe(config), *lines)
-    table, content = render(chosen, ranking, check=check, notes=notes), as_dict(chosen, ranking, check)
-    print_answer(table, content | {"notes": notes}, json_path=parsed.paths.get("--json"), width=WIDTH)
+    table: RenderableType = render(chosen, ranking, check=check, notes=notes)
+    content = as_dict(chosen, ranking, check) | {"notes": notes}
+    simulated, content["choice"] = _recommended(setup, config, options, ranking)
+    print_answer(Group(table, Text(), simulated), content, json_path=parsed.paths.get("--json"), width=WIDTH)
     return 1 if chosen.problems else 0
+
+
+def _recommended(
+    setup: Setup, config: Config, options: Mapping[str, str], ranking: Ranking
+) -> tuple[RenderableType, dict[str, object] | None]:
+    """Recommend a deployment, a split and a bound by simulation: as a table, and as plain data."""
+    if not ranking.deployments:
+        return Text(""), None
+    try:
+        with Console(stderr=True).status("simulating the deployments"):
+            name = options.get("model", options.get("model.path", ""))
+            found = choice.recommend(setup, config, name, ranking.deployments)
+    except ValueError as error:
+        return Text(f"Deployments were not simulated: {error}"), None
+    chosen = choice.choose(found)
+    return choice.render(found, chosen), choice.as_dict(found, chosen)
 
 
 def _chosen(setup: Setup, train: Parallel | None, infer: Parallel | None) -> SetupEstimate:

@@ -14,7 +14,7 @@ from rich.text import Text
 from fusion.costmodel.fitting import advice, fitting_settings
 from fusion.costmodel.layouts import layout_text
 from fusion.costmodel.rates import BATCH, CONTEXT, plan_rates, published_rates
-from fusion.costmodel.search import DeploymentEstimate, Ranking, SetupEstimate
+from fusion.costmodel.search import DeploymentEstimate, Ranking, SetupEstimate, keys_of
 from fusion.costmodel.setup import Setup
 from fusion.costmodel.switch_time import ACHIEVED, PUBLISHED
 from fusion.ep_switch.topology import LEVELS
@@ -146,7 +146,7 @@ def _deployment_row(plan: DeploymentEstimate) -> dict[str, Any]:
         "train_s": plan.train_s,
         "switch_s": plan.switch_s,
         "reference_s": plan.reference_s,
-        "keys": _keys(plan),
+        "keys": keys_of(plan),
     }
 
 
@@ -299,21 +299,10 @@ def _deployments(ranking: Ranking) -> RenderableType:
         table.add_row(plan.deployment, trains, generates, *(f"{s:.1f}" if s >= 10 else f"{s:.2f}" for s in seconds))
     best = ranking.deployments[0]
     advice = (
-        f"Recommended: {' '.join(_keys(best))}. "
+        f"By these seconds, without staleness: {' '.join(keys_of(best))}. "
         f"With a reference or a reward model: fusion.deployment=full, {best.reference_s:.0f} s more a step for each."
     )
     return Group(_under("Deployments by seconds of a step (staleness 0)", table), Text(advice, style="bold"))
-
-
-def _keys(plan: DeploymentEstimate) -> list[str]:
-    """Return the config keys of scripts/train.py that choose this deployment."""
-    keys = [f"fusion.deployment={plan.deployment}"]
-    alone = plan.infer.world - (0 if plan.deployment == "separate" else plan.train.world)
-    keys += [f"fusion.infer_cards={alone}"] if alone else []
-    for name, layout in (("train", plan.train), ("infer", plan.infer)):
-        sizes = {axis: getattr(layout, axis) for axis in ("tp", "pp", "ep", "etp")}
-        keys += [f"parallel.{name}.{axis}={size}" for axis, size in sizes.items() if size > 1]
-    return keys
 
 
 def _sources(chosen: SetupEstimate) -> Group:

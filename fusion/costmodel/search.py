@@ -65,6 +65,21 @@ class DeploymentEstimate:
     def step_s(self) -> float:
         return self.generate_s + self.train_s + self.switch_s
 
+    @property
+    def infer_cards(self) -> int:
+        """Number of dies that only generate."""
+        return self.infer.world - (0 if self.deployment == "separate" else self.train.world)
+
+
+def keys_of(plan: DeploymentEstimate) -> list[str]:
+    """Return the config keys of scripts/train.py that choose a deployment."""
+    keys = [f"fusion.deployment={plan.deployment}"]
+    keys += [f"fusion.infer_cards={plan.infer_cards}"] if plan.infer_cards else []
+    for name, layout in (("train", plan.train), ("infer", plan.infer)):
+        sizes = {axis: getattr(layout, axis) for axis in ("tp", "pp", "ep", "etp")}
+        keys += [f"parallel.{name}.{axis}={size}" for axis, size in sizes.items() if size > 1]
+    return keys
+
 
 @dataclass(frozen=True)
 class Ranking:
@@ -138,7 +153,7 @@ def rank(setup: Setup, fixed: tuple[Parallel | None, Parallel | None] = (None, N
     pairs.sort(key=lambda pair: (len(pair.problems) > 0, pair.step_s))
     return Ranking(
         pairs=tuple(pairs),
-        deployments=tuple(_deployments(setup)),
+        deployments=tuple(rank_deployments(setup)),
         num_candidates=(len(trains), len(infers)),
         refused=dict(refused),
     )
@@ -164,9 +179,14 @@ def _best(setup: Setup, candidates: list[Parallel], training: bool, refused: Cou
     return [parallel for *_, parallel in chosen]
 
 
-def _deployments(setup: Setup) -> list[DeploymentEstimate]:
-    """Rank the deployments over the same dies, each with the best layouts for its cards; the fastest first."""
-    world, node = setup.train.world, setup.hardware.topology.ranks_per_node
+def rank_deployments(setup: Setup, multiple: int | None = None) -> list[DeploymentEstimate]:
+    """Rank the deployments over the same dies, each with the best layouts for its cards; the fastest first.
+
+    Args:
+        multiple: of dies by which the sides of `separate` and `hybrid` are divided; None: whole nodes.
+    """
+    world = setup.train.world
+    node = multiple or setup.hardware.topology.ranks_per_node
     estimates = [estimate_deployment(setup, "colocated", train_dies=world, infer_dies=world)]
     for dies in sorted({part // node * node for part in (world // 4, world // 2, 3 * world // 4)} - {0}):
         estimates.append(estimate_deployment(setup, "separate", train_dies=dies, infer_dies=world - dies))

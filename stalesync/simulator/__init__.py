@@ -14,6 +14,7 @@
     overheads  measured costs of controller and queue        setup      the same specs and costs as a paced run
     work       the work-conserving bound                     record, outcome   what a run did, and its figures
     cluster    the same work on more supernodes              report, plot, command_line   of scripts/simulate.py
+    slow_dies  which dies are slow, by how much              choice     deployment, split and bound for a job
 
 Pure: neither torch nor Ray. docs/simulator.md states what is modelled and what is not.
 """

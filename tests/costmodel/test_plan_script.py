@@ -88,8 +88,28 @@ def test_json_tells_all_that_the_tables_tell(tmp_path, capsys):
     assert 256 * sum(level["mean"] for level in moved["received"].values()) == pytest.approx(moved["total"])
     switch = told["switch"]["to_generate"]
     assert switch["pessimistic_s"] > switch["seconds"] and "pessimistic" in shown
+    assert told["choice"]["reasons"] and " ".join(told["choice"]["best"][:1]) in shown
     assert told["check"]["reshard"]["published"] == 11.5 and told["recommended"]["deployment"] == "colocated"
     assert all(figure["source"] for figure in told["figures"].values())
+
+
+def test_deployment_split_and_staleness_are_recommended_with_the_runner_up(capsys):
+    job = """model=olmoe_7b cluster.hardware=ascend_910c cluster.npus=16 data.prompts_per_step=16
+    data.max_prompt_length=64 rollout.max_response_length=512 rollout.sampling.forced_median=64""".split()
+    assert answer([*job, "--json", "-"]) == 0
+    choice = json.loads(capsys.readouterr().out)["choice"]
+    found = {(one["deployment"], one["max_staleness"]) for one in choice["options"]}
+    assert found == {(name, bound) for name in ("colocated", "separate", "hybrid") for bound in (0, 1)}
+    fastest = max(one["tokens_per_s"] for one in choice["options"])
+    (best,) = (one for one in choice["options"] if one["keys"] == choice["best"])
+    assert best["tokens_per_s"] >= fastest / 1.05 and choice["runner_up"] not in (None, choice["best"])
+    assert answer(job) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (
+        " ".join(["Recommended:", *choice["best"]]) in shown and " ".join(["Runner-up:", *choice["runner_up"]]) in shown
+    )
+    assert answer([*job, "data.prompts_per_step=4096"]) == 0
+    assert "were not simulated: 32,768 samples a step: at most 4,096 here" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_model_that_does_not_fit_fails(capsys):
