@@ -11,7 +11,9 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from stalesync.job.workload import describe, lengths_of
+from fusion.costmodel.memory import WEIGHT_BYTES
+from stalesync.job.workload import describe, lengths_of, workload_of
+from stalesync.simulator.baseline import PUBLISHED_RATIO, Job, Row, rows
 from stalesync.simulator.cluster import Base, Case, Scenario
 from stalesync.simulator.outcome import LOSSES, Outcome
 
@@ -88,6 +90,7 @@ def as_dict(scenario: Scenario, bases: Mapping[str, Base], outcomes: Mapping[Cas
         "config": {name: asdict(getattr(config, name)) for name in ("run", "data", "algorithm", "rollout")},
         "rows": rows,
         "assumptions": assumptions(scenario, outcomes),
+        "baseline": [asdict(row) | {"gap": row.gap} for row in baseline(scenario, outcomes)],
         "published": PAPER,
     }
 
@@ -96,6 +99,8 @@ def render(scenario: Scenario, bases: Mapping[str, Base], outcomes: Mapping[Case
     """Render a report of at most 140 columns."""
     parts: list[RenderableType] = [Text(line) for line in _heading(scenario, bases)]
     parts += [Text(), _table(outcomes), *map(Text, assumptions(scenario, outcomes)), Text(), _losses(outcomes), Text()]
+    if found := baseline(scenario, outcomes):
+        parts += [_baseline(found), Text()]
     parts += [Text(line) for line in _anchors()]
     return Group(*parts)
 
@@ -166,6 +171,38 @@ def _losses(outcomes: Mapping[Case, Outcome]) -> Table:
             outcome.limit,
             growing_loss(outcomes, case) or "",
         )
+    return table
+
+
+def baseline(scenario: Scenario, outcomes: Mapping[Case, Outcome]) -> list[Row]:
+    """Return the terms of the published baseline; none unless one supernode is simulated in both deployments."""
+    separate, colocated = (outcomes.get(Case(1, name, 0)) for name in ("separate", "colocated"))
+    if separate is None or colocated is None or scenario.trace is not None:
+        return []
+    work = workload_of(scenario.config)
+    job = Job(
+        weight_bytes=WEIGHT_BYTES * scenario.shape.numel,
+        samples=work.samples,
+        mean_tokens=work.prompt + work.response,
+        padded_tokens=work.prompt + work.longest,
+        link_bytes_per_s=scenario.hardware.link_bytes_per_s(-1),
+        train_s=separate.train_s,
+        step_s=separate.step_s,
+        colocated_s=colocated.step_s,
+    )
+    return rows(job)
+
+
+def _baseline(found: list[Row]) -> Table:
+    title = f"colocated over the published baseline as it was, staleness 0 (published: {PUBLISHED_RATIO:.3f})"
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), title=title, title_justify="left")
+    table.add_column("term")
+    for name in ("seconds a step", "ratio so far", "not explained"):
+        table.add_column(name, justify="right")
+    table.add_column("source")
+    for row in found:
+        figures = f"{row.term.seconds:,.0f}", f"{row.ratio:.3f}", f"{row.gap:.2f} x"
+        table.add_row(row.term.name, *figures, row.term.source)
     return table
 
 
