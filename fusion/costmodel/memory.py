@@ -120,6 +120,7 @@ def estimate_memory(setup: Setup) -> MemoryEstimate:
     generating["optimizer"] = stays
     if setup.fusion.double_buffer and not setup.shared:
         generating["weights"] *= 2
+    generating["weights"] += copied_latents_bytes(setup)
     generating["kv"] = max(0.0, (usable - sum(generating.values())) * setup.rollout.kv_fraction)
     phases = {"train": training, "switch": switching, "infer": generating}
     return MemoryEstimate(
@@ -152,6 +153,15 @@ def generation_bytes(setup: Setup, stage: int) -> dict[str, float]:
     logits = rollout.max_seqs * shape.config.vocab_size // infer.tp * 8 if stage == infer.pp - 1 else 0
     activations = working + logits + gathered_bytes(setup)
     return {"weights": WEIGHT_BYTES * stage_weights(shape, infer, stage).numel, "activations": activations}
+
+
+def copied_latents_bytes(setup: Setup) -> int:
+    """Return the bytes of the copies of `kv_b_proj` that an engine on a die stores in another order, if it does."""
+    latent, infer = setup.shape.config.attention, setup.infer
+    if not (setup.copies_latents and isinstance(latent, Latent)):
+        return 0
+    rows = latent.num_heads * (latent.nope_dim + latent.value_dim) // infer.tp
+    return WEIGHT_BYTES * setup.shape.config.num_layers * rows * latent.kv_rank // infer.pp
 
 
 def gathered_bytes(setup: Setup) -> int:

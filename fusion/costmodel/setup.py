@@ -74,6 +74,8 @@ class Setup:
     fusion: SwitchLimits = field(default_factory=SwitchLimits)
     rollout: EngineLimits = field(default_factory=EngineLimits)
     workload: Workload = PUBLISHED_WORKLOAD
+    copies_latents: bool = False
+    """Whether the engine stores the up-projections of latent attention twice, as vllm-ascend does"""
 
     @property
     def dies(self) -> int:

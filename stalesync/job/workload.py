@@ -54,6 +54,7 @@ def setup_of(config: Config, shape: Shape, *, hardware: Hardware, dies: int) -> 
         fusion=limits_of(SwitchLimits, config.fusion),
         rollout=limits_of(EngineLimits, config.rollout.engine),
         workload=workload_of(config),
+        copies_latents=config.rollout.backend == "vllm" and hardware.operators == "ascend",
     )
 
 

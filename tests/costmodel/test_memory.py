@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fusion.costmodel.hardware import hardware_named
-from fusion.costmodel.memory import estimate_memory, gathered_bytes, stack_bytes, stage_weights
+from fusion.costmodel.memory import copied_latents_bytes, estimate_memory, gathered_bytes, stack_bytes, stage_weights
 from fusion.costmodel.presets import load_shape
 from fusion.costmodel.search import problems
 from fusion.costmodel.setup import EngineLimits, Setup, SwitchLimits, TrainingLimits
@@ -94,6 +94,18 @@ def test_latents_that_cuda_cards_gather_from_their_blocks():
     short = replace(on_card, rollout=replace(on_card.rollout, max_seqs=1))
     assert gathered_bytes(short) == 2 * (512 + 64) * (78 + 3072), "the longest sequence alone"
     assert gathered_bytes(replace(on_card, shape=load_shape("qwen3_30b_a3b", SHAPES).shape)) == 0
+
+
+def test_copies_of_latent_attentions_weights_leave_less_for_the_kv_cache():
+    deepseek = replace(PANGU, shape=load_shape("deepseek_r1_671b", SHAPES).shape, infer=Parallel(768, 8, 256))
+    plain, copied = (
+        estimate_memory(setup).phases["infer"] for setup in (deepseek, replace(deepseek, copies_latents=True))
+    )
+    extra = 2 * 61 * 128 // 8 * (128 + 128) * 512
+    assert copied["weights"] - plain["weights"] == extra
+    assert plain["kv"] - copied["kv"] == pytest.approx(0.9 * extra)
+    grouped = replace(PANGU, shape=load_shape("qwen3_30b_a3b", SHAPES).shape, copies_latents=True)
+    assert copied_latents_bytes(grouped) == 0
 
 
 def test_separate_cards_keep_their_states():

@@ -18,7 +18,7 @@ from fusion.inference import EmbeddedEngine
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, global_params
 from fusion.model.formats import EMBEDDED, MEGATRON, VLLM_CPU, vllm
 from fusion.npu import open_device
-from tests.families import family_checkpoint
+from tests.families import YARN, family_checkpoint
 from tests.helpers import run_ranks, tiny_config
 from tests.inference import vllm_engines as scenarios
 from tests.inference.engines import by_id, requests
@@ -156,6 +156,14 @@ def test_switches_are_bitwise_within_the_bound_and_computed_from(name):
         assert all(result["shared"] >= config.num_layers for result in results), "norms and routers stay in place"
 
 
+OF_FAMILIES: dict[str, dict[str, Any]] = {
+    "deepseek_v2:latent queries, YaRN": dict(q_lora_rank=24, rope_parameters=YARN),
+    "deepseek_v2:greedy, other norms": dict(topk_method="greedy", q_lora_rank=24, rms_norm_eps=1e-2),
+    "qwen2_moe:normalised": dict(norm_topk_prob=True, mlp_only_layers=[0]),
+}
+"""Family: what differs from its tiny model → these fields"""
+
+
 def logprobs(engine: Any, model: Any, leads: bool) -> list:
     if leads:
         engine.submit(requests(3, max_tokens=5))
@@ -163,10 +171,11 @@ def logprobs(engine: Any, model: Any, leads: bool) -> list:
 
 
 @pytest.mark.parametrize("parallel", [Parallel(), Parallel(2, tp=2, etp=2)], ids=str)
-@pytest.mark.parametrize("kind", vllm.FAMILIES)
-def test_every_described_family_is_held_and_computed_as_the_embedded_engine_does(tmp_path, kind, parallel):
+@pytest.mark.parametrize("case", [*vllm.FAMILIES, *OF_FAMILIES])
+def test_every_described_family_is_held_and_computed_as_the_embedded_engine_does(tmp_path, case, parallel):
+    kind = case.partition(":")[0]
     changes = dict(rms_norm_eps=vllm.OLMOE_EPS, norm_topk_prob=False) if kind == "olmoe" else {}
-    folder = family_checkpoint(tmp_path, kind, **changes)
+    folder = family_checkpoint(tmp_path, kind, **changes | OF_FAMILIES.get(case, {}))
     if not ModelConfig.from_hf(folder).num_experts:
         parallel = replace(parallel, etp=1)
     results = run_ranks(scenarios.of_both, parallel.world, folder, parallel, logprobs, {}, timeout_s=240)

@@ -5,6 +5,7 @@
     vllm_core      starts vLLM in this process and in the engine's process groups
     vllm_groups    gives vLLM the process groups of a mesh
     vllm_host      makes vLLM's layers compute from plain tensors where it computes on the host
+    vllm_latents   keeps what vLLM derives from weights of latent attention equal to them
     vllm_model     VllmModel: the weights of vLLM's model in our `Buckets`
     vllm_checks    checks at the start that vLLM's tensors are those of the table, and that it computes from them
     vllm_sampler   the keyed sampler in place of vLLM's

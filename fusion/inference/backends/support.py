@@ -13,7 +13,6 @@ from typing import Any
 from fusion.model.config import ModelConfig
 from fusion.model.formats.vllm import check_supported, misfit
 from fusion.model.parallel import Parallel
-from fusion.model.spec import Latent
 from fusion.npu.config import DeviceConfig
 
 INSTALL = "bash scripts/environment.sh --backend vllm"
@@ -62,7 +61,7 @@ def check_card(config: ModelConfig, kind: str) -> None:
     """Check that vLLM can generate with a model on an opened card (`Device.kind`).
 
     Raises:
-        ValueError: vLLM is not installed, or a version for other cards; or it computes the model otherwise there.
+        ValueError: vLLM is not installed, or a version for other cards; or it does not compute the model's heads there.
     """
     on_host = computes_on_host(kind)
     _check_version(RELEASES["emulated" if on_host else kind])
@@ -70,11 +69,6 @@ def check_card(config: ModelConfig, kind: str) -> None:
         raise ValueError(
             f"rollout.backend=vllm: on the host vLLM computes heads of at most {MAX_HEAD_DIM} channels, and the model "
             f"has head_dim={config.head_dim}; {OTHERWISE}"
-        )
-    if not on_host and isinstance(config.attention, Latent):
-        raise ValueError(
-            f"rollout.backend=vllm: on cards vLLM computes latent attention, as {config.family} has, from products of "
-            f"kv_b_proj, which a switch does not write; use device.kind=emulated, {OTHERWISE}"
         )
 
 

@@ -51,6 +51,12 @@ EVERYWHERE: Rows = {
         " enforce_eager=_, disable_custom_all_reduce=_, gpu_memory_utilization=_)",
         "EngineArgs.create_engine_config()",
     ),
+    "vllm/model_executor/layers/attention/mla_attention.py": (
+        *(f"MLAAttention.{name}" for name in ("impl", "kv_b_proj", "kv_lora_rank", "num_heads")),
+        *(f"MLAAttention.{name}" for name in ("qk_nope_head_dim", "v_head_dim")),
+        "MLAAttention.process_weights_after_loading(_)",
+    ),
+    "vllm/model_executor/layers/layernorm.py": ("RMSNorm.variance_epsilon",),
     "vllm/model_executor/model_loader/__init__.py": ("register_model_loader(_)",),
     "vllm/model_executor/model_loader/dummy_loader.py": (
         "def DummyModelLoader.load_weights(self, model, model_config)",
@@ -139,7 +145,7 @@ SINCE_027: Rows = {
 }
 
 HOST: Rows = {
-    "vllm/_custom_ops.py": ("_supports_onednn",),
+    "vllm/_custom_ops.py": ("_supports_onednn", "rotary_embedding(_, _, _, _, _, _)"),
     "vllm/distributed/device_communicators/cpu_communicator.py": (
         "def CpuCommunicator._all_group_ranks_share_shm_group_name(self)",
         "def CpuCommunicator.all_gatherv(self, input_, dim, sizes)",
@@ -153,6 +159,11 @@ HOST: Rows = {
         "def CPUFusedMOE.forward_torch(self, layer, input, topk_weights, topk_ids, activation, global_num_experts,"
         " skip_weighted)",
         "def CPUFusedMOE.init_moe_torch(self, layer)",
+    ),
+    "vllm/model_executor/layers/rotary_embedding/base.py": (
+        "def RotaryEmbedding.forward_cpu(self, positions, query, key)",
+        *(f"RotaryEmbedding.{name}" for name in ("head_size", "is_neox_style")),
+        "RotaryEmbedding._match_cos_sin_cache_dtype(_)",
     ),
     "vllm/model_executor/layers/vocab_parallel_embedding.py": ("get_masked_input_and_mask",),
     "vllm/v1/attention/backends/cpu_attn.py": (
@@ -175,6 +186,10 @@ CUDA: Rows = {
 }
 
 ASCEND: Rows = {
+    "vllm_ascend/attention/mla_v1.py": (
+        *("AscendMLAImpl.W_UK_T", "AscendMLAImpl.W_UV"),
+        "AscendMLAImpl.process_weights_after_loading(_)",
+    ),
     "vllm_ascend/distributed/parallel_state.py": (
         "_MC2",
         "init_ascend_model_parallel(_)",

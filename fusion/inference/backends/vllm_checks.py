@@ -2,17 +2,18 @@
 
     keyed values ─► vLLM's own loader ─► its tensors ─► compared, part by part, with the table      (`KeyedWeights`)
     a dummy batch ─► every module that has weights: other weights, at another place, change its output (`check_live`)
+    latent attention ─► what vLLM derives from weights equals what is kept up to date             (`check_absorbed`)
 
 The first finds a table that is wrong although all shapes agree: two experts, or the halves of a fused matrix,
 exchanged. The second finds a *stale handle*: a packed or remembered copy of a weight that vLLM computes from, so that
-weights written later would have no effect. Both cost one layer's weights of each kind, and one batch, whatever the
+weights written later would have no effect. They cost one layer's weights of each kind, and one batch, whatever the
 model's size.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +21,7 @@ from unittest.mock import patch
 import torch
 
 from fusion.inference.backends.vllm_core import VllmCore
+from fusion.inference.backends.vllm_latents import ABSORBED, absorbed, latent_layers
 from fusion.model import ModelConfig, global_params
 from fusion.model.boxes import Box
 from fusion.model.local_param import LocalParam
@@ -99,6 +101,7 @@ def check_tensors(table: Iterable[LocalParam], module: torch.nn.Module, dtype: t
     """
     expected = {param.name: (param.shape, torch.float32 if param.float32 else dtype) for param in table}
     actual = {name: (tuple(param.shape), param.dtype) for name, param in module.named_parameters()}
+    actual = {name: value for name, value in actual.items() if name.rsplit(".", 1)[-1] not in ABSORBED}
     for name in [*expected, *actual]:
         ours, theirs = expected.get(name, "no such tensor"), actual.get(name, "no such tensor")
         if ours != theirs:
@@ -128,6 +131,20 @@ def check_experts(table: Iterable[LocalParam], module: torch.nn.Module) -> None:
             raise WeightsNotOurs(param.name, f"the table has the experts {slots} (expert: place), vLLM {theirs}")
 
 
+def check_absorbed(module: torch.nn.Module) -> None:
+    """Compare what vLLM's layers of latent attention have derived from weights with what is kept up to date.
+
+    Raises:
+        WeightsNotOurs: a tensor has other values than expected, or may be derived from other weights.
+    """
+    for path, layer in latent_layers(module).items():
+        expected = absorbed(layer)
+        for name, value in [*layer.named_parameters(recurse=False), *vars(layer.impl).items()]:
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.numel() > 1:
+                if name not in expected or not torch.equal(value.data, expected[name]):
+                    raise WeightsNotOurs(f"{path}.{name}", f"vLLM derives {tuple(value.shape)} otherwise from weights")
+
+
 def check_live(core: VllmCore, table: Iterable[LocalParam]) -> None:
     """Check that vLLM computes from the tensors of a table. Collective over the engine's ranks.
 
@@ -151,13 +168,16 @@ def check_live(core: VllmCore, table: Iterable[LocalParam]) -> None:
         core.dummy_pass(DUMMY_TOKENS)
         core.release_kv()
     head = getattr(module, "lm_head", None)
-    if head is not None:  # computed from apart, after a batch
-        weight = head.weight
-        hidden = _filled(torch.empty(2, weight.shape[1], dtype=weight.dtype, device=weight.device))
-        named = {name: param for name, param in module.named_parameters() if param is weight}
+    apart = dict.fromkeys([head] if head is not None else [])  # computed from after a batch
+    if latent_layers(module):  # computed from with requests only
+        paths = [path for path, child in module.named_modules() if hasattr(child, "kv_b_proj")]
+        inside = {child for path in paths for child in module.get_submodule(path).modules()}
+        apart |= dict.fromkeys(owner for owner in owners if owner in inside and owner not in seen)
+    for owner in apart:
+        named = {name: param for name, param in module.named_parameters() if param is owner.weight}
         with torch.no_grad():
-            _Probe(head, named, set(), stale, call=lambda: head.quant_method.apply(head, hidden, None))()
-        seen.add(head)
+            _Probe(owner, named, set(), stale, call=_alone(owner))()
+        seen.add(owner)
     for owner, params in owners.items():
         if owner not in seen:
             raise WeightsNotOurs(next(iter(params)), "vLLM computes without the module that has it")
@@ -200,6 +220,15 @@ class _Probe:
         """Return what the module computes from values that no layer before it has changed."""
         result = self.call(*map(_filled, args), **{name: _filled(value) for name, value in kwargs.items()})
         return (result[0] if isinstance(result, tuple) else result).clone()
+
+
+def _alone(owner: Any) -> Callable[[], torch.Tensor]:
+    """Return what computes a linear map or a norm of two rows, without its exchange between ranks."""
+    weight = owner.weight
+    rows = _filled(torch.empty(2, weight.shape[-1], dtype=weight.dtype, device=weight.device))
+    if hasattr(owner, "quant_method"):
+        return lambda: owner.quant_method.apply(owner, rows, None)
+    return lambda: owner.forward(rows)
 
 
 def _filled(value: Any) -> Any:

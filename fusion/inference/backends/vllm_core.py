@@ -39,9 +39,10 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
-    "VLLM_MLA_DISABLE": "1",  # it would compute from products of kv_b_proj, which no switch writes
+    "VLLM_MLA_DISABLE": "0",  # see `start`
     "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",  # its memory would outlive the weights, and needs to see the other cards
     "VLLM_ASCEND_ENABLE_NZ": "0",  # weights in a private format could not be written by slices
+    "VLLM_ASCEND_ENABLE_MLAPO": "0",  # would compute from further copies of the weights of latent attention
 }
 """What vLLM reads from environment variables, at its import and later"""
 
@@ -244,7 +245,8 @@ def start(
         ImportError: vLLM is not installed.
     """
     with _unchanged_process():
-        os.environ.update(ENVIRONMENT)
+        # vLLM for the CPU attends to keys and values of heads instead of latents.
+        os.environ.update(ENVIRONMENT | {"VLLM_MLA_DISABLE": str(int(computes_on_host(device.kind)))})
         import vllm.v1.executor.uniproc_executor as executors
 
         if computes_on_host(device.kind):

@@ -80,6 +80,10 @@ class VllmEngine(ControlledEngine):
     def _block_tokens(self) -> int:
         return self.core.block_size
 
+    def allocate_kv(self) -> None:
+        self.model.derive()
+        super().allocate_kv()
+
     def _allocate(self, blocks: int) -> None:
         self.core.allocate_kv(blocks)
         self._may_have_moved = self.config.vllm_graphs
@@ -105,6 +109,7 @@ class VllmEngine(ControlledEngine):
         self._holds_kv = False
         self._restart()
         self.core.release_kv()
+        self.model.release_derived()
 
     @property
     def policy_version(self) -> int:
@@ -116,6 +121,8 @@ class VllmEngine(ControlledEngine):
             return
         self._version = version
         self._may_have_moved = self.config.vllm_graphs
+        if self._holds_kv:
+            self.model.derive()
         self._restart()
 
     def _restart(self) -> None:

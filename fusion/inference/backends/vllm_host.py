@@ -2,7 +2,8 @@
 
 vLLM for the CPU packs weights into private copies once they are loaded (oneDNN handles, expert tiles), so that a weight
 written later would have no effect. It also lacks the exchange of uneven numbers of tokens between attention ranks, the
-experts of another rank, and attention heads narrower than 32 channels: such heads are padded with zeros.
+experts of another rank, and attention heads narrower than 32 channels: such heads are padded with zeros. Its rotation
+of parts of heads, as of latent attention, takes wrong strides for [T, H, C]: they are copied to [T, H C] first.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ def compute_from_plain_tensors() -> None:
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.model_executor.layers import vocab_parallel_embedding as embedding
     from vllm.model_executor.layers.fused_moe.cpu_fused_moe import CPUFusedMOE
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     ops._supports_onednn = False
     lookup: Any = embedding.get_masked_input_and_mask  # would be compiled, by a process of its own
@@ -32,6 +34,8 @@ def compute_from_plain_tensors() -> None:
     experts.check_grouped_gemm = lambda self, layer: (False, "none")
     experts.init_moe_torch = lambda self, layer: None  # would keep the tensors as they are now
     experts.forward_torch = _experts
+    rotary: Any = RotaryEmbedding
+    rotary.forward_cpu = _rotate
     communicator: Any = CpuCommunicator
     # Its shared memory would outlive a killed process, and its ranks wait for each other by spinning.
     communicator._all_group_ranks_share_shm_group_name = lambda self: False
@@ -115,6 +119,18 @@ def _swiglu_of_experts(x: torch.Tensor, counts: torch.Tensor, w13: torch.Tensor,
     """Return the outputs of rows sorted by expert, ``counts[e]`` of each."""
     with torch.inference_mode():
         return operators_of("emulated").experts(x, counts, w13.unbind(), w2.unbind())
+
+
+def _rotate(
+    self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rotate queries and keys [T, H C], or parts [T, H, C] of their heads."""
+    import vllm._custom_ops as ops
+
+    q, k = query.flatten(1), None if key is None else key.flatten(1)
+    cache = self._match_cos_sin_cache_dtype(query)
+    ops.rotary_embedding(positions, q, k, self.head_size, cache, self.is_neox_style)
+    return q.view(query.shape), None if k is None or key is None else k.view(key.shape)
 
 
 def _all_gatherv(self: Any, input_: Any, dim: int = 0, sizes: list[int] | None = None) -> Any:

@@ -17,14 +17,17 @@ from fusion.inference.backends import vllm_core
 from fusion.inference.backends.support import check_card
 from fusion.inference.backends.vllm_checks import (
     KeyedWeights,
+    check_absorbed,
     check_experts,
     check_live,
     check_tensors,
 )
+from fusion.inference.backends.vllm_latents import AbsorbedLatents
 from fusion.inference.config import RolloutConfig
 from fusion.model import Buckets, Mesh, ModelConfig, plan_units, unit_bytes
 from fusion.model.formats import Format, engine_format, local_table
 from fusion.model.id_mask import IdMask
+from fusion.model.spec import Latent
 from fusion.npu import Device
 
 
@@ -66,10 +69,16 @@ class VllmModel:
         check_tensors(self.table, module, dtype, mesh.rank)
         keyed.check(self.table, module)
         check_experts(self.table, module)
+        check_absorbed(module)
+        if isinstance(config.attention, Latent):
+            for path, norm in module.named_modules():  # which vLLM gives the epsilon of the other norms
+                if path.endswith(("q_a_layernorm", "kv_a_layernorm")):
+                    norm.variance_epsilon = config.attention.norm_eps
         check_live(self.core, self.table)
         self._params = {name: param.requires_grad_(False) for name, param in module.named_parameters()}
         for tensor in self._params.values():
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # frees vLLM's own memory first
+        self._latents = AbsorbedLatents(module, device)
         apart = [param for param in self.table if param.storage == "card"]
         self.weights = Buckets(
             plan_units(self.table, dtype.itemsize, max_bytes),
@@ -94,9 +103,18 @@ class VllmModel:
         module.compute_logits = lambda hidden: mask(compute(hidden))
 
     def addresses(self) -> list[int]:
-        """Return where the units lie that vLLM's parameters are views of from the next pass on."""
+        """Return where the units lie that vLLM's parameters are views of from the next pass on, and copies of them."""
         self._follow_storage()
-        return self._addresses
+        return self._addresses + self._latents.addresses()
+
+    def derive(self) -> None:
+        """Derive what vLLM stores beside the weights from their present values, and count it as weights."""
+        self._follow_storage()
+        self._latents.write()
+
+    def release_derived(self) -> None:
+        """Free what `derive` has allocated."""
+        self._latents.release()
 
     def _follow_storage(self, *inputs: Any) -> None:
         """Set the parameters' data to the views of units that have been allocated since the last pass."""
@@ -110,3 +128,4 @@ class VllmModel:
                 for param, _ in plan.entries:
                     self._params[param.name].data = self.device.host_view(self.weights.views[param.name])
         self._addresses = addresses
+        self._latents.follow()

@@ -29,7 +29,7 @@ from fusion.model.shares import cut, stacked
 from fusion.model.spec import Latent, Sparse
 from fusion.model.table import LocalNames, Table
 
-FAMILIES = ("qwen3", "qwen3_moe", "llama", "qwen2", "mixtral", "olmoe", "deepseek_v3")
+FAMILIES = ("qwen3", "qwen3_moe", "llama", "qwen2", "mixtral", "olmoe", "qwen2_moe", "deepseek_v2", "deepseek_v3")
 """Families of which vLLM's tensors are known and its output has been compared"""
 
 VOCABULARY_ROWS = 64
@@ -96,6 +96,10 @@ def check_supported(config: ModelConfig) -> None:
         raise ValueError(
             f"the vLLM backend does not describe the {what} {config.family}; expected a language model of one of "
             f"{', '.join(FAMILIES)}"
+        )
+    if isinstance(config.attention, Latent) and not config.attention.rotary.interleaved:
+        raise ValueError(
+            f"vLLM's model of {config.family} rotates channels 2i and 2i + 1 together: rope_interleave=false"
         )
     if config.family == "olmoe" and (config.rms_norm_eps != OLMOE_EPS or config.experts.router.normalise):
         raise ValueError(

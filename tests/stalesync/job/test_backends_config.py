@@ -10,7 +10,7 @@ from fusion.model import Parallel
 from fusion.model.formats.vllm import FAMILIES as VLLM_FAMILIES
 from fusion.npu.config import DeviceConfig
 from fusion.training.backends.support import check_megatron
-from tests.families import KINDS, MLA, family_config
+from tests.families import KINDS, family_config
 from tests.helpers import tiny_checkpoint, tiny_config
 from tests.stalesync.job.jobs import PACED, job_of
 
@@ -111,7 +111,6 @@ def test_the_vllm_backend_takes_known_families_and_refuses_others_by_name(kind, 
     if kind in VLLM_FAMILIES:
         check()
         check("auto")
-    if kind in VLLM_FAMILIES and kind not in MLA:
         return check("cuda")
     with pytest.raises(ValueError, match=f"rollout.backend=vllm: .*{kind}.*or rollout.backend=embedded"):
         check("cuda")
