@@ -23,13 +23,16 @@ r"""Simulates training runs on clusters of any size: the run's own decisions in 
     turns=4 observation_tokens=64 latency_s=2.5 latency_spread=0.5
                conversations: each length is sampled in so many turns, between which an environment answers with so
                many tokens, after seconds of this median and standard deviation of the logarithm
+    rollout.drafts.source=both texts=runs/NAME/samples.jsonl tokenizer=FOLDER
+               drafts, with the published acceptance, or with that of recorded responses, which the engines' drafter
+               replays: JSON Lines with prompt and response, or samples. Without a tokenizer.json a BPE is trained
     slow_share=0.002 slow_by=0.05,0.3 network_gb_s=2.7 scaling=strong
                of several supernodes: share of slow dies (0), and by which share of the usual seconds, from and to; GB/s
                that a die reaches between supernodes (as in the card's file); strong: all share the prompts of one
                (weak: every supernode brings its own)
     KEY=VALUE, GROUP=CHOICE
                the job, as for scripts/train.py: prompts, groups and lengths of a step, rollout, training, offload.
-               Keys that are not modelled (rollout.drafts.source=) are refused, those without an effect on time are
+               Keys that are not modelled (rollout.drafts.tree=) are refused, those without an effect on time are
                accepted.
                Defaults are those of scripts/train.py, but model=bfloat16, training.recompute=true, run.steps=20
     --job      lists keys that would be refused instead

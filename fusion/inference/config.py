@@ -189,7 +189,9 @@ class KVPoolConfig(Group, path="rollout.kv_pool"):
 class DraftsConfig(Group, path="rollout.drafts"):
     """What drafts tokens that an engine verifies, and how much of it."""
 
-    source: str = key("none", one_of=DRAFTS, unsupported_by={"vllm": Unsupported("vLLM verifies no drafts here")})
+    source: str = key(
+        "none", one_of=DRAFTS, read_by="simulate", unsupported_by={"vllm": Unsupported("vLLM verifies no drafts here")}
+    )
     """What drafts several tokens of a response, which one forward pass verifies: `siblings` (the other responses of the
     group that the engine has generated so far), `history` (the responses of the prompt's last group, in an earlier
     epoch), `both`; `none`. Every token is sampled with its own noise as without drafts: the same tokens with

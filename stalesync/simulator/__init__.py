@@ -15,7 +15,7 @@
     work       the work-conserving bound                     record, outcome   what a run did, and its figures
     cluster    the same work on more supernodes              report, plot, command_line   of scripts/simulate.py
     slow_dies  which dies are slow, by how much              choice     deployment, split and bound for a job
-    baseline   the published baseline, term by term
+    baseline   the published baseline, term by term          draft_texts   … measured on recorded texts
 
 Pure: neither torch nor Ray. docs/simulator.md states what is modelled and what is not.
 """

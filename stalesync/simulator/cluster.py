@@ -26,6 +26,7 @@ from fusion.model.options import LayoutConfig
 from stalesync.job.config import Config
 from stalesync.job.workload import lengths_of as assumed_lengths
 from stalesync.job.workload import setup_of
+from stalesync.simulator.drafts import DraftSpec
 from stalesync.simulator.environment import EnvironmentSpec
 from stalesync.simulator.lengths import DrawnLengths, SimulatedLengths, TraceLengths
 from stalesync.simulator.outcome import Outcome, outcome_of
@@ -38,7 +39,8 @@ from stalesync.simulator.slow_dies import SlowDies
 class Scenario:
     """One supernode's work. ``config``: without deployment, layouts and staleness; ``train``, ``infer``: layouts as
     text, or auto; ``trace``: file of lengths, None: they are drawn; ``environment``: None: requests are no
-    conversations; ``strong``: several supernodes share the prompts of one; ``notes``: what is assumed."""
+    conversations; ``drafts``: None: those of the config; ``strong``: several supernodes share the prompts of one;
+    ``notes``: what is assumed."""
 
     shape: Shape
     hardware: Hardware
@@ -47,6 +49,7 @@ class Scenario:
     infer: str = "auto"
     trace: Path | None = None
     environment: EnvironmentSpec | None = None
+    drafts: DraftSpec | None = None
     slow_dies: SlowDies = SlowDies()
     strong: bool = False
     notes: tuple[str, ...] = ()
@@ -131,6 +134,7 @@ def simulate(scenario: Scenario, base: Base, case: Case) -> Outcome:
         environment=scenario.environment,
         hardware=scenario.hardware,
         slow_dies=scenario.slow_dies,
+        drafts=scenario.drafts,
     )
     run = SimulatedRun(setup, lengths_of(scenario))
     run.run()

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from fusion.colocate.config import DEPLOYMENTS
 from fusion.costmodel.hardware import Figure, Hardware
+from fusion.inference.config import DraftsConfig
 from fusion.npu.config import DeviceConfig
 from fusion.telemetry.validation import Checks
 from stalesync.job.cross_checks import check_minibatches
@@ -25,6 +26,7 @@ from stalesync.job.job_arguments import (
     print_answer,
 )
 from stalesync.simulator.cluster import Case, Scenario, base_of, check_supernodes, lengths_of, simulate
+from stalesync.simulator.drafts import DraftSpec
 from stalesync.simulator.environment import EnvironmentSpec
 from stalesync.simulator.outcome import min_steps
 from stalesync.simulator.plot import draw
@@ -37,9 +39,12 @@ ENVIRONMENT = {"turns": 1, "observation_tokens": 16, "latency_s": 1.0, "latency_
 JOB = ("model", "model.path", "cluster", "cluster.npus", "cluster.hardware", "train", "infer", "trace")
 SCALE = ("slow_share", "slow_by", "network_gb_s", "scaling")
 """Options of what grows with the cluster"""
-OPTIONS = (*JOB, *ENVIRONMENT, *SCALE, *SWEPT)
+OPTIONS = (*JOB, *ENVIRONMENT, *SCALE, "texts", "tokenizer", *SWEPT)
 DEFAULTS = ("model=bfloat16", "training.recompute=true", "run.steps=20")
 WIDTH = 150
+PUBLISHED_ACCEPTANCE = (
+    "drafts: acceptance is an input, as published (Seer, RhymeRL); texts= measures it on recorded texts"
+)
 
 
 def answer(arguments: Sequence[str], recipes: Path) -> None:
@@ -109,6 +114,9 @@ def scenario_of(parsed: JobArguments, recipes: Path) -> Scenario:
     Checks("stalesync", config.stalesync).declared()
     if "network_gb_s" in options:
         hardware = with_network(hardware, 1e9 * _number("network_gb_s", options["network_gb_s"]))
+    drafts = drafts_of(config.rollout.drafts, options)
+    if config.rollout.drafts.source != "none":
+        notes.append(f"drafts: acceptance {drafts}" if drafts else PUBLISHED_ACCEPTANCE)
     return Scenario(
         preset.shape,
         hardware,
@@ -117,6 +125,7 @@ def scenario_of(parsed: JobArguments, recipes: Path) -> Scenario:
         infer=layout_of(parsed, config, "infer"),
         trace=Path(options["trace"]) if "trace" in options else None,
         environment=environment_of(options),
+        drafts=drafts,
         slow_dies=slow_dies_of(options),
         strong=_one_of("scaling", options.get("scaling", "weak"), "weak", "strong") == "strong",
         notes=tuple(notes),
@@ -138,6 +147,23 @@ def environment_of(options: Mapping[str, str]) -> EnvironmentSpec | None:
         _whole(name, str(options.get(name, ENVIRONMENT[name])), least=1) for name in ("turns", "observation_tokens")
     )
     return EnvironmentSpec(turns, tokens, values["latency_s"], values["latency_spread"])
+
+
+def drafts_of(config: DraftsConfig, options: Mapping[str, str]) -> DraftSpec | None:
+    """Return the drafts whose acceptance is that of recorded texts; None: there are no texts.
+
+    Raises:
+        ValueError: texts that cannot be read, or without drafts; by key.
+    """
+    if "texts" not in options:
+        return None
+    if config.source == "none":
+        raise ValueError(f"texts={options['texts']}: expected rollout.drafts.source=siblings, history or both")
+    from stalesync.simulator.draft_texts import measured
+
+    folder = Path(options["tokenizer"]) if "tokenizer" in options else None
+    path, siblings, history = Path(options["texts"]), config.from_siblings, config.from_history
+    return measured(path, siblings=siblings, history=history, tokenizer=folder)
 
 
 def slow_dies_of(options: Mapping[str, str]) -> SlowDies:

@@ -4,20 +4,23 @@
     EngineCost                 ─► seconds of a step, T(γ)  ─► γ* = argmin T(γ) / tokens a step, at most `MAX_DRAFTED`
 
 This is the marginal-benefit rule of Seer (arXiv 2511.14617, section 3.4) for a whole rank: the budget object of a run
-(`fusion/rollout/drafts/budget.py`) weighs single tokens of single drafts, which expectations do not have. Acceptance is
-constant along a draft. Not modelled: the time to look drafts up, and its variance.
+(`fusion/rollout/drafts/budget.py`) weighs single tokens of single drafts, which expectations do not have. Published
+acceptance, an input, is constant along a draft; that of recorded texts is measured (`draft_texts.py`). Every draft
+costs what one of γ tokens does, as where it is padded to that. Not modelled: the time to look drafts up, and its
+variance.
 
 Invariant (property-tested): no other number of tokens promises more tokens a second; 0 is among the choices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 
 from fusion.costmodel.pace import EngineCost
+from fusion.inference.config import DraftsConfig
 
 MAX_DRAFTED = 8
 """Tokens of a draft at most: Seer's maximum"""
@@ -32,22 +35,29 @@ HISTORY_ACCEPTANCE = 0.65
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """Where drafts come from. ``siblings``: the group's other responses; ``history``: the row's last epoch."""
+    """Where drafts come from. ``siblings``: the group's other responses; ``history``: the row's last epoch; ``kept``:
+    finished siblings, at least → tokens a step with drafts of 0, 1, … tokens (`draft_texts.py`), None: as published."""
 
     siblings: bool = True
     history: bool = False
+    kept: Mapping[int, Sequence[float]] | None = None
+
+    @classmethod
+    def of(cls, config: DraftsConfig) -> DraftSpec | None:
+        """Return the drafts of a config with the published acceptance; None: there are none."""
+        return None if config.source == "none" else cls(config.from_siblings, config.from_history)
 
     def track(self, finished_siblings: int) -> int:
         """Return the track of a sequence: the largest known number of finished siblings that it has at least."""
-        return max(number for number in KEPT_BY_SIBLINGS if number <= finished_siblings) if self.siblings else 0
-
-    def acceptance(self, track: int) -> float:
-        """Return the acceptance of a drafted token of a track's sequences."""
-        return self._acceptance[track]
+        return max(number for number in self._kept if number <= finished_siblings) if self.siblings else 0
 
     def tokens_per_step(self, track: int, drafted: int) -> float:
         """Return the tokens that a sequence gains in a step on average."""
         return self._kept[track][drafted]
+
+    def __str__(self) -> str:
+        means = ", ".join(f"{kept[-1]:.2f} from {track} finished siblings on" for track, kept in self._kept.items())
+        return f"{'published' if self.kept is None else 'measured on texts'}, tokens a step of whole drafts: {means}"
 
     def choose(self, cost: EngineCost, num_by_track: Mapping[int, int], contexts: float) -> int:
         """Return the number of drafted tokens that bring the most tokens a second; of several the lowest.
@@ -65,16 +75,14 @@ class DraftSpec:
         return min(range(MAX_DRAFTED + 1), key=seconds_per_token) if decoding else 0
 
     @cached_property
-    def _acceptance(self) -> dict[int, float]:
+    def _kept(self) -> Mapping[int, Sequence[float]]:
+        if self.kept is not None:
+            return self.kept
         least = HISTORY_ACCEPTANCE if self.history else 0.0
-        of_siblings = {track: _acceptance_of(kept) for track, kept in KEPT_BY_SIBLINGS.items()}
-        return {track: max(least, one if self.siblings else 0.0) for track, one in of_siblings.items()}
-
-    @cached_property
-    def _kept(self) -> dict[int, list[float]]:
+        published = {track: _acceptance_of(kept) * self.siblings for track, kept in KEPT_BY_SIBLINGS.items()}
         return {
-            track: list(accumulate(acceptance**depth for depth in range(MAX_DRAFTED + 1)))
-            for track, acceptance in self._acceptance.items()
+            track: list(accumulate(max(least, acceptance) ** depth for depth in range(MAX_DRAFTED + 1)))
+            for track, acceptance in published.items()
         }
 
 

@@ -18,6 +18,7 @@ from fusion.rollout.length_history import MAX_ROWS
 from stalesync.job.config import Config
 from stalesync.job.decision_settings import admission_spec
 from stalesync.policy.admission_spec import AdmissionSpec
+from stalesync.simulator.drafts import DraftSpec
 from stalesync.simulator.engine_spec import EngineSpec
 from stalesync.simulator.environment import EnvironmentSpec
 from stalesync.simulator.overheads import Overheads
@@ -51,6 +52,7 @@ class SimulationSetup:
         environment: EnvironmentSpec | None = None,
         hardware: Hardware | None = None,
         slow_dies: SlowDies | None = None,
+        drafts: DraftSpec | None = None,
     ) -> SimulationSetup:
         """Resolve a config whose device has a pace.
 
@@ -60,6 +62,7 @@ class SimulationSetup:
             overheads: of controller and queue; None: as measured.
             hardware: the cards; None: those of the config.
             slow_dies: None: there are none.
+            drafts: None: of the config, with the published acceptance.
 
         Raises:
             ValueError: the layouts do not fit the cards or the modelled model, by key.
@@ -85,6 +88,7 @@ class SimulationSetup:
             pools_kv=pool.pools_kv,
             pools_suspended=pool.pools_kv and config.pools_suspended,
             adopt_s=switch.adopt_s,
+            drafts=drafts or DraftSpec.of(rollout.drafts),
         )
         trainer = TrainerCost(pace, train, config.training.recompute)
         admission = admission_spec(

@@ -49,6 +49,7 @@ VALUES = {
     "cluster.hardware": "h100",
     "cluster.address": "auto",
     "fusion.deployment": "hybrid",
+    "rollout.drafts.source": "both",
     "fusion.resident": "one",
     "fusion.offload": "none",
     "fusion.infer_cards": "2",
@@ -156,10 +157,10 @@ def test_a_key_that_is_not_modelled_is_refused_or_listed(command):
         return job_config(parsed, CONF, command=command, defaults=module.DEFAULTS)
 
     with pytest.raises(
-        ValueError, match=f"rollout.drafts.source=siblings: expected none, as {command}.py does not model this"
+        ValueError, match=f"rollout.schedule.probe=0: expected null, as {command}.py does not model this"
     ):
-        of("rollout.drafts.source=siblings")
-    assert of("rollout.drafts.source=siblings", "--job")[1][-1] == "not modelled: rollout.drafts.source=siblings"
+        of("rollout.schedule.probe=0")
+    assert of("rollout.schedule.probe=0", "--job")[1][-1] == "not modelled: rollout.schedule.probe=0"
     assert of("model.dtype=bfloat16", "data=file", "data.source=x.jsonl", "run.name=x", "reward=math")
     with pytest.raises(ValueError, match="model.dtype=float32: expected bfloat16"):
         of("model=float32")

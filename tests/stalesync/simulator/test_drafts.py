@@ -79,7 +79,7 @@ def test_full_drafts_keep_the_published_number_of_tokens():
     for siblings, kept in KEPT_BY_SIBLINGS.items():
         assert DraftSpec().tokens_per_step(DraftSpec().track(siblings), MAX_DRAFTED) == pytest.approx(kept)
     assert DraftSpec().track(4) == 1 and DraftSpec(siblings=False).track(4) == 0
-    assert DraftSpec(history=True).acceptance(0) == 0.65
+    assert DraftSpec(history=True).tokens_per_step(0, 1) == 1.65
 
 
 @settings(max_examples=30, deadline=None)
