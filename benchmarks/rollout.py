@@ -65,6 +65,9 @@ BENCHMARK = Benchmark(
         Option("seeds", 10, smoke=1, help="seeds of `orders`, `replay` and `rhyme`"),
         Option("first_seed", 1, help="first seed of `rhyme`"),
         Option("workloads", "moonlight,qwen2_vl_72b,kimi_k2", smoke="moonlight", help="of `replay`"),
+        Option(
+            "texts", "", help="recorded responses, JSON Lines: their acceptance of drafts, too, in `replay` and `rhyme`"
+        ),
         Option("part_of_requests", 1, smoke=40),
         Option("queues", "shallow,even,deep", smoke="even"),
         Option("orders", "", smoke="history,oracle"),

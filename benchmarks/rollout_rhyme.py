@@ -9,7 +9,7 @@ from math import inf
 from statistics import mean
 
 from benchmarks.harness import Figures, progress
-from benchmarks.rollout_virtual import PublishedEngineCost, compared, config_of, forced_lengths, in_processes
+from benchmarks.rollout_virtual import PublishedEngineCost, compared, config_of, drafts_of, forced_lengths, in_processes
 from benchmarks.rollout_workloads import HARDWARE, PROMPT_TOKENS, STEPS_OF_EPOCH, WORKLOADS
 from stalesync.simulator.drafts import DraftSpec
 from stalesync.simulator.lengths import DrawnLengths
@@ -40,10 +40,11 @@ MODES = {
 }
 
 
-def simulate(case: tuple[str, int, int]) -> float:
+def simulate(case: tuple[str, int, int, str]) -> float:
     """Simulate two epochs of a mode; return the tokens a second of the second one."""
-    name, seed, part = case
+    name, seed, part, texts = case
     mode, workload = MODES[name], WORKLOADS["rhyme"].fewer(part)
+    drafts = drafts_of(mode.drafts, texts) if texts and mode.drafts is not None else mode.drafts
     config = config_of(workload, seed, order=mode.order, divided=mode.divided, spread=(*workload.spread, 0.0))
     config.data.rows = workload.prompts * STEPS_OF_EPOCH
     # Two steps more than are measured: a run does not admit what it has no step left to train.
@@ -53,7 +54,7 @@ def simulate(case: tuple[str, int, int]) -> float:
     setup = SimulationSetup.of(config, kv_tokens=workload.kv_tokens)
     pace = replace(setup.engine.cost.pace, hardware=HARDWARE)
     cost = PublishedEngineCost(pace, setup.engine.cost.layout, full_batch=workload.max_seqs)
-    setup = replace(setup, engine=replace(setup.engine, cost=cost, drafts=mode.drafts))
+    setup = replace(setup, engine=replace(setup.engine, cost=cost, drafts=drafts))
     if (pipe := setup.admission.histopipe) is not None and not mode.search:
         pipe = replace(pipe, search=False, growth=inf)
         setup = replace(setup, admission=replace(setup.admission, histopipe=pipe))
@@ -66,10 +67,13 @@ def simulate(case: tuple[str, int, int]) -> float:
 def measure(args: Namespace) -> Figures:
     """Simulate every mode, beside what is published."""
     seeds, part = range(args.first_seed, args.first_seed + args.seeds), args.part_of_requests
-    speed = in_processes(simulate, product(MODES, seeds, [part]))
+    drafted = [mode for mode in MODES if args.texts and MODES[mode].drafts is not None]
+    modes = [*product(MODES, [""]), *product(drafted, [args.texts])]
+    speed = in_processes(simulate, [(mode, seed, part, texts) for mode, texts in modes for seed in seeds])
     figures: Figures = {}
-    for mode in MODES:
-        own, plain = ([speed[name, seed, part] for seed in seeds] for name in (mode, "plain"))
-        figures[mode] = compared(plain, own, WORKLOADS["rhyme"].ratio.get(mode)) | {"tokens_per_s": mean(own)}
+    for name, texts in modes:
+        own = [speed[name, seed, part, texts] for seed in seeds]
+        plain, mode = [speed["plain", seed, part, ""] for seed in seeds], f"{name}, texts" if texts else name
+        figures[mode] = compared(plain, own, WORKLOADS["rhyme"].ratio.get(name)) | {"tokens_per_s": mean(own)}
         progress(mode, figures[mode])
     return figures | {"full_over_histospec": figures["full"]["ratio"] / figures["histospec"]["ratio"]}

@@ -7,7 +7,9 @@ from argparse import Namespace
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
+from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple, TypeVar
 
@@ -25,6 +27,7 @@ from fusion.costmodel.pace import EngineCost, StepSums
 from fusion.npu import DeviceConfig
 from stalesync.job.config import Config
 from stalesync.prompts.lengths import ForcedLengths
+from stalesync.simulator.draft_texts import measured
 from stalesync.simulator.drafts import DraftSpec
 from stalesync.simulator.lengths import SimulatedPrompt
 from stalesync.simulator.run import SimulatedRun
@@ -218,27 +221,40 @@ def orders(args: Namespace) -> Figures:
 # ---- replay
 
 
-def _simulate_replay(case: tuple[str, str, int, float, int]) -> Rollout:
-    name, mode, seed, runaways, part = case
-    return simulate(WORKLOADS[name].fewer(part), REPLAYED[mode], seed, runaways)
+@lru_cache
+def drafts_of(drafts: DraftSpec, texts: str) -> DraftSpec:
+    """Return the same drafts with the acceptance of recorded responses."""
+    return measured(Path(texts), siblings=drafts.siblings, history=drafts.history)
+
+
+def _simulate_replay(case: tuple[str, str, int, float, int, str]) -> Rollout:
+    name, of, seed, runaways, part, texts = case
+    mode = REPLAYED[of]
+    if texts and mode.drafts is not None:
+        mode = replace(mode, drafts=drafts_of(mode.drafts, texts))
+    return simulate(WORKLOADS[name].fewer(part), mode, seed, runaways)
 
 
 def replay(args: Namespace) -> Figures:
     """Replay every workload in every mode, beside what is published."""
     names, seeds, parts = args.workloads.split(","), range(1, args.seeds + 1), [args.part_of_requests]
-    cases = [*product(names, REPLAYED, seeds, [0.0], parts)]
-    cases += product(names, ("plain", "full"), seeds, [RUNAWAYS], parts)
+    cases = [*product(names, REPLAYED, seeds, [0.0], parts, [""])]
+    cases += product(names, ("plain", "full"), seeds, [RUNAWAYS], parts, [""])
+    if args.texts:
+        cases += product(names, ("seer", "full"), seeds, [0.0], parts, [args.texts])
     results = in_processes(_simulate_replay, cases)
     figures: Figures = {}
     for name in names:
         published, ratio = WORKLOADS[name].published, WORKLOADS[name].ratio
 
-        def found(mode: str, runaways: float = 0.0, name: str = name) -> list[Rollout]:
-            return [results[name, mode, seed, runaways, parts[0]] for seed in seeds]
+        def found(mode: str, runaways: float = 0.0, texts: str = "", name: str = name) -> list[Rollout]:
+            return [results[name, mode, seed, runaways, parts[0], texts] for seed in seeds]
 
         plain = found("plain")
         modes = {mode: replayed(plain, found(mode), ratio.get(mode)) for mode in REPLAYED}
         modes["full_with_runaways"] = replayed(found("plain", RUNAWAYS), found("full", RUNAWAYS))
+        for mode in ("seer", "full") if args.texts else ():
+            modes[f"{mode}, texts"] = replayed(plain, found(mode, texts=args.texts), ratio.get(mode))
         modes["plain"] |= {
             "abs_deviation_s": abs(modes["plain"]["seconds"] / published["plain_s"] - 1),
             "abs_deviation_tail_share": abs(
