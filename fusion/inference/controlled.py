@@ -19,6 +19,7 @@ from fusion.inference.placement import place
 from fusion.inference.request import Output, Request, SamplingParams
 from fusion.inference.sequence import Sequence
 from fusion.inference.validation import check_distinct, check_fits, checked_ids, checked_requests, checked_version
+from fusion.inference.verification import Drafter
 from fusion.inference.waiting import WaitingLine
 from fusion.model import Mesh, WeightHolder
 from fusion.npu import Device
@@ -59,6 +60,11 @@ class ControlledEngine(ABC):
     @policy_version.setter
     @abstractmethod
     def policy_version(self, version: int) -> None: ...
+
+    @property
+    @abstractmethod
+    def _drafter(self) -> Drafter | None:
+        """What proposes how running sequences continue; None: each decodes one token a step."""
 
     @abstractmethod
     def _kv_bytes(self) -> tuple[int, int]:
@@ -223,7 +229,18 @@ class ControlledEngine(ABC):
         return self.control.exchange(state)
 
     def _next_orders(self) -> Orders:
-        return self._exchange()
+        drafter = self._drafter
+        if drafter is None:
+            return self._exchange()
+        update = drafter.drafts_update() if self._reports else b""
+        orders = self._exchange(len(update))
+        if update := self.control.spread(update):
+            drafter.read(update)
+        # What the leader's last step has cost: the same figures on every rank, which have to draft alike.
+        cost, self._step_cost = self.control.states.leader_cost(), NO_COST
+        if cost.seconds:
+            drafter.observe_step(cost)
+        return orders
 
     def _take_orders(self) -> list[Output]:
         """Exchange and apply the orders of a step; return the outputs of aborted requests."""

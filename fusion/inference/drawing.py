@@ -36,7 +36,7 @@ class Draw:
         """Return a token for each of ``step.drawn``, sampled on the last stage, equal on all."""
         noise, sequences = noise_of(step.sampled, self.seed), step.drawn
         if step.verified:
-            noise = np.concatenate([noise, self._noise_of_rows(step.verified)])
+            noise = np.concatenate([noise, noise_of_rows(step.verified, self.seed)])
         sampled = None
         if hidden is not None:
             if batch.sampled is not None:
@@ -90,12 +90,6 @@ class Draw:
         dist.all_gather_into_tensor(shards, logits_nVl.contiguous(), group=group)
         return shards.view(ranks, rows, columns).transpose(0, 1).reshape(rows, ranks * columns)
 
-    def _noise_of_rows(self, verified: list[Verification]) -> np.ndarray:
-        """Return the number of the position behind each row of drafts."""
-        keys = np.array([one.seq.noise_key for one in verified], np.uint64).repeat([len(one) for one in verified])
-        positions = np.concatenate([len(one.seq.tokens) + np.array(one.depths) for one in verified])
-        return uniforms(self.seed, keys, positions)
-
 
 def noise_of(sampled: list[Sequence], seed: int) -> np.ndarray:
     """Return a number for each sequence's next position. Numbers are drawn for several positions at once, as the
@@ -108,3 +102,10 @@ def noise_of(sampled: list[Sequence], seed: int) -> np.ndarray:
         for seq, numbers in zip(empty, ahead.reshape(len(empty), NOISE_AHEAD).tolist(), strict=True):
             seq.noise = numbers
     return np.array([seq.noise.pop() for seq in sampled])
+
+
+def noise_of_rows(verified: list[Verification], seed: int) -> np.ndarray:
+    """Return a number for the position behind each row of drafts."""
+    keys = np.array([one.seq.noise_key for one in verified], np.uint64).repeat([len(one) for one in verified])
+    positions = np.concatenate([len(one.seq.tokens) + np.array(one.depths) for one in verified])
+    return uniforms(seed, keys, positions)

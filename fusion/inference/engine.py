@@ -22,7 +22,6 @@ from fusion.inference.blocks import BlockManager
 from fusion.inference.config import RolloutConfig
 from fusion.inference.control import Orders
 from fusion.inference.controlled import ControlledEngine
-from fusion.inference.counters import NO_COST
 from fusion.inference.forward import Forward
 from fusion.inference.interface import InferEngine
 from fusion.inference.kv_cache import KVCache
@@ -131,6 +130,10 @@ class EmbeddedEngine(ControlledEngine):
         )
 
     @property
+    def _drafter(self) -> Drafter | None:
+        return self.scheduler.drafter
+
+    @property
     def parked_kv_bytes(self) -> int:
         return self.parked.host_bytes
 
@@ -170,8 +173,8 @@ class EmbeddedEngine(ControlledEngine):
         # With rollout.kv_pool.suspended=keep running requests continue on their KV, which no other request can use.
         if version == self.scheduler.version:
             return
-        if self.scheduler.drafter is not None:
-            self.scheduler.drafter.adopt(version)
+        if self._drafter is not None:
+            self._drafter.adopt(version)
         if self.config.kv_pool.keeps_kv:
             self.scheduler.change_version(version)
         else:
@@ -184,20 +187,6 @@ class EmbeddedEngine(ControlledEngine):
 
     def _sequences(self) -> tuple[list[Sequence], WaitingLine[Sequence]]:
         return self.scheduler.running, self.scheduler.waiting
-
-    def _next_orders(self) -> Orders:
-        drafter = self.scheduler.drafter
-        if drafter is None:
-            return super()._next_orders()
-        update = drafter.drafts_update() if self._reports else b""
-        orders = self._exchange(len(update))
-        if update := self.control.spread(update):
-            drafter.read(update)
-        # What the leader's last step has cost: the same figures on every rank, which have to draft alike.
-        cost, self._step_cost = self.control.states.leader_cost(), NO_COST
-        if cost.seconds:
-            drafter.observe_step(cost)
-        return orders
 
     def _add(self, sequences: Mapping[str, Sequence], orders: Orders) -> None:
         self.parked.forget(orders.forget)
@@ -234,14 +223,14 @@ class EmbeddedEngine(ControlledEngine):
         now_s = time.perf_counter()
         if self.pooled is not None:
             self.pooled.observe_step(step, now_s - computing_s)
-        if step and self.scheduler.drafter is not None:
+        if step and self._drafter is not None:
             self._step_cost = StepCost(
                 len(step.decodes),
                 len(step.verified),
                 tokens=sum(len(one) - 1 for one in step.verified),
                 seconds=now_s - began_s,
                 accepted=self.counters.accepted_tokens - accepted,
-                drafting_s=self.scheduler.drafter.take_seconds(),
+                drafting_s=self._drafter.take_seconds(),
                 prefills=bool(step.chunks),
             )
         return outputs

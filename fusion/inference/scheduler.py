@@ -22,23 +22,15 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from fusion.inference.blocks import BlockManager, extend_names
 from fusion.inference.counters import Counters
 from fusion.inference.request import CONTINUED, FinishReason, Output, Request
-from fusion.inference.sequence import Blocks, Sequence, Step
+from fusion.inference.sequence import RecordedRouting, Sequence, Step
 from fusion.inference.stop_strings import StopStrings
 from fusion.inference.verification import Drafter, Verification, plan_verifications
 from fusion.inference.waiting import WaitingLine
-
-
-class RecordedRouting(Protocol):
-    """The routing of the tokens in the cache, and pieces of it; implemented by `RoutingCache`."""
-
-    def read(self, blocks: Blocks, start: int, end: int) -> Any: ...
-
-    def join(self, pieces: list[Any]) -> Any: ...
 
 
 class Scheduler:
@@ -316,7 +308,7 @@ class Scheduler:
 
     def _withdraw(self, seq: Sequence) -> None:
         if seq.logprobs:
-            self._keep_routing(seq)
+            seq.keep_routing(self.routing)
         self.blocks.release(seq.blocks)
         seq.known = max(seq.known, seq.computed)
         if seq.parked:
@@ -326,18 +318,11 @@ class Scheduler:
         seq.blocks, seq.computed, seq.named = array("q"), 0, 0
         self.waiting.appendleft(seq)
 
-    def _keep_routing(self, seq: Sequence) -> None:
-        """Keep the routing of the tokens computed since, before their blocks are released. Tokens computed once more
-        keep theirs: their next tokens were sampled from the earlier pass."""
-        if self.routing is not None and seq.computed > seq.routed:
-            seq.routing.append(self.routing.read(seq.blocks, seq.routed, seq.computed))
-            seq.routed = seq.computed
-
     def _end(self, seq: Sequence, reason: FinishReason) -> Output:
         output = seq.output(reason)
         if self.drafter is not None:
             self.drafter.end(seq)
-        self._keep_routing(seq)
+        seq.keep_routing(self.routing)
         if self.routing is not None:
             output.routing = self.routing.join(seq.routing)
         if reason in CONTINUED:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from fusion.inference.blocks import BlockName
 from fusion.inference.noise import request_key
@@ -14,6 +14,14 @@ from fusion.inference.verification import Verification
 
 Blocks = array  # of int
 """A sequence's blocks as int64, so that a step joins those of all sequences as bytes"""
+
+
+class RecordedRouting(Protocol):
+    """The routing of the tokens in the cache, and pieces of it."""
+
+    def read(self, blocks: Blocks, start: int, end: int) -> Any: ...
+
+    def join(self, pieces: list[Any]) -> Any: ...
 
 
 @dataclass(eq=False, slots=True)
@@ -91,6 +99,13 @@ class Sequence:
         if stop_strings and not self.request.exact_tokens and stop_strings.completes(self.tokens, self.turn_start):
             return self._stopped
         return self._reason_at_limit if len(self.tokens) >= self.limit else None
+
+    def keep_routing(self, recorded: RecordedRouting | None) -> None:
+        """Keep the routing of the tokens computed since, before their blocks are released. Tokens computed once more
+        keep theirs: their next tokens were sampled from the earlier pass."""
+        if recorded is not None and self.computed > self.routed:
+            self.routing.append(recorded.read(self.blocks, self.routed, self.computed))
+            self.routed = self.computed
 
     @property
     def _stopped(self) -> FinishReason:

@@ -86,7 +86,7 @@ class Drafter(Protocol):
         """Return the seconds spent in these methods since the last call, about."""
 
 
-class _Depths(Items[int]):
+class Depths(Items[int]):
     """The depth of the draft that each sequence has room for; counted only where it is asked for."""
 
     def __init__(self, sequences: Items[Sequence]) -> None:
@@ -201,7 +201,7 @@ def plan_verifications(
     """Plan the verification of drafts of sequences that decode, as far as tokens and free blocks allow, and take the
     blocks: a draft preempts no sequence, but may evict cached prefixes as any other token may."""
     size = blocks.block_size
-    drafts = drafter.draft(decodes, _Depths(decodes), max_tokens)
+    drafts = drafter.draft(decodes, Depths(decodes), max_tokens)
     verified: list[Verification] = []
     if not any(drafts):
         return verified
