@@ -55,5 +55,6 @@ def worker_parts(spec: WorkerSpec) -> WorkerParts:
         from fusion.inference.backends.vllm_engine import VllmEngine
         from fusion.inference.backends.vllm_model import VllmModel
 
-        parts = replace(parts, infer_model=partial(VllmModel, rollout=spec.rollout), engine=VllmEngine)
+        model = partial(VllmModel, rollout=spec.rollout, routing=spec.algorithm.replay == "rollout")
+        parts = replace(parts, infer_model=model, engine=VllmEngine)
     return parts

@@ -189,16 +189,14 @@ class KVPoolConfig(Group, path="rollout.kv_pool"):
 class DraftsConfig(Group, path="rollout.drafts"):
     """What drafts tokens that an engine verifies, and how much of it."""
 
-    source: str = key(
-        "none", one_of=DRAFTS, read_by="simulate", unsupported_by={"vllm": Unsupported("vLLM verifies no drafts here")}
-    )
+    source: str = key("none", one_of=DRAFTS, read_by="simulate")
     """What drafts several tokens of a response, which one forward pass verifies: `siblings` (the other responses of the
     group that the engine has generated so far), `history` (the responses of the prompt's last group, in an earlier
     epoch), `both`; `none`. Every token is sampled with its own noise as without drafts: the same tokens with
     engine.batch_invariant, else up to rounding, as for any change of the batch. None is verified where it does not pay
     by measured costs. They are measured to help where answers are long and a step takes many milliseconds, and to cost
     time with a small model and many sequences (docs/figures.md), so there are none by default."""
-    tree: int = key(1, at_least=1, only=DRAFTED)
+    tree: int = key(1, at_least=1, only=DRAFTED, unsupported_by={"vllm": Unsupported("vLLM verifies single paths")})
     """Maximum number of drafted tokens behind one token; 1: drafts are single paths, no trees."""
     history: int = key(1, at_least=1, at_most=8, only={"source": ("history", "both")})
     """Number of earlier groups of a prompt of which text is history, at most 8. 1: the text of the last one replaces

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fusion.telemetry.keys import POSITIVE, Unsupported, key
+from fusion.telemetry.keys import POSITIVE, key
 from fusion.telemetry.validation import Checks, Group, is_finite
 
 ALGORITHMS = {
@@ -155,11 +155,7 @@ class AlgorithmConfig(Group, path="algorithm"):
     minibatches: int = key(1, at_least=1, read_by="simulate")
     """Number of optimizer steps that the samples of one loop step are divided into."""
 
-    replay: str = key(
-        "none",
-        one_of=("none", "train", "rollout"),
-        unsupported_by={"vllm": Unsupported("vLLM does not return the experts of its tokens", ("rollout",))},
-    )
+    replay: str = key("none", one_of=("none", "train", "rollout"))
     """Routing replay, which experts every forward pass of a step uses: `rollout`: those of the engine (R3, arXiv
     2510.11370); `train`: those of the trainer before the first update of the step (R2, arXiv 2507.18071); `none`. With
     either, `training/routing_mismatch` is the fraction of (token, layer) pairs that the router would now route

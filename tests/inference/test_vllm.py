@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
+import torch
 
 from fusion.inference.stop_strings import StopStrings
 from fusion.model import Parallel
@@ -147,6 +148,91 @@ def test_little_kv_preempts_and_changes_no_token(parallel):
     same(ours[0][0], theirs[0][0])
     status = theirs[0][1]
     assert status["preemptions"] > 0 and status["recomputed_tokens"] > 0 and status["kv_tokens"] == 128
+
+
+@pytest.mark.parametrize("layout", [name for name, (_, experts) in LAYOUTS.items() if experts])
+def test_the_experts_of_every_token_are_those_that_the_embedded_engine_records(layout):
+    parallel, _ = LAYOUTS[layout]
+    ours, theirs = both(scenarios.arriving_in_two_waves, parallel, routing=True)
+    ours, theirs = ({one.request_id: one for mine, _ in side for one in mine} for side in (ours, theirs))
+    for name, one in ours.items():
+        expected = one.routing.sort(-1).values
+        assert one.routing.shape[0] == len(one.prompt) + len(one.tokens) - 1
+        assert theirs[name].routing.dtype == one.routing.dtype
+        assert torch.equal(theirs[name].routing.sort(-1).values, expected), name
+    assert torch.cat([one.routing for one in ours.values()]).unique().numel() > 2
+
+
+@pytest.mark.parametrize("scenario", ["broken_off_and_resumed", "crowding_the_kv", "adopting_new_weights"])
+@pytest.mark.parametrize("parallel", [SINGLE, TWO], ids=str)
+def test_no_interruption_changes_the_experts_of_a_token_that_was_sampled(scenario, parallel):
+    options = dict(routing=True, max_kv_tokens=128) if scenario == "crowding_the_kv" else dict(routing=True)
+    results = both(getattr(scenarios, scenario), parallel, **options)
+    found = []
+    for side in results:
+        routing: dict[str, list[torch.Tensor]] = {}
+        for one in side[0] if scenario == "adopting_new_weights" else side[0][0]:
+            routing.setdefault(one.request_id, []).append(one.routing)
+        found.append({name: torch.cat(pieces).sort(-1).values for name, pieces in routing.items()})
+    if scenario == "broken_off_and_resumed":  # the engines break off at other tokens
+        whole = both(scenarios.arriving_in_two_waves, routing=True)[0][0][0]
+        found[0] = {one.request_id: one.routing.sort(-1).values for one in whole}
+    assert found[1] and all(torch.equal(pieces, found[0][name]) for name, pieces in found[1].items())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_drafts_change_no_token(layout):
+    parallel, experts = LAYOUTS[layout]
+    plain = [output for mine, _ in both(scenarios.arriving_in_two_waves, experts=experts)[0] for output in mine]
+    truth = {output.request_id: output.tokens for output in plain}
+    options = dict(experts=experts, truth=truth, routing=experts)
+    ours, theirs = both(scenarios.arriving_in_two_waves, parallel, **options)
+    outputs = [output for mine, _ in theirs for output in mine]
+    same([output for mine, _ in ours for output in mine], outputs)
+    status = theirs[0][1]
+    assert status["drafted_tokens"] > status["accepted_tokens"] > 50
+    assert status["generated_tokens"] == sum(len(output.tokens) for output in outputs)
+    assert status["decoded_sequences"] == ours[0][1]["decoded_sequences"] - status["accepted_tokens"]
+    assert status["preemptions"] == 0
+    expected = {one.request_id: one for mine, _ in ours for one in mine}
+    for one in outputs if experts else ():
+        assert torch.equal(one.routing.sort(-1).values, expected[one.request_id].routing.sort(-1).values)
+
+
+@pytest.mark.parametrize("parallel", [SINGLE, TWO], ids=str)
+def test_drafts_among_interruptions_change_no_token(parallel):
+    whole = by_id(both(scenarios.arriving_in_two_waves)[0][0][0])
+    truth = {name: tokens for name, (tokens, _) in whole.items()}
+    outputs, status = both(scenarios.broken_off_and_resumed, parallel, truth=truth, max_kv_tokens=400)[1][0]
+    got: dict[str, list[int]] = {}
+    for output in outputs:
+        got.setdefault(output.request_id, []).extend(output.tokens)
+    assert got == {name: truth[name] for name in got} and len(got) == 12
+    assert status["accepted_tokens"] > 20 and status["depth"] == status["running"] == 0
+
+
+def test_drafts_end_with_the_response_and_preempt_no_other():
+    first, _ = both(scenarios.ending_in_every_way)
+    truth = {output.request_id: [*output.before, *output.tokens] for output in first[0]}
+    string = next(output for output in first[0] if output.request_id == "string")
+    strings = StopStrings([_decode(string.tokens[4:6])], _decode)
+    ours, theirs = both(scenarios.ending_in_every_way, truth=truth, stop_strings=strings)
+    same(ours[0], theirs[0])
+    assert {o.request_id: o.finish_reason for o in ours[0]} == {o.request_id: o.finish_reason for o in theirs[0]}
+    plain, _ = both(scenarios.crowding_the_kv, max_kv_tokens=128)
+    truth = {output.request_id: output.tokens for output in plain[0][0]}
+    ours, theirs = both(scenarios.crowding_the_kv, truth=truth, max_kv_tokens=128)
+    same(ours[0][0], theirs[0][0])
+    assert theirs[0][1]["accepted_tokens"] > 0
+
+
+def test_our_drafter_proposes_to_vllm_what_siblings_have_said():
+    options = dict(source="siblings", budget="window")
+    for parallel in (SINGLE, TWO):
+        ours, theirs = both(scenarios.repeating_themselves, parallel, **options)
+        same(ours[0][0], theirs[0][0])
+        for status in (ours[0][1], theirs[0][1]):
+            assert status["drafted_tokens"] >= status["accepted_tokens"] > 50
 
 
 def test_nan_logits_are_reported_and_harm_no_later_version():

@@ -13,7 +13,9 @@ from fusion.inference.stop_strings import StopStrings
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.model.holder import WeightHolder
 from fusion.npu import Device
+from fusion.rollout.drafts.drafter import TextDrafter
 from tests.inference.engines import requests
+from tests.inference.test_verification import Guesses
 from tests.rollouts import rollout_config
 
 LENGTH = 256
@@ -27,9 +29,12 @@ def build(
     parallel: Parallel,
     stop_strings: StopStrings | None = None,
     masked_ids: tuple[tuple[int, int], ...] = (),
+    routing: bool = False,
+    truth: dict[str, list[int]] | None = None,
     **rollout: Any,
 ) -> dict[str, tuple[WeightHolder, InferEngine]]:
-    """Models and engines by backend, KV allocated. Collective."""
+    """Models and engines by backend, KV allocated. Collective. ``truth``: vLLM verifies drafts around these tokens, and
+    the embedded engine none; None: both draft as the config says."""
     from fusion.inference.backends.vllm_engine import VllmEngine
     from fusion.inference.backends.vllm_model import VllmModel
 
@@ -37,13 +42,17 @@ def build(
     config = rollout_config(**(dict(max_length=LENGTH, max_seqs=8, max_batch_tokens=64, max_kv_tokens=1024) | rollout))
     models: dict[str, Any] = {
         "embedded": Transformer(shape, mesh, device, torch.float32),
-        "vllm": VllmModel(shape, mesh, device, torch.float32, rollout=config),
+        "vllm": VllmModel(shape, mesh, device, torch.float32, rollout=config, routing=routing),
     }
     engines: dict[str, Any] = {"embedded": EmbeddedEngine, "vllm": VllmEngine}
     made = {}
     for name, model in models.items():
         load_weights(model, folder)
-        engine = engines[name](model, mesh, device, config, seed=5, stop_strings=stop_strings)
+        drafter: Any = TextDrafter.of(config.drafts)
+        if truth is not None and name == "vllm":
+            drafter = Guesses(truth, right=0.8, children=1)
+        options = dict(routing=routing, stop_strings=stop_strings, drafter=drafter)
+        engine = engines[name](model, mesh, device, config, seed=5, **options)
         engine.allocate_kv()
         made[name] = model, engine
     return made
@@ -198,6 +207,16 @@ def counting_memory(engine: InferEngine, model: WeightHolder, leads: bool) -> tu
         sizes.append(model.device.memory_by_owner()["kv"])
     engine.release_kv()
     return sizes[0], sizes[1], sizes[2]
+
+
+def repeating_themselves(engine: InferEngine, model: WeightHolder, leads: bool) -> tuple[list[Output], dict]:
+    """Siblings that say nearly the same, the second half after the first."""
+    wanted, outputs = requests(12, temperature=0.2), list[Output]()
+    for half in (wanted[::2], wanted[1::2]):
+        if leads:
+            engine.submit(half)
+        outputs += run(engine)
+    return outputs, engine.status()
 
 
 def sharing_prompts(engine: InferEngine, model: WeightHolder, leads: bool) -> int:

@@ -44,6 +44,29 @@ def test_four_cards_generate_with_vllm_as_with_the_embedded_engine(base, luck, t
         assert other["rollout/generated_tokens"] == one["rollout/generated_tokens"]
 
 
+@pytest.mark.parametrize("parallel", ["tp2ep2_ep4", "tp2ep2_ep2"])
+def test_drafts_and_replayed_experts_are_those_of_a_run_on_the_embedded_engine(base, luck, tmp_path, parallel):
+    """Responses go on behind the end token, where they repeat themselves."""
+    drafts = [VLLM, "rollout.drafts.source=both", "rollout.drafts.budget=window", "rollout.schedule.chunk_tokens=8"]
+    long = ["rollout.max_response_length=16", "rollout.sampling.forced_median=12", "rollout.sampling.temperature=0.5"]
+    rows = {}
+    for name, options in {"embedded": [], "vllm": drafts}.items():
+        options = [*options, "cluster=four", f"parallel={parallel}", "run.steps=3", "data.rows=8"]
+        options += ["algorithm.replay=rollout", *long]
+        done = train(base, tmp_path, f"run.name={name}", *OPTIONS, luck, *options, timeout_s=400)
+        assert done.returncode == 0, done.stdout + done.stderr
+        rows[name] = rows_of(tmp_path / name)
+    first = [samples_of(tmp_path / name, 1) for name in rows]
+    assert first[0] and first[0] == first[1], "the engines sample step 1 from the same weights"
+    one, other = rows["embedded"][0], rows["vllm"][0]
+    for figure in ("actor/pg_loss", "actor/entropy", "actor/grad_norm"):
+        assert other[figure] == pytest.approx(one[figure], rel=1e-4, abs=1e-6), figure
+    for row in rows["vllm"]:
+        assert row["training/rollout_logprobs_diff_mean"] < 1e-4 and row["training/routing_mismatch"] < 1e-3
+    drafted, accepted = (sum(row[f"rollout/{name}_tokens"] for row in rows["vllm"]) for name in ("drafted", "accepted"))
+    assert drafted > accepted > 20
+
+
 @pytest.mark.parametrize("double_buffer", ["false", "true"])
 def test_hybrid_cards_one_step_stale_with_chunks_and_weights_in_the_background(base, luck, tmp_path, double_buffer):
     """Cards that only generate decode while the others train, and adopt new weights between two steps."""

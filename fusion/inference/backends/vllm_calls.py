@@ -48,7 +48,7 @@ EVERYWHERE: Rows = {
         " max_num_batched_tokens=_, enable_prefix_caching=_, enable_chunked_prefill=_, scheduling_policy=_,"
         " disable_log_stats=_, kv_cache_memory_bytes=_, tensor_parallel_size=_, data_parallel_size=_,"
         " enable_expert_parallel=_, distributed_executor_backend=_, additional_config=_,"
-        " enforce_eager=_, disable_custom_all_reduce=_, gpu_memory_utilization=_)",
+        " enforce_eager=_, disable_custom_all_reduce=_, gpu_memory_utilization=_, enable_return_routed_experts=_)",
         "EngineArgs.create_engine_config()",
     ),
     "vllm/model_executor/layers/attention/mla_attention.py": (
@@ -60,6 +60,10 @@ EVERYWHERE: Rows = {
     "vllm/model_executor/model_loader/__init__.py": ("register_model_loader(_)",),
     "vllm/model_executor/model_loader/dummy_loader.py": (
         "def DummyModelLoader.load_weights(self, model, model_config)",
+    ),
+    "vllm/model_executor/layers/fused_moe/routed_experts_capturer.py": (
+        "RoutedExpertsCapturer.device_buffer",
+        "RoutedExpertsManager.get(_, _, _)",
     ),
     "vllm/sampling_params.py": (
         "SamplingParams(temperature=_, max_tokens=_, stop_token_ids=_, ignore_eos=_, detokenize=_)",
@@ -73,22 +77,25 @@ EVERYWHERE: Rows = {
         "get_uniform_page_size(_)",
         "init_none_hash(_)",
     ),
+    "vllm/v1/core/block_pool.py": ("BlockPool.get_num_free_blocks()",),
+    "vllm/v1/core/kv_cache_manager.py": ("KVCacheManager.block_pool",),
     "vllm/v1/core/sched/output.py": (
         *(f"NewRequestData.{name}" for name in ("req_id", "num_computed_tokens", "block_ids")),
         *(f"CachedRequestData.{name}" for name in ("req_ids", "resumed_req_ids", "num_computed_tokens")),
         "CachedRequestData.new_block_ids",
         *(f"SchedulerOutput.{name}" for name in ("scheduled_new_reqs", "scheduled_cached_reqs")),
         *(f"SchedulerOutput.{name}" for name in ("num_scheduled_tokens", "total_num_scheduled_tokens")),
-        "SchedulerOutput.preempted_req_ids",
+        *("SchedulerOutput.preempted_req_ids", "SchedulerOutput.scheduled_spec_decode_tokens"),
     ),
     "vllm/v1/core/sched/scheduler.py": (
         "Scheduler(vllm_config=_, kv_cache_config=_, structured_output_manager=_, block_size=_, hash_block_size=_)",
         *(f"Scheduler.{name}" for name in ("finished_req_ids", "max_num_running_reqs", "max_num_scheduled_tokens")),
-        *("Scheduler.running", "Scheduler.waiting"),
+        *("Scheduler.running", "Scheduler.waiting", "Scheduler.kv_cache_manager", "Scheduler.routed_experts_mgr"),
         "Scheduler.add_request(_)",
         "Scheduler.finish_requests(_, _)",
         "Scheduler.reset_prefix_cache(reset_running_requests=_)",
         "Scheduler.schedule()",
+        "Scheduler.update_draft_token_ids(_)",
         "Scheduler.update_from_output(_, _)",
     ),
     "vllm/v1/core/single_type_kv_cache_manager.py": ("register_all_kvcache_specs(_)",),
@@ -110,7 +117,7 @@ EVERYWHERE: Rows = {
         *("KVCacheTensor.size", "KVCacheTensor.shared_by"),
         *("KVCacheGroupSpec.layer_names", "KVCacheGroupSpec.kv_cache_spec"),
     ),
-    "vllm/v1/outputs.py": ("SamplerOutput(sampled_token_ids=_, logprobs_tensors=_)",),
+    "vllm/v1/outputs.py": ("DraftTokenIds(_, _)", "SamplerOutput(sampled_token_ids=_, logprobs_tensors=_)"),
     "vllm/v1/request.py": (
         "Request(_, _, _, _, arrival_time=_, priority=_, block_hasher=_)",
         "Request.request_id",
@@ -120,7 +127,7 @@ EVERYWHERE: Rows = {
     "vllm/v1/worker/gpu_worker.py": ("init_distributed_environment", "Worker.model_runner"),
     "vllm/v1/worker/gpu_model_runner.py": (
         *(f"GPUModelRunner.{name}" for name in ("compilation_config", "input_batch", "kv_cache_config", "kv_caches")),
-        *(f"GPUModelRunner.{name}" for name in ("discard_request_mask", "sampler")),
+        *(f"GPUModelRunner.{name}" for name in ("rejection_sampler", "routed_experts_capturer", "sampler")),
         "GPUModelRunner._dummy_run(_, cudagraph_runtime_mode=_)",
         "GPUModelRunner.get_model()",
     ),
@@ -146,6 +153,12 @@ SINCE_027: Rows = {
 
 HOST: Rows = {
     "vllm/_custom_ops.py": ("_supports_onednn", "rotary_embedding(_, _, _, _, _, _)"),
+    "vllm/forward_context.py": (
+        "DPMetadata.get_chunk_sizes_across_dp_rank()",
+        "DPMetadata.num_tokens_across_dp_cpu",
+        "ForwardContext.dp_metadata",
+        "get_forward_context()",
+    ),
     "vllm/distributed/device_communicators/cpu_communicator.py": (
         "def CpuCommunicator._all_group_ranks_share_shm_group_name(self)",
         "def CpuCommunicator.all_gatherv(self, input_, dim, sizes)",
@@ -165,6 +178,12 @@ HOST: Rows = {
         *(f"RotaryEmbedding.{name}" for name in ("head_size", "is_neox_style")),
         "RotaryEmbedding._match_cos_sin_cache_dtype(_)",
     ),
+    "vllm/model_executor/layers/fused_moe/layer.py": ("MoERunner.layer_id", "MoERunner.routed_experts"),
+    "vllm/model_executor/layers/fused_moe/routed_experts_capturer.py": (
+        "RoutedExpertsCapturer.dp_rank",
+        "RoutedExpertsCapturer.capture(_, _)",
+    ),
+    "vllm/v1/worker/gpu_model_runner.py": ("def GPUModelRunner._bind_routed_experts_capturer(self, capturer)",),
     "vllm/model_executor/layers/vocab_parallel_embedding.py": ("get_masked_input_and_mask",),
     "vllm/v1/attention/backends/cpu_attn.py": (
         "CPUAttentionBackend.get_supported_head_sizes()",
@@ -200,7 +219,7 @@ ASCEND: Rows = {
     ),
     "vllm_ascend/worker/model_runner_v1.py": (
         *(f"NPUModelRunner.{name}" for name in ("compilation_config", "input_batch", "kv_cache_config", "kv_caches")),
-        *(f"NPUModelRunner.{name}" for name in ("discard_request_mask", "sampler")),
+        *(f"NPUModelRunner.{name}" for name in ("rejection_sampler", "routed_experts_capturer", "sampler")),
         "def NPUModelRunner._allocate_int8_cache_tensor(self, numel, alignment)",
         "NPUModelRunner._dummy_run(_, cudagraph_runtime_mode=_)",
         "NPUModelRunner.get_model()",

@@ -22,6 +22,7 @@ import torch
 
 from fusion.inference.backends.vllm_core import VllmCore
 from fusion.inference.backends.vllm_latents import ABSORBED, absorbed, latent_layers
+from fusion.inference.backends.vllm_routing import sparse_layers
 from fusion.model import ModelConfig, global_params
 from fusion.model.boxes import Box
 from fusion.model.local_param import LocalParam
@@ -184,6 +185,25 @@ def check_live(core: VllmCore, table: Iterable[LocalParam]) -> None:
     if stale:
         raise WeightsNotOurs(
             stale[0], f"vLLM computes from a copy of it: other values change nothing (also: {stale[1:4]})"
+        )
+
+
+def check_recorded(core: VllmCore, config: ModelConfig) -> None:
+    """Check that vLLM records the experts of every token, instead of zeros. Collective over the engine's ranks.
+
+    Raises:
+        ValueError: it does not, in a layer that has experts.
+    """
+    experts, layers = core.runner.routed_experts_capturer.device_buffer, sparse_layers(config)
+    experts.fill_(-1)
+    core.allocate_kv(DUMMY_BLOCKS)
+    core.dummy_pass(DUMMY_TOKENS)
+    core.release_kv()
+    missing = [layer for layer in layers if (experts[:DUMMY_TOKENS, layer] < 0).any()]
+    if missing:
+        raise ValueError(
+            f"algorithm.replay=rollout: vLLM does not record the experts of the layers {missing} on this card; use"
+            " rollout.backend=embedded"
         )
 
 

@@ -118,6 +118,11 @@ class VllmCore:
         """Bytes of one block over all layers."""
         return sum(tensor.size for tensor in self._kv_config(1).kv_cache_tensors)
 
+    @property
+    def free_blocks(self) -> int:
+        """Number of blocks that requests can get."""
+        return self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
     def allocate_kv(self, blocks: int) -> None:
         """Allocate a KV cache of ``blocks`` on the card, and one more that vLLM never uses; owner "kv". Unfinished
         requests wait in a new scheduler."""
@@ -234,12 +239,15 @@ def start(
     rollout: RolloutConfig,
     dtype: torch.dtype = torch.float32,
     load: Callable[[torch.nn.Module], None] | None = None,
+    *,
+    routing: bool = False,
 ) -> VllmCore:
     """Start vLLM on this rank, with dummy weights and without a KV cache. Collective over the mesh. A process has one
     at a time: vLLM keeps its process groups in global variables.
 
     Args:
         load: loads weights into the model in place of the dummy ones, before vLLM processes what was loaded.
+        routing: record the experts of every token (`vllm_routing`).
 
     Raises:
         ImportError: vLLM is not installed.
@@ -250,10 +258,11 @@ def start(
         import vllm.v1.executor.uniproc_executor as executors
 
         if computes_on_host(device.kind):
-            from fusion.inference.backends.vllm_host import compute_from_plain_tensors, pad_heads
+            from fusion.inference.backends.vllm_host import compute_from_plain_tensors, pad_heads, record_in_experts
 
             compute_from_plain_tensors()
             pad_heads()
+            record_in_experts()
         name = _shared_name(mesh)
 
         class InProcess(executors.ExecutorWithExternalLauncher):
@@ -262,7 +271,8 @@ def start(
             def _distributed_args(self) -> tuple[str, int, int]:
                 return f"rlfusion:{name}", mesh.rank, device.index
 
-        vllm_config = _vllm_config(config, mesh, rollout, dtype, engine_options(device.kind, rollout.vllm_graphs))
+        options = engine_options(device.kind, rollout.vllm_graphs) | {"enable_return_routed_experts": routing}
+        vllm_config = _vllm_config(config, mesh, rollout, dtype, options)
         if load is not None:
             vllm_config.load_config.load_format = _loader(load)
         with use_groups(mesh):
@@ -288,7 +298,7 @@ def _loader(load: Callable[[torch.nn.Module], None]) -> str:
 
 
 def _vllm_config(
-    config: ModelConfig, mesh: Mesh, rollout: RolloutConfig, dtype: torch.dtype, of_card: dict[str, Any]
+    config: ModelConfig, mesh: Mesh, rollout: RolloutConfig, dtype: torch.dtype, options: dict[str, Any]
 ) -> Any:
     from vllm import EngineArgs
 
@@ -319,7 +329,7 @@ def _vllm_config(
             enable_expert_parallel=parallel.ep > 1,
             distributed_executor_backend="external_launcher",
             additional_config={"weight_nz_mode": 0},
-            **of_card,
+            **options,
         ).create_engine_config()
 
 

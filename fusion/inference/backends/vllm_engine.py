@@ -11,11 +11,15 @@ Attention ranks schedule their own requests; an idle one computes vLLM's dummy b
 
 from __future__ import annotations
 
+import time
+from array import array
 from collections.abc import Callable, Collection, Mapping
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
 from fusion.inference.backends.vllm_core import VllmCore
+from fusion.inference.backends.vllm_drafts import propose
+from fusion.inference.backends.vllm_routing import VllmRouting
 from fusion.inference.backends.vllm_sampler import KeyedSampler
 from fusion.inference.config import RolloutConfig
 from fusion.inference.control import Orders
@@ -24,6 +28,7 @@ from fusion.inference.interface import InferEngine
 from fusion.inference.request import CONTINUED, FinishReason, Output, Request
 from fusion.inference.sequence import Sequence
 from fusion.inference.stop_strings import StopStrings
+from fusion.inference.verification import Drafter, StepCost, Verification
 from fusion.model import Mesh
 from fusion.npu import Device
 
@@ -47,25 +52,28 @@ class VllmEngine(ControlledEngine):
         routing: bool = False,
         memory: Any = None,
         stop_strings: StopStrings | None = None,
-        drafter: Any = None,
+        drafter: Drafter | None = None,
         kv_store: Any = None,
     ):
         super().__init__(model, mesh, device, config)
-        assert not routing and drafter is None and kv_store is None, "check_vllm refuses these"
-        self.model = model
+        assert kv_store is None, "the config refuses it"
+        self.model, self.drafter = model, drafter
         self.core: VllmCore = model.core
         self._max_seqs = config.engine.max_seqs
         self._max_batch_tokens = max(config.engine.max_batch_tokens, config.engine.max_seqs)
         self._stop_strings = stop_strings
         self.sequences: dict[str, Sequence] = {}
         """Unfinished requests of this attention rank in order of arrival"""
-        self.core.runner.sampler = self.sampler = KeyedSampler(self.core.runner, self.sequences, seed)
+        self.sampler = KeyedSampler(self.core.runner, self.sequences, seed)
         self._version = 0
         self._arrived = 0
         self._may_have_moved = False
         """Whether weights or KV may have been allocated elsewhere since the graphs were captured; on all ranks alike"""
-        self._withdrawn: set[str] = set()
-        """Requests that `_restart` has preempted since the last step"""
+        self.routing = VllmRouting(self.core, model.config) if routing else None
+
+    @property
+    def _drafter(self) -> Drafter | None:
+        return self.drafter
 
     @property
     def parked_kv_bytes(self) -> int:
@@ -120,6 +128,8 @@ class VllmEngine(ControlledEngine):
         if version == self._version:
             return
         self._version = version
+        if self.drafter is not None:
+            self.drafter.adopt(version)
         self._may_have_moved = self.config.vllm_graphs
         if self._holds_kv:
             self.model.derive()
@@ -132,11 +142,12 @@ class VllmEngine(ControlledEngine):
             return
         for seq in self._running():
             self._withdraw(seq)
-            self._withdrawn.add(seq.request.id)
         self.core.scheduler.reset_prefix_cache(reset_running_requests=True)
 
     def _withdraw(self, seq: Sequence) -> None:
-        seq.known, seq.computed = max(seq.known, seq.computed), 0
+        if seq.logprobs:
+            seq.keep_routing(self.routing)
+        seq.known, seq.computed, seq.blocks = max(seq.known, seq.computed), 0, array("q")
 
     # Generation
 
@@ -184,12 +195,16 @@ class VllmEngine(ControlledEngine):
 
     def _compute_step(self, began_s: float) -> list[Output]:
         """Run one step of vLLM's scheduler and worker; return the requests that ended."""
-        core, totals = self.core, self.counters
+        core, totals, drafter, proposed = self.core, self.counters, self.drafter, dict[str, Verification]()
         if self._may_have_moved:
             self._capture()
+        if drafter is not None:
+            proposed = propose(core, drafter, self._running(), self.config.engine.max_batch_tokens)
         plan = core.scheduler.schedule()
-        self._observe(plan)
-        core.clean(_highest_block(plan))
+        verified = {name: proposed[name] for name in plan.scheduled_spec_decode_tokens}
+        self.sampler.verified, accepted = verified, totals.accepted_tokens
+        decodes = self._observe(plan)
+        core.clean(self._grant(plan))
         result = core.executor.execute_model(plan)
         if result is None:
             result = core.executor.sample_tokens(None)
@@ -198,6 +213,16 @@ class VllmEngine(ControlledEngine):
         for of_client in core.scheduler.update_from_output(plan, result).values():
             for output in of_client.outputs:
                 ended += self._append(output)
+        if drafter is not None and plan.total_num_scheduled_tokens:
+            self._step_cost = StepCost(
+                decodes - len(verified),
+                len(verified),
+                tokens=sum(len(one) - 1 for one in verified.values()),
+                seconds=time.perf_counter() - began_s,
+                accepted=totals.accepted_tokens - accepted,
+                drafting_s=drafter.take_seconds(),
+                prefills=self.last_step_kind == "prefill",
+            )
         return ended
 
     def _capture(self) -> None:
@@ -208,14 +233,13 @@ class VllmEngine(ControlledEngine):
         if not unmoved:
             self.core.capture(weights)
 
-    def _observe(self, plan: Any) -> None:
-        """Count what vLLM has scheduled, and advance the sequences."""
+    def _observe(self, plan: Any) -> int:
+        """Count what vLLM has scheduled, and advance the sequences; return how many of them decode."""
         totals, sequences = self.counters, self.sequences
         for name in plan.preempted_req_ids or ():
-            if name not in self._withdrawn and name in sequences:
+            if name in sequences and sequences[name].blocks:  # not one that `_restart` has withdrawn
                 totals.preemptions += 1
                 self._withdraw(sequences[name])
-        self._withdrawn.clear()
         cached = plan.scheduled_cached_reqs
         begun = {new.req_id: new.num_computed_tokens for new in plan.scheduled_new_reqs}
         if cached.resumed_req_ids:
@@ -234,17 +258,38 @@ class VllmEngine(ControlledEngine):
         totals.decoded_sequences += decodes
         if plan.num_scheduled_tokens:
             self.last_step_kind = "decode" if decodes == len(plan.num_scheduled_tokens) else "prefill"
+        return decodes
+
+    def _grant(self, plan: Any) -> int:
+        """Record the KV blocks that requests get in a step of vLLM's; return the highest number, 0: none gets any."""
+        cached, highest = plan.scheduled_cached_reqs, 0
+        granted = [(new.req_id, new.block_ids) for new in plan.scheduled_new_reqs]
+        granted += [one for one in zip(cached.req_ids, cached.new_block_ids, strict=True) if one[1] is not None]
+        for name, (blocks,) in granted:  # all layers have the same kind of KV
+            self.sequences[name].blocks.extend(blocks)
+            highest = max([highest, *blocks])
+        return highest
 
     def _append(self, output: Any) -> list[Output]:
-        """Append a request's new token; return its output if it ends with it."""
-        seq = self.sequences[output.request_id]
-        (token,), (logprob, kept) = output.new_token_ids, self.sampler.sampled[output.request_id]
-        if isnan(logprob):
-            raise FloatingPointError(f"request {seq.request.id!r}: the logits of policy {self._version} are NaN")
-        reason = seq.append(token, logprob, self._version, kept=kept, stop_strings=self._stop_strings)
-        self.counters.generated_tokens += 1
+        """Append a request's new tokens; return its output if it ends with one of them."""
+        name, totals = output.request_id, self.counters
+        seq, reason, appended = self.sequences[name], None, 0
+        for token, (logprob, kept) in zip(output.new_token_ids, self.sampler.sampled[name], strict=False):
+            if isnan(logprob):
+                raise FloatingPointError(f"request {seq.request.id!r}: the logits of policy {self._version} are NaN")
+            reason = seq.append(token, logprob, self._version, kept=kept, stop_strings=self._stop_strings)
+            appended += 1
+            if reason is not None:
+                break
+        seq.computed = len(seq.tokens) - 1
+        totals.generated_tokens += appended
+        if (one := self.sampler.verified.get(name)) is not None:
+            totals.drafted_tokens += len(one) - 1
+            totals.accepted_tokens += appended - 1
+            if self.drafter is not None:
+                self.drafter.observe(one, range(appended))
         if reason is None:
-            assert output.finish_reason is None, f"vLLM has ended request {output.request_id!r}: {output.finish_reason}"
+            assert output.finish_reason is None, f"vLLM has ended request {name!r}: {output.finish_reason}"
             return []
         return [self._end(seq, reason)]
 
@@ -255,17 +300,15 @@ class VllmEngine(ControlledEngine):
         name = seq.request.id
         self.core.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
         del self.sequences[name]
+        if self.drafter is not None:
+            self.drafter.end(seq)
         output = seq.output(reason)
+        seq.keep_routing(self.routing)
+        if self.routing is not None:
+            output.routing = self.routing.join(seq.routing)
         kept = reason in CONTINUED and self.config.engine.prefix_cache
         output.kv_rank = self.mesh.dp_rank if kept else None
         return output
-
-
-def _highest_block(plan: Any) -> int:
-    """Return the highest number of the KV blocks that requests get in a step of vLLM's; 0: none do."""
-    granted = [new.block_ids for new in plan.scheduled_new_reqs]
-    granted += [blocks for blocks in plan.scheduled_cached_reqs.new_block_ids if blocks is not None]
-    return max((block for groups in granted for blocks in groups for block in blocks), default=0)
 
 
 if TYPE_CHECKING:

@@ -9,6 +9,7 @@ of parts of heads, as of latent attention, takes wrong strides for [T, H, C]: th
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -41,6 +42,29 @@ def compute_from_plain_tensors() -> None:
     communicator._all_group_ranks_share_shm_group_name = lambda self: False
     communicator.all_gatherv, communicator.reduce_scatterv = _all_gatherv, _reduce_scatterv
     torch.ops._C.init_cpu_memory_env = lambda nodes: None  # type: ignore[attr-defined]  # would bind all memory of the process to one node
+
+
+def record_in_experts() -> None:
+    """Let the experts pass their routing to vLLM's capturer: it takes that of routers, which are not called here."""
+    from vllm.forward_context import get_forward_context
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    def record(capturer: Any, layer: int, topk_ids: torch.Tensor) -> None:
+        exchanged = get_forward_context().dp_metadata
+        if exchanged is not None:  # the rows of all ranks, those of each TP rank padded
+            sizes, counts = exchanged.get_chunk_sizes_across_dp_rank(), exchanged.num_tokens_across_dp_cpu.tolist()
+            start = sum(sizes[: len(sizes) // len(counts) * capturer.dp_rank])
+            topk_ids = topk_ids[start : start + counts[capturer.dp_rank]]
+        capturer.capture(layer, topk_ids)
+
+    def bind(self: Any, capturer: Any) -> None:
+        for module in self.model.modules():
+            if isinstance(module, MoERunner):
+                module.routed_experts.record = partial(record, capturer, module.layer_id)
+
+    runner: Any = GPUModelRunner
+    runner._bind_routed_experts_capturer = bind
 
 
 def pad_heads() -> None:
@@ -101,6 +125,8 @@ def _experts(
     from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
     assert activation == MoEActivation.SILU and not skip_weighted
+    if hasattr(layer, "record"):
+        layer.record(topk_ids)
     w13, w2, owned = layer.w13_weight, layer.w2_weight, layer.expert_map
     chosen = topk_ids.flatten().long()
     local = chosen if owned is None else owned[chosen].long()

@@ -20,6 +20,7 @@ from fusion.inference.backends.vllm_checks import (
     check_absorbed,
     check_experts,
     check_live,
+    check_recorded,
     check_tensors,
 )
 from fusion.inference.backends.vllm_latents import AbsorbedLatents
@@ -36,11 +37,13 @@ class VllmModel:
 
     Args:
         batch_invariant: must be False: vLLM's results depend on the batch.
+        routing: let the engine record the experts of its tokens.
         share, resident: as of `Buckets`.
 
     Raises:
         ImportError: vLLM is not installed.
-        ValueError: its model, or the layout, is not described (`fusion.model.formats.vllm`), or as `check_card`.
+        ValueError: its model, or the layout, is not described (`fusion.model.formats.vllm`), or as `check_card` and
+            `check_recorded`.
         WeightsNotOurs: its tensors are not those of the table, or not what it computes from.
     """
 
@@ -52,6 +55,7 @@ class VllmModel:
         dtype: torch.dtype = torch.float32,
         *,
         rollout: RolloutConfig,
+        routing: bool = False,
         bucket_bytes: int = 256 << 20,
         batch_invariant: bool = False,
         share: Buckets | None = None,
@@ -64,7 +68,7 @@ class VllmModel:
         max_bytes, parallel = unit_bytes(bucket_bytes), mesh.parallel
         self.table = local_table(self.format, config, parallel, mesh.rank, max_bytes=max_bytes, itemsize=dtype.itemsize)
         keyed = KeyedWeights(config, dtype)
-        self.core = vllm_core.start(config, mesh, device, rollout, dtype, load=keyed.load)
+        self.core = vllm_core.start(config, mesh, device, rollout, dtype, load=keyed.load, routing=routing)
         module = self.core.module
         check_tensors(self.table, module, dtype, mesh.rank)
         keyed.check(self.table, module)
@@ -75,6 +79,8 @@ class VllmModel:
                 if path.endswith(("q_a_layernorm", "kv_a_layernorm")):
                     norm.variance_epsilon = config.attention.norm_eps
         check_live(self.core, self.table)
+        if routing:
+            check_recorded(self.core, config)
         self._params = {name: param.requires_grad_(False) for name, param in module.named_parameters()}
         for tensor in self._params.values():
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # frees vLLM's own memory first

@@ -1,8 +1,8 @@
-"""Sample as the embedded engine does, in place of vLLM's sampler.
+"""Sample as the embedded engine does, in place of vLLM's sampler and of its verification of drafts.
 
 A token's noise is keyed by (run seed, request, position), so the tokens are those that the embedded engine samples
 from the same logits; log-probabilities are those of the distribution that was sampled from, whose kept ids are recorded
-with the tokens. vLLM for Ascend computes neither.
+with the tokens. A draft is followed as far as its tokens are the sampled ones. vLLM for Ascend does none of it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from fusion.inference.drawing import noise_of
+from fusion.inference.drawing import noise_of, noise_of_rows
 from fusion.inference.sampler import sample
 from fusion.inference.sequence import Sequence
+from fusion.inference.verification import Verification
 
 
 class KeyedSampler(nn.Module):
-    """Stand in for `model_runner.sampler`. Imported and created only where vLLM is installed.
+    """Stand in for `sampler` and `rejection_sampler` of the model runner. Created only where vLLM is installed.
 
     Attributes:
+        verified: drafts of the step, by request id; set before it.
         sampled: logprob and kept ids (`Sampled`) of each token of the last call, by request id; requests without a
             token are left out.
     """
@@ -30,23 +32,51 @@ class KeyedSampler(nn.Module):
     def __init__(self, runner: Any, sequences: Mapping[str, Sequence], seed: int):
         super().__init__()
         self._runner, self._sequences, self._seed = runner, sequences, seed
-        self.sampled: dict[str, tuple[float, bytes]] = {}
+        self.verified: Mapping[str, Verification] = {}
+        self.sampled: dict[str, list[tuple[float, bytes]]] = {}
+        runner.sampler = self
+        runner.rejection_sampler = lambda metadata, draft_probs, logits, sampling_metadata: self(logits)
 
     def forward(self, logits: torch.Tensor, sampling_metadata: Any = None, **_: Any) -> Any:
-        """Return vLLM's `SamplerOutput` with a token for every row of ``logits``: 0 where a prompt is not complete yet,
-        which the runner discards."""
+        """Return vLLM's `SamplerOutput` with the tokens of every request. ``logits``: a row of each request and one
+        more of each token of its draft. A request whose prompt is not complete yet gets a 0, which the runner
+        discards; -1: no token."""
         from vllm.v1.outputs import SamplerOutput
 
-        batch = self._runner.input_batch
-        names, partial = batch.req_ids[: batch.num_reqs], self._runner.discard_request_mask.np[: batch.num_reqs]
-        rows = np.flatnonzero(~partial)
-        sampled = torch.zeros(len(names), 1, dtype=torch.int32)
-        self.sampled = {}
-        if len(rows):
-            sequences = [self._sequences[names[row]] for row in rows]
-            chosen = logits if len(rows) == len(names) else logits[torch.from_numpy(rows).to(logits.device)]
-            drawn = sample(chosen, [seq.params for seq in sequences], noise_of(sequences, self._seed))
-            sampled[torch.from_numpy(rows), 0] = torch.tensor(drawn.tokens, dtype=torch.int32)
-            values = zip(drawn.logprobs, drawn.kept or [b""] * len(rows), strict=True)
-            self.sampled = dict(zip((seq.request.id for seq in sequences), values, strict=True))
-        return SamplerOutput(sampled_token_ids=sampled.to(logits.device), logprobs_tensors=None)
+        batch, row = self._runner.input_batch, 0
+        names = batch.req_ids[: batch.num_reqs]
+        single, drafted = list[tuple[int, Sequence]](), list[tuple[int, Verification]]()
+        for name in names:
+            seq, one = self._sequences[name], self.verified.get(name)
+            if one is not None:
+                drafted.append((row, one))
+            elif seq.computed == len(seq.tokens):
+                single.append((row, seq))
+            row += 1 if one is None else len(one)
+        found = self._sample(logits, single, drafted) if single or drafted else {}
+        self.sampled = {name: [result[1:] for result in results] for name, results in found.items()}
+        tokens = [[token for token, _, _ in found[name]] if name in found else [0] for name in names]
+        width = max(map(len, tokens), default=1)
+        padded = torch.tensor([one + [-1] * (width - len(one)) for one in tokens], dtype=torch.int32)
+        return SamplerOutput(sampled_token_ids=padded.to(logits.device), logprobs_tensors=None)
+
+    def _sample(
+        self, logits: torch.Tensor, single: list[tuple[int, Sequence]], drafted: list[tuple[int, Verification]]
+    ) -> dict[str, list[tuple[int, float, bytes]]]:
+        """Return token, logprob and kept ids of requests, by request id; each is given with its first row."""
+        sequences, verified = [seq for _, seq in single], [one for _, one in drafted]
+        rows = [row for row, _ in single] + [row + i for row, one in drafted for i in range(len(one))]
+        noise = noise_of(sequences, self._seed)
+        if verified:
+            noise = np.concatenate([noise, noise_of_rows(verified, self._seed)])
+        params = [seq.params for seq in sequences] + [one.seq.params for one in verified for _ in one.tokens]
+        chosen = logits if rows == list(range(len(logits))) else logits[torch.tensor(rows, device=logits.device)]
+        drawn = sample(chosen, params, noise)
+        results = list(zip(drawn.tokens, drawn.logprobs, drawn.kept or [b""] * len(rows), strict=True))
+        found = {seq.request.id: [result] for seq, result in zip(sequences, results, strict=False)}
+        end = len(single)
+        for one in verified:
+            of_rows, end = results[end : end + len(one)], end + len(one)
+            kept = one.follow([token for token, _, _ in of_rows])
+            found[one.seq.request.id], one.seq.noise = [of_rows[row] for row in kept], []
+        return found

@@ -76,14 +76,13 @@ def vllm(monkeypatch):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        (dict(algorithm__replay="rollout"), "algorithm.replay=rollout: vLLM"),
         (dict(rollout__engine__batch_invariant=True), "rollout.engine.batch_invariant=true: vLLM"),
         (dict(rollout__kv_pool__suspended="keep"), "rollout.kv_pool.suspended=keep: vLLM"),
         (
             dict(rollout__kv_pool__suspended="pool", rollout__schedule__chunk_tokens=4),
             "rollout.kv_pool.suspended=pool: vLLM",
         ),
-        (dict(rollout__drafts__source="siblings"), "rollout.drafts.source=siblings: vLLM"),
+        (dict(rollout__drafts__source="siblings", rollout__drafts__tree=2), "rollout.drafts.tree=2: vLLM"),
         (dict(environment__name="guess"), "environment.name=guess: vLLM"),
         (PACED, "device.pace=qwen3_30b_a3b: "),
         (dict(parallel__infer__pp=2), "parallel.infer.pp=2: "),
@@ -95,6 +94,10 @@ def test_the_vllm_backend_refuses_by_key_what_it_would_ignore(checkpoint, vllm, 
     job_of(checkpoint, **VLLM).validate()
     with pytest.raises(ValueError, match=f"{re.escape(message)}.*or rollout.backend=embedded"):
         job_of(checkpoint, **VLLM | changes).validate()
+
+
+def test_the_vllm_backend_drafts_and_records_experts(checkpoint, vllm):
+    job_of(checkpoint, **VLLM, algorithm__replay="rollout", rollout__drafts__source="both").validate()
 
 
 def test_the_vllm_backend_generates_in_layouts_that_hold_every_expert_once(checkpoint, vllm):
