@@ -83,12 +83,14 @@ class Deal:
         self._deficit_by_set: dict[Ranks, dict[int, float]] = {ranks: dict.fromkeys(ranks, 0.0) for ranks in fractions}
 
     def take(self, ranks: Ranks, amount: float) -> list[tuple[int, float]]:
-        """Propose (rank, amount) pairs that sum to ``amount``; report the amounts actually assigned by `charge`."""
+        """Propose (rank, amount) pairs that sum to ``amount``; report the amounts actually assigned by `charge`.
+        ``ranks``: ascending."""
         if len(ranks) == 1:
             return [(ranks[0], amount)]
         fractions, deficit = self.fractions[ranks], self._deficit_by_set[ranks]
         if amount <= self.grain:
-            return [(max(ranks, key=lambda r: (self._deficit[r] + deficit[r] + 2 * fractions[r] * amount, -r)), amount)]
+            dues = [self._deficit[rank] + deficit[rank] + 2 * fractions[rank] * amount for rank in ranks]
+            return [(ranks[dues.index(max(dues))], amount)]
         due = {rank: max(0.0, deficit[rank] + fractions[rank] * amount) for rank in ranks}
         min_due = min(self.grain / 4, max(due.values()))
         due = {rank: rank_due for rank, rank_due in due.items() if rank_due >= min_due and rank_due > 0}

@@ -4,13 +4,14 @@
     units of the target ─► slabs, without shared units ─────────────────────────┴─► fragments, in families of slabs
 
 Pure. Invariants: the fragments of a family are disjoint and cover its slabs; each is contained in every slab that gives
-or takes it. Content that ranks replicate is processed once, and layers and experts of equal shape are cut once.
+or takes it. Content that ranks replicate is processed once, and layers with equal slabs are cut once.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from typing import NamedTuple
 
@@ -19,7 +20,6 @@ from fusion.ep_switch.layout import Layout, is_contiguous, places_in
 from fusion.ep_switch.moves import Regions
 from fusion.model.boxes import Box, intersect, subtract
 from fusion.model.bucket_plan import BucketPlan
-from fusion.model.local_param import LocalParam
 
 
 class Slab:
@@ -32,6 +32,10 @@ class Slab:
         self.owners: dict[int, int] = {}
 
 
+Key = tuple[int | None, str]
+"""(layer, content of a unit of it with the names of its kind): `Layout.sections`."""
+
+
 class Spot(NamedTuple):
     """Locates a fragment in a slab."""
 
@@ -42,12 +46,14 @@ class Spot(NamedTuple):
 
 class Fragment(NamedTuple):
     """Represents elements that the same slabs of the source hold and the same slabs of the target need: one box, or
-    boxes that are contiguous in all of these slabs (then ``shape`` is flat), as in `Move`."""
+    boxes that are contiguous in all of these slabs (then ``shape`` is flat), as in `Move`. The names of ``regions`` are
+    those of the kind of ``layer`` (`named`)."""
 
     regions: Regions
     shape: tuple[int, ...]
     givers: tuple[Spot, ...]
     takers: tuple[Spot, ...]
+    layer: int | None = None
 
     @property
     def numel(self) -> int:
@@ -62,29 +68,68 @@ class Family(NamedTuple):
     fragments: tuple[Fragment, ...]
 
 
-def slabs_of(layout: Layout) -> dict[object, Slab]:
+def slabs_of(layout: Layout) -> dict[Key, Slab]:
     """Return the distinct contents of a layout's units, in order. Equal keys in two layouts mean equal content with
     equal storage."""
-    slabs: dict[object, Slab] = {}
+    slabs: dict[Key, Slab] = {}
+    contents: dict[int, str] = {}
     for alike in layout.alike:
-        for index, unit in enumerate(layout.units(alike[0])):
-            key = tuple([(start, param.shape, param.block, *_key(param)) for param, start in unit.entries])
-            slab = slabs.get(key)
+        for index, (layer, unit) in enumerate(layout.sections(alike[0])):
+            content = contents.get(id(unit)) or contents.setdefault(id(unit), _content(unit))
+            slab = slabs.get((layer, content))
             if slab is None:
-                slab = slabs[key] = Slab(unit)
+                slab = slabs[layer, content] = Slab(unit)
             for rank in alike:
                 slab.owners[rank] = index
     return slabs
 
 
-def _key(param: LocalParam) -> list[object]:
-    """Return what `BucketPlan.content` has of a parameter's parts, as plain tuples, which hash faster."""
-    return [(p.name, p.region, p.local, p.transposed) for p in param.parts] or [param.name]
+def _content(unit: BucketPlan) -> str:
+    """Return `BucketPlan.content` as a string: its hash is computed once."""
+    return sys.intern(repr(unit.content))
 
 
-def families(source: Iterable[Slab], target: Iterable[Slab]) -> list[Family]:
+def families(source: Mapping[Key, Slab], target: Mapping[Key, Slab]) -> list[Family]:
     """Return the families of fragments that fill the slabs of the target, in the order of the slabs."""
-    target = list(target)
+    by_layer: dict[int | None, tuple[list[Key], list[Key]]] = {layer: ([], []) for layer, _ in target}
+    for side, held in enumerate((source, target)):
+        for key in held:
+            if key[0] in by_layer:
+                by_layer[key[0]][side].append(key)
+    patterns: dict[object, tuple[list[Slab], list[Family]]] = {}
+    whole: list[Family] = []
+    for layer, (have, need) in by_layer.items():
+        slabs = [*(source[key] for key in have), *(target[key] for key in need)]
+        pattern = tuple([content for _, content in have]), tuple([content for _, content in need])
+        if pattern not in patterns:
+            patterns[pattern] = slabs, _families(slabs[: len(have)], slabs[len(have) :])
+        first, cut = patterns[pattern]
+        whole += _of_layer(layer, cut, {id(one): other for one, other in zip(first, slabs, strict=True)})
+    place = {id(slab): index for index, slab in enumerate(target.values())}
+    return sorted(whole, key=lambda family: place[id(family.slabs[0])])
+
+
+def named(regions: Regions, layer: int | None) -> Regions:
+    """Return regions with the number of their layer in place of that of its kind: model.layers.NUMBER.…"""
+    if layer is None:
+        return regions
+    parts = [(name.split(".", 3), box) for name, box in regions]
+    return tuple([(f"{model}.{layers}.{layer}.{rest}", box) for (model, layers, _, rest), box in parts])
+
+
+def _of_layer(layer: int | None, cut: list[Family], slabs: dict[int, Slab]) -> Iterator[Family]:
+    """Yield families that were cut for a layer of the same kind, with the slabs and the number of this one."""
+    for family in cut:
+        fragments = []
+        for regions, shape, *ends, _ in family.fragments:
+            givers, takers = (
+                tuple([Spot(slabs[id(slab)], offset, strides) for slab, offset, strides in spots]) for spots in ends
+            )
+            fragments.append(Fragment(regions, shape, givers, takers, layer))
+        yield Family(tuple([slabs[id(slab)] for slab in family.slabs]), tuple(fragments))
+
+
+def _families(source: list[Slab], target: list[Slab]) -> list[Family]:
     cuts = _Cuts(source, target)
     fragments = [cuts.fragments(slab) for slab in target]
     number = {id(slab): index for index, slab in enumerate(target)}

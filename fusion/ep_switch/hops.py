@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import NamedTuple
 
-from fusion.ep_switch.fragments import Fragment, Spot
+from fusion.ep_switch.fragments import Fragment, Spot, named
 from fusion.ep_switch.layout import Place
 from fusion.ep_switch.moves import Move, UnitId
 from fusion.model.boxes import Box
@@ -42,7 +42,7 @@ class Hop(NamedTuple):
 
     def move(self) -> Move:
         """Complete the move. ``stop`` must be as `legal_stop` returns it."""
-        regions, shape, _, _ = self.fragment
+        regions, shape = self.fragment.regions, self.fragment.shape
         source = Place(self.reads[1], self.source.offset, self.source.strides)
         target = Place(self.writes[1], self.target.offset, self.target.strides)
         if self.stop - self.start < self.fragment.numel:
@@ -58,7 +58,7 @@ class Hop(NamedTuple):
         return Move(
             source_rank=self.source_rank,
             target_rank=self.target_rank,
-            regions=regions,
+            regions=named(regions, self.fragment.layer),
             shape=shape,
             source=source,
             target=target,

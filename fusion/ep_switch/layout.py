@@ -2,12 +2,16 @@
 
 Pure and hashable: shapes and arithmetic only, the same on every rank. It describes exactly what the `WeightHolder` of
 its format builds on a rank with the same arguments. A plan can connect any two of them.
+
+Layers of one kind (equal `LayerSpec`s) have the same units on ranks with the same shares, but for the number in their
+names. What is asked of all ranks is therefore read from a model that has each kind once (`sections`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -19,6 +23,7 @@ from fusion.model.config import ModelConfig
 from fusion.model.formats import EMBEDDED, Format, local_table
 from fusion.model.local_param import LocalParam, Part
 from fusion.model.parallel import Parallel
+from fusion.model.spec import LayerSpec
 
 
 class Place(NamedTuple):
@@ -73,9 +78,7 @@ class Layout:
         """Groups of ranks that hold the same slices in the same storage."""
         groups: dict[tuple[int, ...], list[int]] = {}
         for index, rank in enumerate(self.ranks):
-            place = index % self.parallel.world
-            slices = tuple(self.parallel.coordinate(axis, place) for axis in ("pp", "tp", "ep", "etp"))  # type: ignore[arg-type]
-            groups.setdefault(slices, []).append(rank)
+            groups.setdefault(self._shares(index % self.parallel.world), []).append(rank)
         return tuple(tuple(group) for group in groups.values())
 
     def table(self, place: int) -> tuple[LocalParam, ...]:
@@ -91,11 +94,31 @@ class Layout:
 
     def units(self, rank: int) -> tuple[BucketPlan, ...]:
         """Return the storage units of a global rank; none if it is not in the layout."""
-        return self._units[self._first[rank]] if rank in self._first else ()
+        if rank not in self._place:
+            return ()
+        place = self._place[rank]
+        if place not in self._units:
+            self._units[place] = self._plan_units(self.config, self.parallel, place)
+        return self._units[place]
+
+    def sections(self, rank: int) -> Iterator[tuple[int | None, BucketPlan]]:
+        """Yield every storage unit of a rank with its layer; None: it belongs to no layer. A unit of a layer is that of
+        its kind: the names in it have the number of the kind (`config.layers` without repetition)."""
+        if rank not in self._place:
+            return
+        stage, place = divmod(self._place[rank], self.parallel.stage_world)
+        pattern = self._pattern(place)
+        yield from ((None, unit) for unit in pattern["first"] if stage == 0)
+        for layer in self.parallel.layers(self.config.num_layers, stage):
+            yield from ((layer, unit) for unit in pattern[self._kinds[self.config.layers[layer]]])
+        yield from ((None, unit) for unit in pattern["last"] if stage == self.parallel.pp - 1)
 
     def unit_nbytes(self, rank: int) -> tuple[int, ...]:
         """Return the bytes of each storage unit of a rank."""
-        return tuple(unit.numel * self.dtype.itemsize for unit in self.units(rank))
+        place = self._place.get(rank, -1)
+        if place not in self._nbytes:
+            self._nbytes[place] = tuple([unit.numel * self.dtype.itemsize for _, unit in self.sections(rank)])
+        return self._nbytes[place]
 
     def nbytes(self, rank: int) -> int:
         """Return the bytes of a rank's weights."""
@@ -107,29 +130,64 @@ class Layout:
         if self.format == EMBEDDED:
             return 0
         max_bytes, sizes = unit_bytes(self.bucket_bytes), defaultdict[object, int](int)
-        for index, (unit, size) in enumerate(zip(self.units(rank), self.unit_nbytes(rank), strict=True)):
+        for index, ((layer, unit), size) in enumerate(zip(self.sections(rank), self.unit_nbytes(rank), strict=True)):
             if size > max_bytes:
                 first = unit.entries[0][0]
                 stacked = first.stack is not None or (first.expert and first.expert_index is None)
-                sizes[("stacks", first.layer) if stacked else index] += size
+                sizes[("stacks", layer) if stacked else index] += size
         return max(sizes.values(), default=0)
 
     def places(self, rank: int) -> tuple[Held, ...]:
         """Return every box of a global tensor that a rank holds, in the order of its storage."""
         return tuple(held for index, unit in enumerate(self.units(rank)) for held in places_in(index, unit))
 
+    def _shares(self, place: int) -> tuple[int, ...]:
+        """Return the coordinates of a place of the grid that determine its slices."""
+        return tuple([self.parallel.coordinate(axis, place) for axis in ("pp", "tp", "ep", "etp")])
+
     @cached_property
-    def _first(self) -> dict[int, int]:
-        """rank → the first rank of its group of `alike`."""
-        return {rank: group[0] for group in self.alike for rank in group}
+    def _place(self) -> dict[int, int]:
+        """rank → the first place of the grid with its slices."""
+        return {rank: self.ranks.index(group[0]) % self.parallel.world for group in self.alike for rank in group}
+
+    @cached_property
+    def _kinds(self) -> dict[LayerSpec, int]:
+        """The kinds of layers, numbered."""
+        return {spec: kind for kind, spec in enumerate(dict.fromkeys(self.config.layers))}
+
+    def _pattern(self, place: int) -> Mapping[int | str, list[BucketPlan]]:
+        """Return the units of a place in a stage: those of a layer by its kind, and those before the `first` layer of
+        the model and after its `last` one."""
+        shares = self._shares(place)
+        if shares not in self._patterns:
+            units, ends = defaultdict[int | str, list[BucketPlan]](list), min(self.parallel.pp, 2)
+            config = replace(self.config.without_predictors, layers=(*self._kinds,) * ends)
+            grid = replace(self.parallel, world=ends * self.parallel.stage_world, pp=ends)
+            for stage in range(ends):
+                end = "last" if stage else "first"
+                for unit in self._plan_units(config, grid, stage * grid.stage_world + place):
+                    layer = unit.entries[0][0].layer
+                    end = end if layer is None else "last"
+                    units[end if layer is None else layer].append(unit)
+            self._patterns[shares] = units
+        return self._patterns[shares]
+
+    def _plan_units(self, config: ModelConfig, grid: Parallel, place: int) -> tuple[BucketPlan, ...]:
+        max_bytes, itemsize = unit_bytes(self.bucket_bytes), self.dtype.itemsize
+        table = local_table(self.format, config, grid, place, max_bytes=max_bytes, itemsize=itemsize)
+        return plan_units(table, itemsize, max_bytes)
 
     @cached_property
     def _units(self) -> dict[int, tuple[BucketPlan, ...]]:
-        units = {}
-        for first, *_ in self.alike:
-            place = self.ranks.index(first) % self.parallel.world
-            units[first] = plan_units(self.table(place), self.dtype.itemsize, unit_bytes(self.bucket_bytes))
-        return units
+        return {}
+
+    @cached_property
+    def _nbytes(self) -> dict[int, tuple[int, ...]]:
+        return {}
+
+    @cached_property
+    def _patterns(self) -> dict[tuple[int, ...], Mapping[int | str, list[BucketPlan]]]:
+        return {}
 
     def __str__(self) -> str:
         name = "" if self.format == EMBEDDED else f"{self.format} "

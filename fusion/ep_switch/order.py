@@ -23,11 +23,14 @@ smaller wire buffers, which leave more room for weights, then with clusters. The
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from math import exp
+from math import exp, inf
 from typing import Literal, NamedTuple
+
+import numpy as np
 
 from fusion.ep_switch.connected import connected
 from fusion.ep_switch.moves import UnitId
@@ -68,6 +71,15 @@ WINDOW = 32
 
 MAX_EXPONENT = 500.0
 """Half buckets beyond the limit from which all excess counts alike, so that no weight overflows"""
+
+MANY = 32
+"""Number of allocations of a slab from which on they are evaluated as arrays"""
+
+LEAST = -(1 << 62)
+"""Less than any excess over a limit"""
+
+COMPACT = 0.7
+"""Share of a table's slabs that are left below which it drops the others"""
 
 NOTICEABLE = 0.02
 """Increase in tightness, in half buckets at the limit, up to which a slab is taken without considering others."""
@@ -134,8 +146,18 @@ class _Search:
         self.owed: dict[UnitId, float] = {}
         """Bytes read, by open unit."""
         self.owed_by = dict.fromkeys(self.resident, 0.0)
-        self.weights = {rank: self._weights(rank) for rank in self.resident}
         self.order: list[int] = []
+        self.place = {rank: place for place, rank in enumerate(self.resident)}
+        self.weights: dict[int, tuple[float, float]] = {}
+        self.weight_arrays, self.over = np.zeros((2, len(self.place))), np.zeros(len(self.place), np.int64)
+        """`weights`, and bytes beyond the limit, by place of the rank"""
+        self.changed = dict.fromkeys(self.resident, 0)
+        """Number of slabs in the order when a rank's state changed last"""
+        for rank in self.resident:
+            self._note(rank)
+        self.evaluated: dict[int, tuple[int, tuple[int, ...], tuple[int, float]]] = {}
+        """Slab → (number of slabs in the order at its last evaluation, ranks that it depends on, result)"""
+        self.table = _Table(demands, self.shares, size=self.size, readers=self.readers, place=self.place)
         self.worst = 0
 
     def take_clusters(self, clusters: list[tuple[int, ...]], weighting: int | None) -> None:
@@ -191,8 +213,7 @@ class _Search:
                 return self._take((index,))
             options.append((max(0, over), tighter, (index,)))
         if min(options)[0] > 0:
-            evaluated = ((index, *self._evaluate(index)) for index in self.left)
-            options = [(max(0, over), tighter, (index,)) for index, over, tighter in evaluated]
+            options = [self.table.best(self.over, self.weight_arrays, self.bucket_bytes)]
         if min(options)[0] > 0 and self.owed:
             closing = {tuple(self.readers[unit]) for unit in self.owed}
             options = [(self._excess(readers), 0.0, readers) for readers in closing]
@@ -200,21 +221,45 @@ class _Search:
 
     def _evaluate(self, index: int) -> tuple[int, float]:
         """Return (excess bytes on the worst rank, increase in tightness of the ranks) if this slab were next."""
-        over, real, fluid = -(1 << 62), 0.0, 0.0
-        for rank, nbytes in self.demands[index].takes:
-            over = max(over, self.resident[rank] + nbytes - self.limit[rank])
-            weight = self.weights[rank]
-            real += weight[0] * nbytes
-            fluid += weight[1] * nbytes
-        opens = False
-        for unit, share in self.shares[index]:
+        if index in self.evaluated:
+            at, ranks, result = self.evaluated[index]
+            for rank in ranks:
+                if self.changed[rank] > at:
+                    break
+            else:
+                return result
+        else:
+            ranks = tuple({*dict(self.demands[index].takes), *(unit[0] for unit, _ in self.shares[index])})
+        result = self._compute(index)
+        self.evaluated[index] = len(self.order), ranks, result
+        return result
+
+    def _compute(self, index: int) -> tuple[int, float]:
+        """Compute `_evaluate`; the increase is infinite where the slab does not fit, as it then decides nothing."""
+        takes, shares, opens = self.demands[index].takes, self.shares[index], False
+        for unit, _ in shares:
+            opens = opens or (unit not in self.owed and len(self.readers[unit]) > 1)
+        wide = self.table.wide.get(index)
+        if wide is not None:
+            over = int((self.over[wide[0]] + wide[1]).max())
+        else:
+            over = max([self.resident[rank] + nbytes - self.limit[rank] for rank, nbytes in takes])
+        if (over := over + opens * self.bucket_bytes) > 0:
+            return over, inf
+        real, fluid = 0.0, 0.0
+        if wide is not None:  # in sequence, as below: numpy's own sums are of pairs
+            real, fluid = np.add.accumulate(self.weight_arrays[:, wide[0]] * wide[1], axis=1)[:, -1].tolist()
+        else:
+            for rank, nbytes in takes:
+                weight = self.weights[rank]
+                real += weight[0] * nbytes
+                fluid += weight[1] * nbytes
+        for unit, share in shares:
             weight = self.weights[unit[0]]
             fluid -= weight[1] * share
             if len(self.readers[unit]) == 1:
                 real -= weight[0] * self.size[unit]
-            elif unit not in self.owed:
-                opens = True
-        return over + opens * self.bucket_bytes, (real + fluid) / self.scale
+        return over, (real + fluid) / self.scale
 
     def _excess(self, indices: tuple[int, ...]) -> int:
         """Return the maximum bytes by which a rank would exceed its limit at any time if these slabs were next."""
@@ -236,6 +281,7 @@ class _Search:
         self.worst = max(self.worst, self._excess(indices))
         for index in indices:
             self.order.append(index)
+            self.table.left[index] = False
             for group in (self.left, self.window, self.frontier):
                 group.pop(index, None)
             for rank, nbytes in self.demands[index].takes:
@@ -243,10 +289,11 @@ class _Search:
             for unit, share in self.shares[index]:
                 self._read(unit, index, share)
             for rank in {*dict(self.demands[index].takes), *(unit[0] for unit, _ in self.shares[index])}:
-                self.weights[rank] = self._weights(rank)
+                self._note(rank)
 
     def _read(self, unit: UnitId, index: int, share: float) -> None:
         del self.readers[unit][index]
+        self.table.note(unit, closing=len(self.readers[unit]) == 1)
         if self.readers[unit]:
             self.owed[unit] = self.owed.get(unit, 0.0) + share
             self.owed_by[unit[0]] += share
@@ -255,7 +302,84 @@ class _Search:
             self.owed_by[unit[0]] -= self.owed.pop(unit, 0.0)
             self.resident[unit[0]] -= self.size[unit]
 
-    def _weights(self, rank: int) -> tuple[float, float]:
-        """Return the weight of a byte on a rank: as it is, and with owed bytes counted as released."""
-        room = (self.limit[rank] - self.resident[rank]) / self.scale
-        return exp(-room), exp(-room - self.owed_by[rank] / self.scale)
+    def _note(self, rank: int) -> None:
+        """Update what depends on a rank's bytes: the weights of a byte are as it is, and with owed bytes counted as
+        released."""
+        over, place = self.resident[rank] - self.limit[rank], self.place[rank]
+        room = -over / self.scale
+        self.weights[rank] = weights = exp(-room), exp(-room - self.owed_by[rank] / self.scale)
+        self.weight_arrays[0, place], self.weight_arrays[1, place] = weights
+        self.over[place], self.changed[rank] = over, len(self.order)
+
+
+class _Table:
+    """Holds what slabs allocate and read as arrays, to evaluate all that are left at once, with the same results to the
+    bit as `_Search._evaluate`.
+
+    Args:
+        shares: the units that every slab reads, with their bytes that it reads.
+        place: rank → its place in arrays by rank.
+    """
+
+    def __init__(
+        self,
+        demands: list[Demand],
+        shares: list[list[tuple[UnitId, float]]],
+        *,
+        size: Mapping[UnitId, int],
+        readers: Mapping[UnitId, Collection[int]],
+        place: Mapping[int, int],
+    ):
+        self.left = np.ones(len(demands), bool)
+        """Whether a slab is not in the order"""
+        self._number = {unit: number for number, unit in enumerate(readers)}
+        self._closing = np.array([len(slabs) == 1 for slabs in readers.values()] + [True])
+        self._opening = np.array([len(slabs) > 1 for slabs in readers.values()] + [False])
+        """Whether the next reader of a unit closes it, or opens it; the last is for allocations, which have unit -1"""
+        self.wide = {
+            index: (np.array([place[rank] for rank, _ in takes]), np.array([nbytes for _, nbytes in takes]))
+            for index, (takes, _) in enumerate(demands)
+            if len(takes) > MANY
+        }
+        """(places of the ranks, bytes) of the allocations of slabs that have MANY"""
+        columns = [array(kind) for kind in "qqqqd"]
+        for index, ((takes, _), reads) in enumerate(zip(demands, shares, strict=True)):
+            rows: list[tuple[float, ...]] = [(index, place[rank], -1, nbytes, nbytes) for rank, nbytes in takes]
+            rows += [(index, place[unit[0]], self._number[unit], -size[unit], -share) for unit, share in reads]
+            for column, values in zip(columns, zip(*rows, strict=True), strict=True):
+                column.extend(values)
+        self._keep([np.array(column) for column in columns])
+
+    def _keep(self, columns: list[np.ndarray]) -> None:
+        """Set the rows of the table: slab, place, unit, bytes allocated or released, bytes allocated or read."""
+        slab, _, unit, _, _ = self._columns = columns
+        self._slabs, self._number_of = np.unique(slab, return_inverse=True)
+        """The slabs in the table, and for each row the number of its slab"""
+        self._takes, self._reads = (unit < 0).nonzero()[0], (unit >= 0).nonzero()[0]
+        self._starts = np.diff(self._number_of[self._takes], prepend=-1).nonzero()[0]
+
+    def note(self, unit: UnitId, closing: bool) -> None:
+        """Note that a unit was read, and whether its next reader closes it."""
+        number = self._number[unit]
+        self._closing[number], self._opening[number] = closing, False
+
+    def best(self, over: np.ndarray, weights: np.ndarray, bucket_bytes: int) -> tuple[int, float, tuple[int, ...]]:
+        """Return (excess bytes on the worst rank, increase in tightness of the ranks, slab) of the best next slab.
+
+        Args:
+            over: bytes of each rank beyond its limit.
+            weights: of a byte on each rank: as it is, and with owed bytes counted as released.
+        """
+        if self.left[self._slabs].mean() < COMPACT:
+            left = self.left[self._columns[0]]
+            self._keep([column[left] for column in self._columns])
+        number, (_, place, unit, real, fluid) = self._number_of, self._columns
+        opens = np.bincount(number[self._reads], self._opening[unit[self._reads]], len(self._slabs)) > 0
+        allocated = over[place[self._takes]] + real[self._takes]
+        excess = np.maximum(np.maximum.reduceat(allocated, self._starts) + opens * bucket_bytes, 0)
+        excess[~self.left[self._slabs]] = -LEAST
+        tighter: np.ndarray = np.bincount(number, weights[0, place] * real * self._closing[unit])
+        tighter = (tighter + np.bincount(number, weights[1, place] * fluid)) / (bucket_bytes / 2)
+        least = int(excess.min())
+        first = int(np.where(excess == least, tighter, np.inf).argmin())
+        return least, float(tighter[first]), (int(self._slabs[first]),)

@@ -33,8 +33,11 @@ Invariants, in this order:
 
 from __future__ import annotations
 
+import gc
 import hashlib
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
@@ -232,7 +235,20 @@ def _external_bytes(source: Layout, target: Layout, rank: int) -> int:
     return max(source.external_nbytes(rank), target.external_nbytes(rank))
 
 
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Make no search for garbage: a plan at scale has a million objects, and no cycles."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 @lru_cache(maxsize=32)
+@_without_collection()
 def plan_switch(
     source: Layout,
     target: Layout,
@@ -295,7 +311,7 @@ def _jobs_between(source: Layout, target: Layout, hosted: tuple[UnitId, ...]) ->
             for rank in target_owners.keys() & source_owners.keys():
                 shared.append((rank, target_owners.pop(rank), source_owners[rank]))
     jobs, all_hosted = [], frozenset(hosted)
-    for family in families(have.values(), [slab for slab in need.values() if slab.owners]):
+    for family in families(have, {key: slab for key, slab in need.items() if slab.owners}):
         units = {unit for slab in family.slabs for unit in slab.owners.items()}
         jobs.append(Job(family, all_hosted & units))
     return jobs, tuple(sorted(shared))

@@ -220,7 +220,7 @@ class _Held:
         room = self.limit - nbytes
         if self.final > room:
             return self.last
-        over = np.flatnonzero(self.bytes[: self.last] > room)
+        (over,) = (self.bytes[: self.last] > room).nonzero()
         return int(over[-1]) + 1 if len(over) else 0
 
     def add(self, nbytes: int, at: int) -> None:

@@ -200,7 +200,7 @@ class _Delivery:
                     self._forward(need, entry, start=start, stop=stop)
 
     def _send(self, sender: int, receiver: int, *, start: int, stop: int, relayed: bool = False) -> None:
-        _, _, givers, takers = self.fragment
+        givers, takers = self.fragment.givers, self.fragment.takers
         source = takers[self.way.takers[sender]] if relayed else givers[self.way.givers[sender]]
         target = takers[self.way.takers[receiver]]
         self.hops.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,6 +21,13 @@ from tests.helpers import tiny_config
 
 Choose = Callable[[Sequence[Any]], Any]
 """One of a sequence, by chance."""
+
+
+def choices(seed: int) -> Choose:
+    """A sequence of choices."""
+    chance = random.Random(seed)
+    return lambda options: chance.choice(list(options))
+
 
 SIZES = dict(vocab_size=48, hidden_size=24, intermediate_size=48, head_dim=2, num_attention_heads=12)
 BUCKETS = (512, 1024, 2048, 6144)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -9,7 +11,10 @@ from fusion.ep_switch import Layout, shared_units
 from fusion.ep_switch.fragments import slabs_of
 from fusion.model import Buckets, Parallel, local_params, plan_units, unit_bytes
 from fusion.model.boxes import intersect, subtract
+from fusion.model.formats import EMBEDDED, MEGATRON, STACKED, VLLM_ASCEND, VLLM_CPU
 from fusion.npu import open_device
+from tests.ep_switch.oracle import choices, random_config, random_layout
+from tests.families import KINDS, family_config
 from tests.helpers import tiny_config
 
 MOE = tiny_config(num_hidden_layers=3)
@@ -25,6 +30,37 @@ def test_ranks_of_a_layout_are_places_of_its_grid():
         assert TWO_ENGINES.nbytes(rank) == sum(TWO_ENGINES.unit_nbytes(rank)) > 0
     assert TWO_ENGINES.units(2) == () and TWO_ENGINES.places(2) == () and TWO_ENGINES.nbytes(2) == 0
     assert TWO_ENGINES.alike == ((5, 0), (3, 1))
+
+
+def check_sections(layout: Layout) -> None:
+    """Sections are the units themselves, but for the number of the layer in their names."""
+    kinds = list(dict.fromkeys(layout.config.layers))
+    for rank in layout.ranks:
+        units = layout.units(rank)
+        sections = list(layout.sections(rank))
+        assert layout.unit_nbytes(rank) == tuple(unit.numel * layout.dtype.itemsize for unit in units)
+        for unit, (layer, pattern) in zip(units, sections, strict=True):
+            assert layer == unit.entries[0][0].layer
+            content = repr(unit.content)
+            if layer is not None:
+                kind = kinds.index(layout.config.layers[layer])
+                content = re.sub(rf"model\.layers\.{layer}\.", f"model.layers.{kind}.", content)
+            assert repr(pattern.content) == content
+
+
+@pytest.mark.parametrize("format", [EMBEDDED, STACKED, MEGATRON, VLLM_CPU, VLLM_ASCEND])
+def test_sections_are_units_with_the_names_of_their_kind(format):
+    for seed in range(20):
+        choose = choices(seed)
+        check_sections(random_layout(choose, random_config(choose), range(8), 1024, format))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("grid", [Parallel(), Parallel(4, 2, 2), Parallel(4, 1, 2, pp=2)], ids=str)
+def test_sections_of_every_family(kind, grid):
+    check_sections(
+        Layout(family_config(kind, num_hidden_layers=5), grid, tuple(range(grid.world)), bucket_bytes=1 << 13)
+    )
 
 
 @pytest.mark.parametrize("ranks", [(0, 0), (0, 1, 2)])

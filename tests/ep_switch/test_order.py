@@ -1,0 +1,61 @@
+"""The order of slabs: evaluating all that are left at once is evaluating each of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from fusion.ep_switch import order, plan_switch
+from fusion.ep_switch.order import _Search
+from tests.ep_switch.oracle import choices, random_switch
+
+
+def one_by_one(search: _Search, index: int) -> tuple[int, float, tuple[int, ...]]:
+    """What taking a slab next means, by its definition: (excess, increase in tightness, slab)."""
+    over, real, fluid, opens = -(1 << 62), 0.0, 0.0, False
+    for rank, nbytes in search.demands[index].takes:
+        over = max(over, search.resident[rank] + nbytes - search.limit[rank])
+        real += search.weights[rank][0] * nbytes
+        fluid += search.weights[rank][1] * nbytes
+    for unit, share in search.shares[index]:
+        weight = search.weights[unit[0]]
+        fluid -= weight[1] * share
+        if len(search.readers[unit]) == 1:
+            real -= weight[0] * search.size[unit]
+        elif unit not in search.owed:
+            opens = True
+    return max(0, over + opens * search.bucket_bytes), (real + fluid) / search.scale, (index,)
+
+
+def test_the_best_of_all_is_found_at_once(monkeypatch):
+    searches: list[_Search] = []
+    step, best = _Search.step, order._Table.best
+    compared = 0
+
+    def noted(search: _Search) -> None:
+        searches.append(search)
+        step(search)
+
+    def checked(table: order._Table, *args: object) -> tuple[int, float, tuple[int, ...]]:
+        nonlocal compared
+        compared += 1
+        found = best(table, *args)
+        assert found == min(one_by_one(searches[-1], index) for index in searches[-1].left)
+        return found
+
+    monkeypatch.setattr(_Search, "step", noted)
+    monkeypatch.setattr(order._Table, "best", checked)
+    monkeypatch.setattr(order, "MANY", 2)
+    monkeypatch.setattr(order, "WINDOW", 1)
+    for seed in range(40):
+        plan_switch.__wrapped__(*random_switch(choices(seed)))
+    assert compared > 20
+
+
+@pytest.mark.parametrize("many", [0, 1 << 30])
+def test_slabs_of_many_ranks_are_evaluated_alike(many, monkeypatch):
+    for seed in range(10):
+        case = random_switch(choices(seed))
+        plan = plan_switch(*case)
+        with monkeypatch.context() as patch:
+            patch.setattr(order, "MANY", many)
+            assert plan_switch.__wrapped__(*case) == plan
