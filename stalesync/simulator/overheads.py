@@ -26,8 +26,3 @@ class Overheads:
     arrival_s: float = 13.8e-3 / 2
     """Latency from a put to the controller. docs/figures.md, "The sample queue": put, get and ack of a small sample
     take 13.8 ms, of which the controller waits for about half."""
-
-    @classmethod
-    def none(cls) -> Overheads:
-        """Return a host that takes no time: what remains is the work of the cards."""
-        return cls(0.0, 0.0, 0.0, 0.0)

@@ -17,6 +17,8 @@ from stalesync.simulator.setup import SimulationSetup
 from tests.rollouts import changed
 
 PROMPT_TOKENS = 4
+NO_OVERHEADS = Overheads(0.0, 0.0, 0.0, 0.0)
+"""A host that takes no time: what remains is the work of the cards"""
 
 
 def config_of(deployment="colocated", max_staleness=0, *, cards=4, prompts=8, group=4, steps=4, speed=96.0, **rollout):

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 
 from stalesync.prompts.lengths import ForcedLengths
 from stalesync.simulator.environment import EnvironmentSpec
-from stalesync.simulator.overheads import Overheads
 from stalesync.simulator.work import Bound
-from tests.stalesync.simulator.configs import PROMPT_TOKENS, config_of, simulation_of
+from tests.stalesync.simulator.configs import NO_OVERHEADS, PROMPT_TOKENS, config_of, simulation_of
 
 
 @given(st.integers(1, 9), st.integers(1, 20), st.integers(1, 99))
@@ -75,7 +74,7 @@ def test_engines_work_for_others_while_conversations_are_away():
     def seconds(latency_s):
         config = config_of("separate", 1, group=16, suspended="keep", forced_spread=[0.0, 0.0, 0.0])
         environment = EnvironmentSpec(4, 4, latency_s)
-        return sum(step.seconds for step in simulation_of(config, Overheads.none(), environment=environment).run())
+        return sum(step.seconds for step in simulation_of(config, NO_OVERHEADS, environment=environment).run())
 
     pace = simulation_of(config_of()).setup.engine.cost.pace
     step_s = pace.time_scale * simulation_of(config_of("separate", 1)).setup.engine.cost.roofline.step_lines(4)[0].fixed

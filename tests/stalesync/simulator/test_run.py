@@ -13,7 +13,7 @@ from stalesync.simulator.lengths import DrawnLengths
 from stalesync.simulator.overheads import Overheads
 from stalesync.simulator.run import SimulatedRun
 from stalesync.simulator.work import Bound
-from tests.stalesync.simulator.configs import PROMPT_TOKENS, config_of, simulation_of
+from tests.stalesync.simulator.configs import NO_OVERHEADS, PROMPT_TOKENS, config_of, simulation_of
 
 DEPLOYMENTS = st.sampled_from(["colocated", "separate", "hybrid", "full"])
 
@@ -46,7 +46,7 @@ def test_every_group_is_trained_once_within_the_bound_and_no_token_is_lost(deplo
 def test_a_run_is_never_faster_than_its_work_conserving_bound(deployment, bound, overheads, seed):
     config = config_of(deployment, bound, steps=3)
     config.run.seed = seed
-    run = simulation_of(config, None if overheads else Overheads.none())
+    run = simulation_of(config, None if overheads else NO_OVERHEADS)
     steps, cards = run.run(), config.cluster.npus
     limit = Bound(run.setup)
     assert limit(run.totals().done).total <= cards * run.clock.now * (1 + 1e-9)
@@ -59,7 +59,7 @@ def test_a_run_is_never_faster_than_its_work_conserving_bound(deployment, bound,
 def test_cards_of_twice_the_speed_take_half_the_time(deployment, bound):
     """With a host that takes no time; samples wait for others as long on both, so that wait is compared to 0."""
     slow, fast = (
-        simulation_of(config_of(deployment, bound, speed=speed), Overheads.none()).run() for speed in (1e-3, 2e-3)
+        simulation_of(config_of(deployment, bound, speed=speed), NO_OVERHEADS).run() for speed in (1e-3, 2e-3)
     )
     assert [step.groups for step in slow] == [step.groups for step in fast]
     for one, other in zip(slow, fast, strict=True):
@@ -77,7 +77,7 @@ def test_a_seed_repeats_a_run_exactly_and_another_does_not():
 
 def test_what_the_host_takes_makes_a_run_longer():
     config = config_of()
-    free, real = (simulation_of(config, one).run() for one in (Overheads.none(), replace(Overheads(), call_s=0.5)))
+    free, real = (simulation_of(config, one).run() for one in (NO_OVERHEADS, replace(Overheads(), call_s=0.5)))
     calls = 0.5 * config.cluster.npus
     for one, other in zip(free, real, strict=True):
         assert other.seconds > one.seconds + 3 * calls, "switch, engines' start, return and training call every card"
