@@ -16,7 +16,7 @@ from fusion.costmodel.layouts import layout_text
 from fusion.costmodel.rates import BATCH, CONTEXT, plan_rates, published_rates
 from fusion.costmodel.search import DeploymentEstimate, Ranking, SetupEstimate, keys_of
 from fusion.costmodel.setup import Setup
-from fusion.costmodel.switch_time import ACHIEVED, PUBLISHED
+from fusion.costmodel.switch_time import ACHIEVED, PUBLISHED, parked_s
 from fusion.ep_switch.topology import LEVELS
 from fusion.model import Parallel
 
@@ -104,8 +104,10 @@ def as_dict(chosen: SetupEstimate, ranking: Ranking, check: dict[str, float]) ->
         },
         "switch": {
             way: {"seconds": switch.seconds, "limit": switch.limit, "parts": switch.parts}
-            | {"pessimistic_s": slow.seconds, "pessimistic_parts": slow.parts}
-            for way, switch, slow in zip(moved, chosen.switches, chosen.pessimistic, strict=True)
+            | {"pessimistic_s": slow.seconds, "pessimistic_parts": slow.parts, "parked_s": parked_s(setup, source)}
+            for way, switch, slow, source in zip(
+                moved, chosen.switches, chosen.pessimistic, (setup.train, setup.infer), strict=True
+            )
         },
         "rates": {work: asdict(rate) for work, rate in plan_rates(setup).items()},
         "published": [
@@ -250,7 +252,10 @@ def _seconds(chosen: SetupEstimate) -> Group:
         else "The optimizer state leaves before the weights change: HBM does not hold both."
     )
     achieved = f"Pessimistic: links reach {ACHIEVED.value / GB:.1f} GB/s, as published updates: {ACHIEVED.source}."
-    return _under("Seconds of a switch by part", table, how, achieved)
+    setup = chosen.setup
+    infer_s, train_s = (parked_s(setup, source) for source in (setup.train, setup.infer))
+    parked = f"Where no order keeps the bound on memory, the host link adds {infer_s:.3f} and {train_s:.3f}."
+    return _under("Seconds of a switch by part", table, how, achieved, parked)
 
 
 def _rates(setup: Setup) -> Group:

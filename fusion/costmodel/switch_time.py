@@ -136,6 +136,13 @@ def pessimistic(hardware: Hardware) -> Hardware:
     return replace(hardware, reached=(card_, node, supernode, network))
 
 
+def parked_s(setup: Setup, source: Parallel) -> float:
+    """Estimate the seconds that a switch from a layout takes longer where no order keeps the bound on memory, so that
+    the source waits in host memory (`fusion.ep_switch.plan`): it leaves before the first round, and returns in them."""
+    nbytes, hardware = largest_weight_bytes(setup.shape, source), setup.hardware
+    return nbytes / hardware.out_bytes_per_s.value + nbytes / hardware.back_bytes_per_s.value
+
+
 def adopt_s(setup: Setup) -> float:
     """Estimate an engine's pause while its die copies received weights into the model, from its host or its HBM."""
     hardware, infer = setup.hardware, setup.infer

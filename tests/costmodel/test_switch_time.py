@@ -9,11 +9,20 @@ import numpy as np
 import pytest
 
 from fusion.costmodel.hardware import Figure, hardware_named
-from fusion.costmodel.memory import estimate_memory
+from fusion.costmodel.memory import estimate_memory, largest_weight_bytes
 from fusion.costmodel.presets import check_figures, load_shape
 from fusion.costmodel.setup import Setup, SwitchLimits
 from fusion.costmodel.step_time import generate_s, train_s
-from fusion.costmodel.switch_time import ACHIEVED, PUBLISHED, pessimistic, published, to_infer, to_train, wire
+from fusion.costmodel.switch_time import (
+    ACHIEVED,
+    PUBLISHED,
+    parked_s,
+    pessimistic,
+    published,
+    to_infer,
+    to_train,
+    wire,
+)
 from fusion.costmodel.traffic import Traffic, switch_traffic
 from fusion.model import Parallel
 
@@ -96,6 +105,12 @@ def test_the_wire_takes_its_busiest_die_and_both_ports():
     rounds = wire(moved([[0, 1e9, 0, 0], [0] * 4], [[0] * 4, [0, 1e9, 0, 0]]), ASCEND_910C, int(2e6))
     assert rounds.rounds == 1000
     assert rounds.seconds == pytest.approx(1e9 / ub + 1000 * ASCEND_910C.collective_s.value)
+
+
+def test_a_parked_source_crosses_the_host_link_twice():
+    hardware, weights = A3_RUN.hardware, largest_weight_bytes(A3_RUN.shape, A3_RUN.train)
+    crossed = weights / hardware.out_bytes_per_s.value + weights / hardware.back_bytes_per_s.value
+    assert parked_s(A3_RUN, A3_RUN.train) == pytest.approx(crossed)
 
 
 def test_the_pessimistic_switch_receives_at_what_published_updates_achieve():

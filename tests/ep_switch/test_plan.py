@@ -107,12 +107,25 @@ def without_an_order(case):
     plan_switch.cache_clear()
     with patch.object(planning, "TRIES", ()):
         check(case)
+        plan = plan_switch(*case)
     plan_switch.cache_clear()
+    assert plan.parked or plan.keep
 
 
-@settings(max_examples=2)
+@pytest.mark.parametrize(
+    "kind, seed", [("formats", 0), ("formats", 2), ("formats", 4), ("embedded", 0), ("embedded", 3)]
+)
+def test_a_parked_source_keeps_every_invariant(kind, seed):
+    """Stacks of experts, relayed elements, a source that is kept; random ones with `-m extended`."""
+    draw = random.Random(seed)
+    choose = lambda options: draw.choice(list(options))  # noqa: E731
+    without_an_order(random_switch_of_formats(choose) if kind == "formats" else random_switch(choose, 4))
+
+
+@pytest.mark.extended
+@settings(max_examples=4)
 @given(switches())
-def test_a_parked_source_keeps_every_invariant(case):
+def test_a_parked_source_keeps_every_invariant_between_layouts(case):
     without_an_order(case)
 
 
