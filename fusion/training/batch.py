@@ -63,6 +63,8 @@ class Sequences:
             whole vocabulary. None: all were.
         kept_ids: int32, these ids, token by token: the only column that is not aligned with the tokens.
         token_weight: float32 [N]; factor of a token's loss. None: 1.
+        shares: float32 [N]; the share that a sequence has in its conversation, of which it is one of several branches.
+            None: 1.
         normaliser: float32 [N]; the sum of losses is divided by its sum over the trained tokens. None: token_weight,
             which gives the weighted mean.
         version: the policy version being trained.
@@ -78,6 +80,7 @@ class Sequences:
     ref_logprobs: torch.Tensor | None = None
     proximal_logprobs: torch.Tensor | None = None
     versions: torch.Tensor | None = None
+    shares: torch.Tensor | None = None
     token_weight: torch.Tensor | None = None
     normaliser: torch.Tensor | None = None
     version: int | None = None
@@ -111,6 +114,7 @@ class Sequences:
         ref_logprobs: torch.Tensor | None = None,
         versions: torch.Tensor | None = None,
         sampled: torch.Tensor | None = None,
+        shares: torch.Tensor | None = None,
         routing: torch.Tensor | None = None,
         kept_counts: torch.Tensor | None = None,
         kept_ids: torch.Tensor | None = None,
@@ -121,7 +125,7 @@ class Sequences:
         Args:
             prompts, responses: their tokens, sample by sample. Without prompts (which the last stage of a pipeline
                 does not read) their places hold `UNREAD`; without both there are no tokens.
-            advantages: one per sample, repeated for its tokens.
+            advantages, shares: one per sample, repeated for its tokens.
             behaviour_logprobs, ref_logprobs, versions, kept_counts: one number per response token.
             sampled: bool, one per response token: whether it is trained. None: all are.
             kept_ids: as many of each response token as its kept_counts.
@@ -150,6 +154,7 @@ class Sequences:
             lengths=lengths.tolist(),
             loss_mask=of_response if sampled is None else _fill(of_response.clone(), of_response, sampled),
             advantages=None if advantages is None else advantages.float().repeat_interleave(lengths),
+            shares=None if shares is None else shares.float().repeat_interleave(lengths),
             behaviour_logprobs=aligned(behaviour_logprobs),
             ref_logprobs=aligned(ref_logprobs),
             versions=aligned(versions, torch.int32),

@@ -134,3 +134,39 @@ def test_each_algorithm_averages_as_its_paper_says_unless_the_config_chooses():
     found = chosen.weigh(batch)
     assert found.normaliser is None and found.token_weight.tolist() == [0, 0.5, 0.5]
     assert chosen.weigh(batch.select([])).token_weight.shape == (0,)
+
+
+@st.composite
+def branched(draw, samples: int):
+    """How many branches each of the samples has, and a division of all of them."""
+    branches = draw(st.lists(st.integers(1, 4), min_size=samples, max_size=samples))
+    return branches, draw(divisions(sum(branches)))
+
+
+@pytest.mark.parametrize("aggregation", AGGREGATIONS)
+@pytest.mark.parametrize("name", ALGORITHMS)
+@settings(max_examples=5)
+@given(split=branched(samples=4))
+def test_a_conversation_in_branches_weighs_as_one_sequence_with_the_tokens_of_all(name, aggregation, split):
+    """Each branch is the sequence again, so that the gradient of all of them shows what they weigh together."""
+    branches, division = split
+    batch, logprobs = stale_batch(4)
+    config = AlgorithmConfig(name=name, loss_aggregation=aggregation, kl_coef=0.1)
+    algorithm = make_algorithm(config, LONGEST)
+    whole, whole_metrics = gradient(batch, logprobs, algorithm.loss, algorithm.weigh, [[[*range(4)]]])
+    repeated = [index for index, count in enumerate(branches) for _ in range(count)]
+    rows = batch.rows_of(repeated)
+    lengths = torch.tensor([batch.lengths[index] for index in repeated])
+    of_branch = torch.tensor([1 / branches[index] for index in repeated])
+    several = replace(batch.select(repeated), shares=of_branch.repeat_interleave(lengths))
+    parts, metrics = gradient(several, logprobs[rows], algorithm.loss, algorithm.weigh, division)
+    together = torch.zeros(batch.rows).index_add(0, rows, parts)
+    if aggregation == "sequence_mean":
+        torch.testing.assert_close(together, whole)
+        assert metrics["actor/pg_loss"] == pytest.approx(whole_metrics["actor/pg_loss"], abs=1e-6)
+        return
+    expected = whole * torch.tensor(branches).repeat_interleave(torch.tensor(batch.lengths))
+    if aggregation == "token_mean":
+        trained = [float(mask.sum()) for mask in batch.loss_mask.split(batch.lengths)]
+        expected *= sum(trained) / sum(count * tokens for count, tokens in zip(branches, trained, strict=True))
+    torch.testing.assert_close(together, expected)

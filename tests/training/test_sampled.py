@@ -47,6 +47,7 @@ def _batch(masks: list[list[bool]], random: torch.Generator) -> Sequences:
         ref_logprobs=torch.where(sampled, 0.3 * torch.randn(count, generator=random), 0.0),
         versions=torch.where(sampled, 2, -1),
         sampled=sampled,
+        shares=1 / torch.randint(1, 4, (len(masks),), generator=random),
     )
     expected = [token for size, mask in zip(prompts.tolist(), masks, strict=True) for token in [False] * size + mask]
     assert batch.loss_mask.tolist() == expected, "what the tests below call observed is what was not sampled"

@@ -12,7 +12,8 @@
                                                      section 3.2)
 
 |y| is the number of a sequence's trained tokens. The values depend only on the sequence itself, not on how the batch is
-divided.
+divided. Of a conversation in k branches each is a sequence, whose 1 / |y| is divided by k (`Sequences.shares`):
+together they weigh as one sequence, in `constant` as one with the tokens of all.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ def weigh(sequences: Sequences, aggregation: str, max_response_length: int) -> S
     mask_N = sequences.loss_mask.to(torch.float32)
     trained_B = torch.zeros(len(sequences.lengths)).index_add(0, owner_N, mask_N)
     share_N = mask_N / trained_B.clamp(min=1)[owner_N]
+    if sequences.shares is not None:
+        share_N *= sequences.shares
     if aggregation == "sequence_mean":
         return replace(sequences, token_weight=share_N)
     assert aggregation == "constant", aggregation
