@@ -4,7 +4,7 @@
                ▲ ▲                    │
                │ └─── suspend ────────┤   at the end of a chunk, or by a pause; `earlier` names its tokens so far
     observe_returned                  │
-               └─ away ◄── suspend ───┘   at the end of a conversation's turn, until its environment has answered;
+    branch     └─ away ◄── suspend ───┘   at the end of a conversation's turn, until its environment has answered;
                    └─────── finish ───►   or it has ended with that turn
 
 The idea is Seer's request buffer (arXiv 2511.14617): a group's requests are independent, and a suspended one can be
@@ -29,6 +29,9 @@ all requests that the engine has; if the next one fits nowhere, nothing goes. An
 `end` cancels a group, as the environment of one of its requests has failed: those that wait or are away are finished,
 the others when they come back, suspended or not. `take_left_rows` reports once which rows of the queue that leaves.
 
+A conversation that cannot be continued behind its tokens is continued in another `branch`: with another prompt and
+under another name, for engines and queue. Here it stays one request.
+
 Cost, for n requests in progress and E engines to dispatch to: `finish` O(1) for each request (with an order that knows
 siblings, as in `orders/ranked.py`), counts O(1); `suspend`, `observe_returned` O(log n); `end` O(log n) for each of
 the group; `dispatch`
@@ -36,8 +39,9 @@ O(E + d (log n + log E)) for d requests that it dispatches. No other method but 
 where engines share KV, `observe_new_weights` visits all requests.
 
 Invariants (property-tested in tests/rollout/test_buffer.py): a request is on at most one engine; it is finished once;
-its number of generated tokens never decreases; a group is removed as a whole; a buffer restored from `state_dict` is
-the same buffer with nothing on an engine; an engine with several requests has at most its bounds of requests and KV.
+its number of generated tokens decreases only by a branch; a group is removed as a whole; a buffer restored from
+`state_dict` is the same buffer with nothing on an engine; an engine with several requests has at most its bounds of
+requests and KV.
 """
 
 from __future__ import annotations
@@ -48,12 +52,12 @@ from math import fsum
 from typing import Any
 
 from fusion.rollout.dispatch import EngineRoom, PoolRouting, assign_all, fill
-from fusion.rollout.entry import SAVED, EngineHoldings, Entry, Finished, RequestGroup, State
+from fusion.rollout.entry import SAVED, SAVED_IF_SET, EngineHoldings, Entry, Finished, RequestGroup, State
 from fusion.rollout.length_history import MAX_ROWS, LengthHistory, row_of
 from fusion.rollout.orders import find_order
 from fusion.rollout.orders.interface import Lengths, OrderInputs
 from fusion.rollout.orders.length_classes import HistoPipeSpec
-from fusion.rollout.types import SuspendedSample
+from fusion.rollout.types import SuspendedSample, branch_id, conversation_of
 
 
 class RequestBuffer:
@@ -193,8 +197,9 @@ class RequestBuffer:
 
     def suspend(self, engine: int, sample: SuspendedSample) -> None:
         """Return a request from an engine to the waiting ones or, at the end of a turn, to those that are away."""
-        entry, generated, kv_rank = self.entries[sample.id], sample.generated, sample.kv_rank
+        entry, generated, kv_rank = self.entries[conversation_of(sample.id)], sample.generated, sample.kv_rank
         assert entry.engine == engine, f"request {entry.id!r} is {entry.state}, not on {engine}"
+        assert entry.name == sample.id, f"branch {sample.id!r} of request {entry.id!r} has ended"
         assert generated >= entry.generated, f"request {entry.id!r} had {entry.generated} tokens and has {generated}"
         self._stop(entry)
         if generated > entry.generated:
@@ -218,8 +223,24 @@ class RequestBuffer:
         """Return a request that is away to the waiting ones, with the tokens that its environment has answered."""
         entry = self.entries[id]
         assert entry.state == "away" and observation_tokens > 0, f"request {id!r} is {entry.state}"
-        entry.state, entry.observation = "waiting", observation_tokens
+        entry.observation = observation_tokens
         entry.generated += observation_tokens
+        self._return(entry)
+
+    def branch(self, id: str, prompt_tokens: int, max_tokens: int) -> None:
+        """Return a request that is away to the waiting ones, as another branch of its conversation: with a prompt of
+        ``prompt_tokens`` and a response of at most ``max_tokens``, of which none is generated."""
+        entry = self.entries[id]
+        assert entry.state == "away" and max_tokens > 0, f"request {id!r} is {entry.state}"
+        if entry.kv is not None:
+            self._locate_kv(entry, None)
+        entry.branch += 1
+        entry.prompt_tokens, entry.max_tokens, entry.generated, entry.observation = prompt_tokens, max_tokens, 0, 0
+        entry.earlier, entry.oldest, entry.newest, entry.last_engine = "", -1, -1, None
+        self._return(entry)
+
+    def _return(self, entry: Entry) -> None:
+        entry.state = "waiting"
         self._count["away"] -= 1
         self._count["waiting"] += 1
         self._waiting.add([entry])
@@ -296,8 +317,8 @@ class RequestBuffer:
         """Return plain JSON. All requests must have been suspended: no engine may have one."""
         assert not self.num("running"), "engines are suspended before the buffer is saved"
         return [
-            {name: getattr(entry, name) for name in SAVED if name != "observation" or entry.observation} | {"kv": None}
-            for entry in self.entries.values()
+            {name: value for name in SAVED if (value := getattr(one, name)) or name not in SAVED_IF_SET} | {"kv": None}
+            for one in self.entries.values()
         ]
 
     def load_state_dict(self, state: Iterable[dict[str, Any]]) -> None:
@@ -353,6 +374,7 @@ class RequestBuffer:
         """Finish a request of a cancelled group, which is on no engine."""
         if entry.kv is not None:
             self._locate_kv(entry, None)
+        self._left_rows += [branch_id(entry.id, number) for number in range(entry.branch)]
         if entry.earlier:
             self._left_rows.append(entry.earlier)
         self._count[entry.state] -= 1
@@ -366,7 +388,7 @@ class RequestBuffer:
         """Record where the KV of a request of this engine (None: of no engine) is now; what it has at another is left
         there."""
         if entry.kv and entry.kv[0] != engine:
-            self._left_kv.setdefault(entry.kv[0], []).append(entry.id)
+            self._left_kv.setdefault(entry.kv[0], []).append(entry.name)
         entry.kv, entry.kv_tokens = kv, kv_tokens
 
     def _stop(self, entry: Entry) -> int:

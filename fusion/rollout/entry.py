@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple
 
+from fusion.rollout.types import branch_id
+
 State = Literal["waiting", "running", "away", "finished"]
 
 
@@ -19,7 +21,8 @@ class Entry:
     of all requests ever added; ``member``: its number in its group; ``behind``: whether probes run ahead of it;
     ``last_engine``: that had it last; ``reserved``: KV tokens that it occupies of the bound of its engine; ``step``: in
     which its group is expected to be trained; ``observation``: number of the last of ``generated`` that an environment
-    has answered, and no engine has continued yet.
+    has answered, and no engine has continued yet; ``branch``: number of the branch of a conversation that tokens,
+    limits, row and versions are of.
     """
 
     id: str
@@ -41,6 +44,12 @@ class Entry:
     reserved: int = 0
     step: int = 0
     observation: int = 0
+    branch: int = 0
+
+    @property
+    def name(self) -> str:
+        """The id by which engines and the queue know it."""
+        return branch_id(self.id, self.branch)
 
     @property
     def load(self) -> int:
@@ -56,6 +65,7 @@ class Entry:
 NOT_SAVED = ("position", "member", "behind", "kv_tokens", "last_engine", "reserved")
 SAVED = tuple(field.name for field in fields(Entry) if field.name not in NOT_SAVED)
 """Fields of an entry in the state of a buffer"""
+SAVED_IF_SET = ("observation", "branch")
 
 
 class Finished(NamedTuple):

@@ -2,6 +2,7 @@
 
 finished samples   prompt, response, behaviour_logprobs, versions, cut; if configured text, kept_*, routing;
                    of conversations sampled, sampled_tokens
+ended branches     the same without cut, text and sampled_tokens, so that no reward is asked for them
 answers            prompt, response                                                  read by id: no task gets them
 """
 
@@ -33,6 +34,10 @@ SAMPLED, SAMPLED_TOKENS = "sampled", "sampled_tokens"
 """Columns of what the policy has sampled of a response, bool [L], and of the number of these tokens: the others are
 observations. Only of conversations (`WorkerSpec.turns`); without them all tokens of a response were sampled"""
 
+SHARE = "share"
+"""Column of the share that a row has in its conversation, float32: one of its number of branches. Only of
+conversations; put with the advantages"""
+
 
 class GeneratedNames(NamedTuple):
     """Names of the columns of what was generated: tokens int64 [L], their logprobs float32 [L] and policy versions
@@ -56,18 +61,21 @@ def pack_outputs(outputs: Sequence[Output], texts: Sequence[str] = ()) -> Packed
     `text` (UTF-8), where the responses' ``texts`` are given; those of `KEPT`, where outputs have them; `routing`
     [T, layers, k] of a small integer dtype, where outputs have one (`Output.routing`, of all submissions: every token
     of prompt and response but the last); `SAMPLED` and `SAMPLED_TOKENS` of conversations, whose observations have
-    version -1 and log-probability 0.
+    version -1 and log-probability 0. Branches whose conversation continues (finish reason "turn"), which are packed by
+    themselves, are without the columns that the task which rewards samples reads.
     """
-    optional: dict[str, Any] = {TEXT: list(texts)} if texts else {}
-    if outputs[0].sampled:
-        optional[SAMPLED_TOKENS] = torch.tensor([sum(output.sampled) for output in outputs])
+    optional: dict[str, Any] = {}
+    if outputs[0].finish_reason != "turn":
+        optional[CUT] = torch.tensor([output.finish_reason == "length" for output in outputs])
+        optional |= {TEXT: list(texts)} if texts else {}
+        if outputs[0].sampled:
+            optional[SAMPLED_TOKENS] = torch.tensor([sum(output.sampled) for output in outputs])
     columns = generated_columns(outputs, GENERATED)
     return PackedBatch.from_samples(
         [output.request_id for output in outputs],
         {
             **_prompt_column(outputs),
             **columns,
-            CUT: torch.tensor([output.finish_reason == "length" for output in outputs]),
             **optional,
         },
         groups=[output.group for output in outputs],

@@ -11,7 +11,8 @@ back, or is in the machine's pool (`fusion.inference.pooled`).
 
 Of a conversation whose turn has ended, the row also has that turn's text and tokens, which the controller reads. It
 adds what the environment has answered, as token ids (`OBSERVATION`): whoever resumes or finishes the sample reads what
-was generated and observed. `complete` finishes one whose environment has ended.
+was generated and observed. `complete` finishes one whose environment has ended, or a branch behind which another one
+continues.
 
 If the queue has lost what a sample has so far, the sample cannot be completed: it ends as lost, too.
 
@@ -135,7 +136,9 @@ class PartialSamples:
             )
         merged = _merge([*finished, *grown], columns_by_row)
         whole, partial = merged[: len(finished)], merged[len(finished) :]
-        if whole:
+        if branches := [output for output in whole if output.finish_reason == "turn"]:
+            self._queue.put(pack_outputs(branches))
+        if whole := [output for output in whole if output.finish_reason != "turn"]:
             self._queue.put(pack_outputs(whole, self._texts([output.tokens for output in whole])))
         row_by_id = {output.request_id: row_of(output.request_id, len(output.tokens)) for output in partial}
         if partial:
@@ -170,15 +173,15 @@ class PartialSamples:
             self._queue.put(PackedBatch.from_samples(rows, columns))
 
     def complete(self, ended: Sequence[EndedConversation]) -> None:
-        """Put conversations as finished samples, and drop their rows; those whose row is lost end as lost. On any
-        thread."""
+        """Put conversations and branches as finished samples, and drop their rows; those whose row is lost end as lost.
+        On any thread."""
         self.put(
             [
                 Output(
                     parse_row(one.row)[0],
                     one.group,
                     one.prompt,
-                    finish_reason="length" if one.cut else "stop",
+                    finish_reason="turn" if one.continues else "length" if one.cut else "stop",
                     earlier=one.row,
                 )
                 for one in ended

@@ -20,11 +20,24 @@ def parse_row(row: str) -> tuple[str, int]:
     return id, int(num_tokens)
 
 
+def branch_id(id: str, number: int) -> str:
+    """Return the id of a branch of conversation ``id``, as engines and the queue know it; the first has that of the
+    conversation."""
+    return f"{id}.{number}" if number else id
+
+
+def conversation_of(branch: str) -> str:
+    """Return the id of the conversation of a branch named by `branch_id`: its group, a slash and a number."""
+    group, slash, member = branch.rpartition("/")
+    return f"{group}{slash}{member.partition('.')[0]}"
+
+
 @dataclass(frozen=True)
 class SuspendedSample:
     """An unfinished sample that left its engine.
 
     Args:
+        id: of its branch (`branch_id`).
         generated: response tokens so far, over all its chunks.
         earlier: id of its row in the queue (`partial_samples`), "" while it has no token.
         versions: policy versions of the oldest and the newest of its tokens; None if it gained none.
@@ -50,18 +63,20 @@ class SuspendedSample:
 
 @dataclass(frozen=True)
 class EndedConversation:
-    """A conversation that ends behind its last turn.
+    """A conversation, or a branch of it, that ends behind its last turn.
 
     Args:
         row: that has its tokens in the queue (`row_of`).
         prompt: token ids.
         cut: whether a limit has ended it, not the environment.
+        continues: the conversation goes on in another branch.
     """
 
     row: str
     group: str
     prompt: tuple[int, ...]
     cut: bool = False
+    continues: bool = False
 
 
 @dataclass(frozen=True)

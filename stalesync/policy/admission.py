@@ -21,7 +21,7 @@ controller in a run, a simulator in virtual time, a property test) executes each
     observe_generated      samples are generated
     observe_scored         all samples of a group are scored; observe_filtered, observe_failed: it is not trained
     observe_chunks_ended   requests were suspended at the end of their chunk or turn, or as the engine is replaced
-    observe_returned       the environment of a conversation has answered
+    observe_returned       the environment of a conversation has answered; observe_branched: another branch begins
     observe_cancelled      a group is not generated any further, as an environment has failed
     observe_stopped        an engine has stopped, with its unfinished requests
     observe_accumulated    Accumulate is done: the groups are trained in this version
@@ -181,6 +181,11 @@ class Admission:
     def observe_returned(self, id: str, observation_tokens: int) -> None:
         """Record that the environment of a conversation that was away has answered; its request waits again."""
         self.buffer.observe_returned(id, observation_tokens)
+        self._chunks_ended = True
+
+    def observe_branched(self, id: str, prompt_tokens: int, max_tokens: int) -> None:
+        """Record that a conversation that was away goes on in another branch; its request waits again."""
+        self.buffer.branch(id, prompt_tokens, max_tokens)
         self._chunks_ended = True
 
     def observe_cancelled(self, group: str, why: str) -> None:

@@ -138,14 +138,15 @@ def recover(
     """
     suspended, dropped, num_finished = list[SuspendedSample](), list[str](), 0
     for entry in entries:
-        tokens = sorted(rows.get(entry.id, ()))
-        if entry.id in finished:
+        name = entry.name
+        tokens = sorted(rows.get(name, ()))
+        if name in finished:
             num_finished += 1
         else:
             # Also if the queue has lost the row: its next engine reports that.
             kept, row, span = entry.generated, entry.earlier, None
-            if tokens and (newest := row_of(entry.id, count := tokens.pop())) != row:
+            if tokens and (newest := row_of(name, count := tokens.pop())) != row:
                 kept, row, span = count, newest, (entry.oldest if entry.oldest >= 0 else version, version)
-            suspended.append(SuspendedSample(entry.id, kept, row, span, turn=span is not None and row in turns))
-        dropped += [row_of(entry.id, count) for count in tokens]
+            suspended.append(SuspendedSample(name, kept, row, span, turn=span is not None and row in turns))
+        dropped += [row_of(name, count) for count in tokens]
     return Recovered(suspended, num_finished, dropped)

@@ -137,7 +137,7 @@ class Supply:
 
 def _columns(entries: Sequence[Entry]) -> DispatchedRequests:
     return DispatchedRequests(
-        ids=[entry.id for entry in entries],
+        ids=[entry.name for entry in entries],
         groups=[entry.group for entry in entries],
         earlier=[entry.earlier for entry in entries],
         kv_ranks=[entry.kv[1] if entry.kv and entry.kv[0] == entry.engine else None for entry in entries],

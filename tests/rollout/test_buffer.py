@@ -12,7 +12,7 @@ from hypothesis import given, settings
 
 from fusion.rollout import EngineRoom, RequestBuffer, SuspendedSample
 from fusion.rollout import buffer as buffer_module
-from fusion.rollout.types import parse_row
+from fusion.rollout.types import conversation_of, parse_row
 from tests.rollout.plain_dispatch import plain_dispatch
 
 
@@ -59,9 +59,10 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, num_probes,
     buffer, added, finished = new(), 0, []
     held: dict[str, int] = {}
     last_engine: dict[str, int] = {}
-    rows, cancelled, left_rows = {}, set(), []
+    rows, cancelled, left_rows, branches = {}, set(), [], {}
     for step in range(80):
-        events = ["add", "dispatch", "suspend", "finish", "finish", "remove", "save", "turn", "return", "leave", "end"]
+        events = ["add", "dispatch", "suspend", "finish", "finish", "remove", "save", "turn", "return", "branch"]
+        events += ["leave", "end"]
         away = {entry.id for entry in buffer.of("away")}
         match random.choice(events):
             case "add":
@@ -76,13 +77,14 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, num_probes,
                 generated = buffer.entries[id].generated + random.randint(0, 5)
                 kv_rank = random.choice([None, 0, 1])
                 earlier = f"{id}~{generated}" if generated else ""
-                _suspend(buffer, held.pop(id), id, generated, earlier, (step, step), kv_rank)
+                _suspend(buffer, held.pop(id), buffer.entries[id].name, generated, earlier, (step, step), kv_rank)
                 rows[id] = earlier
             case "turn" if held:
                 id = random.choice(sorted(held))
                 generated = buffer.entries[id].generated + random.randint(1, 5)
                 rows[id], engine = f"{id}~{generated}", held.pop(id)
-                sample = SuspendedSample(id, generated, rows[id], (step, step), random.choice([None, 0]), turn=True)
+                name = buffer.entries[id].name
+                sample = SuspendedSample(name, generated, rows[id], (step, step), random.choice([None, 0]), turn=True)
                 buffer.suspend(engine, sample)
                 is_cancelled = buffer.entries[id].group in cancelled
                 assert buffer.entries[id].state == ("finished" if is_cancelled else "away")
@@ -94,14 +96,27 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, num_probes,
                 entry = buffer.entries[id]
                 assert (entry.state, entry.generated, entry.earlier) == ("waiting", generated, rows[id])
                 assert entry.observation == said
+            case "branch" if away:
+                id = random.choice(sorted(away))
+                entry, ended = buffer.entries[id], buffer.entries[id].name
+                engine = entry.kv and entry.kv[0]
+                buffer.branch(id, 8, 20)
+                assert (entry.state, entry.generated, entry.earlier, entry.oldest) == ("waiting", 0, "", -1)
+                assert entry.name == f"{id}.{entry.branch}" != ended and (entry.prompt_tokens, entry.max_tokens) == (
+                    8,
+                    20,
+                )
+                assert buffer.take_left_kv() == ({} if engine is None else {engine: [ended]}), "its KV is freed"
+                branches.setdefault(id, []).append(ended)
+                rows.pop(id)
             case "leave" if away:
                 id = random.choice(sorted(away))
-                engine = buffer.entries[id].kv and buffer.entries[id].kv[0]
+                engine, name = buffer.entries[id].kv and buffer.entries[id].kv[0], buffer.entries[id].name
                 buffer.finish({id: buffer.entries[id].generated})
                 finished.append(id)
-                assert buffer.take_left_kv() == ({} if engine is None else {engine: [id]}), "its KV is freed"
+                assert buffer.take_left_kv() == ({} if engine is None else {engine: [name]}), "its KV is freed"
             case "end" if {entry.group for entry in buffer.entries.values()} - cancelled and random.random() < 0.3:
-                _end_group(buffer, cancelled, rows, random)
+                _end_group(buffer, cancelled, rows, branches, random)
             case "finish" if held:
                 id = random.choice(sorted(held))
                 del held[id]
@@ -119,8 +134,10 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, num_probes,
                 assert not any(entry.kv for entry in again.entries.values()), "parked KV is in no checkpoint"
                 if random.random() < 0.5:
                     buffer, last_engine, cancelled = again, {}, set()
-        left = {parse_row(row)[0]: row for row in buffer.take_left_rows()}
-        assert all(row == rows[id] and id.split("/")[0] in cancelled for id, row in left.items())
+        left = buffer.take_left_rows()
+        for row in left:
+            id = conversation_of(parse_row(row)[0] if "~" in row else row)
+            assert row in (rows.get(id), *branches.get(id, ())) and id.split("/")[0] in cancelled
         left_rows += left
         buffer.take_left_kv()  # of those that came back to a cancelled group
         assert len(left_rows) == len({*left_rows}), "it is told once"
@@ -147,7 +164,8 @@ def _dispatch(buffer, held, last_engine, *, engines, order, probes, random):
     given_ = {entry.id: engine for engine, entries in found.items() for entry in entries}
     assert given_ == expected
     assert not set(given_) & set(held)
-    gone = {(kv[0], id) for id, kv in waiting.items() if kv and id in given_ and given_[id] != kv[0]}
+    name = {id: buffer.entries[id].name for id in waiting}
+    gone = {(kv[0], name[id]) for id, kv in waiting.items() if kv and id in given_ and given_[id] != kv[0]}
     assert {(engine, id) for engine, ids in buffer.take_left_kv().items() for id in ids} == gone
     assert not buffer.take_left_kv(), "it is told once"
     if most is None:
@@ -163,18 +181,19 @@ def _dispatch(buffer, held, last_engine, *, engines, order, probes, random):
     return given_
 
 
-def _end_group(buffer, cancelled, rows, random):
+def _end_group(buffer, cancelled, rows, branches, random):
     """End a group, and check what is left of it."""
     group = random.choice(sorted({entry.group for entry in buffer.entries.values()} - cancelled))
     members = [entry for entry in buffer.entries.values() if entry.group == group]
     idle = [entry for entry in members if entry.state in ("waiting", "away")]
-    kv = {(entry.kv[0], entry.id) for entry in idle if entry.kv}
+    kv = {(entry.kv[0], entry.name) for entry in idle if entry.kv}
     cancelled.add(group)
     buffer.end(group)
     assert all(entry.state in ("running", "finished") for entry in members)
     assert buffer.num_unfinished(group) == sum(entry.state == "running" for entry in members)
     assert {(engine, id) for engine, ids in buffer.take_left_kv().items() for id in ids} == kv
-    assert sorted(buffer.take_left_rows()) == sorted(rows[entry.id] for entry in idle if rows.get(entry.id))
+    left = [row for entry in idle for row in (rows.get(entry.id), *branches.get(entry.id, ())) if row]
+    assert sorted(buffer.take_left_rows()) == sorted(left)
 
 
 def random_room(random):

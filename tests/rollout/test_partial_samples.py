@@ -253,3 +253,19 @@ def test_a_conversation_whose_row_is_lost_ends_by_name(lost_when):
         card.complete([EndedConversation(first.earlier, "a", (1, 2))])
     ended = [(one.id, one.group, one.reason) for one in queue.lost()]
     assert sorted(ended) == [("a/0", "a", "lost:earlier tokens"), ("a/0~1", "", "lost:damaged")]
+
+
+def test_a_branch_that_ends_is_trained_with_its_conversation_and_no_reward_is_asked_for_it():
+    queue = LocalQueue(["reward", "train"])
+    card = PartialSamples(queue, turns=True, detokenize=_text)
+    asked = ["response", "text", "cut", SAMPLED_TOKENS]
+    (first,) = card.put([], [_turn(_output([5, 6], 3))])
+    card.complete([EndedConversation(first.earlier, "a", (1, 2), continues=True)])
+    row = queue.read(["a/0"], ["prompt", "response", "behaviour_logprobs", "versions", SAMPLED])
+    assert row["response"][0].tolist() == [5, 6] and row.versions == ((3, 3),) and row.groups == ("a",)
+    (second,) = card.put([], [_turn(_output([7], 4, id="a/0.1"))])
+    assert second.id == "a/0.1" and second.earlier == "a/0.1~1"
+    card.complete([EndedConversation(second.earlier, "a", (1, 2, 5, 9))])
+    whole = queue.get("reward", asked, count=1)
+    assert whole.ids == ("a/0.1",) and whole["text"][0] == "7"
+    assert queue.stats()["distqueue/rows"] == 2, "the rows that they replace are dropped"
