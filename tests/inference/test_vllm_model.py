@@ -289,3 +289,25 @@ def test_vllms_own_packing_is_refused_at_the_start(experts):
     *_, message = run([sys.executable, "-c", script], 120).stdout.splitlines()
     tensor = "mlp.experts.routed_experts.w13_weight" if experts else "self_attn.qkv_proj.weight"
     assert message.startswith(f"rollout.backend=vllm: model.layers.0.{tensor}") and "backend=embedded" in message
+
+
+def unrecorded() -> str:
+    """What is said where vLLM binds its recorder of experts to no layer."""
+    from fusion.inference.backends import vllm_host
+    from fusion.inference.backends.vllm_model import VllmModel
+
+    def bind_none() -> None:
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+        GPUModelRunner._bind_routed_experts_capturer = lambda self, capturer: None
+
+    vllm_host.record_in_experts = bind_none
+    with pytest.raises(ValueError) as caught:
+        VllmModel(tiny_config(True), Mesh.single(), open_device("emulated"), rollout=ROLLOUT, routing=True)
+    return str(caught.value)
+
+
+def test_experts_that_are_not_recorded_are_found_at_the_start():
+    script = "from tests.inference.test_vllm_model import unrecorded; print(unrecorded())"
+    *_, message = run([sys.executable, "-c", script], 120).stdout.splitlines()
+    assert message.startswith("algorithm.replay=rollout: vLLM does not record the experts of the layers [0")
