@@ -26,17 +26,16 @@ from fusion.npu.config import DeviceConfig
 from stalesync.job.config import Config
 from stalesync.job.cross_checks import check_minibatches
 from stalesync.simulator.cluster import Base, Case, Scenario, simulate
-from stalesync.simulator.outcome import LOSSES, min_steps
+from stalesync.simulator.outcome import LOSSES
 
 MARGIN = 0.05
 """Share by which speeds must differ to count: to which the simulator is held by runs on paced cards"""
 
-BOUNDS = 0, 1
-MEASURED_STEPS = 2
-"""Simulated steps that count, of each candidate"""
+STEPS = {0: 3, 1: 10}
+"""Staleness bound of the candidates → simulated steps: running ahead, fewer favour those whose sides take turns"""
 
 MAX_SAMPLES = 4096
-"""Samples of a step that are simulated at most: about 10 seconds for all candidates"""
+"""Samples of a step that are simulated at most: about 20 seconds for all candidates"""
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def candidates(deployments: Sequence[DeploymentEstimate], mean_share: float) -> 
         splits = [plan for plan in deployments if plan.deployment == name]
         chosen.append((min(splits, key=lambda plan: plan.step_s), 0))
         ahead = min(splits, key=lambda plan: max(plan.generate_s * mean_share, plan.train_s))
-        chosen += [(ahead, bound) for bound in BOUNDS[1:]]
+        chosen += [(ahead, bound) for bound in STEPS if bound]
     return chosen
 
 
@@ -131,7 +130,7 @@ def recommend(setup: Setup, config: Config, name: str, deployments: Sequence[Dep
     for plan, bound in candidates(deployments, setup.workload.response / setup.workload.longest):
         first = plan.train.world if plan.deployment == "separate" else 0
         sizes = estimate_memory(setup.with_layouts(plan.train, plan.infer, first))
-        config.run.steps = min_steps(bound) - 1 + MEASURED_STEPS
+        config.run.steps = STEPS[bound]
         base = Base(plan.train, plan.infer, plan.infer_cards or None, sizes.kv_tokens)
         outcome = simulate(scenario, base, Case(1, plan.deployment, bound))
         options.append(Option(plan, bound, outcome.tokens_per_s, outcome.step_s, outcome.lost))
