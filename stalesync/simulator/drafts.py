@@ -56,8 +56,9 @@ class DraftSpec:
         return self._kept[track][drafted]
 
     def __str__(self) -> str:
-        means = ", ".join(f"{kept[-1]:.2f} from {track} finished siblings on" for track, kept in self._kept.items())
-        return f"{'published' if self.kept is None else 'measured on texts'}, tokens a step of whole drafts: {means}"
+        means = ", ".join(f"{kept[-1]:.2f} ({track})" for track, kept in self._kept.items())
+        origin = "as published" if self.kept is None else "measured on texts"
+        return f"{origin}, tokens a step of whole drafts by finished siblings: {means}"
 
     def choose(self, cost: EngineCost, num_by_track: Mapping[int, int], contexts: float) -> int:
         """Return the number of drafted tokens that bring the most tokens a second; of several the lowest.
