@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 from fusion.model.collectives import Rows, gather_rows, reduce_scatter_rows, sum_over_tp
-from fusion.model.matrix import Matrix, Weights, blocks_of, parameter, project
+from fusion.model.matrix import Adapted, Matrix, Weights, blocks_of, parameter, project
 from fusion.model.mesh import Mesh
 from fusion.model.spec import GroupedQuery, Latent
-from fusion.npu.operators import Plain
+from fusion.npu.operators import Plain, linear
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 """Channels without position encoding, and those that are rotated"""
@@ -52,16 +52,30 @@ class Up:
 
     def absorb(self, nope_NHC: torch.Tensor) -> torch.Tensor:
         """Return queries [N, H, R] whose products with compressed latents are those of nope_NHC with expanded keys."""
-        return self._multiply(nope_NHC, [matrices_HXR[:, : self.spec.nope_dim] for matrices_HXR in self._by_head()])
+        nope = self.spec.nope_dim
+        absorbed = self._multiply(nope_NHC, [matrices_HXR[:, :nope] for matrices_HXR in self._by_head(self.kv_b)])
+        if (added := self._adapters()) is None:
+            return absorbed
+        (of_heads,) = self._by_head(added.lora_b)
+        return absorbed + self._multiply(nope_NHC, [of_heads[:, :nope]]) @ added.lora_a * added.scale
 
     def values(self, out_NHR: torch.Tensor) -> torch.Tensor:
         """Return the values [N, H, V] of attended compressed latents [N, H, R]."""
-        values = [matrices_HXR[:, self.spec.nope_dim :].transpose(1, 2) for matrices_HXR in self._by_head()]
-        return self._multiply(out_NHR, values)
+        nope = self.spec.nope_dim
+        values = [matrices_HXR[:, nope:].transpose(1, 2) for matrices_HXR in self._by_head(self.kv_b)]
+        if (added := self._adapters()) is None:
+            return self._multiply(out_NHR, values)
+        (of_heads,) = self._by_head(added.lora_b)
+        inner = linear(out_NHR.flatten(0, 1), added.lora_a, self.row_multiple).unflatten(0, out_NHR.shape[:2])
+        low_rank = self._multiply(inner * added.scale, [of_heads[:, nope:].transpose(1, 2)])
+        return self._multiply(out_NHR, values) + low_rank
 
-    def _by_head(self) -> list[torch.Tensor]:
+    def _adapters(self) -> Adapted | None:
+        return self.kv_b if isinstance(self.kv_b, Adapted) and self.kv_b.scale else None
+
+    def _by_head(self, matrix: Matrix) -> list[torch.Tensor]:
         channels = self.spec.nope_dim + self.spec.value_dim
-        return [block.unflatten(0, (-1, channels)) for block in blocks_of(self.kv_b)]
+        return [block.unflatten(0, (-1, channels)) for block in blocks_of(matrix)]
 
     def _multiply(self, x_NHC: torch.Tensor, blocks: list[torch.Tensor]) -> torch.Tensor:
         if len(blocks) == 1:

@@ -5,6 +5,7 @@ Units, in which weights are stored, freed, moved and shared:
     layer 3, replicated | input_norm | q_norm | k_norm | post_norm | router |
     layer 3, TP shard   | attention.qkv | attention.out |
     layer 3, expert 17  | gate_up | down |
+    layer 3, adapters   | attention.qkv.lora_a | attention.out.lora_b |     beside a frozen base (`adapters`)
     layer 3, a stack    | experts.16.gate_up | experts.17.gate_up | …     where experts are stacked (`LocalParam.stack`)
 
 Buckets, in which gradients and optimizer states are stored and reduced:
@@ -100,7 +101,7 @@ class BucketPlan:
 def plan_units(params: Iterable[LocalParam], itemsize: int, max_bytes: int) -> tuple[BucketPlan, ...]:
     """Pack parameters into units of at most ``max_bytes``, in the order in which a forward pass uses them; those that
     are stored elsewhere (`LocalParam.storage`) are left out."""
-    kinds: dict[tuple[int | str, int | str | None], list[LocalParam]] = {}
+    kinds: dict[tuple[bool, int | str, int | str | None], list[LocalParam]] = {}
     for param in (param for param in params if param.storage == "unit"):
         kinds.setdefault(_unit_kind(param), []).append(param)
     units = []
@@ -111,15 +112,21 @@ def plan_units(params: Iterable[LocalParam], itemsize: int, max_bytes: int) -> t
     return tuple(units)
 
 
-def _unit_kind(param: LocalParam) -> tuple[int | str, int | str | None]:
-    """Return (layer or global tensor, which ranks replicate it): parameters of one kind may share a unit."""
+def trained_units(units: Iterable[BucketPlan]) -> tuple[BucketPlan, ...]:
+    """Return the units of what is trained: of a model with adapters the first ones, else all."""
+    return tuple(unit for unit in units if not unit.entries[0][0].frozen)
+
+
+def _unit_kind(param: LocalParam) -> tuple[bool, int | str, int | str | None]:
+    """Return (whether it is frozen, layer or global tensor, which ranks replicate it): parameters of one kind may share
+    a unit."""
     own = param.parts[0].name if param.parts else param.name  # a share of the vocabulary may be all padding
     scope = own if param.layer is None else param.layer
     if param.stack is not None:
-        return scope, param.stack
+        return param.frozen, scope, param.stack
     if param.expert:
-        return scope, param.expert_index
-    return scope, "share" if param.tp_sharded else "replicated"
+        return param.frozen, scope, param.expert_index
+    return param.frozen, scope, "share" if param.tp_sharded else "replicated"
 
 
 def plan_buckets(

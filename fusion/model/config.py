@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fusion.model.adapters import Adapters
 from fusion.model.families.base import Family
 from fusion.model.families.registry import ALIASES, FAMILIES
 from fusion.model.hf_fields import Fields
@@ -27,6 +28,7 @@ class ModelConfig:
     instead of logits. ``family``: the `model_type`. ``num_predictors``: layers after the last that predict further
     tokens, of its kind; they are loaded and exported, and neither computed with nor trained. ``masked_ids``: ascending
     ranges [start, stop) of ids that no token has (`IdMask`); not in the folder, as they depend on the tokenizer.
+    ``adapters``: those that are trained in place of the model's own tensors; None: there are none.
 
     Invariants: all layers have the same attention, so that a token has the same KV cache and the same rotation in each;
     all sparse layers have the same experts, so that a routing column holds any of them.
@@ -47,6 +49,7 @@ class ModelConfig:
     num_labels: int = 0
     num_predictors: int = 0
     masked_ids: tuple[tuple[int, int], ...] = ()
+    adapters: Adapters | None = None
 
     def __post_init__(self) -> None:
         assert all(layer.attention == self.attention for layer in self.layers)
@@ -60,6 +63,11 @@ class ModelConfig:
     def predictors(self) -> range:
         """The numbers of the layers that predict further tokens."""
         return range(self.num_layers, self.num_layers + self.num_predictors)
+
+    @cached_property
+    def base(self) -> ModelConfig:
+        """The model without adapters."""
+        return replace(self, adapters=None)
 
     @cached_property
     def without_predictors(self) -> ModelConfig:

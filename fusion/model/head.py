@@ -26,6 +26,11 @@ class Head:
         self.blocks, self.mask, self.row_multiple = list(blocks), mask, row_multiple
         self.num_ids = sum(len(block) for block in self.blocks)
 
+    @property
+    def trained(self) -> bool:
+        """Whether the weights have gradients."""
+        return any(block.requires_grad for block in self.blocks)
+
     def logits(self, hidden_nD: torch.Tensor) -> torch.Tensor:
         """Compute this TP rank's columns of the logits, [n, V / tp], from hidden states [n, D]."""
         return self.logits_of(hidden_nD, self.blocks, range(self.num_ids))

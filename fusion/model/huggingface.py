@@ -32,6 +32,7 @@ from fusion.model.hf_quantization import BlockScales, scale_of
 from fusion.model.holder import WeightHolder
 from fusion.model.local_param import LocalParam, Part
 from fusion.model.parallel import Parallel
+from fusion.model.peft import save_adapter
 from fusion.model.stored import INDEX, SINGLE, StoredTensor, read_json, stored_tensors
 from fusion.model.table import global_params
 from fusion.model.tokenizer_files import tokenizer_files
@@ -48,8 +49,8 @@ WHOLE_BYTES = 1 << 30
 
 
 def load_weights(model: WeightHolder, folder: str | Path, whole_bytes: int = WHOLE_BYTES) -> dict[str, int]:
-    """Load the model's local tensors from a checkpoint folder, converted to their dtype; float8 matrices are
-    dequantized box by box.
+    """Load the model's local tensors from a checkpoint folder, all but adapters, converted to their dtype; float8
+    matrices are dequantized box by box.
 
     Returns the checksums (`box_checksum`) of what this rank owns of each file of more than ``whole_bytes``, by name:
     over all ranks they add up, mod MODULUS, to the checksum of the file, in any layout.
@@ -66,6 +67,8 @@ def load_weights(model: WeightHolder, folder: str | Path, whole_bytes: int = WHO
         reader = BoxReader(stored, scales, stack)
         for param in model.table:
             view = model.weights.views[param.name]
+            if model.config.adapters and param.trained:
+                continue
             for part in param.parts:
                 if part.name not in stored:
                     raise ValueError(f"model.path: {folder} lacks the tensor {part.name!r}")
@@ -127,7 +130,8 @@ def save_folder(
     views: Mapping[str, torch.Tensor] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write config.json, generation_config.json, safetensors shards and the tokenizer's files of ``tokenizer_from``.
+    """Write config.json, generation_config.json, safetensors shards and the tokenizer's files of ``tokenizer_from``; of
+    a model with adapters a folder of `peft` (`fusion.model.peft`).
 
     Collective over the model's mesh; rank 0 writes. `transformers.AutoModelForCausalLM` loads the folder. An existing
     folder is replaced atomically, as a whole; its files that describe no weights are kept.
@@ -139,9 +143,12 @@ def save_folder(
     tensors = gather_tensors(model, views, group)
     if model.mesh.rank == 0:
         whole = ((name, tensor) for name, tensor in tensors if tensor is not None)
-        write_folder(
-            model.config, model.weights.dtype, whole, folder, tokenizer_from=tokenizer_from, shard_bytes=shard_bytes
-        )
+        if model.config.adapters:
+            save_adapter(model.config, whole, folder, base=str(tokenizer_from or ""))
+        else:
+            write_folder(
+                model.config, model.weights.dtype, whole, folder, tokenizer_from=tokenizer_from, shard_bytes=shard_bytes
+            )
     else:
         for _ in tensors:
             pass
@@ -216,7 +223,8 @@ def _link_or_copy(source: str | Path, target: str | Path) -> None:
 def gather_tensors(
     model: WeightHolder, views: Mapping[str, torch.Tensor] | None = None, group: dist.ProcessGroup | None = None
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield (name, whole CPU tensor) of every global tensor on rank 0, (name, None) on other ranks. Collective.
+    """Yield (name, whole CPU tensor) of every global tensor on rank 0, (name, None) on other ranks; of a model with
+    adapters, of theirs alone. Collective.
 
     Args:
         views: tensors to gather instead of the model's own, for example a copy: this rank's parameters by local name.
@@ -226,7 +234,10 @@ def gather_tensors(
     mesh = model.mesh
     views = model.weights.views if views is None else views
     group = group if group is not None else mesh.world_group
+    adapters = model.config.adapters is not None
     for name, holders in _owners(model).items():
+        if adapters and not holders[0][1].trained:
+            continue
         whole = None
         dtype = torch.float32 if holders[0][1].float32 else model.weights.dtype
         if mesh.rank == 0:

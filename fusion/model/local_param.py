@@ -58,7 +58,7 @@ class Part:
 @dataclass(frozen=True)
 class LocalParam:
     """Describes a local tensor. All that other packages need to know of it is in its fields; its name is its owner's.
-    Only tensors in units have gradients and optimizer states.
+    Only tensors in units have gradients and optimizer states, unless they are frozen.
 
     Attributes:
         expert: it is replicated over edp, not dp.
@@ -69,6 +69,7 @@ class LocalParam:
         layer: its layer in the whole model; None: it belongs to no layer.
         expert_index: the expert in the whole model of which it holds a matrix; None: it holds none, or several experts.
         block: its number among the blocks that a matrix was cut into; None: it is not cut.
+        frozen: it is of a base that is never trained (`adapters`).
         stack: the stack of equal matrices, one for each expert of the rank, in which it is stored, whole; None: none.
     """
 
@@ -84,6 +85,12 @@ class LocalParam:
     expert_index: int | None = None
     block: int | None = None
     stack: str | None = None
+    frozen: bool = False
+
+    @property
+    def trained(self) -> bool:
+        """Whether it has gradients and optimizer states."""
+        return self.storage == "unit" and not self.frozen
 
     @property
     def numel(self) -> int:

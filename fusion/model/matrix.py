@@ -1,4 +1,5 @@
-"""Represent a weight matrix as one parameter, or as blocks of rows where it is too large for a storage unit."""
+"""Represent a weight matrix as one parameter, or as blocks of rows where it is too large for a storage unit; with a
+pair of adapters beside it where it has one."""
 
 from __future__ import annotations
 
@@ -10,7 +11,29 @@ from fusion.npu.operators import linear
 Weights = dict[str, torch.Tensor]
 """Local tensors by name, relative to the module that owns them."""
 
-Matrix = nn.Parameter | nn.ParameterList
+
+class Adapted(nn.Module):
+    """A frozen matrix ``base`` and its adapters (`fusion.model.adapters`): A, stacked of as many matrices as there are
+    blocks of B, whose outputs are concatenated. Of a stack of experts: stacks [E, r, I] and [E, O, r].
+
+    ``scale``: factor of the adapters' product; 0: they are off, as while a reference computes.
+    """
+
+    def __init__(self, base: nn.Parameter | nn.ParameterList, name: str, weights: Weights):
+        super().__init__()
+        self.base, self.scale = base, 0.0
+        self.lora_a = nn.Parameter(weights[f"{name}.lora_a"])
+        self.lora_b = _stored(f"{name}.lora_b", weights)
+
+    def low_rank(self, x_ND: torch.Tensor, row_multiple: int = 1) -> torch.Tensor:
+        """Return scale * B (A x) [N, O]."""
+        inner = linear(x_ND, self.lora_a, row_multiple) * self.scale
+        blocks = blocks_of(self.lora_b)
+        outs = [linear(x, block, row_multiple) for x, block in zip(inner.chunk(len(blocks), -1), blocks, strict=True)]
+        return outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)
+
+
+Matrix = nn.Parameter | nn.ParameterList | Adapted
 
 
 def below(prefix: str, weights: Weights) -> Weights:
@@ -19,7 +42,13 @@ def below(prefix: str, weights: Weights) -> Weights:
 
 
 def parameter(name: str, weights: Weights) -> Matrix:
-    """Create the matrix ``name`` [O, D]: a parameter, or the list of ``name.0``, ``name.1``, … as the table cuts it."""
+    """Create the matrix ``name`` [O, D]: a parameter, or the list of ``name.0``, ``name.1``, … as the table cuts it,
+    with its adapters if it has some."""
+    matrix = _stored(name, weights)
+    return Adapted(matrix, name, weights) if f"{name}.lora_a" in weights else matrix
+
+
+def _stored(name: str, weights: Weights) -> nn.Parameter | nn.ParameterList:
     if name in weights:
         return nn.Parameter(weights[name])
     blocks: list[nn.Parameter] = []
@@ -29,13 +58,22 @@ def parameter(name: str, weights: Weights) -> Matrix:
     return nn.ParameterList(blocks)
 
 
+def base_of(matrix: Matrix) -> nn.Parameter | nn.ParameterList:
+    """Return the matrix without its adapters."""
+    return matrix.base if isinstance(matrix, Adapted) else matrix
+
+
 def blocks_of(matrix: Matrix) -> list[torch.Tensor]:
-    """Return the matrix's blocks of rows, in order."""
+    """Return the matrix's blocks of rows, in order, without its adapters."""
+    matrix = base_of(matrix)
     return list(matrix) if isinstance(matrix, nn.ParameterList) else [matrix]
 
 
 def project(x_ND: torch.Tensor, matrix: Matrix, row_multiple: int = 1) -> torch.Tensor:
-    """Compute x @ matrix.T [N, O], see `fusion.npu.operators.rows.linear`."""
+    """Compute x @ matrix.T [N, O], see `fusion.npu.operators.rows.linear`; with the product of its adapters."""
     if isinstance(matrix, nn.Parameter):
         return linear(x_ND, matrix, row_multiple)
+    if isinstance(matrix, Adapted):
+        y = project(x_ND, matrix.base, row_multiple)
+        return y + matrix.low_rank(x_ND, row_multiple) if matrix.scale else y
     return torch.cat([linear(x_ND, block, row_multiple) for block in matrix], dim=-1)

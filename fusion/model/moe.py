@@ -17,6 +17,7 @@ rank of an EP group routes all rows of the group, runs its own experts on them, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from fusion.model.collectives import (
     sum_plainly,
 )
 from fusion.model.exchange import Exchange, plan_exchange
-from fusion.model.matrix import Matrix, Weights, below, blocks_of, parameter, project
+from fusion.model.matrix import Adapted, Matrix, Weights, base_of, below, blocks_of, parameter, project
 from fusion.model.mesh import Mesh
 from fusion.model.mlp import MLP
 from fusion.model.replay import Forced, Routed
@@ -55,6 +56,25 @@ class Expert(nn.Module):
         self.down = parameter("down", weights)
 
 
+class ExpertAdapters:
+    """Holds the adapters of equal matrices of a rank's experts: lists of A and of B, or a stack of each."""
+
+    def __init__(self, matrices: list[Adapted], stacked: bool):
+        self._first = matrices[0]
+        self.a: Any = self._first.lora_a if stacked else [one.lora_a for one in matrices]
+        self.b: Any = self._first.lora_b if stacked else [one.lora_b for one in matrices]
+
+    @classmethod
+    def of(cls, matrices: Sequence[Matrix], stacked: bool) -> ExpertAdapters | None:
+        """Return those of matrices that have some; None: they have none."""
+        adapted = [one for one in matrices if isinstance(one, Adapted)]
+        return cls(adapted, stacked) if adapted else None
+
+    @property
+    def scale(self) -> float:
+        return self._first.scale
+
+
 class MoE(nn.Module):
     def __init__(self, spec: Sparse, mesh: Mesh, operators: Plain, weights: Weights):
         super().__init__()
@@ -68,15 +88,19 @@ class MoE(nn.Module):
         self.num_local = num_local
         # Looked up once: attribute access of modules takes measurable time in a decode step.
         self._matrices: tuple[Any, Any]
-        if "experts.gate_up" in weights:
+        stacked = "experts.gate_up" in weights
+        if stacked:
             stacks = Expert(below("experts.", weights))
             self.experts: nn.Module = stacks
-            self._matrices, self._cut = (stacks.gate_up, stacks.down), False
+            gate_up, down = [stacks.gate_up], [stacks.down]
+            self._matrices, self._cut = (base_of(stacks.gate_up), base_of(stacks.down)), False
         else:
             experts = {str(e): Expert(below(f"experts.{e}.", weights)) for e in local_experts}
             self.experts = nn.ModuleDict(experts)
-            self._matrices = [one.gate_up for one in experts.values()], [one.down for one in experts.values()]
+            gate_up, down = [one.gate_up for one in experts.values()], [one.down for one in experts.values()]
+            self._matrices = [base_of(one) for one in gate_up], [base_of(one) for one in down]
             self._cut = not all(isinstance(one, nn.Parameter) for matrices in self._matrices for one in matrices)
+        self._adapters = [ExpertAdapters.of(each, stacked) for each in (gate_up, down)]
         shared = below("shared.", weights)
         self.shared = MLP(mesh, operators, shared) if spec.shared else None
         self.shared_gate = parameter("shared_gate", weights) if spec.shared and spec.shared.gated else None
@@ -229,18 +253,23 @@ class MoE(nn.Module):
         return exchange_rows(y, plan.receive, plan.send, mesh=mesh)
 
     def _swiglu(self, x: torch.Tensor, counts: list[int] | torch.Tensor, row_multiple: int) -> torch.Tensor:
-        if not self._cut:
+        if not self._cut and not any(adapters and adapters.scale for adapters in self._adapters):
             return self.operators.experts(x, counts, *self._matrices, row_multiple)
-        gate_up, down = self._matrices
-        inner = self.operators.swiglu(self._by_blocks(x, gate_up, counts, row_multiple))
-        return self._by_blocks(inner, down, counts, row_multiple)
+        inner = self.operators.swiglu(self._product(0, x, counts, row_multiple))
+        return self._product(1, inner, counts, row_multiple)
 
-    def _by_blocks(
-        self, x: torch.Tensor, matrices: list[Matrix], counts: list[int] | torch.Tensor, row_multiple: int
-    ) -> torch.Tensor:
-        """Compute a grouped product with matrices that may be cut into blocks of rows, all cut alike."""
-        blocks = zip(*(blocks_of(matrix) for matrix in matrices), strict=True)
-        return torch.cat([self.operators.grouped_linear(x, each, counts, row_multiple) for each in blocks], dim=-1)
+    def _product(self, index: int, x: torch.Tensor, counts: list[int] | torch.Tensor, multiple: int) -> torch.Tensor:
+        """Compute a grouped product with gate and up (0) or down (1), and add that with their adapters. Matrices that
+        are cut into blocks of rows are all cut alike."""
+        matrices, adapters, grouped = self._matrices[index], self._adapters[index], self.operators.grouped_linear
+        if self._cut:
+            blocks = zip(*(blocks_of(matrix) for matrix in matrices), strict=True)
+            y = torch.cat([grouped(x, each, counts, multiple) for each in blocks], dim=-1)
+        else:
+            y = grouped(x, matrices, counts, multiple)
+        if adapters is None or not adapters.scale:
+            return y
+        return y + grouped(grouped(x, adapters.a, counts, multiple) * adapters.scale, adapters.b, counts, multiple)
 
 
 def load_balancing_loss(stats: list[torch.Tensor], total_counts_E: torch.Tensor, total_rows: int) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fusion.telemetry.keys import key
+from fusion.telemetry.keys import POSITIVE, key
 from fusion.telemetry.validation import Checks, Group
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ class PolicyModelConfig(Group, path="model"):
     """Hugging Face folder of the base model: config.json, safetensors, tokenizer."""
     dtype: str = key("float32", one_of=("float32", "bfloat16"))
     """Data type of the compute weights: `float32`, or `bfloat16` with float32 master weights in the optimizer."""
+    adapter: str | None = key(None, only={"training.lora.rank": POSITIVE}, timeless=True)
+    """Folder of `peft` with the adapters that the run starts from; null: they begin as its base model."""
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -60,6 +60,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from fusion.model.adapters import with_adapters
 from fusion.model.config import ModelConfig
 from fusion.model.local_param import LocalParam
 from fusion.model.parallel import Parallel
@@ -120,7 +121,8 @@ def kv_heads(config: ModelConfig, parallel: Parallel, tp_rank: int) -> Span:
 
 def global_params(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Map the Hugging Face name of every tensor of a checkpoint to its shape."""
-    return {part.name: part.shape for param in local_params(config, Parallel(), 0) for part in param.parts}
+    parts = (part for param in local_params(config, Parallel(), 0) for part in param.parts)  # of a tensor in order
+    return {part.name: tuple(stop for _, stop in part.region) for part in parts}
 
 
 def float32_params(config: ModelConfig) -> frozenset[str]:
@@ -135,7 +137,12 @@ def local_params(
     """Return the local tensors of ``rank`` in the order of the forward pass, matrices cut to ``max_numel`` elements.
     ``stacks``: matrices of experts are stacked, and not cut."""
     table = (*Table(config, parallel, rank, stacks).params(), *predictor_params(config, parallel, rank))
-    return table if max_numel is None else tuple(block for param in table for block in param.cut(max_numel))
+    if config.adapters:
+        table = with_adapters(table, config.adapters, parallel.etp)
+    if max_numel is None:
+        return table
+    uncut = config.adapters is not None  # adapters are small, and their products are not written for blocks
+    return tuple(block for param in table for block in ([param] if uncut and param.trained else param.cut(max_numel)))
 
 
 def predictor_params(config: ModelConfig, parallel: Parallel, rank: int) -> list[LocalParam]:

@@ -13,6 +13,8 @@ reads from its paged KV cache.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from fusion.model.exchange import Exchange
 from fusion.model.formats import Format, embedded_format, local_table
 from fusion.model.head import Head
 from fusion.model.id_mask import IdMask
-from fusion.model.matrix import Weights, below, blocks_of, parameter
+from fusion.model.matrix import Adapted, Weights, below, blocks_of, parameter
 from fusion.model.mesh import Mesh
 from fusion.model.mlp import MLP
 from fusion.model.moe import MoE
@@ -95,6 +97,30 @@ class Transformer(nn.Module):
                 mask = IdMask.of_rank(config, mesh, device.torch_device)
                 self.head = Head(blocks_of(self.lm_head), mask, self.row_multiple)
         self.inv_freq = inverse_frequencies(config.attention.rotary).to(device.torch_device)
+        self._adapted = [module for module in self.modules() if isinstance(module, Adapted)]
+        self._scale_adapters(config.adapters.scale if config.adapters else 0.0)
+        trained = {param.stack or param.name for param in self.table if param.trained}
+        for name, param in self.named_parameters():
+            param.requires_grad_(name in trained)
+
+    def named_parameters(self, *args: Any, **options: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters by their names in `table`, and stacks by theirs."""
+        for name, param in super().named_parameters(*args, **options):
+            yield name.replace(".base", ""), param
+
+    @contextmanager
+    def adapters_off(self) -> Iterator[None]:
+        """Compute with the base alone during the block."""
+        assert self.config.adapters is not None
+        self._scale_adapters(0.0)
+        try:
+            yield
+        finally:
+            self._scale_adapters(self.config.adapters.scale)
+
+    def _scale_adapters(self, scale: float) -> None:
+        for matrix in self._adapted:
+            matrix.scale = scale
 
     def keep_probabilities(self) -> None:
         """Make passes record the routers' probabilities of each row (`Routed.probs_nE`)."""
@@ -162,13 +188,15 @@ class Transformer(nn.Module):
     def can_hold_whole_rows(self) -> bool:
         """Whether small passes may have `Rows.whole`: where the host runs ahead of the card, and a row's bits may
         depend on its batch."""
-        return self.operators.runs_ahead and self.row_multiple == 1 and may_be_whole(self.mesh.parallel)
+        # The operators that run the experts of whole rows take no adapters.
+        plain = self.row_multiple == 1 and self.config.adapters is None
+        return plain and self.operators.runs_ahead and may_be_whole(self.mesh.parallel)
 
     @property
     def max_dispatched_rows(self) -> int:
         """Number of rows of each rank that the card's operators dispatch to experts; 0 if there are none."""
         config, ranks = self.config, self.mesh.parallel.ep
-        if self.mesh.dispatch_group is None:
+        if self.mesh.dispatch_group is None or config.adapters is not None:
             return 0
         return self.operators.max_dispatched_rows(
             ranks, config.num_experts, config.top_k, hidden=config.hidden_size, dtype=self.weights.dtype

@@ -8,10 +8,11 @@ memory in every phase: small vectors in float32 on the card, and on the host wha
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 
 import torch
 
-from fusion.model.bucket_plan import BucketPlan
+from fusion.model.bucket_plan import BucketPlan, trained_units
 from fusion.model.local_param import LocalParam
 from fusion.npu import Device
 
@@ -90,6 +91,15 @@ class Buckets:
     def held(self, index: int) -> int:
         """Return the bytes that a piece holds now; 0 after `release`."""
         return self.flats[index].untyped_storage().nbytes()
+
+    def trained(self) -> Buckets:
+        """Return the pieces of what is trained alone, without values apart from pieces; over the same memory."""
+        trained = copy(self)
+        trained.plans = trained_units(self.plans)
+        trained.flats = self.flats[: len(trained.plans)]
+        trained.shared = {index: other for index, other in self.shared.items() if index < len(trained.plans)}
+        trained.apart, trained.card = (), self.card[:0]
+        return trained
 
     def allocate(self, index: int | Sequence[int] | None = None) -> None:
         """Allocate memory for all of this object's own pieces, or for some. Newly allocated content is undefined,

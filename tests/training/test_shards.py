@@ -112,7 +112,7 @@ def test_every_rank_counts_its_own_experts():
     table = local_params(config, Parallel(2, tp=2), 1)
     param = next(param for param in table if param.expert)
     piece = Piece(param, 8, 24, 100)
-    assert SharedElements([table, table], tp_rank=1).counted(piece) == [(100, 116)]
+    assert SharedElements([table, table], 1).counted(piece) == [(100, 116)]
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5)), min_size=1, max_size=3), st.data())

@@ -102,6 +102,19 @@ class Cuda(Plain):
     def takes_counts(self, x: torch.Tensor, experts: int, row_multiple: int = 1) -> bool:
         return row_multiple == 1 and x.dtype is torch.bfloat16
 
+    def grouped_linear(
+        self,
+        x_ND: torch.Tensor,
+        weights: Sequence[torch.Tensor] | torch.Tensor,
+        counts: list[int] | torch.Tensor,
+        row_multiple: int = 1,
+    ) -> torch.Tensor:
+        on_card = isinstance(counts, torch.Tensor) and row_multiple == 1 and x_ND.shape[0] > 0
+        if on_card and isinstance(weights, torch.Tensor) and self._multiplies(x_ND, weights):
+            assert isinstance(counts, torch.Tensor)
+            return _GroupedLinear.apply(x_ND.contiguous(), weights, self._ends_of_rows(counts))
+        return super().grouped_linear(x_ND, weights, counts, row_multiple)
+
     def experts(
         self,
         x: torch.Tensor,

@@ -289,7 +289,8 @@ class _GroupedLinear(torch.autograd.Function):
         chunks = zip(x_ND.split(ctx.counts), grad_NO.split(ctx.counts), grad_x.split(ctx.counts), strict=True)
         for weight, (x, grad, gx) in zip(weights, chunks, strict=True):
             # An expert without rows gets no gradient instead of a zero one, which would have to be added.
-            grad_weights.append(torch.mm(grad.t(), x) if x.shape[0] else None)
+            needed = x.shape[0] and ctx.needs_input_grad[3 + len(grad_weights)]
+            grad_weights.append(torch.mm(grad.t(), x) if needed else None)
             if x.shape[0]:
                 torch.mm(grad, weight, out=gx)
         return grad_x, None, None, *grad_weights
