@@ -3,7 +3,8 @@
     rank-00000.safetensors, …   each rank's own chunks of `master/…`, `exp_avg/…`, `exp_avg_sq/…` (float32; what is not
                                 trained has only the first, in its own dtype)
     tensors.json                which chunk of which global tensor is in which file
-    trainer.json                steps, dtype, layout, model with its masked ids, and schedule of the learning rate
+    trainer.json                steps, dtype, layout, model with its masked ids, and schedule of the learning rate;
+                                rank, factor and targets of adapters, whose base is not saved
     manifest.json               sizes and digests of these files, written last
 
 Every element is saved once, by the rank whose optimizer owns it; the weights are not saved, as they are the masters,
@@ -29,6 +30,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from fusion.model.adapters import Adapters
 from fusion.npu.all_or_none import all_or_none
 from fusion.telemetry.files import replace_folder, sync, write_atomic
 from fusion.telemetry.manifest import FileRecord, find_damage, read_manifest, write_manifest
@@ -98,6 +100,8 @@ def load_checkpoint(
     if saved["dtype"] != dtype:
         raise ValueError(f"model.dtype={dtype}: {folder} was saved with model.dtype={saved['dtype']}")
     _check_model(saved["model"], trainer.model.config.to_hf(dtype), folder)
+    if (adapters := adapters_in(saved)) != (own := trainer.model.config.adapters):
+        raise ValueError(f"training.lora: {folder} has {adapters or 'no adapters'}; this run has {own or 'none'}")
 
     def check() -> None:
         damage = find_damage(folder, sorted(read_manifest(folder))[mesh.rank :: mesh.parallel.world])
@@ -117,7 +121,8 @@ def load_checkpoint(
 
 def read_trainer(folder: Path) -> dict[str, Any]:
     """Read what a checkpoint says about itself: `steps`, `dtype`, `layout`, `model` (a Hugging Face config),
-    `masked_ids` (of `ModelConfig`) and `skipped_in_a_row` (both absent if an earlier version wrote it).
+    `masked_ids` (of `ModelConfig`) and `skipped_in_a_row` (both absent if an earlier version wrote it); `adapters`, if
+    they alone are trained.
 
     Raises:
         ValueError: there is no checkpoint, or one of an earlier version.
@@ -131,6 +136,12 @@ def read_trainer(folder: Path) -> dict[str, Any]:
             "exported model"
         )
     return saved
+
+
+def adapters_in(saved: dict[str, Any]) -> Adapters | None:
+    """Return the adapters of what `read_trainer` has read; None: all weights are trained."""
+    stated = saved.get("adapters")
+    return None if stated is None else Adapters(stated["rank"], stated["alpha"], tuple(stated["targets"]))
 
 
 def _check_model(saved: dict[str, Any], own: dict[str, Any], folder: Path) -> None:
@@ -157,6 +168,8 @@ def _complete(trainer: TrainEngine, partial: Path, steps: int, skipped_in_a_row:
         "masked_ids": config.masked_ids,
         "schedule": asdict(trainer.schedule),
     }
+    if config.adapters:
+        about["adapters"] = asdict(config.adapters)
     write_atomic(partial / TRAINER, json.dumps(about) + "\n")
     for name in (TENSORS, TRAINER):
         sync(partial / name)

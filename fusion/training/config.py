@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from fusion.telemetry.keys import POSITIVE, key
+from fusion.model.adapters import TARGETS, Adapters
+from fusion.telemetry.keys import POSITIVE, Unsupported, key
 from fusion.telemetry.validation import Checks, Group, is_finite
 
 ALGORITHMS = {
@@ -30,6 +31,46 @@ CORRECTIONS = {
 """Module and function of each correction"""
 
 
+LR, LORA_LR = 1e-6, 1e-5
+"""Default learning rates: of all weights, and of adapters, which learn best at ten times the rate"""
+
+
+@dataclass
+class LoraConfig(Group, path="training.lora"):
+    """Train adapters beside a frozen base (LoRA, arXiv 2106.09685). Trainer and engine compute with both, unmerged; the
+    reference is the base. Checkpoints and exports hold the adapters alone."""
+
+    rank: int = key(
+        0,
+        at_least=0,
+        read_by="plan simulate",
+        unsupported_by={
+            "megatron": Unsupported("Megatron-Core's layers have no adapters here"),
+            "vllm": Unsupported("vLLM's layers have no adapters here"),
+        },
+    )
+    """Rank of the adapters; 0: all weights are trained. 1 to 32 suffice for reinforcement learning."""
+
+    alpha: float = key(32.0, above=0, only={"rank": POSITIVE}, timeless=True)
+    """The adapters' product is multiplied by alpha / rank."""
+
+    targets: list[str] = key(factory=lambda: [*TARGETS], only={"rank": POSITIVE}, read_by="plan simulate")
+    """What has adapters: `attention`: all matrices of attention; `mlp`: of dense layers and of shared experts;
+    `experts`: of routed experts. Router, embedding and head never have any."""
+
+    dropout: float = key(0.0, only={"rank": POSITIVE}, timeless=True)
+    """Only 0: with dropout the trainer's log-probabilities would be those of another policy than the engine's."""
+
+    @property
+    def adapters(self) -> Adapters | None:
+        return Adapters(self.rank, self.alpha, tuple(self.targets)) if self.rank else None
+
+    def check(self, check: Checks) -> None:
+        named = isinstance(self.targets, list) and bool(self.targets) and {*self.targets} <= {*TARGETS}
+        check.that("targets", named and len({*self.targets}) == len(self.targets), f"some of {', '.join(TARGETS)}")
+        check.that("dropout", self.dropout == 0, "0")
+
+
 @dataclass
 class TrainingConfig(Group, path="training"):
     """How an optimizer step is computed."""
@@ -38,8 +79,10 @@ class TrainingConfig(Group, path="training"):
     """Whose model is trained: `embedded`: this project's; `megatron`: Megatron-Core's GPTModel (`pip install
     megatron-core==0.16.1`). All families; optimizer, checkpoints and switches are the same."""
 
-    lr: float = key(1e-6, at_least=0, timeless=True)
-    """Peak learning rate of AdamW."""
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+    lr: float | None = key(None, at_least=0, timeless=True)
+    """Peak learning rate of AdamW; null: 1e-6, or 1e-5 with `lora.rank` > 0."""
 
     betas: list[float] = key(factory=lambda: [0.9, 0.95], timeless=True)
     """Decay rates of AdamW's first and second moment."""
@@ -81,9 +124,19 @@ class TrainingConfig(Group, path="training"):
     step (DeepSeek-V3 was pretrained with 0.001). Only for models whose routers have one; 0: the biases are kept."""
 
     @property
+    def peak_lr(self) -> float:
+        """The peak learning rate in force: `lr`, with the default for null."""
+        return self.lr if self.lr is not None else LORA_LR if self.lora.rank else LR
+
+    @property
     def balancing_coef(self) -> float:
         """The weight of the load-balancing loss in force: `load_balancing_coef`, with 0 for null."""
         return self.load_balancing_coef or 0.0
+
+    def describe_lora(self) -> str:
+        """Return what is trained with adapters, and at which rate."""
+        default = ": the default of adapters, ten times that of all weights" if self.peak_lr == LORA_LR else ""
+        return f"training.lora.rank={self.lora.rank}: adapters alone are trained; training.lr={self.peak_lr:g}{default}"
 
     def describe_balancing(self, model_coef: float) -> str:
         """Return the weight of the load-balancing loss in force and where it comes from; ``model_coef``: what the

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from fusion.model import Buckets, Mesh, PackedAttention, Routed
+from fusion.model.bucket_plan import trained_units
 from fusion.model.weights import views_apart
 from fusion.npu import Device
 from fusion.training.batch import Sequences, plan_micro_batches
@@ -68,7 +69,7 @@ class EmbeddedTrainEngine:
         assert mesh is model.mesh
         self.model, self.mesh, self.device, self.config = model, mesh, device, config
         self.temperature = temperature
-        self.schedule = Schedule(config.lr, config.schedule, config.warmup_steps, total_steps)
+        self.schedule = Schedule(config.peak_lr, config.schedule, config.warmup_steps, total_steps)
         self.schedule.rate(config.warmup_steps)
         model.recompute = config.recompute
         self.balancing_coef = config.balancing_coef if model.config.num_experts else 0.0
@@ -175,8 +176,13 @@ class EmbeddedTrainEngine:
         return replace(sequences, routing=record)
 
     @contextmanager
-    def using_weights(self, weights: Buckets) -> Iterator[None]:
-        """Make the model compute with ``weights``, which have the same plan as its own, until the block ends."""
+    def using_weights(self, weights: Buckets | None) -> Iterator[None]:
+        """Make the model compute with ``weights``, which have the same plan as its own, until the block ends; with
+        None, without adapters."""
+        if weights is None:
+            with self.model.adapters_off():
+                yield
+            return
         own = {name: parameter.data for name, parameter in self.model.named_parameters()}
         try:
             for name, parameter in self.model.named_parameters():
@@ -206,9 +212,11 @@ class EmbeddedTrainEngine:
         return self.optimizer.tensors()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's weights and optimizer states (live tensors, which must be resident) and the step."""
-        weights = {f"weights.{index}": flat for index, flat in enumerate(self.model.weights.flats)}
-        if self.model.weights.card.numel():
+        """Return this rank's weights and optimizer states (live tensors, which must be resident) and the step; of a
+        frozen base nothing."""
+        plans = trained_units(self.model.weights.plans)
+        weights = {f"weights.{index}": flat for index, flat in enumerate(self.model.weights.flats[: len(plans)])}
+        if self._has_card_values:
             weights[CARD_VALUES] = self.model.weights.card
         counts = {"steps": self.optimizer.steps, "skipped_in_a_row": self.optimizer.skipped_in_a_row}
         return {"tensors": weights | self.optimizer.tensors(), **counts}
@@ -230,11 +238,15 @@ class EmbeddedTrainEngine:
         change, are not copied."""
         weights = self.model.weights
         views = {param.name: weights.views[param.name] for param in weights.apart if param.storage == "host"}
-        if weights.card.numel():
+        if self._has_card_values:
             views |= views_apart(weights.apart, state["tensors"][CARD_VALUES])
-        for index, plan in enumerate(self.model.weights.plans):
+        for index, plan in enumerate(trained_units(weights.plans)):
             views |= plan.views(state["tensors"][f"weights.{index}"])
         return views
+
+    @property
+    def _has_card_values(self) -> bool:
+        return self.model.weights.card.numel() > 0 and self.model.config.adapters is None
 
     def _begin_batch(self, totals: Totals, continued: bool) -> float:
         """Return the share of a batch in that which it continues, to whose gradients the others' share is given."""

@@ -77,9 +77,10 @@ class TrainEngine(Protocol):
         """Return ``sequences`` with their routing under the current weights, to be replayed under later weights.
         Collective."""
 
-    def using_weights(self, weights: Buckets) -> AbstractContextManager[None]:
+    def using_weights(self, weights: Buckets | None) -> AbstractContextManager[None]:
         """Make the trainer compute with other weights of the same plan as ``model.weights`` until the block ends, such
-        as the reference model's. The model's weights are unchanged and need not be resident. Not collective."""
+        as the reference model's; with None, with the base of a model that has adapters. The model's weights are
+        unchanged and need not be resident. Not collective."""
 
     # Memory other than the weights. Every tensor has separate storage, so that an offloader can move it by storage.
 

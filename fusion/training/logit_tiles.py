@@ -91,9 +91,10 @@ class Tiles:
     def logits(self, rows: TileRows, ids: range, removed: list[torch.Tensor] | None = None) -> Logits:
         """Compute the logits of a tile. ``removed``: as of `IdMask`."""
         with torch.enable_grad():
-            hidden, *weights = leaves = [
-                leaf.detach().requires_grad_() for leaf in (rows.hidden, *self.head.weights_of(ids))
-            ]
+            hidden, *weights = (leaf.detach() for leaf in (rows.hidden, *self.head.weights_of(ids)))
+            leaves = [hidden, *weights] if self.head.trained else [hidden]
+            for leaf in leaves:
+                leaf.requires_grad_()
             return Logits(leaves, self.head.logits_of(hidden, weights, ids, removed))
 
     def reduce(self, rows: TileRows, ids: range, kept_logits: list[Logits] | None = None) -> torch.Tensor:
@@ -117,7 +118,8 @@ class Tiles:
 
     def gradients(self, rows: TileRows, ids: range, kept: Logits | None = None) -> tuple[torch.Tensor, ...]:
         """Return the share of a tile in the gradient of its hidden states, and the gradients of the head's weights of
-        its ids, `Head.weights_of`. ``kept``: its logits, which are overwritten; None: they are computed again."""
+        its ids, `Head.weights_of`; none of a head that is not trained. ``kept``: its logits, which are overwritten;
+        None: they are computed again."""
         leaves, logits = kept or self.logits(rows, ids)
         return torch.autograd.grad(logits, leaves, self._of_logits(logits.detach(), rows, ids))
 

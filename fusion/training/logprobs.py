@@ -154,10 +154,10 @@ class _Logprobs(torch.autograd.Function):
                 _add(of_hidden, index, of_tile)
                 for place, gradient in enumerate(of_tile_weights):
                     _add(of_weights, place, gradient)
-            for place, (block, part) in enumerate(head.places_of(ids)):
+            for place, (block, part) in enumerate(head.places_of(ids) if of_weights else ()):
                 _place(of_blocks, head.blocks, block, part=part, gradient=of_weights[place])
         of_rows = of_hidden[0] if len(chunks) == 1 else torch.cat(list(of_hidden.values()))
-        return *[None] * 4, of_rows.to(hidden.dtype), *(of_blocks[index] for index in range(len(head.blocks)))
+        return *[None] * 4, of_rows.to(hidden.dtype), *(of_blocks.get(index) for index in range(len(head.blocks)))
 
 
 def _add(totals: dict[int, torch.Tensor], key: int, more: torch.Tensor) -> None:

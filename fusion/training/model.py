@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -38,6 +39,9 @@ class TrainedModel(WeightHolder, Protocol):
         replay: Replay | None = None,
     ) -> torch.Tensor:
         """Compute the hidden states of a packed batch, as `Transformer.forward`."""
+
+    def adapters_off(self) -> AbstractContextManager[None]:
+        """Compute with the base alone during the block. Of a model with adapters."""
 
     def keep_probabilities(self) -> None:
         """Keep the router's probabilities of each row in `Routed`, for the load-balancing loss of sequences."""

@@ -1,6 +1,6 @@
 """Update weights by AdamW, with states sharded over the replicas of each bucket (ZeRO-1, arXiv 1910.02054).
 
-    gradients (fp32, whole buckets) ─ sum shared elements over TP ─ reduce-scatter over dp or edp ─► own shard
+    gradients (fp32, whole buckets) ─ sum shared elements over TP or etp ─ reduce-scatter over dp or edp ─► own shard
     own shard ─ sum tied embeddings over both ends of the pipeline ─ norm over all ranks, clip
               ─ AdamW on fp32 masters ─► pieces of the weights ─ all-gather ─► weights
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -64,6 +65,14 @@ class _Shard:
         return flat[piece.at : piece.at + piece.numel]
 
 
+def shared_elements(model: WeightHolder, axis: Literal["tp", "etp"]) -> SharedElements:
+    """Return the elements that several ranks of this rank's group along an axis hold: with ``etp`` those of experts."""
+    mesh = model.mesh
+    ranks = next(group for group in mesh.parallel.groups(axis) if mesh.rank in group)
+    tables = [table_of(model, rank) for rank in ranks]
+    return SharedElements(tables, mesh.parallel.coordinate(axis, mesh.rank), expert=axis == "etp")
+
+
 class ShardedAdamW:
     """Owns the gradients of ``model`` (float32) and the optimizer's states.
 
@@ -93,8 +102,11 @@ class ShardedAdamW:
         config, parallel = model.config, model.mesh.parallel
         plans, tied = gradient_buckets(config, parallel, model.table, bucket_bytes=model.bucket_bytes)
         self.gradients = Buckets(plans, self.device, torch.float32, owner="gradients")
-        tp_ranks = next(group for group in parallel.groups("tp") if self.mesh.rank in group)
-        self._shared = SharedElements([table_of(model, rank) for rank in tp_ranks], self.mesh.tp_rank)
+        self._shared = shared_elements(model, "tp")
+        # Without adapters, no two ranks hold the same elements of an expert that is split over them.
+        self._shared_of_experts = (
+            shared_elements(model, "etp") if config.adapters and parallel.etp > 1 else self._shared
+        )
         self.shards = [self._shard(index, index >= len(plans) - tied) for index in range(len(plans))]
         masters = [] if self.weights.dtype == torch.float32 else ["master"]
         kinds = [*masters, "exp_avg", "exp_avg_sq"]
@@ -102,12 +114,13 @@ class ShardedAdamW:
             self.device, [dict.fromkeys(kinds, shard.stop - shard.start) for shard in self.shards]
         )
         self._shapes = global_params(config)
-        self._untrained = [param for param in model.table if param.storage != "unit"]
+        # With adapters all that is not trained is of the base, which is loaded from its folder.
+        self._untrained = [] if config.adapters else [param for param in model.table if not param.trained]
         self.take_masters()
 
     def _shard(self, index: int, tied: bool) -> _Shard:
         plan, gradient, mesh = self.gradients.plans[index], self.gradients.flats[index], self.mesh
-        shared = self._shared
+        shared = self._shared_of_experts if plan.expert else self._shared
         start, stop = own_range(plan, mesh.parallel, mesh.rank)
         pieces = shard_pieces(plan, start, stop)
         boxes = [box for piece in pieces for box in shared.boxes(piece)]
@@ -222,7 +235,7 @@ class ShardedAdamW:
             views = [self.gradients.views[piece.param.name].flatten() for piece in shard.wire.pieces]
             for view, piece in zip(views, shard.wire.pieces, strict=True):
                 shard.cut(wire, piece).copy_(view[piece.start : piece.stop])
-            dist.all_reduce(wire, group=self.mesh.tp_group)
+            dist.all_reduce(wire, group=self.mesh.etp_group if shard.plan.expert else self.mesh.tp_group)
             for view, piece in zip(views, shard.wire.pieces, strict=True):
                 view[piece.start : piece.stop].copy_(shard.cut(wire, piece))
         if shard.group is not None:

@@ -4,9 +4,11 @@
     rank 0   [ input_norm | qkv, first  ]
     rank 1                              [ qkv, rest | q_norm | out        ]
 
-Several ranks of a TP group hold the same elements: all of them hold norms and the router, and those that share a
-key/value head hold its rows. Each of them has processed other rows of the batch or other query heads, so its gradients
-are partial sums. They are summed in a flat tensor, the wire, that has a place for every such element of any rank:
+Several ranks of a TP group hold the same elements: all of them hold norms and the router, those that share a
+key/value head hold its rows, and adapters are whole where their matrix is cut along its other side; an expert's on the
+ranks that it is split over (expert-TP). Each of them has processed other rows of the batch or other heads, so its
+gradients are partial sums. They are summed in a flat tensor, the wire, that has a place for every such element of any
+rank:
 
     wire     | input_norm | k, v of head 0 | k, v of head 1 | q_norm | …       (of one bucket)
 
@@ -95,10 +97,10 @@ def gradient_buckets(
     config: ModelConfig, parallel: Parallel, params: Iterable[LocalParam], bucket_bytes: int
 ) -> tuple[tuple[BucketPlan, ...], int]:
     """Return a rank's buckets of gradients and optimizer states (float32) in order, and the number of buckets at the
-    end that hold tied embeddings, of which the first and the last stage have a copy each. Parameters outside of units
-    are not trained and are left out."""
+    end that hold tied embeddings, of which the first and the last stage have a copy each. What is not trained
+    (`LocalParam.trained`) is left out."""
     separate = parallel.pp > 1 and config.tie_embeddings and not config.num_labels
-    params = [param for param in params if param.storage == "unit"]
+    params = [param for param in params if param.trained]
     tied = [param for param in params if separate and param.parts[0].name == EMBEDDING]
     untied = [param for param in params if param not in tied]
     itemsize = torch.float32.itemsize
@@ -132,16 +134,16 @@ def shard_pieces(plan: BucketPlan, start: int, stop: int) -> list[Piece]:
 
 
 class SharedElements:
-    """Finds the elements that several ranks of one TP group hold. Experts are left out: their gradients are summed over
-    edp.
+    """Finds the elements that several ranks of one TP group hold, or with ``expert`` of one group that experts are
+    split over. The other kind is left out, and counts as held once: replicas of an expert sum its gradients over edp.
 
     Args:
         tables: the parameters of each rank of the group, in order; parameters of the same name have the same shape.
     """
 
-    def __init__(self, tables: Sequence[Iterable[LocalParam]], tp_rank: int):
-        self.tp_rank = tp_rank
-        self.tables = [{param.name: param for param in table if not param.expert} for table in tables]
+    def __init__(self, tables: Sequence[Iterable[LocalParam]], rank: int, *, expert: bool = False):
+        self.rank, self.expert = rank, expert
+        self.tables = [{param.name: param for param in table if param.expert == expert} for table in tables]
         self.holders: dict[_Slice, list[int]] = {}
         for rank, table in enumerate(self.tables):
             for param in table.values():
@@ -154,7 +156,7 @@ class SharedElements:
         numel = 0
         pieces: list[Piece] = []
         for param, _ in plan.entries:
-            if param.expert:
+            if param.expert != self.expert:
                 continue
             for table in self.tables:
                 for key, start, stop in _slices(table[param.name]):
@@ -168,11 +170,10 @@ class SharedElements:
     def counted(self, piece: Piece) -> list[tuple[int, int]]:
         """Return the runs [start, stop) in the flat tensor of ``piece`` that this rank counts: the elements that no
         rank before it holds."""
-        expert = piece.param.expert
         spans = []
         for key, start, stop in _slices(piece.param):
             first, last = max(start, piece.start), min(stop, piece.stop)
-            if first < last and (expert or self.holders[key][0] == self.tp_rank):
+            if first < last and self.owns(key):
                 spans.append((piece.at + first - piece.start, piece.at + last - piece.start))
         return spans
 
@@ -182,10 +183,14 @@ class SharedElements:
             first, last = max(start, piece.start), min(stop, piece.stop)
             if first < last:
                 (name, region), at = key, first
-                owned = piece.param.expert or self.holders[key][0] == self.tp_rank
+                owned = self.owns(key)
                 for box in boxes_of_run(region, first - start, last - start):
                     yield ShardBox(piece, name, region=box, start=at, owned=owned)
                     at += prod(end - begin for begin, end in box)
+
+    def owns(self, key: _Slice) -> bool:
+        """Return whether no rank before this one holds a slice."""
+        return self.holders.get(key, [self.rank])[0] == self.rank
 
 
 def untrained_parts(
@@ -198,7 +203,7 @@ def untrained_parts(
             if param.storage == "card":  # whole on every rank
                 yield param, part, rank == 0
             else:
-                yield param, part, param.expert or shared.holders[part.name, part.region][0] == shared.tp_rank
+                yield param, part, shared.owns((part.name, part.region))
 
 
 def boxes_of_run(region: Box, first: int, last: int) -> Iterator[Box]:

@@ -9,9 +9,11 @@ import torch
 
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.model.huggingface import gather_tensors
+from fusion.model.peft import begin_adapters, load_adapter
 from fusion.offload import StreamedStates
 from fusion.training import AlgorithmConfig, EmbeddedTrainEngine, Sequences, TrainingConfig, split_over_ranks
 from fusion.training.algorithms import make_algorithm
+from fusion.training.config import LoraConfig
 from fusion.training.states import ResidentStates
 from tests.training.sequences import sequences_of
 
@@ -33,6 +35,8 @@ class Case(NamedTuple):
     streamed: bool = False  # the optimizer's states live on the host
     samples: int = 12
     seed: int = 3
+    lora: dict[str, Any] = {}
+    adapter: str = ""  # of these adapters
 
 
 def sample_batch(samples: int, seed: int, vocabulary: int = 32) -> Sequences:
@@ -68,11 +72,16 @@ def sample_batch(samples: int, seed: int, vocabulary: int = 32) -> Sequences:
 
 def make_engine(case: Case, device: Any, **options: Any) -> EmbeddedTrainEngine:
     mesh = Mesh.create(case.layout)
-    config = ModelConfig.from_hf(case.checkpoint)
+    lora = LoraConfig(**case.lora)
+    config = replace(ModelConfig.from_hf(case.checkpoint), adapters=lora.adapters)
     model = Transformer(config, mesh, device, getattr(torch, case.dtype), bucket_bytes=case.bucket_bytes)
     load_weights(model, case.checkpoint)
+    if case.adapter:
+        load_adapter(model, case.adapter)
+    elif config.adapters:
+        begin_adapters(model, case.seed)
     defaults = {"lr": 1e-3, "token_budget": 1000, "load_balancing_coef": config.router_aux_coef}
-    training = TrainingConfig(**(defaults | case.training))
+    training = TrainingConfig(**(defaults | case.training), lora=lora)
     training.validate()
     return EmbeddedTrainEngine(model, mesh, device, training, **options)
 

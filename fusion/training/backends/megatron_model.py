@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -107,6 +108,9 @@ class MegatronModel:
         if param.storage == "card":
             return param.layer in self.mesh.parallel.layers(self.config.num_layers, self.mesh.pp_rank)
         return param.storage == "unit"
+
+    def adapters_off(self) -> AbstractContextManager[None]:
+        raise AssertionError("Megatron-Core's layers have no adapters here")
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters by the names of `table`."""
