@@ -64,6 +64,7 @@ setup(
             "hypothesis",
             "ruff>=0.17,<0.18",
             "mypy>=2.4,<3",
+            "peft>=0.21,<0.22",
             "sentencepiece",
             "tiktoken",
         ],

@@ -2,6 +2,8 @@
 
     python scripts/convert.py runs/NAME OUT                        the newest checkpoint
     python scripts/convert.py runs/NAME/checkpoints/step-40 OUT    that of step 40, or a copy of any name
+    python scripts/convert.py runs/NAME OUT --merge                of a run that trained adapters (training.lora.rank)
+                                                                   the whole model; else the adapters, for peft
 
 The checkpoint's files are compared with its manifest first. `transformers.AutoModelForCausalLM.from_pretrained(OUT)`
 loads the result.
@@ -23,13 +25,16 @@ def main() -> None:
     parser.add_argument(
         "--tokenizer", type=Path, metavar="FOLDER", help="folder with the tokenizer (default: the run's own)"
     )
+    parser.add_argument(
+        "--merge", action="store_true", help="add trained adapters to their base, and export the whole model"
+    )
     options = parser.parse_args()
     if not options.source.is_dir():
         parser.error(f"{options.source}: expected the folder of a run, or of a checkpoint")
     from stalesync.job.conversion import convert
 
     try:
-        print(convert(options.source, options.out, options.tokenizer))
+        print(convert(options.source, options.out, options.tokenizer, options.merge))
     except (ValueError, OSError) as error:
         sys.exit(f"error: {error}")
 

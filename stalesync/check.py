@@ -44,8 +44,9 @@ def check(config: Config) -> list[str]:
         show("evaluation", [f"{file.name}: {file.rows.describe()}" for file in files if file.rows is not None])
         show("memory of a card", describe_memory(config, model))
         balancing = [config.training.describe_balancing(model.router_aux_coef)] if model.num_experts else []
+        lora = [config.training.describe_lora()] if config.training.lora.rank else []
         show("settings without effect", without_effect(config))
-        show("a step", describe_step(config, prompts, num_rows=source.num_rows) + balancing)
+        show("a step", describe_step(config, prompts, num_rows=source.num_rows) + lora + balancing)
     return warnings
 
 
@@ -133,7 +134,7 @@ def describe_step(config: Config, prompts: Sequence[Prompt], *, num_rows: int | 
     updates = f"{algorithm.minibatches} updates of {samples // algorithm.minibatches:,} samples"
     return [
         f"{num_prompts:,} prompts x {group} responses = {samples:,} samples; at most {tokens}",
-        f"{updates}, learning rate {training.lr:g} ({training.schedule}), KL weight {algorithm.kl_coef:g}",
+        f"{updates}, learning rate {training.peak_lr:g} ({training.schedule}), KL weight {algorithm.kl_coef:g}",
         f"samples are at most {staleness} versions old, correction {algorithm.correction}",
         f"{config.run.steps:,} steps{epochs}; {config.cluster.npus} cards, {config.fusion.deployment}",
     ]

@@ -119,6 +119,8 @@ def launch(config: Config, *, evaluates: str = "") -> Path:
             stack.enter_context(logs.recording(progress, report, world=spec.world, settle=ignore_stops))
         if trains:
             print(describe(config))
+        if trains and config.training.lora.rank:
+            print(config.training.describe_lora())
         if trains and model.num_experts:
             print(config.training.describe_balancing(model.router_aux_coef))
         folder.open_loggers(loggers, asdict(config))
@@ -358,9 +360,8 @@ def next_steps(config: Config, folder: RunFolder) -> list[str]:
     ]
     rate = ""
     if config.training.schedule == "cosine":
-        rate = (
-            f" training.lr={config.training.lr / 2:g} (its rate has decayed to 0; it decays again from the one stated)"
-        )
+        stated = config.training.peak_lr / 2
+        rate = f" training.lr={stated:g} (its rate has decayed to 0; it decays again from the one stated)"
     return [
         f"continue: run.name={folder.name} run.resume=true run.steps={2 * config.run.steps}{rate}",
         as_called(f"compare with another run: python scripts/report.py {folder.path} OTHER_RUN"),

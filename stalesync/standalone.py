@@ -69,10 +69,14 @@ def evaluate(arguments: EvaluationArguments, usage: str) -> None:
             from stalesync.job import savepoint
             from stalesync.job.conversion import checkpoint_in, convert
 
-            config.model.path = str(Path(folder) / "model")
+            exported = Path(folder) / "model"
+            if config.training.lora.rank:
+                config.model.adapter = str(exported)
+            else:
+                config.model.path = str(exported)
             try:
                 checkpoint = checkpoint_in(arguments.source)
-                convert(checkpoint, Path(config.model.path))
+                convert(checkpoint, exported)
             except (ValueError, OSError) as error:
                 fail(f"error: {error}", error)
         try:

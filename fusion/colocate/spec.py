@@ -72,11 +72,12 @@ class WorkerSpec:
     turns: bool = False
 
     def policy(self) -> ModelConfig:
-        """Read the policy's specification from its folder, with the end tokens of the run, which its exports name; the
-        reference's, too."""
+        """Read the policy's specification from its folder, with the end tokens of the run, which its exports name, and
+        the adapters; without these it is the reference's, too."""
         model = ModelConfig.from_hf(self.model.path)
         ends = self.detokenizer.end_token_ids if self.detokenizer else ()
-        return replace(model, masked_ids=self.masked_ids, eos_token_ids=ends or model.eos_token_ids)
+        model = replace(model, masked_ids=self.masked_ids, eos_token_ids=ends or model.eos_token_ids)
+        return replace(model, adapters=self.training.lora.adapters)
 
     @property
     def world(self) -> int:

@@ -58,9 +58,9 @@ def run_sums(wire: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
     return first + second * PRIMES[0]
 
 
-def weights_checksum(model: WeightHolder) -> int:
-    """Compute a checksum, below MODULUS, that is equal for equal weights in any layout. Collective over the model's
-    mesh. What lies on the host of the ranks that train is left out.
+def weights_checksum(model: WeightHolder, base_only: bool = False) -> int:
+    """Compute a checksum, below MODULUS, that is equal for equal weights in any layout; with ``base_only`` that of a
+    frozen base. Collective over the model's mesh. What lies on the host of the ranks that train is left out.
 
     Raises:
         AbortedOnAllRanks: a rank could not compute its sums.
@@ -68,7 +68,7 @@ def weights_checksum(model: WeightHolder) -> int:
     """
     group = model.mesh.world_group
     rank = dist.get_rank() if group is not None else model.mesh.rank
-    sums = all_or_none(lambda: _box_sums(model), group=group, rank=rank, stage="weights checksum")
+    sums = all_or_none(lambda: _box_sums(model, base_only), group=group, rank=rank, stage="weights checksum")
     holders: dict[tuple[str, Box], tuple[int, int]] = {}
     for rank, sums_of_rank in enumerate(gather_json(sums, group)):
         for name, region, value in sums_of_rank:
@@ -79,11 +79,13 @@ def weights_checksum(model: WeightHolder) -> int:
     return sum(value for _, value in holders.values()) % MODULUS
 
 
-def _box_sums(model: WeightHolder) -> list[tuple[str, Box, int]]:
+def _box_sums(model: WeightHolder, base_only: bool) -> list[tuple[str, Box, int]]:
     """Return (global tensor, box, checksum) of every part that this rank holds."""
     sums = []
     with torch.no_grad():
-        for param in (param for param in model.table if param.storage != "host"):
+        for param in model.table:
+            if param.storage == "host" or (base_only and not param.frozen):
+                continue
             for part in param.parts:
                 view = part.view(model.weights.views[param.name])
                 sums.append((part.name, part.region, box_checksum(view, part.name, part.region)))

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from fusion.model.boxes import Box
-from fusion.model.bucket_plan import BucketPlan, plan_units, unit_bytes
+from fusion.model.bucket_plan import BucketPlan, plan_units, trained_units, unit_bytes
 from fusion.model.config import ModelConfig
 from fusion.model.formats import EMBEDDED, Format, local_table
 from fusion.model.local_param import LocalParam, Part
@@ -58,6 +58,7 @@ class Layout:
         parallel: one grid of ``parallel.world`` consecutive ranks; a layout of several engines has a multiple of them.
         dtype, bucket_bytes: as passed to the model.
         format: of the model that holds the weights: its local tensors and how they are stored.
+        trained_only: leave out a frozen base, which a rank holds besides.
     """
 
     config: ModelConfig
@@ -66,6 +67,7 @@ class Layout:
     dtype: torch.dtype = torch.float32
     bucket_bytes: int = 256 << 20
     format: Format = EMBEDDED
+    trained_only: bool = False
 
     def __post_init__(self) -> None:
         assert self.ranks and len(set(self.ranks)) == len(self.ranks), f"ranks {self.ranks} are not distinct"
@@ -90,7 +92,7 @@ class Layout:
     @cached_property
     def card_numel(self) -> int:
         """Elements that every rank holds on its card apart from the units (`Buckets.card`)."""
-        return sum(param.numel for param in self.table(0) if param.storage == "card")
+        return 0 if self.trained_only else sum(param.numel for param in self.table(0) if param.storage == "card")
 
     def units(self, rank: int) -> tuple[BucketPlan, ...]:
         """Return the storage units of a global rank; none if it is not in the layout."""
@@ -175,7 +177,8 @@ class Layout:
     def _plan_units(self, config: ModelConfig, grid: Parallel, place: int) -> tuple[BucketPlan, ...]:
         max_bytes, itemsize = unit_bytes(self.bucket_bytes), self.dtype.itemsize
         table = local_table(self.format, config, grid, place, max_bytes=max_bytes, itemsize=itemsize)
-        return plan_units(table, itemsize, max_bytes)
+        units = plan_units(table, itemsize, max_bytes)
+        return trained_units(units) if self.trained_only else units
 
     @cached_property
     def _units(self) -> dict[int, tuple[BucketPlan, ...]]:

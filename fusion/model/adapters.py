@@ -9,8 +9,7 @@ Each matrix of a Hugging Face folder has a pair of its own; only an expert's gat
 tensor in transformers, and so to peft. A is cut as the input of its matrix, B as its output. So where outputs are cut,
 A is replicated, and its gradients are partial sums of ranks as those of norms are; where inputs are cut, B is.
 
-Invariants: base and adapters never share a unit of storage (`plan_units`), and a table lists adapters first, so that
-they are the first units of a rank in every layout (`trained_units`); nothing of the base is trained.
+Invariants: base and adapters never share a unit of storage (`plan_units`); nothing of the base is trained.
 """
 
 from __future__ import annotations
@@ -43,11 +42,8 @@ class Adapters:
 
 
 def with_adapters(table: Iterable[LocalParam], adapters: Adapters, etp: int) -> tuple[LocalParam, ...]:
-    """Return the local tensors of a rank with those of its adapters, which are first. ``etp``: ranks that an expert is
-    split over."""
-    base = list(table)
-    added = [param for matrix in base for param in _pair(matrix, adapters, etp)]
-    return (*added, *(replace(param, frozen=True) for param in base))
+    """Return the local tensors of a rank with those of its adapters. ``etp``: ranks that an expert is split over."""
+    return tuple(param for matrix in table for param in (replace(matrix, frozen=True), *_pair(matrix, adapters, etp)))
 
 
 def target_of(param: LocalParam) -> str | None:

@@ -65,6 +65,11 @@ class BucketPlan:
         formats that name their parameters. A parameter that is all padding is told apart by its name."""
         return tuple([(offset, param.shape, param.block, param.parts or param.name) for param, offset in self.entries])
 
+    @property
+    def frozen(self) -> bool:
+        """Whether it holds parameters that are never trained, and no others."""
+        return self.entries[0][0].frozen
+
     def views(self, flat: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return views of the parameters, by name, in a piece of this plan."""
         return {param.name: flat[at : at + param.numel].view(param.shape) for param, at in self.entries}
@@ -113,8 +118,8 @@ def plan_units(params: Iterable[LocalParam], itemsize: int, max_bytes: int) -> t
 
 
 def trained_units(units: Iterable[BucketPlan]) -> tuple[BucketPlan, ...]:
-    """Return the units of what is trained: of a model with adapters the first ones, else all."""
-    return tuple(unit for unit in units if not unit.entries[0][0].frozen)
+    """Return the units of what is trained: of a model with adapters theirs, else all."""
+    return tuple(unit for unit in units if not unit.frozen)
 
 
 def _unit_kind(param: LocalParam) -> tuple[bool, int | str, int | str | None]:

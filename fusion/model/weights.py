@@ -12,7 +12,7 @@ from copy import copy
 
 import torch
 
-from fusion.model.bucket_plan import BucketPlan, trained_units
+from fusion.model.bucket_plan import BucketPlan
 from fusion.model.local_param import LocalParam
 from fusion.npu import Device
 
@@ -94,10 +94,13 @@ class Buckets:
 
     def trained(self) -> Buckets:
         """Return the pieces of what is trained alone, without values apart from pieces; over the same memory."""
+        kept = [index for index, plan in enumerate(self.plans) if not plan.frozen]
+        if len(kept) == len(self.plans):
+            return self
         trained = copy(self)
-        trained.plans = trained_units(self.plans)
-        trained.flats = self.flats[: len(trained.plans)]
-        trained.shared = {index: other for index, other in self.shared.items() if index < len(trained.plans)}
+        trained.plans, trained.flats = tuple(self.plans[index] for index in kept), [self.flats[index] for index in kept]
+        trained.shared = {at: self.shared[index] for at, index in enumerate(kept) if index in self.shared}
+        trained._holes = {at: self._holes[index] for at, index in enumerate(kept)}
         trained.apart, trained.card = (), self.card[:0]
         return trained
 

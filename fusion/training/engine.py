@@ -214,8 +214,7 @@ class EmbeddedTrainEngine:
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's weights and optimizer states (live tensors, which must be resident) and the step; of a
         frozen base nothing."""
-        plans = trained_units(self.model.weights.plans)
-        weights = {f"weights.{index}": flat for index, flat in enumerate(self.model.weights.flats[: len(plans)])}
+        weights = {f"weights.{index}": flat for index, flat in enumerate(self.model.weights.trained().flats)}
         if self._has_card_values:
             weights[CARD_VALUES] = self.model.weights.card
         counts = {"steps": self.optimizer.steps, "skipped_in_a_row": self.optimizer.skipped_in_a_row}

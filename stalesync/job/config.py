@@ -221,7 +221,11 @@ class Config:
     def resolved(self) -> Config:
         """Return a copy in which the nulls that depend on other groups are resolved, as a run uses and saves it."""
         correction = self.algorithm.correction or ("decoupled" if self.stalesync.max_staleness else "none")
-        return dataclasses.replace(self, algorithm=dataclasses.replace(self.algorithm, correction=correction))
+        return dataclasses.replace(
+            self,
+            algorithm=dataclasses.replace(self.algorithm, correction=correction),
+            training=dataclasses.replace(self.training, lr=self.training.peak_lr),
+        )
 
     @property
     def longest_sample(self) -> int:
@@ -278,6 +282,7 @@ class Config:
             check_buildable(drafts)
         cross_checks.check_generation(self)
         cross_checks.check_experts(self, model)
+        cross_checks.check_adapters(self, model)
         if pace := self.pace:
             pace.check(self.train_layout, "parallel.train")
             pace.check(self.infer_layout, "parallel.infer")

@@ -10,12 +10,13 @@ from fusion.telemetry.run_contents import complete_checkpoints
 from stalesync.job import savepoint
 
 
-def convert(source: Path, out: Path, tokenizer: Path | None = None) -> str:
+def convert(source: Path, out: Path, tokenizer: Path | None = None, merge: bool = False) -> str:
     """Write the weights of a checkpoint to ``out``; return a line that says what was written.
 
     Args:
         source: the folder of a run, whose newest checkpoint is taken, or of a checkpoint.
         tokenizer: the folder whose tokenizer files are copied. None: the run's own export, or its `model.path`.
+        merge: write the whole model of a run that trained adapters, whose base is its `model.path`.
 
     Raises:
         ValueError: ``source`` holds no complete checkpoint, a file of it (named) is damaged, or ``out`` is not empty.
@@ -26,10 +27,14 @@ def convert(source: Path, out: Path, tokenizer: Path | None = None) -> str:
     if damage := find_damage(checkpoint):
         raise ValueError(f"{checkpoint} is damaged: {damage}")
     tokenizer = tokenizer or _tokenizer_of(checkpoint)
+    from fusion.training.checkpoint import adapters_in, read_trainer
     from fusion.training.export import export_checkpoint
 
-    export_checkpoint(checkpoint / savepoint.TRAINER, out, tokenizer)
+    base = _base_of(checkpoint)
+    export_checkpoint(checkpoint / savepoint.TRAINER, out, tokenizer, base=base, merge=merge)
     step = savepoint.read(checkpoint)["step"]
+    if adapters_in(read_trainer(checkpoint / savepoint.TRAINER)) and not merge:
+        return f"{out}: the adapters after step {step} ({checkpoint}) of {base}, as peft stores them"
     return f"{out}: the model after step {step} ({checkpoint}), with " + (
         f"the tokenizer of {tokenizer}" if tokenizer else "no tokenizer: none was found; name its folder by --tokenizer"
     )
@@ -54,10 +59,15 @@ def checkpoint_in(source: Path) -> Path:
 def _tokenizer_of(checkpoint: Path) -> Path | None:
     """Return the first folder with a tokenizer: the run's export, then the model that the run began with."""
     run = checkpoint.resolve().parents[1]
-    candidates = [run / "hf"]
-    if (run / "config.yaml").is_file():
-        import yaml
-
-        config = yaml.safe_load((run / "config.yaml").read_text())
-        candidates.append(Path(config["model"]["path"]))
+    candidates = [run / "hf", *filter(None, [_base_of(checkpoint)])]
     return next((folder for folder in candidates if has_tokenizer(folder)), None)
+
+
+def _base_of(checkpoint: Path) -> Path | None:
+    """Return the folder of the model that the checkpoint's run began with."""
+    path = checkpoint.resolve().parents[1] / "config.yaml"
+    if not path.is_file():
+        return None
+    import yaml
+
+    return Path(yaml.safe_load(path.read_text())["model"]["path"])

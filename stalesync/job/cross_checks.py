@@ -5,9 +5,11 @@ Each check raises a ValueError that names the key to change, or both numbers tha
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fusion.colocate.share import InferenceShare
+from fusion.model.peft_folder import adapter_params, check_adapter
 from fusion.telemetry.validation import Checks
 
 if TYPE_CHECKING:
@@ -45,6 +47,25 @@ def check_environment(config: Config) -> None:
             f"environment.episode_timeout_s={timeout_s:g}: expected less than cluster.stage_timeout_s="
             f"{config.cluster.stage_timeout_s:g}, after which a run without a sample ends"
         )
+
+
+def check_adapters(config: Config, model: ModelConfig) -> None:
+    """Refuse adapters that no matrix of the model can have, files of others, and what would change the base.
+
+    Raises:
+        ValueError: names the key.
+    """
+    lora = config.training.lora
+    if lora.adapters is None:
+        return
+    adapted = replace(model, adapters=lora.adapters)
+    if not adapter_params(adapted):
+        raise ValueError(f"training.lora.targets={lora.targets}: {config.model.path} has no such matrices")
+    Checks("training", config.training).that(
+        "router_bias_rate", config.training.router_bias_rate == 0, "0 with training.lora, which trains adapters alone"
+    )
+    if config.model.adapter:
+        check_adapter(config.model.adapter, adapted)
 
 
 def check_minibatches(config: Config) -> None:

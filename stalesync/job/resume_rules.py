@@ -83,7 +83,7 @@ _KEYS = {
     Rule.NO_GROUPS_CONTENT: """
         reward.name reward.path reward.model reward.terms environment.name environment.path""",
     Rule.ORDER: "data.source data.rows data.bad_rows run.eval_prompts",
-    Rule.NEVER: "run.seed model.dtype",
+    Rule.NEVER: "run.seed model.dtype model.adapter training.lora.*",
 }
 """Patterns of keys by rule"""
 RULES = {
@@ -100,6 +100,8 @@ UNRESOLVED = {"device.operators": "auto"}
 _NEVER = {
     "run.seed": "the order of prompts and the noise of every token follow from it",
     "model.dtype": "masters and moments are those of the saved data type",
+    "model.adapter": "the saved adapters are trained further",
+    **dict.fromkeys((key for key in RULES if key.startswith("training.lora.")), "the saved adapters are of this shape"),
 }
 
 

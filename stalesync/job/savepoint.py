@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fusion.model import Parallel
+from fusion.model.peft_folder import CONFIG as ADAPTER
 from fusion.telemetry.files import sync, write_atomic
 from fusion.telemetry.manifest import NAME as MARK
 from fusion.telemetry.manifest import find_damage, read_manifest, write_manifest
@@ -120,7 +121,7 @@ def schedule_of(checkpoint: Path, config: Config, steps_left: int) -> Schedule:
     """Return the schedule of the learning rate of a run that resumes from the checkpoint."""
     saved, training = json.loads((checkpoint / TRAINER / "trainer.json").read_text()), config.training
     total = config.run.steps * config.algorithm.minibatches
-    own = Schedule(training.lr, training.schedule, training.warmup_steps, total)
+    own = Schedule(training.peak_lr, training.schedule, training.warmup_steps, total)
     return own.resumed(Schedule(**saved["schedule"]), saved["steps"], steps_left) if "schedule" in saved else own
 
 
@@ -142,9 +143,10 @@ def newest(folder: Path) -> tuple[Path, list[str]]:
             return path, lines + [_pass_over(one, resumed=path) for one in newer]
         damaged[path] = damage
     listed = "; ".join(f"{path.name}: {damage}" for path, damage in damaged.items())
+    key = "model.adapter" if (folder / "hf" / ADAPTER).is_file() else "model.path"
     raise NoWholeCheckpoint(
         f"run.resume: no checkpoint in {folder / 'checkpoints'} is whole ({listed}). Restore one from a copy, "
-        f"or start a new run with another run.name (model.path={folder / 'hf'} continues from its last weights)"
+        f"or start a new run with another run.name ({key}={folder / 'hf'} continues from its last weights)"
     )
 
 

@@ -1,7 +1,8 @@
 """Run the reference and the reward model on one card.
 
 cards that train   the trainer computes with the reference's weights in the training layout; the reward model is a
-                   separate model; the weights of both are kept on the host (`FrozenWeights`)
+                   separate model; the weights of both are kept on the host (`FrozenWeights`). The reference of a policy
+                   with adapters is its base: the trainer computes without them, and nothing is kept
 separate cards     both are separate models, which stay in HBM
 """
 
@@ -49,8 +50,8 @@ class FrozenRoles:
         self.retokenize: Retokenizer | None = None
         self.loaded: dict[str, dict[str, int]] = {}
         if meshes.reference is not None:
-            self.reference = self._load("reference", spec.policy(), spec.model.path, mesh=meshes.reference)
-        elif rank in spec.deployment.reference:
+            self.reference = self._load("reference", spec.policy().base, spec.model.path, mesh=meshes.reference)
+        elif rank in spec.deployment.reference and spec.training.lora.adapters is None:
             self.on_host["reference"] = FrozenWeights(self._copy_of_trainer(), device, pool)
         reward = spec.reward_model
         if meshes.reward_model is not None and reward is not None:
@@ -85,7 +86,8 @@ class FrozenRoles:
                 yield
                 return
             assert trainer is not None
-            with trainer.using_weights(self.on_host["reference"].weights):
+            held = self.on_host.get("reference")
+            with trainer.using_weights(None if held is None else held.weights):
                 yield
 
     def reward_model_in_hbm(self) -> AbstractContextManager[None]:

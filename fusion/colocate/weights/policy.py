@@ -13,12 +13,13 @@ import torch.distributed as dist
 from fusion.colocate.meshes import Meshes
 from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.weights.masters import MasterRun, host_parts, master_runs
-from fusion.colocate.weights.route import Route, plan_route
+from fusion.colocate.weights.route import Route, moves_adapters_alone, plan_route
 from fusion.ep_switch import Plan, SwitchReport, weights_checksum
 from fusion.ep_switch.exchange import Kind
 from fusion.ep_switch.fill import HostParts
 from fusion.ep_switch.transfer import Switcher
 from fusion.model import WeightHolder, load_weights
+from fusion.model.peft import begin_adapters, load_adapter
 from fusion.model.weights import Buckets
 from fusion.npu import Device
 from fusion.npu.all_or_none import all_or_none, gather_json
@@ -57,6 +58,10 @@ class PolicyWeights:
         if meshes.train is not None:
             self.train = train_model(config, meshes.train, device, dtype, bucket_bytes=bucket_bytes)
             self.loaded = load_weights(self.train, spec.model.path)
+            if config.adapters and spec.model.adapter:
+                load_adapter(self.train, spec.model.adapter)
+            elif config.adapters:
+                begin_adapters(self.train, spec.seed)
         if meshes.engine is not None:
             self.infer = infer_model(
                 config.without_predictors,
@@ -68,6 +73,13 @@ class PolicyWeights:
                 share=self.train.weights if self.train is not None else None,
                 resident=False,
             )
+        self._base_stays = moves_adapters_alone(spec, config.without_predictors)
+        """Whether only adapters move, as cards that only generate load the base"""
+        self._is_base_checked = False
+        if self._base_stays and self.train is None and self.infer is not None:
+            weights = self.infer.weights
+            weights.allocate([index for index, plan in enumerate(weights.plans) if plan.frozen])
+            load_weights(self.infer, spec.model.path)
         self._all_or_none = partial(all_or_none, rank=rank, device=device)
         self._routes: dict[tuple[int, ...], Route] = {}
         self._switchers: dict[tuple[Plan, Any, Kind], Switcher] = {}
@@ -76,6 +88,7 @@ class PolicyWeights:
     def renew_groups(self) -> None:
         """Drop what was connected over the groups of `meshes` that have been renewed."""
         self._switchers.clear()
+        self._is_base_checked = False
 
     def route(self, engines: Sequence[int]) -> Route:
         """Return the route to these engines, planned once."""
@@ -90,8 +103,9 @@ class PolicyWeights:
         Args:
             while_generating: cards that only generate keep decoding and receive into their `StagedWeights`.
         """
+        self.check_base()
         if self.train is None and self.infer is not None:
-            self.infer.weights.release()
+            self.moved(self.infer).release()
         report, _ = self.reshard(
             route.to_infer,
             source=self.train,
@@ -100,6 +114,27 @@ class PolicyWeights:
             while_generating=while_generating,
         )
         return report
+
+    def moved(self, model: WeightHolder) -> Buckets:
+        """Return the weights of a model that switches move."""
+        return model.weights.trained() if self._base_stays else model.weights
+
+    def check_base(self) -> None:
+        """Compare the base of all cards, once for every set of cards, where it stays on them. Collective over the
+        deployment's actor cards.
+
+        Raises:
+            WeightsDiffer: on all cards, with the checksums by rank.
+        """
+        if self._base_stays and not self._is_base_checked:
+            model, group = self.train or self.infer, self.meshes.actor
+            own = self._all_or_none(
+                lambda: weights_checksum(model, base_only=True) if model is not None else None,
+                group=group,
+                stage="checksum",
+            )
+            self._same_on_all({"base": own}, group)
+            self._is_base_checked = True
 
     def to_train(
         self, route: Route, masters: Callable[[Iterable[int]], Mapping[int, torch.Tensor]]
@@ -168,11 +203,12 @@ class PolicyWeights:
         )
 
     def _compare(self, sums_here: dict[str, int | None], group: dist.ProcessGroup | None) -> int | None:
-        if not self.spec.fusion.checksum:
-            return None
+        return self._same_on_all(sums_here, group) if self.spec.fusion.checksum else None
+
+    def _same_on_all(self, sums_here: dict[str, int | None], group: dist.ProcessGroup | None) -> int:
         sums_by_rank = gather_json(sums_here, group)
         sums = {value for of_rank in sums_by_rank for value in of_rank.values() if value is not None}
         if len(sums) > 1:
             cards = dict(zip(self.spec.deployment.actor, sums_by_rank, strict=False))
-            raise WeightsDiffer(f"the checksums of the weights differ before and after the switch, by rank: {cards}")
+            raise WeightsDiffer(f"the checksums of the weights differ, by rank: {cards}")
         return sums.pop()

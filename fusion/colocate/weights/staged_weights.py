@@ -82,6 +82,7 @@ class StagedWeights:
     def to_infer(self, route: Route, while_generating: bool) -> SwitchReport:
         """Receive the policy's weights into staging. Collective as `PolicyWeights.to_infer`; on a separate thread."""
         self._storage.release()
+        self._weights.check_base()
         group = self._weights.meshes.actor
         report, self._checksum = self._weights.reshard(
             route.to_infer, source=None, target=self._storage, group=group, while_generating=while_generating
@@ -103,9 +104,10 @@ class StagedWeights:
         """
         assert version == self._version, f"cannot adopt policy {version}: policy {self._version} is staged"
         began = time.perf_counter()
-        for current, staged in zip(self._model.weights.flats, self._storage.flats, strict=True):
+        moved = self._weights.moved(self._model)
+        for current, staged in zip(moved.flats, self._storage.flats, strict=True):
             current.copy_(staged, non_blocking=True)
-        self._model.weights.card.copy_(self._storage.card)
+        moved.card.copy_(self._storage.card)
         self._device.current_stream().synchronize()
         self.pause_s = time.perf_counter() - began
         if self._checksum is not None and (adopted := weights_checksum(self._model)) != self._checksum:
@@ -116,7 +118,7 @@ class StagedWeights:
     @property
     def _storage(self) -> Buckets:
         if self._buckets is None:
-            weights = self._model.weights
+            weights = self._weights.moved(self._model)
             plans, dtype, apart = weights.plans, weights.dtype, weights.apart
             if self._in_hbm:
                 self._buckets = Buckets(plans, self._device, dtype, owner="weights", resident=False, apart=apart)
