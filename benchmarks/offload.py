@@ -8,7 +8,7 @@ one pass of `StreamedStates` over the same bytes, both directions at once where 
 for both directions together; ratio = floor / figure.
 
 On a CUDA card a profile of copies and matrix products then shows for what share of the copies' time kernels ran on the
-compute stream. The emulated NPU copies synchronously: there is no overlap to measure on it.
+compute stream. What an emulated NPU overlaps, `benchmarks/overlap.py` measures.
 """
 
 import sys

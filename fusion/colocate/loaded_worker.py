@@ -87,7 +87,11 @@ class LoadedWorker:
         # Ray makes only the worker's card visible, as index 0; an emulated card belongs to this process.
         wanted = spec.device
         device = device or open_device(
-            wanted.kind, capacity_bytes=wanted.capacity_bytes, streams=wanted.streams, operators=wanted.operators
+            wanted.kind,
+            capacity_bytes=wanted.capacity_bytes,
+            streams=wanted.streams,
+            operators=wanted.operators,
+            rates=(wanted.host_bytes_per_s, wanted.wire_bytes_per_s),
         )
         parts = self._parts or worker_parts(spec)
         log = StageLog(self.rank, device, parts.pacer)

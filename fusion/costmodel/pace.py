@@ -13,7 +13,8 @@ time_scale. With equal scales a decode step of the run takes exactly as long as 
 run's rates are the modelled ones.
 
 Not modelled: how much fits into HBM (`scripts/plan.py` computes that), rewards, the queue, copies of frozen models to
-and from the host, and copies of the KV of a chunk, which overlap with the next steps.
+and from the host, and copies of the KV of a chunk, which overlap with the next steps. That
+a switch hides the offload, and training the loading, is measured by `benchmarks/overlap.py`.
 
 Pure: no clock and no device. `fusion.colocate.paced` observes a card and sleeps for the seconds computed here.
 """

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from fusion.npu.config import DeviceConfig
 from fusion.npu.device import HANDLE_BYTES, Device
 from fusion.npu.memory import OWNERS, Memory, check_owner
 from fusion.npu.operators import operators_of
@@ -140,10 +141,9 @@ class EmulatedDevice(AcceleratorDevice):
 
     Args:
         session: processes that open the same card in the same session share its capacity; None: this process only.
-        late: run asynchronous work as late as synchronisation allows (`device.streams=adversarial`).
+        config: of `open_device`; its ``streams`` and, where they are timed, rates. Memory of a timed card is not
+            shared: reading another card's would take no time.
     """
-
-    can_share = True
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class EmulatedDevice(AcceleratorDevice):
         capacity_bytes: int | None,
         *,
         session: str | None,
-        late: bool = False,
+        config: DeviceConfig,
     ) -> None:
         super().__init__("emulated", "npu", torch.get_device_module("npu"), index)
         self._extension = extension
@@ -160,7 +160,10 @@ class EmulatedDevice(AcceleratorDevice):
         path = session_file(session, index)
         if path:
             sweep_sessions(path)
-        extension.open_card(index, path, capacity_bytes, late)
+        timed = config.streams == "timed"
+        self.can_share = not timed
+        rates = (config.host_bytes_per_s, config.wire_bytes_per_s) if timed else (0.0, 0.0)
+        extension.open_card(index, path, capacity_bytes, config.streams != "eager", *rates)
 
     def _capacity_and_free(self, allocated: int, reserved: int, fragmented: int) -> tuple[int, int]:
         return self._extension.free_and_capacity(self.index)[1], self._extension.largest_request(self.index)

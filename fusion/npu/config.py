@@ -12,6 +12,7 @@ from fusion.telemetry.keys import SET, Unsupported, key
 from fusion.telemetry.validation import Checks, Group
 
 KINDS = ("auto", "npu", "cuda", "emulated")
+STREAMS = ("eager", "adversarial", "timed")
 OPERATORS = {
     "auto": KINDS,
     "plain": KINDS,
@@ -49,10 +50,17 @@ class DeviceConfig(Group, path="device"):
     generation), `cpu` (fused, of emulated cards), `plain` (composed of PyTorch's), or `auto`: the fastest that the card
     has."""
 
-    streams: str = key("eager", one_of=("eager", "adversarial"), only={"kind": ("auto", "emulated")}, refused=False)
+    streams: str = key("eager", one_of=STREAMS, only={"kind": ("auto", "emulated")}, refused=False)
     """Emulated cards: when asynchronous work is executed. `eager`: when it is called. `adversarial`: non-blocking
     copies and collectives as late as synchronisation allows, and freed memory is poisoned, so that a missing wait
-    becomes a wrong result (slower)."""
+    becomes a wrong result (slower). `timed`: as adversarial, and non-blocking copies to and from the host and
+    collectives take time of their own beside what the card computes, so that overlap is real."""
+
+    host_bytes_per_s: float = key(1e9, above=0, only={"streams": ("timed",)}, refused=False)
+    """Rate of an emulated card's copies to and from the host, of each stream, with `streams=timed`."""
+
+    wire_bytes_per_s: float = key(1e9, above=0, only={"streams": ("timed",)}, refused=False)
+    """Rate of its collectives, sent or received, of each group, with `streams=timed`."""
 
     pace: str | None = key(
         None,

@@ -126,6 +126,7 @@ def open_device(
     session: str | None = None,
     streams: str = "eager",
     operators: str = "auto",
+    rates: tuple[float, float] | None = None,
 ) -> Device:
     """Open card `index` and make it the current one of this thread.
 
@@ -135,26 +136,31 @@ def open_device(
         session: emulated only; processes that open the same card in the same session share its capacity. None: the
             card belongs to this process alone.
         streams, operators: see DeviceConfig.
+        rates: `host_bytes_per_s` and `wire_bytes_per_s` of DeviceConfig; None: their defaults.
 
     Raises:
         ValueError: the kind does not exist or is not available.
     """
-    DeviceConfig(kind=kind, capacity_bytes=capacity_bytes, streams=streams, operators=operators).validate()
-    device = _open(kind, index, capacity_bytes, session=session, streams=streams)
+    config = DeviceConfig(kind=kind, capacity_bytes=capacity_bytes, streams=streams, operators=operators)
+    if rates is not None:
+        config.host_bytes_per_s, config.wire_bytes_per_s = rates
+    config.validate()
+    device = _open(kind, index, session, config)
     if device.kind not in (*OPERATORS[operators], "ledger"):
         raise ValueError(f"device.operators={operators}: this machine's card is of the kind {device.kind}")
     device.operators = operators_of(device.kind, operators)
     return device
 
 
-def _open(kind: str, index: int, capacity_bytes: int | None, *, session: str | None, streams: str) -> Device:
+def _open(kind: str, index: int, session: str | None, config: DeviceConfig) -> Device:
+    capacity_bytes = config.capacity_bytes
     if kind in ("auto", "npu") and (npu := _torch_npu(required=kind == "npu")) is not None:
         return _accelerator("npu", npu, index, capacity_bytes=capacity_bytes)
     if kind == "cuda":
         check_cards(kind)
     if kind in ("auto", "cuda") and torch.cuda.is_available():
         return _accelerator("cuda", torch.cuda, index, capacity_bytes=capacity_bytes)
-    return _emulated(index, capacity_bytes, session=session, late=streams == "adversarial")
+    return _emulated(index, session, config)
 
 
 def _accelerator(kind: str, module: Any, index: int, capacity_bytes: int | None) -> Device:
@@ -165,7 +171,7 @@ def _accelerator(kind: str, module: Any, index: int, capacity_bytes: int | None)
     return RealDevice(kind, module, index, capacity_bytes=capacity_bytes)
 
 
-def _emulated(index: int, capacity_bytes: int | None, *, session: str | None, late: bool) -> Device:
+def _emulated(index: int, session: str | None, config: DeviceConfig) -> Device:
     from fusion.npu.emulator import BuildError, install
 
     try:
@@ -177,10 +183,10 @@ def _emulated(index: int, capacity_bytes: int | None, *, session: str | None, la
         )
         from fusion.npu.ledger import LedgerDevice
 
-        return LedgerDevice(index, capacity_bytes)
+        return LedgerDevice(index, config.capacity_bytes)
     from fusion.npu.accelerator import EmulatedDevice
 
-    return EmulatedDevice(extension, index, capacity_bytes, session=session, late=late)
+    return EmulatedDevice(extension, index, config.capacity_bytes, session=session, config=config)
 
 
 NO_CANN = "Ascend cards need CANN (source its set_env.sh) and torch_npu"

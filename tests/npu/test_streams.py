@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion.npu import open_device
+from tests import machine
+from tests.helpers import run_ranks
 
 N = 4096
 
@@ -293,3 +297,70 @@ def test_copies_with_the_waits_they_need_are_as_if_done_one_by_one(steps):
         touched[target].add(stream)
     device.synchronize()
     assert [place.tolist() for place in places] == [value.tolist() for value in expected]
+
+
+RATES = 4 * N / 0.2, 4 * N / 0.1
+"""Bytes per second at which N floats take 0.2 s to or from the host, and 0.1 s over the wire"""
+
+
+@pytest.fixture
+def timed():
+    device = open_device("emulated", index=13, capacity_bytes=32 << 20, streams="timed", rates=RATES)
+    if device.kind != "emulated":
+        pytest.skip("no compiler to build the emulated NPU with")
+    yield device
+    device.synchronize()
+    torch.npu.set_device(0)
+
+
+def test_a_timed_copy_takes_the_time_of_its_bytes_beside_other_work(timed):
+    state, host, stream = _full(timed, 3.0), _pinned(timed, 0.0), timed.new_stream()
+    start = time.perf_counter()
+    with timed.on_stream(stream):
+        host.copy_(state, non_blocking=True)
+    assert machine.within(time.perf_counter() - start, 0.1), "it is only queued"
+    time.sleep(0.2)
+    stream.synchronize()
+    took_s = time.perf_counter() - start
+    assert took_s >= 0.2 and host.eq(3).all()
+    assert machine.within(took_s, 0.35), "what was done meanwhile does not count again"
+    assert not timed.can_share
+
+
+def test_timed_copies_of_a_stream_queue_and_those_of_two_do_not(timed):
+    state, hosts = _full(timed, 3.0), [_pinned(timed, 0.0) for _ in range(2)]
+    one, other = timed.new_stream(), timed.new_stream()
+    for streams, least_s in (((one, one), 0.4), ((one, other), 0.2)):
+        start = time.perf_counter()
+        for stream, host in zip(streams, hosts, strict=True):
+            with timed.on_stream(stream):
+                host.copy_(state, non_blocking=True)
+        for stream in streams:
+            stream.synchronize()
+        took_s = time.perf_counter() - start
+        assert took_s >= least_s and machine.within(took_s, least_s + 0.15)
+
+
+def test_a_kernel_waits_for_the_timed_copy_that_its_stream_waits_for(timed):
+    state, host, stream = _full(timed, 0.0), _pinned(timed, 5.0), timed.new_stream()
+    start = time.perf_counter()
+    with timed.on_stream(stream):
+        state.copy_(host, non_blocking=True)
+    timed.current_stream().wait_stream(stream)
+    assert (state + 1).eq(6).all() and time.perf_counter() - start >= 0.2
+
+
+def _timed_collective(rank, _):
+    device = open_device("emulated", index=rank + 4, streams="timed", rates=RATES)
+    x = _full(device, float(rank + 1))
+    start = time.perf_counter()
+    work = torch.distributed.all_reduce(x, async_op=True)
+    work.wait()
+    queued_s = time.perf_counter() - start
+    value = x[0].item()
+    return queued_s, time.perf_counter() - start, value
+
+
+def test_a_timed_collective_takes_the_time_of_its_bytes():
+    for queued_s, took_s, value in run_ranks(_timed_collective, 2):
+        assert took_s >= 0.1 > queued_s and value == 3.0

@@ -117,11 +117,13 @@ auto with_card(int index, Function function) {
 
 } // namespace
 
-void open_card(int index, const std::string& path, std::optional<int64_t> capacity, bool late) {
+void open_card(
+    int index, const std::string& path, std::optional<int64_t> capacity, bool late, double host_rate, double wire_rate) {
   check_card(index);
   const auto lock = lock_idle(index);
   auto& card = cards().all[index];
   const bool same = card.ledger && card.ledger->path() == path && is_late(index) == late &&
+      rates_of(index).host == host_rate && rates_of(index).wire == wire_rate &&
       (!capacity || *capacity == card.ledger->capacity());
   if (same) return;
   TORCH_CHECK_VALUE(
@@ -129,7 +131,7 @@ void open_card(int index, const std::string& path, std::optional<int64_t> capaci
       card.ledger->capacity(), " bytes and in use; free its tensors before opening it with another capacity, session "
       "or mode");
   start(card, path, capacity, late);
-  set_late(index, late);
+  set_late(index, late, {host_rate, wire_rate});
 }
 
 CardStats card_stats(int card) {

@@ -226,14 +226,18 @@ WorkPtr Launch::done(WorkPtr gloo_work) {
   if (card_ < 0) return c10::make_intrusive<EagerWork>(std::move(gloo), std::move(outputs_));
   auto stash = std::make_shared<Stash>(Stash{std::move(kept_)});
   std::vector<std::pair<const char*, const char*>> written;
+  double bytes[2] = {0, 0};
   for (const auto& it : copies_) {
     if (!it.is_input) written.push_back(bytes_of(it.alias));
+    bytes[it.is_input] += it.copy.nbytes();
   }
-  enqueue(card_, stream_, [gloo, backend = gloo_, copies = std::move(copies_), stash, name = name_] {
+  auto complete = [gloo, backend = gloo_, copies = std::move(copies_), stash, name = name_] {
     gloo->wait(kNoTimeout);
     finish(copies, name);
     stash->storages.clear();
-  });
+  };
+  // Sending and receiving at once, each at the rate.
+  enqueue(card_, stream_, std::move(complete), seconds_of(std::max(bytes[0], bytes[1]), rates_of(card_).wire));
   const auto moment = end_of(card_, stream_);
   {
     std::lock_guard<std::mutex> lock(writes().mutex);

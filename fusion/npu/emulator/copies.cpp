@@ -73,12 +73,14 @@ bool copy_later(const at::Tensor& to, const at::Tensor& from, bool non_blocking)
   if (to.numel() == 0 || !is_late_copy(to, from, non_blocking, card)) return false;
   TORCH_CHECK(
       at::infer_size(from.sizes(), to.sizes()) == to.sizes(), "a copy of shape ", from.sizes(), " into ", to.sizes());
-  enqueue(card, current_stream(card), [to = CopySide(to), from = CopySide(from)] {
+  const double seconds = is_on_card(to) && is_on_card(from) ? 0 : seconds_of(to.nbytes(), rates_of(card).host);
+  auto copy = [to = CopySide(to), from = CopySide(from)] {
     const at::AutoDispatchBelowADInplaceOrView below_autograd;
     const c10::impl::ExcludeDispatchKeyGuard below_python(c10::python_ks);
     auto target = to.alias;
     at::native::copy_(target, from.alias, false);
-  });
+  };
+  enqueue(card, current_stream(card), std::move(copy), seconds);
   return true;
 }
 

@@ -95,7 +95,8 @@ struct CardStats {
   int64_t owners[kMaxOwners] = {};
 };
 
-void open_card(int card, const std::string& path, std::optional<int64_t> capacity, bool late);
+void open_card(
+    int card, const std::string& path, std::optional<int64_t> capacity, bool late, double host_rate, double wire_rate);
 CardStats card_stats(int card);
 void reset_peak(int card);
 void reset_accumulated(int card);

@@ -39,7 +39,6 @@ struct NpuGenerator final : c10::GeneratorImpl {
   at::Generator inside;
 };
 
-using Clock = std::chrono::steady_clock;
 
 struct Event {
   Moment moment; // the event is complete when this is reached

@@ -16,15 +16,19 @@ std::atomic<bool> late_cards[kCards];
 
 namespace {
 
+Rates rates[kCards];
+
 struct Work {
   std::function<void()> run; // empty: waits for `moment`
   Moment moment;
+  Clock::time_point due{};
 };
 
 struct Stream {
   std::deque<Work> queue;
   uint64_t enqueued = 0;
   uint64_t done = 0;
+  Clock::time_point free_at{}; // timed: when all its work is due
   std::optional<std::thread::id> worker; // the thread that runs the front of the queue
 };
 
@@ -68,34 +72,44 @@ struct Turn {
   Work work;
 };
 
-void push(int card, c10::StreamId stream, Work work) {
+void push(int card, c10::StreamId stream, Work work, double seconds) {
   auto& all = streams();
   std::lock_guard<std::mutex> lock(all.mutex);
   auto& queue = all.all[{card, stream}];
+  const auto start = seconds > 0 ? std::max(queue.free_at, Clock::now()) : queue.free_at;
+  queue.free_at = std::max(start + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds)),
+                           work.moment.due);
+  work.due = queue.free_at;
   queue.queue.push_back(std::move(work));
   ++queue.enqueued;
 }
 
 } // namespace
 
-void set_late(int card, bool late) {
-  late_cards[card] = late;
+Rates rates_of(int card) {
+  return rates[card];
 }
 
-void enqueue(int card, c10::StreamId stream, std::function<void()> work) {
-  push(card, stream, {std::move(work), {}});
+void set_late(int card, bool late, Rates of_card) {
+  late_cards[card] = late;
+  rates[card] = of_card;
+}
+
+void enqueue(int card, c10::StreamId stream, std::function<void()> work, double seconds) {
+  push(card, stream, {std::move(work), {}}, seconds);
 }
 
 void enqueue_wait(int card, c10::StreamId stream, const Moment& moment) {
   const bool same = moment.card == card && moment.stream == stream;
-  if (!same && !reached(moment)) push(card, stream, {nullptr, moment});
+  if (!same && !reached(moment)) push(card, stream, {nullptr, moment}, 0);
 }
 
 Moment end_of(int card, c10::StreamId stream) {
   auto& all = streams();
   std::lock_guard<std::mutex> lock(all.mutex);
   const auto entry = all.all.find({card, stream});
-  return {card, stream, entry == all.all.end() ? 0 : entry->second.enqueued};
+  if (entry == all.all.end()) return {card, stream};
+  return {card, stream, entry->second.enqueued, entry->second.free_at};
 }
 
 bool reached(const Moment& moment) {
@@ -118,6 +132,7 @@ void reach(const Moment& moment) {
       continue;
     }
     Turn turn(all, stream, lock);
+    std::this_thread::sleep_until(turn.work.due); // at once, unless it is timed
     if (turn.work.run) {
       turn.work.run();
     } else {
