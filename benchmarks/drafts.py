@@ -4,6 +4,7 @@
     python benchmarks/drafts.py --only server,text                or engines, real, small, paced
     python benchmarks/drafts.py --only text --texts FILE.jsonl --tokenizer FOLDER
                                                                   rows {"group": …, "response": …}
+    python benchmarks/drafts.py --only texts --texts FILE.jsonl   (a minute) rows {"prompt": …, "samples": […, …]}
 
 server: microseconds to index a token and to draft 8, inside C++, and bytes a token. text: tokens that a forward pass
 yields for the long-answer task over two epochs, 16 responses a prompt, temperature 1: without drafts, from siblings
@@ -14,7 +15,13 @@ a group divided over the engines, which together decode four of them at a time; 
 had in the last epoch; both. Bytes sent and received a token, CPU microseconds of an engine a step, and of the store a
 token.
 
-real: tokens a second of a 52M-parameter model with drafts (both budgets) and without, in turns, at 1 to 32 running
+texts: the same for recorded texts of a model, through the drafter itself, which learns from what is accepted how sure
+a token must be: from siblings side by side, from history, and from both. The first half of a problem's samples are its
+responses, the others those of the epoch before. `held_out`: problems that served no choice of a constant of the
+drafter, those whose prompt has an odd digest; `tuned`: the others. The tokenizer is a byte-level BPE of 8,192 tokens
+made of the texts, or --tokenizer.
+
+real: tokens a second of a 52M-parameter model with drafts and without, in turns, at 1 to 32 running
 sequences; eight earlier responses to each prompt are known, which differ from it in a tenth of their tokens. small: the
 same of the long-answer model, whose steps take about a millisecond, over three epochs; also where no text repeats, so
 that drafts only cost time. paced: whole runs at staleness 0 on eight emulated cards that take the time of 910C dies
@@ -33,7 +40,10 @@ from benchmarks.harness import Benchmark, Option  # noqa: E402
 
 
 def check(args: Namespace) -> str:
-    return "--texts needs --tokenizer" if args.texts and not args.tokenizer else ""
+    if "texts" in args.parts and not (args.texts or args.smoke):
+        return "--only texts needs --texts"
+    is_encoded = {"text", "engines"} & {*args.parts}
+    return "--texts needs --tokenizer" if is_encoded and args.texts and not args.tokenizer else ""
 
 
 BENCHMARK = Benchmark(
@@ -42,6 +52,7 @@ BENCHMARK = Benchmark(
         "server": "benchmarks.drafts_text:server",
         "text": "benchmarks.drafts_text:text",
         "engines": "benchmarks.drafts_text:engines",
+        "texts": "benchmarks.drafts_texts:texts",
         "real": "benchmarks.drafts_decode:real",
         "small": "benchmarks.drafts_decode:small",
         "paced": "benchmarks.drafts_decode:paced",
@@ -50,7 +61,7 @@ BENCHMARK = Benchmark(
         Option(
             "model", None, help="of `text`, `small`, `paced`: a base model of worked_arithmetic (default: make one)"
         ),
-        Option("texts", None, help="of `text`, `engines`: responses to replay instead"),
+        Option("texts", None, help="of `texts`: recorded texts; of `text`, `engines`: responses to replay instead"),
         Option("tokenizer", None, help="folder of the tokenizer of --texts"),
         Option("prompts", 16, smoke=2, help="of `text`, `engines`"),
         Option("rounds", 3, smoke=1, help="of `real`, `small`"),
@@ -70,12 +81,14 @@ BENCHMARK = Benchmark(
         "server.bytes_per_token": "<= 120",
         "text.probe.tokens_per_forward": ">= 2.4",
         "text.history.tokens_per_forward": ">= 4",
+        "texts.held_out.both.tokens_per_forward": ">= 2.4",
         "real.[124].ratio": ">= 1.8",
         "real.[124].accepted": ">= 3.5",
         "real.32.ratio": ">= 0.95",
         "small.*.ratio": ">= 0.95",
         "paced.all.ratio": ">= 1.5",
     },
+    default=("server", "text", "engines", "real", "small", "paced"),
     check=check,
 )
 

@@ -19,11 +19,9 @@ from benchmarks.harness import Figures, in_turns, progress
 from benchmarks.paced import MAX_OVERRUN, Measured, Mode, Workload, run
 from benchmarks.runs import Row, temporary_folder
 from fusion.inference import EmbeddedEngine, Request, SamplingParams, sequence
+from fusion.inference.config import DraftsConfig
 from fusion.model import Mesh, Transformer
-from fusion.rollout.drafts.budget import DraftBudget
 from fusion.rollout.drafts.drafter import TextDrafter
-from fusion.rollout.drafts.native import NativeIndexes
-from fusion.rollout.drafts.window import WindowBudget
 from tests.helpers import tiny_config
 
 EARLIER, VOCABULARY = 8, 4096
@@ -40,7 +38,7 @@ def rate(engine: EmbeddedEngine) -> float:
 
 
 def real(args: Namespace) -> Figures:
-    """Decode with drafts of either budget and without, in turns."""
+    """Decode with drafts and without, in turns."""
     torch.set_num_threads(1)
     device: Any = PlainCpu(FREE_BYTES)
     config = tiny_config(
@@ -59,35 +57,29 @@ def real(args: Namespace) -> Figures:
         for parameter in model.parameters():
             values = torch.randn(parameter.shape, generator=generator) * 0.03 if parameter.dim() > 1 else torch.ones(1)
             parameter.copy_(values.expand(parameter.shape))
-    budgets = {"drafts": DraftBudget, "plain": None, "window": WindowBudget}
     figures: Figures = {}
     for live in args.live:
         sides = {
-            name: lambda round, budget=budget, live=live: decoded(
-                model, live, budget and budget(), round, args.new_tokens
-            )
-            for name, budget in budgets.items()
+            name: lambda round, drafts=name == "drafts", live=live: decoded(model, live, drafts, round, args.new_tokens)
+            for name in ("drafts", "plain")
         }
         found = in_turns(sides, args.rounds, warm_ups=0)
         rates = {name: median(rate for rate, _ in results) for name, results in found.items()}
         figures[str(live)] = {
             "ratio": rates["drafts"] / rates["plain"],
             "accepted": median(per_forward for _, per_forward in found["drafts"]),
-            "window_ratio": rates["window"] / rates["plain"],
         }
         progress(f"{live} live", figures[str(live)])
     return figures
 
 
-def decoded(
-    model: Transformer, live: int, budget: DraftBudget | WindowBudget | None, seed: int, new_tokens: int
-) -> tuple[float, float]:
-    """Return tokens a CPU second of ``live`` sequences, and tokens of a sequence a forward pass. With a budget there
-    are drafts, and `EARLIER` responses to each prompt are known, which differ in a tenth of the tokens."""
+def decoded(model: Transformer, live: int, drafts: bool, seed: int, new_tokens: int) -> tuple[float, float]:
+    """Return tokens a CPU second of ``live`` sequences, and tokens of a sequence a forward pass. With drafts `EARLIER`
+    responses to each prompt are known, which differ in a tenth of the tokens."""
     prompts = [tuple(random.Random(i).randrange(2, VOCABULARY) for _ in range(256)) for i in range(live)]
     params = SamplingParams(max_tokens=new_tokens, stop_token_ids=())
     requests = [Request(f"r{seed}-{i}", prompt, params, f"g{seed}-{i}") for i, prompt in enumerate(prompts)]
-    drafter = TextDrafter(NativeIndexes(), budget=budget) if budget else None
+    drafter = TextDrafter.of(DraftsConfig(source="both" if drafts else "none"))
     engine = make_engine(model, drafter, max_length=512, max_seqs=live, max_batch_tokens=8192)
     if drafter is not None:
         draw, known = random.Random(seed), _said(model, requests)
@@ -149,7 +141,8 @@ def _rates(model: Transformer, live: int, temperature: float, drafts: bool, prom
     """Return tokens a CPU second in each epoch."""
     from stalesync.prompts import DataConfig, PromptSource, make_tokenizer
 
-    engine = make_engine(model, TextDrafter(NativeIndexes()) if drafts else None, max_length=512, max_seqs=live)
+    drafter = TextDrafter.of(DraftsConfig(source="both" if drafts else "none"))
+    engine = make_engine(model, drafter, max_length=512, max_seqs=live)
     data = DataConfig(source="worked_arithmetic", rows=prompts, prompts_per_step=prompts)
     source, rates = PromptSource(data, make_tokenizer(), seed=0), []
     params = SamplingParams(max_tokens=96, temperature=temperature)

@@ -17,10 +17,11 @@ from benchmarks.harness import Figures, progress, timed
 from benchmarks.runs import make_base, temporary_folder
 from fusion.inference import EmbeddedEngine, Request, SamplingParams
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights
+from fusion.rollout.drafts.budget import SHARES
 from fusion.rollout.drafts.native import NativeIndexes
 from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING
 from fusion.rollout.drafts.texts import MAX_MATCH, MIN_MATCH
-from tests.rollout.drafts.modelled_engines import DEPTH, SHARES, Cluster, Tokens, accepted
+from tests.rollout.drafts.modelled_engines import DEPTH, Cluster, Tokens, accepted
 from tests.rollouts import rollout_config
 
 GROUP = 16

@@ -156,7 +156,7 @@ def _load_trainer(
 
 
 def _load_drafter(spec: WorkerSpec, rank: int, exchange_texts: Callable[[bytes], bytes] | None) -> TextDrafter | None:
-    drafter = TextDrafter.of(spec.rollout.drafts)
+    drafter = TextDrafter.of(spec.rollout.drafts, single_paths=spec.rollout.backend == "vllm")
     if drafter is not None and exchange_texts is not None and rank in spec.drafting_ranks:
         drafter.exchange = TextExchange(exchange_texts, writer=rank, num_writers=len(spec.drafting_ranks))
     return drafter

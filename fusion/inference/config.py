@@ -187,25 +187,24 @@ class KVPoolConfig(Group, path="rollout.kv_pool"):
 
 @dataclass
 class DraftsConfig(Group, path="rollout.drafts"):
-    """What drafts tokens that an engine verifies, and how much of it."""
+    """What drafts tokens that an engine verifies."""
 
     source: str = key("none", one_of=DRAFTS, read_by="simulate")
     """What drafts several tokens of a response, which one forward pass verifies: `siblings` (the other responses of the
     group that the engine has generated so far), `history` (the responses of the prompt's last group, in an earlier
     epoch), `both`; `none`. Every token is sampled with its own noise as without drafts: the same tokens with
-    engine.batch_invariant, else up to rounding, as for any change of the batch. None is verified where it does not pay
-    by measured costs. They are measured to help where answers are long and a step takes many milliseconds, and to cost
-    time with a small model and many sequences (docs/figures.md), so there are none by default."""
-    tree: int = key(1, at_least=1, only=DRAFTED, unsupported_by={"vllm": Unsupported("vLLM verifies single paths")})
-    """Maximum number of drafted tokens behind one token; 1: drafts are single paths, no trees."""
+    engine.batch_invariant, else up to rounding, as for any change of the batch. A token is
+    verified where it is probable enough to be worth a row of the batch, by how often drafts were right in this run.
+    They are measured to help where answers are long and a step takes many milliseconds, and to cost time with a small
+    model and many sequences (docs/figures.md), so there are none by default."""
+    tree: int | None = key(
+        None, at_least=1, only=DRAFTED, unsupported_by={"vllm": Unsupported("vLLM verifies single paths")}
+    )
+    """Maximum number of drafted tokens behind one token; 1: drafts are single paths, no trees; null: 4, of vLLM 1. How
+    wide a tree is follows from how often its tokens are right."""
     history: int = key(1, at_least=1, at_most=8, only={"source": ("history", "both")})
     """Number of earlier groups of a prompt of which text is history, at most 8. 1: the text of the last one replaces
     the earlier; more: text counts half as much as that of the next group."""
-    budget: str = key("measured", one_of=("measured", "window"), only=DRAFTED)
-    """How much of the drafts is verified. `measured`: as many tokens of all sequences as make the most tokens a second,
-    by the costs and the acceptance measured in this run; none where that does not pay. `window`: of each sequence 2,
-    and 2 more after each draft that was right to its end, up to 32 (HistoSpec: RhymeRL, arXiv 2508.18588); it depends
-    on no clock, and drafts also where that does not pay."""
     mib: int = key(1024, at_least=1, only=DRAFTED)
     """MiB of host memory of a card for the text from which it drafts; prompts without running requests that were used
     longest ago are dropped first."""

@@ -79,7 +79,7 @@ _MOVED = {
         suspended_kv=suspended max_parked_kv_mib=max_parked_mib kv_spill=spill max_spilled_kv_mib=max_spilled_mib
         kv_spread=spread kv_pull_tokens=pull_tokens kv_remote=remote""",
     "rollout.drafts": """
-        drafts=source draft_tree=tree draft_history=history draft_budget=budget draft_mib=mib draft_group_mib=group_mib
+        drafts=source draft_tree=tree draft_history=history draft_mib=mib draft_group_mib=group_mib
         draft_max_age=max_age draft_exchange=exchange""",
 }
 MOVED = {
@@ -89,31 +89,41 @@ MOVED = {
 }
 """Key by its name in earlier versions"""
 
+_BY_ACCEPTANCE = "gone: what is verified follows from how often drafts are right (docs/rollout.md#drafts)"
+REMOVED = {"rollout.drafts.budget": _BY_ACCEPTANCE, "rollout.draft_budget": _BY_ACCEPTANCE}
+"""Why there is no such key any more, by its names; saved values are ignored"""
+NOW = MOVED | REMOVED
+"""What a name of an earlier version is now"""
+
 
 def check_moved(keys: Iterable[str]) -> None:
     """Refuse names of earlier versions.
 
     Raises:
-        ValueError: the first of them, with the key that it is now.
+        ValueError: the first of them, with what it is now.
     """
     for key in keys:
-        if key in MOVED:
-            raise ValueError(f"{key} is {MOVED[key]}")
+        if key in NOW:
+            raise ValueError(f"{key} is {NOW[key]}")
 
 
 def migrate(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return settings by full key under the present keys."""
-    return {MOVED.get(key, key): value for key, value in settings.items()}
+    return {MOVED.get(key, key): value for key, value in settings.items() if key not in REMOVED}
 
 
 def migrate_groups(config: dict[str, Any]) -> dict[str, Any]:
     """Move the values of a config, groups within groups, to the present keys, and return it."""
-    for old, new in MOVED.items():
-        group, _, name = old.rpartition(".")
-        values = config.get(group)
-        if not isinstance(values, dict) or isinstance(values.get(name, {}), dict):  # absent, or a group of this name
+    for old, new in NOW.items():
+        (*groups, name), values = old.split("."), config
+        for group in groups:
+            values = values.get(group, {})
+            values = values if isinstance(values, dict) else {}
+        if isinstance(values.get(name, {}), dict):  # absent, or a group of this name
             continue
         value, (*path, last), node = values.pop(name), new.split("."), config
+        if old in REMOVED:
+            continue
         for part in path:
             node = node.setdefault(part, {})
         node[last] = value

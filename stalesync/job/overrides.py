@@ -14,7 +14,7 @@ from typing import Any
 from fusion.telemetry.keys import as_yaml
 from stalesync.job.config import Config
 from stalesync.job.keys import keys_of
-from stalesync.job.other_names import MOVED, OTHER_NAMES, check_moved, migrate_groups
+from stalesync.job.other_names import MOVED, NOW, OTHER_NAMES, check_moved, migrate_groups
 from stalesync.job.values import typed_words
 
 HYDRA_OPTIONS = frozenset(
@@ -100,8 +100,8 @@ def choices_in(conf: Path) -> dict[str, list[str]]:
 
 def _in_a_line(error: Exception) -> str:
     for key in (getattr(one, "full_key", None) for one in (error, error.__context__)):
-        if key in MOVED:
-            return f"{key} is {MOVED[key]}"
+        if key in NOW:
+            return f"{key} is {NOW[key]}"
     return "; ".join(line.strip() for line in f"{error}\n{error.__cause__ or ''}".splitlines()[:2] if line)
 
 

@@ -4,8 +4,8 @@
     a group decodes together, each pass with a draft of every sequence ─► tokens a pass, by finished siblings
 
 The drafter is that of the engines (`fusion/rollout/drafts`); that all of a draft is verified replaces its budget, as
-what a budget leaves out depends on the time that a step takes. What is kept of shorter drafts is the beginning of what
-is kept of longer ones.
+what a budget leaves out depends on how many sequences a step has. What is kept of shorter drafts is the beginning of
+what is kept of longer ones.
 
 Invariant (property-tested): of a response every token is kept once; a pass keeps at least one.
 """
@@ -18,10 +18,10 @@ from pathlib import Path
 
 from fusion.inference.request import Request, SamplingParams
 from fusion.inference.sequence import Sequence as EngineSequence
+from fusion.rollout.drafts.budget import DraftBudget
 from fusion.rollout.drafts.drafter import TextDrafter
 from fusion.rollout.drafts.native import NativeIndexes
 from fusion.rollout.drafts.texts import TextSpec
-from fusion.rollout.drafts.window import WindowBudget
 from stalesync.simulator.drafts import MAX_DRAFTED, DraftSpec
 
 Tokens = list[int]
@@ -33,11 +33,14 @@ VOCABULARY = 8192
 """Of the byte-level BPE that is trained on texts without a tokenizer"""
 
 
-class WholeDrafts(WindowBudget):
+class WholeDrafts(DraftBudget):
     """Verifies all of every draft."""
 
-    def max_depth(self, request: str) -> int:
-        return MAX_DRAFTED
+    def min_probability(self, num_sequences: int) -> float:
+        return 0.0
+
+    def skips(self) -> bool:
+        return False
 
 
 class KeptTokens:
@@ -77,11 +80,16 @@ def measured(path: Path, *, siblings: bool, history: bool, tokenizer: Path | Non
     """
     kept = KeptTokens()
     for earlier, group in tokenized(read_texts(path), tokenizer):
-        drafter = TextDrafter(NativeIndexes(), spec=TextSpec(siblings, history), budget=WholeDrafts())
+        drafter = whole_drafter(TextSpec(siblings, history))
         if history:
             replay(drafter, "0-0", earlier, KeptTokens())
         replay(drafter, "1-0", group, kept)
     return DraftSpec(siblings, history, kept=kept.by_drafted())
+
+
+def whole_drafter(spec: TextSpec) -> TextDrafter:
+    """Return a drafter of which all is verified, up to `MAX_DRAFTED` tokens of a sequence."""
+    return TextDrafter(NativeIndexes(), spec=spec, max_depth=MAX_DRAFTED, budget=WholeDrafts())
 
 
 def replay(drafter: TextDrafter, name: str, texts: Sequence[Tokens], kept: KeptTokens) -> None:

@@ -18,7 +18,6 @@ from fusion.inference.verification import Draft
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.offload import HostPool
 from fusion.rollout.drafts.drafter import TextDrafter
-from fusion.rollout.drafts.window import WindowBudget
 from tests.helpers import run_ranks, tiny_config
 from tests.inference.engines import by_id, card, checkpoint, empty_card, generate, generate_brokenly, requests
 from tests.inference.keeping import resumed, steps
@@ -102,7 +101,7 @@ kinds = st.sampled_from(("right", "mixed", "wrong", "traps", "text"))
 
 def drafter_of(kind: str, truth: dict[str, list[int]], children: int, seed: int):
     if kind == "text":
-        return TextDrafter(PlainIndexes(), max_children=children, budget=WindowBudget())
+        return TextDrafter(PlainIndexes(), max_children=children)
     share = {"right": 1.0, "mixed": 0.6, "wrong": 0.0, "traps": 1.0}[kind]
     return (Traps if kind == "traps" else Guesses)(truth, right=share, children=children, seed=seed)
 

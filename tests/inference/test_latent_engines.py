@@ -115,7 +115,7 @@ def test_latents_that_leave_the_card_come_back_to_the_bit():
 @pytest.mark.parametrize("drafts", ["none", "siblings"])
 def test_chunks_on_two_engines_of_a_machine_are_the_uninterrupted_response(drafts):
     options = dict(folder=folder(), routing=True)
-    window = {} if drafts == "none" else dict(source=drafts, budget="window")
+    window = {} if drafts == "none" else dict(source=drafts)
     with tempfile.TemporaryDirectory(dir=memory()) as root:
         engines = [pooling(Path(root), rank, **options, **window) for rank in range(2)]
         for made in engines:

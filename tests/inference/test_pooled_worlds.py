@@ -96,7 +96,7 @@ CASES = list(product(WORLDS, ("none", "siblings"), (True, False)))
     ids=str,
 )
 def test_chunks_on_two_engines_in_turn_are_the_uninterrupted_response(parallel, drafts, prefix_cache):
-    window = {} if drafts == "none" else dict(source=drafts, budget="window")
+    window = {} if drafts == "none" else dict(source=drafts)
     for (hits, pulls, misses, damaged), recomputed, _ in run_world(parallel, prefix_cache=prefix_cache, **window):
         assert pulls > 0 == hits == misses == damaged == recomputed
 

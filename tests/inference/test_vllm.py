@@ -227,7 +227,7 @@ def test_drafts_end_with_the_response_and_preempt_no_other():
 
 
 def test_our_drafter_proposes_to_vllm_what_siblings_have_said():
-    options = dict(source="siblings", budget="window")
+    options = dict(source="siblings")
     for parallel in (SINGLE, TWO):
         ours, theirs = both(scenarios.repeating_themselves, parallel, **options)
         same(ours[0][0], theirs[0][0])

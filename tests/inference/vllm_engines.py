@@ -48,7 +48,7 @@ def build(
     made = {}
     for name, model in models.items():
         load_weights(model, folder)
-        drafter: Any = TextDrafter.of(config.drafts)
+        drafter: Any = TextDrafter.of(config.drafts, single_paths=True)
         if truth is not None and name == "vllm":
             drafter = Guesses(truth, right=0.8, children=1)
         options = dict(routing=routing, stop_strings=stop_strings, drafter=drafter)

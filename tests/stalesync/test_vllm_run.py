@@ -47,7 +47,7 @@ def test_four_cards_generate_with_vllm_as_with_the_embedded_engine(base, luck, t
 @pytest.mark.parametrize("parallel", ["tp2ep2_ep4", "tp2ep2_ep2"])
 def test_drafts_and_replayed_experts_are_those_of_a_run_on_the_embedded_engine(base, luck, tmp_path, parallel):
     """Responses go on behind the end token, where they repeat themselves."""
-    drafts = [VLLM, "rollout.drafts.source=both", "rollout.drafts.budget=window", "rollout.schedule.chunk_tokens=8"]
+    drafts = [VLLM, "rollout.drafts.source=both", "rollout.schedule.chunk_tokens=8"]
     long = ["rollout.max_response_length=16", "rollout.sampling.forced_median=12", "rollout.sampling.temperature=0.5"]
     rows = {}
     for name, options in {"embedded": [], "vllm": drafts}.items():

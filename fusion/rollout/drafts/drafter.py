@@ -18,14 +18,13 @@ import numpy as np
 from fusion.inference.config import DraftsConfig
 from fusion.inference.sequence import Sequence
 from fusion.inference.verification import Draft, StepCost, Verification
-from fusion.rollout.drafts.budget import DraftBudget
+from fusion.rollout.drafts.budget import MAX_CHILDREN, MAX_DEPTH, MAX_TOKENS, DraftBudget
 from fusion.rollout.drafts.exchange import TextExchange
 from fusion.rollout.drafts.native import NativeIndexes
 from fusion.rollout.drafts.pieces import decode
 from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, Drafts, SuffixIndexes
 from fusion.rollout.drafts.texts import PromptTexts, TextSpec
 from fusion.rollout.drafts.totals import DraftTotals
-from fusion.rollout.drafts.window import WindowBudget
 
 
 class TextDrafter:
@@ -34,7 +33,7 @@ class TextDrafter:
     Args:
         spec: of the texts that are kept; None: the defaults.
         max_children: tokens of a draft behind one; 1: drafts are single paths.
-        max_depth: tokens of a path, at most; None: as by the budget.
+        max_depth: tokens of a path, at most.
         budget: how much of the drafts is verified; None: `DraftBudget`.
         clock: seconds, for the totals and `take_seconds`.
     """
@@ -45,12 +44,12 @@ class TextDrafter:
         *,
         spec: TextSpec | None = None,
         max_children: int = 1,
-        max_depth: int | None = None,
-        budget: DraftBudget | WindowBudget | None = None,
+        max_depth: int = MAX_DEPTH,
+        budget: DraftBudget | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._max_children, self._max_depth = max_children, max_depth
-        self.budget: DraftBudget | WindowBudget = budget or DraftBudget()
+        self.budget = budget or DraftBudget()
         self.totals, self._clock = DraftTotals(), clock
         self._reported_s = 0.0
         """Of `totals.seconds`, at the last `take_seconds`"""
@@ -59,16 +58,12 @@ class TextDrafter:
         """Sequence → shares and sources of the tokens of its draft that is being verified"""
 
     @classmethod
-    def of(cls, config: DraftsConfig) -> TextDrafter | None:
-        """Create the drafter that a config asks for."""
+    def of(cls, config: DraftsConfig, *, single_paths: bool = False) -> TextDrafter | None:
+        """Create the drafter that a config asks for. ``single_paths``: the engine verifies no trees."""
         if config.source == "none":
             return None
-        return cls(
-            NativeIndexes(),
-            spec=TextSpec.of(config),
-            max_children=config.tree,
-            budget=WindowBudget() if config.budget == "window" else DraftBudget(),
-        )
+        max_children = config.tree or (1 if single_paths else MAX_CHILDREN)
+        return cls(NativeIndexes(), spec=TextSpec.of(config), max_children=max_children)
 
     @property
     def exchange(self) -> TextExchange | None:
@@ -81,7 +76,7 @@ class TextDrafter:
 
     def draft(self, sequences: Items[Sequence], max_depth: Items[int], max_tokens: int) -> list[Draft | None]:
         self._drafted.clear()  # a draft that found no room was not verified
-        if self.budget.skips(len(sequences)):
+        if self.budget.skips():
             return [None] * len(sequences)  # what is generated meanwhile is read at once later: that takes less time
         began_s = self._clock()
         drafts = self._draft(sequences, max_depth, max_tokens)
@@ -95,11 +90,10 @@ class TextDrafter:
         if not read:
             return drafts
         places = self.texts.index([(sequences[i].request.id, prompt) for i, prompt in read])
-        limit = 1 << 30 if self._max_depth is None else self._max_depth
-        depths = [min(max_depth[i], limit, self.budget.max_depth(sequences[i].request.id)) for i, _ in read]
-        nodes = [depth * self._max_children for depth in depths]
-        acceptance = self.budget.acceptance.by_share()
-        found = self.texts.indexes.draft(places, depths, nodes, acceptance, self._max_children)
+        depths = [min(max_depth[i], self._max_depth) for i, _ in read]
+        nodes = [min(depth * self._max_children, MAX_TOKENS) for depth in depths]
+        acceptance, least = self.budget.by_share(), self.budget.min_probability(len(sequences))
+        found = self.texts.indexes.draft(places, depths, nodes, acceptance, self._max_children, least)
         self.totals.asked += len(places)
         self.totals.found += int(np.count_nonzero(np.diff(found.offsets)))
         owners = np.repeat(np.arange(len(places)), np.diff(found.offsets))
@@ -118,15 +112,13 @@ class TextDrafter:
         is_kept[list(kept)] = True
         accepted, was_tried = is_kept[rows], is_kept[np.array(one.parents)[rows]]
         self.budget.acceptance.observe(shares[was_tried], accepted[was_tried])
-        self.budget.observe_draft(one.seq.request.id, max(one.depths), len(kept) - 1)
         self.totals.verified += 1
         for source in (SIBLING, HISTORY):
             self.totals.drafted[source] += int(np.count_nonzero(sources == source))
             self.totals.accepted[source] += int(np.count_nonzero(accepted[sources == source]))
         self.totals.seconds += self._clock() - began_s
 
-    def observe_step(self, cost: StepCost) -> None:
-        self.budget.observe_step(cost)
+    def observe_step(self, cost: StepCost) -> None: ...
 
     def take_seconds(self) -> float:
         seconds = self.totals.seconds - self._reported_s
@@ -161,7 +153,6 @@ class TextDrafter:
         """Read the last tokens of a sequence that leaves the engine."""
         began_s = self._clock()
         self.texts.end(seq)
-        self.budget.end(seq.request.id)
         self.totals.seconds += self._clock() - began_s
 
     def _draft_of(self, seq: Sequence, drafts: Drafts, chosen: np.ndarray, n: int) -> Draft | None:

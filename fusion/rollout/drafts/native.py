@@ -53,7 +53,14 @@ def load() -> ctypes.CDLL:
     library.suffix_index_extend.restype = ctypes.c_int64
     library.suffix_index_extend.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 4]
     pointer, int32 = ctypes.c_void_p, ctypes.c_int32
-    library.suffix_index_draft.argtypes = [ctypes.c_int64, *[pointer] * 4, int32, int32, *[pointer] * 7]
+    library.suffix_index_draft.argtypes = [
+        ctypes.c_int64,
+        *[pointer] * 4,
+        int32,
+        int32,
+        ctypes.c_double,
+        *[pointer] * 7,
+    ]
     return library
 
 
@@ -92,6 +99,7 @@ class NativeIndexes:
         max_nodes: Sequence[int],
         acceptance: np.ndarray,
         max_children: int = 1,
+        min_probability: float = 0.0,
     ) -> Drafts:
         pointers, sequences = self._places(places)
         depths, nodes, room = array("i", max_depth), array("i", max_nodes), sum(max_nodes)
@@ -110,6 +118,7 @@ class NativeIndexes:
             *map(_address, (pointers, sequences, depths, nodes)),
             max_children,
             len(acceptance),
+            min_probability,
             *(column.ctypes.data for column in (acceptance, drafts.offsets, *columns)),
         )
         found = int(drafts.offsets[-1])

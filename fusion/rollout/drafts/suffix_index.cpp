@@ -5,8 +5,12 @@
 // longest has `length` tokens; its link leads to the longest suffix that occurs elsewhere too.
 //
 //   extend    a sequence by a token: O(1) amortised, and one count for every suffix of at least `min_match` tokens
-//   draft     from the state of a sequence: the tokens that followed its longest suffix of at most `max_match` tokens
-//             that occurs elsewhere, as a tree, most probable first; O(1) a token, however long the text
+//   draft     from the state of a sequence: the tokens that followed its suffixes of `min_match` to `max_match` tokens
+//             elsewhere, as a tree, most probable first; O(followers) a token, however long the text
+//
+// What followed a longer suffix says more, what followed a shorter one is known from more places. So shares are mixed
+// (Witten and Bell, 1991): behind a suffix that `total` tokens have followed, total / (total + DOUBT) of the share is
+// theirs, and the rest that of the next shorter suffix.
 //
 // A state counts the (weighted) occurrences of its strings, by source. Those of a string followed by a token are the
 // count of the state that the token leads to, so edges need no count of their own.
@@ -25,6 +29,8 @@ namespace {
 constexpr int32_t NONE = -1, ROOT = 0;
 constexpr int MAX_COUNTED = 64; // suffixes of a token that are counted, or passed over: bounds the cost of "aaaa…"
 constexpr int SOURCES = 2;
+constexpr double DOUBT = 2;           // a response without a reward has this weight
+constexpr double MIN_WEIGHT = 1 / 64.0; // of the share that is left to shorter suffixes, for them to be looked up
 
 struct State {
   int32_t length, link = NONE;
@@ -48,13 +54,15 @@ uint64_t mix(uint64_t x) {
 // A node of a draft: a token behind its parent (NONE: behind the sequence).
 struct Node {
   int32_t token, parent, depth, state;
-  double share;       // of the occurrences of what is before it
+  int32_t matched;    // tokens up to this one that the state's strings end with
+  double share;       // of what followed the text before it
   double probability; // that it and all before it are right
   uint8_t source;
 };
 
 struct Settings {
   int32_t max_depth, max_nodes, max_children, bins;
+  double min_probability;
   const double* acceptance; // probability that a token is right, by its share, in bins
 
   double probability_of(double share) const { return acceptance[std::min(int32_t(share * bins), bins - 1)]; }
@@ -93,22 +101,22 @@ class SuffixIndex {
     std::priority_queue<Ranked, std::vector<Ranked>, decltype(less_probable)> open(less_probable);
     int32_t rank = 0;
     std::vector<Node> children;
-    const auto propose = [&](int32_t state, int32_t parent, int32_t depth, double probability) {
+    const auto propose = [&](int32_t state, int32_t matched, int32_t parent, int32_t depth, double probability) {
       if (depth > settings.max_depth) return;
-      children_of(state, settings.max_children, children);
+      children_of(state, matched, settings.max_children, children);
       for (Node& child : children) {
         child.parent = parent, child.depth = depth;
         child.probability = probability * settings.probability_of(child.share);
-        open.push({child, rank++});
+        if (child.probability >= settings.min_probability) open.push({child, rank++});
       }
     };
     const size_t first = out.size();
-    propose(sequences_[sequence].state, NONE, 1, 1.0);
+    propose(sequences_[sequence].state, max_match_, NONE, 1, 1.0);
     while (!open.empty() && out.size() - first < size_t(settings.max_nodes)) {
       const Node node = open.top().node;
       open.pop();
       out.push_back(node);
-      propose(node.state, int32_t(out.size() - first) - 1, node.depth + 1, node.probability);
+      propose(node.state, node.matched, int32_t(out.size() - first) - 1, node.depth + 1, node.probability);
     }
   }
 
@@ -128,34 +136,55 @@ class SuffixIndex {
     int32_t rank; // in order of proposal
   };
 
-  // The most frequent tokens behind the last `max_match` tokens of the state's strings, or, where nothing follows them,
-  // behind their longest suffix that something follows.
-  void children_of(int32_t state, int max_children, std::vector<Node>& children) const {
+  // The tokens of the largest share behind the last `matched` tokens of the state's strings, at most `max_match`, and
+  // behind ever fewer.
+  void children_of(int32_t state, int32_t matched, int max_children, std::vector<Node>& children) const {
     children.clear();
-    double total = 0;
-    const auto add = [&](int32_t token, int32_t target) {
-      const State& reached = states_[target];
-      if (!reached.total()) return; // of a sequence without weight, or beyond MAX_COUNTED
-      total += double(reached.total());
-      const bool is_history = reached.count[1] > reached.count[0];
-      children.push_back({token, NONE, 0, target, double(reached.total()), 0.0, uint8_t(is_history)});
-    };
+    matched = std::min(std::min(matched, max_match_), states_[state].length);
     for (int passed = 0; passed < MAX_COUNTED; ++passed) {
       const int32_t link = states_[state].link;
-      if (link == NONE || states_[link].length < max_match_) break;
+      if (link == NONE || states_[link].length < matched) break;
       state = link;
     }
-    for (; state != NONE && states_[state].length >= min_match_ && children.empty(); state = states_[state].link) {
+    double weight = 1;
+    while (matched >= min_match_ && weight > MIN_WEIGHT) {
+      const size_t first = children.size();
+      double total = 0;
+      const auto add = [&](int32_t token, int32_t target) {
+        const State& reached = states_[target];
+        if (!reached.total()) return; // of a sequence without weight, or beyond MAX_COUNTED
+        total += double(reached.total());
+        const bool is_history = reached.count[1] > reached.count[0];
+        children.push_back({token, NONE, 0, target, matched + 1, double(reached.total()), 0.0, uint8_t(is_history)});
+      };
       if (states_[state].token != NONE) add(states_[state].token, states_[state].target);
       for (int32_t e = states_[state].more; e != NONE; e = edges_[e].next) add(edges_[e].token, edges_[e].target);
+      for (size_t i = first; i < children.size(); ++i) children[i].share *= weight / (total + DOUBT);
+      weight *= DOUBT / (total + DOUBT);
+      state = states_[state].link;
+      matched = state == NONE ? 0 : std::min(matched, states_[state].length);
     }
+    merge(children);
     const auto before = [](const Node& a, const Node& b) {
       return a.share != b.share ? a.share > b.share : a.token < b.token;
     };
     const size_t kept = std::min(children.size(), size_t(max_children));
     std::partial_sort(children.begin(), children.begin() + kept, children.end(), before);
     children.resize(kept);
-    for (Node& child : children) child.share /= total;
+  }
+
+  // Adds up the shares of equal tokens; the first of them, behind the longest suffix, is kept.
+  static void merge(std::vector<Node>& children) {
+    std::stable_sort(children.begin(), children.end(), [](const Node& a, const Node& b) { return a.token < b.token; });
+    size_t kept = 0;
+    for (size_t i = 0; i < children.size(); ++i) {
+      if (kept && children[kept - 1].token == children[i].token) {
+        children[kept - 1].share += children[i].share;
+      } else {
+        children[kept++] = children[i];
+      }
+    }
+    children.resize(kept);
   }
 
   // Returns the state of the strings of `last` with the token behind them, whose longest is one token longer.
@@ -274,14 +303,14 @@ int64_t suffix_index_extend(
 
 void suffix_index_draft(
     int64_t n, void* const* indexes, const int32_t* sequences, const int32_t* max_depth, const int32_t* max_nodes,
-    int32_t max_children, int32_t bins, const double* acceptance, int64_t* offsets, int32_t* tokens, int32_t* parents,
-    double* shares, double* probabilities, uint8_t* sources) {
+    int32_t max_children, int32_t bins, double min_probability, const double* acceptance, int64_t* offsets,
+    int32_t* tokens, int32_t* parents, double* shares, double* probabilities, uint8_t* sources) {
   std::vector<Node> nodes;
   int64_t at = 0;
   offsets[0] = 0;
   for (int64_t i = 0; i < n; ++i) {
     nodes.clear();
-    const Settings settings{max_depth[i], max_nodes[i], max_children, bins, acceptance};
+    const Settings settings{max_depth[i], max_nodes[i], max_children, bins, min_probability, acceptance};
     static_cast<const SuffixIndex*>(indexes[i])->draft(sequences[i], settings, nodes);
     for (const Node& node : nodes) {
       tokens[at] = node.token, parents[at] = node.parent, shares[at] = node.share;

@@ -1,14 +1,15 @@
 """Predict the next tokens of a sequence from where its last tokens occurred before, in responses to one prompt.
 
 An index holds the prompt and any number of sequences that begin with it: the responses of a group, and earlier
-rollouts of the same prompt. `draft` returns the tokens that followed the longest suffix of a sequence, of at most
-`max_match` tokens, that occurs elsewhere in the index, as a tree: `max_children` = 1 is a single path, as in
-SuffixDecoding (arXiv 2411.04975); more are the beams of Seer's grouped speculation (arXiv 2511.14617, section 3.4).
-Nodes come most probable first, so that any beginning of a draft is the best tree of its size.
+rollouts of the same prompt. `draft` returns the tokens that followed the last `min_match` to `max_match` tokens of a
+sequence elsewhere in the index, as a tree: `max_children` = 1 is a single path, as in SuffixDecoding (arXiv
+2411.04975); more are the beams of Seer's grouped speculation (arXiv 2511.14617, section 3.4). Nodes come most probable
+first, so that any beginning of a draft is the best tree of its size.
 
-The share of a token: occurrences of the text before it followed by the token over those followed by anything.
-Sequences count with their weight; one of weight 0 only reads. The caller states how often a token of a share is right
-(`acceptance`); the probability of a node is the product along its path.
+The share of a token: occurrences of the text before it followed by the token over those followed by anything, the
+longer text counting more (`suffix_index.cpp`). Sequences count with their weight; one of weight 0 only reads. The
+caller states how often a token of a share is right (`acceptance`); the probability of a node is the product along its
+path.
 """
 
 from __future__ import annotations
@@ -67,9 +68,11 @@ class SuffixIndexes(Protocol):
         max_nodes: Sequence[int],
         acceptance: np.ndarray,
         max_children: int = 1,
+        min_probability: float = 0.0,
     ) -> Drafts:
         """Draft at most ``max_nodes[i]`` tokens behind sequence ``places[i]``, none further than ``max_depth[i]`` from
-        it, with at most ``max_children`` behind a token. ``acceptance`` float64 [bins]: by share, in bins of 0 to 1."""
+        it or less probable than ``min_probability``, with at most ``max_children`` behind a token. ``acceptance``
+        float64 [bins]: by share, in bins of 0 to 1."""
 
     def remove(self, index: int) -> None:
         """Free an index."""

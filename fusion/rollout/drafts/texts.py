@@ -32,9 +32,9 @@ from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, SuffixIndexes
 from fusion.rollout.drafts.text_client import TextClient
 from fusion.rollout.drafts.totals import DraftTotals
 
-MIN_MATCH, MAX_MATCH = 3, 7
+MIN_MATCH, MAX_MATCH = 1, 7
 """Tokens of a sequence that must occur elsewhere for a draft, and that are compared (RhymeRL, arXiv 2508.18588: 7 down
-to 3): the more are compared, the fewer places are found"""
+to 3). One word may say enough, of characters it takes several: the index weighs them by what followed"""
 
 MAX_PROMPT = 1024
 """Tokens at the end of a prompt that are indexed"""

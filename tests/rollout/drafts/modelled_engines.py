@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from fusion.inference import Request, SamplingParams, sequence
-from fusion.rollout.drafts.budget import DraftBudget
+from fusion.rollout.drafts.budget import SHARES, DraftBudget
 from fusion.rollout.drafts.drafter import TextDrafter
 from fusion.rollout.drafts.exchange import TextExchange, answer
 from fusion.rollout.drafts.native import NativeIndexes
@@ -20,8 +20,6 @@ Tokens = list[int]
 
 DEPTH = 8
 """Tokens of a draft at most"""
-SHARES = (np.arange(16) + 0.5) / 16
-"""Acceptance by share, where none is measured"""
 STEP_S = 0.02
 """Modelled seconds of a decode step: text of others is about ten steps old"""
 
@@ -38,12 +36,14 @@ def accepted(tokens: np.ndarray, parents: np.ndarray, said: Tokens) -> int:
 class AllTokens(DraftBudget):
     """A budget that verifies whatever is drafted, as `text` does."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.acceptance.by_share = lambda: SHARES  # type: ignore[method-assign]
+    def by_share(self) -> np.ndarray:
+        return SHARES
 
-    def skips(self, num_sequences: int) -> bool:
+    def skips(self) -> bool:
         return False
+
+    def min_probability(self, num_sequences: int) -> float:
+        return 0.0
 
     def choose(self, owners: np.ndarray, probabilities: np.ndarray, num_sequences: int, **_: Any) -> np.ndarray:
         return np.ones(len(owners), bool)

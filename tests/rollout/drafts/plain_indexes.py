@@ -4,7 +4,7 @@ both."""
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,8 +15,13 @@ ROOT, NONE = 0, -1
 MAX_COUNTED = 64
 """Suffixes of a token that are counted, or passed over"""
 
+DOUBT, MIN_WEIGHT = 2, 1 / 64
+"""Weight of shorter suffixes beside what has followed a longer one; least weight that is looked up"""
+
 Node = tuple[int, int, float, float, int]
 """Token, parent, share, probability, source"""
+Child = tuple[int, int, int, float, int]
+"""Token, state, tokens up to this one that its strings end with, share, source"""
 
 
 @dataclass(slots=True)
@@ -63,42 +68,51 @@ class _Index:
         self._ends[sequence] = state
 
     def draft(
-        self, sequence: int, max_depth: int, max_nodes: int, max_children: int, acceptance: np.ndarray
+        self, sequence: int, depth: int, nodes: int, max_children: int, acceptance: np.ndarray, least: float
     ) -> list[Node]:
         found: list[Node] = []
-        proposed: list[tuple[float, int, int, int, int, int, float, int]] = []
+        proposed: list[tuple[float, int, int, int, Child]] = []
         rank = 0
 
-        def propose(state: int, parent: int, depth: int, path: float) -> None:
+        def propose(state: int, matched: int, parent: int, at: int, path: float) -> None:
             nonlocal rank
-            for token, target, share, source in self._children(state, max_children) if depth <= max_depth else ():
+            for child in self._children(state, matched, max_children) if at <= depth else ():
+                share = child[3]
                 probability = path * float(acceptance[min(int(share * len(acceptance)), len(acceptance) - 1)])
-                heapq.heappush(proposed, (-probability, rank, token, parent, depth, target, share, source))
-                rank += 1
+                if probability >= least:
+                    heapq.heappush(proposed, (-probability, rank, parent, at, child))
+                    rank += 1
 
-        propose(self._ends[sequence], NONE, 1, 1.0)
-        while proposed and len(found) < max_nodes:
-            negative, _, token, parent, depth, target, share, source = heapq.heappop(proposed)
+        propose(self._ends[sequence], self._max_match, NONE, 1, 1.0)
+        while proposed and len(found) < nodes:
+            negative, _, parent, at, (token, target, matched, share, source) = heapq.heappop(proposed)
             found.append((token, parent, share, -negative, source))
-            propose(target, len(found) - 1, depth + 1, -negative)
+            propose(target, matched, len(found) - 1, at + 1, -negative)
         return found
 
-    def _children(self, state: int, max_children: int) -> Iterator[tuple[int, int, float, int]]:
-        states, counts = self._states, dict[int, int]()
+    def _children(self, state: int, matched: int, max_children: int) -> list[Child]:
+        states, children = self._states, dict[int, Child]()
+        matched = min(matched, self._max_match, states[state].length)
         for _ in range(MAX_COUNTED):
             link = states[state].link
-            if link == NONE or states[link].length < self._max_match:
+            if link == NONE or states[link].length < matched:
                 break
             state = link
-        while state != NONE and states[state].length >= self._min_match and not counts:
+        weight = 1.0
+        while matched >= self._min_match and weight > MIN_WEIGHT:
             edges = states[state].edges
             counts = {token: count for token, target in edges.items() if (count := sum(states[target].count))}
+            total = sum(counts.values())
+            for token, count in counts.items():
+                target, share = edges[token], count * (weight / (total + DOUBT))
+                by_source = states[target].count
+                source = HISTORY if by_source[HISTORY] > by_source[SIBLING] else SIBLING
+                longest = children.get(token, (token, target, matched + 1, 0.0, source))
+                children[token] = (*longest[:3], longest[3] + share, longest[4])
+            weight *= DOUBT / (total + DOUBT)
             state = states[state].link
-        total = sum(counts.values())
-        for token in sorted(counts, key=lambda token: (-counts[token], token))[:max_children]:
-            by_source = states[edges[token]].count
-            source = HISTORY if by_source[HISTORY] > by_source[SIBLING] else SIBLING
-            yield token, edges[token], counts[token] / total, source
+            matched = 0 if state == NONE else min(matched, states[state].length)
+        return sorted(children.values(), key=lambda child: (-child[3], child[0]))[:max_children]
 
     def _append(self, last: int, token: int) -> int:
         states = self._states
@@ -153,9 +167,10 @@ class PlainIndexes:
         max_nodes: Sequence[int],
         acceptance: np.ndarray,
         max_children: int = 1,
+        min_probability: float = 0.0,
     ) -> Drafts:
         drafts = [
-            self._indexes[index].draft(sequence, depth, nodes, max_children, acceptance)
+            self._indexes[index].draft(sequence, depth, nodes, max_children, acceptance, min_probability)
             for (index, sequence), depth, nodes in zip(places, max_depth, max_nodes, strict=True)
         ]
         rows = [node for draft in drafts for node in draft]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fusion.rollout.drafts.native import NativeIndexes, check_buildable
 from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, SuffixIndexes
-from tests.rollout.drafts.plain_indexes import PlainIndexes
+from tests.rollout.drafts.plain_indexes import DOUBT, MIN_WEIGHT, PlainIndexes
 
 MIN_MATCH = 2
 MAX_MATCH = 4
@@ -36,38 +36,51 @@ def texts_of(prompt: list[int], arrived: list[tuple[int, list[int]]]) -> list[li
     return [prompt + text for text in texts]
 
 
-def followers(prompt: list[int], texts: list[list[int]], context: list[int]) -> dict[int, int]:
-    """Count what follows the context anywhere in the text, weighted. The prompt, with which all begin, counts once."""
+def followers(prompt: list[int], texts: list[list[int]], context: list[int]) -> tuple[set, dict[int, int]]:
+    """Find where the context ends anywhere in the text, and count what follows it, weighted. The prompt, with which all
+    begin, counts once."""
+    ends: set[tuple[int, int]] = set()
     counts: dict[int, int] = {}
     size = len(context)
     for i, text in enumerate([prompt, *texts]):
-        for end in range(size, len(text)):
-            in_prompt = end < len(prompt)
-            if text[end - size : end] == context and (i == 0) == in_prompt:
-                counts[text[end]] = counts.get(text[end], 0) + (1 if in_prompt else WEIGHTS[i - 1])
-    return counts
+        for end in range(size, len(text) + 1):
+            if text[end - size : end] != context or (i > 0 and end < len(prompt)):
+                continue
+            ends.add((i if end > len(prompt) else 0, end))
+            if end < len(text) and (i == 0 or end >= len(prompt)):
+                counts[text[end]] = counts.get(text[end], 0) + (1 if i == 0 else WEIGHTS[i - 1])
+    return ends, {token: count for token, count in counts.items() if count}
+
+
+def shares_of(prompt: list[int], texts: list[list[int]], context: list[int]) -> dict[int, float]:
+    """The shares of the tokens behind a context: of its longest suffix, and what that leaves of the next shorter one
+    that occurs in more places."""
+    shares: dict[int, float] = {}
+    weight, last = 1.0, set()
+    for size in range(min(len(context), MAX_MATCH), MIN_MATCH - 1, -1):
+        ends, counts = followers(prompt, texts, context[-size:])
+        if ends == last or weight <= MIN_WEIGHT:
+            continue
+        total, last = sum(counts.values()), ends
+        for token, count in counts.items():
+            shares[token] = shares.get(token, 0.0) + count * (weight / (total + DOUBT))
+        weight *= DOUBT / (total + DOUBT)
+    return shares
 
 
 def searched(prompt: list[int], texts: list[list[int]], text: list[int], depth: int) -> list[tuple[int, float]]:
     """The most probable path behind a text."""
     path, probability, context = [], 1.0, list(text)
-    while len(path) < depth:
-        for size in range(min(len(context), MAX_MATCH), MIN_MATCH - 1, -1):
-            counts = {token: n for token, n in followers(prompt, texts, context[-size:]).items() if n}
-            if counts:
-                break
-        else:
-            break
-        token = min(counts, key=lambda token: (-counts[token], token))
-        share = counts[token] / sum(counts.values())
-        probability *= ACCEPTANCE[min(int(share * len(ACCEPTANCE)), len(ACCEPTANCE) - 1)]
+    while len(path) < depth and (shares := shares_of(prompt, texts, context)):
+        token = min(shares, key=lambda token: (-shares[token], token))
+        probability *= ACCEPTANCE[min(int(shares[token] * len(ACCEPTANCE)), len(ACCEPTANCE) - 1)]
         path.append((token, probability))
         context.append(token)
     return path
 
 
 @given(prompt=tokens, arrived=pieces)
-def test_a_path_is_what_most_often_followed_the_longest_suffix_that_is_compared(prompt, arrived):
+def test_a_path_is_what_most_often_followed_the_suffixes_that_are_compared(prompt, arrived):
     indexes, texts = PlainIndexes(), texts_of(prompt, arrived)
     index, numbers = fill(indexes, prompt, arrived)
     drafts = indexes.draft([(index, number) for number in numbers], [4] * 4, [4] * 4, ACCEPTANCE)
@@ -80,12 +93,21 @@ def test_a_path_is_what_most_often_followed_the_longest_suffix_that_is_compared(
         assert drafts.parents[rows].tolist() == list(range(-1, len(found) - 1))
 
 
-@given(prompt=tokens, arrived=pieces, depth=st.integers(1, 5), nodes=st.integers(1, 9), children=st.integers(1, 3))
-def test_both_implementations_draft_the_same_trees(prompt, arrived, depth, nodes, children):
+@given(
+    prompt=tokens,
+    arrived=pieces,
+    depth=st.integers(1, 5),
+    nodes=st.integers(1, 9),
+    children=st.integers(1, 3),
+    least=st.floats(0, 0.5),
+)
+def test_both_implementations_draft_the_same_trees(prompt, arrived, depth, nodes, children, least):
     drafts = []
     for indexes in (NativeIndexes(), PlainIndexes()):
         index, numbers = fill(indexes, prompt, arrived)
-        drafts.append(indexes.draft([(index, n) for n in numbers], [depth] * 4, [nodes] * 4, ACCEPTANCE, children))
+        places = [(index, n) for n in numbers]
+        drafts.append(indexes.draft(places, [depth] * 4, [nodes] * 4, ACCEPTANCE, children, least))
+    assert all(drafts[0].probabilities >= least)
     for name in ("offsets", "tokens", "parents", "shares", "probabilities", "sources"):
         ours, plain = (getattr(one, name) for one in drafts)
         assert ours.tolist() == plain.tolist() and ours.dtype == plain.dtype, name

@@ -22,7 +22,6 @@ TWO += [
 DRAFTS = [
     "rollout.drafts.source=both",
     "rollout.drafts.tree=2",
-    "rollout.drafts.budget=window",
 ]  # which never refuses a draft
 
 

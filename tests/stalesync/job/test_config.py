@@ -175,7 +175,7 @@ def test_a_job_that_cannot_learn_is_refused_where_it_trains(checkpoint, changes,
         ({"rollout__kv_pool__remote": "tcp"}, "rollout.kv_pool.remote='tcp': expected one of none, ray"),
         (
             {"rollout__drafts__tree": 2},
-            r"rollout.drafts.tree=2: expected 1 \(the default\) with rollout.drafts.source=none",
+            r"rollout.drafts.tree=2: expected null \(the default\) with rollout.drafts.source=none",
         ),
         (
             {"rollout__drafts__mib": 64},

@@ -13,7 +13,7 @@ from stalesync.job import savepoint
 from stalesync.job.config import Config
 from stalesync.job.control import ControlDesk, submit
 from stalesync.job.keys import value_of
-from stalesync.job.other_names import MOVED
+from stalesync.job.other_names import MOVED, NOW, REMOVED
 from stalesync.job.overrides import accepted, composed, known_keys, load
 from stalesync.job.resume import Reopened, check_changes
 from stalesync.job.run_inputs import settings_of
@@ -27,7 +27,7 @@ SETTINGS = {f"rollout.{name}": value for name, value in yaml.safe_load(SAVED.rea
 
 def test_every_old_name_has_a_key_and_none_is_one():
     assert {*MOVED.values()} <= {*known_keys()} and len({*MOVED.values()}) == len(MOVED)
-    assert not MOVED.keys() & {*known_keys()} and MOVED.keys() <= SETTINGS.keys()
+    assert not NOW.keys() & {*known_keys()} and MOVED.keys() <= SETTINGS.keys() and REMOVED.keys() & SETTINGS.keys()
 
 
 def test_a_saved_config_of_an_earlier_version_is_loaded_whole():
@@ -44,6 +44,12 @@ def test_what_this_version_saves_is_loaded_as_it_is(tmp_path):
     with RunFolder(tmp_path, "run") as folder:
         folder.write_config(config)
         assert load(folder.path / "config.yaml") == config
+
+
+def test_a_key_that_was_removed_is_ignored_where_it_was_saved(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("rollout: {drafts: {budget: window, tree: 2}}\n")
+    assert load(path).rollout.drafts.tree == 2
 
 
 @pytest.mark.parametrize("where", ["checkpoint", "config.yaml"])
@@ -93,11 +99,11 @@ def test_the_limits_of_generation_that_an_earlier_version_has_saved_stay_in_forc
         submit(tmp_path, {"rollout.max_seqs": "5"})
 
 
-@pytest.mark.parametrize("old", MOVED)
+@pytest.mark.parametrize("old", NOW)
 def test_an_old_name_on_a_command_line_is_refused_with_the_new_one(old):
     with pytest.raises(ValueError) as error:
         accepted([f"{old}=1"], RECIPES / "conf")
-    assert str(error.value) == f"{old} is {MOVED[old]}"
+    assert str(error.value) == f"{old} is {NOW[old]}"
 
 
 def test_an_old_name_in_a_users_file_is_refused_with_the_new_one(tmp_path):

@@ -126,7 +126,7 @@ def test_cases_are_all_combinations_once():
         ("zzzz=1", "unknown argument 'zzzz=1'; expected one of model, model.path, cluster, "),
         (
             "rollout.drafts.source=siblings rollout.drafts.tree=4",
-            "rollout.drafts.tree=4: expected 1, as simulate.py does not model this key",
+            "rollout.drafts.tree=4: expected null, as simulate.py does not model this key",
         ),
         ("fusion=shared", "fusion='shared': expected some of separate, colocated, full, hybrid"),
         ("supernodes=0", "supernodes=0: expected whole numbers of at least 1"),

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
+from string import ascii_lowercase
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fusion.rollout.drafts.drafter import TextDrafter
-from fusion.rollout.drafts.native import NativeIndexes
 from fusion.rollout.drafts.texts import TextSpec
 from stalesync.simulator.command_line import answer
-from stalesync.simulator.draft_texts import TRACKS, KeptTokens, WholeDrafts, measured, read_texts, replay
+from stalesync.simulator.draft_texts import TRACKS, KeptTokens, measured, read_texts, replay, whole_drafter
 from stalesync.simulator.drafts import MAX_DRAFTED
 
 JOB = """model=olmoe_7b cluster.hardware=ascend_910c cluster.npus=8 run.steps=4 data.prompts_per_step=8
@@ -24,7 +24,7 @@ TEXTS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=60), min_size=
 def replayed(texts, *, siblings=True, history=()):
     kept = KeptTokens()
     spec = TextSpec(siblings, bool(history))
-    drafter = TextDrafter(NativeIndexes(), spec=spec, budget=WholeDrafts())
+    drafter = whole_drafter(spec)
     if history:
         replay(drafter, "0-0", history, KeptTokens())
     replay(drafter, "1-0", texts, kept)
@@ -68,10 +68,11 @@ def test_both_forms_of_texts_are_read(tmp_path):
 
 
 def test_simulate_takes_drafts_of_texts_and_states_what_acceptance_rests_on(tmp_path, capsys):
-    words = [f"word{n}" for n in range(120)]
+    words, draw = [f"word{n}" for n in range(120)], random.Random(0)
+    unlike_texts = ["".join(draw.choices(ascii_lowercase[3 * n : 3 * n + 3], k=60)) for n in range(8)]
     texts = {
         "alike": write(tmp_path / "alike", [{"prompt": "p", "samples": [" ".join(words)] * 8}]),
-        "unlike": write(tmp_path / "unlike", [{"prompt": "p", "samples": [" ".join(words[n::8]) for n in range(8)]}]),
+        "unlike": write(tmp_path / "unlike", [{"prompt": "p", "samples": unlike_texts}]),
     }
 
     def step_s(*arguments):
