@@ -68,6 +68,8 @@ class Groups:
     """Number of samples that were passed to `note_lost`"""
     _ended: list[Sample] = field(default_factory=list)
     """Samples of groups that failed or were filtered since `take`"""
+    _places: dict[str, int] = field(default_factory=dict)
+    """Groups at the last `take`, in the order in which they were admitted"""
     _discarded: dict[str, list[str]] = field(default_factory=dict)
     """Reason → samples of groups that have ended, which the queue is about to drop"""
     _given_up: set[str] = field(default_factory=set)
@@ -148,14 +150,15 @@ class Groups:
         return [group for group in groups if group not in trained]
 
     def log_trained(self, groups: Sequence[str], samples: SampleColumns, lost: Iterable[str]) -> None:
-        """Record how the groups that were passed to training ended, and the lengths of their ``samples``, which are in
-        order of ids; ``lost``: those of which no sample was left."""
+        """Record how the groups that `take` returned last ended, in the order in which they were admitted, and the
+        lengths of their ``samples``, which are in order of ids; ``lost``: those of which no sample was left."""
         first_of = {samples.groups[first]: first for first in range(0, len(samples), self.size)}
         """Group → the position of its first sample"""
         untrained, ledger = set(lost), self.admission.ledger
         of_members = {"response_tokens": samples.sampled_tokens}
         if any(samples.observed_tokens):
             of_members["observation_tokens"] = samples.observed_tokens
+        groups = sorted(groups, key=self._places.__getitem__)
         outcomes = [(f"failed:{LOST}" if group in untrained else "trained", ledger.lag(group)) for group in groups]
         for (ended, lag), run in groupby(zip(outcomes, groups, strict=True), key=itemgetter(0)):
             ended_so = [group for _, group in run]
@@ -191,6 +194,7 @@ class Groups:
     def take(self, trained: Sequence[str]) -> tuple[SampleColumns, SampleColumns]:
         """Remove groups that are going to be trained; return their samples, and the samples of all groups that ended
         since the last call, both in order of ids."""
+        self._places = {group: place for place, group in enumerate(self.prompts)}
         groups = [self.scored.pop(group) for group in trained]
         for group in trained:
             del self.prompts[group]

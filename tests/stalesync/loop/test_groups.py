@@ -24,6 +24,27 @@ STATE = json.loads((Path(__file__).parents[1] / "data" / "controller.json").read
 samples are scored, and e0-10/2 is suspended after 57 tokens"""
 
 
+def test_trained_groups_are_logged_in_the_order_in_which_they_were_admitted():
+    rows, admitted = [], ["e0-12", "e0-3", "e1-0", "e0-1"]
+    groups = Groups(
+        size=2,
+        admission=SimpleNamespace(ledger=SimpleNamespace(lag=lambda group: 0)),
+        prompts={group: Prompt(group, (3, 4), "", "") for group in admitted},
+        algorithm=make_algorithm(AlgorithmConfig(), 60),
+        queue=None,
+        folder=SimpleNamespace(log_groups=lambda step, groups, ended, lag, tokens: rows.append((groups, tokens))),
+    )
+    for length, (group, prompt) in enumerate(groups.prompts.items()):
+        samples = [Sample(f"{group}/{k}", prompt, "1", 2, 10 + length) for k in range(2)]
+        groups.scored[group] = [with_outcome(one, RewardOutcome(1.0)) for one in samples]
+    trained = ["e0-1", "e0-12", "e0-3"]  # as the ledger names groups of one age
+    samples, _ = groups.take(trained)
+    groups.log_trained(trained, samples, [])
+    (logged, tokens), *others = rows
+    assert logged == ["e0-12", "e0-3", "e0-1"] and not others
+    assert tokens["response_tokens"] == [[10, 10], [11, 11], [13, 13]]
+
+
 class Run:
     """Admission and groups of a run without cards: executes one step's commands, and finishes e0-10/2 when it may."""
 

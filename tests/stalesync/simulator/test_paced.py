@@ -83,7 +83,7 @@ def test_at_staleness_0_a_simulation_decides_what_the_run_decided_and_takes_as_l
         assert row["perf/total_num_tokens"] == step.tokens
     lines = [json.loads(line) for line in (folder / "groups.jsonl").read_text().splitlines()]
     trace = TraceLengths.read(folder / "groups.jsonl", prompt_tokens=1, max_response_tokens=40)
-    assert [one.group for one in trace.prompts] == groups_of(decisions, "train") == [line["group"] for line in lines]
+    assert [one.group for one in trace.prompts] == groups_of(decisions, "admit") == [line["group"] for line in lines]
     of_run = {one.group: one.response_tokens for one in simulation._lengths.prompts}
     assert all(of_run[one.group] == one.response_tokens for one in trace.prompts), "a run's groups.jsonl is a trace"
 
