@@ -7,7 +7,9 @@ group of which nothing is known has a probe, unless all requests are taken at on
 estimate is taken for a long one, the longer the more.
 
 Where responses run away, no estimate is trusted: while more than `HEDGE` of the responses do
-(`LengthHistory.runaway_share`), the ranks of a step are those of `least_generated`.
+(`LengthHistory.runaway_share`), the ranks of a step are those of `least_generated`. Where the last epoch does not
+foretell lengths (`LengthHistory.foretells`: they are drawn anew, or reversed), it is left out: groups that are admitted
+then are estimated from finished siblings alone.
 """
 
 from __future__ import annotations
@@ -40,6 +42,8 @@ class HistoryOrder(RankedOrder):
         """Whether responses run away, so that no estimate is trusted"""
 
     def add_group(self, group: str, lengths: Lengths) -> None:
+        if not self.history.foretells:
+            lengths.forget_earlier()
         super().add_group(group, lengths)
         hedges = self.history.runaway_share >= HEDGE[self._hedges]
         if hedges != self._hedges:

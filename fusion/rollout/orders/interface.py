@@ -55,6 +55,10 @@ class Lengths:
         """The mean of the last epoch and of finished siblings, at first the upper bound"""
         return self._sum / self.num_known if self.num_known else self.max_tokens
 
+    def forget_earlier(self) -> None:
+        """Estimate as if the row had had no earlier epoch."""
+        self.earlier, self.num_known, self._sum = (), 0, 0
+
     def observe(self, tokens: int) -> None:
         """Record the length of a finished response."""
         self.num_known += 1
