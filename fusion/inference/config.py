@@ -107,12 +107,13 @@ class ScheduleConfig(Group, path="rollout.schedule"):
 
     order: str = key("history", read_by="simulate")
     """Which waiting request an engine receives next (`fusion/rollout/orders`): `history` (the most tokens left,
-    estimated from the same row's last epoch and from finished responses of the group; while many responses run away, as
-    `least_generated`; while the last epoch foretells nothing, without it), `fifo` (the oldest), `least_generated` (the one with the fewest tokens so far), `context` (Seer:
-    one response of each group first, then the groups whose finished responses are longest); `oracle` (the most tokens
-    left) only with sampling.forced_median; `histopipe` (RhymeRL: by the length in the last epoch, one step from short
-    to long, the next from long to short, on engines that each prefer a class of lengths; to compare with, it brings
-    nothing beyond `history`: docs/rollout.md) only with stalesync.max_staleness > 0; `module:Class`, a subclass of `fusion.rollout.orders.interface.Order` of your own
+    estimated from the same row's last epoch, unless that foretells nothing, and from finished responses of the group;
+    while many responses run away, as `least_generated`), `fifo` (the oldest), `least_generated` (the one with the
+    fewest tokens so far), `context` (Seer: one response of each group first, then the groups whose finished responses
+    are longest); `oracle` (the most tokens left) only with sampling.forced_median; `histopipe` (RhymeRL: by the length
+    in the last epoch, one step from short to long, the next from long to short, on engines that each prefer a class of
+    lengths; to compare with, as it brings nothing beyond `history`: docs/rollout.md) only with
+    stalesync.max_staleness > 0; `module:Class`, a subclass of `fusion.rollout.orders.interface.Order` of your own
     (docs/rollout.md). With chunk_tokens it decides again after every chunk, otherwise only where a response begins;
     where nothing is known of lengths, `history` is then `fifo`."""
     length_classes: int = key(4, at_least=1, only={"order": ("histopipe",)})
