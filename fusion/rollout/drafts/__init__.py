@@ -6,9 +6,7 @@
     texts          what the engine generates, and others, by prompt; indexed where drafts are looked up
     prompt         the text of one prompt
     rewards        how much an earlier response counts, by its reward
-    budget         how many drafted tokens a step verifies, by measured costs
-    losses         … and how much of a run's time may be lost by it
-    window         … by how much of the last draft was right
+    budget         how many drafted tokens a step verifies, by how often others were right
     text_store     what all engines of a run have generated, by prompt
     text_client    what an engine sends to the store, and asks for
     exchange       sends it beside the steps, and takes over the replies

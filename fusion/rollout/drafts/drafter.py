@@ -118,7 +118,8 @@ class TextDrafter:
             self.totals.accepted[source] += int(np.count_nonzero(accepted[sources == source]))
         self.totals.seconds += self._clock() - began_s
 
-    def observe_step(self, cost: StepCost) -> None: ...
+    def observe_step(self, cost: StepCost) -> None:
+        """Ignore costs: drafts depend on no clock."""
 
     def take_seconds(self) -> float:
         seconds = self.totals.seconds - self._reported_s
