@@ -22,7 +22,7 @@ from benchmarks.harness import Benchmark, Option  # noqa: E402
 
 BENCHMARK = Benchmark(
     __doc__,
-    {"overlap": "benchmarks.overlap_sides:measure"},
+    {"": "benchmarks.overlap_sides:measure"},
     [
         Option("seconds", 0.4, smoke=0.05, help="of the copies, and of the collectives, alone"),
         Option("rounds", 5, smoke=1, help="rounds that are measured"),

@@ -68,7 +68,7 @@ WANTED = {
     "learning quickstart": {"colocated.mean_end", "colocated 0.command_s"},
     "offload": {"floor.seconds", "offload.ratio", "stream.gb_per_s"},
     "planning": {"to_infer.cpu_s", "to_infer.over_bound", "to_train.busiest", "to_train.missing"},
-    "overlap overlap": {"hidden_share", "switch.both_s", "training.hidden_share"},
+    "overlap": {"overlap.hidden_share", "overlap.switch.both_s", "overlap.training.hidden_share"},
     "report_page": {"page_mb", "write_cpu_s", "parse_cpu_s"},
     "rollout paced": {"spread.history.ratio_to_oracle", "spread.oracle.tail_s"},
     "rollout orders": {"even, 1% runaways, epoch 2.history.ratio_to_oracle"},
