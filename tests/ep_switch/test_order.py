@@ -59,3 +59,12 @@ def test_slabs_of_many_ranks_are_evaluated_alike(many, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(order, "MANY", many)
             assert plan_switch.__wrapped__(*case) == plan
+
+
+def test_an_evaluation_is_kept_only_while_its_ranks_do_not_change(monkeypatch):
+    for seed in range(20):
+        case = random_switch(choices(seed))
+        plan = plan_switch.__wrapped__(*case)
+        with monkeypatch.context() as patch:
+            patch.setattr(_Search, "_evaluate", _Search._compute)
+            assert plan_switch.__wrapped__(*case) == plan
