@@ -10,6 +10,7 @@ from typing import Any
 
 from fusion.model import ModelConfig
 from fusion.telemetry.memory import human_bytes
+from stalesync.job import automatic
 from stalesync.job.card_memory import estimate
 from stalesync.job.config import Config
 from stalesync.job.keys import without_effect
@@ -30,7 +31,7 @@ def check(config: Config) -> list[str]:
     """
     with collecting_warnings() as warnings, ExitStack() as stack:
         model = config.validate()
-        config = config.resolved()
+        stated, config = config, config.resolved()
         tokenizer, source, opened, spec = prepare(config, model)
         assert spec.detokenizer is not None
         prompts = source.sample(NUM_ROWS)
@@ -46,6 +47,7 @@ def check(config: Config) -> list[str]:
         balancing = [config.training.describe_balancing(model.router_aux_coef)] if model.num_experts else []
         lora = [config.training.describe_lora()] if config.training.lora.rank else []
         show("settings without effect", without_effect(config))
+        show("settings", list(filter(None, [automatic.describe(stated, config)])))
         show("a step", describe_step(config, prompts, num_rows=source.num_rows) + lora + balancing)
     return warnings
 

@@ -24,7 +24,7 @@ from fusion.telemetry import LiveView, RunFolder, report_run
 from fusion.telemetry.loggers import find_loggers
 from fusion.telemetry.run_contents import complete_checkpoints
 from stalesync.evaluation.files import EvalFile
-from stalesync.job import savepoint
+from stalesync.job import automatic, savepoint
 from stalesync.job.card_memory import estimate, knows_cards
 from stalesync.job.config import Config
 from stalesync.job.resume import (
@@ -34,6 +34,7 @@ from stalesync.job.resume import (
     check_resume,
     check_weights,
     keep_operators,
+    kept_automatic,
     new_folder,
     reopen,
 )
@@ -85,7 +86,7 @@ def launch(config: Config, *, evaluates: str = "") -> Path:
     trains = not evaluates
     model = config.validate(trains=trains)
     check_resume(config.run)
-    config = config.resolved()
+    stated, config = config, config.resolved(kept_automatic(config.run))
     early: list[logging.LogRecord] = []
     with keeping_warnings(early):
         _, source, opened, spec = prepare(config, model)
@@ -117,6 +118,8 @@ def launch(config: Config, *, evaluates: str = "") -> Path:
             progress, logs = Progress(), RunLog(folder.path)
             report["notes"] = stack.enter_context(logging_to(logs.controller, early))
             stack.enter_context(logs.recording(progress, report, world=spec.world, settle=ignore_stops))
+        if line := automatic.describe(stated, config):
+            print(line)
         if trains:
             print(describe(config))
         if trains and config.training.lora.rank:

@@ -13,6 +13,8 @@ from fusion.telemetry.keys import SET, Unsupported, key
 from fusion.telemetry.validation import Checks, Group
 
 DRAFTS = ("none", "siblings", "history", "both")
+AUTO = "auto"
+"""Of a key whose value follows from others when a run starts (`stalesync/job/automatic.py`); until then it is off"""
 POOLED, DRAFTED = {"suspended": ("pool",)}, {"source": DRAFTS[1:]}
 """Where keys of `rollout.kv_pool` and of `rollout.drafts` have an effect"""
 FORCED_SPREAD = (0.89, 0.43, 0.01)
@@ -119,11 +121,12 @@ class ScheduleConfig(Group, path="rollout.schedule"):
     length_classes: int = key(4, at_least=1, only={"order": ("histopipe",)})
     """With order=histopipe, number of classes by length among which a step's groups are divided evenly, and the engines
     such that the longest class takes as little time as possible; at most one for each engine. 1: engines take any."""
-    chunk_tokens: int | None = key(None, at_least=1, read_by="simulate")
+    chunk_tokens: int | str | None = key(AUTO, one_of=(AUTO,), at_least=1, read_by="simulate")
     """A response returns to the request buffer after this many new tokens and resumes on any engine with free capacity,
     the oldest first (divided rollout: Seer, arXiv 2511.14617); null: it ends on the engine where it began. Which
     requests are batched together then depends on timing: at staleness 0 a run is bitwise repeatable only with
-    engine.batch_invariant."""
+    engine.batch_invariant. `auto`: an eighth of max_response_length, if that is at least 1,024 and either
+    engine.batch_invariant or stalesync.max_staleness > 0, else null."""
     probe: int | None = key(None, at_least=0)
     """Number of requests of a group that an engine begins before the others, so that these have whole responses to
     draft from; fewer than algorithm.group_size. It is an order: where an engine has capacity, no request waits for
@@ -190,14 +193,15 @@ class KVPoolConfig(Group, path="rollout.kv_pool"):
 class DraftsConfig(Group, path="rollout.drafts"):
     """What drafts tokens that an engine verifies."""
 
-    source: str = key("none", one_of=DRAFTS, read_by="simulate")
+    source: str = key(AUTO, one_of=(AUTO, *DRAFTS), read_by="simulate")
     """What drafts several tokens of a response, which one forward pass verifies: `siblings` (the other responses of the
     group that the engine has generated so far), `history` (the responses of the prompt's last group, in an earlier
     epoch), `both`; `none`. Every token is sampled with its own noise as without drafts: the same tokens with
     engine.batch_invariant, else up to rounding, as for any change of the batch. A token is
     verified where it is probable enough to be worth a row of the batch, by how often drafts were right in this run.
     They are measured to help where answers are long and a step takes many milliseconds, and to cost time with a small
-    model and many sequences (docs/figures.md), so there are none by default."""
+    model and many sequences (docs/figures.md). `auto`: `both` where chunk_tokens=auto is a number and the machine has
+    a C++ compiler, else `none`."""
     tree: int | None = key(
         None, at_least=1, only=DRAFTED, unsupported_by={"vllm": Unsupported("vLLM verifies single paths")}
     )
@@ -219,6 +223,10 @@ class DraftsConfig(Group, path="rollout.drafts"):
     """Engines also draft from what others generate for the same prompts: siblings of a group that was divided between
     them, and history of a prompt that another engine had in the last epoch. It goes through one more process, which
     keeps at most `mib`; nothing is started where there are no two attention ranks that draft."""
+
+    @property
+    def is_on(self) -> bool:
+        return self.from_siblings or self.from_history
 
     @property
     def from_siblings(self) -> bool:
@@ -267,8 +275,8 @@ class RolloutConfig(Group, path="rollout"):
     @property
     def max_chunk_tokens(self) -> int:
         """Number of new tokens after which a response returns to the request buffer; 0: none ever does."""
-        chunk_tokens = self.schedule.chunk_tokens or 0
-        return chunk_tokens if chunk_tokens < self.max_response_length else 0
+        chunk_tokens = self.schedule.chunk_tokens
+        return chunk_tokens if isinstance(chunk_tokens, int) and chunk_tokens < self.max_response_length else 0
 
     @property
     def num_probes(self) -> int:

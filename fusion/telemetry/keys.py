@@ -37,7 +37,7 @@ class KeyUse:
 
     Attributes:
         bounds: of a number (`validation.Checks.number`); None: it is not a number, or checked elsewhere.
-        one_of: the accepted values; (): any.
+        one_of: the accepted values; (): any; with bounds: the words that are accepted besides whole numbers.
         only: by other key, the values with which it has an effect, or SET or POSITIVE; a key of its own group is named
             without it.
         refused: whether it is refused where it has none; else it is only listed.

@@ -44,13 +44,15 @@ class Checks:
         if not holds:
             raise ValueError(f"{self.group}.{key}={_shown(getattr(self.values, key))}: expected {expected}")
 
-    def integer(self, *keys: str, null: bool = False, **bounds: float) -> None:
-        """Expect whole numbers within the bounds (`_Bounds`), or None where ``null``.
+    def integer(self, *keys: str, null: bool = False, words: Collection[str] = (), **bounds: float) -> None:
+        """Expect whole numbers within the bounds (`_Bounds`), one of ``words``, or None where ``null``.
 
         Raises:
             ValueError: names the first key that holds something else.
         """
-        self._bounded(keys, "a whole number", is_whole, null=null, bounds=_Bounds(**bounds))
+        keys = tuple(key for key in keys if getattr(self.values, key) not in words)
+        kind = ", ".join([*words, "a whole number"])
+        self._bounded(keys, kind, is_whole, null=null, bounds=_Bounds(**bounds))
 
     def number(self, *keys: str, null: bool = False, **bounds: float) -> None:
         """Expect finite numbers within the bounds (`_Bounds`), or None where ``null``.
@@ -98,10 +100,12 @@ class Checks:
             use, hint = use_of(item), hints[item.name]
             kinds = {*get_args(hint)} or {hint}
             null = type(None) in kinds
-            if use.one_of:
-                self.one_of(item.name, use.one_of, null=null)
+            if use.bounds is not None and float in kinds:
+                self.number(item.name, null=null, **use.bounds)
             elif use.bounds is not None:
-                (self.number if float in kinds else self.integer)(item.name, null=null, **use.bounds)
+                self.integer(item.name, null=null, words=use.one_of, **use.bounds)
+            elif use.one_of:
+                self.one_of(item.name, use.one_of, null=null)
             elif bool in kinds:
                 self.boolean(item.name)
 

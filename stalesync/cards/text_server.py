@@ -36,7 +36,7 @@ def text_server(spec: WorkerSpec) -> Iterator[Any]:
     """Run the server while the block runs, and yield its handle; None: there are no drafts, or no one to exchange
     text with, and nothing is started."""
     drafts = spec.rollout.drafts
-    if drafts.source == "none" or not drafts.exchange or len(spec.drafting_ranks) < 2:
+    if not drafts.is_on or not drafts.exchange or len(spec.drafting_ranks) < 2:
         yield None
         return
     max_groups = 1 + drafts.history if drafts.from_history else 1

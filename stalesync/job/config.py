@@ -7,8 +7,10 @@ Hydra composes a run's config from `recipes/conf` over these dataclasses; it is 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 from distqueue.config import QueueConfig
 from fusion.colocate.config import OWN_CARDS, FusionConfig
@@ -29,7 +31,7 @@ from fusion.telemetry.validation import Checks, Group
 from fusion.training.backends.support import check_megatron
 from fusion.training.config import AlgorithmConfig, TrainingConfig
 from stalesync.evaluation.config import EvalConfig
-from stalesync.job import cross_checks
+from stalesync.job import automatic, cross_checks
 from stalesync.job.keys import check_supported, check_used
 from stalesync.policy.save_interval import SaveInterval
 from stalesync.prompts.config import DataConfig
@@ -218,14 +220,21 @@ class Config:
         layout.check(model, "parallel.score")
         return layout
 
-    def resolved(self) -> Config:
-        """Return a copy in which the nulls that depend on other groups are resolved, as a run uses and saves it."""
+    def resolved(self, kept: Mapping[str, Any] = MappingProxyType({})) -> Config:
+        """Return a copy in which what depends on other groups is resolved, as a run uses and saves it.
+
+        Args:
+            kept: what `automatic.resolve` is to keep of a run that is resumed.
+        """
+        from fusion.rollout.drafts.native import is_buildable  # which loads numpy
+
         correction = self.algorithm.correction or ("decoupled" if self.stalesync.max_staleness else "none")
-        return dataclasses.replace(
+        config = dataclasses.replace(
             self,
             algorithm=dataclasses.replace(self.algorithm, correction=correction),
             training=dataclasses.replace(self.training, lr=self.training.peak_lr),
         )
+        return automatic.resolve(config, can_build=is_buildable(), kept=kept)
 
     @property
     def longest_sample(self) -> int:
@@ -276,11 +285,11 @@ class Config:
         self.eval.check_best(self.run.eval_prompts > 0)
         self.eval.check_answers(self.rollout, self.data.max_prompt_length, max_positions=model.max_positions)
         find_order(self.rollout.schedule.order)
-        if (drafts := self.rollout.drafts.source) != "none":
+        if self.rollout.drafts.is_on:
             from fusion.rollout.drafts.native import check_buildable  # which loads numpy
 
-            check_buildable(drafts)
-        cross_checks.check_generation(self)
+            check_buildable(self.rollout.drafts.source)
+        cross_checks.check_generation(resolved)
         cross_checks.check_experts(self, model)
         cross_checks.check_adapters(self, model)
         if pace := self.pace:

@@ -19,6 +19,7 @@ from rich.console import Console, RenderableType
 from fusion.costmodel.hardware import Hardware
 from fusion.costmodel.presets import Preset, load_cluster, load_shape
 from fusion.telemetry.keys import as_yaml
+from stalesync.job import automatic
 from stalesync.job.config import Config
 from stalesync.job.keys import keys_of, value_of
 from stalesync.job.other_names import OTHER_NAMES
@@ -160,6 +161,8 @@ def job_config(
     stated = {override.split("=")[0] for override in arguments.overrides}
     assumed = [default for default in defaults if default.split("=")[0] not in stated]
     lines = [f"assumed unless stated: {' '.join(assumed)}"] if assumed else []
+    if off := [key for key in automatic.unresolved(config) if command in keys_of(Config)[key].use.read_by]:
+        lines.append(f"taken to be off, although a run may resolve auto: {' '.join(off)}")
     unmodelled = " ".join(f"{key}={as_yaml(value_of(config, key))}" for key in unread)
     lines += [f"not modelled: {unmodelled}"] if unread else []
     for group in ("run", "data", "algorithm", "training", "fusion", "rollout"):

@@ -79,6 +79,8 @@ def composed(conf: Path, overrides: Sequence[str], saved: Config | None = None) 
             for one in OverridesParser.create().parse_overrides(list(overrides)):
                 key, value = one.key_or_group, one.value()
                 if (conf / key).is_dir():
+                    if key not in config:
+                        raise ValueError(f"{key}={value}: expected KEY=VALUE, as a saved config is changed")
                     choice = conf / key / f"{value}.yaml"
                     if not choice.is_file():
                         has = ", ".join(sorted(path.stem for path in (conf / key).glob("*.yaml")))

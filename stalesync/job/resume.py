@@ -24,6 +24,7 @@ from fusion.telemetry import RunFolder
 from fusion.telemetry.folder_lock import FolderInUse
 from fusion.telemetry.run_contents import EVALUATIONS, complete_checkpoints
 from stalesync.job import savepoint
+from stalesync.job.automatic import AUTOMATIC
 from stalesync.job.config import Config, RunConfig
 from stalesync.job.other_names import check_moved, migrate
 from stalesync.job.overrides import load
@@ -181,6 +182,14 @@ def _needed(
         return run.resume_changed
     note(f"run.resume_changed: {', '.join(spare)}: not needed by this resume, and ignored")
     return [name for name in run.resume_changed if name not in spare]
+
+
+def kept_automatic(run: RunConfig) -> dict[str, Any]:
+    """Return what a run that this start resumes has resolved of the keys that may be `auto`; {}: it resumes none."""
+    path = Path(run.dir) / run.name
+    if run.resume == "false" or not complete_checkpoints(path):
+        return {}
+    return {key: value for key, value in _settings_in(path).items() if key in AUTOMATIC}
 
 
 def keep_operators(earlier: Reopened | None, config: Config) -> Config:

@@ -32,6 +32,8 @@ def typed(key: str, text: str, hint: Any) -> str:
     kinds = [*get_args(hint)] if get_origin(hint) in (Union, types.UnionType) else [hint]
     optional = type(None) in kinds
     kinds = [kind for kind in kinds if kind is not type(None)]
+    if {*kinds} == {int, str}:
+        return _integer(text, sized=False) or text
     if HYDRAS_OWN.search(text) or len(kinds) != 1 or (optional and text.lower() in ("null", "none")):
         return text
     (kind,) = kinds

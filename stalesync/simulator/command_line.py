@@ -115,7 +115,7 @@ def scenario_of(parsed: JobArguments, recipes: Path) -> Scenario:
     if "network_gb_s" in options:
         hardware = with_network(hardware, 1e9 * _number("network_gb_s", options["network_gb_s"]))
     drafts = drafts_of(config.rollout.drafts, options)
-    if config.rollout.drafts.source != "none":
+    if config.rollout.drafts.is_on:
         notes.append(f"drafts: acceptance {drafts}" if drafts else PUBLISHED_ACCEPTANCE)
     return Scenario(
         preset.shape,
@@ -157,7 +157,7 @@ def drafts_of(config: DraftsConfig, options: Mapping[str, str]) -> DraftSpec | N
     """
     if "texts" not in options:
         return None
-    if config.source == "none":
+    if not config.is_on:
         raise ValueError(f"texts={options['texts']}: expected rollout.drafts.source=siblings, history or both")
     from stalesync.simulator.draft_texts import measured
 

@@ -45,7 +45,7 @@ class DraftSpec:
     @classmethod
     def of(cls, config: DraftsConfig) -> DraftSpec | None:
         """Return the drafts of a config with the published acceptance; None: there are none."""
-        return None if config.source == "none" else cls(config.from_siblings, config.from_history)
+        return None if not config.is_on else cls(config.from_siblings, config.from_history)
 
     def track(self, finished_siblings: int) -> int:
         """Return the track of a sequence: the largest known number of finished siblings that it has at least."""

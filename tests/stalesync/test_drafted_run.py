@@ -7,7 +7,8 @@ import torch
 
 from fusion.npu import open_device
 from stalesync.job.base_model import make_base_model
-from tests.stalesync.runs import rows_of, train, weights_of
+from tests.stalesync.loop.test_engine_restarts import judge, restarts_of
+from tests.stalesync.runs import begin, kill, rows_of, train, wait_until, weights_of
 
 LONG = """run.steps=3 run.eval_prompts=0 training.lr=3e-3 data=worked data.rows=4 data.prompts_per_step=4
 data.max_prompt_length=64 rollout.max_response_length=96 rollout.sampling.temperature=0.3 rollout.engine.max_seqs=4
@@ -50,6 +51,28 @@ def test_orders_and_chunks_change_no_sample_reward_or_logprob(rambling, tmp_path
     rows = _compare(rambling, tmp_path, ["cluster.npus=2"], divided)
     assert sum(row["rollout/chunks_total"] for row in rows) > 20
     assert sum(row["rollout/preemptions"] for row in rows) == 0
+
+
+@pytest.mark.extended
+def test_all_systems_together_draft_usefully_and_survive_the_kill_of_an_engine_and_of_everything(rambling, tmp_path):
+    folder, steps = tmp_path / "it", 8
+    cards = ["cluster.npus=3", "fusion.infer_cards=2"]
+    options = [*LONG, *judge(folder, {24: [2]}), *cards, "system=all", "rollout.schedule.chunk_tokens=16"]
+    options += [f"run.steps={steps}", "run.save_every=1"]
+    run, metrics = begin(rambling, folder, *options), folder / "run" / "metrics.jsonl"
+    try:
+        wait_until(run, 120, lambda: metrics.exists() and len(rows_of(folder / "run")) >= steps // 2)
+    finally:
+        kill(run)
+    done = train(rambling, folder, *options, "run.resume=true")
+    assert done.returncode == 0 and "resuming from" in done.stdout, done.stdout + done.stderr
+    rows = rows_of(folder / "run")
+    assert [row["step"] for row in rows] == [*range(1, steps + 1)] and restarts_of(folder / "run") == 1
+    assert {row["staleness/max"] for row in rows} == {0, 1}
+    assert sum(row["rollout/chunks_total"] for row in rows) > 20
+    assert sum(row["rollout/kv_pool_hits"] + row["rollout/kv_pool_pulls"] for row in rows) > 0
+    drafted, accepted = (sum(row[f"rollout/{name}_tokens"] for row in rows) for name in ("drafted", "accepted"))
+    assert accepted > 0.2 * drafted and accepted > 300, "measured: 0.32 of 5,423"
 
 
 def _compare(model, tmp_path, common, changed):

@@ -60,7 +60,7 @@ class TextDrafter:
     @classmethod
     def of(cls, config: DraftsConfig, *, single_paths: bool = False) -> TextDrafter | None:
         """Create the drafter that a config asks for. ``single_paths``: the engine verifies no trees."""
-        if config.source == "none":
+        if not config.is_on:
             return None
         max_children = config.tree or (1 if single_paths else MAX_CHILDREN)
         return cls(NativeIndexes(), spec=TextSpec.of(config), max_children=max_children)

@@ -20,13 +20,18 @@ FLAGS = ("-O3", "-fPIC", "-std=c++17", "-fvisibility=default")
 LIBRARY = Library("drafts", "rlfusion_drafts", {"suffix_index": SOURCE.read_text()}, flags=FLAGS)
 
 
+def is_buildable() -> bool:
+    """Whether this machine has the library or can build it."""
+    return LIBRARY.path.exists() or compiler() is not None
+
+
 def check_buildable(drafts: str) -> None:
     """Check that this machine has the library or can build it. ``drafts``: `rollout.drafts.source`.
 
     Raises:
         ValueError: there is no compiler; names the key.
     """
-    if not LIBRARY.path.exists() and compiler() is None:
+    if not is_buildable():
         raise ValueError(
             f"rollout.drafts.source={drafts}: no C++ compiler found (install g++, or rollout.drafts.source=none)"
         )

@@ -196,3 +196,14 @@ def test_the_published_workload_is_stated_by_arguments():
     stated = """data.prompts_per_step=512 algorithm.group_size=16 data.max_prompt_length=78
     rollout.sampling.forced_median=1577 rollout.sampling.forced_spread=[0,0,0] rollout.max_response_length=3072"""
     assert workload_of(composed(CONF, stated.split())) == PUBLISHED_WORKLOAD
+
+
+def test_a_simulation_says_that_it_takes_auto_to_be_off():
+    def notes(length):
+        options = COMMANDS["simulate"].OPTIONS
+        parsed = parse([*JOB, f"rollout.max_response_length={length}"], options=options, flags=[], conf=CONF)
+        return job_config(parsed, CONF, command="simulate", defaults=())[1]
+
+    keys = "rollout.schedule.chunk_tokens rollout.drafts.source"
+    assert f"taken to be off, although a run may resolve auto: {keys}" in notes(1024)
+    assert not any("auto" in line for line in notes(1023))
