@@ -50,6 +50,13 @@ class Column:
     kind: str = "tensor"
     """tensor, text or json"""
 
+    @property
+    def padded_bytes(self) -> int:
+        """Bytes of the column if every sample were padded to the longest one."""
+        if self.offsets is None or not len(self.buffer):
+            return self.buffer.nbytes
+        return int(self.lengths().max()) * len(self) * self.buffer[0].nbytes
+
     def __post_init__(self) -> None:
         assert self.buffer.device.type == "cpu" and self.buffer.is_contiguous() and self.buffer.dim() > 0
         if self.offsets is not None:

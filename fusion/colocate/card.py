@@ -114,7 +114,7 @@ def load_card(
         device=device,
         meshes=meshes,
         log=log,
-        reader=StageReader(spec, meshes, queue, timeline=log.timeline),
+        reader=StageReader(spec, meshes, queue, timeline=log.timeline, metrics=log.metrics),
         weights=weights,
         roles=roles,
         algorithm=make_algorithm(spec.algorithm, spec.rollout.max_response_length),

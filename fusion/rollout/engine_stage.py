@@ -117,6 +117,8 @@ class EngineStage:
         metrics.add("rollout/wasted_tokens", added["drafted_tokens"] - accepted, rule="sum")
         if decoded:
             metrics.add("rollout/tokens_per_forward_mean", 1 + accepted / decoded, decoded)
+        if generated := added["generated_tokens"]:
+            metrics.add("rollout/draft_share_mean", accepted / generated, generated)
         metrics.add("rollout/kv_tokens_min", self._reported["kv_tokens"])
 
     def answer(self, requests: Sequence[Request], rows: str, timeline: Timeline) -> list[EvalAnswer]:

@@ -11,9 +11,12 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from fusion.telemetry.timeline import WAITING, Span, summarize
+
+TRAINING, GENERATION = ("train", "optimizer"), ("prefill", "decode")
+"""Kinds of work whose overlap is measured"""
 
 
 class Usage:
@@ -40,11 +43,14 @@ class Usage:
 
         perf/utilisation: busy share, 0 to 1, mean over cards; timing_s/card/<kind>: seconds of each kind of work of the
         mean card, a switch as a whole, and `idle`: everything else, as it is known only later what a card waited for.
+        Where cards train and generate, perf/overlap: share, 0 to 1, of the shorter of both that ran beside the other;
+        timing_s/step_floor: seconds of the longer, which a step takes at least.
         """
         if end_ns <= self._start_ns:
             return {}
         periods = self._take_periods(end_ns)
         cards = [card for start, end in periods for card in summarize(self._spans, start, end, self._cards)]
+        overlap = _overlap(self._spans, periods)
         self._spans = [span for span in self._spans if span.end_ns > end_ns]
         if not periods:
             return {}
@@ -55,7 +61,9 @@ class Usage:
                 name = "idle" if kind.startswith(WAITING) else kind.partition("/")[0]
                 seconds[name] = seconds.get(name, 0.0) + part_ns / 1e9 / num_cards
         busy = sum(card.busy_ns for card in cards) / sum(card.wall_ns for card in cards)
-        return {"perf/utilisation": busy} | {f"timing_s/card/{kind}": seconds[kind] for kind in sorted(seconds)}
+        return (
+            {"perf/utilisation": busy} | overlap | {f"timing_s/card/{kind}": seconds[kind] for kind in sorted(seconds)}
+        )
 
     def _take_periods(self, end_ns: int) -> list[tuple[int, int]]:
         """Return the time since the last count in parts, without what is excluded; the next count begins at
@@ -67,3 +75,27 @@ class Usage:
             start = max(start, end)
         self._start_ns, self._excluded = end_ns, [gap for gap in self._excluded if gap[1] > end_ns]
         return periods
+
+
+def _overlap(spans: Sequence[Span], periods: Sequence[tuple[int, int]]) -> dict[str, float]:
+    """Return the figures of training beside generation; {} without either."""
+    train, generate = ([span for span in spans if span.kind in kinds] for kinds in (TRAINING, GENERATION))
+    train_ns, generate_ns, any_ns = (
+        sum(_covered_ns(one, *period) for period in periods) for one in (train, generate, [*train, *generate])
+    )
+    if not train_ns or not generate_ns:
+        return {}
+    both_ns = train_ns + generate_ns - any_ns
+    return {
+        "perf/overlap": both_ns / min(train_ns, generate_ns),
+        "timing_s/step_floor": max(train_ns, generate_ns) / 1e9,
+    }
+
+
+def _covered_ns(spans: Iterable[Span], start_ns: int, end_ns: int) -> int:
+    """Return the nanoseconds of a period in which there is any of the spans."""
+    covered, until = 0, start_ns
+    for begin, end in sorted((span.start_ns, span.end_ns) for span in spans):
+        covered += max(0, min(end, end_ns) - max(begin, until))
+        until = max(until, min(end, end_ns))
+    return covered

@@ -327,5 +327,6 @@ def _only_starts(command: Command) -> bool:
 
 def _describe(sample: Sample, conversation: Conversation | None) -> dict[str, Any]:
     row: dict[str, Any] = {"prompt": sample.prompt.text, "response": sample.response, "reward": sample.outcome.reward}
+    row |= {"answer": sample.prompt.answer} if sample.prompt.answer else {}
     row |= {"terms": sample.outcome.terms} if sample.outcome.terms else {}
     return row | ({} if conversation is None else {"messages": [*sample.prompt.messages, *conversation.messages]})

@@ -154,3 +154,11 @@ def test_the_texts_of_a_column_are_read_at_once():
     column = PackedBatch.from_samples(list("abcde"), {"text": texts})["text"]
     assert column.texts() == texts == [column[row] for row in range(len(column))]
     assert column.rows(1, 3).texts() == ["ü", "plain"] and column.rows(2, 2).texts() == []
+
+
+def test_what_a_column_would_take_if_it_were_padded():
+    ragged = Column.pack([torch.zeros(3, 2, dtype=torch.int16), torch.zeros(1, 2, dtype=torch.int16)], ["a", "b"], "x")
+    assert (ragged.buffer.nbytes, ragged.padded_bytes) == (16, 24)
+    dense = Column.pack(torch.zeros(4, 2), list("abcd"), "x")
+    assert dense.padded_bytes == dense.buffer.nbytes
+    assert Column.pack([torch.zeros(0), torch.zeros(0)], ["a", "b"], "x").padded_bytes == 0

@@ -35,7 +35,7 @@ from tests.warm import ROOT
 
 PROMISED = """critic/rewards/mean actor/pg_loss actor/kl_loss actor/grad_norm response_length/mean timing_s/gen
 timing_s/switch timing_s/card/decode perf/throughput perf/utilisation memory/infer/kv_mib
-memory/train/optimizer_mib""".split()
+memory/train/optimizer_mib perf/overlap timing_s/step_floor rollout/draft_share_mean""".split()
 
 
 def test_four_cards_train_and_leave_a_readable_run(base, tmp_path):
@@ -59,6 +59,13 @@ def test_four_cards_train_and_leave_a_readable_run(base, tmp_path):
     assert rows[0]["memory/infer/optimizer_mib"] == rows[0]["memory/infer/gradients_mib"] == 0
     assert rows[0]["memory/train/kv_mib"] == 0
     assert 0 <= rows[0]["val/rewards/before"] <= 1 and 0 <= rows[1]["val/rewards/after"] <= 1
+    for row in rows:
+        bytes_read, bytes_saved = (row[f"distqueue/{name}_bytes_total"] for name in ("read", "padding_saved"))
+        assert bytes_read > 0 and 0 <= bytes_saved < 5 * bytes_read, "responses have 1 to 5 tokens"
+        requests, saved = (row[f"distqueue/read_requests_{name}"] for name in ("total", "saved_total"))
+        assert requests > 0 and saved == requests, "two ranks of TP2 read together"
+        assert row["perf/overlap"] == row["rollout/draft_share_mean"] == 0
+        assert 0 < row["timing_s/step_floor"] < row["timing_s/step"]
     saved = yaml.safe_load((run / "config.yaml").read_text())
     assert saved["parallel"]["train"] == {"tp": 2, "ep": 2, "pp": 1, "etp": 1}
     assert saved["device"]["operators"] == "cpu", "auto of emulated cards"

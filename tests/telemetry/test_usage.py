@@ -62,3 +62,33 @@ def test_a_switch_is_counted_whole_and_waiting_is_no_work():
         }
     )
     assert usage.count(2000)["perf/utilisation"] == 0.5, "the rest of a span counts later"
+
+
+@given(
+    st.lists(
+        st.builds(
+            lambda kind, start, length: Span(CARDS[start % 2], kind, kind, start, start + length),
+            st.sampled_from(["decode", "prefill", "train", "optimizer", "switch"]),
+            st.integers(0, 300),
+            st.integers(1, 100),
+        ),
+        max_size=12,
+    ),
+    st.integers(0, 200),
+    st.integers(201, 400),
+)
+def test_overlap_is_the_share_of_the_shorter_of_training_and_generation(recorded, gap, end):
+    usage = Usage(CARDS, 0)
+    usage.add(recorded)
+    usage.exclude(gap, gap + 50)
+    figures, instants = usage.count(end), {*range(end)} - {*range(gap, gap + 50)}
+    train, generate = (
+        instants & {now for span in recorded if span.kind in kinds for now in range(span.start_ns, span.end_ns)}
+        for kinds in (("train", "optimizer"), ("decode", "prefill"))
+    )
+    if train and generate:
+        shorter, longer = sorted((len(train), len(generate)))
+        assert figures["perf/overlap"] == pytest.approx(len(train & generate) / shorter)
+        assert figures["timing_s/step_floor"] == pytest.approx(longer / 1e9)
+    else:
+        assert not {"perf/overlap", "timing_s/step_floor"} & figures.keys()

@@ -15,7 +15,7 @@ from fusion.colocate.spec import WorkerSpec
 from fusion.model import Mesh
 from fusion.rollout.packing import KEPT, ROUTING, SAMPLED
 from fusion.rollout.partial_samples import SampleStore
-from fusion.telemetry import WAIT_DATA, Timeline
+from fusion.telemetry import WAIT_DATA, Metrics, Timeline
 from fusion.training import Sequences, TrainEngine
 
 log = logging.getLogger(__name__)
@@ -23,10 +23,11 @@ log = logging.getLogger(__name__)
 
 class StageReader:
     """Reads samples for the stages of a card. Collective over a replica of the stage's mesh, which makes one request to
-    the queue. ``timeline``: records the wait."""
+    the queue. ``timeline``: records the wait; ``metrics``: what is read, and what is saved."""
 
-    def __init__(self, spec: WorkerSpec, meshes: Meshes, queue: SampleStore, timeline: Timeline):
-        self.spec, self._meshes, self._queue, self._timeline = spec, meshes, ReadAhead(queue), timeline
+    def __init__(self, spec: WorkerSpec, meshes: Meshes, queue: SampleStore, *, timeline: Timeline, metrics: Metrics):
+        self.spec, self._meshes, self._queue = spec, meshes, ReadAhead(queue)
+        self._timeline, self._metrics = timeline, metrics
         self.readers: dict[str, GroupReader] = {}
         """Group readers by stage, created at its first batch"""
         self._has_lost = False
@@ -54,12 +55,22 @@ class StageReader:
         with self._timeline.span("read", WAIT_DATA):
             while ids:
                 try:
-                    return self.readers[stage].read(ids)
+                    return self._counted(self.readers[stage], ids)
                 except SamplesLost as error:  # on every rank of the replica
                     log.error("stage %r continues without %d samples: %s", stage, len(error.ids), str(error))
                     lost, self._has_lost = {*error.ids}, True
                     ids = [id for id in ids if id not in lost]
         return empty_samples(columns)
+
+    def _counted(self, reader: GroupReader, ids: Sequence[str]) -> Received:
+        received, leads = reader.read(ids), reader.rank == 0
+        columns = received.batch.columns.values()
+        num_bytes = sum(column.buffer.nbytes for column in columns)
+        self._metrics.add("distqueue/read_bytes_total", num_bytes)
+        self._metrics.add("distqueue/padding_saved_bytes_total", sum(one.padded_bytes for one in columns) - num_bytes)
+        self._metrics.add("distqueue/read_requests_total", leads)
+        self._metrics.add("distqueue/read_requests_saved_total", not leads)
+        return received
 
     def take_lost(self) -> bool:
         """Return whether the queue has lost samples that were read since the last call."""

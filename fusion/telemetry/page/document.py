@@ -20,6 +20,7 @@ from typing import Any
 
 from fusion.telemetry.files import plain
 from fusion.telemetry.page.settings import differences
+from fusion.telemetry.page.typical_step import aligned
 
 ASSETS = Path(__file__).parent / "assets"
 
@@ -46,14 +47,20 @@ TEMPLATE = """<!doctype html>
 """
 
 
-def render(runs: Sequence[Mapping[str, Any]], refresh_s: float | None = None) -> str:
+def render(
+    runs: Sequence[Mapping[str, Any]], refresh_s: float | None = None, comparison: Mapping[str, Any] | None = None
+) -> str:
     """Return the HTML file of one or several runs (`read_run`), shown side by side.
 
     Args:
         refresh_s: the page reloads itself after this many seconds; None: never.
+        comparison: a table that precedes them: `title`, `header`, `notes`, and `rows` of cells, each a text and where
+            it is from, such as `measured`; None: none.
     """
     data = {
         "runs": list(runs),
+        "typical": aligned(runs),
+        "comparison": comparison,
         "differences": differences([run["config"] for run in runs]) if len(runs) > 1 else [],
         "refresh_s": refresh_s,
     }

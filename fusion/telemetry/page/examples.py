@@ -40,6 +40,8 @@ class Examples:
             "prompt": shortened(sample.get("prompt")),
             "response": shortened(sample.get("response")),
         }
+        if sample.get("answer"):
+            row["answer"] = shortened(sample["answer"])
         if isinstance(messages := sample.get("messages"), list):
             row["messages"] = [_shortened_message(message) for message in messages if isinstance(message, Mapping)]
         self._num_added += 1
@@ -54,8 +56,8 @@ class Examples:
             _keep(self._worst, (-reward, self._num_added, row))
 
     def result(self) -> dict[str, list[dict[str, Any]]]:
-        """Return `before`, `now`, `best` and `worst`: step, reward, prompt and response of each, and of conversations
-        the messages."""
+        """Return `before`, `now`, `best` and `worst`: step, reward, prompt and response of each, the reference answer
+        where there is one, and of conversations the messages."""
         best, worst = ([row for *_, row in sorted(heap, reverse=True)] for heap in (self._best, self._worst))
         return {"before": self._first, "now": self._last, "best": best, "worst": worst}
 

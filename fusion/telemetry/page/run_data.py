@@ -18,6 +18,7 @@ from fusion.telemetry.page.curves import curves, number, step_seconds
 from fusion.telemetry.page.distributions import Distributions
 from fusion.telemetry.page.examples import Examples
 from fusion.telemetry.page.settings import flatten
+from fusion.telemetry.page.typical_step import typical_step
 from fusion.telemetry.run_contents import EVALUATIONS, PROFILES, profiles
 from fusion.telemetry.trace import read_timeline
 
@@ -48,7 +49,7 @@ def read_run(folder: Path | str, outcome: str | None = None) -> dict[str, Any]:
     failure = read_failure(folder / "error.json")
     running = outcome is None and is_held(folder)
     ledger = MemoryLedger.merged(MemoryLedger.from_metrics(row) for row in numbers)
-    timeline, note = _timeline(folder / "timeline.json")
+    timeline, note = _timeline(folder / "timeline.json", updates=int(_key(config, "algorithm", "minibatches") or 1))
     total = _key(config, "run", "steps")
     return {
         "name": folder.resolve().name,
@@ -58,8 +59,8 @@ def read_run(folder: Path | str, outcome: str | None = None) -> dict[str, Any]:
         "total_steps": total,
         "wall_s": sum(map(step_seconds, rows)),
         **rewards_of(numbers),
-        "curves": curves(rows),
-        "cards": timeline,
+        "curves": curves([*_evaluated_first(folder / EVALUATIONS), *rows]),
+        **timeline,
         "profiles": [f"{PROFILES}/{name}" for name in profiles(folder)],
         "memory": memory_data(ledger),
         "staleness": distributions.staleness(),
@@ -118,6 +119,18 @@ def rewards_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"reward_start": start, "reward_end": end, "reward_window": window}
 
 
+def _evaluated_first(path: Path) -> list[dict[str, Any]]:
+    """Return a row of step 0 with the rewards of the evaluation before the first step, named as in `metrics.jsonl`; []
+    without one."""
+    row: dict[str, Any] = {
+        f"val-core/{result['file']}/{name}": estimate["value"]
+        for result in read_jsonl(path, RESULT)
+        for name, estimate in result["estimates"].items()
+        if result["step"] == 0 and name.startswith("reward/") and name.endswith(f"@{result['samples']}")
+    }
+    return [{"step": 0} | row] if row else []
+
+
 def _changes(path: Path) -> dict[str, Any] | None:
     """Return what training has changed, in words, and examples; None without two evaluations."""
     changes = changes_of(read_jsonl(path, RESULT))
@@ -138,17 +151,19 @@ def memory_data(ledger: MemoryLedger) -> dict[str, Any] | None:
     }
 
 
-def _timeline(path: Path) -> tuple[dict[str, Any] | None, list[str]]:
-    """Return the cards' time, and a caution if it is left out."""
+def _timeline(path: Path, updates: int) -> tuple[dict[str, Any], list[str]]:
+    """Return the cards' time and a typical step, and a caution if they are left out. ``updates``: in a step."""
+    left_out = {"cards": None, "typical": None}
     if not path.exists():
-        return None, []
+        return left_out, []
     if (size := path.stat().st_size) > MAX_TIMELINE_BYTES:
         limit = human_bytes(MAX_TIMELINE_BYTES)
-        return None, [f"timeline.json has {human_bytes(size)}: the cards' time is left out above {limit}"]
+        return left_out, [f"timeline.json has {human_bytes(size)}: the cards' time is left out above {limit}"]
     try:
-        return card_time(read_timeline(path)), []
+        spans = read_timeline(path)
+        return {"cards": card_time(spans), "typical": typical_step(spans, updates)}, []
     except ValueError as error:
-        return None, [f"the cards' time is left out: {error}"]
+        return left_out, [f"the cards' time is left out: {error}"]
 
 
 def _outcome(running: bool, failure: str | None, steps: int, total: Any) -> str:

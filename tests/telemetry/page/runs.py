@@ -26,7 +26,10 @@ def leave_a_run(root: Path, name: str = "run", *, steps: int = 20, cards: int = 
             timing = {"timing_s/gen": 1.0, "timing_s/gen_tail": 0.25, "timing_s/step": 4.5}
             more = {"val/rewards/before": 0.25} if step == 1 else {"val/rewards/after": 0.75} if step == steps else {}
             run.log(step, {"critic/rewards/mean": step / steps, "x" + text: 1.0, **timing, **more, **ledger.metrics()})
-            samples = [{"prompt": f"{i}+1={text}", "response": f"{step}{text}", "reward": i / 4} for i in range(4)]
+            samples = [
+                {"prompt": f"{i}+1={text}", "response": f"{step}{text}", "reward": i / 4, "answer": f"{i + 1}{text}"}
+                for i in range(4)
+            ]
             run.log_samples(step, samples)
             tokens = {"prompt_tokens": [4, 4], "response_tokens": [[step, 10], [40, 60]]}
             run.log_groups(step, ["a", "b"], "trained" + text, lag=step % 2, tokens=tokens)
@@ -50,4 +53,5 @@ def activities(card: str, steps: int, per_step: int = 6) -> list[Span]:
             spans.append(Span(card, kind, kind, now, now + length))
             now += length
         spans.append(Span(card, "train", "train", now, now + 5 * 10**8))
+        spans.append(Span(card, "optimizer", "optimizer", now + 5 * 10**8, now + 6 * 10**8))
     return spans

@@ -6,8 +6,10 @@ import shutil
 
 import pytest
 
+from benchmarks.compare_runs import write_page as write_page_of_compare
+from benchmarks.paced import Workload
 from fusion.telemetry import RunFolder
-from fusion.telemetry.page import write_page
+from fusion.telemetry.page import read_run, render, write_page
 from tests.machine import Deadline, patience
 from tests.telemetry.page.runs import HOSTILE, leave_a_run
 
@@ -50,6 +52,13 @@ def open_page(browser):
     for context in contexts:
         context.close()
     assert problems == []
+
+
+def evaluation(step, reward):
+    """A row of evaluations.jsonl."""
+    estimates = {"reward/mean@1": {"value": reward, "low": 0.0, "high": 1.0}}
+    row = {"file": "held_out", "step": step, "samples": 1, "prompts": 4, "failed": 0, "estimates": estimates}
+    return json.dumps(row) + "\n"
 
 
 def chart(page, name):
@@ -118,16 +127,16 @@ def test_hostile_data_is_shown_as_text_and_does_not_run(tmp_path, open_page):
 
 def test_the_strip_states_what_a_card_did_and_zooms(tmp_path, open_page):
     page = open_page(leave_a_run(tmp_path))
-    strip = page.locator("canvas.strips")
+    strip = page.locator("#cards canvas.strips")
     strip.scroll_into_view_if_needed()
-    readout = page.locator(".strip-box .readout")
+    readout = page.locator("#cards .strip-box .readout")
     whole = readout.inner_text()
     strip.hover(position={"x": 70, "y": 9})
     assert readout.inner_text().startswith("card 0: prepare, 1.00 s from 0.000 s on")
-    page.get_by_role("button", name="zoom in").click()
+    page.locator("#cards").get_by_role("button", name="zoom in").click()
     strip.hover(position={"x": 70, "y": 27})
     assert readout.inner_text().startswith("card 1: ") and "prepare" not in readout.inner_text()
-    page.get_by_role("button", name="show the whole run").click()
+    page.locator("#cards").get_by_role("button", name="show the whole run").click()
     assert readout.inner_text() == whole
 
 
@@ -158,3 +167,89 @@ def test_a_followed_page_reloads_itself_and_keeps_what_was_set(tmp_path, browser
         page.wait_for_timeout(50)
     assert page.locator("#smoothing").input_value() == "0.6"
     page.close()
+
+
+def test_typical_steps_of_several_runs_share_one_axis_and_one_legend(tmp_path, open_page):
+    one, other = leave_a_run(tmp_path, "one"), leave_a_run(tmp_path, "other", steps=10, cards=3)
+    page = open_page(one, other)
+    section = page.locator("#typical")
+    lanes = section.locator("canvas.strips")
+    lanes.scroll_into_view_if_needed()
+    assert lanes.count() == 1 and section.locator(".legend").count() == 1
+    readout = section.locator(".readout")
+    whole, box = readout.inner_text(), lanes.bounding_box()
+    seen = []
+    for row, name in enumerate(("one: 2 train and generate", "other: 3 train and generate")):
+        for share in range(30, 90, 5):
+            lanes.hover(position={"x": share / 100 * box["width"], "y": 40 * row + 20})
+            seen.append(readout.inner_text())
+            assert seen[-1].startswith(f"{name}: ")
+    assert any("%" in text for text in seen), "a mean of several cards"
+    section.get_by_role("button", name="zoom in").click()
+    assert readout.inner_text() != whole
+    for head in page.locator("header.run").all():
+        assert re.search(r"typical step \d+\.\d\d s, bubbles \d+%", head.inner_text())
+
+
+def test_the_page_of_compare_has_published_and_own_figures_over_aligned_steps_of_all_runs(tmp_path, browser):
+    names = ("separate s=0", "full s=0", "hybrid s=1", "fifo s=0")
+    figures = {
+        name: {
+            "tokens_per_s": 100.0 * (i + 1),
+            "pace_overrun": 0.1 * i,
+            "folder": str(leave_a_run(tmp_path, name)),
+        }
+        for i, name in enumerate(names)
+    }
+    figures |= {"drafts": {"8": {"ratio": 1.25}}, "simulated": {"separate s=0": 1000.0, "full s=0": 1500.0}}
+    write_page_of_compare(figures, Workload(), tmp_path / "compare.html")
+    page = browser.new_page()
+    page.goto((tmp_path / "compare.html").as_uri())
+    rows = {row.split("\t")[0].strip(): row for row in page.locator("#comparison tr").all_inner_texts()}
+    fusion = rows["RL Fusion (full) over separate"]
+    assert all(cell in fusion for cell in ("1.79 × published", "2.00 × paced", "1.50 × simulated", "input")), fusion
+    assert "1.25 × measured" in rows["RhymeRL: drafts over none, generation"]
+    assert "–" in rows["RhymeRL: HistoPipe, one step ahead, over synchronous"], "it was not run"
+    assert "14,000 published" in rows["tokens/s, separate s=0"] and "100 paced" in rows["tokens/s, separate s=0"]
+    notes = page.locator("#comparison").inner_text()
+    assert "Not valid, cards overran their time by more than 3%: full s=0, hybrid s=1, fifo s=0." in notes
+    lanes = page.locator("#typical canvas.strips")
+    lanes.scroll_into_view_if_needed()
+    assert lanes.count() == 1 and lanes.bounding_box()["height"] == 40 * len(names) + 20
+    assert page.locator("header.run", has_text="bubbles").count() == len(names)
+    page.close()
+
+
+def test_a_comparison_is_shown_as_text(tmp_path, open_page, browser):
+    cells = [{"text": HOSTILE, "from": "paced"}]
+    comparison = {"title": "Compared", "header": [HOSTILE], "rows": [cells], "notes": [HOSTILE]}
+    (tmp_path / "page.html").write_text(render([read_run(leave_a_run(tmp_path))], comparison=comparison))
+    page = browser.new_page()
+    page.goto((tmp_path / "page.html").as_uri())
+    assert page.evaluate("typeof window.hostile") == "undefined" and page.locator("img").count() == 0
+    assert page.locator("#comparison").inner_text().count("window.hostile=1</script>") == 3
+    page.close()
+
+
+def test_evaluations_come_first_and_every_curve_is_drawn_in_print(tmp_path, open_page):
+    folder = leave_a_run(tmp_path)
+    (folder / "evaluations.jsonl").write_text("".join(evaluation(step, step / 20) for step in (0, 10, 20)))
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    for step in (10, 20):
+        rows[step - 1]["val-core/held_out/reward/mean@1"] = step / 20
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    page = open_page(folder, width=400)
+    first = page.locator("#curves > .charts [data-metric]").first
+    assert first.get_attribute("data-metric") == "val-core/held_out/reward/mean@1"
+    assert hover(chart(page, "val-core/held_out/reward/mean@1"), 0).split() == ["step", "0", "0"], (
+        "before the first step"
+    )
+    figures = page.locator("#curves > .charts figure")
+    assert figures.count() > figures.locator("canvas").count(), "the others are drawn where they are looked at"
+    page.pdf()
+    assert figures.count() == figures.locator("canvas").count()
+
+
+def test_samples_have_their_reference_answers(tmp_path, open_page):
+    text = open_page(leave_a_run(tmp_path)).locator("#samples").inner_text()
+    assert "reference answer" in text and text.count("reference answer") == 16

@@ -75,6 +75,7 @@ class Chart {
     this.plot?.destroy();
     const weight = view.values.smoothing ?? 0;
     const line = (index, faint) => ({
+      spanGaps: this.name.startsWith("val"), // an evaluation is not of every step
       stroke: runColour(index) + (faint ? "40" : ""),
       width: faint ? 1 : 1.75,
       points: faint ? { show: false } : {},
@@ -155,7 +156,8 @@ function curvesSection(runs) {
   const names = [...new Set(runs.flatMap((run) => Object.keys(run.curves.metrics)))].sort();
   if (!names.length) return null;
   const has = (name) => names.includes(name);
-  const key = [...names.filter((name) => name.startsWith("val/") && !/before$|after$/.test(name)), ...KEY_METRICS];
+  const evaluations = names.filter((name) => /^val(-core)?\/(?!rewards\/(before|after)$)/.test(name));
+  const key = [...evaluations.filter((name) => !/\/(low|high)$/.test(name)), ...KEY_METRICS];
   const shown = key.some(has) ? key.filter(has) : names.slice(0, 6);
   const every = Math.max(...runs.map((run) => run.curves.every));
   const note = every > 1 ? element("p", { class: "quiet" }, `A point is the mean of up to ${every} steps.`) : null;

@@ -9,6 +9,7 @@ function headline(run, index, several) {
   }
   const [before, after] = ["before", "after"].map((when) => heldOut(run, when));
   if (before !== undefined) facts.push(`held-out ${before.toFixed(3)}${after === undefined ? "" : ` → ${after.toFixed(3)}`}`);
+  if (run.typical) facts.push(`typical step ${seconds(run.typical.us / 1e6)} s, bubbles ${percent(run.typical.bubble)}`);
   const name = element("h1", {}, several ? swatch(runColour(index)) : null, run.name);
   const cautions = run.cautions.map((caution) => element("li", {}, caution));
   return element(
@@ -38,10 +39,26 @@ function perRun(id, title, runs, has, contents) {
   return section(id, title, element("div", { class: runs.length > 1 ? "parts" : "" }, ...parts));
 }
 
-function build({ runs, differences, refresh_s: refreshSeconds }) {
+/** A table of which every cell says where it is from: measured, simulated, an input, … */
+function comparisonSection(comparison) {
+  if (!comparison) return null;
+  const cell = ({ text, from }) => element("span", {}, text, from ? element("small", { class: "quiet" }, ` ${from}`) : null);
+  const notes = comparison.notes.map((note) => element("p", { class: "quiet" }, note));
+  return section("comparison", comparison.title, table(comparison.header, comparison.rows.map((row) => row.map(cell))), ...notes);
+}
+
+/** Draws what is not near the screen, too: it is on paper. */
+function drawAll() {
+  for (const chart of charts) if (!chart.plot) chart.draw();
+  for (const strip of strips) strip.draw();
+}
+
+function build({ runs, differences, typical, comparison, refresh_s: refreshSeconds }) {
   view.restore();
   const page = document.getElementById("page");
   const sections = [
+    comparisonSection(comparison),
+    typicalSection(typical),
     curvesSection(runs),
     perRun("cards", "Where every card's time went", runs, (run) => run.cards, cardsOf),
     perRun("memory", "HBM by owner and phase", runs, (run) => run.memory, memoryOf),
@@ -61,6 +78,7 @@ function build({ runs, differences, refresh_s: refreshSeconds }) {
     redrawCharts();
     for (const strip of strips) strip.draw();
   });
+  window.addEventListener("beforeprint", drawAll);
   if (refreshSeconds !== null) setInterval(() => document.hidden || location.reload(), 1000 * refreshSeconds);
 }
 

@@ -24,6 +24,7 @@ function sampleCard(sample) {
     ...(sample.messages
       ? conversationOf(sample.messages)
       : [element("pre", { class: "prompt" }, sample.prompt), element("pre", {}, sample.response)]),
+    ...(sample.answer ? [element("p", { class: "quiet" }, "reference answer"), element("pre", {}, sample.answer)] : []),
   );
 }
 

@@ -1,12 +1,10 @@
 // Where every card's time went: a table, and a strip per card that can be zoomed.
 
-const ROW = 18;
-const LABEL = 64;
 const AXIS = 20;
 
 class Strips {
-  constructor(cards, name) {
-    [this.cards, this.key] = [cards, `strip/${name}`];
+  constructor(cards, name, row = 18, label = 64) {
+    [this.cards, this.key, this.row, this.label] = [cards, `strip/${name}`, row, label];
     this.strips = cards.strips.map((strip) => ({ ...strip, ends: runningSum(strip.us) }));
     [this.from, this.to] = view.values[this.key] ?? [0, cards.wall_us];
     this.dragged = null;
@@ -43,11 +41,11 @@ class Strips {
   }
 
   get scale() {
-    return (this.canvas.clientWidth - LABEL) / (this.to - this.from);
+    return (this.canvas.clientWidth - this.label) / (this.to - this.from);
   }
 
   time(event) {
-    const x = event.clientX - this.canvas.getBoundingClientRect().left - LABEL;
+    const x = event.clientX - this.canvas.getBoundingClientRect().left - this.label;
     return Math.min(this.to, Math.max(this.from, this.from + x / this.scale));
   }
 
@@ -98,19 +96,20 @@ class Strips {
       this.readout.textContent = `${seconds(this.from / 1e6)} s – ${seconds(this.to / 1e6)} s${shown}${blur}`;
       return;
     }
-    const row = Math.floor((event.clientY - this.canvas.getBoundingClientRect().top) / ROW);
+    const row = Math.floor((event.clientY - this.canvas.getBoundingClientRect().top) / this.row);
     const strip = this.strips[row];
     if (!strip) return;
     const at = firstAfter(strip.ends, this.time(event));
     if (at >= strip.us.length) return;
-    const kind = this.cards.strip_kinds[strip.kind[at]];
+    const share = ([kind, part]) => this.cards.strip_kinds[kind] + (part < 1 ? ` ${percent(part)}` : "");
+    const kind = partsOf(strip, at).map(share).join(", ");
     const begin = strip.ends[at] - strip.us[at];
     const length = (strip.us[at] / 1e6).toPrecision(3);
     this.readout.textContent = `${strip.card}: ${kind}, ${length} s from ${(begin / 1e6).toFixed(3)} s on`;
   }
 
   draw() {
-    const [width, height] = [this.canvas.clientWidth, this.strips.length * ROW + AXIS];
+    const [width, height] = [this.canvas.clientWidth, this.strips.length * this.row + AXIS];
     if (!width) return;
     const ratio = window.devicePixelRatio || 1;
     this.canvas.style.setProperty("height", `${height}px`);
@@ -120,7 +119,7 @@ class Strips {
     pen.font = "11px system-ui, sans-serif";
     pen.textBaseline = "middle";
     pen.fillStyle = themed("--text");
-    this.strips.forEach((strip, row) => pen.fillText(strip.card.slice(0, 11), 0, row * ROW + ROW / 2));
+    this.strips.forEach((strip, row) => pen.fillText(strip.card.slice(0, this.label / 5.6), 0, (row + 0.5) * this.row));
     this.drawRuns(pen);
     this.drawAxis(pen, width, height);
     this.read(null);
@@ -135,37 +134,46 @@ class Strips {
         const end = strip.ends[at];
         const begin = end - strip.us[at];
         if (begin >= this.to) break;
-        const left = LABEL + (Math.max(begin, this.from) - this.from) * scale;
-        const right = LABEL + (Math.min(end, this.to) - this.from) * scale;
-        rectangles[strip.kind[at]].push(left, row * ROW + 1, right - left);
+        const left = this.label + (Math.max(begin, this.from) - this.from) * scale;
+        const right = this.label + (Math.min(end, this.to) - this.from) * scale;
+        let bottom = (row + 1) * this.row - 1;
+        for (const [kind, share] of partsOf(strip, at)) {
+          const height = share * (this.row - 2);
+          rectangles[kind].push(left, (bottom -= height), right - left, height);
+        }
       }
     });
     rectangles.forEach((sides, kind) => {
       pen.fillStyle = kindColour(this.cards.strip_kinds[kind]);
-      for (let at = 0; at < sides.length; at += 3) pen.fillRect(sides[at], sides[at + 1], sides[at + 2], ROW - 2);
+      for (let at = 0; at < sides.length; at += 4) pen.fillRect(...sides.slice(at, at + 4));
     });
   }
 
   /** Marks the part that is dragged over, above the canvas. */
   mark() {
     const [from, to] = this.dragged ?? [this.from, this.from];
-    const left = LABEL + (Math.min(from, to) - this.from) * this.scale;
+    const left = this.label + (Math.min(from, to) - this.from) * this.scale;
     this.selected.style.setProperty("left", `${left}px`);
     this.selected.style.setProperty("width", `${Math.abs(to - from) * this.scale}px`);
   }
 
   drawAxis(pen, width, height) {
-    const step = niceStep((this.to - this.from) / 1e6 / Math.max(2, (width - LABEL) / 90));
+    const step = niceStep((this.to - this.from) / 1e6 / Math.max(2, (width - this.label) / 90));
     pen.fillStyle = pen.strokeStyle = themed("--quiet");
     for (let time = Math.ceil(this.from / 1e6 / step) * step; time <= this.to / 1e6; time += step) {
-      const x = LABEL + (time * 1e6 - this.from) * this.scale;
+      const x = this.label + (time * 1e6 - this.from) * this.scale;
       pen.fillRect(x, height - AXIS, 1, 4);
       pen.fillText(`${Number(time.toPrecision(6))} s`, Math.min(x, width - 42), height - AXIS / 2 + 2);
     }
     for (const start of this.cards.starts_us.filter((time) => time > this.from && time < this.to)) {
-      pen.fillRect(LABEL + (start - this.from) * this.scale, 0, 2, height - AXIS); // the run was resumed
+      pen.fillRect(this.label + (start - this.from) * this.scale, 0, 2, height - AXIS); // the run was resumed
     }
   }
+}
+
+/** Kinds of a run of a strip, each with its share of the cards; that of a single card is of one kind. */
+function partsOf(strip, at) {
+  return strip.parts ? strip.parts[at] : [[strip.kind[at], 1]];
 }
 
 function runningSum(lengths) {
@@ -191,11 +199,24 @@ function niceStep(least) {
 
 const strips = new Set();
 
+function legendOf(cards) {
+  const kinds = cards.kinds.map(({ kind }) => element("span", {}, swatch(kindColour(kind)), kind));
+  return element("p", { class: "legend" }, ...kinds);
+}
+
+/** A typical step of every run, on one axis of time: a lane is the mean over the cards that do the same. */
+function typicalSection(typical) {
+  if (!typical) return null;
+  const drawn = new Strips(typical, "typical", 40, Math.min(260, 60 + 5.6 * Math.max(...typical.strips.map(({ card }) => card.length)) - 50));
+  strips.add(drawn);
+  const note = "From one update of the weights to the next, the median step of each run. A lane is the mean over its cards.";
+  return section("typical", "A typical step", element("p", { class: "quiet" }, note), legendOf(typical), drawn.box);
+}
+
 function cardsOf(run) {
   const cards = run.cards;
   const drawn = new Strips(cards, run.name);
   strips.add(drawn);
-  const legend = cards.kinds.map(({ kind }) => element("span", {}, swatch(kindColour(kind)), kind));
   const rows = cards.kinds.map(({ kind, share }) => [
     element("span", {}, swatch(kindColour(kind)), kind),
     percent(share, 1),
@@ -204,5 +225,5 @@ function cardsOf(run) {
   rows.push(["wall", "", ...cards.table.map((card) => seconds(card.wall_s))]);
   rows.push(["busy", "", ...cards.table.map((card) => percent(card.busy))]);
   const header = ["seconds", "share", ...cards.table.map(({ card }) => card)];
-  return [element("p", { class: "legend" }, ...legend), drawn.box, table(header, rows)];
+  return [legendOf(cards), drawn.box, table(header, rows)];
 }
