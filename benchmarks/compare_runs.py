@@ -126,7 +126,7 @@ def table(figures: Figures, workload: Workload) -> dict[str, Any]:
     for live, one in figures.get("drafts", {}).items():
         name = "RhymeRL: drafts over none, generation"
         here = _cell(f"{one['ratio']:.2f} ×", "measured")
-        rests = _cell(f"{live} sequences at a time; nine tenths of a text are known", "input")
+        rests = _cell(f"sequences of an engine: {live}; nine tenths of a text are known", "input")
         rows.append([_cell(name), _cell(PUBLISHED[name], "published"), here, _cell("–"), rests])
     for name in sorted({*speed, *simulated}):
         cells = [_cell(f"{found[name]:,.0f}", how) if name in found else _cell("–")
