@@ -30,6 +30,9 @@ CONF = ROOT / "recipes" / "conf"
     ("words", "value"),
     [
         (["run.steps=1e3"], 1000),
+        (["rollout.schedule.chunk_tokens=1e3"], 1000),
+        (["rollout.schedule.chunk_tokens=auto"], "auto"),
+        (["rollout.schedule.chunk_tokens=null"], None),
         (["run.steps=200"], 200),
         (["device.capacity_bytes=2G"], 2 << 30),
         (["device.capacity_bytes=1.5GiB"], 3 << 29),
