@@ -331,7 +331,14 @@ class Launch:
         needs_groups = any(pool.needs_group for pool in pools_of(rule, terms))
         group_size = config.algorithm.group_size if needs_groups else None
         return stack.enter_context(
-            Scorer(source, queue, config.reward.max_failed_share, group_size, turns=self.spec.turns)
+            Scorer(
+                source,
+                queue,
+                config.reward.max_failed_share,
+                group_size,
+                turns=self.spec.turns,
+                conversation=None if self.environments is None else self.environments.of,
+            )
         )
 
 

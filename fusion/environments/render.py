@@ -9,7 +9,8 @@ the model has thought and who has spoken.
 
 Invariant (tests/environments/test_render.py): where the template leaves earlier turns as they are, tokens and bridge
 are the tokens of the whole conversation as the template renders it. Where it rewrites them, such as Qwen3's, which
-removes thoughts before a later message of the user, there is no bridge.
+removes thoughts before a later message of the user, there is no bridge: the model speaks behind another prompt then, of
+which these turns are a part as the template writes them (`first`).
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Bridge:
         end_token_ids: tokens that end a turn when they are sampled.
 
     Raises:
-        ValueError: the template rewrites earlier turns whatever they contain, so that no conversation can be continued.
+        ValueError: there is no template.
     """
 
     def __init__(self, template: Template, end_token_ids: Collection[int]) -> None:
@@ -58,24 +59,22 @@ class Bridge:
         self._thought_end = self._ids(THOUGHT_END)
         template.render_chat([ASKED])  # says so where there is no template
         tails = {role: self._probe(role) for role in ("user", "tool")}
-        if not any(tails.values()):
-            raise ValueError(
-                "model.path: the chat template rewrites earlier turns of the model, so that a conversation cannot be "
-                "continued with the tokens that were sampled; expected a template that only appends, or other "
-                "data.chat_template_kwargs"
-            )
         firsts = {self._ids(tail)[0] for tail in tails.values() if tail}
         self._turn_end = firsts.pop() if len(firsts) == 1 else None
         self._distinguished = {role for role, tail in tails.items() if tail and self._distinguishes(role)}
 
     def first(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """Return the tokens of the first messages, up to where the model speaks."""
+        """Return the tokens of the first messages, or of all, up to where the model speaks."""
         return self._ids(self._template.render_chat(messages, tools=tools))
 
     def end_of(self, turn: Sequence[int]) -> TurnEnd:
         """Return what `bridge` needs to know of the tokens of the model's last turn, which may have its end."""
+        return turn[-1], self.has_thought(turn)
+
+    def has_thought(self, tokens: Sequence[int]) -> bool:
+        """Return whether a thought ends in these tokens."""
         size = len(self._thought_end)
-        return turn[-1], any(turn[at : at + size] == self._thought_end for at in range(len(turn) - size + 1))
+        return any(tokens[at : at + size] == self._thought_end for at in range(len(tokens) - size + 1))
 
     def bridge(
         self, end: TurnEnd, messages: Sequence[Message], *, had_thought: bool = False, earlier: Iterable[Message] = ()

@@ -59,6 +59,9 @@ def build_run(
     size = config.algorithm.group_size
     groups = Groups(size, admission, scorer.prompts, algorithm, queue=queue, folder=folder, rewards=rewards)
     generation = Generation(spec, cards, scorer.prompts, step_metrics.take, scorer.wake, rewards)
+    conversing = _conversing(config, spec, cards, queue, groups, scorer, source, environments)
+    if conversing is not None:
+        generation.branch_of = conversing.conversations.branch_of
     updater = Updater(
         spec=spec, cards=cards, queue=queue, view=view, algorithm=algorithm, record_reports=step_metrics.take
     )
@@ -101,7 +104,7 @@ def build_run(
         rows=rows,
         folder=folder,
         view=view,
-        conversing=_conversing(config, spec, cards, queue, groups, scorer, source, environments),
+        conversing=conversing,
     )
     by_model = config.reward.kind == "model"
     return TrainingRun(

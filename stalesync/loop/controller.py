@@ -329,4 +329,8 @@ def _describe(sample: Sample, conversation: Conversation | None) -> dict[str, An
     row: dict[str, Any] = {"prompt": sample.prompt.text, "response": sample.response, "reward": sample.outcome.reward}
     row |= {"answer": sample.prompt.answer} if sample.prompt.answer else {}
     row |= {"terms": sample.outcome.terms} if sample.outcome.terms else {}
-    return row | ({} if conversation is None else {"messages": [*sample.prompt.messages, *conversation.messages]})
+    if conversation is None:
+        return row
+    row |= {"messages": [*sample.prompt.messages, *conversation.messages]}
+    first = len(sample.prompt.messages)
+    return row | ({"branches": [first + begin for begin in conversation.begins]} if conversation.begins else {})

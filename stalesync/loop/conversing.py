@@ -1,6 +1,7 @@
 """Hold conversations between the engines and their environments, as decided in `conversations.py`.
 
     engine ─ turn ended ─► buffer: away ─ the row's text ─► EnvPool ─┬─► observation ─► the row; buffer: waiting
+                                                                     ├─► another prompt; buffer: waiting, and
                                                                      ├─► `Worker.complete` ─► a finished sample
                                                                      └─► failed: its group is cancelled
 
@@ -8,8 +9,8 @@ Only this file and `evaluated_turns.py` ask environments. Nothing waits for one 
 whose seconds are limited by the pool. While the run is paused, for a checkpoint or an evaluation, answers are held: in
 a checkpoint these conversations are away, and after a resume their turns are observed again.
 
-A conversation is completed by a living engine's first card. If that dies meanwhile, another one does it, unless the
-finished sample is in the queue.
+A conversation, or a branch of it, is completed by a living engine's first card. If that dies meanwhile, another one
+does it, unless the finished sample is in the queue.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from stalesync.cards.stage_calls import stage_call
 from stalesync.loop.groups import ENVIRONMENT, Groups
 from stalesync.policy.conversations import (
     Append,
+    Branch,
     Command,
     Complete,
     Conversation,
@@ -78,7 +80,7 @@ class Conversing:
         self._source, self._data = source, data
         self._to_append: list[Append] = []
         self._to_complete: dict[str, EndedConversation] = {}
-        """Conversations for whose end no engine was left"""
+        """Conversations and branches for whose end no engine was left, by the id of their sample's row"""
         self._completing: set[str] = set()
         """Conversations whose finished samples have not arrived"""
         self._to_cancel: dict[str, str] = {}
@@ -132,7 +134,8 @@ class Conversing:
         entries = self._admission.buffer.entries
         for stepped in answers:
             if stepped.id in entries and entries[stepped.id].state == "away":
-                self._execute(self.environments.observe(self.conversations, stepped))
+                prompt = self._groups.prompts[entries[stepped.id].group]
+                self._execute(self.environments.observe(self.conversations, stepped, prompt))
         self._append()
         for failed in self.conversations.observe_elapsed(elapsed_s):
             self._execute(failed)
@@ -148,10 +151,10 @@ class Conversing:
 
     @property
     def num_completing(self) -> int:
-        """Number of completed conversations whose samples have not arrived."""
+        """Number of completed conversations whose samples have not arrived, and of branches that are not completed."""
         entries = self._admission.buffer.entries
         self._completing = {id for id in self._completing if id in entries and entries[id].state == "away"}
-        return len(self._completing)
+        return len(self._completing) + sum(one.continues for one in self._to_complete.values())
 
     def end(self, finished: Iterable[Sample]) -> None:
         """End the environments of finished samples."""
@@ -173,6 +176,8 @@ class Conversing:
         those of a step."""
         taken = self.conversations.take(ids)
         metrics.spread("env/num_turns", [one.num_turns for one in taken])
+        if any(one.begins for one in taken):
+            metrics.spread("env/num_branches", [len(one.begins) + 1 for one in taken])
         metrics.spread("env/num_tool_calls", [one.num_tool_calls for one in taken])
         metrics.spread("env/seconds", [one.seconds for one in taken])
         metrics.add("env/retries_total", self.conversations.take_num_retries())
@@ -190,8 +195,11 @@ class Conversing:
         self.conversations.load_state_dict(one for one in saved if one["group"] in self._groups.prompts)
 
     def _awaits(self, group: str) -> bool:
-        """Whether a finished sample of a group has not arrived that was completed here."""
-        return bool(self.num_completing) and not self._completing.isdisjoint(self._groups.ids_of(group))
+        """Whether a finished sample of a group has not arrived that was completed here, or a branch is not yet."""
+        if not self.num_completing:
+            return False
+        is_left = any(one.group == group for one in self._to_complete.values())
+        return is_left or not self._completing.isdisjoint(self._groups.ids_of(group))
 
     def _observe_turns(self, entries: Sequence[Entry]) -> None:
         turns = self._read_turns([entry for entry in entries if entry.state == "away"])
@@ -200,7 +208,8 @@ class Conversing:
                 continue
             text, tokens = turns[entry.id]
             end = self.environments.bridge.end_of(tokens)
-            self._execute(self.conversations.observe_turn(entry.id, entry.generated, text, end))
+            span = entry.oldest, entry.newest
+            self._execute(self.conversations.observe_turn(entry.id, entry.generated, text, end, span))
 
     def _execute(self, command: Command | None) -> None:
         match command:
@@ -209,13 +218,20 @@ class Conversing:
                 self.environments.step(one, self._groups.prompts[one.group])
             case Append():
                 self._to_append.append(command)
+            case Branch(id, prompt, max_tokens, ended):
+                self._end_row(id, ended, continues=True)
+                self._admission.observe_branched(id, len(prompt), max_tokens)
             case Complete(id, cut):
-                row, group = self._admission.buffer.entries[id].earlier, self.conversations.of(id).group
-                self._to_complete[id] = EndedConversation(row, group, self._groups.prompts[group].ids, cut)
+                self._end_row(id, self.conversations.of(id).prompt, cut=cut)
                 self._completing.add(id)
                 self.environments.pool.end([id])
             case FailGroup():
                 self._fail(command)
+
+    def _end_row(self, id: str, prompt: Sequence[int], *, cut: bool = False, continues: bool = False) -> None:
+        entry = self._admission.buffer.entries[id]
+        prompt = tuple(prompt) or self._groups.prompts[entry.group].ids
+        self._to_complete[entry.name] = EndedConversation(entry.earlier, entry.group, prompt, cut, continues)
 
     def _append(self) -> None:
         """Put observations into the rows of their conversations, which are dispatched again; an engine ends those whose
@@ -263,8 +279,8 @@ class Conversing:
                 batch = self._queue.read([*left], [TURN, TURN_TOKENS])
             except SamplesLost as error:
                 gone = [left.pop(row) for row in error.ids]
-                self._queue.put(PackedBatch(tuple(one.id for one in gone), {}, tuple(one.group for one in gone)))
-                self._queue.lose([one.id for one in gone], LOST_PARTS)
+                self._queue.put(PackedBatch(tuple(one.name for one in gone), {}, tuple(one.group for one in gone)))
+                self._queue.lose([one.name for one in gone], LOST_PARTS)
                 continue
             texts, tokens = batch[TURN].texts(), batch[TURN_TOKENS]
             return {left[row].id: (texts[i], tokens[i].tolist()) for i, row in enumerate(batch.ids)}

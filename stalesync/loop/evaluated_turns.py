@@ -1,10 +1,12 @@
 """Evaluate in several turns: rounds of answers of the engines, and of their environments between them.
 
     prompts ─ reset ─► asked ─► engines: `Worker.answer` ─┬─ turn ended ─► environments ─┬─► asked again, with that
-                                                          └─ cut ─► answered             └─► answered, or failed
+                                                          └─ cut ─► answered             ├─► asked in another branch
+                                                                                         └─► answered, or failed
 
-A round begins when engines and environments have answered the one before. Noise is keyed by the prompt's id and the
-position, as in a single turn. The tokens of an answer pass the controller, unlike those of rollouts: there are few.
+A round begins when engines and environments have answered the one before. Noise is keyed by the prompt's id, the
+branch and the position, as in a single turn. The tokens of an answer pass the controller, unlike those of rollouts:
+there are few.
 """
 
 from __future__ import annotations
@@ -16,8 +18,18 @@ from dataclasses import dataclass, replace
 from fusion.environments import Failure
 from fusion.rewards import RewardOutcome
 from fusion.rollout import EvalAnswer
+from fusion.rollout.types import branch_id
 from stalesync.loop.groups import ENVIRONMENT
-from stalesync.policy.conversations import Append, Command, Complete, Conversations, ConversationSpec, FailGroup, Step
+from stalesync.policy.conversations import (
+    Append,
+    Branch,
+    Command,
+    Complete,
+    Conversations,
+    ConversationSpec,
+    FailGroup,
+    Step,
+)
 from stalesync.prompts import Prompt
 from stalesync.prompts.environments import Environments
 
@@ -27,11 +39,20 @@ POLL_S = 0.5
 
 @dataclass(frozen=True)
 class Turns:
-    """A prompt and what was said behind it. ``observation``: number of its last tokens, which no engine has read."""
+    """A prompt and what was said behind it. ``observation``: number of its last tokens, which no engine has read. In
+    another branch than the first, ``branch`` is its number, ``ids`` its prompt, and ``max_tokens`` its limit."""
 
     prompt: Prompt
     response: tuple[int, ...] = ()
     observation: int = 0
+    branch: int = 0
+    ids: tuple[int, ...] = ()
+    max_tokens: int = 0
+
+    @property
+    def name(self) -> str:
+        """The id by which engines know it."""
+        return branch_id(self.prompt.id, self.branch)
 
 
 class EvaluatedTurns:
@@ -64,12 +85,19 @@ class EvaluatedTurns:
     @property
     def prompts(self) -> list[Prompt]:
         """The prompts of those that the engines are to continue."""
-        return [turns.prompt for turns in self.left.values()]
+        return [replace(one.prompt, ids=one.ids) if one.branch else one.prompt for one in self.left.values()]
+
+    @property
+    def answered(self) -> list[str]:
+        """The ids by which engines know what has ended."""
+        ended = [self.conversations.of(id) for id in self.answers if id in self.conversations]
+        return [branch_id(one.id, branch) for one in ended for branch in range(len(one.begins) + 1)]
 
     def observe(self, answers: Mapping[str, EvalAnswer]) -> None:
         """Record answers of the engines: conversations whose turn has ended are away, the others have ended."""
-        for id, answer in answers.items():
-            turns = self.left.pop(id)
+        ids = {turns.name: id for id, turns in self.left.items()}
+        for name, answer in answers.items():
+            turns = self.left.pop(id := ids[name])
             turns = replace(turns, response=(*turns.response, *answer.tokens), observation=0)
             self._away[id] = turns, answer
             if answer.finish_reason == "turn":
@@ -85,7 +113,8 @@ class EvaluatedTurns:
             self._environments.arrived.wait(POLL_S)
             check()
             for stepped in self._environments.take(self._away):
-                self._execute(self._environments.observe(self.conversations, stepped))
+                prompt = self._away[stepped.id][0].prompt
+                self._execute(self._environments.observe(self.conversations, stepped, prompt))
             now = time.perf_counter()
             for failed in self.conversations.observe_elapsed(now - last_s):
                 self._execute(failed)
@@ -101,6 +130,9 @@ class EvaluatedTurns:
             case Append(id, ids):
                 turns, _ = self._away.pop(id)
                 self.left[id] = replace(turns, response=(*turns.response, *ids), observation=len(ids))
+            case Branch(id, ids, max_tokens):
+                turns, _ = self._away.pop(id)
+                self.left[id] = Turns(turns.prompt, branch=turns.branch + 1, ids=tuple(ids), max_tokens=max_tokens)
             case Step(id):
                 self._environments.step(self.conversations.of(id), self._away[id][0].prompt)
             case Complete(id, cut):
@@ -111,8 +143,11 @@ class EvaluatedTurns:
 
     def _finish(self, id: str, cut: bool) -> None:
         _, answer = self._away.pop(id)
-        sampled = answer.response_tokens - self.conversations.of(id).observation_tokens
-        self.answers[id] = replace(answer, response_tokens=sampled, finish_reason="length" if cut else "stop")
+        one = self.conversations.of(id)
+        sampled = one.response_tokens + answer.response_tokens - one.observation_tokens
+        self.answers[id] = replace(
+            answer, text=one.text(answer.text), response_tokens=sampled, finish_reason="length" if cut else "stop"
+        )
 
     def _end(self, id: str, outcome: RewardOutcome) -> None:
         self.outcomes[id] = outcome

@@ -159,7 +159,7 @@ class Evaluator:
                         answers.update(taken) if talk is None else talk.observe(taken)
                 if talk is not None:
                     talk.await_environments(self.loop.cards.check)
-                    generation.forget_answers([*talk.answers], present)
+                    generation.forget_answers(talk.answered, present)
         except RunFailed as error:
             add_note(error, f"evaluation of {file.describe()} after step {self.loop.last.number}")
             raise

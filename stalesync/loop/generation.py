@@ -22,6 +22,7 @@ from fusion.inference import Request
 from fusion.inference.request import NO_REWARDS
 from fusion.inference.request_columns import Requests
 from fusion.rollout import EvalAnswer, SuspendedSample, assign_groups
+from fusion.rollout.types import conversation_of
 from stalesync.cards.cards import WARN_EVERY_S, Cards
 from stalesync.cards.stage_calls import RunningStage, StageCall, describe_hanging, stage_call
 from stalesync.policy.commands import Dispatch, DispatchedRequests, Publish
@@ -68,6 +69,8 @@ class Generation:
         self._sampling_fields = asdict(self._sampling)
         self._chunk_tokens = spec.rollout.max_chunk_tokens
         self._on_ended_chunks = on_ended_chunks
+        self.branch_of: Callable[[str], tuple[Sequence[int], int]] | None = None
+        """Gives prompt and maximum tokens of a branch of a conversation that is not its first"""
         self._lengths = ForcedLengths.of(spec.rollout, spec.seed)
         self._running: dict[int, RunningStage[StageReport]] = {}
         """Running `generate` stages by engine"""
@@ -278,9 +281,14 @@ class Generation:
         """Return a request for an answer, with what was said behind its prompt."""
         if (said := spoken.get(request.id)) is None:
             return request
-        start = len(said.response)
         return replace(
-            request, response=said.response, observation=said.observation, turns=self._spec.turns, turn_start=start
+            request,
+            id=said.name,
+            params=replace(request.params, max_tokens=said.max_tokens or request.params.max_tokens),
+            response=said.response,
+            observation=said.observation,
+            turns=self._spec.turns,
+            turn_start=len(said.response),
         )
 
     def _requests(self, dispatched: DispatchedRequests) -> Requests:
@@ -292,16 +300,25 @@ class Generation:
         exact_tokens = [0] * count
         if self._lengths is not None:
             exact_tokens = [
-                self._lengths(group, int(id.rsplit("/", 1)[1])) for id, group in zip(ids, groups, strict=True)
+                self._lengths(group, int(conversation_of(id).rsplit("/", 1)[1]))
+                for id, group in zip(ids, groups, strict=True)
             ]
+        prompts, params = [self._prompts[group].ids for group in distinct], [self._sampling_fields]
+        prompt_of, params_of = [*indices], [*same]
+        for index, id in enumerate(ids) if self._spec.turns else ():
+            if (conversation := conversation_of(id)) != id and self.branch_of is not None:
+                prompt, max_tokens = self.branch_of(conversation)
+                prompt_of[index], params_of[index] = len(prompts), len(params)
+                prompts.append(tuple(prompt))
+                params.append({**self._sampling_fields, "max_tokens": max_tokens})
         last_rewards = ([NO_REWARDS], same)
         if self._rewards is not None:
             last_rewards = ([self._rewards.of(group) for group in distinct], indices)
         return Requests(
             {
                 "id": ids,
-                "prompt": ([self._prompts[group].ids for group in distinct], indices),
-                "params": ([self._sampling_fields], same),
+                "prompt": (prompts, prompt_of),
+                "params": (params, params_of),
                 "group": (distinct, indices),
                 "response": ([()], same),
                 "chunk_tokens": [self._chunk_tokens] * count,

@@ -18,6 +18,7 @@ from typing import Any
 
 from distqueue import DistQueue, LostSample
 from fusion.rewards import RewardOutcome
+from fusion.rollout.types import conversation_of
 from fusion.telemetry import RunFolder
 from fusion.training.algorithms import Algorithm
 from stalesync.loop.sample_columns import SampleColumns
@@ -98,12 +99,14 @@ class Groups:
         for one in lost:
             self.lost.add(one.id)
             log.error("sample %r has ended as %s", one.id, one.reason)
-            entry = self.admission.buffer.entries.get(one.id)
-            if one.group in self.prompts and entry is not None and entry.state in ("running", "away"):
+            entry = self.admission.buffer.entries.get(conversation_of(one.id))
+            is_last = entry is not None and entry.name == one.id  # an earlier branch is lost to training only
+            if one.group in self.prompts and entry is not None and is_last and entry.state in ("running", "away"):
                 prompt = self.prompts[one.group]
-                sample = Sample(one.id, prompt, "", len(prompt.ids), entry.generated)
+                sample = Sample(entry.id, prompt, "", len(prompt.ids), entry.generated)
+                sample.row_tokens = (entry.load,) * (entry.branch + 1) if entry.branch else ()
                 sample.outcome = RewardOutcome(None, error=LOST, detail=one.reason)
-                self._given_up.add(one.id)
+                self._given_up.add(entry.id)
                 given_up.append(sample)
                 self._record([sample], [sample], lost=True)
         return given_up
@@ -145,7 +148,7 @@ class Groups:
         """Return those of the groups, whose ``samples`` were passed to training, of which every sample was lost."""
         left = samples.without_errors
         if self.lost:
-            left = left.where([id not in self.lost for id in left.ids])
+            left = left.where([self.lost.isdisjoint(sample.rows) for sample in left.samples])
         trained = set(left.groups)
         return [group for group in groups if group not in trained]
 
@@ -234,7 +237,7 @@ class Groups:
             outcome = member.outcome
             rewards.append(outcome.reward)
             if outcome.error is None:
-                tokens += member.prompt_tokens + member.response_tokens
+                tokens += member.tokens
             else:
                 errors.append(outcome.error)
         self.num_failed_rewards += len(errors)
@@ -255,7 +258,7 @@ class Groups:
         self.folder.log_groups(self.step, [group], ended)
         members = self.scored.pop(group)
         del self.prompts[group]
-        self._discarded.setdefault(reason, []).extend(member.id for member in members)
+        self._discarded.setdefault(reason, []).extend(row for member in members for row in member.rows)
         self._ended += members
 
 

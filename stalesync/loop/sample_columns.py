@@ -66,7 +66,28 @@ class SampleColumns:
     @cached_property
     def tokens(self) -> list[int]:
         """Tokens of the prompt and the response of each sample."""
+        if len(self.rows) > len(self):
+            return [sample.tokens for sample in self.samples]
         return list(map(add, self.prompt_tokens, self.response_tokens))
+
+    @cached_property
+    def num_rows(self) -> list[int]:
+        """Number of rows of each sample in the queue: of branches of a conversation."""
+        return [len(sample.row_tokens) or 1 for sample in self.samples]
+
+    @cached_property
+    def rows(self) -> list[str]:
+        """Ids of the rows of all samples."""
+        if sum(self.num_rows) == len(self):
+            return self.ids
+        return [row for sample in self.samples for row in sample.rows]
+
+    @cached_property
+    def row_tokens(self) -> list[int]:
+        """Tokens of the prompt and the response in each of `rows`."""
+        if self.rows is self.ids:
+            return self.tokens
+        return [tokens for sample in self.samples for tokens in sample.row_tokens or (sample.tokens,)]
 
     @cached_property
     def observed_tokens(self) -> list[int]:

@@ -8,6 +8,9 @@ Invariants: the samples of a step are claimed for the task `train` as their adva
 rejects, by id, a sample that was trained or is being trained; the cards train exactly the claimed samples; a sample is
 acknowledged after its optimizer step. This process reads no payload from the queue.
 
+A conversation in several branches is one sample with several rows: it has one advantage, and all its rows are claimed
+and trained, or none.
+
 The cards wait for no answer that they need not know: while the queue answers the put, the reference runs, and
 training is begun behind the reference where each card trains with what it has written itself.
 """
@@ -16,12 +19,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
+
 from distqueue import PackedBatch, SamplesLost
 from fusion.colocate import StageReport, Worker, WorkerSpec
+from fusion.rollout.packing import SHARE
 from fusion.telemetry import LiveView, Metrics
 from fusion.training import split_over_ranks
 from fusion.training.algorithms import Algorithm
@@ -29,6 +35,7 @@ from fusion.training.division import split_groups
 from stalesync.cards.cards import Cards
 from stalesync.cards.stage_calls import RunningStage, calls_of_replicas, stage_call
 from stalesync.loop.sample_columns import SampleColumns
+from stalesync.scoring.samples import LOST
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +44,9 @@ TRAIN = "train"
 
 TASKS = ("reward", TRAIN)
 """Tasks that must acknowledge a sample before the queue frees it."""
+
+BRANCH = "branch"
+"""Why the rows of a conversation are dropped after training, all but the last: they were never given to be rewarded"""
 
 
 class TrainQueue(Protocol):
@@ -131,7 +141,10 @@ class Updater:
         reports = self.cards.wait(training.stage)
         self.record_reports(reports)
         metrics.add("timing_s/train", time.monotonic() - training.begun_s)
-        self._trained += training.samples.ids
+        ended = training.samples
+        self._trained += [sample.rows[-1] for sample in ended.samples]
+        if len(ended.rows) > len(ended):  # what no reward was asked for, no acknowledgement ends
+            self.queue.drop([row for sample in ended.samples for row in sample.rows[:-1]], BRANCH)
         self._num_accumulated = 0 if training.update else self._num_accumulated + len({*training.samples.groups})
         return training.has_lost or any(report.has_lost for report in reports)
 
@@ -149,9 +162,9 @@ class Updater:
         """Drop samples whose reward failed from the queue; return the others."""
         scored = samples.without_errors
         ids_by_error: dict[str, list[str]] = {}
-        for id, error in zip(samples.ids, samples.errors, strict=True) if len(scored) < len(samples) else ():
+        for sample, error in zip(samples.samples, samples.errors, strict=True) if len(scored) < len(samples) else ():
             if error is not None:
-                ids_by_error.setdefault(error, []).append(id)
+                ids_by_error.setdefault(error, []).extend(sample.rows)
         for error, ids in ids_by_error.items():
             self.queue.drop(ids, f"reward_{error}")
         return scored
@@ -160,29 +173,42 @@ class Updater:
         self, samples: SampleColumns, metrics: Metrics, kl: Mapping[str, float] | None = None
     ) -> SampleColumns:
         """Claim samples, and put their column of advantages; return those that the queue has not lost. ``kl``: to be
-        subtracted from the rewards, by sample; those that were lost when the reference read them have none."""
+        subtracted from the rewards, by row; those that were lost when the reference read them have none."""
         with metrics.timer("adv"):
-            if kl is not None and (samples := samples.where([id in kl for id in samples.ids])):
+            if kl is not None and (samples := self._drop_parts(samples, kl.keys())):
                 metrics.add("actor/reward_kl_penalty", sum(kl.values()) / sum(samples.sampled_tokens))
+                kl = {one.id: sum(kl[row] for row in one.rows) for one in samples.samples}
             while samples:
-                advantages, _ = self.algorithm.advantages(
+                advantages_B, _ = self.algorithm.advantages(
                     rewards=samples.rewards,
                     groups=samples.groups,
                     response_lengths=samples.sampled_tokens,
                     reference_kl=None if kl is None else [kl[id] for id in samples.ids],
                     cut=samples.cut,
                 )
+                num_rows_B = torch.tensor(samples.num_rows)
+                columns = {"advantage": advantages_B.repeat_interleave(num_rows_B)}
+                if self.spec.turns:
+                    columns[SHARE] = (1 / num_rows_B).repeat_interleave(num_rows_B)
                 try:
-                    self.queue.put(PackedBatch.from_samples(samples.ids, {"advantage": advantages}), claim=TRAIN)
+                    self.queue.put(PackedBatch.from_samples(samples.rows, columns), claim=TRAIN)
                 except SamplesLost as error:
                     log.error("%d samples are not trained: %s", len(error.ids), str(error))
-                    lost = set(error.ids)
-                    samples = samples.where([id not in lost for id in samples.ids])
+                    samples = self._drop_parts(samples, {*samples.rows} - {*error.ids})
                     continue
-                metrics.spread("critic/advantages", advantages.tolist())
-                metrics.add("critic/advantages/zero_share", (advantages == 0).sum() / len(advantages), len(advantages))
+                metrics.spread("critic/advantages", advantages_B.tolist())
+                zero_share = (advantages_B == 0).sum() / len(advantages_B)
+                metrics.add("critic/advantages/zero_share", zero_share, len(advantages_B))
                 break
         return samples
+
+    def _drop_parts(self, samples: SampleColumns, rows: Set[str]) -> SampleColumns:
+        """Return the samples of which all rows are left, and drop what is left of the others: of a conversation all
+        branches are trained, or none."""
+        whole = samples.where([rows >= {*sample.rows} for sample in samples.samples])
+        if len(whole) < len(samples) and (parts := sorted({*samples.rows} & {*rows} - {*whole.rows})):
+            self.queue.drop(parts, LOST)
+        return whole
 
     @property
     def _trains_behind_reference(self) -> bool:
@@ -229,6 +255,6 @@ class Updater:
 
 
 def _split_over_replicas(samples: SampleColumns, num_replicas: int) -> list[list[str]]:
-    """Split sample ids over data-parallel replicas, balanced by tokens."""
-    ids = samples.ids
-    return [[ids[index] for index in share] for share in split_over_ranks(samples.tokens, num_replicas)]
+    """Split the rows of samples over data-parallel replicas, balanced by tokens."""
+    rows = samples.rows
+    return [[rows[index] for index in share] for share in split_over_ranks(samples.row_tokens, num_replicas)]

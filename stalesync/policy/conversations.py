@@ -1,13 +1,19 @@
 """Decide how conversations continue: budgets, deadlines, retries, and which groups end as an environment failed. Pure.
 
     the model's turn ends ─ observe_turn ─► Step ─► pool ─ observe_stepped ─┬─► Append     the model speaks again
-                                             ▲                              ├─► Complete   done, or a budget is used up
+                                             ▲                              ├─► Branch     behind another prompt
+                                             │                              ├─► Complete   done, or a budget is used up
                                              └────────── retried ───────────┼── failed
                                                                             └─► FailGroup  no retry is left, or too late
 
 A conversation is a request whose response also holds what its environment said. Its budgets are `max_turns` of the
 model, `max_tokens` of the response over everything, and `episode_timeout_s` of its environments, over all attempts.
 Seconds are observations: those that a step took, and those that the caller says have passed.
+
+Where the chat template would rewrite a turn of the model, no tokens continue the conversation. It goes on in another
+branch, whose prompt is all of it as the template writes it now. What was sampled before is trained as it was sampled,
+and what the prompt repeats of it is not. Budgets are of the whole conversation: a branch may have as many tokens as the
+others have left, and fewer if its prompt is longer than the first prompt and their responses.
 
 Members of a failed group that an engine has end when they come back to the caller (`failed`): at most one turn later.
 
@@ -69,7 +75,12 @@ class Conversation:
     ones, for records; ``rewards``: of its turns; ``tokens``: of the response when its last turn ended;
     ``observation_tokens``: number of tokens from the environment; ``end``: of the last turn, and ``had_thought``:
     whether one before it has a thought, for the bridge; ``attempts``: number of times that an environment has failed;
-    ``seconds``: spent by environments.
+    ``seconds``: spent by environments; ``span``: policy versions of its oldest and newest token when its last turn
+    ended.
+
+    In several branches, ``tokens`` and ``prompt`` (token ids; [] for the first) are the current one's; ``row_tokens``:
+    of prompt and response of each of the others, ``response_tokens``: of all their responses; ``used``: of the budget
+    of tokens when the current one began; ``begins``: index in ``messages`` behind which each but the first speaks.
     """
 
     id: str
@@ -84,6 +95,12 @@ class Conversation:
     had_thought: bool = False
     attempts: int = 0
     seconds: float = 0.0
+    span: Sequence[int] = (0, 0)
+    prompt: Sequence[int] = ()
+    row_tokens: list[int] = field(default_factory=list)
+    response_tokens: int = 0
+    used: int = 0
+    begins: list[int] = field(default_factory=list)
     state: Literal["speaking", "away", "completing", "failed"] = "speaking"
 
     @property
@@ -95,6 +112,12 @@ class Conversation:
     def num_tool_calls(self) -> int:
         """Number of results of tools."""
         return sum(message["role"] == "tool" for message in self.messages)
+
+    def text(self, response: str) -> str:
+        """Return the text of the whole conversation, of which ``response`` is that of the last branch: before it, what
+        each message says."""
+        before = self.messages[: self.begins[-1]] if self.begins else []
+        return "\n".join([*(message["content"] for message in before), response])
 
 
 @dataclass(frozen=True)
@@ -110,6 +133,17 @@ class Append:
 
     id: str
     tokens: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Branch:
+    """End the branch of a conversation with the tokens that it has, and have the model speak behind ``prompt``, at most
+    ``max_tokens``. ``ended``: the prompt of the branch that ends; (): the first one's."""
+
+    id: str
+    prompt: Sequence[int]
+    max_tokens: int
+    ended: Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -131,7 +165,7 @@ class FailGroup:
     detail: str
 
 
-Command = Step | Append | Complete | FailGroup
+Command = Step | Append | Branch | Complete | FailGroup
 
 
 def seed_of(run_seed: int, group: str) -> int:
@@ -166,6 +200,12 @@ class Conversations:
         """Return a conversation, which the caller does not change."""
         return self._by_id[id]
 
+    def branch_of(self, id: str) -> tuple[Sequence[int], int]:
+        """Return the prompt of the current branch of a conversation, of which it is not the first, and how many tokens
+        it may have."""
+        one = self._by_id[id]
+        return one.prompt, self._spec.max_tokens - one.used
+
     def __contains__(self, id: str) -> bool:
         return id in self._by_id
 
@@ -175,9 +215,11 @@ class Conversations:
         rewards = self._by_id[id].rewards
         return 0.0 if not rewards else sum(rewards) if self._spec.sums_rewards else rewards[-1]
 
-    def observe_turn(self, id: str, tokens: int, action: str, end: TurnEnd = (0, False)) -> Step | FailGroup | None:
-        """Record that a turn of the model has ended; None: of a failed group. ``tokens``: of the response so far;
-        ``action``, ``end``: text and end of the turn, the same as before where it is observed again."""
+    def observe_turn(
+        self, id: str, tokens: int, action: str, end: TurnEnd = (0, False), span: Sequence[int] = (0, 0)
+    ) -> Step | FailGroup | None:
+        """Record that a turn of the model has ended; None: of a failed group. ``tokens``, ``span``: of the response so
+        far; ``action``, ``end``: text and end of the turn, the same as before where it is observed again."""
         one = self._by_id[id]
         if one.state == "failed":
             return None
@@ -186,15 +228,29 @@ class Conversations:
         one.actions.append(action)
         one.messages.append({"role": "assistant", "content": action})
         one.tokens, one.end, one.state = tokens, end, "away"
+        one.span = span if not one.row_tokens else (min(one.span[0], span[0]), max(one.span[1], span[1]))
         if one.seconds >= self._spec.episode_timeout_s:
             return self._fail(one, *self._too_late(one))
         self._due[id] = self._elapsed_s + self._spec.episode_timeout_s - one.seconds
         heappush(self._deadlines, (self._due[id], id))
         return Step(id)
 
-    def observe_stepped(self, stepped: Stepped, observation: Sequence[int] | None = None) -> Command | None:
-        """Record the answer to a `Step`; None: it comes too late. ``observation``: tokens of its messages, up to where
-        the model speaks again; None: it cannot."""
+    def observe_stepped(
+        self,
+        stepped: Stepped,
+        observation: Sequence[int] | None = None,
+        *,
+        prompt: Sequence[int] = (),
+        first_prompt_tokens: int = 0,
+        had_thought: bool = False,
+    ) -> Command | None:
+        """Record the answer to a `Step`; None: it comes too late.
+
+        Args:
+            observation: tokens of its messages, up to where the model speaks again; None: it cannot.
+            prompt: then those of all messages, in which there is a thought if ``had_thought``; of a conversation that
+                began with ``first_prompt_tokens``.
+        """
         one = self._by_id.get(stepped.id)
         if one is None or one.state != "away":
             return None
@@ -209,11 +265,16 @@ class Conversations:
             one.rewards.append(float(turn.reward))
         one.observed.append(stepped.digest)
         one.messages += map(dict, turn.messages)
-        used_up = one.num_turns >= spec.max_turns or one.tokens + len(observation or ()) >= spec.max_tokens
-        if turn.done or observation is None or used_up:
+        used = one.used + one.tokens + len(observation or ())
+        if observation is None:
+            used = max(used, len(prompt) - first_prompt_tokens)
+        if turn.done or one.num_turns >= spec.max_turns or used >= spec.max_tokens:
             one.state = "completing"
             return Complete(one.id, cut=not turn.done)
         one.state = "speaking"
+        if observation is None:
+            one.had_thought = had_thought
+            return self._branch(one, prompt, used, first_prompt_tokens)
         one.had_thought |= one.end[1]
         one.observation_tokens += len(observation)
         return Append(one.id, observation)
@@ -259,6 +320,15 @@ class Conversations:
     def _add(self, one: Conversation) -> None:
         self._by_id[one.id] = one
         self._members.setdefault(one.group, []).append(one)
+
+    def _branch(self, one: Conversation, prompt: Sequence[int], used: int, first_prompt_tokens: int) -> Branch:
+        assert prompt, f"conversation {one.id!r} goes on behind no prompt"
+        command = Branch(one.id, prompt, self._spec.max_tokens - used, ended=one.prompt)
+        one.row_tokens.append((len(one.prompt) or first_prompt_tokens) + one.tokens)
+        one.response_tokens += one.tokens
+        one.begins.append(len(one.messages))
+        one.prompt, one.used, one.tokens = prompt, used, 0
+        return command
 
     def _observe_failed(self, one: Conversation, kind: str, detail: str) -> Step | FailGroup:
         one.attempts += 1

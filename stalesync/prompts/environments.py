@@ -55,15 +55,22 @@ class Environments:
     def prompt(self, prompt: Prompt, started: Started) -> Prompt:
         """Return a prompt with what its environment says first in place of the row's text."""
         ids = self.bridge.first(started.messages, started.tools)
-        return replace(prompt, ids=tuple(ids), messages=[dict(message) for message in started.messages])
+        return replace(
+            prompt, ids=tuple(ids), messages=[dict(message) for message in started.messages], tools=[*started.tools]
+        )
 
-    def observe(self, conversations: Conversations, stepped: Stepped) -> Command | None:
+    def observe(self, conversations: Conversations, stepped: Stepped, prompt: Prompt) -> Command | None:
         """Record an answer in ``conversations``, with its tokens up to where the model speaks again; return what
-        follows."""
-        one, turn, ids = conversations.of(stepped.id), stepped.turn, None
+        follows. ``prompt``: with which the conversation began."""
+        one, turn, ids, whole = conversations.of(stepped.id), stepped.turn, None, list[int]()
         if turn is not None and not turn.done:
             ids = self.bridge.bridge(one.end, turn.messages, had_thought=one.had_thought, earlier=one.messages)
-        return conversations.observe_stepped(stepped, ids)
+            if ids is None:
+                whole = self.bridge.first([*prompt.messages, *one.messages, *turn.messages], prompt.tools)
+        had_thought = self.bridge.has_thought(whole)
+        return conversations.observe_stepped(
+            stepped, ids, prompt=whole, first_prompt_tokens=len(prompt.ids), had_thought=had_thought
+        )
 
     def step(self, conversation: Conversation, prompt: Prompt) -> None:
         """Have the environment of a conversation answer its last action, sooner or later."""
@@ -88,7 +95,14 @@ class Environments:
 
     def reward_of(self, id: str) -> float:
         """Return the reward of a conversation so far. On any thread."""
-        return next(one for one in self.tracked if id in one).reward_of(id)
+        return self._tracking(id).reward_of(id)
+
+    def of(self, id: str) -> Conversation:
+        """Return a conversation, which the caller does not change. On any thread."""
+        return self._tracking(id).of(id)
+
+    def _tracking(self, id: str) -> Conversations:
+        return next(one for one in self.tracked if id in one)
 
     def _note_arrived(self) -> None:
         self.arrived.set()

@@ -27,7 +27,8 @@ from stalesync.prompts.template import ChatTemplate, EndlessTemplate
 class Prompt:
     """`ids` are the model's input tokens, chat template included; `text` is the prompt as stored in the data (a chat is
     rendered); `fields` are the row's other columns; `prefill` is the end of the prompt that belongs to the response;
-    `chat` is the row's prompt where it is a chat; `messages` are the first ones of its environment, if it has one."""
+    `chat` is the row's prompt where it is a chat; `messages` are the first ones of its environment, if it has one, and
+    `tools` the JSON schemas of its tools."""
 
     id: str
     ids: tuple[int, ...]
@@ -37,11 +38,12 @@ class Prompt:
     prefill: str = ""
     chat: list[dict[str, Any]] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[Mapping[str, Any]] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON."""
         state = asdict(self)
-        unset = [name for name in ("prefill", "messages") if not state[name]]
+        unset = [name for name in ("prefill", "messages", "tools") if not state[name]]
         for name in (*unset, *(() if self.chat and self.messages else ("chat",))):
             del state[name]
         return state

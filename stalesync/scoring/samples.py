@@ -9,6 +9,8 @@ from operator import attrgetter
 from typing import Any
 
 from fusion.rewards import RewardOutcome, RewardSample
+from fusion.rollout.types import branch_id
+from stalesync.policy.conversations import Conversation
 from stalesync.prompts import Prompt
 
 LOST = "lost"
@@ -17,10 +19,13 @@ LOST = "lost"
 
 @dataclass(slots=True)
 class Sample:
-    """A finished response. ``id``: of its row in the queue; ``outcome``: assigned once, when it is scored; ``oldest``,
+    """A finished response. ``id``: of its row in the queue, or of the first one where it is a conversation in several
+    branches; ``outcome``: assigned once, when it is scored; ``oldest``,
     ``newest``: policy versions of its tokens; ``cut``: whether the limit of tokens ended it; ``others``: the other
     responses of its group, where a reward asks for them; ``observed_tokens``: tokens of the response that the policy
-    has not sampled, of a conversation."""
+    has not sampled, of a conversation; ``row_tokens``: of a conversation in several branches,
+    tokens of prompt and response of each; ``prompt_tokens`` are the first one's, ``response_tokens`` all their
+    responses'."""
 
     id: str
     prompt: Prompt
@@ -32,6 +37,7 @@ class Sample:
     newest: int = 0
     cut: bool = False
     observed_tokens: int = 0
+    row_tokens: Sequence[int] = ()
     others: Sequence[str] = ()
 
     @property
@@ -44,7 +50,20 @@ class Sample:
 
     @property
     def tokens(self) -> int:
-        return self.prompt_tokens + self.response_tokens
+        return sum(self.row_tokens) or self.prompt_tokens + self.response_tokens
+
+    @property
+    def rows(self) -> list[str]:
+        """Ids of its rows in the queue, of which the last one was scored."""
+        return [branch_id(self.id, number) for number in range(len(self.row_tokens) or 1)]
+
+    def add_branches(self, conversation: Conversation) -> None:
+        """Add what a conversation has in other branches to its last one, which this sample is so far."""
+        self.row_tokens = (*conversation.row_tokens, len(conversation.prompt) + self.response_tokens)
+        self.response_tokens += conversation.response_tokens
+        self.observed_tokens = conversation.observation_tokens
+        self.response = conversation.text(self.response)
+        self.oldest, self.newest = min(self.oldest, conversation.span[0]), max(self.newest, conversation.span[1])
 
     def for_reward(self) -> RewardSample:
         """Return what a reward sees of the sample."""
@@ -75,7 +94,7 @@ class Sample:
 SAVED = ("id", "response", "prompt_tokens", "response_tokens", "oldest", "newest")
 """Fields of the state of a sample, besides its outcome"""
 
-SAVED_IF_SET = ("cut", "observed_tokens")
+SAVED_IF_SET = ("cut", "observed_tokens", "row_tokens")
 
 
 by_id = attrgetter("id")

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import sub
 from typing import Any, Protocol
 
@@ -30,7 +30,8 @@ from fusion.rewards import RewardOutcome
 from fusion.rewards.batch_size import BatchSize
 from fusion.rewards.whole_groups import WholeGroups
 from fusion.rollout.packing import CUT, SAMPLED_TOKENS, TEXT
-from fusion.rollout.types import EvalAnswer
+from fusion.rollout.types import EvalAnswer, conversation_of
+from stalesync.policy.conversations import Conversation
 from stalesync.process.failures import RewardsFailed
 from stalesync.prompts import Prompt
 from stalesync.scoring.failed_rewards import FailedRewards, TooManyFailed
@@ -83,6 +84,7 @@ class Scorer:
         group_size: number of samples of a group, all of which the source is given together; None: each is scored when
             it has arrived.
         turns: samples are conversations, whose observations are counted apart (`WorkerSpec.turns`).
+        conversation: gives a conversation by its id, on any thread.
     """
 
     def __init__(
@@ -93,8 +95,10 @@ class Scorer:
         group_size: int | None = None,
         *,
         turns: bool = False,
+        conversation: Callable[[str], Conversation] | None = None,
     ):
         self._source, self._queue = source, queue
+        self._turns, self._conversation = turns, conversation
         self._columns = (TEXT, CUT, SAMPLED_TOKENS) if turns else (TEXT, CUT)
         self._groups = None if group_size is None else WholeGroups[Sample](group_size)
         self._released: list[Sample] = []
@@ -332,7 +336,7 @@ class Scorer:
     def _acknowledge(self, samples: Sequence[Sample]) -> None:
         if not samples:
             return
-        self._queue.ack(REWARD, [sample.id for sample in samples])
+        self._queue.ack(REWARD, [sample.rows[-1] for sample in samples])
         with self._changed:
             self._progress.observe_acknowledged(len(samples))
             self._changed.notify_all()
@@ -353,10 +357,14 @@ class Scorer:
         prompt_tokens = [len(prompt.ids) for prompt in prompts]
         oldest, newest = zip(*batch.versions, strict=True)
         texts, lengths, cut = batch[TEXT].texts(), batch.lengths[RESPONSE], batch[CUT].buffer.tolist()
-        fields: list[Iterable[Any]] = [batch.ids, prompts, texts, prompt_tokens, lengths, oldest, newest, cut]
+        ids = [*map(conversation_of, batch.ids)] if self._turns else batch.ids
+        fields: list[Iterable[Any]] = [ids, prompts, texts, prompt_tokens, lengths, oldest, newest, cut]
         if SAMPLED_TOKENS in batch.columns:
             fields.append(map(sub, lengths, batch[SAMPLED_TOKENS].buffer.tolist()))
-        samples = map(Sample, *fields)  # by keyword it would take three times as long
+        samples = list(map(Sample, *fields))  # by keyword it would take three times as long
+        for sample, row in zip(samples, batch.ids, strict=True) if self._turns else ():
+            if row != sample.id and self._conversation is not None:
+                sample.add_branches(self._conversation(sample.id))
         return sorted(samples, key=by_id)
 
 

@@ -53,12 +53,13 @@ class ModelReward:
 
     def __call__(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
         shares = split_over_ranks([sample.tokens for sample in samples], self._layout.dp)
-        calls = [stage_call(Worker.score, [samples[index].id for index in share]) for share in shares]
+        rows = [sample.rows[-1] for sample in samples]
+        calls = [stage_call(Worker.score, [rows[index] for index in share]) for share in shares]
         reports = self._cards.call_each(calls_of_replicas(self._layout, self._ranks, calls))
         self._reports += reports
         outcome_by_id = {id: outcome for report in reports for id, outcome in report.scores.items()}
         lost = RewardOutcome(None, error="lost", detail="its tokens were damaged or lost in the queue")
-        return [outcome_by_id.get(sample.id, lost) for sample in samples]
+        return [outcome_by_id.get(row, lost) for row in rows]
 
     def take_reports(self) -> list[StageReport]:
         reports, self._reports = self._reports, []

@@ -128,8 +128,9 @@ class Card:
             memory["reference"] = report.memory.by_owner["reference"]
         self.meet()
         samples = worker.queue.read(ids, ["response", "behaviour_logprobs", "ref_logprobs"])
-        advantages = torch.linspace(-1, 1, len(ids))
-        LocalQueue.put(worker.queue, PackedBatch.from_samples(ids, {"advantage": advantages}))
+        columns = {"advantage": torch.linspace(-1, 1, len(ids))}
+        columns |= {"share": torch.ones(len(ids))} if self.spec.turns else {}
+        LocalQueue.put(worker.queue, PackedBatch.from_samples(ids, columns))
         if self.rank in deployment.train:
             memory["train"] = self.told(worker.train([self.own(ids)])).memory.by_owner["train"]
         found = [None] * dist.get_world_size()

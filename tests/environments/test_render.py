@@ -95,11 +95,15 @@ def test_separators_around_a_tool_turn_are_kept():
     assert bridge.bridge(end, [{"role": "tool", "content": "c"}]) == ids_of(template, text)
 
 
-def test_a_template_that_rewrites_every_turn_is_refused_by_name():
+def test_behind_a_template_that_rewrites_every_turn_the_model_speaks_after_the_whole_conversation():
     """Qwen3's without thinking opens a turn with an empty thought, which it leaves out later."""
     template = ChatTemplate(DataConfig(chat_template_kwargs={"enable_thinking": False}), tokenizer_of(QWEN3))
-    with pytest.raises(ValueError, match="model.path: the chat template rewrites earlier turns of the model"):
-        Bridge(template, [2])
+    bridge = Bridge(template, [2])
+    says = [{"role": "user", "content": "c"}]
+    assert bridge.bridge(bridge.end_of(ids_of(template, "b<|im_end|>")), says) is None
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, *says]
+    text = "<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n"
+    assert bridge.first(chat) == ids_of(template, text + "<|im_start|>assistant\n<think>\n\n</think>\n\n")
 
 
 def test_a_tokenizer_without_a_template_is_refused_by_name():

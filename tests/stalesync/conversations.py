@@ -8,6 +8,7 @@ from transformers import PreTrainedTokenizerFast
 
 from fusion.model import Mesh, ModelConfig, Transformer, save_folder
 from fusion.npu import open_device
+from tests.environments.templates import QWEN3
 
 SPECIAL = ["<|pad|>", "<|im_start|>", "<|im_end|>"]
 WORDS = ["system", "user", "assistant", "tool", *"0123456789+-=?>", " ", "\n"]
@@ -90,15 +91,17 @@ def make_all(folder):
     (Path(folder) / "env.py").write_text(ENVIRONMENT)
 
 
-def make_chatting_model(folder, seed=0):
-    """Save an untrained model that ends one token in twenty with the end of its turn."""
-    vocabulary = {word: id for id, word in enumerate([*SPECIAL, *WORDS])}
+def make_chatting_model(folder, seed=0, *, thinks=False):
+    """Save an untrained model that ends one token in twenty with the end of its turn. ``thinks``: it may also end a
+    thought, which its template removes before a later message of the user."""
+    vocabulary = {word: id for id, word in enumerate([*SPECIAL, *WORDS, *(("<think>", "</think>") if thinks else ())])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("system|user|assistant|tool|[\\s\\S]"), "isolated")
+    words = Regex("system|user|assistant|tool|</?think>|[\\s\\S]")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(words, "isolated")
     tokenizer.decoder = decoders.Fuse()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=SPECIAL[0], eos_token=SPECIAL[2])
     fast.add_special_tokens({"additional_special_tokens": SPECIAL[1:2]})
-    fast.chat_template = TEMPLATE
+    fast.chat_template = QWEN3 if thinks else TEMPLATE
     fast.save_pretrained(folder)
     shape = {
         "model_type": "qwen3_moe",

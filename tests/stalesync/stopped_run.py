@@ -20,13 +20,18 @@ BOUNDARIES = {
 }
 """The turn's row is in the queue; its environment is asked; has answered; the observation is in the row, and the
 request is still away; the finished sample is in the queue, and nobody was told: a method, and where beside it"""
+BRANCHES = {
+    "rewritten": ("stalesync.policy.admission:Admission", "observe_branched", "before"),
+    "branched": ("stalesync.policy.admission:Admission", "observe_branched", "after"),
+}
+"""Of a branch: the request is still away; waits behind another prompt, and its row is not completed"""
 
 
 def stop_at(boundary, mark):
     """Stand still there."""
     from stalesync.loop.saving import Saver
 
-    path, name, side = BOUNDARIES[boundary]
+    path, name, side = (BOUNDARIES | BRANCHES)[boundary]
     module, _, owner_name = path.partition(":")
     owner = getattr(import_module(module), owner_name)
     method, begin, state = getattr(owner, name), Saver.begin, {"saved": "run.resume=true" in sys.argv, "count": 0}

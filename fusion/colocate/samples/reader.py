@@ -13,7 +13,7 @@ from fusion.colocate.samples.read_ahead import ReadAhead
 from fusion.colocate.samples.sequences import LOSS, REFERENCE, empty_samples, stage_columns, to_sequences
 from fusion.colocate.spec import WorkerSpec
 from fusion.model import Mesh
-from fusion.rollout.packing import KEPT, ROUTING, SAMPLED
+from fusion.rollout.packing import KEPT, ROUTING, SAMPLED, SHARE
 from fusion.rollout.partial_samples import SampleStore
 from fusion.telemetry import WAIT_DATA, Metrics, Timeline
 from fusion.training import Sequences, TrainEngine
@@ -115,7 +115,10 @@ class StageReader:
             ids,
             mesh,
             loss_columns=(*LOSS, REFERENCE) if has_reference else LOSS,
-            expert_columns=(ROUTING,) if algorithm.replay == "rollout" else (),
+            expert_columns=(
+                *((ROUTING,) if algorithm.replay == "rollout" else ()),
+                *((SHARE,) if self.spec.turns else ()),  # also for the divisors of a loss
+            ),
         )
         if following:
             self._begin("train", following)

@@ -16,7 +16,7 @@ import torch
 from distqueue import Column, PackedBatch
 from distqueue.hierarchy import Received
 from fusion.model import Mesh
-from fusion.rollout.packing import KEPT, ROUTING, SAMPLED
+from fusion.rollout.packing import KEPT, ROUTING, SAMPLED, SHARE
 from fusion.training import Sequences
 from fusion.training.batch import response_rows
 
@@ -87,6 +87,7 @@ def to_sequences(received: Received, layers: range | None = None) -> Sequences:
         ref_logprobs=column(REFERENCE),
         versions=column("versions"),
         sampled=column(SAMPLED),
+        shares=column(SHARE),
         kept_counts=column(KEPT[0]),
         kept_ids=column(KEPT[1]),
         routing=routing,

@@ -1,5 +1,6 @@
 """Conversations between real decisions, a real queue and a real buffer, and environments and cards that only note."""
 
+import json
 from types import SimpleNamespace
 
 import torch
@@ -8,7 +9,8 @@ from distqueue import PackedBatch
 from fusion.environments import Turn
 from fusion.inference import Request
 from fusion.rollout.partial_samples import PartialSamples
-from fusion.rollout.types import SuspendedSample, row_of
+from fusion.rollout.types import EndedConversation, SuspendedSample, row_of
+from stalesync.scoring.samples import Sample
 from tests.stalesync.loop.conversing_world import World
 
 
@@ -59,7 +61,7 @@ def test_a_group_fails_when_its_members_have_come_back_and_not_before_a_complete
     world.conversing.poll()
     assert [outcome.error for outcome in world.failures] == ["env_raised"]
     assert world.entry(second).state == "away", "the completed sample has not arrived"
-    sample = SimpleNamespace(id=first, group=world.group, prompt=world.groups.prompts[world.group], response_tokens=4)
+    sample = Sample(first, world.groups.prompts[world.group], "", 3, 4)
     sample.outcome = SimpleNamespace(error=None, reward=1.0)
     world.queue.put(PackedBatch.from_samples([first], {"response": [torch.arange(4)]}, groups=[world.group]))
     world.groups.note([sample], [])
@@ -143,3 +145,60 @@ def test_rows_whose_environment_does_not_begin_are_replaced_and_recorded():
     (prompt,) = world.conversing.next(1)
     assert prompt.id == f"g{world.drawn - 1}" and world.drawn >= 3
     assert world.log == [(f"g{world.drawn - 2}", "failed:env_raised")]
+
+
+def test_a_conversation_that_the_template_rewrites_goes_on_behind_another_prompt_and_its_row_is_completed():
+    world = World()
+    first = world.ids[0]
+    row, ended = world.turn(first, 4), []
+    world.ask_each = lambda calls: ended.extend(call.args[0] for call in calls.values())
+    world.conversing.environments.bridge.rewrites = True
+    world.say(first)
+    entry = world.entry(first)
+    assert ended == [[EndedConversation(row, world.group, (1, 2, 3), continues=True)]]
+    assert (entry.state, entry.name, entry.prompt_tokens, entry.max_tokens) == ("waiting", f"{first}.1", 5, 16)
+    (dispatch,) = world.admission.feed()
+    sent = dispatch.requests_by_engine[0]
+    assert (sent.ids, sent.earlier, sent.observations) == ([f"{first}.1"], [""], [0])
+    assert world.conversing.conversations.branch_of(first) == ([1, 2, 3, 8, 8], 16)
+    again = World()
+    again.conversing.conversations.take(again.ids)
+    again.conversing.load_state_dict(json.loads(json.dumps(world.conversing.state_dict())))
+    assert again.conversing.conversations.branch_of(first) == ([1, 2, 3, 8, 8], 16)
+
+    world.turn(f"{first}.1", 4)
+    assert world.pool.begun[first].actions == ("a", "a"), "its environment goes on"
+    ended.clear()
+    world.say(first, done=True)
+    (((last,)),) = ended
+    assert last == EndedConversation(row_of(f"{first}.1", 4), world.group, (1, 2, 3, 8, 8))
+    arrived = Sample(first, world.groups.prompts[world.group], "last", 3, 4, oldest=5, newest=6)
+    arrived.add_branches(world.conversing.environments.of(first))
+    assert (arrived.row_tokens, arrived.response_tokens, arrived.rows) == ((7, 9), 8, [first, f"{first}.1"])
+    assert (arrived.oldest, arrived.newest) == (0, 6) and arrived.response == "a\nxyz\nlast"
+
+
+def test_a_group_that_fails_leaves_no_row_of_a_branch():
+    world = World()
+    first, second, third = world.ids
+    row = world.turn(first, 4)
+    world.living = []
+    world.conversing.environments.bridge.rewrites = True
+    world.say(first)
+    world.turn(second, 4)
+    world.pool.answer(second, failure="raised")
+    world.conversing.poll()
+    assert world.entry(first).state == "waiting", "its branch is not completed: no engine lives"
+
+    def complete(calls):
+        done = PackedBatch.from_samples([first], {"response": [torch.arange(4)]}, groups=[world.group])
+        world.queue.put(done)
+        world.queue.drop([row], "resumed")
+
+    world.living, world.ask_each = [1], complete
+    world.conversing.poll()
+    world.conversing.poll()
+    world.turn(third, 4)
+    assert [world.entry(id).state for id in world.ids if id in world.admission.buffer.entries] == []
+    assert not [*world.queue.holding("response")] and not [*world.queue.holding("turn")]
+    assert world.log == [(world.group, "failed:env_raised")]

@@ -11,6 +11,7 @@ from fusion.rollout import SuspendedSample
 from fusion.training import AlgorithmConfig
 from fusion.training.algorithms import make_algorithm
 from stalesync.loop.groups import Groups
+from stalesync.loop.sample_columns import SampleColumns
 from stalesync.policy.admission import Admission
 from stalesync.policy.commands import AdmitGroups, AwaitSamples, Dispatch, Suspend, Train
 from stalesync.policy.reward_history import RewardHistory
@@ -156,6 +157,24 @@ def test_a_sample_that_is_lost_before_it_arrives_counts_as_one_that_cannot_be_sc
     run.groups.note_lost(_lost(*(f"g1/{member}" for member in range(4))))
     assert "g1" not in prompts
     assert (["g1"], "failed:lost") in run.ended and run.admission.ledger.ended["failed:lost"] == 1
+
+
+def test_a_lost_branch_ends_its_conversation_only_if_it_is_the_current_one():
+    run = _begun(2)
+    entry = run.admission.buffer.entries["g0/0"]
+    run.admission.observe_chunks_ended(entry.engine, [SuspendedSample("g0/0", 4, "g0/0~4", (0, 0), turn=True)])
+    run.admission.observe_branched("g0/0", 5, 50)
+    assert run.groups.note_lost(_lost("g0/0")) == [] and entry.state == "waiting"
+    run.admission.buffer.dispatch([0])
+    (given_up,) = run.groups.note_lost(_lost("g0/0.1"))
+    assert entry.state == "finished" and given_up.rows == ["g0/0", "g0/0.1"], "both are dropped with its group"
+    late = _generated(run, "g0/0")
+    run.groups.note([late], [])  # it is counted already
+    (trained,) = samples = [_generated(run, "g1/0")]
+    trained.row_tokens, trained.outcome = (4, 5), RewardOutcome(1.0)
+    assert run.groups.untrained(["g1"], SampleColumns.of(samples)) == []
+    run.groups.note_lost(_lost("g1/0.1"))
+    assert run.groups.untrained(["g1"], SampleColumns.of(samples)) == ["g1"]
 
 
 def test_the_next_group_of_a_row_gets_the_rewards_of_a_group_that_may_be_trained():

@@ -5,14 +5,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from distqueue import LocalQueue, PackedBatch, SamplesLost
 from fusion.colocate import Worker
 from fusion.model import Parallel
 from fusion.rewards import RewardOutcome
+from fusion.rollout.types import branch_id
 from fusion.telemetry import Metrics
 from fusion.training import AlgorithmConfig
 from fusion.training.algorithms import make_algorithm
+from fusion.training.config import ALGORITHMS
 from stalesync.cards.stage_calls import RunningStage
 from stalesync.loop.sample_columns import SampleColumns
 from stalesync.loop.update import Updater
@@ -88,15 +92,16 @@ def _scored(lost=()):
 
 def _queue(groups, kind=LocalQueue):
     queue = kind(["reward", "train"], lease_s=1000)
-    ids = [sample.id for members in groups.values() for sample in members]
+    ids = [row for members in groups.values() for sample in members for row in sample.rows]
     queue.put(PackedBatch.from_samples([*ids, "other"], {"response": [torch.arange(3)] * (len(ids) + 1)}))
     queue.ack("reward", queue.get("reward", ["response"], len(ids) + 1).ids)
     return queue
 
 
-def _updater(queue, cards, **algorithm):
+def _updater(queue, cards, *, turns=False, **algorithm):
     config = AlgorithmConfig(group_size=GROUP, minibatches=2, **algorithm)
-    spec = SimpleNamespace(algorithm=config, reference=None, train=Parallel(1), deployment=SimpleNamespace(train=(0,)))
+    deployment = SimpleNamespace(train=(0,))
+    spec = SimpleNamespace(algorithm=config, reference=None, train=Parallel(1), deployment=deployment, turns=turns)
     view = SimpleNamespace(phase=lambda name: None)
     algorithm = make_algorithm(config, 8)
     parts = {"spec": spec, "cards": cards, "queue": queue, "view": view, "algorithm": algorithm}
@@ -331,3 +336,64 @@ class SentCalls:
 
     def wait(self, running):
         return []
+
+
+class NotedQueue(LocalQueue):
+    """Notes the columns that are put with a claim."""
+
+    put_last = None
+
+    def put(self, batch, **options):
+        self.put_last = batch if options.get("claim") else self.put_last
+        return super().put(batch, **options)
+
+
+def _branched(branches):
+    """The scored samples, of which each is in so many branches of 4 tokens."""
+    groups = _scored()
+    for sample, count in zip([one for members in groups.values() for one in members], branches, strict=True):
+        sample.row_tokens = (4,) * count if count > 1 else ()
+    return groups
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+@settings(max_examples=10, deadline=None)
+@given(branches=st.lists(st.integers(1, 4), min_size=GROUPS * GROUP, max_size=GROUPS * GROUP))
+def test_every_branch_has_the_advantage_of_its_conversation_and_statistics_count_conversations(name, branches):
+    ids = [f"g{group}/{member}" for group in range(GROUPS) for member in range(GROUP)]
+    found = []
+    for counts in ([1] * len(ids), branches):
+        groups = _branched(counts)
+        queue = _queue(groups, NotedQueue)
+        cards = TrainingCards(queue)
+        _train(_updater(queue, cards, turns=True, name=name), groups)
+        put = queue.put_last
+        rows = [branch_id(id, number) for id, count in zip(ids, counts, strict=True) for number in range(count)]
+        assert [*put.ids] == rows and sorted(cards.trained) == sorted(rows), "all branches are claimed and trained"
+        assert queue.stats()["distqueue/rows"] == 1, "none is left"
+        columns = put["advantage"].buffer.tolist(), put["share"].buffer.tolist()
+        found.append(dict(zip(rows, zip(*columns, strict=True), strict=True)))
+    alone, several = found
+    for id, count in zip(ids, branches, strict=True):
+        for number in range(count):
+            advantage, share = several[branch_id(id, number)]
+            assert advantage == alone[id][0] and share == pytest.approx(1 / count)
+
+
+def test_a_conversation_of_which_a_branch_is_lost_is_not_trained_and_leaves_no_row():
+    groups = _branched([2, 1, 3, 1, 1, 2])
+    queue = _queue(groups)
+    queue.lose(["g0/0", "g1/0.1"], "damaged")
+    cards = TrainingCards(queue)
+    _train(_updater(queue, cards, turns=True), groups)
+    assert sorted(cards.trained) == ["g0/1", "g1/1", "g2/0", "g2/1", "g2/1.1"]
+    assert queue.stats()["distqueue/rows"] == 1
+
+
+def test_a_conversation_that_cannot_be_scored_is_dropped_with_its_branches():
+    groups = _branched([2, 1, 3, 1, 1, 2])
+    groups["g1"][0].outcome = RewardOutcome(None, "raised")
+    queue = _queue(groups)
+    _train(_updater(queue, TrainingCards(queue), turns=True), groups)
+    figures = queue.stats()
+    assert figures["distqueue/rows"] == 1 and figures["distqueue/ended/dropped:reward_raised"] == 3

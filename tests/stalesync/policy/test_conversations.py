@@ -13,6 +13,7 @@ from stalesync.policy.conversations import (
     DIVERGED,
     TIMEOUT,
     Append,
+    Branch,
     Complete,
     Conversations,
     ConversationSpec,
@@ -21,6 +22,8 @@ from stalesync.policy.conversations import (
     seed_of,
 )
 
+FIRST = 5
+"""Tokens of the prompt of the first branch"""
 SPEC = ConversationSpec(max_turns=3, max_tokens=20, episode_timeout_s=10.0, retries=1)
 
 
@@ -43,6 +46,11 @@ class World:
     spec: ConversationSpec
     conversations: Conversations
     tokens: Counter = field(default_factory=Counter)
+    """Of the current branch"""
+    used: Counter = field(default_factory=Counter)
+    """Of the responses of the branches before it"""
+    branches: dict = field(default_factory=dict)
+    """Conversation → prompt and limit of its current branch, of those that are not in their first"""
     ended: dict = field(default_factory=dict)
     asked: dict = field(default_factory=dict)
     """Conversation that is away → what its environment was asked"""
@@ -70,8 +78,9 @@ class World:
 
     def speak(self, id):
         conversation = self.conversations.of(id)
-        self.tokens[id] += min(self.random.randint(1, 5), self.spec.max_tokens - self.tokens[id])
-        if self.tokens[id] == self.spec.max_tokens:  # the engine finishes it
+        _, limit = self.branches.get(id, ((), self.spec.max_tokens))
+        self.tokens[id] += min(self.random.randint(1, 5), limit - self.tokens[id])
+        if self.tokens[id] == limit:  # the engine finishes it
             self.end(id, "failed" if conversation.group in self.failed else "cut")
             return
         command = self.conversations.observe_turn(id, self.tokens[id], f"{id} says {self.tokens[id]}")
@@ -93,10 +102,16 @@ class World:
         else:
             size, done = self.random.randint(1, 8), self.random.random() < 0.2
             answer = stepped(id, reward=1.0, done=done, digest=f"d{size}", seconds=self.random.uniform(0, 3))
-            command = self.conversations.observe_stepped(answer, [0] * size)
+            is_branched = self.random.random() < 0.3
+            prompt = [7] * (FIRST + self.random.randint(-2, 12))
+            command = self.conversations.observe_stepped(
+                answer, None if is_branched else [0] * size, prompt=prompt, first_prompt_tokens=FIRST
+            )
+            if isinstance(command, Branch):
+                self.branch(id, command, prompt)
             if isinstance(command, Append):
                 self.tokens[id] += size
-                assert self.tokens[id] < self.spec.max_tokens
+                assert self.tokens[id] < self.branches.get(id, ((), self.spec.max_tokens))[1]
                 assert self.conversations.of(id).num_turns < self.spec.max_turns
         assert self.failures[id] <= self.spec.retries + 1
         if isinstance(command, FailGroup):
@@ -106,7 +121,20 @@ class World:
             self.end(id, "completed")
         elif isinstance(command, Step):
             self.asked[id] = [*self.conversations.of(id).actions], [*self.conversations.of(id).observed]
-        return [id] if isinstance(command, Append) else []
+        return [id] if isinstance(command, Append | Branch) else []
+
+    def branch(self, id, command, prompt):
+        """Begin another branch: all of them have at most the tokens of one, and none is longer."""
+        assert [*command.ended] == [*self.branches.get(id, ((), 0))[0]] and command.prompt == prompt
+        self.used[id] += self.tokens[id]
+        self.tokens[id] = 0
+        self.branches[id] = prompt, command.max_tokens
+        assert 0 < command.max_tokens <= self.spec.max_tokens - self.used[id]
+        assert len(prompt) + command.max_tokens <= FIRST + self.spec.max_tokens
+        one = self.conversations.of(id)
+        assert self.conversations.branch_of(id) == (prompt, command.max_tokens)
+        assert one.response_tokens == self.used[id] and one.num_turns < self.spec.max_turns
+        assert len(one.row_tokens) == len(one.begins) and one.begins[-1] == len(one.messages)
 
     def fail(self, command):
         assert command.group not in self.failed
@@ -210,9 +238,30 @@ def test_an_observation_that_leaves_no_token_to_the_model_ends_the_conversation(
     conversations.observe_turn("g/1", 15, "a")
     assert conversations.observe_stepped(stepped("g/1"), [0] * 4) == Append("g/1", [0] * 4)
     conversations.observe_turn("g/1", 19, "b")
-    assert conversations.observe_stepped(stepped("g/1"), None) == Complete("g/1", cut=True), "it cannot be continued"
+    assert conversations.observe_stepped(stepped("g/1"), [0]) == Complete("g/1", cut=True), "no token is left"
     assert conversations.of("g/1").observation_tokens == 4 and conversations.of("g/0").observation_tokens == 0
 
 
 def test_siblings_share_a_seed_that_depends_on_run_and_group():
     assert len({seed_of(run, group) for run in range(3) for group in ("a", "b")}) == 6 and seed_of(0, "a") >= 0
+
+
+def test_a_conversation_that_is_rewritten_goes_on_in_a_branch_with_what_is_left_of_its_tokens():
+    conversations = conversing()
+    conversations.observe_turn("g/0", 6, "a", (2, True), span=(3, 4))
+    says = [{"role": "user", "content": "b"}]
+    command = conversations.observe_stepped(stepped("g/0", messages=says), None, prompt=[1] * 7, first_prompt_tokens=3)
+    assert command == Branch("g/0", [1] * 7, 14, ended=()), "six of twenty are used, and the prompt has four more"
+    one = conversations.of("g/0")
+    assert (one.row_tokens, one.response_tokens, one.begins, one.had_thought) == ([9], 6, [2], False)
+    assert one.text("c") == "a\nb\nc" and conversations.of("g/1").text("c") == "c"
+    conversations.observe_turn("g/0", 2, "c", span=(4, 5))
+    assert one.span == (3, 5), "the oldest token is the first branch's"
+    command = conversations.observe_stepped(stepped("g/0", messages=says), None, prompt=[2] * 15, first_prompt_tokens=3)
+    assert command == Branch("g/0", [2] * 15, 8, ended=[1] * 7), "the longer prompt leaves less than 8 tokens do"
+    assert one.row_tokens == [9, 9] and one.num_turns == 2
+    conversations.observe_turn("g/0", 8, "d")
+    assert conversations.observe_stepped(stepped("g/0", done=True)) == Complete("g/0", cut=False)
+    conversations.observe_turn("g/1", 6, "a")
+    command = conversations.observe_stepped(stepped("g/1"), None, prompt=[1] * 23, first_prompt_tokens=3)
+    assert command == Complete("g/1", cut=True), "the prompt of a branch leaves no token"

@@ -5,11 +5,13 @@ import json
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from distqueue import LocalQueue, PackedBatch
+from fusion.environments import Stepped
 from fusion.inference import Output
 from fusion.rewards import RewardOutcome
 from fusion.rollout import EvalAnswer
@@ -17,6 +19,7 @@ from fusion.rollout.packing import SAMPLED_TOKENS, pack_answers, pack_outputs
 from fusion.telemetry import Metrics
 from stalesync.loop.sample_columns import SampleColumns
 from stalesync.loop.sample_metrics import add_sample_metrics
+from stalesync.policy.conversations import Conversations, ConversationSpec
 from stalesync.prompts import Prompt
 from stalesync.scoring.progress import MIN_GROUPS_KEPT, Arrivals
 from stalesync.scoring.samples import Sample
@@ -110,6 +113,30 @@ def test_the_observed_tokens_of_a_conversation_are_counted_and_kept_by_a_checkpo
     add_sample_metrics(metrics, SampleColumns.of(scored))
     found = metrics.result()
     assert (found["response_length/mean"], found["observation_length/mean"]) == (2.5, 0.5)
+
+
+def test_a_conversation_in_branches_is_one_sample_with_all_that_was_said_and_sampled():
+    conversations = Conversations(ConversationSpec(9, 99, episode_timeout_s=9.0, retries=0))
+    conversations.admit("g", ["g/0"], "d")
+    conversations.observe_turn("g/0", 5, "one", span=(1, 2))
+    turn = SimpleNamespace(messages=[{"role": "user", "content": "two"}], done=False, reward=None)
+    conversations.observe_stepped(Stepped("g/0", turn), None, prompt=[1] * 7, first_prompt_tokens=3)
+    queue, source = MetadataQueue(["reward", "train"]), Source(concurrent=True)
+    with Scorer(source, queue, turns=True, conversation=conversations.of) as scorer:
+        scorer.prompts["g"] = PROMPT
+        batch = pack_outputs([_output("g/0.1", range(4), version=3)], ["three"])
+        sampled = PackedBatch.from_samples(batch.ids, {SAMPLED_TOKENS: torch.tensor([4])}).columns
+        queue.put(replace(batch, columns={**batch.columns, **sampled}))
+        _, (sample,) = _poll(scorer, (1, 1))
+    assert (sample.id, sample.rows, sample.row_tokens) == ("g/0", ["g/0", "g/0.1"], (8, 11))
+    assert (sample.response, sample.response_tokens, sample.sampled_tokens) == ("one\ntwo\nthree", 9, 9)
+    assert (sample.oldest, sample.newest, sample.tokens) == (1, 3, 19)
+    assert queue.stats()["distqueue/reward/leased"] == 0, "its last row is acknowledged"
+    restored = Sample.restore(PROMPT, json.loads(json.dumps(sample.state_dict())))
+    assert restored.rows == sample.rows and restored.tokens == 19
+    alone = with_outcome(Sample("g/1", PROMPT, "", 3, 2), RewardOutcome(1.0))
+    columns = SampleColumns.of([sample, alone])
+    assert columns.rows == ["g/0", "g/0.1", "g/1"] and columns.row_tokens == [8, 11, 5] and columns.tokens == [19, 5]
 
 
 def test_a_lost_sample_whose_group_has_ended_meanwhile_is_skipped():
