@@ -29,8 +29,9 @@ class Launches:
     train_recompute: int = 0
 
     def of_passes(self, passes: int) -> int:
-        """Return the launches of a micro-batch: 1 pass is forward, 3 are forward and backward, 4 recompute, too."""
-        return {1: self.train_recompute - self.train, 3: self.train, 4: self.train_recompute}[passes]
+        """Return the launches of a micro-batch: 1 pass is forward, 3 are forward and backward, 4 recompute, too. A pass
+        less, where a frozen base has no gradients, saves none: those of its adapters take their place."""
+        return {1: self.train_recompute - self.train, 2: self.train, 3: self.train, 4: self.train_recompute}[passes]
 
 
 COUNTS = {

@@ -79,6 +79,26 @@ def stage_weights(shape: Shape, parallel: Parallel, stage: int) -> StageWeights:
     return StageWeights(dense, expert)
 
 
+def trained_weights(shape: Shape, parallel: Parallel, stage: int) -> StageWeights:
+    """Count the elements on a die of a pipeline stage that have gradients: all, or those of adapters. What ranks that
+    split an expert share of its adapters is counted whole, and so is the rest of them."""
+    if shape.adapters is None:
+        return stage_weights(shape, parallel, stage)
+    dense = expert = 0
+    for kind, layers in shape.kinds_of_stage(parallel, stage).items():
+        of_rank, of_experts = shape.adapters_of(kind, parallel.tp)
+        dense += layers * of_rank
+        expert += layers * (of_experts // parallel.ep)
+    return StageWeights(dense, expert)
+
+
+def moved_share(setup: Setup) -> float:
+    """Return the share of the weights that switches move: less than 1 where cards that only generate have a base."""
+    if setup.shape.adapters is None or setup.shared:
+        return 1.0
+    return trained_weights(setup.shape, Parallel(), 0).numel / setup.shape.numel
+
+
 def largest_weight_bytes(shape: Shape, parallel: Parallel) -> int:
     """Return the bytes of a die's weights in the pipeline stage that has most."""
     return WEIGHT_BYTES * max(stage_weights(shape, parallel, stage).numel for stage in range(parallel.pp))
@@ -105,7 +125,7 @@ def estimate_memory(setup: Setup) -> MemoryEstimate:
     generating = max(
         [generation_bytes(setup, stage) for stage in range(infer.pp)], key=lambda owners: sum(owners.values())
     )
-    states = max(stage_weights(shape, train, stage).states_bytes(train) for stage in range(train.pp))
+    states = max(trained_weights(shape, train, stage).states_bytes(train) for stage in range(train.pp))
     weights = [largest_weight_bytes(shape, side) for side in (train, infer)]
     stays = states if setup.shared and setup.fusion.offload == "none" else 0
     leaves = states if setup.shared and setup.fusion.offload == "switch" else 0
@@ -119,7 +139,7 @@ def estimate_memory(setup: Setup) -> MemoryEstimate:
     }
     generating["optimizer"] = stays
     if setup.fusion.double_buffer and not setup.shared:
-        generating["weights"] *= 2
+        generating["weights"] *= 1 + moved_share(setup)
     generating["weights"] += copied_latents_bytes(setup)
     generating["kv"] = max(0.0, (usable - sum(generating.values())) * setup.rollout.kv_fraction)
     phases = {"train": training, "switch": switching, "infer": generating}
@@ -135,11 +155,11 @@ def estimate_memory(setup: Setup) -> MemoryEstimate:
 def training_bytes(setup: Setup, stage: int) -> dict[str, float]:
     """Estimate the bytes by owner of a die of a pipeline stage while it trains."""
     shape, train = setup.shape, setup.train
-    weights = stage_weights(shape, train, stage)
-    states = weights.states_bytes(train)
+    trained = trained_weights(shape, train, stage)
+    states = trained.states_bytes(train)
     return {
-        "weights": WEIGHT_BYTES * weights.numel,
-        "gradients": GRADIENT_BYTES * weights.numel,
+        "weights": WEIGHT_BYTES * held_numel(shape, train, stage),
+        "gradients": GRADIENT_BYTES * trained.numel,
         "optimizer": min(states, 4 * setup.fusion.bucket_bytes) if setup.fusion.offload == "stream" else states,
         "activations": _training_activations(setup, stage),
     }
@@ -152,7 +172,13 @@ def generation_bytes(setup: Setup, stage: int) -> dict[str, float]:
     working = max(layer_bytes(shape, kind, infer, tokens=rollout.max_batch_tokens) for kind in kinds)
     logits = rollout.max_seqs * shape.config.vocab_size // infer.tp * 8 if stage == infer.pp - 1 else 0
     activations = working + logits + gathered_bytes(setup)
-    return {"weights": WEIGHT_BYTES * stage_weights(shape, infer, stage).numel, "activations": activations}
+    return {"weights": WEIGHT_BYTES * held_numel(shape, infer, stage), "activations": activations}
+
+
+def held_numel(shape: Shape, parallel: Parallel, stage: int) -> int:
+    """Count the elements of the weights on a die of a pipeline stage, with adapters."""
+    adapters = trained_weights(shape, parallel, stage).numel if shape.adapters else 0
+    return stage_weights(shape, parallel, stage).numel + adapters
 
 
 def copied_latents_bytes(setup: Setup) -> int:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from fusion.costmodel.hardware import Hardware
 from fusion.costmodel.launches import decode_floor_s, launches_of
-from fusion.costmodel.memory import GRADIENT_BYTES, STATE_BYTES, WEIGHT_BYTES, stage_weights
+from fusion.costmodel.memory import GRADIENT_BYTES, STATE_BYTES, WEIGHT_BYTES, stage_weights, trained_weights
 from fusion.costmodel.shape import Shape
 from fusion.costmodel.step_time import expert_load_factor, group_bytes_per_s
 from fusion.model import Parallel
@@ -92,8 +92,8 @@ class Roofline:
     def __init__(self, shape: Shape, hardware: Hardware, parallel: Parallel):
         self.shape, self.hardware, self.parallel = shape, hardware, parallel
         self._stages = [self._stage(stage) for stage in range(parallel.pp)]
-        here = max((stage_weights(shape, parallel, stage) for stage in range(parallel.pp)), key=lambda w: w.numel)
-        self._held, self._states = here.numel, here.states_bytes(parallel)
+        trained = max((trained_weights(shape, parallel, stage) for stage in range(parallel.pp)), key=lambda w: w.numel)
+        self._trained, self._states = trained.numel, trained.states_bytes(parallel)
         self._kv_bytes = shape.attention.kv_elements_of_rank(parallel.tp) * WEIGHT_BYTES
         self._pair_flops = shape.attention.pair_flops / parallel.tp
         self._decode_pair_flops = shape.attention.decode_pair_flops / parallel.tp
@@ -168,15 +168,15 @@ class Roofline:
         return self._batch(tokens, attended, token_budget, passes=1, reached=self.hardware.forward_reached.value)
 
     def train_step(self, tokens: float, attended: float, token_budget: int, recompute: bool = True) -> Work:
-        """Cost forward and backward passes with recomputation, in micro-batches."""
-        return self._batch(
-            tokens, attended, token_budget, passes=4 if recompute else 3, reached=self.hardware.train_reached.value
-        )
+        """Cost forward and backward passes with recomputation, in micro-batches. With adapters no gradient of the base
+        is computed: a pass less."""
+        passes = 3 + recompute - (self.shape.adapters is not None)
+        return self._batch(tokens, attended, token_budget, passes, reached=self.hardware.train_reached.value)
 
     def optimizer_step(self) -> Work:
         """Cost the reduction of gradients over replicas, reading and writing states, and gathering weights."""
         replicas = self.parallel.dp
-        moved = self._held * (GRADIENT_BYTES + WEIGHT_BYTES) * (replicas - 1) / replicas
+        moved = self._trained * (GRADIENT_BYTES + WEIGHT_BYTES) * (replicas - 1) / replicas
         touched = 2 * self._states + self._states / STATE_BYTES * (GRADIENT_BYTES + WEIGHT_BYTES)
         memory = Work(touched / self.hardware.hbm_bytes_per_s.value, hbm_bytes=touched)
         wire = Work(moved / group_bytes_per_s(self.hardware, self.parallel.stage_world), link_bytes=moved)

@@ -13,7 +13,7 @@ from itertools import product
 from math import gcd, lcm
 
 from fusion.costmodel.hardware import Hardware
-from fusion.costmodel.memory import WEIGHT_BYTES, MemoryEstimate, estimate_memory, stage_weights
+from fusion.costmodel.memory import WEIGHT_BYTES, MemoryEstimate, estimate_memory, moved_share, stage_weights
 from fusion.costmodel.setup import Setup
 from fusion.costmodel.step_time import generate_s, reference_s, train_s
 from fusion.costmodel.switch_time import Switch, pessimistic, to_infer, to_train
@@ -96,8 +96,9 @@ def estimate(setup: Setup) -> SetupEstimate:
     """Estimate memory, switches and step of one pair of layouts."""
     topology, sizes = setup.hardware.topology, estimate_memory(setup)
     train, infer = setup.sides
-    there = switch_traffic(setup.shape, train, infer, topology=topology)
-    back = switch_traffic(setup.shape, infer, train, topology=topology)
+    share = moved_share(setup)
+    there = switch_traffic(setup.shape, train, infer, topology=topology).times(share)
+    back = switch_traffic(setup.shape, infer, train, topology=topology).times(share)
     slow = replace(setup, hardware=pessimistic(setup.hardware))
     switches, slow_switches = ((to_infer(one, there, sizes), to_train(one, back, sizes)) for one in (setup, slow))
     return SetupEstimate(
@@ -149,7 +150,10 @@ def rank(setup: Setup, fixed: tuple[Parallel | None, Parallel | None] = (None, N
     infers = [fixed[1]] if fixed[1] else candidate_layouts(setup, world, training=False)
     best_train = _best(setup, trains, training=True, refused=refused)[:num_exact]
     best_infer = _best(setup, infers, training=False, refused=refused)[:num_exact]
-    pairs = [estimate(setup.with_layouts(t, i)) for t in best_train for i in best_infer]
+    chosen = [(train, infer) for train in best_train for infer in best_infer]
+    if setup.shape.adapters:  # with equal layouts a switch moves nothing
+        chosen += [(train, train) for train in trains if train in infers and (train, train) not in chosen]
+    pairs = [estimate(setup.with_layouts(*pair)) for pair in chosen]
     pairs.sort(key=lambda pair: (len(pair.problems) > 0, pair.step_s))
     return Ranking(
         pairs=tuple(pairs),

@@ -22,6 +22,7 @@ from typing import Literal
 
 from fusion.costmodel.attention import AttentionCost, attention_cost
 from fusion.model import ModelConfig, Parallel
+from fusion.model.adapters import Adapters
 from fusion.model.boxes import Box
 from fusion.model.local_param import LocalParam
 from fusion.model.spec import LayerSpec, Sparse
@@ -56,10 +57,12 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Shape:
-    """A model under the name of its preset."""
+    """A model under the name of its preset; ``config`` is without ``adapters``, which alone are trained, if it has
+    some."""
 
     name: str
     config: ModelConfig
+    adapters: Adapters | None = None
 
     @cached_property
     def kinds(self) -> tuple[LayerSpec, ...]:
@@ -122,6 +125,15 @@ class Shape:
         """Return the elements of each stack of equal matrices of all experts of a layer."""
         return tuple(self.config.num_experts * row.numel for row in self._experts[kind])
 
+    def adapters_of(self, kind: int, tp: int) -> tuple[int, int]:
+        """Return the elements of a layer's adapters: outside the experts on a TP rank, and those of all its experts.
+        The model must have some."""
+        if (kind, tp) not in self._adapters:
+            trained = [row for row in self._rows(self.kinds[kind], tp, 0, self.adapters) if row.trained]
+            numel, of_expert = sum(row.numel for row in trained), sum(row.numel for row in trained if row.expert)
+            self._adapters[kind, tp] = numel - of_expert, of_expert * self.config.num_experts
+        return self._adapters[kind, tp]
+
     def tensors(self, scope: Scope, tp: int) -> tuple[Tensor, ...]:
         """Return what a scope has outside the experts; in the same order for every ``tp``."""
         if tp not in self._tensors:
@@ -138,6 +150,10 @@ class Shape:
 
     @cached_property
     def _held(self) -> dict[tuple[Scope, int], int]:
+        return {}
+
+    @cached_property
+    def _adapters(self) -> dict[tuple[int, int], tuple[int, int]]:
         return {}
 
     @cached_property
@@ -159,10 +175,10 @@ class Shape:
                 )
         return tensors
 
-    def _rows(self, kind: LayerSpec, tp: int, tp_rank: int) -> tuple[LocalParam, ...]:
+    def _rows(self, kind: LayerSpec, tp: int, tp_rank: int, adapters: Adapters | None = None) -> tuple[LocalParam, ...]:
         """Return the table of a TP rank of a model that has one layer, with one expert on each rank."""
         experts = kind.mlp.num_experts if isinstance(kind.mlp, Sparse) else 1
-        one_layer = replace(self.config.without_predictors, layers=(kind,))
+        one_layer = replace(self.config.without_predictors, layers=(kind,), adapters=adapters)
         return local_params(one_layer, Parallel(lcm(tp, experts), tp=tp, ep=experts), tp_rank)
 
 

@@ -22,7 +22,7 @@ from math import ceil
 import numpy as np
 
 from fusion.costmodel.hardware import Figure, Hardware
-from fusion.costmodel.memory import WEIGHT_BYTES, MemoryEstimate, largest_weight_bytes, stage_weights
+from fusion.costmodel.memory import WEIGHT_BYTES, MemoryEstimate, largest_weight_bytes, moved_share, stage_weights
 from fusion.costmodel.setup import Setup
 from fusion.costmodel.shape import Shape
 from fusion.costmodel.traffic import Traffic
@@ -103,7 +103,7 @@ def to_train(setup: Setup, moved: Traffic, memory: MemoryEstimate) -> Switch:
     """Estimate the switch from generation to training; each unit comes over the wire or from the die's own masters."""
     hardware, shape, train = setup.hardware, setup.shape, setup.train
     wire_time = wire(moved, hardware, setup.fusion.bucket_bytes)
-    away = setup.shared and setup.fusion.offload != "none"
+    away = setup.shared and setup.fusion.offload != "none" and shape.adapters is None  # a base has no masters
     here = max((stage_weights(shape, train, stage) for stage in range(train.pp)), key=lambda h: h.numel)
     received = float(moved.received.sum(0).max())
     parts = []
@@ -146,7 +146,7 @@ def parked_s(setup: Setup, source: Parallel) -> float:
 def adopt_s(setup: Setup) -> float:
     """Estimate an engine's pause while its die copies received weights into the model, from its host or its HBM."""
     hardware, infer = setup.hardware, setup.infer
-    nbytes = largest_weight_bytes(setup.shape, infer)
+    nbytes = largest_weight_bytes(setup.shape, infer) * moved_share(setup)
     if setup.fusion.double_buffer:
         return 2 * nbytes / hardware.hbm_bytes_per_s.value
     return nbytes / hardware.back_bytes_per_s.value

@@ -36,6 +36,10 @@ class Traffic:
     kept: Array
     copied: Array
 
+    def times(self, share: float) -> Traffic:
+        """Return the bytes where a ``share`` of all tensors alike is moved."""
+        return Traffic(*(share * nbytes for nbytes in (self.sent, self.received, self.kept, self.copied)))
+
     @property
     def total(self) -> float:
         return float(self.received.sum())

@@ -201,7 +201,9 @@ class Config:
             return None
         from fusion.costmodel.pace import Pace
 
-        return Pace.load(self.device, self.cluster.hardware, SHAPES)
+        pace = Pace.load(self.device, self.cluster.hardware, SHAPES)
+        shape = dataclasses.replace(pace.shape, adapters=self.training.lora.adapters)
+        return dataclasses.replace(pace, shape=shape)
 
     def score_layout(self, model: ModelConfig, cards: tuple[int, ...]) -> Parallel:
         """Return the layout of the reference or reward ``model`` over the cards that host it.

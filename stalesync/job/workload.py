@@ -46,7 +46,7 @@ def workload_of(config: Config) -> Workload:
 def setup_of(config: Config, shape: Shape, *, hardware: Hardware, dies: int) -> Setup:
     """Return the setup of a job on ``dies``, without layouts."""
     return Setup(
-        shape,
+        replace(shape, adapters=config.training.lora.adapters),
         hardware,
         train=Parallel(dies),
         infer=Parallel(dies),

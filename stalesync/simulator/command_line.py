@@ -118,7 +118,7 @@ def scenario_of(parsed: JobArguments, recipes: Path) -> Scenario:
     if config.rollout.drafts.is_on:
         notes.append(f"drafts: acceptance {drafts}" if drafts else PUBLISHED_ACCEPTANCE)
     return Scenario(
-        preset.shape,
+        replace(preset.shape, adapters=config.training.lora.adapters),
         hardware,
         config,
         train=layout_of(parsed, config, "train"),
