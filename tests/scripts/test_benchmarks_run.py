@@ -67,6 +67,7 @@ WANTED = {
     "launches logprobs": {"peak_bytes", "planned_bytes", "whole_bytes"},
     "learning staleness": {"0.final", "1.difference"},
     "learning quickstart": {"colocated.mean_end", "colocated 0.command_s"},
+    "lora": {"switch.bytes", "switch.adapter_bytes", "hbm.ratio", "step.ratio", "decode.ratio"},
     "offload": {"floor.seconds", "offload.ratio", "stream.gb_per_s"},
     "planning": {"to_infer.cpu_s", "to_infer.over_bound", "to_train.busiest", "to_train.missing"},
     "overlap": {"overlap.hidden_share", "overlap.switch.both_s", "overlap.training.hidden_share"},
