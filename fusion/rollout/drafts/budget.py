@@ -30,8 +30,11 @@ MIN_PROBABILITY = 0.06
 URGENT_WEIGHT = 2.0
 """How many times as probable a token of a probe, or of a request that has come back, counts in the order of tokens"""
 
+MIN_GAIN = 0.1
+"""Tokens a sequence that the drafts of a step must promise together: less is not worth the time to look them up"""
+
 LOOK_EVERY = 8
-"""While nothing is found that is worth a row, drafts are looked up after 1, 2 and 4 steps, then every this many: to
+"""While nothing is found that is worth its time, drafts are looked up after 1, 2 and 4 steps, then every this many: to
 look for them costs time, too"""
 
 MAX_DEPTH, MAX_TOKENS, MAX_CHILDREN = 32, 32, 4
@@ -120,8 +123,11 @@ class DraftBudget:
         chosen = np.zeros(len(owners), bool)
         if self._explores:
             max_tokens = min(max_tokens, EXPLORED * num_sequences)
+        elif probabilities.sum() < MIN_GAIN * num_sequences:
+            self._steps_without += 1
+            max_tokens = 0
         else:
-            self._steps_without = 0 if len(owners) else self._steps_without + 1
+            self._steps_without = 0
         self._looks += 1
         weighted = probabilities if urgent is None else probabilities * np.where(urgent, URGENT_WEIGHT, 1.0)
         chosen[np.argsort(-weighted, kind="stable")[:max_tokens]] = True

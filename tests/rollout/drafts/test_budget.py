@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.rollout.drafts.budget import LOOK_EVERY, MIN_PROBABILITY, SHARES, Acceptance, DraftBudget
+from fusion.rollout.drafts.budget import LOOK_EVERY, MIN_GAIN, MIN_PROBABILITY, SHARES, Acceptance, DraftBudget
 
 NOTHING = np.zeros(0, np.int64), np.zeros(0)
 
@@ -22,7 +22,8 @@ def test_the_most_probable_tokens_are_taken_and_none_before_the_one_before_it(sh
     probabilities = np.concatenate([np.zeros(0), *(np.cumprod(one) for one in shares)])
     urgent = np.array(priority)[owners]
     chosen = DraftBudget().choose(owners, probabilities, len(shares), max_tokens=max_tokens, urgent=urgent)
-    assert chosen.sum() == min(max_tokens, len(owners))
+    pays = probabilities.sum() >= MIN_GAIN * len(shares)
+    assert chosen.sum() == (min(max_tokens, len(owners)) if pays else 0)
     weighted = probabilities * np.where(urgent, 2.0, 1.0)
     if 0 < chosen.sum() < len(owners):
         assert weighted[chosen].min() >= weighted[~chosen].max()
@@ -51,10 +52,11 @@ def test_a_row_that_is_verified_promises_more_tokens_a_second_than_a_step_has_wi
     assert rate >= (without if free_rows >= 1 else 0.97 * without) - 1e-12
 
 
-def test_where_nothing_is_worth_a_row_it_is_looked_for_in_every_eighth_step():
+@pytest.mark.parametrize("found", [NOTHING, (np.zeros(1, int), np.full(1, 0.5))], ids=["nothing", "little"])
+def test_where_nothing_is_worth_its_time_it_is_looked_for_in_every_eighth_step(found):
     budget = DraftBudget()
-    looked = [not budget.skips() and not budget.choose(*NOTHING, 8).any() for _ in range(400)]
-    assert looked[0] and 400 / LOOK_EVERY <= sum(looked) <= 400 / LOOK_EVERY + 4
+    looked = [not budget.skips() and not budget.choose(*found, 8).any() for _ in range(400)]
+    assert looked[0] and 400 / LOOK_EVERY <= sum(looked) <= 400 / LOOK_EVERY + 6
     later = [not budget.skips() and budget.choose(np.zeros(1, int), np.ones(1), 8).any() for _ in range(40)]
     assert any(later[:LOOK_EVERY]) and all(later[LOOK_EVERY:]), "then in every step again"
 
