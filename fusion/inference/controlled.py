@@ -14,7 +14,7 @@ from typing import Any
 
 from fusion.inference.config import RolloutConfig
 from fusion.inference.control import ControlChannel, Orders
-from fusion.inference.counters import NO_COST, Counters, RankState
+from fusion.inference.counters import Counters, RankState
 from fusion.inference.placement import place
 from fusion.inference.request import Output, Request, SamplingParams
 from fusion.inference.sequence import Sequence
@@ -48,7 +48,6 @@ class ControlledEngine(ABC):
         self._interned: dict[SamplingParams, SamplingParams] = {}
         self._idle = True
         self._busy_s = 0.0
-        self._step_cost = NO_COST
         """Of the last step, where drafts are verified"""
 
     # What a subclass defines
@@ -91,8 +90,8 @@ class ControlledEngine(ABC):
         """End the requests of this attention rank for which ``chosen`` holds; return their outputs."""
 
     @abstractmethod
-    def _compute_step(self, began_s: float) -> list[Output]:
-        """Compute a step that began at this time (`time.perf_counter`); return the requests that ended."""
+    def _compute_step(self) -> list[Output]:
+        """Compute a step; return the requests that ended."""
 
     # Control calls
 
@@ -194,7 +193,7 @@ class ControlledEngine(ABC):
         outputs, self.last_step_kind = self._take_orders(), ""
         if not self._idle:
             assert self._holds_kv, "there are unfinished requests, but no KV cache: allocate_kv comes before step"
-            outputs += self._compute_step(began_s)
+            outputs += self._compute_step()
             self._busy_s += time.perf_counter() - began_s
         return outputs if self._reports else []
 
@@ -225,7 +224,7 @@ class ControlledEngine(ABC):
         state = RankState()
         if self._reports:
             running, waiting = self._sequences()
-            state = RankState(len(waiting), len(running), update_bytes, self._step_cost, self.counters)
+            state = RankState(len(waiting), len(running), update_bytes, self.counters)
         return self.control.exchange(state)
 
     def _next_orders(self) -> Orders:
@@ -236,10 +235,6 @@ class ControlledEngine(ABC):
         orders = self._exchange(len(update))
         if update := self.control.spread(update):
             drafter.read(update)
-        # What the leader's last step has cost: the same figures on every rank, which have to draft alike.
-        cost, self._step_cost = self.control.states.leader_cost(), NO_COST
-        if cost.seconds:
-            drafter.observe_step(cost)
         return orders
 
     def _take_orders(self) -> list[Output]:

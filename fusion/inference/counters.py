@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fusion.inference.verification import StepCost
-
 
 @dataclass
 class Counters:
@@ -60,27 +58,23 @@ class Counters:
     """Seconds spent reading, writing, verifying and waiting for files"""
 
 
-NO_COST = StepCost(0, 0, 0, 0.0)
-"""Cost of a step that computes nothing"""
-
 TOTALS = tuple(field.name for field in fields(Counters))
 
 
 class RankState(NamedTuple):
     """What a rank sends to the others at every step. ``waiting``, ``running``: its requests; ``update_bytes``: of what
-    it sends in `ControlChannel.spread`; ``cost``: of its last step."""
+    it sends in `ControlChannel.spread`."""
 
     waiting: int = 0
     running: int = 0
     update_bytes: int = 0
-    cost: StepCost = NO_COST
     counters: Counters | None = None
     """None: this rank counts nothing"""
 
     def row(self) -> list[float]:
         """Return the state as numbers, exact in float64: counts are below 2^53."""
         totals = vars(self.counters).values() if self.counters is not None else [0.0] * len(TOTALS)
-        return [self.waiting, self.running, self.update_bytes, *self.cost, *totals]
+        return [self.waiting, self.running, self.update_bytes, *totals]
 
 
 COLUMNS = len(RankState().row())
@@ -107,12 +101,6 @@ class RankStates:
 
     def update_bytes(self, rank: int) -> int:
         return int(self._table[rank, 2])
-
-    def leader_cost(self) -> StepCost:
-        """Return the cost of the leader's last step; 0 seconds: it computed nothing."""
-        decodes, drafted, tokens, seconds, accepted, drafting_s, prefills = self._table[0, 3 : -len(TOTALS)].tolist()
-        counts = int(decodes), int(drafted), int(tokens)
-        return StepCost(*counts, seconds, accepted=int(accepted), drafting_s=drafting_s, prefills=bool(prefills))
 
     def totals(self) -> dict[str, float]:
         """Return the sums of the counters over the ranks."""

@@ -33,7 +33,7 @@ from fusion.inference.routing import RoutingCache
 from fusion.inference.scheduler import Scheduler
 from fusion.inference.sequence import Sequence, Step
 from fusion.inference.stop_strings import StopStrings
-from fusion.inference.verification import Drafter, StepCost
+from fusion.inference.verification import Drafter
 from fusion.inference.waiting import WaitingLine
 from fusion.model import Mesh, Transformer
 from fusion.npu import Device
@@ -213,26 +213,15 @@ class EmbeddedEngine(ControlledEngine):
             self._locate_kv(output, kept=output.request_id in self.parked)
         return suspended
 
-    def _compute_step(self, began_s: float) -> list[Output]:
-        outputs, accepted = [], self.counters.accepted_tokens
+    def _compute_step(self) -> list[Output]:
+        outputs: list[Output] = []
         step, computing_s = self.scheduler.schedule(), time.perf_counter()
         assert step or not self.scheduler.unfinished
         self.last_step_kind = step.kind
         if step or self.mesh.ep_group is not None:
             outputs = self._compute(step)
-        now_s = time.perf_counter()
         if self.pooled is not None:
-            self.pooled.observe_step(step, now_s - computing_s)
-        if step and self._drafter is not None:
-            self._step_cost = StepCost(
-                len(step.decodes),
-                len(step.verified),
-                tokens=sum(len(one) - 1 for one in step.verified),
-                seconds=now_s - began_s,
-                accepted=self.counters.accepted_tokens - accepted,
-                drafting_s=self._drafter.take_seconds(),
-                prefills=bool(step.chunks),
-            )
+            self.pooled.observe_step(step, time.perf_counter() - computing_s)
         return outputs
 
     def _compute(self, step: Step) -> list[Output]:

@@ -38,20 +38,6 @@ class Draft(NamedTuple):
     parents: Items[int]
 
 
-class StepCost(NamedTuple):
-    """``decodes``: sequences that decoded one token; ``drafted``: sequences with a draft, of ``tokens`` together, of
-    which ``accepted`` were kept; ``drafting_s``: of ``seconds``, those of the drafter; ``prefills``: the step also
-    computed prompts."""
-
-    decodes: int
-    drafted: int
-    tokens: int
-    seconds: float
-    accepted: int = 0
-    drafting_s: float = 0.0
-    prefills: bool = False
-
-
 class Drafter(Protocol):
     """Propose drafts, the same on every rank with the same schedule: what it returns may depend only on its calls."""
 
@@ -78,12 +64,6 @@ class Drafter(Protocol):
 
     def end(self, seq: Sequence) -> None:
         """Record the last tokens of a sequence that leaves the engine, for whatever reason."""
-
-    def observe_step(self, cost: StepCost) -> None:
-        """Record what a step has cost on the engine's leader, the same on every rank."""
-
-    def take_seconds(self) -> float:
-        """Return the seconds spent in these methods since the last call, about."""
 
 
 class Depths(Items[int]):

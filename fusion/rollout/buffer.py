@@ -32,11 +32,10 @@ the others when they come back, suspended or not. `take_left_rows` reports once 
 A conversation that cannot be continued behind its tokens is continued in another `branch`: with another prompt and
 under another name, for engines and queue. Here it stays one request.
 
-Cost, for n requests in progress and E engines to dispatch to: `finish` O(1) for each request (with an order that knows
-siblings, as in `orders/ranked.py`), counts O(1); `suspend`, `observe_returned` O(log n); `end` O(log n) for each of
-the group; `dispatch`
-O(E + d (log n + log E)) for d requests that it dispatches. No other method but `of`, `forget_kv`, `state_dict` and,
-where engines share KV, `observe_new_weights` visits all requests.
+Cost, for n requests in progress and E engines: `finish` O(1) a request (with an order that knows siblings, as in
+`orders/ranked.py`), counts O(1); `suspend`, `observe_returned` O(log n); `end` O(log n) a request; `dispatch`
+O(E + d (log n + log E)) for d requests. Only `of`, `forget_kv`, `state_dict` and, where engines share KV,
+`observe_new_weights` visit all requests.
 
 Invariants (property-tested in tests/rollout/test_buffer.py): a request is on at most one engine; it is finished once;
 its number of generated tokens decreases only by a branch; a group is removed as a whole; a buffer restored from
@@ -265,8 +264,7 @@ class RequestBuffer:
         groups: list[str] = []
         num_away = 0
         for id, num_tokens in generated.items():
-            entry = self.entries[id]
-            engine = None
+            entry, engine = self.entries[id], None
             if entry.state == "away":
                 num_away += 1
             else:
@@ -277,8 +275,7 @@ class RequestBuffer:
             entry.state, entry.generated, entry.earlier = "finished", num_tokens, ""
             group = self._groups[entry.group]
             group.num_unfinished -= 1
-            if not group.num_unfinished:
-                groups.append(entry.group)
+            groups += [] if group.num_unfinished else [entry.group]
             if lost:
                 group.complete = False
             elif not group.cancelled:

@@ -62,18 +62,15 @@ def build_run(
     conversing = _conversing(config, spec, cards, queue, groups, scorer, source, environments)
     if conversing is not None:
         generation.branch_of = conversing.conversations.branch_of
-    updater = Updater(
-        spec=spec, cards=cards, queue=queue, view=view, algorithm=algorithm, record_reports=step_metrics.take
-    )
+    seen: dict[str, Any] = dict(cards=cards, queue=queue, view=view)
+    updater = Updater(spec=spec, algorithm=algorithm, record_reports=step_metrics.take, **seen)
     rows = StepRows(
-        cards=cards,
-        queue=queue,
+        **seen,
         ledger=admission.ledger,
         source=source,
         updater=updater,
         step_metrics=step_metrics,
         folder=folder,
-        view=view,
         pace=pace,
         take_save_metrics=saver.metrics,
     )

@@ -39,11 +39,6 @@ class Guesses:
 
     def end(self, seq): ...
 
-    def observe_step(self, cost): ...
-
-    def take_seconds(self):
-        return 0.0
-
     def draft(self, sequences, max_depth, max_tokens):
         drafts = []
         for seq, depth in zip(sequences, max_depth, strict=True):

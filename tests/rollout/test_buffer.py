@@ -81,14 +81,7 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, num_probes,
                 rows[id] = earlier
             case "turn" if held:
                 id = random.choice(sorted(held))
-                generated = buffer.entries[id].generated + random.randint(1, 5)
-                rows[id], engine = f"{id}~{generated}", held.pop(id)
-                name = buffer.entries[id].name
-                sample = SuspendedSample(name, generated, rows[id], (step, step), random.choice([None, 0]), turn=True)
-                buffer.suspend(engine, sample)
-                is_cancelled = buffer.entries[id].group in cancelled
-                assert buffer.entries[id].state == ("finished" if is_cancelled else "away")
-                assert buffer.entries[id].observation == 0
+                rows[id] = _end_turn(buffer, held.pop(id), id, random, cancelled, step)
             case "return" if away:
                 id, said = random.choice(sorted(away)), random.randint(1, 5)
                 generated = buffer.entries[id].generated + said
@@ -98,16 +91,7 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, num_probes,
                 assert entry.observation == said
             case "branch" if away:
                 id = random.choice(sorted(away))
-                entry, ended = buffer.entries[id], buffer.entries[id].name
-                engine = entry.kv and entry.kv[0]
-                buffer.branch(id, 8, 20)
-                assert (entry.state, entry.generated, entry.earlier, entry.oldest) == ("waiting", 0, "", -1)
-                assert entry.name == f"{id}.{entry.branch}" != ended and (entry.prompt_tokens, entry.max_tokens) == (
-                    8,
-                    20,
-                )
-                assert buffer.take_left_kv() == ({} if engine is None else {engine: [ended]}), "its KV is freed"
-                branches.setdefault(id, []).append(ended)
+                branches.setdefault(id, []).append(_branch(buffer, id))
                 rows.pop(id)
             case "leave" if away:
                 id = random.choice(sorted(away))
@@ -148,6 +132,29 @@ def test_random_engines_lose_and_repeat_nothing(engines, group_size, num_probes,
     assert {id for id, state in states.items() if state == "running"} == set(held)
     assert len(finished) == len(set(finished))
     assert all(states.get(id, "finished") == "finished" for id in finished)
+
+
+def _end_turn(buffer, engine, id, random, cancelled, step):
+    """End the turn of a request that an engine has; return its row."""
+    generated, name = buffer.entries[id].generated + random.randint(1, 5), buffer.entries[id].name
+    row = f"{id}~{generated}"
+    buffer.suspend(engine, SuspendedSample(name, generated, row, (step, step), random.choice([None, 0]), turn=True))
+    is_cancelled = buffer.entries[id].group in cancelled
+    assert buffer.entries[id].state == ("finished" if is_cancelled else "away")
+    assert buffer.entries[id].observation == 0
+    return row
+
+
+def _branch(buffer, id):
+    """Continue a request that is away in another branch; return the name of the one that has ended."""
+    entry, ended = buffer.entries[id], buffer.entries[id].name
+    engine = entry.kv and entry.kv[0]
+    buffer.branch(id, 8, 20)
+    assert (entry.state, entry.generated, entry.earlier, entry.oldest) == ("waiting", 0, "", -1)
+    assert entry.name == f"{id}.{entry.branch}" != ended
+    assert (entry.prompt_tokens, entry.max_tokens) == (8, 20)
+    assert buffer.take_left_kv() == ({} if engine is None else {engine: [ended]}), "its KV is freed"
+    return ended
 
 
 def _dispatch(buffer, held, last_engine, *, engines, order, probes, random):

@@ -11,7 +11,6 @@ Attention ranks schedule their own requests; an idle one computes vLLM's dummy b
 
 from __future__ import annotations
 
-import time
 from array import array
 from collections.abc import Callable, Collection, Mapping
 from math import isnan
@@ -28,7 +27,7 @@ from fusion.inference.interface import InferEngine
 from fusion.inference.request import CONTINUED, FinishReason, Output, Request
 from fusion.inference.sequence import Sequence
 from fusion.inference.stop_strings import StopStrings
-from fusion.inference.verification import Drafter, StepCost, Verification
+from fusion.inference.verification import Drafter, Verification
 from fusion.model import Mesh
 from fusion.npu import Device
 
@@ -193,7 +192,7 @@ class VllmEngine(ControlledEngine):
             )
         )
 
-    def _compute_step(self, began_s: float) -> list[Output]:
+    def _compute_step(self) -> list[Output]:
         """Run one step of vLLM's scheduler and worker; return the requests that ended."""
         core, totals, drafter, proposed = self.core, self.counters, self.drafter, dict[str, Verification]()
         if self._may_have_moved:
@@ -202,8 +201,8 @@ class VllmEngine(ControlledEngine):
             proposed = propose(core, drafter, self._running(), self.config.engine.max_batch_tokens)
         plan = core.scheduler.schedule()
         verified = {name: proposed[name] for name in plan.scheduled_spec_decode_tokens}
-        self.sampler.verified, accepted = verified, totals.accepted_tokens
-        decodes = self._observe(plan)
+        self.sampler.verified = verified
+        self._observe(plan)
         core.clean(self._grant(plan))
         result = core.executor.execute_model(plan)
         if result is None:
@@ -213,16 +212,6 @@ class VllmEngine(ControlledEngine):
         for of_client in core.scheduler.update_from_output(plan, result).values():
             for output in of_client.outputs:
                 ended += self._append(output)
-        if drafter is not None and plan.total_num_scheduled_tokens:
-            self._step_cost = StepCost(
-                decodes - len(verified),
-                len(verified),
-                tokens=sum(len(one) - 1 for one in verified.values()),
-                seconds=time.perf_counter() - began_s,
-                accepted=totals.accepted_tokens - accepted,
-                drafting_s=drafter.take_seconds(),
-                prefills=self.last_step_kind == "prefill",
-            )
         return ended
 
     def _capture(self) -> None:
@@ -233,8 +222,8 @@ class VllmEngine(ControlledEngine):
         if not unmoved:
             self.core.capture(weights)
 
-    def _observe(self, plan: Any) -> int:
-        """Count what vLLM has scheduled, and advance the sequences; return how many of them decode."""
+    def _observe(self, plan: Any) -> None:
+        """Count what vLLM has scheduled, and advance the sequences."""
         totals, sequences = self.counters, self.sequences
         for name in plan.preempted_req_ids or ():
             if name in sequences and sequences[name].blocks:  # not one that `_restart` has withdrawn
@@ -258,7 +247,6 @@ class VllmEngine(ControlledEngine):
         totals.decoded_sequences += decodes
         if plan.num_scheduled_tokens:
             self.last_step_kind = "decode" if decodes == len(plan.num_scheduled_tokens) else "prefill"
-        return decodes
 
     def _grant(self, plan: Any) -> int:
         """Record the KV blocks that requests get in a step of vLLM's; return the highest number, 0: none gets any."""

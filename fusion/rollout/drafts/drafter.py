@@ -17,7 +17,7 @@ import numpy as np
 
 from fusion.inference.config import DraftsConfig
 from fusion.inference.sequence import Sequence
-from fusion.inference.verification import Draft, StepCost, Verification
+from fusion.inference.verification import Draft, Verification
 from fusion.rollout.drafts.budget import MAX_CHILDREN, MAX_DEPTH, MAX_TOKENS, DraftBudget
 from fusion.rollout.drafts.exchange import TextExchange
 from fusion.rollout.drafts.native import NativeIndexes
@@ -35,7 +35,7 @@ class TextDrafter:
         max_children: tokens of a draft behind one; 1: drafts are single paths.
         max_depth: tokens of a path, at most.
         budget: how much of the drafts is verified; None: `DraftBudget`.
-        clock: seconds, for the totals and `take_seconds`.
+        clock: seconds, for the totals.
     """
 
     def __init__(
@@ -51,8 +51,6 @@ class TextDrafter:
         self._max_children, self._max_depth = max_children, max_depth
         self.budget = budget or DraftBudget()
         self.totals, self._clock = DraftTotals(), clock
-        self._reported_s = 0.0
-        """Of `totals.seconds`, at the last `take_seconds`"""
         self.texts = PromptTexts(indexes, spec or TextSpec(), self.totals)
         self._drafted: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         """Sequence → shares and sources of the tokens of its draft that is being verified"""
@@ -117,14 +115,6 @@ class TextDrafter:
             self.totals.drafted[source] += int(np.count_nonzero(sources == source))
             self.totals.accepted[source] += int(np.count_nonzero(accepted[sources == source]))
         self.totals.seconds += self._clock() - began_s
-
-    def observe_step(self, cost: StepCost) -> None:
-        """Ignore costs: drafts depend on no clock."""
-
-    def take_seconds(self) -> float:
-        seconds = self.totals.seconds - self._reported_s
-        self._reported_s = self.totals.seconds
-        return seconds
 
     def adopt(self, version: int) -> None:
         self.texts.adopt(version)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from itertools import count
 
 import numpy as np
 import pytest
@@ -78,9 +79,8 @@ def test_the_budget_depends_on_no_clock():
     totals = []
     for seconds in (1e-6, 1.0):
         drafted = engine(batch_invariant=True)
-        drafted.scheduler.drafter = made = TextDrafter(NativeIndexes(), budget=DraftBudget())
-        observe = made.observe_step
-        made.observe_step = lambda cost, observe=observe, seconds=seconds: observe(cost._replace(seconds=seconds))
+        clock = count(step=seconds).__next__
+        drafted.scheduler.drafter = made = TextDrafter(NativeIndexes(), budget=DraftBudget(), clock=clock)
         assert by_id(generate(drafted, wanted)) == plain
         totals.append((made.totals.drafted, made.totals.accepted))
     assert totals[0] == totals[1] and sum(totals[0][0]) > sum(totals[0][1]) > 0
