@@ -80,7 +80,7 @@ def test_an_engine_takes_back_what_it_has_parked_itself(root):
 def test_drafts_continue_behind_pulled_kv(root):
     prompt = (3, 4, 5) * 9
     wanted = [Request(f"r{i}", prompt, SamplingParams(0.6, max_tokens=60, stop_token_ids=()), "g") for i in range(4)]
-    engines = [pooling(root, rank, source="siblings", budget="window") for rank in range(2)]
+    engines = [pooling(root, rank, source="siblings") for rank in range(2)]
     for made in engines:
         made.scheduler.drafter = TextDrafter.of(made.config.drafts)
     assert in_turns(engines, wanted) == by_id(generate(pooling(root, suspended="recompute"), wanted))

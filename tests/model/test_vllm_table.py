@@ -17,14 +17,18 @@ from tests.helpers import tiny_config
 
 VARIANTS = [vllm.CUDA, vllm.CPU, vllm.ASCEND]
 SIZES = st.sampled_from([1, 2, 4])
+FIXED: dict[str, dict[str, Any]] = {
+    "olmoe": dict(rms_norm_eps=vllm.OLMOE_EPS, norm_topk_prob=False),
+    "deepseek_v3": dict(rope_interleave=True),
+}
+"""What vLLM's model of a family computes with"""
 
 
 @st.composite
 def cases(draw: st.DrawFn):
     kind = draw(st.sampled_from(vllm.FAMILIES))
-    fixed: dict[str, Any] = dict(rms_norm_eps=vllm.OLMOE_EPS, norm_topk_prob=False) if kind == "olmoe" else {}
     config = ModelConfig.from_hf(
-        draw(random_fields(kind)) | fixed | dict(vocab_size=draw(st.sampled_from([32, 72, 128])))
+        draw(random_fields(kind)) | FIXED.get(kind, {}) | dict(vocab_size=draw(st.sampled_from([32, 72, 128])))
     )
     tp, dp, etp = draw(SIZES), draw(SIZES), draw(st.booleans())
     dp = dp if config.num_experts else 1

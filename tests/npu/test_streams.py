@@ -305,7 +305,7 @@ RATES = 4 * N / 0.2, 4 * N / 0.1
 
 @pytest.fixture
 def timed():
-    device = open_device("emulated", index=13, capacity_bytes=32 << 20, streams="timed", rates=RATES)
+    device = open_device("emulated", index=5, capacity_bytes=32 << 20, streams="timed", rates=RATES)
     if device.kind != "emulated":
         pytest.skip("no compiler to build the emulated NPU with")
     yield device
