@@ -42,6 +42,7 @@ CONTEXTS = {
     "rollout.kv_pool.spread": POOL,
     "rollout.kv_pool.pull_tokens": POOL,
     "rollout.engine.kv_fraction": MANY,
+    "training.lora.targets": ("training.lora.rank=16",),
 }
 """Arguments beside which a key has an effect; those of a simulation only are left out of a plan."""
 VALUES = {
@@ -54,6 +55,7 @@ VALUES = {
     "fusion.offload": "none",
     "fusion.infer_cards": "2",
     "training.recompute": "false",
+    "training.lora.targets": "[attention]",
     "cluster.npus": "16",
     "parallel.train.tp": "4",
     "rollout.max_response_length": "1024",
