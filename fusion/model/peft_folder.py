@@ -19,22 +19,21 @@ from fusion.model.table import global_params
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 KEY = "model.adapter"
 PREFIX = "base_model.model."
-INERT: dict[str, tuple[Any, ...]] = {
+EXPECTED: dict[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "bias": ("none",),
-    "use_dora": (False,),
-    "use_rslora": (False,),
-    "fan_in_fan_out": (False,),
-    "lora_bias": (False,),
-    "rank_pattern": ({}, None),
-    "alpha_pattern": ({}, None),
-    "modules_to_save": ([], None),
-    "trainable_token_indices": (None,),
-    "use_qalora": (False,),
-    "alora_invocation_tokens": (None,),
-    "layer_replication": (None,),
+    "init_lora_weights": (True, False, "gaussian", "orthogonal", "eva"),  # others change the base, too
 }
-"""What an `adapter_config.json` may state besides rank and alpha: anything else computes otherwise"""
+"""Fields of an `adapter_config.json` that are not empty, with what they may state"""
+IGNORED = frozenset(
+    "r lora_alpha lora_dropout target_modules target_parameters exclude_modules layers_to_transform layers_pattern "
+    "task_type inference_mode base_model_name_or_path revision auto_mapping peft_version megatron_core "
+    "qalora_group_size".split()
+)
+"""Fields that are compared otherwise, as the file's tensors are, or that change nothing. Any other one, of whatever
+version of peft, is empty unless it computes otherwise."""
+DTYPES = ("F32", "BF16", "F16")
+"""Types of the tensors, as safetensors names them"""
 EXPERT = re.compile(
     r"(?P<layer>model\.layers\.\d+)\..+\.experts\.(?P<expert>\d+)\.(?P<matrix>.+)\.lora_(?P<letter>[AB])\.weight"
 )
@@ -57,20 +56,24 @@ def check_adapter(folder: str | Path, config: ModelConfig) -> None:
     if adapters is None:
         raise ValueError(f"{KEY}={folder}: expected training.lora.rank to be the adapter's")
     stated = read_json(folder / CONFIG, KEY)
-    for name, accepted in INERT.items():
-        if stated.get(name, accepted[0]) not in accepted:
+    for name in sorted(stated.keys() - IGNORED):
+        accepted = EXPECTED.get(name, (None, False, [], {}))
+        if stated[name] not in accepted:
             raise ValueError(f"{KEY}: {folder / CONFIG}: {name}={stated[name]!r}; expected {accepted[0]!r}")
     for name, key, own in (("r", "rank", adapters.rank), ("lora_alpha", "alpha", adapters.alpha)):
         if stated.get(name) != own:
             raise ValueError(f"{KEY}: {folder / CONFIG}: {name}={stated.get(name)!r}; training.lora.{key} is {own:g}")
     expected = {name: tuple(shape) for name, shape in peft_shapes(config).items()}
-    found = {name: tensor.shape for name, tensor in read_header(folder / WEIGHTS, KEY).items()}
+    found = read_header(folder / WEIGHTS, KEY)
     for name in sorted(expected.keys() ^ found.keys()):
         lacks = "lacks" if name in expected else "also holds"
         raise ValueError(f"{KEY}: {folder / WEIGHTS} {lacks} {name!r} (training.lora.targets={[*adapters.targets]})")
     for name, shape in expected.items():
-        if found[name] != shape:
-            raise ValueError(f"{KEY}: {folder / WEIGHTS} holds {name!r} of shape {[*found[name]]}; expected {[*shape]}")
+        if (tensor := found[name]).shape != shape or tensor.dtype not in DTYPES:
+            raise ValueError(
+                f"{KEY}: {folder / WEIGHTS} holds {name!r} as {tensor.dtype} {[*tensor.shape]}; expected {[*shape]} of "
+                f"{', '.join(DTYPES)}"
+            )
 
 
 def peft_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

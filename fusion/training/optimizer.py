@@ -216,7 +216,7 @@ class ShardedAdamW:
             self._reduce(shard)
         norm = self._norm()
         self.skipped_in_a_row = 0 if math.isfinite(norm) else self.skipped_in_a_row + 1
-        if 0 < self.clip_grad < norm and not self.skipped_in_a_row:
+        if self.shards and 0 < self.clip_grad < norm and not self.skipped_in_a_row:
             torch._foreach_mul_([shard.gradient for shard in self.shards], self.clip_grad / (norm + 1e-6))
         if before_update is not None:
             before_update()

@@ -74,7 +74,7 @@ class PipelineStage:
                         hidden.requires_grad_(backward)
                     output, loss = forward(i, hidden)
                     if backward:
-                        pending[i] = _Pending(hidden, None if output is None else get_gradient_edge(output), loss)
+                        pending[i] = _Pending(hidden, _edge_of(output), loss)
                     if output is not None:
                         mail[True, i] = output.detach()
                 case Pass(False, i):
@@ -108,14 +108,21 @@ class PipelineStage:
         return torch.empty(shape, dtype=self.model.weights.dtype, device=self.model.device.torch_device)
 
 
+def _edge_of(value: torch.Tensor | None) -> GradientEdge | None:
+    """Return where the backward pass of a value begins; None: nothing before it has a gradient, as on a first stage
+    whose layers are frozen and have no adapters."""
+    return get_gradient_edge(value) if value is not None and value.requires_grad else None
+
+
 def _backward(pending: _Pending, gradient: torch.Tensor | None) -> torch.Tensor | None:
     """Run the backward pass and return the gradient of the stage's input."""
     edges, gradients = [], []
     if pending.output is not None:
         edges.append(pending.output)
         gradients.append(gradient)
-    if pending.loss is not None:
-        edges.append(get_gradient_edge(pending.loss))
+    if pending.loss is not None and (edge := _edge_of(pending.loss)):
+        edges.append(edge)
         gradients.append(torch.ones_like(pending.loss))
-    torch.autograd.backward(edges, gradients)
+    if edges:
+        torch.autograd.backward(edges, gradients)
     return None if pending.hidden is None else pending.hidden.grad

@@ -23,7 +23,7 @@ from fusion.training.algorithms import cross_entropy
 from tests.families import family_checkpoint
 from tests.helpers import run_ranks
 from tests.stacked import Stacked
-from tests.training.ranks import Case, make_engine, my_share, sample_batch
+from tests.training.ranks import Case, make_engine, my_share, sample_batch, train
 
 peft = pytest.importorskip("peft")
 LORA = {"rank": 4, "alpha": 12.0}
@@ -215,3 +215,25 @@ def test_a_checkpoint_has_the_adapters_alone_and_is_loaded_in_another_layout(tmp
     assert "lora_A" in json.dumps(tensors) and "embed_tokens" not in json.dumps(tensors)
     with pytest.raises(RuntimeError, match="training.lora: .*rank=4.*; this run has .*rank=2"):
         run_ranks(load, 1, case._replace(layout=Parallel(), lora={"rank": 2}), str(tmp_path / "at"))
+
+
+@pytest.mark.parametrize(
+    "kind, stages",
+    [("glm4_moe", 3), pytest.param("deepseek_v3", 4, marks=pytest.mark.extended)],
+)
+def test_a_stage_whose_layers_have_no_adapters_passes_gradients_on(kind, stages):
+    """Only routed experts have some, and the layers of the first stage are dense."""
+    case = Case(checkpoint(kind), steps=2, lora=LORA | {"targets": ["experts"]}, training={"clip_grad": 1e-3})
+    (one,) = run_ranks(train, 1, case)
+    for result in run_ranks(train, stages, case._replace(layout=Parallel(stages, pp=stages))):
+        for step, metrics in enumerate(result["steps"]):
+            assert metrics == pytest.approx(one["steps"][step], rel=1e-5, abs=1e-7)
+
+
+def test_a_rank_without_adapters_saves_and_loads_nothing(tmp_path):
+    layout, lora = Parallel(3, pp=3), LORA | {"targets": ["experts"]}
+    case = Case(checkpoint("glm4_moe"), layout, lora=lora, dtype="bfloat16")
+    saved = run_ranks(save, 3, case, str(tmp_path / "at"))[0]
+    for again in (case, case._replace(layout=Parallel())):
+        loaded = run_ranks(load, again.layout.world, again._replace(seed=9), str(tmp_path / "at"))[0]
+        assert saved.keys() == loaded.keys() and all(torch.equal(saved[name], loaded[name]) for name in saved)
