@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.harness import Figures, in_turns, progress, timed
+from benchmarks.switch_sides import moe_of
 from fusion.ep_switch import Layout, plan_switch
 from fusion.ep_switch.transfer import Switcher
 from fusion.inference import EmbeddedEngine, Request, SamplingParams
@@ -22,7 +23,7 @@ from fusion.training import EmbeddedTrainEngine, TrainingConfig
 from fusion.training.algorithms import cross_entropy
 from fusion.training.config import LoraConfig
 from tests.ep_switch.pair import Pair, fill
-from tests.helpers import end_ranks, run_ranks, tiny_config
+from tests.helpers import end_ranks, run_ranks
 from tests.rollouts import rollout_config
 from tests.training.ranks import sample_batch
 
@@ -31,19 +32,7 @@ SEQUENCES, PROMPT_TOKENS, NEW_TOKENS = 64, 16, 32
 
 def configs(args: Namespace) -> dict[str, ModelConfig]:
     """Return the model with adapters and without."""
-    full = tiny_config(
-        vocab_size=32 * args.hidden,
-        hidden_size=args.hidden,
-        intermediate_size=2 * args.hidden,
-        num_hidden_layers=args.layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=args.hidden // 8,
-        num_experts=16,
-        num_experts_per_tok=4,
-        moe_intermediate_size=21 * args.hidden // 32,
-        tie_word_embeddings=False,
-    )
+    full = moe_of(args)
     return {"lora": replace(full, adapters=Adapters(args.rank, 2.0 * args.rank)), "full": full}
 
 

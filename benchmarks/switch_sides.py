@@ -37,11 +37,9 @@ from tests.helpers import end_ranks, run_ranks, tiny_config
 WORLD, TIMEOUT_S = 4, 3600
 
 
-def measure(args: Namespace) -> Figures:
-    """Measure every pair in fresh processes, one per rank."""
-    if missing := megatron_peer.why_not():
-        print(f"Megatron-Core is not measured: {missing} (pip install -r requirements/megatron.txt)")
-    config = tiny_config(
+def moe_of(args: Namespace) -> ModelConfig:
+    """Return a Qwen3-MoE of ``args.layers`` layers with ``args.hidden`` channels: 89M parameters of 8 with 512."""
+    return tiny_config(
         vocab_size=32 * args.hidden,
         hidden_size=args.hidden,
         intermediate_size=2 * args.hidden,
@@ -54,10 +52,16 @@ def measure(args: Namespace) -> Figures:
         moe_intermediate_size=21 * args.hidden // 32,
         tie_word_embeddings=False,
     )
+
+
+def measure(args: Namespace) -> Figures:
+    """Measure every pair in fresh processes, one per rank."""
+    if missing := megatron_peer.why_not():
+        print(f"Megatron-Core is not measured: {missing} (pip install -r requirements/megatron.txt)")
     figures: Figures = {}
     for pair in args.pairs.split(",") if args.pairs else PAIRS:
         one, other = PAIRS[pair]
-        both_ways, *_ = run_ranks(measure_pair, WORLD, config, (one, other), args.rounds, timeout_s=TIMEOUT_S)
+        both_ways, *_ = run_ranks(measure_pair, WORLD, moe_of(args), (one, other), args.rounds, timeout_s=TIMEOUT_S)
         end_ranks()
         for name, found in zip((f"{one}->{other}", f"{other}->{one}"), both_ways, strict=True):
             figures[name] = found

@@ -8,13 +8,13 @@ import pytest
 from transformers import AutoTokenizer
 
 from tests.stalesync.conversations import make_chatting_model
-from tests.stalesync.runs import begin, command_of, kill, rows_of, train, wait_until
+from tests.stalesync.runs import begin, kill, rows_of, train, wait_until
 from tests.stalesync.stopped_run import BRANCHES
 from tests.stalesync.test_conversations_run import (
     AGAIN,
     OPTIONS,
     STALE,
-    STEPS,
+    assert_kills_change_nothing,
     completed,
     endings_of,
     environment,
@@ -22,7 +22,6 @@ from tests.stalesync.test_conversations_run import (
     samples_of,
 )
 from tests.stalesync.test_killed import _newest, assert_same_weights
-from tests.warm import launcher
 
 MAX_TOKENS = 200
 
@@ -74,19 +73,7 @@ def test_at_staleness_0_a_run_in_branches_is_bitwise_the_same_again(thinking, wh
 
 @pytest.mark.extended
 def test_a_run_that_is_killed_at_each_boundary_of_a_branch_is_bitwise_one_that_is_not(thinking, whole, tmp_path):
-    options, folder = [*OPTIONS, environment(tmp_path, "Env"), *AGAIN], tmp_path / "run"
-    for number, boundary in enumerate(BRANCHES):
-        resumed = ["run.resume=true"] if number else []
-        mark = tmp_path / boundary
-        command = command_of(thinking, tmp_path, *options, *resumed)
-        run = launcher().start(["tests/stalesync/stopped_run.py", boundary, str(mark), *command[1:]])
-        wait_until(run, 120, mark.exists)
-        kill(run)
-        assert 0 < _newest(folder) < STEPS, "it was killed under way"
-    done = train(thinking, tmp_path, *options, "run.resume=true")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert_same_weights(folder, whole)
-    assert samples_of(folder) == samples_of(whole) and endings_of(folder) == endings_of(whole)
+    assert_kills_change_nothing(thinking, whole, tmp_path, BRANCHES)
 
 
 @pytest.mark.extended

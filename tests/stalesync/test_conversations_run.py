@@ -116,16 +116,21 @@ def test_a_run_that_is_killed_at_staleness_0_is_bitwise_one_that_is_not(chatting
 
 @pytest.mark.extended
 def test_a_run_that_is_killed_at_each_boundary_of_a_turn_is_bitwise_one_that_is_not(chatting, whole, tmp_path):
+    assert_kills_change_nothing(chatting, whole, tmp_path, BOUNDARIES)
+
+
+def assert_kills_change_nothing(base, whole, tmp_path, boundaries):
+    """Kill a run at each boundary in turn, and compare what it ends as."""
     options, folder = [*OPTIONS, environment(tmp_path, "Env"), *AGAIN], tmp_path / "run"
-    for number, boundary in enumerate(BOUNDARIES):
+    for number, boundary in enumerate(boundaries):
         resumed = ["run.resume=true"] if number else []
         mark = tmp_path / boundary
-        command = command_of(chatting, tmp_path, *options, *resumed)
+        command = command_of(base, tmp_path, *options, *resumed)
         run = launcher().start(["tests/stalesync/stopped_run.py", boundary, str(mark), *command[1:]])
         wait_until(run, 120, mark.exists)
         kill(run)
         assert 0 < _newest(folder) < STEPS, "it was killed under way"
-    done = train(chatting, tmp_path, *options, "run.resume=true")
+    done = train(base, tmp_path, *options, "run.resume=true")
     assert done.returncode == 0, done.stdout + done.stderr
     assert_same_weights(folder, whole)
     assert samples_of(folder) == samples_of(whole) and endings_of(folder) == endings_of(whole)
