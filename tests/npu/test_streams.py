@@ -318,10 +318,11 @@ def test_a_timed_copy_takes_the_time_of_its_bytes_beside_other_work(timed):
     start = time.perf_counter()
     with timed.on_stream(stream):
         host.copy_(state, non_blocking=True)
-    assert machine.within(time.perf_counter() - start, 0.1), "it is only queued"
+    queued_s = time.perf_counter() - start
     time.sleep(0.2)
     stream.synchronize()
     took_s = time.perf_counter() - start
+    assert machine.within(queued_s, 0.1), "it is only queued"
     assert took_s >= 0.2 and host.eq(3).all()
     assert machine.within(took_s, 0.35), "what was done meanwhile does not count again"
     assert not timed.can_share
@@ -368,5 +369,5 @@ def test_a_timed_collective_takes_the_time_of_its_bytes():
     for found in run_ranks(_timed_collective, 2):
         assert all(took_s >= 0.1 and value == 3.0 for _, took_s, value in found)
         assert min(queued_s for queued_s, *_ in found) < 0.1, (
-            "the host waits for no bytes; the least, as others compute"
+            "the host waits for no bytes"
         )
