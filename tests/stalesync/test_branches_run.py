@@ -61,9 +61,13 @@ def assert_branched(run, thinking):
         assert len(row["response_tokens"]) == 4, "a group counts conversations"
 
 
-def test_at_staleness_0_a_run_in_branches_is_bitwise_the_same_again(thinking, whole, tmp_path):
+def test_conversations_of_a_run_go_on_in_branches_of_which_the_queue_keeps_none(thinking, whole):
     assert_branched(whole, thinking)
     assert rows_of(whole)[-1]["distqueue/rows"] == 0
+
+
+@pytest.mark.extended
+def test_at_staleness_0_a_run_in_branches_is_bitwise_the_same_again(thinking, whole, tmp_path):
     again = completed(tmp_path, "Slow", thinking, *AGAIN)  # seconds have no effect
     assert_same_weights(again, whole)
     assert samples_of(again) == samples_of(whole)

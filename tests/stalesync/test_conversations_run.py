@@ -71,12 +71,16 @@ def whole(chatting, tmp_path_factory):
     return completed(tmp_path_factory.mktemp("whole"), "Env", chatting, *AGAIN)
 
 
-def test_at_staleness_0_a_run_is_bitwise_the_same_again_and_its_samples_are_conversations(chatting, whole, tmp_path):
+@pytest.mark.extended
+def test_at_staleness_0_a_run_is_bitwise_the_same_again(chatting, whole, tmp_path):
     again = completed(tmp_path, "Slow", chatting, *AGAIN)  # seconds have no effect
     assert_same_weights(again, whole)
     assert samples_of(again) == samples_of(whole)
     evaluations = [(run / "evaluations.jsonl").read_text() for run in (again, whole)]
     assert evaluations[0] == evaluations[1] and '"failed": 0' in evaluations[0]
+
+
+def test_samples_of_a_run_are_conversations_whose_figures_count_them(whole):
     several = 0
     for sample in samples_of(whole):
         first, *others = sample["messages"]

@@ -72,6 +72,7 @@ def assert_same_weights(folder, whole):
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.extended
 def test_sigterm_saves_after_the_step_under_way_and_the_resumed_run_is_bitwise_one_that_was_not_stopped(
     base, whole, start, tmp_path
 ):

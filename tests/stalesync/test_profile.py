@@ -21,6 +21,7 @@ def names_in(trace):
     return {event["name"] for event in events if event.get("cat") == "user_annotation"}
 
 
+@pytest.mark.extended
 def test_a_run_profiles_the_steps_that_it_is_asked_for(base, tmp_path):
     done = train(base, tmp_path, *FOUR, "run.steps=3", "run.profile_steps=[2]", "run.eval_prompts=0")
     assert done.returncode == 0, done.stdout + done.stderr

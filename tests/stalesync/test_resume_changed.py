@@ -62,9 +62,8 @@ def test_with_groups_in_progress_a_change_that_they_cannot_bear_is_refused_by_ke
     assert "start Ray" not in done.stdout and contents(copy) == before
 
 
-@pytest.mark.parametrize(
-    "changed", ["algorithm.group_size=2", pytest.param("algorithm=dapo", marks=pytest.mark.extended)]
-)
+@pytest.mark.extended
+@pytest.mark.parametrize("changed", ["algorithm.group_size=2", "algorithm=dapo"])
 def test_named_it_ends_the_groups_in_progress_and_the_run_goes_on_under_the_new_settings(copy, changed):
     checkpoint = complete_checkpoints(copy / "run")[1]
     groups = savepoint.groups_in_progress(savepoint.read(checkpoint))

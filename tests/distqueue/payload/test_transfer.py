@@ -167,7 +167,7 @@ def test_memory_that_a_garbage_collection_frees_while_other_is_taken_returns() -
         buffers = BufferPool()
         for threshold in range(1, 40):  # of new objects: the collection begins earlier or later in `take`
             gc.disable()
-            gc.collect()
+            gc.collect(0)  # new objects count from 0
             gc.set_threshold(threshold)
             Cycle(buffers.take(1 << 16))
             gc.enable()

@@ -35,7 +35,8 @@ def servers_below(pid):
     return [below for below, command in descendants(pid).items() if "ray::TextServer" in command]
 
 
-@pytest.mark.parametrize("other", ["none", pytest.param("alone", marks=pytest.mark.extended)])
+@pytest.mark.extended
+@pytest.mark.parametrize("other", ["none", "alone"])
 def test_two_engines_sample_the_same_with_the_text_of_each_other(other, base, tmp_path):
     """As without drafts, and as with drafts from each engine's own text."""
     found = {}

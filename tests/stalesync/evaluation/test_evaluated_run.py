@@ -131,17 +131,14 @@ def test_an_evaluation_that_is_due_where_a_run_resumes_is_in_the_row_of_its_step
     assert json.loads((run / "best.json").read_text())["step"] == 3
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     "options",
     [
         pytest.param([], id="colocated"),
-        pytest.param(["fusion=separate", *TWO], id="separate", marks=pytest.mark.extended),
-        pytest.param(
-            ["rollout.schedule.chunk_tokens=2", "rollout.kv_pool.suspended=pool"],
-            id="chunks",
-            marks=pytest.mark.extended,
-        ),
-        pytest.param(["fusion=hybrid", *FOUR, "parallel=tp2ep2_ep2"], id="hybrid", marks=pytest.mark.extended),
+        pytest.param(["fusion=separate", *TWO], id="separate"),
+        pytest.param(["rollout.schedule.chunk_tokens=2", "rollout.kv_pool.suspended=pool"], id="chunks"),
+        pytest.param(["fusion=hybrid", *FOUR, "parallel=tp2ep2_ep2"], id="hybrid"),
     ],
 )
 def test_evaluations_do_not_change_a_bit_of_a_run_at_staleness_0_and_repeat_to_the_bit(base, tmp_path, files, options):

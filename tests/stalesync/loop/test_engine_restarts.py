@@ -263,12 +263,13 @@ def test_an_engine_killed_while_weights_are_sent_is_replaced_and_they_are_sent_a
     assert_bitwise(folder, undisturbed())
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
         pytest.param([2], [], id="one of two"),
-        pytest.param([1], CHUNKS, id="chunks", marks=pytest.mark.extended),
-        pytest.param([2, 1], [], id="both", marks=pytest.mark.extended),
+        pytest.param([1], CHUNKS, id="chunks"),
+        pytest.param([2, 1], [], id="both"),
     ],
 )
 def test_so_it_is_where_engines_receive_them_while_they_generate(base, tmp_path, ranks, overrides):
@@ -295,6 +296,7 @@ def test_so_it_is_where_engines_receive_them_while_they_generate(base, tmp_path,
     assert rows[-1]["distqueue/ended/done"] == 32 * 8
 
 
+@pytest.mark.extended
 def test_where_cards_train_and_generate_a_death_while_weights_are_sent_ends_the_run_and_says_why(base, tmp_path):
     running = begin(base, tmp_path / "killed", *OPTIONS, *judge(tmp_path / "killed", {}), *HYBRID)
     kill_in_transfer(2, tmp_path / "killed" / "run" / "logs", running)

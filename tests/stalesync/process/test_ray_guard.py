@@ -75,6 +75,14 @@ def test_nothing_of_a_ray_is_left_when_its_controller_has_ended(tmp_path, how):
                 os.kill(pid, 9)
 
 
+IMPATIENT = """
+from stalesync.process import ray_guard
+
+soon = "from stalesync.process import ray_guard as guard; guard.FROZEN_S = guard.FROZEN_STOP_S = 0.5; main("
+ray_guard.BOOT = ray_guard.BOOT.replace("main(", soon)
+"""
+"""Of a controller: its guard waits half a second for what a frozen one cannot do"""
+
 STARTING = """
 import ctypes, os, signal, subprocess, sys, time
 from pathlib import Path
@@ -111,7 +119,7 @@ with guarded([], Report(str(folder), 1)) as guard:
 )
 def test_the_end_of_a_controller_that_the_end_of_ray_has_caused_is_reported(tmp_path, how, status, reported):
     shutil.copy(shutil.which("bash" if how == "gives up" else "sleep"), tmp_path / "raylet")
-    command = [sys.executable, "-c", STARTING, str(tmp_path), how, str(patience(1))]
+    command = [sys.executable, "-c", IMPATIENT + STARTING, str(tmp_path), how, str(patience(1))]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     controller = subprocess.Popen(command, **pipes, text=True)
     raylet = int(controller.stdout.readline())
@@ -294,7 +302,7 @@ with stoppable(), guarded([], Report(sys.argv[1], 1)) as guard:
 @pytest.mark.parametrize(("number", "message"), [(2, "stopped by Ctrl-C"), (15, "stopped by SIGTERM")])
 def test_a_controller_that_is_frozen_in_the_start_of_ray_is_ended_by_a_signal(tmp_path, number, message):
     pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
-    controller = subprocess.Popen([sys.executable, "-c", FROZEN, str(tmp_path)], **pipes, text=True)
+    controller = subprocess.Popen([sys.executable, "-c", IMPATIENT + FROZEN, str(tmp_path)], **pipes, text=True)
     raylet = int(controller.stdout.readline())
     time.sleep(0.2)
     controller.send_signal(number)

@@ -195,6 +195,7 @@ def test_a_model_is_checked_with_128_and_more_experts_and_what_differs_fails(mon
         model_checks.check_model(device)
 
 
+@pytest.mark.extended
 def test_a_table_that_stacks_experts_is_compared_on_the_same_weights(monkeypatch):
     from fusion.npu import open_device
 
