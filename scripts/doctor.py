@@ -38,7 +38,7 @@ CAPTURE: dict[str, Any] = {"capture_output": True, "text": True}
 if CHECKOUT:
     sys.path.insert(0, str(ROOT))  # needs no installation
 
-from stalesync.job.combinations import Backend, Combination, Environment, combinations, megatron, vllm  # noqa: E402
+from stalesync.job.combinations import Backend, Combination, Machine, combinations, megatron, vllm  # noqa: E402
 from stalesync.job.contract import misfits  # noqa: E402
 from stalesync.process.card_environment import card_environment, card_files, describe, exported_here  # noqa: E402
 from stalesync.smoke.prerequisites import cann_home, version_of  # noqa: E402
@@ -140,13 +140,13 @@ def cuda() -> Check:
     return Check("CUDA", "none", "no card")
 
 
-def environment(missing: list[str]) -> Environment:
+def environment(missing: list[str]) -> Machine:
     """Observes what decides which backends can run; ``missing``: names of required packages."""
     names = ("torch", "megatron-core", *VLLM_PACKAGES)
     versions = {name: version for name in names if (version := version_of(name))}
     if importlib.util.find_spec("mindspeed") is not None:
         versions["mindspeed"] = version_of("mindspeed") or "unknown"
-    return Environment(
+    return Machine(
         versions={**versions, "Python": platform.python_version()},
         ascend=bool(card_files()),
         cuda=bool(glob.glob("/dev/nvidia[0-9]*")),

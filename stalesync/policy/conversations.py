@@ -1,10 +1,10 @@
 """Decide how conversations continue: budgets, deadlines, retries, and which groups end as an environment failed. Pure.
 
-    the model's turn ends ─ observe_turn ─► Step ─► pool ─ observe_stepped ─┬─► Append     the model speaks again
-                                             ▲                              ├─► Branch     behind another prompt
-                                             │                              ├─► Complete   done, or a budget is used up
-                                             └────────── retried ───────────┼── failed
-                                                                            └─► FailGroup  no retry is left, or too late
+    a turn ends ─ observe_turn ─► StepEnvironment ─► pool ─ observe_stepped ─┬─► Append     the model speaks again
+                                   ▲                                         ├─► Branch     behind another prompt
+                                   │                                         ├─► Complete   done, or a budget is used up
+                                   └───────────────────── retried ───────────┼── failed
+                                                                             └─► FailGroup  no retry left, or too late
 
 A conversation is a request whose response also holds what its environment said. Its budgets are `max_turns` of the
 model, `max_tokens` of the response over everything, and `episode_timeout_s` of its environments, over all attempts.
@@ -18,7 +18,8 @@ others have left, and fewer if its prompt is longer than the first prompt and th
 Members of a failed group that an engine has end when they come back to the caller (`failed`): at most one turn later.
 
 A restored state has nothing away. The caller observes a turn again that was away, with the same action, and gets the
-same `Step`: the environment is created again and replays `actions`; one that answers otherwise fails as `diverged`.
+same `StepEnvironment`: the environment is created again and replays `actions`; one that answers otherwise fails as
+`diverged`.
 
 Cost: O(log n) for an event of n conversations; O(n) for a state.
 
@@ -121,7 +122,7 @@ class Conversation:
 
 
 @dataclass(frozen=True)
-class Step:
+class StepEnvironment:
     """Pass the last action of a conversation to its environment: answered by `observe_stepped`."""
 
     id: str
@@ -165,7 +166,7 @@ class FailGroup:
     detail: str
 
 
-Command = Step | Append | Branch | Complete | FailGroup
+Command = StepEnvironment | Append | Branch | Complete | FailGroup
 
 
 def seed_of(run_seed: int, group: str) -> int:
@@ -217,7 +218,7 @@ class Conversations:
 
     def observe_turn(
         self, id: str, tokens: int, action: str, end: TurnEnd = (0, False), span: Sequence[int] = (0, 0)
-    ) -> Step | FailGroup | None:
+    ) -> StepEnvironment | FailGroup | None:
         """Record that a turn of the model has ended; None: of a failed group. ``tokens``, ``span``: of the response so
         far; ``action``, ``end``: text and end of the turn, the same as before where it is observed again."""
         one = self._by_id[id]
@@ -233,7 +234,7 @@ class Conversations:
             return self._fail(one, *self._too_late(one))
         self._due[id] = self._elapsed_s + self._spec.episode_timeout_s - one.seconds
         heappush(self._deadlines, (self._due[id], id))
-        return Step(id)
+        return StepEnvironment(id)
 
     def observe_stepped(
         self,
@@ -244,7 +245,7 @@ class Conversations:
         first_prompt_tokens: int = 0,
         had_thought: bool = False,
     ) -> Command | None:
-        """Record the answer to a `Step`; None: it comes too late.
+        """Record the answer to a `StepEnvironment`; None: it comes too late.
 
         Args:
             observation: tokens of its messages, up to where the model speaks again; None: it cannot.
@@ -330,14 +331,14 @@ class Conversations:
         one.prompt, one.used, one.tokens = prompt, used, 0
         return command
 
-    def _observe_failed(self, one: Conversation, kind: str, detail: str) -> Step | FailGroup:
+    def _observe_failed(self, one: Conversation, kind: str, detail: str) -> StepEnvironment | FailGroup:
         one.attempts += 1
         if one.seconds >= self._spec.episode_timeout_s:
             return self._fail(one, *self._too_late(one))
         if kind == DIVERGED or one.attempts > self._spec.retries:
             return self._fail(one, kind, detail)
         self._num_retries += 1
-        return Step(one.id)
+        return StepEnvironment(one.id)
 
     def _too_late(self, one: Conversation) -> tuple[str, str]:
         limit = f"environment.episode_timeout_s={self._spec.episode_timeout_s:g}"

@@ -25,7 +25,7 @@ SIGSET_WORDS = 16
 """Size of the C library's `sigset_t` in machine words: at least"""
 
 
-class EndOrder:
+class EndWatch:
     """Watches descriptors, and the thread that started this process. Only for a process of one thread, which checks its
     parent's id afterwards: the thread may have ended before."""
 

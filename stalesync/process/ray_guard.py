@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distqueue.payload.sweep import sweep
-from stalesync.process.end_order import EndOrder
+from stalesync.process.end_order import EndWatch
 from stalesync.process.exit_status import ExitStatus, ProcessStat
 from stalesync.process.ray_folder import ROOT_VARIABLE, ray_folder, remove
 from stalesync.process.ray_processes import RAYLET, WATCH_S, RayProcesses, pending_stop, started_by
@@ -277,7 +277,7 @@ def ended_before(controller: int, before: Collection[int]) -> tuple[EndedProcess
     ended: EndedProcess | None = None
     ended_s, starting, stopped_s = 0.0, True, float("inf")
     with (
-        closing(EndOrder()) as order,
+        closing(EndWatch()) as order,
         closing(ExitStatus(controller)) as status,
         closing(RayProcesses(parent=controller, before=before)) as processes,
     ):

@@ -28,7 +28,7 @@ TOKEN_BYTES = 24
 
 
 @dataclass(frozen=True)
-class Job:
+class BaselineStep:
     """One step on one supernode. ``padded_tokens``: of the longest sample; ``train_s``, ``step_s``: of the simulated
     synchronous `separate`; ``colocated_s``: a step of synchronous `colocated`."""
 
@@ -43,7 +43,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Term:
+class AddedTime:
     """What makes a step of the baseline longer, by ``seconds``."""
 
     name: str
@@ -52,10 +52,10 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Row:
+class BaselineRow:
     """A term, and the speed of `colocated` over the baseline with it and those before; ``gap``: published over that."""
 
-    term: Term
+    term: AddedTime
     ratio: float
 
     @property
@@ -63,22 +63,24 @@ class Row:
         return PUBLISHED_RATIO / self.ratio
 
 
-def terms(job: Job) -> list[Term]:
+def terms(job: BaselineStep) -> list[AddedTime]:
     """Return the terms, those with a measured source first, what is assumed last."""
     queued = job.samples * job.padded_tokens * TOKEN_BYTES * READERS
     padding = job.padded_tokens / job.mean_tokens - 1
     return [
-        Term("as simulated", 0.0, "separate cards of this project, uncalibrated"),
-        Term("engines start up", 0.0, "none: engines on cards of their own keep their memory"),
-        Term("weights by broadcast", job.weight_bytes / BROADCAST_BYTES_PER_S, "Kimi K2 to 256 H100s: 53.3 s"),
-        Term("a padded queue that all ranks read", queued / job.link_bytes_per_s, f"{READERS} readers: published"),
-        Term("training on padded samples", job.train_s * padding, "assumed: the baseline pads, colocated does not"),
+        AddedTime("as simulated", 0.0, "separate cards of this project, uncalibrated"),
+        AddedTime("engines start up", 0.0, "none: engines on cards of their own keep their memory"),
+        AddedTime("weights by broadcast", job.weight_bytes / BROADCAST_BYTES_PER_S, "Kimi K2 to 256 H100s: 53.3 s"),
+        AddedTime("a padded queue that all ranks read", queued / job.link_bytes_per_s, f"{READERS} readers: published"),
+        AddedTime(
+            "training on padded samples", job.train_s * padding, "assumed: the baseline pads, colocated does not"
+        ),
     ]
 
 
-def rows(job: Job) -> list[Row]:
+def rows(job: BaselineStep) -> list[BaselineRow]:
     """Return the terms one after another, each with the ratio so far."""
     found = terms(job)
     steps_s = accumulate((term.seconds for term in found), initial=job.step_s)
     next(steps_s)
-    return [Row(term, step_s / job.colocated_s) for term, step_s in zip(found, steps_s, strict=True)]
+    return [BaselineRow(term, step_s / job.colocated_s) for term, step_s in zip(found, steps_s, strict=True)]

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from fusion.costmodel.memory import WEIGHT_BYTES
 from stalesync.job.workload import describe, lengths_of, workload_of
-from stalesync.simulator.baseline import PUBLISHED_RATIO, Job, Row, rows
+from stalesync.simulator.baseline import PUBLISHED_RATIO, BaselineRow, BaselineStep, rows
 from stalesync.simulator.cluster import Base, Case, Scenario
 from stalesync.simulator.outcome import LOSSES, Outcome
 
@@ -174,13 +174,13 @@ def _losses(outcomes: Mapping[Case, Outcome]) -> Table:
     return table
 
 
-def baseline(scenario: Scenario, outcomes: Mapping[Case, Outcome]) -> list[Row]:
+def baseline(scenario: Scenario, outcomes: Mapping[Case, Outcome]) -> list[BaselineRow]:
     """Return the terms of the published baseline; none unless one supernode is simulated in both deployments."""
     separate, colocated = (outcomes.get(Case(1, name, 0)) for name in ("separate", "colocated"))
     if separate is None or colocated is None or scenario.trace is not None:
         return []
     work = workload_of(scenario.config)
-    job = Job(
+    job = BaselineStep(
         weight_bytes=WEIGHT_BYTES * scenario.shape.numel,
         samples=work.samples,
         mean_tokens=work.prompt + work.response,
@@ -193,7 +193,7 @@ def baseline(scenario: Scenario, outcomes: Mapping[Case, Outcome]) -> list[Row]:
     return rows(job)
 
 
-def _baseline(found: list[Row]) -> Table:
+def _baseline(found: list[BaselineRow]) -> Table:
     title = f"colocated over the published baseline as it was, staleness 0 (published: {PUBLISHED_RATIO:.3f})"
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), title=title, title_justify="left")
     table.add_column("term")

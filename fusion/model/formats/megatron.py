@@ -1,8 +1,8 @@
 """Describe Megatron-Core's GPTModel as a parameter table: its names, shapes and order, as `LocalParam`s.
 
 A plan compares only boxes of the global (Hugging Face) tensors, so another engine's format is another list of parts.
-The local tensors are those of `fusion.model.table`, uncut, under Megatron's names (`_Table.names`): layers and experts
-are numbered from zero on each rank. They differ (l: a rank's share) in
+The local tensors are those of `fusion.model.table`, uncut, under Megatron's names (`_MegatronTable.names`): layers and
+experts are numbered from zero on each rank. They differ (l: a rank's share) in
 
     self_attention.linear_qkv            [Hl + 2 Kl heads of C, D]  the q, k and v rows of a KV group, then those of the
                                                                     next; cut evenly, also inside a group
@@ -46,7 +46,7 @@ def local_params(config: ModelConfig, parallel: Parallel, rank: int) -> tuple[Lo
     assert not config.num_labels, "a reward model is not trained"
     if problem := misfit(config, parallel):
         raise ValueError(problem)
-    return (*_Table(config, parallel, rank).params(), *predictor_params(config, parallel, rank))
+    return (*_MegatronTable(config, parallel, rank).params(), *predictor_params(config, parallel, rank))
 
 
 def misfit(config: ModelConfig, parallel: Parallel) -> str | None:
@@ -67,7 +67,7 @@ def _cut_rows(config: ModelConfig) -> list[tuple[int, str]]:
             return [*low_rank, (spec.cached_width, "linear_kv_down_proj (kv_lora_rank + qk_rope_head_dim)")]
 
 
-class _Table(Table):
+class _MegatronTable(Table):
     names = LocalNames(
         embed="embedding.word_embeddings.weight",
         head="output_layer.weight",

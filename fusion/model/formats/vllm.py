@@ -1,7 +1,7 @@
 """Describe vLLM's models as a parameter table: their names, shapes and order, as `LocalParam`s. Pure.
 
-The local tensors are those of `fusion.model.table`, uncut, under vLLM's names (`_Table.names`); of sparse layers those
-of the checkpoint. They differ (l: a rank's share under TP) in
+The local tensors are those of `fusion.model.table`, uncut, under vLLM's names (`_VLLMTable.names`); of sparse layers
+those of the checkpoint. They differ (l: a rank's share under TP) in
 
     model.embed_tokens.weight, lm_head.weight       [Vl, D]              rows padded to 64, then cut
     self_attn.q_norm.weight                         [C] or [H C]         never cut; k_norm alike
@@ -64,7 +64,7 @@ def local_params(config: ModelConfig, parallel: Parallel, rank: int, variant: Va
     check_supported(config)
     if problem := misfit(config, parallel):
         raise ValueError(problem)
-    return tuple(_Table(config, parallel, rank, variant).params())
+    return tuple(_VLLMTable(config, parallel, rank, variant).params())
 
 
 def misfit(config: ModelConfig, parallel: Parallel) -> str | None:
@@ -112,7 +112,7 @@ def _padded(vocab_size: int) -> int:
     return vocab_size + -vocab_size % VOCABULARY_ROWS
 
 
-class _Table(Table):
+class _VLLMTable(Table):
     cuts_qk_norm = False
 
     def __init__(self, config: ModelConfig, parallel: Parallel, rank: int, variant: Variant):

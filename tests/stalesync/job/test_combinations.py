@@ -10,7 +10,7 @@ from stalesync.job.combinations import (
     NOT_INSTALLED,
     RELEASED_FOR,
     VLLM_ASCEND,
-    Environment,
+    Machine,
     combinations,
     megatron,
     misfit,
@@ -28,7 +28,7 @@ VERSIONS = {
     "vllm-ascend": ["0.26.0rc1"],
 }
 MACHINES = st.builds(
-    Environment,
+    Machine,
     versions=st.fixed_dictionaries({}, optional={name: st.sampled_from(some) for name, some in VERSIONS.items()}),
     ascend=st.booleans(),
     cuda=st.booleans(),
@@ -75,14 +75,14 @@ def not_any(here, *names):
 
 def test_official_releases_for_ascend_do_not_fit_together():
     assert no_official_pair() == (f"no official pair: {MINDSPEED} is for torch 2.7.1, {VLLM_ASCEND} for torch 2.10.0",)
-    mindspeed = Environment({"torch": "2.7.1", "Python": "3.10.14"})
+    mindspeed = Machine({"torch": "2.7.1", "Python": "3.10.14"})
     assert misfit(MINDSPEED, mindspeed) == ()
     (reason,) = misfit(VLLM_ASCEND, mindspeed)
     assert reason.endswith("untested with torch 2.7.1")
-    (reason,) = misfit(MINDSPEED, Environment({"torch": "2.10.0+cpu", "Python": "3.11.7"}))
+    (reason,) = misfit(MINDSPEED, Machine({"torch": "2.10.0+cpu", "Python": "3.11.7"}))
     assert reason.endswith("torch 2.7.1 and Python 3.10: untested with torch 2.10.0+cpu and Python 3.11.7")
-    assert misfit(VLLM_ASCEND, Environment({"torch": "2.10.0+cpu", "Python": "3.11.7"})) == ()
-    assert misfit(VLLM_ASCEND, Environment({"torch": "2.1", "Python": "3.1.0"})), "2.1 is not 2.10"
+    assert misfit(VLLM_ASCEND, Machine({"torch": "2.10.0+cpu", "Python": "3.11.7"})) == ()
+    assert misfit(VLLM_ASCEND, Machine({"torch": "2.1", "Python": "3.1.0"})), "2.1 is not 2.10"
 
 
 def test_the_pins_are_those_of_the_requirements():

@@ -18,7 +18,7 @@ from stalesync.policy.conversations import (
     Conversations,
     ConversationSpec,
     FailGroup,
-    Step,
+    StepEnvironment,
     seed_of,
 )
 
@@ -90,7 +90,7 @@ class World:
         elif isinstance(command, FailGroup):
             self.fail(command)
         else:
-            assert command == Step(id) and conversation.num_turns <= self.spec.max_turns
+            assert command == StepEnvironment(id) and conversation.num_turns <= self.spec.max_turns
             self.asked[id] = [*conversation.actions], [*conversation.observed]
 
     def answer(self, id):
@@ -119,7 +119,7 @@ class World:
         elif isinstance(command, Complete):
             assert self.conversations.of(id).group not in self.failed
             self.end(id, "completed")
-        elif isinstance(command, Step):
+        elif isinstance(command, StepEnvironment):
             self.asked[id] = [*self.conversations.of(id).actions], [*self.conversations.of(id).observed]
         return [id] if isinstance(command, Append | Branch) else []
 
@@ -157,7 +157,7 @@ class World:
         for id, asked in self.asked.items():
             action = others.of(id).actions[-1]
             command = self.conversations.observe_turn(id, self.tokens[id], action)
-            assert command == Step(id)
+            assert command == StepEnvironment(id)
             one = self.conversations.of(id)
             assert (one.actions, one.observed) == asked, "the environment is asked to replay something else"
         return []
@@ -181,11 +181,11 @@ def test_every_conversation_ends_once_within_its_budgets_and_no_failure_is_a_rew
 
 def test_an_environment_that_never_answers_fails_its_group_when_its_seconds_are_used_up():
     conversations = conversing()
-    assert conversations.observe_turn("g/0", 4, "a") == Step("g/0")
+    assert conversations.observe_turn("g/0", 4, "a") == StepEnvironment("g/0")
     assert conversations.observe_elapsed(4) == []
     assert conversations.observe_stepped(stepped("g/0", seconds=4), [0] * 1) == Append("g/0", [0] * 1)
     conversations.observe_elapsed(100)  # the model speaks
-    assert conversations.observe_turn("g/0", 8, "b") == Step("g/0")
+    assert conversations.observe_turn("g/0", 8, "b") == StepEnvironment("g/0")
     assert conversations.observe_elapsed(5.5) == [], "six seconds are left of ten"
     (failed,) = conversations.observe_elapsed(0.5)
     assert failed.kind == TIMEOUT and failed.away == ("g/0",) and "episode_timeout_s" in failed.detail
@@ -206,7 +206,7 @@ def test_the_deadline_of_a_turn_that_was_answered_fails_no_later_turn():
 def test_a_failed_environment_is_replaced_as_often_as_allowed_and_one_that_diverged_is_not():
     conversations = conversing()
     conversations.observe_turn("g/0", 4, "a")
-    assert conversations.observe_stepped(stepped("g/0", failure="died")) == Step("g/0")
+    assert conversations.observe_stepped(stepped("g/0", failure="died")) == StepEnvironment("g/0")
     assert conversations.take_num_retries() == 1 and not conversations.take_num_retries()
     failed = conversations.observe_stepped(stepped("g/0", failure="raised", detail="Traceback"))
     assert failed == FailGroup("g", ("g/0",), "raised", "Traceback") and conversations.failed == {"g": failed}

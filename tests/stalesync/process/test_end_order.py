@@ -11,9 +11,9 @@ from tests.machine import communicate, running, wait_for
 
 WATCHER = """
 import os, sys
-from stalesync.process.end_order import EndOrder
+from stalesync.process.end_order import EndWatch
 
-order, raylet = EndOrder(), os.pidfd_open(int(sys.argv[1]))
+order, raylet = EndWatch(), os.pidfd_open(int(sys.argv[1]))
 names = {order.thread: "thread", raylet: "raylet"}
 order.watch([raylet])
 print("watches", flush=True)

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stalesync.simulator.baseline import PUBLISHED_RATIO, Job, rows, terms
+from stalesync.simulator.baseline import PUBLISHED_RATIO, BaselineStep, rows, terms
 from stalesync.simulator.command_line import answer
 
-JOB = Job(
+JOB = BaselineStep(
     weight_bytes=1438e9,
     samples=4096,
     mean_tokens=4342.0,
