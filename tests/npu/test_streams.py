@@ -368,6 +368,4 @@ def _timed_collective(rank, _):
 def test_a_timed_collective_takes_the_time_of_its_bytes():
     for found in run_ranks(_timed_collective, 2):
         assert all(took_s >= 0.1 and value == 3.0 for _, took_s, value in found)
-        assert min(queued_s for queued_s, *_ in found) < 0.1, (
-            "the host waits for no bytes"
-        )
+        assert min(queued_s for queued_s, *_ in found) < 0.1, "the host waits for no bytes"
