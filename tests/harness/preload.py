@@ -18,8 +18,10 @@ MODULES = """
     transformers.models.auto.tokenization_auto yaml zoneinfo
 """.split()
 
+gc.disable()  # what is imported is no garbage: looking for some meanwhile takes a fifth longer
 for name in MODULES:
     with suppress(ModuleNotFoundError):  # another version of Ray may not bring it
         import_module(name)
 gc.collect()
-gc.freeze()  # what is imported is no garbage: the forks need not look for some in it
+gc.freeze()  # nor need the forks
+gc.enable()
