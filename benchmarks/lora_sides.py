@@ -28,6 +28,8 @@ from tests.rollouts import rollout_config
 from tests.training.ranks import sample_batch
 
 SEQUENCES, PROMPT_TOKENS, NEW_TOKENS = 64, 16, 32
+SWITCHES_A_ROUND = 8
+"""Both ways of a switch take a tenth of a second, a step or decoding some seconds"""
 
 
 def configs(args: Namespace) -> dict[str, ModelConfig]:
@@ -66,7 +68,8 @@ def _switch(rank: int, device: Device, models: Mapping[str, ModelConfig], args: 
     for name, config in models.items():
         pair = Pair(config, device, one=Parallel(4, tp=2, ep=2), other=Parallel(4, ep=4))
         sides[name] = lambda round, pair=pair: sum(pair.switch(end)[0] for end in (0, 1))  # type: ignore[misc]
-    seconds = {name: statistics.median(times) for name, times in in_turns(sides, args.rounds).items()}
+    turns = in_turns(sides, SWITCHES_A_ROUND * args.rounds)
+    seconds = {name: statistics.median(times) for name, times in turns.items()}
     found = {"bytes": sent, "adapter_bytes": adapter_bytes, "sent_over_adapters": sent / adapter_bytes}
     return {"switch": found | _compared(seconds)}
 

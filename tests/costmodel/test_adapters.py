@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from fusion.costmodel import search
 from fusion.costmodel.hardware import hardware_named
 from fusion.costmodel.memory import WEIGHT_BYTES, estimate_memory, moved_share, stage_weights, trained_weights
 from fusion.costmodel.presets import load_shape
@@ -53,3 +54,13 @@ def test_cards_that_only_generate_receive_adapters_alone():
     there, full = (estimate(replace(setup, shape=one)).moved[0].total for one in (adapted, shape))
     assert there == pytest.approx(share * full)
     assert moved_share(replace(setup, infer_first=0)) == 1.0, "the base of shared cards is resharded"
+
+
+@pytest.mark.parametrize("adapters", [Adapters(16, 32.0), None])
+def test_equal_layouts_are_compared_with_the_best_pairs_where_a_switch_then_moves_nothing(adapters):
+    shape, side = load_shape("qwen3_30b_a3b", SHAPES).shape, Parallel(8, ep=8)
+    pairs = search.rank(Setup(replace(shape, adapters=adapters), hardware_named("ascend_910c"), side, side)).pairs
+    equal = [pair for pair in pairs if pair.setup.train == pair.setup.infer]
+    assert bool(equal) == bool(adapters)
+    assert not any(pair.moved[0].total for pair in equal)
+    assert all(pair.moved[0].total for pair in pairs if pair not in equal)

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from fusion.model import ModelConfig, Parallel
 from fusion.model.adapters import Adapters
 from fusion.model.table import local_params
-from tests.stalesync.runs import rows_of, train, weights_of
-from tests.stalesync.test_killed import _figures, assert_same_weights
+from tests.stalesync.runs import kill, rows_of, train, wait_until, weights_of
+from tests.stalesync.test_killed import _figures, _newest, assert_same_weights
 from tests.warm import launcher
 
 LORA = ["training.lora.rank=4", "training.lora.alpha=8", "training.lr=1e-2", "algorithm.kl_coef=0.01"]
@@ -76,17 +76,22 @@ def test_a_run_begins_with_given_adapters_and_refuses_those_of_another_shape(bas
 
 @pytest.mark.extended
 @pytest.mark.parametrize("layout", [["cluster.npus=2", "parallel=single"], ["cluster=four", "parallel=tp2ep2_ep4"]])
-def test_a_resumed_run_is_bitwise_one_that_was_not_stopped(base, tmp_path, layout):
-    whole, folder = tmp_path / "whole", tmp_path / "stopped"
-    options = [*layout, *LORA, "run.eval_prompts=0"]
-    for into, *more in ((whole, "run.steps=4"), (folder, "run.steps=2"), (folder, "run.steps=4", "run.resume=true")):
-        done = train(base, into, *options, *more)
-        assert done.returncode == 0, done.stdout + done.stderr
+def test_a_run_that_is_killed_and_resumed_is_bitwise_one_that_was_not(base, start, tmp_path, layout):
+    whole, folder = tmp_path / "whole", tmp_path
+    options = [*layout, *LORA, "run.eval_prompts=0", "run.save_every=1", "run.steps=8"]
+    done = train(base, whole, *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = start(*options)
+    wait_until(run, 60, lambda: _newest(folder / "run") > 1)
+    kill(run)
+    assert _newest(folder / "run") < 8, "it was killed under way"
+    done = train(base, folder, *options, "run.resume=true")
+    assert done.returncode == 0, done.stdout + done.stderr
     assert _figures(folder / "run") == _figures(whole / "run")
     assert_same_weights(folder / "run", whole / "run")
     trainer = json.loads(next(Path(folder).glob("run/checkpoints/*/trainer/trainer.json")).read_text())
     assert trainer["adapters"]["rank"] == 4
-    done = train(base, folder, *options, "run.steps=6", "run.resume=true", "training.lora.rank=2")
+    done = train(base, folder, *options[:-1], "run.steps=9", "run.resume=true", "training.lora.rank=2")
     assert done.returncode == 1 and "training.lora.rank=2: cannot resume: expected 4" in done.stderr, done.stderr
 
 

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from dataclasses import replace
 from itertools import product
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion.model import LocalParam, Parallel, local_params, plan_buckets
+from fusion.model.adapters import Adapters
 from fusion.training.shards import Piece, SharedElements, boxes_of_run, shard_pieces, shard_range
 from tests.helpers import tiny_config
 
@@ -70,21 +72,28 @@ def elements_of(param: LocalParam) -> list[Element]:
     st.sampled_from([1, 2]),
     st.sampled_from([None, 200, 1000]),
     st.integers(1, 3),
+    st.sampled_from([0, 1, 3]),
+    st.sampled_from(["tp", "etp"]),
 )
-def test_ranks_that_share_an_element_meet_in_one_place_and_count_it_once(experts, tp, pp, max_numel, replicas):
-    moe = {"num_experts": 2} if experts else {}
+def test_ranks_that_share_an_element_meet_in_one_place_and_count_it_once(
+    experts, tp, pp, max_numel, replicas, lora_rank, axis
+):
+    """Also an adapter's, of which one side is whole on every rank. ``axis``: etp: of experts that are split."""
+    experts |= axis == "etp"
+    moe = {"num_experts": 2, "moe_intermediate_size": 8} if experts else {}
     config = tiny_config(experts, hidden_size=8, num_attention_heads=8, head_dim=4, vocab_size=16, **moe)
-    parallel = Parallel(tp * pp * replicas, tp, pp=pp)
-    group = parallel.groups("tp")[-1]
-    tables = [local_params(config, parallel, rank, max_numel) for rank in group]
+    config = replace(config, adapters=Adapters(lora_rank, 2.0) if lora_rank else None)
+    parallel = Parallel(tp * pp * replicas, tp, pp=pp, etp=tp if axis == "etp" else 1)
+    group, num_replicas = parallel.groups(axis)[-1], parallel.edp if axis == "etp" else parallel.dp
+    tables = [[one for one in local_params(config, parallel, rank, max_numel) if one.trained] for rank in group]
     counted: Counter[Element] = Counter()
     held: defaultdict[Element, set[int]] = defaultdict(set)
     places: defaultdict[tuple[int, int], set[Element]] = defaultdict(set)
     at: defaultdict[Element, set[tuple[int, int]]] = defaultdict(set)
     lengths = set()
     for tp_rank, table in enumerate(tables):
-        shared = SharedElements(tables, tp_rank)
-        plans = [plan for plan in plan_buckets(table, parallel, 4, 3000) if not plan.expert]
+        shared = SharedElements(tables, tp_rank, expert=axis == "etp")
+        plans = [plan for plan in plan_buckets(table, parallel, 4, 3000) if plan.expert == (axis == "etp")]
         wires = [shared.wire(plan) for plan in plans]
         lengths.add(tuple(wire.numel for wire in wires))
         for bucket, (plan, wire) in enumerate(zip(plans, wires, strict=True)):
@@ -95,8 +104,8 @@ def test_ranks_that_share_an_element_meet_in_one_place_and_count_it_once(experts
                 for i, element in enumerate(elements_of(piece.param)[piece.start : piece.stop]):
                     places[bucket, piece.at + i].add(element)
                     at[element].add((bucket, piece.at + i))
-            for replica in range(parallel.dp):
-                for piece in shard_pieces(plan, *shard_range(plan, parallel.dp, replica)):
+            for replica in range(num_replicas):
+                for piece in shard_pieces(plan, *shard_range(plan, num_replicas, replica)):
                     for start, stop in shared.counted(piece):
                         first = piece.start + start - piece.at
                         counted.update(elements_of(piece.param)[first : first + stop - start])
