@@ -33,6 +33,7 @@ class DeploymentConfig(Group, path="fusion"):
         at_least=0,
         only={"fusion.deployment": ("separate", "colocated", "hybrid")},
         why="where every card scores",
+        read_by="simulate",
     )
     """Number of cards that hold only reference and reward model; 0: both stay in host memory of the cards that
     train."""

@@ -42,7 +42,7 @@ class RewardConfig(Group, path="reward"):
     `fn(prompts, responses, answers, **fields) -> list[float]`; implies `custom`. A field `other_responses` is the other
     responses of the group."""
 
-    model: str | None = key(None, timeless=False)
+    model: str | None = key(None, timeless=False, read_by="simulate")
     """Folder of a reward model (`Qwen3ForSequenceClassification` with one label, or its MoE counterpart). Its score of
     prompt and response replaces the rule; `fusion` configures the cards that it runs on."""
 

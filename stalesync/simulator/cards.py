@@ -26,12 +26,14 @@ from stalesync.simulator.setup import SimulationSetup
 @dataclass(frozen=True)
 class CardMessage:
     """What an engine reports to the controller: samples (response tokens by id) or requests at the end of a chunk or
-    turn. Environments report samples, too, and ``returned``: tokens of observations by id."""
+    turn. Environments report samples, too, and ``returned``: tokens of observations by id; reward models ``scored``:
+    ids of samples."""
 
     engine: int | None
     samples: Mapping[str, int]
     chunks: Sequence[SuspendedSample] = ()
     returned: Mapping[str, int] = field(default_factory=dict)
+    scored: Sequence[str] = ()
 
 
 class SimulatedCards:
@@ -65,6 +67,10 @@ class SimulatedCards:
         """Time at which the cards that train were called to return; None: they were not"""
         self._loaded_s = 0.0
         """Time at which the optimizer's state is loaded"""
+        self._scorers_free_s = 0.0
+        """Time at which cards that only score have ended what they were called for"""
+        self._referenced_s: dict[str, float] = {}
+        """Group → time at which the reference on such cards has ended it"""
 
     # Weights
 
@@ -136,7 +142,9 @@ class SimulatedCards:
             lengths = [tokens for group in groups for tokens in samples_by_group[group]]
             shares = split_over_ranks(lengths, replicas)
             minibatches.append([[lengths[index] for index in share] for share in shares])
-        if (reference := self.setup.reference) is not None:
+        if self.setup.worker.reference is not None:
+            time = max([time, *[self._referenced_s.pop(group) for group in samples_by_group]])
+        elif (reference := self.setup.reference) is not None:
             longest_s = max(self._reference_s(reference, minibatches, replica) for replica in range(replicas))
             time += longest_s * self.training_factor
         for number, shares in enumerate(minibatches):
@@ -151,6 +159,31 @@ class SimulatedCards:
     def _reference_s(cost: TrainerCost, minibatches: Sequence[Sequence[Sequence[int]]], replica: int) -> float:
         lengths = [tokens for shares in minibatches for tokens in shares[replica]]
         return sum(cost.forward(lengths, "logprobs").values())
+
+    # Scoring
+
+    def begin_reference(self, samples_by_group: Mapping[str, Sequence[int]]) -> None:
+        """Begin the pass of the reference over complete groups on cards of its own. Arguments as of
+        `begin_training`."""
+        assert self.setup.reference is not None
+        lengths = [tokens for samples in samples_by_group.values() for tokens in samples]
+        self._scorers_free_s = self._scored_s(self.setup.reference, lengths, "logprobs")
+        self._referenced_s |= dict.fromkeys(samples_by_group, self._scorers_free_s)
+
+    def begin_scoring(self, tokens_by_id: Mapping[str, int]) -> None:
+        """Begin to score samples by the reward model on cards of its own."""
+        self._scorers_free_s = self.scored_s(tokens_by_id.values())
+        self._deliver(self._scorers_free_s, CardMessage(None, {}, scored=[*tokens_by_id]))
+
+    def scored_s(self, lengths: Iterable[int]) -> float:
+        """Return the time at which the reward model will have scored samples of these lengths."""
+        assert self.setup.reward is not None
+        return self._scored_s(self.setup.reward, [*lengths], "score")
+
+    def _scored_s(self, cost: TrainerCost, lengths: Sequence[int], kind: str) -> float:
+        shares = split_over_ranks(lengths, cost.layout.dp)
+        seconds = [sum(cost.forward([lengths[index] for index in share], kind).values()) for share in shares]
+        return max(self.clock.now, self._scorers_free_s) + max(seconds)
 
     # Messages
 

@@ -95,7 +95,7 @@ def base_of(scenario: Scenario, deployment: str) -> Base:
         ValueError: a layout does not fit the model, the dies or their memory; by key.
     """
     config, shape = scenario.config, scenario.shape
-    npus, infer_cards = config.cluster.npus, None
+    npus, infer_cards = config.cluster.npus - config.fusion.score_cards, None
     if deployment in OWN_CARDS:
         infer_cards = npus // 2 if config.fusion.infer_cards is None else config.fusion.infer_cards
     train_dies = npus - (infer_cards or 0)
@@ -149,6 +149,7 @@ def config_of(scenario: Scenario, base: Base, case: Case) -> Config:
     config.data.prompts_per_step *= work
     config.fusion.deployment = case.deployment
     config.fusion.infer_cards = None if base.infer_cards is None else base.infer_cards * factor
+    config.fusion.score_cards *= factor
     config.stalesync.max_staleness = case.max_staleness
     if config.stalesync.train_tokens is not None:
         config.stalesync.train_tokens = config.stalesync.train_tokens * work if case.max_staleness else None

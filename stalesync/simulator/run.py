@@ -6,12 +6,12 @@
 
 The decisions are those of the real objects: ledger, request buffer and admission are driven, not imitated. The
 controller is one process: what it computes and every call of a card takes its time, during which events of the cards
-go on. Rewards take no time, and no group is filtered.
+go on. Rewards by rules take no time, those of a reward model its forward pass; no group is filtered.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from fusion.rollout import SuspendedSample
@@ -63,6 +63,8 @@ class SimulatedRun:
         """Prompts of the groups that have not ended, by name"""
         self._unscored: dict[str, int] = {}
         """Group → samples that have not arrived yet"""
+        self._waiting: dict[str, int] = {}
+        """Samples → tokens, which the reward model on cards that train has not scored"""
         self._record = StepRecord()
         self._publishing = self._stopping = False
         """Whether the cards switch for the engines; whether the engines stop by themselves"""
@@ -112,7 +114,7 @@ class SimulatedRun:
                 self.cards.switch_to_train()
                 record.switch_s += self.clock.now - start_s
             case Score():
-                pass
+                self._score()
             case Accumulate(groups):
                 self._train(groups, update=False)
                 record.train_s += self.clock.now - start_s
@@ -229,7 +231,8 @@ class SimulatedRun:
         record.work.updates = config.algorithm.minibatches if update and groups else 0
         record.tokens += sum(map(sum, lengths.values()))
         if groups:
-            self._call(len(self.setup.worker.deployment.train) * (1 + (self.setup.reference is not None)))
+            reference = self.setup.reference is not None and self.setup.worker.reference is None
+            self._call(len(self.setup.worker.deployment.train) * (1 + reference))
             start_s, end_s = self.clock.now, self.cards.begin_training(lengths, update)
             self._training_s += end_s - start_s
             self.clock.at(end_s, lambda: None)
@@ -250,12 +253,17 @@ class SimulatedRun:
         generated = {id: tokens for message in messages for id, tokens in message.samples.items()}
         self._compute(len(generated) * self.setup.overheads.controller_s_per_sample)
         self.admission.observe_generated(generated)
-        for id in sorted(generated):
-            group = id.rsplit("/", 1)[0]
-            self._unscored[group] -= 1
-            if not self._unscored[group]:
-                del self._unscored[group]
-                self.admission.observe_scored(group, sum(self._lengths_of(self._prompts[group])))
+        scored = [id for message in messages for id in message.scored]
+        if self.setup.reward is None:
+            scored += generated
+        elif generated:
+            sizes = {id: self._prompts[id.rsplit("/", 1)[0]].prompt_tokens + generated[id] for id in sorted(generated)}
+            if self.setup.admission.scores_overlapped:
+                self._call(len(self.setup.worker.deployment.reward_model))
+                self.cards.begin_scoring(sizes)
+            else:
+                self._waiting |= sizes
+        self._observe_scored(scored)
         for message in messages:
             if message.engine is not None and message.chunks:
                 self.admission.observe_chunks_ended(message.engine, self._merged(message.chunks))
@@ -264,6 +272,27 @@ class SimulatedRun:
                         self._begin_answer(one)
             for id, tokens in message.returned.items():
                 self.admission.observe_returned(id, tokens)
+
+    def _score(self) -> None:
+        """Score what waits by the reward model on the cards that train."""
+        waiting, self._waiting = self._waiting, {}
+        if waiting:
+            self._call(len(self.setup.worker.deployment.reward_model))
+            self.clock.advance_to(self.cards.scored_s(waiting.values()))
+            self._observe_scored(waiting)
+
+    def _observe_scored(self, samples: Iterable[str]) -> None:
+        complete: dict[str, list[int]] = {}
+        for id in sorted(samples):
+            group = id.rsplit("/", 1)[0]
+            self._unscored[group] -= 1
+            if not self._unscored[group]:
+                del self._unscored[group]
+                complete[group] = self._lengths_of(self._prompts[group])
+                self.admission.observe_scored(group, sum(complete[group]))
+        if complete and self.setup.worker.reference is not None:
+            self._call(len(self.setup.worker.deployment.reference))
+            self.cards.begin_reference(complete)
 
     def _begin_answer(self, turn: SuspendedSample) -> None:
         """Have the environment answer to a turn that has ended."""

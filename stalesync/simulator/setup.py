@@ -27,8 +27,8 @@ from stalesync.simulator.slow_dies import SlowDies
 
 @dataclass(frozen=True)
 class SimulationSetup:
-    """``reference``: cost of the reference model's forward pass, None: there is none; ``environment``: None: requests
-    are no conversations."""
+    """``reference``, ``reward``: cost of the forward pass of the reference and of a reward model, None: there is none;
+    ``environment``: None: requests are no conversations."""
 
     config: Config
     worker: WorkerSpec
@@ -38,6 +38,7 @@ class SimulationSetup:
     trainer: TrainerCost
     switch: SwitchCost
     reference: TrainerCost | None
+    reward: TrainerCost | None
     overheads: Overheads
     environment: EnvironmentSpec | None = None
     slow_dies: SlowDies = SlowDies()
@@ -91,10 +92,13 @@ class SimulationSetup:
             drafts=drafts or DraftSpec.of(rollout.drafts),
         )
         trainer = TrainerCost(pace, train, config.training.recompute)
+        scoring = {*config.deployment.reward_model}
+        reward = TrainerCost(pace, config.score_layout(pace.shape.config, tuple(scoring))) if scoring else None
+        reference = TrainerCost(pace, worker.reference) if worker.reference else trainer
         admission = admission_spec(
             config,
             worker,
-            scores_overlapped=True,
+            scores_overlapped=not scoring & {*config.deployment.actor},
             filters=False,
             by_group=True,
             num_rows=config.data.rows or MAX_ROWS,
@@ -107,7 +111,8 @@ class SimulationSetup:
             engine=engine,
             trainer=trainer,
             switch=switch,
-            reference=trainer if config.algorithm.kl_coef > 0 else None,
+            reference=reference if config.algorithm.kl_coef > 0 else None,
+            reward=reward,
             overheads=Overheads() if overheads is None else overheads,
             environment=environment,
             slow_dies=slow_dies or SlowDies(),
@@ -125,6 +130,7 @@ class SimulationSetup:
 
 def _worker_spec(config: Config, pace: Pace, turns: bool) -> WorkerSpec:
     """Return the part of the config that every card needs, without models and tokenizers."""
+    cards = config.deployment.reference if config.fusion.score_cards else ()
     return WorkerSpec(
         seed=config.run.seed,
         steps=config.run.steps * config.algorithm.minibatches,
@@ -137,6 +143,7 @@ def _worker_spec(config: Config, pace: Pace, turns: bool) -> WorkerSpec:
         training=config.training,
         algorithm=config.algorithm,
         device=config.device,
+        reference=config.score_layout(pace.shape.config, cards) if cards else None,
         pace=pace,
         ahead=config.stalesync.max_staleness > 0,
         turns=turns,

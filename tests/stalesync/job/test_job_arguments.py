@@ -30,6 +30,7 @@ COMMANDS = {"plan": planning, "simulate": simulator}
 CONTEXTS = {
     "fusion.infer_cards": HYBRID,
     "fusion.double_buffer": HYBRID,
+    "fusion.score_cards": ("algorithm.kl_coef=0.1",),
     "fusion.bucket_bytes": MANY,
     "fusion.offload": HYBRID,
     "stalesync.train_tokens": HYBRID,
@@ -54,6 +55,7 @@ VALUES = {
     "fusion.resident": "one",
     "fusion.offload": "none",
     "fusion.infer_cards": "2",
+    "fusion.score_cards": "4",
     "training.recompute": "false",
     "training.lora.targets": "[attention]",
     "cluster.npus": "16",

@@ -16,13 +16,26 @@ from stalesync.simulator.work import Bound
 from tests.stalesync.simulator.configs import NO_OVERHEADS, PROMPT_TOKENS, config_of, simulation_of
 
 DEPLOYMENTS = st.sampled_from(["colocated", "separate", "hybrid", "full"])
+SCORING = st.sampled_from(["", "", "reference", "reward model", "reference and reward model"])
+
+
+def _score_by(config, scoring, *, apart):
+    """Give a config models that score, ``apart``: on two further cards."""
+    config.algorithm.kl_coef = 0.1 if "reference" in scoring else 0.0
+    config.reward.model = "judge" if "reward" in scoring else None
+    if apart and scoring:
+        config.fusion.score_cards = 2
+        config.cluster.npus += 2
 
 
 @settings(max_examples=12, deadline=None)
-@given(DEPLOYMENTS, st.integers(0, 2), st.sampled_from([None, None, 5]), st.booleans(), st.integers(0, 99))
-def test_every_group_is_trained_once_within_the_bound_and_no_token_is_lost(deployment, bound, chunk, keeps, seed):
+@given(DEPLOYMENTS, st.integers(0, 2), st.sampled_from([None, None, 5]), st.booleans(), SCORING, st.integers(0, 99))
+def test_every_group_is_trained_once_within_the_bound_and_no_token_is_lost(
+    deployment, bound, chunk, keeps, scoring, seed
+):
     config = config_of(deployment, bound, chunk_tokens=chunk, suspended="keep" if keeps else "recompute")
     config.run.seed = seed
+    _score_by(config, scoring, apart=deployment != "full" and seed % 2 == 0)
     decisions = []
     run = simulation_of(config, observe=decisions.append)
     steps = run.run()
@@ -53,6 +66,25 @@ def test_a_run_is_never_faster_than_its_work_conserving_bound(deployment, bound,
     if bound == 0:
         for step in steps:
             assert limit(step.work).total <= cards * step.seconds * (1 + 1e-9)
+
+
+def test_models_on_cards_of_their_own_score_while_others_generate_and_on_cards_that_train_in_their_time():
+    """Two cards take twice as long as four; but what is complete is scored meanwhile."""
+
+    def seconds(scoring="", apart=False):
+        config = config_of("colocated", 0, prompts=16, forced_median=20.0)
+        _score_by(config, scoring, apart=apart)
+        run = simulation_of(config, NO_OVERHEADS)
+        run.run()
+        return run.clock.now
+
+    plain = seconds()
+    for scoring in ("reference", "reward model"):
+        shared, own = seconds(scoring), seconds(scoring, apart=True)
+        assert plain < own < shared, scoring
+        assert own - plain < 0.5 * (shared - plain), scoring
+    both, own = seconds("reference and reward model"), seconds("reference and reward model", apart=True)
+    assert both > max(seconds("reference"), seconds("reward model")) and plain < own < both
 
 
 @pytest.mark.parametrize("deployment, bound", [("colocated", 0), ("hybrid", 1), ("separate", 2)])
