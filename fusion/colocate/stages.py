@@ -43,7 +43,8 @@ class StageReport:
     suspended: list[SuspendedSample] = field(default_factory=list)
     """Samples that the engine has not finished."""
     reference_kl: dict[str, float] = field(default_factory=dict)
-    """Log-ratio of behaviour to reference summed over the response, by sample id; with algorithm.kl_in=reward."""
+    """Log-ratio of behaviour to reference summed over the response, by sample id; with algorithm.kl_in=reward, or where
+    the reference has cards of its own."""
     has_lost: bool = False
     """Whether the stage went on without samples that the queue had lost"""
     until_ns: int = 0

@@ -164,23 +164,24 @@ class Worker(LoadedWorker):
             requested: ids of the samples of this card's replica.
 
         Returns:
-            with algorithm.kl_in=reward the samples' `reference_kl`, from one card of each replica.
+            with algorithm.kl_in=reward, and from cards of its own, the samples' `reference_kl`, from one card of each
+            replica.
         """
         card = self.card
         mesh = card.meshes.reference or card.meshes.train
         assert mesh is not None
         weights = card.roles.reference_in_hbm(card.trainer)
         with self._stage("reference", "reference"), self._in_role("reference", Phase.REFERENCE, mesh, weights):
-            in_reward = self.spec.algorithm.kl_in == "reward"
+            with_kl = self.spec.algorithm.kl_in == "reward" or card.meshes.reference is not None
             delivery = card.reader(
-                "reference", requested, mesh, loss_columns=("behaviour_logprobs",) if in_reward else ()
+                "reference", requested, mesh, loss_columns=("behaviour_logprobs",) if with_kl else ()
             )
             ids, sequences = delivery.batch.ids, to_sequences(delivery)
             logprobs = card.roles.logprobs(sequences, card.trainer)
             if _first_of_replica(mesh) and ids:
                 columns = {REFERENCE: response_column(logprobs, sequences, delivery)}
                 self.queue.put(PackedBatch.from_samples(ids, columns))
-        reports_kl = in_reward and mesh.tp_rank == 0 and mesh.last_stage
+        reports_kl = with_kl and mesh.tp_rank == 0 and mesh.last_stage
         sums = summed_log_ratios(sequences, logprobs) if reports_kl else []
         return card.log.report(reference_kl=dict(zip(ids, sums, strict=False)))
 

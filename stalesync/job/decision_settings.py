@@ -79,9 +79,8 @@ def conversation_spec(config: Config) -> ConversationSpec:
 
 def _accumulates(config: Config, spec: WorkerSpec) -> bool:
     """Whether a step's gradient may be accumulated in parts as groups become ready. Not at staleness 0, where sums must
-    not depend on timing; not with a reference, whose weights would need the memory of the gradients."""
-    by_groups = config.stalesync.train_tokens is None
-    return config.stalesync.lend and spec.ahead and by_groups and config.algorithm.kl_coef == 0
+    not depend on timing."""
+    return config.stalesync.lend and spec.ahead and config.stalesync.train_tokens is None
 
 
 def _pool_routing(spec: WorkerSpec, machines: Sequence[int]) -> PoolRouting:

@@ -21,6 +21,7 @@ from stalesync.loop.engines import Engines
 from stalesync.loop.evaluator import Evaluator
 from stalesync.loop.generation import Generation
 from stalesync.loop.groups import Groups
+from stalesync.loop.reference_stream import ReferenceStream
 from stalesync.loop.saving import Saver
 from stalesync.loop.step_metrics import StepMetrics
 from stalesync.loop.step_rows import StepRows
@@ -57,13 +58,18 @@ def build_run(
     step_metrics, saver, pace = StepMetrics(spec.world, folder), Saver(), PaceTally(spec.pace)
     cards.health_checks.append(saver.check)
     size = config.algorithm.group_size
-    groups = Groups(size, admission, scorer.prompts, algorithm, queue=queue, folder=folder, rewards=rewards)
+    reference = None
+    if config.algorithm.kl_coef > 0:
+        reference = ReferenceStream(spec=spec, cards=cards, record_reports=step_metrics.take)
+    groups = Groups(
+        size, admission, scorer.prompts, algorithm, queue=queue, folder=folder, reference=reference, rewards=rewards
+    )
     generation = Generation(spec, cards, scorer.prompts, step_metrics.take, scorer.wake, rewards)
     conversing = _conversing(config, spec, cards, queue, groups, scorer, source, environments)
     if conversing is not None:
         generation.branch_of = conversing.conversations.branch_of
     seen: dict[str, Any] = dict(cards=cards, queue=queue, view=view)
-    updater = Updater(spec=spec, algorithm=algorithm, record_reports=step_metrics.take, **seen)
+    updater = Updater(spec=spec, algorithm=algorithm, record_reports=step_metrics.take, reference=reference, **seen)
     rows = StepRows(
         **seen,
         ledger=admission.ledger,

@@ -177,6 +177,8 @@ class Controller:
         generated, scored = self.scorer.poll(timeout_s)
         self.groups.note(generated, scored)
         self.note_lost()
+        if self.groups.reference is not None:
+            self.groups.reference.begin()
         chunks = self.generation.take_ended_chunks()
         for engine, samples in chunks.items():
             self.admission.observe_chunks_ended(engine, samples)
@@ -271,6 +273,8 @@ class Controller:
             self.cards.check()
         self._pause_conversations()
         self.scorer.wait_acknowledged()
+        if self.groups.reference is not None:
+            self.groups.reference.settle()
         self.updater.acknowledge()
 
     def _pause_conversations(self) -> int:
@@ -305,6 +309,7 @@ class Controller:
         state: dict[str, Any] = {"step": self.last.number, "prompts": self.source.state_dict()}
         state |= {"share": self.desk.state_dict(), **self.admission.state_dict()}
         state |= {} if self.conversing is None else self.conversing.state_dict()
+        state |= {} if self.groups.reference is None else self.groups.reference.state_dict()
         return state | self.groups.state_dict() | self.scorer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any], other_order: bool = False) -> None:
@@ -315,6 +320,9 @@ class Controller:
         self.admission.load_state_dict(state)
         self.groups.load_state_dict(state)
         self.scorer.load_state_dict(state, self.groups.scored)
+        if self.groups.reference is not None:
+            finished = self.admission.ledger.finished
+            self.groups.reference.load_state_dict(state, [self.groups.scored[group] for group in finished])
         if self.conversing is not None:
             self.conversing.load_state_dict(state)
 

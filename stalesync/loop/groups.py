@@ -21,6 +21,7 @@ from fusion.rewards import RewardOutcome
 from fusion.rollout.types import conversation_of
 from fusion.telemetry import RunFolder
 from fusion.training.algorithms import Algorithm
+from stalesync.loop.reference_stream import ReferenceStream
 from stalesync.loop.sample_columns import SampleColumns
 from stalesync.policy.admission import Admission
 from stalesync.policy.reward_history import RewardHistory
@@ -54,6 +55,8 @@ class Groups:
     algorithm: Algorithm
     queue: DistQueue
     folder: RunFolder
+    reference: ReferenceStream | None = None
+    """Computes the reference of complete groups; None: there is none"""
     rewards: RewardHistory | None = None
     """Rewards of the groups that may be trained, by row; None: they are not needed"""
     scored: dict[str, list[Sample]] = field(default_factory=dict)
@@ -252,6 +255,8 @@ class Groups:
             if self.rewards is not None:
                 self.rewards.observe({member.id: member.outcome.reward for member in members})
             self.admission.observe_scored(group, tokens)
+            if self.reference is not None:
+                self.reference.observe(members)
 
     def _end(self, group: str, ended: str, reason: str) -> None:
         """End a group that is not trained; `_record` drops its samples from the queue."""

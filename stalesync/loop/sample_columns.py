@@ -12,6 +12,7 @@ from functools import cached_property
 from itertools import compress
 from operator import add, sub
 
+from fusion.training import split_over_ranks
 from stalesync.scoring.samples import Sample, by_id
 
 
@@ -103,6 +104,11 @@ class SampleColumns:
     def merged(self, others: SampleColumns) -> SampleColumns:
         """Return these samples and ``others``, in order of ids."""
         return SampleColumns.of(sorted([*self.samples, *others.samples], key=by_id)) if len(others) else self
+
+    def split(self, num_replicas: int) -> list[list[str]]:
+        """Split the ids of the rows over data-parallel replicas, balanced by tokens."""
+        rows = self.rows
+        return [[rows[index] for index in share] for share in split_over_ranks(self.row_tokens, num_replicas)]
 
     def where(self, kept: Sequence[bool]) -> SampleColumns:
         """Return the samples for which ``kept`` is true; itself if it is for all."""

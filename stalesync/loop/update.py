@@ -2,7 +2,8 @@
 
     groups ─► advantages ─ put, claim ─► queue ─► train, by id ─► ack
                   ▲                        │
-                  └───── reward KL ─── reference (kl_in=reward: before the advantages; kl_in=loss: meanwhile)
+                  └───── reward KL ─── reference (kl_in=reward: before the advantages; kl_in=loss: meanwhile;
+                                       on cards of its own: as groups become complete, `reference_stream`)
 
 Invariants: the samples of a step are claimed for the task `train` as their advantages are written, so the queue
 rejects, by id, a sample that was trained or is being trained; the cards train exactly the claimed samples; a sample is
@@ -29,11 +30,11 @@ from distqueue import PackedBatch, SamplesLost
 from fusion.colocate import StageReport, Worker, WorkerSpec
 from fusion.rollout.packing import SHARE
 from fusion.telemetry import LiveView, Metrics
-from fusion.training import split_over_ranks
 from fusion.training.algorithms import Algorithm
 from fusion.training.division import split_groups
 from stalesync.cards.cards import Cards
 from stalesync.cards.stage_calls import RunningStage, calls_of_replicas, stage_call
+from stalesync.loop.reference_stream import ReferenceStream
 from stalesync.loop.sample_columns import SampleColumns
 from stalesync.scoring.samples import LOST
 
@@ -82,6 +83,8 @@ class Updater:
     view: LiveView
     algorithm: Algorithm
     record_reports: Callable[[Sequence[StageReport]], None]
+    reference: ReferenceStream | None = None
+    """What cards of its own have computed, or compute; None: there is no reference"""
     _trained: list[str] = field(default_factory=list)
     """Trained samples that are not acknowledged yet"""
     _num_accumulated: int = 0
@@ -108,28 +111,31 @@ class Updater:
         """
         with metrics.timer("adv"):
             scored = self._drop_failed(samples)
+        missing = scored
         running: RunningStage[StageReport] | None = None
-        kl: dict[str, float] | None = None
-        if self.kl_in == "loss" and scored:
-            running = self._begin_reference(self._reference_shares(self._minibatches(groups, scored), scored))
-        elif self.kl_in == "reward" and scored:
-            kl = self._take_reference(self._begin_reference(self._shares(scored)), metrics)
+        if self.reference is not None:
+            self.reference.begin()
+            missing = self.reference.missing(scored)
+        if self.kl_in is not None and self.spec.reference is None and missing:
+            running = self._begin_reference(self._batches(groups, missing, update and self.kl_in == "loss"))
+        kl = self._take_reference(running, groups, metrics) if self.kl_in == "reward" else None
         kept = self._put_advantages(scored, metrics, kl)
-        if running is not None and not (kept and self._trains_behind_reference):
-            self._take_reference(running, metrics)
-            running = None
+        # Each card may train with what it has written itself, where it trains the same samples.
+        trains_behind = running is not None and len(missing) == len(scored) == len(kept)
+        if self.kl_in == "loss" and not trains_behind:
+            self._take_reference(running, groups, metrics)
         has_lost = len(kept) < len(scored)
         if not kept and not (update and self._num_accumulated):
             log.warning("no sample of %d groups could be scored, nothing is trained on them", len(groups))
             return Training(kept, None, has_lost)
-        minibatches = self._minibatches(groups, kept) if update else [self._shares_of(kept)]
+        minibatches = self._batches(groups, kept, update)
         calls = [
             stage_call(Worker.train, [shares[dp] for shares in minibatches], version=version, update=update)
             for dp in range(self.spec.train.dp)
         ]
         training = self.cards.begin_each(calls_of_replicas(self.spec.train, self.spec.deployment.train, calls))
-        if running is not None:
-            self._take_reference(running, metrics)
+        if self.kl_in == "loss" and trains_behind:
+            self._take_reference(running, groups, metrics)
         self.view.phase("train")
         return Training(kept, training, has_lost, update, time.monotonic())
 
@@ -210,51 +216,35 @@ class Updater:
             self.queue.drop(parts, LOST)
         return whole
 
-    @property
-    def _trains_behind_reference(self) -> bool:
-        """Whether every replica trains with what it has written as the reference: no card need wait for others."""
-        return self.spec.reference is None
-
-    def _begin_reference(self, shares: list[list[str]]) -> RunningStage[StageReport]:
-        """Begin to compute the reference's log-probabilities. ``shares``: sample ids by replica."""
+    def _begin_reference(self, batches: list[list[list[str]]]) -> RunningStage[StageReport]:
+        """Begin to compute the reference's log-probabilities on the cards that train. ``batches``: as of `_batches`."""
         self.view.phase("reference")
-        layout, ranks = self.spec.reference or self.spec.train, self.spec.deployment.reference
-        calls = [stage_call(Worker.reference, ids) for ids in shares]
-        return self.cards.begin_each(calls_of_replicas(layout, ranks, calls))
+        calls = [
+            stage_call(Worker.reference, [id for shares in batches for id in shares[dp]])
+            for dp in range(self.spec.train.dp)
+        ]
+        return self.cards.begin_each(calls_of_replicas(self.spec.train, self.spec.deployment.reference, calls))
 
-    def _take_reference(self, running: RunningStage[StageReport], metrics: Metrics) -> dict[str, float]:
-        """Wait for the reference; return each sample's KL by id if it is applied to the reward."""
-        reports = self.cards.wait(running)
-        metrics.add("timing_s/ref", time.monotonic() - running.begun_s)
+    def _take_reference(
+        self, running: RunningStage[StageReport] | None, groups: Sequence[str], metrics: Metrics
+    ) -> dict[str, float]:
+        """Wait for the reference of these groups, ``running`` on the cards that train and on cards of its own; return
+        the KL of each row that is known."""
+        assert self.reference is not None
+        begun_s = time.monotonic() if running is None else running.begun_s
+        reports = [] if running is None else self.cards.wait(running)
         self.record_reports(reports)
-        return {id: kl for report in reports for id, kl in report.reference_kl.items()}
+        kl = self.reference.take(groups) | {id: kl for report in reports for id, kl in report.reference_kl.items()}
+        metrics.add("timing_s/ref", time.monotonic() - begun_s)
+        return kl
 
-    def _minibatches(self, groups: Sequence[str], samples: SampleColumns) -> list[list[list[str]]]:
-        """Return sample ids by minibatch and replica, of those minibatches that have samples: without gradients an
-        optimizer step would still move the weights. What is accumulated is the beginning of the first of them."""
+    def _batches(self, groups: Sequence[str], samples: SampleColumns, in_minibatches: bool) -> list[list[list[str]]]:
+        """Return ids of rows by batch and replica of the trainer: one batch, or those minibatches that have samples:
+        without gradients an optimizer step would still move the weights. What is accumulated is the beginning of the
+        first of them."""
         accumulated = [""] * self._num_accumulated
-        chunks = split_groups([*accumulated, *groups], self.spec.algorithm.minibatches)
+        chunks = split_groups([*accumulated, *groups], self.spec.algorithm.minibatches) if in_minibatches else []
         if len(chunks) <= 1 or not samples:
-            return [self._shares_of(samples)]
+            return [samples.split(self.spec.train.dp)]
         batches = [samples.where([group in chunk for group in samples.groups]) for chunk in map(set, chunks)]
-        return [self._shares_of(batch) for batch in batches if batch]
-
-    def _shares_of(self, samples: SampleColumns) -> list[list[str]]:
-        """Return sample ids by replica of the trainer."""
-        return _split_over_replicas(samples, self.spec.train.dp)
-
-    def _shares(self, samples: SampleColumns) -> list[list[str]]:
-        """Return sample ids by replica of the reference."""
-        return _split_over_replicas(samples, (self.spec.reference or self.spec.train).dp)
-
-    def _reference_shares(self, minibatches: list[list[list[str]]], samples: SampleColumns) -> list[list[str]]:
-        """Return sample ids by replica of the reference; the same as for training if it uses the training layout."""
-        if self.spec.reference is None:
-            return [[id for shares in minibatches for id in shares[dp]] for dp in range(self.spec.train.dp)]
-        return self._shares(samples)
-
-
-def _split_over_replicas(samples: SampleColumns, num_replicas: int) -> list[list[str]]:
-    """Split the rows of samples over data-parallel replicas, balanced by tokens."""
-    rows = samples.rows
-    return [[rows[index] for index in share] for share in split_over_ranks(samples.row_tokens, num_replicas)]
+        return [batch.split(self.spec.train.dp) for batch in batches if batch]

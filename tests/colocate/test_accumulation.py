@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from distqueue.hierarchy import Received
-from fusion.colocate.samples.sequences import LOSS, REFERENCE, TOKENS, to_sequences
+from fusion.colocate.samples.sequences import LOSS, REFERENCE, TOKENS, response_column, to_sequences
 from tests.colocate.cards import GROUP, GROUPS, Card, make_spec
 from tests.helpers import run_ranks, tiny_checkpoint
 
@@ -81,3 +81,29 @@ def test_a_batch_that_is_accumulated_in_parts_steps_as_the_whole_batch(tmp_path,
         assert found.keys() == expected.keys() and found
         for name, tensor in expected.items():
             torch.testing.assert_close(found[name], tensor, atol=1e-5 * float(tensor.abs().max()), rtol=1e-3)
+
+
+def reference_between_parts(rank, device, spec):
+    """Memory of a card by owner while it trains and while its reference computes between two parts of a batch, and the
+    reference's log-probabilities then and before."""
+    card = Card(rank, device, spec)
+    card.step(0)
+    worker, mine = card.worker, card.own(IDS)
+    roles, trainer = worker.card.roles, worker.card.trainer
+    received = Received.of(worker.queue.read(mine, (*TOKENS, REFERENCE)))
+    worker.train([mine], update=False)
+    trains = worker.card.device.memory_by_owner()
+    weights = card.checksum()
+    with roles.reference_in_hbm(trainer):
+        computes = worker.card.device.memory_by_owner()
+        found = roles.logprobs(sequences := to_sequences(received), trainer)
+    assert card.checksum() == weights, "the policy is back"
+    worker.train([mine])
+    return trains, computes, response_column(found, sequences, received).buffer, received.batch[REFERENCE].buffer
+
+
+def test_the_reference_computes_between_parts_without_more_memory_than_training_has(tmp_path):
+    spec = make_spec(tiny_checkpoint(tmp_path), 2, {"ep": 2}, {"tp": 2})
+    for trains, computes, found, before in run_ranks(reference_between_parts, 2, spec, device="adversarial"):
+        assert torch.equal(found, before) and trains["gradients"] > 0
+        assert computes["weights"] == trains["weights"] and computes["gradients"] == trains["gradients"]

@@ -86,3 +86,23 @@ def test_samples_under_way_go_on_with_other_engines_and_none_is_lost_or_doubled(
     assert len({row["group"] for row in groups}) == len(groups) == 8 * steps, "none lost, none twice"
     assert rows_of(folder)[-1]["distqueue/ended/done"] == 32 * steps, "nor any of their samples"
     assert max(row["lag"] for row in groups) <= 1
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("kl_in", ["loss", "reward"])
+def test_a_run_whose_reference_had_a_card_of_its_own_goes_on_without_it(base, tmp_path, kl_in):
+    """What that card has computed of groups in progress is in the checkpoint, and is not computed again."""
+    options = [*COMMON, "fusion=separate", "parallel=single", "stalesync.max_staleness=1"]
+    own = [*options, "cluster.npus=3", "fusion.score_cards=1", "algorithm.kl_in=loss", "run.steps=4"]
+    done = train(base, tmp_path, *own)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = tmp_path / "run"
+    for step in (3, 4):
+        shutil.rmtree(run / "checkpoints" / f"step-{step}")
+    assert json.loads((run / "checkpoints" / "step-2" / "controller.json").read_text())["reference_kl"]
+    more = [*options, "cluster.npus=2", f"algorithm.kl_in={kl_in}", "run.steps=4", "run.resume=true"]
+    done = train(base, tmp_path, *more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    groups = [json.loads(line) for line in (run / "groups.jsonl").read_text().splitlines()]
+    assert len({row["group"] for row in groups}) == len(groups) == 32
+    assert {row["ended"] for row in groups} == {"trained"} and len(rows_of(run)) == 4

@@ -67,17 +67,21 @@ def test_a_stale_run_keeps_the_bound_and_every_group_ends_once(base, tmp_path, d
 
 
 @pytest.mark.extended
+@pytest.mark.parametrize(
+    "reference", [[], ["algorithm.kl_coef=0.01", "algorithm.minibatches=2"]], ids=["", "reference"]
+)
 @pytest.mark.parametrize("deployment", ["separate", "hybrid"])
-def test_cards_train_in_the_tail_of_generation_what_is_ready_and_nothing_twice(base, tmp_path, deployment):
+def test_cards_train_in_the_tail_of_generation_what_is_ready_and_nothing_twice(base, tmp_path, deployment, reference):
     """In hybrid they return only if the measured tail is longer than the measured switch, which depends on how busy the
     machine is; never in the first step."""
     steps = 8
     options = [f"run.steps={steps}", f"fusion={deployment}", "stalesync.max_staleness=1", *TWO, *LONG]
-    done = train(base, tmp_path, *STALE, *options)
+    done = train(base, tmp_path, *STALE, *options, *reference)
     assert done.returncode == 0, done.stdout + done.stderr
     rows, groups = rows_of(tmp_path / "run"), _groups(tmp_path / "run")
     assert len({row["group"] for row in groups}) == len(groups) == 8 * steps
     assert {row["ended"] for row in groups} == {"trained"} and max(row["lag"] for row in groups) <= 1
+    assert all(("actor/kl_loss" in row) == bool(reference) for row in rows)
     assert [row["staleness/lag_0_count"] + row["staleness/lag_1_count"] for row in rows] == [32] * steps
     assert [sum(group["step"] == row["step"] for group in groups) for row in rows] == [8] * steps
     lent_s = [row["rollout/lent_card_s"] for row in rows]

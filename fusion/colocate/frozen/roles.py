@@ -80,8 +80,8 @@ class FrozenRoles:
     @contextmanager
     def reference_in_hbm(self, trainer: TrainEngine | None) -> Iterator[None]:
         """Keep the reference's weights in HBM during the block; without separate cards the trainer computes with
-        them."""
-        with self._in_hbm("reference"):
+        them. While it accumulates gradients, which have their memory, they replace the actor's weights."""
+        with self._in_hbm("reference", trainer is not None and trainer.accumulating):
             if self.reference is not None:
                 yield
                 return
@@ -132,12 +132,13 @@ class FrozenRoles:
         return torch.tensor(self.retokenize(prompt.tolist(), response.tolist()), dtype=torch.int64)
 
     @contextmanager
-    def _in_hbm(self, role: str) -> Iterator[None]:
+    def _in_hbm(self, role: str, replacing: bool = False) -> Iterator[None]:
         if role not in self.on_host:
             yield
             return
         assert self.policy.train is not None
-        with self.on_host[role].in_hbm(self.residency, self.policy.train.weights, self.offloader):
+        residency: Residency = "one" if replacing and self.residency == "beside" else self.residency
+        with self.on_host[role].in_hbm(residency, self.policy.train.weights, self.offloader):
             yield
 
     def _load(self, role: str, config: ModelConfig, path: str, *, mesh: Mesh) -> Transformer:

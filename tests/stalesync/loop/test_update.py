@@ -18,6 +18,7 @@ from fusion.training import AlgorithmConfig
 from fusion.training.algorithms import make_algorithm
 from fusion.training.config import ALGORITHMS
 from stalesync.cards.stage_calls import RunningStage
+from stalesync.loop.reference_stream import ReferenceStream
 from stalesync.loop.sample_columns import SampleColumns
 from stalesync.loop.update import Updater
 from stalesync.prompts import Prompt
@@ -174,7 +175,11 @@ def test_training_begins_behind_a_reference_that_the_same_cards_compute(apart, r
         def begin_each(self, calls):
             ((stage, ids),) = {(call.stage, str(call.args[0])) for call in calls.values()}
             order.append(f"begin {stage}")
-            return super().begin_each(calls) if stage == Worker.train.__name__ else RunningStage(stage, (0,), {})
+            return (
+                super().begin_each(calls)
+                if stage == Worker.train.__name__
+                else RunningStage(stage, (0,), {"answer": 0})
+            )
 
         def wait(self, running):
             order.append(f"wait {running.stage}")
@@ -188,7 +193,10 @@ def test_training_begins_behind_a_reference_that_the_same_cards_compute(apart, r
     updater = _updater(queue, cards)
     updater.spec.algorithm = replace(updater.spec.algorithm, kl_coef=0.1, kl_in="loss")
     updater.spec.reference = Parallel(1) if apart else None
-    updater.spec.deployment = SimpleNamespace(train=(0,), reference=(0,))
+    updater.spec.deployment, updater.spec.ahead = SimpleNamespace(train=(0,), reference=(0,)), True
+    updater.reference = ReferenceStream(spec=updater.spec, cards=cards, record_reports=lambda reports: None)
+    for members in groups.values():
+        updater.reference.observe(members)
     if refused:
         with pytest.raises(ValueError, match="sample 'g2/1'"):
             _update(updater, groups)
