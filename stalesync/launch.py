@@ -114,6 +114,7 @@ def launch(config: Config, *, evaluates: str = "") -> Path:
         with holding():  # a run that has a folder reports how it ended
             folder = stack.enter_context(new_folder(config.run)) if earlier is None else earlier.folder
             folder.write_config(asdict(config))
+            folder.sample_characters = config.run.sample_characters
             stack.callback(lambda: report_run(folder.path, **report))
             progress, logs = Progress(), RunLog(folder.path)
             report["notes"] = stack.enter_context(logging_to(logs.controller, early))

@@ -6,8 +6,10 @@ The page (`page/`) shows the rest: curves, the time of every card, memory and se
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from rich.text import Text
 
 from fusion.telemetry.columns import duration
 from fusion.telemetry.evaluations import RESULT, Answer, Changes, changes_of, compare, evaluation_rows
-from fusion.telemetry.files import read_jsonl, write_atomic
+from fusion.telemetry.files import iterate_jsonl, read_jsonl, write_atomic
 from fusion.telemetry.page import default_path, read_run, render
 from fusion.telemetry.run_contents import EVALUATIONS, SAMPLES, describe
 
@@ -72,7 +74,7 @@ class RunReport:
         results = read_jsonl(Path(path) / EVALUATIONS, RESULT)
         from_folder: dict[str, Any] = {
             "folder": describe(path),
-            "answers": compare(*_first_and_last(read_jsonl(Path(path) / SAMPLES, SAMPLE))),
+            "answers": compare(*_first_and_last(iterate_jsonl(Path(path) / SAMPLES, SAMPLE))),
             "changes": changes_of(results),
             "evaluations": evaluation_rows(results),
         }
@@ -139,10 +141,12 @@ def report_run(folder: Path, **fields: Any) -> None:
     report.show()
 
 
-def _first_and_last(samples: Sequence[Mapping[str, Any]]) -> tuple[list, list]:
-    """Return the samples of the first and those of the last step."""
-    first, last = ([sample for sample in samples if sample["step"] == samples[end]["step"]] for end in (0, -1))
-    return first, last
+def _first_and_last(samples: Iterable[Mapping[str, Any]]) -> tuple[list, list]:
+    """Return the samples of the first and those of the last step; no others are kept in memory."""
+    steps: list[list[Mapping[str, Any]]] = []
+    for _, step in groupby(samples, key=itemgetter("step")):
+        steps = [*steps[:1], list(step)]
+    return (steps[0], steps[-1]) if steps else ([], [])
 
 
 def _line(text: str, style: str = "") -> Text:

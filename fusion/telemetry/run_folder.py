@@ -27,6 +27,7 @@ from fusion.telemetry.folder_lock import FolderLock
 from fusion.telemetry.loggers import Logger, LoggerGroup, find_loggers
 from fusion.telemetry.row_digests import NO_SEALS, ROWS, SINGLE_ROWS, RowDigests, Seal, rewind
 from fusion.telemetry.run_contents import BEST, EVALUATIONS, GROUPS, LOGS, METRICS, PROFILES, SAMPLES
+from fusion.telemetry.shortening import abridged
 from fusion.telemetry.timeline import Span
 from fusion.telemetry.trace import TimelineFile
 
@@ -61,6 +62,8 @@ class RunFolder:
         self._lock = FolderLock(self.path)
         remove_temporary(self.path)
         self.samples_per_step = samples_per_step
+        self.sample_characters: int | None = None
+        """Maximum number of characters of a text of `samples.jsonl`; None: texts are whole"""
         self._logs: dict[str, JsonLines] = {}
         self._timeline: TimelineFile | None = None
         self._loggers: LoggerGroup | None = None
@@ -192,11 +195,16 @@ class RunFolder:
     ) -> None:
         """Write `samples_per_step` of the samples, evenly spaced.
 
-        `describe` returns the row of one: `prompt`, `response`, `reward`, and what else the caller likes to keep.
+        `describe` returns the row of one: `prompt`, `response`, `reward`, and what else the caller likes to keep. A row
+        whose texts are longer than `sample_characters` keeps their starts and ends, and states so as `abridged`.
         """
         file = self._log(SAMPLES)
         for sample in _spaced(samples, self.samples_per_step):
-            file.write({"step": step, **describe(sample)})
+            row = {"step": step, **describe(sample)}
+            limit = self.sample_characters
+            if limit is not None and (short := abridged(row, limit)) != row:
+                row = {**short, "abridged": limit}
+            file.write(row)
 
     def log_groups(
         self,

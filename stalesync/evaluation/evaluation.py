@@ -7,7 +7,7 @@ from dataclasses import asdict
 
 from fusion.rewards import RewardOutcome
 from fusion.rollout import EvalAnswer
-from fusion.telemetry.page.examples import shortened
+from fusion.telemetry.shortening import shortened
 from stalesync.evaluation.config import HELD_OUT, EvalConfig
 from stalesync.evaluation.files import EvalFile
 from stalesync.evaluation.history import EvalHistory

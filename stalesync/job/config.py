@@ -127,6 +127,9 @@ class RunConfig(Group, path="run"):
     loggers: list[str] = field(default_factory=lambda: ["tensorboard"])
     """Loggers of the metrics, beside metrics.jsonl: `tensorboard`, `wandb`, `mlflow`, `swanlab`, `trackio` (`pip
     install` the library), or your own class as `module:Class` (docs/telemetry.md). []: none."""
+    sample_characters: int | None = key(1 << 16, at_least=64)
+    """Maximum number of characters of a text in `samples.jsonl`: of a longer one start and end are kept, and the row
+    has the field `abridged`. null: texts are whole."""
     profile_steps: list[int] = field(default_factory=list)
     """Steps of which every card writes a trace of torch's profiler (on Ascend torch_npu's) into `profile/` of the run's
     folder, such as [3,4]: from 1 to `steps`. []: none."""

@@ -50,6 +50,7 @@ _KEYS = {
     Rule.FOLDER: "run.name run.dir run.resume run.resume_changed",
     Rule.NOW: """
         run.steps run.save_every run.keep run.max_engine_restarts run.loggers run.profile_steps
+        run.sample_characters
         parallel.*
         fusion.deployment fusion.infer_cards fusion.score_cards fusion.resident fusion.bucket_bytes fusion.offload
         fusion.double_buffer fusion.checksum

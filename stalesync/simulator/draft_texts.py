@@ -125,6 +125,8 @@ def read_texts(path: Path) -> list[list[str]]:
     try:
         for line in path.read_text().splitlines():
             row = json.loads(line)
+            if "abridged" in row:
+                raise ValueError("a response is abridged; expected a run with run.sample_characters=null")
             prompt = next(str(row[key]) for key in ("group", "prompt", "question") if key in row)
             by_prompt.setdefault(prompt, []).extend(row["samples"] if "samples" in row else [row["response"]])
     except (OSError, ValueError, TypeError, KeyError, StopIteration) as error:

@@ -312,6 +312,19 @@ def test_samples_are_spaced_over_the_step(tmp_path):
         assert [sample["prompt"] for sample in samples(run)] == ["0", "5"]
 
 
+def test_texts_of_samples_are_abridged_and_the_row_says_so(tmp_path):
+    long = "a" * 400_000
+    row = {"prompt": "p", "response": long, "reward": 0.5, "messages": [{"role": "tool", "content": long}]}
+    with RunFolder(tmp_path, "run") as run:
+        run.log_samples(1, [row])
+        run.sample_characters = 1000
+        run.log_samples(2, [row, {"prompt": "p", "response": "r", "reward": 0.5}])
+        whole, short, other = samples(run)
+    assert whole == {"step": 1, **row}
+    assert short["abridged"] == 1000 and "399,000 characters left out" in short["response"]
+    assert short["messages"] == [{"role": "tool", "content": short["response"]}] and "abridged" not in other
+
+
 def test_describe_names_only_what_is_there(tmp_path):
     with RunFolder(tmp_path, "run") as run:
         assert describe(run.path) == [f"{run.path}/"]

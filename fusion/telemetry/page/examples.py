@@ -4,7 +4,8 @@ Invariants:
 1. At most `PER_KIND` of each kind; the memory does not grow with the number of samples.
 2. No sample of the run has a higher reward than the best, or a lower one than the worst; of equal ones the latest is
    chosen. A sample without a reward is neither.
-3. A text longer than `MAX_CHARACTERS` keeps its start and its end, and states how much is left out.
+3. A text longer than `MAX_CHARACTERS`, or a message longer than its share of `MAX_CONVERSATION`, keeps its start and
+   its end, and states how much is left out.
 """
 
 from __future__ import annotations
@@ -14,9 +15,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from fusion.telemetry.page.curves import number
+from fusion.telemetry.shortening import shortened
 
 PER_KIND = 4
 MAX_CHARACTERS = 6000
+MAX_CONVERSATION, MAX_MESSAGES = 24000, 64
+"""Characters of all messages of a conversation, and number of messages, of which the first and the last ones stay"""
 
 _Ranked = tuple[float, int, dict[str, Any]]
 
@@ -37,13 +41,13 @@ class Examples:
         row: dict[str, Any] = {
             "step": number(sample.get("step")),
             "reward": reward,
-            "prompt": shortened(sample.get("prompt")),
-            "response": shortened(sample.get("response")),
+            "prompt": shortened(sample.get("prompt"), MAX_CHARACTERS),
+            "response": shortened(sample.get("response"), MAX_CHARACTERS),
         }
         if sample.get("answer"):
-            row["answer"] = shortened(sample["answer"])
+            row["answer"] = shortened(sample["answer"], MAX_CHARACTERS)
         if isinstance(messages := sample.get("messages"), list):
-            row["messages"] = [_shortened_message(message) for message in messages if isinstance(message, Mapping)]
+            row["messages"] = _shortened_messages(messages, sample.get("branches"))
         self._num_added += 1
         if not self._first or (row["step"] == self._first[0]["step"] and len(self._first) < PER_KIND):
             self._first.append(row)
@@ -62,17 +66,19 @@ class Examples:
         return {"before": self._first, "now": self._last, "best": best, "worst": worst}
 
 
-def shortened(text: Any, limit: int = MAX_CHARACTERS) -> str:
-    """Return a text of at most about ``limit`` characters; anything else by its own text."""
-    text = text if isinstance(text, str) else str(text)
-    if len(text) <= limit:
-        return text
-    start, end = limit // 3, limit - limit // 3
-    return f"{text[:start]}\n… {len(text) - start - end:,} characters left out …\n{text[-end:]}"
-
-
-def _shortened_message(message: Mapping[str, Any]) -> dict[str, str]:
-    return {name: shortened(message.get(name, "")) for name in ("role", "content")}
+def _shortened_messages(messages: list[Any], begins: Any) -> list[dict[str, Any]]:
+    """Return role and content of each message, and `branch` where another branch ``begins`` behind so many."""
+    shown, half = [*enumerate(messages)], MAX_MESSAGES // 2
+    if (left_out := len(messages) - MAX_MESSAGES) > 0:
+        note = {"role": "", "content": f"… {left_out:,} messages left out …"}
+        shown = [*shown[:half], (-1, note), *shown[-half:]]
+    limit = min(MAX_CHARACTERS, MAX_CONVERSATION // max(1, len(shown)))
+    return [
+        {name: shortened(message.get(name, ""), limit) for name in ("role", "content")}
+        | ({"branch": True} if isinstance(begins, list) and place in begins else {})
+        for place, message in shown
+        if isinstance(message, Mapping)
+    ]
 
 
 def _keep(heap: list[_Ranked], entry: _Ranked) -> None:

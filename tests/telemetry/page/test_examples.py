@@ -1,7 +1,8 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.telemetry.page.examples import MAX_CHARACTERS, PER_KIND, Examples, shortened
+from fusion.telemetry.page.examples import MAX_CHARACTERS, MAX_CONVERSATION, MAX_MESSAGES, PER_KIND, Examples
+from fusion.telemetry.shortening import shortened
 
 rewards = st.lists(st.one_of(st.none(), st.integers(-3, 3).map(float), st.just(float("nan"))), max_size=40)
 
@@ -39,6 +40,19 @@ def test_messages_of_a_conversation_are_shown_and_shortened():
 
 
 def test_a_long_text_keeps_both_ends():
-    text = shortened("a" * MAX_CHARACTERS + "b" * MAX_CHARACTERS)
+    text = shortened("a" * MAX_CHARACTERS + "b" * MAX_CHARACTERS, MAX_CHARACTERS)
     assert text.startswith("aaa") and text.endswith("bbb") and "6,000 characters left out" in text
-    assert shortened("short") == "short" and shortened(7) == "7"
+    assert shortened("short", 9) == "short" and shortened(7, 9) == "7"
+
+
+def test_a_conversation_of_many_long_messages_is_bounded_and_marks_its_branches():
+    examples, message = Examples(), {"role": "tool", "content": "word " * 100_000}
+    messages = [{**message, "role": str(n)} for n in range(3 * MAX_MESSAGES)]
+    examples.add({"step": 1, "prompt": "p", "response": "r", "messages": messages, "branches": [2, "2", MAX_MESSAGES]})
+    (row,) = examples.result()["before"]
+    roles = [one["role"] for one in row["messages"]]
+    half = MAX_MESSAGES // 2
+    assert roles[:half] + roles[half + 1 :] == [str(n) for n in (*range(half), *range(5 * half, 6 * half))]
+    assert row["messages"][half]["content"] == f"… {2 * MAX_MESSAGES} messages left out …"
+    assert sum(len(one["content"]) for one in row["messages"]) < 2 * MAX_CONVERSATION
+    assert [one["role"] for one in row["messages"] if one.get("branch")] == ["2"]

@@ -9,7 +9,8 @@ const KINDS_OF_SAMPLES = [
 
 // A conversation: what the model did not say, and is not trained on, is grey.
 function conversationOf(messages) {
-  return messages.flatMap(({ role, content }) => [
+  return messages.flatMap(({ role, content, branch }) => [
+    ...(branch ? [element("p", { class: "quiet" }, "another branch: the prompt is written again")] : []),
     element("p", { class: "quiet" }, role),
     element("pre", role === "assistant" ? {} : { class: "masked" }, content),
   ]);
