@@ -6,7 +6,7 @@
 //
 //   extend    a sequence by a token: O(1) amortised, and one count for every suffix of at least `min_match` tokens
 //   draft     from the state of a sequence: the tokens that followed its suffixes of `min_match` to `max_match` tokens
-//             elsewhere, as a tree, most probable first; O(followers) a token, however long the text
+//             elsewhere, as a tree, most probable first; O(MAX_FOLLOWERS) a token, however long the text
 //
 // What followed a longer suffix says more, what followed a shorter one is known from more places. So shares are mixed
 // (Witten and Bell, 1991): behind a suffix that `total` tokens have followed, total / (total + DOUBT) of the share is
@@ -16,6 +16,7 @@
 // count of the state that the token leads to, so edges need no count of their own.
 //
 // Most states have one edge, which they hold themselves; further ones are in a list, and found through a hash table.
+// The list is a ring in the order of creation, as the tokens that follow most often have mostly followed early.
 // tests/rollout/drafts/plain_indexes.py has the same structure and order of ties: the tests compare their drafts.
 
 #include <algorithm>
@@ -28,6 +29,7 @@ namespace {
 
 constexpr int32_t NONE = -1, ROOT = 0;
 constexpr int MAX_COUNTED = 64; // suffixes of a token that are counted, or passed over: bounds the cost of "aaaa…"
+constexpr int MAX_FOLLOWERS = 128; // tokens behind a string that are looked at, those that have followed it first
 constexpr int SOURCES = 2;
 constexpr double DOUBT = 2;           // a response without a reward has this weight
 constexpr double MIN_WEIGHT = 1 / 64.0; // of the share that is left to shorter suffixes, for them to be looked up
@@ -35,7 +37,7 @@ constexpr double MIN_WEIGHT = 1 / 64.0; // of the share that is left to shorter 
 struct State {
   int32_t length, link = NONE;
   int32_t token = NONE, target = NONE; // the first edge
-  int32_t more = NONE;                 // the head of the list of further edges
+  int32_t more = NONE;                 // the last of the ring of further edges
   uint32_t count[SOURCES] = {0, 0};
 
   uint64_t total() const { return uint64_t(count[0]) + count[1]; }
@@ -158,7 +160,9 @@ class SuffixIndex {
         children.push_back({token, NONE, 0, target, matched + 1, double(reached.total()), 0.0, uint8_t(is_history)});
       };
       if (states_[state].token != NONE) add(states_[state].token, states_[state].target);
-      for (int32_t e = states_[state].more; e != NONE; e = edges_[e].next) add(edges_[e].token, edges_[e].target);
+      int32_t e = first_of(state);
+      for (int n = 1; e != NONE && n < MAX_FOLLOWERS; e = next_of(state, e), ++n) add(edges_[e].token, edges_[e].target);
+      if (e != NONE) total = std::max(total, double(states_[state].total())); // with what the others were
       for (size_t i = first; i < children.size(); ++i) children[i].share *= weight / (total + DOUBT);
       weight *= DOUBT / (total + DOUBT);
       state = states_[state].link;
@@ -208,7 +212,7 @@ class SuffixIndex {
     copy.length = states_[owner].length + 1;
     copy.more = NONE;
     states_.push_back(copy);
-    for (int32_t e = states_[whole].more; e != NONE; e = edges_[e].next) {
+    for (int32_t e = first_of(whole); e != NONE; e = next_of(whole, e)) {
       add_edge(part, edges_[e].token, edges_[e].target);
     }
     states_[whole].link = part;
@@ -232,14 +236,25 @@ class SuffixIndex {
     }
   }
 
+  // The edges of a state besides its own one, in order of creation.
+  int32_t first_of(int32_t state) const {
+    const int32_t last = states_[state].more;
+    return last == NONE ? NONE : edges_[last].next;
+  }
+  int32_t next_of(int32_t state, int32_t edge) const {
+    return edge == states_[state].more ? NONE : edges_[edge].next;
+  }
+
   void add_edge(int32_t state, int32_t token, int32_t target) {
     State& s = states_[state];
     if (s.token == NONE) {
       s.token = token, s.target = target;
       return;
     }
-    edges_.push_back({state, token, target, s.more});
-    s.more = int32_t(edges_.size()) - 1;
+    const int32_t added = int32_t(edges_.size());
+    edges_.push_back({state, token, target, added});
+    if (s.more != NONE) std::swap(edges_[added].next, edges_[s.more].next);
+    s.more = added;
     if (edges_.size() * 2 > slots_.size()) {
       slots_.assign(slots_.size() * 2, NONE);
       for (size_t e = 0; e + 1 < edges_.size(); ++e) put(int32_t(e));

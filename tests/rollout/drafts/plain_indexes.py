@@ -6,6 +6,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, Drafts
 ROOT, NONE = 0, -1
 MAX_COUNTED = 64
 """Suffixes of a token that are counted, or passed over"""
+
+MAX_FOLLOWERS = 128
+"""Tokens behind a string that are looked at, those that have followed it first"""
 
 DOUBT, MIN_WEIGHT = 2, 1 / 64
 """Weight of shorter suffixes beside what has followed a longer one; least weight that is looked up"""
@@ -100,9 +104,11 @@ class _Index:
             state = link
         weight = 1.0
         while matched >= self._min_match and weight > MIN_WEIGHT:
-            edges = states[state].edges
+            edges = dict(islice(states[state].edges.items(), MAX_FOLLOWERS))
             counts = {token: count for token, target in edges.items() if (count := sum(states[target].count))}
             total = sum(counts.values())
+            if len(edges) < len(states[state].edges):
+                total = max(total, sum(states[state].count))
             for token, count in counts.items():
                 target, share = edges[token], count * (weight / (total + DOUBT))
                 by_source = states[target].count

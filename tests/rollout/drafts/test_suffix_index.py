@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from itertools import pairwise
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +12,7 @@ from hypothesis import strategies as st
 
 from fusion.rollout.drafts.native import NativeIndexes, check_buildable
 from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, SuffixIndexes
-from tests.rollout.drafts.plain_indexes import DOUBT, MIN_WEIGHT, PlainIndexes
+from tests.rollout.drafts.plain_indexes import DOUBT, MAX_FOLLOWERS, MIN_WEIGHT, PlainIndexes
 
 MIN_MATCH = 2
 MAX_MATCH = 4
@@ -126,6 +129,45 @@ def test_the_beginning_of_a_tree_is_the_tree_of_that_size(prompt, arrived, nodes
         assert (np.diff(probabilities) <= 0).all() and np.unique([parents, large.tokens[large.of(i)]], axis=1).shape[
             1
         ] == len(parents)
+
+
+def of_many_followers(num_tokens: int) -> list[int]:
+    """A text in which few tokens are frequent, and are followed by ever more others."""
+    ranks = np.random.default_rng(0).zipf(1.2, num_tokens)
+    return np.minimum(ranks, 30_000).tolist()
+
+
+def test_of_many_followers_those_count_that_came_first_and_the_others_keep_their_share():
+    text, drafts = of_many_followers(8000), []
+    for indexes in (NativeIndexes(), PlainIndexes()):
+        index = indexes.new([], min_match=1, max_match=3)
+        number, other = (indexes.open(index, SIBLING) for _ in range(2))
+        indexes.extend([(index, number), (index, other)], [text, [1]])
+        drafts.append(indexes.draft([(index, other)], [3], [500], ACCEPTANCE, 500))
+    assert drafts[0].tokens.tolist() == drafts[1].tokens.tolist()
+    np.testing.assert_allclose(drafts[0].shares, drafts[1].shares, rtol=1e-12)
+    behind = [b for a, b in pairwise(text) if a == 1]
+    first = list(dict.fromkeys(behind))
+    assert len(first) > 2 * MAX_FOLLOWERS, "as many as the test is about"
+    direct = drafts[0].parents == -1
+    shares = dict(zip(drafts[0].tokens[direct].tolist(), drafts[0].shares[direct].tolist(), strict=True))
+    assert shares.keys() == {*first[:MAX_FOLLOWERS]}
+    assert shares[first[0]] == pytest.approx(behind.count(first[0]) / (len(behind) + 1 + DOUBT), rel=0.01)
+
+
+def test_a_draft_costs_as_much_behind_128k_tokens_as_behind_8k():
+    def seconds(num_tokens: int) -> float:
+        indexes, text = NativeIndexes(), of_many_followers(num_tokens + 100)
+        index = indexes.new([], min_match=1, max_match=7)
+        places = [(index, indexes.open(index, SIBLING))]
+        indexes.extend(places, [text[:num_tokens]])
+        began_s = time.process_time()
+        for token in text[num_tokens:]:
+            indexes.extend(places, [[token]])
+            indexes.draft(places, [8], [16], ACCEPTANCE, 4)
+        return time.process_time() - began_s
+
+    assert seconds(1 << 17) < 4 * seconds(1 << 13)
 
 
 def test_a_draft_names_where_its_tokens_occurred():
