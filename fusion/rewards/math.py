@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 from math_verify import parse, verify
 
-from fusion.rewards.answers import equal_as_text, final_part, is_damaged, is_prose
+from fusion.rewards.answers import BOX, boxed, equal_as_text, final_part, is_damaged, is_prose
+
+MAX_PARSED = 1 << 14
+"""Characters of a response that math-verify reads: numbers separated by spaces take it a time quadratic in them"""
+sys.set_int_max_str_digits(MAX_PARSED)  # a longer number would raise an error, instead of being another one
 
 
 def math_answer(prompt: str, response: str, answer: str, **fields: object) -> float:
@@ -14,7 +19,8 @@ def math_answer(prompt: str, response: str, answer: str, **fields: object) -> fl
     none).
 
     In an answer or a response with `####`, only the text after the last one counts; otherwise math-verify looks for
-    `\\boxed{…}`, formulas and numbers. An answer that is prose is compared as text only, any other also as text
+    `\\boxed{…}`, formulas and numbers, in the last `MAX_PARSED` characters only, unless there is a `\\boxed{…}` before
+    them and none in them. An answer that is prose is compared as text only, any other also as text
     (`answers.py`). A response whose text is damaged is wrong. Math-verify's own time limits are disabled (they turn a
     timeout into a wrong answer, and need the main thread's alarm): the pool of guarded processes limits the time.
 
@@ -34,8 +40,15 @@ def math_answer(prompt: str, response: str, answer: str, **fields: object) -> fl
     if is_prose(answer):
         return 0.0
     gold = _parse_gold(answer)
-    parsed = parse(predicted, parsing_timeout=None, raise_on_error=True)
+    parsed = parse(_end_of(predicted), parsing_timeout=None, raise_on_error=True)
     return float(verify(gold, parsed, timeout_seconds=None, raise_on_error=True))
+
+
+def _end_of(text: str) -> str:
+    """Return the part of a response that is parsed."""
+    end, content = text[-MAX_PARSED:], boxed(text)
+    is_before = content is not None and len(end) < len(text) and BOX not in end and len(content) < MAX_PARSED
+    return f"{BOX}{content}}}" if is_before else end
 
 
 def _parse_gold(answer: str) -> list:

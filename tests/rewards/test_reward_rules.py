@@ -1,11 +1,12 @@
 import json
+import time
 from pathlib import Path
 
 import pytest
 
 from fusion.rewards import RewardConfig, RewardPool, RewardSample
 from fusion.rewards.arithmetic import arithmetic
-from fusion.rewards.math import math_answer
+from fusion.rewards.math import MAX_PARSED, math_answer
 
 GSM8K = Path(__file__).parents[2].parent / "shared/data/gsm8k_test.jsonl"
 
@@ -48,6 +49,32 @@ def test_arithmetic(response, answer, reward):
 )
 def test_math(response, answer, reward):
     assert math_answer("", response, answer) == reward
+
+
+@pytest.mark.parametrize(
+    ("response", "reward"),
+    [
+        ("7" * 400_000, 0.0),
+        ("\\boxed{" + "7" * 16_000 + "}", 0.0),
+        ("1 " * 200_000 + "is \\boxed{12}", 1.0),
+        ("so \\boxed{\\frac{24}{2}}, " + "as x is x, " * 40_000, 1.0),
+        ("x is x, " * 50_000 + "so $y = 12$", 1.0),
+        ("\\boxed{" * 60_000, 0.0),
+    ],
+    ids=lambda value: str(value)[:12],
+)
+def test_math_reads_a_response_of_128k_tokens(response, reward):
+    assert math_answer("", response, "12") == reward
+
+
+def test_the_time_of_math_does_not_grow_with_a_long_response():
+    def seconds(num_numbers: int) -> float:
+        began_s = time.process_time()
+        assert math_answer("", "1 " * num_numbers, "12") == 0.0
+        return time.process_time() - began_s
+
+    seconds(100)  # imports
+    assert seconds(64 * MAX_PARSED) < 3 * seconds(MAX_PARSED)
 
 
 def test_an_empty_reference_answer_is_an_error_of_the_data():
