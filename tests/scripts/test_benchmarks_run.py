@@ -58,6 +58,7 @@ WANTED = {
     "growth queue": {"1,000 held.put_samples_per_s", "5,000 held.bytes_per_sample"},
     "growth decode": {"us.1", "us_at_64", "us_a_sequence"},
     "growth turns": {"turn 2.cpu_ms", "turn 2.sent_bytes", "growth.cpu_ms"},
+    "growth lengths": {"128 tokens.draft_us", "128 tokens.put_us_a_token", "growth.turns_us_a_token"},
     "growth calls": {"2 cards.calls", "8 prompts.polled", "growth_with_prompts"},
     "growth memory": {"folder_bytes_a_step"},
     "kv_pool": {"pull_ms", "prefill_over_remote_pull", "floor_wire_ms"},

@@ -1,0 +1,133 @@
+"""Measure what a token costs the host by the length of its sample, for `benchmarks/growth.py`. No model computes."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import time
+import tracemalloc
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from benchmarks.growth_cpu import on_reference
+from benchmarks.harness import Figures, progress
+from benchmarks.runs import temporary_folder
+from distqueue import LocalQueue
+from fusion.inference import Output, Request, SamplingParams
+from fusion.inference.blocks import BlockManager
+from fusion.inference.request_columns import Requests, to_columns
+from fusion.inference.scheduler import Scheduler
+from fusion.inference.sequence import Sequence
+from fusion.rewards.math import math_answer
+from fusion.rollout.drafts.native import NativeIndexes
+from fusion.rollout.drafts.suffix_index import SIBLING
+from fusion.rollout.partial_samples import PartialSamples
+from fusion.telemetry.page import read_run, render
+
+VOCABULARY, TURNS, DRAFTS, BLOCK, SAMPLES = 30_000, 32, 100, 16, 16
+
+
+def lengths(args: Namespace) -> Figures:
+    """Return microseconds of CPU and bytes of a token, at each length, and by how much the longest exceeds the next."""
+    figures: Figures = {}
+    for num_tokens in args.lengths:
+        figures[name := f"{num_tokens:,} tokens"] = found = dict(costs_of(num_tokens, args.rounds))
+        progress(name, found)
+    last, before = (figures[f"{num_tokens:,} tokens"] for num_tokens in args.lengths[:-3:-1])
+    return figures | {"growth": {name: last[name] / before[name] - 1 for name in last if name.endswith("us_a_token")}}
+
+
+def costs_of(num_tokens: int, rounds: int) -> Iterator[tuple[str, float]]:
+    """Yield each cost of a sample of so many tokens, by name."""
+    words = zipf(num_tokens + DRAFTS)
+    index = NativeIndexes()
+    number = index.new([], 1, 7)
+    places = [(number, index.open(number, SIBLING))]
+    index.extend(places, [words[:num_tokens]])
+    yield "index_bytes_a_token", index.nbytes / num_tokens
+
+    def draft() -> None:
+        for token in words[num_tokens:]:
+            index.extend(places, [[token]])
+            index.draft(places, [8], [16], np.linspace(0.05, 0.95, 20), 4)
+
+    yield "draft_us", on_reference(lambda: cpu_s(draft), rounds) / DRAFTS * 1e6
+    tracemalloc.start()
+    running = Running(num_tokens)
+    yield "running_bytes_a_token", tracemalloc.get_traced_memory()[0] / num_tokens
+    tracemalloc.stop()
+    works: dict[str, Callable[[], object]] = {
+        "schedule": lambda: Running(num_tokens),
+        "put": lambda: PartialSamples(LocalQueue(["train"])).put([output_of(words[:num_tokens])]),
+        "turns": lambda: converse(words[:num_tokens]),
+        "evaluated_turn": lambda: pickle.loads(pickle.dumps(Requests(to_columns([running.request])))),
+        "math": lambda: math_answer("", "1 2 " * num_tokens, "12"),
+    }
+    for name, work in works.items():
+        yield f"{name}_us_a_token", on_reference(lambda work=work: cpu_s(work), rounds) / num_tokens * 1e6
+    yield "page_kb", page_bytes(num_tokens) / 1e3
+
+
+class Running:
+    """A request of an engine that decodes all of its tokens; no model computes."""
+
+    def __init__(self, num_tokens: int) -> None:
+        params = SamplingParams(max_tokens=num_tokens)
+        scheduler = Scheduler(BlockManager(num_tokens // BLOCK + 2, BLOCK), max_seqs=1, max_batch_tokens=4096)
+        self.sequence = Sequence.of(Request("g/0", (1, 2, 3), params), params, ())
+        scheduler.add(self.sequence)
+        for number in range(num_tokens):
+            step = scheduler.schedule()
+            scheduler.commit(step, [1000 + number % VOCABULARY], [-0.5 - number])
+
+    @property
+    def request(self) -> Request:
+        """The request with the tokens that it has, as an evaluation sends it again after a turn."""
+        return replace(self.sequence.request, response=tuple(self.sequence.tokens[3:]))
+
+
+def converse(tokens: list[int]) -> None:
+    """Put and restore a conversation of `TURNS` turns."""
+    partials, earlier, before = PartialSamples(LocalQueue(["train"]), caches=True, turns=True), "", ()
+    size = len(tokens) // TURNS
+    for turn in range(TURNS):
+        said = output_of(tokens[turn * size : (turn + 1) * size], sampled=True)
+        (suspended,) = partials.put([], [replace(said, before=before, earlier=earlier, finish_reason="turn")])
+        earlier = suspended.earlier
+        (resumed,) = partials.restore([Request("g/0", (1, 2, 3), group="g", earlier=earlier, turns=True)])
+        before = resumed.response
+
+
+def output_of(tokens: list[int], sampled: bool = False) -> Output:
+    """Return what an engine has sampled of a response."""
+    count = len(tokens)
+    columns = dict(logprobs=[-0.5] * count, versions=[3] * count, sampled=[True] * count if sampled else [])
+    return Output("g/0", "g", (1, 2, 3), tokens, **columns)  # type: ignore[arg-type]
+
+
+def page_bytes(num_tokens: int) -> int:
+    """Return the size of the report of a run with samples of so many tokens, whose texts are whole."""
+    text = "word " * num_tokens
+    messages = [{"role": "tool", "content": text}] * 4
+    with temporary_folder() as folder:
+        rows = [
+            {"step": 1, "prompt": text, "response": text, "reward": n, "messages": messages} for n in range(SAMPLES)
+        ]
+        (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return len(render([read_run(folder)]))
+
+
+def zipf(num_tokens: int) -> list[int]:
+    """Return a text in which few tokens are frequent, and are followed by ever more others."""
+    ranks = np.random.default_rng(0).zipf(1.2, num_tokens)
+    return np.minimum(ranks, VOCABULARY).tolist()
+
+
+def cpu_s(work: Callable[[], object]) -> float:
+    """Return the CPU seconds of a call."""
+    began_s = time.process_time()
+    work()
+    return time.process_time() - began_s
