@@ -35,7 +35,8 @@ Invariants (property-tested in tests/stalesync/policy/test_conversations.py):
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, fields
 from hashlib import sha256
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING, Any, Literal
@@ -306,17 +307,21 @@ class Conversations:
     def state_dict(self) -> list[dict[str, Any]]:
         """Return plain JSON, without the conversations of failed groups, which have ended. One that is away is stored
         as before its turn, which is observed again; a completed one has arrived as a sample."""
-        saved = [asdict(one) for one in self._by_id.values() if one.state != "failed"]
-        for fields in saved:
-            if fields["state"] == "away":
-                fields["state"] = "speaking"
-                del fields["actions"][-1], fields["messages"][-1]
+        saved = []
+        for one in self._by_id.values():
+            # Not `asdict`, which copies each token of a prompt.
+            state = {item.name: copy(getattr(one, item.name)) for item in fields(one)}
+            if one.state == "away":
+                state["state"] = "speaking"
+                del state["actions"][-1], state["messages"][-1]
+            if one.state != "failed":
+                saved.append(state)
         return saved
 
     def load_state_dict(self, state: Iterable[Mapping[str, Any]]) -> None:
         """Restore the state into this new object."""
-        for fields in state:
-            self._add(Conversation(**fields))
+        for values in state:
+            self._add(Conversation(**values))
 
     def _add(self, one: Conversation) -> None:
         self._by_id[one.id] = one

@@ -1,8 +1,9 @@
 """The invariants of conversations, with environments that answer, fail, never answer and are interrupted at random."""
 
 import json
+import time
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 from hypothesis import given, settings
@@ -177,6 +178,17 @@ def test_every_conversation_ends_once_within_its_budgets_and_no_failure_is_a_rew
     assert {id.split("/")[0] for id, how in world.ended.items() if how == "failed"} <= world.failed
     world.conversations.take(ids)
     assert not world.conversations.state_dict() and not world.conversations.failed
+
+
+def test_a_state_with_branches_of_millions_of_tokens_costs_no_more_than_a_copy_of_them():
+    conversations, prompt = conversing(replace(SPEC, max_tokens=1 << 30), members=1), list(range(3_000_000))
+    conversations.observe_turn("g/0", 4, "a")
+    branch = conversations.observe_stepped(stepped("g/0"), prompt=prompt, first_prompt_tokens=FIRST)
+    assert isinstance(branch, Branch)
+    began_s = time.process_time()
+    (state,) = conversations.state_dict()
+    assert time.process_time() - began_s < 0.5
+    assert state["prompt"] == prompt
 
 
 def test_an_environment_that_never_answers_fails_its_group_when_its_seconds_are_used_up():
