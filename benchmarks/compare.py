@@ -6,7 +6,7 @@
 deployments: separate, colocated, full and hybrid at staleness 0 and 1, with the same prompts, lengths and reference, on
 emulated cards of modelled speed (`device=paced`): processes, Ray, queue and switches are real, and only the time that
 cards take is modelled. On two cores idle cards would lend their CPU to the others otherwise.
-schedules: requests in order of arrival, in chunks in the order `history`, and HistoPipe one step ahead, likewise.
+schedules: requests in order of arrival, in the order `history`, without and in chunks, and HistoPipe one step ahead.
 drafts: an engine's tokens a CPU second with drafts and without, in turns: this is wall clock.
 
 Every cell of the table says where it is from: `measured` (a clock around real work), `paced`, `simulated`, `published`
@@ -29,7 +29,7 @@ BENCHMARK = Benchmark(
         Option("steps", 2, smoke=1, help="measured steps of each run"),
         Option("cards", 4, smoke=2),
         Option("prompts", 16, smoke=2),
-        Option("speed", 96.0, smoke=3000.0),
+        Option("speed", 80.0, smoke=3000.0),
         Option("bounds", (0, 1), smoke=(0,)),
         Option("deployments", ("separate", "colocated", "full", "hybrid"), smoke=("separate", "full")),
         Option("rounds", 1, smoke=1),
