@@ -61,4 +61,4 @@ def is_wide(parallel: Parallel) -> bool:
 
 def axes(parallel: Parallel) -> Factors:
     """The factors of a layout: its sizes."""
-    return parallel.tp, parallel.ep, parallel.etp, parallel.pp, parallel.dp
+    return parallel.tp, parallel.ep, parallel.etp, parallel.pp, parallel.dp, parallel.cp

@@ -43,7 +43,7 @@ def plan_groups(spec: WorkerSpec) -> Groups:
         meshes.append((spec.reward_model.layout, deployment.reward_model))
     for parallel, ranks in meshes:
         groups = add_mesh(groups, parallel, ranks)
-    together = [deployment.actor, deployment.train, *(replicas(spec) if spec.train.pp > 1 else ())]
+    together = [deployment.actor, deployment.train, *replicas(spec)]
     return groups | {members: True for members in together if len(members) > 1}
 
 
@@ -64,10 +64,10 @@ def add_mesh(groups: Groups, parallel: Parallel, ranks: tuple[int, ...]) -> Grou
 
 
 def replicas(spec: WorkerSpec) -> list[tuple[int, ...]]:
-    """Return for each DP coordinate all TP ranks of all stages, the first rank of the first stage in front."""
+    """Return for each replica all its ranks of all stages, the first rank of the first stage in front."""
     members: dict[int, list[int]] = {}
     for place, card in enumerate(spec.deployment.train):
-        members.setdefault(spec.train.coordinate("dp", place), []).append(card)
+        members.setdefault(spec.train.coordinate("replica", place), []).append(card)
     return [tuple(cards) for cards in members.values()]
 
 

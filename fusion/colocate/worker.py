@@ -181,7 +181,7 @@ class Worker(LoadedWorker):
             if _first_of_replica(mesh) and ids:
                 columns = {REFERENCE: response_column(logprobs, sequences, delivery)}
                 self.queue.put(PackedBatch.from_samples(ids, columns))
-        reports_kl = with_kl and mesh.tp_rank == 0 and mesh.last_stage
+        reports_kl = with_kl and mesh.first_of_replica and mesh.last_stage
         sums = summed_log_ratios(sequences, logprobs) if reports_kl else []
         return card.log.report(reference_kl=dict(zip(ids, sums, strict=False)))
 
@@ -361,4 +361,4 @@ class Worker(LoadedWorker):
 
 def _first_of_replica(mesh: Mesh) -> bool:
     """Return whether this rank reports for all that compute the same samples."""
-    return mesh.tp_rank == 0 and mesh.first_stage
+    return mesh.first_of_replica and mesh.first_stage

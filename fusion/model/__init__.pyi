@@ -25,4 +25,7 @@ from .replay import routing_of as routing_of
 from .table import global_params as global_params
 from .table import local_params as local_params
 from .transformer import Transformer as Transformer
+from .ulysses import UlyssesAttention as UlyssesAttention
+from .ulysses import context_rows as context_rows
+from .ulysses import over_context as over_context
 from .weights import Buckets as Buckets

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from fusion.model.collectives import Rows, gather_rows, reduce_scatter_rows, sum_over_tp
-from fusion.model.matrix import Adapted, Matrix, Weights, blocks_of, parameter, project
+from fusion.model.matrix import Adapted, Matrix, Weights, blocks_of, parameter, project, rows_of
 from fusion.model.mesh import Mesh
 from fusion.model.spec import GroupedQuery, Latent
 from fusion.npu.operators import Plain, linear
@@ -69,6 +69,12 @@ class Up:
         inner = linear(out_NHR.flatten(0, 1), added.lora_a, self.row_multiple).unflatten(0, out_NHR.shape[:2])
         low_rank = self._multiply(inner * added.scale, [of_heads[:, nope:].transpose(1, 2)])
         return self._multiply(out_NHR, values) + low_rank
+
+    def of_heads(self, heads: range) -> Up:
+        """Return what expands to some of this rank's heads."""
+        channels = self.spec.nope_dim + self.spec.value_dim
+        rows = rows_of(self.kv_b, range(heads.start * channels, heads.stop * channels))
+        return Up(rows, self.spec, self.operators, self.row_multiple)
 
     def _adapters(self) -> Adapted | None:
         return self.kv_b if isinstance(self.kv_b, Adapted) and self.kv_b.scale else None

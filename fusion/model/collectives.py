@@ -78,9 +78,7 @@ def gather_rows(x_shard: torch.Tensor, rows: Rows, mesh: Mesh) -> torch.Tensor:
     """Gather [shard, …] of every TP rank into [rows, …] on all of them. Backward: reduce-scatter of the gradients."""
     if mesh.tp_group is None or rows.whole:
         return x_shard
-    sizes = shard_sizes(rows.count, mesh.parallel.tp)
-    gather, scatter = partial(gather_padded, sizes=sizes, group=mesh.tp_group), _scatter(sizes, mesh.tp_group)
-    return _WithAdjoint.apply(x_shard, gather, scatter)
+    return gather_shards(x_shard, shard_sizes(rows.count, mesh.parallel.tp), mesh.tp_group)
 
 
 def reduce_scatter_rows(x_partial: torch.Tensor, rows: Rows, mesh: Mesh) -> torch.Tensor:
@@ -92,6 +90,48 @@ def reduce_scatter_rows(x_partial: torch.Tensor, rows: Rows, mesh: Mesh) -> torc
     sizes = shard_sizes(x_partial.shape[0], mesh.parallel.tp)
     gather, scatter = partial(gather_padded, sizes=sizes, group=mesh.tp_group), _scatter(sizes, mesh.tp_group)
     return _WithAdjoint.apply(x_partial, scatter, gather)
+
+
+def gather_shards(x_shard: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Gather [sizes[rank], …] of every rank of ``group`` in rank order. Backward: reduce-scatter of the gradients."""
+    gather, scatter = partial(gather_padded, sizes=sizes, group=group), _scatter(sizes, group)
+    return _WithAdjoint.apply(x_shard, gather, scatter)
+
+
+def share_shards(x_shard: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Gather [sizes[rank], …] of every rank of ``group``, where each then computes the same value from all of them.
+    Backward: this rank's rows of the gradient, so that the value counts once and not once a rank."""
+    start, rank = sum(sizes[: dist.get_rank(group)]), dist.get_rank(group)
+    own = slice(start, start + sizes[rank])
+    return _WithAdjoint.apply(x_shard, partial(gather_padded, sizes=sizes, group=group), lambda grad: grad[own])
+
+
+def rows_to_heads(x_nHC: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Exchange this rank's rows of all H heads for all rows of its heads, the rank-th of equal runs: [N, H / ranks, C].
+
+    Args:
+        sizes: rows of each rank, N in total.
+    """
+    to_heads, to_rows = partial(_to_heads, sizes=sizes, group=group), partial(_to_rows, sizes=sizes, group=group)
+    return _WithAdjoint.apply(x_nHC, to_heads, to_rows)
+
+
+def heads_to_rows(x_NhC: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Exchange back what `rows_to_heads` has exchanged."""
+    to_heads, to_rows = partial(_to_heads, sizes=sizes, group=group), partial(_to_rows, sizes=sizes, group=group)
+    return _WithAdjoint.apply(x_NhC, to_rows, to_heads)
+
+
+def _to_heads(x_nHC: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    ranks, rows = len(sizes), x_nHC.shape[0]
+    by_rank = x_nHC.unflatten(1, (ranks, -1)).transpose(0, 1).flatten(0, 1)
+    return _exchange(by_rank, send=[rows] * ranks, receive=sizes, group=group)
+
+
+def _to_rows(x_NhC: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    ranks, rows = len(sizes), sizes[dist.get_rank(group)]
+    by_rank = _exchange(x_NhC, send=sizes, receive=[rows] * ranks, group=group)
+    return by_rank.unflatten(0, (ranks, rows)).transpose(0, 1).flatten(1, 2)
 
 
 def sum_plainly(x_partial: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:

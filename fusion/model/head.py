@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from fusion.model.id_mask import IdMask
+from fusion.model.matrix import places_of
 from fusion.npu.operators import linear
 
 
@@ -50,13 +51,7 @@ class Head:
 
     def places_of(self, ids: range) -> list[tuple[int, slice]]:
         """Return where the rows of a range of this rank's ids lie: block and rows of it, in order."""
-        places, first = [], 0
-        for index, block in enumerate(self.blocks):
-            start, stop = max(ids.start - first, 0), min(ids.stop - first, len(block))
-            if start < stop:
-                places.append((index, slice(start, stop)))
-            first += len(block)
-        return places
+        return places_of(self.blocks, ids)
 
     def weights_of(self, ids: range) -> list[torch.Tensor]:
         """Return the weights of a range of this rank's ids, views of `blocks`."""

@@ -22,6 +22,7 @@ class Mesh:
     parallel: Parallel
     rank: int
     tp_group: dist.ProcessGroup | None = None
+    cp_group: dist.ProcessGroup | None = None
     dp_group: dist.ProcessGroup | None = None
     etp_group: dist.ProcessGroup | None = None
     ep_group: dist.ProcessGroup | None = None
@@ -35,6 +36,10 @@ class Mesh:
     @property
     def tp_rank(self) -> int:
         return self.parallel.coordinate("tp", self.rank)
+
+    @property
+    def cp_rank(self) -> int:
+        return self.parallel.coordinate("cp", self.rank)
 
     @property
     def dp_rank(self) -> int:
@@ -51,6 +56,11 @@ class Mesh:
     @property
     def pp_rank(self) -> int:
         return self.parallel.coordinate("pp", self.rank)
+
+    @property
+    def first_of_replica(self) -> bool:
+        """Whether this is the first of the ranks of its stage that compute the same samples."""
+        return self.tp_rank == 0 == self.cp_rank
 
     @property
     def first_stage(self) -> bool:

@@ -297,11 +297,11 @@ def sequence_balancing_loss(routed: Routed, owner_n: torch.Tensor, lengths: torc
     2412.19437, equations 17 to 20).
 
     Σ_e f_e P_e, with f_e = E / (k T) times the number of the sequence's T tokens that are routed to expert e, of which
-    replayed ones count, and P_e their mean probability. Collective over TP, whose ranks have rows of the same
-    sequences: the shares add up to the loss.
+    replayed ones count, and P_e their mean probability. Collective over TP and context parallel, whose ranks have rows
+    of the same sequences: the shares add up to the loss.
 
     Args:
-        routed: with ``probs_nE``, of this TP rank's rows.
+        routed: with ``probs_nE``, of this rank's rows.
         owner_n: int64 [n], the sequence of each row.
         lengths: float32 [S], the tokens of each sequence.
 
@@ -313,8 +313,9 @@ def sequence_balancing_loss(routed: Routed, owner_n: torch.Tensor, lengths: torc
     places = (owner_n.unsqueeze(1) * num_experts + routed.expert_nk).flatten()
     counts = routed.probs_nE.new_zeros(len(lengths) * num_experts)
     counts.scatter_add_(0, places, torch.ones_like(places, dtype=torch.float32))
-    if mesh.tp_group is not None:
-        dist.all_reduce(counts, group=mesh.tp_group)
+    for group in (mesh.tp_group, mesh.cp_group):
+        if group is not None:
+            dist.all_reduce(counts, group=group)
     probs_SE = routed.probs_nE.new_zeros(len(lengths), num_experts).index_add(0, owner_n, routed.probs_nE)
     shares_S = (counts.view_as(probs_SE) * probs_SE).sum(-1)
     return (num_experts / top_k * shares_S / lengths.clamp(min=1).square()).sum()

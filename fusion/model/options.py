@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fusion.telemetry.keys import POSITIVE, key
+from fusion.telemetry.keys import POSITIVE, Unsupported, key
 from fusion.telemetry.validation import Checks, Group
 
 if TYPE_CHECKING:
@@ -45,10 +45,19 @@ class LayoutConfig:
 
 
 @dataclass
+class TrainLayoutConfig(LayoutConfig):
+    """Sizes of the layout of training."""
+
+    cp: int = key(1, at_least=1, unsupported_by={"megatron": Unsupported("its layers are not told of it")})
+    """Context parallel: data-parallel ranks that share the samples of one replica, each with a part of their rows, so
+    that longer samples fit; it divides the data-parallel ranks and the attention heads of a TP rank."""
+
+
+@dataclass
 class ParallelConfig(Group, path="parallel"):
     """The layouts of a run."""
 
-    train: LayoutConfig = key(factory=LayoutConfig, read_by="plan simulate")
+    train: TrainLayoutConfig = key(factory=TrainLayoutConfig, read_by="plan simulate")
     """Layout of the training phase; data parallel uses the remaining cards."""
     infer: LayoutConfig = key(factory=LayoutConfig, read_by="plan simulate")
     """Layout of the generation phase; cards beyond one TP/EP group become further engines."""

@@ -12,20 +12,26 @@ the ranks of a stage independently, as in Megatron-Core, so TP2 EP2 PP2 on eight
 
 Tokens are split over TP between blocks (sequence parallel), so that every rank of an EP group sends different tokens
 to the experts, for any TP.
+
+Context parallel (cp) divides data parallel for the samples alone: cp consecutive DP ranks are one replica, which has
+the same samples, and each computes a share of their rows (`fusion.model.ulysses`). Weights, their optimizer states and
+where they lie do not depend on it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import gcd
 from typing import Literal
 
 from fusion.model.config import ModelConfig
 
-Axis = Literal["tp", "dp", "etp", "ep", "edp", "pp"]
-AXES: tuple[Axis, ...] = ("tp", "dp", "etp", "ep", "edp", "pp")
+Axis = Literal["tp", "cp", "replica", "dp", "etp", "ep", "edp", "pp"]
+AXES: tuple[Axis, ...] = ("tp", "cp", "dp", "etp", "ep", "edp", "pp")
+"""Axes that have process groups"""
+_GRIDS: tuple[tuple[Axis, ...], ...] = (("pp", "tp", "dp"), ("pp", "etp", "ep", "edp"), ("pp", "tp", "cp", "replica"))
 
-
-CARD_ONLY = frozenset(("etp", "ep", "edp", "ends"))
+CARD_ONLY = frozenset(("cp", "etp", "ep", "edp", "ends"))
 """Process groups in which only cards communicate, and the host never does"""
 MIN_DISPATCH_RANKS = 16
 """EP ranks from which on a card's operators may send rows to experts, in a group that is used for nothing else"""
@@ -34,16 +40,17 @@ MIN_DISPATCH_RANKS = 16
 @dataclass(frozen=True)
 class Parallel:
     """Holds the sizes of one layout: ``world`` ranks in ``pp`` stages; tensor parallel ``tp``; expert parallel ``ep``;
-    expert-tensor parallel ``etp``."""
+    expert-tensor parallel ``etp``; context parallel ``cp``, within data parallel."""
 
     world: int = 1
     tp: int = 1
     ep: int = 1
     pp: int = 1
     etp: int = 1
+    cp: int = 1
 
     def __post_init__(self) -> None:
-        for axis in ("tp", "ep", "pp", "etp"):
+        for axis in ("tp", "ep", "pp", "etp", "cp"):
             if getattr(self, axis) < 1:
                 raise ValueError(f"{axis}={getattr(self, axis)}: expected at least 1")
         if self.world % self.pp:
@@ -52,6 +59,10 @@ class Parallel:
         for axis, size in (("tp", self.tp), ("ep", self.ep), ("etp", self.etp), ("ep x etp", self.ep * self.etp)):
             if self.stage_world % size:
                 raise ValueError(f"{axis}={size} does not divide the {self.stage_world} ranks{of or ' of the layout'}")
+        if self.dp % self.cp:
+            raise ValueError(
+                f"cp={self.cp} does not divide the {self.dp} data-parallel ranks: expected one of {_divisors(self.dp)}"
+            )
 
     @property
     def stage_world(self) -> int:
@@ -63,14 +74,28 @@ class Parallel:
         return self.stage_world // self.tp
 
     @property
+    def replicas(self) -> int:
+        """Groups of ranks of a stage that compute the same samples: data parallel, divided by context parallel."""
+        return self.dp // self.cp
+
+    @property
     def edp(self) -> int:
         return self.stage_world // (self.ep * self.etp)
+
+    @property
+    def of_weights(self) -> Parallel:
+        """The layout of the weights, on which context parallel has no influence."""
+        return replace(self, cp=1)
 
     def coordinate(self, axis: Axis, rank: int) -> int:
         place = rank % self.stage_world
         match axis:
             case "tp":
                 return place % self.tp
+            case "cp":
+                return place // self.tp % self.cp
+            case "replica":
+                return place // (self.tp * self.cp)
             case "dp":
                 return place // self.tp
             case "etp":
@@ -84,10 +109,10 @@ class Parallel:
 
     def groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         """Return all groups of ranks along an axis, each in the order of the axis."""
-        grid = next(grid for grid in (("pp", "tp", "dp"), ("pp", "etp", "ep", "edp")) if axis in grid)
+        grid = next(grid for grid in _GRIDS if axis in grid)
         members: dict[tuple[int, ...], list[int]] = {}
         for rank in range(self.world):
-            others = tuple(self.coordinate(other, rank) for other in grid if other != axis)  # type: ignore[arg-type]
+            others = tuple(self.coordinate(other, rank) for other in grid if other != axis)
             members.setdefault(others, []).append(rank)
         return tuple(tuple(group) for group in members.values())
 
@@ -143,6 +168,12 @@ class Parallel:
         for name, size in divisible_sizes:
             if size % self.tp:
                 return f"tp={self.tp} does not divide the model's {name}={size}"
+        if config.num_heads // self.tp % self.cp:
+            accepted = _divisors(gcd(self.dp, config.num_heads // self.tp))
+            return (
+                f"cp={self.cp} x tp={self.tp} does not divide the model's num_attention_heads={config.num_heads}: "
+                f"expected cp to be one of {accepted}"
+            )
         if config.num_kv_heads % self.tp and self.tp % config.num_kv_heads:
             return (
                 f"tp={self.tp} neither divides nor is a multiple of the model's "
@@ -160,5 +191,10 @@ class Parallel:
         return None
 
     def __str__(self) -> str:
-        optional = "".join(f"{axis.upper()}{size}" for axis, size in (("pp", self.pp), ("etp", self.etp)) if size > 1)
+        sizes = (("pp", self.pp), ("etp", self.etp), ("cp", self.cp))
+        optional = "".join(f"{axis.upper()}{size}" for axis, size in sizes if size > 1)
         return f"TP{self.tp}EP{self.ep}{optional}DP{self.dp}"
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

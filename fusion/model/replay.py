@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from fusion.model.collectives import Rows, gather_rows, shard_range
+from fusion.model.collectives import Rows, gather_padded, gather_rows, shard_range, shard_sizes
 from fusion.model.mesh import Mesh
 
 
@@ -85,9 +85,12 @@ def routing_dtype(num_experts: int) -> torch.dtype:
 @torch.no_grad()
 def routing_of(routed: Sequence[Routed], rows: int | Rows, mesh: Mesh, num_experts: int) -> torch.Tensor:
     """Return the experts of all N rows of a pass in the L sparse layers of this stage: `routing_dtype` [N, L, k] on the
-    CPU. Collective over TP."""
+    CPU. Collective over TP and context parallel, over which the rows are split."""
     experts_nLk = torch.stack([layer.expert_nk for layer in routed], 1).to(routing_dtype(num_experts))
     # sent as bytes, since some backends do not support every integer dtype
-    rows = rows if isinstance(rows, Rows) else Rows(rows)
-    wire = gather_rows(experts_nLk.flatten(1).view(torch.uint8), rows, mesh)
+    sizes = shard_sizes(rows.count if isinstance(rows, Rows) else rows, mesh.parallel.cp)
+    own = rows if isinstance(rows, Rows) else Rows(sizes[mesh.cp_rank])
+    wire = gather_rows(experts_nLk.flatten(1).view(torch.uint8), own, mesh)
+    if mesh.cp_group is not None:
+        wire = gather_padded(wire, sizes, mesh.cp_group)
     return wire.view(experts_nLk.dtype).unflatten(1, experts_nLk.shape[1:]).cpu()

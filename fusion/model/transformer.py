@@ -211,8 +211,8 @@ class Transformer(nn.Module):
         return shard_range(rows, self.mesh.parallel.tp, self.mesh.tp_rank)
 
     def routing_of(self, routed: list[Routed], rows: int) -> torch.Tensor:
-        """Return the experts of all N rows of a pass in the L sparse layers of this stage: `routing_dtype` [N, L, k] on
-        the CPU. Collective over TP."""
+        """Return the experts of all N rows of a batch in the L sparse layers of this stage: `routing_dtype` [N, L, k]
+        on the CPU. Collective over TP and context parallel."""
         return routing_of(routed, rows, self.mesh, num_experts=self.config.num_experts)
 
     def logits(self, hidden_nD: torch.Tensor) -> torch.Tensor:

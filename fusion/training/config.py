@@ -101,8 +101,9 @@ class TrainingConfig(Group, path="training"):
     """Optimizer steps over which the learning rate rises linearly from 0 to `lr`."""
 
     token_budget: int = key(16384, at_least=1, read_by="plan")
-    """Maximum number of tokens of one micro-batch on one data-parallel rank: bounds the memory of the layers'
-    activations (that of log-probabilities is bounded whatever it is); does not change results."""
+    """Maximum number of tokens of one micro-batch on one replica, whose cards share them with `parallel.train.cp`:
+    bounds the memory of the layers' activations (that of log-probabilities is bounded whatever it is); does not change
+    results."""
 
     recompute: bool = key(False, read_by="plan simulate")
     """Activation checkpointing: keep only the input of each layer and recompute the rest in the backward pass; less

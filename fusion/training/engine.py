@@ -6,7 +6,8 @@
 Invariants: the loss is a mean over the trained tokens of the *global* batch (`Objective`), so loss and gradient do not
 depend on the layout, on micro-batches or on packing, except for rounding. All ranks run the same number of
 micro-batches, because the exchange of tokens between experts is collective: a rank with fewer runs empty ones. The lm
-head runs on the last stage, only for rows whose log-probability is needed.
+head runs on the last stage, only for rows whose log-probability is needed. With context parallelism a rank computes its
+rows of each micro-batch (`context_rows`); what a loss reads is that of whole sequences on every rank.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from fusion.model import Buckets, Mesh, PackedAttention, Routed
+from fusion.model import Buckets, Mesh, PackedAttention, Routed, context_rows, over_context
 from fusion.model.bucket_plan import trained_units
 from fusion.model.weights import views_apart
 from fusion.npu import Device
@@ -111,7 +112,7 @@ class EmbeddedTrainEngine:
             config=self.model.config,
             mesh=self.mesh,
             balancing_coef=self.balancing_coef,
-            own_rows=self.model.own_rows if self._balances_sequences else None,
+            own_rows=self._own_rows if self._balances_sequences else None,
             counts_E=counts_E,
             share=self._begin_batch(totals, continued),
         )
@@ -130,7 +131,7 @@ class EmbeddedTrainEngine:
             return None, of_tokens if of_routing is None else of_tokens + of_routing
 
         self._accumulated = True
-        self.stage.train(_rows(batches), forward)
+        self.stage.train(self._rows(batches), forward)
         self.router_bias.collect()
         sums = objective.sums()
         self._sums = sums.after(self._sums) if continued and self._sums else sums
@@ -163,7 +164,7 @@ class EmbeddedTrainEngine:
                 values_2N[:, places[i][batches[i].trained_rows]] = torch.stack([tokens.logprobs, tokens.entropy]).cpu()
             return None, None
 
-        self.stage.infer(_rows(batches), forward)
+        self.stage.infer(self._rows(batches), forward)
         if self.mesh.pp_group is not None:
             dist.broadcast(values_2N, group=self.mesh.pp_group, group_src=self.mesh.parallel.pp - 1)
         logprobs_N, entropy_N = values_2N
@@ -285,6 +286,7 @@ class EmbeddedTrainEngine:
         if self.mesh.dp_group is not None:
             by_rank = local.new_empty(self.mesh.parallel.dp, 5)
             dist.all_gather_into_tensor(by_rank, local, group=self.mesh.dp_group)
+            by_rank = by_rank[:: self.mesh.parallel.cp]  # ranks of one replica have the same sequences
         weight, normaliser, rows, num_sequences, _ = by_rank.sum(0).tolist()
         totals = Totals(
             weight, normaliser, rows=int(rows), sequences=int(num_sequences), micro_batches=int(by_rank[:, 4].max())
@@ -296,17 +298,30 @@ class EmbeddedTrainEngine:
     def _hidden(
         self, batch: Sequences, hidden: torch.Tensor | None, routed: list[Routed] | None = None
     ) -> torch.Tensor:
-        positions = batch.positions.to(self.device.torch_device)
+        own = context_rows(batch.rows, self.mesh)
+        positions = batch.positions[own].to(self.device.torch_device)
         # After the first stage the model uses only the number of ids, and the batch may have none.
-        ids = batch.tokens.to(self.device.torch_device) if self.mesh.first_stage else positions
+        ids = batch.tokens[own].to(self.device.torch_device) if self.mesh.first_stage else positions
+        attend = PackedAttention(batch.lengths, self.device.operators)
         return self.model(
             ids,
             positions,
-            PackedAttention(batch.lengths, self.device.operators),
+            over_context(attend, batch.rows, self.mesh),
             routed,
             hidden,
-            replay_of(batch, self.model),
+            replay_of(batch, self.model, own),
         )
+
+    def _rows(self, batches: list[Sequences]) -> list[int]:
+        """Return how many rows of each micro-batch this rank computes, with its TP group."""
+        own = [context_rows(batch.rows, self.mesh) for batch in batches]
+        return [rows.stop - rows.start for rows in own]
+
+    def _own_rows(self, rows: int) -> range:
+        """Return which of the rows of a micro-batch this rank routes."""
+        own = context_rows(rows, self.mesh)
+        routed = self.model.own_rows(own.stop - own.start)
+        return range(own.start + routed.start, own.start + routed.stop)
 
     def _tokens(self, batch: Sequences, hidden_ND: torch.Tensor, with_mass: bool = False) -> TokenLogprobs:
         return trained_logprobs(self.model, batch, hidden_ND, temperature=self.temperature, with_mass=with_mass)
@@ -319,13 +334,9 @@ class EmbeddedTrainEngine:
             out = self._hidden(batches[i], hidden, routed)
             return None if self.mesh.last_stage else out, None
 
-        self.stage.infer(_rows(batches), forward)
+        self.stage.infer(self._rows(batches), forward)
         num_experts = self.model.config.num_experts
         return routing_counts(routed, self.mesh, num_experts, self.device.torch_device)
-
-
-def _rows(batches: list[Sequences]) -> list[int]:
-    return [batch.rows for batch in batches]
 
 
 if TYPE_CHECKING:

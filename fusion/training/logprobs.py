@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from fusion.model import Head, Mesh, Transformer
+from fusion.model import Head, Mesh, Transformer, context_rows
+from fusion.model.collectives import shard_sizes, share_shards
 from fusion.model.tiling import TILE_BYTES, tile_shape
 from fusion.training.batch import KeptIds, Sequences
 from fusion.training.logit_tiles import Cells, Logits, Tiles
@@ -89,17 +90,27 @@ def trained_logprobs(
     with_mass: bool = False,
 ) -> TokenLogprobs:
     """Compute those of the trained tokens of a micro-batch, in the order of `Sequences.trained_rows`, from its hidden
-    states; ``with_mass`` the mass of masked ids, too. On the last stage."""
-    rows, device = batch.trained_rows, hidden_ND.device
-    return vocab_parallel_logprobs(
-        hidden_ND.index_select(0, (rows - 1).to(device)),
+    states; ``with_mass`` the mass of masked ids, too. On the last stage. Collective over context parallel, whose ranks
+    compute those that their rows predict, from the hidden states of these, and have all of them in the end."""
+    rows, device, mesh = batch.trained_rows, hidden_ND.device, model.mesh
+    predicted_by = rows - 1
+    ends = torch.tensor(shard_sizes(batch.rows, mesh.parallel.cp)).cumsum(0)
+    rank_n = torch.searchsorted(ends, predicted_by, right=True)
+    own = rank_n == mesh.cp_rank
+    values = vocab_parallel_logprobs(
+        hidden_ND.index_select(0, (predicted_by[own] - context_rows(batch.rows, mesh).start).to(device)),
         model.head,
-        batch.tokens[rows].to(device),
-        model.mesh,
+        batch.tokens[rows[own]].to(device),
+        mesh,
         temperature=temperature,
-        kept=batch.kept_at(rows),
+        kept=batch.kept_at(rows[own]),
         with_mass=with_mass,
     )
+    if mesh.cp_group is None or not len(rows):
+        return values
+    sizes = rank_n.bincount(minlength=mesh.parallel.cp).tolist()
+    own_values = {name: one for name, one in values._asdict().items() if one is not None}
+    return TokenLogprobs(**{name: share_shards(one, sizes, mesh.cp_group) for name, one in own_values.items()})
 
 
 class _Logprobs(torch.autograd.Function):

@@ -9,7 +9,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from fusion.model import Head, PackedAttention, Replay, Routed, WeightHolder
+from fusion.model import Head, Replay, Routed, WeightHolder
+from fusion.model.attention import Attend
 
 
 class TrainedModel(WeightHolder, Protocol):
@@ -33,12 +34,13 @@ class TrainedModel(WeightHolder, Protocol):
         self,
         ids_N: torch.Tensor,
         positions_N: torch.Tensor,
-        attend: PackedAttention,
+        attend: Attend,
         routed: list[Routed] | None = None,
         hidden: torch.Tensor | None = None,
         replay: Replay | None = None,
     ) -> torch.Tensor:
-        """Compute the hidden states of a packed batch, as `Transformer.forward`."""
+        """Compute the hidden states of a packed batch, or of this rank's rows of it (`context_rows`), as
+        `Transformer.forward`."""
 
     def adapters_off(self) -> AbstractContextManager[None]:
         """Compute with the base alone during the block. Of a model with adapters."""
@@ -53,5 +55,5 @@ class TrainedModel(WeightHolder, Protocol):
         """Return which rows of a batch of ``rows`` this TP rank routes, in the order of `Routed`."""
 
     def routing_of(self, routed: list[Routed], rows: int) -> torch.Tensor:
-        """Return the experts of all N rows of a pass in the L sparse layers of this stage: `routing_dtype` [N, L, k] on
-        the CPU. Collective over TP."""
+        """Return the experts of all N rows of a batch in the L sparse layers of this stage: `routing_dtype` [N, L, k]
+        on the CPU. Collective over TP and context parallel."""

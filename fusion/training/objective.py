@@ -111,7 +111,7 @@ class Objective:
     """Computes each micro-batch's share of the loss and accumulates the metrics.
 
     Args:
-        own_rows: returns which rows of a batch of so many this TP rank routes, to balance each sequence instead of the
+        own_rows: returns which rows of a batch of so many this rank routes, to balance each sequence instead of the
             batch, which needs no ``counts_E``; None: balance the batch.
         counts_E: tokens that each expert receives from the global batch, summed over layers; None: there is
             one micro-batch and one stage, and `of_routing` counts its routing.
@@ -232,9 +232,9 @@ class Objective:
         sizes = [len(value) for value in values]
         wire = torch.cat(values).cpu()
         if self.mesh.stage_group is not None:
-            # The ranks of a TP group have the same tokens, which are counted once; each routes rows of its own.
-            summed_over_rows = (BALANCE, MISMATCH)
-            counts_here = torch.tensor([name in summed_over_rows or self.mesh.tp_rank == 0 for name in self._sums])
+            # The ranks of a replica have the same tokens, which are counted once; each routes rows of its own.
+            summed_over_rows, first = (BALANCE, MISMATCH), self.mesh.first_of_replica
+            counts_here = torch.tensor([name in summed_over_rows or first for name in self._sums])
             wire *= counts_here.repeat_interleave(torch.tensor(sizes))
             dist.all_reduce(wire, group=self.mesh.stage_group)
         return dict(zip(self._sums, (part.clone() for part in wire.split(sizes)), strict=True))

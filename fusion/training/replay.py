@@ -13,8 +13,8 @@ from fusion.training.batch import Sequences
 from fusion.training.model import TrainedModel
 
 
-def replay_of(batch: Sequences, model: TrainedModel) -> Replay | None:
-    """Return the routing to be replayed in a forward pass of the batch; None if the batch has none.
+def replay_of(batch: Sequences, model: TrainedModel, own: slice) -> Replay | None:
+    """Return the routing to be replayed in a forward pass of the batch's rows ``own``; None if the batch has none.
 
     Raises:
         ValueError: the routing has another number of sparse layers, or of experts per token, than this stage of the
@@ -26,7 +26,7 @@ def replay_of(batch: Sequences, model: TrainedModel) -> Replay | None:
     if batch.rows and batch.routing.shape[1:] != cell:
         raise ValueError(f"routing has {list(batch.routing.shape[1:])} (layers, k) per token; expected {list(cell)}")
     device = model.device.torch_device
-    return Replay(batch.routing.reshape(batch.rows, *cell).to(device), batch.before_last_N.to(device))
+    return Replay(batch.routing.reshape(batch.rows, *cell)[own].to(device), batch.before_last_N[own].to(device))
 
 
 def new_record(sequences: Sequences, model: TrainedModel) -> torch.Tensor:

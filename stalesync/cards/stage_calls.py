@@ -57,9 +57,9 @@ def calls_of_replicas(
 
     Args:
         layout: of the mesh that ``ranks`` form, in its order.
-        calls: by DP rank of that mesh.
+        calls: by replica of that mesh.
     """
-    return {rank: calls[layout.coordinate("dp", place)] for place, rank in enumerate(ranks)}
+    return {rank: calls[layout.coordinate("replica", place)] for place, rank in enumerate(ranks)}
 
 
 @dataclass

@@ -326,7 +326,7 @@ class Config:
     def _layout(self, key: str, cards: tuple[int, ...], shape: LayoutConfig) -> Parallel:
         world, npus = len(cards), self.cluster.npus
         try:
-            return Parallel(world, shape.tp, shape.ep, pp=shape.pp, etp=shape.etp)
+            return Parallel(world, **dataclasses.asdict(shape))
         except ValueError as error:
             subset = f"; {world} of them in fusion.deployment={self.fusion.deployment}" if world < npus else ""
             raise ValueError(f"{key}: {error} (cluster.npus={npus}{subset})") from None

@@ -83,7 +83,7 @@ def check_batches(config: Config, model: ModelConfig) -> None:
     """Refuse batches without a sample for each replica, and samples longer than what is to hold them."""
     prompts, algorithm = config.data.prompts_per_step, config.algorithm
     minibatches, group = algorithm.minibatches, algorithm.group_size
-    samples, replicas = prompts // minibatches * group, config.train_layout.dp
+    samples, replicas = prompts // minibatches * group, config.train_layout.replicas
     if samples < replicas:
         raise ValueError(
             f"a minibatch has {samples} samples (data.prompts_per_step={prompts} / algorithm.minibatches="

@@ -46,6 +46,9 @@ _NAMES = {
     "parallel.infer.tp": "actor_rollout_ref.rollout.tensor_model_parallel_size",
     "parallel.train.tp and parallel.train.ep and parallel.train.pp and parallel.train.etp": """
         actor_rollout_ref.actor.megatron.tensor_model_parallel_size""",
+    "parallel.train.cp": """
+        actor_rollout_ref.actor.ulysses_sequence_parallel_size
+        actor_rollout_ref.actor.megatron.context_parallel_size""",
     "rollout.engine.kv_fraction": "actor_rollout_ref.rollout.gpu_memory_utilization",
     "rollout.engine.max_seqs": "actor_rollout_ref.rollout.max_num_seqs",
     "rollout.engine.max_batch_tokens": "actor_rollout_ref.rollout.max_num_batched_tokens",

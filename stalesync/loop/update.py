@@ -130,8 +130,8 @@ class Updater:
             return Training(kept, None, has_lost)
         minibatches = self._batches(groups, kept, update)
         calls = [
-            stage_call(Worker.train, [shares[dp] for shares in minibatches], version=version, update=update)
-            for dp in range(self.spec.train.dp)
+            stage_call(Worker.train, [shares[replica] for shares in minibatches], version=version, update=update)
+            for replica in range(self.spec.train.replicas)
         ]
         training = self.cards.begin_each(calls_of_replicas(self.spec.train, self.spec.deployment.train, calls))
         if self.kl_in == "loss" and trains_behind:
@@ -220,8 +220,8 @@ class Updater:
         """Begin to compute the reference's log-probabilities on the cards that train. ``batches``: as of `_batches`."""
         self.view.phase("reference")
         calls = [
-            stage_call(Worker.reference, [id for shares in batches for id in shares[dp]])
-            for dp in range(self.spec.train.dp)
+            stage_call(Worker.reference, [id for shares in batches for id in shares[replica]])
+            for replica in range(self.spec.train.replicas)
         ]
         return self.cards.begin_each(calls_of_replicas(self.spec.train, self.spec.deployment.reference, calls))
 
@@ -245,6 +245,6 @@ class Updater:
         accumulated = [""] * self._num_accumulated
         chunks = split_groups([*accumulated, *groups], self.spec.algorithm.minibatches) if in_minibatches else []
         if len(chunks) <= 1 or not samples:
-            return [samples.split(self.spec.train.dp)]
+            return [samples.split(self.spec.train.replicas)]
         batches = [samples.where([group in chunk for group in samples.groups]) for chunk in map(set, chunks)]
-        return [batch.split(self.spec.train.dp) for batch in batches if batch]
+        return [batch.split(self.spec.train.replicas) for batch in batches if batch]

@@ -52,7 +52,7 @@ class ModelReward:
         self._reports: list[StageReport] = []
 
     def __call__(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
-        shares = split_over_ranks([sample.tokens for sample in samples], self._layout.dp)
+        shares = split_over_ranks([sample.tokens for sample in samples], self._layout.replicas)
         rows = [sample.rows[-1] for sample in samples]
         calls = [stage_call(Worker.score, [rows[index] for index in share]) for share in shares]
         reports = self._cards.call_each(calls_of_replicas(self._layout, self._ranks, calls))

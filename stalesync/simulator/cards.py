@@ -136,7 +136,7 @@ class SimulatedCards:
         """Begin to train groups, oldest first; return the time of its end. ``samples_by_group``: tokens of prompt
         and response of each sample; ``update``: with optimizer steps, else gradients are accumulated."""
         time = self.clock.now
-        replicas = self.setup.worker.train.dp
+        replicas = self.setup.worker.train.replicas
         minibatches = []
         for groups in split_groups(list(samples_by_group), self.setup.config.algorithm.minibatches):
             lengths = [tokens for group in groups for tokens in samples_by_group[group]]
@@ -181,7 +181,7 @@ class SimulatedCards:
         return self._scored_s(self.setup.reward, [*lengths], "score")
 
     def _scored_s(self, cost: TrainerCost, lengths: Sequence[int], kind: str) -> float:
-        shares = split_over_ranks(lengths, cost.layout.dp)
+        shares = split_over_ranks(lengths, cost.layout.replicas)
         seconds = [sum(cost.forward([lengths[index] for index in share], kind).values()) for share in shares]
         return max(self.clock.now, self._scorers_free_s) + max(seconds)
 

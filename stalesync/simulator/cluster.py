@@ -10,7 +10,7 @@ generate grow with them.
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from fusion.colocate.config import OWN_CARDS
@@ -22,7 +22,7 @@ from fusion.costmodel.search import estimate_deployment, problems
 from fusion.costmodel.setup import Setup
 from fusion.costmodel.shape import Shape
 from fusion.model import Parallel
-from fusion.model.options import LayoutConfig
+from fusion.model.options import LayoutConfig, TrainLayoutConfig
 from stalesync.job.config import Config
 from stalesync.job.workload import lengths_of as assumed_lengths
 from stalesync.job.workload import setup_of
@@ -153,7 +153,8 @@ def config_of(scenario: Scenario, base: Base, case: Case) -> Config:
     config.stalesync.max_staleness = case.max_staleness
     if config.stalesync.train_tokens is not None:
         config.stalesync.train_tokens = config.stalesync.train_tokens * work if case.max_staleness else None
-    config.parallel.train, config.parallel.infer = _sizes(base.train), _sizes(base.infer)
+    config.parallel.train = TrainLayoutConfig(**_sizes(base.train), cp=base.train.cp)
+    config.parallel.infer = LayoutConfig(**_sizes(base.infer))
     return config
 
 
@@ -191,5 +192,5 @@ def _plan(scenario: Scenario, train: Parallel, infer: Parallel, infer_first: int
     )
 
 
-def _sizes(layout: Parallel) -> LayoutConfig:
-    return LayoutConfig(tp=layout.tp, ep=layout.ep, pp=layout.pp, etp=layout.etp)
+def _sizes(layout: Parallel) -> dict[str, int]:
+    return {item.name: getattr(layout, item.name) for item in fields(LayoutConfig)}

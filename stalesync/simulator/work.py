@@ -115,6 +115,6 @@ class Bound:
             )
             bubble = 1 + (trainer.layout.pp - 1) / MANY
             seconds = step.seconds / bubble / tokens * work.trained * self._pace.training_scale
-            train_s = self._pace.run_seconds(seconds) * trainer.layout.world / trainer.layout.dp
+            train_s = self._pace.run_seconds(seconds) * trainer.layout.world / trainer.layout.replicas
         update_s = work.updates * trainer.update()["optimizer"] * trainer.layout.world
         return CardSeconds(self._pace.run_seconds(rank_s) * self._cards_of_rank, train_s + update_s)

@@ -157,7 +157,8 @@ class Card:
         """What this card's replica of the mesh (default: of those that train) gets of some samples."""
         mesh = mesh or self.worker.card.meshes.train
         assert mesh is not None
-        return [ids[index] for index in split_over_ranks([9] * len(ids), mesh.parallel.dp)[mesh.dp_rank]]
+        replica = mesh.parallel.coordinate("replica", mesh.rank)
+        return [ids[index] for index in split_over_ranks([9] * len(ids), mesh.parallel.replicas)[replica]]
 
     def checksum(self) -> int | None:
         """Of the policy as it is trained, on the cards that train."""

@@ -135,6 +135,11 @@ def test_engine_and_reference_mask_ids_without_a_token(paths, fusion):
         pytest.param({"tp": 2, "pp": 2}, {"ep": 4}, {}, marks=pytest.mark.extended),
         ({"tp": 2, "pp": 2, "ep": 2}, {"pp": 2, "tp": 2}, {"deployment": "full", "resident": "one"}),
         ({"pp": 2}, {"ep": 2, "etp": 1}, {"deployment": "separate"}),
+        ({"tp": 2, "cp": 2, "ep": 2}, {"ep": 4}, {}),
+        pytest.param({"cp": 2, "pp": 2}, {"ep": 4}, {"deployment": "full"}, marks=pytest.mark.extended),
+        pytest.param({"cp": 2, "ep": 2}, {"ep": 2}, {"deployment": "separate"}, marks=pytest.mark.extended),
+        pytest.param({"cp": 2}, {"ep": 2}, {"deployment": "hybrid"}, marks=pytest.mark.extended),
+        pytest.param({"cp": 2}, {"ep": 2}, {"score_cards": 2}, marks=pytest.mark.extended),
     ],
 )
 def test_other_layouts_agree_in_the_first_step(paths, colocated, train, infer, fusion):

@@ -32,6 +32,13 @@ def test_cards_that_meet_in_several_roles_have_one_group_and_gloo_joins_where_th
     assert groups[0, 2, 4, 6], "DP: the host divides micro-batches"
 
 
+def test_cards_that_share_samples_by_context_parallelism_read_them_together_and_exchange_rows_on_the_card(folder):
+    groups = plan_groups(make_spec(folder, 8, {"tp": 2, "cp": 2}, {"ep": 8}))
+    assert groups[0, 1, 2, 3] and groups[4, 5, 6, 7], "the replicas"
+    assert not groups[0, 2], "context parallel: rows and heads"
+    assert groups[0, 2, 4, 6], "DP"
+
+
 def test_a_card_of_768_has_two_full_meshes_of_sockets(folder):
     """One for switches, phases and training, and one for saving; five more come only from groups of its own axes. The
     engine's experts have a communicator of their own beside its group."""

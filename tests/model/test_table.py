@@ -189,6 +189,19 @@ def test_a_layout_that_does_not_divide_says_both_numbers(parallel, config, messa
         parallel.check(config, "parallel.train")
 
 
+@given(st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]))
+def test_context_parallel_ranks_are_neighbours_that_share_a_replica(pp, tp, cp, replicas):
+    parallel = Parallel(pp * tp * cp * replicas, tp=tp, pp=pp, cp=cp)
+    assert (parallel.replicas, parallel.dp) == (replicas, cp * replicas)
+    for group in parallel.groups("cp"):
+        assert [parallel.coordinate("cp", rank) for rank in group] == list(range(cp))
+        assert {second - first for first, second in zip(group, group[1:], strict=False)} <= {tp}
+        assert len({parallel.coordinate("replica", rank) for rank in group}) == 1
+    for rank in range(parallel.world):
+        place = parallel.coordinate("replica", rank) * cp + parallel.coordinate("cp", rank)
+        assert place == parallel.coordinate("dp", rank)
+
+
 def test_sizes_that_do_not_divide_the_ranks_are_refused():
     with pytest.raises(ValueError, match="tp=3 does not divide the 4 ranks"):
         Parallel(4, tp=3)

@@ -67,7 +67,7 @@ def test_four_cards_train_and_leave_a_readable_run(base, tmp_path):
         assert row["perf/overlap"] == row["rollout/draft_share_mean"] == 0
         assert 0 < row["timing_s/step_floor"] < row["timing_s/step"]
     saved = yaml.safe_load((run / "config.yaml").read_text())
-    assert saved["parallel"]["train"] == {"tp": 2, "ep": 2, "pp": 1, "etp": 1}
+    assert saved["parallel"]["train"] == {"tp": 2, "ep": 2, "pp": 1, "etp": 1, "cp": 1}
     assert saved["device"]["operators"] == "cpu", "auto of emulated cards"
     assert not [*run.glob("config.start-*")]
     page = read_run(run)

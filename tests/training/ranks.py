@@ -97,8 +97,13 @@ def with_policy(batch: Sequences, engine: EmbeddedTrainEngine) -> Sequences:
 
 
 def my_share(batch: Sequences, engine: EmbeddedTrainEngine) -> Sequences:
-    share = batch.select(split_over_ranks(batch.lengths, engine.mesh.parallel.dp)[engine.mesh.dp_rank])
-    return with_policy(share, engine)
+    return with_policy(share_of(batch, engine.mesh), engine)
+
+
+def share_of(batch: Sequences, mesh: Mesh) -> Sequences:
+    """The sequences of this rank's replica."""
+    replica = mesh.parallel.coordinate("replica", mesh.rank)
+    return batch.select(split_over_ranks(batch.lengths, mesh.parallel.replicas)[replica])
 
 
 def train(rank: int, device: Any, case: Case) -> dict[str, Any]:

@@ -141,6 +141,7 @@ PAIRS = {
     "tp2ep2-tp2pp2": (TIED, "float32", Parallel(4, 2, 2), Parallel(4, 2, pp=2)),
     "pp4-one": (TIED, "float32", Parallel(4, pp=4), Parallel()),
     "one-tp2etp2ep2": (TIED, "float32", Parallel(), Parallel(4, 2, 2, etp=2)),
+    "cp2tp2-cp4": (TIED, "float32", Parallel(4, tp=2, cp=2), Parallel(4, cp=4, ep=2)),
     "dp4-tp2ep2": (UNTIED, "bfloat16", Parallel(4), Parallel(2, 2, 2)),
     "tp4-pp3": (UNTIED, "bfloat16", Parallel(4, 4), Parallel(3, pp=3)),
     "pp2ep2-dp3": (TIED, "bfloat16", Parallel(4, ep=2, pp=2), Parallel(3)),

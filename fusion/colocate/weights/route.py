@@ -57,7 +57,7 @@ def layouts_of(spec: WorkerSpec, config: ModelConfig, ranks: tuple[int, ...]) ->
     options: dict[str, Any] = dict(dtype=spec.model.torch_dtype, bucket_bytes=spec.fusion.bucket_bytes)
     of_trainer = train_format(spec.training.backend, operators)
     of_engine = engine_format(spec.rollout.backend, spec.device.kind, operators)
-    train = Layout(config, spec.train, spec.deployment.train, format=of_trainer, **options)
+    train = Layout(config, spec.train.of_weights, spec.deployment.train, format=of_trainer, **options)
     return train, Layout(config, spec.infer_of_one_engine, ranks, format=of_engine, **options)
 
 

@@ -35,6 +35,7 @@ from fusion.model import (
     routing_dtype,
     unit_bytes,
 )
+from fusion.model.attention import Attend
 from fusion.model.formats import MEGATRON, Format, local_table
 from fusion.model.id_mask import IdMask
 from fusion.model.local_param import LocalParam
@@ -134,13 +135,14 @@ class MegatronModel:
         self,
         ids_N: torch.Tensor,
         positions_N: torch.Tensor,
-        attend: PackedAttention,
+        attend: Attend,
         routed: list[Routed] | None = None,
         hidden: torch.Tensor | None = None,
         replay: Replay | None = None,
     ) -> torch.Tensor:
         """Compute the hidden states [N, D] after the final norm; on other stages than the last, this TP rank's rows
         [n, D] before it."""
+        assert isinstance(attend, PackedAttention), "parallel.train.cp is refused with Megatron-Core"
         rows = ids_N.shape[0]
         padding = self._padded(rows) - rows
         attend = PackedAttention([*attend.lengths, padding] if padding else attend.lengths, attend.operators)

@@ -15,7 +15,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from fusion.model.options import LayoutConfig
+from fusion.model.options import LayoutConfig, TrainLayoutConfig
 from fusion.training.config import ALGORITHMS
 from stalesync.job.config import Config
 from stalesync.job.overrides import check_overrides, known_keys, register
@@ -112,6 +112,14 @@ def test_a_job_that_cannot_learn_is_refused_where_it_trains(checkpoint, changes,
         ({"model__dtype": "float8"}, "model.dtype='float8': expected one of"),
         ({"parallel__train": LayoutConfig(tp=3)}, r"parallel.train: tp=3 does not divide the 4 ranks"),
         ({"parallel__infer": LayoutConfig(ep=3)}, r"parallel.infer: ep=3 does not divide the 4 ranks"),
+        (
+            {"parallel__train": TrainLayoutConfig(tp=2, cp=4)},
+            "parallel.train: cp=4 does not divide the 2 data-parallel ranks: expected one of 1, 2",
+        ),
+        (
+            {"parallel__train": TrainLayoutConfig(cp=8), "cluster__npus": 8},
+            r"parallel.train.cp=8 x tp=1 does not divide the model's num_attention_heads=4: .* one of 1, 2, 4",
+        ),
         ({"parallel__infer": LayoutConfig(ep=16), "cluster__npus": 16}, "ep=16 does not divide .* num_experts=8"),
         ({"parallel__train": LayoutConfig(pp=4)}, "parallel.train.pp=4 exceeds the model's num_hidden_layers=2"),
         ({"parallel__infer": LayoutConfig(ep=2, etp=4)}, "parallel.infer: ep x etp=8 does not divide the 4 ranks"),

@@ -1,0 +1,60 @@
+"""Whole runs whose training cards share samples by context parallelism, one of them resumed with another number."""
+
+import json
+
+import pytest
+
+from tests.stalesync.runs import kill, rows_of, train, wait_until
+
+CP2 = ["cluster=four", "parallel.train.tp=2", "parallel.train.ep=2", "parallel.train.cp=2", "parallel.infer.ep=4"]
+SAME = (
+    "critic/rewards/mean",
+    "response_length/mean",
+    "actor/pg_loss",
+    "actor/kl_loss",
+    "actor/entropy",
+    "actor/grad_norm",
+)
+BEGINS_WITH_ONE = """
+def score(prompt, response, answer, **fields):
+    return float(response.strip().startswith("1"))
+"""
+
+
+def test_cards_that_share_samples_begin_as_one_card_does_and_learn(base, tmp_path):
+    """At staleness 0, with ratios of whole sequences; sums over other ranks are rounded otherwise."""
+    (tmp_path / "reward.py").write_text(BEGINS_WITH_ONE)
+    common = [f"reward.path={tmp_path / 'reward.py'}:score", "run.eval_prompts=0", "algorithm.name=gspo"]
+    common += ["algorithm.clip_low=0.2", "algorithm.clip_high=0.2", "algorithm.kl_coef=0.001", "training.lr=2e-3"]
+    common += ["algorithm.group_size=8", "training.load_balancing_coef=0.01"]
+    rows = {}
+    for name, options in {"one": ["run.steps=2"], "shared": [*CP2, "run.steps=16", "fusion.checksum=true"]}.items():
+        done = train(base, tmp_path, f"run.name={name}", *common, *options)
+        assert done.returncode == 0, done.stdout + done.stderr
+        rows[name] = rows_of(tmp_path / name)
+    for one, shared in zip(rows["one"], rows["shared"], strict=False):
+        for figure in SAME:
+            assert shared[figure] == pytest.approx(one[figure], rel=2e-3, abs=1e-5), (figure, one["step"])
+    rewards = [row["critic/rewards/mean"] for row in rows["shared"]]
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1, rewards
+    first = rows["shared"][0]
+    requests, saved = (first[f"distqueue/read_requests_{name}"] for name in ("total", "saved_total"))
+    assert saved == 3 * requests, "four cards of one replica read together"
+    assert first["training/rollout_probs_diff_mean"] < 1e-5
+
+
+@pytest.mark.extended  # the trainer's part: tests/training/test_checkpoint.py
+def test_a_killed_run_resumes_with_another_number_of_cards_that_share_samples(base, start, tmp_path):
+    folder = tmp_path / "run"
+    common = ["run.save_every=1", "run.eval_prompts=0"]
+    run = start(*CP2, *common, "run.steps=1000")
+    wait_until(run, 60, lambda: list(folder.glob("checkpoints/step-*/manifest.json")) and len(rows_of(folder)) >= 3)
+    kill(run)
+    steps = max(row["step"] for row in rows_of(folder)) + 2
+    four = ["cluster=four", "parallel.train.cp=4", "parallel.infer.ep=4"]
+    done = train(base, tmp_path, *four, *common, f"run.steps={steps}", "run.resume=true")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "parallel.train.cp=4 (was 2)" in " ".join(done.stdout.split())
+    groups = [json.loads(line) for line in (folder / "groups.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows_of(folder)] == list(range(1, steps + 1))
+    assert len({row["group"] for row in groups}) == len(groups) == 8 * steps, "none lost, none twice"
