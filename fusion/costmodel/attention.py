@@ -10,6 +10,7 @@ the absorbed projections as for the projections: `Roofline` counts those with th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 
 from fusion.model.spec import AttentionSpec, GroupedQuery, Latent
 
@@ -19,19 +20,29 @@ class AttentionCost:
     """Costs of one layer's attention, before it is cut over TP.
 
     ``kv_elements``: of the KV cache per token. ``kv_heads``: the heads they are cut by; 1: every TP rank holds all.
-    ``width``: elements of queries, keys and values per token. ``pair_flops``: operations of a pair in training and
-    prefill; ``decode_pair_flops``: in decoding and in the verification of drafts.
+    ``width``: elements of queries, keys and values per token; ``ends``: of queries and of outputs. ``pair_flops``:
+    operations of a pair in training and prefill; ``decode_pair_flops``: in decoding and in the verification of drafts.
     """
 
     kv_elements: int
     kv_heads: int
     width: int
+    ends: tuple[int, int]
     pair_flops: float
     decode_pair_flops: float
 
     def kv_elements_of_rank(self, tp: int) -> int:
         """Return the elements of the KV cache per token on the TP rank that has most."""
         return self.kv_elements // self.kv_heads * -(-self.kv_heads // tp)
+
+    def repeated_elements(self, tp: int, cp: int) -> int:
+        """Return the elements per token of the keys and values, or of the latents, that a TP rank sends to the ranks of
+        context parallelism: one for each of these, where there are fewer heads."""
+        return self.kv_elements_of_rank(tp) * cp // gcd(cp, max(1, self.kv_heads // tp))
+
+    def exchanged_elements(self, tp: int, cp: int) -> float:
+        """Return the elements that a rank sends to others per row of its own, for one layer of a pass."""
+        return (sum(self.ends) / tp + self.repeated_elements(tp, cp)) * (cp - 1) / cp
 
 
 def attention_cost(spec: AttentionSpec) -> AttentionCost:
@@ -43,6 +54,7 @@ def attention_cost(spec: AttentionSpec) -> AttentionCost:
                 kv_elements=2 * kv_heads * c,
                 kv_heads=kv_heads,
                 width=(heads + 2 * kv_heads) * c,
+                ends=(heads * c, heads * c),
                 pair_flops=pair_flops,
                 decode_pair_flops=pair_flops,
             )
@@ -51,6 +63,7 @@ def attention_cost(spec: AttentionSpec) -> AttentionCost:
                 kv_elements=spec.cached_width,
                 kv_heads=1,
                 width=heads * (2 * c + value),
+                ends=(heads * c, heads * value),
                 pair_flops=2.0 * heads * (c + value),
                 decode_pair_flops=2.0 * heads * (rank + rope + rank),
             )

@@ -12,9 +12,10 @@ from itertools import combinations
 from typing import Any
 
 from fusion.costmodel.memory import estimate_memory
-from fusion.costmodel.search import problems
+from fusion.costmodel.search import context_sizes, problems
 from fusion.costmodel.setup import Setup
 
+CP = "parallel.train.cp"
 MAX_TOGETHER = 3
 """Number of settings that are changed together at most"""
 
@@ -27,16 +28,19 @@ def alternatives(setup: Setup) -> list[tuple[str, Any]]:
     found += [("fusion.offload", "switch")] if setup.fusion.offload == "none" else []
     found += [("fusion.offload", "stream")] if setup.fusion.offload != "stream" else []
     found += [] if setup.training.recompute else [("training.recompute", True)]
-    longest, tokens = int(setup.workload.prompt) + setup.workload.longest, setup.training.token_budget // 2
+    longest, tokens = setup.workload.longest_sample, setup.training.token_budget // 2
     while tokens >= longest:
         found.append(("training.token_budget", tokens))
         tokens //= 2
-    return found
+    return found + [(CP, cp) for cp in context_sizes(setup, setup.train) if cp > setup.train.cp]
 
 
 def changed(setup: Setup, settings: Mapping[str, Any]) -> Setup:
     """Return a setup with other settings, by config key."""
     for key, value in settings.items():
+        if key == CP:
+            setup = replace(setup, train=replace(setup.train, cp=value))
+            continue
         group, name = key.split(".")
         setup = replace(setup, **{group: replace(getattr(setup, group), **{name: value})})
     return setup

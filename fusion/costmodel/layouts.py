@@ -7,7 +7,10 @@ import re
 from fusion.costmodel.shape import Shape
 from fusion.model import Parallel
 
-FORM = "sizes of tp, pp, ep and etp written together, like tp8pp8ep32 (those left out are 1), or auto"
+AXES = ("tp", "pp", "ep", "etp", "cp")
+FORM = (
+    "sizes of tp, pp, ep and etp, of train also cp, written together, like tp8pp8ep32 (those left out are 1), or auto"
+)
 
 
 def parse_layout(key: str, text: str, *, world: int, shape: Shape) -> Parallel:
@@ -16,9 +19,9 @@ def parse_layout(key: str, text: str, *, world: int, shape: Shape) -> Parallel:
     Raises:
         ValueError: not of the form, or sizes that do not divide the dies or the model; names the key.
     """
-    if not re.fullmatch(r"((tp|pp|ep|etp)\d+)+", text):
+    if not re.fullmatch(r"((tp|pp|ep|etp|cp)\d+)+", text):
         raise ValueError(f"{key}={text!r}: expected {FORM}")
-    sizes = re.findall(r"(etp|tp|pp|ep)(\d+)", text)
+    sizes = re.findall(r"(etp|tp|pp|ep|cp)(\d+)", text)
     axes = [axis for axis, _ in sizes]
     if len(set(axes)) < len(axes):
         raise ValueError(f"{key}={text!r} states {max(axes, key=axes.count)} twice: expected {FORM}")
@@ -26,6 +29,8 @@ def parse_layout(key: str, text: str, *, world: int, shape: Shape) -> Parallel:
         parallel = Parallel(world, **{axis: int(size) for axis, size in sizes})
     except ValueError as error:
         raise ValueError(f"{key}={text!r}: {error}") from None
+    if key == "infer" and parallel.cp > 1:
+        raise ValueError(f"{key}={text!r}: expected cp=1, as only training has context parallelism")
     if problem := parallel.misfit(shape.config):
         raise ValueError(f"{key}={text!r}: {problem}")
     return parallel
@@ -33,5 +38,5 @@ def parse_layout(key: str, text: str, *, world: int, shape: Shape) -> Parallel:
 
 def layout_text(parallel: Parallel) -> str:
     """Format a layout as `parse_layout` reads it."""
-    sizes = {"tp": parallel.tp, "pp": parallel.pp, "ep": parallel.ep, "etp": parallel.etp}
-    return "".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1 or axis in ("tp", "ep"))
+    sizes = ((axis, getattr(parallel, axis)) for axis in AXES)
+    return "".join(f"{axis}{size}" for axis, size in sizes if size > 1 or axis in ("tp", "ep"))

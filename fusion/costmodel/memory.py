@@ -195,7 +195,7 @@ def gathered_bytes(setup: Setup) -> int:
     shape = setup.shape
     if not (setup.hardware.operators.startswith("cuda") and isinstance(shape.config.attention, Latent)):
         return 0
-    longest = int(setup.workload.prompt) + setup.workload.longest
+    longest = setup.workload.longest_sample
     tokens = max(longest, min(setup.rollout.max_seqs * longest, MAX_GATHERED_TOKENS))
     return WEIGHT_BYTES * shape.attention.kv_elements_of_rank(setup.infer.tp) * tokens
 
@@ -203,7 +203,8 @@ def gathered_bytes(setup: Setup) -> int:
 def _training_activations(setup: Setup, stage: int) -> float:
     """Estimate the bytes of activations: 1F1B keeps one micro-batch per stage from this one on; with recomputation only
     the inputs of layers."""
-    shape, train, tokens = setup.shape, setup.train, setup.micro_batch_tokens
+    shape, train = setup.shape, setup.train
+    tokens = -(-setup.micro_batch_tokens // train.cp)  # of a rank
     kinds = shape.kinds_of_stage(train, stage)
     working = [layer_bytes(shape, shape.kinds[kind], train, tokens=tokens) for kind in kinds.elements()]
     in_flight = train.pp - stage
@@ -226,6 +227,9 @@ def layer_bytes(shape: Shape, layer: LayerSpec, parallel: Parallel, tokens: int)
     """Count the bytes of the bf16 tensors that a layer keeps on a die for ``tokens`` tokens of a data-parallel rank."""
     d, rows = shape.config.hidden_size, tokens / parallel.tp
     attention = rows * (4 * d + 2 * shape.attention.width)
+    if parallel.cp > 1:  # outputs before and after the exchange; keys and values as they are repeated
+        of_ends, repeated = shape.attention.ends, shape.attention.repeated_elements(parallel.tp, parallel.cp)
+        attention += rows * of_ends[1] + tokens * repeated
     match layer.mlp:
         case Sparse(width=width, router=router):
             mlp = rows * router.top_k * (2 * d + 3 * width / parallel.etp)

@@ -116,7 +116,7 @@ def train_rate(roofline: Roofline, sequences: int, length: int, recompute: bool 
         one.train_step(tokens, pairs, micro_batch, recompute=recompute).seconds for one in (roofline, free)
     )
     limit = LAUNCHES if seconds > without_launches else CARD
-    return Rate(tokens * parallel.dp / seconds / parallel.world, seconds / MICRO_BATCHES, limit)
+    return Rate(tokens * parallel.replicas / seconds / parallel.world, seconds / MICRO_BATCHES, limit)
 
 
 def plan_rates(setup: Setup) -> dict[str, Rate]:

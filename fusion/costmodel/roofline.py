@@ -86,8 +86,8 @@ class _Stage:
 
 
 class Roofline:
-    """Cost the steps of a model in a layout on one kind of die. Arguments are those of one data-parallel rank, all
-    others being alike; results are those of one die."""
+    """Cost the steps of a model in a layout on one kind of die. Arguments are those of one data-parallel rank, in
+    training of one replica, all others being alike; results are those of one die."""
 
     def __init__(self, shape: Shape, hardware: Hardware, parallel: Parallel):
         self.shape, self.hardware, self.parallel = shape, hardware, parallel
@@ -212,9 +212,10 @@ class Roofline:
         """Tokens that reach a die's group of experts for each token of a data-parallel rank."""
         return self.parallel.ep * self.parallel.etp / self.parallel.tp
 
-    def _batch(self, tokens: float, attended: float, token_budget: int, passes: int, reached: float) -> Work:
+    def _batch(self, tokens: float, attended: float, token_budget: float, passes: int, reached: float) -> Work:
         if not tokens:
             return Work(0.0)
+        tokens, attended, token_budget = (size / self.parallel.cp for size in (tokens, attended, token_budget))
         micro_batches = ceil(tokens / token_budget)
         expert_load = expert_load_factor(self.shape, self.parallel)
         launches = launches_of(self.hardware.operators, self.parallel).of_passes(passes)
@@ -249,12 +250,16 @@ class Roofline:
         tp = 4 * stage.layers * row * (parallel.tp - 1) / parallel.tp
         ep = 2 * stage.sparse * config.top_k * expert_load * row / parallel.tp * (1 - 1 / experts)
         pp = row / parallel.tp if parallel.pp > 1 else 0.0
+        exchanged = self.shape.attention.exchanged_elements(parallel.tp, parallel.cp)
+        cp = stage.layers * row / config.hidden_size * exchanged
         speed = (
             group_bytes_per_s(self.hardware, parallel.tp),
             group_bytes_per_s(self.hardware, experts),
             group_bytes_per_s(self.hardware, parallel.world),
+            group_bytes_per_s(self.hardware, parallel.tp * parallel.cp),
         )
-        return Work(tp / speed[0] + ep / speed[1] + pp / speed[2], link_bytes=tp + ep + pp)
+        seconds = tp / speed[0] + ep / speed[1] + pp / speed[2] + cp / speed[3]
+        return Work(seconds, link_bytes=tp + ep + pp + cp)
 
     def _stage(self, number: int) -> _Stage:
         shape, parallel = self.shape, self.parallel

@@ -13,6 +13,7 @@ from itertools import product
 from math import gcd, lcm
 
 from fusion.costmodel.hardware import Hardware
+from fusion.costmodel.layouts import AXES
 from fusion.costmodel.memory import WEIGHT_BYTES, MemoryEstimate, estimate_memory, moved_share, stage_weights
 from fusion.costmodel.setup import Setup
 from fusion.costmodel.step_time import generate_s, reference_s, train_s
@@ -76,7 +77,7 @@ def keys_of(plan: DeploymentEstimate) -> list[str]:
     keys = [f"fusion.deployment={plan.deployment}"]
     keys += [f"fusion.infer_cards={plan.infer_cards}"] if plan.infer_cards else []
     for name, layout in (("train", plan.train), ("infer", plan.infer)):
-        sizes = {axis: getattr(layout, axis) for axis in ("tp", "pp", "ep", "etp")}
+        sizes = {axis: getattr(layout, axis) for axis in AXES}
         keys += [f"parallel.{name}.{axis}={size}" for axis, size in sizes.items() if size > 1]
     return keys
 
@@ -116,7 +117,7 @@ def estimate(setup: Setup) -> SetupEstimate:
 def problems(setup: Setup, sizes: MemoryEstimate) -> tuple[str, ...]:
     """List what does not fit, with both numbers; empty if everything fits."""
     messages = phase_problems(setup, sizes)
-    longest = int(setup.workload.prompt) + setup.workload.longest
+    longest = setup.workload.longest_sample
     if sizes.kv_tokens < longest:
         messages.append(f"the KV cache holds {sizes.kv_tokens:,} tokens, the longest sequence has {longest:,}")
     if sizes.host_bytes > setup.hardware.host_bytes.value:
@@ -168,6 +169,8 @@ def _best(setup: Setup, candidates: list[Parallel], training: bool, refused: Cou
     fitting, closest = [], []
     phase = "train" if training else "infer"
     for parallel in candidates:
+        if training:
+            parallel = with_context(setup, parallel)
         side = setup.with_layouts(parallel, setup.infer) if training else setup.with_layouts(setup.train, parallel)
         sizes = estimate_memory(side)
         over = sizes.total(phase) - setup.hardware.usable_bytes
@@ -250,7 +253,8 @@ def _outermost(hardware: Hardware, dies: int) -> int:
 
 
 def candidate_layouts(setup: Setup, world: int, training: bool) -> list[Parallel]:
-    """List the layouts to rank: sizes that divide dies and model, TP within a node, no pipeline for generation."""
+    """List the layouts to rank: sizes that divide dies and model, TP within a node, no pipeline for generation; without
+    context parallelism, which `with_context` adds where samples need it."""
     config, node = setup.shape.config, setup.hardware.topology.ranks_per_node
     tps = [n for n in (1, 2, 4, 8, 16) if n <= node and world % n == 0]
     pps = [n for n in range(1, 17) if world % n == 0] if training else [1]
@@ -262,3 +266,32 @@ def candidate_layouts(setup: Setup, world: int, training: bool) -> list[Parallel
             if parallel.misfit(config) is None:
                 layouts.append(parallel)
     return layouts
+
+
+def with_context(setup: Setup, parallel: Parallel) -> Parallel:
+    """Return a layout of training with the least context parallelism with which it fits; as it is where none helps, or
+    where smaller micro-batches would hold the longest sample, too."""
+    if setup.training.token_budget // 2 >= setup.workload.longest_sample:
+        return parallel
+    for cp in (1, *context_sizes(setup, parallel)):
+        layout = replace(parallel, cp=cp)
+        sizes = estimate_memory(setup.with_layouts(layout, setup.infer))
+        over = sizes.total("train") - setup.hardware.usable_bytes
+        if over <= 0:
+            return layout
+        if over >= sizes.phases["train"]["activations"]:
+            break
+    return parallel
+
+
+def context_sizes(setup: Setup, parallel: Parallel) -> list[int]:
+    """List the sizes of context parallelism above 1 that a layout may have, within a supernode or, where there are
+    none, a node."""
+    dies = setup.hardware.topology.ranks_per_supernode
+    return [
+        cp
+        for cp in range(2, parallel.dp + 1)
+        if parallel.dp % cp == 0
+        and parallel.tp * cp <= dies
+        and replace(parallel, cp=cp).misfit(setup.shape.config) is None
+    ]

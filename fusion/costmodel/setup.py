@@ -21,6 +21,11 @@ class Workload:
     longest: int
 
     @property
+    def longest_sample(self) -> int:
+        """Tokens of the longest sample, prompt and response."""
+        return int(self.prompt) + self.longest
+
+    @property
     def tokens(self) -> float:
         return self.samples * (self.prompt + self.response)
 
@@ -32,7 +37,7 @@ PUBLISHED_WORKLOAD = Workload(samples=512 * 16, prompt=78.0, response=1577.0, lo
 @dataclass(frozen=True)
 class TrainingLimits:
     """The fields of the config group `training` that a plan depends on, under the same names. ``token_budget``: tokens
-    of a micro-batch on one data-parallel rank. Recomputation is on by default here: large models need it."""
+    of a micro-batch on one replica. Recomputation is on by default here: large models need it."""
 
     token_budget: int = 16384
     recompute: bool = True
@@ -89,13 +94,13 @@ class Setup:
     @property
     def sides(self) -> tuple[Side, Side]:
         """The dies and layouts of training and of generation."""
-        return Side(self.train), Side(self.infer, self.infer_first)
+        return Side(self.train.of_weights), Side(self.infer, self.infer_first)
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Return the tokens that the largest micro-batch may have: a data-parallel rank may have fewer in a step."""
-        longest = int(self.workload.prompt) + self.workload.longest
-        return min(self.training.token_budget, -(-self.workload.samples // self.train.dp) * longest)
+        """Return the tokens that the largest micro-batch may have: a replica may have fewer in a step."""
+        longest = self.workload.longest_sample
+        return min(self.training.token_budget, -(-self.workload.samples // self.train.replicas) * longest)
 
     def with_layouts(self, train: Parallel, infer: Parallel, infer_first: int = 0) -> Setup:
         return replace(self, train=train, infer=infer, infer_first=infer_first)

@@ -1,9 +1,9 @@
 """Estimate the seconds of training and generation in a step of the loop: accurate enough to rank layouts and
 deployments, not to predict a run.
 
-    train       operations at `train_reached` of the peak, plus the bytes of TP (gather, reduce-scatter) and EP
-                (dispatch, combine) of every pass; bounded by the die whose experts get the most tokens and by the stage
-                with the most layers; multiplied by the bubble of 1F1B
+    train       operations at `train_reached` of the peak, plus the bytes of TP (gather, reduce-scatter), EP (dispatch,
+                combine) and context parallel (rows for heads, and back) of every pass; bounded by the die whose experts
+                get the most tokens and by the stage with the most layers; multiplied by the bubble of 1F1B
     generate    waves of as many sequences as the KV cache holds, each as long as the longest response; a decode step
                 reads the die's weights and KV cache once, exchanges tokens twice per sparse layer, and takes `layer_s`
                 more per layer
@@ -41,14 +41,16 @@ def train_s(setup: Setup) -> float:
     compute = 2 * passes * parameters * tokens / (train.world * hardware.flops.value * hardware.train_reached.value)
     count = config.num_layers
     longest = len(train.layers(count, 0)) * train.pp / count
-    micro_batches = max(1.0, tokens / train.dp / setup.training.token_budget)
+    micro_batches = max(1.0, tokens / train.replicas / setup.training.token_budget)
     bubble = 1 + (train.pp - 1) / micro_batches
     per_die = tokens / train.dp * len(train.layers(count, 0)) * config.hidden_size * WEIGHT_BYTES * passes
     tp = 4 * per_die * (train.tp - 1) / train.tp / group_bytes_per_s(hardware, train.tp)
     sparse = config.num_sparse_layers / count
     ep = 2 * config.top_k * sparse * load * per_die / train.tp * (1 - 1 / spread) / group_bytes_per_s(hardware, spread)
+    cp = per_die / config.hidden_size * shape.attention.exchanged_elements(train.tp, train.cp)
+    cp /= group_bytes_per_s(hardware, train.tp * train.cp)
     launches = launches_of(hardware.operators, train).of_passes(passes) * sparse * len(train.layers(count, 0))
-    return max(compute * longest + tp + ep, micro_batches * launches * hardware.launch_s.value) * bubble
+    return max(compute * longest + tp + ep + cp, micro_batches * launches * hardware.launch_s.value) * bubble
 
 
 def expert_load_factor(shape: Shape, parallel: Parallel) -> float:

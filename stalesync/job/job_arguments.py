@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 from fusion.costmodel.hardware import Hardware
+from fusion.costmodel.layouts import AXES
 from fusion.costmodel.presets import Preset, load_cluster, load_shape
 from fusion.telemetry.keys import as_yaml
 from stalesync.job import automatic
@@ -97,7 +98,7 @@ def layout_of(arguments: JobArguments, config: Config, side: str) -> str:
     if text is not None:
         raise ValueError(f"{side}={text!r}: expected it or {key}, not both")
     sizes = getattr(config.parallel, side)
-    return "".join(f"{axis}{getattr(sizes, axis)}" for axis in ("tp", "pp", "ep", "etp"))
+    return "".join(f"{axis}{getattr(sizes, axis, 1)}" for axis in AXES)
 
 
 def model_of(options: Mapping[str, str], shapes: Path) -> Preset:

@@ -31,6 +31,7 @@ def test_order_and_what_is_left_out(qwen):
     ("text", "message"),
     [
         ("", "train='': expected sizes of tp, pp, ep and etp"),
+        ("tp8cp4", "train='tp8cp4': cp=4 does not divide the 2 data-parallel ranks: expected one of 1, 2"),
         ("tp8xx", "train='tp8xx': expected .* like tp8pp8ep32"),
         ("tp2tp4", "train='tp2tp4' states tp twice"),
         ("tp3", "train='tp3': tp=3 does not divide the 16 ranks"),
@@ -52,3 +53,10 @@ def test_what_the_model_does_not_divide(qwen):
     ]:
         with pytest.raises(ValueError, match=f"train='{text}': {message}"):
             parse_layout("train", text, world=256, shape=qwen)
+
+
+def test_only_training_has_context_parallelism(qwen):
+    assert parse_layout("train", "tp2cp4", world=16, shape=qwen) == Parallel(16, tp=2, cp=4)
+    assert layout_text(Parallel(16, tp=2, cp=4)) == "tp2ep1cp4"
+    with pytest.raises(ValueError, match="infer='cp2': expected cp=1"):
+        parse_layout("infer", "cp2", world=16, shape=qwen)

@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from fusion.costmodel.fitting import advice, fitting_settings
 from fusion.costmodel.hardware import Figure, hardware_named
+from fusion.costmodel.memory import estimate_memory
 from fusion.costmodel.presets import load_shape
-from fusion.costmodel.search import problems, rank
-from fusion.costmodel.setup import Setup
+from fusion.costmodel.roofline import Roofline, attention_pairs
+from fusion.costmodel.search import keys_of, phase_problems, problems, rank
+from fusion.costmodel.setup import Setup, TrainingLimits, Workload
+from fusion.costmodel.step_time import train_s
 from fusion.model import Parallel
 
 ASCEND_910C = hardware_named("ascend_910c")
@@ -53,3 +57,55 @@ def test_each_limit_is_a_problem_of_its_own():
     assert [text.split(" of ")[0] for text in problems(small_host, fits.memory)] == ["the optimizer state"]
     long = replace(fits.setup, workload=replace(fits.setup.workload, longest=10**8))
     assert problems(long, fits.memory) and "the KV cache holds" in problems(long, fits.memory)[0]
+
+
+LONG = Workload(128 * 16, 2048.0, 32768.0, 131072)
+
+
+def long_setup(name: str, dies: int, budget: int = 133120) -> Setup:
+    return replace(setup(name, dies), workload=LONG, training=TrainingLimits(budget))
+
+
+def test_samples_of_128k_tokens_get_the_least_context_parallelism_with_which_they_fit():
+    ranking = rank(long_setup("pangu_718b", 768))
+    chosen = ranking.pairs[0].setup
+    assert not ranking.pairs[0].problems and chosen.train.cp > 1
+    assert f"parallel.train.cp={ranking.deployments[0].train.cp}" in keys_of(ranking.deployments[0])
+    for cp in range(1, chosen.train.cp):
+        if chosen.train.dp % cp == 0 and replace(chosen.train, cp=cp).misfit(chosen.shape.config) is None:
+            fewer = replace(chosen, train=replace(chosen.train, cp=cp))
+            assert fewer.train == chosen.train or phase_problems(fewer, estimate_memory(fewer))
+
+
+def test_where_smaller_micro_batches_do_context_parallelism_is_not_chosen():
+    ranking = rank(setup("pangu_718b", 768))
+    assert {pair.setup.train.cp for pair in ranking.pairs} == {plan.train.cp for plan in ranking.deployments} == {1}
+
+
+def test_a_given_layout_for_long_samples_is_refused_with_the_context_parallelism_that_fits():
+    shared = rank(long_setup("pangu_718b", 768), num_exact=1).pairs[0].setup
+    alone = replace(shared, train=replace(shared.train, cp=1))
+    assert any(
+        text.startswith("train takes") and "activations" in text for text in problems(alone, estimate_memory(alone))
+    )
+    settings = fitting_settings(alone)
+    assert settings is not None and settings["parallel.train.cp"] <= shared.train.cp
+    assert f"parallel.train.cp={settings['parallel.train.cp']}" in advice(alone)
+
+
+def test_activations_are_divided_and_a_step_takes_the_exchange_longer():
+    one = replace(long_setup("pangu_718b", 768), train=Parallel(768, tp=4, ep=8, pp=16))
+    activations, seconds = {}, {}
+    for cp in (1, 2, 4):
+        shared = replace(one, train=replace(one.train, cp=cp))
+        activations[cp] = estimate_memory(shared).phases["train"]["activations"]
+        roofline = Roofline(shared.shape, ASCEND_910C, shared.train)
+        tokens = 16 * 133120
+        work = roofline.train_step(tokens, 16 * attention_pairs(133120), 133120)
+        seconds[cp], exchanged = work.seconds, work.link_bytes
+        assert estimate_memory(shared).phases["train"]["weights"] == estimate_memory(one).phases["train"]["weights"]
+        assert estimate_memory(shared).states_bytes == estimate_memory(one).states_bytes
+    assert activations[2] < 0.6 * activations[1] and activations[4] < 0.35 * activations[1]
+    assert 1 < 2 * seconds[2] / seconds[1] < 1.5 and 1 < 4 * seconds[4] / seconds[1] < 1.5 and exchanged > 0
+    flat = replace(one, train=Parallel(768, tp=4, ep=32))  # no bubble, which more micro-batches of a replica shorten
+    assert train_s(replace(flat, train=replace(flat.train, cp=4))) > train_s(flat)
