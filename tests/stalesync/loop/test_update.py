@@ -208,6 +208,39 @@ def test_training_begins_behind_a_reference_that_the_same_cards_compute(apart, r
     assert sorted(cards.trained) == ["g0/0", "g0/1", "g1/1", "g2/0", "g2/1"]
 
 
+@pytest.mark.parametrize("update", [True, False])
+def test_each_replica_trains_what_it_has_computed_the_reference_of(update):
+    """Also a part that is accumulated, which is of no minibatch yet: no replica need wait for another's."""
+    ids = {Worker.reference.__name__: {}, Worker.train.__name__: {}}
+
+    class Replicas(TrainingCards):
+        def begin_each(self, calls):
+            for rank, call in calls.items():
+                batches = [call.args[0]] if call.stage == Worker.reference.__name__ else call.args[0]
+                ids[call.stage][rank] = [id for batch in batches for id in batch]
+            return RunningStage(call.stage, tuple(calls), {})
+
+        def wait(self, running):
+            return [SimpleNamespace(has_lost=False, reference_kl={})]
+
+    groups = _scored()
+    groups["g0"][0].response_tokens = 100  # more than all others: a replica has it alone, but not in minibatches
+    queue = _queue(groups)
+    updater = _updater(queue, Replicas(queue))
+    updater.spec.algorithm = replace(updater.spec.algorithm, kl_coef=0.1, kl_in="loss")
+    updater.spec.train, updater.spec.ahead = Parallel(2), True
+    updater.spec.deployment = SimpleNamespace(train=(0, 1), reference=(0, 1))
+    updater.reference = ReferenceStream(spec=updater.spec, cards=updater.cards, record_reports=lambda reports: None)
+    _update(updater, groups, update=update)
+    trained = ids[Worker.train.__name__]
+    assert {rank: sorted(own) for rank, own in trained.items()} == {
+        rank: sorted(own) for rank, own in ids[Worker.reference.__name__].items()
+    }
+    assert sorted(id for own in trained.values() for id in own) == sorted(
+        sample.id for members in groups.values() for sample in members
+    )
+
+
 @pytest.mark.parametrize("minibatches", [2, 3])
 @pytest.mark.parametrize("failed", [["g0"], ["g2"], ["g0", "g1"], ["g1", "g2"]])
 def test_no_optimizer_step_is_made_without_samples(failed, minibatches):
