@@ -19,6 +19,7 @@ from torch import nn
 from fusion.model.collectives import Rows, gather_rows, reduce_scatter_rows, sum_over_tp
 from fusion.model.matrix import Adapted, Matrix, Weights, blocks_of, parameter, project, rows_of
 from fusion.model.mesh import Mesh
+from fusion.model.shared_rows import Reads, SharedRows
 from fusion.model.spec import GroupedQuery, Latent
 from fusion.npu.operators import Plain, linear
 
@@ -123,6 +124,28 @@ class PackedAttention:
     def latent(self, layer: int, q: Pair, latent: Pair, up: Up) -> torch.Tensor:
         k_NHC, v_NHV = up.expand(*latent)
         return self.operators.varlen_attention(torch.cat(q, dim=-1), k_NHC, v_NHV, self.lengths, up.softmax_scale)
+
+
+class SharedPrefixAttention:
+    """Implements `Attend` for packed sequences that share the rows of their prefixes: q, k and v are of the computed
+    rows, and every sequence's own rows attend to the whole sequence."""
+
+    def __init__(self, rows: SharedRows, operators: Plain, device: torch.device | str):
+        self.operators = operators
+        own = [length - common for length, common in zip(rows.lengths, rows.shared, strict=True)]
+        self.lengths = [count for count in own if count]
+        self.kv_lengths = [length for length, count in zip(rows.lengths, own, strict=True) if count]
+        attends_N = torch.tensor(own).bool().repeat_interleave(torch.tensor(rows.lengths))
+        self._read = Reads(rows.row_N[attends_N], device)
+
+    def __call__(self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor) -> torch.Tensor:
+        return self._attend(q_NHC, k_NKC, v_NKC, None)
+
+    def latent(self, layer: int, q: Pair, latent: Pair, up: Up) -> torch.Tensor:
+        return self._attend(torch.cat(q, dim=-1), *up.expand(*latent), up.softmax_scale)
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
+        return self.operators.varlen_attention(q, self._read(k), self._read(v), self.lengths, scale, self.kv_lengths)
 
 
 class Attention(nn.Module):

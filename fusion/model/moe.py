@@ -146,18 +146,18 @@ class MoE(nn.Module):
         record: bool,
         kept: list[Exchange] | None,
     ) -> tuple[torch.Tensor, Routed | None]:
-        router, num_mismatched = self._router, None
+        router, mismatched_n = self._router, None
         scores_nE = score(self._logits(x_nD, row_multiple), router, row_multiple)
         weight_nk, expert_nk = choose_with_scores(scores_nE, router, self.correction)
         if forced is not None:
-            num_mismatched, expert_nk = forced.count_mismatched(expert_nk), forced.impose(expert_nk)
+            mismatched_n, expert_nk = forced.mismatched(expert_nk), forced.impose(expert_nk)
             weight_nk = scores_nE.gather(-1, expert_nk)
         y, counts_E = self._experts(x_nD, expert_nk, weigh(weight_nk, router), row_multiple, kept)
         if not record:
             return y, None
         probs_nE = probabilities(scores_nE, router)
         stats = torch.stack([counts_E.to(torch.float32), probs_nE.sum(0)])
-        return y, Routed(stats, expert_nk, num_mismatched, probs_nE if self.keep_probabilities else None)
+        return y, Routed(stats, expert_nk, mismatched_n, probs_nE if self.keep_probabilities else None)
 
     def _logits(self, x_nD: torch.Tensor, row_multiple: int) -> torch.Tensor:
         if not self.spec.router.float32 or x_nD.dtype == torch.float32:

@@ -18,6 +18,7 @@ import torch
 
 from fusion.model.collectives import Rows, gather_padded, gather_rows, shard_range, shard_sizes
 from fusion.model.mesh import Mesh
+from fusion.model.shared_rows import Reads
 
 
 class Routed(NamedTuple):
@@ -27,15 +28,30 @@ class Routed(NamedTuple):
         stats: float32 [2, E], the number of tokens routed to each expert (replayed ones included) and the summed
             probabilities that the pass's own router gives it; [2, 0] in inference mode.
         expert_nk: int64 [n, k], the experts of each row.
-        num_mismatched: float32 scalar, the number of replayed rows for which the pass's own router chooses a different
-            set of experts; None: nothing was replayed.
+        mismatched_n: bool [n], the replayed rows for which the pass's own router chooses a different set of experts;
+            None: nothing was replayed.
         probs_nE: float32 [n, E], the probabilities of each row; only where the model's ``keep_probabilities`` is set.
     """
 
     stats: torch.Tensor
     expert_nk: torch.Tensor
-    num_mismatched: torch.Tensor | None = None
+    mismatched_n: torch.Tensor | None = None
     probs_nE: torch.Tensor | None = None
+
+    def weighted(self, weight_n: torch.Tensor) -> Routed:
+        """Return the routing with ``stats`` in which each row counts as ``weight_n`` (float32 [n]) rows; the
+        probabilities only where ``probs_nE`` is kept."""
+        counts_E, probs_E = self.stats
+        counts_E = torch.zeros_like(counts_E).index_add(
+            0, self.expert_nk.flatten(), weight_n.repeat_interleave(self.expert_nk.shape[1])
+        )
+        probs_E = probs_E if self.probs_nE is None else weight_n @ self.probs_nE
+        return self._replace(stats=torch.stack([counts_E, probs_E]))
+
+    def read_by(self, reads: Reads) -> Routed:
+        """Return the routing and probabilities of the rows that ``reads`` reads."""
+        assert self.probs_nE is not None
+        return self._replace(expert_nk=self.expert_nk[reads.rows_R], probs_nE=reads(self.probs_nE))
 
 
 class Forced(NamedTuple):
@@ -49,10 +65,10 @@ class Forced(NamedTuple):
         """Return the experts of each row, int64 [n, k], where the router's own choice is ``own_nk``."""
         return self.expert_nk.where(self.known_n1, own_nk)
 
-    def count_mismatched(self, own_nk: torch.Tensor) -> torch.Tensor:
-        """Count the replayed rows whose own set of experts differs; float32 scalar."""
+    def mismatched(self, own_nk: torch.Tensor) -> torch.Tensor:
+        """Return the replayed rows whose own set of experts differs: bool [n]."""
         other_nk = own_nk.sort(-1).values != self.expert_nk.sort(-1).values
-        return (other_nk.any(-1) & self.known_n1.squeeze(1)).sum(dtype=torch.float32)
+        return other_nk.any(-1) & self.known_n1.squeeze(1)
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,11 @@
     | prompt 0 | response 0 | prompt 1 | response 1 | …      tokens_N; every other column is aligned with the token it
     | 0 0 0 0 0 1 1 1 1 1 1 | 0 0 0 0 0 0 | 1 1 1 1 | …      belongs to, so a sample's columns stay aligned
 
-Invariants of `plan_micro_batches`: every sequence is in exactly one micro-batch; a micro-batch holds at most the
+Invariants of `plan_micro_batches`: every sequence is in exactly one micro-batch; a micro-batch computes at most the
 budget, or a single sequence that exceeds it; no two micro-batches would fit into one; lengths ascend inside a
 micro-batch (equal lengths share one attention call); the number of micro-batches is at most 3/2 of the minimum
-(best-fit decreasing; Simchi-Levi 1994).
+(best-fit decreasing; Simchi-Levi 1994). Where sequences share rows, this holds of their runs (`prefixes`): each has the
+length that it takes of the budget, and stays whole and in order.
 """
 
 from __future__ import annotations
@@ -19,10 +20,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fusion.model.shared_rows import SharedRows
+from fusion.training.prefixes import runs
+
 UNREAD = -1
 """Placeholder for a token that this rank does not read."""
 
-NOT_COLUMNS = ("lengths", "version", "updated", "kept_ids")
+NOT_COLUMNS = ("lengths", "version", "updated", "kept_ids", "shared")
 
 
 class KeptIds(NamedTuple):
@@ -62,6 +66,7 @@ class Sequences:
         kept_counts: int32 [N], number of ids that truncated sampling kept for each token; 0: it was sampled from the
             whole vocabulary. None: all were.
         kept_ids: int32, these ids, token by token: the only column that is not aligned with the tokens.
+        shared: where rows are computed, in a micro-batch whose sequences share some; None: each by itself.
         token_weight: float32 [N]; factor of a token's loss. None: 1.
         shares: float32 [N]; the share that a sequence has in its conversation, of which it is one of several branches.
             None: 1.
@@ -88,6 +93,7 @@ class Sequences:
     routing: torch.Tensor | None = None
     kept_counts: torch.Tensor | None = None
     kept_ids: torch.Tensor | None = None
+    shared: SharedRows | None = None
 
     def __post_init__(self) -> None:
         rows = sum(self.lengths)
@@ -181,6 +187,23 @@ class Sequences:
         return len(self.loss_mask)
 
     @property
+    def num_computed(self) -> int:
+        """Number of rows that a forward pass computes: N, less those that sequences share."""
+        return self.rows if self.shared is None else self.shared.count
+
+    def sharing(self, shared: Sequence[int]) -> Sequences:
+        """Return the sequences, of which each shares its first ``shared`` rows with the one before it."""
+        return replace(self, shared=SharedRows(self.lengths, shared)) if any(shared) else self
+
+    def computed(self, column_N: torch.Tensor) -> torch.Tensor:
+        """Return the values of a column at the rows that a forward pass computes."""
+        return column_N if self.shared is None else column_N[self.shared.own_N]
+
+    def computed_at(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return where ``rows`` are among the rows that a forward pass computes: int64."""
+        return rows if self.shared is None else self.shared.row_N[rows]
+
+    @property
     def positions(self) -> torch.Tensor:
         """Position of each token in its sequence, int64 [N]."""
         lengths = torch.tensor(self.lengths, dtype=torch.int64)
@@ -240,7 +263,7 @@ class Sequences:
         columns: dict[str, Any] = {name: column[rows] for name, column in self._columns().items()}
         if self.kept_counts is not None and self.kept_ids is not None:
             columns["kept_ids"] = self.kept_ids[_places(self.kept_counts.to(torch.int64), rows)]
-        return replace(self, lengths=lengths, **columns)
+        return replace(self, lengths=lengths, shared=None, **columns)
 
     def _columns(self) -> dict[str, torch.Tensor]:
         columns = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in NOT_COLUMNS}
@@ -258,19 +281,25 @@ def response_rows(prompt_lengths: torch.Tensor, response_lengths: torch.Tensor) 
     return torch.tensor([False, True]).repeat(len(sizes)).repeat_interleave(sizes.flatten())
 
 
-def plan_micro_batches(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Return the indices of the sequences of each micro-batch (invariants above). Best-fit decreasing, n log n."""
+def plan_micro_batches(
+    lengths: Sequence[int], token_budget: int, shared: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Return the indices of the sequences of each micro-batch (invariants above). Best-fit decreasing, n log n.
+    ``shared``: as of `prefixes.links`; None: nothing."""
+    together = runs(lengths, shared or [0] * len(lengths), token_budget)
+    sizes = [size for _, size in together]
     bins: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (room left, bin), ascending: the first with enough room is the best fit
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        place = bisect_left(free, (lengths[index], 0))
+    for index in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        place = bisect_left(free, (sizes[index], 0))
         room, target = free.pop(place) if place < len(free) else (token_budget, len(bins))
         if target == len(bins):
             bins.append([])
         bins[target].append(index)
-        if room - lengths[index] >= 0:
-            insort(free, (room - lengths[index], target))
-    return [sorted(members, key=lambda i: (lengths[i], i)) for members in bins]
+        if room - sizes[index] >= 0:
+            insort(free, (room - sizes[index], target))
+    in_order = [sorted(run, key=lambda i: (sizes[i], i)) for run in bins]
+    return [[index for run in order for index in together[run][0]] for order in in_order]
 
 
 def _places(lengths: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

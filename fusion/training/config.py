@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from fusion.model.adapters import TARGETS, Adapters
 from fusion.telemetry.keys import POSITIVE, Unsupported, key
 from fusion.telemetry.validation import Checks, Group, is_finite
+from fusion.training.prefixes import SHARE_PREFIXES
 
 ALGORITHMS = {
     "grpo": "fusion.training.algorithms.grpo:GRPO",
@@ -105,6 +106,15 @@ class TrainingConfig(Group, path="training"):
     bounds the memory of the layers' activations (that of log-probabilities is bounded whatever it is); does not change
     results."""
 
+    share_prefixes: str = key(
+        "auto",
+        one_of=SHARE_PREFIXES,
+        unsupported_by={"megatron": Unsupported("Megatron-Core's layers attend within whole sequences", ("on",))},
+    )
+    """Compute the rows of a prefix that sequences of a micro-batch have in common once, in training and for
+    log-probabilities: the prompt of a group, and what branches of a conversation share. `auto`: where it saves time,
+    decided from lengths; `on`: wherever tokens are equal; `off`. Changes results by rounding only."""
+
     recompute: bool = key(False, read_by="plan simulate")
     """Activation checkpointing: keep only the input of each layer and recompute the rest in the backward pass; less
     memory, about a third more compute."""
@@ -123,6 +133,11 @@ class TrainingConfig(Group, path="training"):
     router_bias_rate: float = key(0.0, at_least=0, timeless=True)
     """What the correction bias of an overloaded expert loses, and that of an underloaded one gains, in an optimizer
     step (DeepSeek-V3 was pretrained with 0.001). Only for models whose routers have one; 0: the biases are kept."""
+
+    @property
+    def shares_prefixes(self) -> str:
+        """`share_prefixes` in force: `off` with Megatron-Core, whose layers attend within whole sequences."""
+        return "off" if self.backend == "megatron" else self.share_prefixes
 
     @property
     def peak_lr(self) -> float:

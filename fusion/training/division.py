@@ -1,20 +1,64 @@
 """Divide the samples of a step over minibatches and data-parallel ranks. Pure: a simulation divides them alike.
 
-Invariants of `split_over_ranks`: every sequence is on exactly one rank; two ranks differ by at most the longest
-sequence; a rank has no sequence only if there are fewer sequences than ranks; indices stay in order inside a rank.
+Invariants of `split_over_ranks`: every sequence is on exactly one rank; indices stay in order inside a rank. Where no
+sequence shares rows, two ranks differ by at most the longest sequence, and a rank has no sequence only if there are
+fewer sequences than ranks. Where some do, the rank that computes most rows computes no more than with this division of
+the sequences one by one.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 
-def split_over_ranks(lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Return the indices of the sequences of each rank, balanced by tokens (invariants above). Longest first, each to
-    the least loaded rank."""
+def split_over_ranks(lengths: Sequence[int], ranks: int, shared: Sequence[int] | None = None) -> list[list[int]]:
+    """Return the indices of the sequences of each rank, balanced by the rows that it computes (invariants above).
+    Longest first, each to the least loaded rank.
+
+    Sequences that share rows go to one rank, or in 2, 4, … parts to several, whichever balances best.
+
+    Args:
+        shared: rows that each sequence would share with the one before it on the same rank (`prefixes.links`); None:
+            nothing.
+    """
     if ranks == 1:
         return [list(range(len(lengths)))]
+    if shared is None or not any(shared):
+        return _split(lengths, ranks)
+    best: tuple[int, list[list[int]]] | None = None
+    for runs in _partitions(shared):
+        sizes = [sum(lengths[run.start : run.stop]) - sum(shared[run.start + 1 : run.stop]) for run in runs]
+        split = [sorted(index for run in chosen for index in runs[run]) for chosen in _split(sizes, ranks)]
+        most = max(sum(_computed(indices, lengths, shared)) for indices in split)
+        if best is None or most < best[0]:
+            best = most, split
+    assert best is not None
+    return best[1]
+
+
+def _partitions(shared: Sequence[int]) -> Iterator[list[range]]:
+    """Yield divisions of the sequences into runs that share rows, from whole runs to single sequences."""
+    starts = [index for index, common in enumerate(shared) if not common]
+    trees = [range(start, stop) for start, stop in zip(starts, [*starts[1:], len(shared)], strict=True)]
+    longest, parts = max(map(len, trees)), 1
+    while parts < 2 * longest:
+        yield [
+            tree[start : start + size]
+            for tree in trees
+            for size in [-(-len(tree) // parts)]
+            for start in range(0, len(tree), size)
+        ]
+        parts *= 2
+
+
+def _computed(indices: Sequence[int], lengths: Sequence[int], shared: Sequence[int]) -> Iterator[int]:
+    """Yield the rows that a rank with these sequences computes of each."""
+    for before, index in zip([-2, *indices], indices, strict=False):
+        yield lengths[index] - (shared[index] if index - 1 == before else 0)
+
+
+def _split(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     # A rank's tokens, its number of sequences and its number, most significant first in one integer: a tuple of them
     # would take several times as long to create and to compare.
     one_sequence = ranks

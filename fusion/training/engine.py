@@ -1,6 +1,6 @@
 """Train the policy on one rank: accumulate gradients from packed sequences, then update the weights.
 
-    sequences ─ plan_micro_batches ─► each through PipelineStage: forward ─ Objective ─ backward ─► gradients
+    sequences ─ split_micro_batches ─► each through PipelineStage: forward ─ Objective ─ backward ─► gradients
     optimizer_step: gradients ─ ShardedAdamW ─► weights; rows of each expert ─ RouterBias ─► correction biases
 
 Invariants: the loss is a mean over the trained tokens of the *global* batch (`Objective`), so loss and gradient do not
@@ -20,16 +20,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from fusion.model import Buckets, Mesh, PackedAttention, Routed, context_rows, over_context
+from fusion.model import Buckets, Mesh, Routed, context_rows, over_context
 from fusion.model.bucket_plan import trained_units
 from fusion.model.weights import views_apart
 from fusion.npu import Device
-from fusion.training.batch import Sequences, plan_micro_batches
+from fusion.training.batch import Sequences
 from fusion.training.chunks import Chunk
 from fusion.training.config import TrainingConfig
 from fusion.training.interface import SKIPPED_IN_A_ROW, TrainEngine
 from fusion.training.logprobs import TokenLogprobs, trained_logprobs
 from fusion.training.loss import Loss
+from fusion.training.micro_batches import attention_of, split_micro_batches
 from fusion.training.model import TrainedModel
 from fusion.training.objective import BatchSums, Objective, Totals, routing_counts
 from fusion.training.optimizer import ShardedAdamW
@@ -75,7 +76,7 @@ class EmbeddedTrainEngine:
         model.recompute = config.recompute
         self.balancing_coef = config.balancing_coef if model.config.num_experts else 0.0
         self._balances_sequences = self.balancing_coef > 0 and config.load_balancing == "sequence"
-        if self._balances_sequences:
+        if self._balances_sequences or (self.balancing_coef and config.shares_prefixes != "off"):
             model.keep_probabilities()
         self.optimizer = ShardedAdamW(
             model,
@@ -112,7 +113,8 @@ class EmbeddedTrainEngine:
             config=self.model.config,
             mesh=self.mesh,
             balancing_coef=self.balancing_coef,
-            own_rows=self._own_rows if self._balances_sequences else None,
+            own_rows=self._own_rows,
+            by_sequence=self._balances_sequences,
             counts_E=counts_E,
             share=self._begin_batch(totals, continued),
         )
@@ -156,7 +158,8 @@ class EmbeddedTrainEngine:
             routed: list[Routed] | None = None if record is None else []
             out = self._hidden(batches[i], hidden, routed)
             if record is not None and routed and i < len(places):
-                record[places[i]] = self.model.routing_of(routed, batches[i].rows)
+                of_computed = self.model.routing_of(routed, batches[i].num_computed)
+                record[places[i]] = of_computed[batches[i].computed_at(torch.arange(batches[i].rows))]
             if not self.mesh.last_stage:
                 return out, None
             tokens = self._tokens(batches[i], out)
@@ -277,44 +280,60 @@ class EmbeddedTrainEngine:
 
     def _micro_batches(self, sequences: Sequences) -> tuple[list[Sequences], list[torch.Tensor], Totals]:
         """Return this rank's micro-batches, padded with empty ones to the largest number of any rank, the rows of
-        ``sequences`` in each that is not padding, and the totals. One collective."""
-        plan = plan_micro_batches(sequences.lengths, self.config.token_budget)
-        places = [sequences.rows_of(indices) for indices in plan]
-        counts = sequences.rows, sum(length > 0 for length in sequences.lengths), len(plan)
+        ``sequences`` in each that is not padding, and the totals. One collective, and that of `split_micro_batches`."""
+        share = self.config.shares_prefixes
+        places, batches = split_micro_batches(sequences, self.config.token_budget, share=share, mesh=self.mesh)
+        shared = sequences.rows - sum(batch.num_computed for batch in batches)
+        counts = sequences.rows, sum(length > 0 for length in sequences.lengths), shared, len(batches)
         local = torch.tensor([[*sequences.loss_totals(), *counts]], dtype=torch.float64)
         by_rank = local
         if self.mesh.dp_group is not None:
-            by_rank = local.new_empty(self.mesh.parallel.dp, 5)
+            by_rank = local.new_empty(self.mesh.parallel.dp, local.shape[1])
             dist.all_gather_into_tensor(by_rank, local, group=self.mesh.dp_group)
             by_rank = by_rank[:: self.mesh.parallel.cp]  # ranks of one replica have the same sequences
-        weight, normaliser, rows, num_sequences, _ = by_rank.sum(0).tolist()
+        weight, normaliser, rows, num_sequences, shared, _ = by_rank.sum(0).tolist()
         totals = Totals(
-            weight, normaliser, rows=int(rows), sequences=int(num_sequences), micro_batches=int(by_rank[:, 4].max())
+            weight,
+            normaliser,
+            rows=int(rows),
+            sequences=int(num_sequences),
+            micro_batches=int(by_rank[:, -1].max()),
+            shared=int(shared),
         )
-        batches = [sequences.select(indices, rows) for indices, rows in zip(plan, places, strict=True)]
-        batches += [sequences.select([])] * (totals.micro_batches - len(plan))
+        batches += [sequences.select([])] * (totals.micro_batches - len(batches))
         return batches, places, totals
 
     def _hidden(
         self, batch: Sequences, hidden: torch.Tensor | None, routed: list[Routed] | None = None
     ) -> torch.Tensor:
-        own = context_rows(batch.rows, self.mesh)
-        positions = batch.positions[own].to(self.device.torch_device)
+        own, device = context_rows(batch.num_computed, self.mesh), self.device.torch_device
+        positions = batch.computed(batch.positions)[own].to(device)
         # After the first stage the model uses only the number of ids, and the batch may have none.
-        ids = batch.tokens[own].to(self.device.torch_device) if self.mesh.first_stage else positions
-        attend = PackedAttention(batch.lengths, self.device.operators)
-        return self.model(
+        ids = batch.computed(batch.tokens)[own].to(device) if self.mesh.first_stage else positions
+        of_batch: list[Routed] | None = None if routed is None else []
+        out = self.model(
             ids,
             positions,
-            over_context(attend, batch.rows, self.mesh),
-            routed,
+            over_context(attention_of(batch, self.device), batch.num_computed, self.mesh),
+            of_batch,
             hidden,
             replay_of(batch, self.model, own),
         )
+        if routed is not None and of_batch is not None:
+            routed += self._as_unshared(batch, of_batch)
+        return out
+
+    def _as_unshared(self, batch: Sequences, routed: list[Routed]) -> list[Routed]:
+        """Return the routing with statistics in which a row counts once for each sequence that it belongs to."""
+        if batch.shared is None:
+            return routed
+        own = self._own_rows(batch.num_computed)
+        weight_n = batch.shared.sequences_M[own.start : own.stop].to(self.device.torch_device)
+        return [layer.weighted(weight_n) for layer in routed]
 
     def _rows(self, batches: list[Sequences]) -> list[int]:
         """Return how many rows of each micro-batch this rank computes, with its TP group."""
-        own = [context_rows(batch.rows, self.mesh) for batch in batches]
+        own = [context_rows(batch.num_computed, self.mesh) for batch in batches]
         return [rows.stop - rows.start for rows in own]
 
     def _own_rows(self, rows: int) -> range:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from fusion.model import Head, Mesh, Transformer, context_rows
 from fusion.model.collectives import shard_sizes, share_shards
+from fusion.model.shared_rows import Reads
 from fusion.model.tiling import TILE_BYTES, tile_shape
 from fusion.training.batch import KeptIds, Sequences
 from fusion.training.logit_tiles import Cells, Logits, Tiles
@@ -93,12 +94,13 @@ def trained_logprobs(
     states; ``with_mass`` the mass of masked ids, too. On the last stage. Collective over context parallel, whose ranks
     compute those that their rows predict, from the hidden states of these, and have all of them in the end."""
     rows, device, mesh = batch.trained_rows, hidden_ND.device, model.mesh
-    predicted_by = rows - 1
-    ends = torch.tensor(shard_sizes(batch.rows, mesh.parallel.cp)).cumsum(0)
+    predicted_by = batch.computed_at(rows - 1)
+    ends = torch.tensor(shard_sizes(batch.num_computed, mesh.parallel.cp)).cumsum(0)
     rank_n = torch.searchsorted(ends, predicted_by, right=True)
     own = rank_n == mesh.cp_rank
+    read = predicted_by[own] - context_rows(batch.num_computed, mesh).start
     values = vocab_parallel_logprobs(
-        hidden_ND.index_select(0, (predicted_by[own] - context_rows(batch.rows, mesh).start).to(device)),
+        hidden_ND.index_select(0, read.to(device)) if batch.shared is None else Reads(read, device)(hidden_ND),
         model.head,
         batch.tokens[rows[own]].to(device),
         mesh,
@@ -110,7 +112,11 @@ def trained_logprobs(
         return values
     sizes = rank_n.bincount(minlength=mesh.parallel.cp).tolist()
     own_values = {name: one for name, one in values._asdict().items() if one is not None}
-    return TokenLogprobs(**{name: share_shards(one, sizes, mesh.cp_group) for name, one in own_values.items()})
+    by_rank = {name: share_shards(one, sizes, mesh.cp_group) for name, one in own_values.items()}
+    if batch.shared is None:
+        return TokenLogprobs(**by_rank)
+    places = rank_n.argsort(stable=True).argsort().to(device)  # a shared row predicts tokens of several sequences
+    return TokenLogprobs(**{name: one.index_select(0, places) for name, one in by_rank.items()})
 
 
 class _Logprobs(torch.autograd.Function):

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from fusion.model import Mesh, ModelConfig, Routed, load_balancing_loss
 from fusion.model.moe import sequence_balancing_loss
+from fusion.model.shared_rows import Reads
 from fusion.model.truncation import MAX_KEPT_IDS
 from fusion.npu.all_or_none import gather_json
 from fusion.training.batch import Sequences
@@ -36,19 +37,23 @@ MISMATCH = "training/routing_mismatch"
 KEPT_MASS, KEPT_IDS = "training/kept_mass_mean", "training/kept_ids_mean"
 KEPT_CAPPED = "training/kept_capped_share"
 
+SHARED = "training/shared_rows_share"
+"""Metric: share of the rows that were not computed, as other sequences of the micro-batch have the same prefix"""
+
 REPLAYED = "replayed (token, layer) pairs"
 
 
 class Totals(NamedTuple):
     """Totals over all data-parallel ranks: the sum of the tokens' weights, the divisor of the losses
-    (`Sequences.loss_totals`), the numbers of rows and of sequences, and the largest number of micro-batches of a
-    rank."""
+    (`Sequences.loss_totals`), the numbers of rows and of sequences, the largest number of micro-batches of a
+    rank, and the number of rows that were not computed, as sequences share them."""
 
     weight: float
     normaliser: float
     rows: int
     sequences: int
     micro_batches: int
+    shared: int = 0
 
     def share_after(self, normaliser: float) -> float:
         """Return the share of these tokens in a batch to which tokens with this ``normaliser`` came before; in (0, 1],
@@ -64,6 +69,7 @@ class Totals(NamedTuple):
             rows=self.rows + later.rows,
             sequences=self.sequences + later.sequences,
             micro_batches=max(self.micro_batches, later.micro_batches),
+            shared=self.shared + later.shared,
         )
 
 
@@ -99,6 +105,8 @@ class BatchSums:
             means = {name: float(value) / weight for name, value in sums.items()}
             means |= {} if loss is None else {LOSS: float(loss) / self.totals.normaliser}
             means |= gap_metrics(gaps)
+        if self.totals.shared:
+            means[SHARED] = self.totals.shared / self.totals.rows
         if replayed and mismatched is not None:
             means[MISMATCH] = float(mismatched) / float(replayed)
         if self.balance is not None:
@@ -111,8 +119,8 @@ class Objective:
     """Computes each micro-batch's share of the loss and accumulates the metrics.
 
     Args:
-        own_rows: returns which rows of a batch of so many this rank routes, to balance each sequence instead of the
-            batch, which needs no ``counts_E``; None: balance the batch.
+        own_rows: returns which rows of a batch of so many this rank routes.
+        by_sequence: whether to balance each sequence instead of the batch, which needs no ``counts_E``.
         counts_E: tokens that each expert receives from the global batch, summed over layers; None: there is
             one micro-batch and one stage, and `of_routing` counts its routing.
         share: of a larger batch that this one is a part of (`Totals.share_after`): its losses count that much.
@@ -126,14 +134,15 @@ class Objective:
         config: ModelConfig,
         mesh: Mesh,
         balancing_coef: float,
-        own_rows: Callable[[int], range] | None = None,
+        own_rows: Callable[[int], range] = range,
+        by_sequence: bool = False,
         counts_E: torch.Tensor | None,
         share: float = 1.0,
     ):
         self.share = share
         self.loss, self.totals, self.config, self.mesh = loss, totals, config, mesh
         self.balancing_coef, self.counts_E = balancing_coef, counts_E
-        self.own_rows = own_rows
+        self.own_rows, self.by_sequence = own_rows, by_sequence
         self._sums: dict[str, torch.Tensor] = {}
 
     def of_tokens(self, batch: Sequences, tokens: TokenLogprobs) -> torch.Tensor:
@@ -178,8 +187,8 @@ class Objective:
         no such loss."""
         if not self.balancing_coef:
             return None
-        if self.own_rows is not None:
-            return self._of_sequences(batch, routed, self.own_rows(batch.rows))
+        if self.by_sequence:
+            return self._of_sequences(batch, routed)
         if self.counts_E is None:
             device = routed[0].stats.device  # with one stage, which has all sparse layers
             self.counts_E = routing_counts(routed, self.mesh, self.config.num_experts, device)
@@ -190,14 +199,20 @@ class Objective:
         self._add(BALANCE, balance.detach())
         return self._of_share(self.balancing_coef * balance)
 
-    def _of_sequences(self, batch: Sequences, routed: list[Routed], own_rows: range) -> torch.Tensor | None:
+    def _of_sequences(self, batch: Sequences, routed: list[Routed]) -> torch.Tensor | None:
         if not routed:
             return None
-        lengths = torch.tensor(batch.lengths, dtype=torch.int64)
-        owner_n = owners(batch.lengths)[own_rows.start : own_rows.stop]
-        device = routed[0].stats.device
-        owner_n, lengths_S = owner_n.to(device), lengths.to(device, torch.float32)
-        losses = [sequence_balancing_loss(layer, owner_n, lengths_S, self.mesh) for layer in routed]
+        device, own = routed[0].stats.device, self.own_rows(batch.num_computed)
+        lengths_S = torch.tensor(batch.lengths, dtype=torch.float32).to(device)
+        owner_N, layers = owners(batch.lengths), iter(routed)
+        if batch.shared is None:
+            owner_n = owner_N[own.start : own.stop].to(device)
+        else:
+            row_N = batch.shared.row_N - own.start
+            is_own_N = (row_N >= 0) & (row_N < len(own))
+            owner_n, reads = owner_N[is_own_N].to(device), Reads(row_N[is_own_N], device)
+            layers = (layer.read_by(reads) for layer in routed)
+        losses = [sequence_balancing_loss(layer, owner_n, lengths_S, self.mesh) for layer in layers]
         balance = torch.stack(losses).sum() / max(self.totals.sequences, 1)
         self._add(BALANCE, balance.detach())
         return self._of_share(self.balancing_coef * balance)
@@ -207,10 +222,14 @@ class Objective:
         replayed ones."""
         if batch.routing is None or not routed:
             return
-        mismatched = torch.stack([layer.num_mismatched for layer in routed if layer.num_mismatched is not None])
-        self._add(MISMATCH, mismatched.sum())
+        mismatched_Ln = torch.stack([layer.mismatched_n for layer in routed if layer.mismatched_n is not None])
+        weighted = mismatched_Ln.to(torch.float32)
+        if batch.shared is not None:
+            own = self.own_rows(batch.num_computed)
+            weighted = weighted * batch.shared.sequences_M[own.start : own.stop].to(weighted.device)
+        self._add(MISMATCH, weighted.sum())
         num_replayed = (batch.rows - len(batch.last_rows())) * len(routed)
-        self._add(REPLAYED, torch.tensor(float(num_replayed), device=mismatched.device))
+        self._add(REPLAYED, torch.tensor(float(num_replayed), device=weighted.device))
 
     def sums(self) -> BatchSums:
         """Return the sums over the global batch, the same on every rank. Collective over the mesh."""

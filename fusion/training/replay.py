@@ -26,7 +26,8 @@ def replay_of(batch: Sequences, model: TrainedModel, own: slice) -> Replay | Non
     if batch.rows and batch.routing.shape[1:] != cell:
         raise ValueError(f"routing has {list(batch.routing.shape[1:])} (layers, k) per token; expected {list(cell)}")
     device = model.device.torch_device
-    return Replay(batch.routing.reshape(batch.rows, *cell)[own].to(device), batch.before_last_N[own].to(device))
+    routing_MLk = batch.computed(batch.routing.reshape(batch.rows, *cell))
+    return Replay(routing_MLk[own].to(device), batch.computed(batch.before_last_N)[own].to(device))
 
 
 def new_record(sequences: Sequences, model: TrainedModel) -> torch.Tensor:

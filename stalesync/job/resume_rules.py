@@ -57,7 +57,7 @@ _KEYS = {
         rollout.backend rollout.vllm_graphs rollout.engine.* rollout.schedule.* rollout.kv_pool.* rollout.drafts.*
         training.backend training.lr training.betas training.weight_decay training.clip_grad training.schedule
         training.warmup_steps training.token_budget training.recompute training.load_balancing_coef
-        training.load_balancing training.router_bias_rate
+        training.load_balancing training.router_bias_rate training.share_prefixes
         algorithm.clip_low algorithm.clip_high algorithm.kl_coef algorithm.kl_in algorithm.normalize_advantages
         algorithm.loss_aggregation algorithm.overlong_buffer algorithm.correction algorithm.correction_cap
         algorithm.correction_floor algorithm.minibatches

@@ -49,7 +49,8 @@ class ReferenceStream:
             samples = SampleColumns.of([sample for members in groups for sample in members]).without_errors
             layout, ranks = self.spec.reference, self.spec.deployment.reference
             assert layout is not None
-            calls = [stage_call(Worker.reference, ids) for ids in samples.split(layout.replicas)]
+            shares = samples.split(layout.replicas, self.spec.training.share_prefixes)
+            calls = [stage_call(Worker.reference, ids) for ids in shares]
             running = self.cards.begin_each(calls_of_replicas(layout, ranks, calls))
             self._running.append((running, {*samples.groups}))
         for call in [call for call in self._running if not call[0].pending]:

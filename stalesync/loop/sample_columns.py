@@ -13,6 +13,7 @@ from itertools import compress
 from operator import add, sub
 
 from fusion.training import split_over_ranks
+from fusion.training.prefixes import links
 from stalesync.scoring.samples import Sample, by_id
 
 
@@ -91,6 +92,16 @@ class SampleColumns:
         return [tokens for sample in self.samples for tokens in sample.row_tokens or (sample.tokens,)]
 
     @cached_property
+    def row_prefixes(self) -> list[int]:
+        """Tokens of each of `rows` that the one before has too: the prompt of a group, where both begin with it."""
+        prefixes, before = list[int](), ""
+        for sample, group, prompt_tokens in zip(self.samples, self.groups, self.prompt_tokens, strict=True):
+            for tokens in sample.row_tokens or (sample.tokens,):
+                prefixes.append(min(prompt_tokens, tokens) if group == before else 0)
+                before = group
+        return prefixes
+
+    @cached_property
     def observed_tokens(self) -> list[int]:
         """Tokens of each response that an environment has said."""
         return list(map(sub, self.response_tokens, self.sampled_tokens))
@@ -105,10 +116,12 @@ class SampleColumns:
         """Return these samples and ``others``, in order of ids."""
         return SampleColumns.of(sorted([*self.samples, *others.samples], key=by_id)) if len(others) else self
 
-    def split(self, num_replicas: int) -> list[list[str]]:
-        """Split the ids of the rows over data-parallel replicas, balanced by tokens."""
-        rows = self.rows
-        return [[rows[index] for index in share] for share in split_over_ranks(self.row_tokens, num_replicas)]
+    def split(self, num_replicas: int, share_prefixes: str) -> list[list[str]]:
+        """Split the ids of the rows over data-parallel replicas, balanced by the rows that they compute: those that
+        share a prefix (``share_prefixes``: as the key) go to one replica where that is no slower."""
+        rows, lengths = self.rows, self.row_tokens
+        shared = links(lengths, self.row_prefixes, share_prefixes) if num_replicas > 1 else None
+        return [[rows[index] for index in share] for share in split_over_ranks(lengths, num_replicas, shared)]
 
     def where(self, kept: Sequence[bool]) -> SampleColumns:
         """Return the samples for which ``kept`` is true; itself if it is for all."""

@@ -242,9 +242,9 @@ class Updater:
         """Return ids of rows by batch and replica of the trainer: one batch, or those minibatches that have samples:
         without gradients an optimizer step would still move the weights. What is accumulated is the beginning of the
         first of them."""
-        accumulated = [""] * self._num_accumulated
+        accumulated, share = [""] * self._num_accumulated, self.spec.training.shares_prefixes
         chunks = split_groups([*accumulated, *groups], self.spec.algorithm.minibatches) if in_minibatches else []
         if len(chunks) <= 1 or not samples:
-            return [samples.split(self.spec.train.replicas)]
+            return [samples.split(self.spec.train.replicas, share)]
         batches = [samples.where([group in chunk for group in samples.groups]) for chunk in map(set, chunks)]
-        return [batch.split(self.spec.train.replicas) for batch in batches if batch]
+        return [batch.split(self.spec.train.replicas, share) for batch in batches if batch]

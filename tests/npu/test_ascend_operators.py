@@ -156,6 +156,9 @@ def test_more_sequences_than_the_operator_takes_are_attended_in_parts(ascend, mo
     monkeypatch.setattr(limits, "MAX_PACKED_SEQUENCES", 2)
     assert torch.equal(ascend.varlen_attention(*inputs, lengths), whole)
     assert_alike(ascend, lambda table, *qkv: table.varlen_attention(*qkv, lengths), *inputs)
+    kv_lengths = [3, 4, 5, 4, 2]
+    inputs = random(11, 4, 8), random(18, 2, 8), random(18, 2, 8)
+    assert_alike(ascend, lambda table, *qkv: table.varlen_attention(*qkv, lengths, 0.3, kv_lengths), *inputs)
 
 
 def test_routing_beyond_a_limit_takes_the_experts_that_gating_returns(ascend):

@@ -108,6 +108,7 @@ class FrozenRoles:
             sequences,
             token_budget=self.spec.training.token_budget,
             temperature=self.spec.temperature,
+            share=self.spec.training.share_prefixes,
         )
 
     def scores(self, samples: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[RewardOutcome]:

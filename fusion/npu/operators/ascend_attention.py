@@ -34,8 +34,8 @@ class AscendAttention(AscendCalls):
         scale: float | None = None,
         kv_lengths: list[int] | None = None,
     ) -> torch.Tensor:
-        if kv_lengths is None and len(lengths) > limits.MAX_PACKED_SEQUENCES:
-            return self._in_parts(q_NHC, k_MKC, v_MKV, lengths, scale)
+        if len(lengths) > limits.MAX_PACKED_SEQUENCES:
+            return self._in_parts(q_NHC, k_MKC, v_MKV, lengths, scale=scale, kv_lengths=kv_lengths)
         operator, width, channels = torch.ops.npu.npu_fusion_attention.default, v_MKV.shape[-1], q_NHC.shape[-1]
         v = v_MKV if width == channels else F.pad(v_MKV, (0, channels - width))
         ends = list(accumulate(lengths))
@@ -54,14 +54,29 @@ class AscendAttention(AscendCalls):
         return out if width == channels else out[..., :width]
 
     def _in_parts(
-        self, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKV: torch.Tensor, lengths: list[int], scale: float | None
+        self,
+        q_NHC: torch.Tensor,
+        k_MKC: torch.Tensor,
+        v_MKV: torch.Tensor,
+        lengths: list[int],
+        *,
+        scale: float | None,
+        kv_lengths: list[int] | None,
     ) -> torch.Tensor:
         """Attend to as many sequences at a time as the operator takes: a pass over fewer then runs the same one."""
         step = limits.MAX_PACKED_SEQUENCES
-        some = [lengths[start : start + step] for start in range(0, len(lengths), step)]
-        rows = [sum(part) for part in some]
-        parts = zip(q_NHC.split(rows), k_NKC.split(rows), v_NKV.split(rows), some, strict=True)
-        return torch.cat([self.varlen_attention(*part, scale) for part in parts])
+        queries, keys = (
+            [each[start : start + step] for start in range(0, len(each), step)]
+            for each in (lengths, kv_lengths or lengths)
+        )
+        rows, kv_rows = ([sum(part) for part in parts] for parts in (queries, keys))
+        tensors = zip(q_NHC.split(rows), k_MKC.split(kv_rows), v_MKV.split(kv_rows), strict=True)
+        return torch.cat(
+            [
+                self.varlen_attention(*part, some, scale, None if kv_lengths is None else of_keys)
+                for part, some, of_keys in zip(tensors, queries, keys, strict=True)
+            ]
+        )
 
     def _mask(self, device: torch.device) -> torch.Tensor:
         """Return the mask that the operator stretches over causal attention of any length."""

@@ -203,9 +203,9 @@ class TracedRouter(TopKRouter):
         """Return the experts' weights [N, E], 0 where not chosen, and the choice, bool [N, E]."""
         trace: RoutingTrace | None = self.trace
         scores_NE = score(logits.flatten(0, -2), self.router)
-        expert_Nk, num_mismatched = choose(scores_NE, self.router, self.expert_bias), None
+        expert_Nk, mismatched_n = choose(scores_NE, self.router, self.expert_bias), None
         if trace is not None and trace.forced is not None:
-            num_mismatched = trace.forced.count_mismatched(expert_Nk)
+            mismatched_n = trace.forced.mismatched(expert_Nk)
             expert_Nk = trace.forced.impose(expert_Nk)
         weight_Nk = weigh(scores_NE.gather(-1, expert_Nk), self.router)
         weights_NE = torch.zeros_like(scores_NE).scatter(1, expert_Nk, weight_Nk)
@@ -214,5 +214,5 @@ class TracedRouter(TopKRouter):
             probs_nE = probabilities(scores_NE[: trace.rows], self.router)
             stats = torch.stack([chosen_NE[: trace.rows].sum(0, dtype=torch.float32), probs_nE.sum(0)])
             kept = probs_nE if trace.keeps_probabilities else None
-            trace.routed = Routed(stats, expert_Nk[: trace.rows], num_mismatched, kept)
+            trace.routed = Routed(stats, expert_Nk[: trace.rows], mismatched_n, kept)
         return weights_NE.to(logits.dtype), chosen_NE

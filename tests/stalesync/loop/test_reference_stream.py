@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from fusion.colocate import Worker
 from fusion.model import Parallel
 from fusion.rewards import RewardOutcome
+from fusion.training import TrainingConfig
 from stalesync.cards.stage_calls import RunningStage
 from stalesync.loop.reference_stream import ReferenceStream
 from stalesync.loop.sample_columns import SampleColumns
@@ -66,7 +67,8 @@ def _ids(groups):
 
 def _stream(ahead=True, reference=APART):
     cards, reports = ScoreCards(), []
-    spec = SimpleNamespace(reference=reference, ahead=ahead, deployment=SimpleNamespace(reference=RANKS))
+    deployment, training = SimpleNamespace(reference=RANKS), TrainingConfig()
+    spec = SimpleNamespace(reference=reference, ahead=ahead, deployment=deployment, training=training)
     cards.stream = ReferenceStream(spec=spec, cards=cards, record_reports=reports.extend)
     return cards.stream, cards, reports
 

@@ -49,6 +49,21 @@ def test_columns_have_the_values_of_the_samples_that_are_kept_in_order(samples, 
     assert rows(columns.without_errors) == [row(one) for one in samples if one.outcome.error is None]
 
 
+@given(samples_of_groups(), st.data())
+def test_rows_of_a_group_begin_with_the_prompt_of_the_row_before(samples, data):
+    for sample in samples:
+        if branches := data.draw(st.just([]) | st.lists(st.integers(1, 20), min_size=2, max_size=3)):
+            sample.row_tokens = tuple(branches)
+    columns = SampleColumns.of(samples)
+    groups = [sample.prompt.id for sample in samples for _ in sample.rows]
+    prompts = [sample.prompt_tokens for sample in samples for _ in sample.rows]
+    wanted = [
+        min(prompt, tokens) if index and groups[index - 1] == groups[index] else 0
+        for index, (prompt, tokens) in enumerate(zip(prompts, columns.row_tokens, strict=True))
+    ]
+    assert columns.row_prefixes == wanted
+
+
 @given(samples_of_groups())
 def test_columns_are_freed_when_their_step_ends_before_garbage_is_collected(samples):
     columns = SampleColumns.of(samples)

@@ -14,7 +14,7 @@ from fusion.model import Parallel
 from fusion.rewards import RewardOutcome
 from fusion.rollout.types import branch_id
 from fusion.telemetry import Metrics
-from fusion.training import AlgorithmConfig
+from fusion.training import AlgorithmConfig, TrainingConfig
 from fusion.training.algorithms import make_algorithm
 from fusion.training.config import ALGORITHMS
 from stalesync.cards.stage_calls import RunningStage
@@ -102,7 +102,8 @@ def _queue(groups, kind=LocalQueue):
 def _updater(queue, cards, *, turns=False, **algorithm):
     config = AlgorithmConfig(group_size=GROUP, minibatches=2, **algorithm)
     deployment = SimpleNamespace(train=(0,))
-    spec = SimpleNamespace(algorithm=config, reference=None, train=Parallel(1), deployment=deployment, turns=turns)
+    parts = {"reference": None, "train": Parallel(1), "deployment": deployment, "turns": turns}
+    spec = SimpleNamespace(algorithm=config, training=TrainingConfig(), **parts)
     view = SimpleNamespace(phase=lambda name: None)
     algorithm = make_algorithm(config, 8)
     parts = {"spec": spec, "cards": cards, "queue": queue, "view": view, "algorithm": algorithm}
@@ -369,6 +370,19 @@ def test_every_card_is_sent_the_samples_of_its_replica_only(layout):
     replicas = [by_place[dp * layout.tp] for dp in range(layout.dp)]
     ids = sorted(id for minibatches in replicas for ids in minibatches for id in ids)
     assert ids == sorted(sample.id for members in groups.values() for sample in members)
+
+
+@pytest.mark.parametrize("prompt_tokens", [2, 500])
+def test_siblings_are_trained_by_one_replica_where_they_share_a_long_prompt(prompt_tokens):
+    groups = _scored()
+    for number, sample in enumerate(one for members in groups.values() for one in members):
+        sample.prompt_tokens, sample.response_tokens = prompt_tokens, 3 + number
+    updater = _updater(_queue(groups), sent := SentCalls())
+    updater.spec.train, updater.spec.deployment = Parallel(GROUPS), SimpleNamespace(train=range(GROUPS))
+    updater.spec.algorithm.minibatches = 1
+    _update(updater, groups)
+    replicas = [{id.split("/")[0] for ids in sent.calls[rank].args[0] for id in ids} for rank in range(GROUPS)]
+    assert all(len(found) == 1 for found in replicas) == (prompt_tokens == 500)
 
 
 class SentCalls:
