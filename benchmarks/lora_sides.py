@@ -80,7 +80,7 @@ def _train(rank: int, device: Device, models: Mapping[str, ModelConfig], args: N
     for name, config in models.items():
         before = device.memory().allocated
         model = Transformer(config, Mesh.single(), device, bucket_bytes=16 << 20)
-        _randomise(model)
+        randomise(model)
         lora = LoraConfig(rank=config.adapters.rank if config.adapters else 0)
         settings = TrainingConfig(lora=lora, lr=1e-4, token_budget=args.tokens, load_balancing_coef=0.0)
         engine = EmbeddedTrainEngine(model, model.mesh, device, settings)
@@ -108,7 +108,7 @@ def _decode(rank: int, device: Device, models: Mapping[str, ModelConfig], args: 
     for name, config in models.items():
         model = Transformer(config, Mesh.single(), device, bucket_bytes=16 << 20)
         model.requires_grad_(False)
-        _randomise(model)
+        randomise(model)
         options = dict(max_length=PROMPT_TOKENS + NEW_TOKENS, max_seqs=SEQUENCES, kv_fraction=0.3)
         engine = EmbeddedEngine(model, model.mesh, device, config=rollout_config(**options))
         engine.allocate_kv()
@@ -135,7 +135,7 @@ def _compared(seconds: Mapping[str, float]) -> Figures:
     return {f"{name}_s": value for name, value in seconds.items()} | {"ratio": seconds["lora"] / seconds["full"]}
 
 
-def _randomise(model: Transformer) -> None:
+def randomise(model: Transformer) -> None:
     """Give every weight a value of its usual size: the time of what is all zeros tells nothing."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -79,6 +79,7 @@ WANTED = {
     "rollout orders": {"even, 1% runaways, epoch 2.history.ratio_to_oracle"},
     "rollout replay": {"moonlight.full.ratio", "moonlight.seer.published", "moonlight.perfect_balance"},
     "rollout rhyme": {"full_s2.ratio", "two_tier.deviation", "full_over_histospec"},
+    "shared_prefix": {"n8.ratio", "n8.floor", "short.ratio", "short.shared_rows_share"},
     "stalesync": {"fusion_gain", "total_gain", "colocated_s0.ratio_to_bound", "hybrid_s1.stale_beyond_bound"},
     "switch": {"TP2PP2->EP4.ratio_to_floor", "EP4->TP2PP2.extra_buckets"},
     "trl": {"rlfusion_step_s"},
