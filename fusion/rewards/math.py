@@ -11,7 +11,6 @@ from fusion.rewards.answers import BOX, boxed, equal_as_text, final_part, is_dam
 
 MAX_PARSED = 1 << 14
 """Characters of a response that math-verify reads: numbers separated by spaces take it a time quadratic in them"""
-sys.set_int_max_str_digits(MAX_PARSED)  # a longer number would raise an error, instead of being another one
 
 
 def math_answer(prompt: str, response: str, answer: str, **fields: object) -> float:
@@ -39,9 +38,14 @@ def math_answer(prompt: str, response: str, answer: str, **fields: object) -> fl
         return 1.0
     if is_prose(answer):
         return 0.0
-    gold = _parse_gold(answer)
-    parsed = parse(_end_of(predicted), parsing_timeout=None, raise_on_error=True)
-    return float(verify(gold, parsed, timeout_seconds=None, raise_on_error=True))
+    limit = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(MAX_PARSED)  # a longer number would raise an error, instead of being another one
+    try:
+        gold = _parse_gold(answer)
+        parsed = parse(_end_of(predicted), parsing_timeout=None, raise_on_error=True)
+        return float(verify(gold, parsed, timeout_seconds=None, raise_on_error=True))
+    finally:
+        sys.set_int_max_str_digits(limit)
 
 
 def _end_of(text: str) -> str:
