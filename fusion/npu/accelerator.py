@@ -192,8 +192,8 @@ class EmulatedDevice(AcceleratorDevice):
     def share(self, tensor: torch.Tensor) -> bytes:
         return HANDLE.pack(*self._extension.share(tensor))
 
-    def map(self, handle: bytes) -> torch.Tensor:
-        return self._extension.map_shared(self.index, HANDLE.unpack(handle))
+    def map(self, handle: bytes, mapped: torch.Tensor | None = None) -> torch.Tensor:
+        return self._extension.map_shared(self.index, HANDLE.unpack(handle), mapped)
 
     def describe(self) -> str:
         memory = self.memory()

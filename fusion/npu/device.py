@@ -78,12 +78,17 @@ class Device(ABC):
         """
         raise RuntimeError(f"{self.torch_device}: memory of this {self.kind} card cannot be shared between processes")
 
-    def map(self, handle: bytes) -> torch.Tensor:
+    def map(self, handle: bytes, mapped: torch.Tensor | None = None) -> torch.Tensor:
         """Map the bytes behind a handle as a tensor of this card, uint8 [nbytes], which does not count as its memory.
         The processes synchronise reads and writes themselves.
 
+        Args:
+            mapped: a tensor that this returned for as many bytes, or a view of all of it. It is returned; its storage
+                and with it all of its views move to the bytes behind the handle. Whether the owner has ended is not
+                checked again.
+
         Raises:
-            ValueError: the process that owns the memory has ended.
+            ValueError: the process that owns the memory has ended; ``mapped`` has another size.
             RuntimeError: `can_share` is False.
         """
         raise RuntimeError(f"{self.torch_device}: memory of this {self.kind} card cannot be shared between processes")

@@ -107,6 +107,17 @@ def test_storage_that_went_and_came_back_is_found_at_its_new_place(card):
     assert card.map(card.share(flat)).eq(3).all()
 
 
+def test_a_mapped_tensor_moves_to_another_block_with_its_views(card):
+    first, second, longer = _bytes(card, MIB, 1), _bytes(card, MIB, 2), _bytes(card, 2 * MIB)
+    mapped = card.map(card.share(first))
+    view = mapped.view(torch.float32)[1:]
+    card.map(card.share(second), view)
+    assert view.view(torch.uint8).eq(2).all() and mapped.eq(2).all() and first.eq(1).all()
+    for handle, target in ((card.share(longer), mapped), (card.share(second), first)):
+        with pytest.raises(ValueError, match="a mapped tensor of as many bytes"):
+            card.map(handle, target)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -48,8 +48,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     const auto at = share(tensor);
     return py::make_tuple(at.pid, at.fd, at.inode, at.file_bytes, at.offset, at.bytes);
   });
-  m.def("map_shared", [](int card, const std::array<int64_t, 6>& at) {
-    return map_shared(card, {at[0], at[1], at[2], at[3], at[4], at[5]});
+  m.def("map_shared", [](int card, const std::array<int64_t, 6>& at, const std::optional<at::Tensor>& mapped) {
+    return map_shared(card, {at[0], at[1], at[2], at[3], at[4], at[5]}, mapped);
   });
   m.def("current_card", &current_card);
   m.def("exchange_card", &exchange_card);

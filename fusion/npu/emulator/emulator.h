@@ -140,7 +140,7 @@ struct SharedHandle {
 
 SharedHandle shared_place(void* memory); // of a block (cards.cpp)
 SharedHandle share(const at::Tensor& tensor); // handle of its storage
-at::Tensor map_shared(int card, const SharedHandle& handle);
+at::Tensor map_shared(int card, const SharedHandle& handle, const std::optional<at::Tensor>& mapped); // reuses it
 
 // ---- host.cpp -------------------------------------------------------------------------------------------------
 

@@ -48,10 +48,13 @@ at::Tensor efficient_zeros(
   return empty_memory_format(size, dtype, layout, device, pin_memory, std::nullopt).zero_();
 }
 
-// Runs each of the copies through the path of a single copy.
+// Copies whole rows at once where the card is not late, and everything else through the path of a single copy.
 void foreach_copy(at::TensorList to, at::TensorList from, bool non_blocking) {
   TORCH_CHECK(to.size() == from.size(), "_foreach_copy_: ", from.size(), " tensors into ", to.size());
-  for (size_t i = 0; i < to.size(); ++i) to[i].copy_(from[i], non_blocking);
+  for (size_t i = 0; i < to.size(); ++i) {
+    const auto card = (to[i].device().type() == c10::kPrivateUse1 ? to : from)[i].device().index();
+    if (is_late(card) || !copy_rows(to[i], from[i])) to[i].copy_(from[i], non_blocking);
+  }
 }
 
 // Every operator on a tensor that is not strided.

@@ -50,9 +50,11 @@ bool lies_in_its_file(const SharedHandle& handle) {
       handle.bytes <= handle.file_bytes - handle.offset;
 }
 
-std::shared_ptr<Mapping> mapping_of(const SharedHandle& handle) {
+std::shared_ptr<Mapping> mapping_of(const SharedHandle& handle, bool again) {
   auto& all = mappings();
   std::lock_guard<std::mutex> lock(all.mutex);
+  const auto known = all.open.find({handle.pid, handle.inode});
+  if (again && known != all.open.end()) return known->second;
   for (auto it = all.open.begin(); it != all.open.end();) {
     const bool is_idle = it->second.use_count() == 1 && !is_file(it->second->path, it->first.second);
     it = is_idle ? all.open.erase(it) : std::next(it);
@@ -97,14 +99,21 @@ SharedHandle share(const at::Tensor& tensor) {
   return shared_place(data.get());
 }
 
-at::Tensor map_shared(int card, const SharedHandle& handle) {
+at::Tensor map_shared(int card, const SharedHandle& handle, const std::optional<at::Tensor>& mapped) {
   TORCH_CHECK_VALUE(lies_in_its_file(handle), "a shared block cannot be mapped: its handle lies outside its file");
-  auto mapping = mapping_of(handle);
+  auto mapping = mapping_of(handle, mapped.has_value());
   TORCH_CHECK_VALUE(
       handle.file_bytes == mapping->region.bytes, "a shared block cannot be mapped: its file has another size");
   char* memory = mapping->region.base + handle.offset;
   auto* held = new std::shared_ptr<Mapping>(std::move(mapping));
-  return bytes_of(card, {memory, held, &release_mapping, device_of(card)}, handle.bytes);
+  c10::DataPtr data{memory, held, &release_mapping, device_of(card)};
+  if (!mapped) return bytes_of(card, std::move(data), handle.bytes);
+  auto* storage = mapped->storage().unsafeGetStorageImpl();
+  TORCH_CHECK_VALUE(
+      storage->data_ptr().get_deleter() == &release_mapping && static_cast<int64_t>(storage->nbytes()) == handle.bytes,
+      "map(): expected a mapped tensor of as many bytes as the block");
+  storage->set_data_ptr_noswap(std::move(data));
+  return *mapped;
 }
 
 } // namespace npu
