@@ -3,10 +3,12 @@
     sender    "ready k, in these units" ─►                     ─► wait until all have read k ─ free unread units
     receiver  wait for it ─ copy from there into its own storage ─ "read k" ─►
 
-The messages are sent over `PeerSockets`, so no round has a barrier: a rank waits only for its own peers, and reads from
-the first that is ready. A message is sent when the card has done the work that it reports; the sender's checksums, if
-enabled, are sent with "ready". A rank that fails sends its closing vote at once, which its peers receive instead of the
-message that they wait for; a closed socket means that its process has ended.
+Resident units of the source are ready for every round when the first one begins: one message to each peer says so. What
+is relayed, restored from the host, or sent with checksums has a message in its round. The messages are sent over
+`PeerSockets`, so no round has a barrier: a rank waits only for its own peers, and reads from the first that is ready. A
+message is sent when the card has done the work that it reports; the sender's checksums, if enabled, are sent with
+"ready". A rank that fails sends its closing vote at once, which its peers receive instead of the message that they wait
+for; a closed socket means that its process has ended.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ import torch
 from fusion.ep_switch.exchange import Exchange, PeerLost, Vote, lost_rank
 from fusion.ep_switch.peer_sockets import MALFORMED, PeerSockets
 from fusion.ep_switch.program import NO_PROGRAM, Program
-from fusion.ep_switch.segment import Segment
+from fusion.ep_switch.segment import Lent, Segment
 from fusion.ep_switch.stopwatch import Stopwatch
 from fusion.npu import HANDLE_BYTES, Device
 
@@ -152,11 +154,13 @@ class SharedExchange(Exchange):
         self._stream: Any = None
         self._round = -1
         self._sent: dict[int, dict[int, Segment]] = {}
+        self._located: set[int] = set()
+        """Peers whose units that they lend first are mapped."""
         self._scratch: torch.Tensor | None = None
 
     def begin(self) -> None:
         self.messages.begin()
-        self._round, self._sent, self._scratch = -1, {}, None
+        self._round, self._sent, self._located, self._scratch = -1, {}, set(), None
 
     def open(self, program: Program, checksum: bool) -> None:
         self._program, self._stream = program, self.device.current_stream()
@@ -182,10 +186,20 @@ class SharedExchange(Exchange):
     def send(self, index: int, segments: Sequence[Segment]) -> None:
         self._round = index
         self._sent[index] = {segment.peer: segment for segment in segments}
+        if index == 0 and self._scratch is None:
+            for peer, units in self._program.lent_first[0].items():
+                self._lend(peer, index, units)
         for segment in segments:
-            handles = [self.device.share(flat) for flat in segment.lent_storage()]
-            self.messages.send(segment.peer, READY, index, handles=handles, payload=self._sums(segment))
+            if not self._is_lent_first(segment):
+                self._lend(segment.peer, index, segment.lent, sums=self._sums(segment))
         self.clock.mark("pack")
+
+    def _lend(self, peer: int, index: int, units: Sequence[Lent], sums: bytes = b"") -> None:
+        handles = [self.device.share(self._program.storage[relayed][unit]) for relayed, unit in units]
+        self.messages.send(peer, READY, index, handles=handles, payload=sums)
+
+    def _is_lent_first(self, segment: Segment) -> bool:
+        return self._scratch is None and not self._program.parks and segment.is_resident
 
     def settle(self, index: int) -> None:
         reading, read = self._sent.pop(index), self.messages.read
@@ -195,33 +209,47 @@ class SharedExchange(Exchange):
 
     def receive(self, index: int, segments: Sequence[Segment]) -> None:
         self._round = index
-        waiting, ready = {segment.peer: segment for segment in segments}, self.messages.ready
+        waiting = {segment.peer: segment for segment in segments}
         while waiting:
-            ready_peers = [peer for peer in waiting if index in ready[peer]]
+            ready_peers = [peer for peer, segment in waiting.items() if self._is_ready(segment, index)]
             for peer in ready_peers:
-                self._read(waiting.pop(peer), ready[peer].pop(index))
+                self._read(waiting.pop(peer), index)
                 self.messages.send(peer, READ, index)
             if ready_peers:
                 self.clock.mark("unpack")
             elif waiting:
-                self._wait_for(waiting, ROUND_TIMEOUT_S, arrived=lambda peer: index in ready[peer])
+                self._wait_for(waiting, ROUND_TIMEOUT_S, arrived=lambda peer: self._is_ready(waiting[peer], index))
                 self.clock.mark("exchange")
 
     def close(self) -> None:
         self._scratch = None
 
-    def _read(self, segment: Segment, ready: Ready) -> None:
+    def _is_ready(self, segment: Segment, index: int) -> bool:
+        ready = self.messages.ready[segment.peer]
+        return segment.peer in self._located or 0 in ready if self._is_lent_first(segment) else index in ready
+
+    def _read(self, segment: Segment, index: int) -> None:
+        ready = self.messages.ready[segment.peer]
+        if not self._is_lent_first(segment):
+            sums = self._locate(segment, ready.pop(index), segment.lent).sums
+        elif segment.peer not in self._located:
+            self._locate(segment, ready.pop(0), self._program.lent_first[1][segment.peer])
+            self._located.add(segment.peer)
+        segment.read()
+        if self._scratch is not None:
+            segment.verify(self._scratch[: segment.numel], torch.frombuffer(bytearray(sums), dtype=torch.int64))
+        self._stream.synchronize()
+
+    def _locate(self, segment: Segment, ready: Ready, units: Sequence[Lent]) -> Ready:
+        """Map the sender's units."""
         try:
-            segment.map(ready.handles, self.device, self._program.dtypes)
+            mapped, dtypes = self._program.mapped[segment.peer], self._program.dtypes
+            mapped.map(units, ready.handles, device=self.device, dtypes=dtypes)
         except ValueError as error:
             # The sender failed or ended after it sent this: it reports the failure, or its socket has closed.
             self._wait_for({segment.peer: segment}, CLOSING_TIMEOUT_S, arrived=lambda _: False)
             raise AssertionError("`wait_until` must raise, as nothing can arrive") from error
-        segment.read()
-        if self._scratch is not None:
-            sums = torch.frombuffer(bytearray(ready.sums), dtype=torch.int64)
-            segment.verify(self._scratch[: segment.numel], sums)
-        self._stream.synchronize()
+        return ready
 
     def _sums(self, segment: Segment) -> bytes:
         if self._scratch is None:

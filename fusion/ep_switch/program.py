@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 import torch
 
 from fusion.ep_switch.moves import Step
 from fusion.ep_switch.plan import Plan
-from fusion.ep_switch.segment import Flats, Run, Segment, paired
+from fusion.ep_switch.segment import Flats, Lent, Mapped, Run, Segment, paired
 from fusion.model.weights import Buckets
 
 
@@ -49,6 +51,18 @@ class Program:
     bytes_local: int
     bytes_hosted: int = 0
     received_bytes: dict[str, int] = field(default_factory=dict)
+    storage: tuple[Flats, Flats] = ([], [])
+    """This rank's storage of the source and of the target."""
+    mapped: dict[int, Mapped] = field(default_factory=dict)
+    """Units of other ranks that are read in place, by rank."""
+    parks: bool = False
+    """Whether units of any rank's source wait in host memory."""
+
+    @cached_property
+    def lent_first(self) -> tuple[dict[int, list[Lent]], dict[int, list[Lent]]]:
+        """Units by peer that (this rank, the peer) lends before the first round."""
+        rounds = [] if self.parks else self.stages
+        return _lent_first(stage.send for stage in rounds), _lent_first(stage.receive for stage in rounds)
 
     @property
     def max_sums(self) -> tuple[int, int]:
@@ -67,6 +81,14 @@ class Program:
 
 NO_PROGRAM = Program([], (torch.float32, torch.float32), torch.float32, send_numel=0, receive_numel=0, bytes_local=0)
 """The program of an exchange before its first switch."""
+
+
+def _lent_first(rounds: Iterable[Iterable[Segment]]) -> dict[int, list[Lent]]:
+    units: dict[int, dict[Lent, None]] = defaultdict(dict)
+    for segment in chain.from_iterable(rounds):
+        if segment.is_resident:
+            units[segment.peer] |= dict.fromkeys(segment.lent)
+    return {peer: [*lent] for peer, lent in units.items()}
 
 
 def compile_program(plan: Plan, rank: int, source: Buckets | None, target: Buckets | None) -> Program:
@@ -88,14 +110,16 @@ def compile_program(plan: Plan, rank: int, source: Buckets | None, target: Bucke
         bytes_local=copied * plan.target.dtype.itemsize,
         bytes_hosted=sum(plan.target.unit_nbytes(rank)[unit] for unit in plan.hosted_units(rank)),
         received_bytes=plan.received_bytes(rank),
+        storage=(ends.source, ends.target),
+        mapped=ends.mapped,
+        parks=bool(plan.parked),
     )
 
 
 class _Ends:
     def __init__(self, source: Flats, target: Flats, rank: int):
         self.source, self.target, self.rank = source, target, rank
-        self.lent: dict[int, tuple[Flats, Flats]] = defaultdict(lambda: ({}, {}))
-        """rank → the mapped units of its storage."""
+        self.mapped: dict[int, Mapped] = defaultdict(Mapped)
 
     def stage(self, step: Step) -> Stage:
         # Each rank begins with its next neighbour, so that not all of them send to the same one first.
@@ -107,7 +131,8 @@ class _Ends:
             send=[Segment(peer, moves, into=None, out_of=own) for peer, moves in sends],
             release=step.release,
             receive=[
-                Segment(peer, moves, into=self.target, out_of=self.lent[peer]) for peer, moves in step.receive.items()
+                Segment(peer, moves, into=self.target, out_of=self.mapped[peer].flats)
+                for peer, moves in step.receive.items()
             ],
             exchange=step.exchange,
             restore=step.restore,

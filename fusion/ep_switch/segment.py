@@ -28,6 +28,10 @@ Flats = list[torch.Tensor] | dict[int, torch.Tensor]
 """Storage units by index: a rank's own, or those of another rank that it has mapped."""
 
 
+Lent = tuple[bool, int]
+"""(relayed, unit): a unit of the sender, of its target if relayed, else of its source."""
+
+
 class Run(NamedTuple):
     """Locates elements of one storage unit that are contiguous on the wire; ``name`` is the first global tensor."""
 
@@ -41,13 +45,42 @@ class Run(NamedTuple):
         return self.place.view(self.flats, self.shape)
 
 
+class Mapped:
+    """Holds the units of another rank that this one reads in place. Views of them stay valid while they move."""
+
+    def __init__(self) -> None:
+        self.flats: tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]] = {}, {}
+        """(source storage, target storage for relayed moves)"""
+        self._handles: dict[Lent, bytes] = {}
+
+    def map(
+        self,
+        units: Iterable[Lent],
+        handles: Iterable[bytes],
+        *,
+        device: Device,
+        dtypes: tuple[torch.dtype, torch.dtype],
+    ) -> None:
+        """Map units by their handles, those that moved.
+
+        Raises:
+            ValueError: the rank has ended.
+        """
+        for unit, handle in zip(units, handles, strict=True):
+            if self._handles.get(unit) != handle:
+                relayed, index = unit
+                flats = self.flats[relayed]
+                mapped = device.map(handle, flats.get(index))
+                flats[index] = mapped.view(dtypes[relayed]) if unit not in self._handles else mapped
+                self._handles[unit] = handle
+
+
 class Segment:
     """Represents what this rank sends to, or receives from, one peer in a round: a range of the wire, or read in place.
 
     Args:
         into: this rank's storage that receives it; None: this rank sends it.
-        out_of: (source storage, target storage for relayed moves) of the sender; on the receiver, mappings of them,
-            which `map` fills.
+        out_of: (source storage, target storage for relayed moves) of the sender; on the receiver, those `Mapped`.
     """
 
     def __init__(self, peer: int, moves: Sequence[Move], into: Flats | None, out_of: tuple[Flats, Flats]):
@@ -57,8 +90,6 @@ class Segment:
         self.runs = _merged(_run(*end) for end in ends)
         self.sizes = [prod(run.shape) for run in self.runs]
         self.numel = sum(self.sizes)
-        self._handles: tuple[bytes, ...] = ()
-        self._there: list[torch.Tensor] = []
 
     @property
     def name(self) -> str:
@@ -94,13 +125,14 @@ class Segment:
         copy(self.views, self._along(wire), self.runs)
 
     @cached_property
-    def lent(self) -> list[tuple[bool, int]]:
-        """(relayed, unit) of the sender's units that contain it; the same on both ends."""
+    def lent(self) -> list[Lent]:
+        """The sender's units that contain it; the same on both ends."""
         return list(dict.fromkeys((move.relayed, move.source.unit) for move in self.moves))
 
-    def lent_storage(self) -> list[torch.Tensor]:
-        """Return the units `lent`, on the sender."""
-        return [self._out_of[relayed][unit] for relayed, unit in self.lent]
+    @cached_property
+    def is_resident(self) -> bool:
+        """Whether the sender holds it before the first round: nothing of it is relayed."""
+        return not any(relayed for relayed, _ in self.lent)
 
     @cached_property
     def pairs(self) -> tuple[list[Run], list[Run]]:
@@ -108,22 +140,13 @@ class Segment:
         assert self._into is not None
         return paired(self.moves, self._into, self._out_of)
 
-    def map(self, handles: tuple[bytes, ...], device: Device, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-        """Map the sender's units by their handles, for `read`; does nothing if the handles are unchanged.
-
-        Raises:
-            ValueError: the sender has ended.
-        """
-        if handles == self._handles:
-            return
-        for (relayed, unit), handle in zip(self.lent, handles, strict=True):
-            self._out_of[relayed][unit] = device.map(handle).view(dtypes[relayed])  # type: ignore[index]
-        self._handles = handles
-        self._there = [run.view for run in self.pairs[1]]
-
     @cached_property
     def _here(self) -> list[torch.Tensor]:
         return [run.view for run in self.pairs[0]]
+
+    @cached_property
+    def _there(self) -> list[torch.Tensor]:
+        return [run.view for run in self.pairs[1]]
 
     def read(self) -> None:
         """Copy the sender's mapped storage to this rank's."""
