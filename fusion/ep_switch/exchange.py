@@ -76,6 +76,8 @@ class Exchange:
     """
 
     name = "none"
+    in_place = True
+    """Whether it needs no buffers."""
 
     def __init__(self, *, rank: int, peers: Sequence[int], device: Device, clock: Stopwatch):
         self.rank, self.peers, self.device, self.clock = rank, tuple(peers), device, clock

@@ -40,6 +40,7 @@ class CollectiveExchange(Exchange):
     any later work of this rank's stream."""
 
     name = "collective"
+    in_place = False
 
     def __init__(self, *, rank: int, peers: Sequence[int], device: Device, clock: Stopwatch, group: dist.ProcessGroup):
         super().__init__(rank=rank, peers=peers, device=device, clock=clock)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from typing import NamedTuple, Protocol
 
@@ -119,6 +120,15 @@ class Round:
     def of(self, rank: int) -> list[Move]:
         """Return the moves that a rank sends, receives or copies."""
         return [transfer.move() for transfer in self.transfers if rank in (transfer.source_rank, transfer.target_rank)]
+
+
+def united(rounds: Sequence[Round]) -> Round:
+    """Return successive rounds, to which nothing is restored, as one."""
+    return Round(
+        tuple(chain.from_iterable(one.transfers for one in rounds)),
+        tuple(chain.from_iterable(one.allocate_before for one in rounds)),
+        tuple(chain.from_iterable(one.release_after for one in rounds)),
+    )
 
 
 @dataclass(frozen=True)

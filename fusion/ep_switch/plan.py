@@ -38,14 +38,14 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import torch
 
 from fusion.ep_switch.fragments import families, slabs_of
 from fusion.ep_switch.layout import Layout
-from fusion.ep_switch.moves import Round, Step, UnitId, steps_of
+from fusion.ep_switch.moves import Round, Step, UnitId, steps_of, united
 from fusion.ep_switch.order import Method, Storage, fill_order
 from fusion.ep_switch.rounds import pack_rounds, pack_through_host
 from fusion.ep_switch.senders import Job, choose_senders
@@ -169,6 +169,18 @@ class Plan:
         """Return the maximum bytes of weights and buffers that a rank holds, with two rounds in flight."""
         weights = max((sum(self.source.unit_nbytes(rank)), *self._held(rank)))
         return weights + sum(self.wire_bytes(rank)) + self.staging_bytes(rank)
+
+    def in_place(self) -> Plan:
+        """Return the same moves in fewer, larger rounds, for an exchange without send and receive buffers: a rank holds
+        more weights instead, at most its `peak_bytes`. The invariants hold, but for the limit on a round, which is up
+        to four times as large."""
+        for times in () if self.relays or self.parked else (4, 3, 2):
+            starts = range(0, len(self.rounds), times)
+            larger = replace(self, rounds=tuple(united(self.rounds[at : at + times]) for at in starts))
+            held = {rank: larger.peak_bytes(rank) - sum(larger.wire_bytes(rank)) for rank in self.ranks}
+            if all(nbytes <= self.peak_bytes(rank) for rank, nbytes in held.items()):
+                return larger
+        return self
 
     def fullest_round(self, rank: int) -> int:
         """Return the round after whose allocation a rank holds most."""

@@ -73,7 +73,8 @@ class Switcher:
         self.plan, self.device = plan, device
         self._holders, self._group, self._kind = (source, target), group, exchange
         self._clock = Stopwatch(device)
-        self._program: Program | None = None
+        self._programs: dict[bool, Program] = {}
+        """Programs of the plan's rounds, and of united ones"""
         self._fill = HostFill(device)
         self._source: Buckets | None = None
         self._target: Buckets | None = None
@@ -127,7 +128,7 @@ class Switcher:
         self._round = -1
 
         def prepare() -> Program:
-            program, rank = self._check(exchange.rank), exchange.rank
+            program, rank = self._check(exchange, checksum), exchange.rank
             units, staging_bytes = self.plan.hosted_units(rank), self.plan.staging_bytes(rank)
             self._fill.open(self._target, units, host, staging_bytes=staging_bytes)
             self._parked = self._host_memory(rank)
@@ -174,19 +175,22 @@ class Switcher:
         plain = RankFailure.of(cause, rank=rank, stage=STAGE, bytes_by_owner=self.device.memory_by_owner())
         return [SwitchFailure(**plain.to_json(), round=self._round, parameter=parameter)]
 
-    def _check(self, rank: int) -> Program:
-        if self._program is None:
+    def _check(self, exchange: Exchange, checksum: bool) -> Program:
+        rank, unite = exchange.rank, exchange.in_place and not checksum
+        if not self._programs:
             source, target = self._holders
             self._source = buckets_of(source, self.plan.source, rank)
             self._target = buckets_of(target, self.plan.target, rank)
             self._shared = self.plan.shared_units(rank)
             check_sharing(self._source, self._target, self._shared, rank=rank)
-            self._program = compile_program(self.plan, rank, self._source, target=self._target)
             self._unread = tuple(index for owner, index in self.plan.unread if owner == rank)
+        if unite not in self._programs:  # checksums copy segments, which united rounds enlarge
+            plan = self.plan.in_place() if unite else self.plan
+            self._programs[unite] = compile_program(plan, rank, self._source, target=self._target)
         held = check_resident(self._source, self._target, self._shared, rank=rank)
         self._other_bytes = self.device.memory().allocated - held
         self._peak_bytes = self._peak_reserved = 0
-        return self._program
+        return self._programs[unite]
 
     def _carry_out(self, exchange: Exchange, program: Program) -> None:
         """Run the rounds and agree that they succeeded on all ranks; otherwise release the target. What lies apart from

@@ -153,6 +153,18 @@ def check(case):
     check_traffic(plan, BUSIEST)
     check_rounds(plan)
     assert plan_switch.__wrapped__(*case) == plan
+    check_in_place(plan)
+
+
+def check_in_place(plan):
+    """Check the rounds of an exchange without buffers: all moves once, and weights within the plan's peak."""
+    larger = plan.in_place()
+    most = check_contents(larger)
+    assert len(larger.rounds) == 0 or len(larger.rounds) >= len(plan.rounds) / 4
+    assert sorted(move for one in larger.rounds for move in one.moves) == sorted(
+        move for one in plan.rounds for move in one.moves
+    )
+    assert all(most[rank] <= plan.peak_bytes(rank) for rank in plan.ranks)
 
 
 def bound(plan: Plan, rank: int) -> int:
@@ -206,6 +218,13 @@ def check_rounds(plan: Plan) -> None:
     for rank in plan.ranks:
         assert plan.wire_bytes(rank)[0] == wire[rank]
         assert sum(plan.received_bytes(rank).values()) == received[rank]
+
+
+def test_rounds_in_place_are_larger_where_nothing_is_relayed():
+    plan = plan_switch(Layout(CONFIG, Parallel(4, 4), WORLD4), Layout(CONFIG, Parallel(4, ep=4), WORLD4), 1 << 14)
+    assert len(plan.in_place().rounds) == -(-len(plan.rounds) // 4)
+    relayed = plan_switch(plan.source, plan.target, 1 << 14, Topology(1, 2, 4, (9.0, 9.0, 1.0, 1.0)))
+    assert relayed.relays and relayed.in_place() is relayed, "what is relayed arrived two rounds before"
 
 
 def test_equal_layouts_share_everything():
