@@ -158,8 +158,8 @@ class Floor:
         """Bytes sent between ranks, summed over all ranks."""
         self.packed = sum(self.sent)
         with device.owner("buckets"):
-            sizes = (max(self.packed, 1), max(sum(self.received), 1), sum(matrix[me]), sum(matrix[me]))
-            self.send, self.receive, self.copy_source, self.copy_target = (
+            sizes = max(sum(matrix[me]), 1), max(sum(self.received), sum(matrix[me]), 1)
+            self.send, self.receive = (
                 torch.zeros(size, dtype=torch.uint8, device=device.torch_device) for size in sizes
             )
         handles = gather_bytes(device.share(self.send), dist.group.WORLD)
@@ -172,7 +172,7 @@ class Floor:
 
     def measure(self) -> dict[str, float]:
         """Run every wire and copy once; return their seconds."""
-        packed, source, target = self.packed, self.copy_source, self.copy_target
+        packed, source, target = self.packed, self.send, self.receive[: len(self.send)]
         works = {
             "all_to_all": self._all_to_all,
             "p2p": self._p2p,
