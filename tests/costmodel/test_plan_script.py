@@ -239,7 +239,7 @@ def test_the_recipe_fails_where_the_plan_does_not_fit():
     assert done.returncode == 2 and "the plan does not fit" in done.stderr and "ssh" not in done.stdout
 
 
-@pytest.mark.parametrize("hardware", ["ascend_910b", "h100", "h800"])
+@pytest.mark.parametrize("hardware", ["ascend_910b", "h100", pytest.param("h800", marks=pytest.mark.extended)])
 def test_other_cards_are_planned_for(hardware, tmp_path):
     """Machines without supernodes and without cards of several dies: their links do not occur in any figure."""
     path = tmp_path / "plan.json"

@@ -9,6 +9,13 @@ from fusion.ep_switch.order import _Search
 from tests.ep_switch.oracle import choices, random_switch
 
 
+def seeds(first: int, count: int):
+    """The first seeds, and in the extended run those up to ``count``."""
+    return pytest.mark.parametrize(
+        "seeds", [range(first), pytest.param(range(first, count), marks=pytest.mark.extended)]
+    )
+
+
 def one_by_one(search: _Search, index: int) -> tuple[int, float, tuple[int, ...]]:
     """What taking a slab next means, by its definition: (excess, increase in tightness, slab)."""
     over, real, fluid, opens = -(1 << 62), 0.0, 0.0, False
@@ -26,7 +33,8 @@ def one_by_one(search: _Search, index: int) -> tuple[int, float, tuple[int, ...]
     return max(0, over + opens * search.bucket_bytes), (real + fluid) / search.scale, (index,)
 
 
-def test_the_best_of_all_is_found_at_once(monkeypatch):
+@seeds(10, 40)
+def test_the_best_of_all_is_found_at_once(seeds, monkeypatch):
     searches: list[_Search] = []
     step, best = _Search.step, order._Table.best
     compared = 0
@@ -46,14 +54,15 @@ def test_the_best_of_all_is_found_at_once(monkeypatch):
     monkeypatch.setattr(order._Table, "best", checked)
     monkeypatch.setattr(order, "MANY", 2)
     monkeypatch.setattr(order, "WINDOW", 1)
-    for seed in range(40):
+    for seed in seeds:
         plan_switch.__wrapped__(*random_switch(choices(seed)))
     assert compared > 20
 
 
 @pytest.mark.parametrize("many", [0, 1 << 30])
-def test_slabs_of_many_ranks_are_evaluated_alike(many, monkeypatch):
-    for seed in range(10):
+@seeds(4, 10)
+def test_slabs_of_many_ranks_are_evaluated_alike(seeds, many, monkeypatch):
+    for seed in seeds:
         case = random_switch(choices(seed))
         plan = plan_switch(*case)
         with monkeypatch.context() as patch:
@@ -61,8 +70,9 @@ def test_slabs_of_many_ranks_are_evaluated_alike(many, monkeypatch):
             assert plan_switch.__wrapped__(*case) == plan
 
 
-def test_an_evaluation_is_kept_only_while_its_ranks_do_not_change(monkeypatch):
-    for seed in range(20):
+@seeds(5, 20)
+def test_an_evaluation_is_kept_only_while_its_ranks_do_not_change(seeds, monkeypatch):
+    for seed in seeds:
         case = random_switch(choices(seed))
         plan = plan_switch.__wrapped__(*case)
         with monkeypatch.context() as patch:

@@ -160,13 +160,21 @@ def test_a_run_is_right_only_if_complete_finite_and_consistent(changes):
     assert (summarise(rows)[1] == "") == right
 
 
-def test_a_model_is_checked_with_128_and_more_experts_and_what_differs_fails(monkeypatch):
+def test_a_model_is_checked_with_128_and_more_experts(monkeypatch):
     from fusion.npu import open_device
 
     device = open_device("emulated", index=13, capacity_bytes=512 << 20)
     monkeypatch.setattr(model_checks, "EXPERTS", (130,))
     figures = model_checks.check_model(device)
     assert figures["update_diff_130"] == 0 and figures["engine_diff_130"] < 0.02
+
+
+@pytest.mark.extended
+def test_a_model_whose_batches_or_passes_differ_fails(monkeypatch):
+    from fusion.npu import open_device
+
+    device = open_device("emulated", index=13, capacity_bytes=512 << 20)
+    monkeypatch.setattr(model_checks, "EXPERTS", (130,))
     generated = model_checks._generate
     calls = []
 
