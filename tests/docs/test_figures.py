@@ -84,6 +84,8 @@ def refused_by_script(script, arguments):
         if script.name == "simulate.py":
             command_line.scenario_of(parsed, RECIPES)
             command_line.cases_of(parsed.options)
+    elif str(script) == "scripts/train.py" and arguments != ["--help"]:
+        check_overrides(arguments, choices_in(RECIPES / "conf"))
     elif script.parts[0] == "benchmarks" and arguments != ["--help"]:
         import_module(f"benchmarks.{script.stem}").BENCHMARK.parse(arguments)
     elif arguments != ["--help"]:
@@ -121,6 +123,7 @@ def test_the_command_of_a_row_still_parses(command, tmp_path):
         "/usr/bin/time -v python scripts/plan.py model=pangu_718b clutser=cloudmatrix384",
         "python scripts/simulate.py model=pangu_718b cluster=cloudmatrix384 supernodes=one",
         "bash recipes/quickstart.sh rollout.top_pp=0.95",
+        "python scripts/train.py device=emulated rollout.top_pp=0.95",
         "bash recipes/absent.sh",
         "bash scripts/test.sh quik",
         "python -m pytest tests/absent.py",
