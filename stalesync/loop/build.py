@@ -58,16 +58,13 @@ def build_run(
     step_metrics, saver, pace = StepMetrics(spec.world, folder), Saver(), PaceTally(spec.pace)
     cards.health_checks.append(saver.check)
     size = config.algorithm.group_size
-    reference = None
-    if config.algorithm.kl_coef > 0:
-        reference = ReferenceStream(spec=spec, cards=cards, record_reports=step_metrics.take)
+    stream = ReferenceStream(spec=spec, cards=cards, record_reports=step_metrics.take)
+    reference = stream if config.algorithm.kl_coef > 0 else None
     groups = Groups(
         size, admission, scorer.prompts, algorithm, queue=queue, folder=folder, reference=reference, rewards=rewards
     )
     generation = Generation(spec, cards, scorer.prompts, step_metrics.take, scorer.wake, rewards)
-    conversing = _conversing(config, spec, cards, queue, groups, scorer, source, environments)
-    if conversing is not None:
-        generation.branch_of = conversing.conversations.branch_of
+    conversing = _conversing(config, spec, cards, queue, groups, generation, scorer, source, environments)
     seen: dict[str, Any] = dict(cards=cards, queue=queue, view=view)
     updater = Updater(spec=spec, algorithm=algorithm, record_reports=step_metrics.take, reference=reference, **seen)
     rows = StepRows(
@@ -109,18 +106,22 @@ def build_run(
         view=view,
         conversing=conversing,
     )
-    by_model = config.reward.kind == "model"
     return TrainingRun(
         config=config,
         spec=spec,
         cards=cards,
         loop=loop,
         rows=rows,
-        evaluator=Evaluator(evaluation=evaluation, loop=loop, rows=rows, by_model=by_model, last=config.run.steps),
+        evaluator=_evaluator(config, evaluation, loop, rows),
         checkpoints=Checkpoints(
             config=config, spec=spec, cards=cards, loop=loop, evaluation=evaluation, inputs=inputs, saver=saver
         ),
     )
+
+
+def _evaluator(config: Config, evaluation: Evaluation, loop: Controller, rows: StepRows) -> Evaluator:
+    by_model = config.reward.kind == "model"
+    return Evaluator(evaluation=evaluation, loop=loop, rows=rows, by_model=by_model, last=config.run.steps)
 
 
 def _admission(
@@ -147,6 +148,7 @@ def _conversing(
     cards: Cards,
     queue: DistQueue,
     groups: Groups,
+    generation: Generation,
     scorer: Scorer,
     source: PromptSource,
     environments: Environments | None,
@@ -154,7 +156,7 @@ def _conversing(
     if environments is None:
         return None
     environments.wake = scorer.wake
-    return Conversing(
+    conversing = Conversing(
         environments=environments,
         spec=conversation_spec(config),
         engines=spec.engines,
@@ -165,3 +167,5 @@ def _conversing(
         source=source,
         data=config.data,
     )
+    generation.branch_of = conversing.conversations.branch_of
+    return conversing

@@ -4,7 +4,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,118 +13,29 @@ from fusion.model import Parallel
 from fusion.rewards import RewardOutcome
 from fusion.rollout.types import branch_id
 from fusion.telemetry import Metrics
-from fusion.training import AlgorithmConfig, TrainingConfig
-from fusion.training.algorithms import make_algorithm
 from fusion.training.config import ALGORITHMS
 from stalesync.cards.stage_calls import RunningStage
 from stalesync.loop.reference_stream import ReferenceStream
 from stalesync.loop.sample_columns import SampleColumns
-from stalesync.loop.update import Updater
-from stalesync.prompts import Prompt
-from stalesync.scoring.samples import Sample
-
-GROUPS, GROUP = 3, 2
-READS = ("get", "fetch", "read", "stats")
-
-
-class Killed(Exception):
-    pass
-
-
-class ControllersQueue:
-    """The queue as the controller has it: it counts calls, and dies at a given one."""
-
-    def __init__(self, queue, dies_at=None):
-        self._queue, self._dies_at, self.calls = queue, dies_at, []
-
-    def __getattr__(self, name):
-        assert name not in READS, f"the update step reads back by {name!r}"
-
-        def call(*args, **options):
-            self.calls.append(name)
-            if len(self.calls) == self._dies_at:
-                raise Killed(name)
-            return getattr(self._queue, name)(*args, **options)
-
-        return call
-
-
-class TrainingCards:
-    """Reads what it is told to train, as a card does, and counts how often each sample was trained."""
-
-    def __init__(self, queue, dies=False):
-        self._queue, self._dies, self.trained, self.has_lost = queue, dies, [], False
-        self.num_samples = []
-        """Of each minibatch"""
-
-    def begin_each(self, calls):
-        for call in calls.values():
-            assert call.stage == Worker.train.__name__
-            self._train(*call.args)
-        return RunningStage(Worker.train.__name__, tuple(calls), {})
-
-    def wait(self, running):
-        if self._dies:
-            raise Killed(Worker.train.__name__)
-        return [SimpleNamespace(has_lost=False), SimpleNamespace(has_lost=self.has_lost)]
-
-    def _train(self, minibatches):
-        for ids in minibatches:
-            self.num_samples.append(len(ids))
-            if ids:
-                batch = self._queue.read(ids, ["response", "advantage"])
-                assert list(batch.ids) == ids
-                self.trained += ids
-
-
-def _scored(lost=()):
-    groups = {}
-    for group in range(GROUPS):
-        prompt = Prompt(f"g{group}", (1, 2), "1+1=", "2")
-        for member in range(GROUP):
-            id = f"g{group}/{member}"
-            outcome = RewardOutcome(None, "raised") if id in lost else RewardOutcome(float(member))
-            sample = Sample(id, prompt, "2", 2, 3)
-            sample.outcome = outcome
-            groups.setdefault(prompt.id, []).append(sample)
-    return groups
-
-
-def _queue(groups, kind=LocalQueue):
-    queue = kind(["reward", "train"], lease_s=1000)
-    ids = [row for members in groups.values() for sample in members for row in sample.rows]
-    queue.put(PackedBatch.from_samples([*ids, "other"], {"response": [torch.arange(3)] * (len(ids) + 1)}))
-    queue.ack("reward", queue.get("reward", ["response"], len(ids) + 1).ids)
-    return queue
-
-
-def _updater(queue, cards, *, turns=False, **algorithm):
-    config = AlgorithmConfig(group_size=GROUP, minibatches=2, **algorithm)
-    deployment = SimpleNamespace(train=(0,))
-    parts = {"reference": None, "train": Parallel(1), "deployment": deployment, "turns": turns}
-    spec = SimpleNamespace(algorithm=config, training=TrainingConfig(), **parts)
-    view = SimpleNamespace(phase=lambda name: None)
-    algorithm = make_algorithm(config, 8)
-    parts = {"spec": spec, "cards": cards, "queue": queue, "view": view, "algorithm": algorithm}
-    return Updater(**parts, record_reports=lambda reports: None)
-
-
-def _update(updater, groups, *, update=True):
-    samples, metrics = SampleColumns.of([sample for members in groups.values() for sample in members]), Metrics()
-    training = updater.begin(list(groups), samples, 0, metrics, update=update)
-    return updater.finish(training, metrics)
-
-
-def _train(updater, groups):
-    _update(updater, groups)
-    updater.acknowledge()
+from tests.stalesync.loop.update_world import (
+    GROUP,
+    GROUPS,
+    ControllersQueue,
+    Killed,
+    TrainingCards,
+    queue_of,
+    run_training,
+    run_update,
+    scored_groups,
+    updater_of,
+)
 
 
 def test_every_scored_sample_is_claimed_written_trained_and_acknowledged_once():
-    groups = _scored(lost=["g1/0"])
-    queue = _queue(groups)
+    groups = scored_groups(lost=["g1/0"])
+    queue = queue_of(groups)
     seen, cards = ControllersQueue(queue), TrainingCards(queue)
-    _train(_updater(seen, cards), groups)
+    run_training(updater_of(seen, cards), groups)
     assert sorted(cards.trained) == ["g0/0", "g0/1", "g1/1", "g2/0", "g2/1"]
     assert seen.calls == ["drop", "put", "ack"]
     figures = queue.stats()
@@ -136,13 +46,13 @@ def test_every_scored_sample_is_claimed_written_trained_and_acknowledged_once():
 def test_the_penalty_of_long_responses_counts_what_was_sampled():
     advantages = []
     for observed in (0, 5):
-        groups = _scored()
+        groups = scored_groups()
         for members in groups.values():
             members[0].response_tokens, members[0].observed_tokens = 3 + observed, observed
-        queue, seen = _queue(groups), []
+        queue, seen = queue_of(groups), []
         put = queue.put
         queue.put = lambda batch, put=put, seen=seen, **options: (seen.append(batch), put(batch, **options))
-        _train(_updater(queue, TrainingCards(queue), overlong_buffer=4), groups)
+        run_training(updater_of(queue, TrainingCards(queue), overlong_buffer=4), groups)
         advantages.append(seen[0]["advantage"].buffer.tolist())
     assert advantages[0] == advantages[1] and any(advantages[0])
 
@@ -156,10 +66,12 @@ def test_the_cards_train_before_they_are_awaited_and_nobody_waits_if_nothing_is_
             self.waits += 1
             return super().wait(running)
 
-    groups = _scored([] if trained else [f"g{group}/{member}" for group in range(GROUPS) for member in range(GROUP)])
-    queue, metrics = _queue(groups), Metrics()
+    groups = scored_groups(
+        [] if trained else [f"g{group}/{member}" for group in range(GROUPS) for member in range(GROUP)]
+    )
+    queue, metrics = queue_of(groups), Metrics()
     cards = Waiting(queue)
-    updater = _updater(queue, cards)
+    updater = updater_of(queue, cards)
     samples = SampleColumns.of([sample for members in groups.values() for sample in members])
     training = updater.begin(list(groups), samples, 0, metrics)
     assert cards.waits == 0 and len(cards.trained) == len(training.samples) == (GROUPS * GROUP if trained else 0)
@@ -186,12 +98,12 @@ def test_training_begins_behind_a_reference_that_the_same_cards_compute(apart, r
             order.append(f"wait {running.stage}")
             return [SimpleNamespace(has_lost=False, reference_kl={})]
 
-    groups = _scored(lost=["g1/0"])
-    queue = _queue(groups)
+    groups = scored_groups(lost=["g1/0"])
+    queue = queue_of(groups)
     if refused:
         queue.put(PackedBatch(("g2/1",), {}), claim="train")
     cards = Ordered(queue)
-    updater = _updater(queue, cards)
+    updater = updater_of(queue, cards)
     updater.spec.algorithm = replace(updater.spec.algorithm, kl_coef=0.1, kl_in="loss")
     updater.spec.reference = Parallel(1) if apart else None
     updater.spec.deployment, updater.spec.ahead = SimpleNamespace(train=(0,), reference=(0,)), True
@@ -200,10 +112,10 @@ def test_training_begins_behind_a_reference_that_the_same_cards_compute(apart, r
         updater.reference.observe(members)
     if refused:
         with pytest.raises(ValueError, match="sample 'g2/1'"):
-            _update(updater, groups)
+            run_update(updater, groups)
         assert order == ["begin reference"] and not cards.trained
         return
-    assert not _update(updater, groups)
+    assert not run_update(updater, groups)
     first = ["wait reference", "begin train"] if apart else ["begin train", "wait reference"]
     assert order == ["begin reference", *first, "wait train"]
     assert sorted(cards.trained) == ["g0/0", "g0/1", "g1/1", "g2/0", "g2/1"]
@@ -224,15 +136,15 @@ def test_each_replica_trains_what_it_has_computed_the_reference_of(update):
         def wait(self, running):
             return [SimpleNamespace(has_lost=False, reference_kl={})]
 
-    groups = _scored()
+    groups = scored_groups()
     groups["g0"][0].response_tokens = 100  # more than all others: a replica has it alone, but not in minibatches
-    queue = _queue(groups)
-    updater = _updater(queue, Replicas(queue))
+    queue = queue_of(groups)
+    updater = updater_of(queue, Replicas(queue))
     updater.spec.algorithm = replace(updater.spec.algorithm, kl_coef=0.1, kl_in="loss")
     updater.spec.train, updater.spec.ahead = Parallel(2), True
     updater.spec.deployment = SimpleNamespace(train=(0, 1), reference=(0, 1))
     updater.reference = ReferenceStream(spec=updater.spec, cards=updater.cards, record_reports=lambda reports: None)
-    _update(updater, groups, update=update)
+    run_update(updater, groups, update=update)
     trained = ids[Worker.train.__name__]
     assert {rank: sorted(own) for rank, own in trained.items()} == {
         rank: sorted(own) for rank, own in ids[Worker.reference.__name__].items()
@@ -245,34 +157,34 @@ def test_each_replica_trains_what_it_has_computed_the_reference_of(update):
 @pytest.mark.parametrize("minibatches", [2, 3])
 @pytest.mark.parametrize("failed", [["g0"], ["g2"], ["g0", "g1"], ["g1", "g2"]])
 def test_no_optimizer_step_is_made_without_samples(failed, minibatches):
-    groups = _scored(lost=[f"{group}/{member}" for group in failed for member in range(GROUP)])
-    queue = _queue(groups)
+    groups = scored_groups(lost=[f"{group}/{member}" for group in failed for member in range(GROUP)])
+    queue = queue_of(groups)
     cards = TrainingCards(queue)
-    updater = _updater(queue, cards)
+    updater = updater_of(queue, cards)
     updater.spec.algorithm = replace(updater.spec.algorithm, minibatches=minibatches)
-    _train(updater, groups)
+    run_training(updater, groups)
     assert cards.num_samples == [GROUP] * (3 - len(failed)) or (minibatches, cards.num_samples) == (2, [2 * GROUP])
 
 
 @pytest.mark.parametrize("left", [0, 1])
 def test_what_is_accumulated_counts_for_the_first_minibatch_that_has_samples(left):
     """Of three groups two are accumulated, of one of which no sample could be scored, and then ``left`` is trained."""
-    groups = _scored(lost=["g0/0", "g0/1"])
+    groups = scored_groups(lost=["g0/0", "g0/1"])
     first, rest = {name: groups[name] for name in ("g0", "g1")}, dict([*groups.items()][2 : 2 + left])
-    queue = _queue(groups)
+    queue = queue_of(groups)
     cards = TrainingCards(queue)
-    updater = _updater(queue, cards)
-    _update(updater, first, update=False)
-    _train(updater, rest)
+    updater = updater_of(queue, cards)
+    run_update(updater, first, update=False)
+    run_training(updater, rest)
     assert cards.num_samples == [GROUP, GROUP * left], "each step has gradients, if only accumulated ones"
 
 
 def test_samples_whose_reward_failed_are_dropped_in_one_call_per_error():
-    groups = _scored(lost=["g0/0", "g1/0"])
+    groups = scored_groups(lost=["g0/0", "g1/0"])
     groups["g2"][0].outcome = RewardOutcome(None, "timeout")
-    queue = _queue(groups)
+    queue = queue_of(groups)
     seen, cards = ControllersQueue(queue), TrainingCards(queue)
-    _train(_updater(seen, cards), groups)
+    run_training(updater_of(seen, cards), groups)
     assert seen.calls == ["drop", "drop", "put", "ack"]
     assert sorted(cards.trained) == ["g0/1", "g1/1", "g2/1"]
     figures = queue.stats()
@@ -281,25 +193,25 @@ def test_samples_whose_reward_failed_are_dropped_in_one_call_per_error():
 
 
 def test_a_sample_that_was_trained_or_is_being_trained_is_refused_by_name_and_trained_by_nobody():
-    groups = _scored()
-    queue = _queue(groups)
+    groups = scored_groups()
+    queue = queue_of(groups)
     queue.put(PackedBatch(("g2/1",), {}), claim="train")
     cards = TrainingCards(queue)
     with pytest.raises(ValueError, match="sample 'g2/1': task 'train' has leased it already"):
-        _train(_updater(queue, cards), groups)
+        run_training(updater_of(queue, cards), groups)
     queue.ack("train", ["g2/1"])
     with pytest.raises(ValueError, match="sample 'g2/1': every task has acknowledged it"):
-        _train(_updater(queue, cards), groups)
+        run_training(updater_of(queue, cards), groups)
     assert not cards.trained and queue.stats()["distqueue/train/leased"] == 0
 
 
 @pytest.mark.parametrize("dies_at", [1, "train", 2])
 def test_an_update_that_is_killed_at_any_point_leaves_every_sample_untrained_in_the_queue(dies_at):
-    groups = _scored()
-    queue = _queue(groups)
+    groups = scored_groups()
+    queue = queue_of(groups)
     seen = ControllersQueue(queue, dies_at)
     with pytest.raises(Killed):
-        _train(_updater(seen, TrainingCards(queue, dies=dies_at == "train")), groups)
+        run_training(updater_of(seen, TrainingCards(queue, dies=dies_at == "train")), groups)
     figures = queue.stats()
     assert figures["distqueue/rows"] == 7 and "distqueue/ended/done" not in figures, "an ack is the last thing done"
 
@@ -340,15 +252,15 @@ class CarefulCards(TrainingCards):
 
 @pytest.mark.parametrize("when", ["before", "claim", "read"])
 def test_what_is_lost_is_not_trained_and_the_rest_is(when):
-    groups = _scored()
-    queue = _queue(groups, LosingQueue)
+    groups = scored_groups()
+    queue = queue_of(groups, LosingQueue)
     lost = ["g0/1", "g2/0", "g2/1"]
     if when == "before":
         queue.lose(lost, "damaged")
     queue.loses_at = when, lost
     cards = CarefulCards(queue)
-    updater = _updater(queue, cards)
-    assert _update(updater, groups)
+    updater = updater_of(queue, cards)
+    assert run_update(updater, groups)
     updater.acknowledge()
     assert sorted(cards.trained) == ["g0/0", "g1/0", "g1/1"]
     figures = queue.stats()
@@ -358,11 +270,11 @@ def test_what_is_lost_is_not_trained_and_the_rest_is(when):
 
 @pytest.mark.parametrize("layout", [Parallel(4, tp=2), Parallel(8, tp=2, pp=2)])
 def test_every_card_is_sent_the_samples_of_its_replica_only(layout):
-    groups, ranks = _scored(), tuple(range(layout.world, 0, -1))
-    queue = _queue(groups)
-    updater = _updater(queue, sent := SentCalls())
+    groups, ranks = scored_groups(), tuple(range(layout.world, 0, -1))
+    queue = queue_of(groups)
+    updater = updater_of(queue, sent := SentCalls())
     updater.spec.train, updater.spec.deployment = layout, SimpleNamespace(train=ranks)
-    _update(updater, groups)
+    run_update(updater, groups)
     by_place = [sent.calls[rank].args[0] for rank in ranks]
     for place, minibatches in enumerate(by_place):
         first_of_replica = layout.coordinate("dp", place) * layout.tp
@@ -374,13 +286,13 @@ def test_every_card_is_sent_the_samples_of_its_replica_only(layout):
 
 @pytest.mark.parametrize("prompt_tokens", [2, 500])
 def test_siblings_are_trained_by_one_replica_where_they_share_a_long_prompt(prompt_tokens):
-    groups = _scored()
+    groups = scored_groups()
     for number, sample in enumerate(one for members in groups.values() for one in members):
         sample.prompt_tokens, sample.response_tokens = prompt_tokens, 3 + number
-    updater = _updater(_queue(groups), sent := SentCalls())
+    updater = updater_of(queue_of(groups), sent := SentCalls())
     updater.spec.train, updater.spec.deployment = Parallel(GROUPS), SimpleNamespace(train=range(GROUPS))
     updater.spec.algorithm.minibatches = 1
-    _update(updater, groups)
+    run_update(updater, groups)
     replicas = [{id.split("/")[0] for ids in sent.calls[rank].args[0] for id in ids} for rank in range(GROUPS)]
     assert all(len(found) == 1 for found in replicas) == (prompt_tokens == 500)
 
@@ -405,7 +317,7 @@ class NotedQueue(LocalQueue):
 
 def _branched(branches):
     """The scored samples, of which each is in so many branches of 4 tokens."""
-    groups = _scored()
+    groups = scored_groups()
     for sample, count in zip([one for members in groups.values() for one in members], branches, strict=True):
         sample.row_tokens = (4,) * count if count > 1 else ()
     return groups
@@ -419,9 +331,9 @@ def test_every_branch_has_the_advantage_of_its_conversation_and_statistics_count
     found = []
     for counts in ([1] * len(ids), branches):
         groups = _branched(counts)
-        queue = _queue(groups, NotedQueue)
+        queue = queue_of(groups, NotedQueue)
         cards = TrainingCards(queue)
-        _train(_updater(queue, cards, turns=True, name=name), groups)
+        run_training(updater_of(queue, cards, turns=True, name=name), groups)
         put = queue.put_last
         rows = [branch_id(id, number) for id, count in zip(ids, counts, strict=True) for number in range(count)]
         assert [*put.ids] == rows and sorted(cards.trained) == sorted(rows), "all branches are claimed and trained"
@@ -437,10 +349,10 @@ def test_every_branch_has_the_advantage_of_its_conversation_and_statistics_count
 
 def test_a_conversation_of_which_a_branch_is_lost_is_not_trained_and_leaves_no_row():
     groups = _branched([2, 1, 3, 1, 1, 2])
-    queue = _queue(groups)
+    queue = queue_of(groups)
     queue.lose(["g0/0", "g1/0.1"], "damaged")
     cards = TrainingCards(queue)
-    _train(_updater(queue, cards, turns=True), groups)
+    run_training(updater_of(queue, cards, turns=True), groups)
     assert sorted(cards.trained) == ["g0/1", "g1/1", "g2/0", "g2/1", "g2/1.1"]
     assert queue.stats()["distqueue/rows"] == 1
 
@@ -448,7 +360,7 @@ def test_a_conversation_of_which_a_branch_is_lost_is_not_trained_and_leaves_no_r
 def test_a_conversation_that_cannot_be_scored_is_dropped_with_its_branches():
     groups = _branched([2, 1, 3, 1, 1, 2])
     groups["g1"][0].outcome = RewardOutcome(None, "raised")
-    queue = _queue(groups)
-    _train(_updater(queue, TrainingCards(queue), turns=True), groups)
+    queue = queue_of(groups)
+    run_training(updater_of(queue, TrainingCards(queue), turns=True), groups)
     figures = queue.stats()
     assert figures["distqueue/rows"] == 1 and figures["distqueue/ended/dropped:reward_raised"] == 3
