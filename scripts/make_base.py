@@ -4,7 +4,8 @@
     python scripts/make_base.py addition runs/base/pangu-tiny --shape recipes/shapes/tiny/pangu.yaml
 
 Tasks: addition (one-digit sums, takes seconds), worked_arithmetic (long answers with every step, takes a few minutes),
-calculator (calls of a tool, for small sums only, takes minutes), guess (guesses at random, takes half a minute).
+counting (ends too early, takes seconds), calculator (calls of a tool, for small sums only, takes minutes), guess
+(guesses at random, takes half a minute).
 The model is a small Qwen3-MoE, or what the `config` of a --shape file describes, in the fields of a `config.json`.
 The folder becomes a Hugging Face checkpoint; if it already contains one, the script does nothing.
 """
@@ -20,7 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=as_called(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("task", choices=["addition", "worked_arithmetic", "calculator", "guess"])
+    parser.add_argument("task", choices=["addition", "worked_arithmetic", "counting", "calculator", "guess"])
     parser.add_argument("folder", type=Path, help="folder for the Hugging Face checkpoint")
     parser.add_argument("--seed", type=int, default=0, help="seeds the weights and the prompts")
     parser.add_argument("--target", type=float, help="accuracy at which the warm-up stops (default: the task's own)")

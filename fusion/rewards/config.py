@@ -12,6 +12,7 @@ from fusion.telemetry.validation import Checks, Group
 
 BUILT_IN = {
     "arithmetic": "fusion.rewards.arithmetic:arithmetic",
+    "counting": "fusion.rewards.counting:counting",
     "math": "fusion.rewards.math:math_answer",
 }
 """Module and function of each rule"""
@@ -34,8 +35,9 @@ class RewardConfig(Group, path="reward"):
     """How a response is scored."""
 
     name: str = key("arithmetic", one_of=(*BUILT_IN, "custom", "environment"))
-    """`arithmetic` (exact match of the answer), `math` (mathematical equality by math-verify), `custom`
-    (`reward.path`) or `environment` (what the environment gives for the turns of a conversation)."""
+    """`arithmetic` (exact match of the answer), `counting` (share of the digits asked for that count on),
+    `math` (mathematical equality by math-verify), `custom` (`reward.path`) or `environment` (what the environment gives
+    for the turns of a conversation)."""
 
     path: str | None = None
     """Your own reward function as `file.py:function`, `fn(prompt, response, answer, **fields) -> float` or, of a batch,

@@ -39,12 +39,14 @@ _TRAINING = TrainingConfig(lr=1e-3, weight_decay=0.01, load_balancing_coef=1e-3,
 
 @dataclass(frozen=True)
 class WarmUp:
-    """Settings of the training of a base model. ``target``: sampled accuracy at which it stops; ``response_tokens``:
-    maximum tokens of a sampled answer; ``max_steps``: maximum number of optimizer steps. Of a model for conversations:
-    ``held_out``, the rows whose chats are to reach the target, and ``repeats``, the share of chats in which the model
-    only repeats what it reads, and ``words`` that are one token each. ``fields``: of its `config.json`."""
+    """Settings of the training of a base model. ``reward``: of a sampled answer; ``target``: their mean at which it
+    stops; ``response_tokens``: maximum tokens of a sampled answer; ``max_steps``: maximum number of optimizer steps. Of
+    a model for conversations: ``held_out``, the rows whose chats are to reach the target, and ``repeats``, the share of
+    chats in which the model only repeats what it reads, and ``words`` that are one token each. ``fields``: of its
+    `config.json`."""
 
     data: DataConfig
+    reward: str = "arithmetic"
     hidden: int = 64
     layers: int = 2
     response_tokens: int = 5
@@ -74,6 +76,18 @@ TASKS = {
         check_every=20,
         check_prompts=128,
         training=replace(_TRAINING, lr=2e-3, warmup_steps=20),
+    ),
+    "counting": WarmUp(
+        DataConfig(source="counting", max_digits=256),
+        reward="counting",
+        layers=1,
+        response_tokens=256,
+        target=0.4,
+        batch=16,
+        check_every=150,
+        check_prompts=40,
+        fields=NEAR_POSITIONS | {"max_position_embeddings": 1 << 14},
+        training=replace(_TRAINING, lr=3e-3, warmup_steps=20),
     ),
     "calculator": WarmUp(
         DataConfig(source="calculator", min_digits=1, max_digits=2, max_terms=3),
@@ -149,7 +163,7 @@ def _learn_answers(plan: WarmUp, trainer: EmbeddedTrainEngine, tokenizer: Any, *
             prompts = source.next(plan.batch)
             yield _pack([p.ids for p in prompts], [solution_ids(p, tokenizer) for p in prompts])
 
-    reward = RewardConfig(name="arithmetic", workers=1)
+    reward = RewardConfig(name=plan.reward, workers=1)
     with RewardPool(reward) as rewards:
 
         def accuracy_after(step: int) -> float:
@@ -228,7 +242,7 @@ def _qwen3_moe(plan: WarmUp) -> dict[str, Any]:
 def _initial_model(fields: Mapping[str, Any], tokenizer: Any, *, device: Device, seed: int) -> Transformer:
     own = dict(
         vocab_size=len(tokenizer),
-        max_position_embeddings=1024,
+        max_position_embeddings=max(1024, fields.get("max_position_embeddings", 0)),
         initializer_range=STD,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

@@ -13,6 +13,7 @@ from stalesync.prompts.tokenizer import PLACES
 GENERATORS = {
     "addition": "stalesync.prompts.addition:AdditionRows",
     "worked_arithmetic": "stalesync.prompts.worked:WorkedRows",
+    "counting": "stalesync.prompts.counting:CountingRows",
     "calculator": "stalesync.prompts.calculator:CalculatorRows",
     "guess": "stalesync.prompts.guess:GuessRows",
 }
@@ -20,6 +21,7 @@ GENERATORS = {
 SUFFIXES = (".jsonl", ".json", ".parquet")
 MAX_TERMS = 4
 SUMS = {"source": ("worked_arithmetic", "calculator")}
+DIGITS = {"source": (*SUMS["source"], "counting")}
 
 
 @dataclass
@@ -28,8 +30,8 @@ class DataConfig(Group, path="data"):
 
     source: str = ""
     """Required: a .jsonl, .json (an array of rows) or .parquet file, or a generator: `addition` (one-digit sums),
-    `worked_arithmetic` (long answers with their working), `calculator` or `guess` (for the environments of these
-    names), or your own as `module:Class` (docs/data.md)."""
+    `worked_arithmetic` (long answers with their working), `counting` (answers of any length), `calculator` or `guess`
+    (for the environments of these names), or your own as `module:Class` (docs/data.md)."""
 
     prompt_field: str = "prompt"
     """Field of the file with the prompt: a text, or a list of chat messages (`role` and `content`, or `from` and
@@ -72,9 +74,10 @@ class DataConfig(Group, path="data"):
     min_digits: int = key(2, at_least=1, only=SUMS, refused=False)
     """`worked_arithmetic`, `calculator`: minimum number of digits of a number."""
 
-    max_digits: int = key(4, at_least=1, only=SUMS, refused=False)
-    """`worked_arithmetic`, `calculator`: maximum number of digits of a number; in the former each digit adds 19 tokens
-    to the answer of a sum of two numbers, and 5 more for each further number."""
+    max_digits: int = key(4, at_least=1, only=DIGITS, refused=False)
+    """`worked_arithmetic`, `calculator`: maximum number of digits of a number, at most 10; in the former each digit
+    adds 19 tokens to the answer of a sum of two numbers, and 5 more for each further number. `counting`: number of
+    digits that are asked for, each of which is a token."""
 
     max_terms: int = key(2, at_least=2, at_most=MAX_TERMS, only=SUMS, refused=False)
     """`worked_arithmetic`, `calculator`: maximum number of terms in a sum; the minimum is 2."""
@@ -87,14 +90,14 @@ class DataConfig(Group, path="data"):
         """
         generates = self.source in GENERATORS or OWN_CLASS.fullmatch(self.source) is not None
         paths = "a path ending in " + " or ".join(SUFFIXES)
-        groups = "(data=file data.source=FILE, data=addition, worked, calculator or guess)"
+        groups = "(data=file data.source=FILE, data=addition, worked, counting, calculator or guess)"
         known = generates or self.source.endswith(SUFFIXES)
         Checks("data", self).that("source", known, ", ".join((*GENERATORS, f"{paths} {groups}", "module:Class")))
 
     def check(self, check: Checks) -> None:
         if self.source:  # `Config.validate` requires it; a simulation needs none
             self.check_source()
-        digits = self.min_digits <= self.max_digits <= len(PLACES)
+        digits = self.source == "counting" or self.min_digits <= self.max_digits <= len(PLACES)
         check.that("max_digits", digits, f"between data.min_digits={self.min_digits} and {len(PLACES)}")
         kwargs = self.chat_template_kwargs
         named = kwargs is None or isinstance(kwargs, dict) and all(isinstance(name, str) for name in kwargs)

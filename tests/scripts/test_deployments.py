@@ -134,6 +134,6 @@ def test_no_data_is_a_default():
     forgetful = ["several_hosts.sh", "host1", "--", "model.path=m", "data.rows=4"]
     done = run(["bash", str(RECIPES / forgetful[0]), *forgetful[1:]], 30)
     assert done.returncode == 2 and "data.source=FILE is missing" in done.stderr
-    for recipe in ("quickstart", "pangu_tiny", "long_answers", "math_jsonl"):
+    for recipe in ("quickstart", "pangu_tiny", "long_answers", "long_context", "math_jsonl"):
         _, started, job = (RECIPES / f"{recipe}.sh").read_text().rpartition("exec python scripts/train.py ")
-        assert started and re.search(r"\sdata=(addition|worked|file)\s", job)
+        assert started and re.search(r"\sdata=(addition|worked|counting|file)\s", job)

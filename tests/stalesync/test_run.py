@@ -249,6 +249,18 @@ def test_questions_of_a_file_are_asked_and_scored_by_math_verify(tmp_path):
     assert asked["prompt"].startswith("What is ")
 
 
+@pytest.mark.extended
+def test_the_recipe_of_long_context_runs_at_toy_size(tmp_path):
+    small = ["run.steps=1", "run.eval_prompts=2", "data.max_digits=96", "rollout.max_response_length=96"]
+    recipe = ["bash", "recipes/long_context.sh", f"run.dir={tmp_path}", *small]
+    environment = os.environ | {"VIRTUAL_ENV": sys.prefix, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
+    done = machine.run(recipe, timeout_s=240, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = rows_of(tmp_path / "long-context")
+    assert row["reward/failed"] == 0 and row["response_length/max"] == 96
+    assert 0.3 < row["critic/rewards/mean"] <= 1
+
+
 def test_a_card_that_runs_out_of_memory_says_rank_stage_and_who_holds_what(base, tmp_path):
     failed = train(base, tmp_path, "run.steps=1", "device.capacity_bytes=1500000")
     assert failed.returncode == 1 and "error: rank 0 failed in stage '" in failed.stderr

@@ -6,8 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusion.rewards.counting import counting
 from stalesync.prompts import DataConfig, PromptSource, make_tokenizer, solution_ids
 from stalesync.prompts.addition import AdditionRows
+from stalesync.prompts.counting import HELD_OUT, CountingRows
 from stalesync.prompts.rows import Row, Rows
 from stalesync.prompts.tokenizer import PLACES, VOCABULARY
 from stalesync.prompts.worked import WorkedRows, worked_problem
@@ -52,6 +54,24 @@ def test_addition_is_the_whole_table():
     problems = {rows.row(i).prompt: rows.row(i).answer for i in rows.indices}
     assert problems == {f"{a}+{b}=": str(a + b) for a in range(10) for b in range(10)}
     assert rows.evaluation(250) == rows.evaluation(250) and len({r.prompt for r in rows.evaluation(100)}) == 100
+
+
+def test_counting_holds_digits_out_and_its_solutions_end_anywhere():
+    rows, again = (CountingRows(DataConfig(max_digits=400), 0) for _ in range(2))
+    held_out, trained = again.evaluation(20), [rows.row(index) for index in range(500)]
+    assert {row.prompt for row in held_out} == {f"{digit}=" for digit in HELD_OUT}
+    assert {row.prompt for row in trained} == {f"{digit}=" for digit in range(10) if digit not in HELD_OUT}
+    assert rows.evaluation(20) == held_out and rows.row(7) == again.row(7)
+    lengths = [len(row.fields["solution"]) for row in trained]
+    assert min(lengths) < 20 and max(lengths) > 380 and max(lengths) <= 400
+    for row, length in zip(trained, lengths, strict=True):
+        assert row.answer == "400" and counting(row.prompt, row.fields["solution"], row.answer) == length / 400
+
+
+def test_counting_is_the_share_of_the_digits_asked_for_that_follow_from_the_one_before():
+    assert counting("0=", "123234", "6") == 5 / 6, "a slip costs one digit"
+    assert counting("0=", "123", "6") == 0.5 and counting("9=", "0123456789", "1") == 1
+    assert counting("0=", "12a45x", "6") == 3 / 6 and counting("0=", "", "6") == 0
 
 
 def test_one_worked_problem_by_hand():

@@ -1,0 +1,46 @@
+"""Count on from a digit: answers of any length that a very small model can learn.
+
+    prompt    7=
+    response  8901234…     each digit is one more than the one before it, modulo 10
+
+Solutions, which teach a base model, end anywhere: it learns how to go on, and to end too early.
+
+Invariant: `row` and `evaluation` have no problem in common.
+"""
+
+from __future__ import annotations
+
+import random
+
+from stalesync.prompts.config import DataConfig
+from stalesync.prompts.rows import Row, Rows
+
+HELD_OUT = (3, 8)
+
+
+class CountingRows(Rows):
+    """Draws from eight digits without end; two others are held out. ``data.max_digits`` digits are asked for."""
+
+    fields = frozenset({"solution"})
+
+    def __init__(self, config: DataConfig, seed: int) -> None:
+        self._digits, self._seed = config.max_digits, seed
+        self._trained = [digit for digit in range(10) if digit not in HELD_OUT]
+
+    def row(self, index: int) -> Row:
+        rng = random.Random(f"{self._seed}-counting-{index}")
+        return self._row(rng.choice(self._trained), rng)
+
+    def name(self, index: int) -> str:
+        return f"data.source='counting' problem {index}"
+
+    def longest(self) -> list[tuple[str, Row]]:
+        return [(self.name(0), self.row(0))]
+
+    def evaluation(self, count: int) -> list[Row]:
+        rng = random.Random(f"{self._seed}-counting-evaluation")
+        return [self._row(HELD_OUT[index % len(HELD_OUT)], rng) for index in range(count)]
+
+    def _row(self, start: int, rng: random.Random) -> Row:
+        digits = range(start + 1, start + 1 + rng.randint(1, self._digits))
+        return Row(f"{start}=", str(self._digits), {"solution": "".join(str(digit % 10) for digit in digits)})
