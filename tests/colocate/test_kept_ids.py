@@ -79,7 +79,8 @@ def gap_of_rollouts(rank, device, folder, parallel, params):
     assert shared({id: rows["response"][i].tolist() for i, id in enumerate(rows.ids)}) == truth
     model = Transformer(ModelConfig.from_hf(folder), engine.mesh, device, torch.float32)
     load_weights(model, folder)
-    config = TrainingConfig(token_budget=200)
+    # Every sequence computes its own rows, as in the engine: sharing prefixes rounds otherwise.
+    config = TrainingConfig(token_budget=200, share_prefixes="off")
     trainer = EmbeddedTrainEngine(model, model.mesh, device, config, temperature=params.get("temperature", 1.0))
     sequences = to_sequences(Received.of(rows))
     logprobs, _ = trainer.logprobs(sequences)

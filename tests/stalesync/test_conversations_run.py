@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
+from tests import machine
 from tests.colocate.cards import tiny_reward_model
 from tests.stalesync.conversations import ENVIRONMENT, make_chatting_model
 from tests.stalesync.runs import assert_gone, begin, command_of, descendants, kill, rows_of, train, wait_until
@@ -197,7 +198,7 @@ def test_an_environment_that_fails_ends_its_group_by_name_and_no_other(chatting,
         tmp_path,
         "Failing",
         chatting,
-        "environment.step_timeout_s=1",
+        f"environment.step_timeout_s={machine.patience(1.0)}",
         "environment.retries=1",
         "data.prompts_per_step=12",
         "algorithm.group_size=2",

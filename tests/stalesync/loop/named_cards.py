@@ -31,7 +31,7 @@ from fusion.model import Parallel
 from fusion.rewards import RewardOutcome
 from fusion.rollout.packing import CUT, TEXT
 from fusion.telemetry import MemoryLedger, RunFolder
-from fusion.training import AlgorithmConfig
+from fusion.training import AlgorithmConfig, TrainingConfig
 from fusion.training.algorithms import make_algorithm
 from stalesync.job.config import Config
 from stalesync.loop.controller import Controller
@@ -256,6 +256,7 @@ def make_controller(
         reward_model=None,
         reference=None,
         algorithm=algorithm,
+        training=TrainingConfig(),
         train=Parallel(len(deployment.train)),
     )
     config.run.steps, config.cluster.npus, config.rollout = 1 << 20, spec.world, rollout
