@@ -87,7 +87,7 @@ def test_help_answers_in_a_second_of_cpu(command, part, tmp_path):
         ("scripts/train.py", "model.path='': expected a Hugging Face checkpoint folder"),
         (
             "scripts/train.py model.path=x",
-            "data.source='': expected addition, worked_arithmetic, calculator, guess, a path ending in",
+            "data.source='': expected addition, worked_arithmetic, counting, calculator, guess, a path ending in",
         ),
         ("scripts/train.py algorithm.name=ppo", "algorithm.name='ppo': expected one of grpo, "),
         ("scripts/train.py environment=my.py:Env", "environment=my.py:Env: expected one of calculator, custom, "),
