@@ -88,7 +88,9 @@ def _watch(child: int, life_fd: int) -> int | None:
     """Wait for the child's end or an order to end it, then end all descendants; return its exit status if it ended by
     itself."""
     status = None
-    closed, _, _ = select.select([life_fd], [], [], 0)
+    life = select.poll()  # `select` takes no descriptor above 1,023, which a parent of many processes has
+    life.register(life_fd, select.POLLIN)
+    closed = life.poll(0)
     while status is None and not closed:
         number = signal.sigwait(SIGNALS)
         if number == signal.SIGUSR1:

@@ -1,6 +1,7 @@
 """What a reward starts, forks or allocates ends with its sample, and costs no other."""
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -220,6 +221,19 @@ def test_a_child_that_died_idle_is_replaced_though_its_keeper_still_runs(user_fi
             wait_for(lambda child=child: not running(child), 5)
             assert pool.score(samples("1"))[0].reward == 1.0
             (child,) = _children(pool._children[0].process.pid)
+
+
+def test_a_child_starts_where_its_parent_has_more_than_1024_descriptors(user_file):
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1], limits[1]))
+    taken = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+    try:
+        with pool_of(user_file) as pool:
+            assert pool.score(samples("1"))[0].reward == 1.0
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_ending_processes_costs_nothing_where_there_are_none(user_file):
