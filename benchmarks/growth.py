@@ -1,7 +1,7 @@
 """Measure how the costs of a run grow: with groups, samples, sequences, cards, prompts and steps.
 
     python benchmarks/growth.py --json growth.json               (about 20 minutes on two cores)
-    python benchmarks/growth.py --only controller,decode         or queue, turns, lengths, calls, memory
+    python benchmarks/growth.py --only controller,decode         or queue, turns, lengths, rows, calls, memory
     python benchmarks/growth.py --only memory --steps 300
 
 controller: CPU of the whole controller per group of 8 samples, at 64 to 16,384 groups a step; cards and queue only hold
@@ -10,7 +10,8 @@ acks while 10k to 1M are held, and bytes a sample. decode: the host's part of a 
 scheduler, batch, noise, sampler and bookkeeping; the engine is real, its model computes nothing, so what is left of a
 step is everything but the model's own operations. turns: CPU of the controller for a turn of a conversation, the bytes
 that it reads from the queue, and those that it sends to the environment's process. lengths: CPU of the host, and bytes,
-of a token by the length of its sample. calls: calls of Ray in a step of a real run. memory: of each process of a run
+of a token by the length of its sample. rows: the same of the queue's processes, of a row in memory, spilled, journalled
+and in a checkpoint. calls: calls of Ray in a step of a real run. memory: of each process of a run
 that suspends, drafts, saves and evaluates, beside its floor, a Ray without any work; and bytes of its folder: means of
 a tenth of the steps behind step 100, or half of them, and at the end.
 
@@ -33,6 +34,7 @@ BENCHMARK = Benchmark(
         "decode": "benchmarks.growth_cpu:decode",
         "turns": "benchmarks.growth_turns:turns",
         "lengths": "benchmarks.growth_lengths:lengths",
+        "rows": "benchmarks.growth_rows:rows",
         "calls": "benchmarks.growth_run:calls",
         "memory": "benchmarks.growth_run:memory",
     },
@@ -48,7 +50,7 @@ BENCHMARK = Benchmark(
         Option("sequences", (1, 8, 64, 256, 1024), smoke=(1, 8, 64)),
         Option("turns", (2, 8, 32), smoke=(2, 4)),
         Option("turn_tokens", 256, smoke=16, help="that a turn samples in `turns`"),
-        Option("lengths", (1024, 16_384, 131_072), smoke=(64, 128), help="tokens of a sample in `lengths`"),
+        Option("lengths", (1024, 16_384, 131_072), smoke=(64, 128), help="tokens of a sample in `lengths`, `rows`"),
         Option("cards", (1, 2, 4), smoke=(2,)),
         Option("prompts", (16, 64, 256), smoke=(4, 8)),
     ],
@@ -59,6 +61,7 @@ BENCHMARK = Benchmark(
         "memory.*.growth": "<= 0.02",
         "turns.growth.*": "<= 0.2",
         "lengths.growth.*": "<= 0.5",
+        "rows.growth.*": "<= 0.5",
         "calls.growth_with_prompts": "<= 0",
     },
 )

@@ -7,8 +7,11 @@ import pickle
 import time
 import tracemalloc
 from argparse import Namespace
+from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -22,10 +25,14 @@ from fusion.inference.request_columns import Requests, to_columns
 from fusion.inference.scheduler import Scheduler
 from fusion.inference.sequence import Sequence
 from fusion.rewards.math import math_answer
+from fusion.rollout.drafts.history_files import write_history
 from fusion.rollout.drafts.native import NativeIndexes
+from fusion.rollout.drafts.pieces import TextPiece
 from fusion.rollout.drafts.suffix_index import SIBLING
 from fusion.rollout.partial_samples import PartialSamples
+from fusion.telemetry import RunFolder
 from fusion.telemetry.page import read_run, render
+from stalesync.job.config import RunConfig
 
 VOCABULARY, TURNS, DRAFTS, BLOCK, SAMPLES = 30_000, 32, 100, 16, 16
 
@@ -68,7 +75,18 @@ def costs_of(num_tokens: int, rounds: int) -> Iterator[tuple[str, float]]:
     }
     for name, work in works.items():
         yield f"{name}_us_a_token", on_reference(lambda work=work: cpu_s(work), rounds) / num_tokens * 1e6
-    yield "page_kb", page_bytes(num_tokens) / 1e3
+    with temporary_folder() as folder:
+        piece = TextPiece(b"p" * 32, "g", "g/0", 0, array("i", words[:num_tokens]), 0.5)
+        kept_s = cpu_s(lambda: write_history(folder / "drafts", 0, [piece]))
+        yield "history_us_a_token", kept_s / num_tokens * 1e6
+        (history,) = (folder / "drafts").iterdir()
+        yield "history_bytes_a_token", history.stat().st_size / num_tokens
+        yield "samples_kb", samples_bytes(folder, num_tokens) / SAMPLES / 1e3
+        write_samples(folder, num_tokens)
+        pages: list[str] = []
+        read_s = on_reference(lambda: cpu_s(lambda: pages.append(render([read_run(folder)]))), rounds)
+        yield "page_us_a_token", read_s / SAMPLES / num_tokens * 1e6
+        yield "page_kb", len(pages[0]) / 1e3
 
 
 class Running:
@@ -108,16 +126,24 @@ def output_of(tokens: list[int], sampled: bool = False) -> Output:
     return Output("g/0", "g", (1, 2, 3), tokens, **columns)  # type: ignore[arg-type]
 
 
-def page_bytes(num_tokens: int) -> int:
-    """Return the size of the report of a run with samples of so many tokens, whose texts are whole."""
+def conversation_of(num_tokens: int, reward: float) -> dict[str, Any]:
+    """Return a sample whose texts have so many tokens each."""
     text = "word " * num_tokens
-    messages = [{"role": "tool", "content": text}] * 4
-    with temporary_folder() as folder:
-        rows = [
-            {"step": 1, "prompt": text, "response": text, "reward": n, "messages": messages} for n in range(SAMPLES)
-        ]
-        (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-        return len(render([read_run(folder)]))
+    return {"prompt": text, "response": text, "reward": reward, "messages": [{"role": "tool", "content": text}] * 4}
+
+
+def write_samples(folder: Path, num_tokens: int) -> None:
+    """Write the samples of a run whose texts are whole."""
+    rows = [{"step": 1, **conversation_of(num_tokens, n)} for n in range(SAMPLES)]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def samples_bytes(folder: Path, num_tokens: int) -> int:
+    """Return the size of the samples that a run writes with the default of `run.sample_characters`."""
+    with RunFolder(folder, "run", samples_per_step=SAMPLES) as run:
+        run.sample_characters = RunConfig.sample_characters
+        run.log_samples(1, [conversation_of(num_tokens, n) for n in range(SAMPLES)])
+        return (run.path / "samples.jsonl").stat().st_size
 
 
 def zipf(num_tokens: int) -> list[int]:

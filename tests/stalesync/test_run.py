@@ -252,13 +252,17 @@ def test_questions_of_a_file_are_asked_and_scored_by_math_verify(tmp_path):
 @pytest.mark.extended
 def test_the_recipe_of_long_context_runs_at_toy_size(tmp_path):
     small = ["run.steps=1", "run.eval_prompts=2", "data.max_digits=96", "rollout.max_response_length=96"]
-    recipe = ["bash", "recipes/long_context.sh", f"run.dir={tmp_path}", *small]
+    recipe = ["bash", "recipes/long_context.sh", f"run.dir={tmp_path}", *small, "run.sample_characters=64"]
     environment = os.environ | {"VIRTUAL_ENV": sys.prefix, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
     done = machine.run(recipe, timeout_s=240, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = rows_of(tmp_path / "long-context")
     assert row["reward/failed"] == 0 and row["response_length/max"] == 96
     assert 0.3 < row["critic/rewards/mean"] <= 1
+    samples = [json.loads(line) for line in (tmp_path / "long-context" / "samples.jsonl").read_text().splitlines()]
+    for sample in samples:
+        start, note, end = sample["response"].split("\n")
+        assert sample["abridged"] == 64 == len(start + end) and "characters left out" in note
 
 
 def test_a_card_that_runs_out_of_memory_says_rank_stage_and_who_holds_what(base, tmp_path):
