@@ -1,8 +1,7 @@
 """Provide the module `torch.npu` of the emulated card, with the names and files of the real one.
 
-`register(extension)` adds this module to torch; its functions then behave as those of torch_npu. Every name of
-torch_npu is offered; what needs what a card emulated on the CPU lacks raises `NotImplementedError` with the reason
-(refused.py).
+`register(extension)` adds this module to torch; its functions then behave as those of torch_npu. It offers what this
+project and PyTorch call; any other name raises `AttributeError`.
 """
 
 from __future__ import annotations
@@ -14,17 +13,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusion.npu.emulator.frontend import amp as _amp
-from fusion.npu.emulator.frontend import devices, memory, mstx, options, random, state, streams
-from fusion.npu.emulator.frontend.devices import (  # noqa: F401
-    _exchange_device,
-    _is_in_bad_fork,
-    _lazy_call,
-    _lazy_init,
-    _maybe_exchange_device,
-)
-from fusion.npu.emulator.frontend.legacy import legacy_types
-from fusion.npu.emulator.frontend.refused import refused
+from fusion.npu.emulator.frontend import devices, memory, random, state, streams
+from fusion.npu.emulator.frontend.devices import _is_in_bad_fork, _lazy_init  # noqa: F401
 
 _initialized = True  # activation checkpointing looks here before it saves the random state
 
@@ -52,10 +42,8 @@ def _make_hccl(store: Any, rank: int, size: int, timeout: Any) -> Any:
     return state.extension.hccl_over(dist.ProcessGroupGloo(store, rank, size, timeout=timeout))
 
 
-_offered = legacy_types() | refused()
-for _module in (_amp, devices, memory, mstx, options, random, streams):
+_offered: dict[str, Any] = {}
+for _module in (devices, memory, random, streams):
     _offered |= _defined_in(_module)
-_offered["amp"] = _amp.namespace
-del _offered["annotate"]  # it is `mstx.annotate`
 globals().update(_offered)
-__all__ = [name for name in _offered if name != "amp"]
+__all__ = list(_offered)

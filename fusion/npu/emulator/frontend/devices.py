@@ -20,20 +20,12 @@ def is_initialized() -> bool:
     return not _is_in_bad_fork()
 
 
-def init() -> None:
-    _lazy_init()
-
-
 def _lazy_init() -> None:
     if _is_in_bad_fork():
         raise RuntimeError(
             "Cannot re-initialize NPU in forked subprocess. To use NPU with multiprocessing, you must use the 'spawn' "
             "start method"
         )
-
-
-def _lazy_call(callback: Any) -> None:
-    callback()
 
 
 def _is_in_bad_fork() -> bool:
@@ -56,9 +48,6 @@ def _exchange_device(index: int) -> int:
     return current_device() if index < 0 else state.extension.exchange_card(index)
 
 
-_maybe_exchange_device = _exchange_device
-
-
 class device:
     """Context manager: the current card."""
 
@@ -70,13 +59,6 @@ class device:
 
     def __exit__(self, *_: Any) -> None:
         _exchange_device(self.prev_idx)
-
-
-class device_of(device):
-    """Context manager: the card of a tensor or storage, if it has one."""
-
-    def __init__(self, obj: Any) -> None:
-        super().__init__(obj.device.index if obj.device.type == "npu" else None)
 
 
 def synchronize(device: Any = None) -> None:
@@ -101,13 +83,10 @@ def get_device_name(device_name: Any = None) -> str:
     return "Emulated NPU"
 
 
-def get_device_capability(device: Any = None) -> None:
-    return None
+def is_bf16_supported(including_emulation: bool = False) -> bool:
+    return True
 
 
-def can_device_access_peer(device_id: Any, peer_device_id: Any) -> bool:
-    return card_index(device_id) != card_index(peer_device_id)
-
-
-def utilization(device: Any = None) -> int:
-    return 0
+def get_amp_supported_dtype() -> list[torch.dtype]:
+    """Return the dtypes that `torch.autocast` accepts on the card."""
+    return [torch.float16, torch.bfloat16, torch.float32]

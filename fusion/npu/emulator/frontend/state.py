@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 extension: Any = None
-fractions: dict[int, float] = {}  # by card: the fraction of its capacity that this process may allocate
 
 
 def card_index(which: Any = None) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -22,10 +21,6 @@ class Stream(torch.Stream):
     @property
     def npu_stream(self) -> int:
         return self.stream_id
-
-
-class SyncLaunchStream(Stream):
-    """A stream whose work does not pass through the task queue: as every stream here."""
 
 
 class _IsEvent(type):
@@ -77,11 +72,3 @@ class StreamContext:
 
 def stream(stream: torch.Stream | None) -> StreamContext:
     return StreamContext(stream)
-
-
-def is_current_stream_capturing() -> bool:
-    return False
-
-
-def current_blas_handle() -> None:
-    warnings.warn("NPU does not use blas handle.", stacklevel=2)
