@@ -18,8 +18,7 @@ from benchmarks.runs import make_base, temporary_folder
 from fusion.inference import EmbeddedEngine, Request, SamplingParams
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights
 from fusion.rollout.drafts.budget import SHARES
-from fusion.rollout.drafts.native import NativeIndexes
-from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING
+from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, SuffixIndexes
 from fusion.rollout.drafts.texts import MAX_MATCH, MIN_MATCH
 from tests.rollout.drafts.modelled_engines import DEPTH, Cluster, Tokens, accepted
 from tests.rollouts import rollout_config
@@ -44,7 +43,7 @@ def server(args: Namespace) -> Figures:
 
 
 def _measure_index(texts: list[Tokens], live: list[Tokens]) -> Figures:
-    indexes = NativeIndexes()
+    indexes = SuffixIndexes()
     index, tokens = indexes.new([], MIN_MATCH, MAX_MATCH), sum(map(len, texts))
     places = [(index, indexes.open(index, SIBLING)) for _ in texts]
     insert_s, nbytes = timed(lambda: indexes.extend(places, texts), time.process_time), indexes.nbytes
@@ -170,7 +169,7 @@ def replayed(
     """Generate responses in turns of some at a time, each pass with a draft of up to `DEPTH` tokens (a tree of twice as
     many). ``right_weight``: of history that has earned a reward, where other history counts 1; 0: history is not used.
     Return forward passes of sequences, tokens, drafted tokens, and sequences with a draft."""
-    indexes, texts = NativeIndexes(), said.texts
+    indexes, texts = SuffixIndexes(), said.texts
     index = indexes.new([], MIN_MATCH, MAX_MATCH)
     if right_weight:
         weights = [right_weight if right else 1 for right in said.right]

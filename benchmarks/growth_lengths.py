@@ -26,9 +26,8 @@ from fusion.inference.scheduler import Scheduler
 from fusion.inference.sequence import Sequence
 from fusion.rewards.math import math_answer
 from fusion.rollout.drafts.history_files import write_history
-from fusion.rollout.drafts.native import NativeIndexes
 from fusion.rollout.drafts.pieces import TextPiece
-from fusion.rollout.drafts.suffix_index import SIBLING
+from fusion.rollout.drafts.suffix_index import SIBLING, SuffixIndexes
 from fusion.rollout.partial_samples import PartialSamples
 from fusion.telemetry import RunFolder
 from fusion.telemetry.page import read_run, render
@@ -50,7 +49,7 @@ def lengths(args: Namespace) -> Figures:
 def costs_of(num_tokens: int, rounds: int) -> Iterator[tuple[str, float]]:
     """Yield each cost of a sample of so many tokens, by name."""
     words = zipf(num_tokens + DRAFTS)
-    index = NativeIndexes()
+    index = SuffixIndexes()
     number = index.new([], 1, 7)
     places = [(number, index.open(number, SIBLING))]
     index.extend(places, [words[:num_tokens]])

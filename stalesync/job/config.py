@@ -231,7 +231,7 @@ class Config:
         Args:
             kept: what `automatic.resolve` is to keep of a run that is resumed.
         """
-        from fusion.rollout.drafts.native import is_buildable  # which loads numpy
+        from fusion.rollout.drafts.suffix_index import is_buildable  # which loads numpy
 
         correction = self.algorithm.correction or ("decoupled" if self.stalesync.max_staleness else "none")
         config = dataclasses.replace(
@@ -291,7 +291,7 @@ class Config:
         self.eval.check_answers(self.rollout, self.data.max_prompt_length, max_positions=model.max_positions)
         find_order(self.rollout.schedule.order)
         if self.rollout.drafts.is_on:
-            from fusion.rollout.drafts.native import check_buildable  # which loads numpy
+            from fusion.rollout.drafts.suffix_index import check_buildable  # which loads numpy
 
             check_buildable(self.rollout.drafts.source)
         cross_checks.check_generation(resolved)

@@ -20,7 +20,7 @@ from fusion.inference.request import Request, SamplingParams
 from fusion.inference.sequence import Sequence as EngineSequence
 from fusion.rollout.drafts.budget import DraftBudget
 from fusion.rollout.drafts.drafter import TextDrafter
-from fusion.rollout.drafts.native import NativeIndexes
+from fusion.rollout.drafts.suffix_index import SuffixIndexes
 from fusion.rollout.drafts.texts import TextSpec
 from stalesync.simulator.drafts import MAX_DRAFTED, DraftSpec
 
@@ -89,7 +89,7 @@ def measured(path: Path, *, siblings: bool, history: bool, tokenizer: Path | Non
 
 def whole_drafter(spec: TextSpec) -> TextDrafter:
     """Return a drafter of which all is verified, up to `MAX_DRAFTED` tokens of a sequence."""
-    return TextDrafter(NativeIndexes(), spec=spec, max_depth=MAX_DRAFTED, budget=WholeDrafts())
+    return TextDrafter(SuffixIndexes(), spec=spec, max_depth=MAX_DRAFTED, budget=WholeDrafts())
 
 
 def replay(drafter: TextDrafter, name: str, texts: Sequence[Tokens], kept: KeptTokens) -> None:

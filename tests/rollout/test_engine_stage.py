@@ -9,7 +9,7 @@ from fusion.inference import EmbeddedEngine, Request, SamplingParams
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.rollout import SuspendedSample, engine_stage
 from fusion.rollout.drafts.drafter import TextDrafter
-from fusion.rollout.drafts.native import NativeIndexes
+from fusion.rollout.drafts.suffix_index import SuffixIndexes
 from fusion.telemetry import Metrics, Timeline
 from tests.helpers import run_ranks
 from tests.inference.conftest import card_is_left as card_is_left
@@ -71,7 +71,7 @@ def test_a_stage_sends_all_its_text_to_other_engines_when_it_ends():
             texts = [text for prompt in self.texts.prompts.values() for text in prompt.texts.items()]
             sent.append({request: len(text) for request, text in texts})
 
-    drafter = Flushed(NativeIndexes())
+    drafter = Flushed(SuffixIndexes())
     made = engine(max_length=64)
     made.scheduler.drafter = drafter
     stage = engine_stage.EngineStage(made, LocalQueue(["train"]), drafter=drafter)
@@ -83,7 +83,7 @@ def test_a_stage_sends_all_its_text_to_other_engines_when_it_ends():
 
 def test_a_stage_reports_what_drafts_have_saved_and_wasted():
     made = engine(max_length=64)
-    made.scheduler.drafter = drafter = TextDrafter(NativeIndexes())
+    made.scheduler.drafter = drafter = TextDrafter(SuffixIndexes())
     stage, found = engine_stage.EngineStage(made, LocalQueue(["train"]), drafter=drafter), []
     for turn in range(2):
         params, metrics = SamplingParams(max_tokens=40, stop_token_ids=(), temperature=0.5), Metrics()

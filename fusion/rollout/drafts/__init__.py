@@ -1,7 +1,6 @@
 """Draft what a response probably continues with, from other responses to the same prompt.
 
-    suffix_index   the drafts of one prompt's text: the interface
-    native         … in C++ (`suffix_index.cpp`), compiled on first use
+    suffix_index   the drafts of one prompt's text, in C++ (`suffix_index.cpp`), compiled on first use
     drafter        drafts for the sequences of an engine
     texts          what the engine generates, and others, by prompt; indexed where drafts are looked up
     prompt         the text of one prompt

@@ -20,11 +20,9 @@ from fusion.inference.sequence import Sequence
 from fusion.inference.verification import Draft, Verification
 from fusion.rollout.drafts.budget import MAX_CHILDREN, MAX_DEPTH, MAX_TOKENS, DraftBudget
 from fusion.rollout.drafts.exchange import TextExchange
-from fusion.rollout.drafts.native import NativeIndexes
 from fusion.rollout.drafts.pieces import decode
 from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, Drafts, SuffixIndexes
-from fusion.rollout.drafts.texts import PromptTexts, TextSpec
-from fusion.rollout.drafts.totals import DraftTotals
+from fusion.rollout.drafts.texts import DraftTotals, PromptTexts, TextSpec
 
 
 class TextDrafter:
@@ -61,7 +59,7 @@ class TextDrafter:
         if not config.is_on:
             return None
         max_children = config.tree or (1 if single_paths else MAX_CHILDREN)
-        return cls(NativeIndexes(), spec=TextSpec.of(config), max_children=max_children)
+        return cls(SuffixIndexes(), spec=TextSpec.of(config), max_children=max_children)
 
     @property
     def exchange(self) -> TextExchange | None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from fusion.rollout.drafts.drafter import TextDrafter
 from fusion.rollout.drafts.exchange import ExchangeTotals
 from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING
-from fusion.rollout.drafts.totals import DraftTotals
+from fusion.rollout.drafts.texts import DraftTotals
 from fusion.telemetry import Metrics
 from fusion.telemetry.memory import MIB
 

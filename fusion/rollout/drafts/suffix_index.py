@@ -10,15 +10,26 @@ The share of a token: occurrences of the text before it followed by the token ov
 longer text counting more (`suffix_index.cpp`). Sequences count with their weight; one of weight 0 only reads. The
 caller states how often a token of a share is right (`acceptance`); the probability of a node is the product along its
 path.
+
+The indexes are in C++ (`suffix_index.cpp`), called through ctypes: the library depends on no version of Python.
 """
 
 from __future__ import annotations
 
+import ctypes
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from functools import cache
+from pathlib import Path
 
 import numpy as np
+
+from fusion.npu.compiler import BuildError, Library, build, compiler
+
+SOURCE = Path(__file__).with_name("suffix_index.cpp")
+FLAGS = ("-O3", "-fPIC", "-std=c++17", "-fvisibility=default")
+LIBRARY = Library("drafts", "rlfusion_drafts", {"suffix_index": SOURCE.read_text()}, flags=FLAGS)
 
 SIBLING, HISTORY = 0, 1
 """Sources of a sequence: a response of the same group; a rollout of an earlier epoch"""
@@ -48,18 +59,91 @@ class Drafts:
         return slice(int(self.offsets[i]), int(self.offsets[i + 1]))
 
 
-class SuffixIndexes(Protocol):
-    """Indexes by number. Calls are for many sequences at once, as a call costs more than a draft. Not thread-safe."""
+def is_buildable() -> bool:
+    """Whether this machine has the library or can build it."""
+    return LIBRARY.path.exists() or compiler() is not None
+
+
+def check_buildable(drafts: str) -> None:
+    """Check that this machine has the library or can build it. ``drafts``: `rollout.drafts.source`.
+
+    Raises:
+        ValueError: there is no compiler; names the key.
+    """
+    if not is_buildable():
+        raise ValueError(
+            f"rollout.drafts.source={drafts}: no C++ compiler found (install g++, or rollout.drafts.source=none)"
+        )
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """Build the library if needed (2 s) and load it.
+
+    Raises:
+        BuildError: it cannot be built or loaded.
+    """
+    path = build(LIBRARY)
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:  # e.g. built for another system, and shared with this one
+        raise BuildError(f"{path} cannot be loaded: {error}") from None
+    library.suffix_index_new.restype = ctypes.c_void_p
+    library.suffix_index_new.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64]
+    library.suffix_index_delete.argtypes = [ctypes.c_void_p]
+    library.suffix_index_open.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32]
+    library.suffix_index_bytes.argtypes = [ctypes.c_void_p]
+    library.suffix_index_bytes.restype = ctypes.c_int64
+    library.suffix_index_extend.restype = ctypes.c_int64
+    library.suffix_index_extend.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 4]
+    pointer, int32 = ctypes.c_void_p, ctypes.c_int32
+    library.suffix_index_draft.argtypes = [
+        ctypes.c_int64,
+        *[pointer] * 4,
+        int32,
+        int32,
+        ctypes.c_double,
+        *[pointer] * 7,
+    ]
+    return library
+
+
+class SuffixIndexes:
+    """Indexes by number. Calls are for many sequences at once, as a call costs more than a draft. Not thread-safe.
+
+    ``nbytes``: of all indexes.
+    """
+
+    def __init__(self) -> None:
+        self._library = load()
+        self._pointers: dict[int, int] = {}
+        self._created = 0
+        self.nbytes = 0
 
     def new(self, prompt: Sequence[int], min_match: int, max_match: int) -> int:
         """Create an index of a prompt. ``min_match``: tokens of a sequence that must occur elsewhere for a draft;
         ``max_match``: that are compared."""
+        tokens = np.asarray(prompt, np.int32)
+        number, self._created = self._created, self._created + 1
+        pointer = self._library.suffix_index_new(min_match, max_match, tokens.ctypes.data, len(tokens))
+        self._pointers[number] = pointer
+        self.nbytes += self._library.suffix_index_bytes(pointer)
+        return number
 
     def open(self, index: int, source: int, weight: int = 1) -> int:
         """Begin a sequence behind the prompt; return its number in the index."""
+        return self._library.suffix_index_open(self._pointers[index], source, weight)
 
     def extend(self, places: Sequence[tuple[int, int]], texts: Sequence[Sequence[int]]) -> None:
         """Append ``texts[i]`` to sequence ``places[i]``: (index, sequence)."""
+        tokens, offsets = array("i"), array("q", [0])
+        for text in texts:
+            tokens.extend(text)
+            offsets.append(len(tokens))
+        pointers, sequences = self._places(places)
+        self.nbytes += self._library.suffix_index_extend(
+            len(places), *map(_address, (pointers, sequences, tokens, offsets))
+        )
 
     def draft(
         self,
@@ -73,13 +157,46 @@ class SuffixIndexes(Protocol):
         """Draft at most ``max_nodes[i]`` tokens behind sequence ``places[i]``, none further than ``max_depth[i]`` from
         it or less probable than ``min_probability``, with at most ``max_children`` behind a token. ``acceptance``
         float64 [bins]: by share, in bins of 0 to 1."""
+        pointers, sequences = self._places(places)
+        depths, nodes, room = array("i", max_depth), array("i", max_nodes), sum(max_nodes)
+        drafts = Drafts(
+            offsets=np.empty(len(places) + 1, np.int64),
+            tokens=np.empty(room, np.int32),
+            parents=np.empty(room, np.int32),
+            shares=np.empty(room, np.float64),
+            probabilities=np.empty(room, np.float64),
+            sources=np.empty(room, np.uint8),
+        )
+        columns = (drafts.tokens, drafts.parents, drafts.shares, drafts.probabilities, drafts.sources)
+        acceptance = np.ascontiguousarray(acceptance, np.float64)
+        self._library.suffix_index_draft(
+            len(places),
+            *map(_address, (pointers, sequences, depths, nodes)),
+            max_children,
+            len(acceptance),
+            min_probability,
+            *(column.ctypes.data for column in (acceptance, drafts.offsets, *columns)),
+        )
+        found = int(drafts.offsets[-1])
+        return Drafts(drafts.offsets, *(column[:found] for column in columns))
 
     def remove(self, index: int) -> None:
         """Free an index."""
+        pointer = self._pointers.pop(index)
+        self.nbytes -= self._library.suffix_index_bytes(pointer)
+        self._library.suffix_index_delete(pointer)
 
     def nbytes_of(self, index: int) -> int:
         """Return the bytes of an index."""
+        return self._library.suffix_index_bytes(self._pointers[index])
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all indexes."""
+    def __del__(self) -> None:
+        for pointer in self._pointers.values():
+            self._library.suffix_index_delete(pointer)
+
+    def _places(self, places: Sequence[tuple[int, int]]) -> tuple[array[int], array[int]]:
+        return array("Q", [self._pointers[index] for index, _ in places]), array("i", [number for _, number in places])
+
+
+def _address(values: array[int]) -> int:
+    return values.buffer_info()[0]

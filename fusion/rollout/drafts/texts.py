@@ -18,7 +18,7 @@ import hashlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Sequence as Items
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from fusion.inference.config import DraftsConfig
@@ -30,7 +30,6 @@ from fusion.rollout.drafts.prompt import History, PastResponse, PromptText, rewa
 from fusion.rollout.drafts.rewards import NEUTRAL, weights_of
 from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, SuffixIndexes
 from fusion.rollout.drafts.text_client import TextClient
-from fusion.rollout.drafts.totals import DraftTotals
 
 MIN_MATCH, MAX_MATCH = 1, 7
 """Tokens of a sequence that must occur elsewhere for a draft, and that are compared (RhymeRL, arXiv 2508.18588: 7 down
@@ -75,6 +74,26 @@ class TextSpec:
             max_group_bytes=config.group_mib << 20,
             max_age=config.max_age,
         )
+
+
+@dataclass
+class DraftTotals:
+    """What a drafter has done since construction. ``asked``: sequences for which a draft was looked up; ``found``: for
+    which there was one; ``verified``: drafts that were; ``drafted``, ``accepted``: their tokens, and those kept, by
+    source; ``seconds``: of keeping text, looking up, and recording what was kept; ``read``: tokens of other engines
+    that were added to a text, ``unread``: that were not, as nothing here could use them; ``dropped``, ``expired``:
+    prompts whose text found no room, or was not used for too long."""
+
+    asked: int = 0
+    found: int = 0
+    verified: int = 0
+    seconds: float = 0.0
+    read: int = 0
+    unread: int = 0
+    dropped: int = 0
+    expired: int = 0
+    drafted: list[int] = field(default_factory=lambda: [0, 0])
+    accepted: list[int] = field(default_factory=lambda: [0, 0])
 
 
 class PromptTexts:

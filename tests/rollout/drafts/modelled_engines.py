@@ -12,7 +12,7 @@ from fusion.inference import Request, SamplingParams, sequence
 from fusion.rollout.drafts.budget import SHARES, DraftBudget
 from fusion.rollout.drafts.drafter import TextDrafter
 from fusion.rollout.drafts.exchange import TextExchange, answer
-from fusion.rollout.drafts.native import NativeIndexes
+from fusion.rollout.drafts.suffix_index import SuffixIndexes
 from fusion.rollout.drafts.text_store import TextStore
 from fusion.rollout.drafts.texts import TextSpec
 
@@ -111,7 +111,7 @@ class Cluster:
         self.engines = []
         for number in range(count):
             drafter = TextDrafter(
-                NativeIndexes(), spec=TextSpec(siblings, history), max_depth=DEPTH, budget=AllTokens()
+                SuffixIndexes(), spec=TextSpec(siblings, history), max_depth=DEPTH, budget=AllTokens()
             )
             if shares:
                 drafter.exchange = TextExchange(ask, number, count, clock=lambda: self.now_s)

@@ -15,8 +15,7 @@ from fusion.inference.request import NO_REWARDS, LastRewards
 from fusion.inference.sequence import Sequence
 from fusion.rollout.drafts.budget import MAX_DEPTH, SHARES, DraftBudget
 from fusion.rollout.drafts.drafter import TextDrafter
-from fusion.rollout.drafts.native import NativeIndexes
-from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING
+from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, SuffixIndexes
 from fusion.rollout.drafts.texts import TextSpec
 from tests.inference.engines import by_id, engine, generate, generate_brokenly, requests
 from tests.rollout.drafts.plain_indexes import PlainIndexes
@@ -41,7 +40,7 @@ class AllTokens(DraftBudget):
 
 
 def drafter(max_children=1, max_depth=MAX_DEPTH, **options) -> TextDrafter:
-    made = TextDrafter(NativeIndexes(), spec=TextSpec(**options), max_children=max_children, max_depth=max_depth)
+    made = TextDrafter(SuffixIndexes(), spec=TextSpec(**options), max_children=max_children, max_depth=max_depth)
     made.budget = AllTokens()
     return made
 
@@ -80,7 +79,7 @@ def test_the_budget_depends_on_no_clock():
     for seconds in (1e-6, 1.0):
         drafted = engine(batch_invariant=True)
         clock = count(step=seconds).__next__
-        drafted.scheduler.drafter = made = TextDrafter(NativeIndexes(), budget=DraftBudget(), clock=clock)
+        drafted.scheduler.drafter = made = TextDrafter(SuffixIndexes(), budget=DraftBudget(), clock=clock)
         assert by_id(generate(drafted, wanted)) == plain
         totals.append((made.totals.drafted, made.totals.accepted))
     assert totals[0] == totals[1] and sum(totals[0][0]) > sum(totals[0][1]) > 0
@@ -134,7 +133,7 @@ def test_history_of_several_groups_ages(resumes):
             made.end(seq)
 
 
-@pytest.mark.parametrize("indexes", [NativeIndexes, PlainIndexes])
+@pytest.mark.parametrize("indexes", [SuffixIndexes, PlainIndexes])
 @pytest.mark.parametrize("better", [0, 1])
 def test_of_branches_that_occur_as_often_the_better_rewarded_one_is_drafted_first(indexes, better):
     made = TextDrafter(indexes(), max_children=2)

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.rollout.drafts.native import NativeIndexes, check_buildable
-from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, SuffixIndexes
+from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, SuffixIndexes, check_buildable
 from tests.rollout.drafts.plain_indexes import DOUBT, MAX_FOLLOWERS, MIN_WEIGHT, PlainIndexes
 
 MIN_MATCH = 2
@@ -106,7 +105,7 @@ def test_a_path_is_what_most_often_followed_the_suffixes_that_are_compared(promp
 )
 def test_both_implementations_draft_the_same_trees(prompt, arrived, depth, nodes, children, least):
     drafts = []
-    for indexes in (NativeIndexes(), PlainIndexes()):
+    for indexes in (SuffixIndexes(), PlainIndexes()):
         index, numbers = fill(indexes, prompt, arrived)
         places = [(index, n) for n in numbers]
         drafts.append(indexes.draft(places, [depth] * 4, [nodes] * 4, ACCEPTANCE, children, least))
@@ -118,7 +117,7 @@ def test_both_implementations_draft_the_same_trees(prompt, arrived, depth, nodes
 
 @given(prompt=tokens, arrived=pieces, nodes=st.integers(1, 9))
 def test_the_beginning_of_a_tree_is_the_tree_of_that_size(prompt, arrived, nodes):
-    indexes = NativeIndexes()
+    indexes = SuffixIndexes()
     index, numbers = fill(indexes, prompt, arrived)
     places = [(index, number) for number in numbers]
     large, small = (indexes.draft(places, [5] * 4, [size] * 4, ACCEPTANCE, 3) for size in (12, nodes))
@@ -139,7 +138,7 @@ def of_many_followers(num_tokens: int) -> list[int]:
 
 def test_of_many_followers_those_count_that_came_first_and_the_others_keep_their_share():
     text, drafts = of_many_followers(8000), []
-    for indexes in (NativeIndexes(), PlainIndexes()):
+    for indexes in (SuffixIndexes(), PlainIndexes()):
         index = indexes.new([], min_match=1, max_match=3)
         number, other = (indexes.open(index, SIBLING) for _ in range(2))
         indexes.extend([(index, number), (index, other)], [text, [1]])
@@ -157,7 +156,7 @@ def test_of_many_followers_those_count_that_came_first_and_the_others_keep_their
 
 def test_a_draft_costs_as_much_behind_128k_tokens_as_behind_8k():
     def seconds(num_tokens: int) -> float:
-        indexes, text = NativeIndexes(), of_many_followers(num_tokens + 100)
+        indexes, text = SuffixIndexes(), of_many_followers(num_tokens + 100)
         index = indexes.new([], min_match=1, max_match=7)
         places = [(index, indexes.open(index, SIBLING))]
         indexes.extend(places, [text[:num_tokens]])
@@ -171,7 +170,7 @@ def test_a_draft_costs_as_much_behind_128k_tokens_as_behind_8k():
 
 
 def test_a_draft_names_where_its_tokens_occurred():
-    for indexes in (NativeIndexes(), PlainIndexes()):
+    for indexes in (SuffixIndexes(), PlainIndexes()):
         index = indexes.new([9, 9, 9], min_match=2, max_match=7)
         history, sibling, one = (indexes.open(index, source) for source in (HISTORY, SIBLING, SIBLING))
         indexes.extend([(index, history), (index, sibling)], [[1, 2, 3, 4, 5], [6, 7, 8]])
@@ -184,7 +183,7 @@ def test_a_draft_names_where_its_tokens_occurred():
 
 
 def test_repeated_text_costs_no_more_than_other_text():
-    indexes = NativeIndexes()
+    indexes = SuffixIndexes()
     index = indexes.new([], min_match=3, max_match=7)
     one = indexes.open(index, SIBLING)
     indexes.extend([(index, one)], [[7] * 200_000])  # quadratic cost would take minutes
