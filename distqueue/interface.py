@@ -10,7 +10,7 @@ from typing import Any, Concatenate, ParamSpec
 from distqueue.core.queue import QueueCore
 from distqueue.errors import LostSample
 from distqueue.packed import PackedBatch
-from distqueue.request import GetRequest, takes
+from distqueue.request import GetRequest
 from distqueue.samples import Span
 
 Params = ParamSpec("Params")
@@ -51,8 +51,16 @@ class SampleQueue(ABC):
         """
         return self._put(batch.labelled(groups, versions), claim)
 
-    @takes(GetRequest)
-    def get(self, request: GetRequest) -> PackedBatch:
+    def get(
+        self,
+        task: str,
+        columns: Sequence[str],
+        count: int | None = None,
+        *,
+        lengths: Sequence[str] = (),
+        partial: bool = False,
+        timeout_s: float | None = None,
+    ) -> PackedBatch:
         """Wait for a batch of samples that hold all `columns`, oldest first, and lease them to the caller until `ack`.
 
         The arguments are the fields of `GetRequest`, which documents them: `lengths` names further columns of which the
@@ -61,7 +69,7 @@ class SampleQueue(ABC):
         TimeoutError names the missing columns and the number of samples that lack them. QueueDrained: the queue is
         sealed and the task has received everything. ValueError: a task that this queue does not have.
         """
-        return self.fetch(request)
+        return self.fetch(GetRequest(task, columns, count, lengths=lengths, partial=partial, timeout_s=timeout_s))
 
     @abstractmethod
     def fetch(self, request: GetRequest, left: Future[None] | None = None) -> PackedBatch:

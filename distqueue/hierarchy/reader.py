@@ -143,7 +143,7 @@ class GroupReader:
             def lease(wait_s: float = wait_s) -> PackedBatch:
                 request = GetRequest(task, self.union, count, **options)
                 request = replace(request, timeout_s=None if math.isinf(wait_s) else wait_s)
-                return self._leasing.get(**request.arguments())
+                return self._leasing.get(**vars(request))
 
             received = self._broadcast(lease, again=left_s > wait_s)
             if received is not None:

@@ -13,7 +13,7 @@ import pytest
 
 @pytest.mark.parametrize(
     "module",
-    ["distqueue", "distqueue.hierarchy.reader", "distqueue.local", "distqueue.request", "distqueue.stream"],
+    ["distqueue", "distqueue.hierarchy.reader", "distqueue.local", "distqueue.stream"],
 )
 def test_the_examples_of_the_public_interface_hold(module: str) -> None:
     result = doctest.testmod(importlib.import_module(module))
