@@ -1,9 +1,8 @@
-"""Take the oldest request first. New requests come in order, so only those that return need a heap."""
+"""Take the oldest request first."""
 
 from __future__ import annotations
 
 import heapq
-from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -14,21 +13,17 @@ if TYPE_CHECKING:
 
 
 class FifoOrder(Order):
-    """The oldest first. Cost: O(1) for a new request, O(log n) for one that returns."""
+    """The oldest first. Cost: O(1) to add a new request, O(log n) to add one that returns and to take one."""
 
     def __init__(self, inputs: OrderInputs) -> None:
         super().__init__(inputs)
-        self._new: deque[Entry] = deque()
-        """Requests that have been added in order"""
-        self._returned: list[tuple[int, Entry]] = []
-        """The others, a heap by position"""
-        self._newest = -1
-        """Position of the newest request in `_new`"""
+        self._waiting: list[tuple[int, Entry]] = []
+        """A heap by position"""
         self._discarded: set[str] = set()
-        """Requests that are still here, and do not wait any more"""
+        """Requests that are still in it, and do not wait any more"""
 
     def __len__(self) -> int:
-        return len(self._new) + len(self._returned) - len(self._discarded)
+        return len(self._waiting) - len(self._discarded)
 
     def add_group(self, group: str, lengths: Lengths) -> None: ...
 
@@ -36,19 +31,11 @@ class FifoOrder(Order):
 
     def add(self, requests: Iterable[Entry]) -> None:
         for request in requests:
-            if request.position > self._newest:
-                self._newest = request.position
-                self._new.append(request)
-            else:
-                heapq.heappush(self._returned, (request.position, request))
+            heapq.heappush(self._waiting, (request.position, request))
 
     def take(self) -> Entry | None:
-        new, returned = self._new, self._returned
-        while new or returned:
-            if not returned or (new and new[0].position < returned[0][0]):
-                request = new.popleft()
-            else:
-                request = heapq.heappop(returned)[1]
+        while self._waiting:
+            request = heapq.heappop(self._waiting)[1]
             if request.id not in self._discarded:
                 return request
             self._discarded.remove(request.id)
@@ -58,9 +45,8 @@ class FifoOrder(Order):
         self.add([request])
 
     def take_all(self, *, ranked: bool) -> list[Entry]:
-        if self._returned or self._discarded:
-            return list(iter(self.take, None))
-        waiting, self._new = list(self._new), deque()
+        waiting = [request for _, request in sorted(self._waiting) if request.id not in self._discarded]
+        self._waiting, self._discarded = [], set()
         return waiting
 
     def discard(self, group: str, waiting: Sequence[Entry]) -> None:
