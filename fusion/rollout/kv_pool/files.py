@@ -17,7 +17,6 @@ import stat
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -40,8 +39,8 @@ MAX_TRIES = 3
 log = logging.getLogger(__name__)
 
 
-class KVFiles:
-    """The files of one rank; implements `KVStore`. Not thread-safe.
+class KVFiles(KVStore):
+    """The files of one rank. Not thread-safe.
 
     Args:
         root: shared memory.
@@ -216,9 +215,3 @@ def open_files(spec: KVPoolSpec, rank: int, peers: KVPeers | None = None) -> KVF
     except StorageFull as error:
         log.warning("rollout.kv_pool.suspended=pool: %s: this card's KV is computed again", str(error))
         return None
-
-
-if TYPE_CHECKING:
-
-    def _satisfies_interface(files: KVFiles) -> KVStore:
-        return files

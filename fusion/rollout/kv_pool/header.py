@@ -16,7 +16,6 @@ import struct
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
 from xxhash import xxh3_64, xxh3_64_intdigest
@@ -73,8 +72,8 @@ class Header:
         return header, PREAMBLE.size + size + header.kv_bytes + routing_bytes
 
 
-class PooledFile:
-    """The content of a file whose header is verified; implements `FoundKV`. It closes ``file``, also after an error.
+class PooledFile(FoundKV):
+    """The content of a file whose header is verified. It closes ``file``, also after an error.
 
     Args:
         file: the content from its beginning, of ``nbytes``.
@@ -145,9 +144,3 @@ def payload_sum(parts: Sequence[memoryview]) -> int:
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous tensor of the host."""
     return tensor.contiguous().view(-1).view(torch.uint8).numpy().data
-
-
-if TYPE_CHECKING:
-
-    def _satisfies_interface(file: PooledFile) -> FoundKV:
-        return file

@@ -19,7 +19,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -120,8 +120,8 @@ class ReceivedBytes(io.RawIOBase):
         super().close()
 
 
-class RemotePool:
-    """The pool of another machine, as one rank sees it; implements `KVSource`."""
+class RemotePool(KVSource):
+    """The pool of another machine, as one rank sees it."""
 
     def __init__(self, peer: Peer, run: str, plan: PullPlan, clock: Callable[[], float] = time.monotonic):
         self._peer, self._plan, self._clock = peer, plan, clock
@@ -149,8 +149,8 @@ class RemotePool:
         return PooledFile(ReceivedBytes(content), content.nbytes, key=key, name=name)
 
 
-class RemotePools:
-    """The pools of all other machines; implements `KVPeers`.
+class RemotePools(KVPeers):
+    """The pools of all other machines.
 
     Args:
         peers_by_engine: the machines of each engine, by the engine's number in the run, without this machine.
@@ -169,9 +169,3 @@ class RemotePools:
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """Record a step that has computed the KV of ``tokens`` tokens."""
         self._plan.observe_prefill(tokens, seconds)
-
-
-if TYPE_CHECKING:
-
-    def _satisfies_interfaces(pool: RemotePool, pools: RemotePools) -> None:
-        _: tuple[KVSource, KVPeers] = pool, pools
