@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 BUILT_IN = {
     "tensorboard": "fusion.telemetry.loggers.tensorboard:TensorBoardLogger",
-    "wandb": "fusion.telemetry.loggers.wandb:WandbLogger",
+    "wandb": "fusion.telemetry.loggers.trackers:WandbLogger",
     "mlflow": "fusion.telemetry.loggers.mlflow:MlflowLogger",
-    "swanlab": "fusion.telemetry.loggers.swanlab:SwanLabLogger",
-    "trackio": "fusion.telemetry.loggers.trackio:TrackioLogger",
+    "swanlab": "fusion.telemetry.loggers.trackers:SwanLabLogger",
+    "trackio": "fusion.telemetry.loggers.trackers:TrackioLogger",
 }
 """Class by name; the name is also that of the library, of its package and of its extra in setup.py."""
 
