@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Trains a small model to count on for 8,192 digits, of which its base model says about 130: answers grow to 8,192 tokens.
-# On two emulated NPUs, which share each sample in training (context parallelism), and generate alone. First creates the
-# base model; takes minutes, most of them for the last steps. Arguments are config overrides.
+# Trains a small model to count on for 8,192 digits; its base model stops after about 130. Its answers
+# grow to 8,192 tokens. Two emulated NPUs share each sample in training (context parallelism) and generate separately. Creates the base model
+# first; takes about ten minutes, most of them in the last steps. Arguments are config overrides.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh

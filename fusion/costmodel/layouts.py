@@ -21,16 +21,16 @@ def parse_layout(key: str, text: str, *, world: int, shape: Shape) -> Parallel:
     """
     if not re.fullmatch(r"((tp|pp|ep|etp|cp)\d+)+", text):
         raise ValueError(f"{key}={text!r}: expected {FORM}")
-    sizes = re.findall(r"(etp|tp|pp|ep|cp)(\d+)", text)
+    sizes = [(axis, int(size)) for axis, size in re.findall(r"(etp|tp|pp|ep|cp)(\d+)", text)]
     axes = [axis for axis, _ in sizes]
     if len(set(axes)) < len(axes):
         raise ValueError(f"{key}={text!r} states {max(axes, key=axes.count)} twice: expected {FORM}")
+    if key == "infer" and dict(sizes).get("cp", 1) > 1:
+        raise ValueError(f"{key}={text!r}: expected cp=1, as only training has context parallelism")
     try:
-        parallel = Parallel(world, **{axis: int(size) for axis, size in sizes})
+        parallel = Parallel(world, **dict(sizes))
     except ValueError as error:
         raise ValueError(f"{key}={text!r}: {error}") from None
-    if key == "infer" and parallel.cp > 1:
-        raise ValueError(f"{key}={text!r}: expected cp=1, as only training has context parallelism")
     if problem := parallel.misfit(shape.config):
         raise ValueError(f"{key}={text!r}: {problem}")
     return parallel

@@ -124,6 +124,7 @@ class Round:
 
 def united(rounds: Sequence[Round]) -> Round:
     """Return successive rounds, to which nothing is restored, as one."""
+    assert not any(one.restore_before for one in rounds)
     return Round(
         tuple(chain.from_iterable(one.transfers for one in rounds)),
         tuple(chain.from_iterable(one.allocate_before for one in rounds)),

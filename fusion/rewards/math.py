@@ -18,8 +18,8 @@ def math_answer(prompt: str, response: str, answer: str, **fields: object) -> fl
     none).
 
     In an answer or a response with `####`, only the text after the last one counts; otherwise math-verify looks for
-    `\\boxed{…}`, formulas and numbers, in the last `MAX_PARSED` characters only, unless there is a `\\boxed{…}` before
-    them and none in them. An answer that is prose is compared as text only, any other also as text
+    `\\boxed{…}`, formulas and numbers, in a long response only in its last `\\boxed{…}` or, without one, in the words
+    of its last `MAX_PARSED` characters. An answer that is prose is compared as text only, any other also as text
     (`answers.py`). A response whose text is damaged is wrong. Math-verify's own time limits are disabled (they turn a
     timeout into a wrong answer, and need the main thread's alarm): the pool of guarded processes limits the time.
 
@@ -49,10 +49,13 @@ def math_answer(prompt: str, response: str, answer: str, **fields: object) -> fl
 
 
 def _end_of(text: str) -> str:
-    """Return the part of a response that is parsed."""
-    end, content = text[-MAX_PARSED:], boxed(text)
-    is_before = content is not None and len(end) < len(text) and BOX not in end and len(content) < MAX_PARSED
-    return f"{BOX}{content}}}" if is_before else end
+    """Return the part of a response that is parsed, without a word that is cut: half a number is another number."""
+    if len(text) <= MAX_PARSED:
+        return text
+    content = boxed(text)
+    if content is not None and len(content) <= MAX_PARSED:
+        return f"{BOX}{content}}}"
+    return text[-MAX_PARSED:].partition(" ")[2]
 
 
 def _parse_gold(answer: str) -> list:

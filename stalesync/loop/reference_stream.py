@@ -12,6 +12,7 @@ group, so that the batches that the reference computes do not depend on timing; 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,8 +33,8 @@ class ReferenceStream:
     record_reports: Callable[[Sequence[StageReport]], None]
     _complete: list[Sequence[Sample]] = field(default_factory=list)
     """Samples of groups that are part of no call yet"""
-    _running: list[tuple[RunningStage[StageReport], set[str]]] = field(default_factory=list)
-    """Calls in progress, each with its groups"""
+    _running: deque[tuple[RunningStage[StageReport], set[str]]] = field(default_factory=deque)
+    """Calls in progress, in the order in which the cards run them, each with its groups"""
     _kl: dict[str, dict[str, float]] = field(default_factory=dict)
     """Group whose call has ended → log-ratio of behaviour to reference by row, of those that the queue had"""
 
@@ -53,8 +54,8 @@ class ReferenceStream:
             calls = [stage_call(Worker.reference, ids) for ids in shares]
             running = self.cards.begin_each(calls_of_replicas(layout, ranks, calls))
             self._running.append((running, {*samples.groups}))
-        for call in [call for call in self._running if not call[0].pending]:
-            self._end(*call)
+        while self._running and not self._running[0][0].pending:
+            self._end_first()
 
     def missing(self, samples: SampleColumns) -> SampleColumns:
         """Return the samples of groups that no call has computed."""
@@ -64,15 +65,15 @@ class ReferenceStream:
         """Wait for these complete groups; return the log-ratio of behaviour to reference by row."""
         wanted = {*groups}
         self.begin()
-        while late := [call for call in self._running if call[1] & wanted]:
-            self._end(*late[0])
+        while any(call[1] & wanted for call in self._running):
+            self._end_first()
         return {row: kl for group in wanted for row, kl in self._kl.pop(group, {}).items()}
 
     def settle(self) -> None:
         """Wait for all complete groups."""
         self.begin()
         while self._running:
-            self._end(*self._running[0])
+            self._end_first()
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain JSON; all complete groups have been waited for."""
@@ -86,10 +87,11 @@ class ReferenceStream:
             if group not in kl:
                 self.observe(members)
 
-    def _end(self, running: RunningStage[StageReport], groups: set[str]) -> None:
+    def _end_first(self) -> None:
+        call = running, groups = self._running[0]
         reports = self.cards.wait(running)
-        if (running, groups) in self._running:  # the same has not been done while this waited
-            self._running.remove((running, groups))
+        if self._running and self._running[0] is call:  # it has not been ended while this waited
+            self._running.popleft()
             self.record_reports(reports)
             self._kl |= {group: {} for group in groups}
             for row, kl in ((row, kl) for report in reports for row, kl in report.reference_kl.items()):

@@ -19,7 +19,7 @@ GENERATORS = {
 }
 """Module and class of each generator of prompts"""
 SUFFIXES = (".jsonl", ".json", ".parquet")
-MAX_TERMS = 4
+MAX_TERMS, MAX_COUNTED = 4, 1 << 17
 SUMS = {"source": ("worked_arithmetic", "calculator")}
 DIGITS = {"source": (*SUMS["source"], "counting")}
 
@@ -77,7 +77,7 @@ class DataConfig(Group, path="data"):
     max_digits: int = key(4, at_least=1, only=DIGITS, refused=False)
     """`worked_arithmetic`, `calculator`: maximum number of digits of a number, at most 10; in the former each digit
     adds 19 tokens to the answer of a sum of two numbers, and 5 more for each further number. `counting`: number of
-    digits that are asked for, each of which is a token."""
+    digits that are asked for, each of which is a token, at most 131072."""
 
     max_terms: int = key(2, at_least=2, at_most=MAX_TERMS, only=SUMS, refused=False)
     """`worked_arithmetic`, `calculator`: maximum number of terms in a sum; the minimum is 2."""
@@ -97,8 +97,11 @@ class DataConfig(Group, path="data"):
     def check(self, check: Checks) -> None:
         if self.source:  # `Config.validate` requires it; a simulation needs none
             self.check_source()
-        digits = self.source == "counting" or self.min_digits <= self.max_digits <= len(PLACES)
-        check.that("max_digits", digits, f"between data.min_digits={self.min_digits} and {len(PLACES)}")
+        if self.source == "counting":
+            check.that("max_digits", self.max_digits <= MAX_COUNTED, f"at most {MAX_COUNTED}")
+        else:
+            digits = self.min_digits <= self.max_digits <= len(PLACES)
+            check.that("max_digits", digits, f"between data.min_digits={self.min_digits} and {len(PLACES)}")
         kwargs = self.chat_template_kwargs
         named = kwargs is None or isinstance(kwargs, dict) and all(isinstance(name, str) for name in kwargs)
         check.that("chat_template_kwargs", named, "a mapping such as {enable_thinking: false}, or null")

@@ -3,7 +3,7 @@
     prompt    7=
     response  8901234…     each digit is one more than the one before it, modulo 10
 
-Solutions, which teach a base model, end anywhere: it learns how to go on, and to end too early.
+The solutions that teach a base model have random lengths: it learns how to count on, and to end too early.
 
 Invariant: `row` and `evaluation` have no problem in common.
 """
@@ -19,7 +19,8 @@ HELD_OUT = (3, 8)
 
 
 class CountingRows(Rows):
-    """Draws from eight digits without end; two others are held out. ``data.max_digits`` digits are asked for."""
+    """Draws prompts from eight digits, without end; two other digits are held out. Every prompt asks for
+    ``data.max_digits`` digits."""
 
     fields = frozenset({"solution"})
 

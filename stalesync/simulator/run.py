@@ -290,9 +290,12 @@ class SimulatedRun:
                 del self._unscored[group]
                 complete[group] = self._lengths_of(self._prompts[group])
                 self.admission.observe_scored(group, sum(complete[group]))
-        if complete and self.setup.worker.reference is not None:
-            self._call(len(self.setup.worker.deployment.reference))
-            self.cards.begin_reference(complete)
+        worker = self.setup.worker
+        if complete and worker.reference is not None:
+            calls = [complete] if worker.ahead else [{group: lengths} for group, lengths in complete.items()]
+            for groups in calls:
+                self._call(len(worker.deployment.reference))
+                self.cards.begin_reference(groups)
 
     def _begin_answer(self, turn: SuspendedSample) -> None:
         """Have the environment answer to a turn that has ended."""

@@ -58,5 +58,6 @@ def test_what_the_model_does_not_divide(qwen):
 def test_only_training_has_context_parallelism(qwen):
     assert parse_layout("train", "tp2cp4", world=16, shape=qwen) == Parallel(16, tp=2, cp=4)
     assert layout_text(Parallel(16, tp=2, cp=4)) == "tp2ep1cp4"
-    with pytest.raises(ValueError, match="infer='cp2': expected cp=1"):
-        parse_layout("infer", "cp2", world=16, shape=qwen)
+    for text in ("cp2", "cp3"):
+        with pytest.raises(ValueError, match=f"infer='{text}': expected cp=1"):
+            parse_layout("infer", text, world=16, shape=qwen)

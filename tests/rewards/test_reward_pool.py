@@ -309,7 +309,7 @@ def test_errors_of_the_path_name_the_key(user_file, tmp_path, path, message):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"name": "maths"}, "reward.name='maths': expected one of arithmetic, math, custom"),
+        ({"name": "maths"}, "reward.name='maths': expected one of arithmetic, counting, math, custom"),
         ({"name": "custom"}, "expected file.py:function, as reward.name='custom'"),
         ({"time_limit_s": 0}, "reward.time_limit_s=0"),
         ({"time_limit_s": float("nan")}, "reward.time_limit_s=nan"),

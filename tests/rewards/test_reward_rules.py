@@ -60,6 +60,12 @@ def test_math(response, answer, reward):
         ("so \\boxed{\\frac{24}{2}}, " + "as x is x, " * 40_000, 1.0),
         ("x is x, " * 50_000 + "so $y = 12$", 1.0),
         ("\\boxed{" * 60_000, 0.0),
+        ("\\boxed{13} " + "x is x, " * 5_000 + "so \\boxed{12}", 1.0),
+        ("\\boxed{12} " + "x is x, " * 5_000 + "so \\boxed{13}", 0.0),
+        ("0" * 30_000 + "12", 0.0),
+        ("12 " + "0" * MAX_PARSED, 0.0),
+        ("so 9" + "12" + "," * (MAX_PARSED - 2), 0.0),
+        ("9" * 9 + "12 " + "x is x, " * (MAX_PARSED // 8 - 1) + "x is", 0.0),
     ],
     ids=lambda value: str(value)[:12],
 )

@@ -17,7 +17,7 @@ LENGTH = {"reward": "length", "free_tokens": 10, "max_tokens": 20}
         ([3], r"reward.terms\[0\]=3: expected a reward, or reward and other fields of name, weight"),
         ([{"name": "a"}], r"reward.terms\[0\]=.*: expected a reward"),
         ([{"reward": "math", "wieght": 1}], r"reward.terms\[0\]: unknown field 'wieght'.*; did you mean 'weight'\?"),
-        (["maths"], r"reward.terms\[0\].reward='maths': expected arithmetic, math, format, length or file.py:function"),
+        (["maths"], r"reward.terms\[0\].reward='maths': expected arithmetic, counting, math, format, length or file"),
         (["math", "math"], r"reward.terms\[1\].name='math': expected another name than those of arithmetic, math"),
         (["arithmetic"], r"reward.terms\[0\].name='arithmetic': expected another name than those of arithmetic"),
         (["no.py:f"], r"reward.terms\[0\].reward='no.py:f': .*expected an existing file"),

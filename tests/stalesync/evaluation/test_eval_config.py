@@ -41,7 +41,7 @@ METRICS = "val-core/held_out/reward/mean@1, val-core/held_out/reward/pass@1"
         ),
         (
             {"files": [{"path": "a.jsonl", "reward": "maths"}]},
-            r"eval.files\[0\].reward='maths': expected arithmetic, ma",
+            r"eval.files\[0\].reward='maths': expected arithmetic, counting, ma",
         ),
         (
             {"files": [{"path": "a.jsonl", "reward": "no.py:f"}]},

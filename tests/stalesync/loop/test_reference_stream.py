@@ -97,6 +97,7 @@ def test_every_complete_group_is_part_of_one_call_and_training_waits_for_its_own
     stream.settle()
     assert sorted(id for ids in cards.calls for id in ids) == sorted(_ids(complete))
     assert not cards.num_pending and len(reports) == len(cards.calls)
+    assert {*stream.state_dict()["reference_kl"]} == {*left}, "what was taken is forgotten"
     if not ahead:
         assert all(len({id.split("/")[0] for id in ids}) == 1 for ids in cards.calls)
 

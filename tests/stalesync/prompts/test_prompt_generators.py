@@ -72,6 +72,13 @@ def test_counting_is_the_share_of_the_digits_asked_for_that_follow_from_the_one_
     assert counting("0=", "123234", "6") == 5 / 6, "a slip costs one digit"
     assert counting("0=", "123", "6") == 0.5 and counting("9=", "0123456789", "1") == 1
     assert counting("0=", "12a45x", "6") == 3 / 6 and counting("0=", "", "6") == 0
+    assert counting("0=", "1\u0662", "2") == 0.5, "a digit of another script is none"
+
+
+@pytest.mark.parametrize("answer", ["", "0", "-3", "1.5", "six", "\u0663"])
+def test_counting_refuses_an_answer_that_is_no_number_of_digits(answer):
+    with pytest.raises(ValueError, match="expected a number of digits"):
+        counting("0=", "123", answer)
 
 
 def test_one_worked_problem_by_hand():

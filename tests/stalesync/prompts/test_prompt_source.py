@@ -284,6 +284,7 @@ def test_an_object_as_the_answer_is_warned_of_with_its_fields(tokenizer, tmp_pat
         ({"long_prompts": "cut"}, "data.long_prompts='cut': expected one of refuse, skip"),
         ({"chat_template": "off"}, "data.chat_template='off'"),
         ({"max_digits": 11}, "data.max_digits=11: expected between data.min_digits=2 and 10"),
+        ({"source": "counting", "max_digits": 1 << 18}, "data.max_digits=262144: expected at most 131072"),
         ({"min_digits": 5}, "data.max_digits=4: expected between data.min_digits=5"),
         ({"max_terms": 5}, "data.max_terms=5"),
     ],
