@@ -48,7 +48,7 @@ class LayoutConfig:
 class TrainLayoutConfig(LayoutConfig):
     """Sizes of the layout of training."""
 
-    cp: int = key(1, at_least=1, unsupported_by={"megatron": Unsupported("its layers are not told of it")})
+    cp: int = key(1, at_least=1, unsupported_by={"megatron": Unsupported("each rank has whole sequences")})
     """Context parallel: data-parallel ranks that share the samples of one replica, each with a part of their rows, so
     that longer samples fit; it divides the data-parallel ranks and the attention heads of a TP rank."""
 

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusion.costmodel.attention import attention_cost
 from fusion.costmodel.hardware import hardware_named
 from fusion.costmodel.presets import PUBLISHED_RUN, load_shape
 from fusion.costmodel.roofline import CHUNK_TOKENS, Roofline, attention_pairs
@@ -167,3 +168,14 @@ def test_an_engine_step_is_the_maximum_of_its_lines(model, layout, pp):
         step = roofline.engine_step(sequences, kv, prefill_tokens=tokens, attended=attended)
         lines = roofline.step_lines(sequences + tokens)
         assert max(line(kv, attended) for line in lines) == pytest.approx(step.seconds, rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("tp", "cp", "sent_heads"),
+    [(1, 1, 4), (1, 2, 4), (1, 4, 4), (1, 8, 8), (2, 4, 4), (1, 6, 12), (4, 2, 2), (8, 3, 3)],
+)
+def test_context_parallelism_repeats_keys_and_values_until_every_rank_has_whole_heads(tp, cp, sent_heads):
+    """Four KV heads; a TP rank has at least one."""
+    spec = load_shape("qwen3_30b_a3b", SHAPES).shape.config.attention
+    assert spec.num_kv_heads == 4
+    assert attention_cost(spec).repeated_elements(tp, cp) == sent_heads * 2 * spec.head_dim

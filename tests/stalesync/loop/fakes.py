@@ -1,6 +1,7 @@
 """A controller without cards: its real parts where they need none, and small ones that record what is called."""
 
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 
 from fusion.colocate import Deployment, InferenceShare
@@ -53,6 +54,9 @@ class Generation:
     def dispatch(self, command):
         self.order.append("dispatch")
 
+    def take_ended_chunks(self):
+        return {}
+
 
 class NotedEngines(Engines):
     """Notes what is done about engine 0, which is lost at every `EnginesLost`."""
@@ -82,6 +86,9 @@ class Admission:
 
     def step(self, steps_left, share):
         yield from self.commands
+
+    def stop(self):
+        return ()
 
     def observe_seconds(self, command, seconds): ...
 
@@ -122,7 +129,7 @@ class View:
 
 
 class Groups:
-    step, size, num_noted_lost, num_failed_rewards = 0, 1, 0, 0
+    step, size, num_noted_lost, num_failed_rewards, reference = 0, 1, 0, 0, None
 
     def __init__(self, order):
         self.order = order
@@ -130,19 +137,36 @@ class Groups:
     def admit(self, prompts):
         self.order.append("admit")
 
+    def note(self, generated, scored): ...
+
     def note_lost(self, lost):
         return lost
 
 
 class Scorer:
+    num_unscored = 0
+
     def __init__(self):
         self.lost = []
 
     def take_reports(self):
         return []
 
+    def poll(self, timeout_s):
+        return [], []
+
+    def score_waiting(self):
+        return [], []
+
+    def wait_acknowledged(self): ...
+
     def note_lost(self, samples):
         self.lost += samples
+
+
+class Updater:
+    def __init__(self, order):
+        self.acknowledge = partial(order.append, "acknowledge")
 
 
 class Source:
@@ -192,7 +216,7 @@ def make_controller(order, commands=(), *, losses=0, kind=Controller, **parts):
             step_metrics=None,
             note=order.append,
         ),
-        updater=None,
+        updater=Updater(order),
         desk=Desk(),
         step_metrics=StepMetrics(2, folder),
         rows=Rows(order),

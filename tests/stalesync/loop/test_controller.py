@@ -1,5 +1,7 @@
 """In which order the controller obeys: what need not wait for the cards is done while they switch."""
 
+from functools import partial
+
 import pytest
 
 from stalesync.loop.controller import Controller
@@ -18,6 +20,13 @@ class Noting(Controller):
 
     def train(self, trained, update=True):
         self.groups.order.append("train")
+
+
+class Reference:
+    """Notes what it is told."""
+
+    def __init__(self, order):
+        self.begin, self.settle = (partial(order.append, name) for name in ("begin", "settle"))
 
 
 def _obeyed(commands, losses=0):
@@ -76,3 +85,13 @@ def test_the_scorer_learns_which_samples_will_not_arrive():
     controller.groups.num_noted_lost, controller.admission.running = 3, ()
     controller.note_lost(now=True)
     assert controller.scorer.lost == ["lost after 3"]
+
+
+def test_the_reference_begins_what_is_complete_whenever_samples_are_awaited_and_is_waited_for_before_a_cut():
+    order = []
+    controller = make_controller(order)
+    controller.groups.reference = Reference(order)
+    controller.observe(0.0)
+    assert order == ["begin"]
+    controller.settle()
+    assert order == ["begin", "settle", "acknowledge"]

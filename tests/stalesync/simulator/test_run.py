@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fusion.costmodel.pace import TrainerCost
 from stalesync.prompts.lengths import ForcedLengths
 from stalesync.simulator.lengths import DrawnLengths
 from stalesync.simulator.overheads import Overheads
@@ -85,6 +86,16 @@ def test_models_on_cards_of_their_own_score_while_others_generate_and_on_cards_t
         assert own - plain < 0.5 * (shared - plain), scoring
     both, own = seconds("reference and reward model"), seconds("reference and reward model", apart=True)
     assert both > max(seconds("reference"), seconds("reward model")) and plain < own < both
+
+
+def test_cards_of_a_reference_compute_one_call_after_the_other(monkeypatch):
+    """At staleness 0 each call is of one group: 16 a step."""
+    config = config_of("colocated", 0, prompts=16, forced_median=20.0)
+    _score_by(config, "reference", apart=True)
+    run = simulation_of(config, NO_OVERHEADS)
+    monkeypatch.setattr(TrainerCost, "forward", lambda *args: {"logprobs": 1.0})
+    run.run()
+    assert run.clock.now > 16 * len(run.steps)
 
 
 @pytest.mark.parametrize("deployment, bound", [("colocated", 0), ("hybrid", 1), ("separate", 2)])
