@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs the test extras and runs the tests.
-#   bash scripts/test.sh                       all tests except those with a marker, in two processes (each spends much
+#   bash scripts/test.sh                       all tests except those with a marker, in three processes (each spends much
 #                                              of its time waiting for child processes); prints the ten slowest
 #   bash scripts/test.sh quick                 a smoke test of under a minute: a few tests of every package and one
 #                                              whole run, as listed in tests/quick.txt
@@ -25,9 +25,9 @@ source scripts/environment.sh
 unset PYTHONDONTWRITEBYTECODE # hundreds of interpreters are started: they need not compile the same files again
 parallel=(--dist worksteal --durations=10)
 case "${1:-}" in
-  "") set -- -n 2 "${parallel[@]}" ;;
-  quick) set -- -n 2 "${parallel[@]}" @tests/quick.txt "${@:2}" ;;
-  extended) set -- -n 2 "${parallel[@]}" -m "$@" ;;
+  "") set -- -n 3 "${parallel[@]}" ;;
+  quick) set -- -n 3 "${parallel[@]}" @tests/quick.txt "${@:2}" ;;
+  extended) set -- -n 3 "${parallel[@]}" -m "$@" ;;
   megatron | vllm) set -- -n 2 "${parallel[@]}" -m "$@" ;;
   contracts | triton) set -- -m "$@" ;;
 esac
