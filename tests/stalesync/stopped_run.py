@@ -1,9 +1,9 @@
-"""A run as `scripts/train.py` starts it, which stands still at a boundary of a turn, for whoever kills it there.
+"""A run as `scripts/train.py` starts it, which stands still at a boundary of a turn or an update, for whoever kills it.
 
     python tests/stalesync/stopped_run.py BOUNDARY MARK overrides …
 
-It stops when the boundary is reached for the third time in a start that goes on from a checkpoint or has written one,
-and creates the file MARK.
+It stops when the boundary is reached for the third time, that of an update for the first time, in a start that goes on
+from a checkpoint or has written one, and creates the file MARK.
 """
 
 import sys
@@ -26,12 +26,18 @@ BRANCHES = {
 }
 """Of a branch: the request is still away; waits behind another prompt, and its row is not completed"""
 
+TRAINING = {
+    "training": ("stalesync.loop.update:Updater", "begin", "after"),
+    "trained": ("stalesync.loop.update:Updater", "finish", "after"),
+}
+"""Of an update: its samples are claimed, and cards train; the optimizer has stepped, and nothing is saved"""
+
 
 def stop_at(boundary, mark):
     """Stand still there."""
     from stalesync.loop.saving import Saver
 
-    path, name, side = (BOUNDARIES | BRANCHES)[boundary]
+    path, name, side = (BOUNDARIES | BRANCHES | TRAINING)[boundary]
     module, _, owner_name = path.partition(":")
     owner = getattr(import_module(module), owner_name)
     method, begin, state = getattr(owner, name), Saver.begin, {"saved": "run.resume=true" in sys.argv, "count": 0}
@@ -43,18 +49,18 @@ def stop_at(boundary, mark):
 
         begin(self, noted, **options)
 
-    def stopping(self, *args):
+    def stopping(self, *args, **options):
         counts = bool(self._to_complete if name == "_complete" else args[0])
         if side == "before":
             stand(counts)
-        result = method(self, *args)
+        result = method(self, *args, **options)
         if side == "after":
             stand(counts)
         return result
 
     def stand(counts):
         state["count"] += bool(state["saved"] and counts)
-        if state["count"] == 3:
+        if state["count"] == (1 if boundary in TRAINING else 3):
             mark.touch()
             time.sleep(600)
 

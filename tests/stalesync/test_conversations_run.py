@@ -124,9 +124,9 @@ def test_a_run_that_is_killed_at_each_boundary_of_a_turn_is_bitwise_one_that_is_
     assert_kills_change_nothing(chatting, whole, tmp_path, BOUNDARIES)
 
 
-def assert_kills_change_nothing(base, whole, tmp_path, boundaries):
-    """Kill a run at each boundary in turn, and compare what it ends as."""
-    options, folder = [*OPTIONS, environment(tmp_path, "Env"), *AGAIN], tmp_path / "run"
+def assert_kills_change_nothing(base, whole, tmp_path, boundaries, *more):
+    """Kill a run, with ``more`` options, at each boundary in turn, and compare what it ends as."""
+    options, folder = [*OPTIONS, environment(tmp_path, "Env"), *AGAIN, *more], tmp_path / "run"
     for number, boundary in enumerate(boundaries):
         resumed = ["run.resume=true"] if number else []
         mark = tmp_path / boundary
