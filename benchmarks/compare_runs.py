@@ -38,7 +38,7 @@ PUBLISHED = {
 TOKENS_PER_S = {"separate s=0": "14,000", "full s=0": "25,000", "hybrid s=1": "35,000"}
 """Published by run: Pangu 718B on 384 packages"""
 SIMULATED = """model=pangu_718b cluster=cloudmatrix384 stalesync.max_staleness=0,1 fusion=separate,full,hybrid
-run.steps=8 algorithm.kl_coef=0.01 data.prompts_per_step=512 data.max_prompt_length=1024
+run.steps=8 algorithm.kl_coef=0.01 training.share_prefixes=off data.prompts_per_step=512 data.max_prompt_length=1024
 rollout.max_response_length=16384
 rollout.engine.max_seqs=64""".split()
 

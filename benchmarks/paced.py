@@ -80,6 +80,7 @@ class Workload:
                 f"rollout.engine.max_seqs={self.sequences}",
                 "run.eval_prompts=0",
                 "run.steps=1000",
+                "training.share_prefixes=off",  # as the systems that it is compared with
                 *forced,
                 *self.options,
             ),

@@ -148,6 +148,7 @@ def config_of(workload: Workload, seed: int, *, order: str, divided: bool, sprea
     config.cluster.npus, config.cluster.hardware = workload.gpus, "h800"
     config.data.prompts_per_step, config.algorithm.group_size = workload.prompts, workload.group_size
     config.run.seed = seed
+    config.training.share_prefixes = "off"  # as the published systems
     for layout in (config.parallel.infer, config.parallel.train):
         layout.tp, layout.ep = workload.infer.tp, workload.infer.ep
     rollout = config.rollout

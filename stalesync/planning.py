@@ -16,7 +16,7 @@ from fusion.costmodel.setup import Setup
 from fusion.model import Parallel
 from stalesync.job.config import Config
 from stalesync.job.job_arguments import cluster_of, job_config, layout_of, model_of, parse, print_answer
-from stalesync.job.workload import describe, setup_of
+from stalesync.job.workload import describe, describe_sharing, setup_of
 from stalesync.simulator import choice
 
 OPTIONS = ("model", "model.path", "cluster", "train", "infer", "cluster.hardware", "cluster.npus")
@@ -52,7 +52,7 @@ def answer(arguments: Sequence[str], recipes: Path) -> int:
     if config.longest_sample > config.training.token_budget:
         budget = f"training.token_budget={config.training.token_budget}"
         lines.append(f"a run refuses {budget}: less than the longest sample, {config.longest_sample} tokens")
-    check, notes = check_figures(recipes / "shapes"), (*model.notes, describe(config), *lines)
+    check, notes = check_figures(recipes / "shapes"), (*model.notes, describe(config), describe_sharing(setup), *lines)
     table: RenderableType = render(chosen, ranking, check=check, notes=notes)
     content = as_dict(chosen, ranking, check) | {"notes": notes}
     simulated, content["choice"] = _recommended(setup, config, options, ranking)

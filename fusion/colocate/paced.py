@@ -8,6 +8,7 @@ on the longest duration and end together; ranks with the same schedule (TP, PP) 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,18 +23,20 @@ from fusion.costmodel.pace import EngineCost, EngineLoad, SwitchCost, TrainerCos
 from fusion.costmodel.setup import SwitchLimits, limits_of
 from fusion.inference import EmbeddedEngine, Output
 from fusion.inference.sequence import Step
+from fusion.model import Mesh
 from fusion.npu.pacer import Pacer
 from fusion.rewards import RewardOutcome
 from fusion.training import EmbeddedTrainEngine, Sequences, TrainEngine
 from fusion.training.loss import Loss
+from fusion.training.micro_batches import agreed, common_prefixes
 
 
 def paced_parts(spec: WorkerSpec) -> WorkerParts:
     """Return the parts of a paced card of this run; all but the background switcher share one clock."""
     assert spec.pace is not None
     pace, pacer, first = spec.pace, Pacer(), spec.deployment.generate[0]
-    trainer = TrainerCost(pace, spec.train, spec.training.recompute)
-    reference = TrainerCost(pace, spec.reference) if spec.reference else trainer
+    trainer = TrainerCost(pace, spec.train, spec.training.recompute, spec.training.shares_prefixes)
+    reference = replace(trainer, layout=spec.reference) if spec.reference else trainer
     reward = TrainerCost(pace, spec.reward_model.layout) if spec.reward_model else trainer
     engine = EngineCost(pace, spec.infer_of_one_engine, full_batch=spec.rollout.engine.max_seqs)
     switch = SwitchCost.of(
@@ -98,13 +101,23 @@ class PacedEngine(EmbeddedEngine):
         return blocks * self.config.engine.block_size
 
 
+def common_prompts(sequences: Sequences, mesh: Mesh) -> list[int]:
+    """Return how many tokens before its first trained one each sequence has in common with the one before it: what
+    responses have in common by chance in tokens of the run, they have not in modelled ones. Collective over the stages
+    of a pipeline."""
+    masks = sequences.loss_mask.split(sequences.lengths)
+    prompts = [int(mask.to(torch.uint8).argmax()) if mask.any() else len(mask) for mask in masks]
+    return list(map(min, prompts, agreed(common_prefixes(sequences), mesh)))
+
+
 class PacedTrainEngine(EmbeddedTrainEngine):
     def __init__(self, *args: Any, pacer: Pacer, cost: TrainerCost, **options: Any):
         super().__init__(*args, **options)
         self.pacer, self.cost = pacer, cost
 
     def forward_backward(self, sequences: Sequences, loss: Loss, *, continued: bool = False) -> dict[str, float]:
-        with self.pacer.step(self.cost.train(sequences.lengths), group=self.mesh.world_group):
+        seconds = self.cost.train(sequences.lengths, common_prompts(sequences, self.mesh))
+        with self.pacer.step(seconds, group=self.mesh.world_group):
             return super().forward_backward(sequences, loss, continued=continued)
 
     def optimizer_step(self, before_update: Callable[[], None] | None = None) -> dict[str, float]:
@@ -112,7 +125,8 @@ class PacedTrainEngine(EmbeddedTrainEngine):
             return super().optimizer_step(before_update)
 
     def logprobs(self, sequences: Sequences, record: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        with self.pacer.step(self.cost.forward(sequences.lengths, "logprobs"), group=self.mesh.world_group):
+        seconds = self.cost.forward(sequences.lengths, "logprobs", common_prompts(sequences, self.mesh))
+        with self.pacer.step(seconds, group=self.mesh.world_group):
             return super().logprobs(sequences, record)
 
 
@@ -155,7 +169,8 @@ class PacedRoles(FrozenRoles):
     def logprobs(self, sequences: Sequences, trainer: TrainEngine | None) -> torch.Tensor:
         if self.reference is None:
             return super().logprobs(sequences, trainer)  # the trainer's pace
-        seconds = self.reference_cost.forward(sequences.lengths, "logprobs")
+        common = common_prompts(sequences, self.reference.mesh)
+        seconds = self.reference_cost.forward(sequences.lengths, "logprobs", common)
         with self.pacer.step(seconds, group=self.reference.mesh.world_group):
             return super().logprobs(sequences, trainer)
 

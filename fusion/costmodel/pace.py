@@ -36,6 +36,7 @@ from fusion.costmodel.shape import Shape
 from fusion.costmodel.switch_time import adopt_s
 from fusion.ep_switch.topology import LEVELS
 from fusion.model import Parallel
+from fusion.model.prefixes import links_within, rows_saved
 from fusion.npu import DeviceConfig
 
 SecondsByKind = dict[str, float]
@@ -219,27 +220,29 @@ class EngineCost:
 @dataclass(frozen=True)
 class TrainerCost:
     """Cost of passes over samples of a data-parallel rank, and of updates. Micro-batches have the default token budget:
-    the run's own is in tokens of the run."""
+    the run's own is in tokens of the run. ``share_prefixes``: as of the config group `training`; ``common``: tokens
+    that each sample has in common with the one before it, (): none has any."""
 
     pace: Pace
     layout: Parallel
     recompute: bool = True
+    share_prefixes: str = "off"
 
     @cached_property
     def roofline(self) -> Roofline:
         return Roofline(self.pace.shape, self.pace.hardware, self.layout)
 
-    def train(self, lengths: Sequence[int]) -> SecondsByKind:
+    def train(self, lengths: Sequence[int], common: Sequence[int] = ()) -> SecondsByKind:
         """Cost forward and backward passes over samples of these lengths."""
-        tokens, attended = self._sizes(lengths)
+        tokens, attended = self.sizes(lengths, common)
         work = self.roofline.train_step(
             tokens, attended, token_budget=TrainingLimits().token_budget, recompute=self.recompute
         )
         return {"train": self.pace.run_seconds(work.seconds * self.pace.training_scale)}
 
-    def forward(self, lengths: Sequence[int], kind: str) -> SecondsByKind:
+    def forward(self, lengths: Sequence[int], kind: str, common: Sequence[int] = ()) -> SecondsByKind:
         """Cost a forward pass over samples of these lengths, under the name ``kind``."""
-        tokens, attended = self._sizes(lengths)
+        tokens, attended = self.sizes(lengths, common)
         work = self.roofline.forward(tokens, attended, TrainingLimits().token_budget)
         return {kind: self.pace.run_seconds(work.seconds)}
 
@@ -248,10 +251,18 @@ class TrainerCost:
         work = self.roofline.optimizer_step()
         return {"optimizer": self.pace.run_seconds(work.seconds * self.pace.training_scale)}
 
-    def _sizes(self, lengths: Sequence[int]) -> tuple[float, float]:
-        """Return the modelled tokens, and the modelled pairs of attention."""
+    def sizes(
+        self, lengths: Sequence[int], common: Sequence[int] = (), token_budget: int = TrainingLimits.token_budget
+    ) -> tuple[float, float]:
+        """Return the modelled rows that are computed, and the modelled pairs of attention."""
         modelled = [length * self.pace.token_scale for length in lengths]
-        return sum(modelled), sum(map(attention_pairs, modelled))
+        rows, pairs = sum(modelled), sum(map(attention_pairs, modelled))
+        if any(common):
+            same = [tokens * self.pace.token_scale for tokens in common]
+            shared = links_within(modelled, same, self.share_prefixes, token_budget)
+            rows -= sum(map(rows_saved, modelled, shared))
+            pairs -= sum(map(attention_pairs, shared))
+        return rows, pairs
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -9,16 +10,18 @@ from fusion.costmodel.hardware import Hardware
 from fusion.costmodel.segments import Side
 from fusion.costmodel.shape import Shape
 from fusion.model import Parallel
+from fusion.model.prefixes import links_within, rows_saved, runs
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One step of the loop: samples, and tokens of a prompt and of a response (mean and longest)."""
+    """One step of the loop: samples, tokens of a prompt and of a response (mean and longest), samples of a prompt."""
 
     samples: int
     prompt: float
     response: float
     longest: int
+    group: int = 1
 
     @property
     def longest_sample(self) -> int:
@@ -30,7 +33,7 @@ class Workload:
         return self.samples * (self.prompt + self.response)
 
 
-PUBLISHED_WORKLOAD = Workload(samples=512 * 16, prompt=78.0, response=1577.0, longest=3072)
+PUBLISHED_WORKLOAD = Workload(samples=512 * 16, prompt=78.0, response=1577.0, longest=3072, group=16)
 """Workload of the published run of DeepSeek-R1 on 128 Atlas A3 cards (cann-recipes-train)."""
 
 
@@ -41,6 +44,7 @@ class TrainingLimits:
 
     token_budget: int = 16384
     recompute: bool = True
+    share_prefixes: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -98,9 +102,25 @@ class Setup:
 
     @property
     def micro_batch_tokens(self) -> int:
-        """Return the tokens that the largest micro-batch may have: a replica may have fewer in a step."""
-        longest = self.workload.longest_sample
-        return min(self.training.token_budget, -(-self.workload.samples // self.train.replicas) * longest)
+        """Return the tokens that the largest micro-batch may have: a replica may have fewer in a step, also as siblings
+        share their prompt."""
+        work, budget = self.workload, self.training.token_budget
+        lengths = [work.longest_sample] * work.group
+        of_group = sum(taken for _, taken in runs(lengths, self._shared(lengths), budget))
+        groups, samples = (-(-count // self.train.replicas) for count in (work.samples // work.group, work.samples))
+        return min(budget, samples * work.longest_sample, groups * of_group)
+
+    @property
+    def trained_rows(self) -> float:
+        """Rows that training computes in a step: tokens, less the prompts that siblings of mean length share."""
+        work = self.workload
+        lengths = [round(work.prompt + work.response)] * work.group
+        return work.tokens - work.samples / work.group * sum(map(rows_saved, lengths, self._shared(lengths)))
+
+    def _shared(self, lengths: Sequence[int]) -> list[int]:
+        """Return how many rows each of a prompt's samples of these lengths shares with the one before it."""
+        common = [0, *[int(self.workload.prompt)] * (len(lengths) - 1)]
+        return links_within(lengths, common, self.training.share_prefixes, self.training.token_budget)
 
     def with_layouts(self, train: Parallel, infer: Parallel, infer_first: int = 0) -> Setup:
         return replace(self, train=train, infer=infer, infer_first=infer_first)

@@ -32,7 +32,7 @@ EXPERT_SPREAD = 0.25
 def train_s(setup: Setup) -> float:
     """Estimate one update over all samples of a step: forward, backward and recomputation."""
     shape, train, hardware = setup.shape, setup.train, setup.hardware
-    tokens, passes = setup.workload.tokens, 4 if setup.training.recompute else 3
+    tokens, passes = setup.trained_rows, 4 if setup.training.recompute else 3
     spread = train.ep * train.etp
     load = expert_load_factor(shape, train)
     config = shape.config

@@ -12,6 +12,7 @@ holder        WeightHolder: the interface of a model that weights are loaded int
 matrix        a weight matrix as one parameter or as blocks of rows
 collectives   gather, reduce-scatter, exchange of packed rows, with gradients;   exchange   their sizes
 attention     grouped-query and latent attention with this rank's heads; the caller passes what attends
+prefixes      which sequences share the rows of their prefix, pure;   shared_rows   where those are computed
 ulysses       context parallel: attends to whole sequences of which each rank has some rows
 transformer   Transformer: embedding, layers, head;   head   Head: logits;   tiling   the tiles they are computed in
 id_mask       masks the logits of ids that no token has

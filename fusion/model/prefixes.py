@@ -28,10 +28,15 @@ Qwen3-30B-A3B a layer computes 0.4 GFLOP a row in both passes, and copies some 1
 of a tiny model on a CPU, fewer"""
 
 
+def rows_saved(length: int, common: int) -> int:
+    """Return how many rows less a sequence of ``length`` takes if it shares its first ``common``: its own rows then
+    read copies of the keys and values of the whole sequence. 0 where that costs as much or more."""
+    return max(0, common - ROWS_OF_LINK - length // READS_OF_ROW)
+
+
 def pays(length: int, common: int) -> bool:
-    """Return whether sharing its first ``common`` rows saves a sequence of ``length`` more than it costs: its own rows
-    then read copies of the keys and values of the whole sequence."""
-    return common > ROWS_OF_LINK + length // READS_OF_ROW
+    """Return whether sharing its first ``common`` rows saves a sequence of ``length`` more than it costs."""
+    return rows_saved(length, common) > 0
 
 
 def links(lengths: Sequence[int], common: Sequence[int], share: str) -> list[int]:
@@ -50,6 +55,14 @@ def may_share(lengths: Sequence[int], share: str) -> bool:
     """Return whether sequences of these lengths would share rows, were each the beginning of the next or continued by
     it: only then are their tokens compared."""
     return any(links(lengths, [0, *map(min, lengths, lengths[1:])][: len(lengths)], share))
+
+
+def links_within(lengths: Sequence[int], common: Sequence[int], share: str, budget: int) -> list[int]:
+    """Return `links` without those between micro-batches of a ``budget``, whose first sequence shares nothing."""
+    shared = links(lengths, common, share)
+    for run, _ in runs(lengths, shared, budget):
+        shared[run.start] = 0
+    return shared
 
 
 def runs(lengths: Sequence[int], shared: Sequence[int], budget: int) -> list[tuple[range, int]]:

@@ -7,7 +7,7 @@
     config        TrainingConfig, AlgorithmConfig: the config groups `training` and `algorithm`
     interface     TrainEngine: the interface of a trainer as used by the other packages
     batch         Sequences; plan_micro_batches: division over micro-batches, pure
-    prefixes      which sequences share the rows of their prefix, pure; micro_batches divides a batch over micro-batches
+    micro_batches divides a batch over micro-batches, in which sequences share the rows of their prefix
     division      split_over_ranks, split_groups: division over ranks and minibatches, pure
     pipeline      1F1B as programs of passes and messages, pure;    stage      Stage runs them
     logprobs      log-probability and entropy over a split vocabulary, one collective

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fusion.model.prefixes import runs
 from fusion.model.shared_rows import SharedRows
-from fusion.training.prefixes import runs
 
 UNREAD = -1
 """Placeholder for a token that this rank does not read."""

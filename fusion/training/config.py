@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from fusion.model.adapters import TARGETS, Adapters
+from fusion.model.prefixes import SHARE_PREFIXES
 from fusion.telemetry.keys import POSITIVE, Unsupported, key
 from fusion.telemetry.validation import Checks, Group, is_finite
-from fusion.training.prefixes import SHARE_PREFIXES
 
 ALGORITHMS = {
     "grpo": "fusion.training.algorithms.grpo:GRPO",
@@ -109,6 +109,7 @@ class TrainingConfig(Group, path="training"):
     share_prefixes: str = key(
         "auto",
         one_of=SHARE_PREFIXES,
+        read_by="plan simulate",
         unsupported_by={"megatron": Unsupported("Megatron-Core's layers attend within whole sequences", ("on",))},
     )
     """Compute the rows of a prefix that sequences of a micro-batch have in common once, in training and for

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from fusion.model import Mesh, PackedAttention
 from fusion.model.attention import Attend, SharedPrefixAttention
+from fusion.model.prefixes import links, may_share
 from fusion.npu import Device
 from fusion.training.batch import Sequences, plan_micro_batches
-from fusion.training.prefixes import links, may_share
 
 
 def split_micro_batches(
@@ -29,7 +29,7 @@ def split_micro_batches(
     """
     lengths, shared = sequences.lengths, [0] * len(sequences.lengths)
     if may_share(lengths, share):
-        shared = links(lengths, _agreed(common_prefixes(sequences), mesh), share)
+        shared = links(lengths, agreed(common_prefixes(sequences), mesh), share)
     plan = plan_micro_batches(lengths, token_budget, shared)
     places = [sequences.rows_of(indices) for indices in plan]
     batches = [
@@ -71,7 +71,8 @@ def _links_within(indices: Sequence[int], shared: Sequence[int]) -> list[int]:
     return [shared[index] if index - 1 == before else 0 for before, index in zip([-2, *indices], indices, strict=False)]
 
 
-def _agreed(common: list[int], mesh: Mesh) -> list[int]:
+def agreed(common: list[int], mesh: Mesh) -> list[int]:
+    """Return the smallest `common_prefixes` of all stages of a pipeline; collective over them."""
     if mesh.pp_group is None:
         return common
     smallest = torch.tensor(common)

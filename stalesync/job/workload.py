@@ -40,6 +40,7 @@ def workload_of(config: Config) -> Workload:
         prompt=float(config.data.max_prompt_length),
         response=lengths_of(config).mean,
         longest=config.rollout.max_response_length,
+        group=config.algorithm.group_size,
     )
 
 
@@ -50,11 +51,23 @@ def setup_of(config: Config, shape: Shape, *, hardware: Hardware, dies: int) -> 
         hardware,
         train=Parallel(dies),
         infer=Parallel(dies),
-        training=limits_of(TrainingLimits, config.training),
+        training=replace(limits_of(TrainingLimits, config.training), share_prefixes=config.training.shares_prefixes),
         fusion=limits_of(SwitchLimits, config.fusion),
         rollout=limits_of(EngineLimits, config.rollout.engine),
         workload=workload_of(config),
         copies_latents=config.rollout.backend == "vllm" and hardware.operators == "ascend",
+    )
+
+
+def describe_sharing(setup: Setup) -> str:
+    """Describe which rows training computes once for several samples, on which its seconds and activations rest."""
+    work, setting = setup.workload, f"training.share_prefixes={setup.training.share_prefixes}"
+    saved = 1 - setup.trained_rows / work.tokens
+    if not saved:
+        return f"{setting}: training computes every row: sharing prompts of {work.prompt:,.0f} tokens saves nothing"
+    return (
+        f"{setting}: the {work.group} samples of a prompt share its {work.prompt:,.0f} rows within a micro-batch of "
+        f"training.token_budget={setup.training.token_budget}: training computes {saved:.0%} fewer rows"
     )
 
 

@@ -12,8 +12,8 @@ from functools import cached_property
 from itertools import compress
 from operator import add, sub
 
+from fusion.model.prefixes import links
 from fusion.training import split_over_ranks
-from fusion.training.prefixes import links
 from stalesync.scoring.samples import Sample, by_id
 
 

@@ -14,13 +14,18 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from fusion.costmodel.pace import TrainerCost
+from fusion.model.prefixes import links
 from fusion.rollout import SuspendedSample
 from fusion.training.division import split_groups, split_over_ranks
 from stalesync.simulator.clock import Clock
 from stalesync.simulator.engine import SimulatedEngine
 from stalesync.simulator.engine_spec import EngineListener, RequestSize
+from stalesync.simulator.lengths import SimulatedPrompt
 from stalesync.simulator.sequence import SimulatedRequest
 from stalesync.simulator.setup import SimulationSetup
+
+Share = tuple[list[int], list[int]]
+"""Samples of a replica: tokens of each, and how many it has in common with the one before it"""
 
 
 @dataclass(frozen=True)
@@ -132,23 +137,20 @@ class SimulatedCards:
 
     # Training
 
-    def begin_training(self, samples_by_group: Mapping[str, Sequence[int]], update: bool = True) -> float:
-        """Begin to train groups, oldest first; return the time of its end. ``samples_by_group``: tokens of prompt
-        and response of each sample; ``update``: with optimizer steps, else gradients are accumulated."""
-        time = self.clock.now
+    def begin_training(self, groups: Mapping[str, SimulatedPrompt], update: bool = True) -> float:
+        """Begin to train groups, oldest first, whose responses are whole; return the time of its end. ``update``: with
+        optimizer steps, else gradients are accumulated."""
+        time, trainer = self.clock.now, self.setup.trainer
         replicas = self.setup.worker.train.replicas
-        minibatches = []
-        for groups in split_groups(list(samples_by_group), self.setup.config.algorithm.minibatches):
-            lengths = [tokens for group in groups for tokens in samples_by_group[group]]
-            shares = split_over_ranks(lengths, replicas)
-            minibatches.append([[lengths[index] for index in share] for share in shares])
+        chunks = split_groups(list(groups), self.setup.config.algorithm.minibatches)
+        minibatches = [_split([groups[name] for name in chunk], trainer) for chunk in chunks]
         if self.setup.worker.reference is not None:
-            time = max([time, *[self._referenced_s.pop(group) for group in samples_by_group]])
+            time = max([time, *[self._referenced_s.pop(group) for group in groups]])
         elif (reference := self.setup.reference) is not None:
             longest_s = max(self._reference_s(reference, minibatches, replica) for replica in range(replicas))
             time += longest_s * self.training_factor
         for number, shares in enumerate(minibatches):
-            longest_s = max(sum(self.setup.trainer.train(share).values()) for share in shares)
+            longest_s = max(sum(trainer.train(*share).values()) for share in shares)
             time += longest_s * self.training_factor
             if update:
                 time = max(time, self._loaded_s) if number == 0 else time
@@ -156,19 +158,18 @@ class SimulatedCards:
         return time
 
     @staticmethod
-    def _reference_s(cost: TrainerCost, minibatches: Sequence[Sequence[Sequence[int]]], replica: int) -> float:
-        lengths = [tokens for shares in minibatches for tokens in shares[replica]]
-        return sum(cost.forward(lengths, "logprobs").values())
+    def _reference_s(cost: TrainerCost, minibatches: Sequence[Sequence[Share]], replica: int) -> float:
+        lengths, common = ([one for shares in minibatches for one in shares[replica][i]] for i in range(2))
+        return sum(cost.forward(lengths, "logprobs", common).values())
 
     # Scoring
 
-    def begin_reference(self, samples_by_group: Mapping[str, Sequence[int]]) -> None:
-        """Begin the pass of the reference over complete groups on cards of its own. Arguments as of
-        `begin_training`."""
+    def begin_reference(self, groups: Mapping[str, SimulatedPrompt]) -> None:
+        """Begin the pass of the reference over complete groups, whose responses are whole, on cards of its own."""
         assert self.setup.reference is not None
-        lengths = [tokens for samples in samples_by_group.values() for tokens in samples]
-        self._scorers_free_s = self._scored_s(self.setup.reference, lengths, "logprobs")
-        self._referenced_s |= dict.fromkeys(samples_by_group, self._scorers_free_s)
+        shares = _split([*groups.values()], self.setup.reference)
+        self._scorers_free_s = self._scored_s(self.setup.reference, shares, "logprobs")
+        self._referenced_s |= dict.fromkeys(groups, self._scorers_free_s)
 
     def begin_scoring(self, tokens_by_id: Mapping[str, int]) -> None:
         """Begin to score samples by the reward model on cards of its own."""
@@ -178,11 +179,11 @@ class SimulatedCards:
     def scored_s(self, lengths: Iterable[int]) -> float:
         """Return the time at which the reward model will have scored samples of these lengths."""
         assert self.setup.reward is not None
-        return self._scored_s(self.setup.reward, [*lengths], "score")
+        samples = [SimulatedPrompt("", 0, [tokens]) for tokens in lengths]
+        return self._scored_s(self.setup.reward, _split(samples, self.setup.reward), "score")
 
-    def _scored_s(self, cost: TrainerCost, lengths: Sequence[int], kind: str) -> float:
-        shares = split_over_ranks(lengths, cost.layout.replicas)
-        seconds = [sum(cost.forward([lengths[index] for index in share], kind).values()) for share in shares]
+    def _scored_s(self, cost: TrainerCost, shares: Sequence[Share], kind: str) -> float:
+        seconds = [sum(cost.forward(lengths, kind, common).values()) for lengths, common in shares]
         return max(self.clock.now, self._scorers_free_s) + max(seconds)
 
     # Messages
@@ -218,3 +219,19 @@ class SimulatedCards:
 
     def _deliver(self, time: float, message: CardMessage) -> None:
         self.clock.at(time, lambda: self.arrived.append(message))
+
+
+def _split(groups: Sequence[SimulatedPrompt], cost: TrainerCost) -> list[Share]:
+    """Divide the samples of groups over a model's replicas, as a run does: siblings have their prompt in common."""
+    samples = [(tokens, number) for number, group in enumerate(groups) for tokens in group.sample_tokens]
+
+    def shared(indices: Sequence[int]) -> Share:
+        """Return some of the samples, in this order."""
+        chosen = [samples[index] for index in indices]
+        pairs = zip(chosen, [(0, -1), *chosen], strict=False)
+        common = [groups[number].prompt_tokens if number == before else 0 for (_, number), (_, before) in pairs]
+        return [tokens for tokens, _ in chosen], common
+
+    lengths, common = shared(range(len(samples)))
+    divided = split_over_ranks(lengths, cost.layout.replicas, links(lengths, common, cost.share_prefixes))
+    return [shared(indices) for indices in divided]

@@ -26,6 +26,11 @@ class SimulatedPrompt:
     prompt_tokens: int
     response_tokens: Sequence[int]
 
+    @property
+    def sample_tokens(self) -> list[int]:
+        """Tokens of prompt and response of each member."""
+        return [self.prompt_tokens + tokens for tokens in self.response_tokens]
+
 
 class SimulatedLengths(Protocol):
     """Source of prompts."""

@@ -224,16 +224,16 @@ class SimulatedRun:
         record.lags += [ledger.lag(group) for group in groups]
         self._observe(Decision("train", groups))
         scale = self.setup.engine.cost.pace.token_scale
-        lengths = {one.group: self._lengths_of(one) for one in prompts}
+        whole = {one.group: self._whole(one) for one in prompts}
         for one in prompts:
             record.work.generate(one.prompt_tokens, one.response_tokens, scale, self.setup.environment)
-            record.work.train(lengths[one.group], scale)
+            record.work.train(whole[one.group], self.setup.trainer)
         record.work.updates = config.algorithm.minibatches if update and groups else 0
-        record.tokens += sum(map(sum, lengths.values()))
+        record.tokens += sum(sum(one.sample_tokens) for one in whole.values())
         if groups:
             reference = self.setup.reference is not None and self.setup.worker.reference is None
             self._call(len(self.setup.worker.deployment.train) * (1 + reference))
-            start_s, end_s = self.clock.now, self.cards.begin_training(lengths, update)
+            start_s, end_s = self.clock.now, self.cards.begin_training(whole, update)
             self._training_s += end_s - start_s
             self.clock.at(end_s, lambda: None)
             while self.clock.now < end_s:
@@ -282,17 +282,17 @@ class SimulatedRun:
             self._observe_scored(waiting)
 
     def _observe_scored(self, samples: Iterable[str]) -> None:
-        complete: dict[str, list[int]] = {}
+        complete: dict[str, SimulatedPrompt] = {}
         for id in sorted(samples):
             group = id.rsplit("/", 1)[0]
             self._unscored[group] -= 1
             if not self._unscored[group]:
                 del self._unscored[group]
-                complete[group] = self._lengths_of(self._prompts[group])
-                self.admission.observe_scored(group, sum(complete[group]))
+                complete[group] = self._whole(self._prompts[group])
+                self.admission.observe_scored(group, sum(complete[group].sample_tokens))
         worker = self.setup.worker
         if complete and worker.reference is not None:
-            calls = [complete] if worker.ahead else [{group: lengths} for group, lengths in complete.items()]
+            calls = [complete] if worker.ahead else [{group: whole} for group, whole in complete.items()]
             for groups in calls:
                 self._call(len(worker.deployment.reference))
                 self.cards.begin_reference(groups)
@@ -310,11 +310,11 @@ class SimulatedRun:
         group, _, member = id.rpartition("/")
         return self._prompts[group].response_tokens[int(member)]
 
-    def _lengths_of(self, prompt: SimulatedPrompt) -> list[int]:
-        """Return the tokens of prompt and response of each sample, observations included."""
-        environment = self.setup.environment
-        responses = [one if environment is None else environment.turn_ends(one)[-1] for one in prompt.response_tokens]
-        return [prompt.prompt_tokens + tokens for tokens in responses]
+    def _whole(self, prompt: SimulatedPrompt) -> SimulatedPrompt:
+        """Return a prompt whose responses include the observations."""
+        if (environment := self.setup.environment) is None:
+            return prompt
+        return replace(prompt, response_tokens=[environment.turn_ends(one)[-1] for one in prompt.response_tokens])
 
     def _merged(self, suspended: Sequence[SuspendedSample]) -> list[SuspendedSample]:
         """Return suspended samples with the version of their oldest token, which an earlier engine may have known."""

@@ -91,10 +91,10 @@ class SimulationSetup:
             adopt_s=switch.adopt_s,
             drafts=drafts or DraftSpec.of(rollout.drafts),
         )
-        trainer = TrainerCost(pace, train, config.training.recompute)
+        trainer = TrainerCost(pace, train, config.training.recompute, config.training.shares_prefixes)
         scoring = {*config.deployment.reward_model}
         reward = TrainerCost(pace, config.score_layout(pace.shape.config, tuple(scoring))) if scoring else None
-        reference = TrainerCost(pace, worker.reference) if worker.reference else trainer
+        reference = replace(trainer, layout=worker.reference) if worker.reference else trainer
         admission = admission_spec(
             config,
             worker,

@@ -12,13 +12,16 @@ Invariant (property-tested): the cards of a run never take less than its bound.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from fusion.costmodel.pace import TrainerCost
 from fusion.costmodel.roofline import attention_pairs
 from fusion.costmodel.setup import TrainingLimits
 from stalesync.simulator.environment import EnvironmentSpec
+from stalesync.simulator.lengths import SimulatedPrompt
 from stalesync.simulator.setup import SimulationSetup
 
 MANY = 1_000_000
@@ -28,13 +31,13 @@ MANY = 1_000_000
 @dataclass
 class SimulatedWork:
     """Sums of tokens. ``decodes``, ``contexts``: decode steps of sequences, with their contexts; ``prefilled``,
-    ``prefill_pairs``: of prompts; ``trained``, ``trained_pairs``: of samples; ``updates``: optimizer steps."""
+    ``prefill_pairs``: of prompts; ``trained``, ``trained_pairs``: rows of samples; ``updates``: optimizer steps."""
 
     decodes: float = 0.0
     contexts: float = 0.0
     prefilled: int = 0
     prefill_pairs: float = 0.0
-    trained: int = 0
+    trained: float = 0.0
     trained_pairs: float = 0.0
     updates: int = 0
 
@@ -60,11 +63,13 @@ class SimulatedWork:
         self.prefilled += prompt_tokens
         self.prefill_pairs += attention_pairs(prompt_tokens)
 
-    def train(self, lengths: Iterable[int], token_scale: int) -> None:
-        """Add samples of these lengths, prompt and response."""
-        for length in lengths:
-            self.trained += length * token_scale
-            self.trained_pairs += attention_pairs(length * token_scale)
+    def train(self, group: SimulatedPrompt, trainer: TrainerCost) -> None:
+        """Add a group whose responses are whole: where they are shared, the rows of its prompt are computed once."""
+        lengths = group.sample_tokens
+        common = [0, *[group.prompt_tokens] * (len(lengths) - 1)]
+        rows, pairs = trainer.sizes(lengths, common, token_budget=sys.maxsize)
+        self.trained += rows
+        self.trained_pairs += pairs
 
 
 class CardSeconds(NamedTuple):

@@ -14,7 +14,7 @@ import torch
 from distqueue import LocalQueue, PackedBatch
 from distqueue.payload.sweep import memory
 from fusion.colocate import Deployment, FusionConfig, Worker, WorkerSpec
-from fusion.colocate.paced import PacedEngine, observe_load
+from fusion.colocate.paced import PacedEngine, common_prompts, observe_load
 from fusion.costmodel.pace import EngineCost, Pace, TrainerCost
 from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
 from fusion.inference.verification import Draft
@@ -34,6 +34,7 @@ from tests.inference.engines import generate, requests, tokens
 from tests.machine import patience, within
 from tests.rollout.drafts.plain_indexes import PlainIndexes
 from tests.rollouts import rollout_config
+from tests.training.sequences import sequences_of
 
 CAPACITY = 64 << 20
 DEVICE = DeviceConfig("emulated", pace="qwen3_30b_a3b")
@@ -175,6 +176,11 @@ def test_training_costs_by_tokens_and_their_contexts():
     assert cost.train(halved)["train"] < cost.train(lengths)["train"], "half the contexts"
     assert TrainerCost(_pace(8), Parallel(2)).train(halved)["train"] > cost.train(lengths)["train"] * (1 - 1e-9)
     assert cost.train([])["train"] == 0 < cost.forward(lengths, "logprobs")["logprobs"] < cost.train(lengths)["train"]
+
+
+def test_a_paced_pass_shares_the_prompts_of_siblings_and_no_tokens_of_responses():
+    prompts, responses = [[1, 2, 3], [1, 2, 3], [1, 2, 4], [1, 2, 4]], [[5, 6, 7], [5, 6], [], [8]]
+    assert common_prompts(sequences_of(prompts, responses), Mesh.single()) == [0, 3, 2, 3]
 
 
 def _worker(path, speed):

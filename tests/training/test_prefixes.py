@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.model import Mesh
+from fusion.model.prefixes import READS_OF_ROW, SHARE_PREFIXES, links, links_within, may_share, pays, rows_saved, runs
 from fusion.model.shared_rows import Reads, SharedRows
 from fusion.training import plan_micro_batches, split_over_ranks
 from fusion.training.micro_batches import common_prefixes, split_micro_batches
-from fusion.training.prefixes import READS_OF_ROW, SHARE_PREFIXES, links, may_share, pays, runs
 from tests.training.sequences import sequences_of
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 1), max_size=9), max_size=12)
@@ -93,6 +93,24 @@ def test_micro_batches_hold_whole_runs_within_the_budget(tree, budget):
         assert indices == [index for run, _ in members for index in run]
         rows = [rows for _, rows in members]
         assert rows == sorted(rows) and (sum(rows) <= budget or len(rows) == 1)
+
+
+@given(TREES, st.sampled_from(SHARE_PREFIXES), st.integers(1, 900))
+def test_what_a_plan_shares_is_what_its_micro_batches_share(tree, share, budget):
+    """And what the cost model counts as saved is at most that, and more than nothing where sharing pays."""
+    lengths, common = [10 * one for one in tree[0]], [10 * one for one in tree[1]]
+    plan = plan_micro_batches(lengths, budget, links(lengths, common, share))
+    shared = links_within(lengths, common, share, budget)
+    for indices in plan:
+        for before, index in zip([-2, *indices], indices, strict=False):
+            assert not shared[index] or before == index - 1, "they are in one micro-batch, one behind the other"
+    starts = [run.start for run, _ in runs(lengths, links(lengths, common, share), budget)]
+    assert all(
+        shared[index] == (0 if index in starts else links(lengths, common, share)[index])
+        for index in range(len(lengths))
+    )
+    for length, same in zip(lengths, shared, strict=True):
+        assert 0 <= rows_saved(length, same) <= same and (rows_saved(length, same) > 0) == pays(length, same)
 
 
 @given(SEQUENCES, st.integers(1, 40))

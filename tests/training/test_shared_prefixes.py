@@ -14,6 +14,7 @@ import torch
 
 from fusion.colocate.frozen.scoring import token_logprobs
 from fusion.model import Parallel
+from fusion.model.prefixes import links
 from fusion.npu.operators import Plain, operators_of
 from fusion.training import AlgorithmConfig, EmbeddedTrainEngine, Sequences, split_over_ranks
 from fusion.training.algorithms import cross_entropy, make_algorithm
@@ -21,7 +22,6 @@ from fusion.training.batch import UNREAD
 from fusion.training.config import AGGREGATIONS, ALGORITHMS
 from fusion.training.micro_batches import split_micro_batches
 from fusion.training.objective import SHARED
-from fusion.training.prefixes import links
 from tests.families import family_checkpoint
 from tests.helpers import run_ranks, tiny_checkpoint
 from tests.training.ranks import LONGEST, Case, make_engine, with_policy

@@ -44,6 +44,7 @@ CONTEXTS = {
     "rollout.kv_pool.pull_tokens": POOL,
     "rollout.engine.kv_fraction": MANY,
     "training.lora.targets": ("training.lora.rank=16",),
+    "training.share_prefixes": ("data.max_prompt_length=512",),
 }
 """Arguments beside which a key has an effect; those of a simulation only are left out of a plan."""
 VALUES = {
@@ -57,6 +58,7 @@ VALUES = {
     "fusion.infer_cards": "2",
     "fusion.score_cards": "4",
     "training.recompute": "false",
+    "training.share_prefixes": "off",
     "training.lora.targets": "[attention]",
     "cluster.npus": "16",
     "parallel.train.tp": "4",

@@ -118,6 +118,25 @@ def test_a_seed_repeats_a_run_exactly_and_another_does_not():
     assert seconds(1) == seconds(1) != seconds(2)
 
 
+@pytest.mark.parametrize("scoring", ["", "reference"])
+def test_a_step_whose_samples_share_their_prompts_trains_and_scores_faster(scoring):
+    def simulated(share, apart=False):
+        config = config_of(group=8)
+        config.training.share_prefixes = share
+        _score_by(config, scoring, apart=apart)
+        run = simulation_of(config, NO_OVERHEADS)
+        run.run()
+        return run
+
+    for apart in (False, True):
+        shared, whole = simulated("auto", apart), simulated("off", apart)
+        assert [one.groups for one in shared.steps] == [one.groups for one in whole.steps]
+        assert [one.tokens for one in shared.steps] == [one.tokens for one in whole.steps], "tokens are tokens"
+        assert sum(one.train_s for one in shared.steps) < 0.95 * sum(one.train_s for one in whole.steps)
+        limits = [Bound(run.setup)(run.totals().done) for run in (shared, whole)]
+        assert limits[0].training < 0.95 * limits[1].training and limits[0].generation == limits[1].generation
+
+
 def test_what_the_host_takes_makes_a_run_longer():
     config = config_of()
     free, real = (simulation_of(config, one).run() for one in (NO_OVERHEADS, replace(Overheads(), call_s=0.5)))
