@@ -38,6 +38,16 @@ def leave_a_run(root: Path, name: str = "run", *, steps: int = 20, cards: int = 
     return run.path
 
 
+def leave_long_samples(root: Path, num_words: int = 131_072) -> Path:
+    """A run of one step whose prompts and responses are whole, and have so many words."""
+    text = f"first {'word ' * num_words}last"
+    with RunFolder(root, "run", samples_per_step=16) as run:
+        run.write_config({"run": {"steps": 1}})
+        run.log(1, {"critic/rewards/mean": 0.5})
+        run.log_samples(1, [{"prompt": text, "response": text, "reward": i / 16} for i in range(16)])
+    return run.path
+
+
 def activities(card: str, steps: int, per_step: int = 6) -> list[Span]:
     """A second of preparation, then steps of at most four: a switch, prefill, decode and put in turns, training."""
     noise = random.Random(card)

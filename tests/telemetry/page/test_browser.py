@@ -11,7 +11,7 @@ from benchmarks.paced import Workload
 from fusion.telemetry import RunFolder
 from fusion.telemetry.page import read_run, render, write_page
 from tests.machine import Deadline, patience
-from tests.telemetry.page.runs import HOSTILE, leave_a_run
+from tests.telemetry.page.runs import HOSTILE, leave_a_run, leave_long_samples
 
 pytestmark = pytest.mark.browser
 
@@ -248,6 +248,13 @@ def test_evaluations_come_first_and_every_curve_is_drawn_in_print(tmp_path, open
     assert figures.count() > figures.locator("canvas").count(), "the others are drawn where they are looked at"
     page.pdf()
     assert figures.count() == figures.locator("canvas").count()
+
+
+def test_samples_of_128k_tokens_show_their_start_and_their_end(tmp_path, open_page):
+    texts = open_page(leave_long_samples(tmp_path)).locator("#samples pre").all_inner_texts()
+    assert len(texts) == 2 * 16
+    for text in texts:
+        assert text.startswith("first word") and text.rstrip().endswith("last") and "characters left out" in text
 
 
 def test_samples_have_their_reference_answers(tmp_path, open_page):

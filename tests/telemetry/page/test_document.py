@@ -14,7 +14,7 @@ from fusion.telemetry.page import document, read_run
 from fusion.telemetry.page.document import escaped_json, render
 from tests import machine
 from tests.telemetry.page.made_up_run import make_run
-from tests.telemetry.page.runs import HOSTILE, leave_a_run
+from tests.telemetry.page.runs import HOSTILE, leave_a_run, leave_long_samples
 
 UPLOT = Path(document.ASSETS) / "uplot"
 
@@ -91,6 +91,16 @@ def test_several_runs_state_what_differs(tmp_path):
     data = data_of(Elements(render(runs)))
     assert [row["key"] for row in data["differences"]] == ["training.lr", "run.name"]
     assert data_of(Elements(render(runs[:1])))["differences"] == []
+
+
+def test_a_page_of_samples_of_128k_tokens_is_no_larger_than_one_of_2k(tmp_path):
+    """How it looks: `test_browser.py`."""
+    pages = [render([read_run(leave_long_samples(tmp_path / str(num), num))]) for num in (2_000, 131_072)]
+    assert len(pages[1]) < 1.01 * len(pages[0])
+    (run,) = data_of(Elements(pages[1]))["runs"]
+    for sample in [one for kind in run["samples"].values() for one in kind]:
+        for text in (sample["prompt"], sample["response"]):
+            assert text.startswith("first word") and text.endswith("last") and "characters left out" in text
 
 
 @pytest.mark.extended
