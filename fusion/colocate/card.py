@@ -44,7 +44,7 @@ from fusion.training.states import ResidentStates
 
 
 @dataclass(frozen=True)
-class Card:
+class LoadedCard:
     """``trainer`` and ``checkpoint_writer`` are None on a card that does not train, ``engine`` and ``generation`` on
     one that does not generate, ``drafter`` where nothing is drafted; ``receiver`` exists on cards that only generate
     and may do so while others train."""
@@ -77,7 +77,7 @@ def load_card(
     exchange_texts: Callable[[bytes], bytes] | None = None,
     restart: int = 0,
     kv_peers: KVPeers | None = None,
-) -> Card:
+) -> LoadedCard:
     """Create the process groups and load what the roles of ``rank`` need. Collective over all cards of the run; for a
     ``restart``, over those of its engine."""
     device, pool = log.device, HostPool(log.device)
@@ -110,7 +110,7 @@ def load_card(
             make_switcher=parts.background_switcher,
             interim_report=partial(_interim_report, log, generation),
         )
-    return Card(
+    return LoadedCard(
         device=device,
         meshes=meshes,
         log=log,

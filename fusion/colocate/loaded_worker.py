@@ -1,6 +1,6 @@
 """Load what a worker's card consists of, and describe what it does: the part of a `Worker` that all deployments share.
 
-rendezvous (rank 0) ─ address ─► prepare: open the card, join the other workers, load the roles ─► Card
+rendezvous (rank 0) ─ address ─► prepare: open the card, join the other workers, load the roles ─► LoadedCard
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fusion.colocate.card import Card, load_card
+from fusion.colocate.card import LoadedCard, load_card
 from fusion.colocate.groups import raise_file_limit
 from fusion.colocate.parts import WorkerParts, worker_parts
 from fusion.colocate.phases import Phase, PhaseMachine
@@ -51,7 +51,7 @@ class LoadedWorker:
         self.spec, self.rank, self.queue = spec, rank, queue
         self.phases = PhaseMachine(rank, spec.deployment.roles_of(rank))
         self._parts, self._exchange_texts, self._kv_peers = parts, exchange_texts, kv_peers
-        self._card: Card | None = None
+        self._card: LoadedCard | None = None
         self._rendezvous: Rendezvous | None = None
         self._continues = False
         """Whether the next minibatch continues the one that was accumulated last"""
@@ -59,7 +59,7 @@ class LoadedWorker:
         """Copy of the history of prompts that is to be saved"""
 
     @property
-    def card(self) -> Card:
+    def card(self) -> LoadedCard:
         """The components that `prepare` has loaded."""
         assert self._card is not None, f"rank {self.rank} is not prepared"
         return self._card

@@ -81,7 +81,7 @@ def load(target: str, label: str) -> Callable[[], Environment]:
     return found
 
 
-class Conversation:
+class OpenEnvironment:
     """An environment under way, and the seconds that it has taken."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Server:
 
     def __init__(self, create: Callable[[], Environment], options: dict[str, Any]) -> None:
         self._create, self._options, self._pid = create, options, os.getpid()
-        self._live: dict[str, Conversation] = {}
+        self._live: dict[str, OpenEnvironment] = {}
         self._running: dict[str, asyncio.Task] = {}
         self._culprit = mmap.mmap(options["culprit_fd"], NUMBER.size)
 
@@ -144,7 +144,7 @@ class Server:
         await self._close(number, self._live.pop(id, None))
 
     async def _reset(self, number: int, order: ResetOrder) -> Reply:
-        conversation = Conversation()
+        conversation = OpenEnvironment()
         try:
             messages, tools = await self._begin(number, conversation, order)
             return Reply(None, "", 0.0, messages, tools=tools)
@@ -166,13 +166,13 @@ class Server:
             if self._running.get(order.id) is task:
                 del self._running[order.id]
 
-    async def _repeated(self, number: int, order: StepOrder) -> Conversation:
+    async def _repeated(self, number: int, order: StepOrder) -> OpenEnvironment:
         """Return a fresh conversation in which all before the ordered step has been repeated.
 
         Raises:
             EnvironmentFailed: also `diverged`: it says something else.
         """
-        self._live[order.id] = conversation = Conversation()
+        self._live[order.id] = conversation = OpenEnvironment()
         messages, _ = await self._begin(number, conversation, order)
         observed = digest_of(messages)
         for num_turns, expected in enumerate(order.observed):
@@ -185,7 +185,7 @@ class Server:
         return conversation
 
     async def _begin(
-        self, number: int, conversation: Conversation, order: ResetOrder | StepOrder
+        self, number: int, conversation: OpenEnvironment, order: ResetOrder | StepOrder
     ) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]]]:
         async def begin() -> tuple[Any, Any]:
             conversation.environment = environment = self._create()
@@ -193,12 +193,12 @@ class Server:
 
         return checked_start(*await self._call(number, conversation, begin()))
 
-    async def _advance(self, number: int, conversation: Conversation, text: str) -> Turn:
+    async def _advance(self, number: int, conversation: OpenEnvironment, text: str) -> Turn:
         message = {"role": "assistant", "content": text, "tool_calls": parse(text, self._options["tools"])}
         assert conversation.environment is not None
         return checked_turn(await self._call(number, conversation, conversation.environment.step(message)))
 
-    async def _close(self, number: int, conversation: Conversation | None) -> None:
+    async def _close(self, number: int, conversation: OpenEnvironment | None) -> None:
         if conversation is None or conversation.environment is None:
             return
         try:
@@ -207,7 +207,7 @@ class Server:
             print(f"{self._options['label']}: close failed ({failed.kind})\n{failed.detail}", file=sys.stderr)
 
     async def _call(
-        self, number: int, conversation: Conversation, work: Coroutine[Any, Any, Any], bounded: bool = True
+        self, number: int, conversation: OpenEnvironment, work: Coroutine[Any, Any, Any], bounded: bool = True
     ) -> Any:
         """Await an environment's code, within what is left of the episode's seconds if ``bounded``.
 

@@ -36,10 +36,10 @@ GRACE_S = 5.0
 """Maximum seconds after an order's timeout in which a child's loop must report it"""
 
 
-class Work:
+class PostedOrder:
     """An order and who takes its reply. `sent`, `due` (`time.monotonic`): when a child got it, is to have replied."""
 
-    def __init__(self, order: Order, deliver: Callable[[Work, Reply], None]) -> None:
+    def __init__(self, order: Order, deliver: Callable[[PostedOrder, Reply], None]) -> None:
         self.order, self.deliver = order, deliver
         self.sent = self.due = 0.0
 
@@ -63,7 +63,7 @@ class EnvChild(GuardedProcess[Reply | str]):
         finally:
             os.close(culprit_fd)
         self.deadline = time.monotonic() + START_LIMIT_S
-        self.open: dict[int, Work] = {}
+        self.open: dict[int, PostedOrder] = {}
         self.live: set[str] = set()
         self.heard = 0.0
 
@@ -97,12 +97,12 @@ class EnvPool:
         self._selector = selectors.DefaultSelector()
         self._children: list[EnvChild] = []
         self._home: dict[str, EnvChild] = {}
-        self._waiting: deque[Work] = deque()
+        self._waiting: deque[PostedOrder] = deque()
         self._due: list[tuple[float, int, EnvChild]] = []
         self._number = 0
-        self._begun: dict[str, Work] = {}
-        self._orders: deque[Work] = deque()
-        self._results: deque[tuple[Work, Stepped]] = deque()
+        self._begun: dict[str, PostedOrder] = {}
+        self._orders: deque[PostedOrder] = deque()
+        self._results: deque[tuple[PostedOrder, Stepped]] = deque()
         self._start_error = ""
         self._closed = False
         self._is_ready = threading.Event()
@@ -122,16 +122,16 @@ class EnvPool:
         Raises:
             RuntimeError: the pool is closed, or another thread closes it meanwhile.
         """
-        results: dict[Work, Started | Failure] = {}
+        results: dict[PostedOrder, Started | Failure] = {}
         finished = threading.Event()
 
-        def deliver(work: Work, reply: Reply) -> None:
+        def deliver(work: PostedOrder, reply: Reply) -> None:
             failed = None if reply.failure is None else Failure(reply.failure, reply.detail)
             results[work] = failed or Started(reply.messages, digest_of(reply.messages), reply.tools)
             if len(results) == len(works):
                 finished.set()
 
-        works = [Work(ResetOrder(task, seed), deliver) for task, seed in tasks]
+        works = [PostedOrder(ResetOrder(task, seed), deliver) for task, seed in tasks]
         self._post(works)
         while works and not finished.wait(CHECK_S):
             self._check_open()
@@ -140,7 +140,7 @@ class EnvPool:
     def begin(self, step: StepOrder) -> None:
         """Order the next step of a conversation that has none under way."""
         assert step.id not in self._begun, f"{step.id} has a step under way"
-        self._begun[step.id] = work = Work(step, self._deliver)
+        self._begun[step.id] = work = PostedOrder(step, self._deliver)
         self._post([work])
 
     def poll(self) -> list[Stepped]:
@@ -162,7 +162,7 @@ class EnvPool:
         """Close the environments of conversations, whether or not they have any; no step of them is returned later."""
         for id in ids:
             self._begun.pop(id, None)
-        self._post([Work(EndOrder(id), self._deliver) for id in ids])
+        self._post([PostedOrder(EndOrder(id), self._deliver) for id in ids])
 
     def close(self) -> None:
         """Kill every child; idempotent."""
@@ -182,12 +182,12 @@ class EnvPool:
         if not self._thread.is_alive():
             raise RuntimeError("the pool of environments is closed")
 
-    def _post(self, works: Sequence[Work]) -> None:
+    def _post(self, works: Sequence[PostedOrder]) -> None:
         self._check_open()
         self._orders.extend(works)
         self._wake.send(b"x")
 
-    def _deliver(self, work: Work, reply: Reply) -> None:
+    def _deliver(self, work: PostedOrder, reply: Reply) -> None:
         assert isinstance(work.order, StepOrder)
         failed = reply.failure is not None
         turn = None if failed else reply.turn
@@ -232,7 +232,7 @@ class EnvPool:
             self._take(self._orders.popleft())
         self._expire()
 
-    def _take(self, work: Work) -> None:
+    def _take(self, work: PostedOrder) -> None:
         """Give an order to the child that has its conversation, else to the one that has least to do."""
         id = work.order.id
         child = self._home.get(id)
@@ -252,7 +252,7 @@ class EnvPool:
         else:
             work.deliver(work, Reply("died", f"no process could be started: {self._start_error}", 0.0))
 
-    def _dispatch(self, child: EnvChild, work: Work) -> None:
+    def _dispatch(self, child: EnvChild, work: PostedOrder) -> None:
         limit_s, order = self._config.step_timeout_s, work.order
         if isinstance(order, StepOrder) and order.id in child.live:
             order = NextOrder(order.id, order.actions[-1])
@@ -298,7 +298,7 @@ class EnvPool:
         if not self._children:
             self._retake()
 
-    def _settle(self, work: Work, reply: Reply) -> None:
+    def _settle(self, work: PostedOrder, reply: Reply) -> None:
         if isinstance(work.order, StepOrder) and (reply.failure or reply.done):
             self._forget(work.order.id)
         work.deliver(work, reply)

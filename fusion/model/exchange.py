@@ -1,6 +1,6 @@
 """Plan how ranks exchange the rows of one layer's experts.
 
-    counts_E ─ all-to-all over EP, gather over ETP ─► rows of each local expert by source ─ to the host ─► Exchange
+    counts_E ─ all-to-all over EP, gather over ETP ─► rows of each local expert by source ─ to the host ─► RowExchange
 
 The collectives that exchange rows take sizes from the host, which waits for the card here: once in a layer and pass. A
 pass that recomputes another one exchanges the same rows, and takes its plan.
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fusion.model.mesh import Mesh
 
 
-class Exchange(NamedTuple):
+class RowExchange(NamedTuple):
     """Plans an exchange of one layer's rows.
 
     Attributes:
@@ -34,13 +34,13 @@ class Exchange(NamedTuple):
     rows: list[int] | torch.Tensor
 
 
-def plan_exchange(counts_E: torch.Tensor, mesh: Mesh, on_card: bool) -> Exchange:
+def plan_exchange(counts_E: torch.Tensor, mesh: Mesh, on_card: bool) -> RowExchange:
     """Plan the exchange of this rank's rows, of which each expert has ``counts_E``. Collective over EP and ETP."""
     arriving = _exchange_counts(counts_E, mesh)
     counts = torch.cat([counts_E, arriving.flatten()]).view(1 + mesh.parallel.etp, mesh.parallel.ep, -1).tolist()
     tables = counts[1:]
     by_source = [row for table in tables for row in table]  # [etp rank, source rank][local expert] rows
-    return Exchange(
+    return RowExchange(
         send=[sum(row) for row in counts[0]],
         receive=[sum(row) for row in tables[mesh.etp_rank]],
         sizes=[sum(map(sum, table)) for table in tables],

@@ -35,7 +35,7 @@ from fusion.model.collectives import (
     sum_pieces,
     sum_plainly,
 )
-from fusion.model.exchange import Exchange, plan_exchange
+from fusion.model.exchange import RowExchange, plan_exchange
 from fusion.model.matrix import Adapted, Matrix, Weights, base_of, below, blocks_of, parameter, project
 from fusion.model.mesh import Mesh
 from fusion.model.mlp import MLP
@@ -114,7 +114,7 @@ class MoE(nn.Module):
         *,
         record: bool = True,
         rows: Rows | None = None,
-        kept: list[Exchange] | None = None,
+        kept: list[RowExchange] | None = None,
     ) -> tuple[torch.Tensor, Routed | None]:
         """Return the output [n, D] and, where ``record``, the routing. Rows with ``forced`` experts are sent to these,
         weighted by the scores that this router gives them (with gradient), normalised like its own choice.
@@ -144,7 +144,7 @@ class MoE(nn.Module):
         forced: Forced | None,
         *,
         record: bool,
-        kept: list[Exchange] | None,
+        kept: list[RowExchange] | None,
     ) -> tuple[torch.Tensor, Routed | None]:
         router, mismatched_n = self._router, None
         scores_nE = score(self._logits(x_nD, row_multiple), router, row_multiple)
@@ -227,7 +227,7 @@ class MoE(nn.Module):
         expert_nk: torch.Tensor,
         weight_nk: torch.Tensor,
         row_multiple: int,
-        kept: list[Exchange] | None,
+        kept: list[RowExchange] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the weighted sum of each row's experts [n, D], and how many rows each expert has, int64 [E]."""
         x, order, counts_E = self.operators.permute(x_nD, expert_nk, self.spec.num_experts)
@@ -243,7 +243,7 @@ class MoE(nn.Module):
             y = self._exchanged(x, kept[0], row_multiple)
         return self.operators.unpermute(y, order, weight_nk), counts_E
 
-    def _exchanged(self, x: torch.Tensor, plan: Exchange, row_multiple: int) -> torch.Tensor:
+    def _exchanged(self, x: torch.Tensor, plan: RowExchange, row_multiple: int) -> torch.Tensor:
         """Run the experts of all ranks on rows sorted by expert; return their outputs in the same order."""
         mesh, (grouping, back) = self.mesh, plan.order
         arrived = exchange_rows(x, plan.send, plan.receive, mesh=mesh)

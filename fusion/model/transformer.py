@@ -26,7 +26,7 @@ from fusion.model.attention import Attend, Attention, LatentAttention
 from fusion.model.bucket_plan import plan_units, unit_bytes
 from fusion.model.collectives import Rows, gather_rows, may_be_whole, reduce_scatter_rows, shard_range
 from fusion.model.config import ModelConfig
-from fusion.model.exchange import Exchange
+from fusion.model.exchange import RowExchange
 from fusion.model.formats import Format, embedded_format, local_table
 from fusion.model.head import Head
 from fusion.model.id_mask import IdMask
@@ -172,9 +172,8 @@ class Transformer(nn.Module):
                 record=routed is not None,
             )
             if self.recompute and torch.is_grad_enabled():
-                exchanges: list[
-                    Exchange
-                ] = []  # known when the layer is recomputed: the host need not wait for them again
+                # Exchanges are known when the layer is recomputed: the host need not wait for them again.
+                exchanges: list[RowExchange] = []
                 x, layer_routed = checkpoint(layer, x, use_reentrant=False, early_stop=False, kept=exchanges, **inputs)
             else:
                 x, layer_routed = layer(x, **inputs)
@@ -279,7 +278,7 @@ class Layer(nn.Module):
         row_multiple: int,
         forced: Forced | None = None,
         record: bool = True,
-        kept: list[Exchange] | None = None,
+        kept: list[RowExchange] | None = None,
     ) -> tuple[torch.Tensor, Routed | None]:
         norm = self.operators.rms_norm
         y = self.attention(norm(x, self.input_norm, self.eps), rows, rope, attend=attend, row_multiple=row_multiple)

@@ -29,7 +29,7 @@ ARGUMENTS = ("prompt", "response", "answer")
 """Arguments that every reward function receives; a column of such a name is not passed as a field."""
 
 
-class Table(Protocol):
+class RowsByIndex(Protocol):
     """The rows of a file by index. Raises ValueError for a row that cannot be read, without its name."""
 
     def __len__(self) -> int: ...
@@ -201,7 +201,7 @@ def _is_json(value: Any) -> bool:
     return False
 
 
-def _open(config: DataConfig) -> tuple[Table, str]:
+def _open(config: DataConfig) -> tuple[RowsByIndex, str]:
     """Open the file of `data.source`; return its rows and a digest of its content."""
     path = Path(config.source)
     if not path.is_file():
@@ -223,7 +223,7 @@ def _digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def _parquet(path: Path) -> Table:
+def _parquet(path: Path) -> RowsByIndex:
     """Open a Parquet file with the library `datasets` (memory-mapped, no network access)."""
     import datasets
 

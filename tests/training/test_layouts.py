@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from fusion.model import Parallel, moe
-from fusion.model.exchange import Exchange, plan_exchange
+from fusion.model.exchange import RowExchange, plan_exchange
 from fusion.npu.operators import Plain
 from fusion.training import AlgorithmConfig
 from fusion.training.algorithms import cross_entropy, make_algorithm
@@ -238,7 +238,7 @@ def test_a_stage_computes_the_same_bits_without_what_it_does_not_look_at(checkpo
 
 def count_plans(rank: int, device: Any, case: Case) -> tuple[dict[str, Any], int]:
     """What a step computes, and how often the host waited for the sizes of an exchange."""
-    plans: list[Exchange] = []
+    plans: list[RowExchange] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(moe, "plan_exchange", lambda *args: plans.append(plan_exchange(*args)) or plans[-1])
         return train(rank, device, case), len(plans)

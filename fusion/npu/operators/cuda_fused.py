@@ -19,7 +19,7 @@ from fusion.npu.operators.gating import Gating
 from fusion.npu.operators.limits import HALVES
 from fusion.npu.operators.plain import Permuted, Rope
 from fusion.npu.operators.plain_attention import PagedRows
-from fusion.npu.operators.triton_experts import Routed
+from fusion.npu.operators.triton_experts import SortedRows
 
 
 class CudaFused(Cuda):
@@ -27,7 +27,7 @@ class CudaFused(Cuda):
 
     def __init__(self) -> None:
         super().__init__()
-        self._routed: Routed | None = None
+        self._routed: SortedRows | None = None
         """The rows of the last layer, whose products follow"""
 
     def add_rms_norm(
@@ -87,7 +87,7 @@ class CudaFused(Cuda):
         if not torch.is_inference_mode_enabled():
             return super().local_experts(x_ND, expert_Nk, weight_Nk, num_experts, local, gate_up, down)
         sources, places, counts_E, ends_E = triton_experts.route(expert_Nk, num_experts, local.start)
-        routed = self._routed = Routed(sources, places, counts_E[: len(local)], ends_E[: len(local)])
+        routed = self._routed = SortedRows(sources, places, counts_E[: len(local)], ends_E[: len(local)])
         y = self.experts(triton_experts.gather(x_ND, sources), routed.counts, gate_up, down)
         return triton_experts.unroute(y, places, weight_Nk, routed.ends)
 

@@ -66,7 +66,7 @@ def _gate(
     tl.store(chosen + row * TOP + places, indices.to(tl.int64), places < TOP)
 
 
-class Routed(NamedTuple):
+class SortedRows(NamedTuple):
     """Rows sorted by expert. ``sources`` int32 [N * k]: the row of each place; ``places`` int32 [N * k]: the place of
     each cell of [N, k]; ``counts`` int64 [E]: rows of each expert; ``ends`` int32 [E]: the place behind its last."""
 
@@ -76,7 +76,7 @@ class Routed(NamedTuple):
     ends: torch.Tensor
 
 
-def route(expert_Nk: torch.Tensor, experts: int, start: int = 0) -> Routed:
+def route(expert_Nk: torch.Tensor, experts: int, start: int = 0) -> SortedRows:
     """Sort rows by their experts, from expert ``start`` on, round to the one before it; rows of one expert stay in
     order."""
     expert_Nk = expert_Nk.contiguous()
@@ -84,7 +84,7 @@ def route(expert_Nk: torch.Tensor, experts: int, start: int = 0) -> Routed:
     sources, places = (expert_Nk.new_empty(pairs, dtype=torch.int32) for _ in range(2))
     counts, ends = (expert_Nk.new_empty(experts, dtype=dtype) for dtype in (torch.int64, torch.int32))
     _route[experts,](expert_Nk, sources, places, counts, ends, pairs, k, experts, start, BLOCK=COLUMNS, num_warps=4)
-    return Routed(sources, places, counts, ends)
+    return SortedRows(sources, places, counts, ends)
 
 
 @triton.jit

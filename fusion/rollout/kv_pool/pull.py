@@ -27,7 +27,7 @@ NEWEST_WEIGHT = 0.25
 
 
 @dataclass
-class Machine:
+class OtherMachine:
     """Another machine. ``s_per_token``: of pulls from it, None: not known; ``skipped``: requests since the last pull;
     ``gone``: it does not answer any more."""
 
@@ -41,7 +41,7 @@ class PullPlan:
     """The pulls of one rank. ``prefill_s_per_token``: None: not measured yet."""
 
     prefill_s_per_token: float | None = None
-    _machines: dict[str, Machine] = field(default_factory=dict)
+    _machines: dict[str, OtherMachine] = field(default_factory=dict)
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """Record a step that has computed the KV of ``tokens`` tokens."""
@@ -76,8 +76,8 @@ class PullPlan:
         known.skipped = 0
         return tokens * prefill
 
-    def _of(self, machine: str) -> Machine:
-        return self._machines.setdefault(machine, Machine())
+    def _of(self, machine: str) -> OtherMachine:
+        return self._machines.setdefault(machine, OtherMachine())
 
 
 def _mean(earlier: float | None, newest: float) -> float:
