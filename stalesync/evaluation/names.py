@@ -13,49 +13,22 @@ from typing import Literal
 Goal = Literal["max", "min"]
 
 
-def reward_mean(file: str, samples: int) -> str:
-    """Return the name of the mean reward over ``samples`` answers to each prompt."""
-    return f"val-core/{file}/reward/mean@{samples}"
+def logged_statistics(samples: int) -> list[str]:
+    """Return the statistics of a file that are metrics, of ``samples`` answers to each prompt: of pass@k those of the
+    powers of two below ``samples``, and of ``samples``, as in verl."""
+    logged_k = [1 << power for power in range((samples - 1).bit_length())] + [samples]
+    return [f"reward/mean@{samples}", *(f"reward/pass@{k}" for k in logged_k), f"response_length/mean@{samples}"]
 
 
-def pass_at(file: str, k: int, samples: int) -> str:
-    """Return the name of pass@``k``, estimated from ``samples`` answers to each prompt."""
-    return f"{'val-core' if k == samples else 'val-aux'}/{file}/reward/pass@{k}"
-
-
-def length_mean(file: str, samples: int) -> str:
-    """Return the name of the mean number of tokens of an answer."""
-    return f"val-aux/{file}/response_length/mean@{samples}"
-
-
-def term_mean(file: str, statistic: str) -> str:
-    """Return the name of the mean of a term of the reward, ``statistic``: `reward/<term>/mean@<samples>`."""
-    return f"val-aux/{file}/{statistic}"
-
-
-def failed(file: str) -> str:
-    """Return the name of the number of answers that could not be scored."""
-    return f"val-aux/{file}/reward/failed"
-
-
-def dropped(file: str) -> str:
-    """Return the name of the number of rows of a file that are not evaluated."""
-    return f"val-aux/{file}/rows/dropped"
-
-
-def bound(metric: str, end: Literal["low", "high"]) -> str:
-    """Return the name of an end of a metric's confidence interval."""
-    _, rest = metric.split("/", 1)
-    return f"val-aux/{rest}/{end}"
-
-
-def logged_k(samples: int) -> list[int]:
-    """Return the k of which pass@k is a metric: the powers of two below ``samples``, and ``samples``, as in verl."""
-    return [1 << power for power in range((samples - 1).bit_length())] + [samples]
+def metric_of(file: str, statistic: str, samples: int) -> str:
+    """Return the name of the metric of a statistic, of ``samples`` answers to each prompt."""
+    is_core = statistic in (f"reward/mean@{samples}", f"reward/pass@{samples}")
+    return f"{'val-core' if is_core else 'val-aux'}/{file}/{statistic}"
 
 
 def goals(file: str, samples: int) -> dict[str, Goal]:
     """Map the metrics of a file by which a checkpoint can be the best to whether more or less is better."""
-    better: dict[str, Goal] = {reward_mean(file, samples): "max"}
-    better |= {pass_at(file, k, samples): "max" for k in logged_k(samples)}
-    return better | {length_mean(file, samples): "min"}
+    return {
+        metric_of(file, statistic, samples): "max" if statistic.startswith("reward/") else "min"
+        for statistic in logged_statistics(samples)
+    }

@@ -67,19 +67,18 @@ class FileResult:
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics, by verl's names (`names`)."""
-        named = {names.reward_mean(self.file, self.samples): f"reward/mean@{self.samples}"}
-        named |= {names.pass_at(self.file, k, self.samples): f"reward/pass@{k}" for k in names.logged_k(self.samples)}
-        named |= {names.length_mean(self.file, self.samples): f"response_length/mean@{self.samples}"}
         terms = [name for name in self.estimates if name.startswith("reward/") and name.count("/") > 1]
-        named |= {names.term_mean(self.file, statistic): statistic for statistic in terms}
         metrics: dict[str, float] = {}
-        for metric, statistic in named.items():
+        auxiliary = f"val-aux/{self.file}"
+        for statistic in (*names.logged_statistics(self.samples), *terms):
             if (one := self.estimates.get(statistic)) is not None:
-                metrics[metric] = one.value
+                metrics[names.metric_of(self.file, statistic, self.samples)] = one.value
                 if one.low is not None and one.high is not None:
-                    metrics |= {names.bound(metric, "low"): one.low, names.bound(metric, "high"): one.high}
-        dropped = {names.dropped(self.file): float(self.rows["read"] - self.rows["evaluated"])} if self.rows else {}
-        return metrics | {names.failed(self.file): float(self.failed)} | dropped
+                    metrics |= {f"{auxiliary}/{statistic}/low": one.low, f"{auxiliary}/{statistic}/high": one.high}
+        metrics[f"{auxiliary}/reward/failed"] = float(self.failed)
+        if self.rows:
+            metrics[f"{auxiliary}/rows/dropped"] = float(self.rows["read"] - self.rows["evaluated"])
+        return metrics
 
     def describe(self) -> str:
         """Return the mean reward in one line."""
