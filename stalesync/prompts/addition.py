@@ -4,25 +4,18 @@ from __future__ import annotations
 
 import random
 
-from stalesync.prompts.config import DataConfig
-from stalesync.prompts.rows import Row, Rows
+from stalesync.prompts.rows import GeneratedRows, Row
 
 
-class AdditionRows(Rows):
+class AdditionRows(GeneratedRows):
     """All 100 problems. There are too few to hold some out: evaluation uses the same problems."""
 
+    source = "addition"
     indices = range(100)
-    fields = frozenset({"solution"})
-
-    def __init__(self, config: DataConfig, seed: int) -> None:
-        self._seed = seed
 
     def row(self, index: int) -> Row:
         a, b = divmod(index, 10)
         return Row(f"{a}+{b}=", str(a + b), {"solution": str(a + b)})
-
-    def name(self, index: int) -> str:
-        return f"data.source='addition' problem {index}"
 
     def longest(self) -> list[tuple[str, Row]]:
         return [(self.name(index), self.row(index)) for index in self.indices]

@@ -7,44 +7,28 @@
 from __future__ import annotations
 
 import random
-import zlib
 from typing import Any
 
 from stalesync.prompts.config import DataConfig
-from stalesync.prompts.rows import Row, Rows
+from stalesync.prompts.rows import DrawnRows, Row, Rows
 from stalesync.prompts.tokenizer import CALL, CALL_END
-from stalesync.prompts.worked import HELD_OUT_ONE_IN
 
 
-class CalculatorRows(Rows):
-    """An endless source of sums of 2 to `max_terms` numbers, each with `min_digits` to `max_digits` digits. Invariants:
-    those of `WorkedRows`."""
+class CalculatorRows(DrawnRows):
+    """An endless source of sums of 2 to `max_terms` numbers, each with `min_digits` to `max_digits` digits."""
 
-    fields = frozenset({"solution"})
+    source = stream = "calculator"
 
     def __init__(self, config: DataConfig, seed: int) -> None:
-        self._seed, self._digits, self._terms = seed, (config.min_digits, config.max_digits), config.max_terms
-
-    def row(self, index: int) -> Row:
-        return self._draw(f"{self._seed}-calculator-{index}", held_out=False)
-
-    def name(self, index: int) -> str:
-        return f"data.source='calculator' problem {index}"
-
-    def evaluation(self, count: int) -> list[Row]:
-        return [self._draw(f"{self._seed}-calculator-evaluation-{index}", held_out=True) for index in range(count)]
+        super().__init__(config, seed)
+        self._digits, self._terms = (config.min_digits, config.max_digits), config.max_terms
 
     def longest(self) -> list[tuple[str, Row]]:
         number = 10 ** self._digits[1] - 1
         return [("the longest problem of data.source='calculator'", _sum_of([number] * self._terms))]
 
-    def _draw(self, key: str, held_out: bool) -> Row:
-        rng = random.Random(key)
-        while True:
-            row = _sum_of([number_of(rng, *self._digits) for _ in range(rng.randint(2, self._terms))])
-            assert isinstance(row.prompt, str)
-            if (zlib.crc32(row.prompt.encode()) % HELD_OUT_ONE_IN == 0) == held_out:
-                return row
+    def problem(self, rng: random.Random) -> Row:
+        return _sum_of([number_of(rng, *self._digits) for _ in range(rng.randint(2, self._terms))])
 
 
 class RepeatRows(Rows):

@@ -13,30 +13,25 @@ from __future__ import annotations
 import random
 
 from stalesync.prompts.config import DataConfig
-from stalesync.prompts.rows import Row, Rows
+from stalesync.prompts.rows import GeneratedRows, Row
 
 HELD_OUT = (3, 8)
 
 
-class CountingRows(Rows):
+class CountingRows(GeneratedRows):
     """Draws prompts from eight digits, without end; two other digits are held out. Every prompt asks for
     ``data.max_digits`` digits."""
 
-    fields = frozenset({"solution"})
+    source = "counting"
 
     def __init__(self, config: DataConfig, seed: int) -> None:
-        self._digits, self._seed = config.max_digits, seed
+        super().__init__(config, seed)
+        self._digits = config.max_digits
         self._trained = [digit for digit in range(10) if digit not in HELD_OUT]
 
     def row(self, index: int) -> Row:
         rng = random.Random(f"{self._seed}-counting-{index}")
         return self._row(rng.choice(self._trained), rng)
-
-    def name(self, index: int) -> str:
-        return f"data.source='counting' problem {index}"
-
-    def longest(self) -> list[tuple[str, Row]]:
-        return [(self.name(0), self.row(0))]
 
     def evaluation(self, count: int) -> list[Row]:
         rng = random.Random(f"{self._seed}-counting-evaluation")

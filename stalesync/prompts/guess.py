@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import random
 
-from stalesync.prompts.config import DataConfig
-from stalesync.prompts.rows import Row, Rows
+from stalesync.prompts.rows import GeneratedRows, Row
 
 NUMBERS, GUESSES = 16, 5
 PROMPT = f"0-{NUMBERS - 1}?"
@@ -14,13 +13,10 @@ WORDS = tuple(map(str, range(10, NUMBERS)))
 """Numbers that are one token as those below 10: order and limits of numbers are then in their embeddings"""
 
 
-class GuessRows(Rows):
+class GuessRows(GeneratedRows):
     """An endless source of games: all have the same prompt, and the environment draws the number."""
 
-    fields = frozenset({"solution"})
-
-    def __init__(self, config: DataConfig, seed: int) -> None:
-        self._seed = seed
+    source = "guess"
 
     def row(self, index: int) -> Row:
         rng = random.Random(f"{self._seed}-guess-{index}")
@@ -32,11 +28,5 @@ class GuessRows(Rows):
             turns.append({"role": "user", "content": "higher" if guess < number else "lower"})
         return Row(PROMPT, str(number), {"solution": turns[:-1]})
 
-    def name(self, index: int) -> str:
-        return f"data.source='guess' game {index}"
-
     def evaluation(self, count: int) -> list[Row]:
         return [self.row(-1 - index) for index in range(count)]
-
-    def longest(self) -> list[tuple[str, Row]]:
-        return [("a game of data.source='guess'", self.row(0))]

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import random
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stalesync.prompts.config import DataConfig
+
+HELD_OUT_ONE_IN = 10
+"""Of the problems of a generator that are drawn from many"""
 
 
 @dataclass(frozen=True)
@@ -71,3 +79,45 @@ class Rows:
     def longest(self) -> Sequence[tuple[str, Row]]:
         """Return rows of a generator, by name, such that no row has a longer prompt than all of them."""
         raise NotImplementedError
+
+
+class GeneratedRows(Rows):
+    """Rows of the built-in generator ``source``, all with prompts of one length."""
+
+    source = ""
+    fields = frozenset({"solution"})
+
+    def __init__(self, config: DataConfig, seed: int) -> None:
+        self._seed = seed
+
+    def name(self, index: int) -> str:
+        return f"data.source={self.source!r} problem {index}"
+
+    def longest(self) -> list[tuple[str, Row]]:
+        return [(self.name(0), self.row(0))]
+
+
+class DrawnRows(GeneratedRows):
+    """An endless source of problems. ``stream``: names their noise. Invariants: a problem depends only on seed, index
+    and the settings; `row` and `evaluation` have none in common, as a hash of its text assigns each to one of them."""
+
+    stream = ""
+
+    def problem(self, rng: random.Random) -> Row:
+        """Draw a problem, whose prompt is a text."""
+        raise NotImplementedError
+
+    def row(self, index: int) -> Row:
+        return self._draw(f"{self._seed}-{self.stream}-{index}", held_out=False)
+
+    def evaluation(self, count: int) -> list[Row]:
+        keys = (f"{self._seed}-{self.stream}-evaluation-{index}" for index in range(count))
+        return [self._draw(key, held_out=True) for key in keys]
+
+    def _draw(self, key: str, held_out: bool) -> Row:
+        rng = random.Random(key)
+        while True:
+            row = self.problem(rng)
+            assert isinstance(row.prompt, str)
+            if (zlib.crc32(row.prompt.encode()) % HELD_OUT_ONE_IN == 0) == held_out:
+                return row

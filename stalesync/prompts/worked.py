@@ -14,24 +14,19 @@ digits has n (5m + 7) + 2n + 3 tokens including the end token: 41 for 2 numbers 
 letters are the index hints of Zhou et al. 2023, "What algorithms can transformers learn?"; the written steps are a
 scratchpad (Nye et al. 2021), beginning with the ones.
 
-Invariants:
-1. A problem depends only on seed, index and the range of sizes.
-2. `row` and `evaluation` have no problem in common: a hash of its text assigns each problem to one of them.
-3. `answer` is the end of `solution`, from its only `#` on.
+Invariant, besides those of `DrawnRows`: `answer` is the end of `solution`, from its only `#` on.
 """
 
 from __future__ import annotations
 
 import random
-import zlib
 from collections.abc import Sequence
 
 from stalesync.prompts.config import DataConfig
-from stalesync.prompts.rows import Row, Rows
+from stalesync.prompts.rows import DrawnRows, Row
 from stalesync.prompts.tokenizer import PLACES
 
 MARKER = "#"
-HELD_OUT_ONE_IN = 10
 
 
 def worked_problem(numbers: Sequence[int]) -> Row:
@@ -57,35 +52,22 @@ def _with_places(digits: Sequence[int]) -> str:
     return "".join(f"{PLACES[i]}{digits[i]}" for i in reversed(range(len(digits))))
 
 
-class WorkedRows(Rows):
+class WorkedRows(DrawnRows):
     """An endless source of problems of `min_digits` to `max_digits` digits and 2 to `max_terms` numbers, both drawn
     uniformly."""
 
+    source, stream = "worked_arithmetic", "worked"
     fields = frozenset({"solution", "digits", "terms"})
 
     def __init__(self, config: DataConfig, seed: int) -> None:
-        self._seed = seed
+        super().__init__(config, seed)
         self._digits = (config.min_digits, config.max_digits)
         self._terms = (2, config.max_terms)
-
-    def row(self, index: int) -> Row:
-        return self._draw(f"{self._seed}-worked-{index}", held_out=False)
-
-    def name(self, index: int) -> str:
-        return f"data.source='worked_arithmetic' problem {index}"
-
-    def evaluation(self, count: int) -> list[Row]:
-        return [self._draw(f"{self._seed}-worked-evaluation-{index}", held_out=True) for index in range(count)]
 
     def longest(self) -> list[tuple[str, Row]]:
         problem = worked_problem([10 ** self._digits[1] - 1] * self._terms[1])
         return [("the longest problem of data.source='worked_arithmetic'", problem)]
 
-    def _draw(self, key: str, held_out: bool) -> Row:
-        rng = random.Random(key)
-        while True:
-            digits, terms = rng.randint(*self._digits), rng.randint(*self._terms)
-            row = worked_problem([rng.randrange(10 ** (digits - 1), 10**digits) for _ in range(terms)])
-            assert isinstance(row.prompt, str)
-            if (zlib.crc32(row.prompt.encode()) % HELD_OUT_ONE_IN == 0) == held_out:
-                return row
+    def problem(self, rng: random.Random) -> Row:
+        digits, terms = rng.randint(*self._digits), rng.randint(*self._terms)
+        return worked_problem([rng.randrange(10 ** (digits - 1), 10**digits) for _ in range(terms)])
