@@ -7,7 +7,7 @@ metrics. Each visit of the objects would cost several cache misses a sample, so 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 from itertools import compress
 from operator import add, sub
@@ -22,33 +22,21 @@ class SampleColumns:
     """Scored samples as columns with one value of each; not changed after they were created."""
 
     samples: Sequence[Sample]
-    ids: list[str]
-    groups: list[str]
-    prompt_tokens: list[int]
-    response_tokens: list[int]
-    sampled_tokens: list[int]
-    oldest: list[int]
-    newest: list[int]
-    cut: list[bool]
-    rewards: list[float | None]
-    errors: list[str | None]
+    ids: list[str] = field(default_factory=list)
+    groups: list[str] = field(default_factory=list)
+    prompt_tokens: list[int] = field(default_factory=list)
+    response_tokens: list[int] = field(default_factory=list)
+    sampled_tokens: list[int] = field(default_factory=list)
+    oldest: list[int] = field(default_factory=list)
+    newest: list[int] = field(default_factory=list)
+    cut: list[bool] = field(default_factory=list)
+    rewards: list[float | None] = field(default_factory=list)
+    errors: list[str | None] = field(default_factory=list)
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> SampleColumns:
         """Read the columns of samples, in their order."""
-        columns = cls(
-            samples,
-            ids=[],
-            groups=[],
-            prompt_tokens=[],
-            response_tokens=[],
-            sampled_tokens=[],
-            oldest=[],
-            newest=[],
-            cut=[],
-            rewards=[],
-            errors=[],
-        )
+        columns = cls(samples)
         for sample in samples:  # one pass, as the next would find each sample out of the cache again
             columns.ids.append(sample.id)
             columns.groups.append(sample.prompt.id)
@@ -127,5 +115,5 @@ class SampleColumns:
         """Return the samples for which ``kept`` is true; itself if it is for all."""
         if all(kept):
             return self
-        columns = (getattr(self, field.name) for field in fields(self))
+        columns = (getattr(self, one.name) for one in fields(self))
         return SampleColumns(*[list(compress(column, kept)) for column in columns])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from fusion.colocate import StageReport, Worker, WorkerSpec
 from fusion.rewards import RewardOutcome, RewardPool, Term, combine
@@ -14,22 +13,22 @@ from stalesync.cards.stage_calls import calls_of_replicas, stage_call
 from stalesync.scoring.samples import Sample
 
 
-class RewardSource(Protocol):
+class RewardSource:
     """Scores samples. ``concurrent``: may do so while the engines generate."""
 
-    concurrent: bool
+    concurrent = True
 
     def __call__(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
         """Return one outcome per sample, in order."""
+        raise NotImplementedError
 
     def take_reports(self) -> list[StageReport]:
         """Return the reports of the cards used since the last call."""
+        return []
 
 
-class RuleReward:
+class RuleReward(RewardSource):
     """Scores text by rules and users' functions, in the guarded processes of ``pool``."""
-
-    concurrent = True
 
     def __init__(self, pool: RewardPool):
         self._pool = pool
@@ -37,11 +36,8 @@ class RuleReward:
     def __call__(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
         return self._pool.score([sample.for_reward() for sample in samples])
 
-    def take_reports(self) -> list[StageReport]:
-        return []
 
-
-class ModelReward:
+class ModelReward(RewardSource):
     """Scores samples by the reward model on the cards that host it, which read the samples' tokens from the queue."""
 
     def __init__(self, cards: Cards, spec: WorkerSpec):
@@ -66,10 +62,8 @@ class ModelReward:
         return reports
 
 
-class EnvironmentReward:
+class EnvironmentReward(RewardSource):
     """Scores conversations by what their environments gave for their turns. ``reward_of``: by the sample's id."""
-
-    concurrent = True
 
     def __init__(self, reward_of: Callable[[str], float]):
         self.reward_of = reward_of
@@ -82,11 +76,8 @@ class EnvironmentReward:
             return RewardOutcome(reward)
         return RewardOutcome(None, "bad_type", f"the sum of the rewards of a conversation is {reward}, beyond float32")
 
-    def take_reports(self) -> list[StageReport]:
-        return []
 
-
-class WeightedReward:
+class WeightedReward(RewardSource):
     """Adds ``terms`` to the reward of ``base``, which has the weight 1; ``title``: its name among them."""
 
     def __init__(self, base: RewardSource, title: str, terms: Sequence[Term]):
