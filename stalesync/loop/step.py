@@ -10,34 +10,21 @@ after its run has failed; its row is written at most once, also if that fails.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from concurrent.futures import Future
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 
 from stalesync.process import in_flight
 from stalesync.process.failures import logging_errors
 
-
-class Accounts(Protocol):
-    """What closes and logs steps (`step_rows.StepRows`)."""
-
-    def figures(self) -> dict[str, float]:
-        """Return the controller's figures at the end of a step."""
-
-    def acknowledge(self) -> dict[str, float]:
-        """Acknowledge the samples of the step; return the queue's figures."""
-
-    def take_metrics(self, figures: Mapping[str, float]) -> dict[str, float]:
-        """Return the row of the step, ``figures`` included."""
-
-    def log(self, number: int, metrics: Mapping[str, float]) -> None:
-        """Write the row of step ``number``."""
+if TYPE_CHECKING:
+    from stalesync.loop.step_rows import StepRows
 
 
 class Step:
-    """Step ``number`` of a run, from 1. ``logged``: the step before the first, or that of a checkpoint."""
+    """Step ``number`` of a run, from 1, which ``accounts`` close and log. ``logged``: the step before the first, or
+    that of a checkpoint."""
 
-    def __init__(self, number: int, accounts: Accounts, *, logged: bool = False) -> None:
+    def __init__(self, number: int, accounts: StepRows, *, logged: bool = False) -> None:
         self.number = number
         self.state: Literal["open", "closing", "closed", "logged"] = "logged" if logged else "open"
         self._accounts = accounts

@@ -22,11 +22,10 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
-from distqueue import PackedBatch, SamplesLost
+from distqueue import DistQueue, PackedBatch, SamplesLost
 from fusion.colocate import StageReport, Worker, WorkerSpec
 from fusion.rollout.packing import SHARE
 from fusion.telemetry import LiveView, Metrics
@@ -50,16 +49,6 @@ BRANCH = "branch"
 """Why the rows of a conversation are dropped after training, all but the last: they were never given to be rewarded"""
 
 
-class TrainQueue(Protocol):
-    """The part of the queue's interface that an update uses: no method here returns payload."""
-
-    def put(self, batch: PackedBatch, *, claim: str) -> object: ...
-
-    def ack(self, task: str, ids: Sequence[str]) -> None: ...
-
-    def drop(self, ids: Sequence[str], reason: str) -> None: ...
-
-
 @dataclass(frozen=True)
 class Training:
     """A training under way. ``samples``: those that are trained; ``stage``: of the cards, None: there is nothing to
@@ -79,7 +68,7 @@ class Updater:
 
     spec: WorkerSpec
     cards: Cards
-    queue: TrainQueue
+    queue: DistQueue
     view: LiveView
     algorithm: Algorithm
     record_reports: Callable[[Sequence[StageReport]], None]

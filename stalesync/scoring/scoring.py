@@ -21,9 +21,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import sub
-from typing import Any, Protocol
+from typing import Any
 
-from distqueue import PackedBatch
+from distqueue import DistQueue, PackedBatch
 from distqueue.errors import QueueClosed
 from fusion.colocate import StageReport
 from fusion.rewards import RewardOutcome
@@ -55,25 +55,6 @@ POLL_S = 1.0
 """Interval at which the thread that waits for samples checks whether it must end."""
 
 
-class ScoringQueue(Protocol):
-    """The part of the queue's interface that scoring uses."""
-
-    def get(
-        self,
-        task: str,
-        columns: Sequence[str],
-        count: int,
-        *,
-        lengths: Sequence[str],
-        partial: bool,
-        timeout_s: float,
-    ) -> PackedBatch: ...
-
-    def ack(self, task: str, ids: Sequence[str]) -> None: ...
-
-    def drop(self, ids: Sequence[str], reason: str) -> None: ...
-
-
 class Scorer:
     """Leases samples of the queue's task `reward` while the block lasts: use it as a context manager. After the block
     its thread scores no sample; a call of the source that is still under way after `MAX_STOP_S` is left behind.
@@ -90,7 +71,7 @@ class Scorer:
     def __init__(
         self,
         source: RewardSource,
-        queue: ScoringQueue,
+        queue: DistQueue,
         max_failed_share: float = 1.0,
         group_size: int | None = None,
         *,
