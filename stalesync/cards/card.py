@@ -10,55 +10,56 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import ray
 
 from distqueue import DistQueue
 from distqueue.checkpoint import release_freed
-from fusion.colocate import InferenceShare, StageReport, Worker, WorkerSpec
+from fusion.colocate import Worker, WorkerSpec
 from fusion.colocate.failures import ships_failures
-from fusion.inference import Request
 from fusion.npu import Device
-from fusion.rollout import EndedConversation, SuspendedSample
 from stalesync.cards.kv_servers import RayPeer, remote_pools
 from stalesync.cards.text_server import caller
 from stalesync.process.card_environment import bind_to_cores
 from stalesync.process.garbage import keep_few_collectives
 from stalesync.process.process_log import write_log_to
 
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def _in_group(name: str) -> Callable[[Method], Method]:
-    """Run a method in a concurrency group of the actor; to a type checker the method stays as it is."""
-    method: Any = ray.method
-    return method(concurrency_group=name)
-
-
-STAGES = (
-    "prepare",
-    "rejoin",
-    "recover",
-    "switch",
-    "receive",
-    "generate",
-    "answer",
-    "reference",
-    "score",
-    "train",
-    "snapshot",
-    "save",
-    "restore",
-    "snapshot_drafts",
-    "save_drafts",
-    "restore_drafts",
-    "begin_profile",
-    "end_profile",
-)
+STAGES = """
+prepare rejoin recover switch receive generate answer reference score train snapshot save restore snapshot_drafts
+save_drafts restore_drafts begin_profile end_profile""".split()
 """Methods whose failures end the run; they are sent as typed errors"""
 
+CONCURRENT = {
+    "control": "status submit abort forget pause complete ask_profile",
+    "chunks": "await_ended_chunks",
+    "weights": "receive",
+    "save": "save save_drafts",
+    "watch": "watch",
+}
+"""Concurrency group of the actor → methods that run in it; all others run one after the other"""
 
+
+def _in_groups(card: type[Card]) -> type[Card]:
+    """Have methods run in their concurrency groups; to a type checker they stay as they are."""
+    group_method: Any = ray.method
+    for group, names in CONCURRENT.items():
+        for name in names.split():
+            setattr(card, name, group_method(concurrency_group=group)(_passed_on(name, getattr(card, name))))
+    return card
+
+
+def _passed_on(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of `Card` itself, by whose name Ray finds the group; `wraps` would show it the worker's."""
+
+    def passed_on(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return method(self, *args, **kwargs)
+
+    passed_on.__name__, passed_on.__qualname__ = name, f"Card.{name}"
+    return passed_on
+
+
+@_in_groups
 @ships_failures(*STAGES)
 class Card(Worker):
     """`Worker` as an actor. `take_rank` must be called first, after Ray has placed the actor."""
@@ -83,7 +84,6 @@ class Card(Worker):
         pools = remote_pools(spec, rank, kv_peers)
         super().__init__(spec, rank, queue, exchange_texts=caller(self._text_server), kv_peers=pools)
 
-    @_in_group("watch")
     def watch(self) -> None:
         """Never returns: Ray reports the end of this process to who waits for it, whatever the card does."""
         threading.Event().wait()
@@ -96,47 +96,6 @@ class Card(Worker):
         gc.freeze()
         return description
 
-    @_in_group("weights")
-    def receive(self, version: int, share: InferenceShare) -> StageReport:
-        return super().receive(version, share)
-
-    @_in_group("save")
     def save(self, checkpoint: str, export: str) -> None:
         super().save(checkpoint, export)
         release_freed()
-
-    @_in_group("save")
-    def save_drafts(self, folder: str) -> None:
-        super().save_drafts(folder)
-
-    @_in_group("control")
-    def ask_profile(self, folder: str, step: int | None) -> None:
-        super().ask_profile(folder, step)
-
-    @_in_group("control")
-    def status(self) -> dict[str, Any]:
-        return super().status()
-
-    @_in_group("control")
-    def submit(self, requests: Sequence[Request]) -> None:
-        super().submit(requests)
-
-    @_in_group("control")
-    def abort(self, request_ids: Sequence[str]) -> None:
-        super().abort(request_ids)
-
-    @_in_group("control")
-    def forget(self, request_ids: Sequence[str]) -> None:
-        super().forget(request_ids)
-
-    @_in_group("control")
-    def pause(self) -> None:
-        super().pause()
-
-    @_in_group("control")
-    def complete(self, ended: Sequence[EndedConversation]) -> None:
-        super().complete(ended)
-
-    @_in_group("chunks")
-    def await_ended_chunks(self, timeout_s: float) -> list[SuspendedSample]:
-        return super().await_ended_chunks(timeout_s)
