@@ -65,8 +65,7 @@ class SimulatedEngine:
         self.busy_s = self.kv_copy_s = 0.0
         self.decoded_tokens: float = 0
         self.context_sum: float = 0
-        self.prefilled_tokens = 0
-        self.recomputed_tokens = self.preemptions = 0
+        self.preemptions = 0
         self.first_tokens = self.adoptions = 0
         """First tokens sampled behind a prefill; new weights adopted"""
         self._stay = True
@@ -363,8 +362,6 @@ class SimulatedEngine:
             rank.decodes.count(self.step)
             self.decoded_tokens += rank.decodes.decoded_tokens
             self.context_sum += rank.decodes.context_sum
-            self.prefilled_tokens += rank.prefilled_tokens
-            self.recomputed_tokens += rank.recomputed_tokens
             self.preemptions += rank.preemptions
         self.ranks, self._jump = [], None
         self._event += 1

@@ -14,14 +14,12 @@ from stalesync.simulator.drafts import DraftSpec
 @dataclass(frozen=True)
 class RequestSize:
     """Tokens of a request: of its prompt, of its response so far, and at its end. ``turn_end``: of the response when
-    its turn ends, None: it is no conversation; ``observation``: of those so far, the last ones that no engine has had.
-    """
+    its turn ends, None: it is no conversation."""
 
     prompt_tokens: int
     generated: int
     response_tokens: int
     turn_end: int | None = None
-    observation: int = 0
 
 
 @dataclass(frozen=True)

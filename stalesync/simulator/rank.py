@@ -30,8 +30,7 @@ from stalesync.simulator.sequence import Cached, PrefillPlan, SimulatedSequence
 
 
 class Rank:
-    """One attention rank. ``orders``: numbers the sequences of all ranks as they begin to decode;
-    ``recomputed_tokens``, ``preemptions``: as the engine's totals."""
+    """One attention rank. ``orders``: numbers the sequences of all ranks as they begin to decode."""
 
     def __init__(self, limits: EngineConfig, orders: Iterator[int]) -> None:
         self.limits, self._orders = limits, orders
@@ -40,7 +39,7 @@ class Rank:
         """In order of admission"""
         self.prefilling: dict[SimulatedSequence, None] = {}
         self.decodes = Decoding(limits.block_size)
-        self.prefilled_tokens = self.preemptions = self.recomputed_tokens = 0
+        self.prefilled_tokens = self.preemptions = 0
         self._other_blocks = 0
         """Blocks of prefilling sequences, minus those counted more than once"""
         self._reserved_tokens = 0
@@ -116,7 +115,6 @@ class Rank:
     def withdraw(self, seq: SimulatedSequence, step: int) -> None:
         """Return a running sequence to the front of the waiting ones, with its tokens and without KV."""
         self.leave(seq, step)
-        seq.known = max(seq.known, seq.computed)
         seq.computed = seq.parked = 0
         self.waiting.appendleft(seq)
 
@@ -196,7 +194,6 @@ class Rank:
             self._reserved_tokens += self._blocks(seq.limit) * self.limits.block_size
             self._hold(seq, start)
             self._name(seq, start + count)
-            self.recomputed_tokens += 0 if twin else max(0, seq.known - start)
             if twin:
                 plan.twins.append(seq)
                 seq.computed = seq.length

@@ -1,20 +1,10 @@
-"""Record what a simulated run did, step by step, and what it decided."""
+"""Record what a simulated run did, step by step."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from stalesync.simulator.work import SimulatedWork
-
-
-class Decision(NamedTuple):
-    """One command as recorded: `admit` or `train` with groups, `dispatch` with requests by engine."""
-
-    kind: str
-    groups: Sequence[str] = ()
-    requests_by_engine: Mapping[int, Sequence[str]] | None = None
 
 
 @dataclass
@@ -56,5 +46,4 @@ class RunTotals:
     slow_card_s: float
     queue_busy_s: float
     preemptions: int
-    recomputed_tokens: int
     done: SimulatedWork

@@ -11,7 +11,7 @@ go on. Rewards by rules take no time, those of a reward model its forward pass; 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from fusion.rollout import SuspendedSample
@@ -35,23 +35,18 @@ from stalesync.simulator.cards import CardMessage, SimulatedCards
 from stalesync.simulator.clock import Clock
 from stalesync.simulator.engine_spec import RequestSize
 from stalesync.simulator.lengths import SimulatedLengths, SimulatedPrompt
-from stalesync.simulator.record import Decision, RunTotals, StepRecord
+from stalesync.simulator.record import RunTotals, StepRecord
 from stalesync.simulator.sequence import SimulatedRequest
 from stalesync.simulator.setup import SimulationSetup
 from stalesync.simulator.work import SimulatedWork
 
 
 class SimulatedRun:
-    """Simulates the steps of ``setup.config.run``. ``observe``: called with each decision."""
+    """Simulates the steps of ``setup.config.run``."""
 
-    def __init__(
-        self,
-        setup: SimulationSetup,
-        lengths: SimulatedLengths,
-        observe: Callable[[Decision], None] = lambda decision: None,
-    ) -> None:
+    def __init__(self, setup: SimulationSetup, lengths: SimulatedLengths) -> None:
         config = setup.config
-        self.setup, self._lengths, self._observe = setup, lengths, observe
+        self.setup, self._lengths = setup, lengths
         self.clock = Clock()
         ledger = StalenessLedger(
             config.stalesync.max_staleness, config.data.prompts_per_step, config.stalesync.train_tokens
@@ -148,7 +143,6 @@ class SimulatedRun:
             slow_card_s=slow_s * size + training_card_s * (1 - 1 / cards.training_factor),
             queue_busy_s=cards.queue_busy_s,
             preemptions=sum(engine.preemptions for engine in engines),
-            recomputed_tokens=sum(engine.recomputed_tokens for engine in engines),
             done=done,
         )
 
@@ -173,16 +167,12 @@ class SimulatedRun:
         for prompt in prompts:
             self._prompts[prompt.group] = prompt
             self._unscored[prompt.group] = len(prompt.response_tokens)
-        self._observe(Decision("admit", [prompt.group for prompt in prompts]))
         self.admission.observe_admitted({prompt.group: prompt.prompt_tokens for prompt in prompts})
 
     def _dispatch(self, command: Dispatch) -> None:
-        by_engine = {engine: _requests(rows) for engine, rows in command.requests_by_engine.items()}
-        ids = {engine: [request.id for request in requests] for engine, requests in by_engine.items()}
-        self._observe(Decision("dispatch", requests_by_engine=ids))
         self._stopping = command.last
-        for engine, requests in by_engine.items():
-            starting = engine in command.starting
+        for engine, rows in command.requests_by_engine.items():
+            requests, starting = _requests(rows), engine in command.starting
             self._call(self.cards.cards_of_engine if starting else 1)
             if starting:
                 version = self.admission.ledger.version
@@ -222,7 +212,6 @@ class SimulatedRun:
         prompts = [self._prompts.pop(group) for group in groups]
         record.groups += groups
         record.lags += [ledger.lag(group) for group in groups]
-        self._observe(Decision("train", groups))
         scale = self.setup.engine.cost.pace.token_scale
         whole = {one.group: self._whole(one) for one in prompts}
         for one in prompts:
@@ -333,7 +322,7 @@ class SimulatedRun:
         if environment is None:
             return RequestSize(prompt_tokens, entry.generated, sampled)
         total, turn_end = environment.turn_ends(sampled)[-1], environment.turn_end(entry.generated, sampled)
-        return RequestSize(prompt_tokens, entry.generated, total, turn_end, entry.observation)
+        return RequestSize(prompt_tokens, entry.generated, total, turn_end)
 
     # Time of the controller
 

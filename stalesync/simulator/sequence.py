@@ -38,8 +38,6 @@ class SimulatedSequence:
     limit: int
     complete: bool
     turn: bool = False
-    known: int = 0
-    """Tokens computed before; computing them again counts as recomputation"""
     computed: int = 0
     parked: int = 0
     shared: int = 0
@@ -65,7 +63,6 @@ class SimulatedSequence:
             length + chunk,
             complete=ends and not is_turn,
             turn=ends and is_turn,
-            known=length - 1 - size.observation if size.generated else 0,
         )
 
 

@@ -9,6 +9,7 @@ from fusion.model import Parallel
 from fusion.npu import DeviceConfig
 from fusion.resources import SHAPES
 from stalesync.job.config import Config
+from stalesync.policy.commands import Accumulate, Dispatch, Train
 from stalesync.prompts.lengths import ForcedLengths
 from stalesync.simulator.lengths import DrawnLengths
 from stalesync.simulator.overheads import Overheads
@@ -35,13 +36,36 @@ def config_of(deployment="colocated", max_staleness=0, *, cards=4, prompts=8, gr
     return config
 
 
-def simulation_of(config, overheads=None, observe=lambda decision: None, kv_tokens=None, environment=None):
+class RecordedRun(SimulatedRun):
+    """Records its decisions in ``made``, as the lines of `recorded_run.py`."""
+
+    def __init__(self, setup, lengths):
+        super().__init__(setup, lengths)
+        self.made, observe_admitted = [], self.admission.observe_admitted
+
+        def admit(prompt_tokens):
+            self.made.append({"kind": "admit", "groups": [*prompt_tokens]})
+            observe_admitted(prompt_tokens)
+
+        self.admission.observe_admitted = admit
+
+    def execute(self, command):
+        match command:
+            case Dispatch(by_engine):
+                ids = {str(engine): [*rows.ids] for engine, rows in by_engine.items()}
+                self.made.append({"kind": "dispatch", "requests": ids})
+            case Accumulate(groups) | Train(groups):
+                self.made.append({"kind": "train", "groups": [*groups]})
+        super().execute(command)
+
+
+def simulation_of(config, overheads=None, kv_tokens=None, environment=None):
     cap = config.rollout.max_response_length - (environment.observed if environment else 0)
     forced = ForcedLengths(config.run.seed, config.rollout.sampling.forced_median, cap)
     lengths = DrawnLengths(forced, config.algorithm.group_size, PROMPT_TOKENS)
     overheads = overheads or Overheads()
     setup = SimulationSetup.of(config, overheads=overheads, kv_tokens=kv_tokens, environment=environment)
-    return SimulatedRun(setup, lengths, observe)
+    return RecordedRun(setup, lengths)
 
 
 def engine_cost(model="qwen3_30b_a3b", *, layout=None, scale=1, full=16):

@@ -2,7 +2,7 @@
 
     python tests/stalesync/simulator/recorded_run.py DECISIONS.jsonl overrides …
 
-A line for each decision, as `stalesync.simulator.record.Decision`: `admit` with the groups and the lengths of their
+A line for each decision: `admit` with the groups and the lengths of their
 prompts, `dispatch` with requests by engine, `train` with the groups that are trained or accumulated, oldest first.
 """
 

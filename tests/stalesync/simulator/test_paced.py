@@ -13,11 +13,11 @@ import pytest
 from stalesync.job.overrides import load
 from stalesync.prompts.lengths import ForcedLengths
 from stalesync.simulator.lengths import SimulatedPrompt, TraceLengths
-from stalesync.simulator.run import SimulatedRun
 from stalesync.simulator.setup import SimulationSetup
 from tests.helpers import MINIMAL, runnable_checkpoint
 from tests.machine import patience
 from tests.stalesync.runs import rows_of
+from tests.stalesync.simulator.configs import RecordedRun
 from tests.warm import launcher
 
 PACED = """device=paced device.pace=olmoe_7b device.pace_tokens=128 device.pace_speed=64 device.pace_training=8
@@ -47,18 +47,14 @@ def simulated(run, decisions):
         if one["kind"] == "admit"
         for group, tokens in zip(one["groups"], one["prompt_tokens"], strict=True)
     ]
-    made = []
-    simulation = SimulatedRun(SimulationSetup.of(config), TraceLengths(prompts), made.append)
+    simulation = RecordedRun(SimulationSetup.of(config), TraceLengths(prompts))
     simulation.run()
-    return made, simulation
+    return simulation.made, simulation
 
 
 def plain(decision):
     """A decision of the real run, or of the simulated one."""
-    if isinstance(decision, dict):
-        return decision["kind"], decision.get("groups", []), decision.get("requests", {})
-    by_engine = decision.requests_by_engine or {}
-    return decision.kind, list(decision.groups), {str(engine): ids for engine, ids in by_engine.items()}
+    return decision["kind"], decision.get("groups", []), decision.get("requests", {})
 
 
 def groups_of(decisions, kind):

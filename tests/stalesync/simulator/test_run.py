@@ -37,10 +37,9 @@ def test_every_group_is_trained_once_within_the_bound_and_no_token_is_lost(
     config = config_of(deployment, bound, chunk_tokens=chunk, suspended="keep" if keeps else "recompute")
     config.run.seed = seed
     _score_by(config, scoring, apart=deployment != "full" and seed % 2 == 0)
-    decisions = []
-    run = simulation_of(config, observe=decisions.append)
+    run = simulation_of(config)
     steps = run.run()
-    admitted = [group for one in decisions if one.kind == "admit" for group in one.groups]
+    admitted = [group for one in run.made if one["kind"] == "admit" for group in one["groups"]]
     trained = [group for step in steps for group in step.groups]
     assert len(trained) == len({*trained}) == config.run.steps * config.data.prompts_per_step
     assert {*trained} <= {*admitted} and len({*admitted}) == len(admitted)
