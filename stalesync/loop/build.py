@@ -79,6 +79,7 @@ def build_run(
     )
     loop = Controller(
         config=config,
+        spec=spec,
         admission=admission,
         cards=cards,
         queue=queue,
@@ -96,8 +97,6 @@ def build_run(
             step_metrics=step_metrics,
             note=view.note,
         ),
-        attention_ranks=spec.infer_of_one_engine.dp,
-        num_shared_cards=len(spec.deployment.shared),
         updater=updater,
         desk=ControlDesk(folder.path, config),
         step_metrics=step_metrics,
@@ -107,21 +106,10 @@ def build_run(
         conversing=conversing,
     )
     return TrainingRun(
-        config=config,
-        spec=spec,
-        cards=cards,
         loop=loop,
-        rows=rows,
-        evaluator=_evaluator(config, evaluation, loop, rows),
-        checkpoints=Checkpoints(
-            config=config, spec=spec, cards=cards, loop=loop, evaluation=evaluation, inputs=inputs, saver=saver
-        ),
+        evaluator=Evaluator(evaluation=evaluation, loop=loop),
+        checkpoints=Checkpoints(loop=loop, evaluation=evaluation, inputs=inputs, saver=saver),
     )
-
-
-def _evaluator(config: Config, evaluation: Evaluation, loop: Controller, rows: StepRows) -> Evaluator:
-    by_model = config.reward.kind == "model"
-    return Evaluator(evaluation=evaluation, loop=loop, rows=rows, by_model=by_model, last=config.run.steps)
 
 
 def _admission(

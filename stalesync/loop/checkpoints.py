@@ -13,14 +13,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from fusion.colocate import Worker, WorkerSpec
+from fusion.colocate import Worker
 from fusion.rollout.partial_samples import check_kept
 from fusion.telemetry.manifest import read_seals, write_seals
 from fusion.telemetry.run_contents import complete_checkpoints
-from stalesync.cards.cards import Cards
 from stalesync.evaluation import Evaluation
 from stalesync.job import savepoint
-from stalesync.job.config import Config
 from stalesync.job.resume import Reopened
 from stalesync.job.resume_rules import ENDED, RULES, Rule
 from stalesync.loop.controller import Controller
@@ -33,9 +31,6 @@ log = logging.getLogger(__name__)
 class Checkpoints:
     """Saves and restores the run of ``loop``. ``inputs``: what the run depends on (`run_inputs.py`)."""
 
-    config: Config
-    spec: WorkerSpec
-    cards: Cards
     loop: Controller
     evaluation: Evaluation
     inputs: Mapping[str, Any]
@@ -50,41 +45,41 @@ class Checkpoints:
         loop.view.phase("save")
         with self.saver.pause():
             loop.settle()
-            snapshot = self.cards.on(self.spec.deployment.train).begin(Worker.snapshot)
+            snapshot = loop.cards.on(loop.spec.deployment.train).begin(Worker.snapshot)
             target = savepoint.path_of(loop.folder, loop.last.number)
             savepoint.begin(target, loop.queue if loop.admission.ledger.num_untrained else None)
             state = {"inputs": self.inputs, **loop.state_dict()}
-            loop.step_metrics.take(self.cards.wait(snapshot))
-            if self.config.rollout.drafts.from_history:
-                ranks = self.spec.drafting_ranks
-                self.cards.on(ranks).call(Worker.snapshot_drafts)
-                self._draft_starts = {rank: self.cards.num_starts(rank) for rank in ranks}
+            loop.step_metrics.take(loop.cards.wait(snapshot))
+            if loop.config.rollout.drafts.from_history:
+                ranks = loop.spec.drafting_ranks
+                loop.cards.on(ranks).call(Worker.snapshot_drafts)
+                self._draft_starts = {rank: loop.cards.num_starts(rank) for rank in ranks}
         return state
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Write a checkpoint from which a run of the same name can resume, and the Hugging Face export, while the next
         steps run. The cards hash what they write; the manifest of all files is written last."""
-        folder = self.loop.folder
+        loop, folder = self.loop, self.loop.folder
         target, export, as_json = savepoint.path_of(folder, state["step"]), str(folder.hf), json.dumps(state)
         log_bytes = folder.log_bytes()
         starts, best, chosen = self._draft_starts, self.evaluation.best(), self.evaluation.history.best
 
         def write() -> None:
-            self.cards.on(self.spec.deployment.train).call(Worker.save, str(target / savepoint.TRAINER), export)
-            if self.config.rollout.drafts.from_history:
+            loop.cards.on(loop.spec.deployment.train).call(Worker.save, str(target / savepoint.TRAINER), export)
+            if loop.config.rollout.drafts.from_history:
                 if ranks := self._unchanged(starts):
-                    self.cards.on(ranks).call(Worker.save_drafts, str(target / savepoint.DRAFTS))
+                    loop.cards.on(ranks).call(Worker.save_drafts, str(target / savepoint.DRAFTS))
             savepoint.finish(target, as_json, folder.seal(log_bytes))
             if best is not None:
                 folder.write_best(best)
-            savepoint.prune(target.parent, self.config.run.keep, spared=chosen[:1] if chosen else ())
+            savepoint.prune(target.parent, loop.config.run.keep, spared=chosen[:1] if chosen else ())
 
         self.saver.begin(write, discard=partial(savepoint.discard, target))
 
     def _unchanged(self, starts: Mapping[int, int]) -> list[int]:
         """Return the ranks whose processes are those of the cut, by the number of processes that each had: one that was
         replaced since has no copy to write."""
-        same = [rank for rank, number in starts.items() if self.cards.num_starts(rank) == number]
+        same = [rank for rank, number in starts.items() if self.loop.cards.num_starts(rank) == number]
         if others := sorted(starts.keys() - {*same}):
             log.warning("ranks %s were replaced: their drafts are not part of the checkpoint", others)
         return same
@@ -92,7 +87,7 @@ class Checkpoints:
     def restore(self, earlier: Reopened) -> None:
         """Resume from a checkpoint. The queue must have been created from the checkpoint's queue; if the groups in
         progress end, without it."""
-        loop, config, checkpoint, state = self.loop, self.config, earlier.checkpoint, earlier.state
+        loop, config, checkpoint, state = self.loop, self.loop.config, earlier.checkpoint, earlier.state
         assert checkpoint is not None
         check_kept(loop.queue.holding, config.rollout.truncates)
         if earlier.ended:
@@ -106,13 +101,13 @@ class Checkpoints:
         self.evaluation.history.restore(folder.evaluations(), digests, complete_checkpoints(folder.path))
         folder.write_best(self.evaluation.best())
         steps_left = (config.run.steps - step) * config.algorithm.minibatches
-        trainers = self.cards.on(self.spec.deployment.train)
+        trainers = loop.cards.on(loop.spec.deployment.train)
         trainers.call(Worker.restore, str(checkpoint / savepoint.TRAINER), steps_left)
         if line := savepoint.schedule_of(checkpoint, config, steps_left).describe():
             loop.view.note(line)
         if config.rollout.drafts.from_history:
-            generators = self.cards.on([rank for ranks in self.spec.engines for rank in ranks])
+            generators = loop.cards.on([rank for ranks in loop.spec.engines for rank in ranks])
             generators.call(Worker.restore_drafts, str(checkpoint / savepoint.DRAFTS))
         loop.view.note(f"resuming from {checkpoint}, step {step}")
-        if (saved_in := savepoint.layout_of(checkpoint)) != self.spec.train:
+        if (saved_in := savepoint.layout_of(checkpoint)) != loop.spec.train:
             loop.view.note(f"it was saved by {saved_in.world} cards in {saved_in}: masters and moments are resharded")

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distqueue import DistQueue
+from fusion.colocate import WorkerSpec
 from fusion.telemetry import LiveView, RunFolder, throughput
 from stalesync.cards.cards import Cards
 from stalesync.job.config import Config
@@ -64,6 +65,7 @@ class Controller:
     after each step."""
 
     config: Config
+    spec: WorkerSpec
     admission: Admission
     cards: Cards
     queue: DistQueue
@@ -80,10 +82,6 @@ class Controller:
     view: LiveView
     conversing: Conversing | None = None
     """Of a run with environments"""
-    attention_ranks: int = 1
-    """Number of attention ranks of an engine"""
-    num_shared_cards: int = 0
-    """Number of cards that train and generate"""
     _kv_tokens: float | None = None
     """Capacity of the smallest KV cache in the last step"""
     _num_tokens: int = 0
@@ -291,12 +289,12 @@ class Controller:
         metrics = self.step_metrics.metrics
         self._num_tokens = sum(samples.tokens)
         metrics.add("rollout/engines", len(self.desk.share.engines))
-        metrics.add("rollout/lent_card_s", self.admission.take_lent_s() * self.num_shared_cards)
+        metrics.add("rollout/lent_card_s", self.admission.take_lent_s() * len(self.spec.deployment.shared))
         metrics.add("rollout/suspended_total", 0)
         metrics.update(self.admission.buffer.take_metrics())
         self._kv_tokens = metrics.result().get("rollout/kv_tokens_min", self._kv_tokens)
         if self._kv_tokens is not None:
-            self.admission.observe_kv_tokens(int(self._kv_tokens) * self.attention_ranks)
+            self.admission.observe_kv_tokens(int(self._kv_tokens) * self.spec.infer_of_one_engine.dp)
         add_sample_metrics(metrics, samples)
         records = {} if self.conversing is None else self.conversing.records(samples.ids, metrics)
         if samples:

@@ -16,7 +16,7 @@ from stalesync.job import savepoint
 from stalesync.loop.controller import Controller
 from stalesync.loop.evaluated_turns import EvaluatedTurns
 from stalesync.loop.generation import EVAL_ROWS
-from stalesync.loop.step_rows import RESTARTS, StepRows
+from stalesync.loop.step_rows import RESTARTS
 from stalesync.policy.commands import Publish, SwitchToTrain
 from stalesync.process.failures import RunFailed
 from stalesync.process.run_log import add_note
@@ -26,14 +26,20 @@ from stalesync.scoring.scoring import EVALUATED, RESPONSE
 
 @dataclass(kw_only=True)
 class Evaluator:
-    """Evaluates the weights of ``loop``. ``by_model``: whether the run's own reward is a model's; ``last``: the number
-    of the run's last step."""
+    """Evaluates the weights of ``loop``."""
 
     evaluation: Evaluation
     loop: Controller
-    rows: StepRows
-    by_model: bool
-    last: int
+
+    @property
+    def last(self) -> int:
+        """The number of the run's last step."""
+        return self.loop.config.run.steps
+
+    @property
+    def by_model(self) -> bool:
+        """Whether the run's own reward is a model's."""
+        return self.loop.config.reward.kind == "model"
 
     def due(self, number: int) -> bool:
         """Whether to evaluate after step ``number`` (0: before the first one)."""
@@ -47,7 +53,7 @@ class Evaluator:
             start = time.perf_counter()
             is_best, metrics = self.evaluate()
             if not number:
-                self.rows.extra |= self.evaluation.short_metrics("before")
+                self.loop.rows.extra |= self.evaluation.short_metrics("before")
             else:
                 metrics |= {"timing_s/testing": time.perf_counter() - start} if metrics else {}
                 if number == self.last:
@@ -64,9 +70,9 @@ class Evaluator:
         start = time.perf_counter()
         is_best, metrics = self.evaluate()
         if metrics:
-            self.rows.extra |= metrics | {"timing_s/testing": time.perf_counter() - start}
+            self.loop.rows.extra |= metrics | {"timing_s/testing": time.perf_counter() - start}
         if self.loop.last.number == self.last:
-            self.rows.extra |= self.evaluation.short_metrics("after")
+            self.loop.rows.extra |= self.evaluation.short_metrics("after")
         return is_best
 
     def evaluate(self) -> tuple[bool, dict[str, float]]:
@@ -97,7 +103,7 @@ class Evaluator:
         if count or (talks and self.by_model):  # rows of lost engines, and of turns that were continued
             loop.queue.drop([row for row in loop.queue.holding(RESPONSE) if row.startswith(EVAL_ROWS)], EVALUATED)
         if count:
-            self.rows.extra[RESTARTS] = self.rows.extra.get(RESTARTS, 0) + count
+            self.loop.rows.extra[RESTARTS] = self.loop.rows.extra.get(RESTARTS, 0) + count
         loop.folder.log_evaluation(number, [result.row() for result in results], metrics)
         when = f"after step {number}" if number else "before the first step"
         loop.view.note(f"evaluation {when}: {', '.join(result.describe() for result in results)}")

@@ -12,13 +12,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from fusion.colocate import Worker, WorkerSpec
-from stalesync.cards.cards import Cards
-from stalesync.job.config import Config
+from fusion.colocate import Worker
 from stalesync.loop.checkpoints import Checkpoints
 from stalesync.loop.controller import Controller
 from stalesync.loop.evaluator import Evaluator
-from stalesync.loop.step_rows import StepRows
 from stalesync.policy.save_interval import SaveInterval
 from stalesync.process.garbage import collecting_seldom
 from stalesync.process.stopping import completing, notes_of_request, requested_stop
@@ -26,13 +23,9 @@ from stalesync.process.stopping import completing, notes_of_request, requested_s
 
 @dataclass(kw_only=True)
 class TrainingRun:
-    """Runs ``config.run.steps`` steps."""
+    """Runs ``config.run.steps`` steps of ``loop``."""
 
-    config: Config
-    spec: WorkerSpec
-    cards: Cards
     loop: Controller
-    rows: StepRows
     evaluator: Evaluator
     checkpoints: Checkpoints
 
@@ -47,16 +40,17 @@ class TrainingRun:
         Raises:
             Stopped: SIGTERM has arrived; a checkpoint was saved after the step that was under way.
         """
-        last, saver = self.config.run.steps, self.checkpoints.saver
-        interval = SaveInterval.parse(self.config.run.save_every)
+        loop, config, saver = self.loop, self.loop.config, self.checkpoints.saver
+        last = config.run.steps
+        interval = SaveInterval.parse(config.run.save_every)
         self.evaluator.begin()
         saved_at = time.monotonic()
-        with collecting_seldom(self.loop.max_samples), self.logging_after_failure(), completing():
-            self.loop.view.begin()
-            self.loop.step_metrics.begin_first_step()
+        with collecting_seldom(loop.max_samples), self.logging_after_failure(), completing():
+            loop.view.begin()
+            loop.step_metrics.begin_first_step()
             while self.step < last:
                 with self.profiling(self.step + 1):
-                    self.loop.train_step()
+                    loop.train_step()
                 is_best = self.evaluator.due(self.step) and self.evaluator.after_step()
                 elapsed_s, stop = time.monotonic() - saved_at, requested_stop()
                 due = interval.due(self.step, elapsed_s, saver.writing)
@@ -67,10 +61,10 @@ class TrainingRun:
                     saver.finish()
                     raise stop
             saver.finish()
-        if self.config.rollout.kv_pool.pools_kv:
-            self.loop.engines.close_kv_pools()
-        if self.config.run.profile_steps and (others := self._others()):
-            self.cards.on(others).call(Worker.end_profile)  # one that has run no stage since has not written its trace
+        if config.rollout.kv_pool.pools_kv:
+            loop.engines.close_kv_pools()
+        if config.run.profile_steps and (others := self._others()):
+            loop.cards.on(others).call(Worker.end_profile)  # one that has run no stage since has not written its trace
         self.check_rewards()
 
     def run_evaluation(self) -> None:
@@ -109,27 +103,28 @@ class TrainingRun:
         """Profile the cards in the block, if the config names the step. If the step fails, the card that failed writes
         its trace; the others are ended. Cards that do not train may be in a stage that lasts longer than a step: they
         begin and end between two steps of their engine."""
-        if step not in self.config.run.profile_steps:
+        if step not in self.loop.config.run.profile_steps:
             yield
             return
-        folder, trainers = str(self.loop.folder.profiles.resolve()), self.cards.on(self.spec.deployment.train)
+        cards, folder = self.loop.cards, str(self.loop.folder.profiles.resolve())
+        trainers = cards.on(self.loop.spec.deployment.train)
         trainers.call(Worker.begin_profile, folder, step)
-        self.cards.on(self._others()).ask(Worker.ask_profile, folder, step)
+        cards.on(self._others()).ask(Worker.ask_profile, folder, step)
         yield
         trainers.call(Worker.end_profile)
-        self.cards.on(self._others()).ask(Worker.ask_profile, folder, None)
+        cards.on(self._others()).ask(Worker.ask_profile, folder, None)
 
     def _others(self) -> list[int]:
         """Return the ranks of the cards that do not train, and live."""
-        return [rank for rank in self.cards.living if rank not in self.spec.deployment.train]
+        return [rank for rank in self.loop.cards.living if rank not in self.loop.spec.deployment.train]
 
     def notes(self) -> list[str]:
         """Return the notes of the final report."""
         ledger, source = self.loop.admission.ledger, self.loop.source
-        lines = self.rows.pace.notes() + self.evaluator.evaluation.notes()
+        lines = self.loop.rows.pace.notes() + self.evaluator.evaluation.notes()
         lines += [f"{count} groups {name}" for name, count in ledger.ended.items() if name != "trained"]
-        if self.rows.text_server_note:
-            lines.append(self.rows.text_server_note)
+        if self.loop.rows.text_server_note:
+            lines.append(self.loop.rows.text_server_note)
         if num_restarts := self.loop.engines.num_restarts:
             lines.append(f"{num_restarts} engines died and were replaced (rollout/engine_restarts)")
         if ledger.num_untrained:

@@ -172,7 +172,7 @@ def test_a_card_that_fails_while_it_answers_leaves_a_note_of_the_file(opened):
     loop.last = Step(3, loop.rows, logged=True)
     evaluation, _ = opened({"name": "hard", "reward": "math"})
     with pytest.raises(CardFailed) as failed:
-        Evaluator(evaluation=evaluation, loop=loop, rows=loop.rows, by_model=False, last=9).evaluate()
+        Evaluator(evaluation=evaluation, loop=loop).evaluate()
     assert commands == ["settle", Publish(0)], "samples in progress are settled before the engines answer"
     assert failed.value.__notes__ == [f"evaluation of {evaluation.files[0].describe()} after step 3"]
 

@@ -5,6 +5,7 @@ from functools import partial
 from types import SimpleNamespace
 
 from fusion.colocate import Deployment, InferenceShare
+from fusion.model import Parallel
 from fusion.rollout import RequestBuffer
 from stalesync.cards.stage_calls import EnginesLost
 from stalesync.job.config import Config
@@ -199,9 +200,10 @@ def make_controller(order, commands=(), *, losses=0, kind=Controller, **parts):
     cards = parts.setdefault("cards", Cards(order))
     admission = parts.setdefault("admission", Admission(commands))
     generation = parts.setdefault("generation", Generation(order, losses))
-    spec = SimpleNamespace(engines=[(0,), (1,)], deployment=Deployment((2,), (0, 1)))
+    spec = SimpleNamespace(engines=[(0,), (1,)], deployment=Deployment((2,), (0, 1)), infer_of_one_engine=Parallel())
     defaults = dict(
         config=Config(),
+        spec=spec,
         queue=Queue(),
         source=Source(),
         scorer=Scorer(),

@@ -294,6 +294,7 @@ def make_controller(
     return make_fake_controller(
         [],
         config=config,
+        spec=spec,
         admission=admission,
         scorer=scorer,
         groups=groups_in_progress,

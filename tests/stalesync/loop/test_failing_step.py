@@ -55,12 +55,10 @@ def make_run(rows, kind, steps, save_every):
     config.run.steps, config.run.save_every = steps, save_every
     loop = make_controller([], kind=kind, config=config, rows=rows)
     evaluation = Evaluation(EvalConfig(), files=[])
-    parts = dict(config=config, spec=None, cards=Cards([]), loop=loop)
     return TrainingRun(
-        **parts,
-        rows=rows,
-        evaluator=Evaluator(evaluation=evaluation, loop=loop, rows=rows, by_model=False, last=steps),
-        checkpoints=Cuts(**parts, evaluation=evaluation, inputs={}, saver=Saver()),
+        loop=loop,
+        evaluator=Evaluator(evaluation=evaluation, loop=loop),
+        checkpoints=Cuts(loop=loop, evaluation=evaluation, inputs={}, saver=Saver()),
     )
 
 
