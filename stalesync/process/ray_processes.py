@@ -8,8 +8,7 @@ from __future__ import annotations
 import os
 import select
 import threading
-import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -125,32 +124,8 @@ def watching_end(
 ) -> Iterator[None]:
     """If one of the processes has ended and the block lasts another `NOTICE_S`, calls ``interrupt`` from a thread, and
     after another `LEAVE_S` ``give_up``: a call of Ray may wait for much longer."""
-    left, lock = threading.Event(), threading.Lock()
-
-    def call(act: Callable[[RayEnded], None], error: RayEnded, after_s: float) -> None:
-        left.wait(after_s)
-        with lock:
-            if not left.is_set():
-                act(error)
-
-    def watch() -> None:
-        while not left.wait(WATCH_S):
-            if name := processes.ended():
-                from stalesync.process.failures import RayEnded
-
-                error = RayEnded(name, processes.status_of(name))
-                call(interrupt, error, NOTICE_S)
-                call(give_up, error, LEAVE_S)
-                return
-
-    thread = threading.Thread(target=watch, name="watch Ray", daemon=True)
-    thread.start()
-    try:
+    with _watching(processes, [(NOTICE_S, interrupt), (LEAVE_S, give_up)]):
         yield
-    finally:
-        with lock:
-            left.set()
-        thread.join()
 
 
 @contextmanager
@@ -161,34 +136,49 @@ def watching_start(
     another `GIVE_UP_S`, calls ``give_up`` from a thread: Ray would wait a minute, and may then end this process.
 
     Args:
-        poll: called by that thread every `WATCH_S`.
+        poll: called by that thread every `WATCH_S`, until one has ended.
     """
-    inside, lock, before = True, threading.Lock(), started_by(os.getpid())
+    with closing(RayProcesses(names, before=started_by(os.getpid()))) as processes:
+
+        def look() -> None:
+            poll()
+            processes.add_started()
+
+        with _watching(processes, [(GIVE_UP_S, give_up)], look):
+            yield
+
+
+@contextmanager
+def _watching(
+    processes: RayProcesses,
+    acts: Sequence[tuple[float, Callable[[RayEnded], None]]],
+    poll: Callable[[], None] = lambda: None,
+) -> Iterator[None]:
+    """If one of the processes has ended, call each of ``acts`` from a thread, unless the block ends within the seconds
+    before it."""
+    left, lock = threading.Event(), threading.Lock()
 
     def watch() -> None:
-        ended_s: float | None = None
-        with closing(RayProcesses(names, before=before)) as processes:
-            while inside:
-                poll()
-                processes.add_started()
-                now_s, ended = time.monotonic(), processes.ended()
-                ended_s = (ended_s or now_s) if ended else None
-                if ended and ended_s is not None and now_s - ended_s > GIVE_UP_S:
+        while not left.wait(WATCH_S):
+            poll()
+            if name := processes.ended():
+                from stalesync.process.failures import RayEnded
+
+                error = RayEnded(name, processes.status_of(name))
+                for after_s, act in acts:
+                    left.wait(after_s)
                     with lock:
-                        if inside:
-                            from stalesync.process.failures import RayEnded
+                        if not left.is_set():
+                            act(error)
+                return
 
-                            give_up(RayEnded(ended, processes.status_of(ended)))
-                    return
-                time.sleep(WATCH_S)
-
-    thread = threading.Thread(target=watch, name="start of Ray", daemon=True)
+    thread = threading.Thread(target=watch, name="watch Ray", daemon=True)
     thread.start()
     try:
         yield
     finally:
         with lock:
-            inside = False
+            left.set()
         thread.join()
 
 
@@ -202,16 +192,7 @@ def pending_stop(pid: int) -> int:
     return next((int(number) for number in SIGNALS if pending >> (number - 1) & 1), 0)
 
 
-def children_of(parent: int) -> dict[int, str]:
-    """Return the names of a process's children that have not ended, as the kernel has them (at most 15 bytes), by
-    process id."""
-    return {pid: stat.name for pid, stat in _children(parent).items() if stat.state not in "ZX"}
-
-
 def started_by(parent: int) -> dict[int, str]:
-    """As `children_of`, with those that have ended and of whose end the parent has not learnt."""
-    return {pid: stat.name for pid, stat in _children(parent).items()}
-
-
-def _children(parent: int) -> dict[int, ProcessStat]:
-    return {pid: stat for pid, stat in ProcessStat.of_all().items() if stat.parent == parent}
+    """Return the names of a process's children, as the kernel has them (at most 15 bytes), by process id; also of those
+    that have ended and of whose end the parent has not learnt."""
+    return {pid: stat.name for pid, stat in ProcessStat.of_all().items() if stat.parent == parent}

@@ -15,18 +15,24 @@ import pytest
 
 from distqueue import QueueClosed
 from stalesync.process import ray_processes
+from stalesync.process.exit_status import ProcessStat
 from stalesync.process.failures import QueueFailed, RayEnded, naming_queue
 from stalesync.process.ray_processes import (
     GIVE_UP_S,
     WATCH_S,
     RayProcesses,
-    children_of,
     started_by,
     watching_end,
     watching_start,
 )
 from stalesync.process.stopping import acknowledging, raise_in_main, stoppable
 from tests.machine import patience, wait_for, within
+
+
+def children_of(parent):
+    """The names of a process's children that have not ended, by process id."""
+    children = {pid: one for pid, one in ProcessStat.of_all().items() if one.parent == parent}
+    return {pid: one.name for pid, one in children.items() if one.state not in "ZX"}
 
 
 def test_the_end_of_a_child_is_noticed_by_its_name(tmp_path):
@@ -121,7 +127,7 @@ def test_ray_that_reports_the_end_of_a_process_itself_is_not_given_up(tmp_path):
             time.sleep(2 * WATCH_S)
             process.kill()
         raise RuntimeError("of Ray")
-    assert not given_up and "start of Ray" not in {thread.name for thread in threading.enumerate()}
+    assert not given_up and "watch Ray" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_without_children_of_that_name_nothing_is_watched():
