@@ -6,6 +6,7 @@ import logging
 import secrets
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from fusion.colocate import RewardModelSpec, WorkerSpec
@@ -19,6 +20,7 @@ from fusion.rollout.detokenize import detokenizer_spec
 from fusion.rollout.kv_pool.pool import KVPoolSpec
 from stalesync.evaluation.files import EvalFile, OpenedFile, open_files, with_rewards
 from stalesync.job.config import Config
+from stalesync.job.decision_settings import worker_settings
 from stalesync.job.tokenizer_folder import end_token_ids, load_tokenizer, masked_ids, num_ids
 from stalesync.prompts import ChatTemplate, PromptSource
 from stalesync.prompts.environments import Environments
@@ -119,27 +121,13 @@ def worker_spec(config: Config, model: ModelConfig, tokenizer: Any) -> WorkerSpe
     Raises:
         ValueError: the reward model has fewer tokens than the policy's tokenizer, whose ids it would have to read.
     """
-    deployment, fusion = config.deployment, config.fusion
     turn_end = ChatTemplate(config.data, tokenizer).turn_end
     ends = end_token_ids(tokenizer, model, config.model.path, turn_end)
-    reference = deployment.reference if fusion.score_cards else ()
-    return WorkerSpec(
-        seed=config.run.seed,
-        steps=config.run.steps * config.algorithm.minibatches,
-        model=config.model,
-        deployment=deployment,
-        train=config.train_layout,
-        infer=config.infer_layout,
-        fusion=fusion,
-        rollout=config.rollout,
-        training=config.training,
-        algorithm=config.algorithm,
-        device=config.device,
-        reference=config.score_layout(model, reference) if reference else None,
+    return replace(
+        worker_settings(config, model),
         reward_model=_reward_model(config, tokenizer) if config.reward.model else None,
         topology=config.cluster.topology,
         pace=config.pace,
-        ahead=config.stalesync.max_staleness > 0,
         detokenizer=detokenizer_spec(config.model.path, tokenizer, ends),
         kv_pool=_kv_pool(config) if config.rollout.kv_pool.pools_kv else None,
         masked_ids=masked_ids(tokenizer, model, ends),

@@ -5,16 +5,38 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from fusion.colocate.spec import WorkerSpec
 from fusion.rollout import HistoPipeSpec, PoolRouting
 from stalesync.policy.admission_spec import AdmissionSpec
 from stalesync.policy.conversations import ConversationSpec
 
 if TYPE_CHECKING:
-    from fusion.colocate.spec import WorkerSpec
+    from fusion.model import ModelConfig
     from stalesync.job.config import Config
 
 MAX_REFILLS = 10
 """Number of batches of groups that a step may filter before it trains the groups it has."""
+
+
+def worker_settings(config: Config, model: ModelConfig) -> WorkerSpec:
+    """Return the part of the config that every card needs, without models and tokenizers. ``model``: the policy's
+    shape."""
+    cards = config.deployment.reference if config.fusion.score_cards else ()
+    return WorkerSpec(
+        seed=config.run.seed,
+        steps=config.run.steps * config.algorithm.minibatches,
+        model=config.model,
+        deployment=config.deployment,
+        train=config.train_layout,
+        infer=config.infer_layout,
+        fusion=config.fusion,
+        rollout=config.rollout,
+        training=config.training,
+        algorithm=config.algorithm,
+        device=config.device,
+        reference=config.score_layout(model, cards) if cards else None,
+        ahead=config.stalesync.max_staleness > 0,
+    )
 
 
 def admission_spec(

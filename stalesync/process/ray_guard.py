@@ -98,10 +98,10 @@ class Report(NamedTuple):
 
     def __call__(self, error: RunFailed, stderr: int) -> None:
         """Record the error in the run's folder, and write it to ``stderr``, a descriptor."""
-        from stalesync.process.run_log import Progress, RunLog, report_failure
+        from stalesync.process.run_log import Progress, RunLog
 
-        logs = RunLog(Path(self.folder), begins=False)
-        report_failure(error, stderr, logs=logs, progress=Progress("Ray"), world=self.world)
+        note = RunLog(Path(self.folder), begins=False).record(error, Progress("Ray"), self.world)
+        os.write(stderr, f"error: {error}\n{note}\n".encode(errors="backslashreplace"))
 
 
 class EndedProcess(NamedTuple):

@@ -38,14 +38,8 @@ MAX_LOG_BYTES, MAX_LOGS_BYTES = 256 << 10, 32 << 20
 """Of each process's log in `run.log`, its end; and of all of them."""
 
 
-def describe_failure(error: BaseException, *, stage: str, step: int | None, hosts: Sequence[str]) -> dict[str, Any]:
-    """Describe why a run ended, as plain JSON.
-
-    Args:
-        stage: what the controller did; replaced by the card's stage where a card failed.
-        step: the step in progress, from 1; None: before the first.
-        hosts: the machine of each rank.
-    """
+def describe_failure(error: BaseException, progress: Progress) -> dict[str, Any]:
+    """Describe why a run ended, as plain JSON. Where a card failed, the stage is the card's."""
     own = "".join(traceback.format_exception(type(error), error, error.__traceback__)).strip()
     described: dict[str, Any] = {
         "error": type(error).__name__,
@@ -53,8 +47,8 @@ def describe_failure(error: BaseException, *, stage: str, step: int | None, host
         "kind": FailureKind.FAILED.value,
         "rank": None,
         "host": socket.gethostname(),
-        "stage": stage,
-        "step": step,
+        "stage": progress.stage,
+        "step": progress.step,
         "traceback": own,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
     }
@@ -67,20 +61,10 @@ def describe_failure(error: BaseException, *, stage: str, step: int | None, host
         "message": failure.message if reported else str(error),
         "kind": failure.kind.value,
         "rank": failure.rank,
-        "host": hosts[failure.rank] if failure.rank < len(hosts) else None,
+        "host": progress.hosts[failure.rank] if failure.rank < len(progress.hosts) else None,
         "stage": failure.stage,
         "traceback": error.trace or own,
     }
-
-
-def report_failure(error: RunFailed, stderr: int, *, logs: RunLog, progress: Progress, world: int) -> None:
-    """Record an error for which no exception can be raised, and write it to ``stderr``, a descriptor."""
-    failure = describe_failure(error, stage=progress.stage, step=progress.step, hosts=progress.hosts)
-    try:
-        note = f"every rank's log and the traceback: {logs.write_failure(failure, world)}"
-    except OSError as full:
-        note = f"{RUN_LOG} could not be written: {full}"
-    os.write(stderr, f"error: {error}\n{note}\n".encode(errors="backslashreplace"))
 
 
 def headline(failure: Mapping[str, Any]) -> str:
@@ -95,7 +79,8 @@ def headline(failure: Mapping[str, Any]) -> str:
 
 @dataclass
 class Progress:
-    """How far a run has come, for the record of its failure."""
+    """How far a run has come, for the record of its failure. ``stage``: what the controller does; ``hosts``: the
+    machine of each rank."""
 
     stage: str = "start"
     hosts: Sequence[str] = ()
@@ -144,12 +129,15 @@ class RunLog:
         except Exception as error:
             settle()
             report["outcome"] = "failed"
-            failure = describe_failure(error, stage=progress.stage, step=progress.step, hosts=progress.hosts)
-            try:
-                add_note(error, f"every rank's log and the traceback: {self.write_failure(failure, world)}")
-            except OSError as full:
-                add_note(error, f"{RUN_LOG} could not be written: {full}")
+            add_note(error, self.record(error, progress, world))
             raise
+
+    def record(self, error: BaseException, progress: Progress, world: int) -> str:
+        """Write why a run of ``world`` ranks fails; return a note that says where."""
+        try:
+            return f"every rank's log and the traceback: {self.write_failure(describe_failure(error, progress), world)}"
+        except OSError as full:
+            return f"{RUN_LOG} could not be written: {full}"
 
     def write_failure(self, failure: Mapping[str, Any], world: int) -> Path:
         """Write both files for a run of ``world`` ranks; return the path of `run.log`.

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import WorkerSpec
 from fusion.costmodel.hardware import Hardware
-from fusion.costmodel.pace import EngineCost, Pace, SwitchCost, TrainerCost
+from fusion.costmodel.pace import EngineCost, SwitchCost, TrainerCost
 from fusion.costmodel.setup import SwitchLimits, limits_of
 from fusion.rollout.length_history import MAX_ROWS
 from stalesync.job.config import Config
-from stalesync.job.decision_settings import admission_spec
+from stalesync.job.decision_settings import admission_spec, worker_settings
 from stalesync.policy.admission_spec import AdmissionSpec
 from stalesync.simulator.drafts import DraftSpec
 from stalesync.simulator.engine_spec import EngineSpec
@@ -74,7 +74,7 @@ class SimulationSetup:
         train, infer = config.train_layout, config.infer_layout
         pace.check(train, "parallel.train")
         pace.check(infer, "parallel.infer")
-        worker = _worker_spec(config, pace, turns=environment is not None)
+        worker = replace(worker_settings(config, pace.shape.config), pace=pace, turns=environment is not None)
         rollout, pool, first = config.rollout, config.rollout.kv_pool, worker.deployment.generate[0]
         switches = limits_of(SwitchLimits, config.fusion)
         switch = SwitchCost.of(pace, train=train, infer=infer, infer_first=first, fusion=switches)
@@ -126,25 +126,3 @@ class SimulationSetup:
         pace = self.engine.cost.pace
         slow = replace(self.engine.cost, pace=replace(pace, time_scale=pace.time_scale / factor))
         return replace(self.engine, cost=slow)
-
-
-def _worker_spec(config: Config, pace: Pace, turns: bool) -> WorkerSpec:
-    """Return the part of the config that every card needs, without models and tokenizers."""
-    cards = config.deployment.reference if config.fusion.score_cards else ()
-    return WorkerSpec(
-        seed=config.run.seed,
-        steps=config.run.steps * config.algorithm.minibatches,
-        model=config.model,
-        deployment=config.deployment,
-        train=config.train_layout,
-        infer=config.infer_layout,
-        fusion=config.fusion,
-        rollout=config.rollout,
-        training=config.training,
-        algorithm=config.algorithm,
-        device=config.device,
-        reference=config.score_layout(pace.shape.config, cards) if cards else None,
-        pace=pace,
-        ahead=config.stalesync.max_staleness > 0,
-        turns=turns,
-    )

@@ -16,7 +16,7 @@ from stalesync.job.overrides import composed, load
 from stalesync.job.resume import Reopened, check_changes, check_resume, check_weights, new_folder, reopen
 from stalesync.job.run_inputs import find_other_content, settings_of
 from stalesync.job.savepoint import NoWholeCheckpoint
-from stalesync.process.run_log import RunLog, describe_failure
+from stalesync.process.run_log import Progress, RunLog, describe_failure
 from tests.stalesync.job.test_savepoint import checkpoint
 
 
@@ -65,7 +65,7 @@ def test_auto_starts_where_nothing_is_to_be_resumed_and_keeps_what_an_earlier_st
 
 def failed_start(folder):
     with RunFolder(folder.parent, folder.name, "resume"):
-        RunLog(folder).write_failure(describe_failure(ValueError("no card"), stage="start", step=None, hosts=()), 0)
+        RunLog(folder).write_failure(describe_failure(ValueError("no card"), Progress()), 0)
 
 
 def test_a_name_whose_only_start_failed_is_used_again_and_what_it_left_is_kept(tmp_path, capsys):

@@ -80,7 +80,7 @@ def test_what_the_controller_raises_names_its_stage(tmp_path, error):
     ],
 )
 def test_what_a_card_cannot_report_itself_is_told_by_the_controller(error, expected):
-    failure = describe_failure(error, stage="train", step=1, hosts=["a", "b"])
+    failure = describe_failure(error, Progress("train", ["a", "b"], lambda: 1))
     assert failure["message"].startswith(expected) and expected in failure["traceback"]
     if error.failure is not None and error.failure.rank == 2:
         assert (failure["host"], failure["kind"], failure["stage"]) == (None, "timed_out", "pause")
