@@ -175,8 +175,9 @@ def _axes(parallel: Parallel) -> str:
     return f"{layout_text(parallel)} (dp{parallel.dp}, edp{parallel.edp})"
 
 
-def _table(*columns: str, left: int = 1) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+def table_of(*columns: str, left: int = 1, title: str | None = None) -> Table:
+    """Return a table with the first ``left`` columns justified to the left, the others to the right."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, title=title, title_justify="left")
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < left else "right", overflow="fold")
     return table
@@ -189,7 +190,7 @@ def _under(title: str, table: Table, *captions: str) -> Group:
 
 def _memory(chosen: SetupEstimate) -> Group:
     phases, usable = chosen.memory.phases, chosen.setup.hardware.usable_bytes
-    table = _table("owner", *phases)
+    table = table_of("owner", *phases)
     for owner in next(iter(phases.values())):
         sizes = [held[owner] for held in phases.values()]
         if any(sizes):
@@ -212,7 +213,7 @@ def _fits(total: float, usable: float) -> str:
 
 
 def _bytes(chosen: SetupEstimate) -> Group:
-    table = _table("link", *("sent", "most", "received", "most") * 2)
+    table = table_of("link", *("sent", "most", "received", "most") * 2)
     for i, level in enumerate(LEVELS):
         row = [figure(end[i]) / GB for t in chosen.moved for end in (t.sent, t.received) for figure in (_mean, _most)]
         if any(row):
@@ -238,7 +239,7 @@ def _most(values: Any) -> float:
 
 
 def _seconds(chosen: SetupEstimate) -> Group:
-    table = _table("way", "part", "seconds", "pessimistic", left=2)
+    table = table_of("way", "part", "seconds", "pessimistic", left=2)
     for way, switch, slow in zip(("to generate", "to train"), chosen.switches, chosen.pessimistic, strict=True):
         for i, ((part, seconds), slow_s) in enumerate(zip(switch.parts.items(), slow.parts.values(), strict=True)):
             table.add_row("" if i else way, part, f"{seconds:.3f}", f"{slow_s:.3f}")
@@ -259,7 +260,7 @@ def _seconds(chosen: SetupEstimate) -> Group:
 
 
 def _rates(setup: Setup) -> Group:
-    table = _table("work", "system", "published", "predicted", "ms a step", "limit", left=2)
+    table = table_of("work", "system", "published", "predicted", "ms a step", "limit", left=2)
     table.columns[-1].justify = "left"
     lines = [f"Predicted of this plan for sequences of {CONTEXT:,} tokens, {BATCH} an attention rank in decoding."]
     for work, rate in plan_rates(setup).items():
@@ -274,7 +275,7 @@ def _rates(setup: Setup) -> Group:
 
 
 def _pairs(ranking: Ranking, chosen: SetupEstimate) -> Group:
-    table = _table("train", "infer", "step s", "train", "generate", "switch", "KV tokens", "", left=2)
+    table = table_of("train", "infer", "step s", "train", "generate", "switch", "KV tokens", "", left=2)
     table.columns[-1].justify = "left"
     pairs = list(ranking.pairs)
     if all((p.setup.train, p.setup.infer) != (chosen.setup.train, chosen.setup.infer) for p in pairs):
@@ -296,7 +297,7 @@ def _deployments(ranking: Ranking) -> RenderableType:
     if not ranking.deployments:
         return Text("No deployment of this model fits these dies.", style="red")
     columns = ("deployment", "trains", "generates", "step s", "generate", "train", "switch")
-    table = _table(*columns, left=3)
+    table = table_of(*columns, left=3)
     for plan in ranking.deployments:
         trains = f"{plan.train.world} dies {layout_text(plan.train)}"
         generates = f"{plan.infer.world} dies {layout_text(plan.infer)}"
@@ -311,7 +312,7 @@ def _deployments(ranking: Ranking) -> RenderableType:
 
 
 def _sources(chosen: SetupEstimate) -> Group:
-    table = _table("figure", "value", "source")
+    table = table_of("figure", "value", "source")
     table.columns[2].justify = "left"
     for name, (value, source) in chosen.setup.hardware.figures().items():
         unit, scale = next((unit, scale) for end, unit, scale in UNITS if name.endswith(end))

@@ -13,13 +13,12 @@ import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from rich import box
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from fusion.costmodel.layouts import layout_text
 from fusion.costmodel.memory import estimate_memory
+from fusion.costmodel.report import table_of
 from fusion.costmodel.search import DeploymentEstimate, keys_of, rank_deployments
 from fusion.costmodel.setup import Setup
 from fusion.npu.config import DeviceConfig
@@ -139,10 +138,7 @@ def recommend(setup: Setup, config: Config, name: str, deployments: Sequence[Dep
 
 def render(options: Sequence[Option], choice: Choice) -> RenderableType:
     """Render the simulated options, the chosen one with its reasons, and the runner-up."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("deployment")
-    for name in ("dies that train", "that generate", "staleness", "tokens/s", "step s"):
-        table.add_column(name, justify="right")
+    table = table_of("deployment", "dies that train", "that generate", "staleness", "tokens/s", "step s")
     for one in sorted(options, key=lambda one: -one.tokens_per_s):
         plan, figures = one.plan, (f"{one.tokens_per_s:,.0f}", f"{one.step_s:,.1f}")
         table.add_row(plan.deployment, str(plan.train.world), str(plan.infer.world), str(one.max_staleness), *figures)

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
 from fusion.costmodel.memory import WEIGHT_BYTES
+from fusion.costmodel.report import table_of
 from stalesync.job.workload import describe, lengths_of, workload_of
 from stalesync.simulator.baseline import PUBLISHED_RATIO, BaselineRow, BaselineStep, rows
 from stalesync.simulator.cluster import Base, Case, Scenario
@@ -30,6 +30,9 @@ PAPER = {
 """As published by their authors for Pangu 718B on CloudMatrix 384 supernodes; the lengths of their responses are not
 public. Nothing here is fitted to them."""
 
+
+CASE = "fusion", "staleness", "supernodes"
+"""Columns of `_cells`"""
 
 STALE_STEPS = 5
 """Measured steps from which on linearity with staleness is stated: steps that run ahead are long and short in turns"""
@@ -126,19 +129,17 @@ def _heading(scenario: Scenario, bases: Mapping[str, Base]) -> list[str]:
     ]
 
 
+def _cells(case: Case) -> tuple[str, ...]:
+    return case.deployment, str(case.max_staleness), str(case.supernodes)
+
+
 def _table(outcomes: Mapping[Case, Outcome]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    table.add_column("fusion")
-    for name in ("staleness", "supernodes", "tokens/s", "linearity", "utilisation", "of bound", "bound tokens/s"):
-        table.add_column(name, justify="right")
-    for name in ("step s", "tail s", "train s", "switch s", "control s"):
-        table.add_column(name, justify="right")
+    speeds = "tokens/s", "linearity", "utilisation", "of bound", "bound tokens/s"
+    table = table_of(*CASE, *speeds, "step s", "tail s", "train s", "switch s", "control s")
     for case, outcome in outcomes.items():
         share = linearity(outcomes, case)
         table.add_row(
-            case.deployment,
-            str(case.max_staleness),
-            str(case.supernodes),
+            *_cells(case),
             f"{outcome.tokens_per_s:,.0f}",
             "" if share is None else f"{share:.1%}",
             f"{outcome.utilisation:.1%}",
@@ -152,19 +153,12 @@ def _table(outcomes: Mapping[Case, Outcome]) -> Table:
 
 def _losses(outcomes: Mapping[Case, Outcome]) -> Table:
     title = "lost share of the cards' time, and GB sent between supernodes in a step"
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), title=title, title_justify="left")
-    for name in ("fusion", "staleness", "supernodes"):
-        table.add_column(name)
     kinds = [kind for kind in LOSSES if kind != "slow dies" or any(one.lost[kind] for one in outcomes.values())]
-    for kind in kinds:
-        table.add_column(kind, justify="right")
-    for name in ("weights", "gradients", "limits speed", "limits linearity"):
-        table.add_column(name, justify="right")
+    figures = *kinds, "weights", "gradients", "limits speed", "limits linearity"
+    table = table_of(*CASE, *figures, left=3, title=title)
     for case, outcome in outcomes.items():
         table.add_row(
-            case.deployment,
-            str(case.max_staleness),
-            str(case.supernodes),
+            *_cells(case),
             *(f"{max(0.0, outcome.lost[kind]):.1%}" for kind in kinds),
             f"{outcome.weights_network_gb:,.0f}",
             f"{outcome.gradients_network_gb:,.0f}",
@@ -195,10 +189,7 @@ def baseline(scenario: Scenario, outcomes: Mapping[Case, Outcome]) -> list[Basel
 
 def _baseline(found: list[BaselineRow]) -> Table:
     title = f"colocated over the published baseline as it was, staleness 0 (published: {PUBLISHED_RATIO:.3f})"
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), title=title, title_justify="left")
-    table.add_column("term")
-    for name in ("seconds a step", "ratio so far", "not explained"):
-        table.add_column(name, justify="right")
+    table = table_of("term", "seconds a step", "ratio so far", "not explained", title=title)
     table.add_column("source")
     for row in found:
         figures = f"{row.term.seconds:,.0f}", f"{row.ratio:.3f}", f"{row.gap:.2f} x"
