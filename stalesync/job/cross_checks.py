@@ -50,11 +50,7 @@ def check_environment(config: Config) -> None:
 
 
 def check_adapters(config: Config, model: ModelConfig) -> None:
-    """Refuse adapters that no matrix of the model can have, files of others, and what would change the base.
-
-    Raises:
-        ValueError: names the key.
-    """
+    """Refuse adapters that no matrix of the model can have, files of others, and what would change the base."""
     lora = config.training.lora
     if lora.adapters is None:
         return
@@ -69,11 +65,7 @@ def check_adapters(config: Config, model: ModelConfig) -> None:
 
 
 def check_minibatches(config: Config) -> None:
-    """Check that a step's prompts can be divided into minibatches.
-
-    Raises:
-        ValueError: they cannot.
-    """
+    """Check that a step's prompts can be divided into minibatches."""
     prompts, minibatches = config.data.prompts_per_step, config.algorithm.minibatches
     if prompts % minibatches:
         raise ValueError(f"algorithm.minibatches={minibatches} does not divide data.prompts_per_step={prompts}")

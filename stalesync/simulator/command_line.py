@@ -1,4 +1,7 @@
-"""The command line of `scripts/simulate.py`: arguments to a scenario and its cases, outcomes to tables, JSON or PNG."""
+"""The command line of `scripts/simulate.py`: arguments to a scenario and its cases, outcomes to tables, JSON or PNG.
+
+Every function raises a ValueError, which names the key, for a value that is not accepted.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +37,7 @@ from stalesync.simulator.report import as_dict, render
 from stalesync.simulator.slow_dies import SlowDies
 
 SWEPT = ("supernodes", "fusion", "stalesync.max_staleness")
-ENVIRONMENT = {"turns": 1, "observation_tokens": 16, "latency_s": 1.0, "latency_spread": 0.0}
+ENVIRONMENT = {"turns": "1", "observation_tokens": "16", "latency_s": "1", "latency_spread": "0"}
 """Option of the environment of conversations → its default"""
 JOB = ("model", "model.path", "cluster", "cluster.npus", "cluster.hardware", "train", "infer", "trace")
 SCALE = ("slow_share", "slow_by", "network_gb_s", "scaling")
@@ -52,9 +55,6 @@ def answer(arguments: Sequence[str], recipes: Path) -> None:
 
     Args:
         recipes: the folder that holds `shapes/` and `conf/cluster/`.
-
-    Raises:
-        ValueError: an argument that is unknown or wrong, by key.
     """
     parsed = parse(arguments, options=OPTIONS, flags=["--json", "--png"], conf=recipes / "conf")
     png_path = parsed.paths.get("--png")
@@ -80,11 +80,7 @@ def answer(arguments: Sequence[str], recipes: Path) -> None:
 
 
 def cases_of(options: Mapping[str, str]) -> list[Case]:
-    """Return all combinations of the values of SWEPT.
-
-    Raises:
-        ValueError: a value that is not accepted, by key.
-    """
+    """Return all combinations of the values of SWEPT."""
     supernodes = [_whole("supernodes", text, least=1) for text in options.get("supernodes", "1").split(",")]
     bounds = [
         _whole("stalesync.max_staleness", text) for text in options.get("stalesync.max_staleness", "0").split(",")
@@ -98,11 +94,7 @@ def cases_of(options: Mapping[str, str]) -> list[Case]:
 
 
 def scenario_of(parsed: JobArguments, recipes: Path) -> Scenario:
-    """Resolve model, cluster and config of one supernode.
-
-    Raises:
-        ValueError: a value that is not accepted, by key.
-    """
+    """Resolve model, cluster and config of one supernode."""
     options = parsed.options
     conf = recipes / "conf"
     preset = model_of(options, recipes / "shapes")
@@ -114,6 +106,8 @@ def scenario_of(parsed: JobArguments, recipes: Path) -> Scenario:
     Checks("stalesync", config.stalesync).declared()
     if "network_gb_s" in options:
         hardware = with_network(hardware, 1e9 * _number("network_gb_s", options["network_gb_s"]))
+    if (scaling := options.get("scaling", "weak")) not in ("weak", "strong"):
+        raise ValueError(f"scaling={scaling!r}: expected one of weak, strong")
     drafts = drafts_of(config.rollout.drafts, options)
     if config.rollout.drafts.is_on:
         notes.append(f"drafts: acceptance {drafts}" if drafts else PUBLISHED_ACCEPTANCE)
@@ -127,34 +121,22 @@ def scenario_of(parsed: JobArguments, recipes: Path) -> Scenario:
         environment=environment_of(options),
         drafts=drafts,
         slow_dies=slow_dies_of(options),
-        strong=_one_of("scaling", options.get("scaling", "weak"), "weak", "strong") == "strong",
+        strong=scaling == "strong",
         notes=tuple(notes),
     )
 
 
 def environment_of(options: Mapping[str, str]) -> EnvironmentSpec | None:
-    """Return the environment of conversations; None where no option of it is given.
-
-    Raises:
-        ValueError: a value that is not accepted, by key.
-    """
+    """Return the environment of conversations; None where no option of it is given."""
     if not ENVIRONMENT.keys() & options.keys():
         return None
-    values: dict[str, float] = ENVIRONMENT | {
-        name: _number(name, options[name]) for name in ENVIRONMENT if name in options
-    }
-    turns, tokens = (
-        _whole(name, str(options.get(name, ENVIRONMENT[name])), least=1) for name in ("turns", "observation_tokens")
-    )
-    return EnvironmentSpec(turns, tokens, values["latency_s"], values["latency_spread"])
+    stated = ENVIRONMENT | {name: options[name] for name in ENVIRONMENT if name in options}
+    turns, tokens = (_whole(name, stated[name], least=1) for name in ("turns", "observation_tokens"))
+    return EnvironmentSpec(turns, tokens, *(_number(name, stated[name]) for name in ("latency_s", "latency_spread")))
 
 
 def drafts_of(config: DraftsConfig, options: Mapping[str, str]) -> DraftSpec | None:
-    """Return the drafts whose acceptance is that of recorded texts; None: there are no texts.
-
-    Raises:
-        ValueError: texts that cannot be read, or without drafts; by key.
-    """
+    """Return the drafts whose acceptance is that of recorded texts; None: there are no texts."""
     if "texts" not in options:
         return None
     if not config.is_on:
@@ -167,11 +149,7 @@ def drafts_of(config: DraftsConfig, options: Mapping[str, str]) -> DraftSpec | N
 
 
 def slow_dies_of(options: Mapping[str, str]) -> SlowDies:
-    """Return which dies are slow.
-
-    Raises:
-        ValueError: a value that is not accepted, by key.
-    """
+    """Return which dies are slow."""
     share = _number("slow_share", options.get("slow_share", "0"))
     if share > 1:
         raise ValueError(f"slow_share={options['slow_share']}: expected a share of the dies, at most 1")
@@ -182,22 +160,12 @@ def slow_dies_of(options: Mapping[str, str]) -> SlowDies:
 
 
 def with_network(hardware: Hardware, bytes_per_s: float) -> Hardware:
-    """Return the hardware with a network between supernodes of which a die reaches this bandwidth.
-
-    Raises:
-        ValueError: it is not above 0, or more than the link has; names the key.
-    """
+    """Return the hardware with a network between supernodes of which a die reaches this bandwidth."""
     peak = hardware.topology.bytes_per_s[-1]
     if not 0 < bytes_per_s <= peak:
         raise ValueError(f"network_gb_s={bytes_per_s / 1e9:g}: expected more than 0, at most {peak / 1e9:g}")
     reached = Figure(bytes_per_s / peak, "network_gb_s")
     return replace(hardware, reached=(*hardware.reached[:3], reached))
-
-
-def _one_of(key: str, text: str, *known: str) -> str:
-    if text not in known:
-        raise ValueError(f"{key}={text!r}: expected one of {', '.join(known)}")
-    return text
 
 
 def _number(key: str, text: str) -> float:
