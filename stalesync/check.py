@@ -24,11 +24,7 @@ BINS, BAR = 8, 40
 
 
 def check(config: Config) -> list[str]:
-    """Check a job, and print what it finds; return the warnings.
-
-    Raises:
-        ValueError: the job would be refused.
-    """
+    """Check a job, and print what it finds; return the warnings. Raise ValueError if the job would be refused."""
     with collecting_warnings() as warnings, ExitStack() as stack:
         model = config.validate()
         stated, config = config, config.resolved()

@@ -64,7 +64,8 @@ WAIT_S = 1.0
 
 
 class Cards:
-    """All workers of a run. Use it as a context manager: however the block ends, the workers end with it.
+    """All workers of a run. Use it as a context manager: however the block ends, the workers end with it. What waits for
+    a stage raises as `CardGroup.call`, what sends a control call as `CardGroup.ask`.
 
     Args:
         timeout_s: of a stage, and of a control call.
@@ -172,12 +173,8 @@ class Cards:
         return CardGroup(self, range(self.world) if ranks is None else ranks)
 
     def call_each(self, calls: Mapping[int, StageCall[Result]]) -> list[Result]:
-        """Run one stage on several cards at once, each with its own arguments (by rank); return the results in the
-        same order.
-
-        Raises:
-            CardFailed: as `CardGroup.call`.
-        """
+        """Run one stage on several cards at once, each with its own arguments (by rank); return the results in the same
+        order."""
         return self.wait(self.begin_each(calls))
 
     def begin_each(self, calls: Mapping[int, StageCall[Result]]) -> RunningStage[Result]:
@@ -190,19 +187,12 @@ class Cards:
         return running
 
     def wait(self, running: RunningStage[Result]) -> list[Result]:
-        """Wait for a stage; return its results in the order of its ranks.
-
-        Raises:
-            CardFailed: as `CardGroup.call`, and likewise `EnginesLost`.
-        """
+        """Wait for a stage; return its results in the order of its ranks."""
         return self.wait_all([running])[0]
 
     def wait_all(self, stages: Sequence[RunningStage[Result]]) -> list[list[Result]]:
-        """Wait for stages; return the results of each in the order of its ranks.
-
-        Raises:
-            CardFailed: as `CardGroup.call`, and likewise `EnginesLost`, once all stages have ended.
-        """
+        """Wait for stages; return the results of each in the order of its ranks. Raise EnginesLost once all stages have
+        ended."""
         for running in stages:
             self._await_end(running)
         if any(running.died for running in stages):
@@ -236,12 +226,8 @@ class Cards:
             self._poll, self._polling_thread = None, 0
 
     def check(self, timeout_s: float = 0.0) -> None:
-        """Poll the health checks and collect results of the stages that this thread began, waiting at most
-        ``timeout_s`` for the first.
-
-        Raises:
-            CardFailed: as `CardGroup.call`; also the exceptions of the health checks.
-        """
+        """Poll the health checks, whose exceptions it raises, and collect results of the stages that this thread began,
+        waiting at most ``timeout_s`` for the first."""
         for health_check in self.health_checks:
             health_check()
         if threading.get_ident() == self._thread:
@@ -270,12 +256,8 @@ class Cards:
         return min([wall_ns(), *(running.reported_until_ns for running in list(self._running))])
 
     def ask_each(self, calls: Mapping[int, StageCall[Result]]) -> list[Result]:
-        """Send control calls to several cards at once, each with its own arguments (by rank); return the answers in
-        the same order, None from a card that has died and is replaced.
-
-        Raises:
-            CardFailed: as `CardGroup.ask`.
-        """
+        """Send control calls to several cards at once, each with its own arguments (by rank); return the answers in the
+        same order, None from a card that has died and is replaced."""
         if not calls:
             return []
         (stage,) = {call.stage for call in calls.values()}
@@ -313,11 +295,7 @@ class Cards:
 
     def take_answers(self, asked: dict[int, Any], timeout_s: float = 0.0) -> dict[int, Any]:
         """Remove those calls of `begin_asking` that are answered; return the answers by rank. Wait at most
-        ``timeout_s`` until all are.
-
-        Raises:
-            CardFailed: as `CardGroup.ask`.
-        """
+        ``timeout_s`` until all are."""
         if not asked:
             return {}
         done, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=timeout_s)

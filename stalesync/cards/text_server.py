@@ -23,11 +23,7 @@ class TextServer:
         self._store = TextStore(max_bytes, max_groups, max_age)
 
     def answer(self, message: bytes) -> bytes:
-        """Answer a message of a `TextExchange`.
-
-        Raises:
-            ValueError: it is malformed.
-        """
+        """Answer a message of a `TextExchange`; raise ValueError if it is malformed."""
         return answer(self._store, message)
 
 

@@ -57,11 +57,7 @@ class EvalFileSpec:
         return dataclasses.replace(config, source=self.path, **fields, **changes)
 
     def validate(self, key: str) -> None:
-        """Check every field; ``key``: of the entry, for messages.
-
-        Raises:
-            ValueError: a field that is not accepted, by key.
-        """
+        """Raise ValueError, by key, for a field that is not accepted. ``key``: of the entry."""
         check = Checks(key, self)
         check.that("path", self.path.endswith(SUFFIXES), f"a path ending in {' or '.join(SUFFIXES)}")
         named = isinstance(self.name, str) and bool(NAME.fullmatch(self.name))
@@ -130,11 +126,7 @@ class EvalConfig(Group, path="eval"):
         return {name: value for name, value in fields.items() if value is not None}
 
     def specs(self) -> list[EvalFileSpec]:
-        """Return the files, checked.
-
-        Raises:
-            ValueError: an entry of `eval.files` is not accepted, by key.
-        """
+        """Return the files, checked; raise ValueError, by key, for an entry that is not accepted."""
         if not isinstance(self.files, Sequence) or isinstance(self.files, str):
             raise ValueError(f"eval.files={self.files!r}: expected a list")
         specs = [EvalFileSpec.parse(entry, f"eval.files[{index}]") for index, entry in enumerate(self.files)]

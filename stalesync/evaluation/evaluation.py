@@ -105,11 +105,7 @@ class Evaluation:
         )
 
     def check_failed(self) -> None:
-        """Judge the rewards of the files at the end of a run.
-
-        Raises:
-            RewardsFailed: too many of one failed; names file and reward.
-        """
+        """Raise `RewardsFailed`, with file and reward, if too many rewards of a file failed, at the end of a run."""
         for file in self.files:
             if file.pool is not None and (verdict := self._failed[file.name].judge()):
                 raise RewardsFailed(f"evaluation of {file.describe()}: {verdict}")

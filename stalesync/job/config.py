@@ -61,11 +61,8 @@ class ClusterConfig(Group, path="cluster"):
 
     @property
     def topology(self) -> Topology | None:
-        """Bandwidths of the links between the cards; None: all are equal.
-
-        Raises:
-            ValueError: `cluster.hardware` is unknown.
-        """
+        """Bandwidths of the links between the cards; None: all are equal. Raise ValueError if `cluster.hardware` is
+        unknown."""
         if self.hardware is None:
             return None
         from fusion.costmodel.hardware import hardware_named  # imported only if needed, as it loads the cost model
@@ -209,11 +206,8 @@ class Config:
         return dataclasses.replace(pace, shape=shape)
 
     def score_layout(self, model: ModelConfig, cards: tuple[int, ...]) -> Parallel:
-        """Return the layout of the reference or reward ``model`` over the cards that host it.
-
-        Raises:
-            ValueError: the layout does not fit the model or the cards, by key.
-        """
+        """Return the layout of the reference or reward ``model`` over the cards that host it; raise ValueError, by key,
+        if it does not fit the model or the cards."""
         shape = self.parallel.score
         if shape.pp != 1:
             raise ValueError(

@@ -41,11 +41,7 @@ class Limits:
 
     @classmethod
     def of_run(cls, folder: Path) -> Limits:
-        """Return those of the run in a folder.
-
-        Raises:
-            ValueError: it is not the folder of a run.
-        """
+        """Return those of the run in a folder; raise ValueError if it is none."""
         if not (folder / "config.yaml").is_file():
             raise ValueError(f"{folder}: expected the folder of a run, with its config.yaml")
         return cls.of(load(folder / "config.yaml"))
@@ -65,11 +61,7 @@ class Limits:
         return max(self.config.longest_sample, answer)
 
     def changed(self, share: InferenceShare, changes: Mapping[str, Any]) -> InferenceShare:
-        """Return the share with changes applied.
-
-        Raises:
-            ValueError: as `InferenceShare.changed`.
-        """
+        """Return the share with changes applied; raise ValueError as `InferenceShare.changed`."""
         check_moved(changes)
         return share.changed(changes, self.config.rollout, engines=len(self.engines), max_tokens=self.longest_request)
 

@@ -88,10 +88,7 @@ def parse(arguments: Sequence[str], *, options: Collection[str], flags: Sequence
 
 def layout_of(arguments: JobArguments, config: Config, side: str) -> str:
     """Return the layout that `train=` (`infer=`) or `parallel.train` states, as text; auto: the best one is searched.
-
-    Raises:
-        ValueError: both are stated.
-    """
+    Raise ValueError if both are stated."""
     text, key = arguments.options.get(side), f"parallel.{side}"
     if not any(override.startswith((f"{key}.", "parallel=")) for override in arguments.overrides):
         return text or "auto"
@@ -102,11 +99,7 @@ def layout_of(arguments: JobArguments, config: Config, side: str) -> str:
 
 
 def model_of(options: Mapping[str, str], shapes: Path) -> Preset:
-    """Load the model that `model=` or `model.path=` names.
-
-    Raises:
-        ValueError: both or neither is stated, or there is no such model.
-    """
+    """Load the model that `model=` or `model.path=` names; raise ValueError unless one of them does."""
     if {"model", "model.path"} <= options.keys():
         raise ValueError(f"model.path={options['model.path']}: expected model= or model.path=, not both")
     key = "model.path" if "model.path" in options else "model"
@@ -114,11 +107,8 @@ def model_of(options: Mapping[str, str], shapes: Path) -> Preset:
 
 
 def cluster_of(options: Mapping[str, str], conf: Path) -> tuple[Hardware, int]:
-    """Load the cards that `cluster=` or `cluster.hardware=` names, and their number.
-
-    Raises:
-        ValueError: as of `load_cluster`.
-    """
+    """Load the cards that `cluster=` or `cluster.hardware=` names, and their number; raise ValueError as
+    `load_cluster`."""
     hardware, npus = options.get("cluster.hardware"), options.get("cluster.npus")
     return load_cluster(options.get("cluster"), hardware=hardware, npus=npus, folder=conf / "cluster")
 

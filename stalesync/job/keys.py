@@ -85,11 +85,7 @@ def groups_of(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def check_used(config: Any) -> None:
-    """Refuse keys that are changed where they have no effect.
-
-    Raises:
-        ValueError: names the first of them, and where it has an effect.
-    """
+    """Raise ValueError for the first key that is changed where it has no effect, with where it has one."""
     for path, group in groups_of(config):
         Checks(path, group).used(config)
 

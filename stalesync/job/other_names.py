@@ -100,11 +100,7 @@ NOW = MOVED | REMOVED
 
 
 def check_moved(keys: Iterable[str]) -> None:
-    """Refuse names of earlier versions.
-
-    Raises:
-        ValueError: the first of them, with what it is now.
-    """
+    """Raise ValueError for the first name of an earlier version, with what it is now."""
     for key in keys:
         if key in NOW:
             raise ValueError(f"{key} is {NOW[key]}")

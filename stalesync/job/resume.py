@@ -55,11 +55,7 @@ class Reopened:
 
 
 def check_resume(run: RunConfig) -> None:
-    """Check that a run that must resume can.
-
-    Raises:
-        NoWholeCheckpoint: it has no complete checkpoint.
-    """
+    """Raise NoWholeCheckpoint if a run that must resume has no complete checkpoint."""
     if run.resume == "true":
         savepoint.check_resumable(Path(run.dir) / run.name)
 

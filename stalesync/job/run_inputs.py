@@ -42,21 +42,15 @@ def settings_of(config: Config) -> dict[str, Any]:
 
 
 def inputs_of(config: Config, masked_ids: Iterable[Iterable[int]]) -> dict[str, Any]:
-    """Return what a start depends on, without the weights. ``masked_ids``: of `WorkerSpec`.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Return what a start depends on, without the weights. ``masked_ids``: of `WorkerSpec`. Raise OSError if a file
+    cannot be read."""
     masked = [list(bounds) for bounds in masked_ids]
     return {"settings": settings_of(config), "files": digest_files(config), "masked_ids": masked}
 
 
 def digest_files(config: Config) -> dict[str, dict[str, str]]:
-    """Read the files that a run depends on, besides `data.source`; return their digests.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
+    """Read the files that a run depends on, besides `data.source`; return their digests. Raise OSError if one cannot be
+    read."""
     reward = config.reward
     paths = {
         "model.path": _folder(config.model.path),

@@ -48,11 +48,7 @@ class FineTuning:
     training: TrainingConfig = field(default_factory=lambda: TrainingConfig(lr=1e-5))
 
     def validate(self) -> None:
-        """Check the settings.
-
-        Raises:
-            ValueError: names one that has another value than it can have.
-        """
+        """Raise ValueError, by name, for a setting that has another value than it can have."""
         for name in ("epochs", "batch", "max_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: expected a whole number of at least 1")
@@ -127,11 +123,8 @@ def train_supervised(
     check_every: int,
 ) -> float:
     """Train on batches by cross-entropy until the accuracy, which ``check`` returns after every ``check_every`` steps
-    (its argument), has reached ``target``; return the last one. ``steps``: number of batches.
-
-    Raises:
-        RuntimeError: a gradient is not finite.
-    """
+    (its argument), has reached ``target``; return the last one. ``steps``: number of batches. Raise RuntimeError if a
+    gradient is not finite."""
     accuracy = 0.0
     with progress(title, total=steps, unit="steps") as bar:
         for step, batch in enumerate(batches, 1):
@@ -147,11 +140,7 @@ def train_supervised(
 
 
 def read_chats(path: str | Path, tokenize: ChatTokenizer, plan: FineTuning) -> list[Supervised]:
-    """Read the chats of a file.
-
-    Raises:
-        ValueError: names the row (counted from 0) that cannot be used.
-    """
+    """Read the chats of a file; raise ValueError, with the row (counted from 0), for one that cannot be used."""
     if not Path(path).stat().st_size:
         raise ValueError(f"{path}: the file is empty")
     rows, examples = JsonRows(Path(path), ""), []

@@ -143,11 +143,7 @@ class Engines:
         self.observe()
 
     def await_started(self) -> None:
-        """Wait until the processes of all replaced engines are prepared.
-
-        Raises:
-            CardFailed: one is not, or another card fails.
-        """
+        """Wait until the processes of all replaced engines are prepared; raise CardFailed if one is not."""
         while waiting := [one.started for one in self._restarts.values() if not one.started.done()]:
             self.check()
             with suppress(TimeoutError):
@@ -157,11 +153,7 @@ class Engines:
 
     def _rejoin(self) -> None:
         """Let replaced engines, if there are any, join the other cards; weights must follow. While no engine runs and
-        no card trains.
-
-        Raises:
-            CardFailed: as `await_started`.
-        """
+        no card trains."""
         self.check()
         if not self._restarts:
             return

@@ -169,11 +169,7 @@ class Generation:
             self._cards.on([self._spec.engines[engine][0] for engine in engines]).ask(Worker.pause)
 
     def stop(self, engine: int) -> list[SuspendedSample]:
-        """Wait until an engine has stopped; return its unfinished requests.
-
-        Raises:
-            EnginesLost: it is among them.
-        """
+        """Wait until an engine has stopped; return its unfinished requests. Raise EnginesLost if it has died."""
         reports = self._cards.wait(self._running.pop(engine))
         self._take_reports(reports)
         suspended = [one for report in reports for one in report.suspended]
@@ -203,11 +199,8 @@ class Generation:
         return {engine_of[rank]: samples for rank, samples in answers.items() if samples}
 
     def check_silence(self, silent_s: float, num_running_on: Callable[[int], int]) -> None:
-        """Warn if no sample has arrived for ``silent_s`` seconds; after the stage timeout, ends the run.
-
-        Raises:
-            CardFailed: names the running engines and the number of their samples.
-        """
+        """Warn if no sample has arrived for ``silent_s`` seconds; after the stage timeout raise CardFailed, which names
+        the running engines and the number of their samples."""
         if silent_s < min(self._warned_silent_s + WARN_EVERY_S, self._cards.timeout_s):
             self._warned_silent_s = min(self._warned_silent_s, silent_s)
             return
@@ -268,11 +261,7 @@ class Generation:
         self._cards.ask_each({self._spec.engines[engine][0]: forget for engine in engines})
 
     def take_answers(self, running: RunningStage[StageReport]) -> dict[str, EvalAnswer]:
-        """Wait until an engine has answered; return the answers by the prompt's id.
-
-        Raises:
-            EnginesLost: it has answered none.
-        """
+        """Wait until an engine has answered; return the answers by the prompt's id. Raise EnginesLost if it has died."""
         reports = self._cards.wait(running)
         self._take_reports(reports)
         return {answer.id: answer for report in reports for answer in report.answers}

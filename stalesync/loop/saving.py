@@ -47,12 +47,8 @@ class Saver:
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Measure the block, in which the run is paused for a cut. Wait first until the previous checkpoint is
-        written.
-
-        Raises:
-            RunFailed: the previous checkpoint could not be written.
-        """
+        """Measure the block, in which the run is paused for a cut. Wait first until the previous checkpoint is written;
+        raise RunFailed if it could not be."""
         start = time.perf_counter()
         self.finish()
         cut = time.perf_counter()
@@ -76,20 +72,12 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def check(self) -> None:
-        """Raise the error of the thread, if any.
-
-        Raises:
-            RunFailed: a checkpoint could not be written.
-        """
+        """Raise RunFailed if a checkpoint could not be written."""
         if self._error is not None:
             raise self._error
 
     def finish(self) -> None:
-        """Wait for the thread.
-
-        Raises:
-            RunFailed: as `check`.
-        """
+        """Wait for the thread; raise RunFailed if its checkpoint could not be written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

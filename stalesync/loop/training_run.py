@@ -73,11 +73,7 @@ class TrainingRun:
         self.check_rewards()
 
     def check_rewards(self) -> None:
-        """Judge the rewards at the end of the run.
-
-        Raises:
-            RewardsFailed: too many failed.
-        """
+        """Raise `RewardsFailed` if too many rewards failed, at the end of the run."""
         self.loop.scorer.check_failed()
         self.evaluator.evaluation.check_failed()
 

@@ -22,11 +22,7 @@ def order_by_place(places: Sequence[tuple[str, list[str]]]) -> list[int]:
 
 
 def check_cards(kind: str, world: int, cluster: dict[str, float]) -> None:
-    """Check that the cluster has enough cards, as Ray would wait for missing ones without a timeout.
-
-    Raises:
-        ValueError: the cluster has fewer cards than the run needs.
-    """
+    """Raise ValueError if the cluster has fewer cards than the run needs: Ray would wait for them without a timeout."""
     resources = {"npu": "NPU", "cuda": "GPU"}
     if kind in resources and (num_cards := cluster.get(resources[kind], 0)) < world:
         raise ValueError(

@@ -150,11 +150,7 @@ def _read_environment_again() -> None:
 
 
 def check_token(address: str | None) -> None:
-    """Check that there is a token for the cluster at ``address``, if there is a cluster.
-
-    Raises:
-        ClusterOpen: there is none.
-    """
+    """Raise ClusterOpen if there is no token for the cluster at ``address``, if there is a cluster."""
     if address is not None and not has_token(os.environ, Path.home()):
         from stalesync.process.failures import ClusterOpen
 

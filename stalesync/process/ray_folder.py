@@ -44,11 +44,8 @@ LOGS = "logs/ray"
 
 
 def root_of(environment: Mapping[str, str]) -> Path:
-    """Return the folder in which that of a run is created. TMPDIR is not used where it is unsuitable.
-
-    Raises:
-        ValueError: RAY_TMPDIR, or /tmp, is too long for sockets, or other users can replace what is in it.
-    """
+    """Return the folder in which that of a run is created. TMPDIR is not used where it is unsuitable. Raise ValueError
+    where RAY_TMPDIR, or /tmp, is too long for sockets, or other users can replace what is in it."""
     if not (given := environment.get(ROOT_VARIABLE)):
         given = environment.get("TMPDIR")
         given = given if given and not _unsuitable(Path(given)) else "/tmp"
@@ -89,12 +86,8 @@ def exposed(folder: Path) -> str:
 
 @contextmanager
 def ray_folder() -> Iterator[Path]:
-    """Create the folder of a run; at the block's end it is removed, if it is still there.
-
-    Raises:
-        ValueError: by `root_of`.
-        RayNotStarted: it cannot be created.
-    """
+    """Create the folder of a run; at the block's end it is removed, if it is still there. Raise ValueError as
+    `root_of`, RayNotStarted if it cannot be created."""
     root = root_of(os.environ)
     try:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))

@@ -102,11 +102,7 @@ class RayProcesses:
         return next((status for status in found if status is not None), None)
 
     def check(self) -> None:
-        """Check that all of them run. Any thread.
-
-        Raises:
-            RayEnded: one has ended.
-        """
+        """Raise RayEnded if one of them has ended. Any thread."""
         if name := self.ended():
             from stalesync.process.failures import RayEnded
 

@@ -140,11 +140,8 @@ class RunLog:
             return f"{RUN_LOG} could not be written: {full}"
 
     def write_failure(self, failure: Mapping[str, Any], world: int) -> Path:
-        """Write both files for a run of ``world`` ranks; return the path of `run.log`.
-
-        Raises:
-            OSError: a file could not be written.
-        """
+        """Write both files for a run of ``world`` ranks; return the path of `run.log`. Raise OSError if a file could
+        not be written."""
         write_atomic(self._folder / ERROR, json.dumps(failure, indent=2) + "\n")
         path = self._folder / RUN_LOG
         write_atomic(path, encodable("\n".join(self._text(failure, world)) + "\n"))

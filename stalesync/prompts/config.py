@@ -83,11 +83,7 @@ class DataConfig(Group, path="data"):
     """`worked_arithmetic`, `calculator`: maximum number of terms in a sum; the minimum is 2."""
 
     def check_source(self) -> None:
-        """Check that the source may be a generator or a file.
-
-        Raises:
-            ValueError: it is neither, or not stated.
-        """
+        """Raise ValueError unless the source is stated, and may be a generator or a file."""
         generates = self.source in GENERATORS or OWN_CLASS.fullmatch(self.source) is not None
         paths = "a path ending in " + " or ".join(SUFFIXES)
         groups = "(data=file data.source=FILE, data=addition, worked, counting, calculator or guess)"

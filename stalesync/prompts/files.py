@@ -173,11 +173,7 @@ class FileRows(Rows):
 
 def answer_text(value: Any) -> str:
     """Return an answer as text: a text as it is, anything else (from a Parquet file) as JSON where JSON has it, else by
-    `str`.
-
-    Raises:
-        ValueError: it is binary.
-    """
+    `str`. Raise ValueError if it is binary."""
     if isinstance(value, str):
         return value
     if isinstance(value, (bytes, bytearray)):

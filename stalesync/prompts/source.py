@@ -121,11 +121,8 @@ class PromptSource:
         return [ReferenceAnswer(f"row {index}", self._rows.row(index).answer) for index in self._spread(count)]
 
     def sample(self, count: int) -> list[Prompt]:
-        """Return the prompts of up to ``count`` training rows, spread evenly; does not advance.
-
-        Raises:
-            ValueError: all of them are too long.
-        """
+        """Return the prompts of up to ``count`` training rows, spread evenly; does not advance. Raise ValueError if all
+        of them are too long."""
         prompts = self._fitting(self._prompts([(f"row {index}", index) for index in self._spread(count)]))
         if not prompts:
             raise ValueError(f"data.max_prompt_length={self._config.max_prompt_length}: no prompt is that short")
@@ -214,11 +211,8 @@ class PromptSource:
         return None if self._indices is None else len(self._indices)
 
     def _choose_rows(self) -> Sequence[int] | None:
-        """Return the rows of an epoch; None: there is no end to them.
-
-        Raises:
-            ValueError: the file has fewer than `data.rows`.
-        """
+        """Return the rows of an epoch; None: there is no end to them. Raise ValueError if the file has fewer than
+        `data.rows`."""
         indices, wanted = self._rows.indices, self._config.rows
         if wanted is None:
             return indices

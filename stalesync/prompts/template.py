@@ -89,11 +89,8 @@ class ChatTemplate:
             raise ValueError(f"data.{key} needs a tokenizer with a chat template, and data.chat_template=auto")
 
     def render(self, prompt: str | Chat) -> str:
-        """Return the text of a prompt as the model reads it.
-
-        Raises:
-            ValueError: the prompt is a chat, and there is no template; or the template refuses it.
-        """
+        """Return the text of a prompt as the model reads it; raise ValueError if the template refuses it, or there is
+        none for a chat."""
         if not self.applies:
             if isinstance(prompt, str):
                 return prompt
@@ -109,11 +106,8 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] = (),
         add_generation_prompt: bool = True,
     ) -> str:
-        """Return the text of a conversation, and of JSON schemas of tools.
-
-        Raises:
-            ValueError: there is no template, or it refuses the conversation.
-        """
+        """Return the text of a conversation, and of JSON schemas of tools; raise ValueError if there is no template, or
+        it refuses them."""
         if not self.applies:
             raise ValueError("a conversation needs a tokenizer with a chat template, and data.chat_template=auto")
         return self._rendered([*chat], tools=tools, add_generation_prompt=add_generation_prompt)

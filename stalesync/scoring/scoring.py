@@ -233,20 +233,12 @@ class Scorer:
         return [(sample.response, outcome) for sample, outcome in zip(samples, outcomes, strict=True)]
 
     def observe_outcomes(self, outcomes: Sequence[RewardOutcome]) -> None:
-        """Count outcomes of what was not given to be scored.
-
-        Raises:
-            RewardsFailed: too many failed.
-        """
+        """Count outcomes of what was not given to be scored; raise `RewardsFailed` if too many failed."""
         with self._changed:
             _refuse(self._failed.observe(outcomes))
 
     def check_failed(self) -> None:
-        """Judge the rewards at the end of a run.
-
-        Raises:
-            RewardsFailed: too many failed.
-        """
+        """Raise `RewardsFailed` if too many rewards failed, at the end of a run."""
         with self._changed:
             _refuse(self._failed.judge())
 

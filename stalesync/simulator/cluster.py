@@ -75,11 +75,7 @@ class Base:
 
 
 def check_supernodes(scenario: Scenario, supernodes: int) -> None:
-    """Check that the cluster can be several times as large.
-
-    Raises:
-        ValueError: ``cluster.npus`` is not a whole supernode.
-    """
+    """Raise ValueError if the cluster is to be several times as large, and ``cluster.npus`` is not a whole supernode."""
     npus, size = scenario.config.cluster.npus, scenario.hardware.topology.ranks_per_supernode
     if supernodes > 1 and (not scenario.hardware.has_supernodes or npus != size):
         expected = f"{size}, the dies of one" if scenario.hardware.has_supernodes else "cards that have supernodes"
@@ -122,11 +118,7 @@ def base_of(scenario: Scenario, deployment: str) -> Base:
 
 
 def simulate(scenario: Scenario, base: Base, case: Case) -> Outcome:
-    """Simulate one run.
-
-    Raises:
-        ValueError: the layouts do not fit the cards, by key.
-    """
+    """Simulate one run; raise ValueError, by key, if the layouts do not fit the cards."""
     config = config_of(scenario, base, case)
     setup = SimulationSetup.of(
         config,

@@ -116,11 +116,7 @@ def replay(drafter: TextDrafter, name: str, texts: Sequence[Tokens], kept: KeptT
 
 
 def read_texts(path: Path) -> list[list[str]]:
-    """Return the responses of every prompt that has two, in the order of the file.
-
-    Raises:
-        ValueError: as of `measured`.
-    """
+    """Return the responses of every prompt that has two, in the order of the file; raise ValueError as `measured`."""
     by_prompt: dict[str, list[str]] = {}
     try:
         for line in path.read_text().splitlines():

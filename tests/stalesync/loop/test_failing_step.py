@@ -81,7 +81,7 @@ def test_a_row_that_cannot_be_written_does_not_hide_why_the_run_failed(fails, is
     order = []
     run = make_run((FailingRows if is_full else Rows)(order), FailsInStep2, steps=3, save_every="2")
     if fails == "cut":
-        run.config.run.save_every, run.checkpoints.fails = "1", True
+        run.loop.config.run.save_every, run.checkpoints.fails = "1", True
     with pytest.raises(Failed):
         run.run()
     assert order == ["close", "log 1"]

@@ -12,6 +12,7 @@ from fusion.inference.request import NO_REWARDS
 from fusion.rollout import EvalAnswer, SuspendedSample
 from fusion.rollout.detokenize import DetokenizerSpec
 from stalesync.cards.stage_calls import EnginesLost, RunningStage
+from stalesync.job.config import Config
 from stalesync.loop.evaluator import Evaluator
 from stalesync.loop.generation import Generation
 from stalesync.policy.commands import Dispatch, DispatchedRequests, Publish
@@ -287,9 +288,10 @@ def _answer(id):
 def test_prompts_of_an_engine_that_dies_are_answered_by_those_that_live(deaths, answered):
     made, _ = _generation()
     made._cards, made._running = cards, _ = AnsweringCards(deaths), {}
-    loop = SimpleNamespace(generation=made, engines=cards, desk=SimpleNamespace(share=InferenceShare((0, 1), 0.5, 4)))
+    desk = SimpleNamespace(share=InferenceShare((0, 1), 0.5, 4))
+    loop = SimpleNamespace(config=Config(), generation=made, engines=cards, desk=desk)
     evaluation = SimpleNamespace(config=SimpleNamespace(sampling={}))
-    evaluator, answers = Evaluator(evaluation=evaluation, loop=loop, rows=None, by_model=False, last=1), {}
+    evaluator, answers = Evaluator(evaluation=evaluation, loop=loop), {}
     evaluator.answer(SimpleNamespace(pool=None), [Prompt(id, (1, 2), "", "") for id in "abcde"], answers)
     assert "".join(sorted(answers)) == answered
     asked = [id for _, ids in cards.asked for id in ids]
