@@ -81,12 +81,12 @@ def describe_tokenizer(tokenizer: Any, source: PromptSource, prompt: Prompt, end
 def describe_prompts(config: Config, source: PromptSource, prompts: Sequence[Prompt]) -> list[str]:
     """Return the number of rows, of those that are dropped and why, and a histogram of lengths in tokens."""
     rows = "endless" if source.num_rows is None else f"{source.num_rows:,} rows an epoch"
-    held_out = len(source.evaluation(config.run.eval_prompts)) if source.digest else 0
+    held_out = len(source.evaluation(config.run.eval_prompts)) if source.rows.digest else 0
     rows += f"; {held_out:,} held out" if held_out else ""
     dropped = [
         f"{count:,} dropped: {reason}"
         for count, reason in (
-            (source.num_bad_rows, "cannot be used (data.bad_rows)"),
+            (source.rows.num_bad, "cannot be used (data.bad_rows)"),
             (source.num_too_long, f"longer than data.max_prompt_length={config.data.max_prompt_length}"),
         )
         if count

@@ -59,9 +59,9 @@ def start_rewards(
     if config.reward.kind not in ("model", "environment"):
         rule = stack.enter_context(RewardPool(config.reward))
     if rule is not None:
-        rule.check_fields(source.fields)
+        rule.check_fields(source.rows.fields)
     terms = start_terms(config.reward, lambda reward, spec: stack.enter_context(RewardPool(reward, spec)))
-    check_term_fields(terms, source.fields)
+    check_term_fields(terms, source.rows.fields)
     for line in check_answers(pools_of(rule, terms), source.reference_answers(num_answers)):
         log.warning("%s", line)
     num_held_out = config.run.eval_prompts
@@ -123,20 +123,19 @@ def worker_spec(config: Config, model: ModelConfig, tokenizer: Any) -> WorkerSpe
     """
     turn_end = ChatTemplate(config.data, tokenizer).turn_end
     ends = end_token_ids(tokenizer, model, config.model.path, turn_end)
+    pool = None
+    if config.rollout.kv_pool.pools_kv:
+        pool = KVPoolSpec.of(config.rollout.kv_pool, run=secrets.token_hex(8), takes_suspended=config.pools_suspended)
     return replace(
         worker_settings(config, model),
         reward_model=_reward_model(config, tokenizer) if config.reward.model else None,
         topology=config.cluster.topology,
         pace=config.pace,
         detokenizer=detokenizer_spec(config.model.path, tokenizer, ends),
-        kv_pool=_kv_pool(config) if config.rollout.kv_pool.pools_kv else None,
+        kv_pool=pool,
         masked_ids=masked_ids(tokenizer, model, ends),
         turns=config.converses,
     )
-
-
-def _kv_pool(config: Config) -> KVPoolSpec:
-    return KVPoolSpec.of(config.rollout.kv_pool, run=secrets.token_hex(8), takes_suspended=config.pools_suspended)
 
 
 def _reward_model(config: Config, tokenizer: Any) -> RewardModelSpec:

@@ -52,7 +52,10 @@ class CardActors:
         self._chooses_nodes = kind == "emulated"
         self.hosts: list[Host] = []
         """Of every rank, once they are in order"""
-        nodes = _nodes_of(spec.world, alive_hosts(ray.nodes())) if self._chooses_nodes else [None] * spec.world
+        hosts = alive_hosts(ray.nodes())
+        nodes: list[str | None] = [None] * spec.world
+        if self._chooses_nodes:
+            nodes = [*spread(spec.world, sorted(hosts, key=lambda node: hosts[node].address))]
         self._actors = [self._start(node) for node in nodes]
         self.num_starts = [1] * spec.world
         """Number of processes that each rank has had"""
@@ -104,8 +107,3 @@ class CardActors:
         """Start an actor. ``node``: on which, None: Ray chooses; ``soft``: elsewhere if there is none."""
         place = {} if node is None else {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=soft)}
         return self._class.options(**place).remote(*self._args)
-
-
-def _nodes_of(world: int, hosts: dict[str, Host]) -> list[str]:
-    """Return Ray's id of the node of each emulated card."""
-    return spread(world, sorted(hosts, key=lambda node: hosts[node].address))

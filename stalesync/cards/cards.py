@@ -64,8 +64,8 @@ WAIT_S = 1.0
 
 
 class Cards:
-    """All workers of a run. Use it as a context manager: however the block ends, the workers end with it. What waits for
-    a stage raises as `CardGroup.call`, what sends a control call as `CardGroup.ask`.
+    """All workers of a run. Use it as a context manager: however the block ends, the workers end with it. What waits
+    for a stage raises as `CardGroup.call`, what sends a control call as `CardGroup.ask`.
 
     Args:
         timeout_s: of a stage, and of a control call.

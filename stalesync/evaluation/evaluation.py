@@ -137,12 +137,9 @@ class Evaluation:
             ends = [self.history.first(file.name), self.history.last(file.name)]
             means = {one.step: one.mean.value for one in ends if one is not None and one.mean is not None}
             if means:
-                rewards = ", ".join(f"{mean:.3f}{_when(step) if trained else ''}" for step, mean in means.items())
+                when = {step: f" after step {step}" if step else " before" for step in means if trained}
+                rewards = ", ".join(f"{mean:.3f}{when.get(step, '')}" for step, mean in means.items())
                 lines.append(f"reward on {what}: {rewards} (evaluations.jsonl)")
         if best := self.best():
             lines.append(f"best checkpoint: {best['checkpoint']}, {best['metric']}={best['value']:.3g} (best.json)")
         return lines
-
-
-def _when(step: int) -> str:
-    return f" after step {step}" if step else " before"

@@ -108,15 +108,15 @@ def with_rewards(
                 pool = pools[spec.reward] = pool or start(config.reward.of(spec.reward))
             scoring, added = (rule, terms) if pool is None else (pool, ())
             if scoring is not None:
-                scoring.check_fields(source.fields)
-            check_term_fields(added, source.fields)
+                scoring.check_fields(source.rows.fields)
+            check_term_fields(added, source.rows.fields)
             for line in check_answers(pools_of(scoring, added), source.reference_answers(num_answers)):
                 log.warning("eval.files: %r: %s", spec.name, line)
             prompts = source.in_order(f"eval-{spec.name}-")
             if not prompts:
                 raise ValueError(f"no prompt is as short as data.max_prompt_length={config.data.max_prompt_length}")
         reward = own if pool is None else spec.reward or own
-        files.append(EvalFile(spec.name, spec.path, prompts, reward, pool, source.digest, source.counts(prompts)))
+        files.append(EvalFile(spec.name, spec.path, prompts, reward, pool, source.rows.digest, source.counts(prompts)))
     return files
 
 

@@ -266,11 +266,10 @@ def _accuracy(
     engine = EmbeddedEngine(model, model.mesh, device=model.device, config=config, seed=step)
     engine.allocate_kv()
     engine.submit(Request(prompt.id, prompt.ids, config.sampling_params()) for prompt in prompts)
-    texts = {out.request_id: tokenizer.decode(_without_end(out.tokens, tokenizer)) for out in engine.run()}
+    texts = {}
+    for out in engine.run():
+        has_end = out.tokens[-1:] == [tokenizer.eos_token_id]
+        texts[out.request_id] = tokenizer.decode(out.tokens[:-1] if has_end else out.tokens)
     engine.release_kv()
     outcomes = rewards.score([prompt.for_reward(texts[prompt.id]) for prompt in prompts])
     return sum(outcome.reward or 0.0 for outcome in outcomes) / len(prompts)
-
-
-def _without_end(tokens: list[int], tokenizer: Any) -> list[int]:
-    return tokens[:-1] if tokens and tokens[-1] == tokenizer.eos_token_id else tokens

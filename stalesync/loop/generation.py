@@ -261,7 +261,7 @@ class Generation:
         self._cards.ask_each({self._spec.engines[engine][0]: forget for engine in engines})
 
     def take_answers(self, running: RunningStage[StageReport]) -> dict[str, EvalAnswer]:
-        """Wait until an engine has answered; return the answers by the prompt's id. Raise EnginesLost if it has died."""
+        """Wait until an engine has answered; return its answers by the prompt's id. Raise EnginesLost if it died."""
         reports = self._cards.wait(running)
         self._take_reports(reports)
         return {answer.id: answer for report in reports for answer in report.answers}

@@ -205,7 +205,7 @@ class Groups:
         for group in trained:
             del self.prompts[group]
         # An id is that of its group, a slash and a number, and members are in order: so are those of sorted groups.
-        groups.sort(key=_first_id)
+        groups.sort(key=lambda members: members[0].id)
         samples = SampleColumns.of(list(chain.from_iterable(groups)))
         ended, self._ended = self._ended, []
         return samples, SampleColumns.of(sorted([*samples.samples, *ended], key=by_id)) if ended else samples
@@ -265,7 +265,3 @@ class Groups:
         del self.prompts[group]
         self._discarded.setdefault(reason, []).extend(row for member in members for row in member.rows)
         self._ended += members
-
-
-def _first_id(members: Sequence[Sample]) -> str:
-    return members[0].id

@@ -15,13 +15,14 @@ Invariants:
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 from distqueue.checkpoint import release_freed
 from distqueue.errors import StorageFull
+from stalesync.process import in_flight
 from stalesync.process.failures import RunFailed
 from stalesync.process.run_log import add_note
 
@@ -40,10 +41,9 @@ class Saver:
     """Runs the thread that writes checkpoints."""
 
     def __init__(self) -> None:
-        self._thread: threading.Thread | None = None
-        self._error: Exception | None = None
+        self._writing: Future[float] | None = None
+        """Gives the seconds of writing the checkpoint that was begun last; None: that was taken note of"""
         self._figures: dict[str, float] = {}
-        self._written_s = 0.0
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -62,27 +62,24 @@ class Saver:
 
     def begin(self, write: Callable[[], None], discard: Callable[[], None] = lambda: None) -> None:
         """Run ``write`` in the thread, and ``discard`` if that fails; return at once."""
-        assert self._thread is None, "one checkpoint is written at a time"
-        self._thread = threading.Thread(target=self._run, args=(write, discard), name="save", daemon=True)
-        self._thread.start()
+        assert self._writing is None, "one checkpoint is written at a time"
+        self._writing = in_flight.begin(_seconds_of, write, discard)
 
     @property
     def writing(self) -> bool:
         """Whether a checkpoint is being written."""
-        return self._thread is not None and self._thread.is_alive()
+        return self._writing is not None and not self._writing.done()
 
     def check(self) -> None:
         """Raise RunFailed if a checkpoint could not be written."""
-        if self._error is not None:
-            raise self._error
+        if self._writing is not None and self._writing.done():
+            self._writing.result()
 
     def finish(self) -> None:
         """Wait for the thread; raise RunFailed if its checkpoint could not be written."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-            self._figures["save/write_s"] = self._written_s
-        self.check()
+        if self._writing is not None:
+            self._figures["save/write_s"] = self._writing.result()
+            self._writing = None
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of a cut since the last call: seconds of the pause, seconds of it spent waiting for the
@@ -90,17 +87,22 @@ class Saver:
         figures, self._figures = self._figures, {}
         return figures
 
-    def _run(self, write: Callable[[], None], discard: Callable[[], None]) -> None:
-        start = time.perf_counter()
-        try:
-            write()
-        except Exception as error:
-            discard()
-            failed = error if isinstance(error, RunFailed) else SaveFailed(_describe(error))
-            add_note(failed, ADVICE)
-            self._error = failed
+
+def _seconds_of(write: Callable[[], None], discard: Callable[[], None]) -> float:
+    """Return the seconds that ``write`` takes."""
+    start = time.perf_counter()
+    try:
+        write()
+    except Exception as error:
+        discard()
+        if isinstance(error, RunFailed):
+            add_note(error, ADVICE)
+            raise
+        add_note(failed := SaveFailed(_describe(error)), ADVICE)
+        raise failed from error
+    finally:
         release_freed()
-        self._written_s = time.perf_counter() - start
+    return time.perf_counter() - start
 
 
 def _describe(error: Exception) -> str:

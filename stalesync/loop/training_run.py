@@ -127,8 +127,8 @@ class TrainingRun:
             lines.append(f"{ledger.num_untrained} groups are in progress and saved in the last checkpoint")
         if num_failed := self.loop.groups.num_failed_rewards:
             lines.append(f"{num_failed} samples could not be scored and were not trained (reward/failed)")
-        if source.num_bad_rows:
-            lines.append(f"{source.num_bad_rows} rows of data.source could not be used (data.bad_rows=skip)")
+        if source.rows.num_bad:
+            lines.append(f"{source.rows.num_bad} rows of data.source could not be used (data.bad_rows=skip)")
         if num_skipped := source.metrics().get("data/skipped_prompts", 0):
             lines.append(f"{num_skipped:.0f} prompts were longer than data.max_prompt_length")
         return lines + notes_of_request()

@@ -55,9 +55,11 @@ class ExitStatus:
         """Return the exit status, negative for a signal; None: it has not ended, or the kernel does not keep it."""
         status = self._of_reaped()
         if status is None:
-            status = self._of_zombie()
-        if status is None:  # reaped in between
-            status = self._of_reaped()
+            stat = ProcessStat.of(self._pid)
+            if stat is not None and stat.state == "Z":
+                status = stat.exit_status
+            else:  # it may have been reaped in between
+                status = self._of_reaped()
         return None if status is None else os.waitstatus_to_exitcode(status)
 
     def close(self) -> None:
@@ -71,7 +73,3 @@ class ExitStatus:
                 if mask & PIDFD_INFO_EXIT:
                     return int(status)
         return None
-
-    def _of_zombie(self) -> int | None:
-        stat = ProcessStat.of(self._pid)
-        return stat.exit_status if stat is not None and stat.state == "Z" else None

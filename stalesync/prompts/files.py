@@ -105,7 +105,8 @@ class FileRows(Rows):
             raise ValueError(f"{first_error}{others}; correct the file, or skip such rows with data.bad_rows=skip")
         if self.num_bad:
             log.warning("%d of %d rows are skipped (data.bad_rows): %s", self.num_bad, len(self._table), first_error)
-        if shadowed := sorted(self._columns_not_passed({*names})):
+        passed = {self._config.prompt_field, self._config.answer_field}
+        if shadowed := sorted({*ARGUMENTS} & names.keys() - passed):
             log.warning("data.source: the columns %s are not passed to the reward function", ", ".join(shadowed))
         if nested := self._fields_of_answer(usable[0]):
             log.warning(
@@ -132,9 +133,6 @@ class FileRows(Rows):
         columns = self._table.parsed(index) if isinstance(self._table, JsonRows) else self._table[index]
         answer = value_at(columns, path_of(columns, name := self._config.answer_field))
         return [f"{name}.{field}" for field in answer] if isinstance(answer, Mapping) else []
-
-    def _columns_not_passed(self, names: set[str]) -> set[str]:
-        return (names & {*ARGUMENTS}) - {self._config.prompt_field, self._config.answer_field}
 
     def _row(self, columns: dict[str, Any]) -> Row:
         for name, value in columns.items():

@@ -82,7 +82,7 @@ class Rows:
 
 
 class GeneratedRows(Rows):
-    """Rows of the built-in generator ``source``, all with prompts of one length."""
+    """Rows of the built-in generator ``source``. Unless `longest` says otherwise, all prompts have the same length."""
 
     source = ""
     fields = frozenset({"solution"})

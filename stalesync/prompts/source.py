@@ -67,7 +67,7 @@ class PromptSource:
         self._config = config
         self.template = ChatTemplate(config, tokenizer)
         self._seed = seed
-        self._rows = self._open_rows(held_out)
+        self.rows = self._open_rows(held_out)
         self._indices = self._choose_rows()
         self._epoch = 0
         self._position = 0
@@ -75,16 +75,6 @@ class PromptSource:
         self._order: tuple[int, list[int]] = (-1, [])
         if config.long_prompts == "refuse":
             self._refuse_long()
-
-    @property
-    def fields(self) -> frozenset[str]:
-        """Name of the fields that every row has, besides prompt and answer."""
-        return self._rows.fields
-
-    @property
-    def num_bad_rows(self) -> int:
-        """Number of rows of the file that cannot be used and are skipped."""
-        return self._rows.num_bad
 
     def next(self, n: int | None = None) -> list[Prompt]:
         """Return the next `n` prompts (default: `data.prompts_per_step`), without those that are skipped as too
@@ -106,7 +96,7 @@ class PromptSource:
     def evaluation(self, n: int) -> list[Prompt]:
         """Return `n` held-out prompts with ids `eval-0`, …: the same on every call, and none that `next` returns
         (except for the one-digit sums, which are all used for both). A file has at most `held_out`."""
-        rows = self._rows.evaluation(n)
+        rows = self.rows.evaluation(n)
         names = [f"eval-{index}" for index in range(len(rows))]
         return self._fitting(self._encode(names, rows))
 
@@ -118,7 +108,7 @@ class PromptSource:
 
     def reference_answers(self, count: int) -> list[ReferenceAnswer]:
         """Return the answers of up to ``count`` training rows, spread evenly; does not advance."""
-        return [ReferenceAnswer(f"row {index}", self._rows.row(index).answer) for index in self._spread(count)]
+        return [ReferenceAnswer(f"row {index}", self.rows.row(index).answer) for index in self._spread(count)]
 
     def sample(self, count: int) -> list[Prompt]:
         """Return the prompts of up to ``count`` training rows, spread evenly; does not advance. Raise ValueError if all
@@ -132,7 +122,7 @@ class PromptSource:
     def num_too_long(self) -> int:
         """Number of rows of the file whose prompts are skipped as too long."""
         limit = self._config.max_prompt_length
-        return sum(length > limit for length in self._rows.lengths)
+        return sum(length > limit for length in self.rows.lengths)
 
     def _spread(self, count: int) -> Sequence[int]:
         indices = range(count) if self._indices is None else self._indices
@@ -142,10 +132,10 @@ class PromptSource:
         """Return what became of the rows of which `in_order`, or `evaluation` of ``held_out`` rows, has returned the
         prompts ``evaluated``."""
         if held_out is not None:
-            read = len(self._rows.evaluation(held_out))
+            read = len(self.rows.evaluation(held_out))
             return RowCounts(read, bad=0, unused=0, too_long=read - len(evaluated), evaluated=len(evaluated))
-        assert self._rows.indices is not None and self.num_rows is not None
-        usable, bad = len(self._rows.indices), self.num_bad_rows
+        assert self.rows.indices is not None and self.num_rows is not None
+        usable, bad = len(self.rows.indices), self.rows.num_bad
         return RowCounts(
             usable + bad,
             bad=bad,
@@ -157,7 +147,7 @@ class PromptSource:
     def metrics(self) -> dict[str, float]:
         """Return `data/epoch`, `data/skipped_prompts` since the start of the run, and `data/bad_rows` of the file if
         it has any."""
-        bad = {"data/bad_rows": float(self.num_bad_rows)} if self.num_bad_rows else {}
+        bad = {"data/bad_rows": float(self.rows.num_bad)} if self.rows.num_bad else {}
         return {"data/epoch": float(self._epoch), "data/skipped_prompts": float(self._skipped)} | bad
 
     def state_dict(self) -> dict[str, Any]:
@@ -166,7 +156,7 @@ class PromptSource:
             "source": self._config.source,
             "rows": self.num_rows,
             "seed": self._seed,
-            "digest": self.digest,
+            "digest": self.rows.digest,
             "epoch": self._epoch,
             "position": self._position,
             "skipped": self._skipped,
@@ -181,7 +171,7 @@ class PromptSource:
         if state["rows"] != self.num_rows:
             keys = "data.source, data.rows, data.bad_rows, run.eval_prompts" if digest else "data.rows"
             return f"the saved run had rows={state['rows']} in an epoch, this one has {self.num_rows} ({keys})"
-        if digest not in (None, self.digest) or (digest is None and state["source"] != source):
+        if digest not in (None, self.rows.digest) or (digest is None and state["source"] != source):
             return f"data.source={source!r} has other content than in the saved run, {state['source']!r}"
         return ""
 
@@ -201,11 +191,6 @@ class PromptSource:
             self._position = min(self._position, len(self._indices))
 
     @property
-    def digest(self) -> str | None:
-        """Digest of the file's content; None: it is a generator."""
-        return self._rows.digest
-
-    @property
     def num_rows(self) -> int | None:
         """Number of rows of an epoch; None: there is no end to them."""
         return None if self._indices is None else len(self._indices)
@@ -213,7 +198,7 @@ class PromptSource:
     def _choose_rows(self) -> Sequence[int] | None:
         """Return the rows of an epoch; None: there is no end to them. Raise ValueError if the file has fewer than
         `data.rows`."""
-        indices, wanted = self._rows.indices, self._config.rows
+        indices, wanted = self.rows.indices, self._config.rows
         if wanted is None:
             return indices
         if indices is None:
@@ -240,7 +225,7 @@ class PromptSource:
         return self._epoch, self._order[1][self._position - 1]
 
     def _prompts(self, drawn: Sequence[tuple[str, int]]) -> list[Prompt]:
-        return self._encode([id_ for id_, _ in drawn], [self._rows.row(index) for _, index in drawn])
+        return self._encode([id_ for id_, _ in drawn], [self.rows.row(index) for _, index in drawn])
 
     def _fitting(self, prompts: Sequence[Prompt]) -> list[Prompt]:
         return [prompt for prompt in prompts if len(prompt.ids) <= self._config.max_prompt_length]
@@ -309,7 +294,7 @@ class PromptSource:
 
     def _lengths(self) -> Iterator[tuple[str, int]]:
         """Yield name and number of tokens of every prompt of a file, and of the longest of a generator."""
-        rows, longest = self._rows, self._rows.longest()
+        rows, longest = self.rows, self.rows.longest()
         yield from ((rows.name(index), length) for index, length in zip(rows.usable, rows.lengths, strict=True))
         prompts = self._encode([name for name, _ in longest], [row for _, row in longest])
         yield from ((prompt.id, len(prompt.ids)) for prompt in prompts)

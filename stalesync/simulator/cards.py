@@ -62,7 +62,7 @@ class SimulatedCards:
         self._queue_free_s = 0.0
         self._finished: Counter[str] = Counter()
         """Group → responses that have finished, where there are drafts"""
-        self._ready_s = 0.0
+        self.ready_s = 0.0
         """Time from which the published weights are on the cards that generate"""
         self._stopped: dict[int, Sequence[SuspendedSample]] = {}
         """Stopped engines whose unfinished requests were not taken yet"""
@@ -81,18 +81,14 @@ class SimulatedCards:
 
     def publish(self) -> None:
         """Begin to switch all cards of the actor for generation."""
-        self._ready_s = self.clock.now + self.setup.switch.infer_s
-        self._trainers_free_s = self._ready_s
+        self.ready_s = self.clock.now + self.setup.switch.infer_s
+        self._trainers_free_s = self.ready_s
         self.switch_s += self.setup.switch.infer_s * len(self.setup.worker.deployment.actor)
-
-    @property
-    def ready_s(self) -> float:
-        return self._ready_s
 
     def publish_overlapped(self, version: int, overlapped: Sequence[int]) -> None:
         """Send weights to engines that run, and switches the other cards; return when all have adopted them."""
         self.publish()
-        self.clock.advance_to(self._ready_s)
+        self.clock.advance_to(self.ready_s)
         for number in overlapped:
             self.engines[number].adopt(version)
         self.clock.wait_for(lambda: all(self.engines[number].has_adopted(version) for number in overlapped))
@@ -121,7 +117,7 @@ class SimulatedCards:
 
     def start(self, number: int, requests: Sequence[SimulatedRequest], version: int, *, stay: bool) -> None:
         """Start an engine behind the switch of its cards."""
-        self.engines[number].start(requests, version, time=self._ready_s, stay=stay)
+        self.engines[number].start(requests, version, time=self.ready_s, stay=stay)
 
     def suspend(self, numbers: Sequence[int]) -> dict[int, Sequence[SuspendedSample]]:
         """Stop engines between two steps; return the unfinished requests of each."""

@@ -75,7 +75,7 @@ class Base:
 
 
 def check_supernodes(scenario: Scenario, supernodes: int) -> None:
-    """Raise ValueError if the cluster is to be several times as large, and ``cluster.npus`` is not a whole supernode."""
+    """Raise ValueError if there are to be several supernodes, and ``cluster.npus`` is not a whole one."""
     npus, size = scenario.config.cluster.npus, scenario.hardware.topology.ranks_per_supernode
     if supernodes > 1 and (not scenario.hardware.has_supernodes or npus != size):
         expected = f"{size}, the dies of one" if scenario.hardware.has_supernodes else "cards that have supernodes"

@@ -250,11 +250,6 @@ def seconds_of(device: Device, work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def count_cards(kind: str) -> int:
-    """Return how many cards of a kind this machine has."""
-    return torch.get_device_module(open_device(kind).torch_device).device_count()
-
-
 ALONE = {"device": check_device, "model": check_model}
 """Stages of one card"""
 
@@ -268,7 +263,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--store", type=Path, help="file by which the ranks find each other")
     options = parser.parse_args(arguments)
     if options.stage == "count":
-        print(json.dumps({"cards": count_cards(options.kind)}))
+        module = torch.get_device_module(open_device(options.kind).torch_device)
+        print(json.dumps({"cards": module.device_count()}))
         return
     device = open_device(options.kind, index=options.rank)
     if options.stage in ALONE:

@@ -164,7 +164,10 @@ class Squares(Rows):
 def test_a_generator_of_ones_own_is_found_by_its_path(tokenizer):
     config = DataConfig(source=f"{__name__}:Squares", prompts_per_step=11)
     source = PromptSource(config, tokenizer, 0)
-    assert [prompt.text for prompt in source.next(2)] == ["0+0=", "1+0="] and source.num_rows is source.digest is None
+    assert [prompt.text for prompt in source.next(2)] == [
+        "0+0=",
+        "1+0=",
+    ] and source.num_rows is source.rows.digest is None
     with pytest.raises(ValueError, match="the largest square: a prompt of 5 tokens is longer than .*_length=4"):
         PromptSource(replace(config, max_prompt_length=4), tokenizer, 0)
     with pytest.raises(ValueError, match=f"data.source={__name__}:Row: expected a subclass of stalesync.prompts.rows"):

@@ -222,7 +222,7 @@ def test_a_bad_row_anywhere_is_refused_or_skipped_and_counted(tmp_path, monkeypa
     source = source_of(chat_tokenizer(), file, bad_rows="skip", held_out=2)
     names = [prompt.id for prompt in source.next(27)]
     assert source.metrics() == {"data/epoch": 0, "data/skipped_prompts": 0, "data/bad_rows": 1}
-    assert len(set(names)) == 27 and "e0-20" not in names and source.fields == {"level"}
+    assert len(set(names)) == 27 and "e0-20" not in names and source.rows.fields == {"level"}
     assert all(prompt.text == ":1;=" for prompt in source.evaluation(2))
 
 
