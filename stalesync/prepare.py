@@ -30,11 +30,8 @@ log = logging.getLogger(__name__)
 
 def prepare(config: Config, model: ModelConfig) -> tuple[Any, PromptSource, list[OpenedFile], WorkerSpec]:
     """Read the tokenizer and every row of a job whose config is valid, and log what its user may not expect. Return
-    tokenizer, prompts, the files of its evaluations, and what the cards need.
-
-    Raises:
-        ValueError: something cannot be used, by key.
-    """
+    tokenizer, prompts, the files of its evaluations, and what the cards need; raise ValueError, by key, for what cannot
+    be used."""
     tokenizer = load_tokenizer(config.model.path, model)
     source = PromptSource(config.data, tokenizer, config.run.seed, held_out=config.run.eval_prompts)
     opened = open_files(config, tokenizer)
@@ -116,11 +113,8 @@ def start_environments(
 
 
 def worker_spec(config: Config, model: ModelConfig, tokenizer: Any) -> WorkerSpec:
-    """Return the part of the config that every card needs.
-
-    Raises:
-        ValueError: the reward model has fewer tokens than the policy's tokenizer, whose ids it would have to read.
-    """
+    """Return the part of the config that every card needs; raise ValueError if the reward model has fewer tokens than
+    the policy's tokenizer, whose ids it would have to read."""
     turn_end = ChatTemplate(config.data, tokenizer).turn_end
     ends = end_token_ids(tokenizer, model, config.model.path, turn_end)
     pool = None

@@ -32,11 +32,8 @@ class EvaluationArguments:
 
 
 def parse_arguments(arguments: Sequence[str], conf: Path) -> EvaluationArguments:
-    """Parse the command line; ``conf``: folder of the config groups.
-
-    Raises:
-        ValueError: an argument is not accepted, or the source is neither a run, a checkpoint nor a model.
-    """
+    """Parse the command line; ``conf``: folder of the config groups. Raise ValueError for an argument that is not
+    accepted, or a source that is neither a run, a checkpoint nor a model."""
     words, json_path = _take_option([*arguments], "--json")
     if not words or "=" in words[0] or words[0].startswith("-"):
         raise ValueError("expected the folder of a run, a checkpoint or a model")

@@ -140,11 +140,8 @@ class CardFailures:
             self._running.remove(stage)
 
     def _error(self, cause: FailedStage, why: str = "") -> RunFailed:
-        """Return the error with which a failure ends the run. ``why``: it does not go on without the card.
-
-        Raises:
-            RunFailed: a health check fails: of that, the end of a worker is a consequence.
-        """
+        """Return the error with which a failure ends the run; raise that of a health check, of which the end of a
+        worker is a consequence. ``why``: it does not go on without the card."""
         if cause.failure.kind is FailureKind.DIED:
             for health_check in self._health_checks:
                 health_check()

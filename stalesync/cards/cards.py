@@ -152,14 +152,7 @@ class Cards:
 
     def restart(self, engine: int, number: int) -> None:
         """Start other processes for an engine that has died, on the same hosts if these live, and prepares them; the
-        actor's cards `rejoin` then. May be called on another thread.
-
-        Args:
-            number: of this restart in the run, from 1.
-
-        Raises:
-            CardFailed: as `CardGroup.call`.
-        """
+        actor's cards `rejoin` then. May be called on another thread. ``number``: of this restart in the run, from 1."""
         ranks = self.engines[engine]
         self._actors.restart(ranks)
         self._actors.observe_places(ranks, self.on(ranks).call(Card.place))

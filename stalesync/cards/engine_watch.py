@@ -22,12 +22,8 @@ POLL_S = 0.01
 
 
 class EngineWatch:
-    """Watches the engines that may be replaced, and counts them with ``deaths``.
-
-    Args:
-        engines: ranks of every engine.
-        describe: what a user is told of a failure.
-    """
+    """Watches the engines that may be replaced, and counts them with ``deaths``. ``engines``: ranks of every engine;
+    ``describe``: what a user is told of a failure."""
 
     def __init__(
         self, engines: Sequence[tuple[int, ...]], deaths: EngineDeaths, describe: Callable[[FailedStage], str]

@@ -38,14 +38,8 @@ class EvalFileSpec:
 
     @classmethod
     def parse(cls, entry: Any, key: str) -> EvalFileSpec:
-        """Read an entry of `eval.files`.
-
-        Args:
-            key: of the entry, for messages: `eval.files[0]`.
-
-        Raises:
-            ValueError: it is not accepted; names the key.
-        """
+        """Read an entry of `eval.files`; raise ValueError, by key, if it is not accepted. ``key``: of the entry,
+        `eval.files[0]`."""
         fields = fields_of(entry, [item.name for item in dataclasses.fields(cls)], key)
         spec = cls(**{"name": PurePath(fields["path"]).stem, **fields})
         spec.validate(key)
@@ -139,14 +133,8 @@ class EvalConfig(Group, path="eval"):
         return specs
 
     def check_answers(self, rollout: RolloutConfig, max_prompt_length: int, *, max_positions: int) -> None:
-        """Check that several answers to a prompt may differ, and that an answer fits behind a prompt.
-
-        Args:
-            max_positions: of the model.
-
-        Raises:
-            ValueError: they may not, or it does not; by key.
-        """
+        """Raise ValueError, by key, unless several answers to a prompt may differ, and an answer fits behind a prompt.
+        ``max_positions``: of the model."""
         if self.samples > 1 and (rollout.sampling.temperature if self.temperature is None else self.temperature) == 0:
             raise ValueError(
                 f"eval.samples={self.samples}: expected 1 with rollout.sampling.temperature=0, as all answers to a "
@@ -165,14 +153,8 @@ class EvalConfig(Group, path="eval"):
             )
 
     def check_best(self, held_out: bool) -> Goal | None:
-        """Return whether `eval.best` is to be high or low; None: it is not set.
-
-        Args:
-            held_out: whether held-out prompts are evaluated.
-
-        Raises:
-            ValueError: no evaluation has a metric of this name.
-        """
+        """Return whether `eval.best` is to be high or low; None: it is not set. ``held_out``: whether held-out prompts
+        are evaluated. Raise ValueError if no evaluation has a metric of this name."""
         if self.best is None:
             return None
         names = [*([HELD_OUT] if held_out else []), *(spec.name for spec in self.specs())]

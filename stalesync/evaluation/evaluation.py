@@ -57,11 +57,8 @@ class Evaluation:
         known: Mapping[str, RewardOutcome] | None = None,
     ) -> FileResult:
         """Score the answers to the prompts of ``file.asked``, by their ids. ``known``: outcomes of those that cannot be
-        scored.
-
-        Raises:
-            RewardsFailed: too many of the reward's results failed, or all of this file's; names file and reward.
-        """
+        scored. Raise `RewardsFailed`, with file and reward, if too many of the reward's results failed, or all of this
+        file's."""
         samples, asked = self.config.samples, file.asked(self.config.samples)
         source = None if file.pool is None else RuleReward(file.pool)
         try:

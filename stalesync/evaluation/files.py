@@ -60,11 +60,8 @@ class EvalFile:
 
 
 def open_files(config: Config, tokenizer: Any) -> list[OpenedFile]:
-    """Read and check every row of `eval.files`, as those of `data.source` are.
-
-    Raises:
-        ValueError: a file or a row cannot be used; names the file.
-    """
+    """Read and check every row of `eval.files`, as those of `data.source` are; raise ValueError, with the file, if it
+    or a row cannot be used."""
     opened = []
     for spec in config.eval.specs():
         with naming(f"eval.files: {spec.name!r}"):

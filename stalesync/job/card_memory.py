@@ -33,11 +33,8 @@ def knows_cards(config: Config) -> bool:
 
 
 def estimate(config: Config, model: ModelConfig) -> tuple[Setup, MemoryEstimate]:
-    """Return the plan of a job and its memory; log a warning for what does not fit.
-
-    Raises:
-        ValueError: a phase does not fit; names the settings with which it does.
-    """
+    """Return the plan of a job and its memory; log a warning for what does not fit. Raise ValueError, with settings
+    that would do, for a phase that is sure not to."""
     setup = plan_of(config, model)
     sizes = estimate_memory(setup)
     too_large = phase_problems(setup, sizes)

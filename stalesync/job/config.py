@@ -220,11 +220,8 @@ class Config:
         return layout
 
     def resolved(self, kept: Mapping[str, Any] = MappingProxyType({})) -> Config:
-        """Return a copy in which what depends on other groups is resolved, as a run uses and saves it.
-
-        Args:
-            kept: what `automatic.resolve` is to keep of a run that is resumed.
-        """
+        """Return a copy in which what depends on other groups is resolved, as a run uses and saves it. ``kept``: what
+        `automatic.resolve` is to keep of a run that is resumed."""
         from fusion.rollout.drafts.suffix_index import is_buildable  # which loads numpy
 
         correction = self.algorithm.correction or ("decoupled" if self.stalesync.max_staleness else "none")
@@ -241,14 +238,8 @@ class Config:
         return self.data.max_prompt_length + self.rollout.max_response_length
 
     def validate(self, *, trains: bool = True) -> ModelConfig:
-        """Validate every key and the constraints between keys; return the shape of the model.
-
-        Args:
-            trains: whether the job trains; else it only evaluates.
-
-        Raises:
-            ValueError: names the key to change, or both numbers that conflict.
-        """
+        """Validate every key and the constraints between keys; return the shape of the model. ``trains``: whether the
+        job trains; else it only evaluates. Raise ValueError with the key to change, or both numbers that conflict."""
         resolved = self.resolved()
         for group in dataclasses.fields(resolved):
             getattr(resolved, group.name).validate()

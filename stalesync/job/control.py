@@ -73,12 +73,8 @@ class Limits:
 
 
 def submit(folder: Path, changes: Mapping[str, Any]) -> InferenceShare:
-    """Write a request to a run's folder, merged with a pending one; return the share that is requested.
-
-    Raises:
-        ValueError: ``folder`` is not the folder of a run, or the changes do not fit its config; nothing is written
-        then.
-    """
+    """Write a request to a run's folder, merged with a pending one; return the share that is requested. Raise
+    ValueError, and write nothing, if ``folder`` is not that of a run, or the changes do not fit its config."""
     limits = Limits.of_run(folder)
     waiting = folder / REQUEST
     requested = (json.loads(waiting.read_text()) if waiting.is_file() else {}) | dict(changes)
@@ -112,12 +108,9 @@ class ControlDesk:
             self.share = self._limits.restored(state["share"], state["num_engines"])
 
     def read(self, step: int, kv_tokens: float | None) -> str | None:
-        """Take the pending request, if any; return its outcome for the log.
-
-        Args:
-            kv_tokens: capacity of the smallest KV cache of the last step; None before the first. A request that would
-                leave less than the longest sample needs is refused, as it would fail the run.
-        """
+        """Take the pending request, if any; return its outcome for the log. ``kv_tokens``: capacity of the smallest KV
+        cache of the last step; None before the first. A request that would leave less than the longest sample needs is
+        refused, as it would fail the run."""
         waiting = self._folder / REQUEST
         if not waiting.is_file():
             return None

@@ -100,14 +100,8 @@ def without_effect(config: Any) -> list[str]:
 
 
 def check_supported(config: object, key: str) -> None:
-    """Refuse what a backend cannot do.
-
-    Args:
-        key: of the backend, such as `rollout.backend`; `embedded` can do everything.
-
-    Raises:
-        ValueError: names the first key whose value is not supported, and why.
-    """
+    """Raise ValueError for the first key whose value a backend does not support, and why. ``key``: of the backend, such
+    as `rollout.backend`; `embedded` can do everything."""
     backend = value_of(config, key)
     for one in keys_of(type(config)).values():  # type: ignore[arg-type]
         limit, value = one.use.unsupported_by.get(backend), value_of(config, one.path)

@@ -32,11 +32,8 @@ def register() -> None:
 
 
 def load(path: Path) -> Config:
-    """Load the config that a run saved as its config.yaml, also one of an earlier version.
-
-    Raises:
-        ValueError: a key that this version does not know, or a value of another type.
-    """
+    """Load the config that a run saved as its config.yaml, also one of an earlier version. Raise ValueError for a key
+    that this version does not know, or a value of another type."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -131,14 +128,8 @@ def help_text(choices: Mapping[str, Sequence[str]], width: int = 120) -> str:
 
 
 def accepted(arguments: Sequence[str], conf: Path) -> list[str]:
-    """Check the words of a command line, and return them as Hydra reads them.
-
-    Args:
-        conf: folder of the config groups.
-
-    Raises:
-        ValueError: the first word that is not accepted, with what is.
-    """
+    """Return the words of a command line as Hydra reads them; raise ValueError for the first that is not accepted, with
+    what is. ``conf``: folder of the config groups."""
     choices = choices_in(conf)
     check_overrides(arguments, choices)
     for argument in arguments:
@@ -149,14 +140,8 @@ def accepted(arguments: Sequence[str], conf: Path) -> list[str]:
 
 
 def check_overrides(arguments: Sequence[str], groups: Iterable[str] = ()) -> None:
-    """Check Hydra overrides before the config is composed: rejects arguments that are not overrides, and unknown keys.
-
-    Args:
-        groups: names that choose a config file instead of a value (`algorithm=grpo`).
-
-    Raises:
-        ValueError: the first rejected argument; for an unknown key, with the most similar known one.
-    """
+    """Raise ValueError for the first argument that is no override of Hydra, or whose key is unknown, with the most
+    similar known one. ``groups``: names that choose a config file instead of a value (`algorithm=grpo`)."""
     keys, choices = known_keys(), set(groups)
     for before, argument in zip(["", *arguments], arguments, strict=False):
         if argument.startswith("-") and (option := argument.partition("=")[0]) not in HYDRA_OPTIONS:

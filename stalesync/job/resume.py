@@ -61,12 +61,9 @@ def check_resume(run: RunConfig) -> None:
 
 
 def reopen(run: RunConfig) -> Reopened | None:
-    """Open the folder of an earlier start that this one continues; None: there is none.
-
-    Raises:
-        FolderInUse: another process has the folder.
-        NoWholeCheckpoint: all complete checkpoints are damaged; or it has none, and the run must resume.
-    """
+    """Open the folder of an earlier start that this one continues; None: there is none. Raise FolderInUse if another
+    process has it, NoWholeCheckpoint if all its complete checkpoints are damaged, or it has none and the run must
+    resume."""
     path = Path(run.dir) / run.name
     if run.resume == "false" or not path.is_dir():
         return None
@@ -123,14 +120,8 @@ def _has_only_failed_start(path: Path) -> bool:
 
 
 def check_changes(earlier: Reopened, config: Config, *, source: PromptSource, inputs: Mapping[str, Any]) -> Reopened:
-    """Compare what the checkpoint depends on with this start, and notes a line that lists every change.
-
-    Args:
-        inputs: what this start depends on, without the weights.
-
-    Raises:
-        ValueError: a change is refused, by key.
-    """
+    """Compare what the checkpoint depends on with this start, and note a line that lists every change; raise
+    ValueError, by key, for one that is refused. ``inputs``: what this start depends on, without the weights."""
     if earlier.checkpoint is None:
         return earlier
     check_moved(config.run.resume_changed)

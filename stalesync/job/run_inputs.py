@@ -71,12 +71,8 @@ def digest_files(config: Config) -> dict[str, dict[str, str]]:
 
 
 def find_other_content(saved: Digests, new: Digests, changed: Iterable[str] = ()) -> dict[str, str]:
-    """Return by key what has other content than at the checkpoint.
-
-    Args:
-        changed: keys with another value. Of a reward or an environment that is another one, the content is expected to
-            differ.
-    """
+    """Return by key what has other content than at the checkpoint. ``changed``: keys with another value. Of a reward or
+    an environment that is another one, the content is expected to differ."""
     ignored = {key for key in changed if key.startswith(("reward.", "environment."))}
     found = {}
     for key in saved.keys() & new.keys() - ignored:

@@ -67,12 +67,8 @@ def begin(target: Path, queue: DistQueue | None) -> None:
 
 
 def finish(target: Path, state: str, seals: Mapping[str, Seal] = NO_SEALS) -> None:
-    """Complete a checkpoint whose other files are on disk.
-
-    Args:
-        state: the run's state as JSON.
-        seals: of the logs in the run's folder (`RunFolder.seal`).
-    """
+    """Complete a checkpoint whose other files are on disk. ``state``: the run's state as JSON; ``seals``: of the logs
+    in the run's folder (`RunFolder.seal`)."""
     write_atomic(target / NAME, state)
     sync(target / NAME)
     # The cards have hashed what they wrote; only the small files and the queue's are read here.
@@ -126,13 +122,9 @@ def schedule_of(checkpoint: Path, config: Config, steps_left: int) -> Schedule:
 
 
 def newest(folder: Path) -> tuple[Path, list[str]]:
-    """Read the complete checkpoints of a run from the newest on; return the first that is as it was written, with
-    a line for each newer one that was passed over. Those that are damaged or lack only the mark are renamed.
-
-    Raises:
-        NoWholeCheckpoint: the run has no complete checkpoint, all are damaged, or they were written by an earlier
-            version. Nothing is renamed.
-    """
+    """Read the complete checkpoints of a run from the newest on; return the first that is as it was written, with a
+    line for each newer one that was passed over. Those that are damaged or lack only the mark are renamed. Where there
+    is no whole one, rename nothing and raise NoWholeCheckpoint."""
     check_resumable(folder)
     damaged: dict[Path, str] = {}
     for step, path in reversed(complete_checkpoints(folder).items()):
@@ -151,11 +143,7 @@ def newest(folder: Path) -> tuple[Path, list[str]]:
 
 
 def check_resumable(folder: Path) -> None:
-    """Check that a run has a complete checkpoint; read and changes nothing else.
-
-    Raises:
-        NoWholeCheckpoint: it has none; names what it has, and runs of similar names.
-    """
+    """Raise NoWholeCheckpoint if a run has no complete checkpoint, with what it has, and runs of similar names."""
     if complete_checkpoints(folder):
         return
     unmarked = [*unmarked_checkpoints(folder).values()]

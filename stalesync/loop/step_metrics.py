@@ -67,11 +67,8 @@ class StepMetrics:
             self._usage.exclude(start_ns, wall_ns())
 
     def close(self, reported_until_ns: int, figures: Mapping[str, float]) -> dict[str, float]:
-        """Return the step's row, with ``figures`` in it; the next step begins.
-
-        Args:
-            reported_until_ns: up to when the work of all cards has been reported (`wall_ns`).
-        """
+        """Return the step's row, with ``figures`` in it; the next step begins. ``reported_until_ns``: up to when the
+        work of all cards has been reported (`wall_ns`)."""
         self.metrics.update(self._usage.count(reported_until_ns))
         self.metrics.update({**figures, **self._memory.metrics()})
         closed, self.metrics = self.metrics, Metrics()

@@ -8,11 +8,8 @@ from collections.abc import Sequence
 
 def order_by_place(places: Sequence[tuple[str, list[str]]]) -> list[int]:
     """Return the index of the card of rank 0, 1, …: node by node, card by card, so that consecutive ranks have fast
-    links.
-
-    Args:
-        places: for each card, its node's address and the names of its accelerators (none: keeps the given order).
-    """
+    links. ``places``: for each card, its node's address and the names of its accelerators (none: keeps the given
+    order)."""
 
     def natural(text: str) -> list[tuple[int, int, str]]:
         parts = re.findall(r"\d+|\D+", text)

@@ -117,12 +117,9 @@ class StalenessLedger:
             self._num_untrained_of[self.version] += 1
 
     def finish(self, group: str, tokens: int = 0) -> None:
-        """Mark a group as finished: its samples are all generated and, if samples are scored while others are
-        generated (`AdmissionSpec.scores_overlapped`), also scored.
-
-        Args:
-            tokens: of its prompts and responses; of scored samples, only of those whose reward did not fail.
-        """
+        """Mark a group as finished: its samples are all generated and, if samples are scored while others are generated
+        (`AdmissionSpec.scores_overlapped`), also scored. ``tokens``: of its prompts and responses; of scored samples,
+        only of those whose reward did not fail."""
         self._insert_finished(group, self.in_flight.pop(group), tokens)
         groups, tokens_before = self._totals
         self._totals = groups + 1, tokens_before + tokens

@@ -243,12 +243,8 @@ def logging_errors(task: str) -> Iterator[None]:
 
 @contextmanager
 def naming_queue(check_ray: Callable[[], None]) -> Iterator[None]:
-    """Raise the end of the queue as `QueueFailed`, unless it is a consequence of the end of Ray.
-
-    Raises:
-        RayEnded: by ``check_ray``.
-        QueueFailed: the queue has ended, or there is no space for it.
-    """
+    """Raise the end of the queue, or that there is no space for it, as `QueueFailed`, unless it is a consequence of the
+    end of Ray: what ``check_ray`` raises."""
     from distqueue import QueueClosed, StorageFull
 
     try:

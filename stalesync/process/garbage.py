@@ -50,12 +50,8 @@ def keep_few_collectives() -> None:
 @contextmanager
 def collecting_seldom(num_samples: int) -> Iterator[None]:
     """Exclude all objects that exist at the start of the block from collections inside it, and let these begin seldom.
-
-    Where objects were excluded before, all stay excluded: Python includes all of them again, or none.
-
-    Args:
-        num_samples: maximum number of samples in progress.
-    """
+    Where objects were excluded before, all stay excluded: Python includes all of them again, or none. ``num_samples``:
+    maximum number of samples in progress."""
     thresholds, excluded_before = gc.get_threshold(), gc.get_freeze_count()
     gc.collect()
     gc.freeze()

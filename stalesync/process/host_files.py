@@ -137,11 +137,7 @@ def code_digests() -> dict[str, str]:
 
 def digest_of(path: Path, whole_bytes: int = WHOLE_BYTES) -> str:
     """Return the size of a file and a digest (xxh3, 64 bits) of it, or of three pieces if it has more than
-    ``whole_bytes``.
-
-    Raises:
-        OSError: it cannot be read.
-    """
+    ``whole_bytes``; raise OSError if it cannot be read."""
     digest = xxhash.xxh3_64()
     with open(path, "rb", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size

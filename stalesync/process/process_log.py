@@ -60,11 +60,8 @@ def _text(log: _Tolerant) -> io.TextIOWrapper:
 @contextmanager
 def logging_to(path: Path, earlier: Sequence[logging.LogRecord] = ()) -> Iterator[list[str]]:
     """Append to a file what this process logs in the block; warnings are still printed to the standard error. Yields
-    the notes of the final report: ``earlier`` warnings, and whether there was no space for the file.
-
-    Args:
-        earlier: of `keeping_warnings`; they are written first.
-    """
+    the notes of the final report: ``earlier`` warnings, and whether there was no space for the file. ``earlier``: of
+    `keeping_warnings`; they are written first."""
     notes = [record.getMessage().partition("\n")[0] for record in earlier]
 
     def note_full(error: OSError) -> None:

@@ -217,11 +217,7 @@ def _uses_token(environment: Mapping[str, str]) -> bool:
 
 def keep_token(environment: Mapping[str, str], home: Path) -> None:
     """Create the token of a user who has none where Ray looks for it (`ray get-auth-token`), readable by that user
-    only. Ray would let others read it.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    only: Ray would let others read it. Raise OSError if it cannot be written."""
     path = token_file(home)
     if _given(environment):
         return

@@ -66,11 +66,8 @@ def _unsuitable(folder: Path) -> str:
 
 def exposed(folder: Path) -> str:
     """Return how a user other than this one and root can replace a folder, or what is in it: through a link on the way
-    to it, or a folder that they may write to, unless one above it keeps them out. "": in no way.
-
-    Raises:
-        OSError: it does not exist.
-    """
+    to it, or a folder that they may write to, unless one above it keeps them out. "": in no way. Raise OSError if it
+    does not exist."""
     given, real = folder.absolute(), folder.resolve(strict=True)
     trusted = {0, os.getuid(), os.stat("/").st_uid}  # the owner of /: root, also where a namespace does not map it
     private = next((path for path in (real, *real.parents) if not path.stat().st_mode & 0o077), real)
@@ -105,10 +102,7 @@ def ray_folder() -> Iterator[Path]:
 
 def remove(folder: Path, keep_logs_in: Path | None = None) -> None:
     """Remove the folder of a run whose Ray has ended, and those of runs all of whose processes were killed.
-
-    Args:
-        keep_logs_in: a run's folder, to which Ray's logs are copied before.
-    """
+    ``keep_logs_in``: a run's folder, to which Ray's logs are copied before."""
     if keep_logs_in is not None:
         with suppress(OSError):  # no space: what is reported comes first
             (kept := keep_logs_in / LOGS).mkdir(mode=0o700, parents=True, exist_ok=True)

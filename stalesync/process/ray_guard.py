@@ -269,11 +269,7 @@ def ended_before(controller: int, before: Collection[int]) -> tuple[EndedProcess
     """Wait until the controller has ended or leaves its Ray. Return a process of Ray that ended before the controller
     did, or that ended `FROZEN_S` ago while the controller starts Ray (None: the controller was the first, or report by
     itself; a signal: the controller starts Ray and has not been able to end by it for `FROZEN_STOP_S`), and whether
-    what is left of Ray may end by itself.
-
-    Args:
-        before: children of the controller that are none of this Ray's.
-    """
+    what is left of Ray may end by itself. ``before``: children of the controller that are none of this Ray's."""
     ended: EndedProcess | None = None
     ended_s, starting, stopped_s = 0.0, True, float("inf")
     with (

@@ -130,10 +130,7 @@ def watching_start(
 ) -> Iterator[None]:
     """Watch the children that have one of ``names`` and start inside the block. If one has ended and the block lasts
     another `GIVE_UP_S`, calls ``give_up`` from a thread: Ray would wait a minute, and may then end this process.
-
-    Args:
-        poll: called by that thread every `WATCH_S`, until one has ended.
-    """
+    ``poll``: called by that thread every `WATCH_S`, until one has ended."""
     with closing(RayProcesses(names, before=started_by(os.getpid()))) as processes:
 
         def look() -> None:

@@ -57,11 +57,8 @@ class JsonRows:
         return len(self._starts)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return the fields of a row.
-
-        Raises:
-            ValueError: it is not a JSON object in UTF-8, or has a field twice; or the file was changed.
-        """
+        """Return the fields of a row; raise ValueError if it is not a JSON object in UTF-8, or has a field twice, or
+        the file was changed."""
         return self.parsed(index, self._text_field)
 
     def parsed(self, index: int, text_field: str = "") -> dict[str, Any]:

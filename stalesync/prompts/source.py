@@ -176,14 +176,8 @@ class PromptSource:
         return ""
 
     def load_state_dict(self, state: Mapping[str, Any], other_order: bool = False) -> None:
-        """Resume where `state` was taken.
-
-        Args:
-            other_order: resume at the same position of the same epoch, even if its prompts are others.
-
-        Raises:
-            ValueError: the order of prompts would be another one.
-        """
+        """Resume where `state` was taken. ``other_order``: at the same position of the same epoch, even if its prompts
+        are others; else raise ValueError if they are."""
         if not other_order and (why := self.find_other_order(state)):
             raise ValueError(f"data: cannot resume: {why}")
         self._epoch, self._position, self._skipped = state["epoch"], state["position"], state["skipped"]

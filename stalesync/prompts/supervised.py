@@ -21,11 +21,8 @@ class Supervised(NamedTuple):
 
 
 class ChatTokenizer:
-    """Tokenises chats by the ``template`` of ``tokenizer``.
-
-    Raises:
-        ValueError: the template does not show where the assistant's turn ends.
-    """
+    """Tokenises chats by the ``template`` of ``tokenizer``; raises ValueError if it does not show where the assistant's
+    turn ends."""
 
     def __init__(self, template: ChatTemplate, tokenizer: Any) -> None:
         if template.turn_end is None:

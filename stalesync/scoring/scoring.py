@@ -175,11 +175,8 @@ class Scorer:
         return {"held": held} if held else {}
 
     def load_state_dict(self, state: Mapping[str, Any], scored: Mapping[str, Sequence[Sample]]) -> None:
-        """Restore the state; other keys are ignored. `prompts` has been restored.
-
-        Args:
-            scored: samples by group that have a score, of groups that have not ended.
-        """
+        """Restore the state; other keys are ignored. `prompts` has been restored. ``scored``: samples by group that
+        have a score, of groups that have not ended."""
         known = {sample.id for members in scored.values() for sample in members}
         held = [Sample.restore(self.prompts[fields["group"]], fields) for fields in state.get("held", ())]
         held = [sample for sample in held if sample.id not in known]  # one may have been lost after it had arrived

@@ -68,11 +68,8 @@ class Choice:
 
 def candidates(deployments: Sequence[DeploymentEstimate], mean_share: float) -> list[tuple[DeploymentEstimate, int]]:
     """Return a split of each deployment for every bound: synchronous, that of the least seconds of a step; running
-    ahead, where the sides overlap, the one whose longer side is the shortest.
-
-    Args:
-        mean_share: mean over maximum of the lengths of responses: of generation that runs ahead, only the mean counts.
-    """
+    ahead, where the sides overlap, the one whose longer side is the shortest. ``mean_share``: mean over maximum of the
+    lengths of responses: of generation that runs ahead, only the mean counts."""
     chosen = []
     for name in dict.fromkeys(plan.deployment for plan in deployments):
         splits = [plan for plan in deployments if plan.deployment == name]
@@ -111,11 +108,8 @@ def _ratio(one: Option, other: Option) -> str:
 
 
 def recommend(setup: Setup, config: Config, name: str, deployments: Sequence[DeploymentEstimate]) -> list[Option]:
-    """Simulate the candidates for a job. ``name``: of the model's shape or folder.
-
-    Raises:
-        ValueError: the config cannot be simulated, by key.
-    """
+    """Simulate the candidates for a job. ``name``: of the model's shape or folder. Raise ValueError, by key, if the
+    config cannot be simulated."""
     if setup.workload.samples > MAX_SAMPLES:
         raise ValueError(f"{setup.workload.samples:,} samples a step: at most {MAX_SAMPLES:,} here; use simulate.py")
     config = copy.deepcopy(config)

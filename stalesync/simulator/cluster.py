@@ -85,11 +85,8 @@ def check_supernodes(scenario: Scenario, supernodes: int) -> None:
 
 
 def base_of(scenario: Scenario, deployment: str) -> Base:
-    """Choose the layouts of a deployment on one supernode: those given, else the best that fit.
-
-    Raises:
-        ValueError: a layout does not fit the model, the dies or their memory; by key.
-    """
+    """Choose the layouts of a deployment on one supernode: those given, else the best that fit. Raise ValueError, by
+    key, if a layout does not fit the model, the dies or their memory."""
     config, shape = scenario.config, scenario.shape
     npus, infer_cards = config.cluster.npus - config.fusion.score_cards, None
     if deployment in OWN_CARDS:
@@ -151,11 +148,8 @@ def config_of(scenario: Scenario, base: Base, case: Case) -> Config:
 
 
 def lengths_of(scenario: Scenario) -> SimulatedLengths:
-    """Return the source of prompts, from its start.
-
-    Raises:
-        ValueError: the trace cannot be read, or its groups have another size.
-    """
+    """Return the source of prompts, from its start; raise ValueError if the trace cannot be read, or its groups have
+    another size."""
     config, cap = scenario.config, scenario.config.rollout.max_response_length
     if (environment := scenario.environment) is not None:
         cap -= environment.observed

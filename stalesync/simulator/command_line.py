@@ -51,11 +51,7 @@ PUBLISHED_ACCEPTANCE = (
 
 
 def answer(arguments: Sequence[str], recipes: Path) -> None:
-    """Simulate what is asked for and print it.
-
-    Args:
-        recipes: the folder that holds `shapes/` and `conf/cluster/`.
-    """
+    """Simulate what is asked for and print it. ``recipes``: the folder that holds `shapes/` and `conf/cluster/`."""
     parsed = parse(arguments, options=OPTIONS, flags=["--json", "--png"], conf=recipes / "conf")
     png_path = parsed.paths.get("--png")
     if png_path == "-":

@@ -62,11 +62,7 @@ class DraftSpec:
 
     def choose(self, cost: EngineCost, num_by_track: Mapping[int, int], contexts: float) -> int:
         """Return the number of drafted tokens that bring the most tokens a second; of several the lowest.
-
-        Args:
-            num_by_track: sequences that decode.
-            contexts: sum of their contexts.
-        """
+        ``num_by_track``: sequences that decode; ``contexts``: sum of their contexts."""
         decoding = sum(num_by_track.values())
 
         def seconds_per_token(drafted: int) -> float:

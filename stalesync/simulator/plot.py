@@ -16,11 +16,8 @@ COLOURS = ("#1f77b4", "#d1622b", "#2ca02c", "#9467bd", "#8c564b", "#e377c2", "#7
 
 
 def draw(outcomes: Mapping[Case, Outcome], path: Path, title: str) -> None:
-    """Write the plot; grey lines are linear growth from the first point of each line.
-
-    Raises:
-        ValueError: Pillow is not installed, or the file cannot be written.
-    """
+    """Write the plot; grey lines are linear growth from the first point of each line. Raise ValueError if Pillow is not
+    installed, or the file cannot be written."""
     try:
         from PIL import Image, ImageDraw, ImageFont
     except ImportError:

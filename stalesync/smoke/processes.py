@@ -38,11 +38,8 @@ class StageOutcome:
 def run_processes(
     commands: Sequence[Sequence[str]], *, timeout_s: float, cwd: Path, variables: Mapping[str, str]
 ) -> StageOutcome:
-    """Run the commands at the same time, each in a process group of its own, which ends with this call.
-
-    Args:
-        variables: of their environment, unless it has them.
-    """
+    """Run the commands at the same time, each in a process group of its own, which ends with this call. ``variables``:
+    of their environment, unless it has them."""
     with tempfile.TemporaryDirectory() as folder:
         files = [(Path(folder, f"{rank}.out"), Path(folder, f"{rank}.err")) for rank in range(len(commands))]
         running: list[subprocess.Popen[bytes]] = []
