@@ -3,6 +3,7 @@ that has no step."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
@@ -34,7 +35,12 @@ class EvaluationArguments:
 def parse_arguments(arguments: Sequence[str], conf: Path) -> EvaluationArguments:
     """Parse the command line; ``conf``: folder of the config groups. Raise ValueError for an argument that is not
     accepted, or a source that is neither a run, a checkpoint nor a model."""
-    words, json_path = _take_option([*arguments], "--json")
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--json")
+    try:
+        options, words = parser.parse_known_args(arguments)
+    except argparse.ArgumentError:
+        raise ValueError("--json: expected a path") from None
     if not words or "=" in words[0] or words[0].startswith("-"):
         raise ValueError("expected the folder of a run, a checkpoint or a model")
     source, overrides = Path(words[0]), words[1:]
@@ -51,7 +57,7 @@ def parse_arguments(arguments: Sequence[str], conf: Path) -> EvaluationArguments
         raise ValueError("eval.files=[]: expected files, or run.eval_prompts above 0")
     if not (config.data.source or config.run.eval_prompts):  # nothing is trained: no other rows are read
         config.data = config.eval.specs()[0].data(config.data)
-    return EvaluationArguments(source, config, json_path)
+    return EvaluationArguments(source, config, options.json)
 
 
 def evaluate(arguments: EvaluationArguments, usage: str) -> None:
@@ -105,18 +111,6 @@ def _write(arguments: EvaluationArguments, checkpoint: Path | None, run: Path) -
     path = Path(arguments.json) if arguments.json else run / "evaluation.json"
     write_atomic(path, text)
     print(f"results: {path}", file=sys.stderr)
-
-
-def _take_option(words: list[str], option: str) -> tuple[list[str], str | None]:
-    """Remove ``option VALUE`` or ``option=VALUE`` from the words."""
-    for index, word in enumerate(words):
-        if word == option:
-            if index + 1 == len(words):
-                raise ValueError(f"{option}: expected a path")
-            return words[:index] + words[index + 2 :], words[index + 1]
-        if word.startswith(f"{option}="):
-            return words[:index] + words[index + 1 :], word.partition("=")[2]
-    return words, None
 
 
 def _is_model(source: Path) -> bool:

@@ -21,15 +21,8 @@ sys.path.insert(0, str(ROOT / "scripts" / "docs"))
 from config_reference import page as config_page  # noqa: E402
 
 LINK = re.compile(r"\]\(((?:\.\./)+[^)#\s]+)")
-LOADS = {
-    "script": "src",
-    "img": "src",
-    "link": "href",
-    "iframe": "src",
-    "source": "src",
-    "video": "src",
-    "audio": "src",
-}
+LOADS = {"link": "href"} | dict.fromkeys(("script", "img", "iframe", "source", "video", "audio"), "src")
+"""Attribute by which an element loads a file"""
 
 
 def outside(link: str, uri: str) -> str | None:

@@ -44,7 +44,7 @@ class CardFailures:
         health_checks: Sequence[Callable[[], None]],
     ):
         self.watch = EngineWatch(engines, deaths, describe=lambda cause: str(self._error(cause)))
-        self._engines, self._actors, self._running = engines, actors, running
+        self._engines, self._deaths, self._actors, self._running = engines, deaths, actors, running
         self._health_checks = health_checks
 
     def observe(self, running: RunningStage[Any], first: FailedStage) -> None:
@@ -120,7 +120,7 @@ class CardFailures:
                     self._abandon(stage)
                 elif others_wait and stage in transfers:
                     self._break_off(stage, ranks)
-        return ([], "") if engines else (failed, self.watch.why_not(failed, stages))
+        return ([], "") if engines else (failed, self._deaths.why_not([one.failure for one in failed], stages))
 
     def _break_off(self, transfer: RunningStage[Any], lost: Sequence[int]) -> None:
         """Expect of a transfer of weights only that it ends on its cards, but for those in ``lost``; and nothing of

@@ -71,10 +71,6 @@ class EngineWatch:
             self._down.add(engine)
         return engines
 
-    def why_not(self, failed: Sequence[FailedStage], stages: Mapping[int, Collection[str]]) -> str:
-        """Return why engines that have died are not replaced; "": what has died is no engine."""
-        return self._deaths.why_not([one.failure for one in failed], stages)
-
     def take_dead(self, actors: Any) -> dict[int, str]:
         """Return the engines that have died since the last call, each with a text that says how. Wait until their
         processes have ended, at most `MAX_END_S`: what one has sent before cannot arrive later. ``actors``: as of

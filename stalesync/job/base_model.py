@@ -161,7 +161,7 @@ def _learn_answers(plan: WarmUp, trainer: EmbeddedTrainEngine, tokenizer: Any, *
     def batches() -> Iterator[Sequences]:
         for _ in range(plan.max_steps):
             prompts = source.next(plan.batch)
-            yield _pack([p.ids for p in prompts], [solution_ids(p, tokenizer) for p in prompts])
+            yield pack_responses([p.ids for p in prompts], [solution_ids(p, tokenizer) for p in prompts])
 
     reward = RewardConfig(name=plan.reward, workers=1)
     with RewardPool(reward) as rewards:
@@ -212,12 +212,13 @@ def _solved(row: Row) -> list[dict[str, Any]]:
     return [{"role": "user", "content": row.prompt}, *row.fields["solution"]]
 
 
-def _pack(prompts: Sequence[Sequence[int]], solutions: Sequence[Sequence[int]]) -> Sequences:
+def pack_responses(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Sequences:
+    """Pack token ids of prompts and of a response to each."""
     return Sequences.from_packed(
         [len(ids) for ids in prompts],
-        [len(ids) for ids in solutions],
+        [len(ids) for ids in responses],
         prompts=torch.tensor([id for ids in prompts for id in ids]),
-        responses=torch.tensor([id for ids in solutions for id in ids]),
+        responses=torch.tensor([id for ids in responses for id in ids]),
     )
 
 

@@ -29,6 +29,12 @@ RELEASED_FOR: dict[str, dict[str, tuple[str, ...]]] = {
 """Official release for Ascend → versions for which it is made: MindSpeed's tables, and the metadata of vllm-ascend's
 wheel."""
 
+NO_OFFICIAL_PAIR = (
+    f"no official pair: {MINDSPEED} is for torch {RELEASED_FOR[MINDSPEED]['torch'][0]}, "
+    f"{VLLM_ASCEND} for torch {RELEASED_FOR[VLLM_ASCEND]['torch'][0]}"
+)
+"""Why the releases for Ascend do not share one process"""
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -90,7 +96,7 @@ def combinations(here: Machine) -> list[Combination]:
             missing = [reason for part in parts for reason in part.missing]
             untested = [reason for part in parts for reason in part.untested]
             if here.ascend and trains is not embedded and generates is not embedded:
-                untested += no_official_pair()
+                untested.append(NO_OFFICIAL_PAIR)
             missing, untested = list(dict.fromkeys(missing)), list(dict.fromkeys(untested))
             pairs.append(Combination(trains.name, generates.name, tuple(missing), tuple(untested)))
     return pairs
@@ -141,14 +147,6 @@ def misfit(release: str, here: Machine) -> tuple[str, ...]:
         return ()
     made_for = " and ".join(f"{name} {' or '.join(versions)}" for name, versions in wanted.items())
     return (f"{release} is released for {made_for}: untested with {' and '.join(differing)}",)
-
-
-def no_official_pair() -> tuple[str, ...]:
-    """Return why the releases for Ascend do not share one process; () if they do."""
-    first, second = (RELEASED_FOR[release]["torch"] for release in (MINDSPEED, VLLM_ASCEND))
-    if set(first) & set(second):
-        return ()
-    return (f"no official pair: {MINDSPEED} is for torch {first[0]}, {VLLM_ASCEND} for torch {second[0]}",)
 
 
 def _is_one_of(version: str, accepted: tuple[str, ...]) -> bool:

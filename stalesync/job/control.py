@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fusion.colocate import Deployment, InferenceShare, engine_size
+from fusion.colocate import InferenceShare, engine_size
 from fusion.telemetry.files import JsonLines, read_jsonl, write_atomic
 from stalesync.job.config import Config
 from stalesync.job.other_names import check_moved, migrate
@@ -30,25 +30,20 @@ RECORD = "control.jsonl"
 
 @dataclass(frozen=True)
 class Limits:
-    """The config and deployment that a share is validated against."""
+    """The config that a share is validated against."""
 
     config: Config
-    deployment: Deployment
-
-    @classmethod
-    def of(cls, config: Config) -> Limits:
-        return cls(config, config.deployment)
 
     @classmethod
     def of_run(cls, folder: Path) -> Limits:
         """Return those of the run in a folder; raise ValueError if it is none."""
         if not (folder / "config.yaml").is_file():
             raise ValueError(f"{folder}: expected the folder of a run, with its config.yaml")
-        return cls.of(load(folder / "config.yaml"))
+        return cls(load(folder / "config.yaml"))
 
     @property
     def engines(self) -> list[tuple[int, ...]]:
-        return self.deployment.engines(engine_size(self.config.infer_layout))
+        return self.config.deployment.engines(engine_size(self.config.infer_layout))
 
     @property
     def start(self) -> InferenceShare:
@@ -94,7 +89,7 @@ class ControlDesk:
     """Takes requests in the run, and records their outcomes."""
 
     def __init__(self, folder: Path, config: Config):
-        self._folder, self._limits = folder, Limits.of(config)
+        self._folder, self._limits = folder, Limits(config)
         self.share = self._limits.start
 
     def state_dict(self) -> dict[str, Any] | None:

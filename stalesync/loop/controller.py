@@ -48,6 +48,7 @@ from stalesync.policy.commands import (
     Suspend,
     SwitchToTrain,
     Train,
+    only_starts,
 )
 from stalesync.policy.conversations import Conversation
 from stalesync.process.failures import logging_errors
@@ -115,7 +116,7 @@ class Controller:
             self.view.note(reply)
         self.engines.check()
         for command in self.admission.step(self.config.run.steps - self.last.number, self.desk.share):
-            if not (isinstance(command, Publish) or _only_starts(command)):
+            if not (isinstance(command, Publish) or only_starts(command)):
                 self.last.log()
             self.execute(command)
         seconds, metrics = time.perf_counter() - start, self.step_metrics.metrics
@@ -126,7 +127,7 @@ class Controller:
 
     def execute(self, command: Command) -> None:
         """Execute a command, and report its results to `Admission`."""
-        if self.generation.publishing and not _only_starts(command):
+        if self.generation.publishing and not only_starts(command):
             self.end_publish()
         start, share = time.perf_counter(), self.desk.share
         match command:
@@ -323,12 +324,6 @@ class Controller:
             self.groups.reference.load_state_dict(state, [self.groups.scored[group] for group in finished])
         if self.conversing is not None:
             self.conversing.load_state_dict(state)
-
-
-def _only_starts(command: Command) -> bool:
-    """Whether a command may be executed while the cards switch for the engines: it starts those at most, which begin
-    when they have switched."""
-    return isinstance(command, AdmitGroups) or (isinstance(command, Dispatch) and not command.forget_by_engine)
 
 
 def _describe(sample: Sample, conversation: Conversation | None) -> dict[str, Any]:

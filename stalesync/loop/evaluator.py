@@ -41,15 +41,11 @@ class Evaluator:
         """Whether the run's own reward is a model's."""
         return self.loop.config.reward.kind == "model"
 
-    def due(self, number: int) -> bool:
-        """Whether to evaluate after step ``number`` (0: before the first one)."""
-        return self.evaluation.due(number, self.last)
-
     def begin(self) -> None:
         """Evaluate before the first step of this start of the run, if that is due. Where the run was resumed, this
         completes the row of the step that the checkpoint was saved after; the checkpoint may be the best."""
         number, folder = self.loop.last.number, self.loop.folder
-        if self.due(number):
+        if self.evaluation.due(number, self.last):
             start = time.perf_counter()
             is_best, metrics = self.evaluate()
             if not number:

@@ -51,7 +51,7 @@ class TrainingRun:
             while self.step < last:
                 with self.profiling(self.step + 1):
                     loop.train_step()
-                is_best = self.evaluator.due(self.step) and self.evaluator.after_step()
+                is_best = self.evaluator.evaluation.due(self.step, last) and self.evaluator.after_step()
                 elapsed_s, stop = time.monotonic() - saved_at, requested_stop()
                 due = interval.due(self.step, elapsed_s, saver.writing)
                 if self.step == last or is_best or due or stop is not None:

@@ -92,3 +92,9 @@ class Train:
 
 
 Command = AdmitGroups | Dispatch | AwaitSamples | Suspend | Publish | SwitchToTrain | Score | Accumulate | Train
+
+
+def only_starts(command: Command) -> bool:
+    """Whether a command may be executed while the cards switch for the engines: it starts those at most, which begin
+    when they have switched."""
+    return isinstance(command, AdmitGroups) or (isinstance(command, Dispatch) and not command.forget_by_engine)

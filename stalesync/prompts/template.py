@@ -97,7 +97,7 @@ class ChatTemplate:
             raise ValueError(
                 "the prompt is a chat, which needs a tokenizer with a chat template, and data.chat_template=auto"
             )
-        return self._rendered([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+        return self.render_chat([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
 
     def render_chat(
         self,
@@ -110,7 +110,24 @@ class ChatTemplate:
         it refuses them."""
         if not self.applies:
             raise ValueError("a conversation needs a tokenizer with a chat template, and data.chat_template=auto")
-        return self._rendered([*chat], tools=tools, add_generation_prompt=add_generation_prompt)
+        if self._system and chat[0].get("role") not in ("system", "developer"):
+            chat = [{"role": "system", "content": self._system}, *chat]
+        try:
+            with _cpu_limit(MOST_CPU_S):
+                text = self._tokenizer.apply_chat_template(
+                    [*chat],
+                    tools=[*tools] or None,
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    **self._kwargs,
+                )
+        except _CpuLimitReached:
+            raise EndlessTemplate(f"takes more than {MOST_CPU_S} s of processor time for one prompt") from None
+        except Exception as error:  # whatever the template's code raises
+            raise ValueError(f"the chat template refuses the prompt: {error}") from error
+        if len(text) > MOST_CHARACTERS:
+            raise EndlessTemplate(f"writes {len(text):,} characters for one prompt, more than {MOST_CHARACTERS:,}")
+        return text
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
         """Return the tokens of rendered prompts."""
@@ -137,32 +154,6 @@ class ChatTemplate:
             lines.append(f"the chat template ends a turn with {name(self.turn_end)}, the model with {others}: all end")
         return lines
 
-    def _rendered(
-        self,
-        chat: list[Any],
-        *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        add_generation_prompt: bool = True,
-    ) -> str:
-        if self._system and chat[0].get("role") not in ("system", "developer"):
-            chat = [{"role": "system", "content": self._system}, *chat]
-        try:
-            with _cpu_limit(MOST_CPU_S):
-                text = self._tokenizer.apply_chat_template(
-                    chat,
-                    tools=[*tools] or None,
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                    **self._kwargs,
-                )
-        except _CpuLimitReached:
-            raise EndlessTemplate(f"takes more than {MOST_CPU_S} s of processor time for one prompt") from None
-        except Exception as error:  # whatever the template's code raises
-            raise ValueError(f"the chat template refuses the prompt: {error}") from error
-        if len(text) > MOST_CHARACTERS:
-            raise EndlessTemplate(f"writes {len(text):,} characters for one prompt, more than {MOST_CHARACTERS:,}")
-        return text
-
     def _check_names(self) -> None:
         if not self._kwargs:
             return
@@ -182,8 +173,8 @@ class ChatTemplate:
     def _read_frame(self) -> None:
         user = [{"role": "user", "content": "a"}]
         try:
-            prompt, asked = self._rendered(user), self._rendered(user, add_generation_prompt=False)
-            answered = self._rendered([*user, {"role": "assistant", "content": MARK}], add_generation_prompt=False)
+            prompt, asked = self.render_chat(user), self.render_chat(user, add_generation_prompt=False)
+            answered = self.render_chat([*user, {"role": "assistant", "content": MARK}], add_generation_prompt=False)
         except EndlessTemplate:
             raise
         except ValueError:  # the check of the rows names what a template refuses

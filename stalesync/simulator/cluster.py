@@ -19,7 +19,6 @@ from fusion.costmodel.hardware import Hardware
 from fusion.costmodel.layouts import parse_layout
 from fusion.costmodel.memory import estimate_memory
 from fusion.costmodel.search import estimate_deployment, problems
-from fusion.costmodel.setup import Setup
 from fusion.costmodel.shape import Shape
 from fusion.model import Parallel
 from fusion.model.options import LayoutConfig, TrainLayoutConfig
@@ -95,7 +94,9 @@ def base_of(scenario: Scenario, deployment: str) -> Base:
     infer_dies = (infer_cards or 0) if deployment == "separate" else npus
     if train_dies < 1 or infer_dies < 1:
         raise ValueError(f"fusion.infer_cards={infer_cards}: expected fewer than cluster.npus={npus}")
-    setup = _plan(scenario, Parallel(train_dies), Parallel(infer_dies), train_dies if deployment == "separate" else 0)
+    setup = setup_of(config, shape, hardware=scenario.hardware, dies=config.cluster.npus)
+    infer_first = train_dies if deployment == "separate" else 0
+    setup = setup.with_layouts(Parallel(train_dies), Parallel(infer_dies), infer_first)
     if "auto" in (scenario.train, scenario.infer):
         name = "colocated" if deployment == "full" else deployment
         best = estimate_deployment(setup, name, train_dies=train_dies, infer_dies=infer_dies)
@@ -167,15 +168,6 @@ def lengths_of(scenario: Scenario) -> SimulatedLengths:
             )
         return trace
     return DrawnLengths(replace(assumed_lengths(config), cap=cap), size, prompt_tokens, rows=config.data.rows)
-
-
-def _plan(scenario: Scenario, train: Parallel, infer: Parallel, infer_first: int) -> Setup:
-    return replace(
-        setup_of(scenario.config, scenario.shape, hardware=scenario.hardware, dies=scenario.config.cluster.npus),
-        train=train,
-        infer=infer,
-        infer_first=infer_first,
-    )
 
 
 def _sizes(layout: Parallel) -> dict[str, int]:

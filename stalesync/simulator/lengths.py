@@ -111,11 +111,10 @@ def _parse(line: str, where: str, prompt_tokens: int, max_response_tokens: int) 
         row = json.loads(line)
     except ValueError:
         raise ValueError(f"{where}: {expected}") from None
-    if isinstance(row, dict) and isinstance(row.get("group"), str) and "response_tokens" not in row:
+    is_group = isinstance(row, dict) and isinstance(row.get("group"), str)
+    if is_group and "response_tokens" not in row:
         return None
-    if not (isinstance(row, dict) and isinstance(row.get("group"), str)):
-        raise ValueError(f"{where}: {expected}")
-    lengths, prompt = row["response_tokens"], row.get("prompt_tokens", prompt_tokens)
+    lengths, prompt = (row["response_tokens"], row.get("prompt_tokens", prompt_tokens)) if is_group else ([], 0)
     numbers = [*lengths, prompt] if isinstance(lengths, list) else []
     if not lengths or not numbers or not all(type(number) is int and number >= 1 for number in numbers):
         raise ValueError(f"{where}: {expected}")

