@@ -53,12 +53,8 @@ def stage_call(
 def calls_of_replicas(
     layout: Parallel, ranks: Sequence[int], calls: Sequence[StageCall[Result]]
 ) -> dict[int, StageCall[Result]]:
-    """Return the calls by rank of a stage that replicas compute with different samples.
-
-    Args:
-        layout: of the mesh that ``ranks`` form, in its order.
-        calls: by replica of that mesh.
-    """
+    """Return the calls by rank of a stage that replicas compute with different samples. ``layout``: of the mesh that
+    ``ranks`` form, in its order; ``calls``: by replica of that mesh."""
     return {rank: calls[layout.coordinate("replica", place)] for place, rank in enumerate(ranks)}
 
 

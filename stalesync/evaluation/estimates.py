@@ -57,12 +57,8 @@ def pass_at_each(num_samples: int, num_correct: int) -> list[float]:
 
 
 def estimate(by_prompt: Sequence[float], within: tuple[float, float] = (-math.inf, math.inf)) -> Estimate | None:
-    """Return the mean over prompts with Student's interval; None: there is no prompt.
-
-    Args:
-        by_prompt: one number for each prompt.
-        within: the range of these numbers, which the interval does not leave.
-    """
+    """Return the mean over prompts with Student's interval; None: there is no prompt. ``by_prompt``: one number for
+    each prompt; ``within``: the range of these numbers, which the interval does not leave."""
     count = len(by_prompt)
     if not count:
         return None

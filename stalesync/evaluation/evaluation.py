@@ -22,13 +22,8 @@ ANSWERS_KEPT, MAX_ANSWER_CHARACTERS = 64, 1500
 
 
 class Evaluation:
-    """Evaluates ``files``.
-
-    Args:
-        held_out: whether held-out prompts are among them.
-        max_failed_share: `reward.max_failed_share`, of the files that have a reward of their own; the run's own is
-            judged with the samples of the steps.
-    """
+    """Evaluates ``files``, held-out prompts among them if ``held_out``. ``max_failed_share``: of the rewards of files
+    that have one of their own; the run's own reward is judged with the samples of the steps."""
 
     def __init__(
         self, config: EvalConfig, files: Sequence[EvalFile], *, held_out: bool = False, max_failed_share: float = 1.0

@@ -38,12 +38,8 @@ def pays(config: Config) -> bool:
 
 
 def resolve(config: Config, *, can_build: bool, kept: Mapping[str, Any]) -> Config:
-    """Return a copy of the config without `auto`.
-
-    Args:
-        can_build: whether the machine has the library of drafts, or can build it.
-        kept: by key, what the run that is resumed has resolved.
-    """
+    """Return a copy of the config without `auto`. ``can_build``: whether the machine has the library of drafts, or can
+    build it; ``kept``: by key, what the run that is resumed has resolved."""
     rollout, on = config.rollout, pays(config)
     schedule, drafts = rollout.schedule, rollout.drafts
     if schedule.chunk_tokens == AUTO:

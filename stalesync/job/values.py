@@ -21,14 +21,8 @@ TRUTHS = ("true", "false")
 
 
 def typed(key: str, text: str, hint: Any) -> str:
-    """Return the value ``text`` of ``key`` as Hydra reads it.
-
-    Args:
-        hint: type of the key.
-
-    Raises:
-        ValueError: it is no value of this type; names key, value and what is expected.
-    """
+    """Return the value ``text`` of ``key`` as Hydra reads it; raise ValueError, with key, value and what is expected,
+    if it is none of the type ``hint``."""
     kinds = [*get_args(hint)] if get_origin(hint) in (Union, types.UnionType) else [hint]
     optional = type(None) in kinds
     kinds = [kind for kind in kinds if kind is not type(None)]
@@ -56,11 +50,8 @@ def typed(key: str, text: str, hint: Any) -> str:
 
 
 def typed_words(words: list[str], hints: Mapping[str, Any]) -> list[str]:
-    """Return the words of a command line with the values of known keys as Hydra reads them. ``hints``: types by key.
-
-    Raises:
-        ValueError: a value is none of its key's type.
-    """
+    """Return the words of a command line with the values of known keys as Hydra reads them; raise ValueError for one
+    that is none of its key's type. ``hints``: types by key."""
     found = []
     for word in words:
         key, equals, text = word.partition("=")

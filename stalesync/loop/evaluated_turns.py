@@ -56,12 +56,8 @@ class Turns:
 
 
 class EvaluatedTurns:
-    """Conversations that begin with prompts.
-
-    Attributes:
-        left: those that the engines are to continue, by id.
-        outcomes: of those whose environment failed.
-    """
+    """Conversations that begin with prompts. ``left``: those that the engines are to continue, by id; ``outcomes``: of
+    those whose environment failed."""
 
     def __init__(self, environments: Environments, spec: ConversationSpec, prompts: Sequence[Prompt]) -> None:
         self._environments = environments

@@ -129,12 +129,8 @@ class Admission:
         """Seconds for which cards that generate were lent since `take_lent_s`"""
 
     def step(self, steps_left: int, share: InferenceShare) -> Iterator[Command]:
-        """Yield the commands of one step.
-
-        Args:
-            steps_left: remaining steps of the run, including this one.
-            share: the engines that generate in this step, and their settings.
-        """
+        """Yield the commands of one step. ``steps_left``: remaining steps of the run, including this one; ``share``:
+        the engines that generate in this step, and their settings."""
         self._supply.steps_left = steps_left
         yield from self._collect(share)
         # Samples scored after the engines had stopped may have been filtered, so that the step lacks groups.

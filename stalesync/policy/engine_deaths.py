@@ -76,12 +76,8 @@ class EngineDeaths:
         return list(self._engine_of)
 
     def observe_failures(self, failures: Sequence[RankFailure], stages: Mapping[int, Collection[str]]) -> list[int]:
-        """Return the engines to replace, which are counted; none: the run ends.
-
-        Args:
-            failures: of all cards that have failed; one at least has died.
-            stages: the stages under way, by rank.
-        """
+        """Return the engines to replace, which are counted; none: the run ends. ``failures``: of all cards that have
+        failed; one at least has died; ``stages``: the stages under way, by rank."""
         engines = self._dead_engines(failures)
         causes = [
             one for one in failures if not (one.kind in CONSEQUENCES and one.stage in self._mended_in & TRANSFERS)

@@ -36,13 +36,8 @@ NEWEST = 0.3
 
 
 class Lending:
-    """Makes the decisions of a run.
-
-    Args:
-        generates: whether cards that train also generate; else they only train.
-        engine_slots: requests that an engine decodes at a time.
-        step_samples: samples of a step.
-    """
+    """Makes the decisions of a run. ``generates``: whether cards that train also generate; else they only train;
+    ``engine_slots``: requests that an engine decodes at a time; ``step_samples``: samples of a step."""
 
     def __init__(self, *, generates: bool, engine_slots: int, step_samples: int) -> None:
         self._generates, self._engine_slots, self._step_samples = generates, engine_slots, step_samples
@@ -96,12 +91,8 @@ class Lending:
 
     def returns(self, num_ready: int, num_groups: int, *, num_requests: int, num_others: int) -> bool:
         """Decide whether the cards that train return now. Called where `observe_requests` allows it, until they do.
-
-        Args:
-            num_ready: groups that may be trained now; ``num_groups``: of a step.
-            num_requests: that are waiting or running; ``num_others``: running engines that share no card with the
-                trainer.
-        """
+        ``num_ready``: groups that may be trained now; ``num_groups``: of a step; ``num_requests``: that are waiting or
+        running; ``num_others``: running engines that share no card with the trainer."""
         if not self.has_part(num_ready, num_groups):
             return False
         if not self._generates:

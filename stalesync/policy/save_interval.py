@@ -36,12 +36,8 @@ class SaveInterval:
         raise ValueError(EXPECTED)
 
     def due(self, step: int, elapsed_s: float, writing: bool) -> bool:
-        """Return whether to save after ``step``.
-
-        Args:
-            elapsed_s: since the previous cut, or since the start of the run.
-            writing: whether the previous checkpoint is still being written.
-        """
+        """Return whether to save after ``step``. ``elapsed_s``: since the previous cut, or since the start of the run;
+        ``writing``: whether the previous checkpoint is still being written."""
         if self.steps is not None:
             return step % self.steps == 0
         return self.seconds is not None and elapsed_s >= self.seconds and not writing

@@ -83,12 +83,8 @@ def report_files(mark: str, folders: Mapping[str, str], ray_session: str | None 
 
 
 def find_differences(folder: str, own: HostReport, reports: Mapping[Host, HostReport]) -> list[str]:
-    """Return a line for each thing that hosts lack or have otherwise than the controller; [] if all agree.
-
-    Args:
-        folder: the run's.
-        own: the controller's report.
-    """
+    """Return a line for each thing that hosts lack or have otherwise than the controller; [] if all agree. ``folder``:
+    the run's; ``own``: the controller's report."""
     lines = []
     if apart := [host for host, report in reports.items() if not report.sees_folder]:
         lines.append(

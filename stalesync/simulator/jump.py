@@ -44,11 +44,8 @@ class JumpPiece:
 
 
 class Jump:
-    """Steps number ``first`` to ``first + count - 1``, which begin at ``begins_s``.
-
-    Args:
-        fixed, growth: [lines and ranks] of every line the seconds at step 0 and their growth with the step's number.
-    """
+    """Steps number ``first`` to ``first + count - 1``, which begin at ``begins_s``. ``fixed``, ``growth``: [lines and
+    ranks] of every line the seconds at step 0 and their growth with the step's number."""
 
     __slots__ = ("begins_s", "count", "pieces", "seconds")
 
