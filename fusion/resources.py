@@ -3,6 +3,7 @@
 Imports nothing that takes time, so that every command answers `--help` at once.
 """
 
+import argparse
 import re
 import sys
 from importlib import import_module
@@ -30,6 +31,12 @@ def as_called(text: str) -> str:
     if not sys.argv[0].startswith(f"{COMMAND} "):
         return text
     return re.sub(r"python scripts/(\w+)\.py", lambda match: f"{COMMAND} {match[1].replace('_', '-')}", text)
+
+
+def parser_of(documentation: str) -> argparse.ArgumentParser:
+    """Return the parser of a script's arguments, whose help is the script's documentation."""
+    layout = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=as_called(documentation), formatter_class=layout)
 
 
 def plan_command(usage: str, doc: str, module: str) -> int:

@@ -8,16 +8,13 @@ rollout.engine.max_seqs=: as in the config. The run prints whether it applied th
 runs/NAME/control.jsonl.
 """
 
-import argparse
 from pathlib import Path
 
-from fusion.resources import as_called
+from fusion.resources import parser_of
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=as_called(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("folder", type=Path, help="folder of the run")
     parser.add_argument(
         "changes", nargs="*", metavar="KEY=VALUE", help="settings to change; none: print the current ones"

@@ -9,17 +9,14 @@ The checkpoint's files are compared with its manifest first. `transformers.AutoM
 loads the result.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
-from fusion.resources import as_called
+from fusion.resources import parser_of
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=as_called(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="folder of a run, or of a checkpoint")
     parser.add_argument("out", type=Path, metavar="OUT", help="new folder for the model")
     parser.add_argument(

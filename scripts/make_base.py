@@ -14,13 +14,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fusion.resources import as_called
+from fusion.resources import parser_of
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=as_called(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("task", choices=["addition", "worked_arithmetic", "counting", "calculator", "guess"])
     parser.add_argument("folder", type=Path, help="folder for the Hugging Face checkpoint")
     parser.add_argument("--seed", type=int, default=0, help="seeds the weights and the prompts")

@@ -8,16 +8,13 @@ python scripts/report.py runs/quickstart --follow         writes it again and ag
 The file needs neither a server nor a network. It contains samples and the config of the runs.
 """
 
-import argparse
 from pathlib import Path
 
-from fusion.resources import as_called
+from fusion.resources import parser_of
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=as_called(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("folders", metavar="RUN", nargs="+", type=Path, help="folder of a run, with its config.yaml")
     parser.add_argument("--out", type=Path, help="HTML file to write instead of one in the (first) run's folder")
     parser.add_argument("--follow", action="store_true", help="until the runs have ended; prints no text report")

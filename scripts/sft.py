@@ -8,17 +8,14 @@ chats, at most a tenth, are held out: the result states how probable the assista
 The folder becomes a Hugging Face checkpoint with the tokenizer; if it already contains one, the script does nothing.
 """
 
-import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from fusion.resources import as_called
+from fusion.resources import parser_of
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=as_called(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("chats", type=Path, help="JSON Lines or JSON file with a chat in each row")
     parser.add_argument("model", type=Path, help="Hugging Face folder of the model, with a chat template")
     parser.add_argument("folder", type=Path, help="folder for the Hugging Face checkpoint")

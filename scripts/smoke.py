@@ -16,15 +16,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from fusion.resources import as_called
+from fusion.resources import parser_of
 
 
 def main(arguments: list[str] | None = None) -> int:
     from stalesync.smoke.stages import NAMES
 
-    parser = argparse.ArgumentParser(
-        description=as_called(__doc__), formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default="npu", choices=["npu", "emulated", "cuda"])
     parser.add_argument("--cards", type=int, help="use the first N cards (default: all; emulated: 4)")
     parser.add_argument("--stages", default=",".join(NAMES), help="comma-separated (default: all)")

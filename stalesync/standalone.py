@@ -29,7 +29,7 @@ class EvaluationArguments:
     @property
     def is_model(self) -> bool:
         """Whether the source is a model; else a checkpoint is exported first."""
-        return _is_model(self.source)
+        return (self.source / "config.json").is_file()
 
 
 def parse_arguments(arguments: Sequence[str], conf: Path) -> EvaluationArguments:
@@ -45,7 +45,7 @@ def parse_arguments(arguments: Sequence[str], conf: Path) -> EvaluationArguments
         raise ValueError("expected the folder of a run, a checkpoint or a model")
     source, overrides = Path(words[0]), words[1:]
     overrides = accepted(overrides, conf)
-    if _is_model(source):
+    if (source / "config.json").is_file():
         config = composed(conf, ["run.eval_prompts=0", f"model.path={json.dumps(str(source))}", *overrides])
     else:
         config = composed(conf, overrides, saved=load(_config_of(source)))
@@ -111,10 +111,6 @@ def _write(arguments: EvaluationArguments, checkpoint: Path | None, run: Path) -
     path = Path(arguments.json) if arguments.json else run / "evaluation.json"
     write_atomic(path, text)
     print(f"results: {path}", file=sys.stderr)
-
-
-def _is_model(source: Path) -> bool:
-    return (source / "config.json").is_file()
 
 
 def _config_of(source: Path) -> Path:

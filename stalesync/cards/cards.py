@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Concatenate, cast
 
 import ray
 
@@ -37,15 +37,8 @@ from fusion.telemetry import wall_ns
 from stalesync.cards.actors import CardActors
 from stalesync.cards.card import Card
 from stalesync.cards.card_failures import CardFailures
-from stalesync.cards.card_group import CardGroup
 from stalesync.cards.kv_servers import RayPeer
-from stalesync.cards.stage_calls import (
-    EnginesLost,
-    Result,
-    RunningStage,
-    StageCall,
-    stage_call,
-)
+from stalesync.cards.stage_calls import EnginesLost, Params, Result, RunningStage, StageCall, stage_call
 from stalesync.policy.engine_deaths import EngineDeaths
 from stalesync.policy.patience import Patience
 from stalesync.process.failures import FailedStage, is_consequence
@@ -61,6 +54,45 @@ POLL_S = 0.2
 
 WAIT_S = 1.0
 """Interval at which health checks are polled while waiting."""
+
+
+class CardGroup:
+    """Some cards of a run (`Cards.on`)."""
+
+    def __init__(self, cards: Cards, ranks: Sequence[int]):
+        self._cards, self._ranks = cards, tuple(ranks)
+
+    def call(
+        self, stage: Callable[Concatenate[Card, Params], Result], *args: Params.args, **kwargs: Params.kwargs
+    ) -> list[Result]:
+        """Run a stage on these cards at once; return the results by rank.
+
+        Raises:
+            CardFailed: a card raised, died or timed out, in this stage or in another one in progress. Of several
+                failures, the root cause is named.
+            QueueFailed: likewise, as the queue has ended.
+            EnginesLost: cards of this stage have died, and their engines are replaced.
+        """
+        return self._cards.wait(self.begin(stage, *args, **kwargs))
+
+    def begin(
+        self, stage: Callable[Concatenate[Card, Params], Result], *args: Params.args, **kwargs: Params.kwargs
+    ) -> RunningStage[Result]:
+        """Start a stage and return at once; `Cards.wait` waits for it."""
+        call = stage_call(stage, *args, **kwargs)
+        return self._cards.begin_each({rank: call for rank in self._ranks})
+
+    def ask(
+        self, request: Callable[Concatenate[Card, Params], Result], *args: Params.args, **kwargs: Params.kwargs
+    ) -> list[Result]:
+        """Send a control call to these cards, which answer while a stage runs; return the answers by rank.
+
+        Raises:
+            CardFailed: a card raised, is dead, or does not answer. If the stage that it runs has failed, too, that is
+                named.
+        """
+        call = stage_call(request, *args, **kwargs)
+        return self._cards.ask_each({rank: call for rank in self._ranks})
 
 
 class Cards:

@@ -56,6 +56,8 @@ def admission_spec(
     shared_engines = frozenset(engine for engine, ranks in enumerate(spec.engines) if sharing & {*ranks})
     others_generate = len(shared_engines) < len(spec.engines)
     slots = spec.rollout.engine.max_seqs * spec.infer_of_one_engine.dp
+    # A step's gradient, in parts as groups become ready; not at staleness 0, where sums must not depend on timing.
+    accumulates = config.stalesync.lend and spec.ahead and config.stalesync.train_tokens is None
     histopipe = HistoPipeSpec(
         num_engines=len(spec.engines),
         engine_slots=slots,
@@ -79,7 +81,7 @@ def admission_spec(
         num_rows=num_rows,
         exact_lengths=_exact_lengths(spec, config.algorithm.group_size),
         histopipe=histopipe if spec.rollout.schedule.order == "histopipe" else None,
-        lends=others_generate and scores_overlapped and by_group and _accumulates(config, spec),
+        lends=others_generate and scores_overlapped and by_group and accumulates,
         minibatches=config.algorithm.minibatches,
         filters=filters,
         turns=spec.turns,
@@ -97,12 +99,6 @@ def conversation_spec(config: Config) -> ConversationSpec:
         sums_rewards=environment.reward == "sum",
         needs_reward=config.reward.kind == "environment",
     )
-
-
-def _accumulates(config: Config, spec: WorkerSpec) -> bool:
-    """Whether a step's gradient may be accumulated in parts as groups become ready. Not at staleness 0, where sums must
-    not depend on timing."""
-    return config.stalesync.lend and spec.ahead and config.stalesync.train_tokens is None
 
 
 def _pool_routing(spec: WorkerSpec, machines: Sequence[int]) -> PoolRouting:

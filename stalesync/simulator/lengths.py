@@ -13,7 +13,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from stalesync.prompts.lengths import ForcedLengths
 
@@ -32,14 +31,6 @@ class SimulatedPrompt:
         return [self.prompt_tokens + tokens for tokens in self.response_tokens]
 
 
-class SimulatedLengths(Protocol):
-    """Source of prompts."""
-
-    def next(self, count: int) -> list[SimulatedPrompt]:
-        """Return the next prompts."""
-        ...
-
-
 class DrawnLengths:
     """Draws lengths. Names are as in a run, e<epoch>-<row>; ``rows``: of an epoch, None: it is endless."""
 
@@ -48,6 +39,7 @@ class DrawnLengths:
         self._rows, self._taken = rows, 0
 
     def next(self, count: int) -> list[SimulatedPrompt]:
+        """Return the next prompts."""
         numbers = range(self._taken, self._taken + count)
         rows = self._rows or numbers.stop
         names = [f"e{number // rows}-{number % rows}" for number in numbers]
@@ -95,6 +87,7 @@ class TraceLengths:
         return len(self.prompts[0].response_tokens)
 
     def next(self, count: int) -> list[SimulatedPrompt]:
+        """Return the next prompts."""
         taken = []
         for number in range(self._taken, self._taken + count):
             round_, index = divmod(number, len(self.prompts))
@@ -103,6 +96,10 @@ class TraceLengths:
             taken.append(SimulatedPrompt(name, prompt.prompt_tokens, prompt.response_tokens))
         self._taken += count
         return taken
+
+
+SimulatedLengths = DrawnLengths | TraceLengths
+"""A source of prompts"""
 
 
 def _parse(line: str, where: str, prompt_tokens: int, max_response_tokens: int) -> SimulatedPrompt | None:

@@ -94,7 +94,7 @@ def outcome_of(run: SimulatedRun) -> Outcome:
         switch_s=mean_s("switch_s"),
         train_s=mean_s("train_s"),
         controller_s=mean_s("controller_s"),
-        queue_s=totals.queue_busy_s / len(run.steps) * pace.time_scale,
+        queue_s=run.cards.queue_busy_s / len(run.steps) * pace.time_scale,
         utilisation=bound(totals.done).total / (cards * run.clock.now),
         bound_tokens_per_s=tokens / bound_s * rate,
         lost=_lost(run),

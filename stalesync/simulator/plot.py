@@ -66,9 +66,7 @@ class _Axes:
         first, last = self.supernodes[0], self.supernodes[-1]
         self._span = max(1e-9, last - first)
         self._first = first
-        most = max(outcome.tokens_per_s for outcome in outcomes.values())
-        ideal = [outcome.tokens_per_s * last / case.supernodes for case, outcome in outcomes.items()]
-        self.most = max(most, *ideal)
+        self.most = max(outcome.tokens_per_s * last / case.supernodes for case, outcome in outcomes.items())
         tick = _round_below(self.most / 4)
         self.ticks = [tick * number for number in range(int(self.most / tick) + 1)]
 

@@ -35,15 +35,13 @@ class RunTotals:
     """Totals of a run, in seconds of the run; card-seconds are summed over cards.
 
     ``generating_card_s``: of the steps of engines; ``switching_card_s``: of switches and adoptions;
-    ``training_card_s``: of training; ``slow_card_s``: by which slow dies made these longer;
-    ``queue_busy_s``: of the queue's actor; ``done``: the work of all trained samples; its decodes are all that were
-    done, also of samples that are not trained yet.
+    ``training_card_s``: of training; ``slow_card_s``: by which slow dies made these longer; ``done``: the work of all
+    trained samples; its decodes are all that were done, also of samples that are not trained yet.
     """
 
     generating_card_s: float
     switching_card_s: float
     training_card_s: float
     slow_card_s: float
-    queue_busy_s: float
     preemptions: int
     done: SimulatedWork

@@ -142,7 +142,6 @@ class SimulatedRun:
             switching_card_s=cards.switch_s + (pauses + sum(engine.kv_copy_s for engine in engines)) * size,
             training_card_s=training_card_s,
             slow_card_s=slow_s * size + training_card_s * (1 - 1 / cards.training_factor),
-            queue_busy_s=cards.queue_busy_s,
             preemptions=sum(engine.preemptions for engine in engines),
             done=done,
         )
