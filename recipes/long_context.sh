@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Trains a small model to count on for 8,192 digits; its base model stops after about 130. Its answers
 # grow to 8,192 tokens. Two emulated NPUs share each sample in training (context parallelism) and generate separately. Creates the base model
-# first; takes about ten minutes, most of them in the last steps. Arguments are config overrides.
+# first; takes minutes, most of them in the last steps. Arguments are config overrides.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
