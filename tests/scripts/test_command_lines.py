@@ -103,7 +103,7 @@ def test_help_answers_in_a_second_of_cpu(command, part, tmp_path):
         ("benchmarks/switch.py --only x", "unrecognized arguments: --only"),
         (
             "benchmarks/growth.py --only memori",
-            "--only: expected some of controller, queue, decode, turns, lengths, calls",
+            "--only: expected some of controller, queue, decode, turns, lengths, rows, calls",
         ),
         ("benchmarks/drafts.py --texts x", "--texts needs --tokenizer"),
         ("benchmarks/stalesync.py --calibrate --json x", "--json is written only without --calibrate"),
