@@ -1,6 +1,6 @@
 """The arguments of `get`, stated once: `GetRequest` holds them with their defaults, documentation and validation.
 
-Every `get` (of `DistQueue`, `LocalQueue` and `hierarchy.GroupReader`), `stream` and `QueueDataset` take them.
+Every `get` (of `DistQueue` and `LocalQueue`), `stream` and `QueueDataset` take them.
 """
 
 from __future__ import annotations

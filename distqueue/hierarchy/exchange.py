@@ -41,18 +41,11 @@ class GroupExchange:
         sent_bytes, sent_messages: sent by this rank; messages by destination rank.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None,
-        columns: Sequence[str],
-        *,
-        place: str | None = None,
-        device: torch.device | None = None,
-    ):
+    def __init__(self, group: dist.ProcessGroup | None, columns: Sequence[str], *, place: str | None = None):
         self.rank = 0 if group is None else dist.get_rank(group)
         self.sent_bytes = 0
         self.sent_messages: Counter[int] = Counter()
-        self._group, self._device = group, device or torch.device("cpu")
+        self._group = group
         self._room = INITIAL_METADATA_BYTES
         self._sending: list[tuple[dist.Work, Tensor]] = []
         members = self._meet(place or this_machine(), columns)
@@ -69,7 +62,7 @@ class GroupExchange:
         """Return the leader's ``message`` on every rank."""
         room = self._room
         if self._parent is None:
-            framed = _to_tensor(len(message).to_bytes(8, "little") + message).to(self._device)
+            framed = _to_tensor(len(message).to_bytes(8, "little") + message)
             frames = [F.pad(framed, (0, max(0, room - len(framed))))[:room], framed[room:]]
         else:
             first = self._receive(torch.uint8, room)
@@ -87,7 +80,7 @@ class GroupExchange:
     def send_payload(self, manifest: Put, batch: PackedBatch) -> None:
         """Start sending the leader's batch to its children."""
         for names in _by_dtype(manifest, self.union):
-            self._forward({name: batch[name].buffer.flatten().to(self._device) for name in names})
+            self._forward({name: batch[name].buffer.flatten() for name in names})
 
     def forward_payload(self, manifest: Put) -> dict[str, Tensor]:
         """Receive the payload from the parent and forward it to the children. Returns flat CPU buffers by column."""
@@ -103,7 +96,7 @@ class GroupExchange:
             for work in works:
                 _wait(work)
             self._forward(dict(zip(names, message.split(numels), strict=True)), message)
-            buffers |= dict(zip(names, message.cpu().split(numels), strict=True))
+            buffers |= dict(zip(names, message.split(numels), strict=True))
         return buffers
 
     def finish(self) -> None:
@@ -113,7 +106,7 @@ class GroupExchange:
             _wait(work)
 
     def _meet(self, place: str, columns: Sequence[str]) -> list[Member]:
-        """Exchange all ranks' places and needs. Collective: NCCL and HCCL need one before point-to-point messages."""
+        """Exchange all ranks' places and needs. Collective."""
         if self._group is None:
             return [Member(0, place, frozenset(columns))]
         row = _to_tensor(json.dumps([place, columns]).encode())
@@ -123,12 +116,11 @@ class GroupExchange:
         return [Member(rank, place, frozenset(columns)) for rank, (place, columns) in enumerate(needs)]
 
     def _gather(self, row: Tensor) -> Tensor:
-        """Gather every rank's row, on the CPU."""
-        row = row.to(self._device)
+        """Gather every rank's row."""
         rows = row.new_empty(dist.get_world_size(self._group) * len(row))
         with _communication():
             dist.all_gather_into_tensor(rows, row, group=self._group)
-        return rows.cpu().view(-1, len(row))
+        return rows.view(-1, len(row))
 
     def _forward(self, flat: dict[str, Tensor], whole: Tensor | None = None) -> None:
         """Start sending columns of one dtype to the children, to each what its subtree needs. ``whole``: all of them
@@ -152,7 +144,7 @@ class GroupExchange:
     def _start_receiving(self, dtype: torch.dtype, numel: int) -> tuple[Tensor, list[dist.Work]]:
         """Start receiving a message from the parent. Returns it and the works to wait for; none if it is empty."""
         assert self._parent is not None
-        message = torch.empty(numel, dtype=dtype, device=self._device)
+        message = torch.empty(numel, dtype=dtype)
         return message, self._start(dist.irecv, message, self._parent.parent) if numel else []
 
     def _send(self, message: Tensor, child: int) -> None:
@@ -179,12 +171,9 @@ def _communication() -> Iterator[None]:
 
     Raises:
         ConnectionError: another rank of the group has ended or has left it; gloo raises a plain RuntimeError then.
-        torch.OutOfMemoryError: the card has no memory for a message.
     """
     try:
         yield
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
         raise ConnectionError(f"a message between the ranks of a reading group failed: {error}") from error
 
@@ -211,4 +200,4 @@ def _to_tensor(data: bytes) -> Tensor:
 
 
 def _to_bytes(tensor: Tensor) -> bytes:
-    return tensor.cpu().numpy().tobytes()
+    return tensor.numpy().tobytes()
