@@ -94,7 +94,7 @@ class QueueActor:
 
     async def _start_shards(self) -> None:
         try:
-            await self._start_on(_alive_nodes())
+            await self._start_on(sorted(node["NodeID"] for node in ray.nodes() if node["Alive"]))
         except BaseException:
             if self.journal is None:
                 await self.fleet.end()
@@ -229,7 +229,7 @@ class QueueActor:
             try:
                 await self._wait(answer, min(wait_s, TURN_S))
                 if not answer.done():
-                    return PlaceInLine(waiter.number, waiter.since_s, self.core.explain(selection))
+                    return PlaceInLine(waiter.number, waiter.since_s, self.core.table.explain(selection))
                 return answer.result().to_bytes()
             except asyncio.CancelledError:  # the client has ended or has cancelled
                 if answer.done() and not answer.exception():
@@ -331,7 +331,3 @@ def _new_answer() -> tuple[asyncio.Future[Any], Callable[[Any], None]]:
 def _was_restarted() -> bool:
     """Whether Ray has restarted this actor, whose clients go on."""
     return ray.is_initialized() and ray.get_runtime_context().was_current_actor_reconstructed
-
-
-def _alive_nodes() -> list[str]:
-    return sorted(node["NodeID"] for node in ray.nodes() if node["Alive"])

@@ -85,7 +85,7 @@ class LocalQueue(SampleQueue):
             await_first(answer, left, request.timeout_s)
             with self._lock:
                 if not answer.done():
-                    raise TimeoutError(self._core.explain(request))
+                    raise TimeoutError(self._core.table.explain(request))
             return self._gather(answer.result())
 
     def stats(self) -> dict[str, float]:

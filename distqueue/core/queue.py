@@ -158,10 +158,6 @@ class QueueCore:
         self.tick(now_s)
         return waiter
 
-    def explain(self, selection: Selection) -> str:
-        """Return the reason why `selection` is not served yet."""
-        return self.table.explain(selection)
-
     def locate(
         self, ids: Sequence[str], columns: Sequence[str], *, lengths: Sequence[str] = (), skip_ended: bool = False
     ) -> Delivery:
@@ -234,13 +230,11 @@ class QueueCore:
 
     def renew(self, task: str, ids: Sequence[str], now_s: float) -> None:
         self._check_open()
-        self.table.check_task(task)
         self.table.renew(task, ids, now_s)
 
     def give_back(self, task: str, ids: Sequence[str], now_s: float) -> None:
         """Release the leases of samples that a reader will not use: they are open again at once."""
         self._check_open()
-        self.table.check_task(task)
         self.table.release_lease(task, ids)
         self.readers.serve(now_s)
 

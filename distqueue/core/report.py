@@ -40,7 +40,7 @@ def state(core: QueueCore, now_s: float) -> dict[str, Any]:
             "columns": selection.required,
             "waiters": len(waiters),
             "longest_s": now_s - waiters[0].since_s,
-            "why": core.explain(selection),
+            "why": core.table.explain(selection),
         }
         for selection, waiters in core.readers.waiting.items()
     ]

@@ -131,7 +131,9 @@ class GroupReader:
 
     def _received(self, manifest: Put, buffers: dict[str, Tensor]) -> Received:
         lengths = {
-            name: torch.ones(len(manifest.ids), dtype=torch.int64) if info.lengths is None else _owned(info.lengths)
+            name: torch.ones(len(manifest.ids), dtype=torch.int64)
+            if info.lengths is None
+            else torch.from_numpy(info.lengths.copy())
             for name, info in manifest.columns.items()
         }
         columns = {name: _column(manifest.columns[name], buffers[name], lengths[name]) for name in self.columns}
@@ -163,7 +165,3 @@ def _error_of(name: str, text: str, lost: Sequence[str]) -> Exception:
 def _column(info: ColumnInfo, flat: Tensor, lengths: Tensor) -> Column:
     buffer = flat.view(int(lengths.sum()), *info.layout.trailing)
     return Column(buffer, F.pad(lengths.cumsum(0), (1, 0)) if info.layout.ragged else None, info.layout.kind)
-
-
-def _owned(array: np.ndarray) -> Tensor:
-    return torch.from_numpy(array if array.flags.writeable else array.copy())

@@ -73,7 +73,8 @@ def plan_tree(members: Sequence[Member]) -> Tree:
     for rank in sorted(needs):
         machines.setdefault(place_of[rank], []).append(rank)
     relays = [min(ranks, key=lambda rank: (rank != 0, _neediest(needs, rank))) for ranks in machines.values()]
-    links = _span(relays, {relay: _union(needs[r] for r in machines[place_of[relay]]) for relay in relays})
+    union: Columns = frozenset()
+    links = _span(relays, {relay: union.union(*(needs[r] for r in machines[place_of[relay]])) for relay in relays})
     for relay in relays:
         links += _span([relay, *(rank for rank in machines[place_of[relay]] if rank != relay)], needs)
     carried = _carried(links, needs)
@@ -123,7 +124,3 @@ def _idle(links: Sequence[Link], needs: Mapping[int, Columns]) -> int:
 
 def _neediest(needs: Mapping[int, Columns], rank: int) -> tuple[int, list[str], int]:
     return -len(needs[rank]), sorted(needs[rank]), rank
-
-
-def _union(columns: Iterable[Columns]) -> Columns:
-    return frozenset[str]().union(*columns)

@@ -2,8 +2,8 @@
 
       put, ack, drop, lose         take                    find, places           snapshot
            │                        │                          │                     │
-puts.py, lookups.py: names in,   views.py: what is ready   reports.py: why a get   snapshots.py: flat
-refused or looked up at once     for (task, columns),      waits, metrics          arrays and back
+puts.py, lookups.py: names in,   views.py: what is ready                           snapshots.py: flat
+refused or looked up at once     for (task, columns),                              arrays and back
            │                     updated at every event
 state.py ──┴─ a row is a slot of pages.py, and each table has its fields there:
    names.py      id ──► slot, and back; group by slot      claims.py   per task open, leased, acked; leases

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from distqueue.samples import lookups, puts, reports, snapshots
+from distqueue.samples import lookups, puts, snapshots
 from distqueue.samples.endings import DONE, REMEMBERED
 from distqueue.samples.pages import NONE, PAGE_ROWS
 from distqueue.samples.segments import MAX_SEGMENT
@@ -111,12 +111,25 @@ class SampleTable:
         return self._taken(slots)
 
     def explain(self, selection: Selection) -> str:
-        """Return the reason why `selection` is not served yet: the missing columns, and the number of samples."""
-        return reports.explain(self.state, self.tasks.index(selection.task), selection)
+        """Return the reason why `selection` is not served yet: the missing columns, and the number of samples. Visits
+        every sample."""
+        state, number = self.state, self.tasks.index(selection.task)
+        slots = state.pages.live_slots()
+        open_slots = slots[state.claims.is_open(number, slots)]
+        holds = {name: state.columns.holding(open_slots, state.columns.mask([name])) for name in selection.required}
+        holds = {name: held & state.columns.known([name]) for name, held in sorted(holds.items())}
+        ready = open_slots[np.logical_and.reduce(list(holds.values()))]
+        parts = [f"{len(ready)} samples ready"]
+        parts += [f"column {name!r} missing for {(~held).sum()}" for name, held in holds.items() if not held.all()]
+        if leased := self.leased(selection.task):
+            parts.append(f"{leased} leased and not acknowledged")
+        amount = f"{selection.count} samples" if selection.count else "any samples"
+        return f"task {selection.task!r} requests {amount} with {list(selection.required)}: " + ", ".join(parts)
 
     def open(self, task: str) -> int:
         """Count live rows that the task neither holds nor has acknowledged."""
-        return reports.open_rows(self.state, self.tasks.index(task))
+        number = self.tasks.index(task)
+        return len(self) - self.state.claims.leased[number] - self.state.claims.acked[number]
 
     def leased(self, task: str) -> int:
         """Count live rows that the task holds."""
@@ -227,7 +240,17 @@ class SampleTable:
         """Metrics. rows: live ones; ended: counts by reason; tasks: per task open, leased and acked (live rows each),
         redelivered (repeated deliveries), and age_s: seconds since the first put of the oldest row that it has not
         acknowledged, or 0."""
-        tasks = {task: reports.task_stats(self.state, number, now_s) for number, task in enumerate(self.tasks)}
+        claims = self.state.claims
+        tasks = {
+            task: {
+                "open": self.open(task),
+                "leased": claims.leased[number],
+                "acked": claims.acked[number],
+                "redelivered": claims.redelivered[number],
+                "age_s": self._age_s(number, now_s),
+            }
+            for number, task in enumerate(self.tasks)
+        }
         return {"rows": len(self), "ended": dict(self.state.endings.counts), "tasks": tasks}
 
     def snapshot(self) -> dict[str, np.ndarray | str]:
@@ -240,6 +263,16 @@ class SampleTable:
         table = cls(lease_s=lease_s, **snapshots.options(snapshot))
         snapshots.load(table.state, snapshot)
         return table
+
+    def _age_s(self, number: int, now_s: float) -> float:
+        """Seconds since the first put of the oldest row that the task has not acknowledged; 0 if there is none."""
+        state = self.state
+        for page in state.pages.in_order():
+            slots = state.pages.marked(state.pages.live, np.array([page]))
+            slots = slots[~state.claims.is_acked(number, slots)]
+            if len(slots):
+                return now_s - float(state.born_s.values[slots[0]])
+        return 0.0
 
     def _taken(self, slots: np.ndarray) -> Taken:
         state = self.state

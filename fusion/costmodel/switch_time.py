@@ -91,7 +91,8 @@ def to_infer(setup: Setup, moved: Traffic, memory: MemoryEstimate) -> Switch:
     pack = _pack(moved, hardware)
     leaves = setup.shared and setup.fusion.offload == "switch"
     offload = memory.states_bytes / hardware.out_bytes_per_s.value if leaves else 0.0
-    parts = {"pack and copy": pack} | _by_level(wire_time) | {"offload": offload}
+    by_level = {f"wire, {level}": s for level, s in zip(LEVELS, wire_time.by_level, strict=True) if s > 0}
+    parts = {"pack and copy": pack} | by_level | {"offload": offload}
     rows = {"packing": pack, f"the wire, {wire_time.busiest}": wire_time.seconds, "the host link, offloading": offload}
     switch = _longest(parts, rows)
     if memory.overlap or not leaves:
@@ -192,10 +193,6 @@ def _pack(moved: Traffic, hardware: Hardware) -> float:
     """Estimate the seconds of reading and writing what is packed, unpacked and copied, in the busiest die."""
     through = moved.sent.sum(0) + moved.received.sum(0) + moved.copied
     return float(2 * through.max() / hardware.hbm_bytes_per_s.value)
-
-
-def _by_level(wire_time: WireTime) -> dict[str, float]:
-    return {f"wire, {level}": s for level, s in zip(LEVELS, wire_time.by_level, strict=True) if s > 0}
 
 
 def _longest(shown: dict[str, float], rows: dict[str, float]) -> Switch:

@@ -97,13 +97,9 @@ def table_of(kind: str, name: str = "auto") -> str:
 def lacking(name: str) -> str:
     """Return what the table ``name`` needs and this environment lacks; "" if nothing."""
     needed = {"cuda": CUDA_TORCH, "cuda_fused": FUSED_TORCH}.get(name, (0, 0))
-    if _torch_version() < needed:
+    if tuple(map(int, version("torch").split(".")[:2])) < needed:
         return f"it needs torch {needed[0]}.{needed[1]}, installed is {version('torch')}"
     return "it needs triton, which is not installed" if name == "cuda_fused" and not find_spec("triton") else ""
-
-
-def _torch_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in version("torch").split(".")[:2])
 
 
 def claim(kind: str, cluster: Mapping[str, float]) -> tuple[str, dict[str, Any]]:

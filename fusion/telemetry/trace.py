@@ -56,7 +56,8 @@ class TimelineFile:
             OSError: they could not be written, for want of space for example; the file is as it was.
         """
         ids, events = dict(self._ids), list[dict[str, Any]]()
-        for span in chain.from_iterable([sorted(map(Span._make, some), key=_longest_first) for some in spans]):
+        sorted_spans = [sorted(map(Span._make, some), key=lambda span: (span.start_ns, -span.end_ns)) for some in spans]
+        for span in chain.from_iterable(sorted_spans):
             pid, tid = self._ids_of(span, events)
             ts, dur = (span.start_ns - self.origin_ns) / 1000, (span.end_ns - span.start_ns) / 1000
             events.append(
@@ -101,10 +102,6 @@ def read_timeline(path: Path | str) -> list[Span]:
         ValueError: it was not written by this program; names the file.
     """
     return _read(Path(path))[1]
-
-
-def _longest_first(span: Span) -> tuple[int, int]:
-    return span.start_ns, -span.end_ns
 
 
 def _read(path: Path) -> tuple[int, list[Span]]:

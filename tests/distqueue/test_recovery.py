@@ -247,7 +247,7 @@ def assert_same(live: QueueCore, again: QueueCore, now_s: float) -> None:
         assert opened == reopened
         if not live.table.leased(selection.task):
             assert live.table.is_settled(selection) == again.table.is_settled(selection)
-            assert live.explain(selection) == again.explain(selection)
+            assert live.table.explain(selection) == again.table.explain(selection)
 
 
 def durable(core: QueueCore) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
