@@ -11,7 +11,6 @@ attention is inherited from `ascend_attention.py`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,11 +20,8 @@ from fusion.npu.operators import limits
 from fusion.npu.operators.ascend_attention import AscendAttention
 from fusion.npu.operators.ascend_functions import AddRMSNorm, GroupedLinear, Permute, routing_options
 from fusion.npu.operators.gating import Gating
-from fusion.npu.operators.plain import AdamW, AdamWStates, Permuted, Rope
+from fusion.npu.operators.plain import AdamW, AdamWStates, Counts, Permuted, Rope, Weights
 from fusion.npu.operators.rows import sum_of_local
-
-Weights = Sequence[torch.Tensor] | torch.Tensor
-"""A matrix [O, D] of each expert, or all of them stacked [E, O, D]"""
 
 
 class Ascend(AscendAttention):
@@ -191,7 +187,7 @@ class Ascend(AscendAttention):
         return row_multiple == 1 and (self._is_emulated or 2 <= experts <= limits.MAX_GROUPS)
 
     def grouped_linear(
-        self, x_ND: torch.Tensor, weights: Weights, counts: list[int] | torch.Tensor, row_multiple: int = 1
+        self, x_ND: torch.Tensor, weights: Weights, counts: Counts, row_multiple: int = 1
     ) -> torch.Tensor:
         if not x_ND.shape[0]:
             return super().grouped_linear(x_ND, list(weights), [0] * len(weights), row_multiple)

@@ -12,16 +12,16 @@ log-probabilities that a trainer compares are computed alike, with gradients and
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from fusion.npu.compiler import BuildError, Library, build
 from fusion.npu.operators.gating import Gating
-from fusion.npu.operators.plain import Permuted, Plain, Rope
+from fusion.npu.operators.plain import Counts, Permuted, Plain, Rope, Weights
 from fusion.npu.operators.plain_attention import PagedRows
 
 HERE = Path(__file__).parent
@@ -37,21 +37,9 @@ FLAGS = (
 )
 
 
-class Fused:
-    """The operators of `fused.cpp`, which gives their arguments. An attribute each: looking one up in `torch.ops` takes
-    longer than some of them."""
-
-    def __init__(self, namespace: Any) -> None:
-        self.rms_norm = namespace.rms_norm.default
-        self.norm_rope = namespace.norm_rope.default
-        self.store_kv = namespace.store_kv.default
-        self.paged_attention = namespace.paged_attention.default
-        self.paged_latent_attention = namespace.paged_latent_attention.default
-        self.gate = namespace.gate.default
-        self.permute = namespace.permute.default
-        self.swiglu = namespace.swiglu.default
-        self.experts = namespace.experts.default
-        self.unpermute = namespace.unpermute.default
+OPERATORS = """
+rms_norm norm_rope store_kv paged_attention paged_latent_attention gate permute swiglu experts unpermute""".split()
+"""Those of `fused.cpp`, which gives their arguments"""
 
 
 class Cpu(Plain):
@@ -59,7 +47,8 @@ class Cpu(Plain):
 
     name = "cpu"
 
-    def _fused_for(self, like: torch.Tensor) -> Fused | None:
+    def _fused_for(self, like: torch.Tensor) -> Any:
+        """Return the operators by name; None: those of PyTorch run."""
         if like.dtype is not torch.float32 or not torch.is_inference_mode_enabled():
             return None
         return load()
@@ -109,12 +98,7 @@ class Cpu(Plain):
         return self._fused_for(x) is not None
 
     def experts(
-        self,
-        x: torch.Tensor,
-        counts: list[int] | torch.Tensor,
-        gate_up: Sequence[torch.Tensor] | torch.Tensor,
-        down: Sequence[torch.Tensor] | torch.Tensor,
-        row_multiple: int = 1,
+        self, x: torch.Tensor, counts: Counts, gate_up: Weights, down: Weights, row_multiple: int = 1
     ) -> torch.Tensor:
         if not isinstance(counts, torch.Tensor) or (fused := self._fused_for(x)) is None:
             return super().experts(x, counts, gate_up, down, row_multiple)
@@ -146,15 +130,16 @@ class Cpu(Plain):
 
 
 @cache
-def load() -> Fused | None:
-    """Build the library if needed (10 s) and load it; None, with one warning, if it cannot be built."""
+def load() -> SimpleNamespace | None:
+    """Build the library if needed (10 s) and load it; None, with one warning, if it cannot be built. Looking an
+    operator up in `torch.ops` takes longer than some of them."""
     try:
         path = build(_library())
         torch.ops.load_library(str(path))
     except (BuildError, OSError) as error:
         warnings.warn(f"Generation is slower than it could be: no fused operators ({error}).", stacklevel=2)
         return None
-    return Fused(torch.ops.rlfusion)
+    return SimpleNamespace(**{name: getattr(torch.ops.rlfusion, name).default for name in OPERATORS})
 
 
 def _library() -> Library:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ from torch.utils import deterministic
 
 from fusion.npu.operators import limits
 from fusion.npu.operators.gating import Gating
-from fusion.npu.operators.plain import AdamW, AdamWStates, Plain, Rope
+from fusion.npu.operators.plain import AdamW, AdamWStates, Counts, Plain, Rope, Weights
 from fusion.npu.operators.plain_attention import PagedRows
 
 TAKES_GROUPS = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -103,11 +103,7 @@ class Cuda(Plain):
         return row_multiple == 1 and x.dtype is torch.bfloat16
 
     def grouped_linear(
-        self,
-        x_ND: torch.Tensor,
-        weights: Sequence[torch.Tensor] | torch.Tensor,
-        counts: list[int] | torch.Tensor,
-        row_multiple: int = 1,
+        self, x_ND: torch.Tensor, weights: Weights, counts: Counts, row_multiple: int = 1
     ) -> torch.Tensor:
         on_card = isinstance(counts, torch.Tensor) and row_multiple == 1 and x_ND.shape[0] > 0
         if on_card and isinstance(weights, torch.Tensor) and self._multiplies(x_ND, weights):
@@ -116,12 +112,7 @@ class Cuda(Plain):
         return super().grouped_linear(x_ND, weights, counts, row_multiple)
 
     def experts(
-        self,
-        x: torch.Tensor,
-        counts: list[int] | torch.Tensor,
-        gate_up: Sequence[torch.Tensor] | torch.Tensor,
-        down: Sequence[torch.Tensor] | torch.Tensor,
-        row_multiple: int = 1,
+        self, x: torch.Tensor, counts: Counts, gate_up: Weights, down: Weights, row_multiple: int = 1
     ) -> torch.Tensor:
         on_card = isinstance(counts, torch.Tensor) and row_multiple == 1 and x.shape[0] > 0
         if on_card and isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):

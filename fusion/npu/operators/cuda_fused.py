@@ -9,15 +9,13 @@ Attention reads pages of any multiple of 64 tokens, so that it needs no newer Py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from fusion.npu.operators import triton_attention, triton_experts
 from fusion.npu.operators.cuda import Cuda
 from fusion.npu.operators.gating import Gating
 from fusion.npu.operators.limits import HALVES
-from fusion.npu.operators.plain import Permuted, Rope
+from fusion.npu.operators.plain import Permuted, Rope, Weights
 from fusion.npu.operators.plain_attention import PagedRows
 from fusion.npu.operators.triton_experts import SortedRows
 
@@ -81,8 +79,8 @@ class CudaFused(Cuda):
         weight_Nk: torch.Tensor,
         num_experts: int,
         local: range,
-        gate_up: Sequence[torch.Tensor] | torch.Tensor,
-        down: Sequence[torch.Tensor] | torch.Tensor,
+        gate_up: Weights,
+        down: Weights,
     ) -> torch.Tensor:
         if not torch.is_inference_mode_enabled():
             return super().local_experts(x_ND, expert_Nk, weight_Nk, num_experts, local, gate_up, down)

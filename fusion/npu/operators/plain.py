@@ -24,6 +24,12 @@ Rope = tuple[torch.Tensor, torch.Tensor]
 rotation"""
 
 
+Weights = Sequence[torch.Tensor] | torch.Tensor
+"""A matrix [O, D] of each expert, or all of them stacked [E, O, D]"""
+Counts = list[int] | torch.Tensor
+"""Rows of each expert: on the host, or int64 [E] on the card"""
+
+
 class Permuted(NamedTuple):
     """Rows [N * k, D] sorted by expert, one for each expert of each row; ``order`` int64 [N * k]: the place in [N, k]
     of each; ``counts_E`` int64 [E]: the number of each expert, on the card."""
@@ -171,11 +177,7 @@ class Plain(PlainAttention):
         return False
 
     def grouped_linear(
-        self,
-        x_ND: torch.Tensor,
-        weights: Sequence[torch.Tensor] | torch.Tensor,
-        counts: list[int] | torch.Tensor,
-        row_multiple: int = 1,
+        self, x_ND: torch.Tensor, weights: Weights, counts: Counts, row_multiple: int = 1
     ) -> torch.Tensor:
         """Multiply row block e of x (``counts[e]`` rows) by ``weights[e].T`` [D, O], without padding any block. What is
         returned for rows behind the last block is undefined. Counts on the card are copied to the host, unless the
@@ -193,12 +195,7 @@ class Plain(PlainAttention):
         return _GroupedLinear.apply(x_ND, counts, row_multiple, *weights)
 
     def experts(
-        self,
-        x: torch.Tensor,
-        counts: list[int] | torch.Tensor,
-        gate_up: Sequence[torch.Tensor] | torch.Tensor,
-        down: Sequence[torch.Tensor] | torch.Tensor,
-        row_multiple: int = 1,
+        self, x: torch.Tensor, counts: Counts, gate_up: Weights, down: Weights, row_multiple: int = 1
     ) -> torch.Tensor:
         """Return the SwiGLU of each expert, with matrices ``gate_up[e]`` [2 * I, D] and ``down[e]`` [D, I], each a
         list or a stack, on its rows of x, which are sorted by expert."""
@@ -212,8 +209,8 @@ class Plain(PlainAttention):
         weight_Nk: torch.Tensor,
         num_experts: int,
         local: range,
-        gate_up: Sequence[torch.Tensor] | torch.Tensor,
-        down: Sequence[torch.Tensor] | torch.Tensor,
+        gate_up: Weights,
+        down: Weights,
     ) -> torch.Tensor:
         """Return the weighted sum [N, D] of those experts of each row that are ``local``, whose matrices these are.
         Without gradients. The host waits only if the table does not `takes_counts`."""
@@ -235,8 +232,8 @@ class Plain(PlainAttention):
         num_experts: int,
         group: ProcessGroup,
         max_rows: int,
-        gate_up: Sequence[torch.Tensor] | torch.Tensor,
-        down: Sequence[torch.Tensor] | torch.Tensor,
+        gate_up: Weights,
+        down: Weights,
     ) -> torch.Tensor:
         """Return the weighted sum [n, D] of each row's experts, whichever rank of ``group`` holds them: rank r the r-th
         of equal shares, of which these are the matrices. Without gradients; collective.
