@@ -23,7 +23,7 @@ import heapq
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -79,11 +79,18 @@ class Timeline:
         self.after_mark: Callable[[], None] | None = None
         """Function that is called after every mark of a `strip`, on its thread"""
         self._spans: deque[Span] = deque(maxlen=max_spans)
-        self._strip: _OpenStrip | None = None
+        self._strip: StageStrip | None = None
+        self._strip_lane = MAIN
 
-    def span(self, name: str, kind: str = "", lane: str = MAIN) -> _OpenSpan:
-        """Return a context manager that records the block as a span, also if it raises. `kind` defaults to the name."""
-        return _OpenSpan(self, name, kind=kind or name, lane=lane)
+    @contextmanager
+    def span(self, name: str, kind: str = "", lane: str = MAIN) -> Iterator[None]:
+        """Record the block as a span, also if it raises. `kind` defaults to the name."""
+        with nullcontext() if self.annotate is None else self.annotate(name):
+            start_ns = self.clock_ns()
+            try:
+                yield
+            finally:
+                self.add(name, start_ns, self.clock_ns(), kind=kind, lane=lane)
 
     def add(self, name: str, start_ns: int, end_ns: int, kind: str = "", lane: str = MAIN) -> None:
         """Record a span whose times are known."""
@@ -99,9 +106,9 @@ class Timeline:
         number of spans whose seconds by kind are exact (`StageStrip`), also if it raises; the time after the last mark
         is not recorded. Called from one thread."""
         assert self._strip is None, "a strip is open already"
-        self._strip = strip = _OpenStrip(self, lane)
+        self._strip, self._strip_lane = StageStrip(self.clock_ns()), lane
         try:
-            yield strip.mark
+            yield self.mark
         finally:
             self.cut()
             self._strip = None
@@ -109,61 +116,23 @@ class Timeline:
     def mark(self, kind: str) -> None:
         """Mark the open `strip`, if there is one. Called from its thread."""
         if self._strip is not None:
-            self._strip.mark(kind)
+            self._strip.mark(kind, self.clock_ns())
+            if self.after_mark is not None:
+                self.after_mark()
 
     def cut(self) -> None:
         """Record the open `strip` up to its last mark, as if the block ended there and another began. Called from its
         thread."""
-        if self._strip is not None:
-            self._strip.cut()
+        runs = [] if self._strip is None else self._strip.runs()
+        for kind, start_ns, end_ns in runs:
+            self.add(kind.rpartition("/")[2], start_ns, end_ns, kind=kind, lane=self._strip_lane)
+        if runs:
+            self._strip = StageStrip(runs[-1].end_ns)
 
     def drain(self) -> list[Span]:
         """Return the spans recorded since the last call."""
         # One pop at a time: the span of a thread that records meanwhile is returned by this call or by the next one.
         return [self._spans.popleft() for _ in range(len(self._spans))]
-
-
-class _OpenStrip:
-    """Turn the strip of a block into spans."""
-
-    def __init__(self, timeline: Timeline, lane: str):
-        self._timeline, self._lane, self._clock_ns = timeline, lane, timeline.clock_ns
-        self._runs = StageStrip(self._clock_ns())
-
-    def mark(self, kind: str) -> None:
-        self._runs.mark(kind, self._clock_ns())
-        if (after_mark := self._timeline.after_mark) is not None:
-            after_mark()
-
-    def cut(self) -> None:
-        runs = self._runs.runs()
-        for kind, start_ns, end_ns in runs:
-            self._timeline.add(kind.rpartition("/")[2], start_ns, end_ns, kind=kind, lane=self._lane)
-        if runs:
-            self._runs = StageStrip(runs[-1].end_ns)
-
-
-class _OpenSpan:
-    """Record its block as a span."""
-
-    __slots__ = ("timeline", "name", "kind", "lane", "start_ns", "annotation")
-
-    def __init__(self, timeline: Timeline, name: str, *, kind: str, lane: str) -> None:
-        self.timeline, self.name, self.kind, self.lane = timeline, name, kind, lane
-        self.start_ns = 0
-        self.annotation: AbstractContextManager[Any] | None = None
-
-    def __enter__(self) -> None:
-        if self.timeline.annotate is not None:
-            self.annotation = self.timeline.annotate(self.name)
-            self.annotation.__enter__()
-        self.start_ns = self.timeline.clock_ns()
-
-    def __exit__(self, *error: Any) -> None:
-        end_ns = self.timeline.clock_ns()
-        if self.annotation is not None:
-            self.annotation.__exit__(*error)
-        self.timeline.add(self.name, self.start_ns, end_ns, kind=self.kind, lane=self.lane)
 
 
 @dataclass(frozen=True)
