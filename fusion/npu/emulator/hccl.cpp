@@ -21,75 +21,46 @@ class HcclBackend final : public Backend {
   uint64_t getSequenceNumberForGroup() override { return gloo_->getSequenceNumberForGroup(); }
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
-    Launch launch(gloo_, stream_, "broadcast");
-    auto cpu = launch.updated(tensors);
-    return launch.run([&] { return gloo_->broadcast(cpu, options); });
+    return update("broadcast", &Backend::broadcast, tensors, options);
   }
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
-    Launch launch(gloo_, stream_, "all_reduce");
-    auto cpu = launch.updated(tensors);
-    return launch.run([&] { return gloo_->allreduce(cpu, options); });
+    return update("all_reduce", &Backend::allreduce, tensors, options);
   }
   WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& options) override {
-    Launch launch(gloo_, stream_, "all_reduce");
-    auto cpu = launch.updated(tensors);
-    return launch.run([&] { return gloo_->allreduce_coalesced(cpu, options); });
+    return update("all_reduce", &Backend::allreduce_coalesced, tensors, options);
   }
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& options) override {
-    Launch launch(gloo_, stream_, "reduce");
-    auto cpu = launch.updated(tensors);
-    return launch.run([&] { return gloo_->reduce(cpu, options); });
+    return update("reduce", &Backend::reduce, tensors, options);
   }
   WorkPtr allgather(TensorLists& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    Launch launch(gloo_, stream_, "all_gather");
-    auto cpu_inputs = launch.read(inputs);
-    auto cpu_outputs = launch.written(outputs);
-    return launch.run([&] { return gloo_->allgather(cpu_outputs, cpu_inputs, options); });
+    return move("all_gather", &Backend::allgather, outputs, inputs, options);
   }
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& options) override {
-    Launch launch(gloo_, stream_, "all_gather_into_tensor");
-    auto cpu_input = launch.read(input);
-    auto cpu_output = launch.written(output);
-    return launch.run([&] { return gloo_->_allgather_base(cpu_output, cpu_input, options); });
+    return move("all_gather_into_tensor", &Backend::_allgather_base, output, input, options);
   }
   WorkPtr allgather_into_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
-    Launch launch(gloo_, stream_, "all_gather_into_tensor");
-    auto cpu_inputs = launch.read(inputs);
-    auto cpu_outputs = launch.written(outputs);
-    return launch.run([&] { return gloo_->allgather_into_tensor_coalesced(cpu_outputs, cpu_inputs, options); });
+    return move("all_gather_into_tensor", &Backend::allgather_into_tensor_coalesced, outputs, inputs, options);
   }
   WorkPtr gather(TensorLists& outputs, Tensors& inputs, const c10d::GatherOptions& options) override {
-    Launch launch(gloo_, stream_, "gather");
-    auto cpu_inputs = launch.read(inputs);
-    auto cpu_outputs = launch.written(outputs);
-    return launch.run([&] { return gloo_->gather(cpu_outputs, cpu_inputs, options); });
+    return move("gather", &Backend::gather, outputs, inputs, options);
   }
   WorkPtr scatter(Tensors& outputs, TensorLists& inputs, const c10d::ScatterOptions& options) override {
-    Launch launch(gloo_, stream_, "scatter");
-    auto cpu_inputs = launch.read(inputs);
-    auto cpu_outputs = launch.written(outputs);
-    return launch.run([&] { return gloo_->scatter(cpu_outputs, cpu_inputs, options); });
+    return move("scatter", &Backend::scatter, outputs, inputs, options);
   }
   WorkPtr reduce_scatter(Tensors& outputs, TensorLists& inputs, const c10d::ReduceScatterOptions& options) override {
-    Launch launch(gloo_, stream_, "reduce_scatter");
-    auto cpu_inputs = launch.read(inputs);
-    auto cpu_outputs = launch.written(outputs);
-    return launch.run([&] { return gloo_->reduce_scatter(cpu_outputs, cpu_inputs, options); });
+    return move("reduce_scatter", &Backend::reduce_scatter, outputs, inputs, options);
   }
   WorkPtr _reduce_scatter_base(
       at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& options) override {
-    Launch launch(gloo_, stream_, "reduce_scatter_tensor");
-    auto cpu_input = launch.read(input);
-    auto cpu_output = launch.written(output);
-    return launch.run([&] { return gloo_->_reduce_scatter_base(cpu_output, cpu_input, options); });
+    return move("reduce_scatter_tensor", &Backend::_reduce_scatter_base, output, input, options);
   }
   WorkPtr reduce_scatter_tensor_coalesced(
       Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& options) override {
-    Launch launch(gloo_, stream_, "reduce_scatter_tensor");
-    auto cpu_inputs = launch.read(inputs);
-    auto cpu_outputs = launch.written(outputs);
-    return launch.run([&] { return gloo_->reduce_scatter_tensor_coalesced(cpu_outputs, cpu_inputs, options); });
+    return move("reduce_scatter_tensor", &Backend::reduce_scatter_tensor_coalesced, outputs, inputs, options);
+  }
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
+    return move("all_to_all", &Backend::alltoall, outputs, inputs, options);
   }
   WorkPtr alltoall_base(
       at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
@@ -98,12 +69,6 @@ class HcclBackend final : public Backend {
     auto cpu_input = launch.read(input);
     auto cpu_output = launch.written(output);
     return launch.run([&] { return gloo_->alltoall_base(cpu_output, cpu_input, output_splits, input_splits, options); });
-  }
-  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& options) override {
-    Launch launch(gloo_, stream_, "all_to_all");
-    auto cpu_inputs = launch.read(inputs);
-    auto cpu_outputs = launch.written(outputs);
-    return launch.run([&] { return gloo_->alltoall(cpu_outputs, cpu_inputs, options); });
   }
   WorkPtr send(Tensors& tensors, int to, int tag) override {
     Launch launch(gloo_, stream_, "send");
@@ -126,6 +91,21 @@ class HcclBackend final : public Backend {
   }
 
  private:
+  template <typename Collective, typename Options>
+  WorkPtr update(const char* name, Collective collective, const Tensors& tensors, const Options& options) {
+    Launch launch(gloo_, stream_, name);
+    auto cpu = launch.updated(tensors);
+    return launch.run([&] { return (gloo_.get()->*collective)(cpu, options); });
+  }
+  template <typename Collective, typename Outputs, typename Inputs, typename Options>
+  WorkPtr move(
+      const char* name, Collective collective, const Outputs& outputs, const Inputs& inputs, const Options& options) {
+    Launch launch(gloo_, stream_, name);
+    auto cpu_inputs = launch.read(inputs);
+    auto cpu_outputs = launch.written(outputs);
+    return launch.run([&] { return (gloo_.get()->*collective)(cpu_outputs, cpu_inputs, options); });
+  }
+
   c10::intrusive_ptr<Backend> gloo_;
   c10::StreamId stream_;
 };
