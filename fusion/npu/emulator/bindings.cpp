@@ -32,7 +32,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("owner_id", &owner_id);
   m.def("exchange_owner", &exchange_owner);
   m.def("set_owner_of", [](const at::Tensor& tensor, int owner) { set_owner_of(data_of(tensor), owner); });
-  m.def("owner_of", [](const at::Tensor& tensor) { return owner_of(data_of(tensor)); });
   m.def("by_owner", [](int card) {
     const auto stats = card_stats(card);
     const auto names = owner_names();

@@ -71,7 +71,7 @@ class KVFiles(KVStore):
 
     @property
     def nbytes(self) -> int:
-        return self._plan.held_bytes("memory")
+        return self._plan.held["memory"]
 
     def computed(self, id: str) -> int:
         return self._computed.get(id, 0)

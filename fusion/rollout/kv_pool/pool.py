@@ -85,7 +85,8 @@ class PoolPlan:
         self._max_bytes = dict(self._configured)
         self._entries: dict[Place, OrderedDict[str, int]] = {"memory": OrderedDict(), "disk": OrderedDict()}
         """Request → bytes, least recently parked first"""
-        self._held: dict[Place, int] = {"memory": 0, "disk": 0}
+        self.held: dict[Place, int] = {"memory": 0, "disk": 0}
+        """Bytes of the files in each"""
 
     def park(self, id: str, nbytes: int) -> list[Command]:
         """Plan the parking of a request's KV; without a `Write` it has no place. Commands are executed in order."""
@@ -110,15 +111,12 @@ class PoolPlan:
         until `clear`."""
         place = self._drop(id)
         assert place is not None
-        self._max_bytes[place] = self._held[place]
+        self._max_bytes[place] = self.held[place]
 
     def clear(self) -> list[Command]:
         """Plan the removal of everything, and begin again with the limits of the construction."""
         self._max_bytes = dict(self._configured)
         return self.forget([id for entries in self._entries.values() for id in entries])
-
-    def held_bytes(self, place: Place) -> int:
-        return self._held[place]
 
     def place_of(self, id: str) -> Place | None:
         return next((place for place, entries in self._entries.items() if id in entries), None)
@@ -136,7 +134,7 @@ class PoolPlan:
     def _make_room(self, place: Place, nbytes: int) -> list[Command]:
         """Plan until ``nbytes`` fit: entries in memory go to disk if they fit there, else they are evicted."""
         limit, commands = self._max_bytes[place], list[Command]()
-        while limit is not None and self._held[place] + nbytes > limit:
+        while limit is not None and self.held[place] + nbytes > limit:
             id, size = next(iter(self._entries[place].items()))
             self._drop(id)
             if place == "memory" and self._fits_alone("disk", size):
@@ -149,10 +147,10 @@ class PoolPlan:
 
     def _add(self, place: Place, id: str, nbytes: int) -> None:
         self._entries[place][id] = nbytes
-        self._held[place] += nbytes
+        self.held[place] += nbytes
 
     def _drop(self, id: str) -> Place | None:
         place = self.place_of(id)
         if place is not None:
-            self._held[place] -= self._entries[place].pop(id)
+            self.held[place] -= self._entries[place].pop(id)
         return place

@@ -65,10 +65,11 @@ def render(
         "refresh_s": refresh_s,
     }
     script, style = _assets(SCRIPTS), _assets(STYLES)
+    title = f"{', '.join(run['name'] for run in runs)} – report"
     sources = f"script-src '{digest(script)}'; style-src '{digest(style)}'"
     return TEMPLATE.format(
         policy=f"default-src 'none'; {sources}; base-uri 'none'; form-action 'none'",
-        title=html.escape(_encodable(f"{', '.join(run['name'] for run in runs)} – report")),
+        title=html.escape(title.encode("utf-8", "replace").decode()),  # a file name need not be text
         style=style,
         data=escaped_json(data),
         script=script,
@@ -89,8 +90,3 @@ def digest(text: str) -> str:
 @cache
 def _assets(names: Sequence[str]) -> str:
     return "\n" + "\n".join((ASSETS / name).read_text(encoding="utf-8").rstrip() for name in names) + "\n"
-
-
-def _encodable(text: str) -> str:
-    """Replace what UTF-8 lacks: a file name need not be text."""
-    return text.encode("utf-8", "replace").decode()

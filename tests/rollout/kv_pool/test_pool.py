@@ -84,7 +84,7 @@ def test_limits_hold_and_what_is_parked_stays_until_there_is_a_reason(max_memory
                 limits = {"memory": max_memory, "disk": max_disk}
                 assert not len(plan)
         for place, ids in files.held.items():
-            assert plan.held_bytes(place) == files.bytes_in(place)
+            assert plan.held[place] == files.bytes_in(place)
             assert limits[place] is None or files.bytes_in(place) <= limits[place]
             assert all(plan.place_of(id) == place for id in ids)
         assert len(plan) == sum(map(len, files.held.values()))
