@@ -14,7 +14,7 @@ PLAIN, TOKENS = Plain(), 64
 Tensors = tuple[torch.Tensor, torch.Tensor]
 
 
-class Routed(NamedTuple):
+class SortedRows(NamedTuple):
     sources: torch.Tensor
     places: torch.Tensor
     counts: torch.Tensor
@@ -64,7 +64,7 @@ def _gate(logits: torch.Tensor, top_k: int, normalise: bool) -> Tensors:
 
 
 def route(experts, count, start=0):
-    return Routed(*_route(experts, count, start))
+    return SortedRows(*_route(experts, count, start))
 
 
 @torch.library.custom_op("launches::route", mutates_args=())
