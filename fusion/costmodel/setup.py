@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -10,7 +9,7 @@ from fusion.costmodel.hardware import Hardware
 from fusion.costmodel.segments import Side
 from fusion.costmodel.shape import Shape
 from fusion.model import Parallel
-from fusion.model.prefixes import links_within, rows_saved, runs
+from fusion.model.prefixes import links_within, rows_saved
 
 
 @dataclass(frozen=True)
@@ -103,24 +102,24 @@ class Setup:
     @property
     def micro_batch_tokens(self) -> int:
         """Return the tokens that the largest micro-batch may have: a replica may have fewer in a step, also as siblings
-        share their prompt."""
-        work, budget = self.workload, self.training.token_budget
-        lengths = [work.longest_sample] * work.group
-        of_group = sum(taken for _, taken in runs(lengths, self._shared(lengths), budget))
+        share their prompt. Samples with shorter prompts or responses take no more."""
+        work, longest = self.workload, self.workload.longest_sample
         groups, samples = (-(-count // self.train.replicas) for count in (work.samples // work.group, work.samples))
-        return min(budget, samples * work.longest_sample, groups * of_group)
+        of_group = work.group * longest - self._saved(longest)
+        return min(self.training.token_budget, samples * longest, groups * of_group)
 
     @property
     def trained_rows(self) -> float:
         """Rows that training computes in a step: tokens, less the prompts that siblings of mean length share."""
         work = self.workload
-        lengths = [round(work.prompt + work.response)] * work.group
-        return work.tokens - work.samples / work.group * sum(map(rows_saved, lengths, self._shared(lengths)))
+        return work.tokens - work.samples / work.group * self._saved(round(work.prompt + work.response))
 
-    def _shared(self, lengths: Sequence[int]) -> list[int]:
-        """Return how many rows each of a prompt's samples of these lengths shares with the one before it."""
+    def _saved(self, length: int) -> int:
+        """Return how many rows a prompt's samples of this length save by sharing it within micro-batches."""
+        lengths = [length] * self.workload.group
         common = [0, *[int(self.workload.prompt)] * (len(lengths) - 1)]
-        return links_within(lengths, common, self.training.share_prefixes, self.training.token_budget)
+        shared = links_within(lengths, common, self.training.share_prefixes, self.training.token_budget)
+        return sum(map(rows_saved, lengths, shared))
 
     def with_layouts(self, train: Parallel, infer: Parallel, infer_first: int = 0) -> Setup:
         return replace(self, train=train, infer=infer, infer_first=infer_first)

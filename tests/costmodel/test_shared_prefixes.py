@@ -16,7 +16,7 @@ from fusion.costmodel.roofline import attention_pairs
 from fusion.costmodel.setup import Setup, TrainingLimits, Workload
 from fusion.costmodel.step_time import reference_s, train_s
 from fusion.model import Parallel
-from fusion.model.prefixes import READS_OF_ROW, ROWS_OF_LINK, SHARE_PREFIXES
+from fusion.model.prefixes import READS_OF_ROW, ROWS_OF_LINK, SHARE_PREFIXES, links, runs
 from fusion.resources import SHAPES
 from stalesync.job.workload import describe_sharing
 
@@ -57,7 +57,7 @@ def test_an_update_and_a_reference_take_as_much_less() -> None:
 
 def test_the_largest_micro_batch_of_few_samples_is_smaller_and_never_larger_than_the_budget() -> None:
     """64 prompts on 16 replicas: four groups of eight samples each, of 5,120 tokens at most."""
-    own = 1024 + 5120 // READS_OF_ROW
+    own = 1024 + ROWS_OF_LINK + 5120 // READS_OF_ROW
     assert SHARED.micro_batch_tokens == 4 * (5120 + 7 * own)
     assert of(SHARED, "off").micro_batch_tokens == 32 * 5120
     assert of(SHARED, "auto", token_budget=16384).micro_batch_tokens == 16384
@@ -66,6 +66,17 @@ def test_the_largest_micro_batch_of_few_samples_is_smaller_and_never_larger_than
     shared, whole = (estimate_memory(of(SHARED, share)).phases["train"] for share in ("auto", "off"))
     assert shared["activations"] < 0.5 * whole["activations"]
     assert {**shared, "activations": 0.0} == {**whole, "activations": 0.0}
+
+
+@given(st.integers(0, 5000), st.lists(st.integers(1, 1024), min_size=8, max_size=8), st.sampled_from(["auto", "off"]))
+def test_a_group_of_shorter_prompts_and_responses_computes_no_more(
+    prompt: int, responses: list[int], share: str
+) -> None:
+    """Also one whose prompt is too short to be shared."""
+    one = of(replace(SHARED, train=Parallel(), workload=replace(LONG_PROMPTS, samples=8, prompt=5000.0)), share)
+    lengths = [prompt + response for response in responses]
+    taken = runs(lengths, links(lengths, [0, *[prompt] * 7], share), one.training.token_budget)
+    assert sum(rows for _, rows in taken) <= one.micro_batch_tokens
 
 
 def test_a_plan_says_what_is_shared() -> None:
