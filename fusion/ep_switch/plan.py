@@ -41,13 +41,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
+import numpy as np
 import torch
 
 from fusion.ep_switch.fragments import families, slabs_of
 from fusion.ep_switch.layout import Layout
 from fusion.ep_switch.moves import Round, Step, UnitId, steps_of, united
 from fusion.ep_switch.order import Method, Storage, fill_order
-from fusion.ep_switch.rounds import pack_rounds, pack_through_host
+from fusion.ep_switch.rounds import IN_FLIGHT, pack_rounds, pack_through_host
 from fusion.ep_switch.senders import Job, choose_senders
 from fusion.ep_switch.topology import LEVELS, Topology
 
@@ -189,21 +190,26 @@ class Plan:
 
     def _held(self, rank: int) -> list[int]:
         """Return the bytes of a rank's weights after the allocation of each round."""
-        if rank not in self._held_by_rank:
-            source, target, released_later = self.source.unit_nbytes(rank), self.target.unit_nbytes(rank), 0
-            resident = sum(source) - sum(source[index] for owner, index in self.unread + self.parked if owner == rank)
-            held = self._held_by_rank[rank] = list[int]()
-            for round_ in self.rounds:
-                resident += sum(target[index] for owner, index in round_.allocate_before if owner == rank)
-                resident += sum(source[index] for owner, index in round_.restore_before if owner == rank)
-                held.append(resident)
-                resident -= released_later
-                released_later = sum(source[index] for owner, index in round_.release_after if owner == rank)
-        return self._held_by_rank[rank]
+        return self._held_by_rank.get(rank) or [0] * len(self.rounds)  # it may not be in the plan
 
     @cached_property
     def _held_by_rank(self) -> dict[int, list[int]]:
-        return {}
+        """`_held` of all ranks, which take one pass over the rounds."""
+        place = {rank: place for place, rank in enumerate(self.ranks)}
+        sizes = [{rank: layout.unit_nbytes(rank) for rank in self.ranks} for layout in (self.source, self.target)]
+        before = [sum(sizes[0][rank]) for rank in self.ranks]
+        for rank, unit in self.unread + self.parked:
+            before[place[rank]] -= sizes[0][rank][unit]
+        change = np.zeros((len(self.rounds) + IN_FLIGHT, len(place)), np.int64)
+        for index, round_ in enumerate(self.rounds):
+            for rank, unit in round_.allocate_before:
+                change[index, place[rank]] += sizes[1][rank][unit]
+            for rank, unit in round_.restore_before:
+                change[index, place[rank]] += sizes[0][rank][unit]
+            for rank, unit in round_.release_after:
+                change[index + IN_FLIGHT, place[rank]] -= sizes[0][rank][unit]
+        held = (before + change.cumsum(0))[: len(self.rounds)].T.tolist()
+        return dict(zip(self.ranks, held, strict=True))
 
     @cached_property
     def _hosting(self) -> dict[int, tuple[int, ...]]:
