@@ -87,7 +87,7 @@ class EmbeddedTrainEngine:
         )
         self.router_bias = RouterBias(model, config.router_bias_rate)
         self.stage = PipelineStage(model)
-        self._accumulated = False
+        self.accumulating = False
         self._sums: BatchSums | None = None
         """Sums of the batch whose gradients no step has used, where they are those of one batch"""
         self._collect_gradients()
@@ -132,7 +132,7 @@ class EmbeddedTrainEngine:
             of_tokens = objective.of_tokens(batches[i], self._tokens(batches[i], out, with_mass=True))
             return None, of_tokens if of_routing is None else of_tokens + of_routing
 
-        self._accumulated = True
+        self.accumulating = True
         self.stage.train(self._rows(batches), forward)
         self.router_bias.collect()
         sums = objective.sums()
@@ -145,7 +145,7 @@ class EmbeddedTrainEngine:
         norm = self.optimizer.step(lr, before_update)
         skipped = self.optimizer.skipped_in_a_row
         self.router_bias.update(skipped=skipped > 0)
-        self._accumulated = False
+        self.accumulating = False
         return {"actor/grad_norm": norm, "actor/lr": lr, SKIPPED_IN_A_ROW: skipped}
 
     def logprobs(self, sequences: Sequences, record: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -195,10 +195,6 @@ class EmbeddedTrainEngine:
         finally:
             for name, parameter in self.model.named_parameters():
                 parameter.data = own[name]
-
-    @property
-    def accumulating(self) -> bool:
-        return self._accumulated
 
     def gradients(self) -> dict[str, torch.Tensor]:
         return {f"gradient.{index}": flat for index, flat in enumerate(self.optimizer.gradients.flats)}
