@@ -30,6 +30,7 @@ from fusion.colocate.weights.weight_receiver import WeightReceiver
 from fusion.inference import InferEngine
 from fusion.inference.pooled import KVPeers
 from fusion.inference.stop_strings import StopStrings
+from fusion.model import WeightHolder
 from fusion.npu import Device
 from fusion.offload import HostPool, StreamedStates
 from fusion.rollout.detokenize import Detokenizer
@@ -90,19 +91,23 @@ def load_card(
     # Before the trainer, while there is enough memory to copy a reference from the trained weights.
     roles = parts.roles(**place, policy=weights, pool=pool)
     trainer = _load_trainer(spec, weights, device=device, pool=pool, parts=parts)
+    checkpoint_writer = None
     if trainer is not None:
         roles.choose_residency(_min_over(meshes.trainers, device.memory().free))
-    drafter = kv_files = None
+        checkpoint_writer = CheckpointWriter(
+            trainer=trainer, device=device, pool=pool, group=meshes.checkpoint_group, tokenizer_from=spec.model.path
+        )
+    engine = generation = drafter = kv_files = None
     if weights.infer is not None:
         drafter = _load_drafter(spec, rank, exchange_texts)
         kv_files = open_files(spec.kv_pool, rank, kv_peers) if spec.kv_pool is not None else None
-    engine = _load_engine(spec, weights, device=device, pool=pool, parts=parts, drafter=drafter, kv_files=kv_files)
-    generation = None if engine is None else _load_generation(spec, engine, queue, drafter)
-    staged = None
-    if spec.ahead and engine is not None and trainer is None:
+        generation = _load_generation(
+            spec, weights.infer, queue, device=device, pool=pool, parts=parts, drafter=drafter, kv_files=kv_files
+        )
+        engine = generation.engine
+    staged = receiver = None
+    if spec.ahead and trainer is None and engine is not None and generation is not None:
         staged = StagedWeights(weights, device, HostPool(device), in_hbm=spec.fusion.double_buffer)
-    receiver = None
-    if staged is not None and engine is not None and generation is not None:
         receiver = WeightReceiver(
             **place,
             staged=staged,
@@ -130,7 +135,7 @@ def load_card(
             timeline=log.timeline,
         ),
         trainer=trainer,
-        checkpoint_writer=_checkpoint_writer(trainer, spec, meshes=meshes, device=device, pool=pool),
+        checkpoint_writer=checkpoint_writer,
         engine=engine,
         generation=generation,
         drafter=drafter,
@@ -162,40 +167,35 @@ def _load_drafter(spec: WorkerSpec, rank: int, exchange_texts: Callable[[bytes],
     return drafter
 
 
-def _load_engine(
+def _load_generation(
     spec: WorkerSpec,
-    weights: PolicyWeights,
+    model: WeightHolder,
+    queue: SampleStore,
     *,
     device: Device,
     pool: HostPool,
     parts: WorkerParts,
     drafter: TextDrafter | None,
     kv_files: KVFiles | None,
-) -> InferEngine | None:
-    if weights.infer is None:
-        return None
-    return parts.engine(
-        model=weights.infer,
-        mesh=weights.infer.mesh,
+) -> EngineStage:
+    routing = spec.algorithm.replay == "rollout"
+    engine = parts.engine(
+        model=model,
+        mesh=model.mesh,
         device=device,
         config=spec.rollout,
         seed=spec.seed,
-        routing=_records_routing(spec),
+        routing=routing,
         memory=pool,
         stop_strings=_stop_strings(spec),
         drafter=drafter,
         kv_store=kv_files,
     )
-
-
-def _load_generation(
-    spec: WorkerSpec, engine: InferEngine, queue: SampleStore, drafter: TextDrafter | None
-) -> EngineStage:
     return EngineStage(
         engine,
         queue,
         Detokenizer(spec.detokenizer) if spec.detokenizer else None,
-        routing=_records_routing(spec),
+        routing=routing,
         kept=spec.rollout.truncates,
         turns=spec.turns,
         drafter=drafter,
@@ -207,20 +207,6 @@ def _stop_strings(spec: WorkerSpec) -> StopStrings | None:
         return None
     assert spec.detokenizer is not None, "rollout.sampling.stop: stop strings need a tokenizer"
     return StopStrings(spec.rollout.sampling.stop, Detokenizer(spec.detokenizer).decode)
-
-
-def _records_routing(spec: WorkerSpec) -> bool:
-    return spec.algorithm.replay == "rollout"
-
-
-def _checkpoint_writer(
-    trainer: TrainEngine | None, spec: WorkerSpec, *, meshes: Meshes, device: Device, pool: HostPool
-) -> CheckpointWriter | None:
-    if trainer is None:
-        return None
-    return CheckpointWriter(
-        trainer=trainer, device=device, pool=pool, group=meshes.checkpoint_group, tokenizer_from=spec.model.path
-    )
 
 
 def _interim_report(log: StageLog, generation: EngineStage) -> StageReport:
