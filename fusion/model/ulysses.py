@@ -3,7 +3,7 @@
     q, k, v of this rank's rows, all heads ─ all-to-all ─► all rows, its share of the heads ─ attend ─► all-to-all ─►
 
 DeepSpeed-Ulysses (arXiv 2309.14509, section 3). Outside of attention a rank computes its rows alone. Key/value heads
-are repeated where there are fewer of them than ranks; latents, which all heads share, are gathered instead. Whatever
+are repeated where the ranks do not divide them; latents, which all heads share, are gathered instead. Whatever
 attends to whole sequences does so unchanged inside (`Attend`), with this rank's heads.
 
 Invariants: rows are in the order of the ranks, split as evenly as possible (`shard_sizes`); what is received is in rank

@@ -129,7 +129,7 @@ class TrainingConfig(Group, path="training"):
     )
     """What that loss is computed over: `batch`: all rows of the batch in all layers at once, as transformers does;
     `sequence`: each sequence in each layer, averaged over sequences and summed over layers (DeepSeek-V3, with a weight
-    of 0.0001)."""
+    of 0.0001); the parts that lending divides a step into count by their trained tokens."""
 
     router_bias_rate: float = key(0.0, at_least=0, timeless=True)
     """What the correction bias of an overloaded expert loses, and that of an underloaded one gains, in an optimizer

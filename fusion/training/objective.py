@@ -105,7 +105,7 @@ class BatchSums:
             means = {name: float(value) / weight for name, value in sums.items()}
             means |= {} if loss is None else {LOSS: float(loss) / self.totals.normaliser}
             means |= gap_metrics(gaps)
-        if self.totals.shared:
+        if self.totals.rows:
             means[SHARED] = self.totals.shared / self.totals.rows
         if replayed and mismatched is not None:
             means[MISMATCH] = float(mismatched) / float(replayed)

@@ -13,6 +13,9 @@ import torch.nn.functional as F
 
 from fusion.npu.config import MAX_GATHERED_TOKENS
 
+MASKED_ROWS = 512
+"""Rows of a sequence that attend by one mask"""
+
 
 def packed(
     q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor, lengths: list[int], scale: float | None
@@ -37,13 +40,21 @@ def lower_right(
     kv_lengths: list[int],
     scale: float | None,
 ) -> torch.Tensor:
-    """Attend with the last tokens of sequences to their whole sequences, by a mask [T, S] of each."""
+    """Attend with the last tokens of sequences to their whole sequences: `MASKED_ROWS` of a sequence at a time to what
+    ends with them, so that the time is that of causal attention and a mask is small."""
     grouped, outputs = q_NHC.shape[1] != k_MKC.shape[1], []
     for part in zip(q_NHC.split(lengths), k_MKC.split(kv_lengths), v_MKC.split(kv_lengths), strict=True):
+        if len(part[0]) == len(part[1]):
+            outputs.append(packed(*part, [len(part[0])], scale))
+            continue
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in part)
-        mask_TS = lower_right_mask(q.shape[2], k.shape[2], q.device)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask_TS, scale=scale, enable_gqa=grouped)
-        outputs.append(out.squeeze(0).transpose(0, 1))
+        end = k.shape[2] - q.shape[2]
+        for rows in q.split(MASKED_ROWS, dim=2):
+            end += rows.shape[2]
+            mask_TS = lower_right_mask(rows.shape[2], end, q.device)
+            keys, values = k[:, :, :end], v[:, :, :end]
+            out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask_TS, scale=scale, enable_gqa=grouped)
+            outputs.append(out.squeeze(0).transpose(0, 1))
     return _join(outputs)
 
 
