@@ -121,4 +121,4 @@ def engine_size(infer: Parallel) -> int:
 
 def layout_of_engine(infer: Parallel) -> Parallel:
     """Return the layout of one engine."""
-    return Parallel(engine_size(infer), tp=infer.tp, ep=infer.ep, pp=infer.pp, etp=infer.etp)
+    return replace(infer, world=engine_size(infer))

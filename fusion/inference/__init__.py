@@ -11,6 +11,7 @@
     scheduler   selects the tokens of the next step; assigns requests to attention ranks     (pure)
     blocks      manages KV blocks; the prefix cache, keyed by policy version                 (pure)
     kv_layout   what a token keeps in the KV cache: keys and values of each head, or a latent (pure)
+    context     the part of each sequence that is on one of several ranks, and how attention is merged
     kv_cache    memory of keys and values or latents, allocated last, released before training
     parked      KV of suspended requests on the host, until they are resumed
     routing     the experts that the tokens in the KV cache were routed to

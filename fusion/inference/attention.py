@@ -15,9 +15,15 @@ With `rollout.engine.batch_invariant` every token is a paged row and no stretch 
 independent and, on a host, summed in the order of the row's blocks, so a row's result is bitwise independent of the
 batch. A card promises no such order: there only a table that reads blocks itself is accepted. Without it, the rest of
 the batch decides how a row is computed.
+
+With decode context parallelism (`Context`) paged rows attend with the heads of several ranks to the part of their
+tokens that is on this one, and partial results are merged; a long chunk attends to KV gathered from these ranks.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -40,21 +46,21 @@ class PagedAttention:
 
     def __call__(self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor) -> torch.Tensor:
         pool, batch = self.cache.pools[layer], self.batch
-        self.operators.store_kv(pool, batch.slots, k_NKC, v_NKC, batch.repeated)
+        self._store(self.operators.store_kv, pool, k_NKC, v_NKC)
         out = self._attend_rows(q_NHC, pool, scale=self.cache.layout.width**-0.5)
         start, stop, lengths = batch.packed
         if lengths:
             whole = q_NHC[start:stop], k_NKC[start:stop], v_NKC[start:stop]
             out.append(self.operators.varlen_attention(*whole, lengths))
         for chunk in batch.long:
-            keys, values = (_in_order(part, chunk) for part in self.cache.gather(pool, chunk.pieces).chunk(2))
+            keys, values = (_in_order(part, chunk) for part in self._blocks_of(pool, chunk).chunk(2))
             q = q_NHC[chunk.start : chunk.stop]
             out.append(self.operators.varlen_attention(q, keys, values, chunk.lengths, None, chunk.kv_lengths))
         return _join(out) if out else q_NHC
 
     def latent(self, layer: int, q: Pair, latent: Pair, up: Up) -> torch.Tensor:
         pool, batch = self.cache.pools[layer], self.batch
-        self.operators.store_latents(pool, batch.slots, *latent, batch.repeated)
+        self._store(self.operators.store_latents, pool, *latent)
         out: list[torch.Tensor] = []
         start, stop, lengths = batch.packed
         if batch.rows:
@@ -68,28 +74,58 @@ class PagedAttention:
             out.append(self._attend_latents(of_chunk, pool, chunk, up))
         return _join(out) if out else up.values(up.absorb(q[0]))
 
+    def _store(self, store: Callable[..., None], pool: torch.Tensor, *parts: torch.Tensor) -> None:
+        """Write the rows of keys and values, or of latents, that are stored on this rank."""
+        batch, own = self.batch, self.batch.own
+        if own is None:
+            store(pool, batch.slots, *parts, batch.repeated)
+        elif len(own):
+            store(pool, batch.slots, *(rows.index_select(0, own) for rows in parts), None)
+
+    def _blocks_of(self, pool: torch.Tensor, chunk: LongChunk) -> torch.Tensor:
+        """Return the blocks that a chunk attends to, of all ranks that share them."""
+        return self.cache.context.gather_pages(self.cache.gather(pool, chunk.pieces))
+
     def _attend_latent_rows(self, q: Pair, pool: torch.Tensor, up: Up) -> torch.Tensor:
         """Return what the batch's paged rows attend to of compressed latents [N, H, R]."""
         absorbed, rotated, rows = up.absorb(q[0]), q[1], self.batch.rows
-        if isinstance(rows, PagedRows):
+        if isinstance(rows, PagedRows) and not self.cache.context.is_shared:
             return self.operators.paged_latent_attention(absorbed, rotated, pool, rows, up.softmax_scale)
         return _join(self._attend_rows(torch.cat([absorbed, rotated], dim=-1), pool, scale=up.softmax_scale))
 
     def _attend_rows(self, q_NHC: torch.Tensor, pool: torch.Tensor, scale: float) -> list[torch.Tensor]:
         """Return the attention of the batch's paged rows, in order."""
-        cache, rows = self.cache, self.batch.rows
+        rows, context = self.batch.rows, self.cache.context
+        if context.is_shared:
+            return [self._attend_shared_rows(q_NHC[: self.batch.packed[0]], pool, scale)] if rows else []
         if isinstance(rows, PagedRows):
             return [self.operators.paged_attention(q_NHC[: len(rows.lengths)], pool, rows, None, scale)]
-        workspace, layout = cache.workspace, cache.layout
-        return [
-            attend_rows(q_NHC[part.start : part.stop], pool, part, workspace=workspace, layout=layout, scale=scale)
-            for part in rows
-        ]
+        return [out for out, *_ in self._attend_slices(q_NHC, pool, rows, scale=scale)]
+
+    def _attend_shared_rows(self, q_NHC: torch.Tensor, pool: torch.Tensor, scale: float) -> torch.Tensor:
+        """Return the attention of the batch's paged rows, whose tokens several ranks share."""
+        context, batch, layout = self.cache.context, self.batch, self.cache.layout
+        q = context.gather_heads(q_NHC)
+        if isinstance(batch.rows, PagedRows):
+            out, lse = self.operators.partial_attention(q, pool, batch.rows, layout.latent_width, scale)
+        else:
+            slices = zip(*self._attend_slices(q, pool, batch.rows, scale=scale), strict=True)
+            out, top, total = (_join(list(parts)) for parts in slices)
+            lse = top + total.log()
+        assert batch.empty is not None
+        return context.merge(out, lse.index_fill_(0, batch.empty, -torch.inf))
+
+    def _attend_slices(
+        self, q_NHC: torch.Tensor, pool: torch.Tensor, rows: tuple[RowSlice, ...], *, scale: float
+    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        cache = self.cache
+        options: dict[str, Any] = dict(workspace=cache.workspace, layout=cache.layout, scale=scale)
+        return [attend_rows(q_NHC[part.start : part.stop], pool, part, **options) for part in rows]
 
     def _attend_latents(self, q: Pair, pool: torch.Tensor, chunk: LongChunk, up: Up) -> torch.Tensor:
         """Compute the attention of a long chunk over its latents. Returns [T, H, V]."""
         (rows,), (length,), layout = chunk.lengths, chunk.kv_lengths, self.cache.layout
-        latent_SL = _in_order(self.cache.gather(pool, chunk.pieces), chunk).squeeze(1)
+        latent_SL = _in_order(self._blocks_of(pool, chunk), chunk).squeeze(1)
         absorbs = layout.absorbs(rows, length, head_dim=up.spec.head_dim)
         if absorbs and not self.operators.fuses_chunks:
             absorbed = torch.cat([up.absorb(q[0]), q[1]], dim=-1)
@@ -101,8 +137,9 @@ class PagedAttention:
 
 def attend_rows(
     q_RHC: torch.Tensor, pool: torch.Tensor, part: RowSlice, *, workspace: torch.Tensor, layout: KVLayout, scale: float
-) -> torch.Tensor:
-    """Compute the attention of each row over its blocks of the pool. Returns [R, H, value_width]."""
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute the attention of each row over its blocks of the pool. Returns [R, H, value_width], and of the scores the
+    maximum and the sum of what is exponentiated behind it, [R, H] of `score_dtype`."""
     rows, heads, channels = q_RHC.shape
     block_size, pairs = pool.shape[2], part.owner.shape[0]
     dtype = score_dtype(q_RHC.dtype)
@@ -121,14 +158,14 @@ def attend_rows(
         if not in_order or pairs != rows * part.width:
             cells = top.new_full((rows * part.width + 1, heads), -torch.inf)
             top = cells.index_copy_(0, part.place, top)[:-1]
-        top = top.view(rows, part.width, heads).amax(1).index_select(0, part.owner)
-    weights = scores.sub_(top.unsqueeze(-1)).exp_()
+        top = top.view(rows, part.width, heads).amax(1)
+    weights = scores.sub_((top if single else top.index_select(0, part.owner)).unsqueeze(-1)).exp_()
     total = weights.sum(-1)
     out = _products(weights.view(pairs * pool.shape[1], -1, block_size), values).view(pairs, heads * layout.value_width)
     if not single:
         total = total.new_zeros(rows, heads).index_add_(0, part.owner, total)
         out = out.new_zeros(rows, heads * layout.value_width).index_add_(0, part.owner, out)
-    return (out.view(rows, heads, layout.value_width) / total.unsqueeze(-1)).to(q_RHC.dtype)
+    return (out.view(rows, heads, layout.value_width) / total.unsqueeze(-1)).to(q_RHC.dtype), top, total
 
 
 def _read_blocks(

@@ -61,10 +61,12 @@ class LongChunk:
 class Batch:
     """Inputs of one forward pass of N tokens.
 
-    ``slots`` [P * (N + M) * K]: where each of the P parts of what a token keeps (`KVLayout`: its key of each head, then
-    each value; or one latent) goes in a pool seen as rows of ``width``.
+    ``slots`` [P * W * K]: where each of the P parts of what a token keeps (`KVLayout`: its key of each head, then
+    each value; or one latent) goes in a pool seen as rows of ``width``, for each of the W rows that are written here.
     ``repeated`` [M]: rows that are written a second time, to other paths of their draft or for a shared prefill; None:
     there are none.
+    ``own`` [W]: the row of each that is written here; ``empty`` [E]: the paged rows none of whose tokens are here, and
+    which attend to an arbitrary one; None, both: all KV is here (`Context`).
     ``blocks``, ``offsets`` int64 [N + M] on the host: the places in the cache; ``written``: the row of each.
     ``sampled`` [S]: the rows whose logits are required; None: all rows.
     """
@@ -73,6 +75,8 @@ class Batch:
     positions: torch.Tensor
     slots: torch.Tensor
     repeated: torch.Tensor | None
+    own: torch.Tensor | None
+    empty: torch.Tensor | None
     blocks: np.ndarray
     offsets: np.ndarray
     written: np.ndarray
@@ -84,7 +88,7 @@ class Batch:
 
 def build_batch(step: Step, cache: KVCache, invariant: bool = False) -> Batch:
     """Build the tensors of a step."""
-    block_size, heads = cache.block_size, cache.layout.heads
+    context, page_size, heads = cache.context, cache.page_size, cache.layout.heads
     short, whole, long = _sort_chunks(step, invariant)
     paths: list[Piece] = [piece for one in step.verified for piece in _paths(one)]
     paged_paths = invariant or cache.reads_blocks
@@ -110,25 +114,33 @@ def build_batch(step: Step, cache: KVCache, invariant: bool = False) -> Batch:
     end_of = {} if only_decodes else {id(rows): end for (rows, _), end in zip(pieces, ends.tolist(), strict=True)}
     repeated, holders = _repeated_rows(step, first_row, first_path, end_of=end_of, first_shared=len(pieces))
     written = np.concatenate([np.arange(len(positions)), repeated])
-    block, offset = np.divmod(positions[written], block_size)
+    block, offset = np.divmod(positions[written], cache.block_size)
     block = table[np.concatenate([first, first_of_piece[holders]]) + block]
-    keys = (block * (heads * block_size) + offset)[:, None] + np.arange(heads) * block_size
-    slots = np.stack([keys + part * cache.blocks * heads * block_size for part in range(cache.layout.parts)])
+    keys = (block * (heads * page_size) + offset % page_size)[:, None] + np.arange(heads) * page_size
+    own = np.flatnonzero(context.is_own(offset)) if context.is_shared else slice(None)
+    slots = np.stack([keys[own] + part * cache.blocks * heads * page_size for part in range(cache.layout.parts)])
 
     row_count = len(step.decodes) + sum(count for _, count in before + short)
     packed_stop = row_count + sum(count for _, count in whole)
-    paged = plan_paged_rows(positions[:row_count], first[:row_count], table, cache=cache, invariant=invariant)
-    arrays = [ids, positions, slots.ravel(), repeated, *paged.arrays]
+    lasts, divided = positions[:row_count], []
+    if context.is_shared:
+        held = context.count_own(lasts + 1)
+        lasts, divided = np.maximum(held, 1) - 1, [written[own], np.flatnonzero(held == 0)]
+    paged = plan_paged_rows(lasts, first[:row_count], table, cache=cache, invariant=invariant)
+    arrays = [ids, positions, slots.ravel(), repeated, *divided, *paged.arrays]
     arrays += [pieces_of(_blocks_of(*piece, cache), cache) for piece in long + behind]
     arrays += [] if only_decodes else [_sampled_rows(step, end_of, first_row=first_row)]
     tensors = _to_card(arrays, cache.device)
-    ids_N, positions_N, slots_PNK, repeated_M = (next(tensors) for _ in range(4))
+    ids_N, positions_N, slots_PWK, repeated_M = (next(tensors) for _ in range(4))
+    own_W, empty_E = (next(tensors) for _ in divided) if divided else (None, None)
     rows = paged.take(tensors)
     return Batch(
         ids=ids_N,
         positions=positions_N,
-        slots=slots_PNK,
+        slots=slots_PWK,
         repeated=repeated_M if len(repeated) else None,
+        own=own_W,
+        empty=empty_E,
         blocks=block,
         offsets=offset,
         written=written,

@@ -77,7 +77,8 @@ class EngineConfig(Group, path="rollout.engine"):
 
     block_size: int = key(16, at_least=BLOCK_MULTIPLE, read_by="simulate")
     """Tokens of a KV block, the unit of memory and of prefix sharing; a multiple of 16. Rounded up to a multiple of
-    what the card's attention reads: 128 on Ascend, 256 on CUDA."""
+    what the card's attention reads, 128 on Ascend, 256 on CUDA, on each of the parallel.infer.dcp ranks that share
+    it."""
     max_seqs: int = key(256, at_least=1, read_by="plan simulate")
     """Maximum number of sequences that an attention rank decodes at a time."""
     max_batch_tokens: int = key(4096, at_least=1, read_by="plan simulate")
@@ -296,3 +297,16 @@ class RolloutConfig(Group, path="rollout"):
         """Return the sampling parameters of a request under this config, with ``changes`` applied."""
         values: dict = {name: getattr(self.sampling, name) for name in SAMPLING}
         return SamplingParams(**(values | {"max_tokens": self.max_response_length} | changes))
+
+
+def check_context(config: RolloutConfig, dcp: int) -> None:
+    """Refuse decode context parallelism where it cannot be honoured.
+
+    Raises:
+        ValueError: names both keys.
+    """
+    if dcp > 1 and config.engine.batch_invariant:
+        raise ValueError(
+            f"parallel.infer.dcp={dcp}: expected 1 with rollout.engine.batch_invariant=true, as partial sums of "
+            "several ranks are merged, which equals the sum on one rank by rounding only"
+        )

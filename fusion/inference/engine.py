@@ -19,7 +19,8 @@ from math import isnan
 from typing import TYPE_CHECKING
 
 from fusion.inference.blocks import BlockManager
-from fusion.inference.config import RolloutConfig
+from fusion.inference.config import RolloutConfig, check_context
+from fusion.inference.context import Context
 from fusion.inference.control import Orders
 from fusion.inference.controlled import ControlledEngine
 from fusion.inference.forward import Forward
@@ -70,6 +71,7 @@ class EmbeddedEngine(ControlledEngine):
         super().__init__(model, mesh, device, config)
         if config.engine.batch_invariant and model.row_multiple == 1:
             raise ValueError("rollout.engine.batch_invariant=true: the model must be built with batch_invariant=True")
+        check_context(config, mesh.parallel.dcp)
         self.model = model
         shape = model.config
         layers = len(mesh.parallel.layers(shape.num_layers, mesh.pp_rank))
@@ -77,6 +79,7 @@ class EmbeddedEngine(ControlledEngine):
             KVLayout.of(shape.attention, mesh.parallel.tp),
             layers=layers,
             block_size=config.engine.block_size,
+            context=Context.of(mesh, config.engine.block_size),
             device=device,
             dtype=model.weights.dtype,
         )

@@ -5,7 +5,8 @@
 What a token keeps is described by a `KVLayout`. Block b's keys are row b of the pool and its values row b + blocks: one
 operation writes or gathers both, and the keys of neighbouring blocks are adjacent. A latent is both, in row b. Token t
 of a sequence is in its block ``t // block_size`` at offset ``t % block_size``. A card's table may keep the channels of
-latents apart (`Plain.areas`); what is gathered or copied to the host has the shape above on every card.
+latents apart (`Plain.areas`); what is gathered or copied to the host has the shape above on every card. With decode
+context parallelism a block is divided over ranks: ``block_size`` above is then `Context.page_size`, of one rank.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 
 import torch
 
+from fusion.inference.context import Context
 from fusion.inference.kv_layout import KVLayout
 from fusion.npu import Device
 
@@ -34,8 +36,19 @@ class KVCache:
     The workspace is kept allocated, because the pages of a large temporary tensor would be mapped again in every layer.
     """
 
-    def __init__(self, layout: KVLayout, *, layers: int, block_size: int, device: Device, dtype: torch.dtype):
+    def __init__(
+        self,
+        layout: KVLayout,
+        *,
+        layers: int,
+        block_size: int,
+        device: Device,
+        dtype: torch.dtype,
+        context: Context | None = None,
+    ):
         self.layout, self.layers, self.block_size = layout, layers, block_size
+        self.context = context or Context(1, 0, block_size)
+        self.page_size = self.context.page_size
         self.device, self.dtype = device, dtype
         self.pools: list[torch.Tensor] = []
         self.blocks = 0
@@ -49,8 +62,8 @@ class KVCache:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block over all layers."""
-        return self.layers * self.block_size * self.layout.elements * self.dtype.itemsize
+        """Bytes of one block over all layers, on this rank."""
+        return self.layers * self.page_size * self.layout.elements * self.dtype.itemsize
 
     def workspace_bytes(self, max_length: int) -> int:
         return self._workspace_blocks(max_length) * self.block_bytes // self.layers
@@ -70,12 +83,12 @@ class KVCache:
         self._clean = 0
 
     def _empty(self, blocks: int) -> torch.Tensor:
-        shape = self.layout.pool_shape(blocks, self.block_size)
+        shape = self.layout.pool_shape(blocks, self.page_size)
         return torch.empty(shape, dtype=self.dtype, device=self.device.torch_device)
 
     def _make_masks(self) -> torch.Tensor:
-        """[block_size + 1, 1, block_size], dtype of scores: row n is the bias of a block of which n tokens are read."""
-        masks = torch.full((self.block_size + 1, self.block_size), -torch.inf, dtype=score_dtype(self.dtype)).triu()
+        """[page_size + 1, 1, page_size], dtype of scores: row n is the bias of a block of which n tokens are read."""
+        masks = torch.full((self.page_size + 1, self.page_size), -torch.inf, dtype=score_dtype(self.dtype)).triu()
         return masks.unsqueeze(1).to(self.device.torch_device)
 
     def release(self) -> None:
@@ -87,7 +100,7 @@ class KVCache:
     def host_shape(self, blocks: int) -> tuple[int, ...]:
         """Return the shape of ``blocks`` blocks of a sequence on the host: [layers, parts · blocks, heads, block_size,
         width], with all of this rank's layers and heads."""
-        return self.layers, *self.layout.pool_shape(blocks, self.block_size)
+        return self.layers, *self.layout.pool_shape(blocks, self.page_size)
 
     def copy_out(self, blocks: Sequence[int], host: torch.Tensor) -> None:
         """Queue the copy of a sequence's blocks to ``host``, of `host_shape`: the blocks of a layer are gathered, then

@@ -47,9 +47,10 @@ class RowSlice:
 def plan_paged_rows(
     positions: np.ndarray, first: np.ndarray, table: np.ndarray, *, cache: KVCache, invariant: bool
 ) -> TablePlan | SlicesPlan:
-    """Plan rows at these ``positions``, int64 [R]; row r's blocks are ``table[first[r]]`` and those behind it."""
+    """Plan rows at these ``positions`` among the tokens that this rank stores, int64 [R]; row r's blocks are
+    ``table[first[r]]`` and those behind it."""
     if cache.reads_blocks:
-        widest = int(positions.max(initial=0)) // cache.block_size + 1
+        widest = int(positions.max(initial=0)) // cache.page_size + 1
         width = widest if cache.device.operators.needs_block_rows else 0
         return TablePlan([table, first, positions + 1], width, invariant)
     slices = list(_slice_rows(positions, first, table, cache=cache, invariant=invariant))
@@ -143,14 +144,14 @@ def _slice_rows(
 ) -> Iterator[_SlicePlan]:
     """Plan one slice that reads the pool in place if that is cheaper, else slices with as many pairs as the workspace
     holds."""
-    counts = positions // cache.block_size + 1
+    counts = positions // cache.page_size + 1
     ends = np.cumsum(counts)
     owner = np.repeat(np.arange(len(counts)), counts)
     index = np.arange(len(owner)) - (ends - counts)[owner]
-    valid = np.minimum(positions[owner] + 1 - index * cache.block_size, cache.block_size)
+    valid = np.minimum(positions[owner] + 1 - index * cache.page_size, cache.page_size)
     pairs = _Pairs(table[first[owner] + index], owner, index, valid=valid)
     limit = cache.workspace.shape[0] // cache.layout.parts
-    if not invariant and 0 < len(owner) <= STRETCH_TOKENS // cache.block_size:
+    if not invariant and 0 < len(owner) <= STRETCH_TOKENS // cache.page_size:
         low, high, order = _stretch(pairs.blocks)
         wanted = int(np.count_nonzero(order[: high - low] >= 0))
         if high - low <= STRETCH_WASTE * wanted and len(order) - (high - low) <= limit:

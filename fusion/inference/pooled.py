@@ -376,5 +376,6 @@ class PooledKV(ParkedKV):
 
 def _shard_of(mesh: Mesh, cache: KVCache) -> str:
     """Return which part of which layers a rank's KV is: the same on corresponding ranks of engines in one layout."""
-    layout = mesh.parallel
-    return f"tp {mesh.tp_rank}/{layout.tp}, pp {mesh.pp_rank}/{layout.pp}, {cache.dtype}, {list(cache.host_shape(1))}"
+    layout, shape = mesh.parallel, list(cache.host_shape(1))
+    axes = f"tp {mesh.tp_rank}/{layout.tp}, dcp {layout.dcp}, pp {mesh.pp_rank}/{layout.pp}"
+    return f"{axes}, {cache.dtype}, {shape}"

@@ -28,6 +28,7 @@ class Mesh:
     ep_group: dist.ProcessGroup | None = None
     edp_group: dist.ProcessGroup | None = None
     pp_group: dist.ProcessGroup | None = None
+    dcp_group: dist.ProcessGroup | None = None
     ends_group: dist.ProcessGroup | None = None
     stage_group: dist.ProcessGroup | None = None
     world_group: dist.ProcessGroup | None = None
@@ -56,6 +57,10 @@ class Mesh:
     @property
     def pp_rank(self) -> int:
         return self.parallel.coordinate("pp", self.rank)
+
+    @property
+    def dcp_rank(self) -> int:
+        return self.parallel.coordinate("dcp", self.rank)
 
     @property
     def first_of_replica(self) -> bool:

@@ -54,12 +54,22 @@ class TrainLayoutConfig(LayoutConfig):
 
 
 @dataclass
+class InferLayoutConfig(LayoutConfig):
+    """Sizes of the layout of generation."""
+
+    dcp: int = key(1, at_least=1, unsupported_by={"vllm": Unsupported("its KV cache is not divided so")})
+    """Decode context parallel: neighbouring tensor-parallel ranks that share the KV of each sequence instead of holding
+    copies, so that the KV cache has as many times the tokens; it divides tp / num_key_value_heads, with latent
+    attention tp, and excludes rollout.engine.batch_invariant."""
+
+
+@dataclass
 class ParallelConfig(Group, path="parallel"):
     """The layouts of a run."""
 
     train: TrainLayoutConfig = key(factory=TrainLayoutConfig, read_by="plan simulate")
     """Layout of the training phase; data parallel uses the remaining cards."""
-    infer: LayoutConfig = key(factory=LayoutConfig, read_by="plan simulate")
+    infer: InferLayoutConfig = key(factory=InferLayoutConfig, read_by="plan simulate")
     """Layout of the generation phase; cards beyond one TP/EP group become further engines."""
     score: LayoutConfig = field(default_factory=LayoutConfig)
     """Layout of the reward model over the cards that host it, and of the reference model where it has its own cards;

@@ -14,8 +14,10 @@ Tokens are split over TP between blocks (sequence parallel), so that every rank 
 to the experts, for any TP.
 
 Context parallel (cp) divides data parallel for the samples alone: cp consecutive DP ranks are one replica, which has
-the same samples, and each computes a share of their rows (`fusion.model.ulysses`). Weights, their optimizer states and
-where they lie do not depend on it.
+the same samples, and each computes a share of their rows (`fusion.model.ulysses`). Decode context parallel (dcp)
+divides tensor parallel for the KV cache alone: dcp consecutive TP ranks, whose keys and values are the same, store a
+share of each sequence each (`fusion.inference.context`). Weights, their optimizer states and where they lie depend on
+neither.
 """
 
 from __future__ import annotations
@@ -26,12 +28,17 @@ from typing import Literal
 
 from fusion.model.config import ModelConfig
 
-Axis = Literal["tp", "cp", "replica", "dp", "etp", "ep", "edp", "pp"]
-AXES: tuple[Axis, ...] = ("tp", "cp", "dp", "etp", "ep", "edp", "pp")
+Axis = Literal["tp", "cp", "replica", "dp", "etp", "ep", "edp", "pp", "dcp", "heads"]
+AXES: tuple[Axis, ...] = ("tp", "cp", "dp", "etp", "ep", "edp", "pp", "dcp")
 """Axes that have process groups"""
-_GRIDS: tuple[tuple[Axis, ...], ...] = (("pp", "tp", "dp"), ("pp", "etp", "ep", "edp"), ("pp", "tp", "cp", "replica"))
+_GRIDS: tuple[tuple[Axis, ...], ...] = (
+    ("pp", "tp", "dp"),
+    ("pp", "etp", "ep", "edp"),
+    ("pp", "tp", "cp", "replica"),
+    ("pp", "dcp", "heads", "dp"),
+)
 
-CARD_ONLY = frozenset(("cp", "etp", "ep", "edp", "ends"))
+CARD_ONLY = frozenset(("cp", "etp", "ep", "edp", "ends", "dcp"))
 """Process groups in which only cards communicate, and the host never does"""
 MIN_DISPATCH_RANKS = 16
 """EP ranks from which on a card's operators may send rows to experts, in a group that is used for nothing else"""
@@ -40,7 +47,8 @@ MIN_DISPATCH_RANKS = 16
 @dataclass(frozen=True)
 class Parallel:
     """Holds the sizes of one layout: ``world`` ranks in ``pp`` stages; tensor parallel ``tp``; expert parallel ``ep``;
-    expert-tensor parallel ``etp``; context parallel ``cp``, within data parallel."""
+    expert-tensor parallel ``etp``; context parallel ``cp``, within data parallel; decode context parallel ``dcp``,
+    within tensor parallel."""
 
     world: int = 1
     tp: int = 1
@@ -48,9 +56,10 @@ class Parallel:
     pp: int = 1
     etp: int = 1
     cp: int = 1
+    dcp: int = 1
 
     def __post_init__(self) -> None:
-        for axis in ("tp", "ep", "pp", "etp", "cp"):
+        for axis in ("tp", "ep", "pp", "etp", "cp", "dcp"):
             if getattr(self, axis) < 1:
                 raise ValueError(f"{axis}={getattr(self, axis)}: expected at least 1")
         if self.world % self.pp:
@@ -63,6 +72,8 @@ class Parallel:
             raise ValueError(
                 f"cp={self.cp} does not divide the {self.dp} data-parallel ranks: expected one of {_divisors(self.dp)}"
             )
+        if self.tp % self.dcp:
+            raise ValueError(f"dcp={self.dcp} does not divide tp={self.tp}: expected one of {_divisors(self.tp)}")
 
     @property
     def stage_world(self) -> int:
@@ -84,8 +95,8 @@ class Parallel:
 
     @property
     def of_weights(self) -> Parallel:
-        """The layout of the weights, on which context parallel has no influence."""
-        return replace(self, cp=1)
+        """The layout of the weights, on which neither kind of context parallel has influence."""
+        return replace(self, cp=1, dcp=1)
 
     def coordinate(self, axis: Axis, rank: int) -> int:
         place = rank % self.stage_world
@@ -98,6 +109,10 @@ class Parallel:
                 return place // (self.tp * self.cp)
             case "dp":
                 return place // self.tp
+            case "dcp":
+                return place % self.dcp
+            case "heads":
+                return place % self.tp // self.dcp
             case "etp":
                 return place % self.etp
             case "ep":
@@ -179,6 +194,11 @@ class Parallel:
                 f"tp={self.tp} neither divides nor is a multiple of the model's "
                 f"num_key_value_heads={config.num_kv_heads}"
             )
+        if (copies := config.attention.kv_copies(self.tp)) % self.dcp:
+            return (
+                f"dcp={self.dcp}: with tp={self.tp} the same keys and values are on {copies} of the ranks, which alone "
+                f"can share them: expected one of {_divisors(copies)}"
+            )
         for axis in ("ep", "etp"):
             if config.num_experts == 0 and getattr(self, axis) > 1:
                 return f"{axis}={getattr(self, axis)} needs experts, but the model is dense; set it to 1"
@@ -191,7 +211,7 @@ class Parallel:
         return None
 
     def __str__(self) -> str:
-        sizes = (("pp", self.pp), ("etp", self.etp), ("cp", self.cp))
+        sizes = (("pp", self.pp), ("etp", self.etp), ("cp", self.cp), ("dcp", self.dcp))
         optional = "".join(f"{axis.upper()}{size}" for axis, size in sizes if size > 1)
         return f"TP{self.tp}EP{self.ep}{optional}DP{self.dp}"
 

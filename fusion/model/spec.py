@@ -70,6 +70,10 @@ class GroupedQuery:
     qkv_bias: bool = False
     out_bias: bool = False
 
+    def kv_copies(self, tp: int) -> int:
+        """Number of neighbouring TP ranks that have the same keys and values."""
+        return max(1, tp // self.num_kv_heads)
+
 
 @dataclass(frozen=True)
 class Latent:
@@ -100,6 +104,10 @@ class Latent:
     def cached_width(self) -> int:
         """Channels of a token in the KV cache of a layer: the latent and the shared rotated key."""
         return self.kv_rank + self.rope_dim
+
+    def kv_copies(self, tp: int) -> int:
+        """Number of neighbouring TP ranks that have the same latents: all."""
+        return tp
 
 
 AttentionSpec = GroupedQuery | Latent

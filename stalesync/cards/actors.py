@@ -27,8 +27,8 @@ THREADS = {"control": 2, "chunks": 1, "weights": 1, "save": 1, "watch": 1}
 
 
 def on_cards(spec: WorkerSpec, kind: str) -> WorkerSpec:
-    """Return the spec for cards of a kind: with KV blocks that their attention reads."""
-    size, limits = block_tokens(kind, spec.device.operators), spec.rollout.engine
+    """Return the spec for cards of a kind: with KV blocks that their attention reads, on each that shares them."""
+    size, limits = block_tokens(kind, spec.device.operators) * spec.infer.dcp, spec.rollout.engine
     if limits.block_size % size:
         whole = -(-limits.block_size // size) * size
         log.warning("rollout.engine.block_size=%d: the card's attention reads blocks of %d", limits.block_size, whole)

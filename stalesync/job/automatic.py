@@ -1,7 +1,8 @@
 """Resolve the keys that are `auto`: what pays where responses are long. Pure: the same config gives the same values.
 
     rollout.schedule.chunk_tokens=auto ─┐            ┌─► an eighth of rollout.max_response_length, or null
-    rollout.drafts.source=auto         ─┴─ resolve ──┴─► both, or none
+    rollout.drafts.source=auto         ─┼─ resolve ──┼─► both, or none
+    rollout.engine.block_size          ─┘            └─► a multiple of what the ranks of parallel.infer.dcp divide
 
 Invariants (property-tested in tests/stalesync/job/test_automatic.py):
 1. Values that are stated stay, and no `auto` is left.
@@ -17,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fusion.inference.config import AUTO
+from fusion.inference.config import AUTO, BLOCK_MULTIPLE
 from fusion.telemetry.keys import as_yaml
 from stalesync.job.keys import value_of
 
@@ -48,7 +49,11 @@ def resolve(config: Config, *, can_build: bool, kept: Mapping[str, Any]) -> Conf
     if drafts.source == AUTO:
         source = kept.get(DRAFTS, "both" if on else "none")
         drafts = replace(drafts, source=source if can_build else "none")
-    return replace(config, rollout=replace(rollout, schedule=schedule, drafts=drafts))
+    engine, dcp = rollout.engine, config.parallel.infer.dcp
+    if dcp > 1 and engine.block_size % BLOCK_MULTIPLE == 0:
+        multiple = BLOCK_MULTIPLE * dcp
+        engine = replace(engine, block_size=-(-engine.block_size // multiple) * multiple)
+    return replace(config, rollout=replace(rollout, schedule=schedule, drafts=drafts, engine=engine))
 
 
 def unresolved(config: Config) -> list[str]:

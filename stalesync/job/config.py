@@ -271,9 +271,9 @@ class Config:
             self._check_reward_model(self.reward.model)
         cross_checks.check_environment(self)
         cross_checks.check_minibatches(self)
-        cross_checks.check_batches(self, model)
+        cross_checks.check_batches(resolved, model)
         self.eval.check_best(self.run.eval_prompts > 0)
-        self.eval.check_answers(self.rollout, self.data.max_prompt_length, max_positions=model.max_positions)
+        self.eval.check_answers(resolved.rollout, self.data.max_prompt_length, max_positions=model.max_positions)
         find_order(self.rollout.schedule.order)
         if self.rollout.drafts.is_on:
             from fusion.rollout.drafts.suffix_index import check_buildable  # which loads numpy

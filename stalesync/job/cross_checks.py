@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fusion.colocate.share import InferenceShare
+from fusion.inference.config import check_context
 from fusion.model.peft_folder import adapter_params, check_adapter
 from fusion.telemetry.validation import Checks
 
@@ -107,7 +108,9 @@ def check_batches(config: Config, model: ModelConfig) -> None:
 
 
 def check_generation(config: Config) -> None:
-    """Refuse an order of two steps where one ends before the next, and KV that nothing would pool."""
+    """Refuse an order of two steps where one ends before the next, KV that nothing would pool, and shared KV where
+    bits matter."""
+    check_context(config.rollout, config.parallel.infer.dcp)
     if config.rollout.schedule.order == "histopipe" and not config.stalesync.max_staleness:
         raise ValueError(
             "rollout.schedule.order=histopipe: expected another one with stalesync.max_staleness=0, as it orders "

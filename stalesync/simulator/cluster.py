@@ -21,7 +21,7 @@ from fusion.costmodel.memory import estimate_memory
 from fusion.costmodel.search import estimate_deployment, problems
 from fusion.costmodel.shape import Shape
 from fusion.model import Parallel
-from fusion.model.options import LayoutConfig, TrainLayoutConfig
+from fusion.model.options import InferLayoutConfig, LayoutConfig, TrainLayoutConfig
 from stalesync.job.config import Config
 from stalesync.job.workload import lengths_of as assumed_lengths
 from stalesync.job.workload import setup_of
@@ -144,7 +144,7 @@ def config_of(scenario: Scenario, base: Base, case: Case) -> Config:
     if config.stalesync.train_tokens is not None:
         config.stalesync.train_tokens = config.stalesync.train_tokens * work if case.max_staleness else None
     config.parallel.train = TrainLayoutConfig(**_sizes(base.train), cp=base.train.cp)
-    config.parallel.infer = LayoutConfig(**_sizes(base.infer))
+    config.parallel.infer = InferLayoutConfig(**_sizes(base.infer), dcp=base.infer.dcp)
     return config
 
 

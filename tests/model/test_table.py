@@ -202,6 +202,19 @@ def test_context_parallel_ranks_are_neighbours_that_share_a_replica(pp, tp, cp, 
         assert place == parallel.coordinate("dp", rank)
 
 
+@given(st.sampled_from([1, 2]), st.sampled_from([1, 2, 3]), st.sampled_from([1, 2, 4]), st.sampled_from([1, 3]))
+def test_ranks_that_share_kv_are_neighbours_that_hold_the_same_heads(pp, heads, dcp, dp):
+    parallel = Parallel(pp * heads * dcp * dp, tp=heads * dcp, pp=pp, dcp=dcp)
+    config = tiny_config(num_attention_heads=24, num_key_value_heads=heads)
+    assert parallel.misfit(config) is None or "dcp" not in parallel.misfit(config)
+    assert sorted(rank for group in parallel.groups("dcp") for rank in group) == list(range(parallel.world))
+    for group in parallel.groups("dcp"):
+        assert [parallel.coordinate("dcp", rank) for rank in group] == list(range(dcp))
+        assert [*group] == list(range(group[0], group[0] + dcp))
+        own = {config.num_kv_heads * parallel.coordinate("tp", rank) // parallel.tp for rank in group}
+        assert len(own) == 1 == len({parallel.coordinate("dp", rank) for rank in group}), "one key head, one schedule"
+
+
 def test_sizes_that_do_not_divide_the_ranks_are_refused():
     with pytest.raises(ValueError, match="tp=3 does not divide the 4 ranks"):
         Parallel(4, tp=3)

@@ -58,3 +58,26 @@ def test_a_killed_run_resumes_with_another_number_of_cards_that_share_samples(ba
     groups = [json.loads(line) for line in (folder / "groups.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows_of(folder)] == list(range(1, steps + 1))
     assert len({row["group"] for row in groups}) == len(groups) == 8 * steps, "none lost, none twice"
+
+
+DCP2 = ["cluster=four", "parallel.train.tp=2", "parallel.train.ep=2", "parallel.infer.tp=4", "parallel.infer.ep=4"]
+DCP2 += ["parallel.infer.dcp=2", "run.eval_prompts=0", "algorithm.group_size=8", "training.lr=2e-3"]
+
+
+def test_engines_whose_cards_share_kv_generate_as_others_do(base, tmp_path):
+    """At staleness 0 with chunks, whose KV is pooled meanwhile; in blocks of 32 tokens, 16 on each card."""
+    (tmp_path / "reward.py").write_text(BEGINS_WITH_ONE)
+    pool = ["rollout.kv_pool.suspended=pool", "rollout.schedule.chunk_tokens=8", "rollout.max_response_length=48"]
+    pool += ["rollout.sampling.forced_median=24"]
+    common = [f"reward.path={tmp_path / 'reward.py'}:score", *DCP2, *pool]
+    rows = {}
+    for dcp in (1, 2):
+        done = train(base, tmp_path, *common, f"run.name={dcp}", f"parallel.infer.dcp={dcp}", "run.steps=3")
+        assert done.returncode == 0, done.stdout + done.stderr
+        rows[dcp] = rows_of(tmp_path / str(dcp))
+        assert all(row["training/rollout_probs_diff_mean"] < 1e-5 for row in rows[dcp])
+        assert sum(row["rollout/kv_pool_hits"] for row in rows[dcp]) > 0
+        assert sum(row["rollout/kv_pool_damaged"] for row in rows[dcp]) == 0
+    assert "block_size: 32" in (tmp_path / "2" / "config.yaml").read_text()
+    for figure in ("critic/rewards/mean", "response_length/mean"):
+        assert rows[2][0][figure] == pytest.approx(rows[1][0][figure], rel=2e-3, abs=1e-5), figure

@@ -58,7 +58,7 @@ def layouts_of(spec: WorkerSpec, config: ModelConfig, ranks: tuple[int, ...]) ->
     of_trainer = train_format(spec.training.backend, operators)
     of_engine = engine_format(spec.rollout.backend, spec.device.kind, operators)
     train = Layout(config, spec.train.of_weights, spec.deployment.train, format=of_trainer, **options)
-    return train, Layout(config, spec.infer_of_one_engine, ranks, format=of_engine, **options)
+    return train, Layout(config, spec.infer_of_one_engine.of_weights, ranks, format=of_engine, **options)
 
 
 def moves_adapters_alone(spec: WorkerSpec, config: ModelConfig) -> bool:

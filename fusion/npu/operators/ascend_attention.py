@@ -148,7 +148,7 @@ class AscendAttention(AscendCalls):
         # One query a sequence, [R, H, 1, C]: of this layout alone do all sources say that lengths are each row's own.
         args = q_NHC.contiguous().unsqueeze(2), *pool.chunk(2)
         out = self._infer(args, rows, "BNSD", kv_heads=pool.shape[1], block_size=pool.shape[2], scale=scale)
-        return super().paged_attention(q_NHC, pool, rows, None, scale) if out is None else out.squeeze(2)
+        return super().paged_attention(q_NHC, pool, rows, None, scale) if out is None else out[0].squeeze(2)
 
     def paged_latent_attention(
         self, q_NHR: torch.Tensor, q_NHP: torch.Tensor, pool: torch.Tensor, rows: PagedRows, scale: float
@@ -160,7 +160,24 @@ class AscendAttention(AscendCalls):
         out = self._infer(args, rows, "BSND_NBSD", kv_heads=1, block_size=pool.shape[2], scale=scale, **rope)
         if out is None:
             return super().paged_latent_attention(q_NHR, q_NHP, pool, rows, scale)
-        return out.squeeze(2).transpose(0, 1)
+        return out[0].squeeze(2).transpose(0, 1)
+
+    def partial_attention(
+        self, q_NHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows, value_width: int | None, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        options: dict[str, Any] = dict(kv_heads=pool.shape[1], block_size=pool.shape[2], scale=scale)
+        options["softmax_lse_flag"] = True
+        if value_width is None:
+            args, layout, heads_at = (q_NHC.contiguous().unsqueeze(2), *pool.chunk(2)), "BNSD", 2
+        else:
+            compressed, rotated = (area.squeeze(1) for area in self.areas(pool, value_width))
+            q_NHR, q_NHP = (q.contiguous().unsqueeze(1) for q in q_NHC.tensor_split([value_width], dim=-1))
+            args, layout, heads_at = (q_NHR, compressed, compressed), "BSND", 1
+            options |= dict(query_rope=q_NHP, key_rope=rotated)
+        found = self._infer(args, rows, layout, **options)
+        if found is None:
+            return super().partial_attention(q_NHC, pool, rows, value_width, scale)
+        return found[0].squeeze(heads_at), found[1].flatten(1)  # the latter [R, H, 1, 1] in every layout
 
     def _infer(
         self,
@@ -171,9 +188,10 @@ class AscendAttention(AscendCalls):
         kv_heads: int,
         block_size: int,
         scale: float,
-        **rope: torch.Tensor,
-    ) -> torch.Tensor | None:
-        """Attend with one query of each row to its blocks; None where that is beyond a limit."""
+        **others: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Attend with one query of each row to its blocks; None where that is beyond a limit. Returns the log-sum-exp
+        of the scores, too, if asked for."""
         operator, heads = torch.ops.npu.npu_fused_infer_attention_score.default, args[0].numel() // len(args[0])
         options: dict[str, Any] = dict(
             actual_seq_lengths_kv=rows.host_lengths,
@@ -183,11 +201,11 @@ class AscendAttention(AscendCalls):
             scale=scale,
             input_layout=layout,
             block_size=block_size,
-            **rope,
+            **others,
         )
         if not self._takes(operator, args[0], args, about=(layout, kv_heads, block_size), **options):
             return None
-        return operator(*args, **options)[0]
+        return operator(*args, **options)
 
     def head_linear(self, x_NHC: torch.Tensor, weight_HCO: torch.Tensor, row_multiple: int = 1) -> torch.Tensor:
         operator, by_head = torch.ops.npu.npu_transpose_batchmatmul.default, x_NHC.transpose(0, 1)

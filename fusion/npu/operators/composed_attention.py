@@ -82,7 +82,46 @@ def paged(
             in one or more parts by channels.
         blocks_RB, lengths, host_lengths, invariant: as in `PagedRows`.
     """
-    block_size, outputs = parts[0].shape[2], []
+    gathered = _gathered(q_NHC, parts, blocks_RB, lengths, host_lengths, invariant=invariant, value_width=value_width)
+    outputs = [F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale) for q, k, v, mask in gathered]
+    return _join([out.flatten(1, 2) for out in outputs])
+
+
+def paged_with_lse(
+    q_NHC: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    blocks_RB: torch.Tensor,
+    lengths: torch.Tensor,
+    *,
+    host_lengths: Sequence[int],
+    invariant: bool,
+    value_width: int | None,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what `paged` does, and the log-sum-exp of the scores [N, H], at least float32."""
+    outputs, sums = [], []
+    gathered = _gathered(q_NHC, parts, blocks_RB, lengths, host_lengths, invariant=invariant, value_width=value_width)
+    for q_RKGC, k_RKSC, v_RKSC, mask_R11S in gathered:
+        scores_RKGS = (q_RKGC @ k_RKSC.transpose(2, 3)).to(torch.promote_types(q_NHC.dtype, torch.float32)) * scale
+        scores_RKGS = scores_RKGS.masked_fill(~mask_R11S, -torch.inf)
+        outputs.append((scores_RKGS.softmax(-1).to(v_RKSC.dtype) @ v_RKSC).flatten(1, 2))
+        sums.append(scores_RKGS.logsumexp(-1).flatten(1, 2))
+    return _join(outputs), _join(sums)
+
+
+def _gathered(
+    q_NHC: torch.Tensor,
+    parts: Sequence[torch.Tensor],
+    blocks_RB: torch.Tensor,
+    lengths: torch.Tensor,
+    host_lengths: Sequence[int],
+    *,
+    invariant: bool,
+    value_width: int | None,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Yield queries [R, K, G, C], keys and values [R, K, S, C] of some rows at a time, and where these are read, bool
+    [R, 1, 1, S]."""
+    block_size = parts[0].shape[2]
     for start, stop, width in _row_slices(host_lengths, block_size, invariant):
         blocks = blocks_RB[start:stop, :width]
         k_RKSC, *rest = (
@@ -95,11 +134,7 @@ def paged(
             k_RKSC = torch.cat([k_RKSC, *rest], dim=-1) if rest else k_RKSC
             v_RKSC = k_RKSC[..., :value_width]
         is_read = torch.arange(k_RKSC.shape[2], device=q_NHC.device) < lengths[start:stop].unsqueeze(-1)
-        q_RKGC = q_NHC[start:stop].unflatten(1, (k_RKSC.shape[1], -1))
-        mask_R11S = is_read[:, None, None]
-        out = F.scaled_dot_product_attention(q_RKGC, k_RKSC, v_RKSC, attn_mask=mask_R11S, scale=scale)
-        outputs.append(out.flatten(1, 2))
-    return _join(outputs)
+        yield q_NHC[start:stop].unflatten(1, (k_RKSC.shape[1], -1)), k_RKSC, v_RKSC, is_read[:, None, None]
 
 
 def _row_slices(lengths: Sequence[int], block_size: int, invariant: bool) -> Iterator[tuple[int, int, int]]:

@@ -125,7 +125,16 @@ class Cpu(Plain):
         if (fused := self._fused_for(q_NHC)) is None:
             return super().paged_attention(q_NHC, pool, rows, value_width, scale)
         if value_width is None:
-            return fused.paged_attention(q_NHC, pool, *rows[:3])  # scaled by 1 / sqrt(C)
+            return fused.paged_attention(q_NHC, pool, *rows[:3])[0]  # scaled by 1 / sqrt(C)
+        return fused.paged_latent_attention(q_NHC, pool, *rows[:3], value_width, scale)[0]
+
+    def partial_attention(
+        self, q_NHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows, value_width: int | None, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if (fused := self._fused_for(q_NHC)) is None:
+            return super().partial_attention(q_NHC, pool, rows, value_width, scale)
+        if value_width is None:
+            return fused.paged_attention(q_NHC, pool, *rows[:3])
         return fused.paged_latent_attention(q_NHC, pool, *rows[:3], value_width, scale)
 
 

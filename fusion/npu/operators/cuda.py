@@ -213,6 +213,12 @@ class Cuda(Plain):
         assert isinstance(out, torch.Tensor)
         return out.view(q_NHC.shape)
 
+    def partial_attention(
+        self, q_NHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows, value_width: int | None, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        warnings.warn("varlen_attn: not used where ranks share KV: composed of other operators", stacklevel=2)
+        return super().partial_attention(q_NHC, pool, rows, value_width, scale)
+
     def _pages_of(self, rows: PagedRows, kv_heads: int) -> _Pages:
         """Return the rows as sequences of one head each; kept for the layers of one pass."""
         if self._pages is None or self._pages[0].table is not rows.table:

@@ -209,7 +209,7 @@ FUSED_INLINE void add_weighted(
 }
 
 FUSED_KERNEL void attend_row(
-    float* out, const float* query, const Pool& pool, const int64_t* blocks, int64_t length, int64_t heads,
+    float* out, float* lse, const float* query, const Pool& pool, const int64_t* blocks, int64_t length, int64_t heads,
     float* scores, float* scaled) {
   const int64_t channels = pool.channels, size = pool.block_size, group = heads / pool.heads;
   const float scale = 1.f / std::sqrt(static_cast<float>(channels));
@@ -218,7 +218,8 @@ FUSED_KERNEL void attend_row(
     for (int64_t start = 0, block = 0; start < length; start += size, ++block) {
       score_block(scores + start, scaled, pool.keys(blocks[block], head / group), size, channels);
     }
-    const float total = exp_row(scores, scores, length, max_row(scores, length));
+    const float top = max_row(scores, length), total = exp_row(scores, scores, length, top);
+    lse[head] = top + std::log(total);
     for (int64_t start = 0, block = 0; start < length; start += size, ++block) {
       const float* values = pool.values(blocks[block], head / group);
       add_weighted(out, values, scores + start, std::min(size, length - start), channels, channels);
@@ -252,29 +253,31 @@ struct Rows {
   }
 };
 
-at::Tensor paged_attention(
+// Returns the attention [N, H, C], and the log-sum-exp of the scores [N, H]
+std::tuple<at::Tensor, at::Tensor> paged_attention(
     const at::Tensor& q, const at::Tensor& pool, const at::Tensor& table, const at::Tensor& first,
     const at::Tensor& lengths) {
   const int64_t rows = q.size(0), heads = q.size(1);
   const Pool kv{contiguous(pool), pool.size(0) / 2, pool.size(1), pool.size(2), pool.size(3)};
   TORCH_CHECK(q.size(2) == kv.channels && heads % kv.heads == 0, "paged_attention: heads do not match the pool's");
   const Rows read(kv, rows, table, first, lengths);
-  auto out = at::empty(q.sizes(), q.options());
+  auto out = at::empty(q.sizes(), q.options()), lse = at::empty({rows, heads}, q.options());
   const int64_t longest = read.most * kv.block_size;
   auto scores = at::empty({longest + kv.channels}, q.options());
-  float *to = out.data_ptr<float>(), *room = scores.data_ptr<float>();
+  float *to = out.data_ptr<float>(), *sums = lse.data_ptr<float>(), *room = scores.data_ptr<float>();
   const float* query = contiguous(q);
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t at = row * heads * kv.channels;
-    attend_row(to + at, query + at, kv, read.blocks(row), read.length[row], heads, room, room + longest);
+    attend_row(
+        to + at, sums + row * heads, query + at, kv, read.blocks(row), read.length[row], heads, room, room + longest);
   }
-  return out;
+  return {out, lse};
 }
 
 // The attention of all heads to one row of latents. A block is read once, for all heads: each head keeps the maximum of
 // its scores so far, and rescales what it has summed where a block has a larger one (FlashAttention, arXiv 2205.14135).
 FUSED_KERNEL void attend_latents(
-    float* out, const float* query, const Pool& pool, const int64_t* blocks, int64_t length, int64_t heads,
+    float* out, float* lse, const float* query, const Pool& pool, const int64_t* blocks, int64_t length, int64_t heads,
     int64_t values, float scale, float* scaled, float* tops, float* totals, float* scores) {
   const int64_t channels = pool.channels, size = pool.block_size;
   for (int64_t i = 0; i < heads * channels; ++i) scaled[i] = query[i] * scale;
@@ -297,12 +300,14 @@ FUSED_KERNEL void attend_latents(
     }
   }
   for (int64_t head = 0; head < heads; ++head) {
+    lse[head] = tops[head] + std::log(totals[head]);
     for (int64_t i = 0; i < values; ++i) out[head * values + i] /= totals[head];
   }
 }
 
-// Queries [N, H, L] over a pool of latents; returns the attended values [N, H, values]
-at::Tensor paged_latent_attention(
+// Queries [N, H, L] over a pool of latents; returns the attended values [N, H, values], and the log-sum-exp of the
+// scores [N, H]
+std::tuple<at::Tensor, at::Tensor> paged_latent_attention(
     const at::Tensor& q, const at::Tensor& pool, const at::Tensor& table, const at::Tensor& first,
     const at::Tensor& lengths, int64_t values, double scale) {
   const int64_t rows = q.size(0), heads = q.size(1);
@@ -311,16 +316,17 @@ at::Tensor paged_latent_attention(
       q.size(2) == kv.channels && kv.heads == 1 && 0 < values && values <= kv.channels,
       "paged_latent_attention: heads do not match the pool's");
   const Rows read(kv, rows, table, first, lengths);
-  auto out = at::empty({rows, heads, values}, q.options());
+  auto out = at::empty({rows, heads, values}, q.options()), lse = at::empty({rows, heads}, q.options());
   auto room = at::empty({heads * (kv.channels + 2) + kv.block_size}, q.options());
   float *to = out.data_ptr<float>(), *scaled = room.data_ptr<float>(), *tops = scaled + heads * kv.channels;
   const float* query = contiguous(q);
   for (int64_t row = 0; row < rows; ++row) {
     attend_latents(
-        to + row * heads * values, query + row * heads * kv.channels, kv, read.blocks(row), read.length[row], heads,
-        values, static_cast<float>(scale), scaled, tops, tops + heads, tops + 2 * heads);
+        to + row * heads * values, lse.data_ptr<float>() + row * heads, query + row * heads * kv.channels, kv,
+        read.blocks(row), read.length[row], heads, values, static_cast<float>(scale), scaled, tops, tops + heads,
+        tops + 2 * heads);
   }
-  return out;
+  return {out, lse};
 }
 
 // Mixture of experts
@@ -472,10 +478,10 @@ TORCH_LIBRARY(rlfusion, m) {
       "norm_rope(Tensor qkv, Tensor? q_norm, Tensor? k_norm, Tensor cos, Tensor sin, int kv_heads, float eps) -> "
       "(Tensor, Tensor)");
   m.def("store_kv(Tensor(a!) pool, Tensor slots, Tensor k, Tensor? v, Tensor? repeated) -> ()");
-  m.def("paged_attention(Tensor q, Tensor pool, Tensor table, Tensor first, Tensor lengths) -> Tensor");
+  m.def("paged_attention(Tensor q, Tensor pool, Tensor table, Tensor first, Tensor lengths) -> (Tensor, Tensor)");
   m.def(
       "paged_latent_attention(Tensor q, Tensor pool, Tensor table, Tensor first, Tensor lengths, int values, float scale)"
-      " -> Tensor");
+      " -> (Tensor, Tensor)");
   m.def("gate(Tensor logits, int k, bool normalise) -> (Tensor, Tensor)");
   m.def("permute(Tensor x, Tensor expert, int experts) -> (Tensor, Tensor, Tensor)");
   m.def("swiglu(Tensor gate_up) -> Tensor");

@@ -146,6 +146,23 @@ class PlainAttention:
             scale=scale,
         )
 
+    def partial_attention(
+        self, q_NHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows, value_width: int | None, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the attention of `paged_attention` to a part of each row's tokens, and the log-sum-exp of the scores
+        [N, H], at least float32, by which it is merged with that to others."""
+        assert rows.blocks_RB is not None
+        return composed_attention.paged_with_lse(
+            q_NHC,
+            pool.chunk(2) if value_width is None else self.areas(pool, value_width),
+            rows.blocks_RB,
+            rows.lengths,
+            host_lengths=rows.host_lengths,
+            invariant=rows.invariant,
+            value_width=value_width,
+            scale=scale,
+        )
+
     def paged_latent_attention(
         self, q_NHR: torch.Tensor, q_NHP: torch.Tensor, pool: torch.Tensor, rows: PagedRows, scale: float
     ) -> torch.Tensor:

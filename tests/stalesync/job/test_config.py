@@ -15,7 +15,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from fusion.model.options import LayoutConfig, TrainLayoutConfig
+from fusion.model.options import InferLayoutConfig, LayoutConfig, TrainLayoutConfig
 from fusion.training.config import ALGORITHMS
 from stalesync.job.config import Config
 from stalesync.job.overrides import check_overrides, known_keys, register
@@ -111,7 +111,7 @@ def test_a_job_that_cannot_learn_is_refused_where_it_trains(checkpoint, changes,
         ({"model__path": "nowhere"}, "model.path: nowhere.* does not exist"),
         ({"model__dtype": "float8"}, "model.dtype='float8': expected one of"),
         ({"parallel__train": LayoutConfig(tp=3)}, r"parallel.train: tp=3 does not divide the 4 ranks"),
-        ({"parallel__infer": LayoutConfig(ep=3)}, r"parallel.infer: ep=3 does not divide the 4 ranks"),
+        ({"parallel__infer": InferLayoutConfig(ep=3)}, r"parallel.infer: ep=3 does not divide the 4 ranks"),
         (
             {"parallel__train": TrainLayoutConfig(tp=2, cp=4)},
             "parallel.train: cp=4 does not divide the 2 data-parallel ranks: expected one of 1, 2",
@@ -120,9 +120,34 @@ def test_a_job_that_cannot_learn_is_refused_where_it_trains(checkpoint, changes,
             {"parallel__train": TrainLayoutConfig(cp=8), "cluster__npus": 8},
             r"parallel.train.cp=8 x tp=1 does not divide the model's num_attention_heads=4: .* one of 1, 2, 4",
         ),
-        ({"parallel__infer": LayoutConfig(ep=16), "cluster__npus": 16}, "ep=16 does not divide .* num_experts=8"),
+        (
+            {"parallel__infer": InferLayoutConfig(tp=2, dcp=4)},
+            "parallel.infer: dcp=4 does not divide tp=2: expected one of 1, 2",
+        ),
+        (
+            {"parallel__infer": InferLayoutConfig(tp=4, dcp=4)},
+            "parallel.infer.dcp=4: with tp=4 the same keys and values are on 2 of the ranks, .* expected one of 1, 2",
+        ),
+        ({"parallel__infer": InferLayoutConfig(dcp=0)}, "parallel.infer.dcp=0: expected a whole number of at least 1"),
+        (
+            {"parallel__infer": InferLayoutConfig(tp=4, dcp=2), "rollout__engine__batch_invariant": True},
+            "parallel.infer.dcp=2: expected 1 with rollout.engine.batch_invariant=true, as partial sums",
+        ),
+        (
+            {"parallel__infer": InferLayoutConfig(tp=4, dcp=2), "rollout__backend": "vllm"},
+            "parallel.infer.dcp=2: its KV cache is not divided so; change it, or rollout.backend=embedded",
+        ),
+        (
+            {
+                "parallel__infer": InferLayoutConfig(tp=4, dcp=2),
+                "rollout__max_response_length": 32,
+                "rollout__engine__max_kv_tokens": 63,
+            },
+            "rollout.engine.max_kv_tokens=63: .* = 48 tokens. in whole blocks of rollout.engine.block_size=32",
+        ),
+        ({"parallel__infer": InferLayoutConfig(ep=16), "cluster__npus": 16}, "ep=16 does not divide .* num_experts=8"),
         ({"parallel__train": LayoutConfig(pp=4)}, "parallel.train.pp=4 exceeds the model's num_hidden_layers=2"),
-        ({"parallel__infer": LayoutConfig(ep=2, etp=4)}, "parallel.infer: ep x etp=8 does not divide the 4 ranks"),
+        ({"parallel__infer": InferLayoutConfig(ep=2, etp=4)}, "parallel.infer: ep x etp=8 does not divide the 4 ranks"),
         ({"queue__durability": "disk"}, "queue.durability='disk': expected one of memory, journal"),
         ({"queue__max_bytes": 0}, "queue.max_bytes=0: expected a whole number of at least 1, or null"),
         ({"queue__spill": "here"}, "queue.spill='here': expected an absolute path"),
@@ -208,7 +233,7 @@ def test_a_job_that_cannot_learn_is_refused_where_it_trains(checkpoint, changes,
             r"parallel.train: ep=4 does not divide the 2 ranks .* \(cluster.npus=4; 2 of them in fusion.deployment=sep",
         ),
         (
-            {"fusion__deployment": "hybrid", "fusion__infer_cards": 1, "parallel__infer": LayoutConfig(tp=2)},
+            {"fusion__deployment": "hybrid", "fusion__infer_cards": 1, "parallel__infer": InferLayoutConfig(tp=2)},
             "parallel.infer: an engine takes 2 cards, which does not divide the 3 cards that train and generate",
         ),
         ({"fusion__score_cards": 2}, "fusion.score_cards=2: nothing would run on them, as algorithm.kl_coef is 0"),

@@ -48,14 +48,16 @@ def fused_infer_attention_score(
     input_layout: str = "BSH",
     num_key_value_heads: int = 0,
     block_size: int = 0,
+    softmax_lse_flag: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Attend with one query of each sequence to the first tokens of its blocks.
 
     BNSD: queries [B, N, 1, D], keys and values [blocks, K, block size, D], result [B, N, 1, D].
     BSND_NBSD, of latents: [B, 1, N, D], [blocks, block size, D], result [N, B, 1, D]; D and the channels of the two
-    ``rope`` are a query's and a key's.
+    ``rope`` are a query's and a key's. BSND: as this, result [B, 1, N, D].
+    The log-sum-exp of the scores, if asked for: [B, N, 1, 1].
     """
-    of_latents = input_layout == "BSND_NBSD"
+    of_latents = input_layout in ("BSND", "BSND_NBSD")
     if of_latents:
         assert query_rope is not None and key_rope is not None
         queries = torch.cat([query, query_rope], dim=-1).squeeze(1)
@@ -65,15 +67,19 @@ def fused_infer_attention_score(
         queries, keys = query.squeeze(2), [key]
     assert queries.shape[1] == num_heads and value.shape[1:3] == (num_key_value_heads, block_size)
     out = query.new_zeros(*queries.shape[:2], value.shape[-1])
+    lse = wide(query).new_zeros(*queries.shape[:2], 1, 1) if softmax_lse_flag else query.new_empty(0).float()
     for row, length in enumerate(actual_seq_lengths_kv):
         if length and query.device.type != "meta":
             blocks = block_table[row, : -(-length // block_size)]
             *k, v = (x.index_select(0, blocks).transpose(1, 2).flatten(0, 1)[:length] for x in (*keys, value))
             k_by_head = _by_head(torch.cat(k, dim=-1), num_heads)
-            scores = _by_head(queries[row].unsqueeze(0), num_heads) @ k_by_head.transpose(1, 2)
-            out[row] = ((scores * scale).softmax(-1) @ _by_head(v, num_heads)).squeeze(1)
-    out = out.transpose(0, 1).contiguous() if of_latents else out
-    return out.unsqueeze(2), query.new_empty(0, dtype=torch.float32)
+            scores = _by_head(queries[row].unsqueeze(0), num_heads) @ k_by_head.transpose(1, 2) * scale
+            out[row] = (scores.softmax(-1) @ _by_head(v, num_heads)).squeeze(1)
+            if softmax_lse_flag:
+                lse[row] = scores.logsumexp(-1, keepdim=True)
+    if input_layout == "BSND":
+        return out.unsqueeze(1), lse
+    return (out.transpose(0, 1).contiguous() if of_latents else out).unsqueeze(2), lse
 
 
 def _sequences(ends: Sequence[int], kv_ends: Sequence[int]) -> Iterator[tuple[slice, slice]]:
