@@ -49,7 +49,7 @@ if [ ${#plan[@]} -gt 0 ]; then
 import json, re, sys
 plan = json.load(open(sys.argv[1]))
 def layout(name):
-    sizes = re.findall(r"(etp|tp|pp|ep|cp)(\d+)", plan["layouts"][name])
+    sizes = re.findall(r"(etp|tp|pp|ep|dcp|cp)(\d+)", plan["layouts"][name])
     return ",".join(f"parallel.{name}.{axis}={size}" for axis, size in sizes)
 print("plan:", *plan["notes"], sep="\n  ", file=sys.stderr)
 print(plan["nodes"], plan["dies_per_node"], layout("train"), layout("infer"))

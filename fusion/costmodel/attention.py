@@ -20,20 +20,23 @@ class AttentionCost:
     """Costs of one layer's attention, before it is cut over TP.
 
     ``kv_elements``: of the KV cache per token. ``kv_heads``: the heads they are cut by; 1: every TP rank holds all.
-    ``width``: elements of queries, keys and values per token; ``ends``: of queries and of outputs. ``pair_flops``:
-    operations of a pair in training and prefill; ``decode_pair_flops``: in decoding and in the verification of drafts.
+    ``width``: elements of queries, keys and values per token; ``ends``: of queries and of outputs; ``decode_ends``: in
+    decoding. ``pair_flops``: operations of a pair in training and prefill; ``decode_pair_flops``: in decoding and in
+    the verification of drafts.
     """
 
     kv_elements: int
     kv_heads: int
     width: int
     ends: tuple[int, int]
+    decode_ends: tuple[int, int]
     pair_flops: float
     decode_pair_flops: float
 
-    def kv_elements_of_rank(self, tp: int) -> int:
-        """Return the elements of the KV cache per token on the TP rank that has most."""
-        return self.kv_elements // self.kv_heads * -(-self.kv_heads // tp)
+    def kv_elements_of_rank(self, tp: int, dcp: int = 1) -> int:
+        """Return the elements of the KV cache per token on the TP rank that has most, of tokens that ``dcp`` ranks
+        share evenly."""
+        return -(-self.kv_elements // self.kv_heads * -(-self.kv_heads // tp) // dcp)
 
     def repeated_elements(self, tp: int, cp: int) -> int:
         """Return the elements per token of the keys and values, or of the latents, that a TP rank sends to the ranks of
@@ -43,6 +46,12 @@ class AttentionCost:
     def exchanged_elements(self, tp: int, cp: int) -> float:
         """Return the elements that a rank sends to others per row of its own, for one layer of a pass."""
         return (sum(self.ends) / tp + self.repeated_elements(tp, cp)) * (cp - 1) / cp
+
+    def shared_elements(self, tp: int, dcp: int) -> float:
+        """Return the elements that a rank of decode context parallelism sends to others per token, for one layer: the
+        queries of its heads to each, and what the heads of each attend to of its tokens. An upper bound: prompts that
+        are computed whole exchange nothing."""
+        return sum(self.decode_ends) / tp * (dcp - 1)
 
 
 def attention_cost(spec: AttentionSpec) -> AttentionCost:
@@ -55,6 +64,7 @@ def attention_cost(spec: AttentionSpec) -> AttentionCost:
                 kv_heads=kv_heads,
                 width=(heads + 2 * kv_heads) * c,
                 ends=(heads * c, heads * c),
+                decode_ends=(heads * c, heads * c),
                 pair_flops=pair_flops,
                 decode_pair_flops=pair_flops,
             )
@@ -64,6 +74,7 @@ def attention_cost(spec: AttentionSpec) -> AttentionCost:
                 kv_heads=1,
                 width=heads * (2 * c + value),
                 ends=(heads * c, heads * value),
+                decode_ends=(heads * (rank + rope), heads * rank),
                 pair_flops=2.0 * heads * (c + value),
                 decode_pair_flops=2.0 * heads * (rank + rope + rank),
             )

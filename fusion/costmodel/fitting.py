@@ -12,10 +12,10 @@ from itertools import combinations
 from typing import Any
 
 from fusion.costmodel.memory import estimate_memory
-from fusion.costmodel.search import context_sizes, problems
+from fusion.costmodel.search import context_sizes, problems, shared_kv_sizes
 from fusion.costmodel.setup import Setup
 
-CP = "parallel.train.cp"
+CP, DCP = "parallel.train.cp", "parallel.infer.dcp"
 MAX_TOGETHER = 3
 """Number of settings that are changed together at most"""
 
@@ -32,6 +32,7 @@ def alternatives(setup: Setup) -> list[tuple[str, Any]]:
     while tokens >= longest:
         found.append(("training.token_budget", tokens))
         tokens //= 2
+    found += [(DCP, dcp) for dcp in shared_kv_sizes(setup, setup.infer)]
     return found + [(CP, cp) for cp in context_sizes(setup, setup.train) if cp > setup.train.cp]
 
 
@@ -40,6 +41,9 @@ def changed(setup: Setup, settings: Mapping[str, Any]) -> Setup:
     for key, value in settings.items():
         if key == CP:
             setup = replace(setup, train=replace(setup.train, cp=value))
+            continue
+        if key == DCP:
+            setup = replace(setup, infer=replace(setup.infer, dcp=value))
             continue
         group, name = key.split(".")
         setup = replace(setup, **{group: replace(getattr(setup, group), **{name: value})})

@@ -7,9 +7,12 @@ import re
 from fusion.costmodel.shape import Shape
 from fusion.model import Parallel
 
-AXES = ("tp", "pp", "ep", "etp", "cp")
+AXES = ("tp", "pp", "ep", "etp", "cp", "dcp")
+OF_SIDE = {"cp": "train", "dcp": "infer"}
+"""Axis that one side alone has → the side"""
 FORM = (
-    "sizes of tp, pp, ep and etp, of train also cp, written together, like tp8pp8ep32 (those left out are 1), or auto"
+    "sizes of tp, pp, ep and etp, of train also cp, of infer also dcp, written together, like tp8pp8ep32 (those left "
+    "out are 1), or auto"
 )
 
 
@@ -19,14 +22,15 @@ def parse_layout(key: str, text: str, *, world: int, shape: Shape) -> Parallel:
     Raises:
         ValueError: not of the form, or sizes that do not divide the dies or the model; names the key.
     """
-    if not re.fullmatch(r"((tp|pp|ep|etp|cp)\d+)+", text):
+    if not re.fullmatch(r"((tp|pp|ep|etp|cp|dcp)\d+)+", text):
         raise ValueError(f"{key}={text!r}: expected {FORM}")
-    sizes = [(axis, int(size)) for axis, size in re.findall(r"(etp|tp|pp|ep|cp)(\d+)", text)]
+    sizes = [(axis, int(size)) for axis, size in re.findall(r"(etp|tp|pp|ep|dcp|cp)(\d+)", text)]
     axes = [axis for axis, _ in sizes]
     if len(set(axes)) < len(axes):
         raise ValueError(f"{key}={text!r} states {max(axes, key=axes.count)} twice: expected {FORM}")
-    if key == "infer" and dict(sizes).get("cp", 1) > 1:
-        raise ValueError(f"{key}={text!r}: expected cp=1, as only training has context parallelism")
+    for axis, side in OF_SIDE.items():
+        if key != side and dict(sizes).get(axis, 1) > 1:
+            raise ValueError(f"{key}={text!r}: expected {axis}=1, as only {side} has it")
     try:
         parallel = Parallel(world, **dict(sizes))
     except ValueError as error:

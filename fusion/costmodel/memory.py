@@ -145,7 +145,7 @@ def estimate_memory(setup: Setup) -> MemoryEstimate:
     phases = {"train": training, "switch": switching, "infer": generating}
     return MemoryEstimate(
         {phase: {owner: float(owners.get(owner, 0)) for owner in OWNERS} for phase, owners in phases.items()},
-        kv_tokens=int(generating["kv"] // shape.kv_bytes(infer.tp, infer.pp)),
+        kv_tokens=int(generating["kv"] // shape.kv_bytes(infer.tp, infer.pp, dcp=infer.dcp)),
         states_bytes=float(states),
         host_bytes=float(states * setup.hardware.topology.ranks_per_node * (setup.fusion.offload != "none")),
         overlap=overlap,

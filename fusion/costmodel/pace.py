@@ -209,7 +209,9 @@ class EngineCost:
         return self._copy_s(kv_tokens, self.pace.hardware.back_bytes_per_s)
 
     def _copy_s(self, kv_tokens: int, bytes_per_s: Figure) -> float:
-        nbytes = kv_tokens * self.pace.token_scale * self.pace.shape.kv_bytes(self.layout.tp, self.layout.pp)
+        layout = self.layout
+        of_token = self.pace.shape.kv_bytes(layout.tp, layout.pp, dcp=layout.dcp)
+        nbytes = kv_tokens * self.pace.token_scale * of_token
         return self.pace.run_seconds(nbytes / bytes_per_s.value)
 
     def _by_kind(self, decode_s: float, prefill_s: float) -> SecondsByKind:

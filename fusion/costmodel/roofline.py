@@ -94,7 +94,7 @@ class Roofline:
         self._stages = [self._stage(stage) for stage in range(parallel.pp)]
         trained = max((trained_weights(shape, parallel, stage) for stage in range(parallel.pp)), key=lambda w: w.numel)
         self._trained, self._states = trained.numel, trained.states_bytes(parallel)
-        self._kv_bytes = shape.attention.kv_elements_of_rank(parallel.tp) * WEIGHT_BYTES
+        self._kv_bytes = shape.attention.kv_elements_of_rank(parallel.tp, parallel.dcp) * WEIGHT_BYTES
         self._pair_flops = shape.attention.pair_flops / parallel.tp
         self._decode_pair_flops = shape.attention.decode_pair_flops / parallel.tp
 
@@ -196,7 +196,8 @@ class Roofline:
         sparse, layers = sum(stage.sparse for stage in self._stages), self.shape.config.num_layers
         parallel = self.parallel
         expert = 2.0 * sparse if parallel.ep * parallel.etp > 1 else 0.0
-        return expert + (2 * layers * TP_LATENCY if parallel.tp > 1 else 0.0) + (parallel.pp - 1) * TP_LATENCY
+        within = (2 * layers * (parallel.tp > 1) + 2 * layers * (parallel.dcp > 1)) * TP_LATENCY
+        return expert + within + (parallel.pp - 1) * TP_LATENCY
 
     @cached_property
     def launch_floor_s(self) -> float:
@@ -251,12 +252,13 @@ class Roofline:
         ep = 2 * stage.sparse * config.top_k * expert_load * row / parallel.tp * (1 - 1 / experts)
         pp = row / parallel.tp if parallel.pp > 1 else 0.0
         exchanged = self.shape.attention.exchanged_elements(parallel.tp, parallel.cp)
+        exchanged += self.shape.attention.shared_elements(parallel.tp, parallel.dcp)
         cp = stage.layers * row / config.hidden_size * exchanged
         speed = (
             group_bytes_per_s(self.hardware, parallel.tp),
             group_bytes_per_s(self.hardware, experts),
             group_bytes_per_s(self.hardware, parallel.world),
-            group_bytes_per_s(self.hardware, parallel.tp * parallel.cp),
+            group_bytes_per_s(self.hardware, parallel.dcp if parallel.dcp > 1 else parallel.tp * parallel.cp),
         )
         seconds = tp / speed[0] + ep / speed[1] + pp / speed[2] + cp / speed[3]
         return Work(seconds, link_bytes=tp + ep + pp + cp)

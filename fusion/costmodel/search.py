@@ -169,8 +169,7 @@ def _best(setup: Setup, candidates: list[Parallel], training: bool, refused: Cou
     fitting, closest = [], []
     phase = "train" if training else "infer"
     for parallel in candidates:
-        if training:
-            parallel = with_context(setup, parallel)
+        parallel = with_context(setup, parallel) if training else with_shared_kv(setup, parallel)
         side = setup.with_layouts(parallel, setup.infer) if training else setup.with_layouts(setup.train, parallel)
         sizes = estimate_memory(side)
         over = sizes.total(phase) - setup.hardware.usable_bytes
@@ -254,7 +253,7 @@ def _outermost(hardware: Hardware, dies: int) -> int:
 
 def candidate_layouts(setup: Setup, world: int, training: bool) -> list[Parallel]:
     """List the layouts to rank: sizes that divide dies and model, TP within a node, no pipeline for generation; without
-    context parallelism, which `with_context` adds where samples need it."""
+    context parallelism, which `with_context` and `with_shared_kv` add where samples need it."""
     config, node = setup.shape.config, setup.hardware.topology.ranks_per_node
     tps = [n for n in (1, 2, 4, 8, 16) if n <= node and world % n == 0]
     pps = [n for n in range(1, 17) if world % n == 0] if training else [1]
@@ -282,6 +281,22 @@ def with_context(setup: Setup, parallel: Parallel) -> Parallel:
         if over >= sizes.phases["train"]["activations"]:
             break
     return parallel
+
+
+def with_shared_kv(setup: Setup, parallel: Parallel) -> Parallel:
+    """Return a layout of generation with the least decode context parallelism with which the KV cache holds a longest
+    sample; as it is where none helps."""
+    for dcp in (parallel.dcp, *shared_kv_sizes(setup, parallel)):
+        layout = replace(parallel, dcp=dcp)
+        if estimate_memory(setup.with_layouts(setup.train, layout)).kv_tokens >= setup.workload.longest_sample:
+            return layout
+    return parallel
+
+
+def shared_kv_sizes(setup: Setup, parallel: Parallel) -> list[int]:
+    """List the larger sizes of decode context parallelism that a layout may have."""
+    copies = setup.shape.config.attention.kv_copies(parallel.tp) if setup.shares_kv else 1
+    return [dcp for dcp in range(parallel.dcp + 1, copies + 1) if copies % dcp == 0]
 
 
 def context_sizes(setup: Setup, parallel: Parallel) -> list[int]:

@@ -84,6 +84,8 @@ class Setup:
     workload: Workload = PUBLISHED_WORKLOAD
     copies_latents: bool = False
     """Whether the engine stores the up-projections of latent attention twice, as vllm-ascend does"""
+    shares_kv: bool = True
+    """Whether the engine has decode context parallelism, to be chosen where samples need it"""
 
     @property
     def dies(self) -> int:
@@ -97,7 +99,7 @@ class Setup:
     @property
     def sides(self) -> tuple[Side, Side]:
         """The dies and layouts of training and of generation."""
-        return Side(self.train.of_weights), Side(self.infer, self.infer_first)
+        return Side(self.train.of_weights), Side(self.infer.of_weights, self.infer_first)
 
     @property
     def micro_batch_tokens(self) -> int:

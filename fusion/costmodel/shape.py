@@ -144,9 +144,9 @@ class Shape:
         """Return the number of global tensors of a layer, those of the experts counted once."""
         return len(self.tensors(kind, 1)) + len({part.name for row in self._experts[kind] for part in row.parts})
 
-    def kv_bytes(self, tp: int, pp: int = 1, itemsize: int = 2) -> int:
+    def kv_bytes(self, tp: int, pp: int = 1, itemsize: int = 2, dcp: int = 1) -> int:
         """Return the bytes of one token's KV cache on one rank of the longest pipeline stage."""
-        return self.attention.kv_elements_of_rank(tp) * -(-self.config.num_layers // pp) * itemsize
+        return self.attention.kv_elements_of_rank(tp, dcp) * -(-self.config.num_layers // pp) * itemsize
 
     @cached_property
     def _held(self) -> dict[tuple[Scope, int], int]:

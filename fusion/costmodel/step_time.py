@@ -74,10 +74,11 @@ def generate_s(setup: Setup, kv_tokens: int) -> float:
         return float("inf")
     waves = max(1.0, sequences / room)
     weights = largest_weight_bytes(shape, infer)
-    cached = min(sequences, room) * (work.prompt + work.response / 2) * shape.kv_bytes(infer.tp, infer.pp)
+    kv_bytes = shape.kv_bytes(infer.tp, infer.pp, dcp=infer.dcp)
+    cached = min(sequences, room) * (work.prompt + work.response / 2) * kv_bytes
     layers, sparse = shape.config.num_layers, shape.config.num_sparse_layers if infer.ep > 1 else 0
     read = (weights + cached) * infer.pp / hardware.hbm_bytes_per_s.value
-    exchanges = 2 * sparse + (2 * layers if infer.tp > 1 else 0) / 8
+    exchanges = 2 * sparse + (2 * layers * ((infer.tp > 1) + (infer.dcp > 1))) / 8
     step_s = read + exchanges * hardware.collective_s.value + layers * hardware.layer_s.value
     return waves * work.longest * max(step_s, decode_floor_s(shape, hardware, infer))
 

@@ -56,6 +56,7 @@ def setup_of(config: Config, shape: Shape, *, hardware: Hardware, dies: int) -> 
         rollout=limits_of(EngineLimits, config.rollout.engine),
         workload=workload_of(config),
         copies_latents=config.rollout.backend == "vllm" and hardware.operators == "ascend",
+        shares_kv=config.rollout.backend == "embedded" and not config.rollout.engine.batch_invariant,
     )
 
 

@@ -59,5 +59,19 @@ def test_only_training_has_context_parallelism(qwen):
     assert parse_layout("train", "tp2cp4", world=16, shape=qwen) == Parallel(16, tp=2, cp=4)
     assert layout_text(Parallel(16, tp=2, cp=4)) == "tp2ep1cp4"
     for text in ("cp2", "cp3"):
-        with pytest.raises(ValueError, match=f"infer='{text}': expected cp=1"):
+        with pytest.raises(ValueError, match=f"infer='{text}': expected cp=1, as only train has it"):
             parse_layout("infer", text, world=16, shape=qwen)
+
+
+def test_only_generation_has_decode_context_parallelism(qwen):
+    assert parse_layout("infer", "tp16dcp4", world=16, shape=qwen) == Parallel(16, tp=16, dcp=4)
+    assert layout_text(Parallel(16, tp=16, dcp=4)) == "tp16ep1dcp4"
+    for text, message in [
+        ("tp4dcp8", "dcp=8 does not divide tp=4: expected one of 1, 2, 4"),
+        ("tp4dcp2", r"dcp=2: with tp=4 the same keys and values are on 1 of the ranks, .* expected one of 1"),
+    ]:
+        with pytest.raises(ValueError, match=f"infer='{text}': {message}"):
+            parse_layout("infer", text, world=16, shape=qwen)
+    for text in ("tp16dcp4", "dcp3"):
+        with pytest.raises(ValueError, match=f"train='{text}': expected dcp=1, as only infer has it"):
+            parse_layout("train", text, world=16, shape=qwen)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from fusion.costmodel.fitting import advice, fitting_settings
 from fusion.costmodel.hardware import Figure, hardware_named
 from fusion.costmodel.memory import estimate_memory
 from fusion.costmodel.presets import load_shape
 from fusion.costmodel.roofline import Roofline, attention_pairs
-from fusion.costmodel.search import keys_of, phase_problems, problems, rank
+from fusion.costmodel.search import keys_of, phase_problems, problems, rank, with_shared_kv
 from fusion.costmodel.setup import Setup, TrainingLimits, Workload
 from fusion.costmodel.step_time import train_s
 from fusion.model import Parallel
@@ -109,3 +111,37 @@ def test_activations_are_divided_and_a_step_takes_the_exchange_longer():
     assert 1 < 2 * seconds[2] / seconds[1] < 1.5 and 1 < 4 * seconds[4] / seconds[1] < 1.5 and exchanged > 0
     flat = replace(one, train=Parallel(768, tp=4, ep=32))  # no bubble, which more micro-batches of a replica shorten
     assert train_s(replace(flat, train=replace(flat.train, cp=4))) > train_s(flat)
+
+
+def test_a_kv_cache_that_is_shared_holds_as_many_times_the_tokens_and_a_decode_step_reads_that_much_less():
+    one = replace(setup("pangu_718b", 768), infer=Parallel(768, tp=8, ep=64))
+    tokens, read, links = {}, {}, {}
+    for dcp in (1, 2, 8):
+        shared = replace(one, infer=replace(one.infer, dcp=dcp))
+        sizes, roofline = estimate_memory(shared), Roofline(one.shape, ASCEND_910C, shared.infer)
+        tokens[dcp] = sizes.kv_tokens
+        step = roofline.decode_step(64, 64 * 100_000)
+        read[dcp], links[dcp] = step.hbm_bytes - roofline.decode_step(64, 0).hbm_bytes, step.link_bytes
+        assert sizes.phases["infer"]["kv"] == estimate_memory(one).phases["infer"]["kv"]
+    for dcp in (2, 8):
+        assert abs(tokens[dcp] - dcp * tokens[1]) <= dcp
+        assert read[dcp] == pytest.approx(read[1] / dcp)
+    row, layers = 64 * 2, one.shape.config.num_layers
+    latent = one.shape.config.attention
+    sent = latent.num_heads // 8 * (latent.cached_width + latent.kv_rank)  # queries over, outputs back
+    assert links[8] - links[1] == row * layers * sent * 7
+
+
+def test_samples_that_do_not_fit_the_kv_cache_get_the_least_sharing_with_which_they_do():
+    """And none where they fit without."""
+    ranking = rank(setup("pangu_718b", 768))
+    assert {plan.infer.dcp for plan in ranking.deployments} == {pair.setup.infer.dcp for pair in ranking.pairs} == {1}
+    layout = Parallel(768, tp=8, ep=64)
+    alone = replace(ranking.pairs[0].setup, infer=layout)
+    room = estimate_memory(alone).kv_tokens
+    long = replace(alone, workload=replace(alone.workload, longest=3 * room))
+    chosen = with_shared_kv(long, layout)
+    assert chosen.dcp == 4 and estimate_memory(replace(long, infer=chosen)).kv_tokens >= 3 * room
+    assert "parallel.infer.dcp=4" in advice(long)
+    assert with_shared_kv(replace(long, shares_kv=False), layout) == layout
+    assert with_shared_kv(replace(long, workload=replace(long.workload, longest=99 * room)), layout) == layout

@@ -45,6 +45,7 @@ CONTEXTS = {
     "rollout.engine.kv_fraction": MANY,
     "training.lora.targets": ("training.lora.rank=16",),
     "training.share_prefixes": ("data.max_prompt_length=512",),
+    "parallel.infer.dcp": ("model=moonlight_16b_a3b", "parallel.infer.tp=8"),
 }
 """Arguments beside which a key has an effect; those of a simulation only are left out of a plan."""
 VALUES = {
@@ -62,6 +63,7 @@ VALUES = {
     "training.lora.targets": "[attention]",
     "cluster.npus": "16",
     "parallel.train.tp": "4",
+    "parallel.infer.dcp": "2",
     "rollout.max_response_length": "1024",
     "fusion.bucket_bytes": str(4 << 30),
     "data.prompts_per_step": "32",
