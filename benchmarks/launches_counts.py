@@ -29,7 +29,7 @@ from benchmarks import launches_triton
 from benchmarks.harness import Figures
 from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
 from fusion.inference.config import EngineConfig
-from fusion.inference.sequence import Sequence, Step
+from fusion.inference.sequence import EngineStep, Sequence
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer
 from fusion.npu import Device, open_device
 from fusion.npu.operators import block_tokens, cuda, operators_of
@@ -234,7 +234,7 @@ def decode_step(model: Transformer, args: Namespace, table: str, context: int) -
         made.computed, used = len(prompt) - 1, -(-len(prompt) // size)
         made.blocks = array("q", range(index * a_sequence, index * a_sequence + used))
         sequences.append(made)
-    step = Step(decodes=sequences, chunks=[], sampled=sequences)
+    step = EngineStep(decodes=sequences, chunks=[], sampled=sequences)
     engine.forward(step)  # what is made once is made
     with Launches() as found:
         engine.forward(step)

@@ -22,7 +22,7 @@ from fusion.colocate.weights.switching import PhaseSwitcher
 from fusion.costmodel.pace import EngineCost, EngineLoad, SwitchCost, TrainerCost
 from fusion.costmodel.setup import SwitchLimits, limits_of
 from fusion.inference import EmbeddedEngine, Output
-from fusion.inference.sequence import Step
+from fusion.inference.sequence import EngineStep
 from fusion.model import Mesh
 from fusion.npu.pacer import Pacer
 from fusion.rewards import RewardOutcome
@@ -52,7 +52,7 @@ def paced_parts(spec: WorkerSpec) -> WorkerParts:
     )
 
 
-def observe_load(step: Step) -> EngineLoad:
+def observe_load(step: EngineStep) -> EngineLoad:
     """Return the properties of an engine's step that its cost depends on."""
     first_tokens = step.sampled[len(step.decodes) :]
     return EngineLoad(
@@ -89,7 +89,7 @@ class PacedEngine(EmbeddedEngine):
         with self.pacer.step({"adopt": self.adopt_s}, {}):
             super()._adopt(version)
 
-    def _compute(self, step: Step) -> list[Output]:
+    def _compute(self, step: EngineStep) -> list[Output]:
         seconds, ideal = self.cost(observe_load(step))
         if back := sum(end - first for _, first, end in step.restored):
             seconds = {**seconds, "kv": self.cost.back_s(self._tokens(back))}

@@ -27,7 +27,7 @@ from fusion.costmodel.setup import Setup
 from fusion.costmodel.shape import Shape
 from fusion.costmodel.traffic import Traffic
 from fusion.ep_switch.topology import LEVELS
-from fusion.ep_switch.unit_sources import Part, plan_return
+from fusion.ep_switch.unit_sources import TrainedPart, plan_return
 from fusion.model import Parallel
 from fusion.model.bucket_plan import UNITS_A_BUCKET
 
@@ -111,7 +111,7 @@ def to_train(setup: Setup, moved: Traffic, memory: MemoryEstimate) -> Switch:
     for numel, replicas in ((here.dense, train.dp), (here.expert, train.edp)):
         size, covered = numel / PIECES, round(PIECES * _covered(replicas)) if away else 0
         arrives = int(received * size / max(1, here.numel))
-        parts += [Part(arrives, int(4 * size) if piece < covered else None) for piece in range(PIECES)]
+        parts += [TrainedPart(arrives, int(4 * size) if piece < covered else None) for piece in range(PIECES)]
     speed = received / max(wire_time.seconds, 1e-12) if received else 1e9
     plan = plan_return(parts, speed, hardware.back_bytes_per_s.value)
     from_host = sum(part.wire_bytes for part, source in zip(parts, plan.sources, strict=True) if source == "host")

@@ -18,7 +18,7 @@ from typing import Literal
 
 from fusion.ep_switch.outcome import SwitchFailure, first_by_rank
 from fusion.ep_switch.program import Program
-from fusion.ep_switch.segment import Segment
+from fusion.ep_switch.segment import PeerSegment
 from fusion.ep_switch.stopwatch import Stopwatch
 from fusion.npu import Device
 from fusion.npu.failures import FailureKind
@@ -92,13 +92,13 @@ class Exchange:
         """Return every rank's vote. For a rank that does not answer, the rank that noticed reports the failure."""
         return {self.rank: vote}
 
-    def send(self, index: int, segments: Sequence[Segment]) -> None:
+    def send(self, index: int, segments: Sequence[PeerSegment]) -> None:
         """Send a round's outgoing segments, without waiting for their arrival."""
 
     def settle(self, index: int) -> None:
         """Wait until the storage sent in a round may be freed."""
 
-    def receive(self, index: int, segments: Sequence[Segment]) -> None:
+    def receive(self, index: int, segments: Sequence[PeerSegment]) -> None:
         """Wait for a round's incoming segments and copy them into the target."""
 
     def abandon(self) -> None:

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fusion.ep_switch.checksum import NO_SUM
 from fusion.ep_switch.exchange import Exchange, PeerLost, Vote, lost_rank
 from fusion.ep_switch.program import NO_PROGRAM, Program
-from fusion.ep_switch.segment import Segment
+from fusion.ep_switch.segment import PeerSegment
 from fusion.ep_switch.stopwatch import Stopwatch
 from fusion.npu import Device
 from fusion.npu.all_or_none import gather_bytes
@@ -79,7 +79,7 @@ class CollectiveExchange(Exchange):
                 self._broken = str(error)
         return self._roll_call(vote)
 
-    def send(self, index: int, segments: Sequence[Segment]) -> None:
+    def send(self, index: int, segments: Sequence[PeerSegment]) -> None:
         self._round = index
         if not self._program.stages[index].exchange:
             return
@@ -91,7 +91,7 @@ class CollectiveExchange(Exchange):
         self.clock.mark("pack")
         self._post(index, sums)
 
-    def receive(self, index: int, segments: Sequence[Segment]) -> None:
+    def receive(self, index: int, segments: Sequence[PeerSegment]) -> None:
         self._round = index
         self._wait(index)
         self.clock.mark("exchange")
@@ -120,10 +120,10 @@ class CollectiveExchange(Exchange):
         self._out = self._in = torch.empty(0)
         self._sums_out = self._sums_in = torch.empty(0, 0)
 
-    def _in_order(self, segments: Sequence[Segment]) -> list[Segment]:
+    def _in_order(self, segments: Sequence[PeerSegment]) -> list[PeerSegment]:
         return sorted(segments, key=lambda segment: self._place[segment.peer])
 
-    def _slot(self, buffer: torch.Tensor, index: int, segments: Sequence[Segment], *, slot_numel: int):
+    def _slot(self, buffer: torch.Tensor, index: int, segments: Sequence[PeerSegment], *, slot_numel: int):
         """Pair every segment with its range of a round's slot, in the order of the group."""
         ordered = self._in_order(segments)
         slot = buffer[index % 2 * slot_numel :][: sum(segment.numel for segment in ordered)]

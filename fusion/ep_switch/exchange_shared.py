@@ -25,7 +25,7 @@ import torch
 from fusion.ep_switch.exchange import Exchange, PeerLost, Vote, lost_rank
 from fusion.ep_switch.peer_sockets import MALFORMED, PeerSockets
 from fusion.ep_switch.program import NO_PROGRAM, Program
-from fusion.ep_switch.segment import Lent, Segment
+from fusion.ep_switch.segment import Lent, PeerSegment
 from fusion.ep_switch.stopwatch import Stopwatch
 from fusion.npu import HANDLE_BYTES, Device
 
@@ -40,7 +40,7 @@ the release of its memory and its closing vote."""
 
 
 class Ready(NamedTuple):
-    """Locates a round's segment by the handles of its units (`Segment.lent`), with its checksums if enabled."""
+    """Locates a round's segment by the handles of its units (`PeerSegment.lent`), with its checksums if enabled."""
 
     handles: tuple[bytes, ...]
     sums: bytes
@@ -153,7 +153,7 @@ class SharedExchange(Exchange):
         self._program = NO_PROGRAM
         self._stream: Any = None
         self._round = -1
-        self._sent: dict[int, dict[int, Segment]] = {}
+        self._sent: dict[int, dict[int, PeerSegment]] = {}
         self._located: set[int] = set()
         """Peers whose units that they lend first are mapped."""
         self._scratch: torch.Tensor | None = None
@@ -183,7 +183,7 @@ class SharedExchange(Exchange):
             self._forget()  # votes of an aborted switch must not reach the next one
         return votes
 
-    def send(self, index: int, segments: Sequence[Segment]) -> None:
+    def send(self, index: int, segments: Sequence[PeerSegment]) -> None:
         self._round = index
         self._sent[index] = {segment.peer: segment for segment in segments}
         if index == 0 and self._scratch is None:
@@ -198,7 +198,7 @@ class SharedExchange(Exchange):
         handles = [self.device.share(self._program.storage[relayed][unit]) for relayed, unit in units]
         self.messages.send(peer, READY, index, handles=handles, payload=sums)
 
-    def _is_lent_first(self, segment: Segment) -> bool:
+    def _is_lent_first(self, segment: PeerSegment) -> bool:
         return self._scratch is None and not self._program.parks and segment.is_resident
 
     def settle(self, index: int) -> None:
@@ -207,7 +207,7 @@ class SharedExchange(Exchange):
             self._wait_for(reading, ROUND_TIMEOUT_S, arrived=lambda peer: read[peer] >= index)
         self.clock.mark("exchange")
 
-    def receive(self, index: int, segments: Sequence[Segment]) -> None:
+    def receive(self, index: int, segments: Sequence[PeerSegment]) -> None:
         self._round = index
         waiting = {segment.peer: segment for segment in segments}
         while waiting:
@@ -224,11 +224,11 @@ class SharedExchange(Exchange):
     def close(self) -> None:
         self._scratch = None
 
-    def _is_ready(self, segment: Segment, index: int) -> bool:
+    def _is_ready(self, segment: PeerSegment, index: int) -> bool:
         ready = self.messages.ready[segment.peer]
         return segment.peer in self._located or 0 in ready if self._is_lent_first(segment) else index in ready
 
-    def _read(self, segment: Segment, index: int) -> None:
+    def _read(self, segment: PeerSegment, index: int) -> None:
         ready = self.messages.ready[segment.peer]
         if not self._is_lent_first(segment):
             sums = self._locate(segment, ready.pop(index), segment.lent).sums
@@ -240,7 +240,7 @@ class SharedExchange(Exchange):
             segment.verify(self._scratch[: segment.numel], torch.frombuffer(bytearray(sums), dtype=torch.int64))
         self._stream.synchronize()
 
-    def _locate(self, segment: Segment, ready: Ready, units: Sequence[Lent]) -> Ready:
+    def _locate(self, segment: PeerSegment, ready: Ready, units: Sequence[Lent]) -> Ready:
         """Map the sender's units."""
         try:
             mapped, dtypes = self._program.mapped[segment.peer], self._program.dtypes
@@ -251,14 +251,14 @@ class SharedExchange(Exchange):
             raise AssertionError("`wait_until` must raise, as nothing can arrive") from error
         return ready
 
-    def _sums(self, segment: Segment) -> bytes:
+    def _sums(self, segment: PeerSegment) -> bytes:
         if self._scratch is None:
             return b""
         wire = self._scratch[: segment.numel]
         segment.pack(wire)
         return segment.sums(wire).cpu().numpy().tobytes()
 
-    def _wait_for(self, waiting: Mapping[int, Segment], timeout_s: float, arrived: Callable[[int], bool]) -> None:
+    def _wait_for(self, waiting: Mapping[int, PeerSegment], timeout_s: float, arrived: Callable[[int], bool]) -> None:
         try:
             self.messages.wait_until(list(waiting), timeout_s, arrived)
         except PeerLost as lost:

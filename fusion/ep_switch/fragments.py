@@ -60,7 +60,7 @@ class Fragment(NamedTuple):
         return prod(self.shape)
 
 
-class Family(NamedTuple):
+class SlabGroup(NamedTuple):
     """Groups slabs of the target that have elements in common (often a single slab) and the fragments that fill
     them."""
 
@@ -89,15 +89,15 @@ def _content(unit: BucketPlan) -> str:
     return sys.intern(repr(unit.content))
 
 
-def families(source: Mapping[Key, Slab], target: Mapping[Key, Slab]) -> list[Family]:
+def families(source: Mapping[Key, Slab], target: Mapping[Key, Slab]) -> list[SlabGroup]:
     """Return the families of fragments that fill the slabs of the target, in the order of the slabs."""
     by_layer: dict[int | None, tuple[list[Key], list[Key]]] = {layer: ([], []) for layer, _ in target}
     for side, held in enumerate((source, target)):
         for key in held:
             if key[0] in by_layer:
                 by_layer[key[0]][side].append(key)
-    patterns: dict[object, tuple[list[Slab], list[Family]]] = {}
-    whole: list[Family] = []
+    patterns: dict[object, tuple[list[Slab], list[SlabGroup]]] = {}
+    whole: list[SlabGroup] = []
     for layer, (have, need) in by_layer.items():
         slabs = [*(source[key] for key in have), *(target[key] for key in need)]
         pattern = tuple([content for _, content in have]), tuple([content for _, content in need])
@@ -117,7 +117,7 @@ def named(regions: Regions, layer: int | None) -> Regions:
     return tuple([(f"{model}.{layers}.{layer}.{rest}", box) for (model, layers, _, rest), box in parts])
 
 
-def _of_layer(layer: int | None, cut: list[Family], slabs: dict[int, Slab]) -> Iterator[Family]:
+def _of_layer(layer: int | None, cut: list[SlabGroup], slabs: dict[int, Slab]) -> Iterator[SlabGroup]:
     """Yield families that were cut for a layer of the same kind, with the slabs and the number of this one."""
     for family in cut:
         fragments = []
@@ -126,16 +126,16 @@ def _of_layer(layer: int | None, cut: list[Family], slabs: dict[int, Slab]) -> I
                 tuple([Spot(slabs[id(slab)], offset, strides) for slab, offset, strides in spots]) for spots in ends
             )
             fragments.append(Fragment(regions, shape, givers, takers, layer))
-        yield Family(tuple([slabs[id(slab)] for slab in family.slabs]), tuple(fragments))
+        yield SlabGroup(tuple([slabs[id(slab)] for slab in family.slabs]), tuple(fragments))
 
 
-def _families(source: list[Slab], target: list[Slab]) -> list[Family]:
+def _families(source: list[Slab], target: list[Slab]) -> list[SlabGroup]:
     cuts = _Cuts(source, target)
     fragments = [cuts.fragments(slab) for slab in target]
     number = {id(slab): index for index, slab in enumerate(target)}
     taken = ([number[id(taker.slab)] for taker in piece.takers] for pieces in fragments for piece in pieces)
     return [
-        Family(tuple([target[i] for i in group]), tuple([piece for i in group for piece in fragments[i]]))
+        SlabGroup(tuple([target[i] for i in group]), tuple([piece for i in group for piece in fragments[i]]))
         for group in connected(len(target), taken)
     ]
 

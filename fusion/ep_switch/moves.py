@@ -133,7 +133,7 @@ def united(rounds: Sequence[Round]) -> Round:
 
 
 @dataclass(frozen=True)
-class Step:
+class RankRound:
     """Holds one rank's part of a round. ``send`` and ``receive``: moves by peer, in the same order on both ends."""
 
     allocate: tuple[int, ...]
@@ -146,12 +146,12 @@ class Step:
     restore: tuple[int, ...] = ()
 
 
-def steps_of(rounds: Iterable[Round], rank: int) -> tuple[Step, ...]:
+def steps_of(rounds: Iterable[Round], rank: int) -> tuple[RankRound, ...]:
     """Return a rank's part of every round."""
     return tuple(_step(round_, rank) for round_ in rounds)
 
 
-def _step(round_: Round, rank: int) -> Step:
+def _step(round_: Round, rank: int) -> RankRound:
     copy: list[Move] = []
     send: dict[int, list[Move]] = defaultdict(list)
     receive: dict[int, list[Move]] = defaultdict(list)
@@ -162,7 +162,7 @@ def _step(round_: Round, rank: int) -> Step:
             send[move.target_rank].append(move)
         else:
             receive[move.source_rank].append(move)
-    return Step(
+    return RankRound(
         allocate=tuple(index for owner, index in round_.allocate_before if owner == rank),
         copy=tuple(copy),
         send={peer: tuple(moves) for peer, moves in sorted(send.items())},

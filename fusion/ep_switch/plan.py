@@ -46,7 +46,7 @@ import torch
 
 from fusion.ep_switch.fragments import families, slabs_of
 from fusion.ep_switch.layout import Layout
-from fusion.ep_switch.moves import Round, Step, UnitId, steps_of, united
+from fusion.ep_switch.moves import RankRound, Round, UnitId, steps_of, united
 from fusion.ep_switch.order import Method, Storage, fill_order
 from fusion.ep_switch.rounds import IN_FLIGHT, pack_rounds, pack_through_host
 from fusion.ep_switch.senders import Job, choose_senders
@@ -134,7 +134,7 @@ class Plan:
         """Map units of the target to the unit of the source with common storage on a rank."""
         return {target: source for owner, target, source in self.shared if owner == rank}
 
-    def steps(self, rank: int) -> tuple[Step, ...]:
+    def steps(self, rank: int) -> tuple[RankRound, ...]:
         """Return a rank's part of every round."""
         if rank not in self._steps:
             self._steps[rank] = steps_of(self.rounds, rank)
@@ -220,7 +220,7 @@ class Plan:
         return units_by_rank
 
     @cached_property
-    def _steps(self) -> dict[int, tuple[Step, ...]]:
+    def _steps(self) -> dict[int, tuple[RankRound, ...]]:
         return {}
 
     @cached_property

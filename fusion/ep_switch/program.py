@@ -10,9 +10,9 @@ from itertools import chain
 
 import torch
 
-from fusion.ep_switch.moves import Step
+from fusion.ep_switch.moves import RankRound
 from fusion.ep_switch.plan import Plan
-from fusion.ep_switch.segment import Flats, Lent, Mapped, Run, Segment, paired
+from fusion.ep_switch.segment import Flats, Lent, PeerSegment, PeerUnits, Run, paired
 from fusion.model.weights import Buckets
 
 
@@ -23,9 +23,9 @@ class Stage:
     allocate: tuple[int, ...]
     copies: tuple[list[Run], list[Run]]
     """Runs of (the target, the source), pairwise."""
-    send: list[Segment]
+    send: list[PeerSegment]
     release: tuple[int, ...]
-    receive: list[Segment]
+    receive: list[PeerSegment]
     exchange: bool
     """Whether any two ranks exchange anything in this round."""
     restore: tuple[int, ...] = ()
@@ -53,7 +53,7 @@ class Program:
     received_bytes: dict[str, int] = field(default_factory=dict)
     storage: tuple[Flats, Flats] = ([], [])
     """This rank's storage of the source and of the target."""
-    mapped: dict[int, Mapped] = field(default_factory=dict)
+    mapped: dict[int, PeerUnits] = field(default_factory=dict)
     """Units of other ranks that are read in place, by rank."""
     parks: bool = False
     """Whether units of any rank's source wait in host memory."""
@@ -83,7 +83,7 @@ NO_PROGRAM = Program([], (torch.float32, torch.float32), torch.float32, send_num
 """The program of an exchange before its first switch."""
 
 
-def _lent_first(rounds: Iterable[Iterable[Segment]]) -> dict[int, list[Lent]]:
+def _lent_first(rounds: Iterable[Iterable[PeerSegment]]) -> dict[int, list[Lent]]:
     units: dict[int, dict[Lent, None]] = defaultdict(dict)
     for segment in chain.from_iterable(rounds):
         if segment.is_resident:
@@ -119,19 +119,19 @@ def compile_program(plan: Plan, rank: int, source: Buckets | None, target: Bucke
 class _Ends:
     def __init__(self, source: Flats, target: Flats, rank: int):
         self.source, self.target, self.rank = source, target, rank
-        self.mapped: dict[int, Mapped] = defaultdict(Mapped)
+        self.mapped: dict[int, PeerUnits] = defaultdict(PeerUnits)
 
-    def stage(self, step: Step) -> Stage:
+    def stage(self, step: RankRound) -> Stage:
         # Each rank begins with its next neighbour, so that not all of them send to the same one first.
         sends = sorted(step.send.items(), key=lambda item: (item[0] < self.rank, item[0]))
         own = self.source, self.target
         return Stage(
             allocate=step.allocate,
             copies=paired(step.copy, self.target, own),
-            send=[Segment(peer, moves, into=None, out_of=own) for peer, moves in sends],
+            send=[PeerSegment(peer, moves, into=None, out_of=own) for peer, moves in sends],
             release=step.release,
             receive=[
-                Segment(peer, moves, into=self.target, out_of=self.mapped[peer].flats)
+                PeerSegment(peer, moves, into=self.target, out_of=self.mapped[peer].flats)
                 for peer, moves in step.receive.items()
             ],
             exchange=step.exchange,

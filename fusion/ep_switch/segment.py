@@ -45,7 +45,7 @@ class Run(NamedTuple):
         return self.place.view(self.flats, self.shape)
 
 
-class Mapped:
+class PeerUnits:
     """Holds the units of another rank that this one reads in place. Views of them stay valid while they move."""
 
     def __init__(self) -> None:
@@ -75,12 +75,12 @@ class Mapped:
                 self._handles[unit] = handle
 
 
-class Segment:
+class PeerSegment:
     """Represents what this rank sends to, or receives from, one peer in a round: a range of the wire, or read in place.
 
     Args:
         into: this rank's storage that receives it; None: this rank sends it.
-        out_of: (source storage, target storage for relayed moves) of the sender; on the receiver, those `Mapped`.
+        out_of: (source storage, target storage for relayed moves) of the sender; on the receiver, those `PeerUnits`.
     """
 
     def __init__(self, peer: int, moves: Sequence[Move], into: Flats | None, out_of: tuple[Flats, Flats]):

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from fusion.ep_switch.balance import Deal, Ranks, shares
-from fusion.ep_switch.fragments import Family, Fragment, Spot
+from fusion.ep_switch.fragments import Fragment, SlabGroup, Spot
 from fusion.ep_switch.hops import Hop, legal_stop
 from fusion.ep_switch.moves import UnitId
 from fusion.ep_switch.topology import Topology
@@ -45,7 +45,7 @@ class Job:
     """Holds all transfers that fill one family of slabs. ``hosted``: its units that are filled from the host. ``hops``
     are in a feasible order."""
 
-    family: Family
+    family: SlabGroup
     hosted: frozenset[UnitId]
     hops: list[Hop] = field(default_factory=list)
 

@@ -26,7 +26,7 @@ Source = Literal["wire", "host"]
 
 
 @dataclass(frozen=True)
-class Part:
+class TrainedPart:
     """A part of one rank's weights in the training layout."""
 
     wire_bytes: int
@@ -48,7 +48,7 @@ class ReturnPlan:
         return max(self.wire_s, self.host_s)
 
 
-def plan_return(parts: Sequence[Part], wire_bytes_per_s: float, host_bytes_per_s: float) -> ReturnPlan:
+def plan_return(parts: Sequence[TrainedPart], wire_bytes_per_s: float, host_bytes_per_s: float) -> ReturnPlan:
     """Choose the source of every part to minimise the time until both links are done.
 
     Args:

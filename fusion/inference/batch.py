@@ -24,7 +24,7 @@ import torch
 
 from fusion.inference.kv_cache import KVCache
 from fusion.inference.paged_rows import RowSlice, pieces_of, plan_paged_rows
-from fusion.inference.sequence import Blocks, Sequence, Step
+from fusion.inference.sequence import Blocks, EngineStep, Sequence
 from fusion.inference.verification import Verification
 from fusion.npu import Device
 from fusion.npu.operators import PagedRows
@@ -86,7 +86,7 @@ class Batch:
     sampled: torch.Tensor | None
 
 
-def build_batch(step: Step, cache: KVCache, invariant: bool = False) -> Batch:
+def build_batch(step: EngineStep, cache: KVCache, invariant: bool = False) -> Batch:
     """Build the tensors of a step."""
     context, page_size, heads = cache.context, cache.page_size, cache.layout.heads
     short, whole, long = _sort_chunks(step, invariant)
@@ -163,7 +163,7 @@ def _new_tokens(rows: Sequence | PathRows, count: int) -> list[int]:
 
 
 def _repeated_rows(
-    step: Step, row: int, piece: int, *, end_of: dict[int, int], first_shared: int
+    step: EngineStep, row: int, piece: int, *, end_of: dict[int, int], first_shared: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows that are written a second time, and the number in the block table of the holder of the blocks,
     int64 both: rows that a path of a draft has in common with an earlier one, and those that fill the last block of a
@@ -195,7 +195,7 @@ def _to_card(arrays: list[np.ndarray], device: Device) -> Iterator[torch.Tensor]
     return iter(host.to(device.torch_device, non_blocking=True).split([len(array) for array in arrays]))
 
 
-def _sort_chunks(step: Step, invariant: bool) -> tuple[list[Piece], list[Piece], list[Piece]]:
+def _sort_chunks(step: EngineStep, invariant: bool) -> tuple[list[Piece], list[Piece], list[Piece]]:
     if invariant:
         return list(step.chunks), [], []
     short: list[Piece] = []
@@ -226,7 +226,7 @@ def _long_chunks(long: Iterable[Piece], start: int, *, pieces: Iterator[torch.Te
         start += count
 
 
-def _sampled_rows(step: Step, end_of: dict[int, int], first_row: int) -> np.ndarray:
+def _sampled_rows(step: EngineStep, end_of: dict[int, int], first_row: int) -> np.ndarray:
     """The rows of ``step.drawn``. ``end_of``: as in `_repeated_rows`; ``first_row``: of the drafts."""
     rows = [end_of[id(seq)] - 1 for seq in step.sampled[: len(step.sampled) - len(step.shared_prefill)]]
     rows += [end_of[id(other)] - 1 for _, other in step.shared_prefill]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from fusion.inference.batch import Batch
 from fusion.inference.noise import uniforms
 from fusion.inference.sampler import Sampled, sample, split_kept
-from fusion.inference.sequence import Sequence, Step
+from fusion.inference.sequence import EngineStep, Sequence
 from fusion.inference.verification import Verification
 from fusion.model import Mesh, Transformer
 
@@ -32,7 +32,7 @@ class Draw:
     def __init__(self, model: Transformer, mesh: Mesh, seed: int, max_rows: int):
         self.model, self.mesh, self.seed, self.max_rows = model, mesh, seed, max_rows
 
-    def __call__(self, hidden: torch.Tensor | None, batch: Batch, step: Step) -> Sampled:
+    def __call__(self, hidden: torch.Tensor | None, batch: Batch, step: EngineStep) -> Sampled:
         """Return a token for each of ``step.drawn``, sampled on the last stage, equal on all."""
         noise, sequences = noise_of(step.sampled, self.seed), step.drawn
         if step.verified:

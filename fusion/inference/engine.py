@@ -32,7 +32,7 @@ from fusion.inference.pooled import KVStore, PooledKV
 from fusion.inference.request import CONTINUED, Output, Request
 from fusion.inference.routing import RoutingCache
 from fusion.inference.scheduler import Scheduler
-from fusion.inference.sequence import Sequence, Step
+from fusion.inference.sequence import EngineStep, Sequence
 from fusion.inference.stop_strings import StopStrings
 from fusion.inference.verification import Drafter
 from fusion.inference.waiting import WaitingLine
@@ -227,7 +227,7 @@ class EmbeddedEngine(ControlledEngine):
             self.pooled.observe_step(step, time.perf_counter() - computing_s)
         return outputs
 
-    def _compute(self, step: Step) -> list[Output]:
+    def _compute(self, step: EngineStep) -> list[Output]:
         self.counters.dummy_steps += not step
         self.cache.clean(self.scheduler.blocks.highest)
         sampled = self.forward(step)

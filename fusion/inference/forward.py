@@ -15,8 +15,8 @@ from fusion.inference.kv_cache import KVCache
 from fusion.inference.parked import ParkedKV
 from fusion.inference.routing import RoutingCache, of_all_layers
 from fusion.inference.sampler import Sampled
-from fusion.inference.sequence import Step
-from fusion.model import Mesh, Routed, Rows, Transformer, routing_dtype, routing_of, whole_rows
+from fusion.inference.sequence import EngineStep
+from fusion.model import Mesh, Routed, RowSplit, Transformer, routing_dtype, routing_of, whole_rows
 from fusion.npu import Device
 
 
@@ -43,7 +43,7 @@ class Forward:
         self.draw = Draw(model, mesh, seed, max_rows)
 
     @torch.inference_mode()
-    def __call__(self, step: Step) -> Sampled:
+    def __call__(self, step: EngineStep) -> Sampled:
         """Return a token for each of ``step.drawn``, the same on ranks of equal schedule."""
         batch = build_batch(step, self.cache, self.batch_invariant)
         self.parked.restore(step.restored)
@@ -62,7 +62,7 @@ class Forward:
             self._keep_routing(batch, routed, rows)
         return self.draw(out, batch, step) if step.sampled or step.verified else Sampled([], [])
 
-    def _keep_routing(self, batch: Batch, routed: list[Routed], rows: Rows) -> None:
+    def _keep_routing(self, batch: Batch, routed: list[Routed], rows: RowSplit) -> None:
         shape = self.model.config
         if routed:
             routing_of_stage = routing_of(routed, rows, self.mesh, num_experts=shape.num_experts)
@@ -73,18 +73,18 @@ class Forward:
         if self.routing and routing is not None:
             self.routing.write(batch, routing)
 
-    def _plan_rows(self, count: int) -> Rows:
+    def _plan_rows(self, count: int) -> RowSplit:
         """Plan how the step's rows lie on the ranks. Collective over the stage, on the host, where EP spans attention
         ranks."""
         mesh, parallel = self.mesh, self.mesh.parallel
         if not self.model.can_hold_whole_rows:
-            return Rows(count)
+            return RowSplit(count)
         counts = torch.full((parallel.stage_world,), count)
         if parallel.ep > parallel.tp:
             dist.all_gather_into_tensor(counts, torch.tensor([count]), group=mesh.stage_group)
         return whole_rows(parallel, mesh.rank, counts[:: parallel.tp].tolist(), self._max_dispatched_rows)
 
-    def _receive_hidden(self, rows: Rows) -> torch.Tensor | None:
+    def _receive_hidden(self, rows: RowSplit) -> torch.Tensor | None:
         """Receive the hidden states [n, D] of the rows that this TP rank holds; None on the first stage."""
         mesh, model = self.mesh, self.model
         if mesh.first_stage:

@@ -111,7 +111,7 @@ class ParkedKV:
             self.forget([seq.request.id])
 
     def restore(self, restored: Iterable[tuple[scheduler.Sequence, int, int]]) -> None:
-        """Queue the copies of a step's `Step.restored` on the current stream, before its KV is read."""
+        """Queue the copies of a step's `EngineStep.restored` on the current stream, before its KV is read."""
         for seq, first, end in restored:
             entry = self._entries.pop(seq.request.id)
             assert end == entry.blocks and entry.computed <= len(seq.tokens)

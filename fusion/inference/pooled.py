@@ -220,7 +220,7 @@ class PooledKV(ParkedKV):
             self.store.forget(wanted)  # another attention rank has it now, or it is of no use
         self._counters.kv_pool_s += time.perf_counter() - began
 
-    def observe_step(self, step: scheduler.Step, seconds: float) -> None:
+    def observe_step(self, step: scheduler.EngineStep, seconds: float) -> None:
         """Record the seconds of a step, of which most is prefill."""
         prefill = sum(count for _, count in step.chunks)
         if (

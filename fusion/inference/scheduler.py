@@ -27,7 +27,7 @@ from typing import Any
 from fusion.inference.blocks import BlockManager, extend_names
 from fusion.inference.counters import Counters
 from fusion.inference.request import CONTINUED, FinishReason, Output, Request
-from fusion.inference.sequence import RecordedRouting, Sequence, Step
+from fusion.inference.sequence import EngineStep, RecordedRouting, Sequence
 from fusion.inference.stop_strings import StopStrings
 from fusion.inference.verification import Drafter, Verification, plan_verifications
 from fusion.inference.waiting import WaitingLine
@@ -68,7 +68,7 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
 
-    def schedule(self) -> Step:
+    def schedule(self) -> EngineStep:
         """Return the next step and allocate its blocks; `commit` must follow."""
         budget, preemptions = self.max_batch_tokens, self.counters.preemptions
         decodes: list[Sequence] = []
@@ -102,7 +102,7 @@ class Scheduler:
             if verified:
                 with_draft = {id(one.seq) for one in verified}
                 decodes = [seq for seq in decodes if id(seq) not in with_draft]
-        return Step(
+        return EngineStep(
             decodes=decodes,
             chunks=chunks,
             sampled=[
@@ -117,7 +117,7 @@ class Scheduler:
         )
 
     def commit(
-        self, step: Step, tokens: list[int], logprobs: list[float], kept: list[bytes] | None = None
+        self, step: EngineStep, tokens: list[int], logprobs: list[float], kept: list[bytes] | None = None
     ) -> list[Output]:
         """Append the sampled tokens, one for each of ``step.drawn``, with what `Sampled` records of them; return the
         outputs of requests that ended."""

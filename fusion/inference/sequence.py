@@ -138,7 +138,7 @@ class Sequence:
 
 
 @dataclass(frozen=True)
-class Step:
+class EngineStep:
     """The work of one step.
 
     ``decodes`` compute one token each; ``chunks`` are (sequence, count) pieces of prefill; ``shared_prefill`` are

@@ -4,7 +4,7 @@ from .bucket_plan import BucketPlan as BucketPlan
 from .bucket_plan import plan_buckets as plan_buckets
 from .bucket_plan import plan_units as plan_units
 from .bucket_plan import unit_bytes as unit_bytes
-from .collectives import Rows as Rows
+from .collectives import RowSplit as RowSplit
 from .collectives import whole_rows as whole_rows
 from .config import ModelConfig as ModelConfig
 from .folder import check_folder as check_folder

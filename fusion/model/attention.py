@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from fusion.model.collectives import Rows, gather_rows, reduce_scatter_rows, sum_over_tp
+from fusion.model.collectives import RowSplit, gather_rows, reduce_scatter_rows, sum_over_tp
 from fusion.model.matrix import Adapted, Matrix, Weights, blocks_of, parameter, project, rows_of
 from fusion.model.mesh import Mesh
 from fusion.model.shared_rows import Reads, SharedRows
@@ -165,7 +165,7 @@ class Attention(nn.Module):
         self.out_bias = nn.Parameter(weights["out_bias"]) if spec.out_bias else None
         self._norms_projection = spec.qk_norm == "projection"
 
-    def forward(self, x: torch.Tensor, rows: Rows, rope: Any, attend: Attend, row_multiple: int) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rows: RowSplit, rope: Any, attend: Attend, row_multiple: int) -> torch.Tensor:
         x_ND = gather_rows(x, rows, self.mesh)
         flat_qkv = project(x_ND, self.qkv, row_multiple)
         if self.qkv_bias is not None:
@@ -211,7 +211,7 @@ class LatentAttention(nn.Module):
         self.kv_b = parameter("kv_b", weights)
         self.out = parameter("out", weights)
 
-    def forward(self, x: torch.Tensor, rows: Rows, rope: Any, attend: Attend, row_multiple: int) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rows: RowSplit, rope: Any, attend: Attend, row_multiple: int) -> torch.Tensor:
         spec = self.spec
         compressed, key = project(x, self.kv_a, row_multiple).split([spec.kv_rank, spec.rope_dim], dim=-1)
         compressed = self.operators.rms_norm(compressed, self.kv_a_norm, spec.norm_eps)
@@ -230,7 +230,7 @@ class LatentAttention(nn.Module):
     def _rotate(self, x_NhP: torch.Tensor, rope: Any) -> torch.Tensor:
         return self.operators.rotate(x_NhP, rope, self.spec.rotary.interleaved)
 
-    def _gather(self, *tensors: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, ...]:
+    def _gather(self, *tensors: torch.Tensor, rows: RowSplit) -> tuple[torch.Tensor, ...]:
         """Gather the rows of all TP ranks, of all tensors at once."""
         if self.mesh.tp_group is None or rows.whole:
             return tensors

@@ -21,11 +21,11 @@ Collective = Callable[[torch.Tensor], torch.Tensor]
 
 
 MAX_WHOLE_ROWS, MAX_GATHERED_ROWS = 512, 2048
-"""Rows of an attention rank, and of all that are gathered on one, up to which every rank computes on `Rows.whole`"""
+"""Rows of an attention rank, and of all that are gathered on one, up to which a rank computes on `RowSplit.whole`"""
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowSplit:
     """Holds how the ``count`` rows of a pass lie on the TP ranks between blocks.
 
     Attributes:
@@ -43,12 +43,12 @@ class Rows:
 
 
 def may_be_whole(parallel: Parallel) -> bool:
-    """Return whether a layout has `Rows.whole`: each EP group is part of a TP group, or consists of whole ones."""
+    """Return whether a layout has `RowSplit.whole`: each EP group is part of a TP group, or consists of whole ones."""
     smaller, larger = sorted((parallel.tp, parallel.ep))
     return parallel.etp == 1 and larger > 1 and larger % smaller == 0
 
 
-def whole_rows(parallel: Parallel, rank: int, counts: Sequence[int], max_dispatched: int = 0) -> Rows:
+def whole_rows(parallel: Parallel, rank: int, counts: Sequence[int], max_dispatched: int = 0) -> RowSplit:
     """Plan a pass of ``counts`` rows by attention rank, for a layout that `may_be_whole`. Only this rank's count is
     read where its EP group spans no other attention rank. ``max_dispatched``: rows of each rank that operators
     dispatch; every rank must have some."""
@@ -59,8 +59,8 @@ def whole_rows(parallel: Parallel, rank: int, counts: Sequence[int], max_dispatc
     shards = tuple(size for count in gathered for size in shard_sizes(count, parallel.tp))
     dispatched = spanned > 1 and 0 < min(shards) and max(shards) <= max_dispatched
     if max(gathered) > MAX_WHOLE_ROWS or (sum(gathered) > MAX_GATHERED_ROWS and not dispatched):
-        return Rows(counts[own])
-    return Rows(counts[own], whole=True, by_ep_rank=shards if spanned > 1 else (), dispatched=dispatched)
+        return RowSplit(counts[own])
+    return RowSplit(counts[own], whole=True, by_ep_rank=shards if spanned > 1 else (), dispatched=dispatched)
 
 
 def shard_sizes(rows: int, ranks: int) -> list[int]:
@@ -74,14 +74,14 @@ def shard_range(rows: int, ranks: int, rank: int) -> range:
     return range(sum(sizes[:rank]), sum(sizes[: rank + 1]))
 
 
-def gather_rows(x_shard: torch.Tensor, rows: Rows, mesh: Mesh) -> torch.Tensor:
+def gather_rows(x_shard: torch.Tensor, rows: RowSplit, mesh: Mesh) -> torch.Tensor:
     """Gather [shard, …] of every TP rank into [rows, …] on all of them. Backward: reduce-scatter of the gradients."""
     if mesh.tp_group is None or rows.whole:
         return x_shard
     return gather_shards(x_shard, shard_sizes(rows.count, mesh.parallel.tp), mesh.tp_group)
 
 
-def reduce_scatter_rows(x_partial: torch.Tensor, rows: Rows, mesh: Mesh) -> torch.Tensor:
+def reduce_scatter_rows(x_partial: torch.Tensor, rows: RowSplit, mesh: Mesh) -> torch.Tensor:
     """Sum [rows, …] over TP; each rank keeps its shard. Backward: gather."""
     if mesh.tp_group is None:
         return x_partial

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from fusion.model.collectives import Rows, gather_rows, reduce_scatter_rows
+from fusion.model.collectives import RowSplit, gather_rows, reduce_scatter_rows
 from fusion.model.matrix import Weights, parameter, project
 from fusion.model.mesh import Mesh
 from fusion.npu.operators import Plain
@@ -18,7 +18,7 @@ class MLP(nn.Module):
         self.gate_up = parameter("gate_up", weights)
         self.down = parameter("down", weights)
 
-    def forward(self, x: torch.Tensor, rows: Rows, row_multiple: int) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, rows: RowSplit, row_multiple: int) -> torch.Tensor:
         """Return the output [n, D] for this TP rank's rows x [n, D]."""
         return reduce_scatter_rows(self.partial(gather_rows(x, rows, self.mesh), row_multiple), rows, self.mesh)
 

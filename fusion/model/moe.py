@@ -9,7 +9,7 @@ expert is split over ranks (expert-TP), these gather each other's rows after the
 their partial sums before the second. The sum over the k experts of a token runs in the router's order, never in order
 of arrival.
 
-A small pass of an engine on a card (`Rows.whole`) exchanges no counts, for which the host would have to wait: every
+A small pass of an engine on a card (`RowSplit.whole`) exchanges no counts, for which the host would have to wait: every
 rank of an EP group routes all rows of the group, runs its own experts on them, and the ranks' sums are added up.
 
     x_ND ─ gather over EP ─ router ─► top-k ─ sort, own experts first ─ grouped matmul ─ Σ weight · y ─ sum over EP ─►
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from fusion.model.collectives import (
-    Rows,
+    RowSplit,
     exchange_rows,
     gather_padded,
     gather_rows,
@@ -113,7 +113,7 @@ class MoE(nn.Module):
         forced: Forced | None = None,
         *,
         record: bool = True,
-        rows: Rows | None = None,
+        rows: RowSplit | None = None,
         kept: list[RowExchange] | None = None,
     ) -> tuple[torch.Tensor, Routed | None]:
         """Return the output [n, D] and, where ``record``, the routing. Rows with ``forced`` experts are sent to these,
@@ -123,7 +123,7 @@ class MoE(nn.Module):
             rows: of the batch, of which x_nD holds this TP rank's; None: x_nD is the batch.
             kept: empty, receives what is exchanged; filled, as in a recomputation of the pass, it is exchanged again.
         """
-        rows = Rows(len(x_nD)) if rows is None else rows
+        rows = RowSplit(len(x_nD)) if rows is None else rows
         if rows.whole:
             return self._whole(x_nD, rows, row_multiple, record=record)
         if forced is None and torch.is_inference_mode_enabled():  # an engine, which needs no statistics for a loss
@@ -173,7 +173,7 @@ class MoE(nn.Module):
         return sigmoid(project(x_nD, self.shared_gate, row_multiple), row_multiple) * y_nD
 
     def _whole(
-        self, x_ND: torch.Tensor, rows: Rows, row_multiple: int, *, record: bool
+        self, x_ND: torch.Tensor, rows: RowSplit, row_multiple: int, *, record: bool
     ) -> tuple[torch.Tensor, Routed | None]:
         """Compute all rows of this attention rank, with the sums over TP and EP."""
         if rows.dispatched:
@@ -199,16 +199,16 @@ class MoE(nn.Module):
             return sum_plainly(y + shared, mesh.tp_group), routed
         if rows.by_ep_rank:
             assert mesh.ep_group is not None
-            y = gather_rows(sum_pieces(y, rows.by_ep_rank, mesh.ep_group), Rows(rows.count), mesh)
+            y = gather_rows(sum_pieces(y, rows.by_ep_rank, mesh.ep_group), RowSplit(rows.count), mesh)
         else:
             y = sum_plainly(y, mesh.ep_group)
         return (y if shared is None else y + sum_plainly(shared, mesh.tp_group)), routed
 
     def _dispatched(
-        self, x_ND: torch.Tensor, rows: Rows, row_multiple: int, *, record: bool
+        self, x_ND: torch.Tensor, rows: RowSplit, row_multiple: int, *, record: bool
     ) -> tuple[torch.Tensor, Routed | None]:
         """As `_whole`, by the card's operators, which send this TP rank's shard to its experts."""
-        mesh, shards = self.mesh, Rows(rows.count)
+        mesh, shards = self.mesh, RowSplit(rows.count)
         assert mesh.dispatch_group is not None
         shard = shard_range(rows.count, mesh.parallel.tp, mesh.tp_rank)
         x_nD = x_ND[shard.start : shard.stop]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from fusion.model.collectives import Rows, gather_padded, gather_rows, shard_range, shard_sizes
+from fusion.model.collectives import RowSplit, gather_padded, gather_rows, shard_range, shard_sizes
 from fusion.model.mesh import Mesh
 from fusion.model.shared_rows import Reads
 
@@ -99,13 +99,13 @@ def routing_dtype(num_experts: int) -> torch.dtype:
 
 
 @torch.no_grad()
-def routing_of(routed: Sequence[Routed], rows: int | Rows, mesh: Mesh, num_experts: int) -> torch.Tensor:
+def routing_of(routed: Sequence[Routed], rows: int | RowSplit, mesh: Mesh, num_experts: int) -> torch.Tensor:
     """Return the experts of all N rows of a pass in the L sparse layers of this stage: `routing_dtype` [N, L, k] on the
     CPU. Collective over TP and context parallel, over which the rows are split."""
     experts_nLk = torch.stack([layer.expert_nk for layer in routed], 1).to(routing_dtype(num_experts))
     # sent as bytes, since some backends do not support every integer dtype
-    sizes = shard_sizes(rows.count if isinstance(rows, Rows) else rows, mesh.parallel.cp)
-    own = rows if isinstance(rows, Rows) else Rows(sizes[mesh.cp_rank])
+    sizes = shard_sizes(rows.count if isinstance(rows, RowSplit) else rows, mesh.parallel.cp)
+    own = rows if isinstance(rows, RowSplit) else RowSplit(sizes[mesh.cp_rank])
     wire = gather_rows(experts_nLk.flatten(1).view(torch.uint8), own, mesh)
     if mesh.cp_group is not None:
         wire = gather_padded(wire, sizes, mesh.cp_group)

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fusion.model.attention import Attend, Attention, LatentAttention
 from fusion.model.bucket_plan import plan_units, unit_bytes
-from fusion.model.collectives import Rows, gather_rows, may_be_whole, reduce_scatter_rows, shard_range
+from fusion.model.collectives import RowSplit, gather_rows, may_be_whole, reduce_scatter_rows, shard_range
 from fusion.model.config import ModelConfig
 from fusion.model.exchange import RowExchange
 from fusion.model.formats import Format, embedded_format, local_table
@@ -136,7 +136,7 @@ class Transformer(nn.Module):
         routed: list[Routed] | None = None,
         hidden: torch.Tensor | None = None,
         replay: Replay | None = None,
-        rows: Rows | None = None,
+        rows: RowSplit | None = None,
     ) -> torch.Tensor:
         """Compute the hidden states [N, D] after the final norm.
 
@@ -147,14 +147,14 @@ class Transformer(nn.Module):
             routed: one `Routed` of this rank's rows is appended per MoE layer.
             hidden: what the previous pipeline stage returned; None on the first stage.
             replay: the experts to route the rows to.
-            rows: how the N rows lie on the ranks, alike on all TP and EP ranks; `Rows.whole` only if
+            rows: how the N rows lie on the ranks, alike on all TP and EP ranks; `RowSplit.whole` only if
                 `can_hold_whole_rows`, in inference mode and without ``replay``.
 
         Returns:
             On the last stage, [N, D] after the norm; on the others, this TP rank's rows [n, D] before it
             (`hidden_rows`; where rows are whole, all N).
         """
-        rows = Rows(ids_N.shape[0]) if rows is None else rows
+        rows = RowSplit(ids_N.shape[0]) if rows is None else rows
         rope = self._rope(positions_N)
         assert (hidden is None) == self.mesh.first_stage, "hidden states come from the stage before, ids from the batch"
         x = self._embed(ids_N, rows) if hidden is None else hidden
@@ -185,7 +185,7 @@ class Transformer(nn.Module):
 
     @property
     def can_hold_whole_rows(self) -> bool:
-        """Whether small passes may have `Rows.whole`: where the host runs ahead of the card, and a row's bits may
+        """Whether small passes may have `RowSplit.whole`: where the host runs ahead of the card, and a row's bits may
         depend on its batch."""
         # The operators that run the experts of whole rows take no adapters.
         plain = self.row_multiple == 1 and self.config.adapters is None
@@ -222,7 +222,7 @@ class Transformer(nn.Module):
         """Compute a reward model's scores [n, labels] from hidden states [n, D], on all TP ranks. On the last stage."""
         return linear(hidden_nD, self.score, self.row_multiple)
 
-    def _embed(self, ids_N: torch.Tensor, rows: Rows) -> torch.Tensor:
+    def _embed(self, ids_N: torch.Tensor, rows: RowSplit) -> torch.Tensor:
         blocks = blocks_of(self.embed)
         if self.mesh.tp_group is None and len(blocks) == 1:
             return F.embedding(ids_N, blocks[0])
@@ -272,7 +272,7 @@ class Layer(nn.Module):
     def forward(
         self,
         x: torch.Tensor,
-        rows: Rows,
+        rows: RowSplit,
         rope: Any,
         attend: Attend,
         row_multiple: int,

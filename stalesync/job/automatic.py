@@ -49,11 +49,11 @@ def resolve(config: Config, *, can_build: bool, kept: Mapping[str, Any]) -> Conf
     if drafts.source == AUTO:
         source = kept.get(DRAFTS, "both" if on else "none")
         drafts = replace(drafts, source=source if can_build else "none")
-    engine, dcp = rollout.engine, config.parallel.infer.dcp
-    if dcp > 1 and engine.block_size % BLOCK_MULTIPLE == 0:
+    limits, dcp = rollout.engine, config.parallel.infer.dcp
+    if dcp > 1 and limits.block_size % BLOCK_MULTIPLE == 0:
         multiple = BLOCK_MULTIPLE * dcp
-        engine = replace(engine, block_size=-(-engine.block_size // multiple) * multiple)
-    return replace(config, rollout=replace(rollout, schedule=schedule, drafts=drafts, engine=engine))
+        limits = replace(limits, block_size=-(-limits.block_size // multiple) * multiple)
+    return replace(config, rollout=replace(rollout, schedule=schedule, drafts=drafts, engine=limits))
 
 
 def unresolved(config: Config) -> list[str]:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from fusion.ep_switch import SwitchError, plan_switch, transfer
 from fusion.ep_switch.exchange_collective import CollectiveExchange
 from fusion.ep_switch.exchange_shared import SharedExchange
-from fusion.ep_switch.segment import Segment
+from fusion.ep_switch.segment import PeerSegment
 from fusion.model import Parallel
 from tests.ep_switch.switching import BUCKET, End, assert_filled, build_pair, execute, own_bytes
 from tests.families import family_config
@@ -33,7 +33,7 @@ EXCHANGES = ("shared", "collective")
 DEVICES = ("emulated", "adversarial")
 
 
-TAKES = {"shared": (Segment, "read"), "collective": (Segment, "unpack")}
+TAKES = {"shared": (PeerSegment, "read"), "collective": (PeerSegment, "unpack")}
 SENDS = {"shared": (SharedExchange, "send"), "collective": (CollectiveExchange, "send")}
 
 

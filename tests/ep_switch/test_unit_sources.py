@@ -7,10 +7,10 @@ from itertools import product
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.ep_switch.unit_sources import Part, plan_return
+from fusion.ep_switch.unit_sources import TrainedPart, plan_return
 
 parts = st.lists(
-    st.builds(Part, wire_bytes=st.integers(0, 1000), master_bytes=st.none() | st.integers(0, 2000)), max_size=8
+    st.builds(TrainedPart, wire_bytes=st.integers(0, 1000), master_bytes=st.none() | st.integers(0, 2000)), max_size=8
 )
 bandwidth = st.floats(0.5, 64)
 
@@ -71,7 +71,7 @@ def test_no_worse_than_either_link_alone_and_within_a_part_of_the_optimum(parts,
     assert plan.seconds <= optimum + slack + 1e-9 * (1 + optimum)
 
 
-@given(st.lists(st.builds(Part, st.integers(1, 50), st.integers(1, 50)), max_size=6), bandwidth, bandwidth)
+@given(st.lists(st.builds(TrainedPart, st.integers(1, 50), st.integers(1, 50)), max_size=6), bandwidth, bandwidth)
 def test_the_oracle_is_no_more_than_the_best_of_all_choices(parts, wire, host):
     case = (parts, wire, host)
     best = min(max(seconds(choice, *case)) for choice in product(["wire", "host"], repeat=len(parts)))
@@ -80,7 +80,7 @@ def test_the_oracle_is_no_more_than_the_best_of_all_choices(parts, wire, host):
 
 
 def test_wire_and_host_share_the_load_by_their_speed():
-    parts = [Part(wire_bytes=100, master_bytes=200)] * 4
+    parts = [TrainedPart(wire_bytes=100, master_bytes=200)] * 4
     shared = plan_return(parts, 10, 20)
     assert shared.sources == ("host", "host", "wire", "wire") and (shared.wire_s, shared.host_s) == (20, 20)
     slow_host = plan_return(parts, 10, 1)

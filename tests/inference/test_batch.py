@@ -55,8 +55,8 @@ def test_a_step_sends_its_arrays_to_the_card_at_once(monkeypatch, invariant, ope
 
 
 def test_a_step_without_rows_is_built_too():
-    from fusion.inference.sequence import Step
+    from fusion.inference.sequence import EngineStep
 
     made = engine()
-    built = batch.build_batch(Step([], [], []), made.cache)
+    built = batch.build_batch(EngineStep([], [], []), made.cache)
     assert len(built.ids) == len(built.slots) == 0 and built.sampled is None and built.ids.dtype == torch.int64

@@ -17,7 +17,7 @@ from fusion.inference.attention import PagedAttention
 from fusion.inference.batch import SHORT_CHUNK_TOKENS, build_batch
 from fusion.inference.kv_cache import KVCache
 from fusion.inference.kv_layout import KVLayout
-from fusion.inference.sequence import Sequence, Step
+from fusion.inference.sequence import EngineStep, Sequence
 from fusion.model import ModelConfig, Up
 from fusion.model.spec import Latent, Rotary
 from fusion.npu.operators import BATCH_INVARIANT_ROWS, Plain, cuda, operators_of
@@ -92,7 +92,7 @@ class Case:
                     chunks.append((one, count))
             if decodes or chunks:
                 with torch.inference_mode():
-                    batch = build_batch(Step(decodes, chunks, []), self.cache, invariant)
+                    batch = build_batch(EngineStep(decodes, chunks, []), self.cache, invariant)
                     attend = PagedAttention(self.cache, batch)
                     spec, q, latents = self.up.spec, self.q[batch.ids], self.latents[batch.ids]
                     q, latents = q.split([spec.nope_dim, spec.rope_dim], -1), latents.split(self.widths, -1)

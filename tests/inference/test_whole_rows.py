@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.inference import EmbeddedEngine
-from fusion.model import Mesh, ModelConfig, Parallel, Rows, Transformer, load_weights, whole_rows
+from fusion.model import Mesh, ModelConfig, Parallel, RowSplit, Transformer, load_weights, whole_rows
 from fusion.model import parallel as layouts_of_ranks
 from fusion.model.collectives import MAX_GATHERED_ROWS, MAX_WHOLE_ROWS, may_be_whole, shard_sizes
 from fusion.npu.operators import operators_of
@@ -158,7 +158,7 @@ def test_all_ranks_of_an_ep_group_plan_alike(case, max_dispatched):
         is_small = max(own) <= MAX_WHOLE_ROWS and (dispatched or gathered <= MAX_GATHERED_ROWS)
         for count, rank in zip(own, group, strict=True):
             spans = is_small and parallel.ep > parallel.tp
-            assert plans[rank] == Rows(count, is_small, shards if spans else (), dispatched and is_small)
+            assert plans[rank] == RowSplit(count, is_small, shards if spans else (), dispatched and is_small)
 
 
 @pytest.mark.parametrize("parallel", [Parallel(), Parallel(4, tp=2, ep=2, etp=2), Parallel(6, tp=2, ep=3)], ids=str)

@@ -11,6 +11,7 @@ from fusion.offload import Offloader
 from fusion.training import AlgorithmConfig, Sequences, load_checkpoint, save_checkpoint
 from fusion.training.algorithms import cross_entropy, make_algorithm
 from fusion.training.config import ALGORITHMS
+from fusion.training.objective import SHARED
 from tests.helpers import run_ranks, tiny_checkpoint, tiny_hf
 from tests.training.ranks import LONGEST, Case, make_engine, sample_batch, with_policy
 from tests.training.sequences import sequences_of
@@ -204,7 +205,7 @@ def test_a_batch_without_trained_tokens_has_no_gradient(checkpoint, device):
     engine = engine_of(checkpoint, device, load_balancing_coef=0.0)
     batch = sample_batch(3, seed=1)
     metrics = engine.forward_backward(replace(batch, loss_mask=torch.zeros_like(batch.loss_mask)), GRPO)
-    assert metrics == {}
+    assert metrics == {SHARED: 0.0}
     assert not any(tensor.any() for tensor in gradients(engine).values())
 
 
@@ -284,4 +285,4 @@ def fewer_rows_than_tp_ranks(rank, device, checkpoint, layout):
 @pytest.mark.parametrize("layout", [Parallel(2, 2, 2), Parallel(4, 2, 2, pp=2)], ids=str)
 def test_a_single_row_may_be_split_over_tp(checkpoint, layout):
     metrics = run_ranks(fewer_rows_than_tp_ranks, layout.world, checkpoint, layout)[0]
-    assert metrics.keys() == {"actor/load_balancing_loss", "actor/loss"}
+    assert metrics.keys() == {"actor/load_balancing_loss", "actor/loss", SHARED}

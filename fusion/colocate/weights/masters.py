@@ -25,7 +25,7 @@ import torch
 from fusion.ep_switch import Layout, Topology, shared_units
 from fusion.ep_switch.fill import HostPart
 from fusion.ep_switch.moves import UnitId
-from fusion.ep_switch.unit_sources import Part, plan_return
+from fusion.ep_switch.unit_sources import TrainedPart, plan_return
 from fusion.model.boxes import Box, intersect, numel
 from fusion.training.shards import gradient_buckets, own_range, shard_pieces
 
@@ -66,7 +66,7 @@ def choose_hosted(source: Layout, train: Layout, ranks: Iterable[int], topology:
         units = [index for index in range(len(train.units(rank))) if index not in shared]
         lacking = _lacking(train, rank, held)
         parts = [
-            Part(
+            TrainedPart(
                 lacking[index] * train.dtype.itemsize,
                 sum(run.numel for run in runs[index]) * torch.float32.itemsize if index in runs else None,
             )
