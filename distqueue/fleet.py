@@ -134,14 +134,13 @@ class Fleet:
 
     async def _copy(self, copies: Sequence[Copy]) -> list[int]:
         """Have the shards copy their segments. Returns the numbers of those they did not find."""
-        by_shard: dict[str, list[tuple[int, str, str, int]]] = {}
-        for number, shard, source, target in copies:
-            nbytes = self.core.ledger.segments[number].nbytes
-            by_shard.setdefault(shard, []).append((number, source, target, nbytes))
+        by_shard: dict[str, list[tuple[int, str, str]]] = {}
+        for copy in copies:
+            by_shard.setdefault(copy.shard, []).append((copy.number, copy.source, copy.target))
         missing = await asyncio.gather(*(self._copy_at(name, files) for name, files in by_shard.items()))
         return [number for numbers in missing for number in numbers]
 
-    async def _copy_at(self, name: str, files: list[tuple[int, str, str, int]]) -> list[int]:
+    async def _copy_at(self, name: str, files: list[tuple[int, str, str]]) -> list[int]:
         while name in self.shards:
             try:
                 return await self.shards[name].actor.copy.remote(files)
@@ -149,7 +148,7 @@ class Fleet:
                 await asyncio.sleep(RETRY_S)
             except GONE:
                 break
-        return [number for number, *_ in files]
+        return [number for number, _, _ in files]
 
     def _place(self, number: int) -> tuple[str, str]:
         segment = self.core.ledger.segments[number]
@@ -252,7 +251,7 @@ class Fleet:
                 continue
             with ledger.pinned(number):
                 target = f"{entry.spill}/{number}"
-                await self.shards[entry.name].actor.spill.remote(number, segment.path, target, segment.nbytes)
+                await self.shards[entry.name].actor.spill.remote(number, segment.path, target)
                 self.core.moved(number, entry.name, target, spilled=True)
         return True
 

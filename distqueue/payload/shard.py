@@ -99,18 +99,16 @@ class Shard:
         if durable:
             file.sync()
 
-    def spill(self, number: int, path: str, target: str, nbytes: int) -> None:
-        """Copy a segment of ``nbytes`` to disk; the caller discards its file in memory. SegmentGone: the file holds
-        another."""
-        if not _copy(number, path, target, nbytes):
-            raise SegmentGone(path)
+    def spill(self, number: int, path: str, target: str) -> None:
+        """Copy a segment to disk; the caller discards its file in memory."""
+        self.import_segment(target, self.export_segment(number, path), durable=False)
 
-    def copy(self, segments: Sequence[tuple[int, str, str, int]]) -> list[int]:
-        """Copy segments (number, path, target, bytes) durably. Returns the numbers of those not found."""
-        missing = [segment[0] for segment in segments if not _copy(*segment)]
-        for target in [target for number, _, target, _ in segments if number not in missing]:
+    def copy(self, segments: Sequence[tuple[int, str, str]]) -> list[int]:
+        """Copy segments (number, path, target) durably. Returns the numbers of those not found."""
+        missing = [number for number, path, target in segments if not _copy(number, path, target)]
+        for target in [target for number, _, target in segments if number not in missing]:
             sync(target)
-        for folder in {os.path.dirname(target) for _, _, target, _ in segments}:
+        for folder in {os.path.dirname(target) for _, _, target in segments}:
             sync(folder)
         return missing
 
@@ -152,14 +150,14 @@ class Shard:
             remove(folder)
 
 
-def _copy(number: int, path: str, target: str, nbytes: int) -> bool:
-    """Copy a segment, without what else its file has room for. Returns whether the file held it throughout."""
+def _copy(number: int, path: str, target: str) -> bool:
+    """Copy a segment's file. Returns whether it held the segment throughout."""
     try:
         file = SegmentFile(path)
         file.check(number)
         handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        with naming_full_storage(target, nbytes), open(handle, "wb") as copy:
-            copy.write(file.bytes.data[:nbytes])
+        with naming_full_storage(target, file.size), open(handle, "wb") as copy:
+            copy.write(file.bytes.data)
         file.check(number)
         return True
     except SegmentGone:

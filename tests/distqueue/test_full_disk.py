@@ -90,8 +90,8 @@ def test_a_shard_that_writes_for_another_node_spills_or_copies_says_so_too(small
         home.write(file, header, *frames)
     write(home.folder / "1", large("a"))
     for move in (
-        lambda: home.spill(1, str(home.folder / "1"), str(small / "spill" / "s" / "1"), 3 * MIB),
-        lambda: home.copy([(1, str(home.folder / "1"), str(small / "copy"), 3 * MIB)]),
+        lambda: home.spill(1, str(home.folder / "1"), str(small / "spill" / "s" / "1")),
+        lambda: home.copy([(1, str(home.folder / "1"), str(small / "copy"))]),
     ):
         with pytest.raises(StorageFull, match=rf"^the disk is full: {small}/.* \(run.dir, or queue.spill for what"):
             move()
