@@ -52,7 +52,7 @@ def costs_of(num_tokens: int, rounds: int, folder: Path) -> Iterator[tuple[str, 
     source = np.full(batch_of("one", num_tokens).nbytes, 7, np.uint8)
     target = np.zeros_like(source)
     floor_s = on_reference(lambda: cpu_of([], lambda: [np.copyto(target, source) for _ in range(times)]), rounds)
-    yield "copy_us_a_token", floor_s / tokens * 1e6
+    yield "floor_copy_us", floor_s / tokens * 1e6
     for kind, queue in queues.items():
         processes = processes_of(queue)
         works = {"put": partial(put, num_tokens=num_tokens), "claim": claim, "read": read, "ack": ack}
