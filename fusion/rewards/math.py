@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 
 from math_verify import parse, verify
@@ -11,6 +12,8 @@ from fusion.rewards.answers import BOX, boxed, equal_as_text, final_part, is_dam
 
 MAX_PARSED = 1 << 14
 """Characters of a response that math-verify reads: numbers separated by spaces take it a time quadratic in them"""
+_CUT_WORD = re.compile(r"[!-~]*")
+"""What may belong to a word that was cut: a number, or LaTeX"""
 
 
 def math_answer(prompt: str, response: str, answer: str, **fields: object) -> float:
@@ -55,7 +58,7 @@ def _end_of(text: str) -> str:
     content = boxed(text)
     if content is not None and len(content) <= MAX_PARSED:
         return f"{BOX}{content}}}"
-    return text[-MAX_PARSED:].partition(" ")[2]
+    return _CUT_WORD.sub("", text[-MAX_PARSED:], count=1)
 
 
 def _parse_gold(answer: str) -> list:

@@ -62,6 +62,8 @@ def test_math(response, answer, reward):
         ("\\boxed{" * 60_000, 0.0),
         ("\\boxed{13} " + "x is x, " * 5_000 + "so \\boxed{12}", 1.0),
         ("\\boxed{12} " + "x is x, " * 5_000 + "so \\boxed{13}", 0.0),
+        ("x+x,\n" * 5_000 + "so\n$12$", 1.0),
+        ("\u7b97\u51fa" * 20_000 + "\uff0c\u7b54\u6848\u662f$12$", 1.0),
         ("0" * 30_000 + "12", 0.0),
         ("12 " + "0" * MAX_PARSED, 0.0),
         ("so 9" + "12" + "," * (MAX_PARSED - 2), 0.0),

@@ -5,7 +5,7 @@ Names of dimensions as in `plain.py`; S keys of a sequence, T its queries, G que
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 import torch
@@ -64,63 +64,44 @@ def lower_right_mask(rows: int, length: int, device: torch.device) -> torch.Tens
     return places <= places[length - rows :, None]
 
 
-def paged(
-    q_NHC: torch.Tensor,
-    parts: Sequence[torch.Tensor],
-    blocks_RB: torch.Tensor,
-    lengths: torch.Tensor,
-    *,
-    host_lengths: Sequence[int],
-    invariant: bool,
-    value_width: int | None,
-    scale: float,
-) -> torch.Tensor:
-    """Return the attention [N, H, V] of paged rows, whose blocks are gathered for some rows at a time.
+Gathered = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries [R, K, G, C] of some paged rows, keys and values [R, K, S, C], and where these are read, bool [R, 1, 1, S]"""
 
-    Args:
-        parts: keys and values by block, [blocks, K, block_size, C] each; or, with the ``value_width`` of latents, these
-            in one or more parts by channels.
-        blocks_RB, lengths, host_lengths, invariant: as in `PagedRows`.
-    """
-    gathered = _gathered(q_NHC, parts, blocks_RB, lengths, host_lengths, invariant=invariant, value_width=value_width)
+
+def paged(gathered: Iterable[Gathered], scale: float) -> torch.Tensor:
+    """Return the attention [N, H, V] of paged rows."""
     outputs = [F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale) for q, k, v, mask in gathered]
     return _join([out.flatten(1, 2) for out in outputs])
 
 
-def paged_with_lse(
-    q_NHC: torch.Tensor,
-    parts: Sequence[torch.Tensor],
-    blocks_RB: torch.Tensor,
-    lengths: torch.Tensor,
-    *,
-    host_lengths: Sequence[int],
-    invariant: bool,
-    value_width: int | None,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def paged_with_lse(gathered: Iterable[Gathered], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what `paged` does, and the log-sum-exp of the scores [N, H], at least float32."""
     outputs, sums = [], []
-    gathered = _gathered(q_NHC, parts, blocks_RB, lengths, host_lengths, invariant=invariant, value_width=value_width)
     for q_RKGC, k_RKSC, v_RKSC, mask_R11S in gathered:
-        scores_RKGS = (q_RKGC @ k_RKSC.transpose(2, 3)).to(torch.promote_types(q_NHC.dtype, torch.float32)) * scale
+        scores_RKGS = (q_RKGC @ k_RKSC.transpose(2, 3)).to(torch.promote_types(q_RKGC.dtype, torch.float32)) * scale
         scores_RKGS = scores_RKGS.masked_fill(~mask_R11S, -torch.inf)
         outputs.append((scores_RKGS.softmax(-1).to(v_RKSC.dtype) @ v_RKSC).flatten(1, 2))
         sums.append(scores_RKGS.logsumexp(-1).flatten(1, 2))
     return _join(outputs), _join(sums)
 
 
-def _gathered(
+def gather_rows(
     q_NHC: torch.Tensor,
     parts: Sequence[torch.Tensor],
     blocks_RB: torch.Tensor,
     lengths: torch.Tensor,
-    host_lengths: Sequence[int],
     *,
+    host_lengths: Sequence[int],
     invariant: bool,
     value_width: int | None,
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield queries [R, K, G, C], keys and values [R, K, S, C] of some rows at a time, and where these are read, bool
-    [R, 1, 1, S]."""
+) -> Iterator[Gathered]:
+    """Yield paged rows with their blocks, some rows at a time.
+
+    Args:
+        parts: keys and values by block, [blocks, K, block_size, C] each; or, with the ``value_width`` of latents, these
+            in one or more parts by channels.
+        blocks_RB, lengths, host_lengths, invariant: as in `PagedRows`.
+    """
     block_size = parts[0].shape[2]
     for start, stop, width in _row_slices(host_lengths, block_size, invariant):
         blocks = blocks_RB[start:stop, :width]

@@ -5,6 +5,7 @@ Names of dimensions as in `plain.py`; V channels of a value, P rotated channels 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -133,26 +134,21 @@ class PlainAttention:
             value_width: as of `areas`.
             scale: of the scores.
         """
-        if rows.blocks_RB is None:
-            raise NotImplementedError(f"the {self.name} operators read no blocks by a table")
-        return composed_attention.paged(
-            q_NHC,
-            pool.chunk(2) if value_width is None else self.areas(pool, value_width),
-            rows.blocks_RB,
-            rows.lengths,
-            host_lengths=rows.host_lengths,
-            invariant=rows.invariant,
-            value_width=value_width,
-            scale=scale,
-        )
+        return composed_attention.paged(self._gather_rows(q_NHC, pool, rows, value_width), scale)
 
     def partial_attention(
         self, q_NHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows, value_width: int | None, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the attention of `paged_attention` to a part of each row's tokens, and the log-sum-exp of the scores
         [N, H], at least float32, by which it is merged with that to others."""
-        assert rows.blocks_RB is not None
-        return composed_attention.paged_with_lse(
+        return composed_attention.paged_with_lse(self._gather_rows(q_NHC, pool, rows, value_width), scale)
+
+    def _gather_rows(
+        self, q_NHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows, value_width: int | None
+    ) -> Iterator[composed_attention.Gathered]:
+        if rows.blocks_RB is None:
+            raise NotImplementedError(f"the {self.name} operators read no blocks by a table")
+        return composed_attention.gather_rows(
             q_NHC,
             pool.chunk(2) if value_width is None else self.areas(pool, value_width),
             rows.blocks_RB,
@@ -160,7 +156,6 @@ class PlainAttention:
             host_lengths=rows.host_lengths,
             invariant=rows.invariant,
             value_width=value_width,
-            scale=scale,
         )
 
     def paged_latent_attention(

@@ -45,8 +45,10 @@ def test_segments_come_from_elsewhere_go_to_disk_and_go(tmp_path: Path) -> None:
     home.write(file, header, *frames)
     other.import_segment(str(other.folder / "moved"), home.export_segment(3, str(home.folder / "3")), durable=True)
     home.spill(3, str(home.folder / "3"), str(tmp_path / "disk" / "3"))
-    for path in (other.folder / "moved", tmp_path / "disk" / "3"):
+    assert home.copy([(3, str(home.folder / "3"), str(tmp_path / "copy"))]) == []
+    for path in (other.folder / "moved", tmp_path / "disk" / "3", tmp_path / "copy"):
         assert numbers(Mapped().columns(SegmentPlace(3, "", str(path)))) == [7]
+        assert path.stat().st_size == 4096, "a file that grows when it is reused has readers that see less of it"
     assert home.missing([str(home.folder / "3"), str(home.folder / "4")]) == [str(home.folder / "4")]
     home.keep_only([str(other.folder / "moved")], ["a", "b"])
     assert not (home.folder / "3").exists() and (tmp_path / "disk" / "3").exists()
