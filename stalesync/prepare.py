@@ -46,12 +46,9 @@ def start_rewards(
     stack: ExitStack, config: Config, source: PromptSource, opened: Sequence[OpenedFile], num_answers: int = 64
 ) -> tuple[RewardPool | None, list[Term], list[EvalFile], list[str]]:
     """Start the processes of a job's rewards, which end with ``stack``, checks the fields of the data and up to
-    ``num_answers`` of its reference answers, and calls each reward once. Return the reward itself (None: a reward
-    model or an environment), its terms, the files of the evaluations, and a line for each call.
-
-    Raises:
-        ValueError: a reward cannot be loaded, lacks a field, returns no reward, or can match no reference answer.
-    """
+    ``num_answers`` of its reference answers, and calls each reward once. Return the reward itself (None: a reward model
+    or an environment), its terms, the files of the evaluations, and a line for each call. Raise ValueError if a reward
+    cannot be loaded, lacks a field, returns no reward, or can match no reference answer."""
     rule = None
     if config.reward.kind not in ("model", "environment"):
         rule = stack.enter_context(RewardPool(config.reward))
@@ -87,11 +84,8 @@ def start_environments(
     stack: ExitStack, config: Config, source: PromptSource, spec: WorkerSpec
 ) -> tuple[Environments | None, list[str]]:
     """Start the processes of a job's environments, which end with ``stack``, and begin one conversation. Return them
-    (None: the model speaks in one turn), and lines that describe them.
-
-    Raises:
-        ValueError: the environment cannot be loaded or does not begin, or the chat template cannot be continued.
-    """
+    (None: the model speaks in one turn), and lines that describe them. Raise ValueError if the environment cannot be
+    loaded or does not begin, or the chat template cannot be continued."""
     if not config.converses:
         return None, []
     from fusion.environments.render import Bridge

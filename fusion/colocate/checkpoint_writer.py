@@ -43,11 +43,8 @@ class CheckpointWriter:
         """The state to be written, or being written"""
 
     def copy(self, state: Mapping[str, Any]) -> None:
-        """Copy a `TrainEngine.state_dict` with tensors in HBM or on the host; return when they may be changed.
-
-        Raises:
-            RuntimeError: the host does not have enough memory for the copy.
-        """
+        """Copy a `TrainEngine.state_dict` with tensors in HBM or on the host; return when they may be changed. Raise
+        RuntimeError if the host does not have enough memory for the copy."""
         assert self._state is None, "the last snapshot has not been written yet"
         live: Mapping[str, torch.Tensor] = state["tensors"]
         if not self._copies:
@@ -60,11 +57,8 @@ class CheckpointWriter:
         self._state = {**state, "tensors": self._copies}
 
     def write(self, checkpoint: str, export: str) -> None:
-        """Write the copy, each folder atomically. Collective over the cards that train.
-
-        Raises:
-            OSError: this card could not write.
-        """
+        """Write the copy, each folder atomically. Collective over the cards that train. Raise OSError if this card
+        could not write."""
         state, model = self._state, self._trainer.model
         assert state is not None, "there is no snapshot to write"
         save_checkpoint(self._trainer, checkpoint, state=state, group=self._group)

@@ -70,11 +70,8 @@ class Deployment:
         return frozenset(role for role in Role if rank in self.cards_of(role))
 
     def engines(self, size: int) -> list[tuple[int, ...]]:
-        """Return the ranks of every engine of ``size`` cards.
-
-        Raises:
-            ValueError: an engine would be incomplete, or mix cards that train and cards that do not; names the keys.
-        """
+        """Return the ranks of every engine of ``size`` cards. Raise ValueError if an engine would be incomplete, or mix
+        cards that train and cards that do not; names the keys."""
         alone = len(self.generate) - len(self.shared)
         for count, what in ((len(self.shared), "cards that train and generate"), (alone, "cards that only generate")):
             if count % size:
@@ -91,15 +88,9 @@ class Deployment:
 
 
 def deploy(config: FusionConfig, npus: int, reference: bool, reward_model: bool) -> Deployment:
-    """Return the deployment configured by the group `fusion`.
-
-    Args:
-        npus: cards of the run (`cluster.npus`).
-        reference, reward_model: whether the run needs the role.
-
-    Raises:
-        ValueError: there are too few cards, or none of them would have a role; names the key.
-    """
+    """Return the deployment configured by the group `fusion`. ``npus``: cards of the run (`cluster.npus`);
+    ``reference``, ``reward_model``: whether the run needs the role. Raise ValueError if there are too few cards, or
+    none of them would have a role; names the key."""
     name, score = config.deployment, config.score_cards
     has_infer_cards = name in OWN_CARDS
     if score and not (reference or reward_model):

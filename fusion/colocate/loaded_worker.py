@@ -28,16 +28,11 @@ from fusion.rollout.partial_samples import SampleStore
 
 
 class LoadedWorker:
-    """Joins the other workers of a run and loads the components of its card.
-
-    Args:
-        rank: of this card in the run.
-        queue: where samples are read from and written to.
-        parts: factories of the card's components; None: chosen by the spec.
-        exchange_texts: sends a message to the text store of the run and returns its reply (`TextExchange`); None:
-            engines draft from their own text.
-        kv_peers: the KV pools of the other machines; None: KV does not travel between machines.
-    """
+    """Joins the other workers of a run and loads the components of its card. ``rank``: of this card in the run;
+    ``queue``: where samples are read from and written to; ``parts``: factories of the card's components; None: chosen
+    by the spec; ``exchange_texts``: sends a message to the text store of the run and returns its reply
+    (`TextExchange`); None: engines draft from their own text; ``kv_peers``: the KV pools of the other machines; None:
+    KV does not travel between machines."""
 
     def __init__(
         self,
@@ -65,22 +60,16 @@ class LoadedWorker:
         return self._card
 
     def rendezvous(self, host: str = LOOPBACK) -> str:
-        """Return the address for `prepare`, of which every card of the run must be told. Called on rank 0.
-
-        Args:
-            host: this machine's address that the other cards can reach.
-        """
+        """Return the address for `prepare`, of which every card of the run must be told. Called on rank 0. ``host``:
+        this machine's address that the other cards can reach."""
         self._rendezvous = Rendezvous(host)
         return self._rendezvous.address
 
     def prepare(self, address: str, device: Device | None = None, restart: int = 0) -> str:
-        """Open the card (unless ``device`` is given), join the other workers at ``address`` (unless they have
-        joined), load what the card's roles need, and return a description of the device.
-
-        Args:
-            restart: number of the restart in the run, from 1, where all cards of an engine take the place of others
-                that have ended; `rejoin` must follow. 0: the run starts.
-        """
+        """Open the card (unless ``device`` is given), join the other workers at ``address`` (unless they have joined),
+        load what the card's roles need, and return a description of the device. ``restart``: number of the restart in
+        the run, from 1, where all cards of an engine take the place of others that have ended; `rejoin` must follow; 0:
+        the run starts."""
         spec = self.spec
         home = Phase.TRAIN if self.rank in spec.deployment.train else Phase.STANDBY
         self.phases.begin(home)

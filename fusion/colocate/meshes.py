@@ -15,14 +15,10 @@ from fusion.model import Mesh, Parallel
 @dataclass
 class Meshes:
     """The process groups of a card. A mesh is None if the card is not in it; a group is None if it has one member.
-
-    Attributes:
-        actor: the cards that take part in a switch to INFER. The only group that has cards of several engines, or of
-            an engine and the trainer, in it; so the only one that must be renewed when an engine is replaced.
-        trainers: the cards that take part in a switch to TRAIN.
-        replica: the cards that train on the same samples.
-        checkpoint_group: the cards of ``trainers`` over the host, for saving in the background.
-    """
+    ``actor``: the cards that take part in a switch to INFER. The only group that has cards of several engines, or of an
+    engine and the trainer, in it, so the only one that must be renewed when an engine is replaced; ``trainers``: the
+    cards that take part in a switch to TRAIN; ``replica``: the cards that train on the same samples;
+    ``checkpoint_group``: the cards of ``trainers`` over the host, for saving in the background."""
 
     train: Mesh | None = None
     engine: Mesh | None = None
@@ -35,11 +31,8 @@ class Meshes:
 
     @classmethod
     def create(cls, spec: WorkerSpec, rank: int, backend: str) -> Meshes:
-        """Create all groups in the same order on every card. Collective over the whole world.
-
-        Args:
-            backend: `Device.process_group_backend`.
-        """
+        """Create all groups in the same order on every card. Collective over the whole world. ``backend``:
+        `Device.process_group_backend`."""
         deployment = spec.deployment
         made = {
             members: dist.new_group(list(members), backend=_backend(backend, host))
@@ -80,12 +73,8 @@ class Meshes:
     @classmethod
     def create_restarted(cls, spec: WorkerSpec, rank: int, restart: int, backend: str) -> Meshes:
         """Create the groups within the engine of ``rank``, whose cards have all restarted. Collective over the engine;
-        `renew_actor` must follow.
-
-        Args:
-            restart: number of the restart in the run, from 1.
-            backend: `Device.process_group_backend`.
-        """
+        `renew_actor` must follow. ``restart``: number of the restart in the run, from 1; ``backend``:
+        `Device.process_group_backend`."""
         ranks = next(ranks for ranks in spec.engines if rank in ranks)
         groups = add_mesh({}, spec.infer_of_one_engine, ranks)
 

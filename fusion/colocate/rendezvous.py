@@ -62,19 +62,11 @@ class Rendezvous:
 
 def join(address: str, *, rank: int, world: int, opened: Rendezvous | None = None) -> None:
     """Make this process ``rank`` of the default process group, at the start of the run or in place of one that has
-    ended. The default group sends nothing and opens no connection: it serves to create others, as `new_group` does.
-
-    The first rank must have opened its rendezvous before others join. Whether they reach it is tried first, as torch's
-    store would retry for half an hour.
-
-    Args:
-        address: `Rendezvous.address` of rank 0.
-        opened: on rank 0, the rendezvous itself.
-
-    Raises:
-        ValueError: ``address`` is not that of a rendezvous.
-        NotReached: this process cannot connect to it.
-    """
+    ended. The default group sends nothing and opens no connection: it serves to create others, as `new_group` does. The
+    first rank must have opened its rendezvous before others join. Whether they reach it is tried first, as torch's
+    store would retry for half an hour. ``address``: `Rendezvous.address` of rank 0; ``opened``: on rank 0, the
+    rendezvous itself. Raise ValueError if ``address`` is not that of a rendezvous, NotReached if this process cannot
+    connect to it."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers torch's backend `fake`
 
     assert (opened is not None) == (rank == 0), "the first rank opens the rendezvous"
@@ -85,11 +77,7 @@ def join(address: str, *, rank: int, world: int, opened: Rendezvous | None = Non
 def new_group(ranks: Sequence[int], name: str, backend: str) -> dist.ProcessGroup | None:
     """Create the process group of ``ranks`` (global ranks, ascending), of which some may have joined later; None on
     other ranks. Collective over its ranks alone, unlike torch's `new_group`, which counts groups and so must be called
-    by all ranks as often.
-
-    Args:
-        name: that no group of the run has had before; the same on all ranks.
-    """
+    by all ranks as often. ``name``: that no group of the run has had before; the same on all ranks."""
     ranks = list(ranks)
     if dist.get_rank() not in ranks:
         return None
@@ -128,11 +116,7 @@ def _connect(address: str, *, rank: int, world: int, opened: Rendezvous | None =
 
 
 def _check_reached(host: str, port: int) -> None:
-    """Connect to the first rank once.
-
-    Raises:
-        NotReached: in vain.
-    """
+    """Connect to the first rank once; raise NotReached if it cannot be reached."""
     try:
         socket.create_connection((host, port), REACHED_WITHIN_S).close()
     except OSError as error:

@@ -16,13 +16,9 @@ from fusion.npu.all_or_none import all_or_none
 def in_role_phase(
     phases: PhaseMachine, phase: Phase, *, mesh: Mesh, weights: AbstractContextManager[None], device: Device
 ) -> Iterator[None]:
-    """Put the card into ``phase`` with ``weights`` entered for the duration of the block, then back into its phase;
-    all cards of ``mesh`` together.
-
-    Raises:
-        AbortedOnAllRanks: on all cards, if one fails. If the phase of one does not allow the transition, all keep their
-            phase; after a later failure all are BROKEN.
-    """
+    """Put the card into ``phase`` with ``weights`` entered for the duration of the block, then back into its phase; all
+    cards of ``mesh`` together. Raise AbortedOnAllRanks on all cards if one fails. If the phase of one does not allow
+    the transition, all keep their phase; after a later failure all are BROKEN."""
     on_all = partial(all_or_none, group=mesh.world_group, rank=phases.rank, device=device)
     home = phases.phase
     on_all(lambda: phases.check(phase), stage="phase")

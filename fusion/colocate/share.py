@@ -40,16 +40,10 @@ class InferenceShare:
     def changed(
         self, changes: Mapping[str, Any], config: RolloutConfig, *, engines: int, max_tokens: int
     ) -> InferenceShare:
-        """Return this share with some of KEYS changed.
-
-        Args:
-            changes: key → value as a user writes it: numbers, null, engines as `all` or `0,2`.
-            engines: number of engines of the run.
-            max_tokens: tokens of the longest possible sample.
-
-        Raises:
-            ValueError: a key that cannot be changed, or a value out of range, naming key and accepted values.
-        """
+        """Return this share with some of KEYS changed. ``changes``: key → value as a user writes it: numbers, null,
+        engines as `all` or `0,2`; ``engines``: number of engines of the run; ``max_tokens``: tokens of the longest
+        possible sample. Raise ValueError, naming key and accepted values, for a key that cannot be changed, or a value
+        out of range."""
         share = self
         for key, value in changes.items():
             if key not in KEYS:
@@ -67,11 +61,8 @@ class InferenceShare:
         return share
 
     def check_longest(self, config: RolloutConfig, max_tokens: int) -> None:
-        """Check that an attention rank's KV cache may hold the longest sample.
-
-        Raises:
-            ValueError: `rollout.engine.max_kv_tokens` does not allow it.
-        """
+        """Check that an attention rank's KV cache may hold the longest sample. Raise ValueError if
+        `rollout.engine.max_kv_tokens` does not allow it."""
         size, limit = config.engine.block_size, self.max_kv_tokens
         if limit is not None and limit // size * size < max_tokens:
             raise ValueError(

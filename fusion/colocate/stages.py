@@ -52,12 +52,8 @@ class StageReport:
 
 
 def wait_kind(stage: str, phase: Phase, trains: bool) -> str:
-    """Return the kind of the time that a card waited before ``stage``: for data, for weights, or "" (idle).
-
-    Args:
-        phase: in which it waited.
-        trains: whether it is a card that trains.
-    """
+    """Return the kind of the time that a card waited before ``stage``: for data, for weights, or "" (idle). ``phase``:
+    in which it waited; ``trains``: whether it is a card that trains."""
     if stage in ("train", "accumulate", "reference", "score"):
         return WAIT_DATA
     if stage == "switch to train":  # cards that did not generate waited for those that did
@@ -68,11 +64,8 @@ def wait_kind(stage: str, phase: Phase, trains: bool) -> str:
 
 
 class StageLog:
-    """Records the activity of one card between two reports. ``stage_name``: the current stage, or "idle".
-
-    Args:
-        pacer: the pacer of a card that takes modelled time.
-    """
+    """Records the activity of one card between two reports. ``stage_name``: the current stage, or "idle". ``pacer``:
+    the pacer of a card that takes modelled time."""
 
     def __init__(self, rank: int, device: Device, pacer: Pacer | None = None):
         self.rank, self.device, self.pacer = rank, device, pacer
@@ -121,21 +114,14 @@ class StageLog:
         self._left_ns = self.timeline.clock_ns()
 
     def begin_profile(self, path: Path) -> None:
-        """Profile the stages until `end_profile`, with the names of all spans. Called on their thread.
-
-        Args:
-            path: as of `Profile`.
-        """
+        """Profile the stages until `end_profile`, with the names of all spans. Called on their thread. ``path``: as of
+        `Profile`."""
         self._profile = Profile(self.device.kind, path)
         self.timeline.annotate = torch.profiler.record_function
 
     def ask_profile(self, path: Path | None) -> None:
         """Ask for a profile, or for the end of that which runs (None). It is done on the stages' thread, between two
-        steps of the engine, or at the beginning or the end of a stage. Any thread.
-
-        Args:
-            path: as of `Profile`.
-        """
+        steps of the engine, or at the beginning or the end of a stage. Any thread. ``path``: as of `Profile`."""
         self._asked.append(path)
         self.timeline.after_mark = self._do_asked
 
@@ -172,12 +158,8 @@ class StageLog:
 
     @contextmanager
     def explain_out_of_memory(self, stage: str) -> Iterator[None]:
-        """Report the memory by owner if the block runs out of memory.
-
-        Raises:
-            OutOfMemory: instead of the allocator's error, or of an abort on all cards that was caused by a lack of
-                memory on this card.
-        """
+        """Report the memory by owner if the block runs out of memory. Raise OutOfMemory instead of the allocator's
+        error, or of an abort on all cards that was caused by a lack of memory on this card."""
         try:
             yield
         except (torch.OutOfMemoryError, AbortedOnAllRanks) as error:

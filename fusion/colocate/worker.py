@@ -47,11 +47,7 @@ class Worker(LoadedWorker):
 
     def rejoin(self, restart: int) -> None:
         """Renew the groups in which an engine's cards were that have restarted since. Collective over the cards that
-        train or generate, while they do neither.
-
-        Args:
-            restart: number of the last restart in the run.
-        """
+        train or generate, while they do neither. ``restart``: number of the last restart in the run."""
         card = self.card
         with card.log.work("rejoin", "switch"):
             card.meshes.renew_actor(self.spec, restart, card.device.process_group_backend)
@@ -70,13 +66,10 @@ class Worker(LoadedWorker):
     def switch(
         self, phase: str, version: int = 0, share: InferenceShare | None = None, while_generating: bool = False
     ) -> StageReport:
-        """Switch the card to ``infer`` or to ``train``. Collective over the cards that train or generate.
-
-        Args:
-            version: the policy version whose weights the engines receive.
-            share: the engines that generate and their resources; None: all, as configured.
-            while_generating: cards that only generate keep decoding and call `receive` instead.
-        """
+        """Switch the card to ``infer`` or to ``train``. Collective over the cards that train or generate. ``version``:
+        the policy version whose weights the engines receive; ``share``: the engines that generate and their resources;
+        None: all, as configured; ``while_generating``: cards that only generate keep decoding and call `receive`
+        instead."""
         card, target = self.card, Phase(phase)
         name = f"switch to {phase}"
         with self._stage(name, "switch"):
@@ -260,14 +253,9 @@ class Worker(LoadedWorker):
 
     def restore(self, checkpoint: str, steps_left: int | None = None) -> None:
         """Load the trainer's state from the folder ``checkpoint``, which was saved in any layout and whose files the
-        caller has verified. Collective over the cards that train.
-
-        Args:
-            steps_left: optimizer steps until the end of the run; None: as configured.
-
-        Raises:
-            ValueError: the folder is not a checkpoint, or belongs to another model or dtype.
-        """
+        caller has verified. Collective over the cards that train. ``steps_left``: optimizer steps until the end of the
+        run; None: as configured. Raise ValueError if the folder is not a checkpoint, or belongs to another model or
+        dtype."""
         self.phases.require("restore")
         with self.card.log.work("restore"):
             self.card.switcher.load_optimizer()
@@ -281,21 +269,14 @@ class Worker(LoadedWorker):
         self._drafts_to_save = self.card.drafter.texts.history(MAX_TOKENS)
 
     def save_drafts(self, folder: str) -> None:
-        """Write the copy of `snapshot_drafts`. Other stages may run at the same time. Returns when it is on disk.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """Write the copy of `snapshot_drafts`. Other stages may run at the same time. Returns when it is on disk. Raise
+        OSError if it could not be written."""
         pieces, self._drafts_to_save = self._drafts_to_save, []
         write_history(Path(folder), self.rank, pieces)
 
     def restore_drafts(self, folder: str) -> None:
         """Load the history of prompts from a folder whose files the caller has verified; nothing if there is none. On
-        all cards that generate, so that those with one schedule draft alike.
-
-        Raises:
-            ValueError: a file is damaged.
-        """
+        all cards that generate, so that those with one schedule draft alike. Raise ValueError if a file is damaged."""
         assert self.card.drafter is not None, f"rank {self.rank} does not draft"
         self.card.drafter.texts.load_history(read_history(Path(folder)))
 

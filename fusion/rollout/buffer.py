@@ -60,17 +60,11 @@ from fusion.rollout.types import SuspendedSample, branch_id, conversation_of
 
 
 class RequestBuffer:
-    """Hold requests by group, in the order in which groups were added.
-
-    Args:
-        num_probes: requests of a group that run ahead of the others; 0: none.
-        order: in which they are dispatched: a name as of `rollout.schedule.order`.
-        exact_lengths: gives the lengths of all responses of a group, for the order `oracle`.
-        pool: how engines share KV; None: they do not.
-        max_rows: rows of the data of which lengths are kept, for orders that know the last epoch; 0: none comes a
-            second time.
-        histopipe: settings of the order `histopipe`; None with another one.
-    """
+    """Hold requests by group, in the order in which groups were added. ``num_probes``: requests of a group that run
+    ahead of the others; 0: none; ``order``: in which they are dispatched: a name as of `rollout.schedule.order`;
+    ``exact_lengths``: gives the lengths of all responses of a group, for the order `oracle`; ``pool``: how engines
+    share KV; None: they do not; ``max_rows``: rows of the data of which lengths are kept, for orders that know the last
+    epoch; 0: none comes a second time; ``histopipe``: settings of the order `histopipe`; None with another one."""
 
     def __init__(
         self,

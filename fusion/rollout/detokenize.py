@@ -23,13 +23,9 @@ DECODES = ("model", "decoder", "added_tokens")
 
 @dataclass(frozen=True)
 class DetokenizerSpec:
-    """What a card needs to decode responses: plain data.
-
-    Args:
-        folder: of the tokenizer, in Hugging Face format.
-        end_token_ids: the tokens that end a response; () if there is none.
-        standalone: `tokenizer.json` alone decodes to the same text as the tokenizer, to the letter.
-    """
+    """What a card needs to decode responses: plain data. ``folder``: of the tokenizer, in Hugging Face format;
+    ``end_token_ids``: the tokens that end a response; () if there is none; ``standalone``: `tokenizer.json` alone
+    decodes to the same text as the tokenizer, to the letter."""
 
     folder: str
     end_token_ids: tuple[int, ...]

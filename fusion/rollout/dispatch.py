@@ -74,15 +74,10 @@ class Vacancy:
 
 @dataclass(frozen=True)
 class PoolRouting:
-    """Route requests whose KV is in the pool of a machine.
-
-    Args:
-        max_spread: maximum imbalance at which a request returns to its KV, in requests more than those of the least
-            loaded engine.
-        min_pull_tokens: shorter KV is computed again rather than copied by another engine.
-        machines: of the ranks of each engine; (): all are on one machine.
-        remote: whether engines also copy KV from other machines, from `REMOTE_PULL` times as many tokens on.
-    """
+    """Route requests whose KV is in the pool of a machine. ``max_spread``: maximum imbalance at which a request returns
+    to its KV, in requests more than those of the least loaded engine; ``min_pull_tokens``: shorter KV is computed again
+    rather than copied by another engine; ``machines``: of the ranks of each engine; (): all are on one machine;
+    ``remote``: whether engines also copy KV from other machines, from `REMOTE_PULL` times as many tokens on."""
 
     max_spread: int
     min_pull_tokens: int
@@ -90,25 +85,17 @@ class PoolRouting:
     remote: bool = False
 
     def choose_engine(self, num_running: Mapping[int, int], *, kv_home: int, least_loaded: int) -> int:
-        """Choose the engine of a request: the one that has parked its KV while the counts stay balanced, else the
-        least loaded one.
-
-        Args:
-            num_running: requests that each engine has.
-            kv_home: that has parked the request's KV.
-            least_loaded: the engine with the fewest requests.
-        """
+        """Choose the engine of a request: the one that has parked its KV while the counts stay balanced, else the least
+        loaded one. ``num_running``: requests that each engine has; ``kv_home``: that has parked the request's KV;
+        ``least_loaded``: the engine with the fewest requests."""
         if kv_home not in num_running:
             return least_loaded
         spread = num_running[kv_home] - num_running[least_loaded]
         return kv_home if spread <= self.max_spread else least_loaded
 
     def pulls(self, kv_tokens: int, *, kv_home: int, engine: int) -> bool:
-        """Whether an engine copies KV of ``kv_tokens`` tokens from the pool, which another one has parked.
-
-        Args:
-            kv_home: that has parked it.
-        """
+        """Whether an engine copies KV of ``kv_tokens`` tokens from the pool, which another one has parked. ``kv_home``:
+        that has parked it."""
         if not self.machines or self.machines[kv_home] == self.machines[engine]:
             return kv_tokens >= self.min_pull_tokens
         return self.remote and kv_tokens >= REMOTE_PULL * self.min_pull_tokens
@@ -167,13 +154,9 @@ def assign_all(
     waiting: Iterable[Entry], loads: dict[int, int], counts: Mapping[int, int], pool: PoolRouting | None = None
 ) -> ByEngine:
     """Assign requests to the engine that has their KV as far as loads stay even, with a pool as `PoolRouting` chooses;
-    the others of a group together, to the least loaded engine.
-
-    Args:
-        waiting: the requests in order.
-        loads: tokens of the requests that each engine has; those of the new ones are added.
-        counts: number of requests that each engine has.
-    """
+    the others of a group together, to the least loaded engine. ``waiting``: the requests in order; ``loads``: tokens of
+    the requests that each engine has; those of the new ones are added; ``counts``: number of requests that each engine
+    has."""
     waiting = list(waiting)
     by_engine: ByEngine = {engine: [] for engine in loads}
     returning = _return_to_kv(waiting, loads, counts, pool)
@@ -227,12 +210,8 @@ def fill(
 ) -> ByEngine:
     """Take requests and assign them until the next one fits nowhere: to the engine with the request's KV (with a pool
     as `PoolRouting` chooses), else to that of the sibling assigned last, else to the one with the most room (of several
-    the first). Where engines prefer requests, each first gets those, in the same way.
-
-    Args:
-        vacancies: what each engine that can take a request can still take; changed.
-        groups: by id; the engine of each is updated.
-    """
+    the first). Where engines prefer requests, each first gets those, in the same way. ``vacancies``: what each engine
+    that can take a request can still take; changed; ``groups``: by id; the engine of each is updated."""
     filling = _Filling(waiting, vacancies, room, groups=groups, pool=pool)
     if waiting.prefers_engines:
         filling.add_preferred()

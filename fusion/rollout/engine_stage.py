@@ -123,12 +123,8 @@ class EngineStage:
 
     def answer(self, requests: Sequence[Request], rows: str, timeline: Timeline) -> list[EvalAnswer]:
         """Step until all requests have finished, or their turn, while nothing else is in the engine; return their
-        answers.
-
-        Args:
-            rows: the tokens of answer `<id>` are put to the queue as row `<rows><id>`, in no task's columns; "": their
-                tokens are not kept.
-        """
+        answers. ``rows``: the tokens of answer `<id>` are put to the queue as row `<rows><id>`, in no task's columns;
+        "": their tokens are not kept."""
         if requests:
             self.engine.submit(requests)
         with timeline.strip() as mark:

@@ -73,16 +73,10 @@ class SampleStore(Protocol):
 
 
 class PartialSamples:
-    """The suspended samples of one card.
-
-    Args:
-        caches: keep in memory what `restore` read, for `put`. Only where this card sees the end of every request that
-            it restores: another card's would never be freed.
-        routing: outputs have their routing.
-        kept: outputs have their kept ids.
-        turns: samples are conversations.
-        detokenize: gives finished responses their text; None: they get none.
-    """
+    """The suspended samples of one card. ``caches``: keep in memory what `restore` read, for `put`. Only where this
+    card sees the end of every request that it restores: another card's would never be freed; ``routing``: outputs have
+    their routing; ``kept``: outputs have their kept ids; ``turns``: samples are conversations; ``detokenize``: gives
+    finished responses their text; None: they get none."""
 
     def __init__(
         self,
@@ -235,13 +229,8 @@ class PartialSamples:
 
 def check_kept(holding: Callable[[str], Iterable[str]], truncates: bool) -> None:
     """Check that the rows of a restored queue have kept ids exactly where this run's sampling records them.
-
-    Args:
-        holding: returns the rows that hold a column.
-
-    Raises:
-        ValueError: rows that are not trained yet would be continued or trained with another distribution.
-    """
+    ``holding``: returns the rows that hold a column. Raise ValueError if rows that are not trained yet would be
+    continued or trained with another distribution."""
     for column, kept in (("behaviour_logprobs", KEPT[0]), (PARTIAL.logprobs, PARTIAL.kept[0])):
         recorded = {*holding(kept)}
         differ = {*holding(column)} - recorded if truncates else recorded

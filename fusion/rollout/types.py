@@ -34,17 +34,12 @@ def conversation_of(branch: str) -> str:
 
 @dataclass(frozen=True)
 class SuspendedSample:
-    """An unfinished sample that left its engine.
-
-    Args:
-        id: of its branch (`branch_id`).
-        generated: response tokens so far, over all its chunks.
-        earlier: id of its row in the queue (`partial_samples`), "" while it has no token.
-        versions: policy versions of the oldest and the newest of its tokens; None if it gained none.
-        kv_rank: the attention rank of the engine that holds its KV (`Output.kv_rank`); None: the KV was freed.
-        kv_tokens: number of tokens whose KV is in the machine's pool (`Output.kv_tokens`).
-        turn: its turn has ended: an environment answers before it is resumed.
-    """
+    """An unfinished sample that left its engine. ``id``: of its branch (`branch_id`); ``generated``: response tokens so
+    far, over all its chunks; ``earlier``: id of its row in the queue (`partial_samples`), "" while it has no token;
+    ``versions``: policy versions of the oldest and the newest of its tokens; None if it gained none; ``kv_rank``: the
+    attention rank of the engine that holds its KV (`Output.kv_rank`); None: the KV was freed; ``kv_tokens``: number of
+    tokens whose KV is in the machine's pool (`Output.kv_tokens`); ``turn``: its turn has ended: an environment answers
+    before it is resumed."""
 
     id: str
     generated: int
@@ -63,14 +58,9 @@ class SuspendedSample:
 
 @dataclass(frozen=True)
 class EndedConversation:
-    """A conversation, or a branch of it, that ends behind its last turn.
-
-    Args:
-        row: that has its tokens in the queue (`row_of`).
-        prompt: token ids.
-        cut: whether a limit has ended it, not the environment.
-        continues: the conversation goes on in another branch.
-    """
+    """A conversation, or a branch of it, that ends behind its last turn. ``row``: that has its tokens in the queue
+    (`row_of`); ``prompt``: token ids; ``cut``: whether a limit has ended it, not the environment; ``continues``: the
+    conversation goes on in another branch."""
 
     row: str
     group: str
@@ -81,15 +71,10 @@ class EndedConversation:
 
 @dataclass(frozen=True)
 class EvalAnswer:
-    """A response to a held-out prompt: evaluated, never trained on.
-
-    Args:
-        id: of its request.
-        text: as a reward sees it (`Detokenizer`); "" on a card without a detokenizer.
-        response_tokens: how many it has.
-        row: id of its tokens' row in the queue; "" where they were not kept.
-        tokens, turn: of a conversation whose turn has ended, the tokens of that, and their text.
-    """
+    """A response to a held-out prompt: evaluated, never trained on. ``id``: of its request; ``text``: as a reward sees
+    it (`Detokenizer`); "" on a card without a detokenizer; ``response_tokens``: how many it has; ``row``: id of its
+    tokens' row in the queue; "" where they were not kept; ``tokens``, ``turn``: of a conversation whose turn has ended,
+    the tokens of that, and their text."""
 
     id: str
     text: str

@@ -25,14 +25,9 @@ STATUS_TIMEOUT_S = 5.0
 
 
 class CardFailures:
-    """Decides what the failures of a run's cards end.
-
-    Args:
-        engines: ranks of every engine.
-        deaths: decides which engines are replaced.
-        running: the stages in progress; those that are abandoned are removed from it.
-        health_checks: a failing one is the cause of all that has ended.
-    """
+    """Decides what the failures of a run's cards end. ``engines``: ranks of every engine; ``deaths``: decides which
+    engines are replaced; ``running``: the stages in progress; those that are abandoned are removed from it;
+    ``health_checks``: a failing one is the cause of all that has ended."""
 
     def __init__(
         self,

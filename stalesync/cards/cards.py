@@ -65,14 +65,10 @@ class CardGroup:
     def call(
         self, stage: Callable[Concatenate[Card, Params], Result], *args: Params.args, **kwargs: Params.kwargs
     ) -> list[Result]:
-        """Run a stage on these cards at once; return the results by rank.
-
-        Raises:
-            CardFailed: a card raised, died or timed out, in this stage or in another one in progress. Of several
-                failures, the root cause is named.
-            QueueFailed: likewise, as the queue has ended.
-            EnginesLost: cards of this stage have died, and their engines are replaced.
-        """
+        """Run a stage on these cards at once; return the results by rank. Raise CardFailed, naming the root cause of
+        several failures, if a card raised, died or timed out, in this stage or in another one in progress, QueueFailed
+        if that is so as the queue has ended, EnginesLost if cards of this stage have died, and their engines are
+        replaced."""
         return self._cards.wait(self.begin(stage, *args, **kwargs))
 
     def begin(
@@ -85,29 +81,20 @@ class CardGroup:
     def ask(
         self, request: Callable[Concatenate[Card, Params], Result], *args: Params.args, **kwargs: Params.kwargs
     ) -> list[Result]:
-        """Send a control call to these cards, which answer while a stage runs; return the answers by rank.
-
-        Raises:
-            CardFailed: a card raised, is dead, or does not answer. If the stage that it runs has failed, too, that is
-                named.
-        """
+        """Send a control call to these cards, which answer while a stage runs; return the answers by rank. Raise
+        CardFailed if a card raised, is dead, or does not answer. If the stage that it runs has failed, too, that is
+        named."""
         call = stage_call(request, *args, **kwargs)
         return self._cards.ask_each({rank: call for rank in self._ranks})
 
 
 class Cards:
     """All workers of a run. Use it as a context manager: however the block ends, the workers end with it. What waits
-    for a stage raises as `CardGroup.call`, what sends a control call as `CardGroup.ask`.
-
-    Args:
-        timeout_s: of a stage, and of a control call.
-        log_of: the file in which the worker of a rank writes its log; None: Ray's.
-        health_checks: from the start of the workers on.
-        text_server: the actor through which engines exchange text (`text_server.py`), or None.
-        max_engine_restarts: maximum number of engines that are replaced.
-        kv_peers: the KV pool of each machine by Ray's id of its node (`kv_servers.py`); None: KV does not travel
-            between machines.
-    """
+    for a stage raises as `CardGroup.call`, what sends a control call as `CardGroup.ask`. ``timeout_s``: of a stage, and
+    of a control call; ``log_of``: the file in which the worker of a rank writes its log; None: Ray's;
+    ``health_checks``: from the start of the workers on; ``text_server``: the actor through which engines exchange text
+    (`text_server.py`), or None; ``max_engine_restarts``: maximum number of engines that are replaced; ``kv_peers``: the
+    KV pool of each machine by Ray's id of its node (`kv_servers.py`); None: KV does not travel between machines."""
 
     def __init__(
         self,

@@ -39,13 +39,8 @@ class Estimate:
 
 def pass_at_each(num_samples: int, num_correct: int) -> list[float]:
     """Return the unbiased estimates of pass@1 to pass@``num_samples`` of one prompt, exact to the last bit of a float.
-    The binomials follow from each other: computed again for each k, they take 17 s for 1,000
-    answers to each of 1,300 prompts.
-
-    Args:
-        num_samples: answers to the prompt.
-        num_correct: correct ones among them.
-    """
+    The binomials follow from each other: computed again for each k, they take 17 s for 1,000 answers to each of 1,300
+    prompts. ``num_samples``: answers to the prompt; ``num_correct``: correct ones among them."""
     assert 0 <= num_correct <= num_samples
     num_wrong, subsets, wrong = num_samples - num_correct, 1, 1
     found = []

@@ -26,16 +26,10 @@ OpenedFile = tuple[EvalFileSpec, PromptSource]
 
 @dataclass(frozen=True)
 class EvalFile:
-    """Prompts that are evaluated together.
-
-    Attributes:
-        name, path: in metrics, and in messages.
-        prompts: with ids that no training prompt has.
-        reward: what scores the answers: a rule, `file.py:function`, or the folder of a reward model.
-        pool: the reward's processes; None: the run's own reward.
-        digest: of the file's content; None: the prompts are held out of `data.source`.
-        rows: what became of the file's rows; None: it is not counted.
-    """
+    """Prompts that are evaluated together. ``name``, ``path``: in metrics, and in messages; ``prompts``: with ids that
+    no training prompt has; ``reward``: what scores the answers: a rule, `file.py:function`, or the folder of a reward
+    model; ``pool``: the reward's processes; None: the run's own reward; ``digest``: of the file's content; None: the
+    prompts are held out of `data.source`; ``rows``: what became of the file's rows; None: it is not counted."""
 
     name: str
     path: str
@@ -81,17 +75,11 @@ def with_rewards(
     num_answers: int = 64,
 ) -> list[EvalFile]:
     """Start the rewards of the files, one for all files that share it, and check the fields that they require.
-
-    Args:
-        held_out, held_out_rows: held-out prompts of `data.source`, and what became of their rows.
-        rule: the run's own reward, without its terms; None: a reward model.
-        terms: of the run's own reward.
-        start: starts the processes of a reward, and sees to their end.
-        num_answers: maximum number of reference answers of a file that are checked.
-
-    Raises:
-        ValueError: a reward cannot be loaded, or requires a field that a file lacks; names the file.
-    """
+    ``held_out``, ``held_out_rows``: held-out prompts of `data.source`, and what became of their rows; ``rule``: the
+    run's own reward, without its terms; None: a reward model; ``terms``: of the run's own reward; ``start``: starts the
+    processes of a reward, and sees to their end; ``num_answers``: maximum number of reference answers of a file that
+    are checked. Raise ValueError if a reward cannot be loaded, or requires a field that a file lacks; names the
+    file."""
     bare = config.reward.model or config.reward.path or config.reward.name
     own = " + ".join([bare, *(f"{term.spec.weight:g} {term.spec.name}" for term in terms)])
     origin = f"data.source={config.data.source}"

@@ -44,16 +44,9 @@ class EvalHistory:
     def restore(
         self, rows: Iterable[Mapping[str, Any]], digests: Mapping[str, str | None], saved: Container[int]
     ) -> None:
-        """Restore the results of a run's earlier starts into this empty history.
-
-        Args:
-            rows: of `FileResult.row`, of steps that the resumed run has.
-            digests: of the files that are evaluated now, by name.
-            saved: steps of which there is a checkpoint.
-
-        Raises:
-            ValueError: a file has other content than when it was evaluated.
-        """
+        """Restore the results of a run's earlier starts into this empty history. ``rows``: of `FileResult.row`, of
+        steps that the resumed run has; ``digests``: of the files that are evaluated now, by name; ``saved``: steps of
+        which there is a checkpoint. Raise ValueError if a file has other content than when it was evaluated."""
         by_step: dict[int, list[FileResult]] = {}
         for result in map(FileResult.from_row, rows):
             if result.digest != digests.get(result.file, result.digest):

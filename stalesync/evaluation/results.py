@@ -22,20 +22,13 @@ from stalesync.evaluation.estimates import Estimate, estimate, pass_at_each
 
 @dataclass(frozen=True)
 class FileResult:
-    """The evaluation of one file.
-
-    Attributes:
-        step: number of completed training steps.
-        file, reward: the file's name, and what scored its answers.
-        digest: of the file's content; None: the prompts are held out of `data.source`.
-        prompts, samples: number of prompts, and of answers to each.
-        failed: number of answers that could not be scored.
-        estimates: by statistic: `reward/mean@<k>`, `reward/pass@<1 to k>`, `response_length/mean@<k>`, and of a reward
-            of several terms `reward/<term>/mean@<k>`.
-        rows: number of the file's rows by what became of them (`RowCounts`).
-        answers: a few of them: prompt, reference answer, response, reward.
-        right: a character for each prompt: whether its first answer is correct (`graded`).
-    """
+    """The evaluation of one file. ``step``: number of completed training steps; ``file``, ``reward``: the file's name,
+    and what scored its answers; ``digest``: of the file's content; None: the prompts are held out of `data.source`;
+    ``prompts``, ``samples``: number of prompts, and of answers to each; ``failed``: number of answers that could not be
+    scored; ``estimates``: by statistic: `reward/mean@<k>`, `reward/pass@<1 to k>`, `response_length/mean@<k>`, and of a
+    reward of several terms `reward/<term>/mean@<k>`; ``rows``: number of the file's rows by what became of them
+    (`RowCounts`); ``answers``: a few of them: prompt, reference answer, response, reward; ``right``: a character for
+    each prompt: whether its first answer is correct (`graded`)."""
 
     step: int
     file: str

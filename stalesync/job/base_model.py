@@ -125,16 +125,10 @@ def make_base_model(
     shape: Mapping[str, Any] | None = None,
     **changes: Any,
 ) -> float:
-    """Warm up a model on ``task``, save it with its tokenizer, and return its sampled accuracy (0 … 1).
-
-    Args:
-        shape: fields of its `config.json`, without those that the tokenizer determines; None: a Qwen3-MoE.
-        changes: of the task's `WarmUp`.
-
-    Raises:
-        ValueError: ``task`` is not one of TASKS, or ``shape`` is not supported (named).
-        RuntimeError: the accuracy was not reached in ``max_steps``.
-    """
+    """Warm up a model on ``task``, save it with its tokenizer, and return its sampled accuracy (0 … 1). ``shape``:
+    fields of its `config.json`, without those that the tokenizer determines; None: a Qwen3-MoE; ``changes``: of the
+    task's `WarmUp`. Raise ValueError if ``task`` is not one of TASKS, or ``shape`` is not supported (named),
+    RuntimeError if the accuracy was not reached in ``max_steps``."""
     if task not in TASKS:
         raise ValueError(f"task {task!r}: expected one of {', '.join(TASKS)}")
     plan = replace(TASKS[task], **changes)

@@ -11,16 +11,11 @@ from stalesync.job import savepoint
 
 
 def convert(source: Path, out: Path, tokenizer: Path | None = None, merge: bool = False) -> str:
-    """Write the weights of a checkpoint to ``out``; return a line that says what was written.
-
-    Args:
-        source: the folder of a run, whose newest checkpoint is taken, or of a checkpoint.
-        tokenizer: the folder whose tokenizer files are copied. None: the run's own export, or its `model.path`.
-        merge: write the whole model of a run that trained adapters, whose base is its `model.path`.
-
-    Raises:
-        ValueError: ``source`` holds no complete checkpoint, a file of it (named) is damaged, or ``out`` is not empty.
-    """
+    """Write the weights of a checkpoint to ``out``; return a line that says what was written. ``source``: the folder of
+    a run, whose newest checkpoint is taken, or of a checkpoint; ``tokenizer``: the folder whose tokenizer files are
+    copied. None: the run's own export, or its `model.path`; ``merge``: write the whole model of a run that trained
+    adapters, whose base is its `model.path`. Raise ValueError if ``source`` holds no complete checkpoint, a file of it
+    (named) is damaged, or ``out`` is not empty."""
     checkpoint = checkpoint_in(source)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists: expected a new or an empty folder")

@@ -48,16 +48,9 @@ class JobArguments:
 
 
 def parse(arguments: Sequence[str], *, options: Collection[str], flags: Sequence[str], conf: Path) -> JobArguments:
-    """Split the arguments by what they are.
-
-    Args:
-        options: names of the command's own `name=value`.
-        flags: flags with a path, such as `--json`.
-        conf: folder of the config groups.
-
-    Raises:
-        ValueError: an unknown argument, with the most similar known one; or a flag without a path.
-    """
+    """Split the arguments by what they are. ``options``: names of the command's own `name=value`; ``flags``: flags with
+    a path, such as `--json`; ``conf``: folder of the config groups. Raise ValueError for an unknown argument, with the
+    most similar known one, or a flag without a path."""
     choices, hints = choices_in(conf), typed_keys()
     known = [*options, *hints, *choices]
     parsed, remaining = JobArguments(), list(arguments)

@@ -48,16 +48,10 @@ def load(path: Path) -> Config:
 
 
 def composed(conf: Path, overrides: Sequence[str], saved: Config | None = None) -> Config:
-    """Compose a config from overrides, as `scripts/train.py` does.
-
-    Args:
-        conf: folder of the config groups.
-        overrides: `KEY=VALUE` and `GROUP=CHOICE`, which `accepted` has returned.
-        saved: the config that they change; None: that of `config.yaml` in ``conf``.
-
-    Raises:
-        ValueError: an override that is no value of its key, or a choice that the group does not have.
-    """
+    """Compose a config from overrides, as `scripts/train.py` does. ``conf``: folder of the config groups;
+    ``overrides``: `KEY=VALUE` and `GROUP=CHOICE`, which `accepted` has returned; ``saved``: the config that they
+    change; None: that of `config.yaml` in ``conf``. Raise ValueError for an override that is no value of its key, or a
+    choice that the group does not have."""
     if options := [word for word in overrides if word.startswith("-")]:
         raise ValueError(f"{options[0]!r}: expected KEY=VALUE or GROUP=CHOICE")
     from hydra import compose, initialize_config_dir

@@ -36,15 +36,10 @@ from stalesync.prompts import PromptSource
 
 @dataclass(frozen=True)
 class Reopened:
-    """The folder of an earlier start, locked.
-
-    Attributes:
-        checkpoint: from which the run resumes; None: it starts.
-        notes: what a user must know of it, such as a newer checkpoint that is damaged.
-        state: of the run in the checkpoint.
-        ended: groups in progress, where they end because of a change.
-        accepted: keys whose content is known to have changed: the user has changed or named them.
-    """
+    """The folder of an earlier start, locked. ``checkpoint``: from which the run resumes; None: it starts; ``notes``:
+    what a user must know of it, such as a newer checkpoint that is damaged; ``state``: of the run in the checkpoint;
+    ``ended``: groups in progress, where they end because of a change; ``accepted``: keys whose content is known to have
+    changed: the user has changed or named them."""
 
     folder: RunFolder
     checkpoint: Path | None = None
@@ -198,15 +193,9 @@ def check_weights(
     note: Callable[[str], None],
 ) -> dict[str, dict[str, int]]:
     """Compare the checksums of large files, which the cards have taken while they loaded them, with the checkpoint's;
-    return them, to be saved by role and file.
-
-    Args:
-        loaded: of `Worker.checksums`, by card.
-        note: shows a line to the user.
-
-    Raises:
-        ValueError: a model has other content than at the checkpoint, or a key is named whose content is the same.
-    """
+    return them, to be saved by role and file. ``loaded``: of `Worker.checksums`, by card; ``note``: shows a line to the
+    user. Raise ValueError if a model has other content than at the checkpoint, or a key is named whose content is the
+    same."""
     sums: dict[str, dict[str, int]] = {}
     for role, by_file in ((role, by_file) for card in loaded for role, by_file in card.items() if by_file):
         for file, value in by_file.items():

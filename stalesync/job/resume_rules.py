@@ -108,14 +108,10 @@ _NEVER = {
 
 @dataclass(frozen=True)
 class ResumeChanges:
-    """What differs between a checkpoint and the start that resumes it.
-
-    Attributes:
-        settings: by key, the saved value and the new one.
-        content: by key, what has other content: names of files; of data.source why prompts would have another order.
-        num_groups: groups in progress.
-        truncation: whether truncated sampling begins or ends: only samples of one kind have records of kept ids.
-    """
+    """What differs between a checkpoint and the start that resumes it. ``settings``: by key, the saved value and the
+    new one; ``content``: by key, what has other content: names of files; of data.source why prompts would have another
+    order; ``num_groups``: groups in progress; ``truncation``: whether truncated sampling begins or ends: only samples
+    of one kind have records of kept ids."""
 
     settings: Mapping[str, tuple[Any, Any]]
     content: Mapping[str, str]
@@ -138,15 +134,9 @@ def compare(saved: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, tuple
 
 
 def decide(changes: ResumeChanges, named: Collection[str], undecided: Collection[str] = ()) -> bool:
-    """Check the changes; return whether the groups in progress end.
-
-    Args:
-        named: `run.resume_changed`.
-        undecided: keys whose content is not compared to its end yet: their names may turn out to be superfluous.
-
-    Raises:
-        ValueError: a change is refused, or a name is superfluous; names every such key and what is possible.
-    """
+    """Check the changes; return whether the groups in progress end. ``named``: `run.resume_changed`; ``undecided``:
+    keys whose content is not compared to its end yet: their names may turn out to be superfluous. Raise ValueError if a
+    change is refused, or a name is superfluous; names every such key and what is possible."""
     in_progress = _keys_in_progress(changes)
     refused = in_progress | changes.content.keys()
     if never := sorted(key for key in changes.settings if RULES[key] is Rule.NEVER):

@@ -66,14 +66,10 @@ def fine_tune(
     plan: FineTuning | None = None,
 ) -> float:
     """Fine-tune the model of a Hugging Face folder on the chats of a JSON or JSON Lines file; save it with its
-    tokenizer in another folder. Return the mean probability of what the assistant says in a held-out chat: the share
-    of them that it would sample to the token.
-
-    Raises:
-        ValueError: ``folder`` is a file, a setting of ``plan`` has a wrong value, model or tokenizer cannot be used,
-            the template ends no turn of the assistant, or a chat (named) is none, has no message of the assistant, or
-            is too long.
-    """
+    tokenizer in another folder. Return the mean probability of what the assistant says in a held-out chat: the share of
+    them that it would sample to the token. Raise ValueError if ``folder`` is a file, a setting of ``plan`` has a wrong
+    value, model or tokenizer cannot be used, the template ends no turn of the assistant, or a chat (named) is not one,
+    has no message of the assistant, or is too long."""
     plan = plan or FineTuning()
     plan.validate()
     if Path(folder).is_file():

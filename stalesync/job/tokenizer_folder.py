@@ -10,12 +10,8 @@ from fusion.model import ModelConfig
 
 
 def load_tokenizer(folder: str, model: ModelConfig) -> Any:
-    """Load the tokenizer of a model folder.
-
-    Raises:
-        ValueError: the folder has no tokenizer (transformers would then make one up for some models), one that cannot
-            be loaded, or one with more tokens than the model's vocabulary.
-    """
+    """Load the tokenizer of a model folder. Raise ValueError if the folder has no tokenizer (transformers would then
+    make one up for some models), one that cannot be loaded, or one with more tokens than the model's vocabulary."""
     from transformers import AutoTokenizer
 
     try:

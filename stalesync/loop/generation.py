@@ -44,14 +44,10 @@ log = logging.getLogger(__name__)
 
 
 class Generation:
-    """Runs the engines, which are numbered as in ``spec.engines``.
-
-    Args:
-        prompts: prompts of the groups in progress, by id.
-        take_reports: called with the reports of the cards.
-        on_ended_chunks: called on another thread when `take_ended_chunks` has something to return.
-        rewards: of the last groups of the data rows, for drafts from them; None: there are no such drafts.
-    """
+    """Runs the engines, which are numbered as in ``spec.engines``. ``prompts``: prompts of the groups in progress, by
+    id; ``take_reports``: called with the reports of the cards; ``on_ended_chunks``: called on another thread when
+    `take_ended_chunks` has something to return; ``rewards``: of the last groups of the data rows, for drafts from them;
+    None: there are no such drafts."""
 
     def __init__(
         self,
@@ -104,11 +100,8 @@ class Generation:
         return bool(self._publishing)
 
     def end_publish(self) -> None:
-        """Wait until the engines have the weights, and take the reports.
-
-        Raises:
-            EnginesLost: weights must be published again; no engine runs that was started behind the switch.
-        """
+        """Wait until the engines have the weights, and take the reports. Raise EnginesLost if weights must be published
+        again; no engine runs that was started behind the switch."""
         assert self._publishing, "no weights are being published"
         reports = self._cards.wait_all(self._publishing)
         self._publishing = []
@@ -228,14 +221,10 @@ class Generation:
         for_model: bool = False,
     ) -> list[RunningStage[StageReport]]:
         """Begin to answer each prompt once; return the stage of each engine, for `take_answers`. Prompts whose ids are
-        equal up to a slash are equal, and share their KV. Called while no engine runs.
-
-        Args:
-            spoken: what was said behind each prompt, by its id, in a run with environments.
-            sampling: fields of `SamplingParams` in which the answers differ from the rollouts.
-            for_model: the reward model scores the answers: their tokens are stored in the queue, in rows that no task
-                receives.
-        """
+        equal up to a slash are equal, and share their KV. Called while no engine runs. ``spoken``: what was said behind
+        each prompt, by its id, in a run with environments; ``sampling``: fields of `SamplingParams` in which the
+        answers differ from the rollouts; ``for_model``: the reward model scores the answers: their tokens are stored in
+        the queue, in rows that no task receives."""
         assert not self._running, "engines must be suspended before they answer"
         rows = f"{EVAL_ROWS}{uuid4().hex}/" if for_model else ""
         params = replace(self._sampling, **(sampling or {}))

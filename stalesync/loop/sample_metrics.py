@@ -44,11 +44,8 @@ def _add_terms(metrics: Metrics, samples: SampleColumns) -> None:
 
 def add_staleness_metrics(metrics: Metrics, samples: SampleColumns, *, version: int, max_staleness: int) -> None:
     """Add the lag in versions of the oldest token of every sample trained in ``version``, and the number of samples
-    with tokens of several versions. Leaves out samples whose reward failed.
-
-    Raises:
-        AssertionError: a sample lags behind by more than ``max_staleness``.
-    """
+    with tokens of several versions. Leaves out samples whose reward failed. Raise AssertionError if a sample lags
+    behind by more than ``max_staleness``."""
     scored = samples.without_errors
     num_by_lag = {version - oldest: count for oldest, count in Counter(scored.oldest).items()}
     assert max(num_by_lag, default=0) <= max_staleness, (

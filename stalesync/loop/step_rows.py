@@ -59,11 +59,8 @@ class StepRows:
         return self.step_metrics.close(self.cards.reported_until_ns, figures)
 
     def log(self, number: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of step ``number``, with those of evaluations and cuts.
-
-        Raises:
-            GradientsNotFinite: too many updates in a row were skipped.
-        """
+        """Log the metrics of step ``number``, with those of evaluations and cuts. Raise GradientsNotFinite if too many
+        updates in a row were skipped."""
         extra, self.extra = self.extra, {}
         self.pace.count(metrics)
         if metrics.get("rollout/draft_exchange_failures") and not self.text_server_note:

@@ -35,11 +35,8 @@ class TrainingRun:
         return self.loop.last.number
 
     def run(self) -> None:
-        """Run all remaining steps. The cards are in the training phase at the start and at the end.
-
-        Raises:
-            Stopped: SIGTERM has arrived; a checkpoint was saved after the step that was under way.
-        """
+        """Run all remaining steps. The cards are in the training phase at the start and at the end. Raise Stopped if
+        SIGTERM has arrived; a checkpoint was saved after the step that was under way."""
         loop, config, saver = self.loop, self.loop.config, self.checkpoints.saver
         last = config.run.steps
         interval = SaveInterval.parse(config.run.save_every)

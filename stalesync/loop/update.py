@@ -88,16 +88,10 @@ class Updater:
         self, groups: Sequence[str], samples: SampleColumns, version: int, metrics: Metrics, *, update: bool = True
     ) -> Training:
         """Begin to train policy ``version`` on all scored samples of these groups; `finish` must follow. Drops samples
-        whose reward failed, and leaves out those that the queue has lost.
-
-        Args:
-            groups: in the order in which minibatches take them.
-            samples: of these groups, in order of ids.
-            update: False: the gradients of these samples are accumulated, for the next call's optimizer step.
-
-        Raises:
-            ValueError: a sample has been trained, is being trained, or has been dropped.
-        """
+        whose reward failed, and leaves out those that the queue has lost. ``groups``: in the order in which minibatches
+        take them; ``samples``: of these groups, in order of ids; ``update``: False: the gradients of these samples are
+        accumulated, for the next call's optimizer step. Raise ValueError if a sample has been trained, is being
+        trained, or has been dropped."""
         with metrics.timer("adv"):
             scored = self._drop_failed(samples)
         missing = scored

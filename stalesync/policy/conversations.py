@@ -246,13 +246,9 @@ class Conversations:
         first_prompt_tokens: int = 0,
         had_thought: bool = False,
     ) -> Command | None:
-        """Record the answer to a `StepEnvironment`; None: it comes too late.
-
-        Args:
-            observation: tokens of its messages, up to where the model speaks again; None: it cannot.
-            prompt: then those of all messages, in which there is a thought if ``had_thought``; of a conversation that
-                began with ``first_prompt_tokens``.
-        """
+        """Record the answer to a `StepEnvironment`; None: it comes too late. ``observation``: tokens of its messages,
+        up to where the model speaks again; None: it cannot; ``prompt``: then those of all messages, in which there is a
+        thought if ``had_thought``; of a conversation that began with ``first_prompt_tokens``."""
         one = self._by_id.get(stepped.id)
         if one is None or one.state != "away":
             return None

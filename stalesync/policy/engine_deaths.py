@@ -40,14 +40,9 @@ TRANSFERS = frozenset({"switch", "receive"})
 
 
 class EngineDeaths:
-    """Counts the engines that are replaced.
-
-    Args:
-        engines: ranks of every engine.
-        only_generate: the cards that neither train nor score.
-        max_restarts: maximum number of engines replaced.
-        sends_again: whether weights can be sent again where that has failed: no card trains and generates.
-    """
+    """Counts the engines that are replaced. ``engines``: ranks of every engine; ``only_generate``: the cards that
+    neither train nor score; ``max_restarts``: maximum number of engines replaced; ``sends_again``: whether weights can
+    be sent again where that has failed: no card trains and generates."""
 
     def __init__(
         self,
@@ -123,15 +118,9 @@ def recover(
     version: int,
     turns: Collection[str] = (),
 ) -> Recovered:
-    """Return what survives of the requests of an engine that has died.
-
-    Args:
-        entries: that the engine had.
-        finished: ids of the samples in the queue.
-        rows: by request the numbers of tokens of its rows in the queue (`row_of`).
-        version: policy version of the engine.
-        turns: rows of conversations whose turn has ended.
-    """
+    """Return what survives of the requests of an engine that has died. ``entries``: that the engine had; ``finished``:
+    ids of the samples in the queue; ``rows``: by request the numbers of tokens of its rows in the queue (`row_of`);
+    ``version``: policy version of the engine; ``turns``: rows of conversations whose turn has ended."""
     suspended, dropped, num_finished = list[SuspendedSample](), list[str](), 0
     for entry in entries:
         name = entry.name

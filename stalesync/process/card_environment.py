@@ -29,12 +29,9 @@ def card_files() -> list[str]:
 
 
 def card_environment(kind: str, *, cards: int = 1, communicators: int = 1) -> dict[str, str]:
-    """Return the variables of a kind of card (`npu`, `cuda`, `emulated`); only Ascend cards have some.
-
-    Args:
-        cards: of the run: the more there are, the longer the last one takes to come.
-        communicators: of the card that has the most.
-    """
+    """Return the variables of a kind of card (`npu`, `cuda`, `emulated`); only Ascend cards have some. ``cards``: of
+    the run: the more there are, the longer the last one takes to come; ``communicators``: of the card that has the
+    most."""
     if kind != "npu":
         return {}
     buffer_mb = min(MAX_BUFFER_MB, HCCL_BYTES // (2 << 20) // max(1, communicators))  # one to send, one to receive

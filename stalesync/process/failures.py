@@ -31,12 +31,8 @@ MAX_CAUSE_CHARS = 300
 
 
 class RunFailed(RuntimeError):
-    """Raised when the run ends by a failure; the message names what failed, and in which stage.
-
-    Attributes:
-        failure: the card's failure; None: of no single card.
-        trace: the card's traceback; "": there is none.
-    """
+    """Raised when the run ends by a failure; the message names what failed, and in which stage. ``failure``: the card's
+    failure; None: of no single card; ``trace``: the card's traceback; "": there is none."""
 
     def __init__(self, message: str = "", *, failure: RankFailure | None = None, trace: str = ""):
         super().__init__(message)
@@ -171,13 +167,9 @@ class FailedStage:
         return cls(failure, str(error).strip())
 
     def error(self, hosts: Sequence[Host] = (), lost_hosts: Collection[Host] = (), why: str = "") -> RunFailed:
-        """Return the error with which the run ends if this is its root cause.
-
-        Args:
-            hosts: of every rank; they are named if there are several.
-            lost_hosts: those that have left the cluster.
-            why: the run does not go on without a card that has died; "": it never does.
-        """
+        """Return the error with which the run ends if this is its root cause. ``hosts``: of every rank; they are named
+        if there are several; ``lost_hosts``: those that have left the cluster; ``why``: the run does not go on without
+        a card that has died; "": it never does."""
         failure = self.failure
         rank = describe_ranks([failure.rank], hosts)
         if failure.kind is FailureKind.DIED:

@@ -31,16 +31,9 @@ class HostsDiffer(RunFailed):
 
 def check_hosts(folder: Path, models: Mapping[str, str | None], timeout_s: float) -> None:
     """Check the hosts of the Ray cluster that this process has joined; does nothing where there is only one. Warns of
-    those whose Ray other users can change.
-
-    Args:
-        folder: the run's; it exists.
-        models: paths of the models by config key; None: there is none.
-        timeout_s: for all hosts to answer.
-
-    Raises:
-        HostsDiffer: a host's address, its files or its access to the run's folder are wrong, or it does not answer.
-    """
+    those whose Ray other users can change. ``folder``: the run's; it exists; ``models``: paths of the models by config
+    key; None: there is none; ``timeout_s``: for all hosts to answer. Raise HostsDiffer if a host's address, its files
+    or its access to the run's folder are wrong, or it does not answer."""
     hosts = alive_hosts(ray.nodes())
     if len(hosts) < 2:
         return

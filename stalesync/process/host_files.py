@@ -43,14 +43,9 @@ Digests = Mapping[str, str]
 
 @dataclass(frozen=True)
 class HostReport:
-    """What one host sees.
-
-    Attributes:
-        sees_folder: whether the controller's mark is in its run folder.
-        write_error: why it cannot write there; "": it can.
-        files: of each model's folder, by the config key and value; of `CODE`; None: there is no such folder.
-        exposed: how other users can change the files of its Ray; "": in no way.
-    """
+    """What one host sees. ``sees_folder``: whether the controller's mark is in its run folder; ``write_error``: why it
+    cannot write there; "": it can; ``files``: of each model's folder, by the config key and value; of `CODE`; None:
+    there is no such folder; ``exposed``: how other users can change the files of its Ray; "": in no way."""
 
     sees_folder: bool
     write_error: str
@@ -59,16 +54,9 @@ class HostReport:
 
 
 def report_files(mark: str, folders: Mapping[str, str], ray_session: str | None = None) -> HostReport:
-    """Report what this host sees.
-
-    Args:
-        mark: path of the controller's mark.
-        folders: paths of the models, by what to call them in a message; relative ones as this process resolves them.
-        ray_session: the folder of this host's Ray.
-
-    Raises:
-        OSError: a file of a model, or of the code, cannot be read.
-    """
+    """Report what this host sees. ``mark``: path of the controller's mark; ``folders``: paths of the models, by what to
+    call them in a message; relative ones as this process resolves them; ``ray_session``: the folder of this host's Ray.
+    Raise OSError if a file of a model, or of the code, cannot be read."""
     sees_folder, write_error = os.path.exists(mark), ""
     if sees_folder:
         own = f"{mark}-{os.urandom(4).hex()}"

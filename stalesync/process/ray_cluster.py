@@ -159,12 +159,8 @@ def check_token(address: str | None) -> None:
 
 def _check_admitted(address: str) -> None:
     """Call the cluster without a token and with that of this process, once: Ray itself would call again for minutes.
-
-    Raises:
-        ClusterOpen: the cluster accepts callers without a token, and the user has not chosen so.
-        TokenRefused: the cluster does not accept the token of this process.
-        RayNotStarted: the cluster does not answer.
-    """
+    Raise ClusterOpen if the cluster accepts callers without a token, unless the user has chosen so, TokenRefused if the
+    cluster does not accept the token of this process, RayNotStarted if the cluster does not answer."""
     import ray
 
     from stalesync.process.failures import ClusterOpen, RayNotStarted, TokenRefused

@@ -134,17 +134,10 @@ class Guard:
 @contextmanager
 def guarded(roots: Sequence[Path | str] = (), report: Report | None = None) -> Iterator[Guard]:
     """Guard the Ray that is started inside the block, in `marking`; at the block's end, none of its processes is left,
-    and its folder is removed.
-
-    Args:
-        roots: folders in which queues have folders: those of dead queues are removed (`distqueue.payload.sweep`).
-        report: called by the guard, with its standard error, if a process of Ray has ended and the controller ends, or
-            hangs, before it sends `LEAVING`.
-
-    Raises:
-        ValueError: by `root_of`.
-        RayNotStarted: Ray's folder cannot be created.
-    """
+    and its folder is removed. ``roots``: folders in which queues have folders: those of dead queues are removed
+    (`distqueue.payload.sweep`); ``report``: called by the guard, with its standard error, if a process of Ray has ended
+    and the controller ends, or hangs, before it sends `LEAVING`. Raise ValueError as `root_of`, RayNotStarted if Ray's
+    folder cannot be created."""
     with ray_folder() as folder:
         yield from _guarded(folder, roots, report)
 

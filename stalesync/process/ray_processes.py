@@ -37,13 +37,9 @@ LEAVE_S = 3.0
 
 
 class RayProcesses:
-    """Watches the children of a process that have one of ``names``.
-
-    Args:
-        parent: None: this process.
-        before: children that are not watched, such as those of an earlier Ray.
-        complete: all of them have started: one that is not there has ended, and nothing is left of it.
-    """
+    """Watches the children of a process that have one of ``names``. ``parent``: None: this process; ``before``:
+    children that are not watched, such as those of an earlier Ray; ``complete``: all of them have started: one that is
+    not there has ended, and nothing is left of it."""
 
     def __init__(
         self,

@@ -27,13 +27,10 @@ FIELDS = {"role", "content", "name", "tool_calls", "tool_call_id", "reasoning_co
 
 
 def normalize_chat(messages: list[Any], *, answered: bool = False) -> list[dict[str, Any]]:
-    """Return the messages as `role` and `content`, both texts, with the other fields that templates read.
-
-    Raises:
-        ValueError: the number of the message (counted from 0), what is wrong with it, and what is accepted. Also for a
-            chat that ends with the assistant: the response would follow an answer. With ``answered``, for one that
-            begins with the assistant, or in which it says nothing.
-    """
+    """Return the messages as `role` and `content`, both texts, with the other fields that templates read. Raise
+    ValueError with the number of the message (counted from 0), what is wrong with it, and what is accepted. Also for a
+    chat that ends with the assistant: the response would follow an answer. With ``answered``, for one that begins with
+    the assistant, or in which it says nothing."""
     if not messages:
         raise ValueError("the chat has no message")
     chat = []

@@ -38,16 +38,10 @@ class RowsByIndex(Protocol):
 
 
 class FileRows(Rows):
-    """Holds the rows of `data.source` that can be used.
-
-    Args:
-        check: returns for each of some rows the number of tokens of its prompt, or why the row cannot be used.
-        held_out: number of rows (at most a tenth), chosen by the seed, that are used only for evaluation.
-
-    Raises:
-        ValueError: the file does not exist, cannot be read, is empty, or lacks a field; or, with `data.bad_rows`
-            refuse, a row cannot be used. Names the file, the row and the key.
-    """
+    """Holds the rows of `data.source` that can be used. ``check``: returns for each of some rows the number of tokens
+    of its prompt, or why the row cannot be used; ``held_out``: number of rows (at most a tenth), chosen by the seed,
+    that are used only for evaluation. Raise ValueError if the file does not exist, cannot be read, is empty, or lacks a
+    field; or, with `data.bad_rows` refuse, a row cannot be used. Names the file, the row and the key."""
 
     def __init__(self, config: DataConfig, seed: int, check: CheckRows, held_out: int = 0) -> None:
         self._config = config

@@ -29,15 +29,9 @@ def _skip_space(text: str, at: int) -> int:
 
 
 class JsonRows:
-    """Holds the place of every row in the file, which stays open and memory-mapped.
-
-    Args:
-        text_field: the field whose value is returned as text: of a JSON string its content, of any other value the
-            text in the file.
-
-    Raises:
-        ValueError: the file is an array that is not valid JSON. A line that is not is an error of its row only.
-    """
+    """Holds the place of every row in the file, which stays open and memory-mapped. ``text_field``: the field whose
+    value is returned as text: of a JSON string its content, of any other value the text in the file. Raise ValueError
+    if the file is an array that is not valid JSON. A line that is not is an error of its row only."""
 
     def __init__(self, path: Path, text_field: str) -> None:
         self._path, self._text_field = path, text_field
@@ -112,12 +106,8 @@ class JsonRows:
 
 def parse_object(text: str, text_field: str) -> dict[str, Any]:
     """Return the fields of a JSON object; the value of ``text_field`` as text, unless it is null. Where that is a field
-    of a nested object (`a.b`), its text is added under the whole name.
-
-    Raises:
-        json.JSONDecodeError: it is not valid.
-        ValueError: it is not an object, or has a field twice.
-    """
+    of a nested object (`a.b`), its text is added under the whole name. Raise json.JSONDecodeError if it is not valid,
+    ValueError if it is not an object, or has a field twice."""
     fields = json.loads(text, object_pairs_hook=_unique)
     if not isinstance(fields, dict):
         raise ValueError("not a JSON object")

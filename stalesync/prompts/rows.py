@@ -48,15 +48,10 @@ class RowCounts:
 
 class Rows:
     """Rows by index, of a file or a generator. Invariant: a row depends only on its index and on the arguments that the
-    object was created with; those of a generator are the config group `data` and the seed.
-
-    Attributes:
-        fields: names of the fields that every row has.
-        indices: the rows to train on; None: every natural number is a row.
-        digest: of a file's content; None: it is a generator.
-        num_bad: number of rows of a file that cannot be used.
-        usable, lengths: of a file, the indices of the rows that can be used, and the number of tokens of their prompts.
-    """
+    object was created with; those of a generator are the config group `data` and the seed. ``fields``: names of the
+    fields that every row has; ``indices``: the rows to train on; None: every natural number is a row; ``digest``: of a
+    file's content; None: it is a generator; ``num_bad``: number of rows of a file that cannot be used; ``usable``,
+    ``lengths``: of a file, the indices of the rows that can be used, and the number of tokens of their prompts."""
 
     fields: frozenset[str] = frozenset()
     indices: Sequence[int] | None = None

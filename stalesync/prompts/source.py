@@ -55,12 +55,9 @@ class Prompt:
 
 class PromptSource:
     """Yields the prompts of `config.source` for `tokenizer` (any Hugging Face tokenizer). `held_out` rows of a file (at
-    most a tenth) are excluded from `next` and used by `evaluation`; generators do not use `held_out`.
-
-    Raises:
-        ValueError: the config is wrong, the file lacks a field, a row cannot be used and `data.bad_rows` is `refuse`,
-            or a prompt is too long and `data.long_prompts` is `refuse` (naming row and key).
-    """
+    most a tenth) are excluded from `next` and used by `evaluation`; generators do not use `held_out`. Raise ValueError
+    if the config is wrong, the file lacks a field, a row cannot be used and `data.bad_rows` is `refuse`, or a prompt is
+    too long and `data.long_prompts` is `refuse` (naming row and key)."""
 
     def __init__(self, config: DataConfig, tokenizer: Any, seed: int, held_out: int = 0) -> None:
         config.validate()

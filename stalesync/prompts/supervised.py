@@ -32,12 +32,8 @@ class ChatTokenizer:
         self._end: str = tokenizer.convert_ids_to_tokens(template.turn_end)
 
     def __call__(self, chat: Chat) -> Supervised:
-        """Return the tokens of a chat up to the end of the assistant's last turn.
-
-        Raises:
-            ValueError: the template rewrites earlier turns when later ones follow (named), leaves out calls of tools,
-                or refuses the chat.
-        """
+        """Return the tokens of a chat up to the end of the assistant's last turn. Raise ValueError if the template
+        rewrites earlier turns when later ones follow (named), leaves out calls of tools, or refuses the chat."""
         whole, at = self._template.render_chat(chat, add_generation_prompt=False), 0
         ids: list[int] = []
         trained: list[bool] = []

@@ -58,15 +58,10 @@ POLL_S = 1.0
 class Scorer:
     """Leases samples of the queue's task `reward` while the block lasts: use it as a context manager. After the block
     its thread scores no sample; a call of the source that is still under way after `MAX_STOP_S` is left behind.
-
-    Args:
-        max_failed_share: if the share of failed rewards exceeds it (`FailedRewards`), the call that scores or polls
-            raises `RewardsFailed`.
-        group_size: number of samples of a group, all of which the source is given together; None: each is scored when
-            it has arrived.
-        turns: samples are conversations, whose observations are counted apart (`WorkerSpec.turns`).
-        conversation: gives a conversation by its id, on any thread.
-    """
+    ``max_failed_share``: if the share of failed rewards exceeds it (`FailedRewards`), the call that scores or polls
+    raises `RewardsFailed`; ``group_size``: number of samples of a group, all of which the source is given together;
+    None: each is scored when it has arrived; ``turns``: samples are conversations, whose observations are counted apart
+    (`WorkerSpec.turns`); ``conversation``: gives a conversation by its id, on any thread."""
 
     def __init__(
         self,
@@ -196,14 +191,10 @@ class Scorer:
         group_size: int = 1,
         known: Mapping[str, RewardOutcome] | None = None,
     ) -> list[tuple[str, RewardOutcome]]:
-        """Score one answer per prompt (by its id), in the TRAIN phase; return text and outcome of each. Drop the
-        rows of the answers' tokens from the queue.
-
-        Args:
-            source: a reward of these prompts' own, whose failures are not counted here; None: the run's.
-            group_size: number of consecutive prompts that are the same one: their answers are a group.
-            known: outcomes of answers that cannot be scored, by the prompt's id.
-        """
+        """Score one answer per prompt (by its id), in the TRAIN phase; return text and outcome of each. Drop the rows
+        of the answers' tokens from the queue. ``source``: a reward of these prompts' own, whose failures are not
+        counted here; None: the run's; ``group_size``: number of consecutive prompts that are the same one: their
+        answers are a group; ``known``: outcomes of answers that cannot be scored, by the prompt's id."""
         samples = [
             Sample(
                 id=answers[prompt.id].row or prompt.id,

@@ -69,15 +69,10 @@ class KeptTokens:
 
 
 def measured(path: Path, *, siblings: bool, history: bool, tokenizer: Path | None = None) -> DraftSpec:
-    """Return the drafts of a simulation whose acceptance is that of recorded responses.
-
-    Args:
-        path: JSON Lines: `prompt`, `question` or `group`, and `samples` (a list) or `response`, as in `samples.jsonl`.
-        tokenizer: folder with a `tokenizer.json`; None: a BPE is trained on the texts.
-
-    Raises:
-        ValueError: the file cannot be read, or has no prompt with two responses; names the key.
-    """
+    """Return the drafts of a simulation whose acceptance is that of recorded responses. ``path``: JSON Lines: `prompt`,
+    `question` or `group`, and `samples` (a list) or `response`, as in `samples.jsonl`; ``tokenizer``: folder with a
+    `tokenizer.json`; None: a BPE is trained on the texts. Raise ValueError if the file cannot be read, or has no prompt
+    with two responses; names the key."""
     kept = KeptTokens()
     for earlier, group in tokenized(read_texts(path), tokenizer):
         drafter = whole_drafter(TextSpec(siblings, history))

@@ -58,14 +58,8 @@ class TraceLengths:
     @classmethod
     def read(cls, path: Path, *, prompt_tokens: int, max_response_tokens: int) -> TraceLengths:
         """Read a trace. Lines without `response_tokens` (groups that were filtered or failed) are left out.
-
-        Args:
-            prompt_tokens: where a line does not state it.
-            max_response_tokens: bound of every response.
-
-        Raises:
-            ValueError: the file cannot be read, a line is not as expected, or groups differ in size; with the line.
-        """
+        ``prompt_tokens``: where a line does not state it; ``max_response_tokens``: bound of every response. Raise
+        ValueError if the file cannot be read, a line is not as expected, or groups differ in size; with the line."""
         prompts: list[SimulatedPrompt] = []
         try:
             lines = path.read_text().splitlines()

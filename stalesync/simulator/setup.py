@@ -55,19 +55,11 @@ class SimulationSetup:
         slow_dies: SlowDies | None = None,
         drafts: DraftSpec | None = None,
     ) -> SimulationSetup:
-        """Resolve a config whose device has a pace.
-
-        Args:
-            kv_tokens: capacity of an attention rank's KV cache, in tokens of the run; None: no bound but that of the
-                config.
-            overheads: of controller and queue; None: as measured.
-            hardware: the cards; None: those of the config.
-            slow_dies: None: there are none.
-            drafts: None: of the config, with the published acceptance.
-
-        Raises:
-            ValueError: the layouts do not fit the cards or the modelled model, by key.
-        """
+        """Resolve a config whose device has a pace. ``kv_tokens``: capacity of an attention rank's KV cache, in tokens
+        of the run; None: no bound but that of the config; ``overheads``: of controller and queue; None: as measured;
+        ``hardware``: the cards; None: those of the config; ``slow_dies``: None: there are none; ``drafts``: None: of
+        the config, with the published acceptance. Raise ValueError if the layouts do not fit the cards or the modelled
+        model, by key."""
         pace = config.pace
         assert pace is not None, "the device has no pace"
         pace = pace if hardware is None else replace(pace, hardware=hardware)

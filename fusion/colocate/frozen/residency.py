@@ -20,13 +20,9 @@ RESIDENT_FRACTION = 0.5
 
 
 def choose_residency(deployment: str, resident: str, *, free_bytes: int, role_bytes: int) -> Residency:
-    """Choose where the weights of roles on cards that train are kept.
-
-    Args:
-        resident: `fusion.resident`, used in the deployment *full* only: one, all or auto.
-        free_bytes: free device memory once all of training is in HBM.
-        role_bytes: weights of all scoring roles on the card.
-    """
+    """Choose where the weights of roles on cards that train are kept. ``resident``: `fusion.resident`, used in the
+    deployment *full* only: one, all or auto; ``free_bytes``: free device memory once all of training is in HBM;
+    ``role_bytes``: weights of all scoring roles on the card."""
     if deployment != "full":
         return "beside"
     if resident == "auto":

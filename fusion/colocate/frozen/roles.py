@@ -30,13 +30,9 @@ from fusion.training import Sequences, TrainEngine
 
 class FrozenRoles:
     """The frozen roles of a card. Constructed before the trainer, while there is enough memory to copy the reference
-    from the trained weights.
-
-    Attributes:
-        on_host: weights that are kept on this card's host, by role.
-        reference, reward_model: separate models; None if the card has none.
-        loaded: checksums of what this card has loaded, by role and file (`load_weights`).
-    """
+    from the trained weights. ``on_host``: weights that are kept on this card's host, by role; ``reference``,
+    ``reward_model``: separate models; None if the card has none; ``loaded``: checksums of what this card has loaded, by
+    role and file (`load_weights`)."""
 
     def __init__(
         self, *, spec: WorkerSpec, rank: int, device: Device, meshes: Meshes, policy: PolicyWeights, pool: HostPool

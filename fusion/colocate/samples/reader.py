@@ -91,11 +91,8 @@ class StageReader:
     ) -> Iterable[Sequences]:
         """Read this rank's samples of each minibatch when it is their turn, from the queue while the card computes on
         the minibatch before; all of them at once where each needs what the policy before the first update computes: its
-        routing, or its log-probabilities. A single minibatch needs neither.
-
-        Args:
-            weigh: gives the tokens their weights.
-        """
+        routing, or its log-probabilities. A single minibatch needs neither. ``weigh`` gives the tokens their
+        weights."""
         batches: Iterable[Sequences] = (
             replace(weigh(self._read_minibatch(trainer, ids, following)), updated=number > 0)
             for number, (ids, following) in enumerate(zip(minibatches, [*minibatches[1:], ()], strict=True))

@@ -48,12 +48,9 @@ def empty_samples(columns: Sequence[str]) -> Received:
 
 def to_sequences(received: Received, layers: range | None = None) -> Sequences:
     """Convert samples, with the columns that were received, to the trainer's sequences; of their routing the stage's
-    sparse ``layers``, counted among all sparse ones (None: all).
-
-    Raises:
-        ValueError: the number of values in a column differs from that of a sample's response tokens, or in `routing`
-            from one less than that of all its tokens; or a token is not among its kept ids.
-    """
+    sparse ``layers``, counted among all sparse ones (None: all). Raise ValueError if the number of values in a column
+    differs from that of a sample's response tokens, or in `routing` from one less than that of all its tokens; or a
+    token is not among its kept ids."""
     batch, lengths = received.batch, received.lengths
     for name in ("behaviour_logprobs", "versions", SAMPLED, REFERENCE, KEPT[0]):
         if name in batch.columns and not lengths[name].equal(lengths["response"]):

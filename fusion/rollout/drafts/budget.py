@@ -111,15 +111,10 @@ class DraftBudget:
         max_tokens: int = 1 << 30,
         urgent: np.ndarray | None = None,
     ) -> np.ndarray:
-        """Return which drafted tokens are verified, bool [n], at most ``max_tokens``.
-
-        Args:
-            owners: int [n], the sequence of each token, in order.
-            probabilities: float64 [n], that it and all before it are right, at least `min_probability`; a token comes
-                after the one before it.
-            num_sequences: that decode in this step, with a draft or without.
-            urgent: bool [n], tokens of sequences that come first; None: none.
-        """
+        """Return which drafted tokens are verified, bool [n], at most ``max_tokens``. ``owners``: int [n], the sequence
+        of each token, in order; ``probabilities``: float64 [n], that it and all before it are right, at least
+        `min_probability`; a token comes after the one before it; ``num_sequences``: that decode in this step, with a
+        draft or without; ``urgent``: bool [n], tokens of sequences that come first; None: none."""
         chosen = np.zeros(len(owners), bool)
         if self._explores:
             max_tokens = min(max_tokens, EXPLORED * num_sequences)

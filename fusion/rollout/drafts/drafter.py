@@ -26,15 +26,9 @@ from fusion.rollout.drafts.texts import DraftTotals, PromptTexts, TextSpec
 
 
 class TextDrafter:
-    """Implement `Drafter`.
-
-    Args:
-        spec: of the texts that are kept; None: the defaults.
-        max_children: tokens of a draft behind one; 1: drafts are single paths.
-        max_depth: tokens of a path, at most.
-        budget: how much of the drafts is verified; None: `DraftBudget`.
-        clock: seconds, for the totals.
-    """
+    """Implement `Drafter`. ``spec``: of the texts that are kept; None: the defaults; ``max_children``: tokens of a
+    draft behind one; 1: drafts are single paths; ``max_depth``: tokens of a path, at most; ``budget``: how much of the
+    drafts is verified; None: `DraftBudget`; ``clock``: seconds, for the totals."""
 
     def __init__(
         self,

@@ -38,11 +38,7 @@ MAX_STEP_TOKENS = 4096
 
 
 def answer(store: TextStore, request: bytes) -> bytes:
-    """Answer a message of a `TextExchange`.
-
-    Raises:
-        ValueError: the message is malformed.
-    """
+    """Answer a message of a `TextExchange`. Raise ValueError if the message is malformed."""
     header, pieces = decode(decompress(request))
     cursors = {bytes.fromhex(prompt): cursor for prompt, cursor in header["cursors"].items()}
     reply = store.exchange(header["writer"], header["version"], cursors, pieces)
@@ -80,12 +76,9 @@ class ExchangeTotals:
 
 class TextExchange:
     """One writer's connection to the store of the run. Not thread-safe: used by the thread that steps the engine.
-
-    Args:
-        call: sends a message to the store and returns its reply; may block, and is called on a thread of its own.
-        writer: number of this writer in the run; ``num_writers``: of all of them.
-        clock: seconds; decides only when messages are sent.
-    """
+    ``call``: sends a message to the store and returns its reply; may block, and is called on a thread of its own;
+    ``writer``: number of this writer in the run; ``num_writers``: of all of them; ``clock``: seconds; decides only when
+    messages are sent."""
 
     def __init__(
         self,
@@ -108,12 +101,8 @@ class TextExchange:
 
     def drafts_update(self, running: Collection[bytes], version: int) -> bytes:
         """Return pieces of others that this step reads, encoded; b"": none. Takes over a reply that has arrived, and
-        sends the next message if it is due.
-
-        Args:
-            running: the prompts with running requests.
-            version: the policy version of the engine.
-        """
+        sends the next message if it is due. ``running``: the prompts with running requests; ``version``: the policy
+        version of the engine."""
         began_s = self._clock()
         if self._thread is not None:
             self._take_reply(began_s)

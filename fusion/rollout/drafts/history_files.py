@@ -23,11 +23,8 @@ VERSION = 2
 
 
 def write_history(folder: Path, rank: int, pieces: Sequence[TextPiece]) -> None:
-    """Write the file of a rank, which does not exist; returns when it is on disk.
-
-    Raises:
-        OSError: it could not be written.
-    """
+    """Write the file of a rank, which does not exist; returns when it is on disk. Raise OSError if it could not be
+    written."""
     folder.mkdir(exist_ok=True)
     file = FileWriter(folder / f"rank-{rank:05d}.bin")
     try:
@@ -40,10 +37,7 @@ def write_history(folder: Path, rank: int, pieces: Sequence[TextPiece]) -> None:
 
 def read_history(folder: Path) -> list[TextPiece]:
     """Return the history in all files of a folder; [] if there is none. Of what several have of a prompt, the longest.
-
-    Raises:
-        ValueError: a file is damaged; names it.
-    """
+    Raise ValueError if a file is damaged; names it."""
     found: dict[bytes, list[TextPiece]] = {}
     for path in sorted(folder.glob("rank-*.bin")):
         try:

@@ -58,11 +58,7 @@ def encode(header: Mapping[str, Any], pieces: Sequence[TextPiece]) -> bytes:
 
 
 def decode(message: bytes) -> tuple[dict[str, Any], list[TextPiece]]:
-    """Return header and pieces of a message.
-
-    Raises:
-        ValueError: it is not one that `encode` has returned.
-    """
+    """Return header and pieces of a message. Raise ValueError if it is not one that `encode` has returned."""
     try:
         (size,) = struct.unpack_from("<I", message)
         columns, body = json.loads(message[4 : 4 + size]), message[4 + size :]
@@ -92,11 +88,7 @@ def compress(message: bytes) -> bytes:
 
 
 def decompress(data: bytes) -> bytes:
-    """Undo `compress`.
-
-    Raises:
-        ValueError: it is damaged, or of more than `MAX_MESSAGE` bytes.
-    """
+    """Undo `compress`. Raise ValueError if it is damaged, or of more than `MAX_MESSAGE` bytes."""
     opened = zlib.decompressobj()
     try:
         message = opened.decompress(data, MAX_MESSAGE)

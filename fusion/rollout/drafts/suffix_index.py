@@ -65,11 +65,8 @@ def is_buildable() -> bool:
 
 
 def check_buildable(drafts: str) -> None:
-    """Check that this machine has the library or can build it. ``drafts``: `rollout.drafts.source`.
-
-    Raises:
-        ValueError: there is no compiler; names the key.
-    """
+    """Check that this machine has the library or can build it. ``drafts``: `rollout.drafts.source`. Raise ValueError if
+    there is no compiler; names the key."""
     if not is_buildable():
         raise ValueError(
             f"rollout.drafts.source={drafts}: no C++ compiler found (install g++, or rollout.drafts.source=none)"
@@ -78,11 +75,7 @@ def check_buildable(drafts: str) -> None:
 
 @cache
 def load() -> ctypes.CDLL:
-    """Build the library if needed (2 s) and load it.
-
-    Raises:
-        BuildError: it cannot be built or loaded.
-    """
+    """Build the library if needed (2 s) and load it. Raise BuildError if it cannot be built or loaded."""
     path = build(LIBRARY)
     try:
         library = ctypes.CDLL(str(path))

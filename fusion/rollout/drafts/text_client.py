@@ -58,12 +58,8 @@ class TextClient:
         self.sent_tokens = 0
 
     def note(self, prompt: bytes, group: str, request: str, tokens: array[int], known: int) -> None:
-        """Record that a response has grown.
-
-        Args:
-            tokens: the whole response, which the caller extends further.
-            known: tokens with which the request came, which another engine has sent.
-        """
+        """Record that a response has grown. ``tokens``: the whole response, which the caller extends further;
+        ``known``: tokens with which the request came, which another engine has sent."""
         text = self._changed.get(request)
         if text is not None and text.tokens is tokens:
             return

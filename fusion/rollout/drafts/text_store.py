@@ -94,12 +94,8 @@ class TextReply:
 
 
 class TextStore:
-    """The texts of a run.
-
-    Args:
-        max_groups: of a prompt, those before the last one as history.
-        max_age: policy versions after which a prompt that is not used is dropped; None: never.
-    """
+    """The texts of a run. ``max_groups``: of a prompt, those before the last one as history; ``max_age``: policy
+    versions after which a prompt that is not used is dropped; None: never."""
 
     def __init__(self, max_bytes: int, max_groups: int = 2, max_age: int | None = None) -> None:
         self._max_bytes, self._max_groups, self._max_age = max_bytes, max_groups, max_age
@@ -114,12 +110,8 @@ class TextStore:
     def exchange(
         self, writer: int, version: int, cursors: Mapping[bytes, int], pieces: Sequence[TextPiece]
     ) -> TextReply:
-        """Store what ``writer`` has generated, and return what others have.
-
-        Args:
-            version: the writer's policy version.
-            cursors: by prompt that it drafts for, of its last reply; 0: none.
-        """
+        """Store what ``writer`` has generated, and return what others have. ``version``: the writer's policy version;
+        ``cursors``: by prompt that it drafts for, of its last reply; 0: none."""
         self._version = max(self._version, version)
         behind: dict[str, int] = {}
         self._number += 1

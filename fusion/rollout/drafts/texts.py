@@ -47,15 +47,11 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class TextSpec:
-    """What is kept and drafted from.
-
-    Args:
-        siblings: draft from the responses of the same group; ``history``: from those of the prompt's last groups, the
-            better rewarded ones first (`Request.last_rewards`).
-        max_history: of these groups; text counts half as much as that of the next one.
-        max_bytes: of all text, indexed; ``max_group_bytes``: of one prompt's, its last group included.
-        max_age: policy versions after which the text of a prompt that no request has used is dropped; None: never.
-    """
+    """What is kept and drafted from. ``siblings``: draft from the responses of the same group; ``history``: from those
+    of the prompt's last groups, the better rewarded ones first (`Request.last_rewards`); ``max_history``: of these
+    groups; text counts half as much as that of the next one; ``max_bytes``: of all text, indexed; ``max_group_bytes``:
+    of one prompt's, its last group included; ``max_age``: policy versions after which the text of a prompt that no
+    request has used is dropped; None: never."""
 
     siblings: bool = True
     history: bool = True

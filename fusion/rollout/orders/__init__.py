@@ -27,9 +27,6 @@ from fusion.telemetry.classes import find_class
 
 
 def find_order(name: str) -> type[Order]:
-    """Import the class of an order. ``name``: a key of `ORDERS`, or `module:Class`.
-
-    Raises:
-        ValueError: the module cannot be imported, or has no such subclass of `Order`.
-    """
+    """Import the class of an order. ``name``: a key of `ORDERS`, or `module:Class`. Raise ValueError if the module
+    cannot be imported, or has no such subclass of `Order`."""
     return find_class(name, ORDERS, key=f"rollout.schedule.order={name}", base=Order)

@@ -23,14 +23,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Lengths:
-    """What is known about the lengths of a group's responses, in tokens.
-
-    Args:
-        max_tokens: of a response.
-        earlier: of the same row in an earlier epoch.
-        exact: of each member; empty where they are not known.
-        step: in which the group is expected to be trained.
-    """
+    """What is known about the lengths of a group's responses, in tokens. ``max_tokens``: of a response; ``earlier``: of
+    the same row in an earlier epoch; ``exact``: of each member; empty where they are not known; ``step``: in which the
+    group is expected to be trained."""
 
     max_tokens: int
     earlier: Sequence[int] = ()

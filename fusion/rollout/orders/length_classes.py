@@ -35,16 +35,10 @@ class ExpectedLength(NamedTuple):
 
 @dataclass(frozen=True)
 class HistoPipeSpec:
-    """The settings of HistoPipe.
-
-    Args:
-        num_engines: of the run.
-        engine_slots: requests that an engine decodes at a time.
-        group_size: requests of a group.
-        num_classes: number of classes, at most; 1: engines are not shared out.
-        search: whether shares are searched for; else they are equal.
-        growth: length, relative to the expected one, beyond which a request of the tail of its class moves.
-    """
+    """The settings of HistoPipe. ``num_engines``: of the run; ``engine_slots``: requests that an engine decodes at a
+    time; ``group_size``: requests of a group; ``num_classes``: number of classes, at most; 1: engines are not shared
+    out; ``search``: whether shares are searched for; else they are equal; ``growth``: length, relative to the expected
+    one, beyond which a request of the tail of its class moves."""
 
     num_engines: int
     engine_slots: int
@@ -117,11 +111,8 @@ class ClassWork(NamedTuple):
 
 def share_engines(curves: Sequence[Callable[[int], float]], num_engines: int) -> list[int]:
     """Share engines out such that the longest class takes as little time as possible: each engine to the class that
-    takes longest so far, which no other division can beat where no curve rises.
-
-    Args:
-        curves: time of each class by its number of engines; at most ``num_engines`` classes.
-    """
+    takes longest so far, which no other division can beat where no curve rises. ``curves``: time of each class by its
+    number of engines; at most ``num_engines`` classes."""
     assert 0 < len(curves) <= num_engines, f"{len(curves)} classes for {num_engines} engines"
     shares = [1] * len(curves)
     slowest_first = [(-curve(1), number) for number, curve in enumerate(curves)]
