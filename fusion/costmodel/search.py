@@ -141,11 +141,8 @@ def phase_problems(setup: Setup, sizes: MemoryEstimate) -> list[str]:
 
 def rank(setup: Setup, fixed: tuple[Parallel | None, Parallel | None] = (None, None), num_exact: int = 2) -> Ranking:
     """Rank layouts and deployments for the dies and the model of ``setup``.
-
-    Args:
-        fixed: layouts of training and of generation that are given; None: search.
-        num_exact: the best layouts of each side, of which every pair is planned exactly.
-    """
+    ``fixed``: layouts of training and of generation that are given; None: search.
+    ``num_exact``: the best layouts of each side, of which every pair is planned exactly."""
     world, refused = setup.train.world, Counter[str]()
     trains = [fixed[0]] if fixed[0] else candidate_layouts(setup, world, training=True)
     infers = [fixed[1]] if fixed[1] else candidate_layouts(setup, world, training=False)
@@ -187,10 +184,7 @@ def _best(setup: Setup, candidates: list[Parallel], training: bool, refused: Cou
 
 def rank_deployments(setup: Setup, multiple: int | None = None) -> list[DeploymentEstimate]:
     """Rank the deployments over the same dies, each with the best layouts for its cards; the fastest first.
-
-    Args:
-        multiple: of dies by which the sides of `separate` and `hybrid` are divided; None: whole nodes.
-    """
+    ``multiple``: of dies by which the sides of `separate` and `hybrid` are divided; None: whole nodes."""
     world = setup.train.world
     node = multiple or setup.hardware.topology.ranks_per_node
     estimates = [estimate_deployment(setup, "colocated", train_dies=world, infer_dies=world)]

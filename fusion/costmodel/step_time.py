@@ -62,10 +62,7 @@ def expert_load_factor(shape: Shape, parallel: Parallel) -> float:
 
 def generate_s(setup: Setup, kv_tokens: int) -> float:
     """Estimate the generation of all samples of a step; infinite where the longest sequence does not fit.
-
-    Args:
-        kv_tokens: capacity of an attention rank's KV cache.
-    """
+    ``kv_tokens``: capacity of an attention rank's KV cache."""
     shape, infer, hardware, work = setup.shape, setup.infer, setup.hardware, setup.workload
     rows = infer.world // (infer.tp * infer.pp)
     sequences = work.samples / rows

@@ -64,10 +64,7 @@ def main(options_json: str) -> None:
 
 def load(target: str, label: str) -> Callable[[], Environment]:
     """Return the class of a built-in or of a user's own environment.
-
-    Raises:
-        ValueError: it cannot be imported, or is no environment (names the config key).
-    """
+    ValueError: it cannot be imported, or is no environment (names the config key)."""
     if target.rpartition(":")[0].endswith(".py"):
         module, name = import_file(target, "environment")
     else:
@@ -168,10 +165,7 @@ class Server:
 
     async def _repeated(self, number: int, order: StepOrder) -> OpenEnvironment:
         """Return a fresh conversation in which all before the ordered step has been repeated.
-
-        Raises:
-            EnvironmentFailed: also `diverged`: it says something else.
-        """
+        EnvironmentFailed: also `diverged`: it says something else."""
         self._live[order.id] = conversation = OpenEnvironment()
         messages, _ = await self._begin(number, conversation, order)
         observed = digest_of(messages)
@@ -210,10 +204,7 @@ class Server:
         self, number: int, conversation: OpenEnvironment, work: Coroutine[Any, Any, Any], bounded: bool = True
     ) -> Any:
         """Await an environment's code, within what is left of the episode's seconds if ``bounded``.
-
-        Raises:
-            EnvironmentFailed: it raised, or exceeded a limit.
-        """
+        EnvironmentFailed: it raised, or exceeded a limit."""
         limit_s, key = self._options["step_timeout_s"], "step_timeout_s"
         left_s = self._options["episode_timeout_s"] - conversation.seconds
         if bounded and left_s < limit_s:

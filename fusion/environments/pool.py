@@ -118,10 +118,7 @@ class EnvPool:
 
     def reset(self, tasks: Sequence[tuple[Task, int]]) -> list[Started | Failure]:
         """Return the first messages of each (task, seed), in order, or why there are none. Nothing stays open.
-
-        Raises:
-            RuntimeError: the pool is closed, or another thread closes it meanwhile.
-        """
+        RuntimeError: the pool is closed, or another thread closes it meanwhile."""
         results: dict[PostedOrder, Started | Failure] = {}
         finished = threading.Event()
 
@@ -145,10 +142,7 @@ class EnvPool:
 
     def poll(self) -> list[Stepped]:
         """Return the steps that have ended since the last call; never blocks.
-
-        Raises:
-            RuntimeError: the pool is closed.
-        """
+        RuntimeError: the pool is closed."""
         self._check_open()
         ended = []
         while self._results:

@@ -46,13 +46,8 @@ class Template(Protocol):
 
 class Bridge:
     """Continues conversations of one template.
-
-    Args:
-        end_token_ids: tokens that end a turn when they are sampled.
-
-    Raises:
-        ValueError: there is no template.
-    """
+    ``end_token_ids``: tokens that end a turn when they are sampled.
+    ValueError: there is no template."""
 
     def __init__(self, template: Template, end_token_ids: Collection[int]) -> None:
         self._template, self._ends = template, frozenset(end_token_ids)
@@ -117,10 +112,7 @@ class Bridge:
     def _tail(self, messages: Sequence[Message], *, has_thought: bool = False, is_repeated: bool = False) -> str | None:
         """Return what the template writes behind a turn of the model, from its end to the next header; None if it does
         not leave the turn as it is.
-
-        Args:
-            is_repeated: the same messages followed an earlier turn, too.
-        """
+        ``is_repeated``: the same messages followed an earlier turn, too."""
         thought = f"<think>\n{THOUGHT}\n{THOUGHT_END}\n\n" if has_thought else ""
         turn = {"role": "assistant", "content": thought + MARK}
         before = [ASKED, turn, *messages] if is_repeated else [ASKED]

@@ -94,10 +94,7 @@ class RewardConfig(Group, path="reward"):
 
     def term_specs(self) -> list[TermSpec]:
         """Return the terms, checked.
-
-        Raises:
-            ValueError: an entry of `reward.terms` is not accepted, by key.
-        """
+        ValueError: an entry of `reward.terms` is not accepted, by key."""
         if not isinstance(self.terms, list):
             raise ValueError(f"reward.terms={self.terms!r}: expected a list")
         places = [f"reward.terms[{index}]" for index in range(len(self.terms))]
@@ -124,13 +121,8 @@ class RewardConfig(Group, path="reward"):
 
 def split_path(path: str | None, key: str = "reward", defines: str = "function") -> tuple[Path, str]:
     """Split `reward.path`, or that of another group ``key``, into its file and the name defined there.
-
-    Args:
-        defines: what the name is of, in messages.
-
-    Raises:
-        ValueError: the path is not set, is not of the form `file.py:name`, or its file does not exist.
-    """
+    ``defines``: what the name is of, in messages.
+    ValueError: the path is not set, is not of the form `file.py:name`, or its file does not exist."""
     if not path:
         raise ValueError(f"{key}.path=None: expected file.py:{defines}, as {key}.name='custom'")
     file, colon, name = path.rpartition(":")

@@ -31,11 +31,8 @@ END_S = 2.0
 
 def run_kept(life_fd: int, child_fds: Iterable[int]) -> None:
     """Fork; return in the child only. This process becomes its keeper and exits as the child does.
-
-    Args:
-        life_fd: pipe whose other end is held only by the pool's process; when it closes, everything is killed.
-        child_fds: descriptors that only the child uses.
-    """
+    ``life_fd``: pipe whose other end is held only by the pool's process; when it closes, everything is killed.
+    ``child_fds``: descriptors that only the child uses."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     keeper = os.getpid()
     unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)

@@ -183,10 +183,7 @@ def start_interpreter(
 ) -> tuple[subprocess.Popen, socket.socket, int, IO[bytes]]:
     """Start a new interpreter (never a fork of this one, which may hold a device and threads), which calls ``main`` of
     the module with the options as JSON. Return the arguments of `GuardedProcess`.
-
-    Args:
-        fds: further descriptors that the child keeps.
-    """
+    ``fds``: further descriptors that the child keeps."""
     parent_end, child_end = socket.socketpair()
     life_read, life_write = os.pipe()
     trace = tempfile.TemporaryFile()

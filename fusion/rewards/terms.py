@@ -50,14 +50,9 @@ class TermSpec:
     @classmethod
     def parse(cls, entry: Any, key: str, built_in: Collection[str]) -> TermSpec:
         """Read an entry of `reward.terms`.
-
-        Args:
-            key: of the entry, for messages: `reward.terms[0]`.
-            built_in: names of the rules.
-
-        Raises:
-            ValueError: it is not accepted; names the key.
-        """
+        ``key``: of the entry, for messages: `reward.terms[0]`.
+        ``built_in``: names of the rules.
+        ValueError: it is not accepted; names the key."""
         fields = fields_of(entry, [item.name for item in dataclasses.fields(cls)], key)
         spec = cls(**{"name": fields["reward"].rpartition(":")[2], **fields})
         spec.validate(key, built_in)
@@ -65,10 +60,7 @@ class TermSpec:
 
     def validate(self, key: str, built_in: Collection[str]) -> None:
         """Check every field.
-
-        Raises:
-            ValueError: a field that is not accepted, by key.
-        """
+        ValueError: a field that is not accepted, by key."""
         check = Checks(key, self)
         check.that("name", isinstance(self.name, str) and bool(NAME.fullmatch(self.name)), "letters, digits, . _ -")
         check.number("weight")
@@ -118,13 +110,8 @@ class Term:
 
 def start_terms(config: RewardConfig, start: Callable[[RewardConfig, RewardSpec], RewardPool]) -> list[Term]:
     """Start the processes of `reward.terms`.
-
-    Args:
-        start: starts a pool, and sees to its end.
-
-    Raises:
-        ValueError: a function cannot be loaded; names the term.
-    """
+    ``start``: starts a pool, and sees to its end.
+    ValueError: a function cannot be loaded; names the term."""
     terms = []
     for index, term in enumerate(config.term_specs()):
         with _naming(index, term):
@@ -135,10 +122,7 @@ def start_terms(config: RewardConfig, start: Callable[[RewardConfig, RewardSpec]
 
 def check_term_fields(terms: Sequence[Term], everywhere: Collection[str]) -> None:
     """Check that every row has the fields that the terms require, ``everywhere``: those that every row has.
-
-    Raises:
-        ValueError: names the term and the field.
-    """
+    ValueError: names the term and the field."""
     for index, term in enumerate(terms):
         if term.pool is not None:
             with _naming(index, term.spec):
@@ -152,10 +136,7 @@ def pools_of(rule: RewardPool | None, terms: Sequence[Term]) -> list[RewardPool]
 
 def combine(parts: Mapping[str, tuple[float, Sequence[RewardOutcome]]]) -> list[RewardOutcome]:
     """Add up outcomes.
-
-    Args:
-        parts: weight and outcomes by name; all have as many.
-    """
+    ``parts``: weight and outcomes by name; all have as many."""
     names, weights = [*parts], [weight for weight, _ in parts.values()]
     return [_total(names, weights, outcomes) for outcomes in zip(*(of for _, of in parts.values()), strict=True)]
 

@@ -80,11 +80,8 @@ class WholeGroups(Generic[Sample]):
 
     def restore(self, held: Iterable[Sample], scored: Mapping[str, Mapping[str, str | None]]) -> list[Sample]:
         """Restore samples that waited into this empty object; return those that need not wait any more.
-
-        Args:
-            scored: group → responses of samples by id that count as arrived and do not wait: those that were lost
-                (None), and those of a run whose reward did not ask for the others before.
-        """
+        ``scored``: group → responses of samples by id that count as arrived and do not wait: those that were lost
+        (None), and those of a run whose reward did not ask for the others before."""
         for name, responses in scored.items():
             if len(responses) < self._size:
                 self._groups[name] = _Group(responses={**responses})

@@ -59,10 +59,7 @@ class Changes:
 
 def changes_of(results: Sequence[Mapping[str, Any]]) -> Changes | None:
     """Return the changes of the file that was evaluated first; None: it was not evaluated twice with the same content.
-
-    Args:
-        results: rows of `evaluations.jsonl`.
-    """
+    ``results``: rows of `evaluations.jsonl`."""
     of_file = [result for result in results if result["file"] == results[0]["file"]]
     if len(of_file) < 2:
         return None

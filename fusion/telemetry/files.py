@@ -53,11 +53,8 @@ TEMPORARY = re.compile(r"\..+\.[0-9a-f]{16}", re.DOTALL)
 class JsonLines:
     """Append one JSON object per line to `path`. NaN and infinities, which JSON lacks, are written as null and their
     names listed under "not_finite".
-
-    Args:
-        on_full: called with the error when there begins to be no space; the lines are then kept in memory, and written
-            with the next ones. None: the error is raised.
-    """
+    ``on_full``: called with the error when there begins to be no space; the lines are then kept in memory, and written
+    with the next ones. None: the error is raised."""
 
     def __init__(self, path: Path | str, on_full: Callable[[OSError], None] | None = None) -> None:
         self.path, self._on_full = Path(path), on_full
@@ -115,13 +112,8 @@ class JsonLines:
 
 def read_jsonl(path: Path | str, required: Mapping[str, type] = NOTHING) -> list[dict[str, Any]]:
     """Return the objects of a JSON-lines file; an incomplete last line is ignored. A missing file has none.
-
-    Args:
-        required: fields that every object must have, with their types.
-
-    Raises:
-        ValueError: a line is no object, or lacks such a field; names file and line.
-    """
+    ``required``: fields that every object must have, with their types.
+    ValueError: a line is no object, or lacks such a field; names file and line."""
     return list(iterate_jsonl(path, required))
 
 
@@ -191,20 +183,14 @@ def open_temporary(path: Path) -> tuple[Path, int]:
 
 def open_new(path: Path) -> int:
     """Create a file and return a descriptor for reading and writing.
-
-    Raises:
-        FileExistsError: the name is taken, by a file or a link.
-    """
+    FileExistsError: the name is taken, by a file or a link."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
 
 
 def exchange(first: Path, second: Path) -> bool:
     """Exchange two files or folders by name, atomically. Return False, with nothing changed, if the system or the file
     system has no such operation.
-
-    Raises:
-        OSError: one of them does not exist, or may not be renamed.
-    """
+    OSError: one of them does not exist, or may not be renamed."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:  # glibc before 2.28, musl, other systems than Linux
@@ -241,11 +227,8 @@ def write_all(
     fd: int, data: bytes | memoryview, offset: int | None = None, path: Path | None = None, total: int | None = None
 ) -> None:
     """Write every byte, at `offset` if given; the first call usually takes all of them.
-
-    Args:
-        path: that an error names; None: the name of the open file.
-        total: bytes that it names where there is no space, if the data are a part of what is written.
-    """
+    ``path``: that an error names; None: the name of the open file.
+    ``total``: bytes that it names where there is no space, if the data are a part of what is written."""
     view = memoryview(data)
     with naming_file(fd if path is None else path, len(view) if total is None else total):
         while view:
@@ -257,11 +240,8 @@ def write_all(
 @contextmanager
 def naming_file(file: int | Path, nbytes: int) -> Iterator[None]:
     """Add what an error of a descriptor lacks: the path, and where there is no space, the bytes.
-
-    Args:
-        file: the path, or a descriptor.
-        nbytes: to be written in the block.
-    """
+    ``file``: the path, or a descriptor.
+    ``nbytes``: to be written in the block."""
     try:
         yield
     except OSError as error:

@@ -66,11 +66,8 @@ BOUNDS = ("at_least", "above", "at_most", "below")
 
 def key(default: Any = MISSING, *, factory: Any = MISSING, number: bool = False, read_by: str = "", **use: Any) -> Any:
     """Return the field of a config dataclass with its `KeyUse`.
-
-    Args:
-        number: expect a number of the field's type, whatever its bounds; any of BOUNDS implies it.
-        read_by: commands, separated by spaces.
-    """
+    ``number``: expect a number of the field's type, whatever its bounds; any of BOUNDS implies it.
+    ``read_by``: commands, separated by spaces."""
     bounds = {name: use.pop(name) for name in BOUNDS if name in use}
     numeric = bounds if bounds or number else None
     metadata = {"use": KeyUse(bounds=numeric, read_by=frozenset(read_by.split()), **use)}
@@ -97,10 +94,7 @@ class Unused:
 
 def unused(values: Any, group: str, root: Any = None) -> Iterator[Unused]:
     """Yield the keys of a group, a dataclass, that have been changed and have no effect.
-
-    Args:
-        root: the whole config; None: conditions on other groups are not looked at.
-    """
+    ``root``: the whole config; None: conditions on other groups are not looked at."""
     for item in fields(values):
         use, value, default = use_of(item), getattr(values, item.name), item.default
         if default is MISSING and item.default_factory is not MISSING:

@@ -41,10 +41,7 @@ class FileRecord:
     @classmethod
     def of(cls, path: Path) -> FileRecord:
         """Read a file.
-
-        Raises:
-            OSError: it cannot be read, or is a symbolic link.
-        """
+        OSError: it cannot be read, or is a symbolic link."""
         digest, nbytes = xxhash.xxh3_128(), 0
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         # Not larger than the file: each thread that has read keeps as much memory for later.
@@ -59,13 +56,8 @@ class FileRecord:
 
 class FileWriter:
     """Write a new file and hash what is written; `close` returns when it is on disk.
-
-    Raises:
-        OSError: the name is taken, or the disk is full.
-
-    Args:
-        total: bytes that will be written, which the error of a full disk names; None: it names those of a piece.
-    """
+    ``total``: bytes that will be written, which the error of a full disk names; None: it names those of a piece.
+    OSError: the name is taken, or the disk is full."""
 
     def __init__(self, path: Path, total: int | None = None) -> None:
         self._path, self._total = path, total
@@ -96,12 +88,9 @@ class FileWriter:
 
 def write_manifest(folder: Path, records: Mapping[str, FileRecord], seals: Mapping[str, Seal] = NO_SEALS) -> None:
     """Complete a folder whose other files are on disk: write the manifest, and sync it.
-
-    Args:
-        records: of files that were hashed when they were written, by path relative to ``folder``; all others below
-            ``folder`` are read.
-        seals: of logs beside the folder, by name.
-    """
+    ``records``: of files that were hashed when they were written, by path relative to ``folder``; all others below
+    ``folder`` are read.
+    ``seals``: of logs beside the folder, by name."""
     unread = [name for name in _files(folder) if name not in records]
     everything = dict(records) | dict(zip(unread, _read_all(folder, unread), strict=True))
     _write(folder, everything, seals)
@@ -109,10 +98,7 @@ def write_manifest(folder: Path, records: Mapping[str, FileRecord], seals: Mappi
 
 def write_seals(folder: Path, seals: Mapping[str, Seal]) -> None:
     """Replace the seals of these logs in the manifest of a complete folder, atomically.
-
-    Raises:
-        ValueError: the manifest is missing or damaged.
-    """
+    ValueError: the manifest is missing or damaged."""
     records, others = _read(folder)
     _write(folder, records, {**others, **seals})
 
@@ -125,19 +111,13 @@ def _write(folder: Path, records: Mapping[str, FileRecord], seals: Mapping[str, 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
     """Return the records of a folder by path.
-
-    Raises:
-        ValueError: the manifest is missing or damaged.
-    """
+    ValueError: the manifest is missing or damaged."""
     return _read(folder)[0]
 
 
 def read_seals(folder: Path) -> dict[str, Seal]:
     """Return the seals of the logs beside a folder by name; none, if an earlier version wrote the manifest.
-
-    Raises:
-        ValueError: the manifest is missing or damaged.
-    """
+    ValueError: the manifest is missing or damaged."""
     return _read(folder)[1]
 
 
@@ -157,10 +137,7 @@ def _read(folder: Path) -> tuple[dict[str, FileRecord], dict[str, Seal]]:
 
 def find_damage(folder: Path, names: Iterable[str] | None = None) -> str | None:
     """Read the files that the manifest lists; return which of them is wrong and how, None if all are as written.
-
-    Args:
-        names: only these files, by path; None: all.
-    """
+    ``names``: only these files, by path; None: all."""
     try:
         records = read_manifest(folder)
     except ValueError as error:

@@ -62,14 +62,9 @@ class RunReport:
     @classmethod
     def from_folder(cls, path: Path | str, run: Mapping[str, Any] | None = None, **fields: Any) -> RunReport:
         """Return the report of a run folder.
-
-        Args:
-            run: the data of its page; None: they are read.
-            fields: values that replace or complete those of the folder.
-
-        Raises:
-            ValueError: a line of a file is not what a run writes; names file and line.
-        """
+        ``run``: the data of its page; None: they are read.
+        ``fields``: values that replace or complete those of the folder.
+        ValueError: a line of a file is not what a run writes; names file and line."""
         run = read_run(path, fields.get("outcome")) if run is None else run
         results = read_jsonl(Path(path) / EVALUATIONS, RESULT)
         from_folder: dict[str, Any] = {
@@ -126,10 +121,7 @@ class RunReport:
 def report_run(folder: Path, **fields: Any) -> None:
     """Write `report.html` and print the report. A page that cannot be written, on a full disk for example, is a note of
     the report, and so is a damaged file, without whose figures the report then is: the run has its result or its error.
-
-    Args:
-        fields: of `RunReport`, beside what the folder holds.
-    """
+    ``fields``: of `RunReport`, beside what the folder holds."""
     report = RunReport(**({"steps": None} | fields))
     try:
         run = read_run(folder, fields.get("outcome"))

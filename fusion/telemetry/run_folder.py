@@ -49,11 +49,8 @@ class RunFolder:
 
     If the name exists: `suffix` (default) takes the first free of `name-2`, `name-3`, …; `resume` continues in the
     folder. `choice` states in a sentence which it was.
-
-    Raises:
-        FolderInUse: another run has the folder; nothing in it was changed.
-        ValueError: ``name`` is not the name of a folder.
-    """
+    FolderInUse: another run has the folder; nothing in it was changed.
+    ValueError: ``name`` is not the name of a folder."""
 
     def __init__(self, root: Path | str, name: str, if_exists: IfExists = "suffix", samples_per_step: int = 4) -> None:
         if not name or name != Path(name).name or name.startswith("."):
@@ -120,10 +117,7 @@ class RunFolder:
 
     def open_loggers(self, classes: Mapping[str, type[Logger]], config: Mapping[str, Any] | None = None) -> None:
         """Start the loggers that `log` writes to (`find_loggers`); without this call, it is TensorBoard's.
-
-        Raises:
-            ValueError: one of them could not be started.
-        """
+        ValueError: one of them could not be started."""
         assert self._loggers is None, "loggers are open"
         self._loggers = LoggerGroup(self.path, classes, config)
 
@@ -146,10 +140,7 @@ class RunFolder:
     ) -> None:
         """Add figures to the row of a step that an earlier start of the run has logged, the last one. Called before the
         first `log` of a start; `repeat` then sends the row to the loggers.
-
-        Args:
-            seal: called before the row is written, with the seals of what an evaluation writes, for the checkpoint.
-        """
+        ``seal``: called before the row is written, with the seals of what an evaluation writes, for the checkpoint."""
         assert METRICS not in self._logs, "complete after writing"
         path, log_bytes = self.path / METRICS, self.log_bytes()
         seals = self.seal({name: log_bytes[name] for name in (METRICS, EVALUATIONS)})
@@ -176,10 +167,7 @@ class RunFolder:
     def repeat(self, before_first: Mapping[str, float]) -> None:
         """Send the last rows of an earlier start of the run to the loggers again: a logger may keep in memory what it
         has received, as W&B does offline until a block of 32 KiB is full, and a run that is killed loses that.
-
-        Args:
-            before_first: figures of the evaluation before the first step, which no row has.
-        """
+        ``before_first``: figures of the evaluation before the first step, which no row has."""
         rows, size = read_jsonl(self.path / METRICS, {"step": int}), 0
         first = len(rows)
         while first and size < REPEATED_BYTES:
@@ -215,12 +203,9 @@ class RunFolder:
         tokens: Mapping[str, Sequence[int | list[int]]] | None = None,
     ) -> None:
         """Write how groups have ended.
-
-        Args:
-            lag: policy versions between the admission and the training of each.
-            tokens: `prompt_tokens` of each group, and lists for each: `response_tokens`, which were sampled, and of
-                conversations `observation_tokens`.
-        """
+        ``lag``: policy versions between the admission and the training of each.
+        ``tokens``: `prompt_tokens` of each group, and lists for each: `response_tokens`, which were sampled, and of
+        conversations `observation_tokens`."""
         others = {"ended": ended} if lag is None else {"ended": ended, "lag": lag}
         self._log(GROUPS).write_each({"step": step}, "group", groups, others, tokens)
 
@@ -268,12 +253,9 @@ class RunFolder:
         Damaged rows are dropped, and listed in `damage`.
 
         Call it before the first `log` of the resumed run. The timeline keeps what happened: the time was spent.
-
-        Args:
-            seals: of the checkpoint that the run resumes from.
-            seal: called with the seals of what is left if rows were dropped, for the checkpoint: another resume from it
-                finds no damage.
-        """
+        ``seals``: of the checkpoint that the run resumes from.
+        ``seal``: called with the seals of what is left if rows were dropped, for the checkpoint: another resume from it
+        finds no damage."""
         assert not self._logs, "rewind after writing"
         num_cut = 0
         for name in reversed(LOGS):

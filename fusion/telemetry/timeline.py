@@ -159,10 +159,7 @@ def summarize(
     spans: Iterable[Span], start_ns: int | None = None, end_ns: int | None = None, cards: Iterable[str] = ()
 ) -> list[CardSummary]:
     """Summarize the time of each card between start and end (by default the first start and the last end).
-
-    Args:
-        cards: cards to list even if they recorded nothing; these were idle.
-    """
+    ``cards``: cards to list even if they recorded nothing; these were idle."""
     spans = [Span(*span) for span in spans]
     if not spans and (start_ns is None or end_ns is None):
         return []

@@ -51,12 +51,9 @@ def render(
     runs: Sequence[Mapping[str, Any]], refresh_s: float | None = None, comparison: Mapping[str, Any] | None = None
 ) -> str:
     """Return the HTML file of one or several runs (`read_run`), shown side by side.
-
-    Args:
-        refresh_s: the page reloads itself after this many seconds; None: never.
-        comparison: a table that precedes them: `title`, `header`, `notes`, and `rows` of cells, each a text and where
-            it is from, such as `measured`; None: none.
-    """
+    ``refresh_s``: the page reloads itself after this many seconds; None: never.
+    ``comparison``: a table that precedes them: `title`, `header`, `notes`, and `rows` of cells, each a text and where
+    it is from, such as `measured`; None: none."""
     data = {
         "runs": list(runs),
         "typical": aligned(runs),

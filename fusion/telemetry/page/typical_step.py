@@ -28,10 +28,7 @@ Interval = tuple[str, int, int]
 
 def typical_step(spans: Iterable[Span], updates: int = 1) -> dict[str, Any] | None:
     """Return `us`, `bubble` and `lanes` of the typical step; None where there are no two updates.
-
-    Args:
-        updates: of the weights in a step.
-    """
+    ``updates``: of the weights in a step."""
     by_card: dict[str, list[Span]] = {}
     for span in spans:
         if span.lane == MAIN:
