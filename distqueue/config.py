@@ -30,10 +30,7 @@ class QueueConfig:
 
     def validate(self, prefix: str = "queue.") -> None:
         """Checks every value of the group.
-
-        Raises:
-            ValueError: a value that is not accepted, by key; ``prefix`` is put before the key.
-        """
+        ValueError: a value that is not accepted, by key; ``prefix`` is put before the key."""
         durable = self.durability in DURABILITIES
         _expect(durable, f"{prefix}durability", self.durability, expected=f"one of {', '.join(DURABILITIES)}")
         _expect_count(f"{prefix}max_bytes", self.max_bytes)
@@ -59,10 +56,7 @@ class QueueOptions(QueueConfig):
 
     def validate(self, prefix: str = "") -> None:
         """Checks every value.
-
-        Raises:
-            ValueError: a value that is not accepted, by key.
-        """
+        ValueError: a value that is not accepted, by key."""
         super().validate(prefix)
         _expect_count(f"{prefix}max_rows", self.max_rows)
         seconds = isinstance(self.lease_s, (int, float)) and math.isfinite(self.lease_s) and self.lease_s > 0
@@ -76,10 +70,7 @@ class QueueOptions(QueueConfig):
 
 def check_absolute(key: str, folder: str) -> None:
     """Checks that a folder is an absolute path.
-
-    Raises:
-        ValueError: ``folder`` is a relative path.
-    """
+    ValueError: ``folder`` is a relative path."""
     expected = "an absolute path, as the queue's processes have other working folders"
     _expect(Path(folder).is_absolute(), key, folder, expected=expected)
 

@@ -35,11 +35,8 @@ once; from then on the message is as large as needed."""
 
 class GroupExchange:
     """One rank's end of the group's tree. Created once, by all ranks together; arguments as of `GroupReader`.
-
-    Attributes:
-        union: the columns that any rank of the group needs.
-        sent_bytes, sent_messages: sent by this rank; messages by destination rank.
-    """
+    ``union``: the columns that any rank of the group needs.
+    ``sent_bytes``, ``sent_messages``: sent by this rank; messages by destination rank."""
 
     def __init__(self, group: dist.ProcessGroup | None, columns: Sequence[str], *, place: str | None = None):
         self.rank = 0 if group is None else dist.get_rank(group)
@@ -168,10 +165,7 @@ def _wait(work: dist.Work) -> None:
 @contextmanager
 def _communication() -> Iterator[None]:
     """Convert the errors of posting a message, gathering, or waiting.
-
-    Raises:
-        ConnectionError: another rank of the group has ended or has left it; gloo raises a plain RuntimeError then.
-    """
+    ConnectionError: another rank of the group has ended or has left it; gloo raises a plain RuntimeError then."""
     try:
         yield
     except RuntimeError as error:

@@ -116,12 +116,9 @@ class Roofline:
         drafted_pairs: float = 0.0,
     ) -> Work:
         """Cost a step that decodes and prefills: the weights are read once for both.
-
-        Args:
-            prefill_tokens: of prompts, and of drafts to verify.
-            attended: `attention_pairs` of the tokens of prompts.
-            drafted_pairs: those of drafts, which attend as decoded tokens do.
-        """
+        ``prefill_tokens``: of prompts, and of drafts to verify.
+        ``attended``: `attention_pairs` of the tokens of prompts.
+        ``drafted_pairs``: those of drafts, which attend as decoded tokens do."""
         tokens, decoded = sequences + prefill_tokens, kv_tokens + drafted_pairs
         total = Work(self.exchanges * self.hardware.collective_s.value + self._overheads)
         for stage in self._stages:

@@ -76,12 +76,9 @@ class Bridge:
     ) -> list[int] | None:
         """Return the tokens of ``messages`` and of the header of the model's next turn; None where the template would
         rewrite a turn of the model.
-
-        Args:
-            end: of the last turn.
-            had_thought: whether an earlier turn has a thought.
-            earlier: the messages behind the first ones so far.
-        """
+        ``end``: of the last turn.
+        ``had_thought``: whether an earlier turn has a thought.
+        ``earlier``: the messages behind the first ones so far."""
         last_token, has_thought = end
         distinguished = self._distinguished & {message["role"] for message in messages}
         is_repeated = bool(distinguished) and any(message["role"] in distinguished for message in earlier)

@@ -98,10 +98,7 @@ def _call_of(value: Any, error: str, arguments_name: str) -> ToolCall:
 
 class Tools:
     """Functions that the model may call, by name; parameters need annotations of JSON's types.
-
-    Attributes:
-        schemas: the functions as OpenAI's API and chat templates describe them.
-    """
+    ``schemas``: the functions as OpenAI's API and chat templates describe them."""
 
     def __init__(self, *functions: Callable[..., Any]) -> None:
         self._by_name = {function.__name__: function for function in functions}

@@ -22,14 +22,11 @@ BATCH = ("prompts", "responses")
 @dataclass(frozen=True)
 class LoadedReward:
     """A reward function and what it asks for.
-
-    Attributes:
-        score: called as `score(prompt, response, answer, **fields)`, with fields of the data row; of a batch as
-            `score(prompts, responses, answers, **fields)`, with lists of equal length.
-        required_fields: fields of the row without which it cannot be called.
-        scores_batch: it scores a batch of samples in one call, and returns as many numbers.
-        asks: which of `OF_RUN` it must get among the fields.
-    """
+    ``score``: called as `score(prompt, response, answer, **fields)`, with fields of the data row; of a batch as
+    `score(prompts, responses, answers, **fields)`, with lists of equal length.
+    ``required_fields``: fields of the row without which it cannot be called.
+    ``scores_batch``: it scores a batch of samples in one call, and returns as many numbers.
+    ``asks``: which of `OF_RUN` it must get among the fields."""
 
     score: Callable[..., Any]
     required_fields: tuple[str, ...] = ()

@@ -31,14 +31,12 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 @dataclass(frozen=True)
 class TermSpec:
     """A term of `reward.terms`, checked.
-
-    Attributes:
-        reward: `arithmetic`, `math`, `file.py:function`, `format` or `length`.
-        name: in metrics.
-        weight: factor of the term in the total.
-        pattern: of `format`: a regular expression; the term is 1 if it matches the whole response, else 0.
-        free_tokens, max_tokens: of `length`: the term is 0 up to ``free_tokens``, and falls to -1 at ``max_tokens``.
-    """
+    ``reward``: `arithmetic`, `math`, `file.py:function`, `format` or `length`.
+    ``name``: in metrics.
+    ``weight``: factor of the term in the total.
+    ``pattern``: of `format`: a regular expression; the term is 1 if it matches the whole response, else 0.
+    ``free_tokens``, ``max_tokens``: of `length`: the term is 0 up to ``free_tokens``, and falls to -1 at
+    ``max_tokens``."""
 
     reward: str
     name: str

@@ -41,11 +41,8 @@ class Answer:
 @dataclass(frozen=True)
 class Changes:
     """What the first and the last evaluation of a file say of the first answer to each prompt.
-
-    Attributes:
-        improved, worsened: number of prompts whose answer was wrong and is right, and was right and is wrong.
-        answers: examples of both, improved ones first.
-    """
+    ``improved``, ``worsened``: number of prompts whose answer was wrong and is right, and was right and is wrong.
+    ``answers``: examples of both, improved ones first."""
 
     file: str
     improved: int

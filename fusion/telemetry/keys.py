@@ -34,18 +34,15 @@ class Unsupported:
 @dataclass(frozen=True)
 class KeyUse:
     """What holds of a key.
-
-    Attributes:
-        bounds: of a number (`validation.Checks.number`); None: it is not a number, or checked elsewhere.
-        one_of: the accepted values; (): any; with bounds: the words that are accepted besides whole numbers.
-        only: by other key, the values with which it has an effect, or SET or POSITIVE; a key of its own group is named
-            without it.
-        refused: whether it is refused where it has none; else it is only listed.
-        why: ends the message of a refusal.
-        read_by: commands whose answer it changes.
-        timeless: changes neither time nor memory of a step, so that no command needs it; None: as its group.
-        unsupported_by: what a backend cannot do, by its name.
-    """
+    ``bounds``: of a number (`validation.Checks.number`); None: it is not a number, or checked elsewhere.
+    ``one_of``: the accepted values; (): any; with bounds: the words that are accepted besides whole numbers.
+    ``only``: by other key, the values with which it has an effect, or SET or POSITIVE; a key of its own group is named
+    without it.
+    ``refused``: whether it is refused where it has none; else it is only listed.
+    ``why``: ends the message of a refusal.
+    ``read_by``: commands whose answer it changes.
+    ``timeless``: changes neither time nor memory of a step, so that no command needs it; None: as its group.
+    ``unsupported_by``: what a backend cannot do, by its name."""
 
     bounds: Mapping[str, float] | None = None
     one_of: Collection[Any] = ()

@@ -57,12 +57,9 @@ def cautions(
     rows: Sequence[Mapping[str, Any]], ended: Mapping[str, int], memory: MemoryLedger, failure: str | None
 ) -> list[str]:
     """Return one sentence for each caution, the most serious first.
-
-    Args:
-        rows: of metrics.jsonl.
-        ended: number of groups by how they ended.
-        failure: why the run failed, in one line; None: it did not.
-    """
+    ``rows``: of metrics.jsonl.
+    ``ended``: number of groups by how they ended.
+    ``failure``: why the run failed, in one line; None: it did not."""
     failed = [f"the run failed: {failure}"] if failure else []
     named = [*_not_finite(rows), *_lost(rows, ended), *_memory(rows, memory), *_learning(rows), *_speed(rows)]
     return failed + [_sentence(caution) for caution in named]
