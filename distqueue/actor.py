@@ -7,8 +7,6 @@ The order that makes the journal safe: payload on disk ─► put in the journal
 journal ─► their segments unlinked.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

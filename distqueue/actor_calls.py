@@ -3,8 +3,6 @@
 A call may be repeated because every call is idempotent.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable

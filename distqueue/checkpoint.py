@@ -8,8 +8,6 @@ It is written to a sibling folder, synced, and renamed at the end: a folder of t
 that of the snapshot; segments are immutable, so they may be copied later, as long as they are pinned.
 """
 
-from __future__ import annotations
-
 import ctypes
 import logging
 import os

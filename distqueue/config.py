@@ -3,8 +3,6 @@
 Its checks are its own few lines, as this distribution imports nothing of the others.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from pathlib import Path

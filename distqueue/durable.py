@@ -1,7 +1,5 @@
 """Writes that survive a power loss: a file's content is durable once synced, its name once its folder is."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

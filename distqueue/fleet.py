@@ -3,8 +3,6 @@
 The ledger (`segments.py`) decides which segment lies where and the shards copy files; this class keeps both consistent.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

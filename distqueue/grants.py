@@ -6,8 +6,6 @@ Invariants (tests/distqueue/test_grants.py): a file is taken once, before half o
 fits; of those that fit, the smallest; at most MAX_GRANTS are kept, and each of the others is cancelled once.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass

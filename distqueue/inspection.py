@@ -5,8 +5,6 @@ python -m distqueue samples              # show a live queue; --watch 2: every t
 python -m distqueue runs/run/queue       # show the queue in the folder of a journal or checkpoint
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

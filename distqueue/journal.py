@@ -15,8 +15,6 @@ Invariants (tests/distqueue/test_journal.py): an acknowledged record that is int
 is damaged in both is reported by number; damage in either is reported.
 """
 
-from __future__ import annotations
-
 import asyncio
 import fcntl
 import logging

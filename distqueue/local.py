@@ -4,8 +4,6 @@ The lock is never held while waiting or copying payload, so a starved reader del
 waiter sleeps until it is answered or reaches its deadline; a timer runs only while an expiring lease could serve it.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

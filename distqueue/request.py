@@ -3,8 +3,6 @@
 Every `get` (of `DistQueue` and `LocalQueue`), `stream` and `QueueDataset` take them.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from dataclasses import dataclass, fields
 from typing import Any

@@ -15,8 +15,6 @@ Invariants (property-tested in tests/distqueue/test_segments.py):
 5. The file of a reservation that was not committed is not reused: its writer may be slow rather than dead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass, field

@@ -8,8 +8,6 @@ one; a loop that is left before that returns its last batch, and what was prefet
 process that dies returns when the leases expire. So a lease must outlast `ahead` + 1 steps.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """Deliveries: which samples a reader receives, and the places and runs of rows where their columns lie."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

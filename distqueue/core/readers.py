@@ -6,8 +6,6 @@ Every waiter that can be served is served, the longest waiting first.
 Invariant (tests/distqueue/core/test_readers.py): a waiter is answered once, or leaves.
 """
 
-from __future__ import annotations
-
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace

@@ -11,8 +11,6 @@ written never exceed `max_rows`, nor a shard's bytes its bound, except by puts t
 committed, cancelled, or expires after the lease; no writer waits for room that is merely granted.
 """
 
-from __future__ import annotations
-
 from bisect import insort
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass

@@ -8,8 +8,6 @@ Invariants: payload is neither pickled nor padded; the sender counts every messa
 the group, every method raises ConnectionError by the group's timeout at the latest.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 from collections import Counter

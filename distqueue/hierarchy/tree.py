@@ -18,8 +18,6 @@ Invariants of `plan_tree`, for m machines:
   two machines are nested so, relays carry only what their own machine needs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate

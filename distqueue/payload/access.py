@@ -1,7 +1,5 @@
 """A process's access to payload: files of its own node are mapped, those of other nodes are requested from a shard."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any

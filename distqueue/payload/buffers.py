@@ -4,8 +4,6 @@ Fresh memory costs a page fault every 4 KB, more than the copy into it. So two b
 each of up to twice what the largest of the last batches needed.
 """
 
-from __future__ import annotations
-
 import mmap
 import threading
 import weakref

@@ -4,8 +4,6 @@ Nothing is copied but by `gather_columns`, once. The queue's actor and its shard
 torch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Copies large arrays on several threads: one thread does not saturate the memory bus."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor

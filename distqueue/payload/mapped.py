@@ -1,7 +1,5 @@
 """Segment files mapped into a process: a shard, or a client that reads and writes the files of its own node."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterable
 

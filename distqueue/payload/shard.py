@@ -5,8 +5,6 @@ are gathered once, here) and creates, removes, moves and spills files. All its s
 shard resumes.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Serializes columns between machines: a small header and the bare bytes of their buffers. No padding, no pickle. The
 header begins with its own checksum and has that of each buffer; the receiver verifies them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

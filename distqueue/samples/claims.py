@@ -7,8 +7,6 @@ Invariants: `acked` is final; `leased` and `acked` count the live rows in these 
 `next_expiry_s`, so the rows are searched for expired leases only once it has passed.
 """
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

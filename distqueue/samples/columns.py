@@ -4,8 +4,6 @@ Invariants: a column keeps its bit of `held`; only ragged columns have an array 
 any other column counts 1.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np

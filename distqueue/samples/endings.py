@@ -9,8 +9,6 @@ Invariants: `counts` is exact; the last `remembered` ids that ended are found, e
 1/32 more; an id that did not end is mistaken for one of them with a probability of `remembered` / 2**64.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from itertools import repeat

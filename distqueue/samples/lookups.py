@@ -1,7 +1,5 @@
 """Translates a caller's ids to slots; the errors name the sample. Changes nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import numpy as np

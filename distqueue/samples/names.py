@@ -3,8 +3,6 @@
 Invariants: a name is found exactly while it is in the index, under its slot.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import repeat
 

@@ -9,8 +9,6 @@ Invariants: a live number keeps its one slot; two live numbers never share one; 
 their numbers; arrays are allocated as untouched zeros, so unused parts take no memory.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import DTypeLike
 

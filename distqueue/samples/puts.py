@@ -4,8 +4,6 @@ Invariants: `check` changes nothing, and `store` stores every batch that passes 
 late: it is not stored, while the others keep their positions in the segment.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ Invariants: a segment is alive exactly while a live row has a part in it; `relea
 last row ended.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -4,8 +4,6 @@ Rows are stored in the order of their numbers and keep them; slots are assigned 
 their readers hold leases of another table.
 """
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Mapping, Sequence

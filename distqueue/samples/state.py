@@ -4,8 +4,6 @@ Rows are numbered in the order of their first put, and numbers are never reused.
 data is in fields of that slot, each owned by the part it belongs to.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from itertools import repeat, tee
 

@@ -1,7 +1,5 @@
 """The plain data that enters and leaves the sample table: what a reader selects, what it takes, what a call ended."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 

@@ -7,8 +7,6 @@ Invariants (the stateful test recounts them after every step): a row's flag is s
 the task and holds all the columns; the sums are those of the flags.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Sequence
 

@@ -7,8 +7,6 @@ themselves, which are read once for all heads, and a pair takes more operations.
 the absorbed projections as for the projections: `Roofline` counts those with the weights.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import gcd
 

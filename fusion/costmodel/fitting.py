@@ -4,8 +4,6 @@ Tried are the settings that trade time for memory (`alternatives`), one alone be
 those that cost the least time. Invariants: what is found fits; nothing smaller does; a setup that fits needs nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import combinations

@@ -8,8 +8,6 @@ are not counted, nor what is outside the layers: they have no floor. Over latent
 contexts where they are not fused; stated is its count at 2,048 tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fusion.costmodel.hardware import Hardware

@@ -1,7 +1,5 @@
 """Parse and format layouts as text (`tp8pp8ep32`)."""
 
-from __future__ import annotations
-
 import re
 
 from fusion.costmodel.shape import Shape

@@ -11,8 +11,6 @@ Stored tensors are exact but for padding; activations count the largest tensors 
 layouts. Each phase is that of a die of the pipeline stage where the phase is largest.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fusion.costmodel.setup import Setup

@@ -1,8 +1,6 @@
 """Load model shapes and clusters by name: `recipes/shapes/*.yaml`, Hugging Face folders, `recipes/conf/cluster/*.yaml`;
 and check the figures on a published run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

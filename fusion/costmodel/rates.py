@@ -4,8 +4,6 @@ A published rate is predicted under its own conditions. Where these are not all 
 what is assumed. Peers replay graphs and fuse more: the prediction is that of this project's operators.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 from fusion.costmodel.hardware import Hardware

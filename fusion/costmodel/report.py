@@ -1,7 +1,5 @@
 """Render an estimate as tables of 100 columns, or as plain data for `--json`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any

@@ -5,8 +5,6 @@ cache, the optimizer state the host's memory. Of those that fit, training layout
 layouts by `generate_s`, and the best pairs by the whole step, with their switches planned exactly.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from itertools import product

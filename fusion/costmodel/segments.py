@@ -5,8 +5,6 @@ elements are summed first (`groups`). This leaves a few ranges of a cut dimensio
 two rows over the dies: who holds it before, who needs it after (`segments`).
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass
 from math import lcm

@@ -12,8 +12,6 @@ Invariant: the elements of a rank are those of `local_params`, but for these, te
 layout.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property

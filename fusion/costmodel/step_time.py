@@ -15,8 +15,6 @@ the standard deviation of an expert's load relative to its mean, which matters m
 same values are used for every model.
 """
 
-from __future__ import annotations
-
 from math import log, sqrt
 
 from fusion.costmodel.hardware import Hardware

@@ -14,8 +14,6 @@ A3 cards (256 dies). It validates the constants of `fusion.costmodel.hardware`. 
 releasing HBM was measured on the same run and makes up most of its offload; reshard rests on constants from elsewhere.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import ceil
 

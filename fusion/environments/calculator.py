@@ -1,7 +1,5 @@
 """Ask for a sum, and offer a calculator. Expressions are never executed as code."""
 
-from __future__ import annotations
-
 import ast
 import operator
 import re

@@ -5,8 +5,6 @@ second. Before any code of an environment runs, the number of its order is writt
 the process ends or its loop is blocked.
 """
 
-from __future__ import annotations
-
 import asyncio
 import mmap
 import os

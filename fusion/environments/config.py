@@ -1,7 +1,5 @@
 """Define the config group `environment`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fusion.rewards.config import MIN_MEMORY_MIB, split_path

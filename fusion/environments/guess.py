@@ -1,7 +1,5 @@
 """Have the model find a number from 0 to 15 in five guesses; the answers are "higher" and "lower"."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

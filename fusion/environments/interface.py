@@ -4,8 +4,6 @@ Invariants (tests/environments/test_interface.py): equal digests mean equal mess
 `checked_turn` accepts is the same after JSON.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

@@ -13,8 +13,6 @@ removes thoughts before a later message of the user, there is no bridge: the mod
 which these turns are a part as the template writes them (`first`).
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol

@@ -9,8 +9,6 @@ Invariant (tests/environments/test_tools.py): whatever the text is, parsing it a
 nothing: a mistake of the model is answered by a message that states it.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import re

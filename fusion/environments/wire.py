@@ -5,8 +5,6 @@ Orders are pickled, because fields of a data row may have any type. What a child
 environment returns is.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Score a generated arithmetic problem by exact match of its answer."""
 
-from __future__ import annotations
-
 from fusion.rewards.answers import is_damaged
 
 MARKER = "#"

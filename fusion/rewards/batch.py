@@ -4,8 +4,6 @@ Invariants (tests/rewards/test_reward_batches.py): an index is taken once, unles
 of ``alone`` is taken by itself.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 

@@ -8,8 +8,6 @@ arrived are scored in at most 8 + n * t / `BATCH_S` batches; a batch takes at mo
 `MIN_BATCH` samples; a batch that was not full does not make the next one larger.
 """
 
-from __future__ import annotations
-
 MIN_BATCH, MAX_BATCH = 64, 8192
 BATCH_S = 0.25
 """Seconds that a batch should take"""

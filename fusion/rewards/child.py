@@ -5,8 +5,6 @@ Imports only the standard library and what the selected reward needs, so that a 
 second.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

@@ -1,7 +1,5 @@
 """Score digits that count on."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 NEXT = {(digit, str((int(digit) + 1) % 10)) for digit in "0123456789"}

@@ -1,7 +1,5 @@
 """Match the format of a response: the rule of a term `format` (`reward.terms`)."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 

@@ -9,8 +9,6 @@ A process whose parent ends becomes a child of the nearest subreaper above it, a
 parents of processes in /proc lead to every descendant, and a process without a child has no descendants.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import os

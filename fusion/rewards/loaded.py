@@ -1,7 +1,5 @@
 """Describe a reward that a guarded process has loaded. Plain data."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

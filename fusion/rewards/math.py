@@ -1,7 +1,5 @@
 """Compare answers as mathematics with the library math-verify (github.com/huggingface/Math-Verify)."""
 
-from __future__ import annotations
-
 import logging
 import re
 import sys

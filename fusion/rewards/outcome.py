@@ -1,8 +1,6 @@
 """Define the input and outcome of a reward, and compute a batch's reward metrics. Both are plain data, not changed
 after it was created (a frozen dataclass would take twice as long to create, and there are some for every sample)."""
 
-from __future__ import annotations
-
 import math
 import numbers
 from collections import Counter

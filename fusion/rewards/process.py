@@ -1,8 +1,6 @@
 """Control one guarded child from its pool: start it, exchange frames, dump its stack, kill it. `Child` scores
 samples; environments have children of their own (`fusion/environments/pool.py`)."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -7,8 +7,6 @@ other_responses, another parameter of either               the other responses o
 prefill, likewise                                          the end of the prompt that belongs to the response
 """
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import sys

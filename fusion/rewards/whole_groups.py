@@ -12,8 +12,6 @@ Invariants (property-tested):
 Cost: O(1) a sample, and O(n) of the n samples of a group when it is released.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter

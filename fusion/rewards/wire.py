@@ -7,8 +7,6 @@ Samples are pickled, because fields of a data row may have any type. What a chil
 that the pool executes nothing that the process of a reward writes.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 import struct

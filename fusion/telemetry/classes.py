@@ -4,8 +4,6 @@ ORDERS = {"fifo": "fusion.rollout.orders.fifo:FifoOrder", …}      where the co
 find_class(name, ORDERS, key=f"rollout.schedule.order={name}")    where the class is needed
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from importlib import import_module

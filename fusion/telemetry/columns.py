@@ -1,7 +1,5 @@
 """Define the columns of the step table: metric and format of each. Used by the terminal view and the plain view."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Tabulate the rows of `evaluations.jsonl`, and find what training has changed. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -11,8 +11,6 @@ No file is written through a symbolic link: a link with the name of a file is re
 everything that appends (OSError, ELOOP).
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import json

@@ -4,8 +4,6 @@ The kernel releases the lock when its holder ends, however that happens, so a lo
 content is only read while the lock is held. A process that the holder forks does not keep the lock.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import json

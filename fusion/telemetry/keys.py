@@ -10,8 +10,6 @@ a key that is changed where it has no effect, by `rlfusion check`, which lists t
 simulation, which refuse what they do not read, and by the page of keys. Pure.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import reduce

@@ -21,8 +21,6 @@ runs/<name>/config.yaml       the resolved configuration
             lock.json         locked while the run has the folder; names its process
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

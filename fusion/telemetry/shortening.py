@@ -1,7 +1,5 @@
 """Shorten texts to their start and their end. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -16,8 +16,6 @@ Invariants:
 4. From the start to any instant, the runs count of a kind what was marked of it by then, within `blur_ns`.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 MAX_RUNS = 100

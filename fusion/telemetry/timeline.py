@@ -17,8 +17,6 @@ Invariants of `summarize`:
 3. The result does not depend on the order of the spans, nor on how they were divided over processes.
 """
 
-from __future__ import annotations
-
 import heapq
 import time
 from collections import deque

@@ -5,8 +5,6 @@ ending in one write, so the file is valid JSON at any time; `read_timeline` also
 interrupted.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable

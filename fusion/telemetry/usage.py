@@ -9,8 +9,6 @@ Invariants:
 2. The seconds of a count add up to its wall clock, without what is excluded, over the mean of all cards.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 from fusion.telemetry.timeline import WAITING, Span, summarize

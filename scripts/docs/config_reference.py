@@ -5,8 +5,6 @@
 The site (mkdocs.yml) shows the same page; `python scripts/train.py --help` lists the same keys.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import dataclasses

@@ -3,8 +3,6 @@
 A hook of mkdocs (mkdocs.yml). After the build it fails if a page would load anything from another server.
 """
 
-from __future__ import annotations
-
 import posixpath
 import re
 import sys

@@ -1,7 +1,5 @@
 """Define the constants of an accelerator node as plain data."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 from fusion.ep_switch.topology import LEVELS, Topology

@@ -1,7 +1,5 @@
 """Log to several loggers, none of which can end the run or lose the metrics of another."""
 
-from __future__ import annotations
-
 import json
 import logging
 import secrets

@@ -1,7 +1,5 @@
 """Log to MLflow. MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME are read; without a URI, the run's folder is used."""
 
-from __future__ import annotations
-
 import os
 import re
 import time

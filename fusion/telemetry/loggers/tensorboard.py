@@ -1,7 +1,5 @@
 """Write scalars with tensorboard's record writer: without a thread, flushed at every step."""
 
-from __future__ import annotations
-
 import os
 import socket
 import time

@@ -1,8 +1,6 @@
 """Log to Weights & Biases, SwanLab or Trackio. Each library reads its own environment: WANDB_MODE (offline),
 SWANLAB_MODE (online, local, offline), TRACKIO_DIR, …_PROJECT, …_API_KEY, …; Trackio is local without any."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from typing import Any

@@ -10,8 +10,6 @@ Invariants:
 2. There are at most ``max_runs`` runs over all cards, or `MIN_RUNS` of each card if that is more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 Every caution names the metric or the file it is about, so that it can be checked; each bound is a constant here.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import deque

@@ -6,8 +6,6 @@ Invariants:
 3. A value that a row lacks, or that is not finite, is None: a gap in the curve.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

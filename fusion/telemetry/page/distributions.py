@@ -6,8 +6,6 @@ Invariants:
 2. The bins of a histogram are of one width, cover every length, and their counts add up to the number of responses.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any

@@ -7,8 +7,6 @@ Invariants:
    script runs, and nothing is requested.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import html

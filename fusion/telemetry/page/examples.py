@@ -8,8 +8,6 @@ Invariants:
    its end, and states how much is left out.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Mapping
 from typing import Any

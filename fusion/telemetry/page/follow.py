@@ -1,7 +1,5 @@
 """Write the page of runs, once or repeatedly while they are running."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Read a run folder into the data of its report: one JSON object of bounded size, also while it is running."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

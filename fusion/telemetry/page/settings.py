@@ -1,7 +1,5 @@
 """Flatten the config of runs, and find the keys in which they differ. Pure."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any

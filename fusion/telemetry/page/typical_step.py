@@ -9,8 +9,6 @@ Invariants:
 3. There are at most `PIECES` pieces of a lane.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
