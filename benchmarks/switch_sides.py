@@ -162,8 +162,8 @@ class Floor:
             self.send, self.receive = (
                 torch.zeros(size, dtype=torch.uint8, device=device.torch_device) for size in sizes
             )
-        handles = gather_bytes(device.share(self.send), dist.group.WORLD)
-        mapped = {peer: device.map(handles[peer]) for peer, nbytes in enumerate(self.received) if nbytes}
+        handles = gather_bytes(device.share([self.send]), dist.group.WORLD)
+        mapped = {peer: device.map(handles[peer], [None])[0] for peer, nbytes in enumerate(self.received) if nbytes}
         self.peers = []
         """This rank's bytes in every rank's send buffer, as views of it."""
         for peer, row in enumerate(matrix):

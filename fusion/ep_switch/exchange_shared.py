@@ -17,7 +17,6 @@ import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -42,7 +41,7 @@ the release of its memory and its closing vote."""
 class Ready(NamedTuple):
     """Locates a round's segment by the handles of its units (`PeerSegment.lent`), with its checksums if enabled."""
 
-    handles: tuple[bytes, ...]
+    handles: bytes
     sums: bytes
 
 
@@ -74,9 +73,7 @@ class Message:
             return cls(kind, index)
         if kind != READY or not 0 <= handle_bytes <= len(payload) or (len(payload) - handle_bytes) % _SUM_BYTES:
             raise ValueError(f"a message of kind {kind} with {count} handles and {len(payload)} bytes after its head")
-        ends = range(0, handle_bytes + 1, HANDLE_BYTES)
-        handles = tuple(payload[start:stop] for start, stop in pairwise(ends))
-        return cls(kind, index, ready=Ready(handles, payload[handle_bytes:]))
+        return cls(kind, index, ready=Ready(payload[:handle_bytes], payload[handle_bytes:]))
 
 
 class PeerMessages:
@@ -93,11 +90,9 @@ class PeerMessages:
         self.ready = {peer: {} for peer in self.votes}
         self.read = dict.fromkeys(self.votes, -1)
 
-    def send(
-        self, peer: int, kind: int, index: int = 0, *, handles: Sequence[bytes] = (), payload: bytes = b""
-    ) -> None:
+    def send(self, peer: int, kind: int, index: int = 0, *, handles: bytes = b"", payload: bytes = b"") -> None:
         """Send a message of ``kind`` about round ``index`` to a peer."""
-        self.sockets.send(peer, _HEAD.pack(kind, index, len(handles)) + b"".join(handles) + payload)
+        self.sockets.send(peer, _HEAD.pack(kind, index, len(handles) // HANDLE_BYTES) + handles + payload)
 
     def wait_until(self, peers: Sequence[int], timeout_s: float, arrived: Callable[[int], bool]) -> None:
         """Receive messages until ``arrived`` holds for one of ``peers``.
@@ -195,7 +190,7 @@ class SharedExchange(Exchange):
         self.clock.mark("pack")
 
     def _lend(self, peer: int, index: int, units: Sequence[Lent], sums: bytes = b"") -> None:
-        handles = [self.device.share(self._program.storage[relayed][unit]) for relayed, unit in units]
+        handles = self.device.share([self._program.storage[relayed][unit] for relayed, unit in units])
         self.messages.send(peer, READY, index, handles=handles, payload=sums)
 
     def _is_lent_first(self, segment: PeerSegment) -> bool:

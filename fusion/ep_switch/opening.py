@@ -53,7 +53,7 @@ def _connect(device: Device, group: dist.ProcessGroup, *, rank: int, peers: Sequ
     listener, probe, handle = Listener(), None, b""
     if device.can_share:
         probe = torch.zeros(1, device=device.torch_device)
-        handle = device.share(probe)
+        handle = device.share([probe])
     cards = gather_json([machine(), handle.hex(), listener.invitation], group)
     handles = [bytes.fromhex(handle) for _, handle, _ in cards]
     same_machine = all(card_machine == cards[0][0] for card_machine, _, _ in cards)
@@ -67,8 +67,7 @@ def _connect(device: Device, group: dist.ProcessGroup, *, rank: int, peers: Sequ
 def _can_map(device: Device, handles: Sequence[bytes]) -> bool:
     """Return whether this process may map the others' memory, which a container's rules may forbid."""
     try:
-        for handle in handles:
-            device.map(handle)
+        device.map(b"".join(handles), [None] * len(handles))
     except (RuntimeError, ValueError):
         return False
     return True

@@ -51,28 +51,19 @@ class PeerUnits:
     def __init__(self) -> None:
         self.flats: tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]] = {}, {}
         """(source storage, target storage for relayed moves)"""
-        self._handles: dict[Lent, bytes] = {}
 
     def map(
-        self,
-        units: Iterable[Lent],
-        handles: Iterable[bytes],
-        *,
-        device: Device,
-        dtypes: tuple[torch.dtype, torch.dtype],
+        self, units: Sequence[Lent], handles: bytes, *, device: Device, dtypes: tuple[torch.dtype, torch.dtype]
     ) -> None:
-        """Map units by their handles, those that moved.
+        """Map units by their handles.
 
         Raises:
-            ValueError: the rank has ended.
+            ValueError: the rank has ended, or sent handles of other units.
         """
-        for unit, handle in zip(units, handles, strict=True):
-            if self._handles.get(unit) != handle:
-                relayed, index = unit
-                flats = self.flats[relayed]
-                mapped = device.map(handle, flats.get(index))
-                flats[index] = mapped.view(dtypes[relayed]) if unit not in self._handles else mapped
-                self._handles[unit] = handle
+        known = [self.flats[relayed].get(index) for relayed, index in units]
+        for (relayed, index), before, mapped in zip(units, known, device.map(handles, known), strict=True):
+            if before is None:
+                self.flats[relayed][index] = mapped.view(dtypes[relayed])
 
 
 class PeerSegment:

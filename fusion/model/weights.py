@@ -63,6 +63,7 @@ class Buckets:
                 self._view_stacks(i)
                 if not resident:
                     flat.untyped_storage().resize_(0)
+        self._storages = [flat.untyped_storage() for flat in self.flats]
         self.apart = tuple(apart)
         self.card = self._card_values(share)
         """float32 on the card: the values of the parameters ``apart`` that lie there, in order"""
@@ -90,7 +91,7 @@ class Buckets:
 
     def held(self, index: int) -> int:
         """Return the bytes that a piece holds now; 0 after `release`."""
-        return self.flats[index].untyped_storage().nbytes()
+        return self._storages[index].nbytes()
 
     def trained(self) -> Buckets:
         """Return the pieces of what is trained alone, without values apart from pieces; over the same memory."""
@@ -99,6 +100,7 @@ class Buckets:
             return self
         trained = copy(self)
         trained.plans, trained.flats = tuple(self.plans[index] for index in kept), [self.flats[index] for index in kept]
+        trained._storages = [self._storages[index] for index in kept]
         trained.shared = {at: self.shared[index] for at, index in enumerate(kept) if index in self.shared}
         trained._holes = {at: self._holes[index] for at, index in enumerate(kept)}
         trained.apart, trained.card = (), self.card[:0]
@@ -109,7 +111,7 @@ class Buckets:
         but for padding."""
         with self._device.owner(self.owner):
             for i in self._own(index):
-                storage = self.flats[i].untyped_storage()
+                storage = self._storages[i]
                 if storage.nbytes() == 0:
                     storage.resize_(self.plans[i].numel * self.dtype.itemsize)
                     for hole in self._holes[i]:
@@ -119,7 +121,7 @@ class Buckets:
         """Release the device memory of all of this object's own pieces, or of some; views stay valid, their content is
         lost."""
         for i in self._own(index):
-            self.flats[i].untyped_storage().resize_(0)
+            self._storages[i].resize_(0)
 
     def _card_values(self, share: Buckets | None) -> torch.Tensor:
         numel = sum(param.numel for param in self.apart if param.storage == "card")

@@ -11,9 +11,7 @@ import fcntl
 import glob
 import os
 import re
-import struct
 from abc import abstractmethod
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -26,8 +24,6 @@ from fusion.npu.memory import OWNERS, Memory, check_owner
 from fusion.npu.operators import operators_of
 from fusion.npu.owners import NewStorages, StorageOwners
 
-HANDLE = struct.Struct("<6q")  # pid, file descriptor, inode, bytes of the file, offset, bytes of the block
-assert HANDLE.size == HANDLE_BYTES
 PROCESS_GROUPS = {"npu": "cpu:gloo,npu:hccl", "cuda": "cpu:gloo,cuda:nccl"}
 
 
@@ -46,18 +42,22 @@ class AcceleratorDevice(Device):
         module.set_device(index)
 
     def memory(self) -> Memory:
-        stats = defaultdict(int, self.module.memory_stats(self.index))  # empty before the first tensor
-        allocated, reserved = stats["allocated_bytes.all.current"], stats["reserved_bytes.all.current"]
-        fragmented = stats["inactive_split_bytes.all.current"]
+        stats = self.module.memory_stats_as_nested_dict(self.index)  # flat ones cost a millisecond
+
+        def of_all(name: str, moment: str = "current") -> int:
+            return stats[name]["all"][moment] if name in stats else 0  # none before the first tensor
+
+        allocated, reserved = of_all("allocated_bytes"), of_all("reserved_bytes")
+        fragmented = of_all("inactive_split_bytes")
         capacity, free = self._capacity_and_free(allocated, reserved, fragmented)
         return Memory(
             allocated=allocated,
             reserved=reserved,
-            peak_allocated=stats["allocated_bytes.all.peak"],
-            peak_reserved=stats["reserved_bytes.all.peak"],
+            peak_allocated=of_all("allocated_bytes", "peak"),
+            peak_reserved=of_all("reserved_bytes", "peak"),
             capacity=capacity,
             free=free,
-            requested=stats["requested_bytes.all.current"],
+            requested=of_all("requested_bytes"),
             fragmented=fragmented,
         )
 
@@ -155,6 +155,7 @@ class EmulatedDevice(AcceleratorDevice):
         config: DeviceConfig,
     ) -> None:
         super().__init__("emulated", "npu", torch.get_device_module("npu"), index)
+        assert extension.handle_bytes == HANDLE_BYTES
         self._extension = extension
         self._owner_ids = {name: extension.owner_id(name) for name in OWNERS}
         path = session_file(session, index)
@@ -189,11 +190,11 @@ class EmulatedDevice(AcceleratorDevice):
     def host_view(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._extension.host_view(tensor)
 
-    def share(self, tensor: torch.Tensor) -> bytes:
-        return HANDLE.pack(*self._extension.share(tensor))
+    def share(self, tensors: Sequence[torch.Tensor]) -> bytes:
+        return self._extension.share(tensors)
 
-    def map(self, handle: bytes, mapped: torch.Tensor | None = None) -> torch.Tensor:
-        return self._extension.map_shared(self.index, HANDLE.unpack(handle), mapped)
+    def map(self, handles: bytes, mapped: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        return self._extension.map_shared(self.index, handles, mapped)
 
     def describe(self) -> str:
         memory = self.memory()

@@ -68,27 +68,28 @@ class Device(ABC):
         """Allocate an uninitialised CPU tensor, pinned where the card supports it; not counted as memory of the
         card."""
 
-    def share(self, tensor: torch.Tensor) -> bytes:
-        """Return a handle by which other processes of this user and machine map the storage of ``tensor``.
+    def share(self, tensors: Sequence[torch.Tensor]) -> bytes:
+        """Return handles by which other processes of this user and machine map the storage of ``tensors``, each of
+        HANDLE_BYTES, in their order.
 
-        The handle is free and does not keep the storage alive: once the storage is freed, its bytes are reused.
+        A handle is free and does not keep the storage alive: once the storage is freed, its bytes are reused.
 
         Raises:
             RuntimeError: `can_share` is False.
         """
         raise RuntimeError(f"{self.torch_device}: memory of this {self.kind} card cannot be shared between processes")
 
-    def map(self, handle: bytes, mapped: torch.Tensor | None = None) -> torch.Tensor:
-        """Map the bytes behind a handle as a tensor of this card, uint8 [nbytes], which does not count as its memory.
-        The processes synchronise reads and writes themselves.
+    def map(self, handles: bytes, mapped: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Map the bytes behind each handle as a tensor of this card, uint8 [nbytes], which does not count as its
+        memory. The processes synchronise reads and writes themselves.
 
         Args:
-            mapped: a tensor that this returned for as many bytes, or a view of all of it. It is returned; its storage
-                and with it all of its views move to the bytes behind the handle. Whether the owner has ended is not
-                checked again.
+            mapped: for each handle None, or a tensor that this returned for as many bytes, or a view of all of it. It
+                is returned; its storage and with it all of its views move to the bytes behind the handle. Whether the
+                owner has ended is not checked again.
 
         Raises:
-            ValueError: the process that owns the memory has ended; ``mapped`` has another size.
+            ValueError: the process that owns the memory has ended; one of ``mapped`` has another size.
             RuntimeError: `can_share` is False.
         """
         raise RuntimeError(f"{self.torch_device}: memory of this {self.kind} card cannot be shared between processes")

@@ -3,7 +3,7 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-#include <array>
+#include <cstring>
 
 namespace py = pybind11;
 
@@ -43,12 +43,26 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     TORCH_CHECK_VALUE(data_of(tensor).get() != nullptr, "host_view(): the tensor's storage is released");
     return owning_alias(tensor);
   });
-  m.def("share", [](const at::Tensor& tensor) {
-    const auto at = share(tensor);
-    return py::make_tuple(at.pid, at.fd, at.inode, at.file_bytes, at.offset, at.bytes);
+  m.attr("handle_bytes") = sizeof(SharedHandle);
+  m.def("share", [](const std::vector<at::Tensor>& tensors) {
+    std::string handles;
+    for (const auto& tensor : tensors) {
+      const auto handle = share(tensor);
+      handles.append(reinterpret_cast<const char*>(&handle), sizeof(handle));
+    }
+    return py::bytes(handles);
   });
-  m.def("map_shared", [](int card, const std::array<int64_t, 6>& at, const std::optional<at::Tensor>& mapped) {
-    return map_shared(card, {at[0], at[1], at[2], at[3], at[4], at[5]}, mapped);
+  m.def("map_shared", [](int card, const std::string& handles, const std::vector<std::optional<at::Tensor>>& mapped) {
+    TORCH_CHECK_VALUE(
+        handles.size() == mapped.size() * sizeof(SharedHandle), "map(): ", handles.size(), " bytes of handles for ",
+        mapped.size(), " tensors");
+    std::vector<at::Tensor> tensors;
+    for (size_t i = 0; i < mapped.size(); ++i) {
+      SharedHandle handle;
+      std::memcpy(&handle, handles.data() + i * sizeof(handle), sizeof(handle));
+      tensors.push_back(map_shared(card, handle, mapped[i]));
+    }
+    return tensors;
   });
   m.def("current_card", &current_card);
   m.def("exchange_card", &exchange_card);

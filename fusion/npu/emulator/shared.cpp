@@ -95,7 +95,7 @@ at::Tensor bytes_of(int card, c10::DataPtr data, int64_t bytes) {
 SharedHandle share(const at::Tensor& tensor) {
   const auto& data = tensor.storage().data_ptr();
   TORCH_CHECK_VALUE(
-      data.get() != nullptr && is_device_block(data), "share(): expected a tensor that lies on a card and has bytes");
+      data.get() != nullptr && is_device_block(data), "share(): expected tensors that lie on a card and have bytes");
   return shared_place(data.get());
 }
 

@@ -30,6 +30,10 @@ def memory_stats(device: Any = None) -> dict[str, Any]:
     return dict(torch.accelerator.memory_stats(card_index(device)))
 
 
+def memory_stats_as_nested_dict(device: Any = None) -> dict[str, Any]:
+    return torch._C._accelerator_getDeviceStats(card_index(device))  # what torch.accelerator flattens
+
+
 def mem_get_info(device: Any = None) -> tuple[int, int]:
     return state.extension.free_and_capacity(card_index(device))
 
