@@ -1,7 +1,5 @@
 """Compare the backends: engines, and whole runs of all combinations of trainer and engine.
 
-    python benchmarks/backends.py --json backends.json [--only engines,runs] [--rounds 5]
-
 In an environment with Megatron-Core and vLLM (bash scripts/environment.sh --backend vllm).
 
 A Qwen3-MoE of 25M parameters (fp32), one process and one thread a card or side. Sides take turns in rotating order;
@@ -20,20 +18,26 @@ weights, prompts and forced lengths, so that they generate and train as many tok
 weights and buffers of a switch exceed the larger of the two layouts.
 """
 
+import importlib.util
+import multiprocessing
 import os
+import random
+import statistics
 import sys
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Benchmark, Option  # noqa: E402
+from benchmarks.harness import Benchmark, Figures, Option, in_turns, median_of_ratios, medians, progress, timed
 
 BENCHMARK = Benchmark(
     __doc__,
     {
-        "engines": "benchmarks.backends_engines:engines",
-        "runs": "benchmarks.backends_engines:runs",
+        "engines": "benchmarks.backends:engines",
+        "runs": "benchmarks.backends:runs",
     },
     [
         Option("rounds", 5, smoke=1, help="rounds that are measured"),
@@ -61,4 +65,213 @@ SHAPE = dict(
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    sys.exit(BENCHMARK.main())
+
+from benchmarks.runs import Row, temporary_folder, train
+from tests.helpers import runnable_checkpoint
+from tests.rollouts import rollout_config
+
+PROMPT, TOKENS, MAX_SEQS, BLOCK = 48, 64, 64, 32
+ROLLOUT: dict[str, Any] = dict(
+    max_length=256, max_seqs=MAX_SEQS, max_batch_tokens=1024, block_size=BLOCK, max_kv_tokens=16384, prefix_cache=False
+)
+ALONE = ("vllm_plain", "vllm_alone")
+COMBINATIONS = [(trainer, engine) for trainer in ("embedded", "megatron") for engine in ("embedded", "vllm")]
+BUCKET_MIB = 2
+WORKLOAD = [
+    *("cluster=four", "device=emulated", "parallel=tp2ep2_ep4", f"fusion.bucket_bytes={BUCKET_MIB << 20}"),
+    *("data=addition", "data.max_prompt_length=8", "data.prompts_per_step=16", "reward=arithmetic"),
+    *(
+        "algorithm=grpo",
+        "algorithm.group_size=8",
+        "rollout.max_response_length=64",
+        "rollout.sampling.forced_median=32",
+    ),
+    *("run.eval_prompts=0", "run.save_every=0", "training.lr=1e-5"),
+]
+
+
+def missing(*backends: str) -> str:
+    """Return the package that backends lack here; "": none."""
+    names = ("megatron", "vllm")
+    return next(
+        (one for one in names if any(one in name for name in backends) and not importlib.util.find_spec(one)), ""
+    )
+
+
+# ---- engines
+
+
+def engines(args: Namespace) -> Figures:
+    """Measure every engine that is installed in a process of its own."""
+    names = [name for name in ("embedded", "vllm", *ALONE) if not missing(name)]
+    if "vllm" not in names:
+        print("vLLM is not measured: it is not installed (bash scripts/environment.sh --backend vllm)")
+    context, pipes, processes = multiprocessing.get_context("spawn"), {}, []
+    with temporary_folder() as folder:
+        runnable_checkpoint(folder, experts=True, num_hidden_layers=args.layers, dtype=args.dtype, **SHAPE)
+        for name in names:
+            pipes[name], there = context.Pipe()
+            told = (name, str(folder), args.dtype, args.requests, there)
+            processes.append(context.Process(target=serve, args=told, daemon=True))
+            processes[-1].start()
+            there.close()
+            pipes[name].recv()  # one after the other: they share the cores
+
+        def ask(name: str) -> float:
+            pipes[name].send(None)
+            return pipes[name].recv()
+
+        seconds = in_turns({name: lambda _, name=name: ask(name) for name in names}, args.rounds)
+        for process in processes:
+            process.terminate()
+            process.join()
+    return engine_summary(seconds, args.requests * TOKENS)
+
+
+def engine_summary(seconds: dict[str, list[float]], tokens: int) -> Figures:
+    """Return tokens per second of every side, and the median over rounds of vLLM as ours over vLLM alone."""
+    figures: Figures = {name: {"gen_tokens_per_s": tokens / value} for name, value in medians(seconds).items()}
+    for name in ALONE if "vllm" in seconds else ():
+        figures[name]["over_vllm"] = median_of_ratios(seconds["vllm"], seconds[name])
+    return figures
+
+
+def serve(name: str, folder: str, dtype: str, requests: int, pipe: Any) -> None:
+    """Build a side, then generate all requests at every message, and answer with the seconds that it took."""
+    import torch
+
+    torch.set_num_threads(1)
+    draw = random.Random(0)
+    prompts = [[draw.randrange(2, 4000) for _ in range(PROMPT)] for _ in range(requests)]
+    generate, number = (alone if name in ALONE else ours)(name, folder, dtype), 0
+    pipe.send(None)
+    while True:
+        pipe.recv()
+        number += 1
+        tokens: list[int] = []
+        names = [f"{number}/{i}" for i in range(requests)]
+        took_s = timed(lambda: tokens.append(generate(dict(zip(names, prompts, strict=True)))))  # noqa: B023
+        assert tokens == [requests * TOKENS]
+        pipe.send(took_s)
+
+
+Generate = Callable[[dict[str, list[int]]], int]
+"""Prompts by request → tokens that were generated"""
+
+
+def ours(name: str, folder: str, dtype: str) -> Generate:
+    import torch
+
+    from fusion.inference import EmbeddedEngine, Request, SamplingParams
+    from fusion.model import Mesh, ModelConfig, Transformer, load_weights
+    from fusion.npu import open_device
+
+    device, mesh, config = open_device("emulated"), Mesh.single(), ModelConfig.from_hf(folder)
+    rollout, weights = rollout_config(backend=name, **ROLLOUT), getattr(torch, dtype)
+    model: Any
+    engine: Any
+    if name == "vllm":
+        from fusion.inference.backends.vllm_engine import VllmEngine
+        from fusion.inference.backends.vllm_model import VllmModel
+
+        model = VllmModel(config, mesh, device, weights, rollout=rollout)
+        engine = VllmEngine(model, mesh, device, rollout)
+    else:
+        model = Transformer(config, mesh, device, weights)
+        engine = EmbeddedEngine(model, mesh, device, rollout)
+    load_weights(model, folder)
+    engine.allocate_kv()
+    params = SamplingParams(max_tokens=TOKENS, stop_token_ids=())
+
+    def generate(prompts: dict[str, list[int]]) -> int:
+        engine.submit([Request(name, tuple(ids), params) for name, ids in prompts.items()])
+        outputs = engine.step()
+        while not engine.idle:
+            outputs += engine.step()
+        return sum(len(output.tokens) for output in outputs)
+
+    return generate
+
+
+def alone(name: str, folder: str, dtype: str) -> Generate:
+    os.environ |= {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+    }
+    from vllm import EngineArgs, LLMEngine, SamplingParams
+
+    if name == "vllm_plain":
+        from fusion.inference.backends.vllm_host import compute_from_plain_tensors
+
+        compute_from_plain_tensors()
+    arguments: Any = dict(
+        model=folder,
+        dtype=dtype,
+        max_model_len=ROLLOUT["max_length"],
+        block_size=BLOCK,
+        max_num_seqs=MAX_SEQS,
+        max_num_batched_tokens=ROLLOUT["max_batch_tokens"],
+        enable_prefix_caching=False,
+        skip_tokenizer_init=True,
+        generation_config="vllm",
+        enforce_eager=True,
+        async_scheduling=False,
+        disable_log_stats=True,
+        kv_cache_memory_bytes=256 << 20,
+        logprobs_mode="processed_logprobs",
+    )
+    engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+    params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=0)
+
+    def generate(prompts: dict[str, list[int]]) -> int:
+        for name, ids in prompts.items():
+            engine.add_request(name, {"prompt_token_ids": ids}, params)
+        tokens = 0
+        while engine.has_unfinished_requests():
+            tokens += sum(len(output.outputs[0].token_ids) for output in engine.step() if output.finished)
+        return tokens
+
+    return generate
+
+
+# ---- runs
+
+
+def runs(args: Namespace) -> Figures:
+    """Run every combination that is installed, in turns; a run's first step warms up."""
+    pairs = [pair for pair in COMBINATIONS if not missing(*pair)][: args.combinations]
+    for pair in COMBINATIONS:
+        if lacking := missing(*pair):
+            print(f"{' + '.join(pair)} is not measured: {lacking} is not installed")
+    with temporary_folder() as folder:
+        model = runnable_checkpoint(folder / "model", experts=True, num_hidden_layers=args.layers, **SHAPE)
+
+        def run(name: str, trainer: str, engine: str, round: int) -> list[Figures]:
+            backends = [f"training.backend={trainer}", f"rollout.backend={engine}", f"run.steps={args.steps + 1}"]
+            rows = train(folder / f"{round}-{name}", [f"model.path={model}", *backends, *WORKLOAD])
+            found = [figures_of(row) for row in rows[1:]]
+            progress(f"round {round + 1}, {name}", medians_of(found))
+            return found
+
+        sides = {"+".join(pair): lambda round, pair=pair: run("+".join(pair), *pair, round) for pair in pairs}
+        by_side = in_turns(sides, args.rounds, warm_ups=0)
+    return {name: medians_of([row for found in rounds for row in found]) for name, rounds in by_side.items()}
+
+
+def figures_of(row: Row) -> Figures:
+    """Compute the figures of one step."""
+    larger_mib = max(row["memory/train/weights_mib"], row["memory/infer/weights_mib"])
+    return {
+        "gen_tokens_per_s": row["rollout/generated_tokens"] / row["timing_s/gen"],
+        "train_s": row["timing_s/train"],
+        "switch_s": row["timing_s/switch"],
+        "reshard_s": row["timing_s/switch/reshard"],
+        "peak_extra_buckets": (row["switch/peak_mib_max"] - larger_mib) / BUCKET_MIB,
+    }
+
+
+def medians_of(rows: list[Figures]) -> Figures:
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}

@@ -1,7 +1,5 @@
 """Measure a card in at most ten minutes: its operators, a decode step, a training step and the offload of a switch.
 
-    python benchmarks/card.py --json card.json [--device auto] [--operators auto] [--only operators,decode]
-
 A model of the shape of Qwen3-30B-A3B in bfloat16, with random weights, cut to as many layers as the card's memory
 holds. Every figure stands beside its floor: the larger of its bytes at the rate of a copy on the card and of its
 operations at that of one large matrix product, both measured in the same run.
@@ -15,16 +13,27 @@ switch: optimizer states to the host and back, over one plain copy each way; a s
 cards (benchmarks/switch.py).
 """
 
+from __future__ import annotations
+
+import gc
+import importlib.util
+import json
+import multiprocessing
+import statistics
 import sys
+from argparse import Namespace
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Benchmark, Option  # noqa: E402
+from benchmarks.harness import Benchmark, Figures, Option, progress, timed
 
 BENCHMARK = Benchmark(
     __doc__,
-    {part: f"benchmarks.card_sides:{part}" for part in ("operators", "decode", "step", "train", "switch")},
+    {part: f"benchmarks.card:{part}" for part in ("operators", "decode", "step", "train", "switch")},
     [
         Option("device", "auto", smoke="emulated", help="a kind of fusion.npu"),
         Option("operators", "auto", help="a table of `device.operators`"),
@@ -41,4 +50,299 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    sys.exit(BENCHMARK.main())
+
+import torch
+import yaml
+
+from benchmarks import offload
+from benchmarks.runs import temporary_folder
+from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
+from fusion.inference.config import EngineConfig
+from fusion.model import Mesh, ModelConfig, Transformer
+from fusion.npu import Device, open_device
+from fusion.npu.operators import block_tokens
+from fusion.resources import SHAPES
+from fusion.training import EmbeddedTrainEngine, Sequences, TrainingConfig
+from fusion.training.algorithms import cross_entropy
+
+WIDTHS = ("vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size")
+BYTES = 2
+STATES_BYTES = 16
+"""Bytes of a trained element beside its weight: fp32 gradient, master and two moments"""
+SHARE = 0.6
+"""Share of the free memory that weights, or weights and states, take; the rest is for KV and activations"""
+
+
+def shape_of(args: Namespace) -> dict[str, Any]:
+    """Return the fields of Qwen3-30B-A3B, widths divided by ``args.divisor``."""
+    shape = yaml.safe_load((SHAPES / "qwen3_30b_a3b.yaml").read_text())["config"]
+    narrower = {name: shape[name] // args.divisor for name in WIDTHS}
+    return (
+        shape
+        | narrower
+        | dict(
+            architectures=["Qwen3MoeForCausalLM"],
+            head_dim=max(16, shape["head_dim"] // args.divisor),
+            norm_topk_prob=True,
+            max_position_embeddings=40960,
+        )
+    )
+
+
+@dataclass(frozen=True)
+class Floors:
+    """What the card reaches: bytes a second of a copy, both ends counted, and operations a second of a product."""
+
+    device: Device
+    bytes_per_s: float
+    flops: float
+
+    @classmethod
+    def measure(cls, device: Device, args: Namespace) -> Floors:
+        source = torch.ones(args.copied_bytes, dtype=torch.uint8, device=device.torch_device)
+        target, width = torch.empty_like(source), args.width
+        x = torch.randn(width, width, dtype=torch.bfloat16, device=device.torch_device)
+        copy_s = seconds(device, lambda: target.copy_(source), args.rounds)
+        product_s = seconds(device, lambda: torch.mm(x, x), args.rounds)
+        floors = cls(device, 2 * args.copied_bytes / copy_s, 2 * width**3 / product_s)
+        progress("floors", floors.figures())
+        return floors
+
+    def figures(self) -> Figures:
+        return {"copy_gb_per_s": self.bytes_per_s / 1e9, "product_tflops": self.flops / 1e12}
+
+    def of(self, took_s: float, nbytes: float, flops: float = 0.0) -> Figures:
+        """Return the seconds of some work, and these over its floor."""
+        return {"seconds": took_s, "over_floor": took_s / max(nbytes / self.bytes_per_s, flops / self.flops)}
+
+
+def seconds(device: Device, work: Callable[[], object], rounds: int) -> float:
+    """Return the median seconds of a call, after one that warms up."""
+    work()
+    return statistics.median(timed(work, device=device) for _ in range(rounds))
+
+
+def layers_that_fit(device: Device, args: Namespace, element_bytes: int) -> int:
+    """Return the number of layers of which `SHARE` of the free memory holds all elements."""
+    counts = []
+    for layers in (1, 2):
+        config = ModelConfig.from_hf({**shape_of(args), "num_hidden_layers": layers})
+        counts.append(num_elements(config))
+    layer, rest = counts[1] - counts[0], 2 * counts[0] - counts[1]
+    return max(1, min(args.layers, int(SHARE * device.memory().free / element_bytes - rest) // layer))
+
+
+def num_elements(config: ModelConfig) -> int:
+    from fusion.costmodel.shape import Shape
+
+    return Shape("card", config).numel
+
+
+def model_of(device: Device, args: Namespace, element_bytes: int, layers: int | None = None) -> Transformer:
+    """Build the model with random weights, of so many layers, or of as many as fit."""
+    layers = layers or layers_that_fit(device, args, element_bytes)
+    config = ModelConfig.from_hf({**shape_of(args), "num_hidden_layers": layers})
+    model = Transformer(config, Mesh.single(), device, torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.fill_(1.0) if "norm" in name else parameter.normal_(std=0.02)
+    return model
+
+
+def operators(args: Namespace) -> Figures:
+    """Measure operators on the rows of one micro-batch, in inference mode."""
+    device = open_device(args.device, operators=args.operators)
+    table, floors, shape = device.operators, Floors.measure(device, args), shape_of(args)
+    rows, d, inner = args.tokens, shape["hidden_size"], shape["moe_intermediate_size"]
+    heads, kv_heads, channels = (shape[key] for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    experts, k = shape["num_experts"], shape["num_experts_per_tok"]
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, dtype=torch.bfloat16, device=device.torch_device)
+
+    x, weight, permuted = random(rows, d), random(d), random(rows * k, d)
+    gate_up, down = random(experts, 2 * inner, d), random(experts, d, inner)
+    counts = torch.full((experts,), rows * k // experts, device=device.torch_device)
+    lengths = [rows // 8] * 8
+    q, key = random(rows, heads, channels), random(rows, kv_heads, channels)
+    takes = table.takes_counts(permuted, experts)
+    rows_by_expert: Any = counts if takes else counts.tolist()
+    works: dict[str, tuple[Callable[[], object], float, float]] = {
+        "rms_norm": (lambda: table.rms_norm(x, weight, 1e-6), 2 * x.nbytes, 0.0),
+        "swiglu": (lambda: table.swiglu(x), 1.5 * x.nbytes, 0.0),
+        "experts": (
+            lambda: table.experts(permuted, rows_by_expert, gate_up, down),
+            2 * permuted.nbytes + gate_up.nbytes + down.nbytes,
+            6.0 * rows * k * d * inner,
+        ),
+        "varlen_attention": (
+            lambda: table.varlen_attention(q, key, key, lengths),
+            2 * (q.nbytes + key.nbytes),
+            2.0 * rows * lengths[0] * heads * channels,
+        ),
+    }
+    figures: Figures = {}
+    with torch.inference_mode():
+        for name, (work, nbytes, flops) in works.items():
+            figures[name] = floors.of(seconds(device, work, args.rounds), nbytes, flops)
+            progress(name, figures[name])
+    return {"table": table.name, "card": device.describe(), **floors.figures(), **figures}
+
+
+def decode(args: Namespace) -> Figures:
+    """Measure a decode step of the engine and, on a real card where it is installed, of vLLM."""
+    device = open_device(args.device, operators=args.operators)
+    figures = _decode(device, args)
+    gc.collect()
+    device.empty_cache()
+    if device.kind == "emulated" or not importlib.util.find_spec("vllm"):
+        print("vLLM is not measured: it is not installed, or the card is emulated")
+        return figures
+    return figures | {"vllm": in_process(vllm_decode, args, figures["layers"])}
+
+
+def step(args: Namespace) -> Figures:
+    """Profile one decode step of models of one and of three layers."""
+    device, found = open_device(args.device, operators=args.operators), []
+    for layers in (1, 3):
+        engine = engine_of(model_of(device, args, BYTES, layers), args)
+        engine.submit(Request(str(i), one, SamplingParams(max_tokens=64)) for i, one in enumerate(prompts_of(args)))
+        while engine.scheduler.waiting or any(one.computed <= args.context for one in engine.scheduler.running):
+            engine.step()
+        found.append(profiled(device, engine.step))
+        progress(f"{layers} layers", found[-1])
+        engine.release_kv()
+    one, three = found
+    layer = {name: (three[name] - one[name]) / 2 for name in one}
+    return {"layer": layer, "outside": {name: one[name] - layer[name] for name in one}}
+
+
+def profiled(device: Device, work: Callable[[], object]) -> Figures:
+    """Return the kernels that a call starts on a CUDA card, their microseconds, and those of the whole call, which
+    profiling slows."""
+    activity = torch.profiler.ProfilerActivity
+    on_card = [activity.CUDA] if device.kind == "cuda" else []
+    with torch.profiler.profile(activities=[activity.CPU, *on_card]) as profile:
+        took_s = timed(work, device=device)
+    kernels = [one for one in profile.events() or () if one.device_type.name == "CUDA"]
+    busy_us = sum(one.time_range.elapsed_us() for one in kernels)
+    return {"kernels": len(kernels), "card_us": busy_us, "call_us": 1e6 * took_s}
+
+
+def engine_of(model: Transformer, args: Namespace) -> EmbeddedEngine:
+    """Return an engine for the prompts that are decoded, with its KV."""
+    size = max(16, block_tokens(model.device.kind, model.operators.name))
+    longest = args.context + args.steps + 64
+    limits = EngineConfig(block_size=size, max_seqs=args.batch, prefix_cache=False)
+    config = RolloutConfig(max_response_length=longest, engine=limits)
+    engine = EmbeddedEngine(model, model.mesh, model.device, config)
+    engine.allocate_kv()
+    return engine
+
+
+def _decode(device: Device, args: Namespace) -> Figures:
+    """Measure what ``args.steps`` more tokens take of each sequence."""
+    floors, model = Floors.measure(device, args), model_of(device, args, BYTES)
+    engine, prompts = engine_of(model, args), prompts_of(args)
+
+    def generate(tokens: int) -> None:
+        params = SamplingParams(max_tokens=tokens)
+        engine.submit(Request(f"{tokens} {index}", prompt, params) for index, prompt in enumerate(prompts))
+        assert sum(len(out.tokens) for out in engine.run()) == args.batch * tokens
+
+    step_s = step_seconds(lambda tokens: timed(lambda: generate(tokens), device=device), args)
+    config, layers = model.config, model.config.num_layers
+    kv_bytes = 2 * layers * config.attention.num_kv_heads * config.attention.head_dim * BYTES  # type: ignore[union-attr]
+    nbytes = BYTES * num_elements(config) + args.batch * args.context * kv_bytes
+    figures = floors.of(step_s, nbytes) | {"layer_us": 1e6 * step_s / layers, "tokens_per_s": args.batch / step_s}
+    figures |= {"layers": layers, "table": device.operators.name}
+    progress("decode", figures)
+    engine.release_kv()
+    return figures
+
+
+def prompts_of(args: Namespace) -> list[tuple[int, ...]]:
+    random = torch.Generator().manual_seed(0)
+    shape = shape_of(args)
+    return [
+        tuple(torch.randint(2, shape["vocab_size"], (args.context,), generator=random).tolist())
+        for _ in range(args.batch)
+    ]
+
+
+def step_seconds(generate: Callable[[int], float], args: Namespace) -> float:
+    """Return the seconds of a step; ``generate`` returns those of generating so many tokens of each sequence."""
+    generate(2)
+    rounds = [(generate(1 + args.steps) - generate(1)) / args.steps for _ in range(args.rounds)]
+    return max(statistics.median(rounds), 1e-9)
+
+
+def in_process(work: Callable[[Namespace, int], Figures], *arguments: Any) -> Figures:
+    """Return what a function returns in a fresh process."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(work, arguments)
+
+
+def vllm_decode(args: Namespace, layers: int) -> Figures:
+    """Measure the same step of vLLM, as installed."""
+    from vllm import LLM, SamplingParams
+
+    with temporary_folder() as folder:
+        (folder / "config.json").write_text(json.dumps({**shape_of(args), "num_hidden_layers": layers}))
+        llm = LLM(
+            str(folder),
+            dtype="bfloat16",
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            max_model_len=args.context + args.steps + 16,
+            max_num_seqs=args.batch,
+            enable_prefix_caching=False,
+        )
+        prompts: Any = [{"prompt_token_ids": [*prompt]} for prompt in prompts_of(args)]
+
+        def generate(tokens: int) -> float:
+            params = SamplingParams(max_tokens=tokens, ignore_eos=True, detokenize=False)
+            return timed(lambda: llm.generate(prompts, params, use_tqdm=False))
+
+        step_s = step_seconds(generate, args)
+    return {"seconds": step_s, "tokens_per_s": args.batch / step_s}
+
+
+def train(args: Namespace) -> Figures:
+    """Measure forward, backward and update of one micro-batch, with recomputation."""
+    device = open_device(args.device, operators=args.operators)
+    floors, model = Floors.measure(device, args), model_of(device, args, BYTES + STATES_BYTES)
+    engine = EmbeddedTrainEngine(
+        model, model.mesh, device, TrainingConfig(recompute=True, token_budget=max(args.tokens, 1 << 10))
+    )
+    length = args.tokens // 8
+    mask = torch.ones(args.tokens, dtype=torch.bool)
+    mask[::length] = False
+    tokens = torch.randint(2, model.config.vocab_size, (args.tokens,), generator=torch.Generator().manual_seed(0))
+    ones, zeros = torch.ones(args.tokens), torch.zeros(args.tokens)
+    batch = Sequences(tokens, [length] * 8, mask, advantages=ones, behaviour_logprobs=zeros)
+
+    def step() -> None:
+        engine.forward_backward(batch, cross_entropy)
+        engine.optimizer_step()
+
+    took_s = seconds(device, step, args.rounds)
+    config = model.config
+    shape = {**shape_of(args), "num_experts": 8, "num_hidden_layers": config.num_layers}  # of a token: the chosen ones
+    active = num_elements(ModelConfig.from_hf(shape)) - config.vocab_size * shape["hidden_size"]
+    figures = floors.of(took_s, STATES_BYTES * num_elements(config), 8.0 * active * args.tokens)
+    figures |= {"tokens_per_s": args.tokens / took_s, "layers": config.num_layers}
+    progress("train", figures)
+    return figures
+
+
+def switch(args: Namespace) -> Figures:
+    """Measure the way of optimizer states of an eighth of the card's memory to the host and back."""
+    device = open_device(args.device, operators=args.operators)
+    numel = max(1, min(device.memory().free // 8, 8 * args.copied_bytes) // (4 * len(offload.NAMES) * 8))
+    found = offload.compared(device, numel, 8, args.rounds)
+    return {
+        name: {"gb_per_s": one["gb_per_s"], "over_floor": one["seconds"] / found["floor"]["seconds"]}
+        for name, one in found.items()
+    }

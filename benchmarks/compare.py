@@ -1,8 +1,5 @@
 """Compare deployments and systems side by side, and with what their authors published, on one page.
 
-    bash recipes/compare.sh                        writes runs/compare/compare.html
-    bash recipes/compare.sh --simulated            … and the published model and cluster in the simulator
-
 deployments: separate, colocated, full and hybrid at staleness 0 and 1, with the same prompts, lengths and reference, on
 emulated cards of modelled speed (`device=paced`): processes, Ray, queue and switches are real, and only the time that
 cards take is modelled. On two cores idle cards would lend their CPU to the others otherwise.
@@ -13,16 +10,22 @@ Every cell of the table says where it is from: `measured` (a clock around real w
 or `input` (chosen, not found out). The page also has a typical step of every deployment on one axis of time.
 """
 
+import json
+import shutil
+import subprocess
 import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Benchmark, Option  # noqa: E402
+from benchmarks.harness import ROOT, Benchmark, Figures, Option
 
 BENCHMARK = Benchmark(
     __doc__,
-    {"": "benchmarks.compare_runs:measure"},
+    {"": "benchmarks.compare:measure"},
     [
         Option("out", "runs/compare", smoke="", help="folder of the runs and of compare.html"),
         Option("simulated", False, help="simulate the published model and cluster, too"),
@@ -41,4 +44,154 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    sys.exit(BENCHMARK.main())
+
+from benchmarks.drafts_decode import real
+from benchmarks.paced import MAX_OVERRUN, Mode, Workload, run
+from benchmarks.runs import temporary_folder
+from fusion.telemetry.page import read_run, render
+from tests.helpers import MINIMAL, runnable_checkpoint
+
+CHUNKS = ("rollout.schedule.chunk_tokens=8", "rollout.kv_pool.suspended=pool", "rollout.kv_pool.pull_tokens=8")
+SCHEDULES = {
+    "fifo s=0": (0, ("rollout.schedule.order=fifo", "rollout.schedule.chunk_tokens=null")),
+    "history s=0": (0, ("rollout.schedule.order=history", "rollout.schedule.chunk_tokens=null")),
+    "history, chunks s=0": (0, ("rollout.schedule.order=history", *CHUNKS)),
+    "HistoPipe s=1": (1, ("rollout.schedule.order=histopipe", "rollout.schedule.chunk_tokens=8")),
+}
+"""Staleness bound and overrides by name; all of them colocated"""
+PUBLISHED = {
+    "RL Fusion (full) over separate": "1.79 ×",
+    "StaleSync (hybrid s=1) over separate": "2.5 ×",
+    "StaleSync (hybrid s=1) over RL Fusion (full)": "1.40 ×",
+    "Seer: chunks and order over neither": "1.27–1.56 ×",
+    "RhymeRL: HistoPipe, one step ahead, over synchronous": "1.43 ×",
+    "RhymeRL: drafts over none, generation": "≤ 1.86 ×",
+}
+"""By row: RL Fusion, StaleSync (Pangu 718B on CloudMatrix 384); arXiv 2511.14617; arXiv 2508.18588"""
+TOKENS_PER_S = {"separate s=0": "14,000", "full s=0": "25,000", "hybrid s=1": "35,000"}
+"""Published by run: Pangu 718B on 384 packages"""
+SIMULATED = """model=pangu_718b cluster=cloudmatrix384 stalesync.max_staleness=0,1 fusion=separate,full,hybrid
+run.steps=8 algorithm.kl_coef=0.01 training.share_prefixes=off data.prompts_per_step=512 data.max_prompt_length=1024
+rollout.max_response_length=16384
+rollout.engine.max_seqs=64""".split()
+
+Cell = dict[str, str]
+
+
+def measure(args: Namespace) -> Figures:
+    """Run everything, write the page, and return the figures."""
+    if not args.out:
+        with temporary_folder() as folder:
+            return _measure(args, folder)
+    shutil.rmtree(args.out, ignore_errors=True)
+    out = Path(args.out)
+    out.mkdir(parents=True)
+    return _measure(args, out)
+
+
+def _measure(args: Namespace, out: Path) -> Figures:
+    experts = dict(num_experts=args.cards, num_experts_per_tok=1, moe_intermediate_size=16)
+    runnable_checkpoint(out / "model", experts=True, **MINIMAL | experts)
+    workload = Workload(cards=args.cards, prompts=args.prompts, speed=args.speed)
+    figures: Figures = {}
+    for name, (mode, options) in _modes(args).items():
+        found = run(mode, workload, out, args.steps, options)
+        figures[name] = found.figures() | {"folder": str(max(out.glob("run-*"), key=_number) / "run")}
+    figures["drafts"] = real(args)
+    if args.simulated:
+        figures["simulated"] = _simulated(out)
+    write_page(figures, workload, out / "compare.html")
+    print(f"page: {(out / 'compare.html').resolve()}", flush=True)
+    return figures
+
+
+def write_page(figures: Figures, workload: Workload, path: Path) -> None:
+    """Write the page of the paced runs, whose folders the figures name, with the table."""
+    paced = {name: one["folder"] for name, one in figures.items() if "folder" in one}
+    runs = [read_run(folder, "stopped") | {"name": name} for name, folder in paced.items()]
+    path.write_text(render(runs, comparison=table(figures, workload)), encoding="utf-8")
+
+
+def _modes(args: Namespace) -> dict[str, tuple[Mode, Sequence[str]]]:
+    """Return deployment and overrides of every paced run, by its name."""
+    shared = (f"data.rows={args.prompts}",)
+    found: dict[str, tuple[Mode, Sequence[str]]] = {}
+    for fusion in args.deployments:
+        for bound in args.bounds:
+            generating = args.cards // 2 if fusion in ("separate", "hybrid") else None
+            found[f"{fusion} s={bound}"] = Mode(fusion, bound, generating), (*shared, "algorithm.kl_coef=0.01")
+    for name, (bound, options) in SCHEDULES.items():
+        if bound in args.bounds:
+            found[name] = Mode("colocated", bound), (*shared, *options)
+    return found
+
+
+def _number(folder: Path) -> int:
+    return int(folder.name.rpartition("-")[2])
+
+
+def _simulated(out: Path) -> Figures:
+    """Return tokens/s of the published cluster by deployment and staleness."""
+    path = out / "simulated.json"
+    command = [sys.executable, "scripts/simulate.py", *SIMULATED, "--json", str(path.resolve())]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    rows = json.loads(path.read_text())["rows"]
+    return {f"{row['deployment']} s={row['max_staleness']}": row["tokens_per_s"] for row in rows}
+
+
+def table(figures: Figures, workload: Workload) -> dict[str, Any]:
+    """Return the table of the page: what is published, what was found here, and what that rests on. Pure."""
+    speed = {name: one["tokens_per_s"] for name, one in figures.items() if "tokens_per_s" in one}
+    simulated: Mapping[str, float] = figures.get("simulated", {})
+    lengths = _cell(f"lengths: median {workload.median} of at most {workload.cap} tokens; times of a card", "input")
+    size = f"{workload.cards} dies of 910C under {workload.model}"
+    rows: list[list[Cell]] = []
+
+    def ratio(name: str, one: str, other: str) -> None:
+        cells = [_cell(f"{found[one] / found[other]:.2f} ×", how) if {one, other} <= found.keys() else _cell("–")
+                 for found, how in ((speed, "paced"), (simulated, "simulated"))]  # fmt: skip
+        known = _cell(PUBLISHED[name], "published") if name in PUBLISHED else _cell("–")
+        rows.append([_cell(name), known, *cells, lengths])
+
+    ratio("RL Fusion (full) over separate", "full s=0", "separate s=0")
+    ratio("StaleSync (hybrid s=1) over separate", "hybrid s=1", "separate s=0")
+    ratio("StaleSync (hybrid s=1) over RL Fusion (full)", "hybrid s=1", "full s=0")
+    ratio("Seer: chunks and order over neither", "history, chunks s=0", "fifo s=0")
+    ratio("the order `history` alone, without chunks, over neither", "history s=0", "fifo s=0")
+    ratio("RhymeRL: HistoPipe, one step ahead, over synchronous", "HistoPipe s=1", "fifo s=0")
+    for live, one in figures.get("drafts", {}).items():
+        name = "RhymeRL: drafts over none, generation"
+        here = _cell(f"{one['ratio']:.2f} ×", "measured")
+        rests = _cell(f"sequences of an engine: {live}; nine tenths of a text are known", "input")
+        rows.append([_cell(name), _cell(PUBLISHED[name], "published"), here, _cell("–"), rests])
+    for name in sorted({*speed, *simulated}):
+        cells = [_cell(f"{found[name]:,.0f}", how) if name in found else _cell("–")
+                 for found, how in ((speed, "paced"), (simulated, "simulated"))]  # fmt: skip
+        known = _cell(TOKENS_PER_S[name], "published") if name in TOKENS_PER_S else _cell("–")
+        rows.append([_cell(f"tokens/s, {name}"), known, *cells, _cell(size, "input")])
+    return {
+        "title": "Against what is published",
+        "header": ["", "published", "here", "at the published size", "rests on"],
+        "rows": rows,
+        "notes": _notes(figures),
+    }
+
+
+def _notes(figures: Figures) -> list[str]:
+    overran = [name for name, one in figures.items() if one.get("pace_overrun", 0.0) > MAX_OVERRUN]
+    notes = [
+        "measured: a clock around real work. paced: whole runs with real processes, queue and switches, whose cards "
+        "take modelled time. simulated: the run's decisions in virtual time, for Pangu 718B on CloudMatrix 384. "
+        "input: chosen, not found out.",
+        "No factor is fitted to a published ratio. Lengths of the published runs are not public.",
+        "Chunks gain where a group stays on its engine otherwise, or KV runs short; here any free engine takes any "
+        "request, KV suffices, and the milliseconds in which one returns count as often as a second has modelled ones.",
+    ]
+    if overran:
+        notes.append(f"Not valid, cards overran their time by more than {MAX_OVERRUN:.0%}: {', '.join(overran)}.")
+    return notes
+
+
+def _cell(text: str, source: str = "") -> Cell:
+    return {"text": text, "from": source}

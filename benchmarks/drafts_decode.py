@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from benchmarks.drafts_text import FREE_BYTES, base_model, long_answer_model, make_engine
-from benchmarks.engine_sides import PlainCpu
 from benchmarks.harness import Figures, in_turns, progress
+from benchmarks.models import PlainCpu
 from benchmarks.paced import MAX_OVERRUN, Measured, Mode, Workload, run
 from benchmarks.runs import Row, temporary_folder
 from fusion.inference import EmbeddedEngine, Request, SamplingParams, sequence

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.engine_sides import PlainCpu
 from benchmarks.harness import Figures, progress, timed
+from benchmarks.models import PlainCpu
 from benchmarks.runs import make_base, temporary_folder
 from fusion.inference import EmbeddedEngine, Request, SamplingParams
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights

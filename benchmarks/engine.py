@@ -1,7 +1,5 @@
 """Measure the engine against transformers' `generate` on one MoE checkpoint, and against its matrix products alone.
 
-    python benchmarks/engine.py --json engine.json [--family qwen3_moe] [--rounds 5] [--threads 1] [--device cpu]
-
 qwen3_moe: grouped-query attention. deepseek_v3: latent attention of the same hidden size, layers and experts.
 
 equal: 64 sequences of 64 new tokens. ragged: 256 sequences of up to 256 new tokens that end at a stop token. Both
@@ -11,16 +9,20 @@ figures are medians, and the ratio is that of the medians. The floor repeats the
 engine's steps, with the same numbers of rows and evenly loaded experts, and nothing else (no attention).
 """
 
+import statistics
 import sys
+from argparse import Namespace
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Benchmark, Option  # noqa: E402
+from benchmarks.harness import Benchmark, Figures, Option, in_turns, medians, timed
 
 BENCHMARK = Benchmark(
     __doc__,
-    {"": "benchmarks.engine_sides:measure"},
+    {"": "benchmarks.engine:measure"},
     [
         Option("family", "qwen3_moe", help="the model's family", choices=("qwen3_moe", "deepseek_v3")),
         Option("rounds", 5, smoke=1, help="rounds that are measured"),
@@ -38,4 +40,178 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    sys.exit(BENCHMARK.main())
+
+import torch
+
+from benchmarks.models import PlainCpu, engine_of
+from benchmarks.runs import temporary_folder
+from fusion.inference import EmbeddedEngine, Request, SamplingParams
+from fusion.model import Mesh, ModelConfig, Transformer, load_weights
+from fusion.model.spec import GroupedQuery, Latent
+from fusion.npu import open_device
+
+SIZES = dict(
+    vocab_size=64,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=128,
+    norm_topk_prob=True,
+    tie_word_embeddings=True,
+    initializer_range=0.08,
+    max_position_embeddings=1024,
+    eos_token_id=1,
+    pad_token_id=0,
+)
+SHAPES = {
+    "qwen3_moe": SIZES | dict(num_key_value_heads=2, head_dim=32, num_experts=8),
+    "deepseek_v3": SIZES
+    | dict(
+        num_key_value_heads=4,
+        q_lora_rank=64,
+        kv_lora_rank=64,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=16,
+        v_head_dim=32,
+        n_routed_experts=8,
+        n_group=1,
+        topk_group=1,
+        first_k_dense_replace=1,
+    ),
+}
+"""Family → the fields of its model"""
+CASES = {"equal": dict(batch=64, new_tokens=64, stop=()), "ragged": dict(batch=256, new_tokens=256, stop=(1,))}
+PROMPT_TOKENS = 16
+
+
+def measure(args: Namespace) -> Figures:
+    """Measure both cases on one model."""
+    torch.set_num_threads(args.threads)
+    device: Any = PlainCpu() if args.device == "cpu" else open_device(args.device)
+    hf, engine = build(device, args.batch_invariant, args.family)
+    figures: Figures = {}
+    for name, case in CASES.items():
+        batch, new_tokens = (case[key] // args.part_of_a_case for key in ("batch", "new_tokens"))  # type: ignore[operator]
+        prompts = torch.randint(2, SIZES["vocab_size"], (batch, PROMPT_TOKENS), generator=torch.manual_seed(1))  # type: ignore[arg-type]
+        figures[name] = Sides(hf, engine, device, prompts, new_tokens, case["stop"]).measure(args.rounds)  # type: ignore[arg-type]
+    return {args.family: figures}
+
+
+def build(device: Any, batch_invariant: bool, family: str) -> tuple[Any, EmbeddedEngine]:
+    """Load transformers' model and the engine from one checkpoint folder."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with temporary_folder() as folder:
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **SHAPES[family])).save_pretrained(folder)
+        hf = AutoModelForCausalLM.from_pretrained(folder).eval().to(device.torch_device)
+        if device.torch_device.type not in ("cpu", "cuda"):
+            hf.set_experts_implementation("eager")  # the grouped one needs operations that only cpu and cuda have
+        model = Transformer(ModelConfig.from_hf(str(folder)), Mesh.single(), device, batch_invariant=batch_invariant)
+        load_weights(model, str(folder))
+    limits = dict(max_length=PROMPT_TOKENS + 256, max_seqs=256, kv_fraction=0.5)
+    return hf, engine_of(model, batch_invariant=batch_invariant, **limits)
+
+
+@dataclass
+class Sides:
+    """The sides on one batch of prompts. ``rows``: of the weight matrices' products in the steps of the engine's latest
+    run, which the floor repeats; ``useful``: shares of `generate`'s slots that hold useful tokens."""
+
+    hf: Any
+    engine: EmbeddedEngine
+    device: Any
+    prompts: torch.Tensor
+    new_tokens: int
+    stop: tuple[int, ...]
+    rows: list[int] = field(default_factory=list)
+    tokens: int = 0
+    useful: list[float] = field(default_factory=list)
+
+    def measure(self, rounds: int) -> Figures:
+        """Return medians of tokens per second; every round has other noise and the same prompts."""
+        self.run_engine(-2)  # the floor repeats its steps
+        rates = in_turns({"engine": self.run_engine, "hf": self.run_hf, "floor": self.run_floor}, rounds)
+        figures: Figures = medians(rates, "_tokens_per_s")
+        figures["ratio_to_hf"] = figures["engine_tokens_per_s"] / figures["hf_tokens_per_s"]
+        return figures | {"hf_useful_share": statistics.median(self.useful)}
+
+    def run_engine(self, round: int) -> float:
+        engine, rows, outputs = self.engine, [], []  # type: ignore[var-annotated]
+        engine.policy_version = round  # so that no cached prefix of the previous round is reused
+        params = SamplingParams(max_tokens=self.new_tokens, stop_token_ids=self.stop)
+        requests = [Request(f"{round}-{i}", tuple(row), params) for i, row in enumerate(self.prompts.tolist())]
+
+        def generate() -> None:
+            engine.submit(requests)
+            while len(outputs) < len(requests):
+                before = engine.scheduler.counters.generated_tokens
+                outputs.extend(engine.step())
+                rows.append(engine.scheduler.counters.generated_tokens - before)
+
+        seconds = timed(generate, device=self.device)
+        self.rows, self.tokens = [self.prompts.numel(), *rows[1:]], sum(len(output.tokens) for output in outputs)
+        return self.tokens / seconds
+
+    def run_hf(self, round: int) -> float:
+        ids = self.prompts.to(self.device.torch_device)
+        self.hf.generation_config.eos_token_id = self.stop[0] if self.stop else None
+        sampling: Any = dict(do_sample=True, top_k=0, top_p=1.0, temperature=1.0, max_new_tokens=self.new_tokens)
+        sequences: list[torch.Tensor] = []
+
+        def generate() -> None:
+            with torch.inference_mode():
+                output = self.hf.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **sampling)
+                sequences.append(output.cpu())
+
+        seconds = timed(generate, device=self.device)
+        new = sequences[0][:, PROMPT_TOKENS:]
+        stop = self.stop[0] if self.stop else -1
+        ended = (new == stop).long().cumsum(1)
+        useful = int(((ended == 0) | ((ended == 1) & (new == stop))).sum())
+        self.useful += [useful / new.numel()] if round >= 0 else []
+        return useful / seconds
+
+    def run_floor(self, round: int) -> float:
+        return self.tokens / timed(lambda: run_products(self.engine.model, self.rows), device=self.device)
+
+
+def run_products(model: Transformer, rows: list[int]) -> None:
+    """Compute the products with weight matrices of steps with these numbers of rows."""
+    config = model.config
+    with torch.inference_mode():
+        for n in rows:
+            share = -(-n * config.top_k // config.num_experts)
+            for layer in model.layers.values():
+                _run_attention_products(layer.attention, n)
+                mlp = layer.moe.shared if layer.is_sparse else layer.mlp
+                matrices = [(weight, n) for weight in ((mlp.gate_up, mlp.down) if mlp is not None else ())]
+                if layer.is_sparse:
+                    matrices.append((layer.moe.router, n))
+                    experts = layer.moe.experts.values()
+                    matrices += [(weight, share) for expert in experts for weight in (expert.gate_up, expert.down)]
+                for weight, count in matrices:
+                    _multiply(weight, count)
+            _multiply(model.lm_head, n)
+
+
+def _run_attention_products(attention: Any, rows: int) -> None:
+    """Compute those of grouped-query attention, or of latent attention with absorbed projections."""
+    if isinstance(attention.spec, GroupedQuery):
+        _multiply(attention.qkv, rows)
+    else:
+        spec: Latent = attention.spec
+        for matrix in (attention.q_a, attention.q_b, attention.kv_a):
+            _multiply(matrix, rows)
+        by_head = attention.kv_b.unflatten(0, (spec.num_heads, -1))
+        keys, values = by_head.split([spec.nope_dim, spec.value_dim], dim=1)
+        torch.bmm(by_head.new_ones(spec.num_heads, rows, spec.nope_dim), keys)
+        torch.bmm(by_head.new_ones(spec.num_heads, rows, spec.kv_rank), values.transpose(1, 2))
+    _multiply(attention.out, rows)
+
+
+def _multiply(weight_OD: torch.Tensor, rows: int) -> None:
+    torch.mm(weight_OD.new_ones(rows, weight_OD.shape[1]), weight_OD.t())

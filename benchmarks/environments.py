@@ -1,7 +1,5 @@
 """Measure what conversations cost while their environments work.
 
-    python benchmarks/environments.py [--only zero_latency,latency,kv] [--json PATH]
-
 pool: conversations that are away in one pool process, which all wait in their environments, and then take turns: each
 reply is followed by the next step at once. Memory is what the process and its pool hold above the idle ones (idle_mb),
 share of a core that of both together. Floor: as many sleeping tasks of asyncio in a process of their own.
@@ -12,20 +10,28 @@ tokens, the two in turns, of the medians over the rounds. occupancy: share of th
 the context of later turns whose KV is not computed again.
 """
 
+import heapq
 import sys
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Benchmark, Option  # noqa: E402
+from benchmarks.harness import Benchmark, Figures, Option, in_turns, progress
 
 BENCHMARK = Benchmark(
     __doc__,
     {
         "pool": "benchmarks.environments_pool:away",
-        "zero_latency": "benchmarks.environments_paced:zero_latency",
-        "latency": "benchmarks.environments_paced:latency",
-        "kv": "benchmarks.environments_paced:kv",
+        "zero_latency": "benchmarks.environments:zero_latency",
+        "latency": "benchmarks.environments:latency",
+        "kv": "benchmarks.environments:kv",
     },
     [
         Option("conversations", 1000, smoke=20, help="that are away at once"),
@@ -49,4 +55,266 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    sys.exit(BENCHMARK.main())
+
+import torch
+
+from distqueue import LocalQueue, PackedBatch
+from fusion.colocate.paced import PacedEngine
+from fusion.costmodel.hardware import hardware_named
+from fusion.costmodel.pace import EngineCost, Pace
+from fusion.costmodel.presets import load_shape
+from fusion.inference import Request, SamplingParams
+from fusion.model import Mesh, Parallel, Transformer
+from fusion.npu import open_device
+from fusion.npu.pacer import Pacer
+from fusion.offload import HostPool
+from fusion.resources import SHAPES
+from fusion.rollout import EndedConversation, EngineRoom, Entry, RequestBuffer, SuspendedSample
+from fusion.rollout.engine_stage import EngineStage
+from fusion.rollout.partial_samples import OBSERVATION
+from fusion.telemetry import Metrics, Timeline
+from tests.helpers import tiny_config
+from tests.rollouts import rollout_config
+
+IN_PROGRESS, WAVES = 4, 3
+"""Conversations in progress relative to the slots, and conversations of a run relative to those in progress"""
+STEPS_AWAY = 10
+"""Decode steps for which an environment with latency answers"""
+PROMPT_TOKENS, POLL_S = 32, 0.001
+MAX_REQUESTS = 1.5
+"""Requests that an engine has, relative to those that it decodes at a time: as in `stalesync.policy.admission_spec`"""
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """What is run: ``count`` conversations, ``in_progress`` at a time, each of ``turns`` of ``turn`` tokens."""
+
+    count: int
+    in_progress: int
+    slots: int
+    turns: int
+    turn: int
+    observation: int
+    latency_s: float
+    speed: float
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of a response, with room for one more: its length does not end it."""
+        return self.turns * self.turn + (self.turns - 1) * self.observation + 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """``occupancy``: mean share of the slots that decode; ``restored``: share of the context of later turns whose KV
+    was not computed again; ``step_s``: modelled seconds of decoding for as many tokens as there are slots; ``overrun``:
+    share of the seconds by which steps ended later than modelled."""
+
+    tokens_per_s: float
+    occupancy: float
+    restored: float
+    step_s: float
+    overrun: float
+
+
+class Side:
+    """One run: the engine, its buffer, and the conversations that are away."""
+
+    def __init__(self, spec: Conversations) -> None:
+        self.spec, self.queue, self.buffer = spec, LocalQueue(["train"]), RequestBuffer()
+        pace = Pace(load_shape("olmoe_7b", SHAPES).shape, hardware_named("ascend_910c"), 1, spec.speed)
+        self.pacer, device = Pacer(), open_device("emulated")
+        model = Transformer(tiny_config(experts=False, num_hidden_layers=1), Mesh.single(), device)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter.requires_grad_(False), std=0.02)
+        config = rollout_config(
+            max_length=PROMPT_TOKENS + spec.max_tokens,
+            max_seqs=spec.slots,
+            max_batch_tokens=512,
+            max_kv_tokens=spec.in_progress * (PROMPT_TOKENS + spec.max_tokens + 16),
+            prefix_cache=False,
+            suspended="keep",
+        )
+        cost = EngineCost(pace, Parallel(), full_batch=spec.slots)
+        self.engine = PacedEngine(
+            model, model.mesh, device, config, memory=HostPool(device), pacer=self.pacer, cost=cost
+        )
+        self.engine.allocate_kv()
+        self.stage = EngineStage(self.engine, self.queue, turns=spec.turns > 1)
+        self.begun = self.ended = 0
+        self.turns: dict[str, int] = {}
+        """Number of turns that have ended, by conversation"""
+        self.away: list[tuple[float, str]] = []
+        """(when the environment answers, conversation), a heap"""
+
+    def run(self) -> Outcome:
+        with ThreadPoolExecutor(1) as threads:
+            for _ in range(self.spec.in_progress):
+                self._begin()
+            first = self._requests(self._dispatch())
+            running = threads.submit(self.stage.run, first, stay=True, metrics=Metrics(), timeline=Timeline("card"))
+            try:
+                return self._measure(running)
+            finally:
+                self.engine.pause()
+
+    def _measure(self, running: Future[list[SuspendedSample]]) -> Outcome:
+        spec, engine, share, looks, start = self.spec, self.engine, 0.0, 0, None
+        while self.begun < spec.count:
+            if running.done():
+                raise RuntimeError("the engine has stopped") from running.exception()
+            for one in self.stage.await_suspended(POLL_S) if spec.turns > 1 else ():
+                self.buffer.suspend(0, one)
+                self.turns[one.id] += 1
+                heapq.heappush(self.away, (time.perf_counter() + spec.latency_s, one.id))
+            self._answer()
+            self._take_finished()
+            if entries := self._dispatch():
+                self.stage.submit(self._requests(entries))
+            if forgotten := self.buffer.take_left_kv():
+                engine.forget(forgotten[0])
+            if start is None and self.begun > spec.in_progress:
+                start = time.perf_counter(), engine.status(), self._overrun_s(), dict(self.pacer.modelled_s)
+            if start is not None:
+                share, looks = share + engine.status()["running"] / spec.slots, looks + 1
+            time.sleep(POLL_S)
+        assert start is not None, "no conversation has ended"
+        began_s, before, overrun_s, modelled = start
+        seconds, status = time.perf_counter() - began_s, engine.status()
+        gained = {name: status[name] - before[name] for name in before}
+        context = gained["kv_restored_tokens"] + gained["recomputed_tokens"]
+        return Outcome(
+            tokens_per_s=gained["generated_tokens"] / seconds,
+            occupancy=share / looks,
+            restored=gained["kv_restored_tokens"] / context if context else 0.0,
+            step_s=(self.pacer.modelled_s["decode"] - modelled.get("decode", 0.0))
+            / (gained["decoded_sequences"] / spec.slots),
+            overrun=(self._overrun_s() - overrun_s) / seconds,
+        )
+
+    def _overrun_s(self) -> float:
+        return sum(self.pacer.overrun_s.values())
+
+    def _begin(self) -> None:
+        id = f"g{self.begun}/0"
+        self.buffer.add(id[:-2], [id], PROMPT_TOKENS, self.spec.max_tokens)
+        self.turns[id] = 0
+        self.begun += 1
+
+    def _dispatch(self) -> Sequence[Entry]:
+        room = EngineRoom(round(MAX_REQUESTS * self.spec.slots))
+        return self.buffer.dispatch([0], room)[0] if self.buffer.num("waiting") else ()
+
+    def _requests(self, entries: Sequence[Entry]) -> list[Request]:
+        params = SamplingParams(max_tokens=self.spec.max_tokens, stop_token_ids=())
+        return [
+            Request(
+                entry.id,
+                _prompt(entry.id),
+                params,
+                group=entry.group,
+                exact_tokens=self.spec.turn,
+                earlier=entry.earlier,
+                kv_rank=entry.kv[1] if entry.kv else None,
+                turns=self.spec.turns > 1,
+                observation=entry.observation,
+            )
+            for entry in entries
+        ]
+
+    def _answer(self) -> None:
+        """Let the environments answer that are due; conversations that have all their turns end."""
+        answered, ended = [], []
+        while self.away and self.away[0][0] <= time.perf_counter():
+            _, id = heapq.heappop(self.away)
+            (ended if self.turns[id] == self.spec.turns else answered).append(self.buffer.entries[id])
+        if answered:
+            said = [torch.arange(self.spec.observation) for _ in answered]
+            self.queue.put(PackedBatch.from_samples([entry.earlier for entry in answered], {OBSERVATION: said}))
+        for entry in answered:
+            self.buffer.observe_returned(entry.id, self.spec.observation)
+        if ended:
+            self.stage.complete([EndedConversation(entry.earlier, entry.group, _prompt(entry.id)) for entry in ended])
+
+    def _take_finished(self) -> None:
+        finished = [id for id in self.queue.holding("response") if id in self.buffer.entries]
+        if not finished:
+            return
+        self.buffer.finish({id: self.spec.max_tokens - 1 for id in finished})
+        self.queue.drop(finished, "measured")
+        for id in finished:
+            self.buffer.remove(id[:-2])
+            if self.begun < self.spec.count:
+                self._begin()
+
+
+def _prompt(id: str) -> tuple[int, ...]:
+    number = int(id[1:-2])
+    return tuple(2 + (number + position) % 29 for position in range(PROMPT_TOKENS))
+
+
+def run(spec: Conversations) -> Outcome:
+    outcome = Side(spec).run()
+    progress(f"{spec.turns} turns, latency {spec.latency_s:.3f} s", vars(outcome))
+    return outcome
+
+
+@cache
+def at_once(single: Conversations, several: Conversations, rounds: int) -> dict[str, list[Outcome]]:
+    """Run both in turns; their environments answer at once."""
+    sides = {"single": lambda round: run(single), "several": lambda round: run(several)}
+    return in_turns(sides, rounds, warm_ups=0)
+
+
+@cache
+def with_latency(several: Conversations, rounds: int) -> list[Outcome]:
+    return [run(several) for _ in range(rounds)]
+
+
+def spec_of(args: Namespace, turns: int) -> Conversations:
+    """Return conversations of ``turns``; as many tokens are sampled whatever their number."""
+    return Conversations(
+        count=WAVES * IN_PROGRESS * args.slots,
+        in_progress=IN_PROGRESS * args.slots,
+        slots=args.slots,
+        turns=turns,
+        turn=args.turns * args.turn_tokens // turns,
+        observation=args.observation_tokens,
+        latency_s=0.0,
+        speed=args.speed,
+    )
+
+
+def outcomes_at_once(args: Namespace) -> dict[str, list[Outcome]]:
+    return at_once(spec_of(args, 1), spec_of(args, args.turns), args.rounds)
+
+
+def outcomes_with_latency(args: Namespace) -> tuple[float, list[Outcome]]:
+    """Return the seconds of the latency, and what was measured with it."""
+    latency_s = STEPS_AWAY * median_of(outcomes_at_once(args)["several"])["step_s"]
+    return latency_s, with_latency(replace(spec_of(args, args.turns), latency_s=latency_s), args.rounds)
+
+
+def median_of(outcomes: Sequence[Outcome]) -> Figures:
+    return {name: median(getattr(one, name) for one in outcomes) for name in vars(outcomes[0])}
+
+
+def zero_latency(args: Namespace) -> Figures:
+    """Compare conversations whose environment answers at once with responses of one turn."""
+    sides = {name: median_of(outcomes) for name, outcomes in outcomes_at_once(args).items()}
+    ratio = sides["several"]["tokens_per_s"] / sides["single"]["tokens_per_s"]
+    return {"ratio": ratio, **sides}
+
+
+def latency(args: Namespace) -> Figures:
+    """Measure the engine's occupancy with a latency of ten decode steps."""
+    latency_s, outcomes = outcomes_with_latency(args)
+    return {"latency_s": latency_s, **median_of(outcomes)}
+
+
+def kv(args: Namespace) -> Figures:
+    """Return the share of the context of later turns whose KV is restored, with the latency and at once."""
+    _, outcomes = outcomes_with_latency(args)
+    several = outcomes_at_once(args)["several"]
+    return {"restored": median_of(outcomes)["restored"], "restored_at_once": median_of(several)["restored"]}

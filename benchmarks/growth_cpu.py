@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.engine_sides import SHAPES, PlainCpu
+from benchmarks.engine import SHAPES
 from benchmarks.harness import Figures, progress, resident_bytes, timed
+from benchmarks.models import PlainCpu
 from benchmarks.runs import temporary_folder
 from distqueue import LocalQueue, PackedBatch
 from fusion.inference import EmbeddedEngine, Request, SamplingParams

@@ -2,14 +2,14 @@
 
     BENCHMARK = Benchmark(
         __doc__,
-        {"decode": "benchmarks.growth_decode:decode"},      part: a function of the arguments that returns figures
+        {"decode": "benchmarks.growth_cpu:decode"},         part: a function of the arguments that returns figures
         [Option("rounds", 5, smoke=1, help="…")],
         {"decode.us_at_64": "<= 1000"},                     target of a figure by its path; `*` matches
     )
 
-Parts are named, not imported, so that --help waits for neither torch nor Ray. Figures are dicts of numbers, by name,
-and of such dicts. ``--smoke`` runs the same parts with the toy sizes of the options: it shows that a benchmark works,
-and measures nothing.
+Parts are named, not imported. As a command a benchmark calls `main` next, and imports what takes time below that, so
+that --help waits for neither torch nor Ray. Figures are dicts of numbers, by name, and of such dicts. ``--smoke`` runs
+the same parts with the toy sizes of the options: it shows that a benchmark works, and measures nothing.
 """
 
 from __future__ import annotations
@@ -236,6 +236,11 @@ def in_turns(sides: Mapping[str, Callable[[int], Result]], rounds: int, warm_ups
 def medians(results: Mapping[str, Sequence[float]], suffix: str = "") -> dict[str, float]:
     """Return the median of every side, named with ``suffix``."""
     return {f"{name}{suffix}": statistics.median(values) for name, values in results.items()}
+
+
+def medians_of(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the median of every figure over all rows, which have the same names."""
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
 
 
 def median_of_ratios(ours: Sequence[float], theirs: Sequence[float]) -> float:

@@ -1,7 +1,5 @@
 """Measure training adapters (LoRA) against training all weights: what is sent, HBM, and the time of each part.
 
-    python benchmarks/lora.py --json lora.json [--rank 16] [--rounds 5]
-
 switch     two cards train, two others generate: bytes that they receive, and bytes of the adapters that they hold;
            four cards that train and generate in two layouts: time of both ways over that without adapters
 hbm, step  one card: HBM of a training step, and its time, over those of training all weights
@@ -12,15 +10,19 @@ Both sides run in turns; ratios are those of medians.
 """
 
 import sys
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Benchmark, Option  # noqa: E402
+from benchmarks.harness import Benchmark, Figures, Option, in_turns, medians, progress, timed
 
 BENCHMARK = Benchmark(
     __doc__,
-    {"": "benchmarks.lora_sides:measure"},
+    {"": "benchmarks.lora:measure"},
     [
         Option("rank", 16, smoke=2, help="of the adapters"),
         Option("rounds", 5, smoke=1, help="rounds that are measured"),
@@ -38,4 +40,105 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    sys.exit(BENCHMARK.main())
+
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.models import engine_of, moe_of, on_cards, randomise
+from fusion.ep_switch import Layout, plan_switch
+from fusion.ep_switch.transfer import Switcher
+from fusion.inference import Request, SamplingParams
+from fusion.model import Buckets, Mesh, ModelConfig, Parallel, Transformer
+from fusion.model.adapters import Adapters
+from fusion.npu import Device
+from fusion.training import EmbeddedTrainEngine, TrainingConfig
+from fusion.training.algorithms import cross_entropy
+from fusion.training.config import LoraConfig
+from tests.ep_switch.pair import Pair, fill
+from tests.training.ranks import sample_batch
+
+SEQUENCES, PROMPT_TOKENS, NEW_TOKENS, BUCKET_BYTES = 64, 16, 32, 16 << 20
+SWITCHES_A_ROUND = 8
+"""Both ways of a switch take a tenth of a second, a step or decoding some seconds"""
+
+
+def measure(args: Namespace) -> Figures:
+    """Measure switches, training and decoding with adapters and without, each on cards of its own."""
+    full, figures = moe_of(args), dict[str, Any]()
+    models = {"lora": replace(full, adapters=Adapters(args.rank, 2.0 * args.rank)), "full": full}
+    for ranks, part in ((4, _switch), (1, _train), (1, _decode)):
+        figures |= on_cards(part, ranks, models, args)[0]
+        progress(part.__name__.strip("_"), figures)
+    return figures
+
+
+def _switch(rank: int, device: Device, models: Mapping[str, ModelConfig], args: Namespace) -> Figures:
+    train, infer, trainers, engines = Parallel(2, tp=2, ep=2), Parallel(2, ep=2), (0, 1), (2, 3)
+    options: dict[str, Any] = {"bucket_bytes": BUCKET_BYTES, "trained_only": True}
+    source, target = (Layout(models["lora"], *where, **options) for where in ((train, trainers), (infer, engines)))
+    plan = plan_switch(source, target, BUCKET_BYTES, keep=True)
+    held = Buckets((source if rank in trainers else target).units(rank), device, torch.float32, owner="weights")
+    if rank in trainers:
+        fill([param for unit in held.plans for param, _ in unit.entries], held.views)
+    else:
+        held.release()
+    ends = (held, None) if rank in trainers else (None, held)
+    received = torch.tensor([Switcher(plan, *ends, device=device).run().bytes_moved])
+    dist.all_reduce(received)
+    units = [unit for engine in engines for unit in target.units(engine)]
+    sent, adapter_bytes = int(received), 4 * sum(param.numel for unit in units for param, _ in unit.entries)
+    pairs = {
+        name: Pair(config, device, one=Parallel(4, tp=2, ep=2), other=Parallel(4, ep=4))
+        for name, config in models.items()
+    }
+    sides = {name: lambda _, pair=pair: sum(pair.switch(end)[0] for end in (0, 1)) for name, pair in pairs.items()}
+    found = {"bytes": sent, "adapter_bytes": adapter_bytes, "sent_over_adapters": sent / adapter_bytes}
+    return {"switch": found | _compared(sides, SWITCHES_A_ROUND * args.rounds)}
+
+
+def _train(rank: int, device: Device, models: Mapping[str, ModelConfig], args: Namespace) -> Figures:
+    batch = sample_batch(max(2, args.tokens // 9), 3, vocabulary=32 * args.hidden)
+    peak, sides = dict[str, int](), dict[str, Callable[[int], float]]()
+
+    def work(engine: EmbeddedTrainEngine) -> None:
+        engine.forward_backward(batch, cross_entropy)
+        engine.optimizer_step()
+
+    for name, config in models.items():
+        before = device.memory().allocated
+        model = randomise(Transformer(config, Mesh.single(), device, bucket_bytes=BUCKET_BYTES))
+        lora = LoraConfig(rank=config.adapters.rank if config.adapters else 0)
+        settings = TrainingConfig(lora=lora, lr=1e-4, token_budget=args.tokens, load_balancing_coef=0.0)
+        step = partial(work, EmbeddedTrainEngine(model, model.mesh, device, settings))
+        step()
+        device.reset_peak()
+        step()
+        device.synchronize()
+        peak[name] = device.memory().peak_allocated - before
+        sides[name] = lambda _, step=step: timed(step, device=device)
+    return {"hbm": peak | {"ratio": peak["lora"] / peak["full"]}, "step": _compared(sides, args.rounds)}
+
+
+def _decode(rank: int, device: Device, models: Mapping[str, ModelConfig], args: Namespace) -> Figures:
+    engines = {}
+    for name, config in models.items():
+        model = randomise(Transformer(config, Mesh.single(), device, bucket_bytes=BUCKET_BYTES).requires_grad_(False))
+        engines[name] = engine_of(model, max_length=PROMPT_TOKENS + NEW_TOKENS, max_seqs=SEQUENCES, kv_fraction=0.3)
+    prompts = torch.randint(2, 100, (SEQUENCES, PROMPT_TOKENS), generator=torch.manual_seed(1)).tolist()
+
+    def run(name: str, round: int) -> float:
+        engines[name].policy_version = round  # no prefix of another round is reused
+        params = SamplingParams(max_tokens=NEW_TOKENS)
+        engines[name].submit([Request(f"{round}-{i}", tuple(row), params) for i, row in enumerate(prompts)])
+        return timed(engines[name].run, device=device)
+
+    return {"decode": _compared({name: partial(run, name) for name in models}, args.rounds)}
+
+
+def _compared(sides: Mapping[str, Callable[[int], float]], rounds: int) -> Figures:
+    """Return the medians of both sides in turns, and their ratio."""
+    seconds = medians(in_turns(sides, rounds), "_s")
+    return seconds | {"ratio": seconds["lora_s"] / seconds["full_s"]}

@@ -1,35 +1,92 @@
 """Measure offloading optimizer states to the host and back, against a plain copy of the same bytes.
 
-    python benchmarks/offload.py --json offload.json [--device cuda --mib 4096 --trace offload_trace.json]
-
 floor: one flat tensor of all the bytes, copied to pinned host memory and back into the same device memory: no
 allocation, no pieces, no bookkeeping. offload: `Offloader` frees the states on the card and reallocates them. stream:
 one pass of `StreamedStates` over the same bytes, both directions at once where the link can. Figures are median seconds
-for both directions together; ratio = floor / figure.
-
-On a CUDA card a profile of copies and matrix products then shows for what share of the copies' time kernels ran on the
-compute stream. What an emulated NPU overlaps, `benchmarks/overlap.py` measures.
+for both directions together; ratio = floor / figure. What a card overlaps with it, `benchmarks/overlap.py` measures.
 """
 
 import sys
+from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Benchmark, Option  # noqa: E402
+from benchmarks.harness import Benchmark, Figures, Option, in_turns, medians, timed
 
 BENCHMARK = Benchmark(
     __doc__,
-    {"": "benchmarks.offload_sides:measure"},
+    {"": "benchmarks.offload:measure"},
     [
         Option("device", "auto", smoke="emulated", help="a kind of fusion.npu: auto, npu, cuda, emulated"),
         Option("mib", 192, smoke=2, help="MiB of optimizer states"),
         Option("groups", 16, smoke=2, help="gradient buckets to which the states belong"),
         Option("rounds", 15, smoke=1, help="rounds that are measured"),
-        Option("trace", None, help="CUDA: write the profile to this file (Chrome trace)"),
     ],
     {"offload.ratio": ">= 0.9"},
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    sys.exit(BENCHMARK.main())
+
+import torch
+
+from fusion.npu import Device, open_device
+from fusion.offload import Offloader, StreamedStates
+
+NAMES = ("master", "exp_avg", "exp_avg_sq")
+
+
+def measure(args: Namespace) -> Figures:
+    """Measure a round trip of each side."""
+    torch.set_num_threads(1)
+    numel = max(1, (args.mib << 20) // (4 * len(NAMES) * args.groups))
+    return compared(open_device(args.device), numel, args.groups, args.rounds)
+
+
+def compared(device: Device, numel: int, groups: int, rounds: int) -> Figures:
+    """Return the figures of all sides, in turns, of the states of ``groups`` buckets of ``numel`` elements."""
+    nbytes = 2 * 4 * len(NAMES) * groups * numel
+    works = sides(device, numel, groups)
+    seconds = medians(in_turns({name: lambda _, work=work: timed(work) for name, work in works.items()}, rounds))
+    return {
+        name: {"seconds": value, "gb_per_s": nbytes / value / 1e9, "ratio": seconds["floor"] / value}
+        for name, value in seconds.items()
+    }
+
+
+def states_of(device: Device, numel: int, groups: int) -> dict[str, torch.Tensor]:
+    """Allocate Adam's three states for ``groups`` gradient buckets, ``numel`` elements each."""
+    names = (f"{name}.{index}" for index in range(groups) for name in NAMES)
+    with device.owner("optimizer"):
+        return {name: torch.randn(numel, device=device.torch_device) for name in names}
+
+
+def sides(device: Device, numel: int, groups: int) -> dict[str, Callable[[], None]]:
+    """Return floor, offload and stream; each makes one round trip and returns when the card has finished."""
+    states = states_of(device, numel, groups)
+    nbytes = sum(state.nbytes for state in states.values())
+    flat = torch.ones(nbytes, dtype=torch.uint8, device=device.torch_device)
+    host = device.host_empty((nbytes,), torch.uint8)
+    offloader = Offloader(device)
+    streamed = StreamedStates(device, [dict.fromkeys(NAMES, numel)] * groups, offloader.pool)
+
+    def floor() -> None:
+        for target, source in ((host, flat), (flat, host)):
+            target.copy_(source, non_blocking=True)
+            device.synchronize()
+
+    def offload() -> None:
+        offloader.out(states)
+        offloader.wait()
+        offloader.back()
+        offloader.wait()
+        device.synchronize()
+
+    def stream() -> None:
+        for _ in streamed:
+            pass
+        device.synchronize()
+
+    return {"floor": floor, "offload": offload, "stream": stream}

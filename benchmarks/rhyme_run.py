@@ -1,7 +1,5 @@
 """Train three epochs with drafts from history and siblings (RhymeRL, arXiv 2508.18588) and without, in wall clock.
 
-    python benchmarks/rhyme_run.py --json rhyme_run.json [--rounds 2] [--base FOLDER]
-
 A MoE of 26M parameters, of which 6M compute a token, is warmed up on sums with every step written out; then whole runs
 of both sides train it by GRPO, in turns: staleness 0, `batch_invariant`, two emulated cards with an engine of at most
 four sequences each, where decoding is bound by the weights that it reads, as on a card. Every step's samples must be
@@ -12,16 +10,20 @@ equal token for token. Figures are of the epochs behind the first, medians over 
     share               share of generation in a step without drafts
 """
 
+import json
 import sys
+from argparse import Namespace
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Benchmark, Option  # noqa: E402
+from benchmarks.harness import Benchmark, Figures, Option, in_turns, progress
 
 BENCHMARK = Benchmark(
     __doc__,
-    {"": "benchmarks.rhyme_run_sides:measure"},
+    {"": "benchmarks.rhyme_run:measure"},
     [
         Option("rounds", 2, smoke=1, help="runs of each side"),
         Option("base", "", help="folder of a base model made earlier; default: make one, which takes minutes"),
@@ -40,4 +42,100 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    sys.exit(BENCHMARK.main())
+
+from benchmarks.runs import Row, make_base, temporary_folder, train
+
+EPOCHS, GROUP = 3, 4
+SPEED_UP = 1.8
+"""Of generation, for which a step's is expected"""
+OPTIONS = f"""cluster.npus=2 device=emulated parallel=single data=worked data.max_prompt_length=64 reward=arithmetic
+rollout=batch_invariant rollout.engine.max_seqs=4 rollout.max_response_length=96 algorithm=grpo
+algorithm.group_size={GROUP} training.lr=1e-4 training.weight_decay=0 training.load_balancing_coef=0
+run.eval_prompts=0""".split()
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's metrics by step, and ``trained``: what tells whether two runs trained on the same samples: the lengths of
+    all, the texts of those that are logged, and the norms of gradients."""
+
+    rows: list[Row]
+    trained: str
+
+    def behind_first_epoch(self, name: str) -> list[float]:
+        return [row[name] for row in self.rows[len(self.rows) // EPOCHS :]]
+
+
+def measure(args: Namespace) -> Figures:
+    """Train both sides in turns."""
+    with temporary_folder() as folder:
+        base = Path(args.base) if args.base else _make_base(folder, args)
+
+        def run(side: str, round: int) -> Run:
+            found = _run(folder / f"{side}-{round}", base, args, "both" if side == "both" else "none")
+            seconds = {name: median(found.behind_first_epoch(f"timing_s/{name}")) for name in ("gen", "step")}
+            progress(f"{side}, round {round + 1}", seconds)
+            return found
+
+        sides = {name: lambda round, name=name: run(name, round) for name in ("none", "both")}
+        return _compared(in_turns(sides, args.rounds, warm_ups=0))
+
+
+def _make_base(folder: Path, args: Namespace) -> Path:
+    """Warm up a Qwen3-MoE in which the forward pass takes most of a step."""
+    heads = args.hidden // 64
+    config = dict(
+        model_type="qwen3_moe",
+        hidden_size=args.hidden,
+        intermediate_size=args.hidden,
+        moe_intermediate_size=args.hidden * 7 // 6,
+        num_hidden_layers=4,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 3),
+        head_dim=64,
+        num_experts=12,
+        num_experts_per_tok=2,
+        norm_topk_prob=True,
+        tie_word_embeddings=True,
+    )
+    shape = folder / "shape.yaml"
+    shape.write_text(json.dumps({"config": config}))
+    target = ["--target", args.target] if args.target else []
+    return make_base(folder / "base", "worked_arithmetic", "--shape", str(shape), *target)
+
+
+def _run(home: Path, base: Path, args: Namespace, drafts: str) -> Run:
+    own = [f"model.path={base}", f"run.steps={EPOCHS * args.steps_of_epoch}"]
+    own += [f"data.rows={args.prompts * args.steps_of_epoch}", f"data.prompts_per_step={args.prompts}"]
+    rows = train(home, [*OPTIONS, *own, f"rollout.drafts.source={drafts}", *args.overrides], timeout_s=1200)
+    said, groups = (
+        sorted((home / "run" / name).read_text().splitlines()) for name in ("samples.jsonl", "groups.jsonl")
+    )
+    return Run(rows, json.dumps([said, groups, [row["actor/grad_norm"] for row in rows]]))
+
+
+def _compared(runs: dict[str, list[Run]]) -> Figures:
+    """Return the figures of both sides, and their ratios."""
+
+    def of(side: str, name: str) -> float:
+        return median(value for run in runs[side] for value in run.behind_first_epoch(name))
+
+    gen, step = ({side: of(side, f"timing_s/{name}") for side in runs} for name in ("gen", "step"))
+    share = gen["none"] / step["none"]
+    ratio, expected = step["none"] / step["both"], 1 / (1 - share + share / SPEED_UP)
+    return {
+        **{side: {"gen_s": gen[side], "step_s": step[side]} for side in runs if side != "both"},
+        "both": {
+            "gen_s": gen["both"],
+            "step_s": step["both"],
+            "generation_ratio": gen["none"] / gen["both"],
+            "step_ratio": ratio,
+            "step_ratio_over_expected": ratio / expected,
+            "share": share,
+            "draft_share": of("both", "rollout/draft_share_mean"),
+            "reward_first": runs["both"][0].rows[0]["critic/rewards/mean"],
+            "reward_last": runs["both"][0].rows[-1]["critic/rewards/mean"],
+            "equal_samples": float(len({run.trained for side in runs.values() for run in side}) == 1),
+        },
+    }

@@ -1,7 +1,5 @@
 """Measure training a group whose responses share the rows of their prompt against training whole sequences.
 
-    python benchmarks/shared_prefix.py --json shared_prefix.json [--rounds 3]
-
 n8      a prompt of 1,024 tokens, 8 responses of 64: time of forward and backward without shared rows over that with
         `training.share_prefixes=auto`; the floor is that ratio if time were rows
 short   a prompt of 16 tokens, 8 responses of 512: `auto` shares nothing, and costs nothing
@@ -11,15 +9,17 @@ medians.
 """
 
 import sys
+from argparse import Namespace
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Benchmark, Option  # noqa: E402
+from benchmarks.harness import Benchmark, Figures, Option, in_turns, medians, progress, timed
 
 BENCHMARK = Benchmark(
     __doc__,
-    {"": "benchmarks.shared_prefix_sides:measure"},
+    {"": "benchmarks.shared_prefix:measure"},
     [
         Option("rounds", 3, smoke=1, help="rounds that are measured"),
         Option("layers", 4, smoke=2),
@@ -31,4 +31,56 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    sys.exit(BENCHMARK.main())
+
+import torch
+
+from benchmarks.models import moe_of, randomise
+from fusion.model import Mesh, Transformer
+from fusion.npu import open_device
+from fusion.training import EmbeddedTrainEngine, Sequences, TrainingConfig
+from fusion.training.algorithms import cross_entropy
+from fusion.training.objective import SHARED
+from tests.training.sequences import sequences_of
+
+GROUP, SHORT_ANSWER, SHORT_PROMPT = 8, 64, 16
+TOKEN_BUDGET, CAPACITY_BYTES = 2304, 4 << 30
+"""Of both sides: two whole sequences of the long prompt, or all that share it"""
+
+
+def measure(args: Namespace) -> Figures:
+    """Measure both shapes of a group."""
+    device = open_device("emulated", capacity_bytes=CAPACITY_BYTES)
+    model = randomise(Transformer(moe_of(args), Mesh.single(), device, bucket_bytes=16 << 20))
+    settings = TrainingConfig(token_budget=TOKEN_BUDGET, load_balancing_coef=0.0)
+    engine = EmbeddedTrainEngine(model, model.mesh, device, settings)
+    shapes = {"n8": (args.long, SHORT_ANSWER), "short": (SHORT_PROMPT, args.answer)}
+    figures: Figures = {}
+    for name, shape in shapes.items():
+        figures[name] = _compare(engine, _group(*shape), args.rounds)
+        progress(name, figures[name])
+    return figures
+
+
+def _compare(engine: EmbeddedTrainEngine, batch: Sequences, rounds: int) -> Figures:
+    found: Figures = {"floor": 1.0, "shared_rows_share": 0.0}
+
+    def work() -> None:
+        metrics = engine.forward_backward(batch, cross_entropy)
+        if SHARED in metrics:
+            found.update(floor=1 / (1 - metrics[SHARED]), shared_rows_share=metrics[SHARED])
+
+    def run(share: str, _: int) -> float:
+        engine.config.share_prefixes = share
+        return timed(work, device=engine.model.device)
+
+    seconds = medians(in_turns({share: partial(run, share) for share in ("off", "auto")}, rounds), "_s")
+    return {"ratio": seconds["off_s"] / seconds["auto_s"], **found, **seconds}
+
+
+def _group(prompt: int, answer: int) -> Sequences:
+    random = torch.Generator().manual_seed(0)
+    shared, *responses = (
+        torch.randint(2, 1000, (size,), generator=random).tolist() for size in (prompt, *[answer] * GROUP)
+    )
+    return sequences_of([shared] * GROUP, responses)

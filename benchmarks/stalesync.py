@@ -1,10 +1,5 @@
 """Measure the speedup of stale-synchronous training: the same work in every mode, on emulated cards of modelled speed.
 
-    python benchmarks/stalesync.py --json stalesync.json          (21 minutes on two cores)
-    python benchmarks/stalesync.py --modes colocated:1,hybrid:2:2 deployment:bound[:cards that only generate]
-    python benchmarks/stalesync.py --lending                      lending of cards (6 minutes)
-    python benchmarks/stalesync.py --calibrate                    recompute the share of generation
-
 Processes, Ray, queue and switches are real; only the time that cards take is modelled (`device=paced`), so the modes
 differ in how they spend the cards' time. Every mode has the same prompts, lengths (`stalesync.prompts.lengths`), cards
 and pace. Synchronous `separate` is run at every split of the cards, and the best is reported; splits whose modelled
@@ -21,13 +16,15 @@ their modelled time by more than 3 % is invalid.
 without (`stalesync.lend`). Running ahead, steps are long and short in turns, so only whole runs are compared.
 """
 
+import json
 import sys
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Benchmark, Option  # noqa: E402
+from benchmarks.harness import Benchmark, Figures, Option
 
 CALIBRATION = Path(__file__).with_name("stalesync_calibration.json")
 
@@ -41,7 +38,7 @@ def check(args: Namespace) -> str:
 
 BENCHMARK = Benchmark(
     __doc__,
-    {"": "benchmarks.stalesync_modes:measure"},
+    {"": "benchmarks.stalesync:measure"},
     [
         Option("modes", None, help="run only these; no gain is computed"),
         Option("calibrate", False, help="recompute the share of generation and save it"),
@@ -68,4 +65,127 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    sys.exit(BENCHMARK.main())
+
+from benchmarks.paced import Measured, Mode, Workload, run
+from benchmarks.runs import temporary_folder
+from tests.helpers import MINIMAL, runnable_checkpoint
+
+PUBLISHED = {"fusion_gain": 1.785, "stalesync_gain": 1.40, "total_gain": 2.5}
+
+
+def measure(args: Namespace) -> Figures:
+    """Measure what the arguments ask for."""
+    training = json.loads(CALIBRATION.read_text())["training"]
+    workload = Workload(training=training, cards=args.cards, prompts=args.prompts, speed=args.speed)
+    with temporary_folder() as folder:
+        runnable_checkpoint(folder / "model", **MINIMAL)
+        if args.lending:
+            return lending(args, replace(workload, training=1.0, speed=32.0, sequences=64), folder)
+        if args.calibrate:
+            CALIBRATION.write_text(json.dumps(calibrated(args, workload, folder), indent=2) + "\n")
+            return json.loads(CALIBRATION.read_text())
+        if args.modes:
+            modes = map(Mode.parse, args.modes.split(","))
+            return {str(mode): run(mode, workload, folder, args.steps).figures() for mode in modes}
+        return compared(args, workload, folder)
+
+
+def compared(args: Namespace, workload: Workload, folder: Path) -> Figures:
+    """Measure every mode, and the gains of the best over synchronous ones."""
+
+    def measured(*mode: object) -> Measured:
+        return run(Mode(*mode), workload, folder, args.steps)  # type: ignore[arg-type]
+
+    colocated = measured("colocated", 0)
+    splits = best_splits(workload, folder, colocated, args.steps)
+    modes = {"separate_s0": min(splits.values(), key=lambda one: one.step_s), "colocated_s0": colocated}
+    for bound in args.bounds[1:]:
+        modes[f"separate_s{bound}"] = measured("separate", bound, balanced(colocated))
+        modes[f"colocated_s{bound}"] = measured("colocated", bound)
+        modes[f"hybrid_s{bound}"] = measured("hybrid", bound, max(1, workload.cards // 4))
+    figures: Figures = {name: one.figures(colocated) for name, one in modes.items()}
+    lost = {name: one.lost() for name, one in modes.items()}
+    speed = {name: one["tokens_per_s"] for name, one in figures.items()}
+    for name in figures:
+        if not name.endswith("s0") and (synchronous := speed.get(f"{name[:-1]}0")):
+            figures[name]["over_synchronous"] = speed[name] / synchronous
+    best = max((name for name in speed if not name.endswith("s0")), key=lambda name: speed[name])
+    gains = {
+        "fusion_gain": speed["colocated_s0"] / speed["separate_s0"],
+        "stalesync_gain": speed[best] / speed["colocated_s0"],
+        "total_gain": speed[best] / speed["separate_s0"],
+    }
+    figures |= {"best": best, "best_ratio_to_bound": figures[best]["ratio_to_bound"]} | gains
+    figures["calibration_error"] = abs(gains["fusion_gain"] / PUBLISHED["fusion_gain"] - 1)
+    by_split = {str(cards): split.figures(colocated)["tokens_per_s"] for cards, split in splits.items()}
+    return figures | {"published": PUBLISHED, "splits": by_split, "lost": lost}
+
+
+def best_splits(workload: Workload, folder: Path, colocated: Measured, steps: int) -> dict[int, Measured]:
+    """Run synchronous `separate` at every split that could be the best; return figures by generating cards."""
+    found: dict[int, Measured] = {}
+    cards = workload.cards
+
+    def min_step_s(generating: int) -> float:
+        """The modelled work of a synchronous step alone"""
+        return colocated.generation_s / generating + colocated.training_s / (cards - generating)
+
+    for generating in sorted(range(1, cards), key=min_step_s):
+        if min_step_s(generating) < min((one.step_s for one in found.values()), default=float("inf")):
+            found[generating] = run(Mode("separate", 0, generating), workload, folder, steps)
+    return found
+
+
+def balanced(one: Measured) -> int:
+    """Return the number of generating cards that minimises the step's time when both sides run continuously."""
+    cards = one.workload.cards
+    return min(range(1, cards), key=lambda k: max(one.generation_s / k, one.training_s / (cards - k)))
+
+
+def lending(args: Namespace, workload: Workload, folder: Path) -> Figures:
+    """Run `hybrid` at staleness 1 with and without lending, in turns."""
+    mode, figures = Mode("hybrid", 1, workload.cards // 2), dict[str, Figures]()
+    for round in range(args.rounds):
+        for lend in ("true", "false"):
+            found = run(mode, workload, folder, args.lending_steps, [f"stalesync.lend={lend}"])
+            figures[f"lend={lend}, round {round + 1}"] = found.figures() | {
+                "lent_card_s": found.mean("rollout/lent_card_s") * workload.speed,
+                "min_step_s": min(row["timing_s/step"] for row in found.rows) * workload.speed,
+                "max_step_s": max(row["timing_s/step"] for row in found.rows) * workload.speed,
+            }
+    total = {
+        lend: sum(one["step_s"] for name, one in figures.items() if name.startswith(f"lend={lend}"))
+        for lend in ("true", "false")
+    }
+    return figures | {"gain": total["false"] / total["true"]}
+
+
+def calibrated(args: Namespace, workload: Workload, folder: Path) -> Figures:
+    """Find the factor by which the cost of training must be multiplied.
+
+    One run of each split suffices for all factors: the rest of a step takes as long whatever training takes.
+    """
+    first = replace(workload, training=8.0)
+    colocated = run(Mode("colocated", 0), first, folder, args.steps)
+    splits = [run(Mode("separate", 0, cards), first, folder, args.steps) for cards in range(2, first.cards - 1)]
+
+    def gain(times: float) -> float:
+        def step_s(one: Measured) -> float:
+            return one.step_s + (times / first.training - 1) * one.train_s
+
+        return min(map(step_s, splits)) / step_s(colocated)
+
+    curve = {0.5 * i: gain(0.5 * i) for i in range(2, 80)}
+    times = next((times for times, speedup in curve.items() if speedup >= PUBLISHED["fusion_gain"]), None)
+    if times is None:
+        sys.exit(f"colocated is at most {max(curve.values()):.3f} times as fast as separate, at any cost of training")
+    work = colocated.generation_s, colocated.training_s * times / first.training
+    return {
+        "training": times,
+        "share_of_generation": work[0] / sum(work),
+        "predicted_fusion_gain": curve[times],
+        "how": "least multiple of training at which, of the seconds measured at training = 8 in one run of each split, "
+        "colocated is the published 1.785 times as fast as the best split of separate; a multiple of 0.5",
+        "curve": {str(times): round(speedup, 3) for times, speedup in curve.items() if times % 4 == 0},
+    }

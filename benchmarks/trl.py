@@ -1,8 +1,5 @@
 """Compare a whole run with TRL's GRPOTrainer: seconds a step, and seconds until the reward reaches 0.9.
 
-    python -m venv .venv-trl && .venv-trl/bin/pip install -r requirements/trl.txt
-    python benchmarks/trl.py --trl .venv-trl/bin/python --json trl.json [--rounds 3] [--threads 1] [KEY=VALUE …]
-
 The task of the quickstart on one card: same base model, prompts in the same order, 64 prompts x 8 samples of at most 5
 tokens, all generated at once, two minibatches, KL to the reference, optimizer and number of threads. rlfusion runs on
 one emulated card, with Ray, queue and switches; TRL in one process on the plain CPU. Every round runs both sides, in
@@ -11,16 +8,23 @@ metrics.jsonl, so it holds all that a run does; a round's figure is the median o
 medians of the rounds. --smoke runs rlfusion's side alone where TRL is not installed.
 """
 
+import json
+import statistics
+import subprocess
 import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Benchmark, Option  # noqa: E402
+from benchmarks.harness import ROOT, Benchmark, Figures, Option, in_turns, progress
 
 BENCHMARK = Benchmark(
     __doc__,
-    {"": "benchmarks.trl_side:measure"},
+    {"": "benchmarks.trl:measure"},
     [
         Option("trl", sys.executable, help="interpreter that has TRL"),
         Option("rounds", 3, smoke=1, help="rounds that are measured"),
@@ -34,4 +38,195 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    sys.exit(BENCHMARK.main())
+
+from benchmarks.runs import follow, make_base, temporary_folder
+
+VERSION = "1.16.0"
+TASK = {
+    "group_size": 8,
+    "response_tokens": 5,
+    "minibatches": 2,
+    "kl_coef": 0.001,
+    "lr": 5e-4,
+    "betas": [0.9, 0.99],
+}
+REACHED, WINDOW, POLL_S = 0.9, 5, 0.005
+
+
+@dataclass(frozen=True)
+class Run:
+    """Figures of one run: ``step_s``: median seconds of a step; ``reached_s``: seconds of the steps until `REACHED`,
+    None: it was not; ``steps``: number of steps; ``reward``: mean of the last `WINDOW` steps."""
+
+    step_s: float
+    reached_s: float | None
+    steps: int
+    reward: float
+
+
+def measure(args: Namespace) -> Figures:
+    """Run both sides in turns."""
+    installed = version_of(args.trl)
+    if installed != VERSION and not args.smoke:
+        sys.exit(f"--trl {args.trl}: TRL {VERSION} is expected (requirements/trl.txt), found {installed or 'none'}")
+    task = TASK | {"threads": args.threads, "prompts": args.prompts}
+    with temporary_folder() as folder:
+        base = make_base(folder / "base", "addition", *(["--target", args.target] if args.target else []))
+
+        def run(side: str, round: int) -> Run:
+            home = folder / f"{side}-{round}"
+            options: Any = dict(base=base, home=home, steps=args.steps, seed=round, task=task)
+            command = ours(args.overrides, **options) if side == "rlfusion" else theirs(args.trl, **options)
+            environment = {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
+            rows = follow(command, home, until=lambda rows: ends(rows, args.steps), poll_s=POLL_S,
+                          environment=environment)  # fmt: skip
+            found = figures_of([when for when, _ in rows], [row["critic/rewards/mean"] for _, row in rows])
+            progress(f"{side}, round {round + 1}", vars(found))
+            return found
+
+        sides = ["rlfusion", *(["trl"] if installed == VERSION else [])]
+        by_side = {name: lambda round, name=name: run(name, round) for name in sides}
+        return summary(in_turns(by_side, args.rounds, warm_ups=0))
+
+
+def version_of(python: str) -> str:
+    """Return the version of TRL that an interpreter has; "": none."""
+    ask = "import importlib.metadata as m; print(m.version('trl'))"
+    return subprocess.run([python, "-c", ask], capture_output=True, text=True).stdout.strip()
+
+
+def ours(overrides: Sequence[str], *, base: Path, home: Path, steps: int, seed: int, task: dict[str, Any]) -> list[str]:
+    """Return the command of rlfusion's side."""
+    options = f"""model.path={base} run.dir={home} run.name=run run.steps={steps} run.seed={seed} run.eval_prompts=0
+    cluster=one device=emulated parallel=single data=addition data.max_prompt_length=8
+    data.prompts_per_step={task["prompts"]} reward=arithmetic rollout.max_response_length={task["response_tokens"]}
+    algorithm=grpo algorithm.group_size={task["group_size"]} algorithm.minibatches={task["minibatches"]}
+    algorithm.kl_coef={task["kl_coef"]} rollout.engine.max_seqs={task["prompts"] * task["group_size"]}
+    training.lr={task["lr"]} training.weight_decay=0 training.load_balancing_coef=0""".split()
+    betas = ",".join(map(str, task["betas"]))
+    return [sys.executable, "scripts/train.py", *options, f"training.betas=[{betas}]", *overrides]
+
+
+def theirs(python: str, *, base: Path, home: Path, steps: int, seed: int, task: dict[str, Any]) -> list[str]:
+    """Return the command of TRL's side."""
+    (home / "run").mkdir(parents=True)
+    options = dict(model=str(base), folder=str(home / "run"), steps=steps, seed=seed, task=task, root=str(ROOT))
+    code = """import json, sys
+options = json.loads(sys.argv[1])
+sys.path.insert(0, options.pop("root"))
+from benchmarks.trl import train
+train(**options)"""
+    return [python, "-c", code, json.dumps(options)]
+
+
+def figures_of(times: Sequence[float], rewards: Sequence[float]) -> Run:
+    """Return the figures of a run from the times at which its steps ended, and their rewards."""
+    step_s = statistics.median(later - earlier for earlier, later in zip(times, times[1:], strict=False))
+    seconds = times[-1] - times[0] + step_s  # the first step began one step before its end
+    last = rewards[-WINDOW:]
+    return Run(step_s, seconds if reached(rewards) else None, len(rewards), sum(last) / len(last))
+
+
+def ends(rows: Sequence[dict[str, float]], steps: int) -> bool:
+    """Whether a run with these metrics has reached the reward, or done its steps."""
+    return len(rows) >= steps or reached([row["critic/rewards/mean"] for row in rows])
+
+
+def reached(rewards: Sequence[float]) -> bool:
+    """Whether the mean of the last `WINDOW` steps has reached the reward."""
+    return len(rewards) >= WINDOW and sum(rewards[-WINDOW:]) / WINDOW >= REACHED
+
+
+def summary(figures: dict[str, list[Run]]) -> Figures:
+    """Return the medians over the rounds, and their ratios (None where a round did not reach the reward)."""
+    found: Figures = {}
+    for side, runs in figures.items():
+        seconds = [one.reached_s for one in runs if one.reached_s is not None]
+        found[f"{side}_step_s"] = statistics.median(one.step_s for one in runs)
+        found[f"{side}_reached_s"] = statistics.median(seconds) if len(seconds) == len(runs) else None
+    for name in ("step", "reached"):
+        both = [found.get(f"{side}_{name}_s") for side in ("rlfusion", "trl")]
+        if None not in both:
+            found[f"{name}_ratio"] = both[1] / both[0]  # type: ignore[operator]
+    return found
+
+
+def train(*, model: str, folder: str, steps: int, seed: int, task: dict[str, Any]) -> None:
+    """Train ``steps`` rollout batches; append a row to ``folder``/metrics.jsonl when one is trained.
+
+    Args:
+        model: folder of the base model.
+        task: `TASK`, with the numbers of prompts and threads.
+    """
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from fusion.rewards.arithmetic import arithmetic
+
+    torch.set_num_threads(task["threads"])
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+    rewards: list[float] = []
+
+    def reward(prompts: list[str], completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        scores = [arithmetic(*one) for one in zip(prompts, completions, answer, strict=True)]
+        rewards.append(sum(scores) / len(scores))
+        return scores
+
+    class Record(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step % task["minibatches"] == 0:
+                with Path(folder, "metrics.jsonl").open("a") as file:
+                    print(json.dumps({"critic/rewards/mean": rewards[-1]}), file=file)
+
+    samples = task["prompts"] * task["group_size"]
+    config = GRPOConfig(
+        output_dir=folder,
+        max_steps=steps * task["minibatches"],
+        per_device_train_batch_size=samples // task["minibatches"],
+        steps_per_generation=task["minibatches"],
+        gradient_accumulation_steps=1,
+        num_generations=task["group_size"],
+        max_completion_length=task["response_tokens"],
+        temperature=1.0,
+        top_p=1.0,
+        top_k=0,
+        beta=task["kl_coef"],
+        loss_type="grpo",
+        learning_rate=task["lr"],
+        adam_beta1=task["betas"][0],
+        adam_beta2=task["betas"][1],
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        lr_scheduler_type="constant",
+        gradient_checkpointing=False,
+        shuffle_dataset=False,
+        bf16=False,
+        use_cpu=True,
+        seed=seed,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=task["minibatches"],
+        disable_tqdm=True,
+    )
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
+        reward_funcs=reward,
+        args=config,
+        train_dataset=Dataset.from_list(list(rows_of(tokenizer, task, steps=steps, seed=seed))),
+        processing_class=tokenizer,
+        callbacks=[Record()],
+    )
+    trainer.train()
+
+
+def rows_of(tokenizer: Any, task: dict[str, Any], *, steps: int, seed: int) -> Iterator[dict[str, str]]:
+    """Yield the prompts of a run of this seed, in the order in which rlfusion draws them."""
+    from stalesync.prompts import DataConfig, PromptSource
+
+    config = DataConfig(source="addition", max_prompt_length=8, prompts_per_step=task["prompts"])
+    source = PromptSource(config, tokenizer, seed)
+    for _ in range(steps):
+        yield from ({"prompt": prompt.text, "answer": prompt.answer} for prompt in source.next())

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from benchmarks import backends_engines, drafts_text, rollout_virtual
+from benchmarks import backends, drafts_text, rollout_virtual
 from benchmarks.drafts_decode import FIRST, MEASURED, SIDES, WORKLOAD, compared
 from benchmarks.growth_run import calls_of_a_step, growth_of_floor, growth_of_memory
 from benchmarks.harness import Benchmark, Option, in_rotation, in_turns, leaves, rendered
@@ -16,8 +16,8 @@ from benchmarks.paced import Measured, Mode
 from benchmarks.rollout_rhyme import MODES
 from benchmarks.rollout_workloads import WORKLOADS
 from benchmarks.runs import follow, new_lines
-from benchmarks.switch_sides import floor_of
-from benchmarks.trl_side import Run, figures_of, summary
+from benchmarks.switch import floor_of
+from benchmarks.trl import Run, figures_of, summary
 from tests.rollout.drafts.modelled_engines import Cluster
 
 
@@ -262,7 +262,7 @@ def test_published_workloads_have_the_mean_length_that_is_published():
 
 def test_engines_are_compared_round_by_round():
     seconds = {"embedded": [2.0, 4.0, 3.0], "vllm": [2.0, 2.0, 8.0], "vllm_plain": [2.0, 1.0, 4.0]}
-    figures = backends_engines.engine_summary(seconds | {"vllm_alone": [1.0, 1.5, 8.0]}, tokens=96)
+    figures = backends.engine_summary(seconds | {"vllm_alone": [1.0, 1.5, 8.0]}, tokens=96)
     assert figures["embedded"] == {"gen_tokens_per_s": 32.0}
     assert figures["vllm_plain"]["over_vllm"] == 0.5 and figures["vllm_alone"]["over_vllm"] == 0.75
-    assert backends_engines.engine_summary({"embedded": [2.0]}, tokens=96) == {"embedded": {"gen_tokens_per_s": 48.0}}
+    assert backends.engine_summary({"embedded": [2.0]}, tokens=96) == {"embedded": {"gen_tokens_per_s": 48.0}}

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from benchmarks.compare_runs import write_page as write_page_of_compare
+from benchmarks.compare import write_page as write_page_of_compare
 from benchmarks.paced import Workload
 from fusion.telemetry import RunFolder
 from fusion.telemetry.page import read_run, render, write_page

@@ -1,0 +1,79 @@
+"""Models of benchmarks with random weights, their engines, and the cards that they run on."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from fusion.inference import EmbeddedEngine
+from fusion.model import ModelConfig, Transformer
+from fusion.npu.operators import operators_of
+from tests.helpers import end_ranks, run_ranks, tiny_config
+from tests.rollouts import rollout_config
+
+
+class PlainCpu:
+    """Stands in for a device: the plain CPU, with no emulated card."""
+
+    torch_device, operators = torch.device("cpu"), operators_of("ledger")
+
+    def __init__(self, free_bytes: int = 1 << 30) -> None:
+        self._memory = SimpleNamespace(free=free_bytes)
+
+    def owner(self, name: str) -> Any:
+        return nullcontext()
+
+    def host_empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def memory(self) -> Any:
+        return self._memory
+
+    def synchronize(self) -> None:
+        pass
+
+
+def on_cards(part: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+    """Run a part on emulated cards, each in a fresh process of one thread; return its results by rank."""
+    results = run_ranks(part, world, *args, timeout_s=3600)
+    end_ranks()
+    return results
+
+
+def moe_of(args: Namespace) -> ModelConfig:
+    """Return a Qwen3-MoE of ``args.layers`` layers with ``args.hidden`` channels: 89M parameters of 8 with 512."""
+    return tiny_config(
+        vocab_size=32 * args.hidden,
+        hidden_size=args.hidden,
+        intermediate_size=2 * args.hidden,
+        num_hidden_layers=args.layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=args.hidden // 8,
+        num_experts=16,
+        num_experts_per_tok=4,
+        moe_intermediate_size=21 * args.hidden // 32,
+        tie_word_embeddings=False,
+    )
+
+
+def randomise(model: Transformer, std: float = 0.02) -> Transformer:
+    """Give every weight a value of its usual size, norms 1: the time of what is all zeros tells nothing."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            random = torch.randn(parameter.shape, generator=generator) * std
+            parameter.copy_(random if parameter.dim() > 1 else torch.ones(()))
+    return model
+
+
+def engine_of(model: Transformer, drafter: Any = None, **config: Any) -> EmbeddedEngine:
+    """Create the model's engine, with its KV cache. ``config``: last parts of keys of `rollout`."""
+    engine = EmbeddedEngine(model, model.mesh, model.device, config=rollout_config(**config), drafter=drafter)
+    engine.allocate_kv()
+    return engine
