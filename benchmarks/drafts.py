@@ -1,11 +1,5 @@
 """Measure drafts: how many tokens a forward pass yields, and whether that pays.
 
-    python benchmarks/drafts.py --json drafts.json                (about 25 minutes on two cores)
-    python benchmarks/drafts.py --only server,text                or engines, real, small, paced
-    python benchmarks/drafts.py --only text --texts FILE.jsonl --tokenizer FOLDER
-                                                                  rows {"group": …, "response": …}
-    python benchmarks/drafts.py --only texts --texts FILE.jsonl   (a minute) rows {"prompt": …, "samples": […, …]}
-
 server: microseconds to index a token and to draft 8, inside C++, and bytes a token. text: tokens that a forward pass
 yields for the long-answer task over two epochs, 16 responses a prompt, temperature 1: without drafts, from siblings
 side by side, behind a probe, four at a time, from history (also where a response that has earned a reward counts four
@@ -15,11 +9,11 @@ a group divided over the engines, which together decode four of them at a time; 
 had in the last epoch; both. Bytes sent and received a token, CPU microseconds of an engine a step, and of the store a
 token.
 
-texts: the same for recorded texts of a model, through the drafter itself, which learns from what is accepted how sure
-a token must be: from siblings side by side, from history, and from both. The first half of a problem's samples are its
-responses, the others those of the epoch before. `held_out`: problems that served no choice of a constant of the
-drafter, those whose prompt has an odd digest; `tuned`: the others. The tokenizer is a byte-level BPE of 8,192 tokens
-made of the texts, or --tokenizer.
+texts (with --texts FILE): the same for recorded texts of a model, rows {"prompt": …, "samples": […, …]}, through the
+drafter itself, which learns from what is accepted how sure a token must be: from siblings side by side, from history,
+and from both. The first half of a problem's samples are its responses, the others those of the epoch before.
+`held_out`: problems that served no choice of a constant of the drafter, those whose prompt has an odd digest; `tuned`:
+the others. The tokenizer is a byte-level BPE of 8,192 tokens made of the texts, or --tokenizer.
 
 real: tokens a second of a 52M-parameter model with drafts and without, in turns, at 1 to 32 running
 sequences; eight earlier responses to each prompt are known, which differ from it in a tenth of their tokens. small: the
@@ -36,14 +30,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Benchmark, Option  # noqa: E402
+from benchmarks.harness import Benchmark, Option
 
 
 def check(args: Namespace) -> str:
-    if "texts" in args.parts and not (args.texts or args.smoke):
-        return "--only texts needs --texts"
-    is_encoded = {"text", "engines"} & {*args.parts}
-    return "--texts needs --tokenizer" if is_encoded and args.texts and not args.tokenizer else ""
+    if args.texts and "texts" not in args.parts:
+        return "--texts has an effect with --only texts"
+    return "--only texts needs --texts" if "texts" in args.parts and not (args.texts or args.smoke) else ""
 
 
 BENCHMARK = Benchmark(
@@ -52,16 +45,14 @@ BENCHMARK = Benchmark(
         "server": "benchmarks.drafts_text:server",
         "text": "benchmarks.drafts_text:text",
         "engines": "benchmarks.drafts_text:engines",
-        "texts": "benchmarks.drafts_texts:texts",
+        "texts": "benchmarks.drafts_text:texts",
         "real": "benchmarks.drafts_decode:real",
         "small": "benchmarks.drafts_decode:small",
         "paced": "benchmarks.drafts_decode:paced",
     },
     [
-        Option(
-            "model", None, help="of `text`, `small`, `paced`: a base model of worked_arithmetic (default: make one)"
-        ),
-        Option("texts", None, help="of `texts`: recorded texts; of `text`, `engines`: responses to replay instead"),
+        Option("model", None, help="folder of a base model of worked_arithmetic (default: make one)"),
+        Option("texts", None, help="of `texts`: recorded texts"),
         Option("tokenizer", None, help="folder of the tokenizer of --texts"),
         Option("prompts", 16, smoke=2, help="of `text`, `engines`"),
         Option("rounds", 3, smoke=1, help="of `real`, `small`"),

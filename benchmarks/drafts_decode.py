@@ -8,14 +8,15 @@ import time
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 
-from benchmarks.drafts_text import FREE_BYTES, base_model, long_answer_model, make_engine
+from benchmarks.drafts_text import FREE_BYTES, base_model, long_answer_model
 from benchmarks.harness import Figures, in_turns, progress
-from benchmarks.models import PlainCpu
+from benchmarks.models import PlainCpu, engine_of, randomise
 from benchmarks.paced import MAX_OVERRUN, Measured, Mode, Workload, run
 from benchmarks.runs import Row, temporary_folder
 from fusion.inference import EmbeddedEngine, Request, SamplingParams, sequence
@@ -52,17 +53,10 @@ def real(args: Namespace) -> Figures:
         num_experts_per_tok=2,
         moe_intermediate_size=448,
     )
-    model, generator = Transformer(config, Mesh.single(), device), torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            values = torch.randn(parameter.shape, generator=generator) * 0.03 if parameter.dim() > 1 else torch.ones(1)
-            parameter.copy_(values.expand(parameter.shape))
+    model = randomise(Transformer(config, Mesh.single(), device), std=0.03)
     figures: Figures = {}
     for live in args.live:
-        sides = {
-            name: lambda round, drafts=name == "drafts", live=live: decoded(model, live, drafts, round, args.new_tokens)
-            for name in ("drafts", "plain")
-        }
+        sides = {name: partial(decoded, model, live, name == "drafts", args.new_tokens) for name in ("drafts", "plain")}
         found = in_turns(sides, args.rounds, warm_ups=0)
         rates = {name: median(rate for rate, _ in results) for name, results in found.items()}
         figures[str(live)] = {
@@ -73,14 +67,14 @@ def real(args: Namespace) -> Figures:
     return figures
 
 
-def decoded(model: Transformer, live: int, drafts: bool, seed: int, new_tokens: int) -> tuple[float, float]:
+def decoded(model: Transformer, live: int, drafts: bool, new_tokens: int, seed: int) -> tuple[float, float]:
     """Return tokens a CPU second of ``live`` sequences, and tokens of a sequence a forward pass. With drafts `EARLIER`
     responses to each prompt are known, which differ in a tenth of the tokens."""
     prompts = [tuple(random.Random(i).randrange(2, VOCABULARY) for _ in range(256)) for i in range(live)]
     params = SamplingParams(max_tokens=new_tokens, stop_token_ids=())
     requests = [Request(f"r{seed}-{i}", prompt, params, f"g{seed}-{i}") for i, prompt in enumerate(prompts)]
     drafter = TextDrafter.of(DraftsConfig(source="both" if drafts else "none"))
-    engine = make_engine(model, drafter, max_length=512, max_seqs=live, max_batch_tokens=8192)
+    engine = engine_of(model, drafter, max_length=512, max_seqs=live, max_batch_tokens=8192)
     if drafter is not None:
         draw, known = random.Random(seed), _said(model, requests)
         for request in requests:
@@ -105,7 +99,7 @@ _known: dict[str, list[int]] = {}
 def _said(model: Transformer, requests: list[Request]) -> dict[str, list[int]]:
     """Return what each request says: the same with drafts and without."""
     if missing := [request for request in requests if request.id not in _known]:
-        engine = make_engine(model, max_length=512, max_seqs=64)
+        engine = engine_of(model, max_length=512, max_seqs=64)
         engine.submit(missing)
         _known.update({output.request_id: list(output.tokens) for output in engine.run()})
     return {request.id: _known[request.id] for request in requests}
@@ -121,14 +115,10 @@ CASES = {"8": (8, 1.0), "64": (64, 1.0), "64_unlike": (64, 4.0)}
 def small(args: Namespace) -> Figures:
     """Generate three epochs of long answers with drafts and a probe, and without, in turns."""
     torch.set_num_threads(1)
-    model, figures = long_answer_model(args), dict[str, Any]()
+    model, figures = long_answer_model(args.model, args.base), dict[str, Any]()
     for name, (live, temperature) in CASES.items():
-        sides = {
-            side: lambda _, drafts=side == "drafts", live=live, temperature=temperature: _rates(
-                model, live, temperature, drafts, args.small_prompts
-            )
-            for side in ("drafts", "plain")
-        }
+        rates = partial(_rates, model, live, temperature, args.small_prompts)
+        sides = {side: lambda _, side=side, rates=rates: rates(side == "drafts") for side in ("drafts", "plain")}
         found = in_turns(sides, args.rounds, warm_ups=0)
         best = {side: [max(column) for column in zip(*rates, strict=True)] for side, rates in found.items()}
         ratios = [drafts / plain for drafts, plain in zip(best["drafts"], best["plain"], strict=True)]
@@ -137,12 +127,12 @@ def small(args: Namespace) -> Figures:
     return figures
 
 
-def _rates(model: Transformer, live: int, temperature: float, drafts: bool, prompts: int) -> list[float]:
+def _rates(model: Transformer, live: int, temperature: float, prompts: int, drafts: bool) -> list[float]:
     """Return tokens a CPU second in each epoch."""
     from stalesync.prompts import DataConfig, PromptSource, make_tokenizer
 
     drafter = TextDrafter.of(DraftsConfig(source="both" if drafts else "none"))
-    engine = make_engine(model, drafter, max_length=512, max_seqs=live)
+    engine = engine_of(model, drafter, max_length=512, max_seqs=live)
     data = DataConfig(source="worked_arithmetic", rows=prompts, prompts_per_step=prompts)
     source, rates = PromptSource(data, make_tokenizer(), seed=0), []
     params = SamplingParams(max_tokens=96, temperature=temperature)
@@ -175,7 +165,7 @@ def paced(args: Namespace) -> Figures:
     task = ("data=worked", "data.max_prompt_length=64", f"data.rows={rows}", "training.lr=1e-4", "reward=arithmetic")
     workload = replace(WORKLOAD, cards=args.cards, prompts=args.paced_prompts, speed=args.speed, options=task)
     with temporary_folder() as folder:
-        shutil.copytree(base_model(args, folder), folder / "model")
+        shutil.copytree(base_model(args.model, args.base, folder), folder / "model")
         by_side = {side: run(MODE, workload, folder, MEASURED, options) for side, options in SIDES.items()}
     return compared({side: measured.rows for side, measured in by_side.items()}, workload)
 

@@ -1,27 +1,33 @@
-"""Run the parts `server`, `text` and `engines` of `benchmarks/drafts.py`: the index, and responses replayed."""
+"""Run the parts of `benchmarks/drafts.py` in which no model decodes: the index, and responses replayed."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import random
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.harness import Figures, progress, timed
-from benchmarks.models import PlainCpu
+from benchmarks.models import PlainCpu, engine_of
 from benchmarks.runs import make_base, temporary_folder
-from fusion.inference import EmbeddedEngine, Request, SamplingParams
+from fusion.inference import Request, SamplingParams, sequence
+from fusion.inference.config import DraftsConfig
+from fusion.inference.verification import Verification
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights
 from fusion.rollout.drafts.budget import SHARES
+from fusion.rollout.drafts.drafter import TextDrafter
 from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, SuffixIndexes
 from fusion.rollout.drafts.texts import MAX_MATCH, MIN_MATCH
 from tests.rollout.drafts.modelled_engines import DEPTH, Cluster, Tokens, accepted
-from tests.rollouts import rollout_config
 
 GROUP = 16
 RIGHT_WEIGHT = 4
@@ -45,9 +51,8 @@ def server(args: Namespace) -> Figures:
 def _measure_index(texts: list[Tokens], live: list[Tokens]) -> Figures:
     indexes = SuffixIndexes()
     index, tokens = indexes.new([], MIN_MATCH, MAX_MATCH), sum(map(len, texts))
-    places = [(index, indexes.open(index, SIBLING)) for _ in texts]
+    places, running = ([(index, indexes.open(index, SIBLING)) for _ in said] for said in (texts, live))
     insert_s, nbytes = timed(lambda: indexes.extend(places, texts), time.process_time), indexes.nbytes
-    running = [(index, indexes.open(index, SIBLING)) for _ in live]
     indexes.extend(running, live)
     depths = [DEPTH] * len(live)
     draft_s = min(timed(lambda: indexes.draft(running, depths, depths, SHARES), time.process_time) for _ in range(20))
@@ -65,38 +70,14 @@ class Said:
     right: list[bool]
 
 
-_groups: list[Said] = []
-
-
-def texts_of_two_epochs(args: Namespace) -> list[Said]:
-    """Return what was said to every prompt; generated once."""
-    if not _groups:
-        _groups.extend(_groups_of_file(args.texts, args.tokenizer) if args.texts else _generated(args))
-    return _groups
-
-
-def _groups_of_file(path: str, tokenizer: str) -> Iterator[Said]:
-    """Yield the groups of a file, which have no history."""
-    from transformers import AutoTokenizer
-
-    encode = AutoTokenizer.from_pretrained(tokenizer)
-    groups: dict[str, list[Tokens]] = {}
-    for row in map(json.loads, Path(path).read_text().splitlines()):
-        groups.setdefault(str(row["group"]), []).append(encode(row["response"])["input_ids"])
-    for texts in groups.values():
-        yield Said(texts, [], [])
-
-
-def _generated(args: Namespace) -> Iterator[Said]:
+@lru_cache
+def texts_of_two_epochs(prompts: int, model: Transformer) -> list[Said]:
+    """Return what the long-answer model says to every prompt."""
     from fusion.rewards.arithmetic import arithmetic
     from stalesync.prompts import DataConfig, PromptSource, make_tokenizer
 
-    engine = make_engine(long_answer_model(args), max_length=512, max_seqs=256)
-    data, tokenizer = (
-        DataConfig("worked_arithmetic", rows=args.prompts, prompts_per_step=args.prompts),
-        make_tokenizer(),
-    )
-    source = PromptSource(data, tokenizer, seed=0)
+    engine, tokenizer = engine_of(model, max_length=512, max_seqs=256), make_tokenizer()
+    source = PromptSource(DataConfig("worked_arithmetic", rows=prompts, prompts_per_step=prompts), tokenizer, seed=0)
     said: dict[tuple[int, ...], list[list[Tokens]]] = {}
     answers: dict[tuple[int, ...], str] = {}
     for prompt in [*source.next(), *source.next()]:
@@ -105,44 +86,42 @@ def _generated(args: Namespace) -> Iterator[Said]:
         outputs = {output.request_id: list(output.tokens) for output in engine.run()}
         said.setdefault(prompt.ids, []).append([outputs[f"{prompt.id}/{i}"] for i in range(GROUP)])
         answers[prompt.ids] = prompt.answer
-    for ids, (first, second) in said.items():
-        responses = [tokenizer.decode(text, skip_special_tokens=True) for text in first]
-        yield Said(second, first, [arithmetic("", response, answers[ids]) > 0 for response in responses])
+    return [
+        Said(second, first, [arithmetic("", one, answers[ids]) > 0 for one in _decoded_texts(tokenizer, first)])
+        for ids, (first, second) in said.items()
+    ]
 
 
-def base_model(args: Namespace, folder: Path) -> Path:
+def _decoded_texts(tokenizer: Any, texts: list[Tokens]) -> list[str]:
+    return [tokenizer.decode(text, skip_special_tokens=True) for text in texts]
+
+
+def base_model(folder: str | None, target: str, made: Path) -> Path:
     """Return the folder of the base model of the long-answer task; make it, unless there is one."""
-    target = ["--target", args.base] if args.base else []
-    return Path(args.model) if args.model else make_base(folder / "base", "worked_arithmetic", *target)
+    options = ["--target", target] if target else []
+    return Path(folder) if folder else make_base(made / "base", "worked_arithmetic", *options)
 
 
-def long_answer_model(args: Namespace) -> Transformer:
-    """Load the base model of the long-answer task."""
+@lru_cache
+def long_answer_model(folder: str | None, target: str) -> Transformer:
+    """Load the base model of the long-answer task from its folder, or make it."""
     device: Any = PlainCpu(FREE_BYTES)
-    with temporary_folder() as folder:
-        path = str(base_model(args, folder))
+    with temporary_folder() as made:
+        path = str(base_model(folder, target, made))
         model = Transformer(ModelConfig.from_hf(path), Mesh.single(), device)
         load_weights(model, path)
     return model
 
 
-def make_engine(model: Transformer, drafter: Any = None, **config: Any) -> EmbeddedEngine:
-    device: Any = PlainCpu(FREE_BYTES)
-    engine = EmbeddedEngine(model, model.mesh, device, config=rollout_config(**config), drafter=drafter)
-    engine.allocate_kv()
-    return engine
-
-
 def text(args: Namespace) -> Figures:
     """Replay the responses of two epochs in several orders."""
-    groups = texts_of_two_epochs(args)
-    size = max(len(group.texts) for group in groups)
-    together = [list(range(size))]
-    four = [list(range(i, i + 4)) for i in range(0, size, 4)]
+    groups = texts_of_two_epochs(args.prompts, long_answer_model(args.model, args.base))
+    together, rest = [list(range(GROUP))], list(range(1, GROUP))
+    four = [list(range(i, i + 4)) for i in range(0, GROUP, 4)]
     modes: dict[str, tuple[list[list[int]], bool, int, int]] = {
         "none": (together, False, 0, 1),
         "siblings": (together, True, 0, 1),
-        "probe": ([[0], list(range(1, size))], True, 0, 1),
+        "probe": ([[0], rest], True, 0, 1),
         "four": (four, True, 0, 1),
         "history": (together, False, 1, 1),
         "history_by_reward": (together, False, RIGHT_WEIGHT, 1),
@@ -151,8 +130,6 @@ def text(args: Namespace) -> Figures:
     }
     figures: Figures = {}
     for name, (order, siblings, right_weight, children) in modes.items():
-        if right_weight and not groups[0].history:
-            continue
         found = [replayed(group, order, siblings, right_weight, children) for group in groups]
         forwards, tokens, drafted, hits = (sum(column) for column in zip(*found, strict=True))
         figures[name] = {
@@ -178,7 +155,7 @@ def replayed(
     forwards = tokens = drafted = hits = 0
     nodes = DEPTH if children == 1 else 2 * DEPTH
     for members in order:
-        places = {i: (index, indexes.open(index, SIBLING, 1 if siblings else 0)) for i in members if i < len(texts)}
+        places = {i: (index, indexes.open(index, SIBLING, 1 if siblings else 0)) for i in members}
         done = dict.fromkeys(places, 0)
         while live := [i for i in places if done[i] < len(texts[i])]:
             wanted = [min(DEPTH, len(texts[i]) - done[i] - 1) for i in live]
@@ -207,13 +184,13 @@ TOGETHER = 4
 
 def engines(args: Namespace) -> Figures:
     """Replay the responses of the second epoch on 1, 2 and 4 engines, with the exchange of text and without."""
-    groups = texts_of_two_epochs(args)
+    groups = texts_of_two_epochs(args.prompts, long_answer_model(args.model, args.base))
     figures: Figures = {}
-    for name in ("siblings", "history", "both"):
-        for count, shares in ((1, False), (2, False), (2, True), (4, False), (4, True)):
-            key = f"{name}_{count}" + "_exchange" * shares
-            figures[key] = _measure(groups, count, shares, name)
-            progress(key, figures[key])
+    counts = ((1, False), (2, False), (2, True), (4, False), (4, True))
+    for name, (count, shares) in product(("siblings", "history", "both"), counts):
+        key = f"{name}_{count}" + "_exchange" * shares
+        figures[key] = _measure(groups, count, shares, name)
+        progress(key, figures[key])
     return figures
 
 
@@ -244,3 +221,115 @@ def _measure(groups: Sequence[Said], count: int, shares: bool, name: str) -> Fig
             "store_us": 1e6 * cluster.store_s / sent,
         }
     return figures
+
+
+# ---- texts
+
+END, BLOCK_SIZE, VOCABULARY = 0, 16, 8192
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``epochs``: what its group says in the first epoch and in the second; ``held_out``: it served no choice of the
+    drafter's constants."""
+
+    prompt: tuple[int, ...]
+    epochs: tuple[list[Tokens], list[Tokens]]
+    held_out: bool
+
+
+def texts(args: Namespace) -> Figures:
+    """Replay the second epoch of each half of the problems: from siblings, from history of the first, and from both."""
+    problems, figures = list(_problems(args)), Figures()
+    for name in ("tuned", "held_out"):
+        half = [one for one in problems if one.held_out == (name == "held_out")]
+        figures[name] = {"problems": len(half)} | {
+            source: drafted(half, source) for source in ("siblings", "history", "both")
+        }
+        progress(name, {source: figures[name][source]["tokens_per_forward"] for source in ("siblings", "both")})
+    return figures
+
+
+def is_held_out(prompt: str) -> bool:
+    """Divide problems evenly, whatever else the file has."""
+    return bool(hashlib.blake2b(prompt.encode(), digest_size=1).digest()[0] % 2)
+
+
+def _problems(args: Namespace) -> Iterator[Problem]:
+    """Yield the problems of a file: of each the first half of its samples are said in the second epoch, as siblings,
+    the others in the first."""
+    rows = [json.loads(line) for line in Path(args.texts).read_text().splitlines()] if args.texts else _toy_rows()
+    prompts = [str(row.get("prompt", row.get("question"))) for row in rows]
+    encode = _encoder(args.tokenizer, [*prompts, *(text for row in rows for text in row["samples"])])
+    for prompt, row in zip(prompts, rows, strict=True):
+        said = [[*encode(text), END] for text in row["samples"]]
+        now, earlier = said[: len(said) // 2], said[len(said) // 2 :]
+        yield Problem(tuple(encode(prompt)), (earlier, now), is_held_out(prompt))
+
+
+def _toy_rows() -> list[dict[str, Any]]:
+    draw, words = random.Random(0), [f"word{i}" for i in range(12)]
+    return [
+        {"prompt": f"say {i}", "samples": [" ".join(draw.choices(words, k=12)) for _ in range(4)]} for i in range(8)
+    ]
+
+
+def _encoder(folder: str | None, corpus: Sequence[str]) -> Callable[[str], Tokens]:
+    """Return a function from text to ids: of a tokenizer's folder, else a byte-level BPE that is made of the texts."""
+    if folder:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    bpe, bytes_ = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel
+    bpe.pre_tokenizer = bytes_(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=["<end>"], initial_alphabet=bytes_.alphabet(), show_progress=False
+    )
+    bpe.train_from_iterator(corpus, trainer)
+    return lambda text: bpe.encode(text).ids
+
+
+def drafted(problems: Sequence[Problem], source: str) -> Figures:
+    """Decode all responses to one prompt side by side, prompt after prompt, with a drafter that knows nothing at
+    first; count the second epoch."""
+    drafter = TextDrafter.of(DraftsConfig(source=source))
+    assert drafter is not None
+    for epoch in (0, 1) if source != "siblings" else (1,):
+        forwards, before = 0, sum(drafter.totals.drafted)
+        for number, problem in enumerate(problems):
+            forwards += _decoded(drafter, problem.prompt, f"e{epoch}-{number}", problem.epochs[epoch])
+    tokens = sum(len(said) for problem in problems for said in problem.epochs[1])
+    num_drafted = sum(drafter.totals.drafted) - before
+    return {
+        "tokens_per_forward": tokens / forwards,
+        "drafted_per_forward": num_drafted / forwards,
+        "accepted": (tokens - forwards) / max(1, num_drafted),
+    }
+
+
+def _decoded(drafter: TextDrafter, prompt: tuple[int, ...], group: str, texts_of_group: Sequence[Tokens]) -> int:
+    """Decode responses side by side; return the forward passes of sequences."""
+    params, forwards = SamplingParams(max_tokens=1 << 20, stop_token_ids=()), 0
+    live = []
+    for number, said in enumerate(texts_of_group):
+        request = Request(f"{group}/{number}", prompt, params, group)
+        live.append((sequence.Sequence.of(request, params, ()), said))
+    while live:
+        left = [said[len(seq.tokens) - seq.first_token :] for seq, said in live]
+        drafts = drafter.draft([seq for seq, _ in live], [len(one) - 1 for one in left], 1 << 20)
+        for (seq, _), draft, next_tokens in zip(live, drafts, left, strict=True):
+            kept = [0]
+            if draft is not None:
+                one = Verification.of(seq, draft, BLOCK_SIZE)
+                kept = one.follow([next_tokens[depth] for depth in one.depths])
+                drafter.observe(one, kept)
+            seq.tokens += next_tokens[: len(kept)]
+            forwards += 1
+        for seq, said in live:
+            if len(seq.tokens) - seq.first_token == len(said):
+                drafter.end(seq)
+        live = [(seq, said) for seq, said in live if len(seq.tokens) - seq.first_token < len(said)]
+    return forwards

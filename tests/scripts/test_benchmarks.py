@@ -4,6 +4,7 @@ import json
 import random
 import sys
 import time
+from argparse import Namespace
 
 import pytest
 
@@ -215,13 +216,15 @@ def test_calls_for_what_arrives_are_counted_apart_and_a_disturbed_step_is_left_o
 def test_every_response_of_a_group_is_replayed_in_every_order(monkeypatch):
     draw = random.Random(0)
     said = [[draw.randrange(9) for _ in range(30)] for _ in range(20)]
-    monkeypatch.setattr(drafts_text, "_groups", [drafts_text.Said(said, said[:3], [True, False, True])])
+    groups = [drafts_text.Said(said[: drafts_text.GROUP], said[:3], [True, False, True])]
+    monkeypatch.setattr(drafts_text, "long_answer_model", lambda *_: None)
+    monkeypatch.setattr(drafts_text, "texts_of_two_epochs", lambda *_: groups)
     replay, tokens = drafts_text.replayed, []
     monkeypatch.setattr(drafts_text, "replayed", lambda *args: tokens.append(replay(*args)) or tokens[-1])
-    found = drafts_text.text(None)
+    found = drafts_text.text(Namespace(prompts=1, model=None, base=""))
     modes = {"none", "siblings", "probe", "four", "history", "history_by_reward", "both", "both_tree"}
     assert found.keys() == modes and {*map(len, said)} == {30}
-    assert [count for _, count, _, _ in tokens] == [20 * 30] * len(modes)
+    assert [count for _, count, _, _ in tokens] == [drafts_text.GROUP * 30] * len(modes)
     assert all(figures.keys() == {"tokens_per_forward", "accepted", "hit_rate"} for figures in found.values())
 
 

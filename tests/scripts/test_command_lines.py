@@ -105,7 +105,7 @@ def test_help_answers_in_a_second_of_cpu(command, part, tmp_path):
             "benchmarks/growth.py --only memori",
             "--only: expected some of controller, queue, decode, turns, lengths, rows, calls",
         ),
-        ("benchmarks/drafts.py --texts x", "--texts needs --tokenizer"),
+        ("benchmarks/drafts.py --texts x", "--texts has an effect with --only texts"),
         ("benchmarks/stalesync.py --calibrate --json x", "--json is written only without --calibrate"),
         ("benchmarks/stalesync.py --calibrate --modes colocated:1", "--calibrate and --modes exclude each other"),
         ("benchmarks/distqueue.py --only processes --rounds 3", "--rounds has no effect with --only processes"),
