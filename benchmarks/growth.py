@@ -1,9 +1,5 @@
 """Measure how the costs of a run grow: with groups, samples, sequences, cards, prompts and steps.
 
-    python benchmarks/growth.py --json growth.json               (about 20 minutes on two cores)
-    python benchmarks/growth.py --only controller,decode         or queue, turns, lengths, rows, calls, memory
-    python benchmarks/growth.py --only memory --steps 300
-
 controller: CPU of the whole controller per group of 8 samples, at 64 to 16,384 groups a step; cards and queue only hold
 names, 64 engines of 256 sequences (`tests/stalesync/loop/named_cards.py`). queue: samples per second of puts, gets and
 acks while 10k to 1M are held, and bytes a sample. decode: the host's part of a decode step at 1 to 1,024 sequences:
@@ -24,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Benchmark, Option  # noqa: E402
+from benchmarks.harness import Benchmark, Option
 
 BENCHMARK = Benchmark(
     __doc__,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import product
 from multiprocessing import get_context
 from statistics import median
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 
 from benchmarks.engine import SHAPES
 from benchmarks.harness import Figures, progress, resident_bytes, timed
-from benchmarks.models import PlainCpu
+from benchmarks.models import PlainCpu, engine_of
 from benchmarks.runs import temporary_folder
 from distqueue import LocalQueue, PackedBatch
 from fusion.inference import EmbeddedEngine, Request, SamplingParams
@@ -23,7 +24,6 @@ from fusion.model import Mesh, ModelConfig, Transformer
 from fusion.npu import open_device
 from stalesync.process.garbage import collecting_seldom
 from tests.machine import Speed
-from tests.rollouts import rollout_config
 from tests.stalesync.loop.named_cards import GROUP_SIZE, Stopwatch, make_controller
 
 VOCABULARY, PROMPT_TOKENS = 8, 128
@@ -34,19 +34,33 @@ def on_reference(measure: Callable[[], float], rounds: int) -> float:
     return min(measure() / max(1.0, Speed.measure().slowness) for _ in range(rounds))
 
 
+def cpu_s(work: Callable[[], object]) -> float:
+    """Return the CPU seconds of a call."""
+    return timed(work, time.process_time)
+
+
+def by_length(args: Namespace, costs_of: Callable[[int], Iterable[tuple[str, float]]]) -> Figures:
+    """Return the costs of a sample by the length of it, and by how much the longest exceeds the next in CPU a token."""
+    figures: Figures = {}
+    for num_tokens in args.lengths:
+        figures[name := f"{num_tokens:,} tokens"] = found = dict(costs_of(num_tokens))
+        progress(name, found)
+    last, before = (figures[f"{num_tokens:,} tokens"] for num_tokens in args.lengths[:-3:-1])
+    return figures | {"growth": {name: last[name] / before[name] - 1 for name in last if name.endswith("us_a_token")}}
+
+
 # ---- controller
 
 
 def controller(args: Namespace) -> Figures:
     """Measure the controller at staleness 0 and 1."""
     figures: Figures = {}
-    for staleness in (0, 1):
-        for groups in args.groups:
-            calls: list[float] = []
-            measure = partial(controller_us, groups, staleness, args.min_groups, calls)
-            us = on_reference(measure, max(1, args.rounds - (groups >= 16384)))
-            figures[f"staleness {staleness}, {groups}"] = {"us_a_group": us, "queue_calls": calls[-1]}
-            progress(f"staleness {staleness}, {groups} groups", {"us_a_group": us})
+    for staleness, groups in product((0, 1), args.groups):
+        calls: list[float] = []
+        measure = partial(controller_us, groups, staleness, args.min_groups, calls)
+        us = on_reference(measure, max(1, args.rounds - (groups >= 16384)))
+        figures[f"staleness {staleness}, {groups}"] = {"us_a_group": us, "queue_calls": calls[-1]}
+        progress(f"staleness {staleness}, {groups} groups", {"us_a_group": us})
     return figures
 
 
@@ -99,15 +113,12 @@ def measure_queue(held: int, size: int, rounds: int = 20) -> Figures:
         queue.put(batch(start, min(size, held - start)))
     gc.collect()
     bytes_held = (resident_bytes() - before) / held
-    seconds = dict.fromkeys(("put", "get", "ack"), 0.0)
+    seconds, taken = dict.fromkeys(("put", "get", "ack"), 0.0), list[PackedBatch]()
     for number in range(rounds):
-        new = batch(held + number * size, size)
-        seconds["put"] += timed(partial(queue.put, new), time.process_time)
+        seconds["put"] += cpu_s(partial(queue.put, batch(held + number * size, size)))
         for task in ("reward", "train"):
-            start_s = time.process_time()
-            taken = queue.get(task, ["response"], size, partial=True)
-            seconds["get"] += time.process_time() - start_s
-            seconds["ack"] += timed(partial(queue.ack, task, taken.ids), time.process_time)
+            seconds["get"] += cpu_s(lambda: taken.append(queue.get(task, ["response"], size, partial=True)))  # noqa: B023
+            seconds["ack"] += cpu_s(partial(queue.ack, task, taken.pop().ids))
     times = {"put": 1, "get": 2, "ack": 2}
     rates = {f"{name}_samples_per_s": times[name] * rounds * size / total for name, total in seconds.items()}
     return rates | {"bytes_per_sample": bytes_held}
@@ -149,12 +160,8 @@ def make_engine(kind: str, max_seqs: int) -> EmbeddedEngine:
     """Create an engine on a card of this kind ("cpu": none) that decodes ``max_seqs`` sequences at a time."""
     device: Any = PlainCpu() if kind == "cpu" else open_device(kind)
     shape = ModelConfig.from_hf({"model_type": "qwen3_moe", **SHAPES["qwen3_moe"], "num_hidden_layers": 1})
-    model = Transformer(shape, Mesh.single(), device)
-    config = rollout_config(
-        max_length=1024, max_seqs=max_seqs, max_batch_tokens=1 << 18, block_size=16, kv_fraction=0.9
-    )
-    engine = EmbeddedEngine(model, Mesh.single(), device, config)
-    engine.allocate_kv()
+    model, limits = Transformer(shape, Mesh.single(), device), dict(max_length=1024, max_batch_tokens=1 << 18)
+    engine = engine_of(model, max_seqs=max_seqs, block_size=16, kv_fraction=0.9, **limits)
     model_of_a_step: Any = NoModel(model)
     engine.forward.model = engine.forward.draw.model = model_of_a_step
     return engine

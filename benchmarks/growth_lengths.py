@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import pickle
-import time
 import tracemalloc
 from argparse import Namespace
 from array import array
@@ -15,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.growth_cpu import on_reference
-from benchmarks.harness import Figures, progress
+from benchmarks.growth_cpu import by_length, cpu_s, on_reference
+from benchmarks.harness import Figures
 from benchmarks.runs import temporary_folder
 from distqueue import LocalQueue
 from fusion.inference import Output, Request, SamplingParams
@@ -37,13 +36,8 @@ VOCABULARY, TURNS, DRAFTS, BLOCK, SAMPLES = 30_000, 32, 100, 16, 16
 
 
 def lengths(args: Namespace) -> Figures:
-    """Return microseconds of CPU and bytes of a token, at each length, and by how much the longest exceeds the next."""
-    figures: Figures = {}
-    for num_tokens in args.lengths:
-        figures[name := f"{num_tokens:,} tokens"] = found = dict(costs_of(num_tokens, args.rounds))
-        progress(name, found)
-    last, before = (figures[f"{num_tokens:,} tokens"] for num_tokens in args.lengths[:-3:-1])
-    return figures | {"growth": {name: last[name] / before[name] - 1 for name in last if name.endswith("us_a_token")}}
+    """Return microseconds of CPU and bytes of a token, at each length."""
+    return by_length(args, lambda num_tokens: costs_of(num_tokens, args.rounds))
 
 
 def costs_of(num_tokens: int, rounds: int) -> Iterator[tuple[str, float]]:
@@ -149,10 +143,3 @@ def zipf(num_tokens: int) -> list[int]:
     """Return a text in which few tokens are frequent, and are followed by ever more others."""
     ranks = np.random.default_rng(0).zipf(1.2, num_tokens)
     return np.minimum(ranks, VOCABULARY).tolist()
-
-
-def cpu_s(work: Callable[[], object]) -> float:
-    """Return the CPU seconds of a call."""
-    began_s = time.process_time()
-    work()
-    return time.process_time() - began_s

@@ -16,8 +16,8 @@ import ray
 import torch
 
 from benchmarks.distqueue_transfer import own_ray
-from benchmarks.growth_cpu import on_reference
-from benchmarks.harness import Figures, progress
+from benchmarks.growth_cpu import by_length, on_reference
+from benchmarks.harness import Figures
 from benchmarks.runs import temporary_folder
 from distqueue import DistQueue, PackedBatch
 
@@ -29,15 +29,9 @@ COLUMNS = ("response", "behaviour_logprobs", "versions", "text")
 
 
 def rows(args: Namespace) -> Figures:
-    """Return microseconds of CPU and bytes of a token, at each length, and by how much the longest exceeds the next."""
-    figures: Figures = {}
+    """Return microseconds of CPU and bytes of a token, at each length."""
     with own_ray(num_cpus=1), temporary_folder() as folder:
-        for num_tokens in args.lengths:
-            found = dict(costs_of(num_tokens, args.rounds, folder / str(num_tokens)))
-            figures[f"{num_tokens:,} tokens"] = found
-            progress(f"rows of {num_tokens:,} tokens", found)
-    last, before = (figures[f"{num_tokens:,} tokens"] for num_tokens in args.lengths[:-3:-1])
-    return figures | {"growth": {name: last[name] / before[name] - 1 for name in last if name.endswith("us_a_token")}}
+        return by_length(args, lambda num_tokens: costs_of(num_tokens, args.rounds, folder / str(num_tokens)))
 
 
 def costs_of(num_tokens: int, rounds: int, folder: Path) -> Iterator[tuple[str, float]]:
@@ -82,10 +76,11 @@ def costs_of_spilling(num_tokens: int, times: int, folder: Path) -> Iterator[tup
     queue = DistQueue.create(["train"], max_bytes=max(1 << 16, size * 3 // 2), spill=str(folder))
     _, shard = processes = processes_of(queue)
     put(queue, ["first"], num_tokens)
-    ray.get(shard.__ray_call__.remote(lambda _: tracemalloc.start()))
-    before = ray.get(shard.__ray_call__.remote(lambda _: tracemalloc.get_traced_memory()[0]))
+    call = shard.__ray_call__.remote
+    ray.get(call(lambda _: tracemalloc.start()))
+    before = ray.get(call(lambda _: tracemalloc.get_traced_memory()[0]))
     seconds = cpu_of(processes, partial(put, queue, [f"later-{number}" for number in range(times)], num_tokens))
-    peak = ray.get(shard.__ray_call__.remote(lambda _: tracemalloc.get_traced_memory()[1]))
+    peak = ray.get(call(lambda _: tracemalloc.get_traced_memory()[1]))
     yield "spilling_put_us_a_token", seconds / tokens * 1e6
     yield "spilling_memory_bytes_a_token", (peak - before) / ROWS / num_tokens
     yield "spilled_bytes_a_token", bytes_below(folder) / tokens

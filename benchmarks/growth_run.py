@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from benchmarks.harness import ROOT, Figures
@@ -94,41 +95,36 @@ def memory(args: Namespace) -> Figures:
     sizes = growth_of_memory(records, first) | {
         f"idle {n}": s for n, s in floor.items() if n.split()[0] in ("gcs", "raylet", "ray::Echo")
     }
-    figures: Figures = {
-        name: {
-            "before_mb": before / 1e6,
-            "after_mb": after / 1e6,
-            "floor" if name.startswith("idle ") else "growth": after / before - 1,
-        }
-        for name, (before, after) in sizes.items()
-    }
+    figures: Figures = {}
+    for name, (before, after) in sizes.items():
+        grown = {"floor" if name.startswith("idle ") else "growth": after / before - 1}
+        figures[name] = {"before_mb": before / 1e6, "after_mb": after / 1e6} | grown
     written = records[-1]["folder"] - records[first - 1]["folder"]
     return figures | {"folder_bytes_a_step": written / (len(records) - first)}
 
 
-def growth_of_memory(records: list[Record], first: int) -> dict[str, tuple[float, float]]:
-    """Return the mean memory of each process over a tenth of the steps behind step ``first``, and over the last tenth.
-    Processes that do not live all the time between are left out."""
-    tenth = max(1, len(records) // 10)
-    series = [one["memory"] for one in records[first:]]
-    lasting = [name for name in series[0] if all(name in sizes for sizes in series)]
-
-    def mean(sizes: list[dict[str, int]], name: str) -> float:
-        return sum(one[name] for one in sizes) / tenth
-
-    return {name: (mean(series[:tenth], name), mean(series[-tenth:], name)) for name in lasting}
+Growth = dict[str, tuple[float, float]]
+"""Mean memory of a process over a tenth of the steps behind a step, and over the last tenth; of those that live all the
+time between"""
 
 
-def growth_of_floor(idle: list[Record], records: list[Record], first: int) -> dict[str, tuple[float, float]]:
+def growth_of_memory(records: list[Record], first: int) -> Growth:
+    """Return the growth of each process of a run behind step ``first``."""
+    tenth, series = max(1, len(records) // 10), [one["memory"] for one in records[first:]]
+    return _growth(series, series[:tenth], series[-tenth:])
+
+
+def growth_of_floor(idle: list[Record], records: list[Record], first: int) -> Growth:
     """Return the same of the processes of an idle Ray, in the time of these steps; {}: they were too short."""
-    tenth = max(1, len(records) // 10)
-    times = [one["time"] for one in records[first:]]
+    tenth, times = max(1, len(records) // 10), [one["time"] for one in records[first:]]
     spans = [(part[0], part[-1]) for part in (times[:tenth], times[-tenth:])]
     parts = [[one["memory"] for one in idle if begin <= one["time"] <= end] for begin, end in spans]
-    if not all(parts):
-        return {}
-    lasting = [name for name in parts[0][0] if all(name in sizes for part in parts for sizes in part)]
-    before, after = ({name: sum(sizes[name] for sizes in part) / len(part) for name in lasting} for part in parts)
+    return _growth(parts[0] + parts[1], *parts) if all(parts) else {}
+
+
+def _growth(series: list[dict[str, int]], *parts: list[dict[str, int]]) -> Growth:
+    lasting = [name for name in series[0] if all(name in sizes for sizes in series)]
+    before, after = ({name: mean(sizes[name] for sizes in part) for name in lasting} for part in parts)
     return {name: (before[name], after[name]) for name in lasting}
 
 
