@@ -1,7 +1,5 @@
 """Count what a card's operators cost beside their arithmetic, on the emulated NPU: no card is needed.
 
-    python benchmarks/launches.py --json launches.json
-
 logprobs: peak bytes of log-probabilities and entropies with their gradients, of one micro-batch in bfloat16, from the
 allocator: beyond the hidden states, the head and the gradients of both. planned_bytes: the cost model's estimate of
 these. whole_bytes: what whole logits would take, at 18 bytes each. The hidden size, which changes none of them, is
@@ -14,16 +12,17 @@ a layer.
 """
 
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Benchmark, Option  # noqa: E402
+from benchmarks.harness import Benchmark, Figures, Option
 
 BENCHMARK = Benchmark(
     __doc__,
     {
-        "logprobs": "benchmarks.launches_logprobs:peak",
+        "logprobs": "benchmarks.launches:logprobs",
         "decode": "benchmarks.launches_counts:decode",
         "decode_mla": "benchmarks.launches_counts:decode_mla",
         "train": "benchmarks.launches_counts:train",
@@ -66,4 +65,39 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    sys.exit(BENCHMARK.main())
+
+import torch
+
+from fusion.costmodel.memory import WEIGHT_BYTES, logprob_bytes
+from fusion.model import Head, Mesh
+from fusion.npu import open_device
+from fusion.training.logprobs import vocab_parallel_logprobs
+
+CAPACITY_BYTES = 16 << 30
+WHOLE_LOGIT_BYTES = 18
+"""Bytes of a logit, its float32 copies and its exponentials where none is freed before the last is computed."""
+
+
+def logprobs(args: Namespace) -> Figures:
+    """Measure one micro-batch, forward and backward."""
+    torch.manual_seed(0)
+    device = open_device("emulated", capacity_bytes=CAPACITY_BYTES)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.bfloat16, device=device.torch_device).requires_grad_()
+
+    hidden, weight = random(args.rows, args.channels), random(args.ids, args.channels)
+    targets = torch.randint(args.ids, (args.rows,)).to(device.torch_device)
+    before = device.memory().allocated
+    device.reset_peak()
+    values = vocab_parallel_logprobs(hidden, Head([weight]), targets, Mesh.single())
+    (values.logprobs.mean() + values.entropy.mean()).backward()
+    device.synchronize()
+    gradients = hidden.nbytes + weight.nbytes
+    copied = WEIGHT_BYTES * args.rows * args.channels  # of the trained rows, which the caller makes
+    return {
+        "peak_bytes": device.memory().peak_allocated - before - gradients,
+        "planned_bytes": logprob_bytes(args.rows, args.ids, args.channels) - gradients - copied,
+        "whole_bytes": WHOLE_LOGIT_BYTES * args.rows * args.ids,
+    }

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 import fusion.npu.operators
 from benchmarks import launches_triton
 from benchmarks.harness import Figures
+from benchmarks.models import on_cards, randomise
 from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
 from fusion.inference.config import EngineConfig
 from fusion.inference.sequence import EngineStep, Sequence
@@ -35,7 +36,6 @@ from fusion.npu import Device, open_device
 from fusion.npu.operators import block_tokens, cuda, operators_of
 from fusion.training import EmbeddedTrainEngine, Sequences, TrainingConfig
 from fusion.training.algorithms import cross_entropy
-from tests.helpers import end_ranks, run_ranks
 
 EXPERTS, VOCABULARY = 128, 512
 SIZES = dict(
@@ -68,7 +68,6 @@ LATENTS = SIZES | dict(
 )
 
 LAYOUTS = {"tp1": Parallel(), "tp2ep2": Parallel(2, tp=2, ep=2)}
-TIMEOUT_S = 600
 TRITON = ("triton_attention", "triton_experts")
 """Modules of the table `cuda_fused` that need Triton"""
 TABLES = ("cuda", "cuda_fused", "ascend", "plain")
@@ -164,8 +163,7 @@ def card_with(table: str, index: int) -> Iterator[Device]:
     try:
         with (
             patch.dict(sys.modules, {f"fusion.npu.operators.{name}": launches_triton for name in TRITON}),
-            patch.object(fusion.npu.operators, TRITON[0], launches_triton, create=True),
-            patch.object(fusion.npu.operators, TRITON[1], launches_triton, create=True),
+            patch.multiple(fusion.npu.operators, create=True, **dict.fromkeys(TRITON, launches_triton)),
             patch.object(cuda, "varlen_attn", _varlen_attn),
             patch.object(cuda.Cuda, "rms_norm", lambda self, x, weight, eps: _rms_norm(x, weight)),
         ):
@@ -189,11 +187,7 @@ def of_a_layer(
     counted, mesh = [], Mesh.create(parallel)
     for layers in (1, 3):
         config = ModelConfig.from_hf({**shape, "num_hidden_layers": layers})
-        model, generator = Transformer(config, mesh, device, torch.bfloat16), torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-        counted.append(run(model))
+        counted.append(run(randomise(Transformer(config, mesh, device, torch.bfloat16), std=0.1)))
     one, three = counted
     waits_of_step = sum(three.waits.values())
     for layer, whole in ((three.by_operation, one.by_operation), (three.waits, one.waits)):
@@ -208,9 +202,9 @@ def on_ranks(layout: str, count: Callable[..., OfALayer], table: str, *args: Any
     parallel = LAYOUTS[layout]
     if parallel.world == 1:
         return _on_rank(0, None, count, table, parallel, args)
-    ranks = run_ranks(_on_rank, parallel.world, count, table, parallel, args, timeout_s=TIMEOUT_S)
-    end_ranks()
-    return max(ranks, key=lambda one: one.by_operation.total())
+    return max(
+        on_cards(_on_rank, parallel.world, count, table, parallel, args), key=lambda one: one.by_operation.total()
+    )
 
 
 def _on_rank(rank: int, _: Any, count: Callable[..., OfALayer], table: str, parallel: Parallel, args: Any) -> OfALayer:
@@ -306,13 +300,8 @@ def training_pass(model: Transformer, args: Namespace, recompute: bool) -> Launc
     rows = sum(lengths)
     mask = torch.ones(rows, dtype=torch.bool)
     mask[torch.tensor([0, *lengths]).cumsum(0)[:-1]] = False
-    batch = Sequences(
-        torch.arange(rows) % VOCABULARY,
-        lengths,
-        mask,
-        advantages=torch.ones(rows),
-        behaviour_logprobs=torch.zeros(rows),
-    )
+    columns = dict(advantages=torch.ones(rows), behaviour_logprobs=torch.zeros(rows))
+    batch = Sequences(torch.arange(rows) % VOCABULARY, lengths, mask, **columns)
     with Launches() as found:
         engine.forward_backward(batch, cross_entropy)
     return found
