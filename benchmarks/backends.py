@@ -22,23 +22,31 @@ import importlib.util
 import multiprocessing
 import os
 import random
-import statistics
 import sys
 from argparse import Namespace
 from collections.abc import Callable
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Benchmark, Figures, Option, in_turns, median_of_ratios, medians, progress, timed
+from benchmarks.harness import (
+    Benchmark,
+    Figures,
+    Option,
+    in_turns,
+    median_of_ratios,
+    medians,
+    medians_of,
+    progress,
+    timed,
+)
 
 BENCHMARK = Benchmark(
     __doc__,
-    {
-        "engines": "benchmarks.backends:engines",
-        "runs": "benchmarks.backends:runs",
-    },
+    {"engines": "benchmarks.backends:engines", "runs": "benchmarks.backends:runs"},
     [
         Option("rounds", 5, smoke=1, help="rounds that are measured"),
         Option("dtype", "float32", help="of `engines`", choices=("float32", "bfloat16")),
@@ -50,20 +58,6 @@ BENCHMARK = Benchmark(
     {"engines.*.over_vllm": ">= 0.9"},
 )
 
-SHAPE = dict(
-    vocab_size=4096,
-    hidden_size=256,
-    intermediate_size=512,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=32,
-    num_experts=32,
-    num_experts_per_tok=4,
-    moe_intermediate_size=224,
-    tie_word_embeddings=False,
-    initializer_range=0.05,
-)
-
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())
 
@@ -71,32 +65,23 @@ from benchmarks.runs import Row, temporary_folder, train
 from tests.helpers import runnable_checkpoint
 from tests.rollouts import rollout_config
 
-PROMPT, TOKENS, MAX_SEQS, BLOCK = 48, 64, 64, 32
-ROLLOUT: dict[str, Any] = dict(
-    max_length=256, max_seqs=MAX_SEQS, max_batch_tokens=1024, block_size=BLOCK, max_kv_tokens=16384, prefix_cache=False
-)
+SHAPE = dict(vocab_size=4096, hidden_size=256, intermediate_size=512, tie_word_embeddings=False, initializer_range=0.05)
+SHAPE |= dict(num_attention_heads=8, num_key_value_heads=4, head_dim=32)
+SHAPE |= dict(num_experts=32, num_experts_per_tok=4, moe_intermediate_size=224)
+PROMPT, TOKENS, MAX_SEQS, BLOCK, MAX_LENGTH, BATCH_TOKENS = 48, 64, 64, 32, 256, 1024
 ALONE = ("vllm_plain", "vllm_alone")
-COMBINATIONS = [(trainer, engine) for trainer in ("embedded", "megatron") for engine in ("embedded", "vllm")]
+COMBINATIONS = [*product(("embedded", "megatron"), ("embedded", "vllm"))]
 BUCKET_MIB = 2
-WORKLOAD = [
-    *("cluster=four", "device=emulated", "parallel=tp2ep2_ep4", f"fusion.bucket_bytes={BUCKET_MIB << 20}"),
-    *("data=addition", "data.max_prompt_length=8", "data.prompts_per_step=16", "reward=arithmetic"),
-    *(
-        "algorithm=grpo",
-        "algorithm.group_size=8",
-        "rollout.max_response_length=64",
-        "rollout.sampling.forced_median=32",
-    ),
-    *("run.eval_prompts=0", "run.save_every=0", "training.lr=1e-5"),
-]
+WORKLOAD = f"""cluster=four device=emulated parallel=tp2ep2_ep4 fusion.bucket_bytes={BUCKET_MIB << 20} data=addition
+data.max_prompt_length=8 data.prompts_per_step=16 reward=arithmetic algorithm=grpo algorithm.group_size=8
+rollout.max_response_length=64 rollout.sampling.forced_median=32 run.eval_prompts=0 run.save_every=0
+training.lr=1e-5""".split()
 
 
 def missing(*backends: str) -> str:
     """Return the package that backends lack here; "": none."""
-    names = ("megatron", "vllm")
-    return next(
-        (one for one in names if any(one in name for name in backends) and not importlib.util.find_spec(one)), ""
-    )
+    needed = (one for one in ("megatron", "vllm") if any(one in name for name in backends))
+    return next((one for one in needed if not importlib.util.find_spec(one)), "")
 
 
 # ---- engines
@@ -112,17 +97,17 @@ def engines(args: Namespace) -> Figures:
         runnable_checkpoint(folder, experts=True, num_hidden_layers=args.layers, dtype=args.dtype, **SHAPE)
         for name in names:
             pipes[name], there = context.Pipe()
-            told = (name, str(folder), args.dtype, args.requests, there)
-            processes.append(context.Process(target=serve, args=told, daemon=True))
+            what = (name, str(folder), args.dtype, args.requests, there)
+            processes.append(context.Process(target=serve, args=what, daemon=True))
             processes[-1].start()
             there.close()
             pipes[name].recv()  # one after the other: they share the cores
 
-        def ask(name: str) -> float:
-            pipes[name].send(None)
+        def ask(name: str, round: int) -> float:
+            pipes[name].send(round)
             return pipes[name].recv()
 
-        seconds = in_turns({name: lambda _, name=name: ask(name) for name in names}, args.rounds)
+        seconds = in_turns({name: partial(ask, name) for name in names}, args.rounds)
         for process in processes:
             process.terminate()
             process.join()
@@ -144,14 +129,12 @@ def serve(name: str, folder: str, dtype: str, requests: int, pipe: Any) -> None:
     torch.set_num_threads(1)
     draw = random.Random(0)
     prompts = [[draw.randrange(2, 4000) for _ in range(PROMPT)] for _ in range(requests)]
-    generate, number = (alone if name in ALONE else ours)(name, folder, dtype), 0
+    generate = (alone if name in ALONE else ours)(name, folder, dtype)
     pipe.send(None)
     while True:
-        pipe.recv()
-        number += 1
-        tokens: list[int] = []
-        names = [f"{number}/{i}" for i in range(requests)]
-        took_s = timed(lambda: tokens.append(generate(dict(zip(names, prompts, strict=True)))))  # noqa: B023
+        round, tokens = pipe.recv(), list[int]()
+        named = {f"{round}/{i}": prompt for i, prompt in enumerate(prompts)}
+        took_s = timed(lambda: tokens.append(generate(named)))  # noqa: B023
         assert tokens == [requests * TOKENS]
         pipe.send(took_s)
 
@@ -168,17 +151,18 @@ def ours(name: str, folder: str, dtype: str) -> Generate:
     from fusion.npu import open_device
 
     device, mesh, config = open_device("emulated"), Mesh.single(), ModelConfig.from_hf(folder)
-    rollout, weights = rollout_config(backend=name, **ROLLOUT), getattr(torch, dtype)
+    limits = dict(max_length=MAX_LENGTH, max_seqs=MAX_SEQS, max_batch_tokens=BATCH_TOKENS, block_size=BLOCK)
+    rollout = rollout_config(backend=name, max_kv_tokens=16384, prefix_cache=False, **limits)
     model: Any
     engine: Any
     if name == "vllm":
         from fusion.inference.backends.vllm_engine import VllmEngine
         from fusion.inference.backends.vllm_model import VllmModel
 
-        model = VllmModel(config, mesh, device, weights, rollout=rollout)
+        model = VllmModel(config, mesh, device, getattr(torch, dtype), rollout=rollout)
         engine = VllmEngine(model, mesh, device, rollout)
     else:
-        model = Transformer(config, mesh, device, weights)
+        model = Transformer(config, mesh, device, getattr(torch, dtype))
         engine = EmbeddedEngine(model, mesh, device, rollout)
     load_weights(model, folder)
     engine.allocate_kv()
@@ -207,23 +191,11 @@ def alone(name: str, folder: str, dtype: str) -> Generate:
         from fusion.inference.backends.vllm_host import compute_from_plain_tensors
 
         compute_from_plain_tensors()
-    arguments: Any = dict(
-        model=folder,
-        dtype=dtype,
-        max_model_len=ROLLOUT["max_length"],
-        block_size=BLOCK,
-        max_num_seqs=MAX_SEQS,
-        max_num_batched_tokens=ROLLOUT["max_batch_tokens"],
-        enable_prefix_caching=False,
-        skip_tokenizer_init=True,
-        generation_config="vllm",
-        enforce_eager=True,
-        async_scheduling=False,
-        disable_log_stats=True,
-        kv_cache_memory_bytes=256 << 20,
-        logprobs_mode="processed_logprobs",
-    )
-    engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+    limits: Any = dict(max_model_len=MAX_LENGTH, max_num_seqs=MAX_SEQS, max_num_batched_tokens=BATCH_TOKENS)
+    limits |= dict(block_size=BLOCK, kv_cache_memory_bytes=256 << 20, enable_prefix_caching=False)
+    what: Any = dict(skip_tokenizer_init=True, generation_config="vllm", logprobs_mode="processed_logprobs")
+    how: Any = dict(enforce_eager=True, async_scheduling=False, disable_log_stats=True)
+    engine = LLMEngine.from_engine_args(EngineArgs(model=folder, dtype=dtype, **limits, **what, **how))
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, detokenize=False, logprobs=0)
 
     def generate(prompts: dict[str, list[int]]) -> int:
@@ -249,15 +221,16 @@ def runs(args: Namespace) -> Figures:
     with temporary_folder() as folder:
         model = runnable_checkpoint(folder / "model", experts=True, num_hidden_layers=args.layers, **SHAPE)
 
-        def run(name: str, trainer: str, engine: str, round: int) -> list[Figures]:
+        def run(name: str, round: int) -> list[Figures]:
+            trainer, engine = name.split("+")
             backends = [f"training.backend={trainer}", f"rollout.backend={engine}", f"run.steps={args.steps + 1}"]
             rows = train(folder / f"{round}-{name}", [f"model.path={model}", *backends, *WORKLOAD])
             found = [figures_of(row) for row in rows[1:]]
             progress(f"round {round + 1}, {name}", medians_of(found))
             return found
 
-        sides = {"+".join(pair): lambda round, pair=pair: run("+".join(pair), *pair, round) for pair in pairs}
-        by_side = in_turns(sides, args.rounds, warm_ups=0)
+        names = ["+".join(pair) for pair in pairs]
+        by_side = in_turns({name: partial(run, name) for name in names}, args.rounds, warm_ups=0)
     return {name: medians_of([row for found in rounds for row in found]) for name, rounds in by_side.items()}
 
 
@@ -271,7 +244,3 @@ def figures_of(row: Row) -> Figures:
         "reshard_s": row["timing_s/switch/reshard"],
         "peak_extra_buckets": (row["switch/peak_mib_max"] - larger_mib) / BUCKET_MIB,
     }
-
-
-def medians_of(rows: list[Figures]) -> Figures:
-    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}

@@ -56,9 +56,10 @@ import torch
 import yaml
 
 from benchmarks import offload
+from benchmarks.models import engine_of as engine_of_model
 from benchmarks.runs import temporary_folder
-from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
-from fusion.inference.config import EngineConfig
+from fusion.costmodel.shape import Shape
+from fusion.inference import EmbeddedEngine, Request, SamplingParams
 from fusion.model import Mesh, ModelConfig, Transformer
 from fusion.npu import Device, open_device
 from fusion.npu.operators import block_tokens
@@ -78,16 +79,8 @@ def shape_of(args: Namespace) -> dict[str, Any]:
     """Return the fields of Qwen3-30B-A3B, widths divided by ``args.divisor``."""
     shape = yaml.safe_load((SHAPES / "qwen3_30b_a3b.yaml").read_text())["config"]
     narrower = {name: shape[name] // args.divisor for name in WIDTHS}
-    return (
-        shape
-        | narrower
-        | dict(
-            architectures=["Qwen3MoeForCausalLM"],
-            head_dim=max(16, shape["head_dim"] // args.divisor),
-            norm_topk_prob=True,
-            max_position_embeddings=40960,
-        )
-    )
+    narrower |= {"head_dim": max(16, shape["head_dim"] // args.divisor), "max_position_embeddings": 40960}
+    return shape | narrower | {"architectures": ["Qwen3MoeForCausalLM"], "norm_topk_prob": True}
 
 
 @dataclass(frozen=True)
@@ -123,27 +116,21 @@ def seconds(device: Device, work: Callable[[], object], rounds: int) -> float:
     return statistics.median(timed(work, device=device) for _ in range(rounds))
 
 
-def layers_that_fit(device: Device, args: Namespace, element_bytes: int) -> int:
-    """Return the number of layers of which `SHARE` of the free memory holds all elements."""
-    counts = []
-    for layers in (1, 2):
-        config = ModelConfig.from_hf({**shape_of(args), "num_hidden_layers": layers})
-        counts.append(num_elements(config))
-    layer, rest = counts[1] - counts[0], 2 * counts[0] - counts[1]
-    return max(1, min(args.layers, int(SHARE * device.memory().free / element_bytes - rest) // layer))
+def config_of(args: Namespace, layers: int, **changes: Any) -> ModelConfig:
+    return ModelConfig.from_hf({**shape_of(args), "num_hidden_layers": layers, **changes})
 
 
 def num_elements(config: ModelConfig) -> int:
-    from fusion.costmodel.shape import Shape
-
     return Shape("card", config).numel
 
 
 def model_of(device: Device, args: Namespace, element_bytes: int, layers: int | None = None) -> Transformer:
-    """Build the model with random weights, of so many layers, or of as many as fit."""
-    layers = layers or layers_that_fit(device, args, element_bytes)
-    config = ModelConfig.from_hf({**shape_of(args), "num_hidden_layers": layers})
-    model = Transformer(config, Mesh.single(), device, torch.bfloat16)
+    """Build the model with random weights, of so many layers, or of as many as `SHARE` of the free memory holds."""
+    if layers is None:
+        one, two = (num_elements(config_of(args, number)) for number in (1, 2))
+        fitting = int(SHARE * device.memory().free / element_bytes - (2 * one - two)) // (two - one)
+        layers = max(1, min(args.layers, fitting))
+    model = Transformer(config_of(args, layers), Mesh.single(), device, torch.bfloat16)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.fill_(1.0) if "norm" in name else parameter.normal_(std=0.02)
@@ -199,7 +186,8 @@ def decode(args: Namespace) -> Figures:
     if device.kind == "emulated" or not importlib.util.find_spec("vllm"):
         print("vLLM is not measured: it is not installed, or the card is emulated")
         return figures
-    return figures | {"vllm": in_process(vllm_decode, args, figures["layers"])}
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return figures | {"vllm": pool.apply(vllm_decode, (args, figures["layers"]))}
 
 
 def step(args: Namespace) -> Figures:
@@ -234,11 +222,7 @@ def engine_of(model: Transformer, args: Namespace) -> EmbeddedEngine:
     """Return an engine for the prompts that are decoded, with its KV."""
     size = max(16, block_tokens(model.device.kind, model.operators.name))
     longest = args.context + args.steps + 64
-    limits = EngineConfig(block_size=size, max_seqs=args.batch, prefix_cache=False)
-    config = RolloutConfig(max_response_length=longest, engine=limits)
-    engine = EmbeddedEngine(model, model.mesh, model.device, config)
-    engine.allocate_kv()
-    return engine
+    return engine_of_model(model, block_size=size, max_seqs=args.batch, prefix_cache=False, max_response_length=longest)
 
 
 def _decode(device: Device, args: Namespace) -> Figures:
@@ -263,12 +247,8 @@ def _decode(device: Device, args: Namespace) -> Figures:
 
 
 def prompts_of(args: Namespace) -> list[tuple[int, ...]]:
-    random = torch.Generator().manual_seed(0)
-    shape = shape_of(args)
-    return [
-        tuple(torch.randint(2, shape["vocab_size"], (args.context,), generator=random).tolist())
-        for _ in range(args.batch)
-    ]
+    size, random = (args.batch, args.context), torch.Generator().manual_seed(0)
+    return [*map(tuple, torch.randint(2, shape_of(args)["vocab_size"], size, generator=random).tolist())]
 
 
 def step_seconds(generate: Callable[[int], float], args: Namespace) -> float:
@@ -278,27 +258,15 @@ def step_seconds(generate: Callable[[int], float], args: Namespace) -> float:
     return max(statistics.median(rounds), 1e-9)
 
 
-def in_process(work: Callable[[Namespace, int], Figures], *arguments: Any) -> Figures:
-    """Return what a function returns in a fresh process."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(work, arguments)
-
-
 def vllm_decode(args: Namespace, layers: int) -> Figures:
     """Measure the same step of vLLM, as installed."""
     from vllm import LLM, SamplingParams
 
     with temporary_folder() as folder:
         (folder / "config.json").write_text(json.dumps({**shape_of(args), "num_hidden_layers": layers}))
-        llm = LLM(
-            str(folder),
-            dtype="bfloat16",
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            max_model_len=args.context + args.steps + 16,
-            max_num_seqs=args.batch,
-            enable_prefix_caching=False,
-        )
+        limits = dict(max_model_len=args.context + args.steps + 16, max_num_seqs=args.batch)
+        options: Any = dict(load_format="dummy", skip_tokenizer_init=True, enable_prefix_caching=False)
+        llm = LLM(str(folder), dtype="bfloat16", **limits, **options)
         prompts: Any = [{"prompt_token_ids": [*prompt]} for prompt in prompts_of(args)]
 
         def generate(tokens: int) -> float:
@@ -313,9 +281,8 @@ def train(args: Namespace) -> Figures:
     """Measure forward, backward and update of one micro-batch, with recomputation."""
     device = open_device(args.device, operators=args.operators)
     floors, model = Floors.measure(device, args), model_of(device, args, BYTES + STATES_BYTES)
-    engine = EmbeddedTrainEngine(
-        model, model.mesh, device, TrainingConfig(recompute=True, token_budget=max(args.tokens, 1 << 10))
-    )
+    settings = TrainingConfig(recompute=True, token_budget=max(args.tokens, 1 << 10))
+    engine = EmbeddedTrainEngine(model, model.mesh, device, settings)
     length = args.tokens // 8
     mask = torch.ones(args.tokens, dtype=torch.bool)
     mask[::length] = False
@@ -329,8 +296,8 @@ def train(args: Namespace) -> Figures:
 
     took_s = seconds(device, step, args.rounds)
     config = model.config
-    shape = {**shape_of(args), "num_experts": 8, "num_hidden_layers": config.num_layers}  # of a token: the chosen ones
-    active = num_elements(ModelConfig.from_hf(shape)) - config.vocab_size * shape["hidden_size"]
+    of_a_token = config_of(args, config.num_layers, num_experts=8)  # the chosen ones
+    active = num_elements(of_a_token) - config.vocab_size * config.hidden_size
     figures = floors.of(took_s, STATES_BYTES * num_elements(config), 8.0 * active * args.tokens)
     figures |= {"tokens_per_s": args.tokens / took_s, "layers": config.num_layers}
     progress("train", figures)

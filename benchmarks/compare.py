@@ -60,13 +60,22 @@ SCHEDULES = {
     "HistoPipe s=1": (1, ("rollout.schedule.order=histopipe", "rollout.schedule.chunk_tokens=8")),
 }
 """Staleness bound and overrides by name; all of them colocated"""
+DRAFTS = "RhymeRL: drafts over none, generation"
+RATIOS = {
+    "RL Fusion (full) over separate": ("full s=0", "separate s=0"),
+    "StaleSync (hybrid s=1) over separate": ("hybrid s=1", "separate s=0"),
+    "StaleSync (hybrid s=1) over RL Fusion (full)": ("hybrid s=1", "full s=0"),
+    "Seer: chunks and order over neither": ("history, chunks s=0", "fifo s=0"),
+    "the order `history` alone, without chunks, over neither": ("history s=0", "fifo s=0"),
+    "RhymeRL: HistoPipe, one step ahead, over synchronous": ("HistoPipe s=1", "fifo s=0"),
+}
 PUBLISHED = {
     "RL Fusion (full) over separate": "1.79 ×",
     "StaleSync (hybrid s=1) over separate": "2.5 ×",
     "StaleSync (hybrid s=1) over RL Fusion (full)": "1.40 ×",
     "Seer: chunks and order over neither": "1.27–1.56 ×",
     "RhymeRL: HistoPipe, one step ahead, over synchronous": "1.43 ×",
-    "RhymeRL: drafts over none, generation": "≤ 1.86 ×",
+    DRAFTS: "≤ 1.86 ×",
 }
 """By row: RL Fusion, StaleSync (Pangu 718B on CloudMatrix 384); arXiv 2511.14617; arXiv 2508.18588"""
 TOKENS_PER_S = {"separate s=0": "14,000", "full s=0": "25,000", "hybrid s=1": "35,000"}
@@ -77,17 +86,17 @@ rollout.max_response_length=16384
 rollout.engine.max_seqs=64""".split()
 
 Cell = dict[str, str]
+NONE: Cell = {"text": "–", "from": ""}
 
 
 def measure(args: Namespace) -> Figures:
     """Run everything, write the page, and return the figures."""
-    if not args.out:
-        with temporary_folder() as folder:
-            return _measure(args, folder)
-    shutil.rmtree(args.out, ignore_errors=True)
-    out = Path(args.out)
-    out.mkdir(parents=True)
-    return _measure(args, out)
+    if args.out:
+        shutil.rmtree(args.out, ignore_errors=True)
+        Path(args.out).mkdir(parents=True)
+        return _measure(args, Path(args.out))
+    with temporary_folder() as folder:
+        return _measure(args, folder)
 
 
 def _measure(args: Namespace, out: Path) -> Figures:
@@ -97,7 +106,7 @@ def _measure(args: Namespace, out: Path) -> Figures:
     figures: Figures = {}
     for name, (mode, options) in _modes(args).items():
         found = run(mode, workload, out, args.steps, options)
-        figures[name] = found.figures() | {"folder": str(max(out.glob("run-*"), key=_number) / "run")}
+        figures[name] = found.figures() | {"folder": str(found.home / "run")}
     figures["drafts"] = real(args)
     if args.simulated:
         figures["simulated"] = _simulated(out)
@@ -127,10 +136,6 @@ def _modes(args: Namespace) -> dict[str, tuple[Mode, Sequence[str]]]:
     return found
 
 
-def _number(folder: Path) -> int:
-    return int(folder.name.rpartition("-")[2])
-
-
 def _simulated(out: Path) -> Figures:
     """Return tokens/s of the published cluster by deployment and staleness."""
     path = out / "simulated.json"
@@ -148,28 +153,23 @@ def table(figures: Figures, workload: Workload) -> dict[str, Any]:
     size = f"{workload.cards} dies of 910C under {workload.model}"
     rows: list[list[Cell]] = []
 
-    def ratio(name: str, one: str, other: str) -> None:
-        cells = [_cell(f"{found[one] / found[other]:.2f} ×", how) if {one, other} <= found.keys() else _cell("–")
-                 for found, how in ((speed, "paced"), (simulated, "simulated"))]  # fmt: skip
-        known = _cell(PUBLISHED[name], "published") if name in PUBLISHED else _cell("–")
-        rows.append([_cell(name), known, *cells, lengths])
+    def row(name: str, known: str, here: Cell, there: Cell, rests: Cell = lengths) -> None:
+        rows.append([_cell(name), _cell(known, "published") if known else NONE, here, there, rests])
 
-    ratio("RL Fusion (full) over separate", "full s=0", "separate s=0")
-    ratio("StaleSync (hybrid s=1) over separate", "hybrid s=1", "separate s=0")
-    ratio("StaleSync (hybrid s=1) over RL Fusion (full)", "hybrid s=1", "full s=0")
-    ratio("Seer: chunks and order over neither", "history, chunks s=0", "fifo s=0")
-    ratio("the order `history` alone, without chunks, over neither", "history s=0", "fifo s=0")
-    ratio("RhymeRL: HistoPipe, one step ahead, over synchronous", "HistoPipe s=1", "fifo s=0")
-    for live, one in figures.get("drafts", {}).items():
-        name = "RhymeRL: drafts over none, generation"
-        here = _cell(f"{one['ratio']:.2f} ×", "measured")
-        rests = _cell(f"sequences of an engine: {live}; nine tenths of a text are known", "input")
-        rows.append([_cell(name), _cell(PUBLISHED[name], "published"), here, _cell("–"), rests])
-    for name in sorted({*speed, *simulated}):
-        cells = [_cell(f"{found[name]:,.0f}", how) if name in found else _cell("–")
+    def ratio(name: str, one: str, other: str) -> None:
+        cells = [_cell(f"{found[one] / found[other]:.2f} ×", how) if {one, other} <= found.keys() else NONE
                  for found, how in ((speed, "paced"), (simulated, "simulated"))]  # fmt: skip
-        known = _cell(TOKENS_PER_S[name], "published") if name in TOKENS_PER_S else _cell("–")
-        rows.append([_cell(f"tokens/s, {name}"), known, *cells, _cell(size, "input")])
+        row(name, PUBLISHED.get(name, ""), *cells)
+
+    for name, (one, other) in RATIOS.items():
+        ratio(name, one, other)
+    for live, one in figures.get("drafts", {}).items():
+        rests = _cell(f"sequences of an engine: {live}; nine tenths of a text are known", "input")
+        row(DRAFTS, PUBLISHED[DRAFTS], _cell(f"{one['ratio']:.2f} ×", "measured"), NONE, rests)
+    for name in sorted({*speed, *simulated}):
+        cells = [_cell(f"{found[name]:,.0f}", how) if name in found else NONE
+                 for found, how in ((speed, "paced"), (simulated, "simulated"))]  # fmt: skip
+        row(f"tokens/s, {name}", TOKENS_PER_S.get(name, ""), *cells, _cell(size, "input"))
     return {
         "title": "Against what is published",
         "header": ["", "published", "here", "at the published size", "rests on"],

@@ -38,10 +38,7 @@ def check(args: Namespace) -> str:
 
 BENCHMARK = Benchmark(
     __doc__,
-    {
-        "transfer": "benchmarks.distqueue_transfer:measure",
-        "processes": "benchmarks.distqueue_transfer:processes",
-    },
+    {"transfer": "benchmarks.distqueue_transfer:measure", "processes": "benchmarks.distqueue_transfer:processes"},
     [
         Option("rounds", 15, smoke=1, help="rounds of the transfer"),
         Option("samples", 1, smoke=64),

@@ -239,10 +239,7 @@ def measure_starved(queue: DistQueue, *, trips: int, readers: int, rounds: int =
         until_blocked(0)
         return milliseconds
 
-    sides = {
-        "alone": lambda round: round_trips(f"alone-{round}"),
-        "beside": lambda round: beside(f"beside-{round}"),
-    }
+    sides = {"alone": lambda round: round_trips(f"alone-{round}"), "beside": lambda round: beside(f"beside-{round}")}
     return medians(in_turns(sides, rounds, warm_ups=0), "_ms") | {"readers": readers}
 
 

@@ -17,20 +17,19 @@ from argparse import Namespace
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
-from statistics import median
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Benchmark, Figures, Option, in_turns, progress
+from benchmarks.harness import Benchmark, Figures, Option, in_turns, medians_of, progress
 
 BENCHMARK = Benchmark(
     __doc__,
     {
         "pool": "benchmarks.environments_pool:away",
         "zero_latency": "benchmarks.environments:zero_latency",
-        "latency": "benchmarks.environments:latency",
+        "latency": "benchmarks.environments:with_latency",
         "kv": "benchmarks.environments:kv",
     },
     [
@@ -59,6 +58,7 @@ if __name__ == "__main__":
 
 import torch
 
+from benchmarks.models import randomise
 from distqueue import LocalQueue, PackedBatch
 from fusion.colocate.paced import PacedEngine
 from fusion.costmodel.hardware import hardware_named
@@ -125,21 +125,14 @@ class Side:
         self.spec, self.queue, self.buffer = spec, LocalQueue(["train"]), RequestBuffer()
         pace = Pace(load_shape("olmoe_7b", SHAPES).shape, hardware_named("ascend_910c"), 1, spec.speed)
         self.pacer, device = Pacer(), open_device("emulated")
-        model = Transformer(tiny_config(experts=False, num_hidden_layers=1), Mesh.single(), device)
-        for parameter in model.parameters():
-            torch.nn.init.normal_(parameter.requires_grad_(False), std=0.02)
-        config = rollout_config(
-            max_length=PROMPT_TOKENS + spec.max_tokens,
-            max_seqs=spec.slots,
-            max_batch_tokens=512,
-            max_kv_tokens=spec.in_progress * (PROMPT_TOKENS + spec.max_tokens + 16),
-            prefix_cache=False,
-            suspended="keep",
-        )
+        model = randomise(Transformer(tiny_config(experts=False, num_hidden_layers=1), Mesh.single(), device))
+        model.requires_grad_(False)
+        longest = PROMPT_TOKENS + spec.max_tokens
+        limits = dict(max_length=longest, max_seqs=spec.slots, max_kv_tokens=spec.in_progress * (longest + 16))
+        config = rollout_config(max_batch_tokens=512, prefix_cache=False, suspended="keep", **limits)
         cost = EngineCost(pace, Parallel(), full_batch=spec.slots)
-        self.engine = PacedEngine(
-            model, model.mesh, device, config, memory=HostPool(device), pacer=self.pacer, cost=cost
-        )
+        parts = dict(memory=HostPool(device), pacer=self.pacer, cost=cost)
+        self.engine = PacedEngine(model, model.mesh, device, config, **parts)
         self.engine.allocate_kv()
         self.stage = EngineStage(self.engine, self.queue, turns=spec.turns > 1)
         self.begun = self.ended = 0
@@ -208,20 +201,12 @@ class Side:
 
     def _requests(self, entries: Sequence[Entry]) -> list[Request]:
         params = SamplingParams(max_tokens=self.spec.max_tokens, stop_token_ids=())
-        return [
-            Request(
-                entry.id,
-                _prompt(entry.id),
-                params,
-                group=entry.group,
-                exact_tokens=self.spec.turn,
-                earlier=entry.earlier,
-                kv_rank=entry.kv[1] if entry.kv else None,
-                turns=self.spec.turns > 1,
-                observation=entry.observation,
-            )
-            for entry in entries
-        ]
+        several, found = self.spec.turns > 1, []
+        for entry in entries:
+            before: Any = dict(earlier=entry.earlier, observation=entry.observation)
+            before |= dict(kv_rank=entry.kv[1] if entry.kv else None, exact_tokens=self.spec.turn)
+            found.append(Request(entry.id, _prompt(entry.id), params, group=entry.group, turns=several, **before))
+        return found
 
     def _answer(self) -> None:
         """Let the environments answer that are due; conversations that have all their turns end."""
@@ -260,18 +245,6 @@ def run(spec: Conversations) -> Outcome:
     return outcome
 
 
-@cache
-def at_once(single: Conversations, several: Conversations, rounds: int) -> dict[str, list[Outcome]]:
-    """Run both in turns; their environments answer at once."""
-    sides = {"single": lambda round: run(single), "several": lambda round: run(several)}
-    return in_turns(sides, rounds, warm_ups=0)
-
-
-@cache
-def with_latency(several: Conversations, rounds: int) -> list[Outcome]:
-    return [run(several) for _ in range(rounds)]
-
-
 def spec_of(args: Namespace, turns: int) -> Conversations:
     """Return conversations of ``turns``; as many tokens are sampled whatever their number."""
     return Conversations(
@@ -286,35 +259,37 @@ def spec_of(args: Namespace, turns: int) -> Conversations:
     )
 
 
-def outcomes_at_once(args: Namespace) -> dict[str, list[Outcome]]:
-    return at_once(spec_of(args, 1), spec_of(args, args.turns), args.rounds)
+_at_once: dict[str, Figures] = {}
+_with_latency: Figures = {}
 
 
-def outcomes_with_latency(args: Namespace) -> tuple[float, list[Outcome]]:
-    """Return the seconds of the latency, and what was measured with it."""
-    latency_s = STEPS_AWAY * median_of(outcomes_at_once(args)["several"])["step_s"]
-    return latency_s, with_latency(replace(spec_of(args, args.turns), latency_s=latency_s), args.rounds)
+def at_once(args: Namespace) -> dict[str, Figures]:
+    """Run conversations of one turn and of several in turns, once; their environments answer at once."""
+    if not _at_once:
+        turns = {"single": 1, "several": args.turns}
+        sides = {name: lambda _, count=count: run(spec_of(args, count)) for name, count in turns.items()}
+        outcomes = in_turns(sides, args.rounds, warm_ups=0)
+        _at_once.update({name: medians_of([vars(one) for one in found]) for name, found in outcomes.items()})
+    return _at_once
 
 
-def median_of(outcomes: Sequence[Outcome]) -> Figures:
-    return {name: median(getattr(one, name) for one in outcomes) for name in vars(outcomes[0])}
+def with_latency(args: Namespace) -> Figures:
+    """Run conversations of several turns, once, whose environments answer after `STEPS_AWAY` decode steps."""
+    if not _with_latency:
+        latency_s = STEPS_AWAY * at_once(args)["several"]["step_s"]
+        spec = replace(spec_of(args, args.turns), latency_s=latency_s)
+        outcomes = [vars(run(spec)) for _ in range(args.rounds)]
+        _with_latency.update({"latency_s": latency_s, **medians_of(outcomes)})
+    return _with_latency
 
 
 def zero_latency(args: Namespace) -> Figures:
     """Compare conversations whose environment answers at once with responses of one turn."""
-    sides = {name: median_of(outcomes) for name, outcomes in outcomes_at_once(args).items()}
-    ratio = sides["several"]["tokens_per_s"] / sides["single"]["tokens_per_s"]
-    return {"ratio": ratio, **sides}
-
-
-def latency(args: Namespace) -> Figures:
-    """Measure the engine's occupancy with a latency of ten decode steps."""
-    latency_s, outcomes = outcomes_with_latency(args)
-    return {"latency_s": latency_s, **median_of(outcomes)}
+    sides = at_once(args)
+    return {"ratio": sides["several"]["tokens_per_s"] / sides["single"]["tokens_per_s"], **sides}
 
 
 def kv(args: Namespace) -> Figures:
     """Return the share of the context of later turns whose KV is restored, with the latency and at once."""
-    _, outcomes = outcomes_with_latency(args)
-    several = outcomes_at_once(args)["several"]
-    return {"restored": median_of(outcomes)["restored"], "restored_at_once": median_of(several)["restored"]}
+    found = {"restored": with_latency(args), "restored_at_once": at_once(args)["several"]}
+    return {name: one["restored"] for name, one in found.items()}

@@ -67,24 +67,12 @@ class Workload:
 
     def overrides(self) -> list[str]:
         forced = [] if self.median is None else [f"rollout.sampling.forced_median={self.median}"]
-        return [
-            *("device=paced", f"device.pace={self.model}", f"device.pace_tokens={self.tokens}"),
-            *(
-                f"device.pace_speed={self.speed}",
-                f"device.pace_training={self.training}",
-                "cluster.stage_timeout_s=300",
-            ),
-            *("cluster.hardware=ascend_910c", f"cluster.npus={self.cards}", f"data.prompts_per_step={self.prompts}"),
-            *(f"algorithm.group_size={self.group}", f"rollout.max_response_length={self.cap}"),
-            *(
-                f"rollout.engine.max_seqs={self.sequences}",
-                "run.eval_prompts=0",
-                "run.steps=1000",
-                "training.share_prefixes=off",  # as the systems that it is compared with
-                *forced,
-                *self.options,
-            ),
-        ]
+        own = f"""device=paced device.pace={self.model} device.pace_tokens={self.tokens} device.pace_speed={self.speed}
+        device.pace_training={self.training} cluster.stage_timeout_s=300 cluster.hardware=ascend_910c
+        cluster.npus={self.cards} data.prompts_per_step={self.prompts} algorithm.group_size={self.group}
+        rollout.max_response_length={self.cap} rollout.engine.max_seqs={self.sequences} run.eval_prompts=0
+        run.steps=1000 training.share_prefixes=off"""  # as the systems that it is compared with
+        return [*own.split(), *forced, *self.options]
 
 
 @dataclass(frozen=True)
@@ -94,6 +82,8 @@ class Measured:
     mode: Mode
     workload: Workload
     rows: list[Row]
+    home: Path = Path()
+    """Folder that the run was started in"""
 
     def sum(self, *names: str) -> float:
         return sum(row.get(name, 0.0) for row in self.rows for name in names)
@@ -165,23 +155,21 @@ class Measured:
         and prefilled them again.
         """
         speed, rate = self.workload.speed, self.workload.tokens / self.workload.speed
-        bound_s, wall_s = self.bound_s(once or self), self.sum("timing_s/step")
-        seen = max(lag for lag in range(self.mode.staleness + 3) if lag == 0 or self.sum(f"staleness/lag_{lag}_count"))
-        figures: Figures = {
+        bound_s, wall_s, bound = self.bound_s(once or self), self.sum("timing_s/step"), self.mode.staleness
+        seen = max(lag for lag in range(bound + 3) if lag == 0 or self.sum(f"staleness/lag_{lag}_count"))
+        seconds = {"step_s": "timing_s/step", "tail_s": "timing_s/gen_tail", "switch_s": "timing_s/switch"}
+        counts = {"suspended": ("rollout/suspended_total", "rollout/interrupted")}
+        counts["mixed"] = ("staleness/mixed_versions_count",)
+        return {
             "tokens_per_s": self.tokens / wall_s * rate,
             "bound_tokens_per_s": self.tokens / bound_s * rate,
             "ratio_to_bound": bound_s / wall_s,
             "utilisation": self.work("ideal") / (self.workload.cards * wall_s),
-            "step_s": self.step_s * speed,
-            "tail_s": self.mean("timing_s/gen_tail") * speed,
-            "switch_s": self.mean("timing_s/switch") * speed,
-            "stale_beyond_bound": max(0, seen - self.mode.staleness),
+            **{name: self.mean(metric) * speed for name, metric in seconds.items()},
+            "stale_beyond_bound": max(0, seen - bound),
             "pace_overrun": self.overrun,
+            **{name: int(self.sum(*metrics)) for name, metrics in counts.items() if bound},
         }
-        if self.mode.staleness:
-            figures["suspended"] = int(self.sum("rollout/suspended_total", "rollout/interrupted"))
-            figures["mixed"] = int(self.sum("staleness/mixed_versions_count"))
-        return figures
 
 
 def run(mode: Mode, workload: Workload, folder: Path, steps: int, overrides: Sequence[str] = ()) -> Measured:
@@ -190,6 +178,6 @@ def run(mode: Mode, workload: Workload, folder: Path, steps: int, overrides: Seq
     home, last = folder / f"run-{len([*folder.glob('run-*')])}", mode.warm + steps
     options: Any = [f"model.path={folder / 'model'}", *workload.overrides(), *overrides, *mode.overrides()]
     rows = train(home, options, until=lambda rows: len(rows) >= last, poll_s=0.5)
-    measured = Measured(mode, workload, rows[mode.warm : last])
+    measured = Measured(mode, workload, rows[mode.warm : last], home)
     progress(" ".join([str(mode), *overrides]), measured.figures() | measured.lost())
     return measured

@@ -154,11 +154,10 @@ def lending(args: Namespace, workload: Workload, folder: Path) -> Figures:
                 "min_step_s": min(row["timing_s/step"] for row in found.rows) * workload.speed,
                 "max_step_s": max(row["timing_s/step"] for row in found.rows) * workload.speed,
             }
-    total = {
-        lend: sum(one["step_s"] for name, one in figures.items() if name.startswith(f"lend={lend}"))
-        for lend in ("true", "false")
-    }
-    return figures | {"gain": total["false"] / total["true"]}
+    on, off = (
+        sum(one["step_s"] for name, one in figures.items() if f"lend={lend}" in name) for lend in ("true", "false")
+    )
+    return figures | {"gain": off / on}
 
 
 def calibrated(args: Namespace, workload: Workload, folder: Path) -> Figures:

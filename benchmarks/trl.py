@@ -15,6 +15,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,7 @@ if __name__ == "__main__":
 from benchmarks.runs import follow, make_base, temporary_folder
 
 VERSION = "1.16.0"
-TASK = {
-    "group_size": 8,
-    "response_tokens": 5,
-    "minibatches": 2,
-    "kl_coef": 0.001,
-    "lr": 5e-4,
-    "betas": [0.9, 0.99],
-}
+TASK = {"group_size": 8, "response_tokens": 5, "minibatches": 2, "kl_coef": 0.001, "lr": 5e-4, "betas": [0.9, 0.99]}
 REACHED, WINDOW, POLL_S = 0.9, 5, 0.005
 
 
@@ -86,8 +80,7 @@ def measure(args: Namespace) -> Figures:
             return found
 
         sides = ["rlfusion", *(["trl"] if installed == VERSION else [])]
-        by_side = {name: lambda round, name=name: run(name, round) for name in sides}
-        return summary(in_turns(by_side, args.rounds, warm_ups=0))
+        return summary(in_turns({name: partial(run, name) for name in sides}, args.rounds, warm_ups=0))
 
 
 def version_of(python: str) -> str:
@@ -111,13 +104,9 @@ def ours(overrides: Sequence[str], *, base: Path, home: Path, steps: int, seed: 
 def theirs(python: str, *, base: Path, home: Path, steps: int, seed: int, task: dict[str, Any]) -> list[str]:
     """Return the command of TRL's side."""
     (home / "run").mkdir(parents=True)
-    options = dict(model=str(base), folder=str(home / "run"), steps=steps, seed=seed, task=task, root=str(ROOT))
-    code = """import json, sys
-options = json.loads(sys.argv[1])
-sys.path.insert(0, options.pop("root"))
-from benchmarks.trl import train
-train(**options)"""
-    return [python, "-c", code, json.dumps(options)]
+    options = dict(model=str(base), folder=str(home / "run"), steps=steps, seed=seed, task=task)
+    code = "import json, sys; sys.path.insert(0, sys.argv[1]); from benchmarks.trl import train; "
+    return [python, "-c", f"{code}train(**json.loads(sys.argv[2]))", str(ROOT), json.dumps(options)]
 
 
 def figures_of(times: Sequence[float], rewards: Sequence[float]) -> Run:
