@@ -26,12 +26,7 @@ class SampleQueue(ABC):
     """
 
     def put(
-        self,
-        batch: PackedBatch,
-        groups: Sequence[str] = (),
-        versions: Sequence[int | Span] = (),
-        *,
-        claim: str = "",
+        self, batch: PackedBatch, groups: Sequence[str] = (), versions: Sequence[int | Span] = (), *, claim: str = ""
     ) -> tuple[str, ...]:
         """Create the batch's samples, or add its columns to samples that exist. Returns the ids that were dropped
         before and therefore were not stored; waits while the queue is full.

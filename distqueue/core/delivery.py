@@ -10,12 +10,7 @@ from distqueue.segments import SegmentLedger
 
 
 def deliver(
-    table: SampleTable,
-    ledger: SegmentLedger,
-    taken: Taken,
-    *,
-    columns: Sequence[str],
-    lengths: Sequence[str],
+    table: SampleTable, ledger: SegmentLedger, taken: Taken, *, columns: Sequence[str], lengths: Sequence[str]
 ) -> Delivery:
     """Describe live samples that hold the columns. `lengths`: columns of which only the tokens are delivered."""
     if not len(taken):

@@ -306,13 +306,7 @@ class QueueCore:
         if put.claim:
             self.tick(now_s)
         late = self.table.put(
-            put.ids,
-            put.tokens,
-            segment=number,
-            groups=put.groups,
-            versions=put.versions,
-            now_s=now_s,
-            claim=put.claim,
+            put.ids, put.tokens, segment=number, groups=put.groups, versions=put.versions, now_s=now_s, claim=put.claim
         )
         self.ledger.commit(number)
         path = self.ledger.segments[number].path  # the same string for all segments that this file ever holds

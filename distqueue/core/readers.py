@@ -30,11 +30,7 @@ class Readers:
     """`deliver` locates the payload of leased samples; `is_complete`: whether no new sample can be put any more."""
 
     def __init__(
-        self,
-        table: SampleTable,
-        *,
-        deliver: Callable[[Taken, Selection], Delivery],
-        is_complete: Callable[[], bool],
+        self, table: SampleTable, *, deliver: Callable[[Taken, Selection], Delivery], is_complete: Callable[[], bool]
     ) -> None:
         self._table, self._deliver, self._is_complete = table, deliver, is_complete
         self.waiting: dict[Selection, list[Waiter]] = {}

@@ -80,12 +80,7 @@ class GroupReader:
     """
 
     def __init__(
-        self,
-        queue: Readable,
-        group: dist.ProcessGroup | None,
-        columns: Sequence[str],
-        *,
-        place: str | None = None,
+        self, queue: Readable, group: dist.ProcessGroup | None, columns: Sequence[str], *, place: str | None = None
     ):
         self.queue, self.group, self.columns = queue, group, tuple(columns)
         self.requests = 0

@@ -38,12 +38,7 @@ class SampleTable:
     """
 
     def __init__(
-        self,
-        tasks: Iterable[str],
-        lease_s: float,
-        *,
-        page_rows: int = PAGE_ROWS,
-        remembered: int = REMEMBERED,
+        self, tasks: Iterable[str], lease_s: float, *, page_rows: int = PAGE_ROWS, remembered: int = REMEMBERED
     ) -> None:
         self.tasks = tuple(tasks)
         if not self.tasks or len(set(self.tasks)) != len(self.tasks):
