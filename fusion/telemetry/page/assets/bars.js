@@ -27,22 +27,16 @@ function memoryOf(run) {
     });
     const mark = element("span", { class: "peak", style: { left: width(peak[phase]) }, title: "peak" });
     const full = capacity ? ` (${percent(peak[phase] / capacity, 1)})` : "";
-    return element(
-      "div",
-      { class: "bar-row" },
-      element("span", {}, phase),
-      element("div", { class: "bar" }, ...parts, mark),
-      element("span", {}, `${bytes(peak[phase])}${full}`),
-    );
+    return box("bar-row", span(phase), box("bar", ...parts, mark), span(`${bytes(peak[phase])}${full}`));
   });
   const rows = owners.map((owner, index) => [
-    element("span", {}, swatch(ownerColour(owner)), owner),
+    span(swatch(ownerColour(owner)), owner),
     ...phases.map((phase) => bytes(byOwner[phase][index])),
   ]);
   rows.push(["peak", ...phases.map((phase) => bytes(peak[phase]))]);
   const of = capacity ? `of ${bytes(capacity)} on the smallest card` : "the capacity of a card was not recorded";
   return [
-    element("p", { class: "quiet" }, `Maximum of each owner on the fullest card, with the peak of the phase; ${of}.`),
+    quiet(`Maximum of each owner on the fullest card, with the peak of the phase; ${of}.`),
     ...bars,
     table(["", ...phases], rows),
   ];
@@ -51,41 +45,29 @@ function memoryOf(run) {
 /** Vertical bars. `columns`: a label for each place, and in it one [value, colour, title] for each bar. */
 function columnChart(columns) {
   const most = Math.max(...columns.flatMap(({ bars }) => bars.map(([value]) => value))) || 1;
-  const drawn = columns.map(({ bars }) =>
-    element(
-      "div",
-      { class: "column" },
-      ...bars.map(([value, colour, title]) =>
-        element("i", { title, style: { height: `${(100 * value) / most}%`, background: colour } }),
-      ),
-    ),
-  );
+  const bar = ([value, colour, title]) =>
+    element("i", { title, style: { height: `${(100 * value) / most}%`, background: colour } });
+  const drawn = columns.map(({ bars }) => box("column", ...bars.map(bar)));
   const step = Math.ceil(columns.length / 8);
-  const labels = columns.map(({ label }, index) => element("span", {}, index % step ? "" : label));
-  return element(
-    "div",
-    { class: "histogram" },
-    element("div", { class: "columns" }, ...drawn),
-    element("div", { class: "labels" }, ...labels),
-  );
+  const labels = columns.map(({ label }, index) => span(index % step ? "" : label));
+  return box("histogram", box("columns", ...drawn), box("labels", ...labels));
 }
 
 function stalenessOf(run) {
   const { lag, groups } = run.staleness;
   const total = groups.reduce((sum, count) => sum + count, 0);
+  const share = (count) => percent(count / total, 1);
   const columns = groups.map((count, index) => ({
     label: String(lag[index]),
-    bars: [[count, "#2f6fde", `lag ${lag[index]}: ${count} groups, ${percent(count / total, 1)}`]],
+    bars: [[count, "#2f6fde", `lag ${lag[index]}: ${count} groups, ${share(count)}`]],
   }));
+  const rows = groups.map((count, index) => [String(lag[index]), count.toLocaleString("en"), share(count)]);
   const ended = Object.entries(run.ended).map(([how, count]) => `${count.toLocaleString("en")} ${how}`);
   const bound = run.max_staleness === null ? "" : ` The bound is ${run.max_staleness}.`;
   return [
-    element("p", { class: "quiet" }, `Trained groups by policy versions from admission to training.${bound}`),
+    quiet(`Trained groups by policy versions from admission to training.${bound}`),
     columnChart(columns),
-    table(
-      ["lag", "groups", "share"],
-      lag.map((versions, index) => [String(versions), groups[index].toLocaleString("en"), percent(groups[index] / total, 1)]),
-    ),
+    table(["lag", "groups", "share"], rows),
     element("p", {}, `Groups ended as: ${ended.join(", ")}.`),
   ];
 }
@@ -97,9 +79,8 @@ const LENGTH_SETS = [
 
 function lengthsOf(run) {
   const lengths = run.lengths;
-  const totals = Object.fromEntries(
-    LENGTH_SETS.map(([name]) => [name, lengths[name].reduce((sum, count) => sum + count, 0) || 1]),
-  );
+  const sum = (counts) => counts.reduce((total, count) => total + count, 0) || 1;
+  const totals = Object.fromEntries(LENGTH_SETS.map(([name]) => [name, sum(lengths[name])]));
   const columns = lengths.from.map((from, index) => {
     const range = lengths.width === 1 ? `${from}` : `${from}–${from + lengths.width - 1}`;
     const bars = LENGTH_SETS.map(([name, label, colour]) => {
@@ -108,24 +89,16 @@ function lengthsOf(run) {
     });
     return { label: String(from), bars };
   });
-  const legend = LENGTH_SETS.map(([, label, colour]) => element("span", {}, swatch(colour), label));
+  const legend = LENGTH_SETS.map(([, label, colour]) => span(swatch(colour), label));
   const measures = ["responses", "mean", "p50", "p90", "p99", "max"];
   const sets = Object.keys(lengths.summary);
-  const rows = measures.map((measure) => [
-    measure,
-    ...sets.map((name) => {
-      const value = lengths.summary[name][measure];
-      return Number.isInteger(value) ? value.toLocaleString("en") : value.toFixed(1);
-    }),
-  ]);
-  rows.push([
-    "tokens of the longest tenth",
-    ...sets.map((name) => percent(lengths.summary[name].tail_share, 1)),
-  ]);
+  const shown = (value) => (Number.isInteger(value) ? value.toLocaleString("en") : value.toFixed(1));
+  const rows = measures.map((measure) => [measure, ...sets.map((name) => shown(lengths.summary[name][measure]))]);
+  rows.push(["tokens of the longest tenth", ...sets.map((name) => percent(lengths.summary[name].tail_share, 1))]);
   const names = { all: "all steps", first: "first tenth", last: "last tenth" };
   const limit = run.max_length === null ? "" : ` The limit is ${run.max_length.toLocaleString("en")}.`;
   return [
-    element("p", { class: "quiet" }, `Tokens of the responses of trained groups, as a share of responses.${limit}`),
+    quiet(`Tokens of the responses of trained groups, as a share of responses.${limit}`),
     element("p", { class: "legend" }, ...legend),
     columnChart(columns),
     table(["", ...sets.map((name) => names[name])], rows),

@@ -49,7 +49,7 @@ class Chart {
   constructor(runs, name) {
     [this.runs, this.name, this.plot] = [runs, name, null];
     this.readout = element("output", { class: "readout" });
-    this.box = element("div", { class: "plot" });
+    this.box = box("plot");
     const title = element("figcaption", {}, element("b", {}, name), this.readout);
     this.figure = element("figure", { class: "chart", "data-metric": name }, title, this.box);
     nearby.observe(this.figure);
@@ -114,9 +114,8 @@ class Chart {
     const last = (column) => column.findLast((value) => value !== null && value !== undefined);
     const values = columns.map((column) => (at === null || at === undefined ? last(column) : column[at]));
     const where = at === null || at === undefined ? "last" : this.position(positions[at]);
-    const parts = values.map((value, index) =>
-      element("span", {}, this.runs.length > 1 ? swatch(runColour(index)) : null, String(value ?? "–")),
-    );
+    const mark = (index) => (this.runs.length > 1 ? swatch(runColour(index)) : null);
+    const parts = values.map((value, index) => span(mark(index), String(value ?? "–")));
     this.readout.replaceChildren(element("span", { class: "where" }, where), ...parts);
   }
 
@@ -160,16 +159,12 @@ function curvesSection(runs) {
   const key = [...evaluations.filter((name) => !/\/(low|high)$/.test(name)), ...KEY_METRICS];
   const shown = key.some(has) ? key.filter(has) : names.slice(0, 6);
   const every = Math.max(...runs.map((run) => run.curves.every));
-  const note = every > 1 ? element("p", { class: "quiet" }, `A point is the mean of up to ${every} steps.`) : null;
-  const figures = shown.map((name) => new Chart(runs, name).figure);
-  return section(
-    "curves",
-    "Curves",
-    curveControls(),
-    note,
-    element("div", { class: "charts" }, ...figures),
-    allMetrics(runs, names),
-  );
+  const note = every > 1 ? quiet(`A point is the mean of up to ${every} steps.`) : null;
+  return section("curves", "Curves", curveControls(), note, chartsOf(runs, shown), allMetrics(runs, names));
+}
+
+function chartsOf(runs, names) {
+  return box("charts", ...names.map((name) => new Chart(runs, name).figure));
 }
 
 function curveControls() {
@@ -188,22 +183,15 @@ function curveControls() {
       redrawCharts();
     },
   });
-  const axis = element(
-    "select",
-    {
-      id: "axis",
-      change: (event) => {
-        view.set("axis", event.target.value);
-        redrawCharts();
-      },
-    },
-    element("option", { value: "step" }, "step"),
-    element("option", { value: "wall_s" }, "wall time (s)"),
-  );
+  const change = (event) => {
+    view.set("axis", event.target.value);
+    redrawCharts();
+  };
+  const option = (value, text) => element("option", { value }, text);
+  const axis = element("select", { id: "axis", change }, option("step", "step"), option("wall_s", "wall time (s)"));
   axis.value = view.values.axis ?? "step";
-  return element(
-    "div",
-    { class: "controls" },
+  return box(
+    "controls",
     element("label", {}, "smoothing ", slider, shown),
     element("label", {}, "over ", axis),
     element("span", { class: "quiet" }, "drag to zoom, double-click to reset"),
@@ -224,18 +212,17 @@ function allMetrics(runs, names) {
       charts.delete(chart);
     }
     if (filter) {
-      const matching = names.filter((name) => name.includes(filter)).slice(0, 60);
-      list.replaceChildren(element("div", { class: "charts" }, ...matching.map((name) => new Chart(runs, name).figure)));
+      list.replaceChildren(chartsOf(runs, names.filter((name) => name.includes(filter)).slice(0, 60)));
       return;
     }
     list.replaceChildren(
       ...[...groups].map(([group, members]) => {
-        const box = element("div", { class: "charts" });
+        const figures = chartsOf(runs, []);
         const fill = (event) => {
-          if (event.target.open && !box.childElementCount)
-            box.append(...members.map((name) => new Chart(runs, name).figure));
+          if (event.target.open && !figures.childElementCount) figures.append(...chartsOf(runs, members).children);
         };
-        return remembered(`metrics/${group}`, { toggle: fill }, element("summary", {}, `${group} (${members.length})`), box);
+        const summary = element("summary", {}, `${group} (${members.length})`);
+        return remembered(`metrics/${group}`, { toggle: fill }, summary, figures);
       }),
     );
   };

@@ -13,6 +13,19 @@ function element(name, attributes = {}, ...children) {
   return made;
 }
 
+/** A `div` of a class. */
+function box(name, ...children) {
+  return element("div", { class: name }, ...children);
+}
+
+function span(...children) {
+  return element("span", {}, ...children);
+}
+
+function quiet(text) {
+  return element("p", { class: "quiet" }, text);
+}
+
 function section(id, title, ...children) {
   return element("section", { id }, element("h2", {}, title), ...children);
 }

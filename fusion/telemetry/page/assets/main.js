@@ -12,14 +12,9 @@ function headline(run, index, several) {
   if (run.typical) facts.push(`typical step ${seconds(run.typical.us / 1e6)} s, bubbles ${percent(run.typical.bubble)}`);
   const name = element("h1", {}, several ? swatch(runColour(index)) : null, run.name);
   const cautions = run.cautions.map((caution) => element("li", {}, caution));
-  return element(
-    "header",
-    { class: "run" },
-    name,
-    element("p", {}, facts.join(" · ")),
-    run.profiles.length ? element("p", {}, `profiler traces: ${run.profiles.join(", ")}`) : null,
-    cautions.length ? element("ul", { class: "cautions" }, ...cautions) : null,
-  );
+  const traces = run.profiles.length ? element("p", {}, `profiler traces: ${run.profiles.join(", ")}`) : null;
+  const listed = cautions.length ? element("ul", { class: "cautions" }, ...cautions) : null;
+  return element("header", { class: "run" }, name, element("p", {}, facts.join(" · ")), traces, listed);
 }
 
 function heldOut(run, when) {
@@ -34,23 +29,23 @@ function perRun(id, title, runs, has, contents) {
   const parts = having.map((run) => {
     const index = runs.indexOf(run);
     const name = runs.length > 1 ? element("h3", {}, swatch(runColour(index)), run.name) : null;
-    return element("div", { class: "part" }, name, ...contents(run));
+    return box("part", name, ...contents(run));
   });
-  return section(id, title, element("div", { class: runs.length > 1 ? "parts" : "" }, ...parts));
+  return section(id, title, box(runs.length > 1 ? "parts" : "", ...parts));
 }
 
 /** A table of which every cell says where it is from: measured, simulated, an input, … */
 function comparisonSection(comparison) {
   if (!comparison) return null;
-  const cell = ({ text, from }) => element("span", {}, text, from ? element("small", { class: "quiet" }, ` ${from}`) : null);
-  const notes = comparison.notes.map((note) => element("p", { class: "quiet" }, note));
+  const cell = ({ text, from }) => span(text, from ? element("small", { class: "quiet" }, ` ${from}`) : null);
+  const notes = comparison.notes.map(quiet);
   return section("comparison", comparison.title, table(comparison.header, comparison.rows.map((row) => row.map(cell))), ...notes);
 }
 
 /** Draws what is not near the screen, too: it is on paper. */
 function drawAll() {
   for (const chart of charts) if (!chart.plot) chart.draw();
-  for (const strip of strips) strip.draw();
+  drawStrips();
 }
 
 function build({ runs, differences, typical, comparison, refresh_s: refreshSeconds }) {
@@ -69,14 +64,14 @@ function build({ runs, differences, typical, comparison, refresh_s: refreshSecon
   ].filter(Boolean);
   const links = sections.map((part) => element("a", { href: `#${part.id}` }, part.querySelector("h2").textContent));
   const heads = runs.map((run, index) => headline(run, index, runs.length > 1));
-  page.append(element("div", { class: "heads" }, ...heads), element("nav", {}, ...links), ...sections);
+  page.append(box("heads", ...heads), element("nav", {}, ...links), ...sections);
   new ResizeObserver(() => {
     resizeCharts();
-    for (const strip of strips) strip.draw();
+    drawStrips();
   }).observe(page);
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     redrawCharts();
-    for (const strip of strips) strip.draw();
+    drawStrips();
   });
   window.addEventListener("beforeprint", drawAll);
   if (refreshSeconds !== null) setInterval(() => document.hidden || location.reload(), 1000 * refreshSeconds);

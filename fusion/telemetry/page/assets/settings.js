@@ -5,17 +5,13 @@ function settingsSection(runs, differences) {
   const keys = [...new Set(runs.flatMap((run) => Object.keys(run.config)))];
   if (!keys.length) return null;
   const cell = (value) => element("code", {}, value ?? "–");
-  const all = table(
-    ["key", ...names],
-    keys.map((key) => [key, ...runs.map((run) => cell(run.config[key]))]),
-  );
+  const tableOf = (rows) => table(["key", ...names], rows);
+  const all = tableOf(keys.map((key) => [key, ...runs.map((run) => cell(run.config[key]))]));
   const parts = [];
   if (runs.length > 1) {
     const rows = differences.map(({ key, values }) => [key, ...values.map(cell)]);
-    parts.push(
-      element("h3", {}, "What differs"),
-      rows.length ? table(["key", ...names], rows) : element("p", {}, "Nothing: the configs are equal."),
-    );
+    const differing = rows.length ? tableOf(rows) : element("p", {}, "Nothing: the configs are equal.");
+    parts.push(element("h3", {}, "What differs"), differing);
   }
   parts.push(remembered("config", {}, element("summary", {}, `All ${keys.length} keys`), all));
   return section("config", "Config", ...parts);

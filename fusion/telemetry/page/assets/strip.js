@@ -22,9 +22,8 @@ class Strips {
     this.readout = element("output", { class: "readout" });
     const button = (text, label, act) =>
       element("button", { type: "button", click: act, "aria-label": label, title: label }, text);
-    const controls = element(
-      "div",
-      { class: "controls" },
+    const controls = box(
+      "controls",
       button("+", "zoom in", () => this.zoom(0.5, (this.from + this.to) / 2)),
       button("−", "zoom out", () => this.zoom(2, (this.from + this.to) / 2)),
       button("←", "earlier", () => this.shift(-0.5)),
@@ -33,8 +32,7 @@ class Strips {
       element("span", { class: "quiet" }, "drag to zoom, Ctrl and wheel, or the buttons"),
     );
     this.selected = element("span", { class: "selected" });
-    const drawing = element("div", { class: "drawing" }, this.canvas, this.selected);
-    this.box = element("div", { class: "strip-box" }, controls, drawing, this.readout);
+    this.box = box("strip-box", controls, box("drawing", this.canvas, this.selected), this.readout);
     nearby.observe(this.box);
     onScreen.set(this.box, () => this.draw());
     this.read(null);
@@ -199,8 +197,12 @@ function niceStep(least) {
 
 const strips = new Set();
 
+function drawStrips() {
+  for (const strip of strips) strip.draw();
+}
+
 function legendOf(cards) {
-  const kinds = cards.kinds.map(({ kind }) => element("span", {}, swatch(kindColour(kind)), kind));
+  const kinds = cards.kinds.map(({ kind }) => span(swatch(kindColour(kind)), kind));
   return element("p", { class: "legend" }, ...kinds);
 }
 
@@ -210,7 +212,7 @@ function typicalSection(typical) {
   const drawn = new Strips(typical, "typical", 40, Math.min(260, 60 + 5.6 * Math.max(...typical.strips.map(({ card }) => card.length)) - 50));
   strips.add(drawn);
   const note = "From one update of the weights to the next, the median step of each run. A lane is the mean over its cards.";
-  return section("typical", "A typical step", element("p", { class: "quiet" }, note), legendOf(typical), drawn.box);
+  return section("typical", "A typical step", quiet(note), legendOf(typical), drawn.box);
 }
 
 function cardsOf(run) {
@@ -218,7 +220,7 @@ function cardsOf(run) {
   const drawn = new Strips(cards, run.name);
   strips.add(drawn);
   const rows = cards.kinds.map(({ kind, share }) => [
-    element("span", {}, swatch(kindColour(kind)), kind),
+    span(swatch(kindColour(kind)), kind),
     percent(share, 1),
     ...cards.table.map((card) => seconds(card.seconds[kind] ?? 0)),
   ]);
