@@ -12,8 +12,8 @@ from typing import Any
 from fusion.costmodel.memory import estimate_memory
 from fusion.costmodel.search import context_sizes, problems, shared_kv_sizes
 from fusion.costmodel.setup import Setup
+from fusion.telemetry.keys import as_yaml
 
-CP, DCP = "parallel.train.cp", "parallel.infer.dcp"
 MAX_TOGETHER = 3
 """Number of settings that are changed together at most"""
 
@@ -30,20 +30,15 @@ def alternatives(setup: Setup) -> list[tuple[str, Any]]:
     while tokens >= longest:
         found.append(("training.token_budget", tokens))
         tokens //= 2
-    found += [(DCP, dcp) for dcp in shared_kv_sizes(setup, setup.infer)]
-    return found + [(CP, cp) for cp in context_sizes(setup, setup.train) if cp > setup.train.cp]
+    found += [("parallel.infer.dcp", dcp) for dcp in shared_kv_sizes(setup, setup.infer)]
+    sizes = [cp for cp in context_sizes(setup, setup.train) if cp > setup.train.cp]
+    return found + [("parallel.train.cp", cp) for cp in sizes]
 
 
 def changed(setup: Setup, settings: Mapping[str, Any]) -> Setup:
     """Return a setup with other settings, by config key."""
     for key, value in settings.items():
-        if key == CP:
-            setup = replace(setup, train=replace(setup.train, cp=value))
-            continue
-        if key == DCP:
-            setup = replace(setup, infer=replace(setup.infer, dcp=value))
-            continue
-        group, name = key.split(".")
+        *_, group, name = key.split(".")  # `train` and `infer` of `parallel` are fields of a setup themselves
         setup = replace(setup, **{group: replace(getattr(setup, group), **{name: value})})
     return setup
 
@@ -54,7 +49,8 @@ def fitting_settings(setup: Setup) -> dict[str, Any] | None:
     for count in range(MAX_TOGETHER + 1):
         for chosen in combinations(options, count):
             settings = dict(chosen)
-            if len(settings) == count and not _problems(changed(setup, settings)):
+            other = changed(setup, settings)
+            if len(settings) == count and not problems(other, estimate_memory(other)):
                 return settings
     return None
 
@@ -64,12 +60,4 @@ def advice(setup: Setup) -> str:
     settings = fitting_settings(setup)
     if settings is None:
         return "no setting makes it fit: use more cards, or split the model more (parallel.train, parallel.infer)"
-    return "it fits with " + " ".join(f"{key}={_shown(value)}" for key, value in settings.items())
-
-
-def _problems(setup: Setup) -> tuple[str, ...]:
-    return problems(setup, estimate_memory(setup))
-
-
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return "it fits with " + " ".join(f"{key}={as_yaml(value)}" for key, value in settings.items())

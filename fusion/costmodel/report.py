@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -19,6 +20,7 @@ from fusion.ep_switch.topology import LEVELS
 from fusion.model import Parallel
 
 GIB, GB = 2.0**30, 1e9
+SECONDS = ("step_s", "train_s", "generate_s", "switch_s")
 LINKS = {
     "card": "inside a card",
     "node": "inside a node",
@@ -89,11 +91,8 @@ def as_dict(chosen: SetupEstimate, ranking: Ranking, check: dict[str, float]) ->
         "moved": {
             way: {
                 end: {
-                    level: {
-                        "mean": float(getattr(traffic, end)[i].mean()),
-                        "most": float(getattr(traffic, end)[i].max()),
-                    }
-                    for i, level in enumerate(LEVELS)
+                    level: {"mean": float(nbytes.mean()), "most": float(nbytes.max())}
+                    for level, nbytes in zip(LEVELS, getattr(traffic, end), strict=True)
                 }
                 for end in ("sent", "received")
             }
@@ -116,7 +115,7 @@ def as_dict(chosen: SetupEstimate, ranking: Ranking, check: dict[str, float]) ->
         "figures": {name: {"value": v, "source": s} for name, (v, s) in setup.hardware.figures().items()},
         "ranking": [_pair(pair) for pair in ranking.pairs],
         "deployments": [_deployment_row(plan) for plan in ranking.deployments],
-        "recommended": _recommended(ranking),
+        "recommended": next(map(_deployment_row, ranking.deployments), None),
         "check": {what: {"predicted": s, "published": PUBLISHED[what]} for what, s in check.items()},
     }
 
@@ -126,12 +125,8 @@ def _pair(pair: SetupEstimate) -> dict[str, Any]:
         "train": layout_text(pair.setup.train),
         "infer": layout_text(pair.setup.infer),
         "fits": not pair.problems,
-        "step_s": pair.step_s,
-        "train_s": pair.train_s,
-        "generate_s": pair.generate_s,
-        "switch_s": pair.switch_s,
         "kv_tokens": pair.memory.kv_tokens,
-    }
+    } | {name: getattr(pair, name) for name in SECONDS}
 
 
 def _deployment_row(plan: DeploymentEstimate) -> dict[str, Any]:
@@ -141,17 +136,8 @@ def _deployment_row(plan: DeploymentEstimate) -> dict[str, Any]:
         "train_dies": plan.train.world,
         "infer": layout_text(plan.infer),
         "infer_dies": plan.infer.world,
-        "step_s": plan.step_s,
-        "generate_s": plan.generate_s,
-        "train_s": plan.train_s,
-        "switch_s": plan.switch_s,
-        "reference_s": plan.reference_s,
         "keys": keys_of(plan),
-    }
-
-
-def _recommended(ranking: Ranking) -> dict[str, Any] | None:
-    return _deployment_row(ranking.deployments[0]) if ranking.deployments else None
+    } | {name: getattr(plan, name) for name in (*SECONDS, "reference_s")}
 
 
 def _heading(chosen: SetupEstimate, notes: Iterable[str]) -> Text:
@@ -213,12 +199,14 @@ def _fits(total: float, usable: float) -> str:
 def _bytes(chosen: SetupEstimate) -> Group:
     table = table_of("link", *("sent", "most", "received", "most") * 2)
     for i, level in enumerate(LEVELS):
-        row = [figure(end[i]) / GB for t in chosen.moved for end in (t.sent, t.received) for figure in (_mean, _most)]
+        row = [
+            figure(end[i]) / GB for t in chosen.moved for end in (t.sent, t.received) for figure in (np.mean, np.max)
+        ]
         if any(row):
             outer = "between nodes" if level == "network" and not chosen.setup.hardware.has_supernodes else LINKS[level]
             table.add_row(outer, *(f"{value:.2f}" for value in row))
     table.add_section()
-    row = [figure(end.sum(0)) / GB for t in chosen.moved for end in (t.sent, t.received) for figure in (_mean, _most)]
+    row = [f(end.sum(0)) / GB for t in chosen.moved for end in (t.sent, t.received) for f in (np.mean, np.max)]
     table.add_row("together", *(f"{value:.2f}" for value in row))
     kept = [t.kept.max() / GB for t in chosen.moved]
     return _under(
@@ -226,14 +214,6 @@ def _bytes(chosen: SetupEstimate) -> Group:
         table,
         f"Held in both layouts, and therefore not sent: up to {kept[0]:.2f} GB a die.",
     )
-
-
-def _mean(values: Any) -> float:
-    return float(values.mean())
-
-
-def _most(values: Any) -> float:
-    return float(values.max())
 
 
 def _seconds(chosen: SetupEstimate) -> Group:
@@ -294,8 +274,7 @@ def _pairs(ranking: Ranking, chosen: SetupEstimate) -> Group:
 def _deployments(ranking: Ranking) -> RenderableType:
     if not ranking.deployments:
         return Text("No deployment of this model fits these dies.", style="red")
-    columns = ("deployment", "trains", "generates", "step s", "generate", "train", "switch")
-    table = table_of(*columns, left=3)
+    table = table_of("deployment", "trains", "generates", "step s", "generate", "train", "switch", left=3)
     for plan in ranking.deployments:
         trains = f"{plan.train.world} dies {layout_text(plan.train)}"
         generates = f"{plan.infer.world} dies {layout_text(plan.infer)}"
