@@ -17,10 +17,12 @@ Invariants of `summarize`:
 3. The result does not depend on the order of the spans, nor on how they were divided over processes.
 """
 
+from __future__ import annotations
+
 import heapq
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -66,8 +68,7 @@ class Span(NamedTuple):
 class Timeline:
     """Record the spans of one card in one process; safe from several threads. `clock_ns` may be a virtual clock.
 
-    `max_spans`: number of the last spans that are kept until `drain`; 0 if it is never drained; None: all.
-    """
+    `max_spans`: number of the last spans that are kept until `drain`; 0 if it is never drained; None: all."""
 
     def __init__(self, card: str, clock_ns: Callable[[], int] = wall_ns, max_spans: int | None = None) -> None:
         self.card = card
@@ -135,12 +136,22 @@ class Timeline:
 
 @dataclass(frozen=True)
 class CardSummary:
-    """One card's wall-clock time by kind: `sum(by_kind_ns.values()) + idle_ns == wall_ns`."""
+    """One card's wall-clock time by kind: `sum(by_kind_ns.values()) + idle_ns == wall_ns`. Kinds are in order."""
 
     card: str
     wall_ns: int
     by_kind_ns: dict[str, int]
     idle_ns: int
+
+    @classmethod
+    def of(cls, card: str, intervals: Iterable[tuple[str | None, int]]) -> CardSummary:
+        """Sum intervals (kind, None for idle; nanoseconds)."""
+        sums: dict[str | None, int] = {None: 0}
+        for kind, length_ns in intervals:
+            sums[kind] = sums.get(kind, 0) + length_ns
+        wall_ns, idle_ns = sum(sums.values()), sums.pop(None)
+        by_kind = {kind: sums[kind] for kind in sorted(filter(None, sums))}
+        return cls(card=card, wall_ns=wall_ns, by_kind_ns=by_kind, idle_ns=idle_ns)
 
     @property
     def busy_ns(self) -> int:
@@ -167,7 +178,10 @@ def summarize(
     for span in spans:
         by_card.setdefault(span.card, []).append(span)
     end = max(start, end)
-    return [_summary(card, by_card[card], start=start, end=end) for card in sorted(by_card, key=natural)]
+    return [
+        CardSummary.of(card, ((kind, stop - begin) for kind, begin, stop in innermost(by_card[card], start, end)))
+        for card in sorted(by_card, key=natural)
+    ]
 
 
 def starts_of(spans: Iterable[Span]) -> list[list[Span]]:
@@ -206,14 +220,3 @@ def innermost(spans: Iterable[Span], start: int, end: int) -> Iterator[tuple[str
 def natural(name: str) -> list[tuple[int, str]]:
     """Return a key that sorts `card 2` before `card 10`."""
     return [(int(word), "") if word.isdigit() else (-1, word) for word in name.split()]
-
-
-def _summary(card: str, spans: Sequence[Span], *, start: int, end: int) -> CardSummary:
-    by_kind: dict[str, int] = {}
-    idle = 0
-    for kind, begin, stop in innermost(spans, start, end):
-        if kind is None:
-            idle += stop - begin
-        else:
-            by_kind[kind] = by_kind.get(kind, 0) + stop - begin
-    return CardSummary(card=card, wall_ns=end - start, by_kind_ns=dict(sorted(by_kind.items())), idle_ns=idle)

@@ -78,12 +78,8 @@ def _intervals(starts: Sequence[Sequence[Span]]) -> tuple[_Intervals, list[int]]
 
 
 def _summary(card: str, intervals: Sequence[tuple[str | None, int]]) -> CardSummary:
-    by_kind_ns: dict[str, int] = {}
-    for kind, length_ns in intervals:
-        if kind is not ABSENT:
-            by_kind_ns[kind] = by_kind_ns.get(kind, 0) + length_ns
-    wall_ns, idle_ns = sum(by_kind_ns.values()), by_kind_ns.pop(IDLE, 0)
-    return CardSummary(card=card, wall_ns=wall_ns, by_kind_ns=by_kind_ns, idle_ns=idle_ns)
+    present = ((None if kind == IDLE else kind, length_ns) for kind, length_ns in intervals if kind is not ABSENT)
+    return CardSummary.of(card, present)
 
 
 def _strip(intervals: Iterable[tuple[str | None, int]], max_runs: int) -> StageStrip:
