@@ -10,6 +10,7 @@ a key that is changed where it has no effect, by `rlfusion check`, which lists t
 simulation, which refuse what they do not read, and by the page of keys. Pure.
 """
 
+import operator
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from functools import reduce
@@ -56,7 +57,7 @@ class KeyUse:
         return " and ".join(_condition(_path(name, group), accepted) for name, accepted in self.only.items())
 
 
-BOUNDS = ("at_least", "above", "at_most", "below")
+BOUNDS = {"at_least": operator.ge, "above": operator.gt, "at_most": operator.le, "below": operator.lt}
 
 
 def key(default: Any = MISSING, *, factory: Any = MISSING, number: bool = False, read_by: str = "", **use: Any) -> Any:

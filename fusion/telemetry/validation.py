@@ -19,9 +19,9 @@ import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, NamedTuple, get_args, get_type_hints
+from typing import Any, ClassVar, get_args, get_type_hints
 
-from fusion.telemetry.keys import unused, use_of
+from fusion.telemetry.keys import BOUNDS, unused, use_of
 
 
 @dataclass(frozen=True)
@@ -39,24 +39,24 @@ class Checks:
             raise ValueError(f"{self.group}.{key}={_shown(getattr(self.values, key))}: expected {expected}")
 
     def integer(self, *keys: str, null: bool = False, words: Collection[str] = (), **bounds: float) -> None:
-        """Expect whole numbers within the bounds (`_Bounds`), one of ``words``, or None where ``null``.
+        """Expect whole numbers within the bounds (`BOUNDS`), one of ``words``, or None where ``null``.
         ValueError: names the first key that holds something else."""
         keys = tuple(key for key in keys if getattr(self.values, key) not in words)
         kind = ", ".join([*words, "a whole number"])
-        self._bounded(keys, kind, is_whole, null=null, bounds=_Bounds(**bounds))
+        self._bounded(keys, kind, is_whole, null=null, bounds=bounds)
 
     def number(self, *keys: str, null: bool = False, **bounds: float) -> None:
-        """Expect finite numbers within the bounds (`_Bounds`), or None where ``null``.
+        """Expect finite numbers within the bounds (`BOUNDS`), or None where ``null``.
         ValueError: names the first key that holds something else."""
-        self._bounded(keys, "a number", is_finite, null=null, bounds=_Bounds(**bounds))
+        self._bounded(keys, "a number", is_finite, null=null, bounds=bounds)
 
     def _bounded(
-        self, keys: Sequence[str], kind: str, is_kind: Callable[[Any], bool], *, null: bool, bounds: _Bounds
+        self, keys: Sequence[str], kind: str, is_kind: Callable[[Any], bool], *, null: bool, bounds: Mapping[str, float]
     ) -> None:
         for key in keys:
             value = getattr(self.values, key)
-            holds = (value is None and null) or (is_kind(value) and bounds.hold(value))
-            self.that(key, holds, bounds.describe(kind) + (", or null" if null else ""))
+            within = is_kind(value) and all(BOUNDS[name](value, limit) for name, limit in bounds.items())
+            self.that(key, (value is None and null) or within, _described(kind, **bounds) + ", or null" * null)
 
     def boolean(self, *keys: str) -> None:
         """Expect true or false.
@@ -159,30 +159,20 @@ def _shown(value: Any) -> str:
         return "a whole number of thousands of digits"
 
 
-class _Bounds(NamedTuple):
-    """Limits of a number; None: no limit."""
-
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
-    below: float | None = None
-
-    def hold(self, value: float) -> bool:
-        return (
-            (self.at_least is None or value >= self.at_least)
-            and (self.above is None or value > self.above)
-            and (self.at_most is None or value <= self.at_most)
-            and (self.below is None or value < self.below)
-        )
-
-    def describe(self, kind: str) -> str:
-        low = self.above if self.at_least is None else self.at_least
-        high = self.below if self.at_most is None else self.at_most
-        if low is None and high is None:
-            return kind
-        if low is not None and high is not None:
-            opening, closing = "[" if self.above is None else "(", "]" if self.below is None else ")"
-            return f"{kind} in {opening}{low:g}, {high:g}{closing}"
-        if low is not None:
-            return f"{kind} above {low:g}" if self.at_least is None else f"{kind} of at least {low:g}"
-        return f"{kind} below {high:g}" if self.at_most is None else f"{kind} of at most {high:g}"
+def _described(
+    kind: str,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> str:
+    """Return in words what is expected; None: no limit."""
+    low, high = above if at_least is None else at_least, below if at_most is None else at_most
+    if low is not None and high is not None:
+        opening, closing = "[" if above is None else "(", "]" if below is None else ")"
+        return f"{kind} in {opening}{low:g}, {high:g}{closing}"
+    if low is not None:
+        return f"{kind} above {low:g}" if at_least is None else f"{kind} of at least {low:g}"
+    if high is not None:
+        return f"{kind} below {high:g}" if at_most is None else f"{kind} of at most {high:g}"
+    return kind
