@@ -26,7 +26,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 GIB = 2**30
-CHECKOUT = (ROOT / "setup.py").is_file()
+SETUP = ROOT / "setup.py"
+CHECKOUT = SETUP.is_file()
 """Whether this is the script of a checkout, which may not be installed yet, or that of a wheel."""
 INSTALL = "pip install -e . in the checkout" if CHECKOUT else "pip install rlfusion"
 COMPILERS = ("g++", "c++", "clang++")
@@ -62,29 +63,32 @@ def python() -> Check:
     return Check("Python", "ok", version)
 
 
-def setup_argument(keyword: str) -> Any:
-    """Reads an argument of `setup`, which must be a literal, from setup.py, without importing it."""
-    for node in ast.walk(ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))):
-        if isinstance(node, ast.keyword) and node.arg == keyword:
+def literal_in(path: Path, name: str) -> Any:
+    """Reads an argument of a call, or a variable, which must be a literal, from a file, without importing it."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        is_argument = isinstance(node, ast.keyword) and node.arg == name
+        if is_argument or isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == name:
             return ast.literal_eval(node.value)
-    raise AssertionError(f"setup.py has no argument {keyword}")
+    raise AssertionError(f"{path} has no {name}")
 
 
 def required_python() -> str:
-    return setup_argument("python_requires") if CHECKOUT else importlib.metadata.metadata("rlfusion")["Requires-Python"]
+    return (
+        literal_in(SETUP, "python_requires") if CHECKOUT else importlib.metadata.metadata("rlfusion")["Requires-Python"]
+    )
 
 
 def required_packages() -> list[str]:
     """Returns the requirements of the project, without those of its extras."""
     if CHECKOUT:
-        return setup_argument("install_requires")
+        return literal_in(SETUP, "install_requires")
     return [one for one in importlib.metadata.requires("rlfusion") or () if "extra ==" not in one]
 
 
 def required_by(extra: str) -> str:
     """Returns the first requirement of an extra."""
     if CHECKOUT:
-        return setup_argument("extras_require")[extra][0]
+        return literal_in(SETUP, "extras_require")[extra][0]
     named = [one.partition(";") for one in importlib.metadata.requires("rlfusion") or ()]
     return next(one.strip() for one, _, marker in named if marker.replace("'", '"').strip() == f'extra == "{extra}"')
 
@@ -196,14 +200,6 @@ def vllm_versions() -> list[Check]:
     rows += [(name, f"refused: {reason}") for name, reason in calls["REFUSED"].items()]
     here = [f"{name} {version}" for name in VLLM_PACKAGES if (version := version_of(name))]
     return [Check("vLLM versions", "ok" if name in here else "none", f"{name} {verdict}") for name, verdict in rows]
-
-
-def literal_in(path: Path, name: str) -> Any:
-    """Reads a variable of a module, which must be a literal, without importing it."""
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == name:
-            return ast.literal_eval(node.value)
-    raise AssertionError(f"{path} has no variable {name}")
 
 
 def program(name: str, backend: Backend) -> Check:
