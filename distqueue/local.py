@@ -37,22 +37,7 @@ class LocalQueue(SampleQueue):
     """Samples between the stages of one process; `DistQueue` is the same across processes.
 
     `tasks`: the stages that must acknowledge a sample before it is freed. `lease_s`: a sample not acknowledged within
-    it is handed out again. `max_rows`, `max_bytes`: bounds beyond which a put of new samples waits.
-
-    >>> import torch
-    >>> from distqueue import LocalQueue, PackedBatch
-    >>> queue = LocalQueue(["reward", "train"])
-    >>> queue.put(PackedBatch.from_samples(["a", "b"], {"tokens": [torch.tensor([1, 2]), torch.tensor([3])]}))
-    ()
-    >>> batch = queue.get("reward", ["tokens"], count=2)
-    >>> batch.ids, batch["tokens"][0].tolist()
-    (('a', 'b'), [1, 2])
-    >>> queue.put(PackedBatch.from_samples(batch.ids, {"reward": torch.tensor([1.0, 0.0])}))
-    ()
-    >>> queue.ack("reward", batch.ids)
-    >>> queue.get("train", ["tokens", "reward"], count=2).ids
-    ('a', 'b')
-    """
+    it is handed out again. `max_rows`, `max_bytes`: bounds beyond which a put of new samples waits."""
 
     def __init__(
         self,

@@ -31,19 +31,7 @@ def stream(
     `options`: the other fields of `GetRequest`. `ahead`: batches prefetched beyond the current one; 0: none.
 
     QueueClosed: the queue was closed before it was drained. TimeoutError: as `get`. ValueError: a request that can
-    never be served.
-
-    >>> import torch
-    >>> from distqueue import LocalQueue, PackedBatch, stream
-    >>> queue = LocalQueue(["train"])
-    >>> queue.put(PackedBatch.from_samples(["a", "b", "c"], {"reward": torch.tensor([1.0, 0.0, 0.5])}))
-    ()
-    >>> queue.seal()
-    >>> [batch["reward"].buffer.tolist() for batch in stream(queue, "train", ["reward"], count=2)]
-    [[1.0, 0.0], [0.5]]
-    >>> queue.stats()["distqueue/ended/done"]
-    3
-    """
+    never be served."""
     return _batches(queue, GetRequest(task, columns, **options), ahead)
 
 

@@ -11,10 +11,7 @@ import sys
 import pytest
 
 
-@pytest.mark.parametrize(
-    "module",
-    ["distqueue", "distqueue.hierarchy.reader", "distqueue.local", "distqueue.stream"],
-)
+@pytest.mark.parametrize("module", ["distqueue", "distqueue.hierarchy.reader", "distqueue.stream"])
 def test_the_examples_of_the_public_interface_hold(module: str) -> None:
     result = doctest.testmod(importlib.import_module(module))
     assert result.attempted and not result.failed
