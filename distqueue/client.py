@@ -55,8 +55,7 @@ class QueueTraffic:
 class DistQueue(SampleQueue):
     """A handle on a queue. Picklable: pass it to workers. Thread-safe.
 
-    Every method raises what `SampleQueue` states, and QueueClosed if the actor has ended.
-    """
+    Every method raises what `SampleQueue` states, and QueueClosed if the actor has ended."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -85,8 +84,7 @@ class DistQueue(SampleQueue):
         `checkpoint`, in which no sample is leased.
 
         ValueError names the option that is wrong or differs from the journal's or checkpoint's, a journal that another
-        queue has open, and a journal that already holds a queue where a checkpoint is to be resumed.
-        """
+        queue has open, and a journal that already holds a queue where a checkpoint is to be resumed."""
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         options = replace(options or QueueOptions(), **fields)
@@ -161,8 +159,7 @@ class DistQueue(SampleQueue):
         """Write the queue as of one instant to a new folder that every node sees; `create` resumes it.
 
         Every call that was answered before this one is in it; puts and gets continue meanwhile. Returns when the
-        checkpoint is on disk; if it fails, no folder of this name exists. ValueError: the folder exists.
-        """
+        checkpoint is on disk; if it fails, no folder of this name exists. ValueError: the folder exists."""
         check_absolute("checkpoint", folder)
         self._call("checkpoint", folder, uuid.uuid4().hex)
 

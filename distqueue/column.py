@@ -70,8 +70,7 @@ class Column:
     def pack(cls, values: Column | Tensor | Sequence[Any], ids: Sequence[str], name: str) -> Column:
         """Pack a dense tensor (B, *row) or a list of B ragged tensors, strings or dicts.
 
-        ValueError names the column and, where it applies, the sample.
-        """
+        ValueError names the column and, where it applies, the sample."""
         if len(values) != len(ids):
             raise ValueError(f"column {name!r}: {len(values)} samples for {len(ids)} ids")
         if isinstance(values, Column):

@@ -22,8 +22,7 @@ Change = Callable[Concatenate[QueueCore, Params], Any]
 class SampleQueue(ABC):
     """Stores samples between the stages of training. Thread-safe.
 
-    Every method raises QueueClosed once the queue is closed.
-    """
+    Every method raises QueueClosed once the queue is closed."""
 
     def put(
         self, batch: PackedBatch, groups: Sequence[str] = (), versions: Sequence[int | Span] = (), *, claim: str = ""
@@ -42,8 +41,7 @@ class SampleQueue(ABC):
         group that changes, a new sample after `seal`, more than max_rows or max_bytes at once; of a claim: a sample
         that was never put or has ended, or that the task holds or has acknowledged. SamplesLost, a ValueError, names
         those that were lost if these are all that is wrong with a claim.
-        StorageFull, with nothing changed: there is no space for the payload.
-        """
+        StorageFull, with nothing changed: there is no space for the payload."""
         return self._put(batch.labelled(groups, versions), claim)
 
     def get(
@@ -62,8 +60,7 @@ class SampleQueue(ABC):
         batch has the tokens per sample only.
 
         TimeoutError names the missing columns and the number of samples that lack them. QueueDrained: the queue is
-        sealed and the task has received everything. ValueError: a task that this queue does not have.
-        """
+        sealed and the task has received everything. ValueError: a task that this queue does not have."""
         return self.fetch(GetRequest(task, columns, count, lengths=lengths, partial=partial, timeout_s=timeout_s))
 
     @abstractmethod

@@ -29,8 +29,7 @@ ITEM_BYTES = {name: size for size, names in _NAMES.items() for name in names.spl
 class ColumnLayout:
     """The properties all samples of a column share; columns of equal layouts can be concatenated.
 
-    ValueError names an element type that is not in `ITEM_BYTES`.
-    """
+    ValueError names an element type that is not in `ITEM_BYTES`."""
 
     kind: str
     """tensor, text or json"""

@@ -50,8 +50,7 @@ class PackedBatch:
         """Pack per-sample values: `{"tokens": [ids_L, ...], "reward": reward_B, "answer": ["42", ...]}`.
 
         A tensor (B, *row) is a dense column, a list of tensors (L_i, *trailing) a ragged one, lists of `str` or `dict`
-        are text and metadata (as JSON). ValueError names the column and the sample that are invalid.
-        """
+        are text and metadata (as JSON). ValueError names the column and the sample that are invalid."""
         ids = tuple(ids)
         packed = {name: Column.pack(values, ids, name) for name, values in columns.items()}
         return cls(ids, packed, groups=tuple(groups), versions=tuple(versions))

@@ -14,8 +14,7 @@ from distqueue.samples import Selection
 class GetRequest(Selection):
     """Requests one batch: the arguments of `get`.
 
-    ValueError names the argument that can never be served and what was expected.
-    """
+    ValueError names the argument that can never be served and what was expected."""
 
     timeout_s: float | None = None
     """raise TimeoutError, which names the missing columns, after this long; None: wait until the queue is closed"""

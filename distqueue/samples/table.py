@@ -34,8 +34,7 @@ from distqueue.samples.types import Ended, Selection, Taken
 class SampleTable:
     """Rows in the order of their first put.
 
-    `page_rows`: rows per page of memory (a power of two); `remembered`: number of ended ids that are recognised.
-    """
+    `page_rows`: rows per page of memory (a power of two); `remembered`: number of ended ids that are recognised."""
 
     def __init__(
         self, tasks: Iterable[str], lease_s: float, *, page_rows: int = PAGE_ROWS, remembered: int = REMEMBERED
@@ -76,8 +75,7 @@ class SampleTable:
         `versions` (B, 2; -1: unknown) are optional.
 
         ValueError: an id twice, a column put twice, a 65th column, a sample that is already done, a group that
-        changes, a NUL in a name.
-        """
+        changes, a NUL in a name."""
         for name, tokens in columns.items():
             assert tokens is None or len(tokens) == len(ids), f"column {name!r}: {len(ids)} samples"
         assert versions is None or versions.shape == (len(ids), 2), f"versions {versions.shape} for {len(ids)} samples"
@@ -202,8 +200,7 @@ class SampleTable:
 
         An ack after the lease expired counts; a repeated one, or one for a sample dropped meanwhile, changes nothing.
         `replayed`: skip the check that the task ever received the samples, as a journal does not record leases.
-        ValueError: a sample never put, or never handed to this task.
-        """
+        ValueError: a sample never put, or never handed to this task."""
         self.check_task(task)
         state, number = self.state, self.tasks.index(task)
         slots = lookups.ever_put(state, ids, None if replayed else (number, task))

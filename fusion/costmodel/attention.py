@@ -20,8 +20,7 @@ class AttentionCost:
     ``kv_elements``: of the KV cache per token. ``kv_heads``: the heads they are cut by; 1: every TP rank holds all.
     ``width``: elements of queries, keys and values per token; ``ends``: of queries and of outputs; ``decode_ends``: in
     decoding. ``pair_flops``: operations of a pair in training and prefill; ``decode_pair_flops``: in decoding and in
-    the verification of drafts.
-    """
+    the verification of drafts."""
 
     kv_elements: int
     kv_heads: int

@@ -95,8 +95,7 @@ class EngineLoad:
     ``decode_contexts``: of each sequence that decodes, the tokens its new one attends to, itself included.
     ``first_token_contexts``: the same of each sequence whose prefill ends in this step, so that its first token is
     sampled. ``prefill_chunks``: (tokens computed, tokens before them) of each piece of a prompt. ``drafts``: the same
-    of each draft that is verified; the token before it is one that decodes.
-    """
+    of each draft that is verified; the token before it is one that decodes."""
 
     decode_contexts: tuple[int, ...] = ()
     first_token_contexts: tuple[int, ...] = ()
@@ -109,8 +108,7 @@ class StepSums(NamedTuple):
 
     ``decodes``, ``contexts``: sequences that decode, and the sum of their contexts; ``first_tokens``,
     ``first_contexts``: the same of those whose prefill ends; ``prefill_tokens``, ``attended``: tokens of the pieces of
-    prompts, and their `attention_pairs`.
-    """
+    prompts, and their `attention_pairs`."""
 
     decodes: int
     contexts: float
@@ -281,8 +279,7 @@ class SwitchCost:
     def of(cls, pace: Pace, *, train: Parallel, infer: Parallel, infer_first: int, fusion: SwitchLimits) -> SwitchCost:
         """Cost the switch between two layouts, once for all runs with them: of 12,288 dies it takes some seconds.
 
-        ``infer_first`` is the first rank that generates.
-        """
+        ``infer_first`` is the first rank that generates."""
         # The run's buckets fit the run's model, not the modelled one.
         modelled = replace(fusion, bucket_bytes=SwitchLimits.bucket_bytes)
         setup = Setup(pace.shape, pace.hardware, train=train, infer=infer, infer_first=infer_first, fusion=modelled)

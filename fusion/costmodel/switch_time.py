@@ -165,8 +165,7 @@ def published(setup: Setup) -> dict[str, float]:
     `.pin_memory()`) and return from pinned memory, and the HBM that a switch used is released (`empty_cache`): those
     weights and one layer's gathered experts. Gradients are dropped; the optimizer state is swapped inside the step and
     is in neither figure. The authors do not list what their offload figure contains: this is what the released code
-    does between training and generation. They attribute the `empty_cache` after generation to their rollout.
-    """
+    does between training and generation. They attribute the `empty_cache` after generation to their rollout."""
     shape, train, hardware = setup.shape, setup.train, setup.hardware
     slowest = hardware.link_bytes_per_s(LEVELS.index("supernode"))
     here = largest_weight_bytes(shape, train)

@@ -61,8 +61,7 @@ class _Choice:
 
     ``dies``, ``group``: the holders and the group of fast links of each [holders]. ``hold``: who holds which segment
     [G, holders]. ``due``: level → bytes to send to the dies that share this level with the holder, and no inner one
-    [G, holders]. ``arriving``: bytes of each segment that the dies ``needers`` receive from holders [G, needers].
-    """
+    [G, holders]. ``arriving``: bytes of each segment that the dies ``needers`` receive from holders [G, needers]."""
 
     dies: Array
     group: Array
@@ -107,8 +106,7 @@ class _Ledger:
         and ``lacking``.
 
         ``outside``: share of a segment that comes from outside the groups handled so far; ``inner``: the dies of these
-        groups that need it.
-        """
+        groups that need it."""
         outside, inner = lacking, lacking
         for levels in self.classes:
             group = self.domain[levels[-1]]

@@ -10,8 +10,7 @@ def arithmetic(prompt: str, response: str, answer: str, **fields: object) -> flo
 
     An answer without the marker `#` must be the whole response. An answer that starts with it (`#0b4a6`, written after
     the working) must end the response, which may contain only that one marker, so that several guesses earn nothing. A
-    response whose text is damaged is wrong, and every response where the answer is empty.
-    """
+    response whose text is damaged is wrong, and every response where the answer is empty."""
     if is_damaged(response):
         return 0.0
     response, answer = response.strip(), answer.strip()

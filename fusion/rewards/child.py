@@ -80,8 +80,7 @@ def _started(reward: LoadedReward | None, error: str) -> ScoringStarted:
 def limit_memory(mib: int | None) -> None:
     """Bound the private memory of this process, and of each that it starts; an allocation beyond raises MemoryError.
 
-    `RLIMIT_DATA` counts what can be written, so that address space which libraries only reserve is free.
-    """
+    `RLIMIT_DATA` counts what can be written, so that address space which libraries only reserve is free."""
     if mib is None:
         return
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)

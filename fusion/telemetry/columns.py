@@ -14,8 +14,7 @@ class StepColumn:
     """One column: a header of up to two lines, its metrics (the first existing one is shown), and their format.
 
     A name ending in `*` is the sum of all metrics with this prefix. ``only_with``: the metric without which the column
-    is left out; "": there is none.
-    """
+    is left out; "": there is none."""
 
     title: str
     names: tuple[str, ...]

@@ -205,8 +205,7 @@ def replace_folder(new: Path, folder: Path) -> None:
     """Rename `new` to `folder` durably and atomically, and delete the previous folder of that name.
 
     On a file system that cannot exchange two folders (`exchange`; NFS, for one) two renames are needed: a crash between
-    them leaves no `folder`, the previous one as `folder.old`, and the complete new one as `new`.
-    """
+    them leaves no `folder`, the previous one as `folder.old`, and the complete new one as `new`."""
     old = folder.with_name(folder.name + ".old")
     shutil.rmtree(old, ignore_errors=True)
     sync(new)

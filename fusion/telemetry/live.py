@@ -37,8 +37,7 @@ QUIET_S = 10.0
 class LiveView:
     """Show the progress of a run of `total_steps` steps, of which `steps_done` were completed before it was resumed.
 
-    Use it as a context manager; the terminal is restored however the block ends. `console` defaults to rich's own.
-    """
+    Use it as a context manager; the terminal is restored however the block ends. `console` defaults to rich's own."""
 
     def __init__(
         self,

@@ -137,8 +137,7 @@ def throughput(tokens: int, seconds: float, cards: int) -> dict[str, float]:
     """Compute the throughput of one step, named and defined as in verl.
 
     `tokens` counts prompt and response tokens of the step, `seconds` is its wall clock. `perf/throughput` is tokens per
-    second *per card*; `perf/tokens_per_s` is that of the whole run.
-    """
+    second *per card*; `perf/tokens_per_s` is that of the whole run."""
     rate = tokens / seconds if seconds > 0 else 0.0
     return {
         "perf/total_num_tokens": float(tokens),

@@ -184,8 +184,7 @@ class RunFolder:
         """Write `samples_per_step` of the samples, evenly spaced.
 
         `describe` returns the row of one: `prompt`, `response`, `reward`, and what else the caller likes to keep. A row
-        whose texts are longer than `sample_characters` keeps their starts and ends, and states so as `abridged`.
-        """
+        whose texts are longer than `sample_characters` keeps their starts and ends, and states so as `abridged`."""
         file = self._log(SAMPLES)
         for sample in _spaced(samples, self.samples_per_step):
             row = {"step": step, **describe(sample)}

@@ -24,8 +24,7 @@ class TimelineFile:
 
     `ts` of an event is microseconds since `otherData.origin_ns` (nanoseconds since the epoch); a card is a process of
     the trace, a lane a thread of it. Spans of one argument of `append` that begin together are written the longest
-    first, as viewers nest them.
-    """
+    first, as viewers nest them."""
 
     def __init__(self, path: Path | str, origin_ns: int | None = None) -> None:
         self.path = Path(path)

@@ -28,8 +28,7 @@ class LoggedRun:
 class Logger(Protocol):
     """Receive the metrics of one run, in one thread. A class is named by `run.loggers=[module:Class]`.
 
-    An exception of the constructor ends the run before any worker has started. One of `log` stops this logger only.
-    """
+    An exception of the constructor ends the run before any worker has started. One of `log` stops this logger only."""
 
     def __init__(self, run: LoggedRun) -> None: ...
 
