@@ -1,7 +1,7 @@
 """Emulate an NPU on the CPU: a PyTorch device `npu` with its own memory, streams, generators and collectives.
 
     build.py      sources ──g++, once──► cache folder ──► rlfusion_npu.so
-    frontend/     the module `torch.npu`, with the names of torch_npu
+    frontend.py   the module `torch.npu`, with the names of torch_npu
     operators/    references of operators of `torch.ops.npu`, for the schemas in schemas/
     *.h, *.cpp    the device itself (emulator.h lists the files)
 
@@ -50,7 +50,7 @@ def install() -> ModuleType:
             extension = load_extension()
             from fusion.npu.emulator import frontend, operators
 
-            frontend.register(extension)
+            frontend._register(extension)
             operators.register()
             atexit.register(extension.forget_work)
             atexit.register(_wait_for_backward_threads)

@@ -1,4 +1,4 @@
-// Python bindings; `frontend/` builds `torch.npu` on them.
+// Python bindings; `frontend.py` builds `torch.npu` on them.
 #include "streams.h"
 
 #include <torch/csrc/utils/pybind.h>

@@ -21,9 +21,9 @@ from fusion.npu.compiler import build as build_library
 HERE = Path(__file__).parent
 NAME = "rlfusion_npu"
 UNITS = (
-    ("ledger", "heap", "region", "cards", "owners", "allocator", "shared", "host", "streams", "copies")
-    + ("runtime", "alias", "fallback", "kernels", "autocast"),
-    ("collective", "hccl", "bindings"),
+    ("ledger", "cards", "owners", "allocator", "shared", "host", "streams", "copies", "runtime", "alias", "fallback")
+    + ("kernels", "autocast"),
+    ("hccl", "bindings"),
 )
 FLAGS = ("-O2", "-fPIC", "-std=c++20", "-w", "-fvisibility=hidden", f"-DTORCH_EXTENSION_NAME={NAME}")
 LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")

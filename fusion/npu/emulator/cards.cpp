@@ -1,7 +1,6 @@
 // The cards of this process: a heap for each (heap.h), and its bytes by owner. A table of live blocks finds each by its
 // address, so that any thread can free a block and is charged correctly.
 #include "heap.h"
-#include "streams.h"
 
 #include <c10/util/Exception.h>
 #include <c10/util/flat_hash_map.h>

@@ -1,8 +1,7 @@
 // The emulated NPU: a PyTorch device `npu` (PrivateUse1) whose HBM is host memory.
 //
 //   ledger.cpp     bytes of one card, shared by the processes on it
-//   heap.cpp       blocks and segments of one card (heap.h)
-//   region.cpp     the host's memory behind them
+//   heap.h         blocks and segments of one card, and the host's memory behind them
 //   cards.cpp      the heap of every card, its statistics and the owner of every block
 //   owners.cpp     names of owners, and the owner of new allocations
 //   allocator.cpp  PyTorch's device allocator
@@ -15,8 +14,7 @@
 //   fallback.cpp   every operator: the CPU kernel on zero-copy aliases
 //   kernels.cpp    registers operators for the fallback, and the few that bypass it
 //   autocast.cpp   mixed precision
-//   collective.cpp one collective on gloo, with immediate or deferred results (collective.h)
-//   hccl.cpp       the process-group backend
+//   hccl.cpp       the process-group backend: collectives on gloo, with immediate or deferred results
 //   bindings.cpp   Python bindings
 #pragma once
 

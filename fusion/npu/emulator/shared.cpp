@@ -5,7 +5,6 @@
 //   owner    the handle is /proc/<pid>/fd/<fd> and an offset
 //   mapper   maps the owner's whole file once and reuses the mapping for later blocks of that owner; is not charged
 #include "heap.h"
-#include "streams.h"
 
 #include <c10/util/Exception.h>
 
