@@ -12,6 +12,7 @@ log-probabilities that a trainer compares are computed alike, with gradients and
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,38 +26,34 @@ from fusion.npu.operators.plain import Counts, Permuted, Plain, Rope, Weights
 from fusion.npu.operators.plain_attention import PagedRows
 
 HERE = Path(__file__).parent
-FLAGS = (
-    "-O3",
-    "-fPIC",
-    "-std=c++20",
-    "-w",
-    "-Wno-psabi",
-    "-fvisibility=hidden",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-)
-
-
+FLAGS = "-O3 -fPIC -std=c++20 -w -Wno-psabi -fvisibility=hidden -ffp-contract=off -fno-math-errno".split()
 OPERATORS = """
 rms_norm norm_rope store_kv paged_attention paged_latent_attention gate permute swiglu experts unpermute""".split()
 """Those of `fused.cpp`, which gives their arguments"""
+
+
+def _fused(name: str) -> Callable[..., Any]:
+    """Return the method that passes its arguments to the fused operator of this name, or to the composed one."""
+    composed = getattr(Plain, name)
+
+    def call(self: Cpu, *args: Any) -> Any:
+        fused = self._fused_for(args[0])
+        return composed(self, *args) if fused is None else getattr(fused, name)(*args)
+
+    return call
 
 
 class Cpu(Plain):
     """The host's table. The library is built when the first operator is needed."""
 
     name = "cpu"
+    rms_norm, swiglu, unpermute, store_kv = map(_fused, ("rms_norm", "swiglu", "unpermute", "store_kv"))
 
     def _fused_for(self, like: torch.Tensor) -> Any:
         """Return the operators by name; None: those of PyTorch run."""
         if like.dtype is not torch.float32 or not torch.is_inference_mode_enabled():
             return None
         return load()
-
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        if (fused := self._fused_for(x)) is None:
-            return super().rms_norm(x, weight, eps)
-        return fused.rms_norm(x, weight, eps)
 
     def norm_rope(
         self,
@@ -72,11 +69,6 @@ class Cpu(Plain):
         q, k = fused.norm_rope(qkv_NhC, q_norm_C, k_norm_C, *rope, kv_heads, eps)
         return q, k, qkv_NhC[:, -kv_heads:]
 
-    def swiglu(self, gate_up_NI: torch.Tensor) -> torch.Tensor:
-        if (fused := self._fused_for(gate_up_NI)) is None:
-            return super().swiglu(gate_up_NI)
-        return fused.swiglu(gate_up_NI)
-
     def gate(
         self, logits_NE: torch.Tensor, gating: Gating, correction_E: torch.Tensor | None, row_multiple: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,11 +81,6 @@ class Cpu(Plain):
             return super().permute(x_ND, expert_Nk, num_experts)
         return Permuted(*fused.permute(x_ND, expert_Nk, num_experts))
 
-    def unpermute(self, y: torch.Tensor, order: torch.Tensor, weight_Nk: torch.Tensor) -> torch.Tensor:
-        if (fused := self._fused_for(y)) is None:
-            return super().unpermute(y, order, weight_Nk)
-        return fused.unpermute(y, order, weight_Nk)
-
     def takes_counts(self, x: torch.Tensor, experts: int, row_multiple: int = 1) -> bool:
         return self._fused_for(x) is not None
 
@@ -104,29 +91,15 @@ class Cpu(Plain):
             return super().experts(x, counts, gate_up, down, row_multiple)
         return fused.experts(x, counts, gate_up, down, row_multiple)
 
-    def store_kv(
-        self,
-        pool: torch.Tensor,
-        slots: torch.Tensor,
-        k_NKC: torch.Tensor,
-        v_NKC: torch.Tensor | None,
-        repeated: torch.Tensor | None,
-    ) -> None:
-        if (fused := self._fused_for(pool)) is None:
-            return super().store_kv(pool, slots, k_NKC, v_NKC, repeated)
-        return fused.store_kv(pool, slots, k_NKC, v_NKC, repeated)
-
     def reads_blocks(self, dtype: torch.dtype) -> bool:
         return dtype is torch.float32 and torch.is_inference_mode_enabled() and load() is not None
 
     def paged_attention(
         self, q_NHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows, value_width: int | None, scale: float
     ) -> torch.Tensor:
-        if (fused := self._fused_for(q_NHC)) is None:
+        if self._fused_for(q_NHC) is None:
             return super().paged_attention(q_NHC, pool, rows, value_width, scale)
-        if value_width is None:
-            return fused.paged_attention(q_NHC, pool, *rows[:3])[0]  # scaled by 1 / sqrt(C)
-        return fused.paged_latent_attention(q_NHC, pool, *rows[:3], value_width, scale)[0]
+        return self.partial_attention(q_NHC, pool, rows, value_width, scale)[0]
 
     def partial_attention(
         self, q_NHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows, value_width: int | None, scale: float
@@ -134,7 +107,7 @@ class Cpu(Plain):
         if (fused := self._fused_for(q_NHC)) is None:
             return super().partial_attention(q_NHC, pool, rows, value_width, scale)
         if value_width is None:
-            return fused.paged_attention(q_NHC, pool, *rows[:3])
+            return fused.paged_attention(q_NHC, pool, *rows[:3])  # scaled by 1 / sqrt(C)
         return fused.paged_latent_attention(q_NHC, pool, *rows[:3], value_width, scale)
 
 

@@ -58,31 +58,17 @@ at::Tensor rms_norm(const at::Tensor& x, const at::Tensor& weight, double eps) {
 
 FUSED_KERNEL void norm_rope_rows(
     float* to, const float* from, int64_t from_stride, const float* weight, const float* cos, const float* sin,
-    int64_t rows, int64_t heads, int64_t channels, float eps) {
-  const int64_t half = channels / 2;
-  std::vector<float> room(channels);
-  float* y = room.data();
-  for (int64_t row = 0; row < rows; ++row) {
-    const float *c = cos + row * channels, *s = sin + row * channels;
-    for (int64_t head = 0; head < heads; ++head, to += channels) {
-      norm_row(y, from + row * from_stride + head * channels, weight, channels, eps);
-      for (int64_t i = 0; i < half; ++i) {
-        to[i] = y[i] * c[i] + y[half + i] * s[i];
-        to[half + i] = y[half + i] * c[half + i] + y[i] * s[half + i];
-      }
-    }
-  }
-}
-
-// The rotation of the first channels alone, of rows that are normalised already, or never
-FUSED_KERNEL void rope_rows(
-    float* to, const float* from, int64_t from_stride, const float* cos, const float* sin, int64_t rows, int64_t heads,
-    int64_t channels, int64_t rotated) {
+    int64_t rows, int64_t heads, int64_t channels, int64_t rotated, float eps) {
   const int64_t half = rotated / 2;
+  std::vector<float> room(channels);
   for (int64_t row = 0; row < rows; ++row) {
     const float *c = cos + row * rotated, *s = sin + row * rotated;
     for (int64_t head = 0; head < heads; ++head, to += channels) {
       const float* y = from + row * from_stride + head * channels;
+      if (weight != nullptr) {
+        norm_row(room.data(), y, weight, channels, eps);
+        y = room.data();
+      }
       for (int64_t i = 0; i < half; ++i) {
         to[i] = y[i] * c[i] + y[half + i] * s[i];
         to[half + i] = y[half + i] * c[half + i] + y[i] * s[half + i];
@@ -106,23 +92,13 @@ std::tuple<at::Tensor, at::Tensor> norm_rope(
       "norm_rope: norms do not match the heads");
   auto q = at::empty({rows, heads, channels}, qkv.options()), k = at::empty({rows, kv_heads, channels}, qkv.options());
   const float* from = contiguous(qkv);
-  const int64_t stride = qkv.size(1) * channels;
-  const float *c = contiguous(cos), *s = contiguous(sin), epsilon = static_cast<float>(eps);
-  const auto run = [&](at::Tensor& to, const std::optional<at::Tensor>& norm, const float* first, int64_t count) {
-    float* out = to.data_ptr<float>();
-    if (norm && rotated == channels) {
-      return norm_rope_rows(out, first, stride, contiguous(*norm), c, s, rows, count, channels, epsilon);
-    }
-    if (!norm) return rope_rows(out, first, stride, c, s, rows, count, channels, rotated);
-    auto normed = at::empty({rows, count, channels}, qkv.options());
-    float* y = normed.data_ptr<float>();
-    for (int64_t row = 0; row < rows; ++row) {
-      norm_rows(y + row * count * channels, first + row * stride, contiguous(*norm), count, channels, epsilon);
-    }
-    rope_rows(out, y, count * channels, c, s, rows, count, channels, rotated);
+  const auto run = [&](at::Tensor& to, const std::optional<at::Tensor>& norm, const float* first) {
+    norm_rope_rows(
+        to.data_ptr<float>(), first, qkv.size(1) * channels, norm ? contiguous(*norm) : nullptr, contiguous(cos),
+        contiguous(sin), rows, to.size(1), channels, rotated, static_cast<float>(eps));
   };
-  run(q, q_norm, from, heads);
-  run(k, k_norm, from + heads * channels, kv_heads);
+  run(q, q_norm, from);
+  run(k, k_norm, from + heads * channels);
   return {q, k};
 }
 

@@ -14,44 +14,33 @@ import torch
 
 @dataclass(frozen=True)
 class Gradient:
-    """``compute(ctx, *grads)`` returns a gradient for each input; ``keep(ctx, inputs, output)`` saves what it reads."""
+    """``compute(ctx, *grads)`` returns a gradient for each input. It reads the saved tensors: of the ``inputs`` and
+    ``outputs`` at these places; and ``ctx.others``: the inputs at those of ``others``."""
 
     compute: Callable[..., Any]
-    keep: Callable[..., None]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...] = ()
+    others: tuple[int, ...] = ()
 
-
-def _keep_rms_norm(ctx: Any, inputs: tuple, output: Any) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(inputs[0], inputs[1], output[1])
+    def keep(self, ctx: Any, inputs: tuple, output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*(inputs[i] for i in self.inputs), *(output[i] for i in self.outputs))
+        ctx.others, ctx.num_inputs = [inputs[i] for i in self.others], len(inputs)
 
 
 def _rms_norm(ctx: Any, grad: torch.Tensor, _: Any):
-    x, gamma, rstd = ctx.saved_tensors
-    grad_x, grad_gamma = torch.ops.npu.npu_rms_norm_backward(grad, x, gamma, rstd)
+    _, gamma, _ = ctx.saved_tensors
+    grad_x, grad_gamma = torch.ops.npu.npu_rms_norm_backward(grad, *ctx.saved_tensors)
     return grad_x, grad_gamma.to(gamma.dtype), None
 
 
-def _keep_rotary(ctx: Any, inputs: tuple, output: Any) -> None:
-    ctx.save_for_backward(*inputs[:3])
-    ctx.mode = inputs[3]
-
-
 def _rotary(ctx: Any, grad: torch.Tensor):
-    grads = torch.ops.npu.npu_rotary_mul_backward(grad, *ctx.saved_tensors, ctx.mode)
+    grads = torch.ops.npu.npu_rotary_mul_backward(grad, *ctx.saved_tensors, *ctx.others)
     return *(one if needed else None for one, needed in zip(grads, ctx.needs_input_grad, strict=False)), None, None
 
 
-def _keep_swiglu(ctx: Any, inputs: tuple, output: Any) -> None:
-    ctx.save_for_backward(inputs[0])
-    ctx.dim = inputs[1]
-
-
 def _swiglu(ctx: Any, grad: torch.Tensor):
-    return torch.ops.npu.npu_swiglu_backward(grad, *ctx.saved_tensors, ctx.dim), None
-
-
-def _keep_unpermute(ctx: Any, inputs: tuple, output: Any) -> None:
-    ctx.save_for_backward(*inputs[:3])
+    return torch.ops.npu.npu_swiglu_backward(grad, *ctx.saved_tensors, *ctx.others), None
 
 
 def _unpermute(ctx: Any, grad: torch.Tensor):
@@ -60,48 +49,21 @@ def _unpermute(ctx: Any, grad: torch.Tensor):
     return grad_rows, None, grad_probs if probs is not None else None, None, None
 
 
-_ATTENTION_ARGUMENTS = (
-    ("scale", 8, "scale_value"),
-    ("actual_seq_qlen", 14, "actual_seq_qlen"),
-    ("actual_seq_kvlen", 15, "actual_seq_kvlen"),
-    ("sparse_mode", 16, "sparse_mode"),
-)
-"""Arguments of `npu_fusion_attention`: name, place, name in its gradient."""
-
-
-def _keep_attention(ctx: Any, inputs: tuple, output: Any) -> None:
-    ctx.set_materialize_grads(False)
-    query, key, value, heads, layout, _, _, mask = inputs[:8]
-    out, top, total = output[:3]
-    ctx.save_for_backward(query, key, value, mask, top, total, out)
-    ctx.heads, ctx.layout, ctx.num_inputs = heads, layout, len(inputs)
-    ctx.options = {name: inputs[place] for _, place, name in _ATTENTION_ARGUMENTS}
-
-
 def _attention(ctx: Any, grad: torch.Tensor, *_: Any):
-    query, key, value, mask, top, total, out = ctx.saved_tensors
-    grads = torch.ops.npu.npu_fusion_attention_grad(
-        query,
-        key,
-        value,
-        grad,
-        ctx.heads,
-        ctx.layout,
-        atten_mask=mask,
-        softmax_max=top,
-        softmax_sum=total,
-        attention_in=out,
-        **ctx.options,
-    )
+    query, key, value, mask, out, top, total = ctx.saved_tensors
+    heads, layout, scale, ends, kv_ends, mode = ctx.others
+    tensors = dict(atten_mask=mask, softmax_max=top, softmax_sum=total, attention_in=out)
+    options = dict(scale_value=scale, actual_seq_qlen=ends, actual_seq_kvlen=kv_ends, sparse_mode=mode)
+    grads = torch.ops.npu.npu_fusion_attention_grad(query, key, value, grad, heads, layout, **tensors, **options)
     return *grads[:3], *[None] * (ctx.num_inputs - 3)
 
 
 GRADIENTS: dict[str, Gradient | None] = {
-    "npu_rms_norm": Gradient(_rms_norm, _keep_rms_norm),
-    "npu_rotary_mul": Gradient(_rotary, _keep_rotary),
-    "npu_swiglu": Gradient(_swiglu, _keep_swiglu),
-    "npu_moe_token_unpermute": Gradient(_unpermute, _keep_unpermute),
-    "npu_fusion_attention": Gradient(_attention, _keep_attention),
+    "npu_rms_norm": Gradient(_rms_norm, inputs=(0, 1), outputs=(1,)),
+    "npu_rotary_mul": Gradient(_rotary, inputs=(0, 1, 2), others=(3,)),
+    "npu_swiglu": Gradient(_swiglu, inputs=(0,), others=(1,)),
+    "npu_moe_token_unpermute": Gradient(_unpermute, inputs=(0, 1, 2)),
+    "npu_fusion_attention": Gradient(_attention, inputs=(0, 1, 2, 7), outputs=(0, 1, 2), others=(3, 4, 8, 14, 15, 16)),
     "npu_add_rms_norm": None,
     "npu_grouped_matmul": None,
     "npu_moe_init_routing_v2": None,
