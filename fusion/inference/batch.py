@@ -23,11 +23,10 @@ import numpy as np
 import torch
 
 from fusion.inference.kv_cache import KVCache
-from fusion.inference.paged_rows import RowSlice, pieces_of, plan_paged_rows
+from fusion.inference.paged_rows import Rows, pieces_of, plan_paged_rows
 from fusion.inference.sequence import Blocks, EngineStep, Sequence
 from fusion.inference.verification import Verification
 from fusion.npu import Device
-from fusion.npu.operators import PagedRows
 
 
 class PathRows(NamedTuple):
@@ -80,7 +79,7 @@ class Batch:
     blocks: np.ndarray
     offsets: np.ndarray
     written: np.ndarray
-    rows: PagedRows | tuple[RowSlice, ...]
+    rows: Rows
     packed: tuple[int, int, list[int]]
     long: tuple[LongChunk, ...]
     sampled: torch.Tensor | None
@@ -126,14 +125,14 @@ def build_batch(step: EngineStep, cache: KVCache, invariant: bool = False) -> Ba
     if context.is_shared:
         held = context.count_own(lasts + 1)
         lasts, divided = np.maximum(held, 1) - 1, [written[own], np.flatnonzero(held == 0)]
-    paged = plan_paged_rows(lasts, first[:row_count], table, cache=cache, invariant=invariant)
-    arrays = [ids, positions, slots.ravel(), repeated, *divided, *paged.arrays]
+    paged, take_paged = plan_paged_rows(lasts, first[:row_count], table, cache=cache, invariant=invariant)
+    arrays = [ids, positions, slots.ravel(), repeated, *divided, *paged]
     arrays += [pieces_of(_blocks_of(*piece, cache), cache) for piece in long + behind]
     arrays += [] if only_decodes else [_sampled_rows(step, end_of, first_row=first_row)]
     tensors = _to_card(arrays, cache.device)
     ids_N, positions_N, slots_PWK, repeated_M = (next(tensors) for _ in range(4))
     own_W, empty_E = (next(tensors) for _ in divided) if divided else (None, None)
-    rows = paged.take(tensors)
+    rows = take_paged(tensors)
     return Batch(
         ids=ids_N,
         positions=positions_N,

@@ -72,7 +72,7 @@ class Draw:
         kept: list[bytes] = []
         for start in range(0, len(sequences), self.max_rows):
             rows = slice(start, start + self.max_rows)
-            logits = self._whole_rows(self.model.logits(hidden[rows]))
+            logits = self._whole_rows(self.model.head.logits(hidden[rows]))
             some = sample(logits, [seq.params for seq in sequences[rows]], noise[rows])
             tokens += some.tokens
             logprobs += some.logprobs

@@ -6,8 +6,9 @@ small matrix product (`RowSlice`, see `attention.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,143 +27,107 @@ STRETCH_TOKENS = 1 << 17
 @dataclass(frozen=True)
 class RowSlice:
     """Consecutive paged rows and the P blocks they attend over: a stretch of the pool read in place, then gathered
-    blocks.
+    blocks. Arrays are int64, of numpy while the slice is planned.
 
     ``stretch``: first block and end; its unneeded blocks are assigned to row 0 with nothing to read. ``pieces``: the
     gathered blocks' rows of a pool, all keys before all values, or latents; without a stretch row after row. ``owner``
-    [P]: the row in the slice. ``bias`` [P, 1, block_size]: 0, or -inf behind the row's position. ``width``: blocks of
-    the longest row. ``place`` [P]: the cell in [rows, width]; one more cell behind them is for unneeded blocks.
+    [P]: the row in the slice. ``bias`` [P, 1, block_size]: 0, or -inf behind the row's position; while it is planned
+    [P]: the number of tokens of each block that are read. ``width``: blocks of the longest row. ``place`` [P]: the cell
+    in [rows, width]; one more cell behind them is for unneeded blocks.
     """
 
     start: int
     stop: int
     stretch: tuple[int, int]
-    pieces: torch.Tensor
-    owner: torch.Tensor
-    bias: torch.Tensor
     width: int
-    place: torch.Tensor
+    pieces: Any
+    owner: Any
+    place: Any
+    bias: Any
+
+
+Rows = PagedRows | tuple[RowSlice, ...]
+PagedPlan = tuple[list[np.ndarray], Callable[[Iterator[torch.Tensor]], Rows]]
+"""Arrays that go to the card, int64 [n] each; and what takes them from the card's tensors"""
 
 
 def plan_paged_rows(
     positions: np.ndarray, first: np.ndarray, table: np.ndarray, *, cache: KVCache, invariant: bool
-) -> TablePlan | SlicesPlan:
+) -> PagedPlan:
     """Plan rows at these ``positions`` among the tokens that this rank stores, int64 [R]; row r's blocks are
     ``table[first[r]]`` and those behind it."""
     if cache.reads_blocks:
-        widest = int(positions.max(initial=0)) // cache.page_size + 1
-        width = widest if cache.device.operators.needs_block_rows else 0
-        return TablePlan([table, first, positions + 1], width, invariant)
+        return _plan_table(positions, first, table, cache=cache, invariant=invariant)
     slices = list(_slice_rows(positions, first, table, cache=cache, invariant=invariant))
-    return SlicesPlan(slices, cache)
+    valid = np.concatenate([np.zeros(0, np.int64), *(part.bias for part in slices)])
+
+    def take(tensors: Iterator[torch.Tensor]) -> tuple[RowSlice, ...]:
+        on_card = next(tensors)
+        if not slices:
+            return ()
+        biases = cache.masks.index_select(0, on_card).split([len(part.bias) for part in slices])  # of all at once
+        return tuple(
+            replace(part, pieces=next(tensors), owner=next(tensors), place=next(tensors), bias=bias)
+            for part, bias in zip(slices, biases, strict=True)
+        )
+
+    return [valid, *(array for part in slices for array in (part.pieces, part.owner, part.place))], take
 
 
-@dataclass(frozen=True)
-class TablePlan:
-    """`PagedRows` that are still on the host: ``flat``, int64 [n] each. ``width``: blocks of the longest row, where
-    rows of blocks are needed too; else 0."""
+def _plan_table(
+    positions: np.ndarray, first: np.ndarray, table: np.ndarray, *, cache: KVCache, invariant: bool
+) -> PagedPlan:
+    arrays, lengths, width = [table, first, positions + 1], positions + 1, 0
+    if cache.device.operators.needs_block_rows:
+        width = int(positions.max(initial=0)) // cache.page_size + 1
+        arrays.append(table[np.minimum(first[:, None] + np.arange(width), len(table) - 1)].ravel())
 
-    flat: list[np.ndarray]
-    width: int
-    invariant: bool
-
-    @property
-    def arrays(self) -> list[np.ndarray]:
-        table, first, _ = self.flat
-        if not self.width:
-            return self.flat
-        places = np.minimum(first[:, None] + np.arange(self.width), len(table) - 1)
-        return [*self.flat, table[places].ravel()]
-
-    def take(self, tensors: Iterator[torch.Tensor]) -> PagedRows | tuple[()]:
-        """Take the arrays from the card's tensors."""
-        rows, lengths = PagedRows(next(tensors), next(tensors), next(tensors)), self.flat[2]
-        if self.width:
-            blocks_RB = next(tensors).view(-1, self.width).to(torch.int32)
-            rows = rows._replace(blocks_RB=blocks_RB, host_lengths=tuple(lengths.tolist()), invariant=self.invariant)
+    def take(tensors: Iterator[torch.Tensor]) -> Rows:
+        rows = PagedRows(next(tensors), next(tensors), next(tensors))
+        if width:
+            blocks_RB = next(tensors).view(-1, width).to(torch.int32)
+            rows = rows._replace(blocks_RB=blocks_RB, host_lengths=tuple(lengths.tolist()), invariant=invariant)
         return rows if len(lengths) else ()
 
-
-@dataclass(frozen=True)
-class SlicesPlan:
-    slices: list[_SlicePlan]
-    cache: KVCache
-
-    @property
-    def arrays(self) -> list[np.ndarray]:
-        valid = np.concatenate([np.zeros(0, np.int64), *(part.valid for part in self.slices)])
-        return [valid, *(array for part in self.slices for array in part.arrays)]
-
-    def take(self, tensors: Iterator[torch.Tensor]) -> tuple[RowSlice, ...]:
-        """Take the arrays from the card's tensors; the masks of all slices are gathered at once."""
-        valid = next(tensors)
-        if not self.slices:
-            return ()
-        biases = self.cache.masks.index_select(0, valid).split([len(part.valid) for part in self.slices])
-        return tuple(_row_slice(part, bias, tensors) for part, bias in zip(self.slices, biases, strict=True))
-
-
-@dataclass(frozen=True)
-class _Pairs:
-    """(row, block) pairs, row after row: ``index`` counts a row's blocks, ``valid`` tokens of the block are read."""
-
-    blocks: np.ndarray
-    owner: np.ndarray
-    index: np.ndarray
-    valid: np.ndarray
-
-
-@dataclass(frozen=True)
-class _SlicePlan:
-    """A `RowSlice` whose arrays are still on the host; ``valid``: tokens of each block that are read."""
-
-    start: int
-    stop: int
-    stretch: tuple[int, int]
-    width: int
-    pieces: np.ndarray
-    owner: np.ndarray
-    valid: np.ndarray
-    place: np.ndarray
-
-    @property
-    def arrays(self) -> tuple[np.ndarray, ...]:
-        """All but ``valid``."""
-        return self.pieces, self.owner, self.place
-
-
-def _row_slice(plan: _SlicePlan, bias: torch.Tensor, tensors: Iterator[torch.Tensor]) -> RowSlice:
-    """Take the plan's ``arrays`` from the card's tensors."""
-    pieces, owner, place = (next(tensors) for _ in plan.arrays)
-    return RowSlice(
-        plan.start, plan.stop, plan.stretch, pieces=pieces, owner=owner, bias=bias, width=plan.width, place=place
-    )
+    return arrays, take
 
 
 def _slice_rows(
     positions: np.ndarray, first: np.ndarray, table: np.ndarray, *, cache: KVCache, invariant: bool
-) -> Iterator[_SlicePlan]:
+) -> Iterator[RowSlice]:
     """Plan one slice that reads the pool in place if that is cheaper, else slices with as many pairs as the workspace
     holds."""
     counts = positions // cache.page_size + 1
     ends = np.cumsum(counts)
+    # (row, block) pairs, row after row; ``index`` counts a row's blocks, ``valid`` the tokens of a block that are read
     owner = np.repeat(np.arange(len(counts)), counts)
     index = np.arange(len(owner)) - (ends - counts)[owner]
     valid = np.minimum(positions[owner] + 1 - index * cache.page_size, cache.page_size)
-    pairs = _Pairs(table[first[owner] + index], owner, index, valid=valid)
+    blocks = table[first[owner] + index]
+
+    def plan(start: int, stop: int, stretch: tuple[int, int], order: np.ndarray | slice) -> RowSlice:
+        """Plan rows ``start:stop`` over the pairs in the given order, of which the first are the stretch's."""
+        width = int(counts[start:stop].max())
+        owners, read, gathered = owner[order] - start, valid[order], order
+        place = owners * width + index[order]
+        if isinstance(order, np.ndarray):
+            gathered, unwanted = order[stretch[1] - stretch[0] :], order < 0
+            owners[unwanted], read[unwanted], place[unwanted] = 0, 0, (stop - start) * width
+        pieces = pieces_of(blocks[gathered], cache)
+        return RowSlice(start, stop, stretch, width=width, pieces=pieces, owner=owners, place=place, bias=read)
+
     limit = cache.workspace.shape[0] // cache.layout.parts
     if not invariant and 0 < len(owner) <= STRETCH_TOKENS // cache.page_size:
-        low, high, order = _stretch(pairs.blocks)
+        low, high, order = _stretch(blocks)
         wanted = int(np.count_nonzero(order[: high - low] >= 0))
         if high - low <= STRETCH_WASTE * wanted and len(order) - (high - low) <= limit:
-            yield _plan_slice(0, len(counts), (low, high), order=order, pairs=pairs, counts=counts, cache=cache)
+            yield plan(0, len(counts), (low, high), order)
             return
     start = 0
     while start < len(counts):
         before = int(ends[start - 1]) if start else 0
         stop = max(start + 1, int(np.searchsorted(ends, before + limit, side="right")))
-        in_order = slice(before, int(ends[stop - 1]))
-        yield _plan_slice(start, stop, (0, 0), order=in_order, pairs=pairs, counts=counts, cache=cache)
+        yield plan(start, stop, (0, 0), slice(before, int(ends[stop - 1])))
         start = stop
 
 
@@ -174,29 +139,6 @@ def _stretch(blocks: np.ndarray) -> tuple[int, int, np.ndarray]:
     reader[blocks - low] = np.arange(len(blocks))
     left_over = np.flatnonzero(reader[blocks - low] != np.arange(len(blocks)))
     return low, high, np.concatenate([reader, left_over])
-
-
-def _plan_slice(
-    start: int,
-    stop: int,
-    stretch: tuple[int, int],
-    *,
-    order: np.ndarray | slice,
-    pairs: _Pairs,
-    counts: np.ndarray,
-    cache: KVCache,
-) -> _SlicePlan:
-    """Plan rows ``start:stop`` over the pairs in the given order, of which the first are the stretch's."""
-    width = int(counts[start:stop].max())
-    owner = pairs.owner[order] - start
-    place = owner * width + pairs.index[order]
-    valid = pairs.valid[order]
-    gathered = order
-    if isinstance(order, np.ndarray):
-        gathered, unwanted = order[stretch[1] - stretch[0] :], order < 0
-        owner[unwanted], valid[unwanted], place[unwanted] = 0, 0, (stop - start) * width
-    pieces = pieces_of(pairs.blocks[gathered], cache)
-    return _SlicePlan(start, stop, stretch, width=width, pieces=pieces, owner=owner, valid=valid, place=place)
 
 
 def pieces_of(blocks: np.ndarray, cache: KVCache) -> np.ndarray:

@@ -8,7 +8,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from fusion.model.parallel import Parallel
+from fusion.model.parallel import Axis, Parallel
+
+
+def _coordinate(axis: Axis) -> Any:
+    """Return the property of a rank's coordinate along an axis: an int."""
+    return property(lambda mesh: mesh.parallel.coordinate(axis, mesh.rank))
 
 
 @dataclass(frozen=True)
@@ -34,33 +39,8 @@ class Mesh:
     world_group: dist.ProcessGroup | None = None
     dispatch_group: dist.ProcessGroup | None = None
 
-    @property
-    def tp_rank(self) -> int:
-        return self.parallel.coordinate("tp", self.rank)
-
-    @property
-    def cp_rank(self) -> int:
-        return self.parallel.coordinate("cp", self.rank)
-
-    @property
-    def dp_rank(self) -> int:
-        return self.parallel.coordinate("dp", self.rank)
-
-    @property
-    def etp_rank(self) -> int:
-        return self.parallel.coordinate("etp", self.rank)
-
-    @property
-    def ep_rank(self) -> int:
-        return self.parallel.coordinate("ep", self.rank)
-
-    @property
-    def pp_rank(self) -> int:
-        return self.parallel.coordinate("pp", self.rank)
-
-    @property
-    def dcp_rank(self) -> int:
-        return self.parallel.coordinate("dcp", self.rank)
+    tp_rank, cp_rank, dp_rank = _coordinate("tp"), _coordinate("cp"), _coordinate("dp")
+    etp_rank, ep_rank, pp_rank, dcp_rank = _coordinate("etp"), _coordinate("ep"), _coordinate("pp"), _coordinate("dcp")
 
     @property
     def first_of_replica(self) -> bool:

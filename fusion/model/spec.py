@@ -192,19 +192,9 @@ class SwiGLUNames:
 
 
 @dataclass(frozen=True)
-class SandwichNames:
-    """Names of the norms of a layer with sandwich norms: after attention, before the MLP, after the MLP."""
-
-    attention: str = "post_attention_layernorm.weight"
-    mlp_input: str = "pre_mlp_layernorm.weight"
-    mlp: str = "post_mlp_layernorm.weight"
-
-
-@dataclass(frozen=True)
 class Names:
     """Names of a family's tensors in a checkpoint, below `model.layers.N`, where families differ."""
 
-    sandwich: SandwichNames = field(default_factory=SandwichNames)
     router: str = "mlp.gate.weight"
     correction: str = "mlp.gate.e_score_correction_bias"
     experts: str = "mlp.experts"

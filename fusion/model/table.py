@@ -204,7 +204,7 @@ class Table:
             yield replace(param, layer=index)
 
     def _layer(self, spec: LayerSpec, hf: str, local: str) -> Iterator[LocalParam]:
-        names, sandwich, shape = self.names, self.hf_names.sandwich, (self.hidden,)
+        names, shape = self.names, (self.hidden,)
         yield whole(f"{local}.{names.input_norm}", f"{hf}.input_layernorm.weight", shape)
         match spec.attention:
             case GroupedQuery():
@@ -212,16 +212,16 @@ class Table:
             case Latent():
                 yield from self.latent(spec.attention, f"{hf}.self_attn", local)
         if spec.sandwich:
-            yield whole(f"{local}.{names.attention_norm}", f"{hf}.{sandwich.attention}", shape)
-        post_norm = sandwich.mlp_input if spec.sandwich else "post_attention_layernorm.weight"
-        yield whole(f"{local}.{names.post_norm}", f"{hf}.{post_norm}", shape)
+            yield whole(f"{local}.{names.attention_norm}", f"{hf}.post_attention_layernorm.weight", shape)
+        post_norm = "pre_mlp" if spec.sandwich else "post_attention"
+        yield whole(f"{local}.{names.post_norm}", f"{hf}.{post_norm}_layernorm.weight", shape)
         match spec.mlp:
             case Dense():
                 yield from self.swiglu(f"{hf}.mlp", f"{local}.mlp", self.of_tp(spec.mlp.width))
             case Sparse():
                 yield from self.sparse(spec, spec.mlp, hf, local)
         if spec.sandwich:
-            yield whole(f"{local}.{names.mlp_norm}", f"{hf}.{sandwich.mlp}", shape)
+            yield whole(f"{local}.{names.mlp_norm}", f"{hf}.post_mlp_layernorm.weight", shape)
 
     def predictor(self, index: int) -> list[LocalParam]:
         """Return the local tensors of a layer that predicts further tokens (DeepSeek-V3, arXiv 2412.19437, section

@@ -43,7 +43,8 @@ from fusion.npu.operators import BATCH_INVARIANT_ROWS, Plain, linear
 
 
 class Transformer(nn.Module):
-    """Computes one rank's shard of the model. Its parameters are views into `weights` (flat `Buckets`), initially zero.
+    """Computes one rank's shard of the model, as `TrainedModel` (`fusion.training.model`) documents its methods. Its
+    parameters are views into `weights` (flat `Buckets`), initially zero.
 
     Args:
         dtype: of the weights and of the arithmetic; norms and the router's softmax run in float32, as in transformers.
@@ -110,7 +111,6 @@ class Transformer(nn.Module):
 
     @contextmanager
     def adapters_off(self) -> Iterator[None]:
-        """Compute with the base alone during the block."""
         assert self.config.adapters is not None
         self._scale_adapters(0.0)
         try:
@@ -123,7 +123,6 @@ class Transformer(nn.Module):
             matrix.scale = scale
 
     def keep_probabilities(self) -> None:
-        """Make passes record the routers' probabilities of each row (`Routed.probs_nE`)."""
         for module in self.modules():
             if isinstance(module, MoE):
                 module.keep_probabilities = True
@@ -155,7 +154,7 @@ class Transformer(nn.Module):
             (`hidden_rows`; where rows are whole, all N).
         """
         rows = RowSplit(ids_N.shape[0]) if rows is None else rows
-        rope = self._rope(positions_N)
+        rope = cosines_and_sines(positions_N, self.inv_freq, self.config.attention.rotary, self.weights.dtype)
         assert (hidden is None) == self.mesh.first_stage, "hidden states come from the stage before, ids from the batch"
         x = self._embed(ids_N, rows) if hidden is None else hidden
         replay = None if replay is None else replay.of_rank(self.mesh)
@@ -202,21 +201,13 @@ class Transformer(nn.Module):
         )
 
     def hidden_rows(self, rows: int) -> int:
-        """Return how many rows of a batch of ``rows`` this TP rank holds between two blocks and between two stages."""
         return len(self.own_rows(rows))
 
     def own_rows(self, rows: int) -> range:
-        """Return which rows of a batch of ``rows`` this TP rank routes."""
         return shard_range(rows, self.mesh.parallel.tp, self.mesh.tp_rank)
 
     def routing_of(self, routed: list[Routed], rows: int) -> torch.Tensor:
-        """Return the experts of all N rows of a batch in the L sparse layers of this stage: `routing_dtype` [N, L, k]
-        on the CPU. Collective over TP and context parallel."""
         return routing_of(routed, rows, self.mesh, num_experts=self.config.num_experts)
-
-    def logits(self, hidden_nD: torch.Tensor) -> torch.Tensor:
-        """Compute this TP rank's columns of the logits, [n, V / tp], from hidden states [n, D]. On the last stage."""
-        return self.head.logits(hidden_nD)
 
     def scores(self, hidden_nD: torch.Tensor) -> torch.Tensor:
         """Compute a reward model's scores [n, labels] from hidden states [n, D], on all TP ranks. On the last stage."""
@@ -236,10 +227,6 @@ class Transformer(nn.Module):
             first += block.shape[0]
         assert partial is not None
         return reduce_scatter_rows(partial, rows, self.mesh)
-
-    def _rope(self, positions_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        rotary = self.config.attention.rotary
-        return cosines_and_sines(positions_N, self.inv_freq, rotary, self.weights.dtype)
 
 
 class Layer(nn.Module):

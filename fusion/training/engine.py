@@ -93,16 +93,14 @@ class EmbeddedTrainEngine:
         self._collect_gradients()
 
     def forward_backward(self, sequences: Sequences, loss: Loss, *, continued: bool = False) -> dict[str, float]:
-        """Add the gradient of the mean loss over the global batch to the gradients, as `TrainEngine.forward_backward`.
-
-        The first stage reads all tokens, the last the responses' tokens and the columns of the loss; a column may be
-        None on a stage that does not read it. With `Sequences.routing` tokens are sent to those experts, weighted by
-        this router; `training/routing_mismatch` is the share of (token, layer) pairs that it would have sent to other
-        experts. The load-balancing loss of a batch needs the routing of the whole batch before the first backward pass:
-        with more than one micro-batch or stage, an extra forward pass without gradients computes it. That of sequences
-        needs none. With ``continued`` the gradients are scaled, so that the sum is that of the mean over all of the
-        batch; the load-balancing loss of a part is that of its own routing.
-        """
+        """Add gradients as `TrainEngine.forward_backward`. The first stage reads all tokens, the last the responses'
+        tokens and the columns of the loss; a column may be None on a stage that does not read it. With
+        `Sequences.routing` tokens are sent to those experts, weighted by this router; `training/routing_mismatch` is
+        the share of (token, layer) pairs that it would have sent to other experts. The load-balancing loss of a batch
+        needs the routing of the whole batch before the first backward pass: with more than one micro-batch or stage, an
+        extra forward pass without gradients computes it. That of sequences needs none. With ``continued`` the gradients
+        are scaled, so that the sum is that of the mean over all of the batch; the load-balancing loss of a part is that
+        of its own routing."""
         batches, _, totals = self._micro_batches(sequences)
         of_batch = self.balancing_coef and not self._balances_sequences
         needs_counts = of_batch and len(batches) * self.mesh.parallel.pp > 1
@@ -140,7 +138,6 @@ class EmbeddedTrainEngine:
         return self._sums.metrics(self.balancing_coef)
 
     def optimizer_step(self, before_update: Callable[[], None] | None = None) -> dict[str, float]:
-        """Update weights and correction biases as `TrainEngine.optimizer_step`."""
         lr = self.schedule.rate(self.optimizer.steps)
         norm = self.optimizer.step(lr, before_update)
         skipped = self.optimizer.skipped_in_a_row
@@ -149,8 +146,8 @@ class EmbeddedTrainEngine:
         return {"actor/grad_norm": norm, "actor/lr": lr, SKIPPED_IN_A_ROW: skipped}
 
     def logprobs(self, sequences: Sequences, record: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute log-probabilities and entropies as `TrainEngine.logprobs`. ``record`` (`new_record`) receives the
-        experts of all rows in the layers of this stage."""
+        """As `TrainEngine.logprobs`. ``record`` (`new_record`) receives the experts of all rows in this stage's
+        layers."""
         values_2N = torch.zeros(2, sequences.rows)
         batches, places, _ = self._micro_batches(sequences)
 
@@ -174,15 +171,12 @@ class EmbeddedTrainEngine:
         return logprobs_N, entropy_N
 
     def with_own_routing(self, sequences: Sequences) -> Sequences:
-        """Return ``sequences`` with their routing under the current weights: a forward pass without the lm head."""
         record = new_record(sequences, self.model)
         self.logprobs(replace(sequences, loss_mask=torch.zeros_like(sequences.loss_mask)), record)
         return replace(sequences, routing=record)
 
     @contextmanager
     def using_weights(self, weights: Buckets | None) -> Iterator[None]:
-        """Make the model compute with ``weights``, which have the same plan as its own, until the block ends; with
-        None, without adapters."""
         if weights is None:
             with self.model.adapters_off():
                 yield
@@ -212,8 +206,7 @@ class EmbeddedTrainEngine:
         return self.optimizer.tensors()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's weights and optimizer states (live tensors, which must be resident) and the step; of a
-        frozen base nothing."""
+        """As `TrainEngine.state_dict`; of a frozen base nothing."""
         weights = {f"weights.{index}": flat for index, flat in enumerate(self.model.weights.trained().flats)}
         if self._has_card_values:
             weights[CARD_VALUES] = self.model.weights.card
@@ -221,20 +214,15 @@ class EmbeddedTrainEngine:
         return {"tensors": weights | self.optimizer.tensors(), **counts}
 
     def chunks(self, state: dict[str, Any]) -> list[Chunk]:
-        """Return this rank's shard of masters and moments in a `state_dict`, live or copied, as boxes of the global
-        tensors `master/NAME`, `exp_avg/NAME` and `exp_avg_sq/NAME` (float32, by Hugging Face name); and what is not
-        trained as `master/NAME`, in its own dtype."""
         views = self.weight_views(state)
         return [*self.optimizer.chunks(state["tensors"], views), *self.optimizer.untrained_chunks(views)]
 
     def resume_at(self, steps: int, skipped_in_a_row: int) -> None:
-        """Continue as `TrainEngine.resume_at`: publish the masters as weights on all replicas."""
         self.optimizer.publish()
         self.optimizer.steps, self.optimizer.skipped_in_a_row = steps, skipped_in_a_row
 
     def weight_views(self, state: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """Return the weights in a copy of `state_dict` as `TrainEngine.weight_views`. Those on the host, which never
-        change, are not copied."""
+        """As `TrainEngine.weight_views`. Those on the host, which never change, are not copied."""
         weights = self.model.weights
         views = {param.name: weights.views[param.name] for param in weights.apart if param.storage == "host"}
         if self._has_card_values:

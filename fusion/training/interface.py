@@ -120,8 +120,7 @@ class TrainEngine(Protocol):
         """Return this rank's part of what a checkpoint needs, in a `state_dict` or a copy of one: boxes of global
         tensors, whose names and shapes are the same in every layout. Over all ranks the owned chunks cover every
         element of every global tensor once. `master/NAME` holds the weights that are exported as the Hugging Face
-        tensor NAME. Can be called on any thread.
-        """
+        tensor NAME. Can be called on any thread."""
 
     def resume_at(self, steps: int, skipped_in_a_row: int) -> None:
         """Continue from the live `chunks`, all of which were overwritten with the values of a checkpoint: derive all

@@ -39,8 +39,8 @@ class TrainedModel(WeightHolder, Protocol):
         hidden: torch.Tensor | None = None,
         replay: Replay | None = None,
     ) -> torch.Tensor:
-        """Compute the hidden states of a packed batch, or of this rank's rows of it (`context_rows`), as
-        `Transformer.forward`."""
+        """Compute the hidden states [N, D] of a packed batch, or of this rank's rows of it (`context_rows`), after the
+        final norm; on other stages than the last, this TP rank's rows [n, D] before it."""
 
     def adapters_off(self) -> AbstractContextManager[None]:
         """Compute with the base alone during the block. Of a model with adapters."""
@@ -49,10 +49,10 @@ class TrainedModel(WeightHolder, Protocol):
         """Keep the router's probabilities of each row in `Routed`, for the load-balancing loss of sequences."""
 
     def hidden_rows(self, rows: int) -> int:
-        """Return how many rows of a batch of ``rows`` this TP rank exchanges with the stages beside it."""
+        """Return how many rows of a batch of ``rows`` this TP rank holds between two blocks and between two stages."""
 
     def own_rows(self, rows: int) -> range:
-        """Return which rows of a batch of ``rows`` this TP rank routes, in the order of `Routed`."""
+        """Return which rows of a batch of ``rows`` this TP rank routes, in the order of `Routed`, without padding."""
 
     def routing_of(self, routed: list[Routed], rows: int) -> torch.Tensor:
         """Return the experts of all N rows of a batch in the L sparse layers of this stage: `routing_dtype` [N, L, k]

@@ -82,9 +82,6 @@ class ShardedAdamW:
     Attributes:
         steps: number of updates.
         skipped_in_a_row: number of updates that were skipped since the last one, as the gradient was not finite.
-
-    Args:
-        states: creates the storage of the states; default: in HBM.
     """
 
     def __init__(
@@ -158,13 +155,9 @@ class ShardedAdamW:
         return self.states.tensors()
 
     def chunks(self, tensors: Mapping[str, torch.Tensor], weights: Mapping[str, torch.Tensor]) -> Iterator[Chunk]:
-        """Yield this rank's shard as boxes of the global tensors `master/NAME`, `exp_avg/NAME` and `exp_avg_sq/NAME`,
-        each a view. Over all ranks the owned ones cover every element of every global tensor once.
-
-        Args:
-            tensors: those of `tensors`, or copies of them.
-            weights: the weights by local name, or copies of them: the masters if they are float32.
-        """
+        """Yield this rank's shard as boxes of the global tensors `master/NAME`, `exp_avg/NAME` and `exp_avg_sq/NAME`
+        (float32), each a view of `tensors`, or copies of them; and of the weights by local name, which are the masters
+        if they are float32."""
         for index, shard in enumerate(self.shards):
             for box in shard.boxes:
                 offset = tuple(start for start, _ in box.region)
@@ -182,11 +175,7 @@ class ShardedAdamW:
 
     def untrained_chunks(self, weights: Mapping[str, torch.Tensor]) -> Iterator[Chunk]:
         """Yield this rank's parameters without gradients as boxes of the global tensors `master/NAME`, in the dtype
-        that they are kept in, each a view. Over all ranks the owned ones cover every element once.
-
-        Args:
-            weights: as of `chunks`.
-        """
+        that they are kept in, each a view of ``weights`` (as of `chunks`)."""
         for param, part, owned in untrained_parts(self._untrained, self._shared, self.mesh.rank):
             yield Chunk(
                 name=f"master/{part.name}",
@@ -206,12 +195,8 @@ class ShardedAdamW:
             flat.zero_()
 
     def step(self, lr: float, before_update: Callable[[], None] | None = None) -> float:
-        """Update the weights with the accumulated gradients and zero these. Returns their norm before clipping; if
-        it is not finite, weights and states are unchanged, on all ranks, and ``skipped_in_a_row`` grows.
-
-        Args:
-            before_update: called before the states are used; they may still be loading until then.
-        """
+        """Update the weights with the accumulated gradients and zero these, as `TrainEngine.optimizer_step`. Returns
+        their norm before clipping; if it is not finite, ``skipped_in_a_row`` grows."""
         for shard in self.shards:
             self._reduce(shard)
         norm = self._norm()

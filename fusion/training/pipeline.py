@@ -69,18 +69,12 @@ def program(actions: Sequence[Pass], stage: int, stages: int) -> list[PipelineSt
     steps: list[PipelineStep] = []
     outgoing: tuple[PipelineMessage, ...] = ()
     for action in actions:
-        steps.append(PipelineStep(outgoing + _input(action, stage, stages), action))
-        outgoing = _output(action, stage, stages)
+        before, after = (stage - 1, stage + 1) if action.forward else (stage + 1, stage - 1)
+        steps.append(PipelineStep(outgoing + _message(action, before, stage, stages), action))
+        outgoing = _message(action, stage, after, stages)
     return [*steps, PipelineStep(outgoing, None)] if outgoing else steps
 
 
-def _input(action: Pass, stage: int, stages: int) -> tuple[PipelineMessage, ...]:
-    source = stage - 1 if action.forward else stage + 1
-    message = PipelineMessage(action.forward, action.micro_batch, source=source, target=stage)
-    return (message,) if 0 <= source < stages else ()
-
-
-def _output(action: Pass, stage: int, stages: int) -> tuple[PipelineMessage, ...]:
-    target = stage + 1 if action.forward else stage - 1
-    message = PipelineMessage(action.forward, action.micro_batch, source=stage, target=target)
-    return (message,) if 0 <= target < stages else ()
+def _message(action: Pass, source: int, target: int, stages: int) -> tuple[PipelineMessage, ...]:
+    message = PipelineMessage(action.forward, action.micro_batch, source=source, target=target)
+    return (message,) if 0 <= source < stages and 0 <= target < stages else ()

@@ -170,23 +170,16 @@ class SharedElements:
     def counted(self, piece: Piece) -> list[tuple[int, int]]:
         """Return the runs [start, stop) in the flat tensor of ``piece`` that this rank counts: the elements that no
         rank before it holds."""
-        spans = []
-        for key, start, stop in _slices(piece.param):
-            first, last = max(start, piece.start), min(stop, piece.stop)
-            if first < last and self.owns(key):
-                spans.append((piece.at + first - piece.start, piece.at + last - piece.start))
-        return spans
+        shift = piece.at - piece.start
+        return [(first + shift, last + shift) for key, _, first, last in _slices_of(piece) if self.owns(key)]
 
     def boxes(self, piece: Piece) -> Iterator[ShardBox]:
         """Yield the boxes of global tensors that the elements of ``piece`` are."""
-        for key, start, stop in _slices(piece.param):
-            first, last = max(start, piece.start), min(stop, piece.stop)
-            if first < last:
-                (name, region), at = key, first
-                owned = self.owns(key)
-                for box in boxes_of_run(region, first - start, last - start):
-                    yield ShardBox(piece, name, region=box, start=at, owned=owned)
-                    at += prod(end - begin for begin, end in box)
+        for key, start, first, last in _slices_of(piece):
+            (name, region), at, owned = key, first, self.owns(key)
+            for box in boxes_of_run(region, first - start, last - start):
+                yield ShardBox(piece, name, region=box, start=at, owned=owned)
+                at += prod(end - begin for begin, end in box)
 
     def owns(self, key: _Slice) -> bool:
         """Return whether no rank before this one holds a slice."""
@@ -222,6 +215,15 @@ def boxes_of_run(region: Box, first: int, last: int) -> Iterator[Box]:
         for box in boxes_of_run(tuple(inner), column, column + end - first):
             yield ((row + skipped, row + skipped + 1), *box)
         first = end
+
+
+def _slices_of(piece: Piece) -> Iterator[tuple[_Slice, int, int, int]]:
+    """Yield the slices that a piece has elements of, where each begins in the flattened parameter, and these
+    elements."""
+    for key, start, stop in _slices(piece.param):
+        first, last = max(start, piece.start), min(stop, piece.stop)
+        if first < last:
+            yield key, start, first, last
 
 
 def _slices(param: LocalParam) -> list[tuple[_Slice, int, int]]:

@@ -21,7 +21,6 @@ from fusion.npu.failures import wait_for
 from fusion.training.model import TrainedModel
 from fusion.training.pipeline import (
     Pass,
-    PipelineMessage,
     PipelineStep,
     forward_only,
     one_forward_one_backward,
@@ -95,13 +94,10 @@ class PipelineStage:
             else:
                 tensor = mail[key] = self._empty(rows[message.micro_batch])
             if tensor.numel():
-                operations.append(self._operation(message, outgoing, tensor))
+                call, peer = (dist.isend, message.target) if outgoing else (dist.irecv, message.source)
+                operations.append(dist.P2POp(call, tensor, group=self.mesh.pp_group, group_peer=peer))
         for work in dist.batch_isend_irecv(operations) if operations else ():
             wait_for(work)
-
-    def _operation(self, message: PipelineMessage, outgoing: bool, tensor: torch.Tensor) -> dist.P2POp:
-        operation, peer = (dist.isend, message.target) if outgoing else (dist.irecv, message.source)
-        return dist.P2POp(operation, tensor, group=self.mesh.pp_group, group_peer=peer)
 
     def _empty(self, rows: int) -> torch.Tensor:
         shape = self.model.hidden_rows(rows), self.model.config.hidden_size

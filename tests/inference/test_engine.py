@@ -48,7 +48,7 @@ def test_logprobs_are_those_of_a_trainers_forward_pass(temperature, operators):
     for output in outputs:
         row = torch.tensor(output.prompt + tuple(output.tokens), device=model().device.torch_device)
         hidden = model()(row, torch.arange(len(row), device=row.device), PackedAttention([len(row)], model().operators))
-        logprobs = F.log_softmax(model().logits(hidden) / temperature, -1)[len(output.prompt) - 1 : -1]
+        logprobs = F.log_softmax(model().head.logits(hidden) / temperature, -1)[len(output.prompt) - 1 : -1]
         want = logprobs.gather(1, row[len(output.prompt) :, None])[:, 0].cpu()
         assert torch.allclose(torch.tensor(output.logprobs), want, atol=1e-5, rtol=0)
 

@@ -234,7 +234,7 @@ def test_where_the_batch_decides_how_a_row_is_computed_tokens_differ_only_where_
         ids = torch.tensor(request.prompt + tuple(said[:same]), device=exact.device.torch_device)
         with torch.no_grad():
             hidden = exact(ids, torch.arange(len(ids), device=ids.device), PackedAttention([len(ids)], exact.operators))
-            reached = exact.logits(hidden[-1:]).softmax(-1).cumsum(-1)[0].cpu()
+            reached = exact.head.logits(hidden[-1:]).softmax(-1).cumsum(-1)[0].cpu()
         (number,) = uniforms(5, np.array([request_key(request.id)], np.uint64), np.array([len(ids)]))
         lower = min(said[same], other[same])
         assert abs(number - reached[lower].item()) < 1e-5, (request.id, same)

@@ -108,11 +108,11 @@ def test_random_models_compute_what_transformers_does(kind: str, data: st.DataOb
         ids, positions = (tensor.to(place) for tensor in packed())
         for mode in (torch.no_grad(), torch.inference_mode()):
             with mode:
-                logits = ours.logits(ours(ids, positions, PackedAttention(LENGTHS, Plain()))).cpu()
+                logits = ours.head.logits(ours(ids, positions, PackedAttention(LENGTHS, Plain()))).cpu()
             torch.testing.assert_close(logits, wanted, atol=1e-4, rtol=1e-4)
         save_folder(ours, folder / "out")
         assert_loads_again(folder / "out", theirs)
-        found = gradient_norm(ours, ours.logits(ours(ids, positions, PackedAttention(LENGTHS, Plain()))))
+        found = gradient_norm(ours, ours.head.logits(ours(ids, positions, PackedAttention(LENGTHS, Plain()))))
         theirs_logits = torch.cat([theirs(ids[None]).logits[0] for ids in packed()[0].split(LENGTHS)])
         assert found == pytest.approx(gradient_norm(theirs, theirs_logits), rel=1e-4)
 

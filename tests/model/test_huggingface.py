@@ -46,7 +46,7 @@ def test_logits_equal_transformers(tmp_path, device, experts, tied):
     reference, model = tiny_hf(experts, tie_word_embeddings=tied), _loaded(folder, device)
     ids = torch.randint(0, 32, (2, 11))
     expected = reference(ids).logits
-    found = model.logits(model(*_packed(device, ids[0], ids[1], ids[0, :5]))).cpu()
+    found = model.head.logits(model(*_packed(device, ids[0], ids[1], ids[0, :5]))).cpu()
     assert torch.allclose(found[:22].view(2, 11, -1), expected, atol=1e-4)
     assert torch.allclose(found[22:], expected[0, :5], atol=1e-4)
 
@@ -84,8 +84,8 @@ def test_batch_invariant_rows_do_not_depend_on_the_batch(tmp_path, device):
     load_weights(model, tmp_path)
     sequences = [torch.randint(0, 32, (length,)) for length in (7, 3, 12)]
     with torch.no_grad():
-        together = model.logits(model(*_packed(device, *sequences))).cpu()
-        alone = torch.cat([model.logits(model(*_packed(device, one))).cpu() for one in sequences])
+        together = model.head.logits(model(*_packed(device, *sequences))).cpu()
+        alone = torch.cat([model.head.logits(model(*_packed(device, one))).cpu() for one in sequences])
     assert torch.equal(together, alone)
 
 

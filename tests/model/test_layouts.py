@@ -61,7 +61,7 @@ def logits_and_export(rank, device, parallel, checkpoint, folder):
         out = model(ids, positions, PackedAttention(LENGTHS, model.operators), hidden=hidden)
         if not mesh.last_stage:
             dist.send(out, group=mesh.pp_group, group_dst=mesh.pp_rank + 1)
-        logits = model.logits(out).cpu() if mesh.last_stage else None
+        logits = model.head.logits(out).cpu() if mesh.last_stage else None
     if logits is not None and mesh.tp_group is not None:
         columns = [torch.empty_like(logits) for _ in range(parallel.tp)]
         dist.all_gather(columns, logits, group=mesh.tp_group)

@@ -80,5 +80,5 @@ def test_a_model_with_stacks_computes_the_same_to_the_bit(tmp_path, dtype):
         ids = torch.arange(sum(LENGTHS), device=device.torch_device) % 32
         positions = torch.cat([torch.arange(n) for n in LENGTHS]).to(device.torch_device)
         attend = PackedAttention(LENGTHS, model.operators)
-        logits.append(model.logits(model(ids, positions, attend)).detach().cpu())
+        logits.append(model.head.logits(model(ids, positions, attend)).detach().cpu())
     assert torch.equal(*logits)

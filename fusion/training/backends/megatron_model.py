@@ -47,8 +47,8 @@ from fusion.training.backends.megatron_device import redirect_to
 
 
 class MegatronModel:
-    """Computes one rank's shard of the model with Megatron-Core's layers. Arguments and results are those of
-    `Transformer`.
+    """Computes one rank's shard of the model with Megatron-Core's layers, as a `TrainedModel`: arguments and results
+    are those of `Transformer`.
 
     Raises:
         ImportError: megatron-core is not installed.
@@ -114,15 +114,12 @@ class MegatronModel:
         raise AssertionError("Megatron-Core's layers have no adapters here")
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters by the names of `table`."""
         return self.gpt.named_parameters()
 
     def hidden_rows(self, rows: int) -> int:
-        """Return how many rows of a batch of ``rows`` this TP rank holds between two layers and between two stages."""
         return self._padded(rows) // self.mesh.parallel.tp
 
     def own_rows(self, rows: int) -> range:
-        """Return which rows of a batch of ``rows`` this TP rank routes, padding left out."""
         share = self.hidden_rows(rows)
         first = min(self.mesh.tp_rank * share, rows)
         return range(first, min(first + share, rows))
@@ -140,8 +137,6 @@ class MegatronModel:
         hidden: torch.Tensor | None = None,
         replay: Replay | None = None,
     ) -> torch.Tensor:
-        """Compute the hidden states [N, D] after the final norm; on other stages than the last, this TP rank's rows
-        [n, D] before it."""
         assert isinstance(attend, PackedAttention), "parallel.train.cp is refused with Megatron-Core"
         rows = ids_N.shape[0]
         padding = self._padded(rows) - rows
@@ -197,17 +192,13 @@ class MegatronModel:
 
     @property
     def head(self) -> Head:
-        """The head, with Megatron's weight. On the last stage."""
         tied = self.config.tie_embeddings and self.mesh.first_stage
         return Head([self.gpt.embedding.word_embeddings.weight if tied else self.gpt.output_layer.weight], self._mask)
 
     def keep_probabilities(self) -> None:
-        """Make passes record the routers' probabilities of each row (`Routed.probs_nE`)."""
         self._keeps_probabilities = True
 
     def routing_of(self, routed: list[Routed], rows: int) -> torch.Tensor:
-        """Return the experts of all N rows of a pass in the L sparse layers of this stage: `routing_dtype` [N, L, k] on
-        the CPU. Collective over TP."""
         experts_nLk = torch.stack([layer.expert_nk for layer in routed], 1).to(routing_dtype(self.config.num_experts))
         if self.mesh.tp_group is None:
             return experts_nLk.cpu()
