@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from fusion.inference.request import SamplingParams
-from fusion.model.truncation import MAX_KEPT_IDS
+from fusion.model.head import MAX_KEPT_IDS
 
 
 class Sampled(NamedTuple):

@@ -13,6 +13,10 @@ from fusion.model.id_mask import IdMask
 from fusion.model.matrix import places_of
 from fusion.npu.operators import linear
 
+MAX_KEPT_IDS = 1024
+"""Maximum number of ids that truncated sampling (top-k, top-p, min-p) keeps of a distribution: of more, the most likely
+ones. An engine records them with every token, and a trainer renormalises over them."""
+
 
 class Head:
     """Computes logits with the weights of a language model's head.

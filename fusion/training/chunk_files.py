@@ -17,6 +17,7 @@ import json
 import os
 import struct
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,6 @@ from safetensors import SafetensorError, safe_open
 
 from fusion.model.boxes import Box, intersect, numel
 from fusion.telemetry.manifest import FileRecord, FileWriter
-from fusion.training.chunks import Chunk, key_of
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Element types by their names in safetensors"""
@@ -33,6 +33,31 @@ TENSORS = "tensors.json"
 
 Table = dict[str, dict[str, Any]]
 """Name of a global tensor → `dtype`, `shape`, `chunks`: a list of `rank`, `offset`, `shape`."""
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a checkpoint: the box of the global tensor ``name`` of ``shape`` that begins at ``offset`` and has the
+    shape of ``tensor``.
+
+    ``owned``: this rank saves it; every rank loads all of its chunks.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    tensor: torch.Tensor
+    owned: bool = True
+
+    @property
+    def key(self) -> str:
+        """Identifies the chunk in its file."""
+        return key_of(self.name, self.offset)
+
+
+def key_of(name: str, offset: Iterable[int]) -> str:
+    """Return `Chunk.key`."""
+    return f"{name}@{','.join(map(str, offset))}"
 
 
 def file_of(rank: int) -> str:

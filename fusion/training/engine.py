@@ -25,7 +25,7 @@ from fusion.model.bucket_plan import trained_units
 from fusion.model.weights import views_apart
 from fusion.npu import Device
 from fusion.training.batch import Sequences
-from fusion.training.chunks import Chunk
+from fusion.training.chunk_files import Chunk
 from fusion.training.config import TrainingConfig
 from fusion.training.interface import SKIPPED_IN_A_ROW, TrainEngine
 from fusion.training.logprobs import TokenLogprobs, trained_logprobs

@@ -18,8 +18,7 @@ from fusion.model.peft_folder import adapter_params
 from fusion.model.stored import stored_tensors
 from fusion.model.table import float32_params
 from fusion.training.checkpoint import adapters_in, read_trainer
-from fusion.training.chunk_files import ChunkFolder, read_chunks
-from fusion.training.chunks import Chunk
+from fusion.training.chunk_files import Chunk, ChunkFolder, read_chunks
 
 
 def export_checkpoint(

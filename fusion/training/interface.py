@@ -19,7 +19,7 @@ import torch
 from fusion.model import Buckets
 from fusion.model.holder import WeightHolder
 from fusion.training.batch import Sequences
-from fusion.training.chunks import Chunk
+from fusion.training.chunk_files import Chunk
 from fusion.training.loss import Loss
 from fusion.training.schedule import Schedule
 

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 
 from fusion.model import Mesh, ModelConfig, Routed, load_balancing_loss
+from fusion.model.head import MAX_KEPT_IDS
 from fusion.model.moe import sequence_balancing_loss
 from fusion.model.shared_rows import Reads
-from fusion.model.truncation import MAX_KEPT_IDS
 from fusion.npu.all_or_none import gather_json
 from fusion.training.batch import Sequences
 from fusion.training.gaps import SUMS, gap_metrics, gap_sums

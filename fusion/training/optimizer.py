@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from fusion.model import BucketPlan, Buckets, WeightHolder, global_params, table_of
 from fusion.npu.operators import AdamW, AdamWStates
-from fusion.training.chunks import Chunk
+from fusion.training.chunk_files import Chunk
 from fusion.training.shards import (
     Piece,
     ShardBox,

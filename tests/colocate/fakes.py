@@ -19,7 +19,7 @@ from fusion.model import Buckets, Mesh, ModelConfig, WeightHolder, local_params,
 from fusion.model.formats import EMBEDDED
 from fusion.npu import Device
 from fusion.training import Sequences, TrainEngine
-from fusion.training.chunks import Chunk
+from fusion.training.chunk_files import Chunk
 from fusion.training.interface import SKIPPED_IN_A_ROW
 from fusion.training.loss import Loss
 from fusion.training.schedule import Schedule

@@ -12,7 +12,7 @@ from transformers.generation.logits_process import (
 from fusion.inference import SamplingParams
 from fusion.inference.noise import request_key, uniforms
 from fusion.inference.sampler import next_below, sample
-from fusion.model.truncation import MAX_KEPT_IDS
+from fusion.model.head import MAX_KEPT_IDS
 
 VOCABULARY = 24
 ROWS = 20000

@@ -23,9 +23,8 @@ from fusion.telemetry import files as files_module
 from fusion.telemetry.files import exchange, replace_folder
 from fusion.training import AlgorithmConfig, load_checkpoint, save_checkpoint
 from fusion.training.algorithms import make_algorithm
-from fusion.training.chunk_files import ChunkFolder, file_of, merge_tables, read_chunks, table_of, write_chunks
+from fusion.training.chunk_files import Chunk, ChunkFolder, file_of, merge_tables, read_chunks, table_of, write_chunks
 from fusion.training.chunk_reader import ChunkReader
-from fusion.training.chunks import Chunk
 from fusion.training.export import export_checkpoint
 from fusion.training.interface import SKIPPED_IN_A_ROW
 from fusion.training.shards import SharedElements, gradient_buckets, own_range, shard_pieces

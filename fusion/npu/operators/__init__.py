@@ -5,7 +5,7 @@
     cuda.py      PyTorch's fused operators, on CUDA cards; cuda_fused.py: in generation
                    with the kernels of triton_attention.py and triton_experts.py
     cpu.py       one C++ operator for each, in generation: the plain CPU and emulated cards
-    ascend.py    `torch.ops.npu`: Ascend cards; ascend_attention.py: its attention; ascend_calls.py: within limits;
+    ascend.py    `torch.ops.npu`: Ascend cards; ascend_attention.py: its attention;
                    ascend_functions.py: with the gradients that torch_npu lacks
     limits.py    the documented limits of vendors' operators, with their sources
     gating.py, rows.py    pure functions that all tables share

@@ -5,8 +5,8 @@
     of latents   norm · 3 projections · 2 norms · 2 rotations · scatter · absorb · attention · values · out · sum, norm
 
 Every pass runs the same forward operator, with gradients and without. Where torch_npu derives no gradient,
-`ascend_functions.py` names the operators of the backward pass. Calls are held to documented limits (`ascend_calls.py`);
-attention is inherited from `ascend_attention.py`.
+`ascend_functions.py` names the operators of the backward pass. Attention, and what holds calls to documented limits, is
+inherited from `ascend_attention.py`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from fusion.npu.operators import limits
@@ -32,34 +33,26 @@ class Ascend(AscendAttention):
 
     # Norms and positions
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         operator = torch.ops.npu.npu_rms_norm.default
         if not self._takes(operator, x, (x, weight, eps)):
             return super().rms_norm(x, weight, eps)
         return operator(x, weight, eps)[0]
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if not self._takes(torch.ops.npu.npu_add_rms_norm.default, x, (x, residual, weight, eps)):
             return super().add_rms_norm(x, residual, weight, eps)
         return AddRMSNorm.apply(x, residual, weight, eps)
 
     def norm_rope(
-        self,
-        qkv_NhC: torch.Tensor,
-        q_norm_C: torch.Tensor | None,
-        k_norm_C: torch.Tensor | None,
-        rope: Rope,
-        kv_heads: int,
-        eps: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, qkv_NhC: Tensor, q_norm_C: Tensor | None, k_norm_C: Tensor | None, rope: Rope, kv_heads: int, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = qkv_NhC.split([qkv_NhC.shape[1] - 2 * kv_heads, kv_heads, kv_heads], dim=1)
         if q_norm_C is not None and k_norm_C is not None:
             q, k = self.rms_norm(q, q_norm_C, eps), self.rms_norm(k, k_norm_C, eps)
         return self.rotate(q, rope), self.rotate(k, rope), v
 
-    def rotate(self, x_NhR: torch.Tensor, rope: Rope, interleaved: bool = False) -> torch.Tensor:
+    def rotate(self, x_NhR: Tensor, rope: Rope, interleaved: bool = False) -> Tensor:
         operator, mode = torch.ops.npu.npu_rotary_mul.default, "interleave" if interleaved else "half"
         width, channels = rope[0].shape[-1], x_NhR.shape[-1]
         x, passed = (x_NhR, None) if width == channels else x_NhR.split([width, channels - width], dim=-1)
@@ -72,15 +65,15 @@ class Ascend(AscendAttention):
 
     # MLP and experts
 
-    def swiglu(self, gate_up_NI: torch.Tensor) -> torch.Tensor:
+    def swiglu(self, gate_up_NI: Tensor) -> Tensor:
         operator = torch.ops.npu.npu_swiglu.default
         if not self._takes(operator, gate_up_NI, (gate_up_NI, -1)):
             return super().swiglu(gate_up_NI)
         return operator(gate_up_NI, -1)
 
     def gate(
-        self, logits_NE: torch.Tensor, gating: Gating, correction_E: torch.Tensor | None, row_multiple: int = 1
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, logits_NE: Tensor, gating: Gating, correction_E: Tensor | None, row_multiple: int = 1
+    ) -> tuple[Tensor, Tensor]:
         """Return weights in the dtype of the logits, from arithmetic in float32, and experts as int32: what the
         operators return, and what `unpermute` and `permute` take."""
         options: dict[str, Any] = dict(k=gating.top_k)
@@ -106,7 +99,7 @@ class Ascend(AscendAttention):
             return super().gate(logits_NE, gating, correction_E, row_multiple)
         return operator(logits_NE, **options)[:2]
 
-    def permute(self, x_ND: torch.Tensor, expert_Nk: torch.Tensor, num_experts: int) -> Permuted:
+    def permute(self, x_ND: Tensor, expert_Nk: Tensor, num_experts: int) -> Permuted:
         """Sort the rows by their experts. ``order`` is int32 [N * k]: the place among the rows of each cell of [N, k],
         as `unpermute` takes it."""
         experts = expert_Nk.to(torch.int32)
@@ -119,7 +112,7 @@ class Ascend(AscendAttention):
             return Permuted(rows, places, counts_E)
         return Permuted(*Permute.apply(x_ND, experts, num_experts))
 
-    def unpermute(self, y: torch.Tensor, order: torch.Tensor, weight_Nk: torch.Tensor) -> torch.Tensor:
+    def unpermute(self, y: Tensor, order: Tensor, weight_Nk: Tensor) -> Tensor:
         operator, weight_Nk = torch.ops.npu.npu_moe_token_unpermute.default, weight_Nk.to(y.dtype)
         if self._takes(operator, y, (y, order, weight_Nk), about=weight_Nk.shape[1:]):
             return operator(y, order, weight_Nk)
@@ -127,14 +120,14 @@ class Ascend(AscendAttention):
 
     def local_experts(
         self,
-        x_ND: torch.Tensor,
-        expert_Nk: torch.Tensor,
-        weight_Nk: torch.Tensor,
+        x_ND: Tensor,
+        expert_Nk: Tensor,
+        weight_Nk: Tensor,
         num_experts: int,
         local: range,
         gate_up: Weights,
         down: Weights,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         operator, experts = torch.ops.npu.npu_moe_init_routing_v2.default, expert_Nk.to(torch.int32)
         options = routing_options(expert_Nk.numel(), num_experts, local)
         if not self._takes(operator, x_ND, (x_ND, experts), about=(num_experts, local), **options):
@@ -156,15 +149,15 @@ class Ascend(AscendAttention):
 
     def dispatched_experts(
         self,
-        x_nD: torch.Tensor,
-        expert_nk: torch.Tensor,
-        weight_nk: torch.Tensor,
+        x_nD: Tensor,
+        expert_nk: Tensor,
+        weight_nk: Tensor,
         num_experts: int,
         group: ProcessGroup,
         max_rows: int,
         gate_up: Weights,
         down: Weights,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         experts, ranks, rank = expert_nk.to(torch.int32), group.size(), group.rank()
         name = group.group_name if self._is_emulated else communicator_name(group)
         domain, options = (name, ranks, rank, num_experts), dict(shared_expert_num=0, global_bs=max_rows * ranks)
@@ -183,16 +176,14 @@ class Ascend(AscendAttention):
             **options,
         )
 
-    def takes_counts(self, x: torch.Tensor, experts: int, row_multiple: int = 1) -> bool:
+    def takes_counts(self, x: Tensor, experts: int, row_multiple: int = 1) -> bool:
         return row_multiple == 1 and (self._is_emulated or 2 <= experts <= limits.MAX_GROUPS)
 
-    def grouped_linear(
-        self, x_ND: torch.Tensor, weights: Weights, counts: Counts, row_multiple: int = 1
-    ) -> torch.Tensor:
+    def grouped_linear(self, x_ND: Tensor, weights: Weights, counts: Counts, row_multiple: int = 1) -> Tensor:
         if not x_ND.shape[0]:
             return super().grouped_linear(x_ND, list(weights), [0] * len(weights), row_multiple)
-        listed = [weights] if isinstance(weights, torch.Tensor) else list(weights)  # a stack is the list's only entry
-        if isinstance(counts, torch.Tensor) and row_multiple == 1:
+        listed = [weights] if isinstance(weights, Tensor) else list(weights)  # a stack is the list's only entry
+        if isinstance(counts, Tensor) and row_multiple == 1:
             x, about = x_ND.contiguous(), (len(listed), listed[0].shape)
             options = dict(group_list=counts, split_item=3, group_type=0, group_list_type=1)
             if self._takes(torch.ops.npu.npu_grouped_matmul.default, x, ([x], listed), about=about, **options):
@@ -219,7 +210,7 @@ def communicator_name(group: ProcessGroup) -> str:
     return backend.get_hccl_comm_name(group.rank())
 
 
-def _plain_sines(sin_N1R: torch.Tensor, interleaved: bool) -> torch.Tensor:
+def _plain_sines(sin_N1R: Tensor, interleaved: bool) -> Tensor:
     """Return the sines without the sign of the rotation. They are kept with the tensor: layers share it."""
     plain = getattr(sin_N1R, "plain_sines", None)
     if plain is None:

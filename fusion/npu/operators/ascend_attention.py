@@ -1,39 +1,72 @@
 """Attend, and write and read the KV pool, by the operators of Ascend cards: that half of the table `Ascend`.
 
-A pool of latents has all compressed channels before all rotated ones, as attention takes them as two tensors.
+Calls are held to documented limits (`limits.py`). One beyond a limit runs the plain composition and says so, once; on
+the emulated card, whose models are tiny, it is reported and made all the same. A pool of latents has all compressed
+channels before all rotated ones, as attention takes them as two tensors.
 """
 
 from __future__ import annotations
 
+import sys
+import warnings
 from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from fusion.npu.operators import limits
-from fusion.npu.operators.ascend_calls import AscendCalls
+from fusion.npu.operators.plain import Plain
 from fusion.npu.operators.plain_attention import PagedRows
 
 
-class AscendAttention(AscendCalls):
+class AscendAttention(Plain):
     """The attention of the table `Ascend`, which inherits it."""
 
     needs_block_rows = fuses_chunks = True
 
     def __init__(self) -> None:
-        super().__init__()
-        self._masks: dict[torch.device, torch.Tensor] = {}
+        self._is_emulated = "torch_npu" not in sys.modules
+        if self._is_emulated:
+            from fusion.npu.emulator.operators import register
+
+            register()
+        self._allowed: dict[tuple, bool] = {}
+        self._reported: set[str] = set()
+        self._masks: dict[torch.device, Tensor] = {}
+
+    def _takes(self, operator: Any, like: Tensor, args: tuple, about: tuple = (), **kwargs: Any) -> bool:
+        """Return whether an operator may be called with these arguments. Limits are checked once for every dtype and
+        shape of a row of ``like``, and what else is ``about`` the call."""
+        if not like.shape[0]:
+            return False  # not every operator takes empty tensors
+        key = operator, like.dtype, like.shape[1:], about
+        allowed = self._allowed.get(key)
+        if allowed is None:
+            name = operator._schema.name.removeprefix("npu::")
+            broken = limits.beyond(name, limits.arguments_of(operator, args, kwargs))
+            allowed = self._allowed[key] = not broken or self._exceeds(name, broken)
+        return allowed
+
+    def _exceeds(self, name: str, broken: list[str]) -> bool:
+        """Report a call beyond limits; return whether to make it nevertheless."""
+        what = "made nevertheless on the emulated card" if self._is_emulated else "composed of PyTorch's operators"
+        message = f"{name}: {'; '.join(broken)}: {what}"
+        if message not in self._reported:
+            self._reported.add(message)
+            warnings.warn(message, stacklevel=4)
+        return self._is_emulated
 
     def varlen_attention(
         self,
-        q_NHC: torch.Tensor,
-        k_MKC: torch.Tensor,
-        v_MKV: torch.Tensor,
+        q_NHC: Tensor,
+        k_MKC: Tensor,
+        v_MKV: Tensor,
         lengths: list[int],
         scale: float | None = None,
         kv_lengths: list[int] | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         if len(lengths) > limits.MAX_PACKED_SEQUENCES:
             return self._in_parts(q_NHC, k_MKC, v_MKV, lengths, scale=scale, kv_lengths=kv_lengths)
         operator, width, channels = torch.ops.npu.npu_fusion_attention.default, v_MKV.shape[-1], q_NHC.shape[-1]
@@ -55,14 +88,14 @@ class AscendAttention(AscendCalls):
 
     def _in_parts(
         self,
-        q_NHC: torch.Tensor,
-        k_MKC: torch.Tensor,
-        v_MKV: torch.Tensor,
+        q_NHC: Tensor,
+        k_MKC: Tensor,
+        v_MKV: Tensor,
         lengths: list[int],
         *,
         scale: float | None,
         kv_lengths: list[int] | None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Attend to as many sequences at a time as the operator takes: a pass over fewer then runs the same one."""
         step = limits.MAX_PACKED_SEQUENCES
         queries, keys = (
@@ -78,14 +111,14 @@ class AscendAttention(AscendCalls):
             ]
         )
 
-    def _mask(self, device: torch.device) -> torch.Tensor:
+    def _mask(self, device: torch.device) -> Tensor:
         """Return the mask that the operator stretches over causal attention of any length."""
         if device not in self._masks:
             with torch.inference_mode(False):  # a trainer may save it for its backward pass
                 self._masks[device] = torch.ones(2048, 2048, dtype=torch.bool, device=device).triu(1)
         return self._masks[device]
 
-    def areas(self, pool: torch.Tensor, value_width: int | None) -> tuple[torch.Tensor, ...]:
+    def areas(self, pool: Tensor, value_width: int | None) -> tuple[Tensor, ...]:
         if value_width is None:
             return (pool,)
         blocks, heads, block_size, width = pool.shape
@@ -94,12 +127,7 @@ class AscendAttention(AscendCalls):
         return tuple(x.view(blocks, heads, block_size, part) for x, part in zip(flat, widths, strict=True))
 
     def store_kv(
-        self,
-        pool: torch.Tensor,
-        slots: torch.Tensor,
-        k_NKC: torch.Tensor,
-        v_NKC: torch.Tensor | None,
-        repeated: torch.Tensor | None,
+        self, pool: Tensor, slots: Tensor, k_NKC: Tensor, v_NKC: Tensor | None, repeated: Tensor | None
     ) -> None:
         assert v_NKC is not None
         # A head's block is a block of one head: the operator's format has heads behind the tokens of a block.
@@ -107,23 +135,12 @@ class AscendAttention(AscendCalls):
         self._store([k_NKC, v_NKC], [keys, values], slots, repeated)
 
     def store_latents(
-        self,
-        pool: torch.Tensor,
-        slots: torch.Tensor,
-        compressed_NR: torch.Tensor,
-        rotated_NP: torch.Tensor,
-        repeated: torch.Tensor | None,
+        self, pool: Tensor, slots: Tensor, compressed_NR: Tensor, rotated_NP: Tensor, repeated: Tensor | None
     ) -> None:
         caches = [area.transpose(1, 2) for area in self.areas(pool, compressed_NR.shape[-1])]
         self._store([compressed_NR, rotated_NP], caches, slots, repeated)
 
-    def _store(
-        self,
-        parts: list[torch.Tensor],
-        caches: list[torch.Tensor],
-        slots: torch.Tensor,
-        repeated: torch.Tensor | None,
-    ) -> None:
+    def _store(self, parts: list[Tensor], caches: list[Tensor], slots: Tensor, repeated: Tensor | None) -> None:
         """Write rows to the same slots of both caches [blocks, block_size, 1, C]. Of the slots, which name those of
         keys first, the others are ignored."""
         if repeated is not None:
@@ -141,8 +158,8 @@ class AscendAttention(AscendCalls):
         return True
 
     def paged_attention(
-        self, q_NHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows, value_width: int | None, scale: float
-    ) -> torch.Tensor:
+        self, q_NHC: Tensor, pool: Tensor, rows: PagedRows, value_width: int | None, scale: float
+    ) -> Tensor:
         if value_width is not None:
             return super().paged_attention(q_NHC, pool, rows, value_width, scale)
         # One query a sequence, [R, H, 1, C]: of this layout alone do all sources say that lengths are each row's own.
@@ -151,8 +168,8 @@ class AscendAttention(AscendCalls):
         return super().paged_attention(q_NHC, pool, rows, None, scale) if out is None else out[0].squeeze(2)
 
     def paged_latent_attention(
-        self, q_NHR: torch.Tensor, q_NHP: torch.Tensor, pool: torch.Tensor, rows: PagedRows, scale: float
-    ) -> torch.Tensor:
+        self, q_NHR: Tensor, q_NHP: Tensor, pool: Tensor, rows: PagedRows, scale: float
+    ) -> Tensor:
         compressed, rotated = (area.squeeze(1) for area in self.areas(pool, q_NHR.shape[-1]))
         args = q_NHR.contiguous().unsqueeze(1), compressed, compressed
         rope = dict(query_rope=q_NHP.contiguous().unsqueeze(1), key_rope=rotated)
@@ -163,8 +180,8 @@ class AscendAttention(AscendCalls):
         return out[0].squeeze(2).transpose(0, 1)
 
     def partial_attention(
-        self, q_NHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows, value_width: int | None, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q_NHC: Tensor, pool: Tensor, rows: PagedRows, value_width: int | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
         options: dict[str, Any] = dict(kv_heads=pool.shape[1], block_size=pool.shape[2], scale=scale)
         options["softmax_lse_flag"] = True
         if value_width is None:
@@ -181,7 +198,7 @@ class AscendAttention(AscendCalls):
 
     def _infer(
         self,
-        args: tuple[torch.Tensor, ...],
+        args: tuple[Tensor, ...],
         rows: PagedRows,
         layout: str,
         *,
@@ -189,7 +206,7 @@ class AscendAttention(AscendCalls):
         block_size: int,
         scale: float,
         **others: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+    ) -> tuple[Tensor, Tensor] | None:
         """Attend with one query of each row to its blocks; None where that is beyond a limit. Returns the log-sum-exp
         of the scores, too, if asked for."""
         operator, heads = torch.ops.npu.npu_fused_infer_attention_score.default, args[0].numel() // len(args[0])
@@ -207,7 +224,7 @@ class AscendAttention(AscendCalls):
             return None
         return operator(*args, **options)
 
-    def head_linear(self, x_NHC: torch.Tensor, weight_HCO: torch.Tensor, row_multiple: int = 1) -> torch.Tensor:
+    def head_linear(self, x_NHC: Tensor, weight_HCO: Tensor, row_multiple: int = 1) -> Tensor:
         operator, by_head = torch.ops.npu.npu_transpose_batchmatmul.default, x_NHC.transpose(0, 1)
         turned = not by_head.is_contiguous()
         args = (x_NHC if turned else by_head), weight_HCO

@@ -7,19 +7,20 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 
 class AddRMSNorm(torch.autograd.Function):
     """The sum of two tensors and its norm, of which torch_npu derives no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float):
+    def forward(ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float):
         normed, rstd, total = torch.ops.npu.npu_add_rms_norm(x, residual, weight, eps)
         ctx.save_for_backward(total, weight, rstd)
         return normed, total
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor):
+    def backward(ctx: Any, *grads: Tensor):
         total, weight, rstd = ctx.saved_tensors
         grad, grad_weight = torch.ops.npu.npu_rms_norm_backward(grads[0], total, weight, rstd)
         grad = grad + grads[1]
@@ -43,7 +44,7 @@ class Permute(torch.autograd.Function):
     """Rows by expert, of which torch_npu derives no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: torch.Tensor, expert_Nk: torch.Tensor, num_experts: int):
+    def forward(ctx: Any, x_ND: Tensor, expert_Nk: Tensor, num_experts: int):
         options = routing_options(expert_Nk.numel(), num_experts)
         rows, places, counts_E, _ = torch.ops.npu.npu_moe_init_routing_v2(x_ND, expert_Nk, **options)
         ctx.save_for_backward(places)
@@ -53,13 +54,13 @@ class Permute(torch.autograd.Function):
         return rows, places, counts_E
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor):
+    def backward(ctx: Any, *grads: Tensor):
         grad = grads[0].contiguous()
         out = torch.ops.npu.npu_moe_token_permute_grad_v2(grad, *ctx.saved_tensors, ctx.num_rows, grad.dtype, ctx.top_k)
         return out, None, None
 
 
-def _products(x: torch.Tensor, weights: list[torch.Tensor], counts: torch.Tensor, group_type: int) -> torch.Tensor:
+def _products(x: Tensor, weights: list[Tensor], counts: Tensor, group_type: int) -> Tensor:
     """Return one product a group, joined: of blocks of x's rows (``group_type`` 0), or of its columns with blocks of
     the weight's rows (2)."""
     (out,) = torch.ops.npu.npu_grouped_matmul(
@@ -72,16 +73,16 @@ class GroupedLinear(torch.autograd.Function):
     """Products of row blocks, of which torch_npu derives no gradient. ``weights``: of each expert, or one stack."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: torch.Tensor, counts: torch.Tensor, *weights: torch.Tensor):
+    def forward(ctx: Any, x_ND: Tensor, counts: Tensor, *weights: Tensor):
         ctx.save_for_backward(x_ND, counts, *weights)
         return _products(x_ND, [weight.transpose(-1, -2) for weight in weights], counts, group_type=0)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor):
+    def backward(ctx: Any, *grads: Tensor):
         x_ND, counts, *weights = ctx.saved_tensors
         grad_NO = grads[0].contiguous()
         grad_x = _products(grad_NO, weights, counts, group_type=0) if ctx.needs_input_grad[0] else None
-        grad_weights: Sequence[torch.Tensor | None] = [None] * len(weights)
+        grad_weights: Sequence[Tensor | None] = [None] * len(weights)
         if any(ctx.needs_input_grad[2:]):
             stack_EOD = _products(grad_NO.t(), [x_ND], counts, group_type=2)
             grad_weights = [stack_EOD] if weights[0].dim() == 3 else stack_EOD.unbind(0)

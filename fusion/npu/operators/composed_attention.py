@@ -10,6 +10,7 @@ from itertools import groupby
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from fusion.npu.config import MAX_GATHERED_TOKENS
 
@@ -17,9 +18,7 @@ MASKED_ROWS = 512
 """Rows of a sequence that attend by one mask"""
 
 
-def packed(
-    q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor, lengths: list[int], scale: float | None
-) -> torch.Tensor:
+def packed(q_NHC: Tensor, k_NKC: Tensor, v_NKC: Tensor, lengths: list[int], scale: float | None) -> Tensor:
     """Attend causally within sequences of these lengths. Adjacent ones of equal length share a kernel call."""
     runs = [(length, len(list(run))) for length, run in groupby(lengths)]
     grouped, outputs = q_NHC.shape[1] != k_NKC.shape[1], []
@@ -33,13 +32,8 @@ def packed(
 
 
 def lower_right(
-    q_NHC: torch.Tensor,
-    k_MKC: torch.Tensor,
-    v_MKC: torch.Tensor,
-    lengths: list[int],
-    kv_lengths: list[int],
-    scale: float | None,
-) -> torch.Tensor:
+    q_NHC: Tensor, k_MKC: Tensor, v_MKC: Tensor, lengths: list[int], kv_lengths: list[int], scale: float | None
+) -> Tensor:
     """Attend with the last tokens of sequences to their whole sequences: `MASKED_ROWS` of a sequence at a time to what
     ends with them, so that the time is that of causal attention and a mask is small."""
     grouped, outputs = q_NHC.shape[1] != k_MKC.shape[1], []
@@ -58,23 +52,23 @@ def lower_right(
     return _join(outputs)
 
 
-def lower_right_mask(rows: int, length: int, device: torch.device) -> torch.Tensor:
+def lower_right_mask(rows: int, length: int, device: torch.device) -> Tensor:
     """Return where each of the last ``rows`` tokens of a sequence reads, bool [rows, length]."""
     places = torch.arange(length, device=device)
     return places <= places[length - rows :, None]
 
 
-Gathered = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Gathered = tuple[Tensor, Tensor, Tensor, Tensor]
 """Queries [R, K, G, C] of some paged rows, keys and values [R, K, S, C], and where these are read, bool [R, 1, 1, S]"""
 
 
-def paged(gathered: Iterable[Gathered], scale: float) -> torch.Tensor:
+def paged(gathered: Iterable[Gathered], scale: float) -> Tensor:
     """Return the attention [N, H, V] of paged rows."""
     outputs = [F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale) for q, k, v, mask in gathered]
     return _join([out.flatten(1, 2) for out in outputs])
 
 
-def paged_with_lse(gathered: Iterable[Gathered], scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+def paged_with_lse(gathered: Iterable[Gathered], scale: float) -> tuple[Tensor, Tensor]:
     """Return what `paged` does, and the log-sum-exp of the scores [N, H], at least float32."""
     outputs, sums = [], []
     for q_RKGC, k_RKSC, v_RKSC, mask_R11S in gathered:
@@ -86,10 +80,10 @@ def paged_with_lse(gathered: Iterable[Gathered], scale: float) -> tuple[torch.Te
 
 
 def gather_rows(
-    q_NHC: torch.Tensor,
-    parts: Sequence[torch.Tensor],
-    blocks_RB: torch.Tensor,
-    lengths: torch.Tensor,
+    q_NHC: Tensor,
+    parts: Sequence[Tensor],
+    blocks_RB: Tensor,
+    lengths: Tensor,
     *,
     host_lengths: Sequence[int],
     invariant: bool,
@@ -128,5 +122,5 @@ def _row_slices(lengths: Sequence[int], block_size: int, invariant: bool) -> Ite
         yield start, start + len(some), -(-max(some) // block_size)
 
 
-def _join(parts: list[torch.Tensor]) -> torch.Tensor:
+def _join(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)

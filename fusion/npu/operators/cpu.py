@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fusion.npu.compiler import BuildError, Library, build
 from fusion.npu.operators.gating import Gating
@@ -49,45 +50,37 @@ class Cpu(Plain):
     name = "cpu"
     rms_norm, swiglu, unpermute, store_kv = map(_fused, ("rms_norm", "swiglu", "unpermute", "store_kv"))
 
-    def _fused_for(self, like: torch.Tensor) -> Any:
+    def _fused_for(self, like: Tensor) -> Any:
         """Return the operators by name; None: those of PyTorch run."""
         if like.dtype is not torch.float32 or not torch.is_inference_mode_enabled():
             return None
         return load()
 
     def norm_rope(
-        self,
-        qkv_NhC: torch.Tensor,
-        q_norm_C: torch.Tensor | None,
-        k_norm_C: torch.Tensor | None,
-        rope: Rope,
-        kv_heads: int,
-        eps: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, qkv_NhC: Tensor, q_norm_C: Tensor | None, k_norm_C: Tensor | None, rope: Rope, kv_heads: int, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if (fused := self._fused_for(qkv_NhC)) is None:
             return super().norm_rope(qkv_NhC, q_norm_C, k_norm_C, rope, kv_heads, eps)
         q, k = fused.norm_rope(qkv_NhC, q_norm_C, k_norm_C, *rope, kv_heads, eps)
         return q, k, qkv_NhC[:, -kv_heads:]
 
     def gate(
-        self, logits_NE: torch.Tensor, gating: Gating, correction_E: torch.Tensor | None, row_multiple: int = 1
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, logits_NE: Tensor, gating: Gating, correction_E: Tensor | None, row_multiple: int = 1
+    ) -> tuple[Tensor, Tensor]:
         if not gating.plain or (fused := self._fused_for(logits_NE)) is None:
             return super().gate(logits_NE, gating, correction_E, row_multiple)
         return fused.gate(logits_NE, gating.top_k, gating.normalise)
 
-    def permute(self, x_ND: torch.Tensor, expert_Nk: torch.Tensor, num_experts: int) -> Permuted:
+    def permute(self, x_ND: Tensor, expert_Nk: Tensor, num_experts: int) -> Permuted:
         if (fused := self._fused_for(x_ND)) is None:
             return super().permute(x_ND, expert_Nk, num_experts)
         return Permuted(*fused.permute(x_ND, expert_Nk, num_experts))
 
-    def takes_counts(self, x: torch.Tensor, experts: int, row_multiple: int = 1) -> bool:
+    def takes_counts(self, x: Tensor, experts: int, row_multiple: int = 1) -> bool:
         return self._fused_for(x) is not None
 
-    def experts(
-        self, x: torch.Tensor, counts: Counts, gate_up: Weights, down: Weights, row_multiple: int = 1
-    ) -> torch.Tensor:
-        if not isinstance(counts, torch.Tensor) or (fused := self._fused_for(x)) is None:
+    def experts(self, x: Tensor, counts: Counts, gate_up: Weights, down: Weights, row_multiple: int = 1) -> Tensor:
+        if not isinstance(counts, Tensor) or (fused := self._fused_for(x)) is None:
             return super().experts(x, counts, gate_up, down, row_multiple)
         return fused.experts(x, counts, gate_up, down, row_multiple)
 
@@ -95,15 +88,15 @@ class Cpu(Plain):
         return dtype is torch.float32 and torch.is_inference_mode_enabled() and load() is not None
 
     def paged_attention(
-        self, q_NHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows, value_width: int | None, scale: float
-    ) -> torch.Tensor:
+        self, q_NHC: Tensor, pool: Tensor, rows: PagedRows, value_width: int | None, scale: float
+    ) -> Tensor:
         if self._fused_for(q_NHC) is None:
             return super().paged_attention(q_NHC, pool, rows, value_width, scale)
         return self.partial_attention(q_NHC, pool, rows, value_width, scale)[0]
 
     def partial_attention(
-        self, q_NHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows, value_width: int | None, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q_NHC: Tensor, pool: Tensor, rows: PagedRows, value_width: int | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
         if (fused := self._fused_for(q_NHC)) is None:
             return super().partial_attention(q_NHC, pool, rows, value_width, scale)
         if value_width is None:

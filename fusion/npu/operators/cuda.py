@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils import deterministic
 
@@ -40,7 +41,7 @@ class Cuda(Plain):
     def __init__(self) -> None:
         self._allowed: dict[tuple, bool] = {}
         self._pages: tuple[PagedRows, _Pages] | None = None
-        self._ends: deque[tuple[list[int], torch.Tensor]] = deque(maxlen=KEPT_ENDS)
+        self._ends: deque[tuple[list[int], Tensor]] = deque(maxlen=KEPT_ENDS)
 
     def _takes(self, operator: str, about: tuple, *calls: Mapping[str, Any]) -> bool:
         """Return whether an operator may be called with these arguments. Limits are checked once for what the ``calls``
@@ -56,18 +57,12 @@ class Cuda(Plain):
 
     # Norms
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return F.rms_norm(x, x.shape[-1:], weight, eps)
 
     def norm_rope(
-        self,
-        qkv_NhC: torch.Tensor,
-        q_norm_C: torch.Tensor | None,
-        k_norm_C: torch.Tensor | None,
-        rope: Rope,
-        kv_heads: int,
-        eps: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, qkv_NhC: Tensor, q_norm_C: Tensor | None, k_norm_C: Tensor | None, rope: Rope, kv_heads: int, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if q_norm_C is None or k_norm_C is None:
             return super().norm_rope(qkv_NhC, q_norm_C, k_norm_C, rope, kv_heads, eps)
         heads = qkv_NhC.shape[1] - 2 * kv_heads
@@ -76,7 +71,7 @@ class Cuda(Plain):
         q, k = self.rotate(qk, rope).split([heads, kv_heads], dim=1)
         return q, k, v
 
-    def rotate(self, x_NhR: torch.Tensor, rope: Rope, interleaved: bool = False) -> torch.Tensor:
+    def rotate(self, x_NhR: Tensor, rope: Rope, interleaved: bool = False) -> Tensor:
         if interleaved:
             return super().rotate(x_NhR, rope, interleaved)
         width = rope[0].shape[-1]
@@ -88,46 +83,42 @@ class Cuda(Plain):
     # Experts
 
     def gate(
-        self, logits_NE: torch.Tensor, gating: Gating, correction_E: torch.Tensor | None, row_multiple: int = 1
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, logits_NE: Tensor, gating: Gating, correction_E: Tensor | None, row_multiple: int = 1
+    ) -> tuple[Tensor, Tensor]:
         if not (gating.plain and gating.normalise):
             return super().gate(logits_NE, gating, correction_E, row_multiple)
         top_Nk, expert_Nk = logits_NE.topk(gating.top_k, dim=-1)
         return top_Nk.softmax(-1, dtype=torch.float32), expert_Nk  # as of all experts, divided by the sum of these
 
-    def unpermute(self, y: torch.Tensor, order: torch.Tensor, weight_Nk: torch.Tensor) -> torch.Tensor:
+    def unpermute(self, y: Tensor, order: Tensor, weight_Nk: Tensor) -> Tensor:
         y_NkD = torch.empty_like(y).index_copy_(0, order, y).unflatten(0, weight_Nk.shape)
         return torch.bmm(weight_Nk.to(y.dtype).unsqueeze(1), y_NkD).squeeze(1)
 
-    def takes_counts(self, x: torch.Tensor, experts: int, row_multiple: int = 1) -> bool:
+    def takes_counts(self, x: Tensor, experts: int, row_multiple: int = 1) -> bool:
         return row_multiple == 1 and x.dtype is torch.bfloat16
 
-    def grouped_linear(
-        self, x_ND: torch.Tensor, weights: Weights, counts: Counts, row_multiple: int = 1
-    ) -> torch.Tensor:
-        on_card = isinstance(counts, torch.Tensor) and row_multiple == 1 and x_ND.shape[0] > 0
-        if on_card and isinstance(weights, torch.Tensor) and self._multiplies(x_ND, weights):
-            assert isinstance(counts, torch.Tensor)
+    def grouped_linear(self, x_ND: Tensor, weights: Weights, counts: Counts, row_multiple: int = 1) -> Tensor:
+        on_card = isinstance(counts, Tensor) and row_multiple == 1 and x_ND.shape[0] > 0
+        if on_card and isinstance(weights, Tensor) and self._multiplies(x_ND, weights):
+            assert isinstance(counts, Tensor)
             return _GroupedLinear.apply(x_ND.contiguous(), weights, self._ends_of_rows(counts))
         return super().grouped_linear(x_ND, weights, counts, row_multiple)
 
-    def experts(
-        self, x: torch.Tensor, counts: Counts, gate_up: Weights, down: Weights, row_multiple: int = 1
-    ) -> torch.Tensor:
-        on_card = isinstance(counts, torch.Tensor) and row_multiple == 1 and x.shape[0] > 0
-        if on_card and isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor):
-            assert isinstance(counts, torch.Tensor)
+    def experts(self, x: Tensor, counts: Counts, gate_up: Weights, down: Weights, row_multiple: int = 1) -> Tensor:
+        on_card = isinstance(counts, Tensor) and row_multiple == 1 and x.shape[0] > 0
+        if on_card and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
+            assert isinstance(counts, Tensor)
             if self._multiplies(x, gate_up) and self._multiplies(x.new_empty(1, down.shape[2]), down):
                 ends_E = self._ends_of_rows(counts)
                 inner = self.swiglu(_GroupedLinear.apply(x.contiguous(), gate_up, ends_E))
                 return _GroupedLinear.apply(inner, down, ends_E)
         return super().experts(x, counts, gate_up, down, row_multiple)
 
-    def _ends_of_rows(self, counts_E: torch.Tensor) -> torch.Tensor:
+    def _ends_of_rows(self, counts_E: Tensor) -> Tensor:
         """Return the place behind the last row of each expert, int32 [E]."""
         return counts_E.cumsum(0, dtype=torch.int32)
 
-    def _multiplies(self, x_ND: torch.Tensor, stack_EOD: torch.Tensor) -> bool:
+    def _multiplies(self, x_ND: Tensor, stack_EOD: Tensor) -> bool:
         """Return whether the grouped product takes x and a stack, and their gradients."""
         about = x_ND.dtype, stack_EOD.shape, stack_EOD.stride()
         forward = {"mat_a": x_ND, "mat_b": stack_EOD.transpose(1, 2)}
@@ -138,13 +129,13 @@ class Cuda(Plain):
 
     def varlen_attention(
         self,
-        q_NHC: torch.Tensor,
-        k_MKC: torch.Tensor,
-        v_MKV: torch.Tensor,
+        q_NHC: Tensor,
+        k_MKC: Tensor,
+        v_MKV: Tensor,
         lengths: list[int],
         scale: float | None = None,
         kv_lengths: list[int] | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         width, channels = v_MKV.shape[-1], q_NHC.shape[-1]
         about = q_NHC.dtype, channels
         fits = lengths and width <= channels
@@ -166,11 +157,11 @@ class Cuda(Plain):
             window_size=(-1, 0),  # causal, by the lower right corner of each sequence
             **options,
         )
-        assert isinstance(out, torch.Tensor)
+        assert isinstance(out, Tensor)
         _repeat_gradients(out)
         return out if width == channels else out[..., :width]
 
-    def _ends_of(self, lengths: list[int], device: torch.device) -> torch.Tensor:
+    def _ends_of(self, lengths: list[int], device: torch.device) -> Tensor:
         """Return 0 and the end of each sequence, int32, on the card; kept for the layers of one pass."""
         for kept, ends in self._ends:
             if kept is lengths:
@@ -185,8 +176,8 @@ class Cuda(Plain):
         return True
 
     def paged_attention(
-        self, q_NHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows, value_width: int | None, scale: float
-    ) -> torch.Tensor:
+        self, q_NHC: Tensor, pool: Tensor, rows: PagedRows, value_width: int | None, scale: float
+    ) -> Tensor:
         if value_width is not None:
             return super().paged_attention(q_NHC, pool, rows, value_width, scale)
         kv_heads, page, channels = pool.shape[1:]
@@ -210,12 +201,12 @@ class Cuda(Plain):
             block_table=pages.table,
             num_splits=1 if rows.invariant else None,
         )
-        assert isinstance(out, torch.Tensor)
+        assert isinstance(out, Tensor)
         return out.view(q_NHC.shape)
 
     def partial_attention(
-        self, q_NHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows, value_width: int | None, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q_NHC: Tensor, pool: Tensor, rows: PagedRows, value_width: int | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
         warnings.warn("varlen_attn: not used where ranks share KV: composed of other operators", stacklevel=2)
         return super().partial_attention(q_NHC, pool, rows, value_width, scale)
 
@@ -237,7 +228,7 @@ class Cuda(Plain):
         update.by_torch(states, list(steps.unbind()), fused=True)
 
 
-def _repeat_gradients(out: torch.Tensor) -> None:
+def _repeat_gradients(out: Tensor) -> None:
     """Let the backward pass of attention add the gradients of queries in one order, which PyTorch's kernel does where
     deterministic algorithms are asked for (attention_backward.cu): without their launches that fill new tensors."""
     if out.grad_fn is None or torch.are_deterministic_algorithms_enabled():
@@ -255,22 +246,22 @@ class _Pages(NamedTuple):
     """R * K sequences of one query each: ``table`` int32 [R * K, B], ``starts`` int32 [R * K + 1] of the queries,
     ``lengths`` int32 [R * K] of the keys."""
 
-    table: torch.Tensor
-    starts: torch.Tensor
-    lengths: torch.Tensor
+    table: Tensor
+    starts: Tensor
+    lengths: Tensor
 
 
 class _Rotate(torch.autograd.Function):
     """Rotate the halves of heads. The gradient turns back: the sines of a pair have opposite signs."""
 
     @staticmethod
-    def forward(ctx: Any, x_NhR: torch.Tensor, cos_N1R: torch.Tensor, sin_N1R: torch.Tensor):
+    def forward(ctx: Any, x_NhR: Tensor, cos_N1R: Tensor, sin_N1R: Tensor):
         ctx.save_for_backward(cos_N1R, sin_N1R)
         first, second = x_NhR.chunk(2, dim=-1)
         return torch.addcmul(x_NhR * cos_N1R, torch.cat([second, first], dim=-1), sin_N1R)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor):
+    def backward(ctx: Any, *grads: Tensor):
         cos_N1R, sin_N1R = ctx.saved_tensors
         first, second = grads[0].chunk(2, dim=-1)
         turned = torch.cat([second, first], dim=-1)
@@ -282,12 +273,12 @@ class _GroupedLinear(torch.autograd.Function):
     result and for both gradients, which is contiguous as the operator requires."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: torch.Tensor, stack_EOD: torch.Tensor, ends_E: torch.Tensor):
+    def forward(ctx: Any, x_ND: Tensor, stack_EOD: Tensor, ends_E: Tensor):
         ctx.save_for_backward(x_ND, stack_EOD, ends_E)
         return F.grouped_mm(x_ND, stack_EOD.transpose(1, 2), offs=ends_E)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor):
+    def backward(ctx: Any, *grads: Tensor):
         x_ND, stack_EOD, ends_E = ctx.saved_tensors
         grad_NO = grads[0].contiguous()
         needs_x, needs_stack, _ = ctx.needs_input_grad

@@ -10,6 +10,7 @@ Attention reads pages of any multiple of 64 tokens, so that it needs no newer Py
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from fusion.npu.operators import triton_attention, triton_experts
 from fusion.npu.operators.cuda import Cuda
@@ -28,60 +29,52 @@ class CudaFused(Cuda):
         self._routed: SortedRows | None = None
         """The rows of the last layer, whose products follow"""
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if not torch.is_inference_mode_enabled():
             return super().add_rms_norm(x, residual, weight, eps)
         return triton_attention.add_rms_norm(x, residual, weight, eps)
 
     def norm_rope(
-        self,
-        qkv_NhC: torch.Tensor,
-        q_norm_C: torch.Tensor | None,
-        k_norm_C: torch.Tensor | None,
-        rope: Rope,
-        kv_heads: int,
-        eps: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, qkv_NhC: Tensor, q_norm_C: Tensor | None, k_norm_C: Tensor | None, rope: Rope, kv_heads: int, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         if not torch.is_inference_mode_enabled():
             return super().norm_rope(qkv_NhC, q_norm_C, k_norm_C, rope, kv_heads, eps)
         q, k = triton_attention.norm_rope(qkv_NhC, q_norm_C, k_norm_C, *rope, kv_heads, eps)
         return q, k, qkv_NhC[:, -kv_heads:]
 
-    def swiglu(self, gate_up_NI: torch.Tensor) -> torch.Tensor:
+    def swiglu(self, gate_up_NI: Tensor) -> Tensor:
         if not torch.is_inference_mode_enabled():
             return super().swiglu(gate_up_NI)
         return triton_experts.swiglu(gate_up_NI)
 
     def gate(
-        self, logits_NE: torch.Tensor, gating: Gating, correction_E: torch.Tensor | None, row_multiple: int = 1
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, logits_NE: Tensor, gating: Gating, correction_E: Tensor | None, row_multiple: int = 1
+    ) -> tuple[Tensor, Tensor]:
         if not (gating.plain and torch.is_inference_mode_enabled()):
             return super().gate(logits_NE, gating, correction_E, row_multiple)
         return triton_experts.gate(logits_NE, gating.top_k, normalise=gating.normalise)
 
-    def permute(self, x_ND: torch.Tensor, expert_Nk: torch.Tensor, num_experts: int) -> Permuted:
+    def permute(self, x_ND: Tensor, expert_Nk: Tensor, num_experts: int) -> Permuted:
         if not torch.is_inference_mode_enabled():
             return super().permute(x_ND, expert_Nk, num_experts)
         routed = self._routed = triton_experts.route(expert_Nk, num_experts)
         return Permuted(triton_experts.gather(x_ND, routed.sources), routed.places, routed.counts)
 
-    def unpermute(self, y: torch.Tensor, order: torch.Tensor, weight_Nk: torch.Tensor) -> torch.Tensor:
+    def unpermute(self, y: Tensor, order: Tensor, weight_Nk: Tensor) -> Tensor:
         if not torch.is_inference_mode_enabled():
             return super().unpermute(y, order, weight_Nk)
         return triton_experts.unroute(y, order, weight_Nk)
 
     def local_experts(
         self,
-        x_ND: torch.Tensor,
-        expert_Nk: torch.Tensor,
-        weight_Nk: torch.Tensor,
+        x_ND: Tensor,
+        expert_Nk: Tensor,
+        weight_Nk: Tensor,
         num_experts: int,
         local: range,
         gate_up: Weights,
         down: Weights,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         if not torch.is_inference_mode_enabled():
             return super().local_experts(x_ND, expert_Nk, weight_Nk, num_experts, local, gate_up, down)
         sources, places, counts_E, ends_E = triton_experts.route(expert_Nk, num_experts, local.start)
@@ -89,18 +82,13 @@ class CudaFused(Cuda):
         y = self.experts(triton_experts.gather(x_ND, sources), routed.counts, gate_up, down)
         return triton_experts.unroute(y, places, weight_Nk, routed.ends)
 
-    def _ends_of_rows(self, counts_E: torch.Tensor) -> torch.Tensor:
+    def _ends_of_rows(self, counts_E: Tensor) -> Tensor:
         if self._routed is not None and self._routed.counts is counts_E:
             return self._routed.ends
         return super()._ends_of_rows(counts_E)
 
     def store_kv(
-        self,
-        pool: torch.Tensor,
-        slots: torch.Tensor,
-        k_NKC: torch.Tensor,
-        v_NKC: torch.Tensor | None,
-        repeated: torch.Tensor | None,
+        self, pool: Tensor, slots: Tensor, k_NKC: Tensor, v_NKC: Tensor | None, repeated: Tensor | None
     ) -> None:
         if v_NKC is None:
             super().store_kv(pool, slots, k_NKC, v_NKC, repeated)
@@ -108,8 +96,8 @@ class CudaFused(Cuda):
             triton_attention.store(pool, slots, k_NKC, v_NKC, repeated)
 
     def paged_attention(
-        self, q_NHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows, value_width: int | None, scale: float
-    ) -> torch.Tensor:
+        self, q_NHC: Tensor, pool: Tensor, rows: PagedRows, value_width: int | None, scale: float
+    ) -> Tensor:
         if value_width is not None or q_NHC.dtype not in HALVES or pool.shape[2] % triton_attention.TOKENS:
             return super().paged_attention(q_NHC, pool, rows, value_width, scale)
         assert rows.blocks_RB is not None

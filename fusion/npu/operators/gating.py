@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Literal, Protocol
 
 import torch
+from torch import Tensor
 
 from fusion.npu.operators.rows import sigmoid
 
@@ -34,14 +35,14 @@ class Gating(Protocol):
     def plain(self) -> bool: ...
 
 
-def score(logits_nE: torch.Tensor, gating: Gating, row_multiple: int = 1) -> torch.Tensor:
+def score(logits_nE: Tensor, gating: Gating, row_multiple: int = 1) -> Tensor:
     """Return the experts' scores, float32 [n, E]. ``row_multiple``: as of `rows.sigmoid`."""
     if gating.scores == "softmax":
         return logits_nE.softmax(-1, dtype=torch.float32)
     return sigmoid(logits_nE.to(torch.float32), row_multiple)
 
 
-def choose(scores_nE: torch.Tensor, gating: Gating, correction_E: torch.Tensor | None) -> torch.Tensor:
+def choose(scores_nE: Tensor, gating: Gating, correction_E: Tensor | None) -> Tensor:
     """Return the experts of each token, int64 [n, k], by scores to which the correction is added. No gradient."""
     scores_nE = scores_nE.detach()
     if correction_E is not None:
@@ -56,9 +57,7 @@ def choose(scores_nE: torch.Tensor, gating: Gating, correction_E: torch.Tensor |
     return scores_nE.topk(gating.top_k, dim=-1).indices
 
 
-def choose_with_scores(
-    scores_nE: torch.Tensor, gating: Gating, correction_E: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def choose_with_scores(scores_nE: Tensor, gating: Gating, correction_E: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the scores of the chosen experts, float32 [n, k], and these, int64 [n, k]. Scores carry gradients."""
     if gating.plain:
         score_nk, expert_nk = scores_nE.topk(gating.top_k, dim=-1)
@@ -67,7 +66,7 @@ def choose_with_scores(
     return scores_nE.gather(-1, expert_nk), expert_nk
 
 
-def weigh(weight_nk: torch.Tensor, gating: Gating) -> torch.Tensor:
+def weigh(weight_nk: Tensor, gating: Gating) -> Tensor:
     """Return the weights of the chosen experts from their scores."""
     if gating.normalise:
         total_n1 = weight_nk.sum(-1, keepdim=True)
@@ -76,7 +75,7 @@ def weigh(weight_nk: torch.Tensor, gating: Gating) -> torch.Tensor:
     return weight_nk if gating.scale == 1.0 else weight_nk * gating.scale
 
 
-def probabilities(scores_nE: torch.Tensor, gating: Gating) -> torch.Tensor:
+def probabilities(scores_nE: Tensor, gating: Gating) -> Tensor:
     """Return scores that add up to 1 for each token, for the load-balancing loss (DeepSeek-V3, arXiv 2412.19437,
     equation 19)."""
     return scores_nE if gating.scores == "softmax" else scores_nE / (scores_nE.sum(-1, keepdim=True) + 1e-20)

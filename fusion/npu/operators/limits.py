@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 HALVES = (torch.bfloat16, torch.float16)
 FLOATS = (*HALVES, torch.float32)
@@ -231,12 +232,12 @@ LIMITS: dict[str, tuple[Limit, ...]] = {
 """Operator → its limits: of `torch.ops.npu` by the schema's name, of `torch` by the function's."""
 
 
-def _inner(matrix: torch.Tensor) -> int:
+def _inner(matrix: Tensor) -> int:
     """Return the size of the dimension that is contiguous in memory."""
     return matrix.shape[-1] if matrix.stride(-1) == 1 else matrix.shape[-2]
 
 
-def _row_bytes(matrix: torch.Tensor) -> int:
+def _row_bytes(matrix: Tensor) -> int:
     """Return the bytes between rows of the last two dimensions, which one of them lies along."""
     return max(matrix.stride()[-2:]) * matrix.element_size()
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.optim.adamw import adamw
 
@@ -19,14 +20,14 @@ from fusion.npu.operators.gating import Gating, choose_with_scores, score, weigh
 from fusion.npu.operators.plain_attention import PlainAttention
 from fusion.npu.operators.rows import linear, sum_of_local
 
-Rope = tuple[torch.Tensor, torch.Tensor]
+Rope = tuple[Tensor, Tensor]
 """Cosines and sines [N, 1, R] of the rotated channels; the sines of the first channel of each pair with the sign of the
 rotation"""
 
 
-Weights = Sequence[torch.Tensor] | torch.Tensor
+Weights = Sequence[Tensor] | Tensor
 """A matrix [O, D] of each expert, or all of them stacked [E, O, D]"""
-Counts = list[int] | torch.Tensor
+Counts = list[int] | Tensor
 """Rows of each expert: on the host, or int64 [E] on the card"""
 
 
@@ -34,18 +35,18 @@ class Permuted(NamedTuple):
     """Rows [N * k, D] sorted by expert, one for each expert of each row; ``order`` int64 [N * k]: the place in [N, k]
     of each; ``counts_E`` int64 [E]: the number of each expert, on the card."""
 
-    rows: torch.Tensor
-    order: torch.Tensor
-    counts_E: torch.Tensor
+    rows: Tensor
+    order: Tensor
+    counts_E: Tensor
 
 
 class AdamWStates(NamedTuple):
     """Parameters, their gradients and both moments, float32, piece by piece."""
 
-    params: list[torch.Tensor]
-    grads: list[torch.Tensor]
-    exp_avgs: list[torch.Tensor]
-    exp_avg_sqs: list[torch.Tensor]
+    params: list[Tensor]
+    grads: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
 
 
 class AdamW(NamedTuple):
@@ -57,7 +58,7 @@ class AdamW(NamedTuple):
     weight_decay: float
     eps: float
 
-    def by_torch(self, states: AdamWStates, steps: list[torch.Tensor], *, fused: bool) -> None:
+    def by_torch(self, states: AdamWStates, steps: list[Tensor], *, fused: bool) -> None:
         """Update by PyTorch's function, in one fused operator or in one for each operation; ``steps``: as it takes
         them."""
         adamw(
@@ -91,29 +92,21 @@ class Plain(PlainAttention):
 
     # Norms and positions
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Normalise the last dimension by its root mean square, in float32 for any dtype of x, as transformers does."""
         if x.dtype == torch.float32:
             return F.rms_norm(x, x.shape[-1:], None, eps) * weight
         x32 = x.to(torch.float32)
         return weight * (x32 * torch.rsqrt(x32.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
-    def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """Return the norm of residual + x, and that sum."""
         total = residual + x
         return self.rms_norm(total, weight, eps), total
 
     def norm_rope(
-        self,
-        qkv_NhC: torch.Tensor,
-        q_norm_C: torch.Tensor | None,
-        k_norm_C: torch.Tensor | None,
-        rope: Rope,
-        kv_heads: int,
-        eps: float,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, qkv_NhC: Tensor, q_norm_C: Tensor | None, k_norm_C: Tensor | None, rope: Rope, kv_heads: int, eps: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Split the heads into queries [N, H, C], keys and values [N, K, C]; normalise queries and keys, then rotate
         them by their positions.
 
@@ -130,7 +123,7 @@ class Plain(PlainAttention):
         q, k = _rotate(qk, *rope).split([heads, kv_heads], dim=1)
         return q, k, v
 
-    def rotate(self, x_NhR: torch.Tensor, rope: Rope, interleaved: bool = False) -> torch.Tensor:
+    def rotate(self, x_NhR: Tensor, rope: Rope, interleaved: bool = False) -> Tensor:
         """Rotate heads by their positions, in all their channels. ``interleaved``: pairs are channels 2i and 2i + 1,
         not i and i + R / 2."""
         if not interleaved:
@@ -140,20 +133,20 @@ class Plain(PlainAttention):
 
     # MLP and experts
 
-    def swiglu(self, gate_up_NI: torch.Tensor) -> torch.Tensor:
+    def swiglu(self, gate_up_NI: Tensor) -> Tensor:
         """Compute silu(gate) * up [N, I] of [N, 2 * I]."""
         gate, up = gate_up_NI.chunk(2, dim=-1)
         return F.silu(gate) * up
 
     def gate(
-        self, logits_NE: torch.Tensor, gating: Gating, correction_E: torch.Tensor | None, row_multiple: int = 1
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, logits_NE: Tensor, gating: Gating, correction_E: Tensor | None, row_multiple: int = 1
+    ) -> tuple[Tensor, Tensor]:
         """Return the weights of each row's experts, float32 [N, k], and these, int64 [N, k]; of equals the lower index.
         Without gradients. A card's own table may return narrower dtypes."""
         weight_Nk, expert_Nk = choose_with_scores(score(logits_NE, gating, row_multiple), gating, correction_E)
         return weigh(weight_Nk, gating), expert_Nk
 
-    def permute(self, x_ND: torch.Tensor, expert_Nk: torch.Tensor, num_experts: int) -> Permuted:
+    def permute(self, x_ND: Tensor, expert_Nk: Tensor, num_experts: int) -> Permuted:
         """Sort the rows by their experts; rows of one expert stay in order."""
         flat, k = expert_Nk.flatten(), expert_Nk.shape[1]
         counts_E = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
@@ -161,7 +154,7 @@ class Plain(PlainAttention):
         order = flat.to(torch.float32).argsort(stable=True)
         return Permuted(x_ND.index_select(0, order // k), order, counts_E)
 
-    def unpermute(self, y: torch.Tensor, order: torch.Tensor, weight_Nk: torch.Tensor) -> torch.Tensor:
+    def unpermute(self, y: Tensor, order: Tensor, weight_Nk: Tensor) -> Tensor:
         """Return the weighted sum [N, D] of each row's experts, in the router's order, from y [N * k, D] in the order
         of `permute`."""
         y_NkD = torch.empty_like(y).index_copy_(0, order, y).unflatten(0, weight_Nk.shape)
@@ -171,20 +164,18 @@ class Plain(PlainAttention):
             total = total + term
         return total
 
-    def takes_counts(self, x: torch.Tensor, experts: int, row_multiple: int = 1) -> bool:
+    def takes_counts(self, x: Tensor, experts: int, row_multiple: int = 1) -> bool:
         """Return whether the products of ``experts`` take the number of rows of each from the card: then the host need
         not wait for it."""
         return False
 
-    def grouped_linear(
-        self, x_ND: torch.Tensor, weights: Weights, counts: Counts, row_multiple: int = 1
-    ) -> torch.Tensor:
+    def grouped_linear(self, x_ND: Tensor, weights: Weights, counts: Counts, row_multiple: int = 1) -> Tensor:
         """Multiply row block e of x (``counts[e]`` rows) by ``weights[e].T`` [D, O], without padding any block. What is
         returned for rows behind the last block is undefined. Counts on the card are copied to the host, unless the
         table `takes_counts`."""
-        if isinstance(counts, torch.Tensor):
+        if isinstance(counts, Tensor):
             counts = counts.tolist()
-        if isinstance(weights, torch.Tensor):
+        if isinstance(weights, Tensor):
             weights = weights.unbind()
         if behind := x_ND.shape[0] - sum(counts):
             grouped = self.grouped_linear(x_ND[:-behind], weights, counts, row_multiple)
@@ -194,9 +185,7 @@ class Plain(PlainAttention):
             return _grouped(x_ND, counts, row_multiple, weights)
         return _GroupedLinear.apply(x_ND, counts, row_multiple, *weights)
 
-    def experts(
-        self, x: torch.Tensor, counts: Counts, gate_up: Weights, down: Weights, row_multiple: int = 1
-    ) -> torch.Tensor:
+    def experts(self, x: Tensor, counts: Counts, gate_up: Weights, down: Weights, row_multiple: int = 1) -> Tensor:
         """Return the SwiGLU of each expert, with matrices ``gate_up[e]`` [2 * I, D] and ``down[e]`` [D, I], each a
         list or a stack, on its rows of x, which are sorted by expert."""
         inner = self.swiglu(self.grouped_linear(x, gate_up, counts, row_multiple))
@@ -204,14 +193,14 @@ class Plain(PlainAttention):
 
     def local_experts(
         self,
-        x_ND: torch.Tensor,
-        expert_Nk: torch.Tensor,
-        weight_Nk: torch.Tensor,
+        x_ND: Tensor,
+        expert_Nk: Tensor,
+        weight_Nk: Tensor,
         num_experts: int,
         local: range,
         gate_up: Weights,
         down: Weights,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the weighted sum [N, D] of those experts of each row that are ``local``, whose matrices these are.
         Without gradients. The host waits only if the table does not `takes_counts`."""
         turned_Nk = (expert_Nk.to(torch.int64) - local.start) % num_experts  # the local ones come first
@@ -226,15 +215,15 @@ class Plain(PlainAttention):
 
     def dispatched_experts(
         self,
-        x_nD: torch.Tensor,
-        expert_nk: torch.Tensor,
-        weight_nk: torch.Tensor,
+        x_nD: Tensor,
+        expert_nk: Tensor,
+        weight_nk: Tensor,
         num_experts: int,
         group: ProcessGroup,
         max_rows: int,
         gate_up: Weights,
         down: Weights,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Return the weighted sum [n, D] of each row's experts, whichever rank of ``group`` holds them: rank r the r-th
         of equal shares, of which these are the matrices. Without gradients; collective.
 
@@ -251,7 +240,7 @@ class Plain(PlainAttention):
         update.by_torch(states, [torch.tensor(float(update.step)) for _ in states.params], fused=False)
 
 
-def _rotate(x_NhC: torch.Tensor, cos_N1R: torch.Tensor, sin_N1R: torch.Tensor) -> torch.Tensor:
+def _rotate(x_NhC: Tensor, cos_N1R: Tensor, sin_N1R: Tensor) -> Tensor:
     rotated, passed = x_NhC, None
     if cos_N1R.shape[-1] < x_NhC.shape[-1]:
         rotated, passed = x_NhC.tensor_split([cos_N1R.shape[-1]], dim=-1)
@@ -260,7 +249,7 @@ def _rotate(x_NhC: torch.Tensor, cos_N1R: torch.Tensor, sin_N1R: torch.Tensor) -
     return rotated if passed is None else torch.cat([rotated, passed], dim=-1)
 
 
-def _grouped(x_ND: torch.Tensor, counts: list[int], row_multiple: int, weights: Sequence[torch.Tensor]) -> torch.Tensor:
+def _grouped(x_ND: Tensor, counts: list[int], row_multiple: int, weights: Sequence[Tensor]) -> Tensor:
     out = x_ND.new_empty(x_ND.shape[0], weights[0].shape[0])
     for rows, x, y, weight in zip(counts, x_ND.split(counts), out.split(counts), weights, strict=True):
         if rows % row_multiple:
@@ -272,17 +261,17 @@ def _grouped(x_ND: torch.Tensor, counts: list[int], row_multiple: int, weights: 
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_ND: torch.Tensor, counts: list[int], row_multiple: int, *weights: torch.Tensor):
+    def forward(ctx: Any, x_ND: Tensor, counts: list[int], row_multiple: int, *weights: Tensor):
         ctx.save_for_backward(x_ND, *weights)
         ctx.counts = counts
         return _grouped(x_ND, counts, row_multiple, weights)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor):
+    def backward(ctx: Any, *grads: Tensor):
         x_ND, *weights = ctx.saved_tensors
         grad_NO = grads[0].contiguous()
         grad_x = torch.empty_like(x_ND)
-        grad_weights: list[torch.Tensor | None] = []
+        grad_weights: list[Tensor | None] = []
         chunks = zip(x_ND.split(ctx.counts), grad_NO.split(ctx.counts), grad_x.split(ctx.counts), strict=True)
         for weight, (x, grad, gx) in zip(weights, chunks, strict=True):
             # An expert without rows gets no gradient instead of a zero one, which would have to be added.

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from fusion.npu.operators import composed_attention
 
@@ -20,10 +21,10 @@ class PagedRows(NamedTuple):
     ``blocks_RB``, int32 [R, B]: the blocks of each row, then any others; and the lengths on the host. ``invariant``: a
     row's bits must not depend on the other rows."""
 
-    table: torch.Tensor
-    first: torch.Tensor
-    lengths: torch.Tensor
-    blocks_RB: torch.Tensor | None = None
+    table: Tensor
+    first: Tensor
+    lengths: Tensor
+    blocks_RB: Tensor | None = None
     host_lengths: tuple[int, ...] = ()
     invariant: bool = False
 
@@ -39,13 +40,13 @@ class PlainAttention:
 
     def varlen_attention(
         self,
-        q_NHC: torch.Tensor,
-        k_MKC: torch.Tensor,
-        v_MKV: torch.Tensor,
+        q_NHC: Tensor,
+        k_MKC: Tensor,
+        v_MKV: Tensor,
         lengths: list[int],
         scale: float | None = None,
         kv_lengths: list[int] | None = None,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         """Compute causal attention within each packed sequence. Query head h reads key/value head h // (H // K).
 
         Args:
@@ -69,7 +70,7 @@ class PlainAttention:
             out = composed_attention.lower_right(q_NHC, k_MKC, v_MKV, lengths, kv_lengths, scale)
         return out if width == out.shape[-1] else out[..., :width]
 
-    def head_linear(self, x_NHC: torch.Tensor, weight_HCO: torch.Tensor, row_multiple: int = 1) -> torch.Tensor:
+    def head_linear(self, x_NHC: Tensor, weight_HCO: Tensor, row_multiple: int = 1) -> Tensor:
         """Multiply each head of x by its own matrix: [N, H, O]. ``row_multiple``: as of `rows.linear`. Generation calls
         it, without gradients."""
         rows = x_NHC.shape[0]
@@ -78,7 +79,7 @@ class PlainAttention:
             x_NHC = F.pad(x_NHC, (0, 0, 0, 0, 0, padding))
         return torch.bmm(x_NHC.transpose(0, 1), weight_HCO).transpose(0, 1)[:rows]
 
-    def areas(self, pool: torch.Tensor, value_width: int | None) -> tuple[torch.Tensor, ...]:
+    def areas(self, pool: Tensor, value_width: int | None) -> tuple[Tensor, ...]:
         """Return views of a layer's pool whose rows are those of blocks, and which joined have all channels.
 
         Args:
@@ -87,12 +88,7 @@ class PlainAttention:
         return (pool,)
 
     def store_kv(
-        self,
-        pool: torch.Tensor,
-        slots: torch.Tensor,
-        k_NKC: torch.Tensor,
-        v_NKC: torch.Tensor | None,
-        repeated: torch.Tensor | None,
+        self, pool: Tensor, slots: Tensor, k_NKC: Tensor, v_NKC: Tensor | None, repeated: Tensor | None
     ) -> None:
         """Write keys and values, or latents without ``v``, to the pool, seen as rows of C channels.
 
@@ -108,12 +104,7 @@ class PlainAttention:
         pool.view(-1, channels).index_copy_(0, slots, torch.cat(written).view(-1, channels))
 
     def store_latents(
-        self,
-        pool: torch.Tensor,
-        slots: torch.Tensor,
-        compressed_NR: torch.Tensor,
-        rotated_NP: torch.Tensor,
-        repeated: torch.Tensor | None,
+        self, pool: Tensor, slots: Tensor, compressed_NR: Tensor, rotated_NP: Tensor, repeated: Tensor | None
     ) -> None:
         """Write latents to the pool [blocks, 1, block_size, R + P], see `store_kv`."""
         latent_N1L = torch.cat([compressed_NR, rotated_NP], dim=-1).unsqueeze(1)
@@ -125,8 +116,8 @@ class PlainAttention:
         return False
 
     def paged_attention(
-        self, q_NHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows, value_width: int | None, scale: float
-    ) -> torch.Tensor:
+        self, q_NHC: Tensor, pool: Tensor, rows: PagedRows, value_width: int | None, scale: float
+    ) -> Tensor:
         """Return the attention [N, H, V] of each row over its blocks of the pool.
 
         Args:
@@ -137,14 +128,14 @@ class PlainAttention:
         return composed_attention.paged(self._gather_rows(q_NHC, pool, rows, value_width), scale)
 
     def partial_attention(
-        self, q_NHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows, value_width: int | None, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self, q_NHC: Tensor, pool: Tensor, rows: PagedRows, value_width: int | None, scale: float
+    ) -> tuple[Tensor, Tensor]:
         """Return the attention of `paged_attention` to a part of each row's tokens, and the log-sum-exp of the scores
         [N, H], at least float32, by which it is merged with that to others."""
         return composed_attention.paged_with_lse(self._gather_rows(q_NHC, pool, rows, value_width), scale)
 
     def _gather_rows(
-        self, q_NHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows, value_width: int | None
+        self, q_NHC: Tensor, pool: Tensor, rows: PagedRows, value_width: int | None
     ) -> Iterator[composed_attention.Gathered]:
         if rows.blocks_RB is None:
             raise NotImplementedError(f"the {self.name} operators read no blocks by a table")
@@ -159,7 +150,7 @@ class PlainAttention:
         )
 
     def paged_latent_attention(
-        self, q_NHR: torch.Tensor, q_NHP: torch.Tensor, pool: torch.Tensor, rows: PagedRows, scale: float
-    ) -> torch.Tensor:
+        self, q_NHR: Tensor, q_NHP: Tensor, pool: Tensor, rows: PagedRows, scale: float
+    ) -> Tensor:
         """Return the attention [N, H, R] of absorbed queries, and their rotated channels, over latents."""
         return self.paged_attention(torch.cat([q_NHR, q_NHP], dim=-1), pool, rows, q_NHR.shape[-1], scale)

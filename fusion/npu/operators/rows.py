@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 BATCH_INVARIANT_ROWS = 16
 """Multiple to which row counts are rounded up where results must not depend on the batch: below it (and, in fp64,
 between its multiples) a BLAS selects kernels by row count that add in a different order."""
 
 
-def linear(x_ND: torch.Tensor, weight_OD: torch.Tensor, row_multiple: int = 1) -> torch.Tensor:
+def linear(x_ND: Tensor, weight_OD: Tensor, row_multiple: int = 1) -> Tensor:
     """Compute x @ weight.T. With ``row_multiple`` > 1, N is zero-padded to a multiple of it, so that a row's bits do
     not depend on N."""
     rows = x_ND.shape[0]
@@ -21,7 +22,7 @@ def linear(x_ND: torch.Tensor, weight_OD: torch.Tensor, row_multiple: int = 1) -
     return F.linear(F.pad(x_ND, (0, 0, 0, padding)), weight_OD)[:rows]
 
 
-def sigmoid(x: torch.Tensor, row_multiple: int = 1) -> torch.Tensor:
+def sigmoid(x: Tensor, row_multiple: int = 1) -> Tensor:
     """Compute the sigmoid of each element. With ``row_multiple`` > 1 its bits do not depend on the element's place:
     PyTorch's vector loop over a tensor rounds differently from the scalar one over what is left. No gradient then."""
     if row_multiple == 1:
@@ -30,7 +31,7 @@ def sigmoid(x: torch.Tensor, row_multiple: int = 1) -> torch.Tensor:
     return (1 / (1 + (-x32).exp())).to(x.dtype)
 
 
-def sum_of_local(y_NkD: torch.Tensor, is_local_Nk: torch.Tensor, weight_Nk: torch.Tensor) -> torch.Tensor:
+def sum_of_local(y_NkD: Tensor, is_local_Nk: Tensor, weight_Nk: Tensor) -> Tensor:
     """Return the weighted sum [N, D] of the local ones of each row's experts. What the others' rows hold is ignored,
     whatever it is: memory that no product was written to."""
     y_NkD = torch.where(is_local_Nk.unsqueeze(-1), y_NkD, 0)

@@ -13,6 +13,7 @@ import math
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 LOG2_E = math.log2(math.e)
 TOKENS = 64
@@ -23,9 +24,7 @@ PROGRAMS = 1024
 """Programs of attention that keep a card busy"""
 
 
-def add_rms_norm(
-    x_ND: torch.Tensor, residual_ND: torch.Tensor, weight_D: torch.Tensor, eps: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+def add_rms_norm(x_ND: Tensor, residual_ND: Tensor, weight_D: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return the norm of residual + x, and that sum."""
     x_ND, residual_ND = x_ND.contiguous(), residual_ND.contiguous()
     out, total, (rows, width) = torch.empty_like(x_ND), torch.empty_like(x_ND), x_ND.shape
@@ -50,14 +49,14 @@ def _add_rms_norm(x, residual, weight, out, total, width, eps, BLOCK: tl.constex
 
 
 def norm_rope(
-    qkv_NhC: torch.Tensor,
-    q_norm_C: torch.Tensor | None,
-    k_norm_C: torch.Tensor | None,
-    cos_N1R: torch.Tensor,
-    sin_N1R: torch.Tensor,
+    qkv_NhC: Tensor,
+    q_norm_C: Tensor | None,
+    k_norm_C: Tensor | None,
+    cos_N1R: Tensor,
+    sin_N1R: Tensor,
     kv_heads: int,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tensor, Tensor]:
     """Return the queries [N, H, C] and the keys [N, K, C], normalised unless the weights are None, and rotated."""
     qkv_NhC = qkv_NhC.contiguous()
     rows, heads, channels = qkv_NhC.shape
@@ -116,9 +115,7 @@ def _norm_rope(
         tl.store(k + (row * kv_heads + head - q_heads) * channels + at, result, inside)
 
 
-def store(
-    pool: torch.Tensor, slots: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor, repeated: torch.Tensor | None
-) -> None:
+def store(pool: Tensor, slots: Tensor, k_NKC: Tensor, v_NKC: Tensor, repeated: Tensor | None) -> None:
     """Write keys and values, as `PlainAttention.store_kv` documents it."""
     rows, kv_heads, channels = k_NKC.shape
     again = 0 if repeated is None else repeated.shape[0]
@@ -166,16 +163,16 @@ def _store(
 
 
 def attend(
-    q_NHC: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    blocks_NB: torch.Tensor,
-    lengths: torch.Tensor,
+    q_NHC: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    blocks_NB: Tensor,
+    lengths: Tensor,
     longest: int,
     scale: float,
     *,
     invariant: bool,
-) -> torch.Tensor:
+) -> Tensor:
     """Return the attention [N, H, C] of each row over its blocks, as in FlashAttention (Dao et al., 2022); its keys are
     split over programs where there are too few rows, and the results of the splits joined (Flash-Decoding).
 

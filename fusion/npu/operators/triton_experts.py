@@ -13,12 +13,13 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 COLUMNS = 1024
 """Columns of a wide row, or experts of rows, that a program takes at a time"""
 
 
-def gate(logits_NE: torch.Tensor, top_k: int, *, normalise: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def gate(logits_NE: Tensor, top_k: int, *, normalise: bool) -> tuple[Tensor, Tensor]:
     """Return the softmax of each row's largest logits, float32 [N, k], and their experts, int64 [N, k]; of equals the
     lower. ``normalise``: over these alone, not all."""
     logits_NE = logits_NE.contiguous()
@@ -70,13 +71,13 @@ class SortedRows(NamedTuple):
     """Rows sorted by expert. ``sources`` int32 [N * k]: the row of each place; ``places`` int32 [N * k]: the place of
     each cell of [N, k]; ``counts`` int64 [E]: rows of each expert; ``ends`` int32 [E]: the place behind its last."""
 
-    sources: torch.Tensor
-    places: torch.Tensor
-    counts: torch.Tensor
-    ends: torch.Tensor
+    sources: Tensor
+    places: Tensor
+    counts: Tensor
+    ends: Tensor
 
 
-def route(expert_Nk: torch.Tensor, experts: int, start: int = 0) -> SortedRows:
+def route(expert_Nk: Tensor, experts: int, start: int = 0) -> SortedRows:
     """Sort rows by their experts, from expert ``start`` on, round to the one before it; rows of one expert stay in
     order."""
     expert_Nk = expert_Nk.contiguous()
@@ -108,7 +109,7 @@ def _route(chosen, sources, places, counts, ends, pairs, k, experts, start, BLOC
         before += tl.sum(is_mine.to(tl.int32))
 
 
-def gather(x_ND: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
+def gather(x_ND: Tensor, sources: Tensor) -> Tensor:
     """Return the rows of x in the order of ``sources``."""
     x_ND = x_ND.contiguous()
     rows, width = sources.shape[0], x_ND.shape[1]
@@ -125,7 +126,7 @@ def _gather(x, sources, out, width, BLOCK: tl.constexpr):
     tl.store(out + row * width + at, tl.load(x + source * width + at, at < width), at < width)
 
 
-def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+def swiglu(gate_up: Tensor) -> Tensor:
     """Compute silu(gate) * up [N, I] of [N, 2 * I]."""
     gate_up = gate_up.contiguous()
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
@@ -144,9 +145,7 @@ def _swiglu(gate_up, out, width, BLOCK: tl.constexpr):
     tl.store(out + row * width + at, gate / (1 + tl.exp(-gate)) * up, inside)
 
 
-def unroute(
-    y: torch.Tensor, places: torch.Tensor, weight_Nk: torch.Tensor, ends: torch.Tensor | None = None
-) -> torch.Tensor:
+def unroute(y: Tensor, places: Tensor, weight_Nk: Tensor, ends: Tensor | None = None) -> Tensor:
     """Return the weighted sum [N, D] of the rows of y [N * k, D] at each row's ``places``.
 
     Args:

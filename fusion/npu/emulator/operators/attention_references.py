@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import torch
-
-Tensor = torch.Tensor
+from torch import Tensor
 
 
 def wide(x: Tensor) -> Tensor:

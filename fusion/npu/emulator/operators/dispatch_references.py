@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 
 from fusion.npu.emulator.operators.attention_references import wide
-
-Tensor = torch.Tensor
 
 
 def moe_distribute_dispatch(

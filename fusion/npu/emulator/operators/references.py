@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from fusion.npu.emulator.operators.attention_references import (
     fused_infer_attention_score,
@@ -20,8 +21,6 @@ from fusion.npu.emulator.operators.attention_references import (
     wide,
 )
 from fusion.npu.emulator.operators.dispatch_references import moe_distribute_combine, moe_distribute_dispatch
-
-Tensor = torch.Tensor
 
 
 def _rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
