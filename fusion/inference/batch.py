@@ -67,8 +67,7 @@ class Batch:
     ``own`` [W]: the row of each that is written here; ``empty`` [E]: the paged rows none of whose tokens are here, and
     which attend to an arbitrary one; None, both: all KV is here (`Context`).
     ``blocks``, ``offsets`` int64 [N + M] on the host: the places in the cache; ``written``: the row of each.
-    ``sampled`` [S]: the rows whose logits are required; None: all rows.
-    """
+    ``sampled`` [S]: the rows whose logits are required; None: all rows."""
 
     ids: torch.Tensor
     positions: torch.Tensor
@@ -166,12 +165,8 @@ def _repeated_rows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows that are written a second time, and the number in the block table of the holder of the blocks,
     int64 both: rows that a path of a draft has in common with an earlier one, and those that fill the last block of a
-    shared prefill.
-
-    Args:
-        row: first row of the drafts; ``piece``: first piece; ``first_shared``: number of the first shared prefill.
-        end_of: the row behind those of each sequence.
-    """
+    shared prefill. ``row``: first row of the drafts; ``piece``: first piece; ``first_shared``: number of the first
+    shared prefill. ``end_of``: the row behind those of each sequence."""
     rows: list[int] = []
     pieces: list[int] = []
     for one in step.verified:

@@ -68,12 +68,9 @@ class Context:
         return by_rank.transpose(0, 1).flatten(1, 2).contiguous()
 
     def merge(self, out_NHV: torch.Tensor, lse_NH: torch.Tensor) -> torch.Tensor:
-        """Return what this rank's heads attend to of all ranks' tokens, [N, H / ranks, V].
-
-        Args:
-            out_NHV, lse_NH: what all ranks' heads attend to of this rank's tokens, and the logarithm of the sum of the
-                exponentiated scores, float32 (float64 of float64); -inf where this rank has none of a row's tokens.
-        """
+        """Return what this rank's heads attend to of all ranks' tokens, [N, H / ranks, V]. ``out_NHV``, ``lse_NH``:
+        what all ranks' heads attend to of this rank's tokens, and the logarithm of the sum of the exponentiated scores,
+        float32 (float64 of float64); -inf where this rank has none of a row's tokens."""
         assert self.group is not None
         width, dtype = out_NHV.shape[-1], out_NHV.dtype
         # one exchange: the bits of a sum travel as channels, as a narrow dtype would round it

@@ -27,13 +27,9 @@ from fusion.npu import Device
 
 class ControlledEngine(ABC):
     """Send control calls from any thread of the leader, apply them at a step, and report the metrics of all ranks.
-    `InferEngine` specifies the methods; a subclass defines the abstract ones.
-
-    Attributes:
-        max_length: of prompt and response in total.
-        capacity_tokens: capacity of an attention rank's KV cache in tokens, at the last allocation.
-        shares_kv: whether its KV is in the machine's pool, too.
-    """
+    `InferEngine` specifies the methods; a subclass defines the abstract ones. ``max_length``: of prompt and response in
+    total. ``capacity_tokens``: capacity of an attention rank's KV cache in tokens, at the last allocation.
+    ``shares_kv``: whether its KV is in the machine's pool, too."""
 
     def __init__(self, model: WeightHolder, mesh: Mesh, device: Device, config: RolloutConfig):
         config.validate()
@@ -154,10 +150,7 @@ class ControlledEngine(ABC):
 
     def allocate_kv(self) -> None:
         """Allocate ``kv_fraction`` of the device's free memory, at most ``max_kv_tokens``; all blocks are empty.
-
-        Raises:
-            ValueError: as `InferEngine.allocate_kv`.
-        """
+        Raises ValueError: as `InferEngine.allocate_kv`."""
         limits, bytes_free, block_tokens = self.config.engine, self.device.memory().free, self._block_tokens
         block_bytes, reserved_bytes = self._kv_bytes()
         blocks = (int(bytes_free * limits.kv_fraction) - reserved_bytes) // block_bytes

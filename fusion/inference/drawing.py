@@ -22,12 +22,8 @@ NOISE_AHEAD = 16
 
 
 class Draw:
-    """Sample tokens. Collective over the mesh's TP and PP groups.
-
-    Args:
-        seed: seed of the run.
-        max_rows: rows whose logits are in memory at a time; a step without drafts has no more.
-    """
+    """Sample tokens. Collective over the mesh's TP and PP groups. ``seed``: seed of the run. ``max_rows``: rows whose
+    logits are in memory at a time; a step without drafts has no more."""
 
     def __init__(self, model: Transformer, mesh: Mesh, seed: int, max_rows: int):
         self.model, self.mesh, self.seed, self.max_rows = model, mesh, seed, max_rows

@@ -42,18 +42,15 @@ from fusion.npu import Device
 
 class EmbeddedEngine(ControlledEngine):
     """The embedded `InferEngine`, whose docstrings specify the methods. Construction is collective.
-
-    Args:
-        model: holds the weights; they may be changed between steps (then set `policy_version`).
-        config: with `kv_pool.suspended` = keep, unfinished requests keep their KV when weights change, and during
-            `suspend` and `release_kv` if there is host ``memory`` to park it.
-        seed: seed of the run; with a request's id and a token's position it determines the sample.
-        routing: whether outputs record the experts of their tokens; the model must have experts.
-        memory: host memory in which KV is parked; None: KV is not parked.
-        kv_store: with `kv_pool.suspended` = pool, where it is parked instead; None: this rank parks none.
-        stop_strings: end a response with the token that completes one of them; the same on all ranks.
-        drafter: proposes what running sequences continue with; None: each decodes one token a step.
-    """
+    ``model``: holds the weights; they may be changed between steps (then set `policy_version`).
+    ``config``: with `kv_pool.suspended` = keep, unfinished requests keep their KV when weights change, and during
+        `suspend` and `release_kv` if there is host ``memory`` to park it.
+    ``seed``: seed of the run; with a request's id and a token's position it determines the sample.
+    ``routing``: whether outputs record the experts of their tokens; the model must have experts.
+    ``memory``: host memory in which KV is parked; None: KV is not parked.
+    ``kv_store``: with `kv_pool.suspended` = pool, where it is parked instead; None: this rank parks none.
+    ``stop_strings``: end a response with the token that completes one of them; the same on all ranks.
+    ``drafter``: proposes what running sequences continue with; None: each decodes one token a step."""
 
     def __init__(
         self,

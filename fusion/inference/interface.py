@@ -48,10 +48,7 @@ class InferEngine(Protocol):
 
     def allocate_kv(self) -> None:
         """Allocate the KV cache from the free memory of the device, within the limits of the config. Collective.
-
-        Raises:
-            ValueError: the memory is too small for one block, or for a waiting request; names the keys to change.
-        """
+        Raises ValueError: the memory is too small for one block, or for a waiting request; names the keys to change."""
 
     def release_kv(self) -> None:
         """Release the KV cache's memory. Unfinished requests keep their tokens and wait. Collective."""
@@ -59,20 +56,14 @@ class InferEngine(Protocol):
     def reconfigure(self, config: RolloutConfig) -> None:
         """Change the limits of memory, sequences and tokens from the next `allocate_kv` on. Collective; only while no
         KV cache is allocated.
-
-        Raises:
-            ValueError: a value out of range, by key.
-        """
+        Raises ValueError: a value out of range, by key."""
 
     # Control calls: thread-safe, on the leader
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Submit requests; they start at the next step.
-
-        Raises:
-            ValueError: a request is malformed or can never fit; names its id, the field or key to change, its value
-                and what was expected. None is submitted, and the engine continues.
-        """
+        Raises ValueError: a request is malformed or can never fit; names its id, the field or key to change, its value
+        and what was expected. None is submitted, and the engine continues."""
 
     def abort(self, ids: Iterable[str] | None = None) -> None:
         """Abort requests (None: all) at the next step, whose outputs contain their tokens, with reason "abort".
@@ -98,8 +89,7 @@ class InferEngine(Protocol):
 
         depth, running: number of waiting and of running requests; tokens_per_s: generated tokens per second in `step`;
         policy_version; kv_tokens: capacity of an attention rank; and the fields of `Counters`, totals since
-        construction, `kv_pool_…` only with rollout.kv_pool.suspended=pool.
-        """
+        construction, `kv_pool_…` only with rollout.kv_pool.suspended=pool."""
 
     # Generation
 
@@ -119,14 +109,9 @@ class InferEngine(Protocol):
         """Kind of this rank's last step: "prefill" (with or without decodes), "decode", or "" (nothing computed)."""
 
     def step(self) -> list[Output]:
-        """Compute one step: for every running request at most one token, and those of its draft. Collective.
-
-        Returns:
-            the requests that ended, on one of the ranks that schedule them; on the others an empty list.
-
-        Raises:
-            FloatingPointError: a request's logits are NaN; names the request.
-        """
+        """Compute one step: for every running request at most one token, and those of its draft. Collective. Returns
+        the requests that ended, on one of the ranks that schedule them; on the others an empty list.
+        Raises FloatingPointError: a request's logits are NaN; names the request."""
 
     def suspend(self) -> list[Output]:
         """Suspend every request, also those not started, with reason "abort"; `Output.kv_rank` is set if the KV is

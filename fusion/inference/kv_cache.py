@@ -153,8 +153,7 @@ class KVCache:
         """Make the content of all blocks up to this one finite, for any previous content of the memory.
 
         Attention weighs the unused end of a block with 0, and 0 · NaN is NaN. Pages are first touched here, so a pool
-        that is never filled costs no physical memory on a host.
-        """
+        that is never filled costs no physical memory on a host."""
         if block >= self._clean:
             end = min(self.blocks, max(block + 1, 2 * self._clean))
             for area in (area for pool in self.pools for area in self._areas(pool)):

@@ -38,13 +38,10 @@ def request_key(request_id: str) -> int:
 
 def uniforms(seed: int, request_keys: np.ndarray, positions: np.ndarray, stream: int = 0) -> np.ndarray:
     """float64 [N] in [0, 1), 53 random bits each.
-
-    Args:
-        seed: the run's, any integer; its low 64 bits count.
-        request_keys: uint64 [N], see `request_key`.
-        positions: int [N], index of the token in prompt and response together.
-        stream: separates draws of different purpose at one position; 0 is the sampler's.
-    """
+    ``seed``: the run's, any integer; its low 64 bits count.
+    ``request_keys``: uint64 [N], see `request_key`.
+    ``positions``: int [N], index of the token in prompt and response together.
+    ``stream``: separates draws of different purpose at one position; 0 is the sampler's."""
     keys = request_keys.astype(np.uint64)
     counter = np.stack([positions.astype(np.uint64), np.full(keys.shape, stream, np.uint64), keys & _LOW, keys >> _32])
     words = philox4x32(counter, (seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF))

@@ -33,8 +33,7 @@ class RowSlice:
     gathered blocks' rows of a pool, all keys before all values, or latents; without a stretch row after row. ``owner``
     [P]: the row in the slice. ``bias`` [P, 1, block_size]: 0, or -inf behind the row's position; while it is planned
     [P]: the number of tokens of each block that are read. ``width``: blocks of the longest row. ``place`` [P]: the cell
-    in [rows, width]; one more cell behind them is for unneeded blocks.
-    """
+    in [rows, width]; one more cell behind them is for unneeded blocks."""
 
     start: int
     stop: int

@@ -53,13 +53,9 @@ class ParkedEntry:
 
 
 class ParkedKV:
-    """Park the KV of one rank.
-
-    Args:
-        memory: where KV is parked; None: nothing is parked.
-        routing: the recorded routing of this rank, if any.
-        max_blocks: bound on the parked blocks, the same on all ranks of an attention rank; None: no bound.
-    """
+    """Park the KV of one rank. ``memory``: where KV is parked; None: nothing is parked. ``routing``: the recorded
+    routing of this rank, if any. ``max_blocks``: bound on the parked blocks, the same on all ranks of an attention
+    rank; None: no bound."""
 
     def __init__(
         self,
@@ -80,10 +76,7 @@ class ParkedKV:
     def park(self, sequences: Iterable[scheduler.Sequence]) -> None:
         """Start copying the KV of running sequences to the host, in order up to the bound; set their `parked`. Their
         blocks may be released, but not written by another stream before `settle`.
-
-        Raises:
-            RuntimeError: the host has no more memory to pin (`HostPool.take`); nothing was parked.
-        """
+        Raises RuntimeError: the host has no more memory to pin (`HostPool.take`); nothing was parked."""
         self._free_restored()
         chosen, blocks = [], self.blocks
         for seq in sequences:

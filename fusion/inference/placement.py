@@ -18,16 +18,12 @@ class Placeable(Protocol):
 
 def place(loads: list[int], requests: Iterable[Placeable]) -> list[int]:
     """Return the attention rank of each new request: where its KV is parked, and siblings together, as long as the
-    ranks stay balanced.
-
-    Args:
-        loads: unfinished requests of each attention rank.
-        requests: the new ones, in order of arrival.
+    ranks stay balanced. ``loads``: unfinished requests of each attention rank. ``requests``: the new ones, in order of
+    arrival.
 
     Requests with parked KV are placed first. A rank takes requests of a group until it has its even share of all
     requests, then the least loaded rank continues. No rank gets a request beyond the even share,
-    rounded up, unless it already had more.
-    """
+    rounded up, unless it already had more."""
     requests = list(requests)
     share = -(-(sum(loads) + len(requests)) // len(loads))
     now, placed = list(loads), [0] * len(requests)

@@ -21,8 +21,7 @@ class SamplingParams:
     Filters apply in this order to softmax(logits / temperature): top-k, top-p, min-p; of what they keep, the
     `MAX_KEPT_IDS` most likely ids are sampled from. ``temperature``: 0 (greedy) or `validation.MIN_TEMPERATURE` to
     `MAX_TEMPERATURE`. ``max_tokens`` bounds the whole response over all its chunks. ``stop_token_ids`` None means the
-    model's end tokens; () never stops early.
-    """
+    model's end tokens; () never stops early."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -48,35 +47,32 @@ NO_REWARDS: LastRewards = ("", ())
 class Request:
     """One response to generate, from its beginning or behind tokens that it has. Not changed after it was created (a
     frozen dataclass would take twice as long to create, and there is one for every sample).
-
-    Args:
-        id: unique among unfinished requests; with the run seed and a token's position it determines what is sampled,
-            so a request that is resumed after a chunk or an abort keeps its id.
-        prompt: token ids, at least one.
-        group: the same for requests with one prompt, which are placed where they share the prompt's KV.
-        response: tokens generated before; generation continues behind them.
-        chunk_tokens: number of new tokens after which it ends with reason "chunk"; 0: no chunks.
-        exact_tokens: length of the whole response, with ``turns`` of the current turn, over all its chunks: no stop
-            token ends it before, and it ends there with reason "stop" or "turn" (at max_tokens with "length"); 0: the
-            model ends it.
-        earlier: the caller's name for what belongs to ``response``; returned with the output.
-        kv_rank: the attention rank of the engine that has its KV (`Output.kv_rank`); None: there is none. A preference:
-            if that rank has its share of requests, or the KV was freed, it is recomputed.
-        kv_tokens: number of tokens whose KV is in the machine's pool (`Output.kv_tokens`), for any engine; 0: none. If
-            it is not found there, or is not of this engine's weights, it is recomputed.
-        kv_engine: the engine that has parked it, if that is another one, numbered as in the run: where KV travels
-            between machines, its machines are asked, too; None: they are not.
-        priority: of the requests that wait in an engine those of the lowest are admitted first, of equal ones in order
-            of arrival; at least 0.
-        last_rewards: the group that answered the prompt before this one, and the reward of each of its responses, in
-            the order of their numbers; None: it has none. For drafts from them (`TextDrafter`); () is not known.
-        turns: a conversation: what would end it with reason "stop" ends its turn with reason "turn", and it goes on
-            behind what an environment answers.
-        observation: number of the last tokens of ``response`` that an environment has answered since the last token
-            that was sampled. No engine has had them as input, nor that token.
-        turn_start: number of the first tokens of ``response`` that are before the current turn, in which alone stop
-            strings are looked for; with an observation all of them are.
-    """
+    ``id``: unique among unfinished requests; with the run seed and a token's position it determines what is sampled, so
+        a request that is resumed after a chunk or an abort keeps its id.
+    ``prompt``: token ids, at least one.
+    ``group``: the same for requests with one prompt, which are placed where they share the prompt's KV.
+    ``response``: tokens generated before; generation continues behind them.
+    ``chunk_tokens``: number of new tokens after which it ends with reason "chunk"; 0: no chunks.
+    ``exact_tokens``: length of the whole response, with ``turns`` of the current turn, over all its chunks: no stop
+        token ends it before, and it ends there with reason "stop" or "turn" (at max_tokens with "length"); 0: the model
+        ends it.
+    ``earlier``: the caller's name for what belongs to ``response``; returned with the output.
+    ``kv_rank``: the attention rank of the engine that has its KV (`Output.kv_rank`); None: there is none. A preference:
+        if that rank has its share of requests, or the KV was freed, it is recomputed.
+    ``kv_tokens``: number of tokens whose KV is in the machine's pool (`Output.kv_tokens`), for any engine; 0: none. If
+        it is not found there, or is not of this engine's weights, it is recomputed.
+    ``kv_engine``: the engine that has parked it, if that is another one, numbered as in the run: where KV travels
+        between machines, its machines are asked, too; None: they are not.
+    ``priority``: of the requests that wait in an engine those of the lowest are admitted first, of equal ones in order
+        of arrival; at least 0.
+    ``last_rewards``: the group that answered the prompt before this one, and the reward of each of its responses, in
+        the order of their numbers; None: it has none. For drafts from them (`TextDrafter`); () is not known.
+    ``turns``: a conversation: what would end it with reason "stop" ends its turn with reason "turn", and it goes on
+        behind what an environment answers.
+    ``observation``: number of the last tokens of ``response`` that an environment has answered since the last token
+        that was sampled. No engine has had them as input, nor that token.
+    ``turn_start``: number of the first tokens of ``response`` that are before the current turn, in which alone stop
+        strings are looked for; with an observation all of them are."""
 
     id: str
     prompt: tuple[int, ...]
@@ -116,8 +112,7 @@ class Output:
     log-probabilities. A request that is aborted before its first token has those that were computed.
     ``kv_rank``: of an aborted or `CONTINUED` request, the attention rank at which its KV is parked or, until the memory
     is needed, cached; None: its KV was freed.
-    ``kv_tokens``: number of its tokens whose KV is in the machine's pool; 0: none.
-    """
+    ``kv_tokens``: number of its tokens whose KV is in the machine's pool; 0: none."""
 
     request_id: str
     group: str

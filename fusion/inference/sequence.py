@@ -31,8 +31,7 @@ class Sequence:
     ``computed``: number of leading tokens whose KV is in ``blocks``. ``names``: names of the full blocks computed so
     far; ``named``: number of leading blocks that were found by name or have been named. ``since``: policy version of
     its oldest KV, and of its names. ``parked``: number of leading tokens whose KV is on the host. ``known``: number of
-    leading tokens that were computed before; computing them again counts as recomputation.
-    """
+    leading tokens that were computed before; computing them again counts as recomputation."""
 
     request: Request
     params: SamplingParams
@@ -147,8 +146,7 @@ class EngineStep:
     their sequence's end, then those of ``shared_prefill``, in this order.
     ``restored`` are (sequence, first block, end): the blocks whose KV is copied from the host first. ``verified`` are
     sequences with a draft, of which a token is sampled behind every row; ``copied`` are (from, to): blocks that are
-    copied first, for the paths of the drafts.
-    """
+    copied first, for the paths of the drafts."""
 
     decodes: list[Sequence]
     chunks: list[tuple[Sequence, int]]

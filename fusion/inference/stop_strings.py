@@ -19,8 +19,7 @@ class StopStrings:
     """Hold stop strings (at least one, none empty). ``decode``: text of some tokens, special tokens included.
 
     Invariant: if `completes` was False for all shorter responses, it is True exactly where the text of the whole
-    response contains a stop string.
-    """
+    response contains a stop string."""
 
     def __init__(self, strings: Sequence[str], decode: Callable[[Sequence[int]], str]):
         self._strings, self._decode = tuple(strings), decode

@@ -42,12 +42,8 @@ class Drafter(Protocol):
     """Propose drafts, the same on every rank with the same schedule: what it returns may depend only on its calls."""
 
     def draft(self, sequences: Items[Sequence], max_depth: Items[int], max_tokens: int) -> list[Draft | None]:
-        """Return a draft for each sequence, or None.
-
-        Args:
-            max_depth: number of tokens behind sequence i that may be used; deeper ones would be dropped.
-            max_tokens: of all drafts together.
-        """
+        """Return a draft for each sequence, or None. ``max_depth``: number of tokens behind sequence i that may be
+        used; deeper ones would be dropped. ``max_tokens``: of all drafts together."""
 
     def adopt(self, version: int) -> None:
         """Record that the engine's policy is of another version from now on."""
@@ -103,8 +99,7 @@ class Verification:
 
     ``tokens``, ``parents``, ``depths``: of each row; ``rows``: the row of each token of the draft; ``paths``: the rows
     that each path adds; ``shared``: the rows before them on the path, by path; ``first``: the block of the sequence in
-    which row 0 is; ``tails``: blocks of each path from there on, filled by the scheduler.
-    """
+    which row 0 is; ``tails``: blocks of each path from there on, filled by the scheduler."""
 
     seq: Sequence
     tokens: list[int]

@@ -32,11 +32,8 @@ class Up:
     arXiv 2405.04434, section 2.1.2).
 
     With W_uk and W_uv the halves of a head, q · (W_uk c) = (W_ukᵀ q) · c, and Σ p (W_uv c) = W_uv Σ p c: either expand
-    the latents c, or attend to them with absorbed queries and turn the attended latents into values.
-
-    Attributes:
-        softmax_scale: the factor of the scores.
-    """
+    the latents c, or attend to them with absorbed queries and turn the attended latents into values. ``softmax_scale``:
+    the factor of the scores."""
 
     def __init__(self, kv_b: Matrix, spec: Latent, operators: Plain, row_multiple: int = 1):
         self.kv_b, self.spec, self.operators, self.row_multiple = kv_b, spec, operators, row_multiple
@@ -101,14 +98,9 @@ class Attend(Protocol):
         ...
 
     def latent(self, layer: int, q: Pair, latent: Pair, up: Up) -> torch.Tensor:
-        """Return the output [N, H, V] of latent attention with this rank's heads.
-
-        Args:
-            q: [N, H, C] and [N, H, P].
-            latent: the normalised compressed keys and values [N, R], and the rotated key [N, P] that all heads share;
-                the same on all TP ranks.
-            up: of this layer, for this rank's heads.
-        """
+        """Return the output [N, H, V] of latent attention with this rank's heads. ``q``: [N, H, C] and [N, H, P].
+        ``latent``: the normalised compressed keys and values [N, R], and the rotated key [N, P] that all heads share;
+        the same on all TP ranks. ``up``: of this layer, for this rank's heads."""
         ...
 
 

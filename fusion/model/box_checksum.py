@@ -35,11 +35,8 @@ CHUNK = 1 << 18
 
 
 def box_checksum(view: torch.Tensor, name: str, region: Box) -> int:
-    """Compute the checksum of the elements ``region`` of the global tensor ``name``, from 0 to MODULUS - 1.
-
-    Args:
-        view: the elements in the global orientation, any dtype of 1, 2, 4 or 8 bytes; the sum is over its bits.
-    """
+    """Compute the checksum of the elements ``region`` of the global tensor ``name``, from 0 to MODULUS - 1. ``view``:
+    the elements in the global orientation, any dtype of 1, 2, 4 or 8 bytes; the sum is over its bits."""
     assert tuple(view.shape) == tuple(stop - start for start, stop in region)
     region = ((0, 1),) * (2 - len(region)) + region
     view = view.detach().reshape([stop - start for start, stop in region])
@@ -74,10 +71,7 @@ def as_halves(values: torch.Tensor) -> torch.Tensor:
 @lru_cache(maxsize=64)
 def factors(dim: int, start: int, stop: int, num_halves: int = 1) -> torch.Tensor:
     """Return a factor from 1 to prime - 1 of every index of a dimension, int64 [2, stop - start] by prime, on the host.
-
-    Args:
-        num_halves: of each element, the halves' own: 2^16 times as much for each further one.
-    """
+    ``num_halves``: of each element, the halves' own: 2^16 times as much for each further one."""
     index = np.arange(start, stop, dtype=np.uint64) + (np.uint64(dim + 1) << np.uint64(48))
     mixed = [_mixed(index + (np.uint64(i + 1) << np.uint64(56))) % np.uint64(p - 1) for i, p in enumerate(PRIMES)]
     powers = [torch.from_numpy(np.stack(mixed).astype(np.int64)) + 1]

@@ -26,15 +26,11 @@ MAX_WHOLE_ROWS, MAX_GATHERED_ROWS = 512, 2048
 
 @dataclass(frozen=True)
 class RowSplit:
-    """Holds how the ``count`` rows of a pass lie on the TP ranks between blocks.
-
-    Attributes:
-        whole: on each TP rank all of them, and sums over TP are plain all-reduces, two a layer: for passes so small
-            that a layer takes its time in starting operators. Otherwise on each rank its shard (`shard_sizes`), and
-            sums run in rank order. Without gradients only.
-        by_ep_rank: where ``whole`` and an EP group spans several attention ranks: the shard of each of its ranks.
-        dispatched: whether the card's operators send these shards to their experts; otherwise they are gathered.
-    """
+    """Holds how the ``count`` rows of a pass lie on the TP ranks between blocks. ``whole``: on each TP rank all of
+    them, and sums over TP are plain all-reduces, two a layer: for passes so small that a layer takes its time in
+    starting operators. Otherwise on each rank its shard (`shard_sizes`), and sums run in rank order. Without gradients
+    only. ``by_ep_rank``: where ``whole`` and an EP group spans several attention ranks: the shard of each of its ranks.
+    ``dispatched``: whether the card's operators send these shards to their experts; otherwise they are gathered."""
 
     count: int
     whole: bool = False
@@ -108,10 +104,7 @@ def share_shards(x_shard: torch.Tensor, sizes: list[int], group: dist.ProcessGro
 
 def rows_to_heads(x_nHC: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     """Exchange this rank's rows of all H heads for all rows of its heads, the rank-th of equal runs: [N, H / ranks, C].
-
-    Args:
-        sizes: rows of each rank, N in total.
-    """
+    ``sizes``: rows of each rank, N in total."""
     to_heads, to_rows = partial(_to_heads, sizes=sizes, group=group), partial(_to_rows, sizes=sizes, group=group)
     return _WithAdjoint.apply(x_nHC, to_heads, to_rows)
 

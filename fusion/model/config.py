@@ -31,8 +31,7 @@ class ModelConfig:
     ``adapters``: those that are trained in place of the model's own tensors; None: there are none.
 
     Invariants: all layers have the same attention, so that a token has the same KV cache and the same rotation in each;
-    all sparse layers have the same experts, so that a routing column holds any of them.
-    """
+    all sparse layers have the same experts, so that a routing column holds any of them."""
 
     family: str
     vocab_size: int
@@ -158,13 +157,9 @@ class ModelConfig:
     def from_hf(cls, source: str | Path | dict[str, Any], key: str = "model.path") -> ModelConfig:
         """Read the config of a checkpoint folder, or of the dictionary of its `config.json`. Of a folder, the end
         tokens are those of `generation_config.json`, if it names any, as in transformers' `generate`; and there are no
-        predictors of further tokens if it holds no tensor of one.
-
-        Args:
-            key: the user's config key that named the folder, for error messages.
-
-        Raises:
-            ValueError: there is no `config.json`, it is malformed, or it sets a field (named) that is not supported.
+        predictors of further tokens if it holds no tensor of one. ``key``: the user's config key that named the folder,
+        for error messages.
+        Raises ValueError: there is no `config.json`, it is malformed, or it sets a field (named) that is not supported.
         """
         if isinstance(source, dict):
             return cls._of_fields(source, f"{key}: config.json", key)
@@ -215,10 +210,7 @@ class ModelConfig:
 
     def _check(self, place: str) -> None:
         """Check what the fields must satisfy together.
-
-        Raises:
-            ValueError: names the fields.
-        """
+        Raises ValueError: names the fields."""
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{place}: num_attention_heads={self.num_heads} is no multiple of "

@@ -19,13 +19,10 @@ from fusion.model.mesh import Mesh
 
 class RowExchange(NamedTuple):
     """Plans an exchange of one layer's rows.
-
-    Attributes:
-        send, receive: rows to and from each EP rank.
-        sizes: rows that arrive at each ETP rank.
-        order: indices from (source, expert) to (expert, source), and back.
-        rows: of each local expert, on the card if its operators take them from there.
-    """
+    ``send``, ``receive``: rows to and from each EP rank.
+    ``sizes``: rows that arrive at each ETP rank.
+    ``order``: indices from (source, expert) to (expert, source), and back.
+    ``rows``: of each local expert, on the card if its operators take them from there."""
 
     send: list[int]
     receive: list[int]
@@ -65,10 +62,7 @@ def _exchange_counts(counts_E: torch.Tensor, mesh: Mesh) -> torch.Tensor:
 
 def regroup(by_source: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the indices that reorder rows from (source, expert) to (expert, source), and the inverse; both int64 [n].
-
-    Args:
-        by_source: rows by [source][expert].
-    """
+    ``by_source``: rows by [source][expert]."""
     # In numpy, whose calls on small arrays take a fraction of torch's time: this runs in every layer of a decode step.
     counts = np.array(by_source)
     starts = counts.cumsum().reshape(counts.shape) - counts

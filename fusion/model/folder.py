@@ -23,15 +23,10 @@ CHUNK_ROWS = 4096
 def check_folder(folder: str | Path, config: ModelConfig, key: str = "model.path") -> None:
     """Check, before any worker starts, that `load_weights` will find every tensor, and use every one that is there.
 
-    Reads the files' headers only; of a tied model that stores an output head, the head and the embedding, too.
-
-    Args:
-        key: the user's config key that named the folder, for error messages.
-
-    Raises:
-        ValueError: the folder holds no weights or two sets of them, a file (named) is damaged, or a tensor (named) is
-            missing, unknown, or of another shape or element type.
-    """
+    Reads the files' headers only; of a tied model that stores an output head, the head and the embedding, too. ``key``:
+    the user's config key that named the folder, for error messages.
+    Raises ValueError: the folder holds no weights or two sets of them, a file (named) is damaged, or a tensor (named)
+    is missing, unknown, or of another shape or element type."""
     folder = Path(folder)
     stored = stored_tensors(folder, key)
     least = config.num_layers + config.num_sparse_layers * config.num_experts
@@ -65,10 +60,7 @@ def check_folder(folder: str | Path, config: ModelConfig, key: str = "model.path
 def block_scales(folder: Path, stored: Mapping[str, StoredTensor], key: str = "model.path") -> BlockScales | None:
     """Return how the float8 matrices of a folder are scaled, as its `config.json` says; None: it holds none, or does
     not say.
-
-    Raises:
-        ValueError: `config.json` states another quantization.
-    """
+    Raises ValueError: `config.json` states another quantization."""
     if all(tensor.dtype != FLOAT8 for tensor in stored.values()):
         return None
     path = folder / "config.json"
@@ -83,10 +75,7 @@ def check_tensor(
     key: str = "model.path",
 ) -> None:
     """Check one tensor of a folder against the model's table, and its scales, if it is quantized.
-
-    Raises:
-        ValueError: its shape or its element type, or scales that are missing or do not fit.
-    """
+    Raises ValueError: its shape or its element type, or scales that are missing or do not fit."""
     tensor = stored[name]
     if tensor.shape != shape:
         raise ValueError(

@@ -19,13 +19,9 @@ ones. An engine records them with every token, and a trainer renormalises over t
 
 
 class Head:
-    """Computes logits with the weights of a language model's head.
-
-    Attributes:
-        blocks: the weights [ids, D] of this TP rank's ids, in consecutive blocks of rows.
-        mask: of ids that no token has; None: the model masks no id.
-        row_multiple: as of `fusion.npu.operators.rows.linear`.
-    """
+    """Computes logits with the weights of a language model's head. ``blocks``: the weights [ids, D] of this TP rank's
+    ids, in consecutive blocks of rows. ``mask``: of ids that no token has; None: the model masks no id.
+    ``row_multiple``: as of `fusion.npu.operators.rows.linear`."""
 
     def __init__(self, blocks: Sequence[torch.Tensor], mask: IdMask | None = None, row_multiple: int = 1):
         self.blocks, self.mask, self.row_multiple = list(blocks), mask, row_multiple

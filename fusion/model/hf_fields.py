@@ -41,15 +41,9 @@ order that the tables of a folder can be built for"""
 
 
 class Fields:
-    """The fields of one `config.json`.
-
-    Args:
-        place: the config key and the file, for messages.
-        renamed: other name of a field → the name that it is read by.
-
-    Raises:
-        ValueError: a field has two values under two names.
-    """
+    """The fields of one `config.json`. ``place``: the config key and the file, for messages. ``renamed``: other name of
+    a field → the name that it is read by.
+    Raises ValueError: a field has two values under two names."""
 
     def __init__(self, values: Mapping[str, Any], place: str, renamed: Mapping[str, str] | None = None) -> None:
         self._values, self.place = dict(values), place
@@ -130,15 +124,9 @@ class Fields:
         return self._get(name, None)
 
     def refuse_rest(self, only: Mapping[str, tuple[Any, ...]], inert: frozenset[str]) -> None:
-        """Check that no field that was not read changes the model.
-
-        Args:
-            only: the family's fields of which only these values are implemented, besides `ONLY`.
-            inert: the family's fields that change nothing, besides `INERT`.
-
-        Raises:
-            ValueError: names the first that does, or may.
-        """
+        """Check that no field that was not read changes the model. ``only``: the family's fields of which only these
+        values are implemented, besides `ONLY`. ``inert``: the family's fields that change nothing, besides `INERT`.
+        Raises ValueError: names the first that does, or may."""
         only = {**ONLY, **only}
         for name, value in self._values.items():
             if name in self._read or name in INERT or name in inert:

@@ -33,15 +33,10 @@ OPTIONAL = ("mscale", "mscale_all_dim")
 def read_rotary(
     fields: Fields, head_dim: int, *, max_positions: int, theta: float = 10000.0, partial: float | None = None
 ) -> Rotary:
-    """Read the rotary embedding of heads of ``head_dim`` channels.
-
-    Args:
-        theta: what transformers assumes where no base is stated.
-        partial: the share of the channels that is rotated where none is stated; None: the family rotates all.
-
-    Raises:
-        ValueError: a kind or a field (named) that is not implemented, or two statements that differ.
-    """
+    """Read the rotary embedding of heads of ``head_dim`` channels. ``theta``: what transformers assumes where no base
+    is stated. ``partial``: the share of the channels that is rotated where none is stated; None: the family rotates
+    all.
+    Raises ValueError: a kind or a field (named) that is not implemented, or two statements that differ."""
     stated = _Statements(fields)
     kind = stated.text("rope_type", "default")
     if not isinstance(kind, str) or kind not in KINDS:
@@ -115,11 +110,8 @@ def _attention_scale(factor: float, scale: float) -> float:
 
 
 def write_rotary(rotary: Rotary, head_dim: int, states_share: bool = False) -> dict[str, Any]:
-    """Return the fields that `read_rotary` reads, under their present and their former names.
-
-    Args:
-        states_share: state the share of rotated channels though all are: it is not the family's default.
-    """
+    """Return the fields that `read_rotary` reads, under their present and their former names. ``states_share``: state
+    the share of rotated channels though all are: it is not the family's default."""
     values = {field: getattr(rotary, name) for field, name in KINDS[rotary.kind].items()}
     stated = {field: value for field, value in values.items() if value or field not in OPTIONAL}
     table: dict[str, Any] = {"rope_type": rotary.kind, **stated}

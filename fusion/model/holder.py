@@ -18,8 +18,7 @@ class WeightHolder(Protocol):
     engine whose local tensors `formats` describes, and that keeps them in `Buckets`.
 
     Invariant: ``weights.views[param.name]`` has the shape ``param.shape`` for every ``param`` of ``table``, before and
-    after its storage is released and reallocated.
-    """
+    after its storage is released and reallocated."""
 
     @property
     def config(self) -> ModelConfig:

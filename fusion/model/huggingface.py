@@ -54,10 +54,8 @@ def load_weights(model: WeightHolder, folder: str | Path, whole_bytes: int = WHO
 
     Returns the checksums (`box_checksum`) of what this rank owns of each file of more than ``whole_bytes``, by name:
     over all ranks they add up, mod MODULUS, to the checksum of the file, in any layout.
-
-    Raises:
-        ValueError: a tensor (named) is missing, or its shape or element type differs from what `config.json` implies.
-    """
+    Raises ValueError: a tensor (named) is missing, or its shape or element type differs from what `config.json`
+    implies."""
     folder = Path(folder)
     stored, shapes = stored_tensors(folder), global_params(model.config)
     large = {file for file in {tensor.file for tensor in stored.values()} if file.stat().st_size > whole_bytes}
@@ -109,11 +107,8 @@ class BoxReader:
 
 def dequantize(values: torch.Tensor, scales: torch.Tensor, region: Box, blocks: BlockScales) -> torch.Tensor:
     """Return the box ``region`` of a float8 matrix in float32: each element times the scale of its block, one rounding.
-
-    Args:
-        values: float8 [rows, columns] of the box.
-        scales: float32, of the blocks that the box touches (`BlockScales.scales`).
-    """
+    ``values``: float8 [rows, columns] of the box. ``scales``: float32, of the blocks that the box touches
+    (`BlockScales.scales`)."""
     (top, bottom), (left, right) = region
     matrix = values.to(torch.float32)
     by_column = torch.arange(left, right) // blocks.columns - left // blocks.columns
@@ -134,11 +129,8 @@ def save_folder(
     a model with adapters a folder of `peft` (`fusion.model.peft`).
 
     Collective over the model's mesh; rank 0 writes. `transformers.AutoModelForCausalLM` loads the folder. An existing
-    folder is replaced atomically, as a whole; its files that describe no weights are kept.
-
-    Args:
-        views, group: as of `gather_tensors`.
-    """
+    folder is replaced atomically, as a whole; its files that describe no weights are kept. ``views``, ``group``: as of
+    `gather_tensors`."""
     group = group if group is not None else model.mesh.world_group
     tensors = gather_tensors(model, views, group)
     if model.mesh.rank == 0:
@@ -224,13 +216,9 @@ def gather_tensors(
     model: WeightHolder, views: Mapping[str, torch.Tensor] | None = None, group: dist.ProcessGroup | None = None
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
     """Yield (name, whole CPU tensor) of every global tensor on rank 0, (name, None) on other ranks; of a model with
-    adapters, of theirs alone. Collective.
-
-    Args:
-        views: tensors to gather instead of the model's own, for example a copy: this rank's parameters by local name.
-        group: process group over the ranks of the mesh, in their order, not in use elsewhere during the call. None: the
-            mesh's own.
-    """
+    adapters, of theirs alone. Collective. ``views``: tensors to gather instead of the model's own, for example a copy:
+    this rank's parameters by local name. ``group``: process group over the ranks of the mesh, in their order, not in
+    use elsewhere during the call. None: the mesh's own."""
     mesh = model.mesh
     views = model.weights.views if views is None else views
     group = group if group is not None else mesh.world_group

@@ -41,12 +41,8 @@ class IdMask:
     def __call__(
         self, logits_nV: torch.Tensor, removed: list[torch.Tensor] | None = None, part: range | None = None
     ) -> torch.Tensor:
-        """Mask logits in place and return them.
-
-        Args:
-            removed: receives what was masked, [n, M] without gradients.
-            part: which of the columns the logits are of; None: all.
-        """
+        """Mask logits in place and return them. ``removed``: receives what was masked, [n, M] without gradients.
+        ``part``: which of the columns the logits are of; None: all."""
         masked = self._columns
         if part is not None:
             own = slice(bisect_left(self._own, part.start), bisect_left(self._own, part.stop))

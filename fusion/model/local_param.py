@@ -21,8 +21,7 @@ class Part:
     """Maps a box of the global tensor ``name`` to its place in a local tensor.
 
     ``local`` has one range for each dimension of the local tensor, which may have more leading dimensions of size one
-    than the global tensor (one expert of a stack). ``transposed``: the last two dimensions are stored swapped.
-    """
+    than the global tensor (one expert of a stack). ``transposed``: the last two dimensions are stored swapped."""
 
     name: str
     region: Box
@@ -59,18 +58,16 @@ class Part:
 class LocalParam:
     """Describes a local tensor. All that other packages need to know of it is in its fields; its name is its owner's.
     Only tensors in units have gradients and optimizer states, unless they are frozen.
-
-    Attributes:
-        expert: it is replicated over edp, not dp.
-        tp_sharded: TP ranks hold different elements.
-        row_group: number of rows that `cut` keeps together.
-        storage: where it lies.
-        float32: it is kept in float32, whatever the weights' dtype.
-        layer: its layer in the whole model; None: it belongs to no layer.
-        expert_index: the expert in the whole model of which it holds a matrix; None: it holds none, or several experts.
-        block: its number among the blocks that a matrix was cut into; None: it is not cut.
-        frozen: it is of a base that is never trained (`adapters`).
-        stack: the stack of equal matrices, one for each expert of the rank, in which it is stored, whole; None: none.
+    ``expert``: it is replicated over edp, not dp.
+    ``tp_sharded``: TP ranks hold different elements.
+    ``row_group``: number of rows that `cut` keeps together.
+    ``storage``: where it lies.
+    ``float32``: it is kept in float32, whatever the weights' dtype.
+    ``layer``: its layer in the whole model; None: it belongs to no layer.
+    ``expert_index``: the expert in the whole model of which it holds a matrix; None: it holds none, or several experts.
+    ``block``: its number among the blocks that a matrix was cut into; None: it is not cut.
+    ``frozen``: it is of a base that is never trained (`adapters`).
+    ``stack``: the stack of equal matrices, one for each expert of the rank, in which it is stored, whole; None: none.
     """
 
     name: str

@@ -21,8 +21,7 @@ class Adapted(nn.Module):
     """A frozen matrix ``base`` and its adapters (`fusion.model.adapters`): A, stacked of as many matrices as there are
     blocks of B, whose outputs are concatenated. Of a stack of experts: stacks [E, r, I] and [E, O, r].
 
-    ``scale``: factor of the adapters' product; 0: they are off, as while a reference computes.
-    """
+    ``scale``: factor of the adapters' product; 0: they are off, as while a reference computes."""
 
     def __init__(self, base: Stored, lora_a: nn.Parameter, lora_b: Stored, scale: float = 0.0):
         super().__init__()

@@ -21,8 +21,7 @@ class Mesh:
     """Holds one rank's coordinates in a layout and its process groups; a group of one member is None.
 
     ``dispatch_group``: of `Parallel.dispatch_groups`. ``ends_group``: on the first and the last pipeline stage, this
-    rank and the corresponding rank of the other end.
-    """
+    rank and the corresponding rank of the other end."""
 
     parallel: Parallel
     rank: int
@@ -73,8 +72,7 @@ class Mesh:
         Collective over the whole world: every process must call it with the same arguments in the same order. A
         process outside ``ranks`` gets a mesh with rank -1. ``new_group`` may be one that concerns its members only;
         then only the processes of ``ranks`` call it. ``new_dispatch_group``: creates each of
-        `Parallel.dispatch_groups`; None: there are none.
-        """
+        `Parallel.dispatch_groups`; None: there are none."""
         if not dist.is_initialized():
             assert parallel.world == 1
             return cls.single()

@@ -117,12 +117,9 @@ class MoE(nn.Module):
         kept: list[RowExchange] | None = None,
     ) -> tuple[torch.Tensor, Routed | None]:
         """Return the output [n, D] and, where ``record``, the routing. Rows with ``forced`` experts are sent to these,
-        weighted by the scores that this router gives them (with gradient), normalised like its own choice.
-
-        Args:
-            rows: of the batch, of which x_nD holds this TP rank's; None: x_nD is the batch.
-            kept: empty, receives what is exchanged; filled, as in a recomputation of the pass, it is exchanged again.
-        """
+        weighted by the scores that this router gives them (with gradient), normalised like its own choice. ``rows``: of
+        the batch, of which x_nD holds this TP rank's; None: x_nD is the batch. ``kept``: empty, receives what is
+        exchanged; filled, as in a recomputation of the pass, it is exchanged again."""
         rows = RowSplit(len(x_nD)) if rows is None else rows
         if rows.whole:
             return self._whole(x_nD, rows, row_multiple, record=record)
@@ -278,16 +275,11 @@ def load_balancing_loss(stats: list[torch.Tensor], total_counts_E: torch.Tensor,
     E · Σ_e f_e P_e, with f_e the mean number of times a token is routed to expert e, and P_e its mean probability.
     Where routing is replayed, f_e counts the replayed routing (the actual load) and P_e is this model's own, so that
     the gradient still shifts probability away from loaded experts.
-
-    Args:
-        stats: `Routed.stats` of each layer, float32 [2, E], over this rank's rows.
-        total_counts_E: tokens routed to each expert, summed over layers, of the whole batch.
-        total_rows: rows × layers of the whole batch, so that the losses of ranks and micro-batches add up to the
-            batch's.
-
-    Returns:
-        A float32 scalar.
-    """
+    ``stats``: `Routed.stats` of each layer, float32 [2, E], over this rank's rows.
+    ``total_counts_E``: tokens routed to each expert, summed over layers, of the whole batch.
+    ``total_rows``: rows × layers of the whole batch, so that the losses of ranks and micro-batches add up to the
+        batch's.
+    Returns A float32 scalar."""
     probs_E = torch.stack(stats)[:, 1].sum(0)
     return probs_E.numel() * (total_counts_E / total_rows * probs_E / total_rows).sum()
 
@@ -299,15 +291,10 @@ def sequence_balancing_loss(routed: Routed, owner_n: torch.Tensor, lengths: torc
     Σ_e f_e P_e, with f_e = E / (k T) times the number of the sequence's T tokens that are routed to expert e, of which
     replayed ones count, and P_e their mean probability. Collective over TP and context parallel, whose ranks have rows
     of the same sequences: the shares add up to the loss.
-
-    Args:
-        routed: with ``probs_nE``, of this rank's rows.
-        owner_n: int64 [n], the sequence of each row.
-        lengths: float32 [S], the tokens of each sequence.
-
-    Returns:
-        A float32 scalar.
-    """
+    ``routed``: with ``probs_nE``, of this rank's rows.
+    ``owner_n``: int64 [n], the sequence of each row.
+    ``lengths``: float32 [S], the tokens of each sequence.
+    Returns A float32 scalar."""
     assert routed.probs_nE is not None
     num_experts, top_k = routed.probs_nE.shape[1], routed.expert_nk.shape[1]
     places = (owner_n.unsqueeze(1) * num_experts + routed.expert_nk).flatten()

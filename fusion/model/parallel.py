@@ -162,14 +162,8 @@ class Parallel:
         return range(start, start + share + (stage < rest))
 
     def check(self, config: ModelConfig, key: str) -> None:
-        """Check that the layout divides the model's dimensions.
-
-        Args:
-            key: the config node that the user has to change.
-
-        Raises:
-            ValueError: the layout does not divide a dimension of the model (with both numbers).
-        """
+        """Check that the layout divides the model's dimensions. ``key``: the config node that the user has to change.
+        Raises ValueError: the layout does not divide a dimension of the model (with both numbers)."""
         if problem := self.misfit(config):
             raise ValueError(f"{key}.{problem}")
 

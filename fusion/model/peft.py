@@ -36,11 +36,8 @@ def load_adapter(model: WeightHolder, folder: str | Path) -> None:
 def save_adapter(
     config: ModelConfig, tensors: Iterable[tuple[str, torch.Tensor]], folder: str | Path, base: str
 ) -> None:
-    """Write a folder of `peft` from whole CPU tensors by name; it replaces an existing one atomically.
-
-    Args:
-        base: path of the base model, which the folder names, absolute.
-    """
+    """Write a folder of `peft` from whole CPU tensors by name; it replaces an existing one atomically. ``base``: path
+    of the base model, which the folder names, absolute."""
     assert config.adapters is not None
     folder = Path(folder).resolve()
     partial = folder.with_name(folder.name + ".partial")
@@ -56,11 +53,7 @@ def save_adapter(
 
 def merged(config: ModelConfig, name: str, weight: torch.Tensor, adapters: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return a matrix of the base with its adapters added in float32, rounded once to the matrix's dtype; another
-    tensor as it is.
-
-    Args:
-        adapters: all of them, whole, by name.
-    """
+    tensor as it is. ``adapters``: all of them, whole, by name."""
     assert config.adapters is not None
     module, rows = name.removesuffix(".weight"), slice(None)
     parent, _, last = module.rpartition(".")

@@ -40,12 +40,8 @@ def pays(length: int, common: int) -> bool:
 
 
 def links(lengths: Sequence[int], common: Sequence[int], share: str) -> list[int]:
-    """Return how many of its first rows each sequence shares with the one before it (invariants above).
-
-    Args:
-        common: tokens that each has in common with the one before it; of the first, 0.
-        share: one of SHARE_PREFIXES.
-    """
+    """Return how many of its first rows each sequence shares with the one before it (invariants above). ``common``:
+    tokens that each has in common with the one before it; of the first, 0. ``share``: one of SHARE_PREFIXES."""
     if share == "off":
         return [0] * len(lengths)
     return [same if share == "on" or pays(length, same) else 0 for length, same in zip(lengths, common, strict=True)]

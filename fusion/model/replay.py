@@ -23,14 +23,12 @@ from fusion.model.shared_rows import Reads
 
 class Routed(NamedTuple):
     """Holds the routing of this rank's rows in one MoE layer.
-
-    Attributes:
-        stats: float32 [2, E], the number of tokens routed to each expert (replayed ones included) and the summed
-            probabilities that the pass's own router gives it; [2, 0] in inference mode.
-        expert_nk: int64 [n, k], the experts of each row.
-        mismatched_n: bool [n], the replayed rows for which the pass's own router chooses a different set of experts;
-            None: nothing was replayed.
-        probs_nE: float32 [n, E], the probabilities of each row; only where the model's ``keep_probabilities`` is set.
+    ``stats``: float32 [2, E], the number of tokens routed to each expert (replayed ones included) and the summed
+        probabilities that the pass's own router gives it; [2, 0] in inference mode.
+    ``expert_nk``: int64 [n, k], the experts of each row.
+    ``mismatched_n``: bool [n], the replayed rows for which the pass's own router chooses a different set of experts;
+        None: nothing was replayed.
+    ``probs_nE``: float32 [n, E], the probabilities of each row; only where the model's ``keep_probabilities`` is set.
     """
 
     stats: torch.Tensor
@@ -73,12 +71,9 @@ class Forced(NamedTuple):
 
 @dataclass(frozen=True)
 class Replay:
-    """Holds the routing of one packed batch, on the device.
-
-    Attributes:
-        experts_NLk: any integer dtype [N, L, k], for the L sparse layers of this stage; the same on its TP ranks.
-        known_N: bool [N], the rows that have a routing; the values of the other rows are ignored.
-    """
+    """Holds the routing of one packed batch, on the device. ``experts_NLk``: any integer dtype [N, L, k], for the L
+    sparse layers of this stage; the same on its TP ranks. ``known_N``: bool [N], the rows that have a routing; the
+    values of the other rows are ignored."""
 
     experts_NLk: torch.Tensor
     known_N: torch.Tensor

@@ -30,11 +30,7 @@ def cosines_and_sines(
     positions_N: torch.Tensor, inv_freq: torch.Tensor, rotary: Rotary, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return cosines and sines [N, 1, R] of the rotated channels; the sines of the first channel of each pair with the
-    sign of the rotation.
-
-    Args:
-        inv_freq: `inverse_frequencies` of ``rotary``, on the device of the positions.
-    """
+    sign of the rotation. ``inv_freq``: `inverse_frequencies` of ``rotary``, on the device of the positions."""
     angles = positions_N.to(torch.float32)[:, None] * inv_freq
     cos, sin = angles.cos(), angles.sin()
     if rotary.attention_factor != 1.0:

@@ -22,13 +22,8 @@ import torch
 
 class SharedRows:
     """Holds where the N rows of packed sequences are computed, if sequence i shares its first ``shared[i]`` rows with
-    the one before it.
-
-    Attributes:
-        count: number of computed rows, M.
-        row_N: int64, the computed row of each row.
-        own_N: bool, the rows that are computed for the sequence they belong to: M of them, in order.
-    """
+    the one before it. ``count``: number of computed rows, M. ``row_N``: int64, the computed row of each row. ``own_N``:
+    bool, the rows that are computed for the sequence they belong to: M of them, in order."""
 
     def __init__(self, lengths: Sequence[int], shared: Sequence[int]):
         self.lengths, self.shared = list(lengths), list(shared)
@@ -49,11 +44,8 @@ class SharedRows:
 
 
 class Reads:
-    """Reads rows of a tensor, some of them several times: [M, …] → [R, …], with gradient.
-
-    Args:
-        rows_R: int64 on the host, the row that each read reads.
-    """
+    """Reads rows of a tensor, some of them several times: [M, …] → [R, …], with gradient. ``rows_R``: int64 on the
+    host, the row that each read reads."""
 
     def __init__(self, rows_R: torch.Tensor, device: torch.device | str):
         order = rows_R.argsort(stable=True)

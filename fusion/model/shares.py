@@ -21,11 +21,8 @@ def whole(name: str, hf_name: str, shape: tuple[int, ...]) -> LocalParam:
 def stacked(
     name: str, pieces: Iterable[Rows], width: int | None = None, *, expert: bool = False, tp_sharded: bool | None = None
 ) -> LocalParam:
-    """Stack rows of matrices of ``width`` columns, or ranges of vectors (None).
-
-    Args:
-        tp_sharded: as of `LocalParam`; None: if it is of no expert.
-    """
+    """Stack rows of matrices of ``width`` columns, or ranges of vectors (None). ``tp_sharded``: as of `LocalParam`;
+    None: if it is of no expert."""
     parts, end, inner = [], 0, () if width is None else ((0, width),)
     for hf_name, (start, stop) in pieces:
         begin, end = end, end + stop - start

@@ -35,8 +35,7 @@ class Rotary:
     ``low_freq_factor`` rotations over ``original_max_positions``, keeps those of more than ``high_freq_factor``, and
     blends between them.
 
-    ``interleaved``: channels 2i and 2i + 1 are rotated together, not i and i + width / 2.
-    """
+    ``interleaved``: channels 2i and 2i + 1 are rotated together, not i and i + width / 2."""
 
     width: int
     theta: float = 10000.0
@@ -59,8 +58,7 @@ class GroupedQuery:
     """Attention whose query heads share key/value heads in groups (GQA).
 
     ``qk_norm``: the RMS norm of queries and keys before the rotation, of each ``head`` or of the whole ``projection``
-    (all heads at once).
-    """
+    (all heads at once)."""
 
     num_heads: int
     num_kv_heads: int
@@ -82,8 +80,7 @@ class Latent:
     Keys and values of all heads are products with one latent vector of ``kv_rank`` channels per token, and all heads
     share one rotated key of ``rope_dim`` channels. A head has ``nope_dim`` channels that are not rotated, then
     ``rope_dim`` that are, and ``value_dim`` channels of values. ``q_rank``: channels of the latent vector that queries
-    are computed from; None: they are computed from the hidden state. Both latents are normalised, with ``norm_eps``.
-    """
+    are computed from; None: they are computed from the hidden state. Both latents are normalised, with ``norm_eps``."""
 
     num_heads: int
     kv_rank: int
@@ -128,8 +125,7 @@ class Router:
     per expert is added to the scores by which experts are chosen, not to those they are weighed by (DeepSeek-V3, arXiv
     2412.19437, section 2.1.2). ``groups``: experts are chosen only from the ``top_groups`` groups of consecutive
     experts with the largest ``group_scores``: the sum of a group's two best scores, or its best (DeepSeek-V2, arXiv
-    2405.04434, section 2.2.2). ``float32``: the logits are computed in float32, whatever the weights' dtype.
-    """
+    2405.04434, section 2.2.2). ``float32``: the logits are computed in float32, whatever the weights' dtype."""
 
     top_k: int
     scores: Scores = "softmax"
@@ -174,8 +170,7 @@ class LayerSpec:
     """One layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
     ``sandwich``: x + norm(attention(norm(x))), then x + norm(mlp(norm(x))) (Pangu Ultra, arXiv 2504.07866, section
-    2.1).
-    """
+    2.1)."""
 
     attention: AttentionSpec
     mlp: MLPSpec

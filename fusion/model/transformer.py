@@ -45,14 +45,11 @@ from fusion.npu.operators import BATCH_INVARIANT_ROWS, Plain, linear
 class Transformer(nn.Module):
     """Computes one rank's shard of the model, as `TrainedModel` (`fusion.training.model`) documents its methods. Its
     parameters are views into `weights` (flat `Buckets`), initially zero.
-
-    Args:
-        dtype: of the weights and of the arithmetic; norms and the router's softmax run in float32, as in transformers.
-        bucket_bytes: determines the size of the largest unit of storage (`unit_bytes`).
-        batch_invariant: make a row's result bitwise independent of the other rows in its batch.
-        share: weights of another model on this card; units that both hold are stored once, in ``share``.
-        resident: False: hold no memory for the weights after construction.
-    """
+    ``dtype``: of the weights and of the arithmetic; norms and the router's softmax run in float32, as in transformers.
+    ``bucket_bytes``: determines the size of the largest unit of storage (`unit_bytes`).
+    ``batch_invariant``: make a row's result bitwise independent of the other rows in its batch.
+    ``share``: weights of another model on this card; units that both hold are stored once, in ``share``.
+    ``resident``: False: hold no memory for the weights after construction."""
 
     def __init__(
         self,
@@ -140,19 +137,14 @@ class Transformer(nn.Module):
         """Compute the hidden states [N, D] after the final norm.
 
         All ranks of an EP group must call it equally often; N may be 0.
-
-        Args:
-            ids_N, positions_N: int64 [N], the same on all TP ranks.
-            routed: one `Routed` of this rank's rows is appended per MoE layer.
-            hidden: what the previous pipeline stage returned; None on the first stage.
-            replay: the experts to route the rows to.
-            rows: how the N rows lie on the ranks, alike on all TP and EP ranks; `RowSplit.whole` only if
-                `can_hold_whole_rows`, in inference mode and without ``replay``.
-
-        Returns:
-            On the last stage, [N, D] after the norm; on the others, this TP rank's rows [n, D] before it
-            (`hidden_rows`; where rows are whole, all N).
-        """
+        ``ids_N``, ``positions_N``: int64 [N], the same on all TP ranks.
+        ``routed``: one `Routed` of this rank's rows is appended per MoE layer.
+        ``hidden``: what the previous pipeline stage returned; None on the first stage.
+        ``replay``: the experts to route the rows to.
+        ``rows``: how the N rows lie on the ranks, alike on all TP and EP ranks; `RowSplit.whole` only if
+            `can_hold_whole_rows`, in inference mode and without ``replay``.
+        Returns On the last stage, [N, D] after the norm; on the others, this TP rank's rows [n, D] before it
+            (`hidden_rows`; where rows are whole, all N)."""
         rows = RowSplit(ids_N.shape[0]) if rows is None else rows
         rope = cosines_and_sines(positions_N, self.inv_freq, self.config.attention.rotary, self.weights.dtype)
         assert (hidden is None) == self.mesh.first_stage, "hidden states come from the stage before, ids from the batch"

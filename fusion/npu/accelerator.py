@@ -100,8 +100,7 @@ class RealDevice(AcceleratorDevice):
     """Implement `Device` for an Ascend or CUDA card.
 
     Owners are tracked by weak references to storages; unclaimed memory counts as activations. Memory is not shared
-    between processes: torch's IPC handles export whole segments, expandable ones only with newer drivers.
-    """
+    between processes: torch's IPC handles export whole segments, expandable ones only with newer drivers."""
 
     def __init__(self, kind: str, module: Any, index: int, capacity_bytes: int | None) -> None:
         super().__init__(kind, kind, module, index)
@@ -137,13 +136,9 @@ class RealDevice(AcceleratorDevice):
 
 class EmulatedDevice(AcceleratorDevice):
     """Implement `Device` for the NPU emulated on the CPU (`fusion/npu/emulator`), whose allocator stores the owner of
-    every block.
-
-    Args:
-        session: processes that open the same card in the same session share its capacity; None: this process only.
-        config: of `open_device`; its ``streams`` and, where they are timed, rates. Memory of a timed card is not
-            shared: reading another card's would take no time.
-    """
+    every block. ``session``: processes that open the same card in the same session share its capacity; None: this
+    process only. ``config``: of `open_device`; its ``streams`` and, where they are timed, rates. Memory of a timed card
+    is not shared: reading another card's would take no time."""
 
     def __init__(
         self,
@@ -209,8 +204,7 @@ def sweep_sessions(path: str) -> None:
     going to open.
 
     Each process of a session holds a lock on its account as long as it lives (`emulator/ledger.cpp`). Locks of this
-    kind are the process's: closing one of its own accounts here would release them, so these are left alone.
-    """
+    kind are the process's: closing one of its own accounts here would release them, so these are left alone."""
     _own_accounts.add(path)
     for other in glob.glob(f"/dev/shm/rlfusion-{os.getuid()}-*-npu*"):
         if other in _own_accounts:

@@ -37,17 +37,12 @@ def all_or_none(
     device: Device | None = None,
 ) -> T:
     """Run ``work`` and return its result once it has succeeded on every rank of the group. Collective over the group.
-
-    Args:
-        group: None: this rank alone.
-        rank: this rank's global number, for messages.
-        stage: name of the work, for messages.
-        device: the device whose memory is reported by owner if ``work`` runs out of it.
-
-    Raises:
-        AbortedOnAllRanks: on all ranks, if ``work`` failed on any.
-        CollectiveFailed: the ranks could not agree, because one has ended.
-    """
+    ``group``: None: this rank alone.
+    ``rank``: this rank's global number, for messages.
+    ``stage``: name of the work, for messages.
+    ``device``: the device whose memory is reported by owner if ``work`` runs out of it.
+    Raises AbortedOnAllRanks: on all ranks, if ``work`` failed on any.
+    Raises CollectiveFailed: the ranks could not agree, because one has ended."""
 
     def describe(error: Exception) -> list[RankFailure]:
         return failures_in(error, rank=rank, stage=stage, bytes_by_owner=owners_if_out_of_memory(error, device))
@@ -62,15 +57,10 @@ def attempt(
     agree: Callable[[Sequence[Failure]], Sequence[RankFailure]],
     error_type: type[AbortedOnAllRanks] = AbortedOnAllRanks,
 ) -> T:
-    """Run ``work`` and return its result if the ranks agree that it failed on none.
-
-    Args:
-        describe: maps an exception to the failures that this rank reports.
-        agree: maps the failures of this rank to those of all ranks, the same on all.
-
-    Raises:
-        AbortedOnAllRanks: of ``error_type``, if it failed on any rank; chained to this rank's exception, if any.
-    """
+    """Run ``work`` and return its result if the ranks agree that it failed on none. ``describe``: maps an exception to
+    the failures that this rank reports. ``agree``: maps the failures of this rank to those of all ranks, the same on
+    all.
+    Raises AbortedOnAllRanks: of ``error_type``, if it failed on any rank; chained to this rank's exception, if any."""
     own: Sequence[Failure] = ()
     cause: Exception | None = None
     result: Any = None

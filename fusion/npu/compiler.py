@@ -27,15 +27,12 @@ class BuildError(RuntimeError):
 @dataclass(frozen=True)
 class Library:
     """What a library is built from.
-
-    Args:
-        kind: beginning of its folder's name.
-        name: of the file, without `.so`.
-        units: source text by name of each file that is compiled for itself.
-        flags: of the compiler; `links`: of the linker; `includes`: folders of included files.
-        key: everything that the result depends on, the units and flags apart: contents of included files, versions.
-            Not where they lie, so that all checkouts of one version share the library.
-    """
+    ``kind``: beginning of its folder's name.
+    ``name``: of the file, without `.so`.
+    ``units``: source text by name of each file that is compiled for itself.
+    ``flags``: of the compiler; `links`: of the linker; `includes`: folders of included files.
+    ``key``: everything that the result depends on, the units and flags apart: contents of included files, versions. Not
+        where they lie, so that all checkouts of one version share the library."""
 
     kind: str
     name: str
@@ -67,10 +64,7 @@ def compiler() -> str | None:
 
 def build(library: Library) -> Path:
     """Build the library if needed and return its path.
-
-    Raises:
-        BuildError: there is no compiler, it failed, or the cache folder cannot be written.
-    """
+    Raises BuildError: there is no compiler, it failed, or the cache folder cannot be written."""
     target = library.path
     if target.exists():
         return target

@@ -105,8 +105,7 @@ def lacking(name: str) -> str:
 def claim(kind: str, cluster: Mapping[str, float]) -> tuple[str, dict[str, Any]]:
     """Return the kind of card that a run uses on a Ray cluster with these resources, and an actor's resource request.
 
-    ``auto`` selects Ascend cards if the cluster has any, else CUDA cards, else emulated ones.
-    """
+    ``auto`` selects Ascend cards if the cluster has any, else CUDA cards, else emulated ones."""
     if kind == "auto":
         kind = "npu" if cluster.get("NPU") else "cuda" if cluster.get("GPU") else "emulated"
     requests: dict[str, dict[str, Any]] = {

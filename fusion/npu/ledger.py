@@ -35,10 +35,7 @@ class Ledger:
 
     def add(self, storage: torch.UntypedStorage) -> None:
         """Count a storage, until it is freed.
-
-        Raises:
-            torch.OutOfMemoryError: it does not fit into the capacity.
-        """
+        Raises torch.OutOfMemoryError: it does not fit into the capacity."""
         key, nbytes = storage._cdata, storage.nbytes()
         with self._lock:
             if key in self._entries or not self.counting:

@@ -38,8 +38,7 @@ class Pacer:
     """Keep the modelled clock of one process, for one thread. ``clock`` and ``sleep`` are in seconds.
 
     ``modelled_s``, ``ideal_s`` and ``overrun_s`` are by kind of work; ``waited_s`` was spent waiting for other cards
-    or without work.
-    """
+    or without work."""
 
     def __init__(
         self, clock: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep
@@ -69,13 +68,9 @@ class Pacer:
         ideal: Mapping[str, float] | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> Iterator[None]:
-        """Pace the block as one step.
-
-        Args:
-            seconds: modelled seconds of the step by kind of work.
-            ideal: the part of it that a die which never waits for work would take; default: all of it.
-            group: the ranks that step together, all of which call this; None: no agreement is needed.
-        """
+        """Pace the block as one step. ``seconds``: modelled seconds of the step by kind of work. ``ideal``: the part of
+        it that a die which never waits for work would take; default: all of it. ``group``: the ranks that step
+        together, all of which call this; None: no agreement is needed."""
         own = sum(seconds.values())
         longest = self._begin(own, group)
         assert self._due is not None
@@ -117,8 +112,7 @@ class Pacer:
 
         pace/overrun, pace/overrun/<stage>: overrun / modelled wall time (work and waiting), the mean over cards
         weighted by it; pace/stage_s_max/<stage>: that wall time on the card where it is longest; sums over cards are
-        pace/modelled_s/<kind>, pace/ideal_s/<kind>, pace/overrun_s/<kind> and pace/waited_s.
-        """
+        pace/modelled_s/<kind>, pace/ideal_s/<kind>, pace/overrun_s/<kind> and pace/waited_s."""
         overrun = sum(self.overrun_s.values())
         wall = sum(self.modelled_s.values()) + self.waited_s
         if wall:

@@ -13,13 +13,10 @@ log = logging.getLogger(__name__)
 
 
 class Profile:
-    """Profile the thread that creates it until `close`, which must be called on the same thread.
-
-    Args:
-        kind: of the device (`Device.kind`). An emulated card computes on the CPU, which is what is recorded then.
-        path: without a suffix. The trace is PATH.json, which https://ui.perfetto.dev opens; on Ascend it is the folder
-            PATH with the results of msprof, which MindStudio Insight opens.
-    """
+    """Profile the thread that creates it until `close`, which must be called on the same thread. ``kind``: of the
+    device (`Device.kind`). An emulated card computes on the CPU, which is what is recorded then. ``path``: without a
+    suffix. The trace is PATH.json, which https://ui.perfetto.dev opens; on Ascend it is the folder PATH with the
+    results of msprof, which MindStudio Insight opens."""
 
     def __init__(self, kind: str, path: Path) -> None:
         self._path, self._kind = path, kind

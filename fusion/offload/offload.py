@@ -56,10 +56,7 @@ class _Trip:
 
 class Offloader:
     """Moves the storage of named tensors between the card and a `HostPool`, asynchronously; `wait` makes it blocking.
-
-    Args:
-        bucket_bytes: maximum size of a piece that is copied at once.
-    """
+    ``bucket_bytes``: maximum size of a piece that is copied at once."""
 
     def __init__(self, device: Device, pool: HostPool | None = None, bucket_bytes: int = BUCKET_BYTES):
         self._device, self._bucket_bytes = device, bucket_bytes
@@ -72,10 +69,7 @@ class Offloader:
         """Start copying the storage of each tensor to the host; `poll` or `wait` releases it on the card.
 
         Several tensors may share a storage: it is copied once, and they leave and return together. All leave or none.
-
-        Raises:
-            RuntimeError: the host has no memory for them; all of them are still resident.
-        """
+        Raises RuntimeError: the host has no memory for them; all of them are still resident."""
         leaving = self._storages(tensors)
         regions = self._regions([trip.content.numel() for trip in leaving])
         self._stream_out.wait_stream(self._device.current_stream())
@@ -94,10 +88,7 @@ class Offloader:
         """Allocate memory for tensors (default: all that are not resident) and start copying their content in.
 
         Tensors that have not left yet stay resident. The memory has the same owner as before.
-
-        Raises:
-            torch.OutOfMemoryError: there is not enough memory; what is out stays out, and no memory is kept.
-        """
+        Raises torch.OutOfMemoryError: there is not enough memory; what is out stays out, and no memory is kept."""
         self.poll()
         coming = list(self._trips(names))
         absent = [trip for trip in coming if trip.copied is None]
@@ -125,8 +116,7 @@ class Offloader:
 
         Returning tensors may be used by all work queued on the current stream from now on; the host does not block.
         Leaving tensors are on the host and released on the card afterwards; the host blocks until their copies are
-        done.
-        """
+        done."""
         selected = None if names is None else set(names)
         for trip in self._returning.values():
             if selected is None or not selected.isdisjoint(trip.names):

@@ -31,11 +31,8 @@ class StreamedStates:
     """Holds states in pinned host memory, initially zero; HBM holds two slots of the largest group while a loop runs.
 
     Only one loop at a time may run, to its end or until it is abandoned; a group whose update was abandoned keeps its
-    previous states. The loop's body runs on the stream that was current when the loop began.
-
-    Args:
-        groups: by group, name → elements of a flat float32 tensor.
-    """
+    previous states. The loop's body runs on the stream that was current when the loop began. ``groups``: by group, name
+    → elements of a flat float32 tensor."""
 
     def __init__(self, device: Device, groups: Sequence[Mapping[str, int]], pool: HostPool | None = None):
         self._device = device

@@ -50,32 +50,29 @@ class KeptIds(NamedTuple):
 @dataclass(frozen=True)
 class Sequences:
     """B packed sequences with N tokens in total. A column that neither algorithm nor pipeline stage uses may be None.
-
-    Attributes:
-        held_tokens: int64 [N], or None; see `tokens`.
-        lengths: tokens of each sequence, prompt and response, B of them.
-        loss_mask: bool [N]; True on the trained tokens. A token's log-probability is computed at the token before it,
-            so the first token of a sequence cannot be trained.
-        advantages: float32 [N].
-        behaviour_logprobs: float32 [N], of the policy that sampled the tokens.
-        ref_logprobs: float32 [N], of the reference model.
-        proximal_logprobs: float32 [N], of the policy at the start of the training step.
-        versions: int32 [N], the policy version that sampled each token.
-        routing: integer [N, L, k]: the experts that each token is sent to, in the L layers of this rank's stage; the
-            values at the last token of a sequence are not used (`replay`). None: the router chooses.
-        kept_counts: int32 [N], number of ids that truncated sampling kept for each token; 0: it was sampled from the
-            whole vocabulary. None: all were.
-        kept_ids: int32, these ids, token by token: the only column that is not aligned with the tokens.
-        shared: where rows are computed, in a micro-batch whose sequences share some; None: each by itself.
-        token_weight: float32 [N]; factor of a token's loss. None: 1.
-        shares: float32 [N]; the share that a sequence has in its conversation, of which it is one of several branches.
-            None: 1.
-        normaliser: float32 [N]; the sum of losses is divided by its sum over the trained tokens. None: token_weight,
-            which gives the weighted mean.
-        version: the policy version being trained.
-        updated: the weights have been updated since the start of the training step: these sequences are not of its
-            first minibatch.
-    """
+    ``held_tokens``: int64 [N], or None; see `tokens`.
+    ``lengths``: tokens of each sequence, prompt and response, B of them.
+    ``loss_mask``: bool [N]; True on the trained tokens. A token's log-probability is computed at the token before it,
+        so the first token of a sequence cannot be trained.
+    ``advantages``: float32 [N].
+    ``behaviour_logprobs``: float32 [N], of the policy that sampled the tokens.
+    ``ref_logprobs``: float32 [N], of the reference model.
+    ``proximal_logprobs``: float32 [N], of the policy at the start of the training step.
+    ``versions``: int32 [N], the policy version that sampled each token.
+    ``routing``: integer [N, L, k]: the experts that each token is sent to, in the L layers of this rank's stage; the
+        values at the last token of a sequence are not used (`replay`). None: the router chooses.
+    ``kept_counts``: int32 [N], number of ids that truncated sampling kept for each token; 0: it was sampled from the
+        whole vocabulary. None: all were.
+    ``kept_ids``: int32, these ids, token by token: the only column that is not aligned with the tokens.
+    ``shared``: where rows are computed, in a micro-batch whose sequences share some; None: each by itself.
+    ``token_weight``: float32 [N]; factor of a token's loss. None: 1.
+    ``shares``: float32 [N]; the share that a sequence has in its conversation, of which it is one of several branches.
+        None: 1.
+    ``normaliser``: float32 [N]; the sum of losses is divided by its sum over the trained tokens. None: token_weight,
+        which gives the weighted mean.
+    ``version``: the policy version being trained.
+    ``updated``: the weights have been updated since the start of the training step: these sequences are not of its
+        first minibatch."""
 
     held_tokens: torch.Tensor | None
     lengths: list[int]
@@ -127,19 +124,14 @@ class Sequences:
     ) -> Sequences:
         """Pack B samples whose columns are already packed, each column separately. Columns that this rank does not
         hold are None.
-
-        Args:
-            prompts, responses: their tokens, sample by sample. Without prompts (which the last stage of a pipeline
-                does not read) their places hold `UNREAD`; without both there are no tokens.
-            advantages, shares: one per sample, repeated for its tokens.
-            behaviour_logprobs, ref_logprobs, versions, kept_counts: one number per response token.
-            sampled: bool, one per response token: whether it is trained. None: all are.
-            kept_ids: as many of each response token as its kept_counts.
-            routing: [tokens, L, k], of every token except the last of each sample.
-
-        Raises:
-            ValueError: prompts and responses differ in number.
-        """
+        ``prompts``, ``responses``: their tokens, sample by sample. Without prompts (which the last stage of a pipeline
+            does not read) their places hold `UNREAD`; without both there are no tokens.
+        ``advantages``, ``shares``: one per sample, repeated for its tokens.
+        ``behaviour_logprobs``, ``ref_logprobs``, ``versions``, ``kept_counts``: one number per response token.
+        ``sampled``: bool, one per response token: whether it is trained. None: all are.
+        ``kept_ids``: as many of each response token as its kept_counts.
+        ``routing``: [tokens, L, k], of every token except the last of each sample.
+        Raises ValueError: prompts and responses differ in number."""
         if len(prompt_lengths) != len(response_lengths):
             raise ValueError(
                 f"{len(prompt_lengths)} prompt_lengths and {len(response_lengths)} response_lengths; "
@@ -245,11 +237,8 @@ class Sequences:
         return KeptIds(self.kept_counts[rows].to(torch.int64), self.kept_ids[places].to(torch.int64))
 
     def select(self, indices: Sequence[int], rows: torch.Tensor | None = None) -> Sequences:
-        """Return the sequences at ``indices``, in that order; [] gives an empty batch with the same columns.
-
-        Args:
-            rows: `rows_of` the indices, if the caller has computed them.
-        """
+        """Return the sequences at ``indices``, in that order; [] gives an empty batch with the same columns. ``rows``:
+        `rows_of` the indices, if the caller has computed them."""
         return self._at(self.rows_of(indices) if rows is None else rows, [self.lengths[i] for i in indices])
 
     def until_trained(self) -> Sequences:

@@ -16,12 +16,8 @@ def split_over_ranks(lengths: Sequence[int], ranks: int, shared: Sequence[int] |
     """Return the indices of the sequences of each rank, balanced by the rows that it computes (invariants above).
     Longest first, each to the least loaded rank.
 
-    Sequences that share rows go to one rank, or in 2, 4, … parts to several, whichever balances best.
-
-    Args:
-        shared: rows that each sequence would share with the one before it on the same rank (`prefixes.links`); None:
-            nothing.
-    """
+    Sequences that share rows go to one rank, or in 2, 4, … parts to several, whichever balances best. ``shared``: rows
+    that each sequence would share with the one before it on the same rank (`prefixes.links`); None: nothing."""
     if ranks == 1:
         return [list(range(len(lengths)))]
     if shared is None or not any(shared):

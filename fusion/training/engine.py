@@ -47,15 +47,10 @@ CARD_VALUES = "weights.card"
 class EmbeddedTrainEngine:
     """The embedded `TrainEngine`, whose methods are documented there. Trains ``model``, whose weights must be loaded:
     the fp32 masters of bf16 weights are copied from them on construction.
-
-    Args:
-        temperature: the sampling temperature; log-probabilities are those of the distribution at this temperature.
-        total_steps: optimizer steps of the run, for the cosine schedule.
-        states: creates the storage of the optimizer's states; default: in HBM.
-
-    Raises:
-        ValueError: the schedule lacks ``total_steps``.
-    """
+    ``temperature``: the sampling temperature; log-probabilities are those of the distribution at this temperature.
+    ``total_steps``: optimizer steps of the run, for the cosine schedule.
+    ``states``: creates the storage of the optimizer's states; default: in HBM.
+    Raises ValueError: the schedule lacks ``total_steps``."""
 
     def __init__(
         self,

@@ -27,15 +27,10 @@ def export_checkpoint(
     """Write the weights of a folder of `save_checkpoint`, in the dtype that the run trained in, and in float32 those
     that are kept in it. Holds one shard of the folder in memory at a time. Of adapters a folder of `peft`, or with
     ``merge`` the whole model: the adapters are added to the base in float32, and the sum is rounded once.
-
-    Args:
-        checkpoint: its files must be whole: they are not verified here.
-        tokenizer_from: the folder whose tokenizer and generation settings are copied.
-        base: the model that adapters were trained beside.
-
-    Raises:
-        ValueError: ``checkpoint`` is not a checkpoint, or there is nothing to merge, or no base to merge it with.
-    """
+    ``checkpoint``: its files must be whole: they are not verified here.
+    ``tokenizer_from``: the folder whose tokenizer and generation settings are copied.
+    ``base``: the model that adapters were trained beside.
+    Raises ValueError: ``checkpoint`` is not a checkpoint, or there is nothing to merge, or no base to merge it with."""
     saved, chunks = read_trainer(checkpoint), ChunkFolder(checkpoint)
     masked = tuple((start, stop) for start, stop in saved.get("masked_ids", ()))
     config, dtype = ModelConfig.from_hf(saved["model"]), getattr(torch, saved["dtype"])

@@ -40,38 +40,22 @@ class TrainEngine(Protocol):
     # Computing
 
     def forward_backward(self, sequences: Sequences, loss: Loss, *, continued: bool = False) -> dict[str, float]:
-        """Add the gradient of the mean loss over the global batch to the gradients. Collective.
-
-        Args:
-            sequences: this data-parallel rank's part, the same on its TP ranks and on every stage; may be empty.
-            continued: these are further sequences of the global batch that was accumulated since the last step; the
-                gradients then hold those of the mean over all of it.
-
-        Returns:
-            metrics, the same on every rank: means over the trained tokens of the global batch, with ``continued`` of
-            all of it that was accumulated since the last step; `actor/loss`.
-        """
+        """Add the gradient of the mean loss over the global batch to the gradients. Collective. ``sequences``: this
+        data-parallel rank's part, the same on its TP ranks and on every stage; may be empty. ``continued``: these are
+        further sequences of the global batch that was accumulated since the last step; the gradients then hold those of
+        the mean over all of it. Returns metrics, the same on every rank: means over the trained tokens of the global
+        batch, with ``continued`` of all of it that was accumulated since the last step; `actor/loss`."""
 
     def optimizer_step(self, before_update: Callable[[], None] | None = None) -> dict[str, float]:
         """Update the weights with the gradients accumulated since the last step, and zero them; with
-        `training.router_bias_rate` also the routers' correction biases. Collective.
-
-        Args:
-            before_update: called once, before the optimizer's states are first used; they may still be loading from the
-                host until then.
-
-        Returns:
-            `actor/grad_norm` (before clipping), `actor/lr` and `SKIPPED_IN_A_ROW`, the same on every rank. If the norm
-            is not finite the update is skipped: weights, states and biases are unchanged, and the gradients zeroed.
-        """
+        `training.router_bias_rate` also the routers' correction biases. Collective. ``before_update``: called once,
+        before the optimizer's states are first used; they may still be loading from the host until then. Returns
+        `actor/grad_norm` (before clipping), `actor/lr` and `SKIPPED_IN_A_ROW`, the same on every rank. If the norm is
+        not finite the update is skipped: weights, states and biases are unchanged, and the gradients zeroed."""
 
     def logprobs(self, sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute log-probabilities and entropies of the tokens, without gradients. Collective.
-
-        Returns:
-            two float32 tensors [N] on the CPU, in the order of ``sequences``, the same on every stage; 0 where
-            `loss_mask` is False.
-        """
+        """Compute log-probabilities and entropies of the tokens, without gradients. Collective. Returns two float32
+        tensors [N] on the CPU, in the order of ``sequences``, the same on every stage; 0 where `loss_mask` is False."""
 
     def with_own_routing(self, sequences: Sequences) -> Sequences:
         """Return ``sequences`` with their routing under the current weights, to be replayed under later weights.
@@ -97,18 +81,14 @@ class TrainEngine(Protocol):
 
     def allocate_gradients(self) -> None:
         """Allocate the gradients' memory again, zeroed. Not while `accumulating`.
-
-        Raises:
-            torch.OutOfMemoryError: there is not enough memory; none was allocated.
-        """
+        Raises torch.OutOfMemoryError: there is not enough memory; none was allocated."""
 
     def optimizer_states(self) -> Mapping[str, torch.Tensor]:
         """Return the live tensors of the optimizer by name, flat and float32, in HBM or on the host. Call again before
         every use.
 
         If the weights are not float32, ``master.<i>`` is the float32 master of this rank's shard of gradient bucket i,
-        as `fusion.training.shards` defines it: a switch to training may round weights from the masters.
-        """
+        as `fusion.training.shards` defines it: a switch to training may round weights from the masters."""
 
     # Checkpoints
 

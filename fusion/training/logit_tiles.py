@@ -62,14 +62,11 @@ class Logits(NamedTuple):
 @dataclass(frozen=True)
 class Tiles:
     """The tiles of the logits of a micro-batch on this rank.
-
-    Attributes:
-        row_chunk: rows of a tile.
-        id_ranges: ids of a tile, counted from this rank's first.
-        first_id: of this rank.
-        cells: those of each chunk of rows; None: all ids are kept.
-        with_mass: whether to reduce what the head masks.
-    """
+    ``row_chunk``: rows of a tile.
+    ``id_ranges``: ids of a tile, counted from this rank's first.
+    ``first_id``: of this rank.
+    ``cells``: those of each chunk of rows; None: all ids are kept.
+    ``with_mass``: whether to reduce what the head masks."""
 
     head: Head
     row_chunk: int

@@ -57,15 +57,12 @@ def vocab_parallel_logprobs(
 ) -> TokenLogprobs:
     """Compute log-probabilities and entropies, float32 [n], of int64 targets [n] from the hidden states [n, D] that
     predict them. Arguments, but for ``head``, and results are the same on all TP ranks.
-
-    Args:
-        head: this TP rank's.
-        temperature: of the distribution.
-        kept: the ids over which the distribution of each token is, the target among them; on the host. None: the
-            vocabulary.
-        with_mass: whether to compute the mass of the ids that the head masks.
-        tile_bytes: as `TILE_BYTES`.
-    """
+    ``head``: this TP rank's.
+    ``temperature``: of the distribution.
+    ``kept``: the ids over which the distribution of each token is, the target among them; on the host. None: the
+        vocabulary.
+    ``with_mass``: whether to compute the mass of the ids that the head masks.
+    ``tile_bytes``: as `TILE_BYTES`."""
     row_chunk, num_ids = tile_shape(len(hidden_nD), head.num_ids, tile_bytes)
     device = hidden_nD.device
     tiles = Tiles(

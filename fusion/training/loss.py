@@ -24,17 +24,14 @@ COLUMNS = ("advantages", "behaviour_logprobs", "ref_logprobs", "proximal_logprob
 @dataclass(frozen=True)
 class LossInput:
     """The n trained tokens of a micro-batch, sequence by sequence. Columns are float32 [n] except for ``versions``.
-
-    Attributes:
-        logprobs, entropy: of the policy being trained; they carry gradients.
-        lengths: number of trained tokens of each sequence, n in total; sequence-level ratios are computed over them.
-        advantages, behaviour_logprobs, ref_logprobs: None if the batch has no such column.
-        proximal_logprobs: of the policy at the start of this training step. None: not computed; if the weights are not
-            ``updated``, ``logprobs`` are those.
-        versions: int32 [n], the policy version that sampled each token; None: unknown.
-        version: the policy version being trained.
-        updated: the weights have been updated since the start of this training step.
-    """
+    ``logprobs``, ``entropy``: of the policy being trained; they carry gradients.
+    ``lengths``: number of trained tokens of each sequence, n in total; sequence-level ratios are computed over them.
+    ``advantages``, ``behaviour_logprobs``, ``ref_logprobs``: None if the batch has no such column.
+    ``proximal_logprobs``: of the policy at the start of this training step. None: not computed; if the weights are not
+        ``updated``, ``logprobs`` are those.
+    ``versions``: int32 [n], the policy version that sampled each token; None: unknown.
+    ``version``: the policy version being trained.
+    ``updated``: the weights have been updated since the start of this training step."""
 
     logprobs: torch.Tensor
     entropy: torch.Tensor
@@ -49,10 +46,7 @@ class LossInput:
 
     def needed(self, name: str, by: str) -> torch.Tensor:
         """Return the column ``name``.
-
-        Raises:
-            ValueError: the batch has no such column; ``by`` names what needs it.
-        """
+        Raises ValueError: the batch has no such column; ``by`` names what needs it."""
         column = getattr(self, name)
         if column is None:
             raise ValueError(f"{by} needs the column {name}, which the batch lacks")
@@ -86,8 +80,7 @@ def log_ratio(logprobs: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 def clipped_loss(log_r: torch.Tensor, advantages: torch.Tensor, low: float, high: float) -> Clipped:
     """Compute -min(r A, clip(r, 1 - low, 1 + high) A) with r = exp(``log_r``).
 
-    PPO's surrogate (arXiv 1707.06347, eq. 7) with separate bounds (DAPO, arXiv 2503.14476, section 3.1).
-    """
+    PPO's surrogate (arXiv 1707.06347, eq. 7) with separate bounds (DAPO, arXiv 2503.14476, section 3.1)."""
     ratio = log_r.exp()
     plain = -advantages * ratio
     clipped = -advantages * ratio.clamp(1 - low, 1 + high)
@@ -97,8 +90,7 @@ def clipped_loss(log_r: torch.Tensor, advantages: torch.Tensor, low: float, high
 def k3_divergence(logprobs: torch.Tensor, ref_logprobs: torch.Tensor) -> torch.Tensor:
     """Estimate KL(policy ‖ reference) from samples of the policy: r - 1 - log r with r = p_ref / p.
 
-    Unbiased, never negative (J. Schulman, "Approximating KL divergence", 2020, estimator k3).
-    """
+    Unbiased, never negative (J. Schulman, "Approximating KL divergence", 2020, estimator k3)."""
     difference = log_ratio(ref_logprobs, logprobs)
     return difference.exp() - 1 - difference
 

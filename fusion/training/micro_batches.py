@@ -25,8 +25,7 @@ def split_micro_batches(
 ) -> tuple[list[torch.Tensor], list[Sequences]]:
     """Return the rows of ``sequences`` in each micro-batch, and the micro-batches.
 
-    Collective over the stages of a pipeline, if rows may be shared. ``share``: `training.share_prefixes`.
-    """
+    Collective over the stages of a pipeline, if rows may be shared. ``share``: `training.share_prefixes`."""
     lengths, shared = sequences.lengths, [0] * len(sequences.lengths)
     if may_share(lengths, share):
         shared = links(lengths, agreed(common_prefixes(sequences), mesh), share)
@@ -50,8 +49,7 @@ def common_prefixes(sequences: Sequences) -> list[int]:
     """Return how many first tokens each sequence has in common with the one before it, as far as this stage can tell.
 
     With routing to be replayed tokens are only equal if their experts are. The last token of a sequence then counts for
-    none, as its experts are its router's choice.
-    """
+    none, as its experts are its router's choice."""
     columns = [column for column in (sequences.held_tokens, sequences.routing) if column is not None]
     spare = int(sequences.routing is not None)
     parts = [column.flatten(1 if column.dim() > 1 else 0).split(sequences.lengths) for column in columns]

@@ -75,13 +75,9 @@ class Totals(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchSums:
-    """What the metrics of a batch, or of a part of one, are computed from; the same on every rank.
-
-    Attributes:
-        totals: of its tokens.
-        sums: name → float64, weighted sums over its tokens; scalars, and the flat sums of `gaps`.
-        balance: its load-balancing loss; None: there is none.
-    """
+    """What the metrics of a batch, or of a part of one, are computed from; the same on every rank. ``totals``: of its
+    tokens. ``sums``: name → float64, weighted sums over its tokens; scalars, and the flat sums of `gaps`. ``balance``:
+    its load-balancing loss; None: there is none."""
 
     totals: Totals
     sums: dict[str, torch.Tensor]
@@ -117,14 +113,11 @@ class BatchSums:
 
 class Objective:
     """Computes each micro-batch's share of the loss and accumulates the metrics.
-
-    Args:
-        own_rows: returns which rows of a batch of so many this rank routes.
-        by_sequence: whether to balance each sequence instead of the batch, which needs no ``counts_E``.
-        counts_E: tokens that each expert receives from the global batch, summed over layers; None: there is
-            one micro-batch and one stage, and `of_routing` counts its routing.
-        share: of a larger batch that this one is a part of (`Totals.share_after`): its losses count that much.
-    """
+    ``own_rows``: returns which rows of a batch of so many this rank routes.
+    ``by_sequence``: whether to balance each sequence instead of the batch, which needs no ``counts_E``.
+    ``counts_E``: tokens that each expert receives from the global batch, summed over layers; None: there is one
+        micro-batch and one stage, and `of_routing` counts its routing.
+    ``share``: of a larger batch that this one is a part of (`Totals.share_after`): its losses count that much."""
 
     def __init__(
         self,

@@ -77,12 +77,8 @@ class ShardedAdamW:
     """Owns the gradients of ``model`` (float32) and the optimizer's states.
 
     The masters are copied from the weights at construction; `take_masters` copies them again after weights were loaded.
-    All ranks of the mesh call `step` together.
-
-    Attributes:
-        steps: number of updates.
-        skipped_in_a_row: number of updates that were skipped since the last one, as the gradient was not finite.
-    """
+    All ranks of the mesh call `step` together. ``steps``: number of updates. ``skipped_in_a_row``: number of updates
+    that were skipped since the last one, as the gradient was not finite."""
 
     def __init__(
         self,

@@ -21,19 +21,13 @@ from fusion.training.model import TrainedModel
 
 def bias_steps(rows_SE: torch.Tensor) -> torch.Tensor:
     """Return +1 for experts with fewer rows than their layer's mean, -1 for those with more, else 0: int64 [S, E].
-
-    Args:
-        rows_SE: int64, rows of each expert by sparse layer.
-    """
+    ``rows_SE``: int64, rows of each expert by sparse layer."""
     return (rows_SE.sum(-1, keepdim=True) - rows_SE.shape[-1] * rows_SE).sign()
 
 
 class RouterBias:
     """Counts the rows of experts and updates the correction biases of ``model`` (`Buckets.card`, of all its layers).
-
-    Args:
-        rate: what a bias moves by in a step; 0: nothing is counted and nothing changes.
-    """
+    ``rate``: what a bias moves by in a step; 0: nothing is counted and nothing changes."""
 
     def __init__(self, model: TrainedModel, rate: float):
         config, mesh = model.config, model.mesh

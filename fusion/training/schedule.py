@@ -16,14 +16,9 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Schedule:
-    """The learning rate of every optimizer step.
-
-    Attributes:
-        schedule: `constant` or `cosine`, which requires ``total_steps``.
-        start, start_rate: from which step and rate `cosine` decays, since a resume; None: from ``lr``, after the
-            warm-up.
-        end: where it reaches 0 since then; None: at ``total_steps``.
-    """
+    """The learning rate of every optimizer step. ``schedule``: `constant` or `cosine`, which requires ``total_steps``.
+    ``start``, ``start_rate``: from which step and rate `cosine` decays, since a resume; None: from ``lr``, after the
+    warm-up. ``end``: where it reaches 0 since then; None: at ``total_steps``."""
 
     lr: float
     schedule: str = "constant"
@@ -35,10 +30,7 @@ class Schedule:
 
     def rate(self, step: int) -> float:
         """Return the rate of optimizer step ``step`` (from 0).
-
-        Raises:
-            ValueError: an unknown schedule, or `cosine` without the number of steps.
-        """
+        Raises ValueError: an unknown schedule, or `cosine` without the number of steps."""
         start, end = self.warmup_steps if self.start is None else self.start, self.end or self.total_steps
         peak = self.lr if self.start_rate is None else self.start_rate
         if step < self.warmup_steps:
@@ -55,10 +47,7 @@ class Schedule:
 
     def resumed(self, saved: Schedule, steps: int, steps_left: int | None = None) -> Schedule:
         """Return the schedule of a run with these settings that resumes after ``steps`` steps of ``saved``.
-
-        Args:
-            steps_left: optimizer steps until its end; None: up to ``total_steps``.
-        """
+        ``steps_left``: optimizer steps until its end; None: up to ``total_steps``."""
         if replace(saved, start=None, start_rate=None, end=None) == self:
             return saved
         if self.schedule != "cosine" or steps <= self.warmup_steps:

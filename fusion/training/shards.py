@@ -61,8 +61,7 @@ class Piece:
 class ShardBox:
     """Elements of ``piece`` as the box ``region`` of the global tensor ``name``.
 
-    ``start``: where they begin in the flattened local tensor; ``owned``: no other rank of the TP group owns them.
-    """
+    ``start``: where they begin in the flattened local tensor; ``owned``: no other rank of the TP group owns them."""
 
     piece: Piece
     name: str
@@ -136,10 +135,7 @@ def shard_pieces(plan: BucketPlan, start: int, stop: int) -> list[Piece]:
 class SharedElements:
     """Finds the elements that several ranks of one TP group hold, or with ``expert`` of one group that experts are
     split over. The other kind is left out, and counts as held once: replicas of an expert sum its gradients over edp.
-
-    Args:
-        tables: the parameters of each rank of the group, in order; parameters of the same name have the same shape.
-    """
+    ``tables``: the parameters of each rank of the group, in order; parameters of the same name have the same shape."""
 
     def __init__(self, tables: Sequence[Iterable[LocalParam]], rank: int, *, expert: bool = False):
         self.rank, self.expert = rank, expert

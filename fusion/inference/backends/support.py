@@ -41,10 +41,7 @@ def check_vllm(config: ModelConfig, layout: Parallel, device: DeviceConfig) -> N
     """Check that rollout.backend=vllm can generate with a model in the layout of one engine of `parallel.infer`.
 
     With device.kind=auto what depends on the card is left to the worker that opens it (`check_card`).
-
-    Raises:
-        ValueError: vLLM is not installed, or another version; or the model or the layout is not supported.
-    """
+    Raises ValueError: vLLM is not installed, or another version; or the model or the layout is not supported."""
     if device.kind == "auto":
         _check_version({release for releases in RELEASES.values() for release in releases})
     else:
@@ -59,10 +56,8 @@ def check_vllm(config: ModelConfig, layout: Parallel, device: DeviceConfig) -> N
 
 def check_card(config: ModelConfig, kind: str) -> None:
     """Check that vLLM can generate with a model on an opened card (`Device.kind`).
-
-    Raises:
-        ValueError: vLLM is not installed, or a version for other cards; or it does not compute the model's heads there.
-    """
+    Raises ValueError: vLLM is not installed, or a version for other cards; or it does not compute the model's heads
+    there."""
     on_host = computes_on_host(kind)
     _check_version(RELEASES["emulated" if on_host else kind])
     if on_host and config.head_dim > MAX_HEAD_DIM:
@@ -78,11 +73,8 @@ def computes_on_host(kind: str) -> bool:
 
 
 def engine_options(kind: str, graphs: bool) -> dict[str, Any]:
-    """Return the arguments of vLLM's `EngineArgs` that depend on the kind of card.
-
-    Args:
-        graphs: replay decode steps as graphs, of whole passes and without compilation (CUDA only).
-    """
+    """Return the arguments of vLLM's `EngineArgs` that depend on the kind of card. ``graphs``: replay decode steps as
+    graphs, of whole passes and without compilation (CUDA only)."""
     if computes_on_host(kind):
         return {"enforce_eager": True}
     # Under Ray a process sees one card of its group only, and the weights of the trainer are on it already.

@@ -77,10 +77,7 @@ class KeyedWeights:
 
     def check(self, table: Iterable[LocalParam], module: torch.nn.Module) -> None:
         """Compare what vLLM's loader has put where with a table.
-
-        Raises:
-            WeightsNotOurs: an element lies elsewhere than in the table (names both sides).
-        """
+        Raises WeightsNotOurs: an element lies elsewhere than in the table (names both sides)."""
         for param in table:
             if param.layer is not None and param.layer not in self.layers:
                 continue
@@ -96,10 +93,7 @@ class KeyedWeights:
 
 def check_tensors(table: Iterable[LocalParam], module: torch.nn.Module, dtype: torch.dtype, rank: int) -> None:
     """Compare names, shapes and dtypes of vLLM's parameters on this rank with a table.
-
-    Raises:
-        WeightsNotOurs: they differ (names the tensor and both sides), or a buffer may hold weights.
-    """
+    Raises WeightsNotOurs: they differ (names the tensor and both sides), or a buffer may hold weights."""
     expected = {param.name: (param.shape, torch.float32 if param.float32 else dtype) for param in table}
     actual = {name: (tuple(param.shape), param.dtype) for name, param in module.named_parameters()}
     actual = {name: value for name, value in actual.items() if name.rsplit(".", 1)[-1] not in ABSORBED}
@@ -114,10 +108,7 @@ def check_tensors(table: Iterable[LocalParam], module: torch.nn.Module, dtype: t
 
 def check_experts(table: Iterable[LocalParam], module: torch.nn.Module) -> None:
     """Compare which expert vLLM expects in which place of every stack with a table.
-
-    Raises:
-        WeightsNotOurs: they differ.
-    """
+    Raises WeightsNotOurs: they differ."""
     for param in table:
         if not (param.expert and param.expert_index is None):
             continue
@@ -134,10 +125,7 @@ def check_experts(table: Iterable[LocalParam], module: torch.nn.Module) -> None:
 
 def check_absorbed(module: torch.nn.Module) -> None:
     """Compare what vLLM's layers of latent attention have derived from weights with what is kept up to date.
-
-    Raises:
-        WeightsNotOurs: a tensor has other values than expected, or may be derived from other weights.
-    """
+    Raises WeightsNotOurs: a tensor has other values than expected, or may be derived from other weights."""
     for path, layer in latent_layers(module).items():
         expected = absorbed(layer)
         for name, value in [*layer.named_parameters(recurse=False), *vars(layer.impl).items()]:
@@ -148,9 +136,7 @@ def check_absorbed(module: torch.nn.Module) -> None:
 
 def check_live(core: VllmCore, table: Iterable[LocalParam]) -> None:
     """Check that vLLM computes from the tensors of a table. Collective over the engine's ranks.
-
-    Raises:
-        WeightsNotOurs: other values of a weight, at another place in memory, do not change what its module computes.
+    Raises WeightsNotOurs: other values of a weight, at another place in memory, do not change what its module computes.
     """
     module, owners = core.module, dict[torch.nn.Module, dict[str, torch.nn.Parameter]]()
     stale: list[str] = []
@@ -190,10 +176,7 @@ def check_live(core: VllmCore, table: Iterable[LocalParam]) -> None:
 
 def check_recorded(core: VllmCore, config: ModelConfig) -> None:
     """Check that vLLM records the experts of every token, instead of zeros. Collective over the engine's ranks.
-
-    Raises:
-        ValueError: it does not, in a layer that has experts.
-    """
+    Raises ValueError: it does not, in a layer that has experts."""
     experts, layers = core.runner.routed_experts_capturer.device_buffer, sparse_layers(config)
     experts.fill_(-1)
     core.allocate_kv(DUMMY_BLOCKS)

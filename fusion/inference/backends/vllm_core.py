@@ -62,14 +62,11 @@ _REPLACED: dict[Any, tuple[str, ...]] = {
 @dataclass
 class VllmCore:
     """One rank's vLLM.
-
-    Attributes:
-        vllm_config: vLLM's `VllmConfig`.
-        executor: runs the worker: `execute_model` and `sample_tokens`.
-        runner: the worker's model runner.
-        module: the model; its parameters hold dummy weights until others take their place.
-        scheduler: of this rank; None while no KV cache is allocated. TP ranks must feed theirs alike.
-    """
+    ``vllm_config``: vLLM's `VllmConfig`.
+    ``executor``: runs the worker: `execute_model` and `sample_tokens`.
+    ``runner``: the worker's model runner.
+    ``module``: the model; its parameters hold dummy weights until others take their place.
+    ``scheduler``: of this rank; None while no KV cache is allocated. TP ranks must feed theirs alike."""
 
     vllm_config: Any
     executor: Any
@@ -243,15 +240,9 @@ def start(
     routing: bool = False,
 ) -> VllmCore:
     """Start vLLM on this rank, with dummy weights and without a KV cache. Collective over the mesh. A process has one
-    at a time: vLLM keeps its process groups in global variables.
-
-    Args:
-        load: loads weights into the model in place of the dummy ones, before vLLM processes what was loaded.
-        routing: record the experts of every token (`vllm_routing`).
-
-    Raises:
-        ImportError: vLLM is not installed.
-    """
+    at a time: vLLM keeps its process groups in global variables. ``load``: loads weights into the model in place of the
+    dummy ones, before vLLM processes what was loaded. ``routing``: record the experts of every token (`vllm_routing`).
+    Raises ImportError: vLLM is not installed."""
     with _unchanged_process():
         # vLLM for the CPU attends to keys and values of heads instead of latents.
         os.environ.update(ENVIRONMENT | {"VLLM_MLA_DISABLE": str(int(computes_on_host(device.kind)))})

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
 class VllmEngine(ControlledEngine):
     """vLLM as an `InferEngine`, whose docstrings specify the methods. Construction is collective.
 
-    Arguments are those of `EmbeddedEngine`; what vLLM cannot do must be None or False (`support.check_vllm`).
-    """
+    Arguments are those of `EmbeddedEngine`; what vLLM cannot do must be None or False (`support.check_vllm`)."""
 
     def __init__(
         self,
@@ -100,10 +99,7 @@ class VllmEngine(ControlledEngine):
 
     def reconfigure(self, config: RolloutConfig) -> None:
         """Change the limits of memory, sequences and tokens from the next `allocate_kv` on.
-
-        Raises:
-            ValueError: a value out of range, by key; vLLM has sized its buffers by the first config.
-        """
+        Raises ValueError: a value out of range, by key; vLLM has sized its buffers by the first config."""
         limits = config.engine
         if limits.max_seqs > self._max_seqs or limits.max_batch_tokens > self._max_batch_tokens:
             raise ValueError(

@@ -34,18 +34,13 @@ from fusion.npu import Device
 
 class VllmModel:
     """Start vLLM (`vllm_core.start`) and hold one rank's shard of its weights. Construction is collective.
-
-    Args:
-        batch_invariant: must be False: vLLM's results depend on the batch.
-        routing: let the engine record the experts of its tokens.
-        share, resident: as of `Buckets`.
-
-    Raises:
-        ImportError: vLLM is not installed.
-        ValueError: its model, or the layout, is not described (`fusion.model.formats.vllm`), or as `check_card` and
-            `check_recorded`.
-        WeightsNotOurs: its tensors are not those of the table, or not what it computes from.
-    """
+    ``batch_invariant``: must be False: vLLM's results depend on the batch.
+    ``routing``: let the engine record the experts of its tokens.
+    ``share``, ``resident``: as of `Buckets`.
+    Raises ImportError: vLLM is not installed.
+    Raises ValueError: its model, or the layout, is not described (`fusion.model.formats.vllm`), or as `check_card` and
+        `check_recorded`.
+    Raises WeightsNotOurs: its tensors are not those of the table, or not what it computes from."""
 
     def __init__(
         self,

@@ -22,12 +22,8 @@ from fusion.inference.verification import Verification
 
 class KeyedSampler(nn.Module):
     """Stand in for `sampler` and `rejection_sampler` of the model runner. Created only where vLLM is installed.
-
-    Attributes:
-        verified: drafts of the step, by request id; set before it.
-        sampled: logprob and kept ids (`Sampled`) of each token of the last call, by request id; requests without a
-            token are left out.
-    """
+    ``verified``: drafts of the step, by request id; set before it. ``sampled``: logprob and kept ids (`Sampled`) of
+    each token of the last call, by request id; requests without a token are left out."""
 
     def __init__(self, runner: Any, sequences: Mapping[str, Sequence], seed: int):
         super().__init__()

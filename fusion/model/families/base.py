@@ -39,18 +39,15 @@ class Defaults:
 @dataclass(frozen=True)
 class Family:
     """One `model_type` of transformers.
-
-    Attributes:
-        architecture: the stem of its class names in transformers.
-        read: layers from fields.
-        states: the fields of its `config.json` that not every family has, of `VALUES`, with spaces between them.
-        renamed: other name of a field → its name here.
-        states_rotary_share: whether the share of rotated channels is written though all are: it is not the default.
-        router_aux_field: the coefficient of the load-balancing loss; None: the family has no such loss.
-        classifier: whether its `ForSequenceClassification` can be used as a reward model.
-        predictors_field: the number of layers after the last that predict further tokens, which transformers ignores;
-            None: the family has none. Absent: 1, where the checkpoint holds the tensors of one.
-    """
+    ``architecture``: the stem of its class names in transformers.
+    ``read``: layers from fields.
+    ``states``: the fields of its `config.json` that not every family has, of `VALUES`, with spaces between them.
+    ``renamed``: other name of a field → its name here.
+    ``states_rotary_share``: whether the share of rotated channels is written though all are: it is not the default.
+    ``router_aux_field``: the coefficient of the load-balancing loss; None: the family has no such loss.
+    ``classifier``: whether its `ForSequenceClassification` can be used as a reward model.
+    ``predictors_field``: the number of layers after the last that predict further tokens, which transformers ignores;
+        None: the family has none. Absent: 1, where the checkpoint holds the tensors of one."""
 
     model_type: str
     architecture: str
@@ -127,13 +124,9 @@ def grouped_query(
     max_positions: int = 32768,
     kv_heads_optional: bool = False,
 ) -> GroupedQuery:
-    """Read the attention that all families here have.
-
-    Args:
-        head_dim: None: `head_dim` where it is stated, else ``hidden_size / num_attention_heads``.
-        theta, partial, max_positions: as of `read_rotary`.
-        kv_heads_optional: `num_key_value_heads` may be absent, for one per query head.
-    """
+    """Read the attention that all families here have. ``head_dim``: None: `head_dim` where it is stated, else
+    ``hidden_size / num_attention_heads``. ``theta``, ``partial``, ``max_positions``: as of `read_rotary`.
+    ``kv_heads_optional``: `num_key_value_heads` may be absent, for one per query head."""
     hidden, heads = fields.size("hidden_size"), fields.size("num_attention_heads")
     kv_heads = fields.optional_size("num_key_value_heads") or heads if kv_heads_optional else None
     if head_dim is None:
@@ -154,13 +147,8 @@ def mixed_layers(
     fields: Fields, attention: AttentionSpec, experts: Sparse, *, named: str, is_sparse: Callable[[int], bool]
 ) -> tuple[LayerSpec, ...]:
     """Return layers of which ``is_sparse`` tells the sparse ones; the others have an MLP of `intermediate_size`.
-
-    Args:
-        named: the fields that decide it, for messages.
-
-    Raises:
-        ValueError: no layer is sparse, which is another family.
-    """
+    ``named``: the fields that decide it, for messages.
+    Raises ValueError: no layer is sparse, which is another family."""
     sparse, dense = LayerSpec(attention, experts), LayerSpec(attention, Dense(fields.size("intermediate_size")))
     layers = tuple(sparse if is_sparse(layer) else dense for layer in range(fields.size("num_hidden_layers")))
     if sparse not in layers:
@@ -173,11 +161,8 @@ def mixed_layers(
 def layers_after_dense(
     fields: Fields, attention: AttentionSpec, router: Router, *, shared: int, dense: int, sandwich: bool = False
 ) -> tuple[LayerSpec, ...]:
-    """Return dense layers up to `first_k_dense_replace`, then sparse ones with a shared expert.
-
-    Args:
-        shared, dense: the number of shared experts, which are one SwiGLU, and of dense layers, where none is stated.
-    """
+    """Return dense layers up to `first_k_dense_replace`, then sparse ones with a shared expert. ``shared``, ``dense``:
+    the number of shared experts, which are one SwiGLU, and of dense layers, where none is stated."""
     width, num_dense = fields.size("moe_intermediate_size"), fields.count("first_k_dense_replace", dense)
     experts = Sparse(
         fields.size("n_routed_experts"), width, router, SharedExpert(width * fields.size("n_shared_experts", shared))

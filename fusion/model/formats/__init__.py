@@ -43,12 +43,8 @@ def train_format(backend: str, operators: Plain) -> Format:
 
 
 def engine_format(backend: str, device_kind: str, operators: Plain) -> Format:
-    """Return the format of the engine's weights.
-
-    Args:
-        backend: `rollout.backend`.
-        device_kind: the kind of card, resolved (`fusion.npu.config.claim`); emulated ones compute on the CPU.
-    """
+    """Return the format of the engine's weights. ``backend``: `rollout.backend`. ``device_kind``: the kind of card,
+    resolved (`fusion.npu.config.claim`); emulated ones compute on the CPU."""
     if backend == EMBEDDED:
         return embedded_format(operators)
     formats: dict[str, Format] = {"cuda": VLLM, "emulated": VLLM_CPU, "ledger": VLLM_CPU, "npu": VLLM_ASCEND}
@@ -58,15 +54,9 @@ def engine_format(backend: str, device_kind: str, operators: Plain) -> Format:
 def local_table(
     format: Format, config: ModelConfig, parallel: Parallel, rank: int, *, max_bytes: int, itemsize: int
 ) -> tuple[LocalParam, ...]:
-    """Return the local tensors of ``rank`` in a format, in the order of the forward pass.
-
-    Args:
-        max_bytes: of a unit of storage; formats whose tensors can be cut cut them to fit.
-        itemsize: bytes of an element.
-
-    Raises:
-        ValueError: the format does not describe this model or layout.
-    """
+    """Return the local tensors of ``rank`` in a format, in the order of the forward pass. ``max_bytes``: of a unit of
+    storage; formats whose tensors can be cut cut them to fit. ``itemsize``: bytes of an element.
+    Raises ValueError: the format does not describe this model or layout."""
     if format in (EMBEDDED, STACKED):
         return local_params(config, parallel, rank, max_numel=max_bytes // itemsize, stacks=format == STACKED)
     if format == MEGATRON:

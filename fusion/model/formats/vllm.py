@@ -41,12 +41,8 @@ OLMOE_EPS = 1e-5
 
 @dataclass(frozen=True)
 class Variant:
-    """What depends on the device that vLLM runs on.
-
-    Attributes:
-        transposed_experts: w13 is [El, D, 2 Fl] and w2 is [El, Fl, D].
-        fused_latents: the low-rank projections of latent attention are one tensor.
-    """
+    """What depends on the device that vLLM runs on. ``transposed_experts``: w13 is [El, D, 2 Fl] and w2 is [El, Fl, D].
+    ``fused_latents``: the low-rank projections of latent attention are one tensor."""
 
     transposed_experts: bool = False
     fused_latents: bool = True
@@ -57,10 +53,7 @@ CUDA, CPU, ASCEND = Variant(), Variant(fused_latents=False), Variant(transposed_
 
 def local_params(config: ModelConfig, parallel: Parallel, rank: int, variant: Variant = CUDA) -> tuple[LocalParam, ...]:
     """Return the parameters of vLLM's model on ``rank`` of one engine, in the order of the forward pass.
-
-    Raises:
-        ValueError: vLLM does not divide the model so (`misfit`), or `check_supported`.
-    """
+    Raises ValueError: vLLM does not divide the model so (`misfit`), or `check_supported`."""
     check_supported(config)
     if problem := misfit(config, parallel):
         raise ValueError(problem)
@@ -87,9 +80,7 @@ def misfit(config: ModelConfig, parallel: Parallel) -> str | None:
 
 def check_supported(config: ModelConfig) -> None:
     """Check that vLLM's tensors of this model are described, and that it computes the same.
-
-    Raises:
-        ValueError: another family, a reward model, or a field (named) that vLLM's model of the family does not read.
+    Raises ValueError: another family, a reward model, or a field (named) that vLLM's model of the family does not read.
     """
     if config.family not in FAMILIES or config.num_labels:
         what = "reward model of" if config.num_labels else "family"

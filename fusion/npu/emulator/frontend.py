@@ -36,10 +36,7 @@ def _make_hccl(store: Any, rank: int, size: int, timeout: Any) -> Any:
 
 def _card_index(which: Any = None) -> int:
     """Return the card that an index, name, device or None (the current card) refers to.
-
-    Raises:
-        ValueError: another kind of device.
-    """
+    Raises ValueError: another kind of device."""
     index = which
     if which is not None and not isinstance(which, int):
         device = torch.device(which)
@@ -146,7 +143,9 @@ max_memory_allocated = _of_card(torch.accelerator.max_memory_allocated)
 memory_reserved = _of_card(torch.accelerator.memory_reserved)
 max_memory_reserved = _of_card(torch.accelerator.max_memory_reserved)
 memory_stats = _of_card(lambda card: dict(torch.accelerator.memory_stats(card)))
-memory_stats_as_nested_dict = _of_card(lambda card: torch._C._accelerator_getDeviceStats(card))  # before it is flattened
+memory_stats_as_nested_dict = _of_card(
+    lambda card: torch._C._accelerator_getDeviceStats(card)
+)  # before it is flattened
 mem_get_info = _of_card(lambda card: _extension.free_and_capacity(card))
 reset_peak_memory_stats = _of_card(torch.accelerator.reset_peak_memory_stats)
 

@@ -89,13 +89,9 @@ def gather_rows(
     invariant: bool,
     value_width: int | None,
 ) -> Iterator[Gathered]:
-    """Yield paged rows with their blocks, some rows at a time.
-
-    Args:
-        parts: keys and values by block, [blocks, K, block_size, C] each; or, with the ``value_width`` of latents, these
-            in one or more parts by channels.
-        blocks_RB, lengths, host_lengths, invariant: as in `PagedRows`.
-    """
+    """Yield paged rows with their blocks, some rows at a time. ``parts``: keys and values by block, [blocks, K,
+    block_size, C] each; or, with the ``value_width`` of latents, these in one or more parts by channels. ``blocks_RB``,
+    ``lengths``, ``host_lengths``, ``invariant``: as in `PagedRows`."""
     block_size = parts[0].shape[2]
     for start, stop, width in _row_slices(host_lengths, block_size, invariant):
         blocks = blocks_RB[start:stop, :width]

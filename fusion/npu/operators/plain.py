@@ -81,8 +81,7 @@ class Plain(PlainAttention):
     """The table of operators. A card's own table inherits it, and replaces what the card fuses.
 
     A pass with gradients and one without run the same kernels, so that the log-probabilities that a trainer compares
-    are computed alike. Only generation, in inference mode, may compute otherwise.
-    """
+    are computed alike. Only generation, in inference mode, may compute otherwise."""
 
     name = "plain"
     runs_ahead = False
@@ -108,12 +107,8 @@ class Plain(PlainAttention):
         self, qkv_NhC: Tensor, q_norm_C: Tensor | None, k_norm_C: Tensor | None, rope: Rope, kv_heads: int, eps: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Split the heads into queries [N, H, C], keys and values [N, K, C]; normalise queries and keys, then rotate
-        them by their positions.
-
-        Args:
-            q_norm_C, k_norm_C: None, both: queries and keys are not normalised.
-            rope: of the first R channels; the others are not rotated.
-        """
+        them by their positions. ``q_norm_C``, ``k_norm_C``: None, both: queries and keys are not normalised. ``rope``:
+        of the first R channels; the others are not rotated."""
         heads = qkv_NhC.shape[1] - 2 * kv_heads
         qk, v = qkv_NhC.split([heads + kv_heads, kv_heads], dim=1)
         # Queries and keys together: the time of a decode step grows with its number of operations.
@@ -225,12 +220,8 @@ class Plain(PlainAttention):
         down: Weights,
     ) -> Tensor:
         """Return the weighted sum [n, D] of each row's experts, whichever rank of ``group`` holds them: rank r the r-th
-        of equal shares, of which these are the matrices. Without gradients; collective.
-
-        Args:
-            group: in which no other operator communicates.
-            max_rows: of any rank, each of which has at least one.
-        """
+        of equal shares, of which these are the matrices. Without gradients; collective. ``group``: in which no other
+        operator communicates. ``max_rows``: of any rank, each of which has at least one."""
         raise NotImplementedError(f"the {self.name} operators dispatch no rows")
 
     # Optimizer

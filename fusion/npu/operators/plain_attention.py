@@ -48,16 +48,13 @@ class PlainAttention:
         kv_lengths: list[int] | None = None,
     ) -> Tensor:
         """Compute causal attention within each packed sequence. Query head h reads key/value head h // (H // K).
-
-        Args:
-            lengths: number of queries of each sequence; adjacent sequences of equal length share a kernel call, without
-                padding or copying, so sorting sequences by length when packing reduces the number of calls.
-            scale: of the scores; None: 1 / sqrt(C).
-            kv_lengths: number of keys of each sequence, of which the queries are the last; None: all are queries.
+        ``lengths``: number of queries of each sequence; adjacent sequences of equal length share a kernel call, without
+        padding or copying, so sorting sequences by length when packing reduces the number of calls. ``scale``: of the
+        scores; None: 1 / sqrt(C). ``kv_lengths``: number of keys of each sequence, of which the queries are the last;
+        None: all are queries.
 
         Values may have other channels than keys; where they have fewer, they are padded, because flash kernels take
-        equal numbers only.
-        """
+        equal numbers only."""
         assert sum(lengths) == q_NHC.shape[0] and sum(kv_lengths or lengths) == k_MKC.shape[0]
         width = v_MKV.shape[-1]
         if width < q_NHC.shape[-1]:
@@ -81,22 +78,15 @@ class PlainAttention:
 
     def areas(self, pool: Tensor, value_width: int | None) -> tuple[Tensor, ...]:
         """Return views of a layer's pool whose rows are those of blocks, and which joined have all channels.
-
-        Args:
-            value_width: channels of a latent that are its value; None: the pool holds keys and values.
-        """
+        ``value_width``: channels of a latent that are its value; None: the pool holds keys and values."""
         return (pool,)
 
     def store_kv(
         self, pool: Tensor, slots: Tensor, k_NKC: Tensor, v_NKC: Tensor | None, repeated: Tensor | None
     ) -> None:
-        """Write keys and values, or latents without ``v``, to the pool, seen as rows of C channels.
-
-        Args:
-            pool: [parts * blocks, K, block_size, C].
-            slots: int64, for each part, row and head where it goes.
-            repeated: rows that are written a second time, behind the others.
-        """
+        """Write keys and values, or latents without ``v``, to the pool, seen as rows of C channels. ``pool``: [parts *
+        blocks, K, block_size, C]. ``slots``: int64, for each part, row and head where it goes. ``repeated``: rows that
+        are written a second time, behind the others."""
         written = [k_NKC] if v_NKC is None else [k_NKC, v_NKC]
         if repeated is not None:
             written = [rows for part in written for rows in (part, part.index_select(0, repeated))]
@@ -118,13 +108,9 @@ class PlainAttention:
     def paged_attention(
         self, q_NHC: Tensor, pool: Tensor, rows: PagedRows, value_width: int | None, scale: float
     ) -> Tensor:
-        """Return the attention [N, H, V] of each row over its blocks of the pool.
-
-        Args:
-            pool: [2 * blocks, K, block_size, C], keys before values; or latents [blocks, 1, block_size, C].
-            value_width: as of `areas`.
-            scale: of the scores.
-        """
+        """Return the attention [N, H, V] of each row over its blocks of the pool. ``pool``: [2 * blocks, K, block_size,
+        C], keys before values; or latents [blocks, 1, block_size, C]. ``value_width``: as of `areas`. ``scale``: of the
+        scores."""
         return composed_attention.paged(self._gather_rows(q_NHC, pool, rows, value_width), scale)
 
     def partial_attention(

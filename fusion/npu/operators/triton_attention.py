@@ -175,13 +175,10 @@ def attend(
 ) -> Tensor:
     """Return the attention [N, H, C] of each row over its blocks, as in FlashAttention (Dao et al., 2022); its keys are
     split over programs where there are too few rows, and the results of the splits joined (Flash-Decoding).
-
-    Args:
-        keys, values: [blocks, K, page, C].
-        blocks_NB: int32, the blocks of each row, then any others.
-        longest: at least the largest of ``lengths``.
-        invariant: the splits of a row do not depend on the other rows.
-    """
+    ``keys``, ``values``: [blocks, K, page, C].
+    ``blocks_NB``: int32, the blocks of each row, then any others.
+    ``longest``: at least the largest of ``lengths``.
+    ``invariant``: the splits of a row do not depend on the other rows."""
     q_NHC = q_NHC.contiguous()
     (rows, heads, channels), (_, kv_heads, page, _) = q_NHC.shape, keys.shape
     split = INVARIANT_TOKENS

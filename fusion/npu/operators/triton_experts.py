@@ -146,11 +146,8 @@ def _swiglu(gate_up, out, width, BLOCK: tl.constexpr):
 
 
 def unroute(y: Tensor, places: Tensor, weight_Nk: Tensor, ends: Tensor | None = None) -> Tensor:
-    """Return the weighted sum [N, D] of the rows of y [N * k, D] at each row's ``places``.
-
-    Args:
-        ends: of some experts; the rows behind the last one's are not read. None: all are.
-    """
+    """Return the weighted sum [N, D] of the rows of y [N * k, D] at each row's ``places``. ``ends``: of some experts;
+    the rows behind the last one's are not read. None: all are."""
     y = y.contiguous()
     (rows, k), width = weight_Nk.shape, y.shape[1]
     out = y.new_empty(rows, width)

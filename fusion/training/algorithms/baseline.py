@@ -59,10 +59,7 @@ def subtract_mean(rewards_n: FloatArray, groups_n: IntArray) -> FloatArray:
 
 
 def standard_deviation(centred_n: FloatArray, groups_n: IntArray) -> FloatArray:
-    """Return the standard deviation (with n - 1) of each sample's group; 0 in a group of one.
-
-    Args:
-        centred_n: as returned by `subtract_mean`.
-    """
+    """Return the standard deviation (with n - 1) of each sample's group; 0 in a group of one. ``centred_n``: as
+    returned by `subtract_mean`."""
     variances = np.bincount(groups_n, centred_n**2) / np.maximum(np.bincount(groups_n) - 1, 1)
     return np.sqrt(variances)[groups_n]

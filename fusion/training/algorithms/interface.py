@@ -33,11 +33,8 @@ Reward = float | None
 
 
 class Algorithm:
-    """Base class of the algorithms.
-
-    Args:
-        max_response_length: in tokens; used by the constant normaliser and the penalty on overlong responses.
-    """
+    """Base class of the algorithms. ``max_response_length``: in tokens; used by the constant normaliser and the penalty
+    on overlong responses."""
 
     name: str
     aggregation: str = "token_mean"
@@ -70,17 +67,12 @@ class Algorithm:
         """Compute advantages float32 [B] and trained bool [B] of the B samples of one step.
 
         A sample whose reward failed (None or NaN) is left out of all statistics, gets 0 and is not trained.
-
-        Args:
-            groups: the group of each sample.
-            response_lengths: in tokens.
-            reference_kl: behaviour_logprobs - ref_logprobs of each sample, summed over its response. Only for
-                algorithm.kl_in=reward.
-            cut: whether the limit ended the response, not an end token; None: of all with max_response_length tokens.
-
-        Raises:
-            ValueError: the columns differ in length, or ``reference_kl`` is needed and is or contains None.
-        """
+        ``groups``: the group of each sample.
+        ``response_lengths``: in tokens.
+        ``reference_kl``: behaviour_logprobs - ref_logprobs of each sample, summed over its response. Only for
+            algorithm.kl_in=reward.
+        ``cut``: whether the limit ended the response, not an end token; None: of all with max_response_length tokens.
+        Raises ValueError: the columns differ in length, or ``reference_kl`` is needed and is or contains None."""
         if not len(rewards) == len(groups) == len(response_lengths):
             raise ValueError(f"{len(rewards)} rewards, {len(groups)} groups, {len(response_lengths)} lengths")
         shaped_B = self.shape_rewards(rewards, response_lengths, reference_kl, cut)
@@ -137,10 +129,7 @@ class Algorithm:
 
     def loss(self, tokens: LossInput) -> LossOutput:
         """Compute the loss and the metrics of each token.
-
-        Raises:
-            ValueError: a required column is missing (named).
-        """
+        Raises ValueError: a required column is missing (named)."""
         config = self.config
         advantages = tokens.needed("advantages", f"algorithm.name={self.name}")
         behaviour = tokens.needed("behaviour_logprobs", f"algorithm.correction={config.corrects_by}")
@@ -166,8 +155,7 @@ def overlong_penalty(lengths_B: IntArray, longest: int, buffer: int, cut_B: NDAr
     """Return 0 up to ``longest`` - ``buffer`` tokens, then decrease linearly to -1 at ``longest`` for responses that
     were cut there. One that has ended with its last token had no need of more: it counts as one token shorter.
 
-    Soft overlong punishment (DAPO, arXiv 2503.14476, section 3.4: L_max is ``longest``, L_cache is ``buffer``).
-    """
+    Soft overlong punishment (DAPO, arXiv 2503.14476, section 3.4: L_max is ``longest``, L_cache is ``buffer``)."""
     if not buffer:
         return np.zeros(len(lengths_B))
     lengths_B = np.where(cut_B, lengths_B, np.minimum(lengths_B, longest - 1))

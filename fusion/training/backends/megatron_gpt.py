@@ -31,11 +31,8 @@ from fusion.training.backends.megatron_layers import (
 
 
 def build_gpt(config: ModelConfig, parallel: Parallel, rank: int, groups: Any, dtype: torch.dtype) -> Any:
-    """Return Megatron's `GPTModel` of a rank, whose parameters have shapes but no storage.
-
-    Args:
-        groups: `ProcessGroupCollection`.
-    """
+    """Return Megatron's `GPTModel` of a rank, whose parameters have shapes but no storage. ``groups``:
+    `ProcessGroupCollection`."""
     stage = parallel.coordinate("pp", rank)
     own_layers = [config.layers[layer] for layer in parallel.layers(config.num_layers, stage)]
     specs = [_layer(layer, parallel, groups) for layer in own_layers]

@@ -48,11 +48,8 @@ class Norm(nn.Module):
 
 
 class ProjectionNorm(nn.Module):
-    """Normalises all heads of all TP ranks by one root mean square, as OLMoE does queries, and keys.
-
-    Args:
-        heads: of this rank; all ranks have equally many.
-    """
+    """Normalises all heads of all TP ranks by one root mean square, as OLMoE does queries, and keys. ``heads``: of this
+    rank; all ranks have equally many."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float, heads: int, tp_group: Any):
         super().__init__()
@@ -113,8 +110,7 @@ class PackedLatentAttention(multi_latent_attention.MLASelfAttention):
                                  └─ gather ─ rotate ─► the key that heads share ┴─ attend ─ proj ─► y_nD
 
     Megatron's own forward pass counts positions through a pack, rotates rows in another order than checkpoints have
-    them, and drops the other TP ranks' gradient of the shared key where its down projections are cut.
-    """
+    them, and drops the other TP ranks' gradient of the shared key where its down projections are cut."""
 
     def __init__(self, *args: Any, spec: Latent, **options: Any):
         super().__init__(*args, **options)
@@ -131,11 +127,8 @@ class PackedLatentAttention(multi_latent_attention.MLASelfAttention):
         rotary_pos_emb: tuple[torch.Tensor, torch.Tensor],
         **_: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the output [n, 1, D] for this TP rank's rows, and no bias.
-
-        Args:
-            rotary_pos_emb: `cosines_and_sines` of the whole batch.
-        """
+        """Return the output [n, 1, D] for this TP rank's rows, and no bias. ``rotary_pos_emb``: `cosines_and_sines` of
+        the whole batch."""
         spec = self.spec
         if spec.q_rank is None:
             flat_q, _ = self.linear_q_proj(hidden_states)
@@ -172,13 +165,10 @@ class PackedLatentAttention(multi_latent_attention.MLASelfAttention):
 @dataclass
 class RoutingTrace:
     """What a router is told of a pass, and what it reports.
-
-    Attributes:
-        rows: number of this rank's rows that are no padding; padding follows them.
-        forced: the experts to route this rank's rows to, padding included.
-        keeps_probabilities: report the probabilities of each row.
-        routed: the routing of the ``rows``.
-    """
+    ``rows``: number of this rank's rows that are no padding; padding follows them.
+    ``forced``: the experts to route this rank's rows to, padding included.
+    ``keeps_probabilities``: report the probabilities of each row.
+    ``routed``: the routing of the ``rows``."""
 
     rows: int
     forced: Forced | None = None

@@ -49,11 +49,8 @@ from fusion.training.backends.megatron_device import redirect_to
 class MegatronModel:
     """Computes one rank's shard of the model with Megatron-Core's layers, as a `TrainedModel`: arguments and results
     are those of `Transformer`.
-
-    Raises:
-        ImportError: megatron-core is not installed.
-        ValueError: Megatron-Core does not compute this model, or not in this layout.
-    """
+    Raises ImportError: megatron-core is not installed.
+    Raises ValueError: Megatron-Core does not compute this model, or not in this layout."""
 
     format: Format = MEGATRON
 

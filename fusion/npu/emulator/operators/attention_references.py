@@ -54,8 +54,7 @@ def fused_infer_attention_score(
     BNSD: queries [B, N, 1, D], keys and values [blocks, K, block size, D], result [B, N, 1, D].
     BSND_NBSD, of latents: [B, 1, N, D], [blocks, block size, D], result [N, B, 1, D]; D and the channels of the two
     ``rope`` are a query's and a key's. BSND: as this, result [B, 1, N, D].
-    The log-sum-exp of the scores, if asked for: [B, N, 1, 1].
-    """
+    The log-sum-exp of the scores, if asked for: [B, N, 1, 1]."""
     of_latents = input_layout in ("BSND", "BSND_NBSD")
     if of_latents:
         assert query_rope is not None and key_rope is not None

@@ -29,8 +29,8 @@ class Gradient:
 
 
 def _rms_norm(ctx: Any, grad: torch.Tensor, _: Any):
-    _, gamma, _ = ctx.saved_tensors
-    grad_x, grad_gamma = torch.ops.npu.npu_rms_norm_backward(grad, *ctx.saved_tensors)
+    x, gamma, rstd = ctx.saved_tensors
+    grad_x, grad_gamma = torch.ops.npu.npu_rms_norm_backward(grad, x, gamma, rstd)
     return grad_x, grad_gamma.to(gamma.dtype), None
 
 
