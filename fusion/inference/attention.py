@@ -20,8 +20,6 @@ With decode context parallelism (`Context`) paged rows attend with the heads of 
 tokens that is on this one, and partial results are merged; a long chunk attends to KV gathered from these ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -12,8 +12,6 @@ With ``invariant`` every token is a paged row, those of drafts behind the decode
 depend on the rest of the batch. With a fused operator for paged rows, those of drafts are paged rows too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain

@@ -14,8 +14,6 @@ the block's end, so a lookup never returns a block of another version or another
 Blocks that were never taken have no state, so that a large cache is made, and emptied, in the time of the blocks used.
 """
 
-from __future__ import annotations
-
 import hashlib
 from array import array
 from collections import OrderedDict

@@ -1,7 +1,5 @@
 """Define the config group `rollout`: how responses are sampled and scheduled, and how an engine uses its card."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, field
 from math import inf

@@ -4,8 +4,6 @@ submit, abort, … (any thread of the leader) ─► control channel ─► orde
     ─► placed, aborted, adopted here ─► `_add`, `_abort`, `_compute_step` of a subclass
 """
 
-from __future__ import annotations
-
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping

@@ -7,8 +7,6 @@ A new counter is a field here with its documentation; everything between reads `
 reported only with rollout.kv_pool.suspended=pool.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 

@@ -4,8 +4,6 @@ hidden ─► logits of this TP rank's share of the vocabulary ─► whole rows
 (run seed, request, position) ─► noise ──────────────────────────────────────┘   tokens, logprobs, kept ids
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 import torch.distributed as dist

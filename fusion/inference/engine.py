@@ -11,8 +11,6 @@ states to the next, and the last one samples and broadcasts the tokens. One batc
 for each other: use PP only for models that do not fit otherwise.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping
 from math import isnan

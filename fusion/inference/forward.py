@@ -3,8 +3,6 @@
 step ─► batch ─► [hidden of the previous stage] ─► layers, attending to paged KV ─► [next stage] ─► draw ─► tokens
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

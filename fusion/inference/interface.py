@@ -11,8 +11,6 @@ Weights are accessed directly, not by methods: a switch writes them into the `We
 with.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 

@@ -9,8 +9,6 @@ latents apart (`Plain.areas`); what is gathered or copied to the host has the sh
 context parallelism a block is divided over ranks: ``block_size`` above is then `Context.page_size`, of one rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

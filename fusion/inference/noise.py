@@ -5,8 +5,6 @@ bijection of a 128-bit counter under a 64-bit key. Key: the run's seed. Counter:
 id. So a token's noise does not depend on batch, engine, schedule or on how often it is drawn.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import numpy as np

@@ -4,8 +4,6 @@ Where there is a fused operator, it reads the blocks by a table (`PagedRows`). E
 small matrix product (`RowSlice`, see `attention.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any

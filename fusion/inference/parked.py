@@ -14,8 +14,6 @@ behind which there may be others; a host region is freed once, when no copy read
 on the host before its device memory is released.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol

@@ -1,7 +1,5 @@
 """Choose the attention rank of each new request of an engine. Pure, the same on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Protocol
 

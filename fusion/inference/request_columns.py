@@ -6,8 +6,6 @@ Invariant (property-tested): the requests that are decoded, also if they were se
 encoded; where these shared a prompt, response, group or parameters (one object), those do, too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any, overload

@@ -9,8 +9,6 @@ recomputed later, after a preemption or under new weights, changes the cells but
 log-probability stays with the experts that it was computed with.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -13,8 +13,6 @@ Invariants: a sampled token is among the kept ids; these have a probability abov
 the bit those of a sampler that has none.
 """
 
-from __future__ import annotations
-
 from itertools import accumulate
 from typing import NamedTuple
 

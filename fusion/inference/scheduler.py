@@ -18,8 +18,6 @@ finishes; every added request ends exactly once; a block is named only by a sequ
 in the name, so KV of older weights is never found under a newer version.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Callable
 from typing import Any

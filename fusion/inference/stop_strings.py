@@ -4,8 +4,6 @@ Only the last tokens are decoded: as many as could spell the longest stop string
 string is recognised by its own text, which is decoded once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 MARGIN = 8

@@ -8,8 +8,6 @@ lowest priority. Nothing is held back: the first one is admitted as soon as ther
 Cost, for n waiting requests: `append`, `appendleft`, `popleft` O(log n).
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Iterator
 from typing import Generic, Protocol, TypeVar

@@ -12,8 +12,6 @@ A is replicated, and its gradients are partial sums of ranks as those of norms a
 Invariants: base and adapters never share a unit of storage (`plan_units`); nothing of the base is trained.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 

@@ -12,8 +12,6 @@ boxes add up, mod MODULUS, to the sum of the tensor, however it is cut. No produ
 card defines what it does then.
 """
 
-from __future__ import annotations
-
 import hashlib
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """Intersect and subtract boxes: ranges of indices of a tensor, one per dimension. Pure."""
 
-from __future__ import annotations
-
 from math import prod
 
 Box = tuple[tuple[int, int], ...]

@@ -4,8 +4,6 @@ Rows of a packed batch are split over the TP ranks as evenly as possible (`shard
 to a multiple of TP: only the wire buffer of `gather_rows` is rounded up, by less than one row a rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce

@@ -6,8 +6,6 @@ The collectives that exchange rows take sizes from the host, which waits for the
 pass that recomputes another one exchanges the same rows, and takes its plan.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,8 +1,6 @@
 """Read what a Hugging Face folder holds, from its files' headers, and refuse what would be loaded wrongly or not at
 all."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

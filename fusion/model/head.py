@@ -3,8 +3,6 @@
 What reduces the logits of a micro-batch (`fusion/training/logprobs.py`) computes one range at a time (`tiling.py`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

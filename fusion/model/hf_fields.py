@@ -4,8 +4,6 @@ So a field that changes what transformers computes is either implemented or refu
 of the project has never heard of.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NoReturn
 

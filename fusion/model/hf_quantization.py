@@ -7,8 +7,6 @@ which are dequantized while they are read:
     NAME_scale_inv   F32 [⌈R / rows⌉, ⌈C / columns⌉]      NAME[r, c] · NAME_scale_inv[r // rows, c // columns]
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Define the interface of a model whose weights are loaded, resharded, compared and exported."""
 
-from __future__ import annotations
-
 from typing import Protocol
 
 from fusion.model.bucket_plan import unit_bytes

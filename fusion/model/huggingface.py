@@ -5,8 +5,6 @@ that they own (each element has one owner) to rank 0, tensor by tensor; at the s
 bounded size.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

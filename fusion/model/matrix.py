@@ -1,8 +1,6 @@
 """Represent a weight matrix as one parameter, or as blocks of rows where it is too large for a storage unit; with a
 pair of adapters beside it where it has one."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Compute a SwiGLU whose inner channels are split over TP: a dense layer's MLP, or a shared expert."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

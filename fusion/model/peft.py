@@ -5,8 +5,6 @@ Adapters begin as peft's do: A uniform within 1 / √I, B zero, so that the mode
 generator of its own, seeded by the run's seed and the tensor's name: the same in every layout.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

@@ -6,8 +6,6 @@ adapter_model.safetensors     base_model.model.NAME.lora_A.weight [r, I] and .lo
                               them, and B [O, r E], whose columns count experts fastest
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -13,8 +13,6 @@ sequences of a run but the first share with the one before; a run takes at most 
 one that shares begins a run only where it would exceed the budget.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 SHARE_PREFIXES = ("auto", "on", "off")

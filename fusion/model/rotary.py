@@ -1,7 +1,5 @@
 """Compute the frequencies of a rotary embedding as transformers does (`modeling_rope_utils.py`), and its rotations."""
 
-from __future__ import annotations
-
 import math
 
 import torch

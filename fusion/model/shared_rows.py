@@ -11,8 +11,6 @@ than keys.
 Invariant: gradients of a row are summed over those who read it in their order, by no atomic addition.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any

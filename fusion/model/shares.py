@@ -1,7 +1,5 @@
 """Make local tensors of a rank from its shares of global ones: rows stacked, columns, or a whole tensor. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from fusion.model.local_param import LocalParam, Part

@@ -12,8 +12,6 @@ attention is another class in the union, and another branch in the parameter tab
 layouts ask nothing else. Specifications are resolved when a model is built, not for each token.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """Read which tensors the files of a Hugging Face folder hold, from their headers."""
 
-from __future__ import annotations
-
 import json
 import os
 from dataclasses import dataclass

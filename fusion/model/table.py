@@ -55,8 +55,6 @@ Invariant: over the ranks of one grid the parts cover every element of every glo
 tensor belongs to exactly one part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

@@ -5,8 +5,6 @@ A tile is a rectangle of rows and ids. Invariants: its logits take at most the g
 logits that fit are one tile.
 """
 
-from __future__ import annotations
-
 TILE_BYTES = 256 << 20
 """Bytes of the float32 logits of a tile. A product of this size with 2,048 channels takes 0.3 ms or more on a card,
 several times as long as the launches of the operations on its result; the copies beside it take up to 1 GB."""

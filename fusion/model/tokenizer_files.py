@@ -1,7 +1,5 @@
 """List the files of a folder that belong to its tokenizer. Imports neither torch nor transformers."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 VOCABULARIES = (

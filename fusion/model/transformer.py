@@ -11,8 +11,6 @@ A trainer and an engine differ only in ``attend``: the trainer attends within pa
 reads from its paged KV cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

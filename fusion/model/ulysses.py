@@ -10,8 +10,6 @@ Invariants: rows are in the order of the ranks, split as evenly as possible (`sh
 order and gradients are summed in it, so a pass computes the same bits every time.
 """
 
-from __future__ import annotations
-
 from math import gcd
 
 import torch

@@ -4,8 +4,6 @@ All three offer the same functions in their device module (`torch.npu`, `torch.c
 attributed to owners and how capacity is set.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import glob

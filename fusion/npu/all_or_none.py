@@ -12,8 +12,6 @@ switch agrees over sockets and survives the end of a process: `fusion.ep_switch.
 its exception is broadcast in place of the samples.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar

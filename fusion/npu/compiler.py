@@ -6,8 +6,6 @@ Concurrent processes wait for one of them to build it (by a file lock), and an a
 file. The units of a library are compiled in parallel. Imports neither torch nor anything else that is slow.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

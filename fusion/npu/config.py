@@ -1,7 +1,5 @@
 """Define the config group `device`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version

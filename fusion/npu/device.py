@@ -1,7 +1,5 @@
 """Define `Device`, one card of this process, and `open_device`, which selects and opens it."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """Define what the memory of a card is used for, and its statistics."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 OWNERS = ("weights", "gradients", "optimizer", "kv", "activations", "buckets")

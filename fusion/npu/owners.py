@@ -3,8 +3,6 @@
 A dispatch mode intercepts every operation inside `owner()`; an output storage that is not an input was allocated there.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

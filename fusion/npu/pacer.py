@@ -15,8 +15,6 @@ modelled end: skew does not accumulate, and waiting for each other is not overru
 Invariant of every stage: real seconds = modelled_s + waited_s + overrun_s, exactly.
 """
 
-from __future__ import annotations
-
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """Profile what one thread runs on a card, with torch's profiler or, on Ascend, with torch_npu's."""
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

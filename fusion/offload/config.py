@@ -1,7 +1,5 @@
 """Define the key of the config group `fusion` that states where the optimizer is kept."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fusion.telemetry.keys import key

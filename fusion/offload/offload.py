@@ -18,8 +18,6 @@ it: the copy in waits for that work. A host region is reused only after the host
 No call waits for the whole card or empties the allocator's cache.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any

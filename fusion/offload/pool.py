@@ -9,8 +9,6 @@ actually uses; the arenas of one batch are less than twice its bytes; returned r
 so a batch that is returned and taken again gets the same addresses; the pool never shrinks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

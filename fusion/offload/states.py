@@ -14,8 +14,6 @@ wait for events; the host runs ahead. The idea is ZeRO-Infinity's (arXiv 2104.07
 the card instead of the CPU.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

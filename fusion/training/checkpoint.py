@@ -20,8 +20,6 @@ group. `torch.distributed.checkpoint.async_save` is not suitable: it copies stat
 collectives exchange pickles.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import asdict

@@ -11,8 +11,6 @@ which exchange pickles, are not needed either: every rank plans its reads from t
 folder, too (`chunk_reader.py`).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import struct

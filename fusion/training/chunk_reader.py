@@ -3,8 +3,6 @@
 torch.distributed.checkpoint.load(tensors, storage_reader=ChunkReader(FOLDER))
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The config groups `training` and `algorithm`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from fusion.model.adapters import TARGETS, Adapters

@@ -16,8 +16,6 @@ behaviour agree the weight is 1 and all corrections give the same loss with the 
 nothing to the policy loss but still counts in the average, so that masking does not raise the weight of the others.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import partial

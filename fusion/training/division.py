@@ -6,8 +6,6 @@ fewer sequences than ranks. Where some do, the rank that computes most rows comp
 the sequences one by one.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterator, Sequence
 

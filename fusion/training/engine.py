@@ -10,8 +10,6 @@ head runs on the last stage, only for rows whose log-probability is needed. With
 rows of each micro-batch (`context_rows`); what a loss reads is that of whole sequences on every rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace

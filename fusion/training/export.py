@@ -1,7 +1,5 @@
 """Export a trainer's checkpoint as a Hugging Face folder, on the host alone: no card and no process group."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace

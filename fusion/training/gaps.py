@@ -17,8 +17,6 @@ Invariants: sums of any division of the tokens into whole sequences add up to th
 true one (of the weighted tokens) and at most `RESOLUTION` times it, within [MIN_GAP, MAX_GAP].
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

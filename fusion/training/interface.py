@@ -8,8 +8,6 @@ Weights are accessed directly, not by methods: ``model`` is a `WeightHolder` (pa
 moves them in and out of its `Buckets` between two calls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol

@@ -17,8 +17,6 @@ Invariants: the memory beyond hidden states, their gradient and that of the head
 (`logprob_bytes`), whatever the micro-batch; a micro-batch that is one tile gives bitwise what whole logits give.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -5,8 +5,6 @@ batch, so that an algorithm does not depend on micro-batches or ranks. A micro-b
 means over a sequence are exact.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple

@@ -6,8 +6,6 @@ All ranks of a replica compute the same plan: stages that hold no prompts, or th
 smallest common prefix by one small collective, and only where the lengths allow sequences to share.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

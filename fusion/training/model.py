@@ -1,7 +1,5 @@
 """Define the interface of a model that the train engine trains: `Transformer`, or another trainer's in `backends`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol

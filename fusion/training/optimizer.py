@@ -14,8 +14,6 @@ the value from one of them; ranks that compute it have equal gradients at equal 
 of which the first and the last stage have a copy each, are in separate buckets for this reason.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace

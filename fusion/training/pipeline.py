@@ -18,8 +18,6 @@ complete when all of them are, so that two neighbours can send to each other wit
 deadlock.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -4,8 +4,6 @@ No log-probability depends on the last token of a sequence: it predicts no token
 has no routing for it, and a replay leaves it to the trainer's router.
 """
 
-from __future__ import annotations
-
 import torch
 
 from fusion.model import Replay, routing_dtype

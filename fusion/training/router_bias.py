@@ -10,8 +10,6 @@ Invariants: rows are counted in integers and summed over all ranks, so every ran
 every layer and in every layout that routes alike. The rate 0 changes no bit.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

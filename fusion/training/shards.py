@@ -20,8 +20,6 @@ place. `SharedElements.counted`: over the ranks of a TP group every element of t
 in order, the elements of the boxes are those of the run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod

@@ -8,8 +8,6 @@ is not sent. After a stage's output was sent, only its edge in the autograd grap
 runs the same code and sends nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@
 `fusion.offload.StreamedStates` keeps them on the host, with two groups in HBM while a step runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 

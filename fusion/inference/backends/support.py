@@ -4,8 +4,6 @@ What the backend refuses, the embedded engine does: every message names the key 
 is declared at its keys (`fusion.telemetry.keys.Unsupported`).
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 from collections.abc import Iterable
 from typing import Any

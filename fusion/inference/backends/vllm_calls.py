@@ -10,8 +10,6 @@ the rows against the sources of a version: of the installed one for the doctor, 
 (`tests/inference/test_vllm_calls.py`).
 """
 
-from __future__ import annotations
-
 Rows = dict[str, tuple[str, ...]]
 
 WHEELS = {

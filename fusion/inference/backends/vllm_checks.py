@@ -10,8 +10,6 @@ weights written later would have no effect. They cost one layer's weights of eac
 model's size.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack

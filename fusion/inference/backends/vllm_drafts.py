@@ -9,8 +9,6 @@ computes and takes back any tokens that its scheduler is given; drafts are singl
 Invariant: with drafts a step computes at most ``max_tokens`` tokens, and no draft preempts a sequence.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence as Items
 
 from fusion.inference.backends.vllm_core import VllmCore

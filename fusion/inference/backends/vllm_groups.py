@@ -4,8 +4,6 @@ vLLM numbers its ranks from 0 and takes every process of the world for one engin
 the world, and creating its groups again would be collective over ranks that host no engine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

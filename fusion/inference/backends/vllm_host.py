@@ -6,8 +6,6 @@ experts of another rank, and attention heads narrower than 32 channels: such hea
 of parts of heads, as of latent attention, takes wrong strides for [T, H, C]: they are copied to [T, H C] first.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from functools import partial
 from typing import Any

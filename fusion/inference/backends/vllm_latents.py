@@ -9,8 +9,6 @@ vllm-ascend has contiguous copies beside them: they are allocated before the KV 
 with it, and each version of the weights overwrites them in place, so their addresses last as long as the KV cache.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -7,8 +7,6 @@ A parameter's `.data` is set again whenever the memory of its unit has been allo
 the addresses of the units are compared with those of the last one.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

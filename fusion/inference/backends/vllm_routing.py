@@ -5,8 +5,6 @@
 Where vLLM computes on the host its routers do not report to the capturer; there our experts do (`vllm_host`).
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

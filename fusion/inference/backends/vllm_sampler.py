@@ -5,8 +5,6 @@ from the same logits; log-probabilities are those of the distribution that was s
 with the tokens. A draft is followed as far as its tokens are the sampled ones. vLLM for Ascend does none of it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -2,8 +2,6 @@
 dense layers, shared experts; a softmax router that may be limited to groups, and a sigmoid router with a correction
 bias."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fusion.model.families.base import (

@@ -1,8 +1,6 @@
 """GLM-4.5 (arXiv 2508.06471): leading dense layers, a router with a correction bias and groups, a shared expert, and
 rotation of half of each head's channels."""
 
-from __future__ import annotations
-
 from fusion.model.families.base import (
     OTHER_PREDICTORS,
     PREDICTORS,

@@ -1,7 +1,5 @@
 """Read latent attention, under DeepSeek's names."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from fusion.model.hf_fields import Fields

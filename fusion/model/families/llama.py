@@ -1,7 +1,5 @@
 """Llama (arXiv 2307.09288) and Qwen2 (arXiv 2407.10671): dense layers without norms of queries and keys."""
 
-from __future__ import annotations
-
 from fusion.model.families.base import WINDOW, Defaults, Family, equal_layers, grouped_query
 from fusion.model.hf_fields import Fields
 from fusion.model.spec import Dense, LayerSpec

@@ -1,7 +1,5 @@
 """Mixtral (arXiv 2401.04088): all layers sparse; `intermediate_size` is that of an expert."""
 
-from __future__ import annotations
-
 from fusion.model.families.base import Defaults, Family, equal_layers, grouped_query, num_experts
 from fusion.model.hf_fields import Fields
 from fusion.model.spec import LayerSpec, Names, Router, Sparse, SwiGLUNames

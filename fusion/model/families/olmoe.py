@@ -1,7 +1,5 @@
 """OLMoE (arXiv 2409.02060): all layers sparse; RMS norms of all query heads, and of all key heads, at once."""
 
-from __future__ import annotations
-
 from fusion.model.families.base import Defaults, Family, equal_layers, grouped_query, num_experts
 from fusion.model.hf_fields import Fields
 from fusion.model.spec import LayerSpec, Router, Sparse

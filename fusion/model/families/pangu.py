@@ -5,8 +5,6 @@ Its config has two generations of names: those of the authors' code, and DeepSee
 and both are written. The norms of the latents have the epsilon of the authors' code, which is not `rms_norm_eps`.
 """
 
-from __future__ import annotations
-
 from fusion.model.families.base import OTHER_PREDICTORS, PREDICTORS, Defaults, Family, layers_after_dense
 from fusion.model.families.latent import REMOTE, STATES, read_latent
 from fusion.model.hf_fields import Fields

@@ -1,7 +1,5 @@
 """Qwen2-MoE and Qwen1.5-MoE (arXiv 2407.10671): a gated shared expert beside the routed ones; biases of q, k and v."""
 
-from __future__ import annotations
-
 from fusion.model.families.base import (
     WINDOW,
     Defaults,

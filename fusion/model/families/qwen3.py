@@ -1,7 +1,5 @@
 """Qwen3 and Qwen3-MoE (arXiv 2505.09388): RMS norms of every query and key head."""
 
-from __future__ import annotations
-
 from fusion.model.families.base import (
     WINDOW,
     Defaults,

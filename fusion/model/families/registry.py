@@ -1,7 +1,5 @@
 """List the families by their `model_type`."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from fusion.model.families.base import Family

@@ -20,8 +20,6 @@ their number does not divide that of the layers); Megatron-Core knows no other p
 their numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from fusion.model.config import ModelConfig

@@ -17,8 +17,6 @@ tensor belongs to at most one part; to none exactly if it is a padding row of th
 experts of a layer over all ranks of a stage: whole (ep) or each cut into shares (etp), in the order of their numbers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 

@@ -14,8 +14,6 @@ allows, and with `streams=timed` they take time (streams.h). Not emulated: async
 tensors, graph capture, memory pools of a program's own.
 """
 
-from __future__ import annotations
-
 import atexit
 import threading
 import time

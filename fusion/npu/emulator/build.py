@@ -4,8 +4,6 @@ The library is tied to the installed torch, so that an upgrade rebuilds it (`fus
 in parallel, each on one part of the sources.
 """
 
-from __future__ import annotations
-
 import importlib.machinery
 import importlib.util
 import sysconfig

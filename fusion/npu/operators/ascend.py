@@ -9,8 +9,6 @@ Every pass runs the same forward operator, with gradients and without. Where tor
 inherited from `ascend_attention.py`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

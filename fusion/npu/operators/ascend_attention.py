@@ -5,8 +5,6 @@ the emulated card, whose models are tiny, it is reported and made all the same. 
 channels before all rotated ones, as attention takes them as two tensors.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from itertools import accumulate

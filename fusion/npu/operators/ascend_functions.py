@@ -1,8 +1,6 @@
 """Differentiate operators of Ascend cards of which torch_npu derives no gradient: each Function names the operators of
 its backward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

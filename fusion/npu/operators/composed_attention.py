@@ -3,8 +3,6 @@
 Names of dimensions as in `plain.py`; S keys of a sequence, T its queries, G query heads that share a key head.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 

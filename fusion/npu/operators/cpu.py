@@ -9,8 +9,6 @@ functions are the plain ones, which round differently. Only generation, which ru
 log-probabilities that a trainer compares are computed alike, with gradients and without.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -37,7 +35,7 @@ def _fused(name: str) -> Callable[..., Any]:
     """Return the method that passes its arguments to the fused operator of this name, or to the composed one."""
     composed = getattr(Plain, name)
 
-    def call(self: Cpu, *args: Any) -> Any:
+    def call(self: Any, *args: Any) -> Any:
         fused = self._fused_for(args[0])
         return composed(self, *args) if fused is None else getattr(fused, name)(*args)
 

@@ -7,8 +7,6 @@ Gradients and what is compared with them are computed as the table `cuda` does: 
 Attention reads pages of any multiple of 64 tokens, so that it needs no newer PyTorch than the products do.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -4,8 +4,6 @@ logits_nE ─ score ─► scores_nE ─┬─ choose (correction, groups) ─�
                                 └────────────────── weigh ◄──────────────────┘ ─► weight_nk
 """
 
-from __future__ import annotations
-
 from typing import Literal, Protocol
 
 import torch

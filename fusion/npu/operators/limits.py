@@ -4,8 +4,6 @@ A limit is a number or a property of a call's arguments, with its bounds and its
 other, the vendor's page holds; docs/operators.md lists these. What no page documents is not stated here.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ D hidden, H query heads, K key and value heads, C channels of a head, R rotated 
 I inner channels of an expert, O output channels. Attention is inherited from `plain_attention.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 Names of dimensions as in `plain.py`; V channels of a value, P rotated channels of a latent, whose others are R.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Find the operators of a kind of card by name."""
 
-from __future__ import annotations
-
 from functools import cache
 from importlib import import_module
 

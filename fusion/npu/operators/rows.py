@@ -1,8 +1,6 @@
 """Compute what all tables share, on any device: products and sigmoids whose bits may be asked not to depend on the
 other rows of a batch, and sums of experts."""
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

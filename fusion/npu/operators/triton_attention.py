@@ -6,8 +6,6 @@ from float32. Imported only where Triton is: with `TRITON_INTERPRET=1` the kerne
 Names of dimensions: N rows, D hidden, H query heads, K key and value heads, C channels of a head, R rotated channels.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

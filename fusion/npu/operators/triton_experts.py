@@ -6,8 +6,6 @@ Each function launches one kernel. Results are rounded once, from float32. Impor
 Names of dimensions: N rows, D hidden, E experts, k experts of a row, I inner channels.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

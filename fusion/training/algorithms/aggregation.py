@@ -16,8 +16,6 @@ divided. Of a conversation in k branches each is a sequence, whose 1 / |y| is di
 together they weigh as one sequence, in `constant` as one with the tokens of all.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

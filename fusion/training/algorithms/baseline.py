@@ -5,8 +5,6 @@ Invariants (tests/training/test_baseline.py): all functions give what their defi
 whose rewards are all equal (`equal`) gives exact zeros.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from typing import Any, overload
 

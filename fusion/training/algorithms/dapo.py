@@ -5,8 +5,6 @@ Clip-higher is `clip_high` > `clip_low` (0.28 and 0.2 in the paper); groups with
 removal of the KL term is `kl_coef=0`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from fusion.training.algorithms.baseline import equal

@@ -5,8 +5,6 @@ are not divided by the standard deviation of the group's rewards, which gave mor
 or too hard.
 """
 
-from __future__ import annotations
-
 from fusion.training.algorithms.baseline import FloatArray, IntArray, subtract_mean
 from fusion.training.algorithms.interface import Algorithm
 

@@ -5,8 +5,6 @@ The loss is averaged over tokens; the paper's average is `loss_aggregation=seque
 reference is `kl_in=loss`.
 """
 
-from __future__ import annotations
-
 from fusion.training.algorithms.baseline import FloatArray, IntArray, standard_deviation, subtract_mean
 from fusion.training.algorithms.interface import EPSILON, Algorithm
 

@@ -5,8 +5,6 @@ its own gradient (GSPO-token, section 4.3): with one advantage per sequence and 
 gradient of GSPO. Clip bounds are of the order of 1e-4.
 """
 
-from __future__ import annotations
-
 import torch
 
 from fusion.training.algorithms.grpo import GRPO

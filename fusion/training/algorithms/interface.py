@@ -9,8 +9,6 @@
 All methods are pure. An algorithm is a subclass that overrides what its paper changes.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Hashable, Sequence
 

@@ -1,7 +1,5 @@
 """Find and make the algorithm that `algorithm.name` names."""
 
-from __future__ import annotations
-
 from fusion.telemetry.classes import find_class
 from fusion.training.algorithms.interface import Algorithm
 from fusion.training.config import ALGORITHMS, AlgorithmConfig

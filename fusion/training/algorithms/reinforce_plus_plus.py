@@ -4,8 +4,6 @@ The paper adds the KL to the reward token by token. Here an advantage is one num
 subtracts the KL's sum over the tokens, and mean and standard deviation are over samples.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from fusion.training.algorithms.baseline import FloatArray, IntArray, standard_deviation, subtract_mean

@@ -5,8 +5,6 @@ A response is one action, so the losses of its tokens are summed; all sums are d
 trains on-policy; here the ratio is clipped as in PPO, which has no effect on-policy.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from fusion.training.algorithms.baseline import FloatArray, IntArray, subtract_mean

@@ -1,7 +1,5 @@
 """Supervised fine-tuning: cross-entropy on the trained tokens. Used to warm up a base model before RL."""
 
-from __future__ import annotations
-
 from fusion.training.loss import LossInput, LossOutput
 
 

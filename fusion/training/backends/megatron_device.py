@@ -5,8 +5,6 @@ this is correct; on Ascend, MindSpeed redirects these calls; on an emulated card
 on one card, so the redirection lasts until a model is created on another card of the process.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import warnings
 from contextlib import ExitStack

@@ -1,8 +1,6 @@
 """Build Megatron-Core's GPTModel of one rank from a model's specification. Import it only after
 `megatron_device.redirect_to`."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -2,8 +2,6 @@
 packed sequences, latent attention, and a router that records and replays. Import it only after
 `megatron_device.redirect_to`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

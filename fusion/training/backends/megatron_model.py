@@ -10,8 +10,6 @@ Sequence parallelism splits equal shares of rows over TP: a batch is padded to a
 row per rank. Padding rows are a sequence of their own, at the end; they are routed but never counted.
 """
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager

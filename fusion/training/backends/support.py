@@ -3,8 +3,6 @@
 What the backend refuses, the embedded one computes: every message names the key to change.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 
 from fusion.model.config import ModelConfig

@@ -9,8 +9,6 @@ operator, for the arguments that are used here; other arguments raise. It is no 
 addition, speed or workspace. Where torch_npu is loaded, nothing is registered.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path

@@ -1,7 +1,5 @@
 """State what the operators of attention and of the KV cache compute (`references.py` says how)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -4,8 +4,6 @@ What dispatch passes to combine is opaque, as the pages say: here the rows of ea
 sums. Rows behind those that have arrived are undefined.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import Tensor

@@ -3,8 +3,6 @@
 None: torch_npu derives no gradient of it, so that whoever trains with it brings their own.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ tests expect (`test/test_custom_ops`). Parameters have the schemas' names; those
 that a call with one raises.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
