@@ -186,8 +186,9 @@ class RunFolder:
         `describe` returns the row of one: `prompt`, `response`, `reward`, and what else the caller likes to keep. A row
         whose texts are longer than `sample_characters` keeps their starts and ends, and states so as `abridged`."""
         file = self._log(SAMPLES)
-        for sample in _spaced(samples, self.samples_per_step):
-            row = {"step": step, **describe(sample)}
+        count = min(self.samples_per_step, len(samples))
+        for index in range(count):
+            row = {"step": step, **describe(samples[index * len(samples) // count])}
             limit = self.sample_characters
             if limit is not None and (short := abridged(row, limit)) != row:
                 row = {**short, "abridged": limit}
@@ -338,9 +339,3 @@ def _yaml(config: Any) -> str:
 
     is_instance = dataclasses.is_dataclass(config) and not isinstance(config, type)
     return yaml.safe_dump(finite(dataclasses.asdict(config) if is_instance else config), sort_keys=False)
-
-
-def _spaced(samples: Sequence[T], count: int) -> list[T]:
-    if len(samples) <= count:
-        return list(samples)
-    return [samples[index * len(samples) // count] for index in range(count)]

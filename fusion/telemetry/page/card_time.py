@@ -42,7 +42,10 @@ def card_time(spans: Iterable[Span], max_runs: int = MAX_RUNS) -> dict[str, Any]
     if not starts:
         return None
     intervals, ends = _intervals(starts)
-    summaries = [_summary(card, intervals[card]) for card in sorted(intervals, key=natural)]
+    summaries = []
+    for name in sorted(intervals, key=natural):
+        present = ((None if kind == IDLE else kind, ns) for kind, ns in intervals[name] if kind is not ABSENT)
+        summaries.append(CardSummary.of(name, present))
     cards = _shown(summaries)
     per_card = max(MIN_RUNS, min(MAX_CARD_RUNS, max_runs // len(cards)))
     strips = {card.card: _strip(intervals[card.card], per_card) for card in cards}
@@ -75,11 +78,6 @@ def _intervals(starts: Sequence[Sequence[Span]]) -> tuple[_Intervals, list[int]]
                 intervals[card].append((ABSENT, end - begin))
         ends.append((ends[-1] if ends else 0) + end - begin)
     return intervals, ends
-
-
-def _summary(card: str, intervals: Sequence[tuple[str | None, int]]) -> CardSummary:
-    present = ((None if kind == IDLE else kind, length_ns) for kind, length_ns in intervals if kind is not ABSENT)
-    return CardSummary.of(card, present)
 
 
 def _strip(intervals: Iterable[tuple[str | None, int]], max_runs: int) -> StageStrip:

@@ -106,7 +106,8 @@ def _not_finite(rows: Sequence[Mapping[str, Any]]) -> Iterator[Caution]:
             step, count = first.get(name, (row.get("step"), 0))
             first[name] = step, count + 1
     for name, (step, count) in first.items():
-        yield name, f"{name} is not finite in {_steps(count)}, first in step {step}"
+        steps = "one step" if count == 1 else f"{count} steps"
+        yield name, f"{name} is not finite in {steps}, first in step {step}"
 
 
 def _lost(rows: Sequence[Mapping[str, Any]], ended: Mapping[str, int]) -> Iterator[Caution]:
@@ -175,7 +176,3 @@ def _mean(rows: Iterable[Mapping[str, Any]], name: str) -> float | None:
 
 def _total(rows: Sequence[Mapping[str, Any]], name: str) -> float:
     return sum(number(row.get(name)) or 0 for row in rows)
-
-
-def _steps(count: int) -> str:
-    return "one step" if count == 1 else f"{count} steps"

@@ -8,6 +8,7 @@ Invariants:
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 MAX_POINTS = 1000
@@ -31,7 +32,7 @@ def curves(rows: Sequence[Mapping[str, Any]], max_points: int = MAX_POINTS) -> d
     return {
         "every": every,
         "step": [number(chunk[-1].get("step")) for chunk in chunks],
-        "wall_s": _cumulative_seconds(chunks),
+        "wall_s": [short(total) for total in accumulate(sum(map(step_seconds, chunk)) for chunk in chunks)],
         "metrics": {name: [_mean([row.get(name) for row in chunk]) for chunk in chunks] for name in names},
     }
 
@@ -60,11 +61,3 @@ def step_seconds(row: Mapping[str, Any]) -> float:
 def _mean(values: Sequence[Any]) -> float | None:
     numbers = [value for value in map(number, values) if value is not None]
     return short(sum(numbers) / len(numbers)) if numbers else None
-
-
-def _cumulative_seconds(chunks: Sequence[Sequence[Mapping[str, Any]]]) -> list[float]:
-    total, sums = 0.0, []
-    for chunk in chunks:
-        total += sum(map(step_seconds, chunk))
-        sums.append(short(total))
-    return sums

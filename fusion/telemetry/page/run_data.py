@@ -44,15 +44,18 @@ def read_run(folder: Path | str, outcome: str | None = None) -> dict[str, Any]:
     ledger = MemoryLedger.merged(MemoryLedger.from_metrics(row) for row in numbers)
     timeline, note = _timeline(folder / "timeline.json", updates=int(_key(config, "algorithm", "minibatches") or 1))
     total = _key(config, "run", "steps")
+    ended = "finished" if num_steps == total else "ended early"
+    evaluations = read_jsonl(folder / EVALUATIONS, RESULT)
+    changes = changes_of(evaluations)
     return {
         "name": folder.resolve().name,
         "running": running,
-        "outcome": outcome or _outcome(running, failure, num_steps, total),
+        "outcome": outcome or ("running" if running else "failed" if failure else ended),
         "steps": num_steps,
         "total_steps": total,
         "wall_s": sum(map(step_seconds, rows)),
         **rewards_of(numbers),
-        "curves": curves([*_evaluated_first(folder / EVALUATIONS), *rows]),
+        "curves": curves([*_evaluated_first(evaluations), *rows]),
         **timeline,
         "profiles": [f"{PROFILES}/{name}" for name in profiles(folder)],
         "memory": memory_data(ledger),
@@ -62,7 +65,7 @@ def read_run(folder: Path | str, outcome: str | None = None) -> dict[str, Any]:
         "lengths": distributions.lengths(),
         "max_length": _key(config, "rollout", "max_response_length"),
         "samples": examples.result(),
-        "changes": _changes(folder / EVALUATIONS),
+        "changes": changes and {"text": changes.describe(), "answers": list(map(asdict, changes.answers))},
         "config": flatten(config),
         "cautions": cautions(rows, distributions.ended(), ledger, failure) + note,
     }
@@ -109,22 +112,16 @@ def rewards_of(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"reward_start": start, "reward_end": end, "reward_window": window}
 
 
-def _evaluated_first(path: Path) -> list[dict[str, Any]]:
+def _evaluated_first(results: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a row of step 0 with the rewards of the evaluation before the first step, named as in `metrics.jsonl`; []
     without one."""
     row: dict[str, Any] = {
         f"val-core/{result['file']}/{name}": estimate["value"]
-        for result in read_jsonl(path, RESULT)
+        for result in results
         for name, estimate in result["estimates"].items()
         if result["step"] == 0 and name.startswith("reward/") and name.endswith(f"@{result['samples']}")
     }
     return [{"step": 0} | row] if row else []
-
-
-def _changes(path: Path) -> dict[str, Any] | None:
-    """Return what training has changed, in words, and examples; None without two evaluations."""
-    changes = changes_of(read_jsonl(path, RESULT))
-    return None if changes is None else {"text": changes.describe(), "answers": list(map(asdict, changes.answers))}
 
 
 def memory_data(ledger: MemoryLedger) -> dict[str, Any] | None:
@@ -154,14 +151,6 @@ def _timeline(path: Path, updates: int) -> tuple[dict[str, Any], list[str]]:
         return {"cards": card_time(spans), "typical": typical_step(spans, updates)}, []
     except ValueError as error:
         return left_out, [f"the cards' time is left out: {error}"]
-
-
-def _outcome(running: bool, failure: str | None, steps: int, total: Any) -> str:
-    if running:
-        return "running"
-    if failure:
-        return "failed"
-    return "finished" if steps == total else "ended early"
 
 
 def _key(config: Mapping[str, Any], group: str, name: str) -> Any:
