@@ -181,7 +181,8 @@ def _memory(chosen: SetupEstimate) -> Group:
             table.add_row(owner, *(f"{size / GIB:.1f}" if size else "" for size in sizes))
     table.add_section()
     totals = [chosen.memory.total(phase) for phase in phases]
-    table.add_row(f"together, of {usable / GIB:.0f} usable", *(_fits(total, usable) for total in totals))
+    shown = (f"{total / GIB:.1f}" if total <= usable else f"[red]{total / GIB:.1f}[/red]" for total in totals)
+    table.add_row(f"together, of {usable / GIB:.0f} usable", *shown)
     host, room = chosen.memory.host_bytes / GIB, chosen.setup.hardware.host_bytes.value / GIB
     return _under(
         "HBM of a die by phase, GiB (a die of the pipeline stage that takes most)",
@@ -189,11 +190,6 @@ def _memory(chosen: SetupEstimate) -> Group:
         f"KV cache of an attention rank: {chosen.memory.kv_tokens:,} tokens. "
         f"Optimizer state of a node while away: {host:.0f} GiB of its host's {room:,.0f}.",
     )
-
-
-def _fits(total: float, usable: float) -> str:
-    shown = f"{total / GIB:.1f}"
-    return shown if total <= usable else f"[red]{shown}[/red]"
 
 
 def _bytes(chosen: SetupEstimate) -> Group:

@@ -107,16 +107,16 @@ def segments(group: TensorGroup, source: Side, target: Side, dies: int) -> tuple
     """Return (share of the group's bytes [G], who holds it [G, dies], who needs it [G, dies]) of every segment."""
     pieces = [_slicing(cut) for cut in group.tensors.cuts]
     width = np.ones(1)
-    for piece in pieces:
-        width = np.outer(width, piece.width).ravel()
+    for share, _ in pieces:
+        width = np.outer(width, share).ravel()
     rows = []
     for i, (side, stages) in enumerate(((source, group.source_stages), (target, group.target_stages))):
         row = np.zeros((len(width), dies), dtype=bool)
         place = np.arange(side.parallel.world)
         here = np.isin(_coordinates(side.parallel, "pp", place), stages)
         held = np.ones((1, len(place)), dtype=bool)
-        for piece, cut in zip(pieces, group.tensors.cuts, strict=True):
-            along_axis = piece.held[i][:, _coordinates(side.parallel, cut.axis, place)]
+        for (_, holders), cut in zip(pieces, group.tensors.cuts, strict=True):
+            along_axis = holders[i][:, _coordinates(side.parallel, cut.axis, place)]
             held = (held[:, None, :] & along_axis[None, :, :]).reshape(-1, len(place))
         row[:, side.first : side.end] = held & here
         rows.append(row)
@@ -128,19 +128,12 @@ def _coordinates(parallel: Parallel, axis: Axis, place: Array) -> Array:
     return parallel.coordinate(axis, place)  # type: ignore[arg-type, return-value]
 
 
-@dataclass(frozen=True)
-class _Slicing:
-    """The segments of a cut dimension: share of the dimension [G]; per side, who holds which [G, ranks]."""
-
-    width: Array
-    held: tuple[Array, Array]
-
-
-def _slicing(cut: Cut) -> _Slicing:
+def _slicing(cut: Cut) -> tuple[Array, list[Array]]:
+    """Return the segments of a cut dimension: share of the dimension [G]; per side, who holds which [G, ranks]."""
     shares = cut.source, cut.target
     of = lcm(*(size for side in shares for _, _, size in side))
     spans = [np.array([(start * of // size, stop * of // size) for start, stop, size in side]) for side in shares]
     edges = np.unique(np.concatenate([span.ravel() for span in spans]))
     start, stop = edges[:-1], edges[1:]
     held = [(span[:, 0] <= start[:, None]) & (stop[:, None] <= span[:, 1]) for span in spans]
-    return _Slicing((stop - start) / of, (held[0], held[1]))
+    return (stop - start) / of, held

@@ -38,8 +38,10 @@ def main(options_json: str) -> None:
     limit = memory_limit(memory_mib, "reward.memory_mib")
     reward, error = attempt(lambda: load(options["kind"], options["target"]), options["label"], limit)
     end_if_forked(pid)
+    asked = ([], False, []) if reward is None else ([*reward.required_fields], reward.scores_batch, [*reward.asks])
+    started = ScoringStarted(error, *asked)
     try:
-        connection.sendall(pack_reply(START, _started(reward, error)))
+        connection.sendall(pack_reply(START, started))
     except ConnectionError:  # the pool has been closed meanwhile
         return
     if reward is not None:
@@ -69,12 +71,6 @@ def attempt(load: Callable[[], T], label: str, limit: str) -> tuple[T | None, st
         return None, f"{label}: loading it exceeded the {limit}\n{trace_of_exception()}"
     except BaseException:
         return None, f"{label}: loading it raised\n{trace_of_exception()}"
-
-
-def _started(reward: LoadedReward | None, error: str) -> ScoringStarted:
-    if reward is None:
-        return ScoringStarted(error, [])
-    return ScoringStarted(error, [*reward.required_fields], reward.scores_batch, [*reward.asks])
 
 
 def limit_memory(mib: int | None) -> None:

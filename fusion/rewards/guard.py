@@ -102,7 +102,8 @@ class RewardPool:
             self._check_open()
             batch = RewardBatch(samples)
             try:
-                self._replace_dead()
+                for child in [one for one in self._children if one.has_ended]:
+                    self._drop(child)  # killed from outside while it was idle: it fails no sample
                 self._fill()
                 while batch.num_open:
                     self._check_open()
@@ -289,11 +290,6 @@ class RewardPool:
             child.deadline = time.monotonic() + START_LIMIT_S
             self._children.append(child)
             self._selector.register(child, selectors.EVENT_READ, child)
-
-    def _replace_dead(self) -> None:
-        """Drop children that died while idle (killed from outside), so that they fail no sample."""
-        for child in [c for c in self._children if c.has_ended]:
-            self._drop(child)
 
     def _watch(self, child: Child) -> None:
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if child.wants_write else 0)
