@@ -218,7 +218,8 @@ class DistQueue(SampleQueue):
             try:
                 self._payload.write(file, columns, contents)
                 self.traffic.sent_bytes += len(message) + contents.sent_bytes
-                late, granted = self._commit(file, contents.nbytes, unannounced)
+                place: dict[str, Any] = {"number": file.number, "path": file.path, "node": self._payload.here()}
+                late, granted = self._call("commit", **place, nbytes=contents.nbytes, message=unannounced)
             except LookupError as error:
                 if unannounced is None:
                     log.warning("repeating a put of %d samples: %s", len(batch), str(error))
@@ -233,10 +234,6 @@ class DistQueue(SampleQueue):
             if granted is not None:
                 self._grants.keep(granted, time.monotonic())
             return late
-
-    def _commit(self, file: File, nbytes: int, message: bytes | None) -> tuple[tuple[str, ...], File | None]:
-        node = self._payload.here()
-        return self._call("commit", number=file.number, path=file.path, node=node, nbytes=nbytes, message=message)
 
     def _cancel(self, file: File) -> None:
         """Give a file back without waiting for the answer: nothing will be written to it."""

@@ -8,17 +8,10 @@ fits; of those that fit, the smallest; at most MAX_GRANTS are kept, and each of 
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from distqueue.messages import File
 
 MAX_GRANTS = 4
-
-
-@dataclass(frozen=True)
-class Grant:
-    file: File
-    until_s: float
 
 
 class Grants:
@@ -27,33 +20,33 @@ class Grants:
     def __init__(self, cancel: Callable[[File], None]) -> None:
         self._cancel = cancel
         self._lock = threading.Lock()
-        self._kept: list[Grant] = []
-        """Oldest first"""
+        self._kept: dict[File, float] = {}
+        """Until when each may be taken, oldest first"""
 
     def keep(self, file: File, now_s: float) -> None:
         """Keep a file for a later put."""
         with self._lock:
-            self._kept.append(Grant(file, now_s + file.lease_s / 2))
-            excess, self._kept = self._kept[:-MAX_GRANTS], self._kept[-MAX_GRANTS:]
-        for grant in excess:
-            self._cancel(grant.file)
+            self._kept[file] = now_s + file.lease_s / 2
+            excess = [*self._kept][:-MAX_GRANTS]
+            for one in excess:
+                del self._kept[one]
+        for one in excess:
+            self._cancel(one)
 
     def clear(self) -> None:
         """Cancel all: one of them was revoked, so the queue needs the room."""
         with self._lock:
-            cleared, self._kept = self._kept, []
-        for grant in cleared:
-            self._cancel(grant.file)
+            cleared, self._kept = self._kept, {}
+        for file in cleared:
+            self._cancel(file)
 
     def take(self, nbytes: int, now_s: float) -> File | None:
         """Take the smallest file that fits a put of `nbytes`; None: there is none."""
         with self._lock:
-            expired = [grant for grant in self._kept if grant.until_s <= now_s]
-            self._kept = [grant for grant in self._kept if grant.until_s > now_s]
-            fitting = [grant for grant in self._kept if grant.file.fits(nbytes)]
-            taken = min(fitting, key=lambda grant: grant.file.size, default=None)
-            if taken is not None:
-                self._kept.remove(taken)
-        for grant in expired:
-            self._cancel(grant.file)
-        return None if taken is None else taken.file
+            expired = [file for file, until_s in self._kept.items() if until_s <= now_s]
+            fitting = [file for file, until_s in self._kept.items() if until_s > now_s and file.fits(nbytes)]
+            taken = min(fitting, key=lambda file: file.size, default=None)
+            self._kept = {file: until_s for file, until_s in self._kept.items() if file not in (*expired, taken)}
+        for file in expired:
+            self._cancel(file)
+        return taken

@@ -7,9 +7,8 @@ waiter sleeps until it is answered or reaches its deadline; a timer runs only wh
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent import futures
-from contextlib import contextmanager
 from typing import Any
 
 from distqueue.config import LEASE_S
@@ -64,12 +63,25 @@ class LocalQueue(SampleQueue):
         return self._gather(located)
 
     def fetch(self, request: GetRequest, left: futures.Future[None] | None = None) -> PackedBatch:
-        with self._waiting(request) as answer:
+        answer: futures.Future[Located] = futures.Future()
+        selection = request.selection()
+        with self._lock:
+            waiter = self._core.ask(selection, now_s=time.time(), answer=_resolve(answer, self._locate))
+            self._follow_up()
+        try:
             await_first(answer, left, request.timeout_s)
             with self._lock:
                 if not answer.done():
                     raise TimeoutError(self._core.table.explain(request))
             return self._gather(answer.result())
+        except BaseException:
+            with self._lock:
+                if answer.done() and not answer.exception() and not self._core.closed:
+                    self._core.give_back(selection.task, answer.result()[0].ids, time.time())
+            raise
+        finally:
+            with self._lock:
+                self._core.readers.leave(waiter)
 
     def stats(self) -> dict[str, float]:
         with self._lock:
@@ -151,25 +163,6 @@ class LocalQueue(SampleQueue):
         with self._lock:
             self._timer, self._timer_s = None, float("inf")
             self._follow_up()
-
-    @contextmanager
-    def _waiting(self, request: GetRequest) -> Iterator[futures.Future[Located]]:
-        """The answer to a request; on exit the request leaves the queue, and after an error returns what it took."""
-        answer: futures.Future[Located] = futures.Future()
-        selection = request.selection()
-        with self._lock:
-            waiter = self._core.ask(selection, now_s=time.time(), answer=_resolve(answer, self._locate))
-            self._follow_up()
-        try:
-            yield answer
-        except BaseException:
-            with self._lock:
-                if answer.done() and not answer.exception() and not self._core.closed:
-                    self._core.give_back(selection.task, answer.result()[0].ids, time.time())
-            raise
-        finally:
-            with self._lock:
-                self._core.readers.leave(waiter)
 
     def _locate(self, delivery: Delivery) -> Located:
         """Hold references to the payload, so that it outlives samples that end while this reader copies them."""

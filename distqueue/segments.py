@@ -101,7 +101,8 @@ class SegmentLedger:
             size, path = min(fitting)
             del shard.free[path]
         else:
-            self._make_room(shard, size)
+            lacking = max(0, shard.held + size - shard.max_bytes)
+            self._trim(shard, max(0, sum(shard.free.values()) - lacking))
             if shard.held + size > shard.max_bytes and not exceed:
                 return None
             shard.held += size
@@ -209,9 +210,6 @@ class SegmentLedger:
         shard.free[segment.path] = segment.size
         live = shard.held - sum(shard.free.values())
         self._trim(shard, max(FREE_BYTES, live))
-
-    def _make_room(self, shard: ShardState, size: int) -> None:
-        self._trim(shard, max(0, sum(shard.free.values()) - max(0, shard.held + size - shard.max_bytes)))
 
     def _trim(self, shard: ShardState, max_bytes: int) -> None:
         """Discard free files, oldest first, until at most `max_bytes` of them are kept."""

@@ -48,9 +48,7 @@ class QueueCore:
         self.table = table
         self.ledger = SegmentLedger(epoch)
         self.writers = Writers(table, self.ledger, max_rows=max_rows, check=self._check_put)
-        self.readers = Readers(
-            table, deliver=self._deliver, is_complete=lambda: self.sealed and not self.writers.bring_new_rows
-        )
+        self.readers = Readers(table, self.ledger, lambda: self.sealed and not self.writers.bring_new_rows)
         self.layouts: dict[str, ColumnLayout] = {}
         self.record = record
         self.closed = False
@@ -338,9 +336,6 @@ class QueueCore:
         segment = self.ledger.segments.get(number)
         is_live = segment is not None and segment.live and segment.path == path
         return is_live or (number, path) in self.committed
-
-    def _deliver(self, taken: Taken, selection: Selection) -> Delivery:
-        return deliver(self.table, self.ledger, taken, columns=selection.columns, lengths=selection.lengths)
 
     def _record(self, kind: str, fields: dict[str, Any], ids: Sequence[str] | None = None) -> None:
         if self.record:

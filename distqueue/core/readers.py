@@ -10,9 +10,11 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass, replace
 
+from distqueue.core.delivery import deliver
 from distqueue.errors import QueueDrained
 from distqueue.messages import Delivery
-from distqueue.samples import SampleTable, Selection, Taken
+from distqueue.samples import SampleTable, Selection
+from distqueue.segments import SegmentLedger
 
 
 @dataclass(eq=False)
@@ -27,12 +29,10 @@ class Waiter:
 
 
 class Readers:
-    """`deliver` locates the payload of leased samples; `is_complete`: whether no new sample can be put any more."""
+    """`is_complete`: whether no new sample can be put any more."""
 
-    def __init__(
-        self, table: SampleTable, *, deliver: Callable[[Taken, Selection], Delivery], is_complete: Callable[[], bool]
-    ) -> None:
-        self._table, self._deliver, self._is_complete = table, deliver, is_complete
+    def __init__(self, table: SampleTable, ledger: SegmentLedger, is_complete: Callable[[], bool]) -> None:
+        self._table, self._ledger, self._is_complete = table, ledger, is_complete
         self.waiting: dict[Selection, list[Waiter]] = {}
 
     def join(self, waiter: Waiter) -> None:
@@ -65,7 +65,8 @@ class Readers:
         is_last = self._is_complete() and self._table.is_settled(selection)
         taken = self._table.take(replace(selection, partial=True) if is_last else selection, now_s)
         if taken is not None:
-            return self._deliver(taken, selection)
+            names = {"columns": selection.columns, "lengths": selection.lengths}
+            return deliver(self._table, self._ledger, taken, **names)
         if not is_last or self._table.leased(selection.task):
             return None
         return QueueDrained(f"the queue is sealed and task {selection.task!r} has received everything")

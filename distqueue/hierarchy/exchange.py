@@ -23,7 +23,7 @@ from torch import Tensor
 
 from distqueue.column import torch_dtype
 from distqueue.hierarchy.tree import Member, plan_tree
-from distqueue.messages import ColumnInfo, Put
+from distqueue.messages import Put
 from distqueue.packed import PackedBatch
 
 INITIAL_METADATA_BYTES = 4096
@@ -81,7 +81,10 @@ class GroupExchange:
         """Receive the payload from the parent and forward it to the children. Returns flat CPU buffers by column."""
         assert self._parent is not None
         dtypes = list(_by_dtype(manifest, self._parent.columns))
-        sizes = [[_numel(manifest.columns[name]) for name in names] for names in dtypes]
+        sizes = [
+            [info.nbytes // info.layout.item_bytes for info in map(manifest.columns.__getitem__, names)]
+            for names in dtypes
+        ]
         incoming = [
             self._start_receiving(torch_dtype(names[0], manifest.columns[names[0]].layout), sum(numels))
             for names, numels in zip(dtypes, sizes, strict=True)
@@ -181,10 +184,6 @@ def _by_dtype(manifest: Put, names: Iterable[str]) -> Iterator[tuple[str, ...]]:
     columns = sorted((manifest.columns[name].layout.dtype, name) for name in names)
     for _, group in groupby(columns, key=lambda column: column[0]):
         yield tuple(name for _, name in group)
-
-
-def _numel(info: ColumnInfo) -> int:
-    return info.nbytes // info.layout.item_bytes
 
 
 def _to_tensor(data: bytes) -> Tensor:

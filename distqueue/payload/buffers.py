@@ -34,7 +34,9 @@ class BufferPool:
         """Allocate a writable uint8 array, aligned to 64 bytes, whose memory returns to the pool by itself once no
         array or tensor references it."""
         if nbytes < MIN_POOLED_BYTES:
-            return _aligned(nbytes)
+            memory = np.empty(nbytes + ALIGN, np.uint8)
+            start = -memory.__array_interface__["data"][0] % ALIGN
+            return memory[start : start + nbytes]
         with self._lock:
             self._wanted.append(nbytes)
             max_bytes = 2 * _room(max(self._wanted))
@@ -49,12 +51,6 @@ class BufferPool:
         lent = np.frombuffer(buffer.data[:nbytes], np.uint8)
         weakref.finalize(lent, self._free.append, buffer).atexit = False
         return lent
-
-
-def _aligned(nbytes: int) -> np.ndarray:
-    memory = np.empty(nbytes + ALIGN, np.uint8)
-    start = -memory.__array_interface__["data"][0] % ALIGN
-    return memory[start : start + nbytes]
 
 
 def _room(nbytes: int) -> int:

@@ -19,7 +19,12 @@ from distqueue.payload.segment_file import Stretch
 
 def stretches_of(batch: PackedBatch) -> dict[str, Stretch]:
     """View the batch's columns."""
-    return {name: _stretch_of(column) for name, column in batch.columns.items()}
+    stretches = {}
+    for name, column in batch.columns.items():
+        buffer, offsets = column.buffer, column.offsets
+        data = buffer.view(torch.uint8).numpy().reshape(-1) if buffer.numel() else np.empty(0, np.uint8)
+        stretches[name] = Stretch(column.layout, data, None if offsets is None else offsets.numpy())
+    return stretches
 
 
 def gather_columns(
@@ -44,12 +49,6 @@ def packed(delivery: Delivery, columns: dict[str, Column]) -> PackedBatch:
         versions=delivery.versions,
         lengths={name: lengths_B.tolist() for name, lengths_B in delivery.lengths.items()},
     )
-
-
-def _stretch_of(column: Column) -> Stretch:
-    buffer, offsets = column.buffer, column.offsets
-    data = buffer.view(torch.uint8).numpy().reshape(-1) if buffer.numel() else np.empty(0, np.uint8)
-    return Stretch(column.layout, data, None if offsets is None else offsets.numpy())
 
 
 def _column_of(name: str, stretch: Stretch, num_samples: int) -> Column:

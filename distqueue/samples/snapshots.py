@@ -69,7 +69,11 @@ def load(state: State, snapshot: Snapshot) -> None:
     slots = state.create(array_to_names(array["id"], len(array["row"])), array["row"], array["born_s"], groups)
     state.next_row = about["next_row"]
     state.versions.values[slots] = array["version"]
-    _load_columns(state, slots, array, names=about["columns"])
+    state.columns.names = about["columns"]
+    state.columns.held.values[slots] = array["held"]
+    for name in array:
+        if name.startswith("tokens/"):
+            state.columns.load_tokens(int(name.removeprefix("tokens/")), slots, array[name])
     _load_segments(state, slots, array)
     for task, (acked, handed) in enumerate(zip(array["acked"], array["handed"], strict=True)):
         state.claims.handed[task].values[slots] = handed
@@ -77,14 +81,6 @@ def load(state: State, snapshot: Snapshot) -> None:
     state.claims.redelivered = about["redelivered"]
     _load_endings(state, array, reasons=about["reasons"])
     state.endings.counts = Counter(about["ended"])
-
-
-def _load_columns(state: State, slots: np.ndarray, array: Mapping[str, np.ndarray], names: list[str]) -> None:
-    state.columns.names = names
-    state.columns.held.values[slots] = array["held"]
-    for name in array:
-        if name.startswith("tokens/"):
-            state.columns.load_tokens(int(name.removeprefix("tokens/")), slots, array[name])
 
 
 def _load_segments(state: State, slots: np.ndarray, array: Mapping[str, np.ndarray]) -> None:
