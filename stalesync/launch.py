@@ -150,11 +150,9 @@ def launch(config: Config, *, evaluates: str = "") -> Path:
 @dataclass(kw_only=True)
 class Launch:
     """A job whose config and data are checked, and whose rewards have started: what is left is Ray and the cards.
-
     ``rule``, ``terms``: of the reward (`start_rewards`); ``progress``, ``report``: how far it has come, and how it
     ended; ``earlier``: the run that it resumes; ``inputs``: what its checkpoints depend on; ``trains``: else it
-    evaluates the weights that it begins with.
-    """
+    evaluates the weights that it begins with."""
 
     config: Config
     spec: WorkerSpec

@@ -24,8 +24,7 @@ from fusion.training import TrainEngine, save_checkpoint
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of one card's trainer. ``group``: the cards that train, in their order; not used
-    elsewhere."""
+    """Writes the checkpoints of one card's trainer. ``group``: the cards that train, in order; used here only."""
 
     def __init__(
         self,

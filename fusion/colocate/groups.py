@@ -84,8 +84,7 @@ def cost_of(spec: WorkerSpec) -> GroupCost:
 
 
 def raise_file_limit(spec: WorkerSpec) -> None:
-    """Let this process open as many files as the system allows. Raise ValueError if these are fewer than the groups of
-    a card take."""
+    """Let this process open as many files as the system allows; raise ValueError if a card's groups take more."""
     needed = cost_of(spec).sockets + OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard != resource.RLIM_INFINITY and needed > hard:

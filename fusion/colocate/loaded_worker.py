@@ -68,8 +68,7 @@ class LoadedWorker:
     def prepare(self, address: str, device: Device | None = None, restart: int = 0) -> str:
         """Open the card (unless ``device`` is given), join the other workers at ``address`` (unless they have joined),
         load what the card's roles need, and return a description of the device. ``restart``: number of the restart in
-        the run, from 1, where all cards of an engine take the place of others that have ended; `rejoin` must follow; 0:
-        the run starts."""
+        the run, from 1, where all cards of an engine replace ended ones; `rejoin` must follow; 0: the run starts."""
         spec = self.spec
         home = Phase.TRAIN if self.rank in spec.deployment.train else Phase.STANDBY
         self.phases.begin(home)
@@ -104,8 +103,7 @@ class LoadedWorker:
         return device.describe()
 
     def checksums(self) -> dict[str, dict[str, int]]:
-        """Return checksums of the weights that this card has loaded, by role (`policy`, `reference`, `reward_model`)
-        and file."""
+        """Return checksums of this card's loaded weights by role (`policy`, `reference`, `reward_model`) and file."""
         return {"policy": self.card.weights.loaded} | self.card.roles.loaded
 
     def begin_profile(self, folder: str, step: int) -> None:

@@ -31,8 +31,7 @@ class Meshes:
 
     @classmethod
     def create(cls, spec: WorkerSpec, rank: int, backend: str) -> Meshes:
-        """Create all groups in the same order on every card. Collective over the whole world. ``backend``:
-        `Device.process_group_backend`."""
+        """Create all groups, in one order on every card. Collective over the world. ``backend``: the `Device`'s."""
         deployment = spec.deployment
         made = {
             members: dist.new_group(list(members), backend=_backend(backend, host))
@@ -73,8 +72,7 @@ class Meshes:
     @classmethod
     def create_restarted(cls, spec: WorkerSpec, rank: int, restart: int, backend: str) -> Meshes:
         """Create the groups within the engine of ``rank``, whose cards have all restarted. Collective over the engine;
-        `renew_actor` must follow. ``restart``: number of the restart in the run, from 1; ``backend``:
-        `Device.process_group_backend`."""
+        `renew_actor` must follow. ``restart``: its number in the run, from 1; ``backend``: as of `create`."""
         ranks = next(ranks for ranks in spec.engines if rank in ranks)
         groups = add_mesh({}, spec.infer_of_one_engine, ranks)
 

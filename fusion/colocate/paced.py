@@ -103,8 +103,7 @@ class PacedEngine(EmbeddedEngine):
 
 def common_prompts(sequences: Sequences, mesh: Mesh) -> list[int]:
     """Return how many tokens before its first trained one each sequence has in common with the one before it: what
-    responses have in common by chance in tokens of the run, they have not in modelled ones. Collective over the stages
-    of a pipeline."""
+    responses share by chance in tokens of the run, modelled ones do not. Collective over a pipeline's stages."""
     masks = sequences.loss_mask.split(sequences.lengths)
     prompts = [int(mask.to(torch.uint8).argmax()) if mask.any() else len(mask) for mask in masks]
     return list(map(min, prompts, agreed(common_prefixes(sequences), mesh)))

@@ -63,10 +63,9 @@ class Rendezvous:
 def join(address: str, *, rank: int, world: int, opened: Rendezvous | None = None) -> None:
     """Make this process ``rank`` of the default process group, at the start of the run or in place of one that has
     ended. The default group sends nothing and opens no connection: it serves to create others, as `new_group` does. The
-    first rank must have opened its rendezvous before others join. Whether they reach it is tried first, as torch's
-    store would retry for half an hour. ``address``: `Rendezvous.address` of rank 0; ``opened``: on rank 0, the
-    rendezvous itself. Raise ValueError if ``address`` is not that of a rendezvous, NotReached if this process cannot
-    connect to it."""
+    first rank must have opened its rendezvous before others join. That is tried first: torch's store would retry for
+    half an hour. ``address``: `Rendezvous.address` of rank 0; ``opened``: on rank 0, the rendezvous itself. Raise
+    ValueError if ``address`` is not that of a rendezvous, NotReached if this process cannot connect to it."""
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  registers torch's backend `fake`
 
     assert (opened is not None) == (rank == 0), "the first rank opens the rendezvous"

@@ -42,8 +42,7 @@ class InferenceShare:
     ) -> InferenceShare:
         """Return this share with some of KEYS changed. ``changes``: key → value as a user writes it: numbers, null,
         engines as `all` or `0,2`; ``engines``: number of engines of the run; ``max_tokens``: tokens of the longest
-        possible sample. Raise ValueError, naming key and accepted values, for a key that cannot be changed, or a value
-        out of range."""
+        possible sample. Raise ValueError, with accepted values, for other keys or a value out of range."""
         share = self
         for key, value in changes.items():
             if key not in KEYS:

@@ -114,8 +114,7 @@ class WorkerSpec:
 
 
 def engine_size(infer: Parallel) -> int:
-    """Return the number of cards of one engine: the smallest range of ranks with complete TP, expert and pipeline
-    groups."""
+    """Return the cards of one engine: the smallest range of ranks with complete TP, expert and pipeline groups."""
     return infer.pp * lcm(infer.tp, infer.ep * infer.etp)
 
 

@@ -114,8 +114,7 @@ class StageLog:
         self._left_ns = self.timeline.clock_ns()
 
     def begin_profile(self, path: Path) -> None:
-        """Profile the stages until `end_profile`, with the names of all spans. Called on their thread. ``path``: as of
-        `Profile`."""
+        """Profile the stages until `end_profile`, with all spans' names. On their thread. ``path``: as of `Profile`."""
         self._profile = Profile(self.device.kind, path)
         self.timeline.annotate = torch.profiler.record_function
 

@@ -55,8 +55,7 @@ class Worker(LoadedWorker):
 
     def recover(self) -> None:
         """Return a card from a transfer of weights that has failed because another card has died; `rejoin` and another
-        transfer must follow. On cards that only train, which have kept their weights, and cards that only generate,
-        which receive theirs again."""
+        transfer must follow. On cards that only train, which have kept their weights, or only generate."""
         assert not self.spec.deployment.shared, "cards that train and generate have given up their training layout"
         if self.phases.phase is Phase.BROKEN:
             self.phases.arrive(Phase.TRAIN if self.rank in self.spec.deployment.train else Phase.STANDBY)
@@ -68,8 +67,7 @@ class Worker(LoadedWorker):
     ) -> StageReport:
         """Switch the card to ``infer`` or to ``train``. Collective over the cards that train or generate. ``version``:
         the policy version whose weights the engines receive; ``share``: the engines that generate and their resources;
-        None: all, as configured; ``while_generating``: cards that only generate keep decoding and call `receive`
-        instead."""
+        None: all, as configured; ``while_generating``: cards that only generate decode on, and call `receive`."""
         card, target = self.card, Phase(phase)
         name = f"switch to {phase}"
         with self._stage(name, "switch"):
@@ -246,16 +244,14 @@ class Worker(LoadedWorker):
         return self.card.log.report()
 
     def save(self, checkpoint: str, export: str) -> None:
-        """Write the copy of `snapshot`: the trainer's state into the folder ``checkpoint`` and the weights into the
-        Hugging Face folder ``export``. Other stages may run at the same time. Returns when all cards' files are on
-        disk."""
+        """Write the copy of `snapshot`: the trainer's state to ``checkpoint``, the weights to the Hugging Face folder
+        ``export``. Other stages may run meanwhile. Returns when all cards' files are on disk."""
         self._checkpoint_writer.write(checkpoint, export)
 
     def restore(self, checkpoint: str, steps_left: int | None = None) -> None:
-        """Load the trainer's state from the folder ``checkpoint``, which was saved in any layout and whose files the
-        caller has verified. Collective over the cards that train. ``steps_left``: optimizer steps until the end of the
-        run; None: as configured. Raise ValueError if the folder is not a checkpoint, or belongs to another model or
-        dtype."""
+        """Load the trainer's state from the folder ``checkpoint``, which was saved in any layout and with files that
+        the caller has verified. Collective over the cards that train. ``steps_left``: optimizer steps to the end; None:
+        as configured. Raise ValueError if the folder is not a checkpoint, or belongs to another model or dtype."""
         self.phases.require("restore")
         with self.card.log.work("restore"):
             self.card.switcher.load_optimizer()
@@ -263,14 +259,12 @@ class Worker(LoadedWorker):
             load_checkpoint(self._trainer, checkpoint, verify=False, steps_left=steps_left)
 
     def snapshot_drafts(self) -> None:
-        """Copy the history of prompts for `save_drafts`. On the first card of each attention rank, while no engine
-        runs."""
+        """Copy the history of prompts for `save_drafts`. On each attention rank's first card, while no engine runs."""
         assert self.card.drafter is not None, f"rank {self.rank} does not draft"
         self._drafts_to_save = self.card.drafter.texts.history(MAX_TOKENS)
 
     def save_drafts(self, folder: str) -> None:
-        """Write the copy of `snapshot_drafts`. Other stages may run at the same time. Returns when it is on disk. Raise
-        OSError if it could not be written."""
+        """Write the copy of `snapshot_drafts` to disk, while other stages may run. Raise OSError if that fails."""
         pieces, self._drafts_to_save = self._drafts_to_save, []
         write_history(Path(folder), self.rank, pieces)
 
@@ -281,8 +275,7 @@ class Worker(LoadedWorker):
         self.card.drafter.texts.load_history(read_history(Path(folder)))
 
     def close_kv_pool(self) -> None:
-        """Remove this card's files from the KV pool of its machine. On the cards that generate, at the end of the
-        run."""
+        """Remove this card's files from its machine's KV pool. On cards that generate, at the end of the run."""
         if self.card.kv_files is not None:
             self.card.kv_files.close()
 

@@ -126,13 +126,11 @@ class RequestBuffer:
     def dispatch(
         self, engines: Sequence[int], room: EngineRoom | None = None, *, slots: int = 0
     ) -> dict[int, list[Entry]]:
-        """Assign waiting requests to engines; return the assigned ones by engine, in the order of all.
-
-        Without ``room`` all are assigned: those with KV to the engine that has it as far as loads stay even, the others
-        of a group together, to the least loaded engine; the oldest first if all can run at once. With it they are
-        assigned in order until the next one fits no engine: what waits here may still go anywhere. ``slots``: requests
-        that an engine decodes at a time.
-        """
+        """Assign waiting requests to engines; return the assigned ones by engine, in the order of all. Without ``room``
+        all are assigned: those with KV to the engine that has it as far as loads stay even, the others of a group
+        together, to the least loaded engine; the oldest first if all can run at once. With it they are assigned in
+        order until the next one fits no engine: what waits here may still go anywhere. ``slots``: requests that an
+        engine decodes at a time."""
         if room is None:
             loads = {engine: self._held[engine].tokens for engine in engines}
             counts = {engine: self._held[engine].requests for engine in engines}
@@ -376,8 +374,7 @@ class RequestBuffer:
     def _locate_kv(
         self, entry: Entry, engine: int | None, kv: tuple[int, int] | None = None, kv_tokens: int = 0
     ) -> None:
-        """Record where the KV of a request of this engine (None: of no engine) is now; what it has at another is left
-        there."""
+        """Record where the KV of a request of this engine (None: of none) is now; what another engine has stays."""
         if entry.kv and entry.kv[0] != engine:
             self._left_kv.setdefault(entry.kv[0], []).append(entry.name)
         entry.kv, entry.kv_tokens = kv, kv_tokens

@@ -53,8 +53,7 @@ class EngineRoom(NamedTuple):
 
 @dataclass(slots=True)
 class Vacancy:
-    """What an engine can still take. ``kv_tokens``: infinite if unknown; ``empty``: it has no request, and takes
-    any."""
+    """What an engine can still take. ``kv_tokens``: infinite if unknown; ``empty``: without requests, it takes any."""
 
     requests: int
     kv_tokens: float
@@ -94,8 +93,7 @@ class PoolRouting:
         return kv_home if spread <= self.max_spread else least_loaded
 
     def pulls(self, kv_tokens: int, *, kv_home: int, engine: int) -> bool:
-        """Whether an engine copies KV of ``kv_tokens`` tokens from the pool, which another one has parked. ``kv_home``:
-        that has parked it."""
+        """Whether an engine copies KV of ``kv_tokens`` tokens from the pool, which ``kv_home`` has parked."""
         if not self.machines or self.machines[kv_home] == self.machines[engine]:
             return kv_tokens >= self.min_pull_tokens
         return self.remote and kv_tokens >= REMOTE_PULL * self.min_pull_tokens
@@ -155,8 +153,7 @@ def assign_all(
 ) -> ByEngine:
     """Assign requests to the engine that has their KV as far as loads stay even, with a pool as `PoolRouting` chooses;
     the others of a group together, to the least loaded engine. ``waiting``: the requests in order; ``loads``: tokens of
-    the requests that each engine has; those of the new ones are added; ``counts``: number of requests that each engine
-    has."""
+    each engine's requests; those of the new ones are added; ``counts``: number of these requests."""
     waiting = list(waiting)
     by_engine: ByEngine = {engine: [] for engine in loads}
     returning = _return_to_kv(waiting, loads, counts, pool)
@@ -263,8 +260,7 @@ class _Filling:
         return True
 
     def add_preferred(self) -> None:
-        """Assign to each engine, the widest first, what it prefers, until the next one that it prefers does not
-        fit."""
+        """Assign to each engine, the widest first, what it prefers, until the next of that does not fit."""
         widest, waiting = self._widest_first(), self._waiting
         while self.free and widest:
             entry = waiting.take_for(widest.first)
@@ -281,7 +277,6 @@ class _Filling:
 
 
 def _stays(home: int, vacancies: Mapping[int, Vacancy], widest: int, pool: PoolRouting) -> bool:
-    """Whether a request in the pool returns to the engine that has parked its KV rather than to the one with the most
-    room."""
+    """Whether a request in the pool returns to the engine that parked its KV, not to that with the most room."""
     missing = {engine: -vacancies[engine].requests for engine in (home, widest)}
     return pool.choose_engine(missing, kv_home=home, least_loaded=widest) == home

@@ -42,12 +42,9 @@ IDLE_POLL_S = 0.001
 
 class EngineStage:
     """Run one engine. Collective over its cards: `run`, `answer`. Any thread of the first card: `submit`,
-    `await_suspended`.
-
-    ``detokenize``: gives responses their text; None: they get none. ``routing``: the engine's outputs have
-    their routing, ``kept``: their kept ids; ``turns``: samples are conversations. ``drafter``: the engine's;
-    its figures are reported with the engine's.
-    """
+    `await_suspended`. ``detokenize``: gives responses their text; None: they get none. ``routing``: the engine's
+    outputs have their routing, ``kept``: their kept ids; ``turns``: samples are conversations. ``drafter``: the
+    engine's; its figures are reported with the engine's."""
 
     def __init__(
         self,

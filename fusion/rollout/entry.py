@@ -12,18 +12,14 @@ State = Literal["waiting", "running", "away", "finished"]
 
 @dataclass(slots=True)
 class Entry:
-    """One request.
-
-    ``max_tokens``: of its whole response; ``generated``: tokens so far; ``engine``: that has it while it runs;
-    ``earlier``: the queue's row that holds its tokens so far, "" for none; ``oldest``, ``newest``: policy versions of
-    its tokens so far, -1 for none; ``kv``: engine and attention rank that have its KV; ``kv_tokens``: number of tokens
-    whose KV these have in the machine's pool; ``position``: in the order
-    of all requests ever added; ``member``: its number in its group; ``behind``: whether probes run ahead of it;
-    ``last_engine``: that had it last; ``reserved``: KV tokens that it occupies of the bound of its engine; ``step``: in
-    which its group is expected to be trained; ``observation``: number of the last of ``generated`` that an environment
-    has answered, and no engine has continued yet; ``branch``: number of the branch of a conversation that tokens,
-    limits, row and versions are of.
-    """
+    """One request. ``max_tokens``: of its whole response; ``generated``: tokens so far; ``engine``: that has it while
+    it runs; ``earlier``: the queue's row that holds its tokens so far, "" for none; ``oldest``, ``newest``: policy
+    versions of its tokens so far, -1 for none; ``kv``: engine and attention rank that have its KV; ``kv_tokens``:
+    number of tokens whose KV these have in the machine's pool; ``position``: in the order of all requests ever added;
+    ``member``: its number in its group; ``behind``: whether probes run ahead of it; ``last_engine``: that had it last;
+    ``reserved``: KV tokens that it occupies of the bound of its engine; ``step``: in which its group is expected to be
+    trained; ``observation``: number of the last of ``generated`` that an environment has answered, and no engine has
+    continued yet; ``branch``: number of the branch of a conversation that tokens, limits, row and versions are of."""
 
     id: str
     group: str

@@ -35,8 +35,7 @@ SAMPLED, SAMPLED_TOKENS = "sampled", "sampled_tokens"
 observations. Only of conversations (`WorkerSpec.turns`); without them all tokens of a response were sampled"""
 
 SHARE = "share"
-"""Column of the share that a row has in its conversation, float32: one of its number of branches. Only of
-conversations; put with the advantages"""
+"""Column of a row's share in its conversation, float32: 1 / branches. Only of conversations; put with the advantages"""
 
 
 class GeneratedNames(NamedTuple):
@@ -55,15 +54,13 @@ GENERATED = GeneratedNames("response", "behaviour_logprobs", "versions", KEPT, R
 
 
 def pack_outputs(outputs: Sequence[Output], texts: Sequence[str] = ()) -> PackedBatch:
-    """Pack finished samples, one row each.
-
-    Columns: `prompt` and `response` int64 [L], `behaviour_logprobs` float32 [L], `versions` int32 [L], `cut` bool;
-    `text` (UTF-8), where the responses' ``texts`` are given; those of `KEPT`, where outputs have them; `routing`
-    [T, layers, k] of a small integer dtype, where outputs have one (`Output.routing`, of all submissions: every token
-    of prompt and response but the last); `SAMPLED` and `SAMPLED_TOKENS` of conversations, whose observations have
-    version -1 and log-probability 0. Branches whose conversation continues (finish reason "turn"), which are packed by
-    themselves, are without the columns that the task which rewards samples reads.
-    """
+    """Pack finished samples, one row each. Columns: `prompt` and `response` int64 [L], `behaviour_logprobs` float32
+    [L], `versions` int32 [L], `cut` bool; `text` (UTF-8), where the responses' ``texts`` are given; those of `KEPT`,
+    where outputs have them; `routing` [T, layers, k] of a small integer dtype, where outputs have one
+    (`Output.routing`, of all submissions: every token of prompt and response but the last); `SAMPLED` and
+    `SAMPLED_TOKENS` of conversations, whose observations have version -1 and log-probability 0. Branches whose
+    conversation continues (finish reason "turn"), which are packed by themselves, are without the columns that the task
+    which rewards samples reads."""
     optional: dict[str, Any] = {}
     if outputs[0].finish_reason != "turn":
         optional[CUT] = torch.tensor([output.finish_reason == "length" for output in outputs])

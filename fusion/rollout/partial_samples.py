@@ -45,8 +45,7 @@ PARTIAL = GeneratedNames(
 )
 COLUMNS = PARTIAL.tokens, PARTIAL.logprobs, PARTIAL.versions
 TURN, TURN_TOKENS = "turn", "turn_tokens"
-"""Columns of the text and the token ids, int64 [t], that were sampled since the last observation; only of rows whose
-turn has ended"""
+"""Columns of text and token ids, int64 [t], sampled since the last observation; only of rows whose turn has ended"""
 
 OBSERVATION = "observation"
 """Column of the token ids, int64 [m], that an environment has answered, up to where the model speaks again"""
@@ -96,8 +95,7 @@ class PartialSamples:
         """Columns by row and name"""
 
     def restore(self, requests: Sequence[Request]) -> list[Request]:
-        """Return the requests, those that name an `earlier` row with its tokens as their response; without those whose
-        row is lost."""
+        """Return the requests, with the tokens of the `earlier` row that some name; without those whose row is lost."""
         needed = [name for name in self._columns if name in (PARTIAL.tokens, PARTIAL.sampled)]
         columns_by_row = self._read_earlier(requests, self._columns if self._caches else needed)
         if self._caches:

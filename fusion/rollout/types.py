@@ -21,8 +21,7 @@ def parse_row(row: str) -> tuple[str, int]:
 
 
 def branch_id(id: str, number: int) -> str:
-    """Return the id of a branch of conversation ``id``, as engines and the queue know it; the first has that of the
-    conversation."""
+    """Return the id of a conversation's branch, as engines and the queue know it; of the first, the conversation's."""
     return f"{id}.{number}" if number else id
 
 
@@ -38,8 +37,7 @@ class SuspendedSample:
     far, over all its chunks; ``earlier``: id of its row in the queue (`partial_samples`), "" while it has no token;
     ``versions``: policy versions of the oldest and the newest of its tokens; None if it gained none; ``kv_rank``: the
     attention rank of the engine that holds its KV (`Output.kv_rank`); None: the KV was freed; ``kv_tokens``: number of
-    tokens whose KV is in the machine's pool (`Output.kv_tokens`); ``turn``: its turn has ended: an environment answers
-    before it is resumed."""
+    tokens whose KV is in the machine's pool (`Output.kv_tokens`); ``turn``: it ended, an environment answers next."""
 
     id: str
     generated: int
@@ -72,9 +70,8 @@ class EndedConversation:
 @dataclass(frozen=True)
 class EvalAnswer:
     """A response to a held-out prompt: evaluated, never trained on. ``id``: of its request; ``text``: as a reward sees
-    it (`Detokenizer`); "" on a card without a detokenizer; ``response_tokens``: how many it has; ``row``: id of its
-    tokens' row in the queue; "" where they were not kept; ``tokens``, ``turn``: of a conversation whose turn has ended,
-    the tokens of that, and their text."""
+    it (`Detokenizer`); "" on a card without a detokenizer; ``response_tokens``: how many it has; ``row``: of its tokens
+    in the queue; "" where they were not kept; ``tokens``, ``turn``: of an ended turn, its tokens and text."""
 
     id: str
     text: str

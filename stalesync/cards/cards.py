@@ -67,8 +67,7 @@ class CardGroup:
     ) -> list[Result]:
         """Run a stage on these cards at once; return the results by rank. Raise CardFailed, naming the root cause of
         several failures, if a card raised, died or timed out, in this stage or in another one in progress, QueueFailed
-        if that is so as the queue has ended, EnginesLost if cards of this stage have died, and their engines are
-        replaced."""
+        if the queue has ended, EnginesLost if cards of this stage have died whose engines are replaced."""
         return self._cards.wait(self.begin(stage, *args, **kwargs))
 
     def begin(
@@ -82,8 +81,7 @@ class CardGroup:
         self, request: Callable[Concatenate[Card, Params], Result], *args: Params.args, **kwargs: Params.kwargs
     ) -> list[Result]:
         """Send a control call to these cards, which answer while a stage runs; return the answers by rank. Raise
-        CardFailed if a card raised, is dead, or does not answer. If the stage that it runs has failed, too, that is
-        named."""
+        CardFailed if a card raised, is dead, or does not answer; if its stage has failed, too, that is named."""
         call = stage_call(request, *args, **kwargs)
         return self._cards.ask_each({rank: call for rank in self._ranks})
 
@@ -203,8 +201,7 @@ class Cards:
         return self.wait_all([running])[0]
 
     def wait_all(self, stages: Sequence[RunningStage[Result]]) -> list[list[Result]]:
-        """Wait for stages; return the results of each in the order of its ranks. Raise EnginesLost once all stages have
-        ended."""
+        """Wait for stages; return the results of each by its ranks' order. Raise EnginesLost once all have ended."""
         for running in stages:
             self._await_end(running)
         if any(running.died for running in stages):

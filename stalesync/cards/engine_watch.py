@@ -72,9 +72,8 @@ class EngineWatch:
         return engines
 
     def take_dead(self, actors: Any) -> dict[int, str]:
-        """Return the engines that have died since the last call, each with a text that says how. Wait until their
-        processes have ended, at most `MAX_END_S`: what one has sent before cannot arrive later. ``actors``: as of
-        `take_ended`."""
+        """Return the engines that have died since the last call, each with a text that says how. Wait for the end of
+        their processes, at most `MAX_END_S`: nothing of theirs arrives later. ``actors``: as of `take_ended`."""
         dead, self._dead = self._dead, {}
         left = {rank for engine in dead for rank in self._engines[engine]}
         deadline_s = time.monotonic() + MAX_END_S

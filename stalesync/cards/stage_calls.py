@@ -17,12 +17,10 @@ from stalesync.process.failures import FailedStage, is_consequence
 from stalesync.process.hosts import Host, describe_ranks
 
 GATHER_FAILURES_S = 1.5
-"""Time to wait for failures of other cards after the first one: the card that caused a failure is not always the first
-to report."""
+"""Time to wait for other cards' failures after the first: the card that caused it is not always the first to report."""
 
 GATHER_CAUSE_S = 15.0
-"""Time to wait for the cause where only consequences have been reported: other ranks notice that a host has ended
-before Ray does."""
+"""Time to wait for the cause where only consequences are reported: other ranks notice the end of a host before Ray."""
 
 BESIDE = frozenset({"receive", "save", "save_drafts"})
 """Stages that a card runs beside others; it runs the rest one after the other, in the order in which they are begun."""
@@ -84,8 +82,7 @@ class Reported(NamedTuple):
 
 def gather_failures(first: FailedStage, running: Sequence[RunningStage[Any]]) -> list[FailedStage]:
     """Return the failures of the stages in progress, among them their root cause if it is reported in time; ``first``
-    was reported first, in ``running[0]``. A stage may have been begun behind one that failed on the same card: only the
-    first counts."""
+    was reported first, in ``running[0]``. Of one card's stages only the first counts."""
     pending = {ref: (rank, stage) for stage in running for ref, rank in stage.pending.items()}
     reported = [Reported(first, running[0]), *_failures_of(pending, GATHER_FAILURES_S)]
     if all(map(is_consequence, first_of_each_card(reported))):
@@ -98,8 +95,7 @@ def gather_failures(first: FailedStage, running: Sequence[RunningStage[Any]]) ->
 
 def gather_causes(call: FailedStage, running: Sequence[RunningStage[Any]]) -> list[FailedStage]:
     """Return the failures of stages in progress of which that of a control call may be a consequence: what ends a card
-    ends the stage that it runs, too, and that stage is to be named. If none fails by itself within `GATHER_FAILURES_S`,
-    the control call's."""
+    ends its stage, which is to be named. If none fails within `GATHER_FAILURES_S`, the control call's."""
     pending = {ref: (rank, stage) for stage in running for ref, rank in stage.pending.items()}
     failed = first_of_each_card([*_failures_of(pending, GATHER_FAILURES_S)])
     return [one for one in failed if not is_consequence(one)] or [call]

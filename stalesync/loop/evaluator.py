@@ -73,11 +73,9 @@ class Evaluator:
 
     def evaluate(self) -> tuple[bool, dict[str, float]]:
         """Evaluate the current weights and record the results; return whether they are the best so far, and metrics.
-
         Noise is keyed by the prompt and the answer's number, so two evaluations differ only by the weights. The answers
-        are never trained: no task of the queue receives them. Unfinished samples are suspended, as for a cut, and
-        every file is answered by itself, so that its batches do not depend on other files.
-        """
+        are never trained: no task of the queue receives them. Unfinished samples are suspended, as for a cut, and every
+        file is answered by itself, so that its batches do not depend on other files."""
         if not self.evaluation.files:
             return False, {}
         loop, number, step_metrics = self.loop, self.loop.last.number, self.loop.step_metrics

@@ -14,19 +14,16 @@ more, up to the second."""
 
 @dataclass(frozen=True)
 class AdmissionSpec:
-    """The settings of a run that its decisions depend on, in addition to the ledger's.
-
-    ``shared_engines``: engines on cards that train; ``engine_slots``: requests an engine decodes at a time; ``ahead``:
-    whether generation runs ahead of training (staleness above 0); ``scores_overlapped``: whether samples are scored
-    while others are generated; ``keeps_kv``: whether engines park the KV of suspended requests; ``kv_pool``: how they
-    share it, None: they do not; ``chunk_tokens``: after which a request is suspended, 0: never; ``lends``: whether
-    cards that train may leave generation before a step has its groups (`lending.py`), of which the first of
-    ``minibatches`` is then accumulated; ``filters``: whether the algorithm may filter groups; ``max_filtered_groups``:
-    number of filtered groups that a step replaces; ``num_probes``: requests of a group that run ahead of the others;
-    ``order``: of dispatch, ``exact_lengths`` and ``histopipe`` for it, as of `RequestBuffer`, and ``num_rows`` of the
-    data, 0: none comes a second time; ``turns``: whether requests are conversations, which are away between their
-    turns.
-    """
+    """The settings of a run that its decisions depend on, in addition to the ledger's. ``shared_engines``: engines on
+    cards that train; ``engine_slots``: requests an engine decodes at a time; ``ahead``: whether generation runs ahead
+    of training (staleness above 0); ``scores_overlapped``: whether samples are scored while others are generated;
+    ``keeps_kv``: whether engines park the KV of suspended requests; ``kv_pool``: how they share it, None: they do not;
+    ``chunk_tokens``: after which a request is suspended, 0: never; ``lends``: whether cards that train may leave
+    generation before a step has its groups (`lending.py`), of which the first of ``minibatches`` is then accumulated;
+    ``filters``: whether the algorithm may filter groups; ``max_filtered_groups``: number of filtered groups that a step
+    replaces; ``num_probes``: requests of a group that run ahead of the others; ``order``: of dispatch,
+    ``exact_lengths`` and ``histopipe`` for it, as of `RequestBuffer`, and ``num_rows`` of the data, 0: none comes a
+    second time; ``turns``: whether requests are conversations, which are away between their turns."""
 
     group_size: int
     num_engines: int

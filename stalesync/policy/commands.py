@@ -15,12 +15,9 @@ class AdmitGroups:
 
 @dataclass
 class DispatchedRequests:
-    """Requests for an engine, as columns with one value of each; not changed after they were created.
-
-    ``earlier``: the queue's rows with their tokens so far, "" for none; ``kv_ranks``: the attention ranks of this
-    engine that have their KV, None: no rank; ``priorities``, ``kv_tokens``, ``kv_engines``, ``observations``: as in
-    `Request`.
-    """
+    """Requests for an engine, as columns with one value of each; not changed after they were created. ``earlier``: the
+    queue's rows with their tokens so far, "" for none; ``kv_ranks``: the attention ranks of this engine that have their
+    KV, None: no rank; ``priorities``, ``kv_tokens``, ``kv_engines``, ``observations``: as in `Request`."""
 
     ids: Sequence[str]
     groups: Sequence[str]

@@ -53,12 +53,9 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class ConversationSpec:
-    """Budgets of a conversation.
-
-    ``max_tokens``: of its response, observations included; ``retries``: number of environments that replace failed
-    ones; ``sums_rewards``: whether its reward is the sum of those of its turns, else the last one; ``needs_reward``:
-    whether it must have one when it is done.
-    """
+    """Budgets of a conversation. ``max_tokens``: of its response, observations included; ``retries``: number of
+    environments that replace failed ones; ``sums_rewards``: whether its reward is the sum of those of its turns, else
+    the last one; ``needs_reward``: whether it must have one when it is done."""
 
     max_turns: int
     max_tokens: int
@@ -70,20 +67,16 @@ class ConversationSpec:
 
 @dataclass(slots=True)
 class Conversation:
-    """One conversation.
-
-    ``actions``: texts of the model's turns that were passed to its environment, of which the last is not answered while
-    it is away; ``observed``: digests of what it has said, first messages included; ``messages``: all behind the first
-    ones, for records; ``rewards``: of its turns; ``tokens``: of the response when its last turn ended;
-    ``observation_tokens``: number of tokens from the environment; ``end``: of the last turn, and ``had_thought``:
-    whether one before it has a thought, for the bridge; ``attempts``: number of times that an environment has failed;
-    ``seconds``: spent by environments; ``span``: policy versions of its oldest and newest token when its last turn
-    ended.
-
-    In several branches, ``tokens`` and ``prompt`` (token ids; [] for the first) are the current one's; ``row_tokens``:
-    of prompt and response of each of the others, ``response_tokens``: of all their responses; ``used``: of the budget
-    of tokens when the current one began; ``begins``: index in ``messages`` behind which each but the first speaks.
-    """
+    """One conversation. ``actions``: texts of the model's turns that were passed to its environment, of which the last
+    is not answered while it is away; ``observed``: digests of what it has said, first messages included; ``messages``:
+    all behind the first ones, for records; ``rewards``: of its turns; ``tokens``: of the response when its last turn
+    ended; ``observation_tokens``: number of tokens from the environment; ``end``: of the last turn, and
+    ``had_thought``: whether one before it has a thought, for the bridge; ``attempts``: number of times that an
+    environment has failed; ``seconds``: spent by environments; ``span``: policy versions of its oldest and newest token
+    when its last turn ended. In several branches, ``tokens`` and ``prompt`` (token ids; [] for the first) are the
+    current one's; ``row_tokens``: of prompt and response of each of the others, ``response_tokens``: of all their
+    responses; ``used``: of the budget of tokens when the current one began; ``begins``: index in ``messages`` behind
+    which each but the first speaks."""
 
     id: str
     group: str

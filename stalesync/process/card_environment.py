@@ -45,11 +45,9 @@ def card_environment(kind: str, *, cards: int = 1, communicators: int = 1) -> di
 
 def cores_of(card: str, cards: Sequence[str], cores: Iterable[int]) -> set[int]:
     """Return the part of a host's cores that the process of a card keeps to: as many for each card of the host, in the
-    order of their numbers; all of them if there are fewer cores than cards, or the host does not have the card.
-
-    Ray shows a process its card as number 0, from which torch_npu's own `CPU_AFFINITY_CONF` would give every process of
-    a host the same cores.
-    """
+    order of their numbers; all of them if there are fewer cores than cards, or the host does not have the card. Ray
+    shows a process its card as number 0, from which torch_npu's own `CPU_AFFINITY_CONF` would give every process of a
+    host the same cores."""
     cores, in_order = sorted(cores), sorted(cards, key=int)
     share = len(cores) // max(1, len(cards))
     if not share or card not in in_order:

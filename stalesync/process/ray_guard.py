@@ -114,10 +114,8 @@ class EndedProcess(NamedTuple):
 @dataclass
 class Guard:
     """The guard, seen from the controller. ``mark``: of the processes that it ends; ``pipe``: it reads; ``folder``:
-    Ray's.
-
-    ``ends_itself``: whether what is left of Ray may end by itself: it has started, and none of its processes has ended.
-    """
+    Ray's. ``ends_itself``: whether what is left of Ray may end by itself: it has started, and none of its processes has
+    ended."""
 
     mark: str
     pipe: int

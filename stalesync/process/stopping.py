@@ -252,11 +252,9 @@ def keeping_handlers() -> Iterator[None]:
 def restoring_handlers() -> Iterator[Callable[[], None]]:
     """Restore the handlers of STOP_SIGNALS at the end of the block, in which Ray's C++ gives SIGTERM its default
     effect, of which Python learns nothing. In the main thread, one that would be raised waits for the end of the block;
-    where the run ends by a signal already, a second one still ends it at once.
-
-    Yields what restores them inside the block, as soon as the C++ is done: a signal that this thread blocks is received
-    by another one, and by default it would end the process.
-    """
+    where the run ends by a signal already, a second one still ends it at once. Yields what restores them inside the
+    block, as soon as the C++ is done: a signal that this thread blocks is received by another one, and by default it
+    would end the process."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda: None
         return

@@ -34,10 +34,8 @@ CHAT_TEMPLATE = (
 def make_tokenizer(folder: str | Path | None = None, *, chat: bool = False, words: Sequence[str] = ()) -> Any:
     """Create the tokenizer (a `PreTrainedTokenizerFast`: `<pad>` 0, the end token 1, no begin token), and save it to
     `folder` if given; `AutoTokenizer.from_pretrained(folder)` loads it. ``chat``: of chats, with a template, where each
-    of ``words`` (at most `MAX_WORDS`) is one token, too.
-
-    There is no unknown token: encoding a character outside the vocabulary raises an exception.
-    """
+    of ``words`` (at most `MAX_WORDS`) is one token, too. There is no unknown token: encoding a character outside the
+    vocabulary raises an exception."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

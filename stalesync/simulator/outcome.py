@@ -28,13 +28,11 @@ LOSSES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """Figures in modelled seconds and tokens.
-
-    ``steps``: measured ones; ``tokens_per_s``: of trained samples, prompts and responses; ``utilisation``: share of the
-    cards' time that is ideal work; ``bound_tokens_per_s``: the work-conserving bound; ``lost``: share of the cards'
-    time by kind (`LOSSES`); ``weights_network_gb``, ``gradients_network_gb``: sent between supernodes in a step;
-    ``max_lag``: largest number of versions between admission and training.
-    """
+    """Figures in modelled seconds and tokens. ``steps``: measured ones; ``tokens_per_s``: of trained samples, prompts
+    and responses; ``utilisation``: share of the cards' time that is ideal work; ``bound_tokens_per_s``: the
+    work-conserving bound; ``lost``: share of the cards' time by kind (`LOSSES`); ``weights_network_gb``,
+    ``gradients_network_gb``: sent between supernodes in a step; ``max_lag``: largest number of versions between
+    admission and training."""
 
     dies: int
     steps: int

@@ -22,14 +22,12 @@ class SimulatedRequest(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class SimulatedSequence:
-    """A request in the engine.
-
-    ``length``: tokens of prompt and response at position ``since`` of its ``track`` (`Decoding`), while it decodes;
-    before, those it begins with; ``limit``: length at which this submission ends; ``complete``: whether the response
-    ends there; ``turn``: whether its turn does; ``computed``: tokens whose KV is in the cache, while it does not
-    decode; ``parked``: tokens whose KV is on the host; ``shared``: blocks that count for a sibling; ``order``: in which
-    sequences began to decode; ``stamp``: how often it has left a track; ``first_version``: of its first new token.
-    """
+    """A request in the engine. ``length``: tokens of prompt and response at position ``since`` of its ``track``
+    (`Decoding`), while it decodes; before, those it begins with; ``limit``: length at which this submission ends;
+    ``complete``: whether the response ends there; ``turn``: whether its turn does; ``computed``: tokens whose KV is in
+    the cache, while it does not decode; ``parked``: tokens whose KV is on the host; ``shared``: blocks that count for a
+    sibling; ``order``: in which sequences began to decode; ``stamp``: how often it has left a track; ``first_version``:
+    of its first new token."""
 
     request: SimulatedRequest
     rank: int

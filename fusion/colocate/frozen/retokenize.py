@@ -24,9 +24,7 @@ def same_tokenizer(policy: str, reward_model: str) -> bool:
 class Retokenizer:
     """Converts the policy's tokens to the reward model's. Special tokens are left out of the text, as they have no
     meaning there; if the response ends with an end token of the policy, the reward model's own is appended.
-
-    ``end_token_ids``: the policy's, besides its tokenizer's.
-    """
+    ``end_token_ids``: the policy's, besides its tokenizer's."""
 
     def __init__(self, policy: str, reward_model: str, end_token_ids: Iterable[int] = ()):
         self._policy, self._model = _load(policy), _load(reward_model)

@@ -29,10 +29,9 @@ from fusion.training import Sequences, TrainEngine
 
 
 class FrozenRoles:
-    """The frozen roles of a card. Constructed before the trainer, while there is enough memory to copy the reference
-    from the trained weights. ``on_host``: weights that are kept on this card's host, by role; ``reference``,
-    ``reward_model``: separate models; None if the card has none; ``loaded``: checksums of what this card has loaded, by
-    role and file (`load_weights`)."""
+    """The frozen roles of a card. Constructed before the trainer, while memory suffices to copy the reference.
+    ``on_host``: weights that are kept on this card's host, by role; ``reference``, ``reward_model``: separate models;
+    None if the card has none; ``loaded``: checksums of what this card has loaded, by role and file (`load_weights`)."""
 
     def __init__(
         self, *, spec: WorkerSpec, rank: int, device: Device, meshes: Meshes, policy: PolicyWeights, pool: HostPool
@@ -91,11 +90,9 @@ class FrozenRoles:
         return self._in_hbm("reward_model")
 
     def logprobs(self, sequences: Sequences, trainer: TrainEngine | None) -> torch.Tensor:
-        """Return float32 [N] on the CPU: the reference's log-probability of every response token.
-
-        Called in `reference_in_hbm`; collective over the reference's mesh, which is the trainer's unless the reference
-        has separate cards.
-        """
+        """Return float32 [N] on the CPU: the reference's log-probability of every response token. Called in
+        `reference_in_hbm`; collective over the reference's mesh, which is the trainer's unless the reference has
+        separate cards."""
         if self.reference is None:
             assert trainer is not None
             return trainer.logprobs(sequences)[0]

@@ -19,10 +19,8 @@ from fusion.training.micro_batches import attention_of, split_micro_batches
 
 @torch.no_grad()
 def sequence_scores(model: Transformer, samples: Sequence[torch.Tensor], token_budget: int) -> list[float]:
-    """Return the output of a reward model's head at the last token of each sample, in order.
-
-    Collective over the model's mesh. ``samples``: int64 [L > 0] each, the same on the TP ranks; may be empty.
-    """
+    """Return the output of a reward model's head at the last token of each sample, in order. Collective over the
+    model's mesh. ``samples``: int64 [L > 0] each, the same on the TP ranks; may be empty."""
     no_tokens = torch.empty(0, dtype=torch.int64)
     lengths = [len(sample) for sample in samples]
     sequences = Sequences.from_packed(

@@ -90,9 +90,8 @@ class StageReader:
         weigh: Callable[[Sequences], Sequences],
     ) -> Iterable[Sequences]:
         """Read this rank's samples of each minibatch when it is their turn, from the queue while the card computes on
-        the minibatch before; all of them at once where each needs what the policy before the first update computes: its
-        routing, or its log-probabilities. A single minibatch needs neither. ``weigh`` gives the tokens their
-        weights."""
+        the minibatch before; all at once where each needs the routing or log-probabilities of the policy before the
+        first update, which a single minibatch does not. ``weigh`` gives the tokens their weights."""
         batches: Iterable[Sequences] = (
             replace(weigh(self._read_minibatch(trainer, ids, following)), updated=number > 0)
             for number, (ids, following) in enumerate(zip(minibatches, [*minibatches[1:], ()], strict=True))

@@ -68,8 +68,7 @@ class Acceptance:
         self._accepted = kept * self._accepted + np.bincount(bins, accepted, ACCEPTANCE_BINS)
 
     def by_share(self) -> np.ndarray:
-        """Return the expected acceptance of a token by its share, float64 [bins]; the share itself as long as little is
-        known."""
+        """Return the expected acceptance of a token by its share, float64 [bins]; the share while little is known."""
         return (self._accepted + PRIOR * SHARES) / (self._drafted + PRIOR)
 
 

@@ -75,10 +75,9 @@ class ExchangeTotals:
 
 
 class TextExchange:
-    """One writer's connection to the store of the run. Not thread-safe: used by the thread that steps the engine.
-    ``call``: sends a message to the store and returns its reply; may block, and is called on a thread of its own;
-    ``writer``: number of this writer in the run; ``num_writers``: of all of them; ``clock``: seconds; decides only when
-    messages are sent."""
+    """One writer's connection to the store of the run. Used only by the thread that steps the engine. ``call``: sends a
+    message to the store and returns its reply; may block, on a thread of its own; ``writer``: its number in the run, of
+    ``num_writers``; ``clock``: seconds, for the times of messages."""
 
     def __init__(
         self,

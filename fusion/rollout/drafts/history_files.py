@@ -23,8 +23,7 @@ VERSION = 2
 
 
 def write_history(folder: Path, rank: int, pieces: Sequence[TextPiece]) -> None:
-    """Write the file of a rank, which does not exist; returns when it is on disk. Raise OSError if it could not be
-    written."""
+    """Write the file of a rank, which does not exist, to disk; raise OSError if that fails."""
     folder.mkdir(exist_ok=True)
     file = FileWriter(folder / f"rank-{rank:05d}.bin")
     try:

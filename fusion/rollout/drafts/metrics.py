@@ -16,8 +16,7 @@ EXCHANGED = ("sent_bytes", "sent_tokens", "received_bytes")
 
 
 class DraftReport:
-    """Add a drafter's metrics: means over the drafts of all cards, so that ranks that draft alike do not count
-    twice."""
+    """Add a drafter's metrics: means over all cards' drafts, so that ranks that draft alike do not count twice."""
 
     def __init__(self, drafter: TextDrafter) -> None:
         self._drafter, self._before, self._exchanged = drafter, DraftTotals(), ExchangeTotals()

@@ -37,12 +37,9 @@ SIBLING, HISTORY = 0, 1
 
 @dataclass(frozen=True)
 class Drafts:
-    """Drafts of n sequences, concatenated; draft i is ``offsets[i]:offsets[i + 1]``.
-
-    ``tokens`` int32 [m]; ``parents`` int32 [m]: index within the draft of the node before, -1: the sequence itself;
-    ``shares``, ``probabilities`` float64 [m]: of the token, and of the path to it; ``sources`` uint8 [m]: where the
-    token mostly occurred.
-    """
+    """Drafts of n sequences, concatenated; draft i is ``offsets[i]:offsets[i + 1]``. ``tokens`` int32 [m]; ``parents``
+    int32 [m]: index within the draft of the node before, -1: the sequence itself; ``shares``, ``probabilities`` float64
+    [m]: of the token, and of the path to it; ``sources`` uint8 [m]: where the token mostly occurred."""
 
     offsets: np.ndarray
     tokens: np.ndarray
@@ -103,9 +100,7 @@ def load() -> ctypes.CDLL:
 
 class SuffixIndexes:
     """Indexes by number. Calls are for many sequences at once, as a call costs more than a draft. Not thread-safe.
-
-    ``nbytes``: of all indexes.
-    """
+    ``nbytes``: of all indexes."""
 
     def __init__(self) -> None:
         self._library = load()

@@ -74,8 +74,7 @@ class _Prompt:
 
 @dataclass
 class StoreTotals:
-    """Since construction. ``dropped``: prompts that found no room; ``expired``: of which no use was made for too
-    long."""
+    """Since construction. ``dropped``: prompts that found no room; ``expired``: unused for too long."""
 
     received_tokens: int = 0
     sent_tokens: int = 0

@@ -278,8 +278,7 @@ class PromptTexts:
     # Checkpoints
 
     def history(self, max_tokens: int) -> list[TextPiece]:
-        """Return what the next group of each prompt would have as history, of the prompts used last first, for
-        `load_history`."""
+        """Return what the next group of each prompt would have as history, last used first, for `load_history`."""
         groups_by_prompt = list(self._restored.items())
         groups_by_prompt += [(key, prompt.next_history(self.spec.max_history)) for key, prompt in self.prompts.items()]
         pieces: list[TextPiece] = []

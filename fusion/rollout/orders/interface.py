@@ -115,8 +115,7 @@ class Order(ABC):
         """Record the length of a finished response."""
 
     def take_errors(self) -> list[float]:
-        """Return the relative error of the estimate of each response that has finished since the last call, where
-        there was one."""
+        """Return the relative errors of the estimates of responses that have finished since the last call."""
         errors, self._errors = self._errors, []
         return errors
 

@@ -66,8 +66,7 @@ class ClassPlan:
         return bisect_right(self.bounds, tokens)
 
     def class_of_engine(self, engine: int, *, ascending: bool) -> int:
-        """Return the class of an engine. ``ascending``: the first engines have the shortest class, else the
-        longest."""
+        """Return the class of an engine. ``ascending``: the first engines have the shortest class, else longest."""
         last_engines = list(accumulate(self.shares))
         place = engine if ascending else last_engines[-1] - 1 - engine
         return bisect_right(last_engines, place)
