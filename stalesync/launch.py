@@ -344,10 +344,7 @@ class Launch:
 def queue_options(config: Config, folder: RunFolder) -> QueueOptions:
     """Return the options of the run's queue. A resumed run restores the queue of its checkpoint: samples that a
     journal recorded later are removed and generated again."""
-    options = QueueOptions(
-        **asdict(config.queue),
-        lease_s=config.cluster.stage_timeout_s,
-    )
+    options = QueueOptions(**asdict(config.queue), lease_s=config.cluster.stage_timeout_s)
     if options.durability == "journal":
         options.journal = str((folder.path / "queue").resolve())
         shutil.rmtree(options.journal, ignore_errors=True)

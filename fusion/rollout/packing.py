@@ -70,11 +70,7 @@ def pack_outputs(outputs: Sequence[Output], texts: Sequence[str] = ()) -> Packed
     columns = generated_columns(outputs, GENERATED)
     return PackedBatch.from_samples(
         [output.request_id for output in outputs],
-        {
-            **_prompt_column(outputs),
-            **columns,
-            **optional,
-        },
+        {**_prompt_column(outputs), **columns, **optional},
         groups=[output.group for output in outputs],
         versions=_spans(columns["versions"]),
     )

@@ -88,10 +88,7 @@ class StaleSyncConfig(Group, path="stalesync"):
     then its maximum number of groups, and groups that reach the bound are always included. null: a step always trains
     `data.prompts_per_step` groups."""
     lend: bool = key(
-        True,
-        only={"fusion.deployment": OWN_CARDS, "max_staleness": POSITIVE},
-        refused=False,
-        read_by="simulate",
+        True, only={"fusion.deployment": OWN_CARDS, "max_staleness": POSITIVE}, refused=False, read_by="simulate"
     )
     """Cards that train begin a step's training while its last responses are still generated: where other cards only
     generate, with `max_staleness` > 0 and the conditions in docs/stalesync.md. In `hybrid` the requests of their

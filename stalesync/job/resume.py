@@ -187,10 +187,7 @@ OPERATORS = "device.operators"
 
 
 def check_weights(
-    earlier: Reopened,
-    run: RunConfig,
-    loaded: Iterable[Mapping[str, Mapping[str, int]]],
-    note: Callable[[str], None],
+    earlier: Reopened, run: RunConfig, loaded: Iterable[Mapping[str, Mapping[str, int]]], note: Callable[[str], None]
 ) -> dict[str, dict[str, int]]:
     """Compare the checksums of large files, which the cards have taken while they loaded them, with the checkpoint's;
     return them, to be saved by role and file. ``loaded``: of `Worker.checksums`, by card; ``note``: shows a line to the

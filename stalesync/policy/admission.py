@@ -67,16 +67,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from fusion.rollout import RequestBuffer, SuspendedSample
 from fusion.rollout.length_history import MAX_ROWS
 from stalesync.policy.admission_spec import AdmissionSpec
-from stalesync.policy.commands import (
-    Accumulate,
-    AwaitSamples,
-    Command,
-    Publish,
-    Score,
-    Suspend,
-    SwitchToTrain,
-    Train,
-)
+from stalesync.policy.commands import Accumulate, AwaitSamples, Command, Publish, Score, Suspend, SwitchToTrain, Train
 from stalesync.policy.lending import Lending
 from stalesync.policy.running_engines import RunningEngines
 from stalesync.policy.staleness import StalenessLedger

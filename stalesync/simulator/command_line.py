@@ -19,15 +19,7 @@ from fusion.inference.config import DraftsConfig
 from fusion.npu.config import DeviceConfig
 from fusion.telemetry.validation import Checks
 from stalesync.job.cross_checks import check_minibatches
-from stalesync.job.job_arguments import (
-    JobArguments,
-    cluster_of,
-    job_config,
-    layout_of,
-    model_of,
-    parse,
-    print_answer,
-)
+from stalesync.job.job_arguments import JobArguments, cluster_of, job_config, layout_of, model_of, parse, print_answer
 from stalesync.simulator.cluster import Case, Scenario, base_of, check_supernodes, lengths_of, simulate
 from stalesync.simulator.drafts import DraftSpec
 from stalesync.simulator.environment import EnvironmentSpec

@@ -263,10 +263,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(json.dumps(ALONE[options.stage](device)))
         return
     dist.init_process_group(
-        device.process_group_backend,
-        init_method=f"file://{options.store}",
-        rank=options.rank,
-        world_size=options.world,
+        device.process_group_backend, init_method=f"file://{options.store}", rank=options.rank, world_size=options.world
     )
     figures = check_collectives(device) if options.stage == "hccl" else check_switch(device)
     dist.barrier()

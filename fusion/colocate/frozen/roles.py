@@ -111,11 +111,7 @@ class FrozenRoles:
         tokens = [self._reward_tokens(prompt, response) for prompt, response in samples]
         max_length = self.reward_model.config.max_positions
         fits = [index for index, ids in enumerate(tokens) if 0 < len(ids) <= max_length]
-        values = sequence_scores(
-            self.reward_model,
-            [tokens[index] for index in fits],
-            self.spec.training.token_budget,
-        )
+        values = sequence_scores(self.reward_model, [tokens[index] for index in fits], self.spec.training.token_budget)
         scores = dict(zip(fits, values, strict=True))
         return [_outcome(scores.get(index), len(ids), max_length) for index, ids in enumerate(tokens)]
 

@@ -84,10 +84,7 @@ class StageReader:
             self._queue.begin(ids, reader.union)
 
     def minibatches(
-        self,
-        trainer: TrainEngine,
-        minibatches: Sequence[Sequence[str]],
-        weigh: Callable[[Sequences], Sequences],
+        self, trainer: TrainEngine, minibatches: Sequence[Sequence[str]], weigh: Callable[[Sequences], Sequences]
     ) -> Iterable[Sequences]:
         """Read this rank's samples of each minibatch when it is their turn, from the queue while the card computes on
         the minibatch before; all at once where each needs the routing or log-probabilities of the policy before the

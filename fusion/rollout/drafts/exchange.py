@@ -80,11 +80,7 @@ class TextExchange:
     ``num_writers``; ``clock``: seconds, for the times of messages."""
 
     def __init__(
-        self,
-        call: Callable[[bytes], bytes],
-        writer: int,
-        num_writers: int,
-        clock: Callable[[], float] = time.monotonic,
+        self, call: Callable[[bytes], bytes], writer: int, num_writers: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._call, self._writer, self._clock = call, writer, clock
         self._interval_s = max(INTERVAL_S, num_writers / MESSAGES_PER_S)
