@@ -1,8 +1,6 @@
 """Check a job before it starts: what it reads, how it is scored, how much memory it takes, what its settings mean.
 Starts neither Ray nor a card; the part without estimates is the one that a run does itself (`prepare.py`)."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager

@@ -4,8 +4,6 @@ rlfusion train model.path=FOLDER …        as python scripts/train.py model.pat
 rlfusion --help                           lists the commands with their first lines
 """
 
-from __future__ import annotations
-
 import ast
 import sys
 from difflib import get_close_matches

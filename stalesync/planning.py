@@ -1,7 +1,5 @@
 """The command line of `scripts/plan.py`: arguments to a setup, the setup to tables or JSON."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 

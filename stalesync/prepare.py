@@ -1,7 +1,5 @@
 """Prepare a job before Ray starts: read its tokenizer, data and evaluations, and start and check its rewards."""
 
-from __future__ import annotations
-
 import logging
 import secrets
 from collections.abc import Sequence

@@ -1,8 +1,6 @@
 """Evaluate a checkpoint or a model folder alone (`scripts/evaluate.py`): the evaluation before the first step of a run
 that has no step."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -5,8 +5,6 @@ weights ─┬─ trainer ─┬─ switcher: TRAIN ◄─► INFER      reader:
                             └─ receiver: new weights while the engine decodes
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial

@@ -9,8 +9,6 @@ with tensors that later steps change.
 Invariant: `copy` and `write` alternate; `write` writes the state of the last `copy`, bitwise.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

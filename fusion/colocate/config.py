@@ -1,7 +1,5 @@
 """Define the config group `fusion`: how trainer and engine share cards. Keys that a package below reads are its own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fusion.ep_switch.config import SwitchConfig

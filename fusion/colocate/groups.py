@@ -5,8 +5,6 @@ gloo's sockets with the same others; gloo joins only the groups in which the hos
 checkpoint in the background have a group of their own beside these; operators that dispatch rows to experts, too.
 """
 
-from __future__ import annotations
-
 import resource
 from collections import Counter
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 rendezvous (rank 0) ─ address ─► prepare: open the card, join the other workers, load the roles ─► LoadedCard
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager

@@ -5,8 +5,6 @@ The ranks of a training step, of a switch, and of a step of an engine whose rank
 on the longest duration and end together; ranks with the same schedule (TP, PP) compute the same duration.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial

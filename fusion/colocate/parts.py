@@ -1,8 +1,6 @@
 """Define the factories of a worker's components. To use another trainer or engine, pass another factory. A worker that
 is not paced uses the default ones and does not load the cost model."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial

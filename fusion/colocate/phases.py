@@ -13,8 +13,6 @@ and a request that the phase does not serve, raise an error with the phase and t
 is in BROKEN and serves nothing.
 """
 
-from __future__ import annotations
-
 from enum import Enum
 from typing import NamedTuple
 

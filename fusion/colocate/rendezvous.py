@@ -17,8 +17,6 @@ read and change the addresses of ranks (never execute anything, as no value of i
 hosts must be closed to others (docs/security.md). KEY is random: it keeps processes apart that connect by mistake.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Run a stage of a frozen role: the card leaves its phase, computes with the role's weights in HBM, and returns."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial

@@ -5,8 +5,6 @@ controller; the kind of that wait is determined when the next stage begins (`wai
 idle, so that all kinds of a card add up to its wall clock.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Iterator

@@ -9,8 +9,6 @@ A stage is a method that all cards concerned run at once; between two stages a c
 from the host). What a card consists of is `LoadedCard`; how it changes its phase is in `PhaseSwitcher`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace

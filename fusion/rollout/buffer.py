@@ -43,8 +43,6 @@ its number of generated tokens decreases only by a branch; a group is removed as
 requests and KV.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import fsum

@@ -8,8 +8,6 @@ more than a second of CPU in each process (measured: 1.4 s); where `tokenizer.js
 (`standalone`), a card loads it by the `tokenizers` library instead, in milliseconds.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ Its time is recorded step by step: `prefill` if anything was prefilled, `decode`
 nothing (no requests, or a step for the sake of other cards), `put` to the queue.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Define what the request buffer holds of requests, groups and engines: plain data, without tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from typing import Literal, NamedTuple
 

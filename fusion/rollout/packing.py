@@ -6,8 +6,6 @@ ended branches     the same without cut, text and sampled_tokens, so that no rew
 answers            prompt, response                                                  read by id: no task gets them
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

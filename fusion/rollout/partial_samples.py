@@ -20,8 +20,6 @@ Invariants: a sample has at most one such row, the latest, except while a newer 
 dropped by the card that put its replacement.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Start the workers of a run as Ray actors, one per card, by rank; start others in place of those that have died."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

@@ -5,8 +5,6 @@ a stage, a control call or a process of a card has failed ─► gather what oth
     else ─► `CardFailed` names the root cause
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

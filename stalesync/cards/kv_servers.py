@@ -7,8 +7,6 @@ Only names and numbers pass the controller. The rank that asks owns the object, 
 there, and with that rank. An actor that ends is not started again: KV of its machine is computed again from then on.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The calls of a stage on several cards, what is still missing of their results, and their failures."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence

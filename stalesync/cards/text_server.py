@@ -3,8 +3,6 @@
 first card of a schedule ─ bytes: what it has generated, cursors ─► TextServer ─ bytes: what others have ─►
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -17,8 +17,6 @@ Invariants (property-tested): pass@k equals the enumeration of subsets; it grows
 single answer is its mean; an interval contains its mean, and shrinks to it where all prompts are equal.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Evaluate a run's files, and record the results: as metrics, in `evaluations.jsonl`, and in the report."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 

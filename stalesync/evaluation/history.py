@@ -9,8 +9,6 @@ Invariants (property-tested):
    and, for the best, steps whose checkpoint is gone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any

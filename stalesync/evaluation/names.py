@@ -6,8 +6,6 @@ Here the data source is the file's name and the variables are `reward` and `resp
 `pass@n` is this project's: verl has `best@n/mean`, a bootstrap of the same quantity for rewards of 0 and 1.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 Goal = Literal["max", "min"]

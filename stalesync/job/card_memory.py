@@ -4,8 +4,6 @@ Refused is what the estimate is sure of: a phase that does not fit cards whose m
 for which the estimate is. Anything else that may not fit is a warning.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import replace
 

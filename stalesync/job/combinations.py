@@ -11,8 +11,6 @@ Embedded with embedded is never untested.
 Pure; imports only Python's own modules, so that `scripts/doctor.py` runs where nothing is installed yet.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Export a kept checkpoint of a run to a Hugging Face folder (`scripts/convert.py`)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from fusion.model.tokenizer_files import has_tokenizer

@@ -4,8 +4,6 @@ Invariant: of every key that an argument changes, the command reads it, it is ti
 `--job` what would be refused is listed instead. Which it is, the key itself states (`fusion.telemetry.keys.KeyUse`).
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 from collections.abc import Collection, Mapping, Sequence

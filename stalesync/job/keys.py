@@ -9,8 +9,6 @@
 Pure.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import textwrap

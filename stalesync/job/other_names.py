@@ -1,7 +1,5 @@
 """Map the names of settings in verl, in TRL and in earlier versions to the keys here. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 

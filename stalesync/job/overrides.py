@@ -1,8 +1,6 @@
 """Provide the config to Hydra and to the command line: its schema, its keys with their documentation, and loading of
 a saved config."""
 
-from __future__ import annotations
-
 import difflib
 import re
 import textwrap

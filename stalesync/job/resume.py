@@ -6,8 +6,6 @@ run.resume=false   the run starts, in a new folder, or likewise in one that has 
                    its first step was done
 """
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Callable, Collection, Iterable, Mapping

@@ -16,8 +16,6 @@ Invariants (property-tested in tests/stalesync/job/test_resume_rules.py):
 5. A name that is refused by no rule is refused itself.
 """
 
-from __future__ import annotations
-
 import fnmatch
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass

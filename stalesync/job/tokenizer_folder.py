@@ -1,7 +1,5 @@
 """Load the tokenizer of a model folder, and check it before the run starts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any

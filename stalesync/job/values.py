@@ -8,8 +8,6 @@
 A value with quotes, brackets or an interpolation is Hydra's own to read, and stays as it is.
 """
 
-from __future__ import annotations
-
 import re
 import types
 from collections.abc import Mapping

@@ -8,8 +8,6 @@
 Pure: the same config gives the same workload and the same text.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from fusion.costmodel.hardware import Hardware

@@ -1,7 +1,5 @@
 """Build a training run from its config, its cards and its queue."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

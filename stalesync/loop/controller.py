@@ -13,8 +13,6 @@ suspended, the others continue. What is left to do for a
 step when its training is done (acknowledge its samples, log its metrics) is done while the cards switch for the next.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

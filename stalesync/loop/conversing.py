@@ -13,8 +13,6 @@ A conversation, or a branch of it, is completed by a living engine's first card.
 does it, unless the finished sample is in the queue.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence

@@ -14,8 +14,6 @@ is started again, with the same requests; engines that were to receive the weigh
 instead, and their requests wait.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future

@@ -9,8 +9,6 @@ branch and the position, as in a single turn. The tokens of an answer pass the c
 there are few.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace

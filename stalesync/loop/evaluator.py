@@ -1,7 +1,5 @@
 """Evaluate the current weights between two steps: pause the run, answer every file's prompts, score, and record."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack

@@ -7,8 +7,6 @@ lost samples ─────► cannot be scored, if they were not yet; a group 
 failed environment ─► admission: observe_cancelled; the group ends when no engine has a request of it
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -10,8 +10,6 @@ Invariants: every complete group is part of exactly one call, also over a checkp
 group, so that the batches that the reference computes do not depend on timing; above, of all that are complete.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

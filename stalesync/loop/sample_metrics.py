@@ -1,7 +1,5 @@
 """Compute the metrics of a step's samples, with verl's names."""
 
-from __future__ import annotations
-
 from collections import Counter
 from operator import gt
 

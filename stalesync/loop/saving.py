@@ -13,8 +13,6 @@ Invariants:
 4. Memory that was freed since the last save is returned to the system: glibc keeps it in pieces, which grow.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """Accumulate the metrics, spans and memory of one step: one row of `metrics.jsonl`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain

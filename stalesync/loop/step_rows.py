@@ -1,7 +1,5 @@
 """Close steps and write their rows: acknowledge samples, collect the metrics of a step, and record them everywhere."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ evaluation ─► step ─► step ─┬─► step ─► evaluation ─► �
                             └─► cut ─► checkpoint, written while the next steps run
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -16,8 +16,6 @@ The cards wait for no answer that they need not know: while the queue answers th
 training is begun behind the reference where each card trains with what it has written itself.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence, Set

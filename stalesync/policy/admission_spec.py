@@ -1,7 +1,5 @@
 """Define the settings that the decisions of a run depend on. `stalesync/job/decision_settings.py` resolves them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Define the commands of `admission.py`: plain data, executed by the controller or by a simulator."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

@@ -17,8 +17,6 @@ measured tail is longer than the measured return: `GAIN` times as long if they w
 counts as 0 seconds; where it was interrupted, its tail is not measured.
 """
 
-from __future__ import annotations
-
 from math import ceil
 
 LENDING_TAIL = 0.2

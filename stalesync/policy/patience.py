@@ -4,8 +4,6 @@ Invariants: it stops only when more than ``limit_s`` have passed since the begin
 more than ``warn_every_s`` have passed since the beginning or the last warning.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 Decision = Literal["wait", "warn", "stop"]

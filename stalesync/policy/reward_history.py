@@ -7,8 +7,6 @@ numbers; a group has none of its own; of more than ``max_rows`` rows those score
 history is the same. Cost: O(1) a group; about 150 bytes and 32 per response for each row.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Invariants: `total` is the sum of the counts; an engine is in `low` exactly if it runs and has at most ``low_requests``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 

@@ -39,8 +39,6 @@ Invariants (property-tested in tests/stalesync/policy/test_staleness.py):
    `groups_per_step`, and without the last one tokens would be missing or the next version could not be published.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field

@@ -8,8 +8,6 @@ The ledger decides what may be admitted and the buffer which request goes where;
 decides when, and states the rules.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 
 from fusion.rollout import EngineRoom, Entry, RequestBuffer, SuspendedSample

@@ -7,8 +7,6 @@ most HCCL_BYTES, which is half of what the cost model leaves to the runtime of a
 the source of every variable.
 """
 
-from __future__ import annotations
-
 import glob
 import os
 from collections.abc import Iterable, Mapping, Sequence

@@ -10,8 +10,6 @@ has ended by itself, and the end of the controller may be its consequence. The r
 its connections before it is reported as ended, and a peer that ends by that may be reported first.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import select

@@ -8,8 +8,6 @@ glibc gives each thread that starts an arena of its own, up to eight a core, and
 others: with every checkpoint that another thread writes, a process would grow.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import os

@@ -3,8 +3,6 @@
 Every live host of the cluster is asked, also one without a card of the run: it stores samples of the queue.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 from collections.abc import Mapping

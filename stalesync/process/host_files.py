@@ -8,8 +8,6 @@ The run's folder must be one and the same; of models and code, copies will do. D
 and of three pieces of large ones: other weights of the same shape differ everywhere.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Addresses are those that Ray knows, under which its processes reach each other. 
 useful: `/etc/hosts` may map it to 127.0.1.1.
 """
 
-from __future__ import annotations
-
 import ipaddress
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

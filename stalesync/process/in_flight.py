@@ -1,7 +1,5 @@
 """Calls whose answers are awaited later, while this process does something else."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from concurrent.futures import Future

@@ -10,8 +10,6 @@ is below one that only its user may enter. The folder is removed when the run ha
 processes were killed, when the next one has.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import stat

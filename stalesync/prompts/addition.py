@@ -1,7 +1,5 @@
 """One-digit addition: `a+b=`, the answer is the sum (and then the end token). The task of the quickstart."""
 
-from __future__ import annotations
-
 import random
 
 from stalesync.prompts.rows import GeneratedRows, Row

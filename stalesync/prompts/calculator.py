@@ -4,8 +4,6 @@
 123     ─► 123         123+45:  ─► :123+45                         of `RepeatRows`: what is read can be repeated
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

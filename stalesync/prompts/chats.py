@@ -6,8 +6,6 @@ it does not know as an empty one, without an error.
     {"from": "human", "value": "…"}                             ShareGPT's form
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

@@ -1,7 +1,5 @@
 """The config group `data`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

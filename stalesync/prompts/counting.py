@@ -8,8 +8,6 @@ The solutions that teach a base model have random lengths: it learns how to coun
 Invariant: `row` and `evaluation` have no problem in common.
 """
 
-from __future__ import annotations
-
 import random
 
 from stalesync.prompts.config import DataConfig

@@ -1,7 +1,5 @@
 """Read rows of a JSON, JSON Lines or Parquet file, and check each of them before the run starts."""
 
-from __future__ import annotations
-
 import json
 import logging
 import random

@@ -1,8 +1,6 @@
 """Generate games for the environment `guess`, and chats of guesses at random that never repeat, to teach a small model
 the game."""
 
-from __future__ import annotations
-
 import random
 
 from stalesync.prompts.rows import GeneratedRows, Row

@@ -5,8 +5,6 @@ The library `datasets` is not used for JSON: it infers one type for a column, an
 ("2024-01-01" becomes a timestamp, 12345678901234567890 becomes 1.2e19, and [2, 2.5] becomes 2.0 and 2.5).
 """
 
-from __future__ import annotations
-
 import json
 import mmap
 import os

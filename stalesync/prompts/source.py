@@ -8,8 +8,6 @@ Invariants:
 4. No prompt is empty or longer than `data.max_prompt_length`; with `refuse` this is checked before the first prompt.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field

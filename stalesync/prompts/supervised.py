@@ -6,8 +6,6 @@
 Invariant: the parts are the whole rendered chat, up to the end of the assistant's last turn.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 from stalesync.prompts.template import Chat, ChatTemplate

@@ -6,8 +6,6 @@ In a chat a token is a role, the end of a turn (the end token), a word, or a cha
 hermes format has two tokens more than its expression.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from pathlib import Path

@@ -17,8 +17,6 @@ scratchpad (Nye et al. 2021), beginning with the ones.
 Invariant, besides those of `DrawnRows`: `answer` is the end of `solution`, from its only `#` on.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

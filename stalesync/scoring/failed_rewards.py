@@ -8,8 +8,6 @@ Invariants (tests/stalesync/scoring/test_failed_rewards.py):
 3. Verdicts do not depend on how the samples are divided into calls.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Track the samples that are being scored: which have arrived, which wait for their score, which have one. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Sequence
 
 from stalesync.scoring.samples import Sample, by_id

@@ -1,7 +1,5 @@
 """Score samples by a rule in guarded processes, or by a reward model on its cards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 from fusion.colocate import StageReport, Worker, WorkerSpec

@@ -9,8 +9,6 @@ explain is the gap, published ratio over modelled ratio.
 Invariant: terms are at least 0, so that the modelled ratio is at least the one without them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from itertools import accumulate
 

@@ -7,8 +7,6 @@
 `MARGIN`; none with a smaller bound is as fast as the fastest within `MARGIN`; the order of options does not matter.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ Invariant (property-tested): `now` never decreases; an action is executed at its
 Cost, for n events that are not executed yet: `at` and `step` O(log n).
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable
 

@@ -7,8 +7,6 @@ More supernodes mean more data parallelism and more engines; TP, EP and PP stay.
 generate grow with them.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, fields, replace
 from pathlib import Path

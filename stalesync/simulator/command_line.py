@@ -3,8 +3,6 @@
 Every function raises a ValueError, which names the key, for a value that is not accepted.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product

@@ -1,7 +1,5 @@
 """Track what the sequences of an engine draft from: how many responses of their group have finished. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 
 from stalesync.simulator.drafts import DraftSpec

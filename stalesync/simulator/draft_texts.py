@@ -10,8 +10,6 @@ what is kept of longer ones.
 Invariant (property-tested): of a response every token is kept once; a pass keeps at least one.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Define what simulated engines have in common, and whom they report to."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 

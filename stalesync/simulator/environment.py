@@ -8,8 +8,6 @@ Latencies have a lognormal distribution: median ``latency_s``, ``spread`` the st
 Invariant: what an environment does depends only on the seed, the request's id and the turn.
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from dataclasses import dataclass, replace
 from itertools import pairwise

@@ -9,8 +9,6 @@ Invariant (property-tested): `used` is the sum of the blocks of all sequences th
 Cost: `add`, `remove` O(1); `used` O(size), whatever the number of sequences.
 """
 
-from __future__ import annotations
-
 
 class GrowingBlocks:
     """``size``: tokens of a block."""

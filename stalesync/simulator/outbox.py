@@ -6,8 +6,6 @@ Sent are samples when there are `MAX_PENDING`, at the end of the step in which t
 Invariant: every sample is sent once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 
 from stalesync.simulator.clock import Clock

@@ -5,8 +5,6 @@ docs/figures.md has the commands. The controller is one process and the queue's 
 with samples and cards, and nothing divides it.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

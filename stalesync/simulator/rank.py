@@ -16,8 +16,6 @@ computed as were free when the last holder left it.
 Cost, for w waiting requests: O(log w) for each request that begins, O(1) for each that ends.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from math import inf
 

@@ -1,7 +1,5 @@
 """Record what a simulated run did, step by step."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from stalesync.simulator.work import SimulatedWork

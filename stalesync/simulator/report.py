@@ -1,7 +1,5 @@
 """Render the outcomes of simulated runs: a table with the published anchors beside it, or plain data."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any

@@ -9,8 +9,6 @@ controller is one process: what it computes and every call of a card takes its t
 go on. Rewards by rules take no time, those of a reward model its forward pass; no group is filtered.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 

@@ -9,8 +9,6 @@ Invariant (property-tested): the factor of a die depends on the seed and its num
 of a smaller one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 

@@ -10,8 +10,6 @@ them, and the largest of these is the bound used here.
 Invariant (property-tested): the cards of a run never take less than its bound.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 The last line of the output is a JSON object of figures; a check that does not hold raises, with both values.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Find out what this machine lacks for a kind of card, and describe what it has. Imports no torch."""
 
-from __future__ import annotations
-
 import glob
 import importlib.metadata
 import os

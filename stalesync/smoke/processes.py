@@ -4,8 +4,6 @@ run_processes(commands, timeout_s) ──► StageOutcome: what each wrote to st
                                                      the last line of its error and the end of all it wrote
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

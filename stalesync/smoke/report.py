@@ -1,7 +1,5 @@
 """Record the result of every stage, and format them as one JSON object and as lines of text. Pure."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field

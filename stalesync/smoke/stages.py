@@ -4,8 +4,6 @@ doctor ─ device ─ hccl ─ switch ─ model ─ train     device counts the 
                                                     model one
 """
 
-from __future__ import annotations
-
 import json
 import sys
 import tempfile

@@ -4,8 +4,6 @@ scripts/make_base.py ─► a base model that solves a tenth of one-digit sums
 scripts/train.py     ─► runs/smoke: GRPO, training and generation on the same cards, checksums of every switch
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Sequence

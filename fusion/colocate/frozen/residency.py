@@ -8,8 +8,6 @@ Invariants (property-tested in tests/colocate/frozen/test_residency.py): `exchan
 of one side in order; after every step of it the bytes in HBM are at most those of the larger side.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Literal
 

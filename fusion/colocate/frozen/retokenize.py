@@ -3,8 +3,6 @@
 If both tokenizers are the same, or the reward model's folder has none, ids are passed unchanged.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any

@@ -6,8 +6,6 @@ cards that train   the trainer computes with the reference's weights in the trai
 separate cards     both are separate models, which stay in HBM
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 

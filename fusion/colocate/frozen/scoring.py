@@ -4,8 +4,6 @@ packed sequences ─ micro-batches, as many on every rank ─► hidden_ND ─�
                                                                      └─► score of every last token
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

@@ -6,8 +6,6 @@
 order that needs no more memory than the larger of them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -6,8 +6,6 @@ Invariants: `read` returns, and raises, what the queue's `read` does; at most on
 begun is delivered to the next `read` only, and only if that asks for the same samples and columns.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """Read a stage's samples from the queue by id: on each rank of a replica, the columns that it needs."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace

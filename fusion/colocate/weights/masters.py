@@ -14,8 +14,6 @@ partly or entirely missing in the source layout, and was assigned to the host by
 same choice.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Hold the actor's weights on a card: in the training layout, in the engine's layout, or alternately in both."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType

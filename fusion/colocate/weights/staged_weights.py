@@ -11,8 +11,6 @@ Invariants: the model's weights change only in `adopt`, all at once; a version i
 is newer than the model's; with checksums enabled, the model then has the checksum of the trainer's weights.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ The thread uses the process group of the actor's cards, which the engine's threa
 `InferEngine.adopt` on the engine's leader.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import replace

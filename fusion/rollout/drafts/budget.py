@@ -17,8 +17,6 @@ without the one before it; whatever was right or wrong, at least one of `LOOK_EV
 `EXPLORE_EVERY` that look verifies some as if nothing were known.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 FREE_ROWS = 256

@@ -7,8 +7,6 @@ A step only prepares a message and takes over a reply that has arrived; a store 
 for. If it has ended or fails, the engine drafts from its own text from then on: this is logged once, and counted.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import threading

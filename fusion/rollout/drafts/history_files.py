@@ -7,8 +7,6 @@ responses weigh alike.
 The manifest of the checkpoint has size and digest of each file, and is checked before any of them is read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

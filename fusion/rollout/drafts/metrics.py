@@ -1,7 +1,5 @@
 """Report what drafts have saved since the last report."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from fusion.rollout.drafts.drafter import TextDrafter

@@ -8,8 +8,6 @@ the best and the worst have different ones unless all rewards are equal; a respo
 so have all if their rewards are equal; weights do not change if all rewards are scaled alike.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from fusion.inference.request import LastRewards

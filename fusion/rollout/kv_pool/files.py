@@ -9,8 +9,6 @@ that it has read is used. The name of a file is a digest that includes the run a
 another host is not found on a shared disk.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import stat

@@ -12,8 +12,6 @@ where it is never changed. Its reader takes it out of there, and writes its own 
 kernel needs several times longer to find new pages than to copy into old ones.
 """
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

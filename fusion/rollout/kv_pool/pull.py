@@ -15,8 +15,6 @@ only; a machine that is gone is never tried again.
 Cost: O(1) for each call.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 RETRY_EVERY = 16

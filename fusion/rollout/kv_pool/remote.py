@@ -10,8 +10,6 @@ file under way: its own memory for it, and one copy on the machine that serves i
 ask, and for how long to wait, is decided in `pull.py`.
 """
 
-from __future__ import annotations
-
 import io
 import logging
 import os

@@ -19,8 +19,6 @@ chunks (`rollout.schedule.chunk_tokens`) a request returns to the buffer after e
 and again; without, only where a response begins.
 """
 
-from __future__ import annotations
-
 from fusion.inference.config import ORDERS
 from fusion.rollout.orders.interface import Order
 from fusion.telemetry.classes import find_class

@@ -4,8 +4,6 @@ An item whose rank changes is pushed again, and its previous place stays until i
 which is valid. Stale ones are removed when they are the larger part, so the cost stays amortized O(log n).
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Hashable
 from typing import Generic, Protocol, TypeVar
