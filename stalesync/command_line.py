@@ -1,7 +1,5 @@
 """Run a job for a script of `scripts/`: report how it ended on the standard error, and by the exit status."""
 
-from __future__ import annotations
-
 import sys
 import traceback
 from pathlib import Path
@@ -14,7 +12,7 @@ if TYPE_CHECKING:
     from stalesync.job.config import Config
 
 
-def run_job(config: Config, *, evaluates: str = "") -> Path:
+def run_job(config: "Config", *, evaluates: str = "") -> Path:
     """Run a job whose config is valid to its end; return its folder. End the process if the job fails (exit status
     1) or is stopped by a signal. ``evaluates``: as of `launch`."""
     from stalesync.process.ray_cluster import set_environment

@@ -14,8 +14,6 @@ Invariants (property-tested in tests/colocate/test_deployment.py):
 3. No engine mixes cards that train and cards that do not.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 
@@ -40,7 +38,7 @@ class Deployment:
     name: str = "colocated"
 
     @classmethod
-    def colocated(cls, world: int) -> Deployment:
+    def colocated(cls, world: int) -> "Deployment":
         """Return training and generation on every one of ``world`` cards."""
         return cls(tuple(range(world)), tuple(range(world)))
 

@@ -5,8 +5,6 @@ converted to a `StageFailed`: rank, stage, kind, message, trace. The controller 
 by the kind.
 """
 
-from __future__ import annotations
-
 import logging
 import traceback
 from collections.abc import Callable
@@ -30,7 +28,7 @@ class StageFailed(RuntimeError):
         self.failure, self.trace = failure, trace
 
     @classmethod
-    def of(cls, error: Exception, *, rank: int, stage: str) -> StageFailed:
+    def of(cls, error: Exception, *, rank: int, stage: str) -> "StageFailed":
         held = dict(getattr(error, "bytes_by_owner", {}))
         failure = RankFailure.of(error, rank=rank, stage=stage)
         failure = replace(failure, kind=stage_kind(error, rank), bytes_by_owner=held)

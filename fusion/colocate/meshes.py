@@ -1,7 +1,5 @@
 """Create the process groups of a card: one mesh for each role, and the groups that switch, read and save together."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -30,7 +28,7 @@ class Meshes:
     checkpoint_group: dist.ProcessGroup | None = None
 
     @classmethod
-    def create(cls, spec: WorkerSpec, rank: int, backend: str) -> Meshes:
+    def create(cls, spec: WorkerSpec, rank: int, backend: str) -> "Meshes":
         """Create all groups, in one order on every card. Collective over the world. ``backend``: the `Device`'s."""
         deployment = spec.deployment
         made = {
@@ -70,7 +68,7 @@ class Meshes:
         )
 
     @classmethod
-    def create_restarted(cls, spec: WorkerSpec, rank: int, restart: int, backend: str) -> Meshes:
+    def create_restarted(cls, spec: WorkerSpec, rank: int, restart: int, backend: str) -> "Meshes":
         """Create the groups within the engine of ``rank``, whose cards have all restarted. Collective over the engine;
         `renew_actor` must follow. ``restart``: its number in the run, from 1; ``backend``: as of `create`."""
         ranks = next(ranks for ranks in spec.engines if rank in ranks)

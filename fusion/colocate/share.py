@@ -3,8 +3,6 @@
 A share is valid from one switch to INFER to the next, so it can change between two steps of a run. Pure data.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +25,7 @@ class InferenceShare:
     max_kv_tokens: int | None = None
 
     @classmethod
-    def of(cls, config: RolloutConfig, engines: int) -> InferenceShare:
+    def of(cls, config: RolloutConfig, engines: int) -> "InferenceShare":
         """Return all engines with the limits of the config, the share that a run starts with."""
         return cls(tuple(range(engines)), **{name: getattr(config.engine, name) for name in LIMITS})
 
@@ -39,7 +37,7 @@ class InferenceShare:
 
     def changed(
         self, changes: Mapping[str, Any], config: RolloutConfig, *, engines: int, max_tokens: int
-    ) -> InferenceShare:
+    ) -> "InferenceShare":
         """Return this share with some of KEYS changed. ``changes``: key → value as a user writes it: numbers, null,
         engines as `all` or `0,2`; ``engines``: number of engines of the run; ``max_tokens``: tokens of the longest
         possible sample. Raise ValueError, with accepted values, for other keys or a value out of range."""

@@ -1,7 +1,5 @@
 """Specify a worker: plain data that is sent to every card of a run."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import lcm
 from typing import TYPE_CHECKING
@@ -64,7 +62,7 @@ class WorkerSpec:
     reference: Parallel | None = None
     reward_model: RewardModelSpec | None = None
     topology: Topology | None = None
-    pace: Pace | None = None
+    pace: "Pace | None" = None
     ahead: bool = False
     detokenizer: DetokenizerSpec | None = None
     kv_pool: KVPoolSpec | None = None

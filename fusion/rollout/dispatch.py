@@ -13,18 +13,14 @@ each first gets those, and the rest is assigned as without.
 Cost, for d requests and E engines: `assign_all` O(d + E log E), `fill` O(E + d log E), without that of the order.
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from fusion.rollout.entry import Entry, RequestGroup
 from fusion.rollout.orders.interface import Order
-
-if TYPE_CHECKING:
-    from fusion.rollout.entry import Entry, RequestGroup
 
 ByEngine = dict[int, list["Entry"]]
 
@@ -45,7 +41,7 @@ class EngineRoom(NamedTuple):
         """Return how many of the ``left`` tokens of a response its next chunk may add."""
         return min(left, self.chunk_tokens) if self.chunk_tokens else left
 
-    def left(self, requests: int, kv_tokens: int) -> Vacancy:
+    def left(self, requests: int, kv_tokens: int) -> "Vacancy":
         """Return what an engine can still take. ``requests``, ``kv_tokens``: that it has."""
         free = inf if self.kv_tokens is None else self.kv_tokens - kv_tokens
         return Vacancy(self.requests - requests, free, not requests)

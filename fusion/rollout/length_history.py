@@ -16,8 +16,6 @@ same.
 Cost, for a group of G: O(G log G); about 150 bytes and 4 per response for each row.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Mapping, Sequence
 from statistics import fmean

@@ -1,7 +1,5 @@
 """Define what a stage of an engine reports to the controller: plain data, without tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +46,7 @@ class SuspendedSample:
     turn: bool = False
 
     @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> SuspendedSample:
+    def from_dict(cls, fields: dict[str, Any]) -> "SuspendedSample":
         """Restore a sample from its fields, also if they were sent as JSON."""
         versions = fields["versions"]
         return cls(**fields | {"versions": None if versions is None else tuple(versions)})
@@ -76,7 +74,7 @@ class EvalAnswer:
     id: str
     text: str
     response_tokens: int
-    finish_reason: FinishReason
+    finish_reason: "FinishReason"
     row: str = ""
     tokens: tuple[int, ...] = ()
     turn: str = ""

@@ -5,8 +5,6 @@ for requests at the end of their chunk, the transfer of new weights to a card th
 of a checkpoint. One call is never answered: by it the end of the process is noticed.
 """
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Callable, Sequence
@@ -40,7 +38,7 @@ CONCURRENT = {
 """Concurrency group of the actor → methods that run in it; all others run one after the other"""
 
 
-def _in_groups(card: type[Card]) -> type[Card]:
+def _in_groups(card: "type[Card]") -> "type[Card]":
     """Have methods run in their concurrency groups; to a type checker they stay as they are."""
     group_method: Any = ray.method
     for group, names in CONCURRENT.items():

@@ -18,8 +18,6 @@ weights were being sent, waiting for that raises the same, once it has ended on 
 behind it is dropped.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 import time
@@ -59,7 +57,7 @@ WAIT_S = 1.0
 class CardGroup:
     """Some cards of a run (`Cards.on`)."""
 
-    def __init__(self, cards: Cards, ranks: Sequence[int]):
+    def __init__(self, cards: "Cards", ranks: Sequence[int]):
         self._cards, self._ranks = cards, tuple(ranks)
 
     def call(
@@ -134,7 +132,7 @@ class Cards:
             self.close()
             raise
 
-    def __enter__(self) -> Cards:
+    def __enter__(self) -> "Cards":
         return self
 
     def __exit__(self, *_: object) -> None:

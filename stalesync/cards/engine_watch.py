@@ -5,8 +5,6 @@
 A card of an engine that may be replaced has a call that never returns: it fails when the process ends.
 """
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence

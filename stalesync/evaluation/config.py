@@ -1,7 +1,5 @@
 """The config group `eval`."""
 
-from __future__ import annotations
-
 import dataclasses
 import re
 from collections.abc import Sequence
@@ -37,7 +35,7 @@ class EvalFileSpec:
     rows: int | None = None
 
     @classmethod
-    def parse(cls, entry: Any, key: str) -> EvalFileSpec:
+    def parse(cls, entry: Any, key: str) -> "EvalFileSpec":
         """Read an entry of `eval.files`; raise ValueError, by key, if it is not accepted. ``key``: of the entry,
         `eval.files[0]`."""
         fields = fields_of(entry, [item.name for item in dataclasses.fields(cls)], key)

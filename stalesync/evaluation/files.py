@@ -1,7 +1,5 @@
 """Open the files of `eval.files` and their rewards before a card starts, so that what is wrong is refused at once."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -53,7 +51,7 @@ class EvalFile:
         ]
 
 
-def open_files(config: Config, tokenizer: Any) -> list[OpenedFile]:
+def open_files(config: "Config", tokenizer: Any) -> list[OpenedFile]:
     """Read and check every row of `eval.files`, as those of `data.source` are; raise ValueError, with the file, if it
     or a row cannot be used."""
     opened = []
@@ -64,7 +62,7 @@ def open_files(config: Config, tokenizer: Any) -> list[OpenedFile]:
 
 
 def with_rewards(
-    config: Config,
+    config: "Config",
     opened: Iterable[OpenedFile],
     *,
     held_out: Sequence[Prompt],

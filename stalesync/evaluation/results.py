@@ -7,8 +7,6 @@ there are at least k of them. A prompt without any is left out. Where a reward h
 correct by the first, the reward itself.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -47,7 +45,7 @@ class FileResult:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> FileResult:
+    def from_row(cls, row: Mapping[str, Any]) -> "FileResult":
         """Restore a result from what `row` returned; other keys are ignored."""
         fields = {item.name: row[item.name] for item in dataclasses.fields(cls) if item.name not in ("rows", "right")}
         estimates = {name: Estimate(**one) for name, one in row["estimates"].items()}

@@ -5,8 +5,6 @@ Face folder.
 The trainer, the engine and the reward are those of the main job, in one process on one card.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial

@@ -4,8 +4,6 @@ Hydra composes a run's config from `recipes/conf` over these dataclasses; it is 
 `cross_checks.py` has the checks across groups. The documentation of a key is the text below its field.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -60,7 +58,7 @@ class ClusterConfig(Group, path="cluster"):
         _ = self.topology  # raises if the hardware is unknown
 
     @property
-    def topology(self) -> Topology | None:
+    def topology(self) -> "Topology | None":
         """Bandwidths of the links between the cards; None: all are equal. Raise ValueError if `cluster.hardware` is
         unknown."""
         if self.hardware is None:
@@ -192,7 +190,7 @@ class Config:
         return self._layout("parallel.infer", self.deployment.generate, self.parallel.infer)
 
     @property
-    def pace(self) -> Pace | None:
+    def pace(self) -> "Pace | None":
         """The modelled cards whose step times emulated cards reproduce; None where they are not paced."""
         if self.device.pace is None:
             return None
@@ -216,7 +214,7 @@ class Config:
         layout.check(model, "parallel.score")
         return layout
 
-    def resolved(self, kept: Mapping[str, Any] = MappingProxyType({})) -> Config:
+    def resolved(self, kept: Mapping[str, Any] = MappingProxyType({})) -> "Config":
         """Return a copy in which what depends on other groups is resolved, as a run uses and saves it. ``kept``: what
         `automatic.resolve` is to keep of a run that is resumed."""
         from fusion.rollout.drafts.suffix_index import is_buildable  # which loads numpy

@@ -5,8 +5,6 @@ classes and imported names are followed within the sources; a class with a base 
 rows only if it sets it. Pure; imports only Python's own modules.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -32,7 +30,7 @@ def misfits(touched: Mapping[str, Sequence[str]], read: Read) -> list[str]:
     return problems
 
 
-def _misfit(sources: _Sources, path: str, row: str) -> str | None:
+def _misfit(sources: "_Sources", path: str, row: str) -> str | None:
     replaced, text = row.startswith("def "), row.removeprefix("def ")
     wanted = ast.parse(text, mode="eval").body
     call = wanted if isinstance(wanted, ast.Call) else None

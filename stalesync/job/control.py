@@ -7,8 +7,6 @@ runs/NAME/control.json ──next switch to INFER──► applied, or refused w
                                                  runs/NAME/control.jsonl: step, share, outcome
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping
@@ -35,7 +33,7 @@ class Limits:
     config: Config
 
     @classmethod
-    def of_run(cls, folder: Path) -> Limits:
+    def of_run(cls, folder: Path) -> "Limits":
         """Return those of the run in a folder; raise ValueError if it is none."""
         if not (folder / "config.yaml").is_file():
             raise ValueError(f"{folder}: expected the folder of a run, with its config.yaml")

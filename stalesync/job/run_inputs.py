@@ -10,21 +10,17 @@ all weights while they load them, which is the same in every layout. The order o
 whose digest is part of the state of `PromptSource`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fusion.model.huggingface import WHOLE_BYTES
+from stalesync.job.config import Config
 from stalesync.job.keys import value_of
 from stalesync.job.overrides import known_keys
 from stalesync.process.host_files import MAX_NAMED, digest_of
-
-if TYPE_CHECKING:
-    from stalesync.job.config import Config
 
 Digests = Mapping[str, Mapping[str, Any]]
 """Digest by config key and file; the file is "" where the key names one file"""

@@ -16,8 +16,6 @@ resumed nor removed. When a run goes back to an older checkpoint, a damaged one 
 that lacks only its manifest to `step-N.unmarked`.
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import logging
@@ -52,12 +50,12 @@ class NoWholeCheckpoint(ValueError):
     """A run has no checkpoint from which it can resume."""
 
 
-def path_of(folder: RunFolder, step: int) -> Path:
+def path_of(folder: "RunFolder", step: int) -> Path:
     """Return the folder of the checkpoint after a step."""
     return folder.checkpoints / f"step-{step}"
 
 
-def begin(target: Path, queue: DistQueue | None) -> None:
+def begin(target: Path, queue: "DistQueue | None") -> None:
     """Create the folder of a checkpoint and write the queue's part (None: the queue is empty). Remove files that an
     interrupted run left there."""
     shutil.rmtree(target, ignore_errors=True)
@@ -113,7 +111,7 @@ def layout_of(checkpoint: Path) -> Parallel:
     return Parallel(**json.loads((checkpoint / TRAINER / "trainer.json").read_text())["layout"])
 
 
-def schedule_of(checkpoint: Path, config: Config, steps_left: int) -> Schedule:
+def schedule_of(checkpoint: Path, config: "Config", steps_left: int) -> Schedule:
     """Return the schedule of the learning rate of a run that resumes from the checkpoint."""
     saved, training = json.loads((checkpoint / TRAINER / "trainer.json").read_text()), config.training
     total = config.run.steps * config.algorithm.minibatches

@@ -6,8 +6,6 @@ Teaches a model the format of a tool before its calls are rewarded. A share of t
 predicted is reported, and may end the training.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field

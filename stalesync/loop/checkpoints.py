@@ -4,8 +4,6 @@ settle ─► cut: cards copy their state, the queue writes its own ─► next 
             └─► save, in a thread: cards write their copies ─► manifest ─► older checkpoints are removed
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Mapping

@@ -9,8 +9,6 @@ A card runs its stages one after the other, in the order in which they are begun
 switch, and a switch behind `generate`, before this process has heard of its end: the card waits for no message.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -216,7 +214,7 @@ class Generation:
         prompts: Sequence[Prompt],
         engines: Sequence[int],
         *,
-        spoken: Mapping[str, Turns] | None = None,
+        spoken: "Mapping[str, Turns] | None" = None,
         sampling: Mapping[str, Any] | None = None,
         for_model: bool = False,
     ) -> list[RunningStage[StageReport]]:
@@ -255,7 +253,7 @@ class Generation:
         self._take_reports(reports)
         return {answer.id: answer for report in reports for answer in report.answers}
 
-    def _asked(self, request: Request, spoken: Mapping[str, Turns]) -> Request:
+    def _asked(self, request: Request, spoken: "Mapping[str, Turns]") -> Request:
         """Return a request for an answer, with what was said behind its prompt."""
         if (said := spoken.get(request.id)) is None:
             return request

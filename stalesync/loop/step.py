@@ -8,8 +8,6 @@ Invariants: each transition is made once, however often it is asked for; a step 
 after its run has failed; its row is written at most once, also if that fails.
 """
 
-from __future__ import annotations
-
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Literal
 
@@ -24,7 +22,7 @@ class Step:
     """Step ``number`` of a run, from 1, which ``accounts`` close and log. ``logged``: the step before the first, or
     that of a checkpoint."""
 
-    def __init__(self, number: int, accounts: StepRows, *, logged: bool = False) -> None:
+    def __init__(self, number: int, accounts: "StepRows", *, logged: bool = False) -> None:
         self.number = number
         self.state: Literal["open", "closing", "closed", "logged"] = "logged" if logged else "open"
         self._accounts = accounts

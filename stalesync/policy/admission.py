@@ -59,11 +59,10 @@ Invariants (property-tested in tests/stalesync/policy/test_admission.py), in add
 8. An engine that is replaced gets no request before the next `Publish` that stops the engines.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+from fusion.colocate import InferenceShare
 from fusion.rollout import RequestBuffer, SuspendedSample
 from fusion.rollout.length_history import MAX_ROWS
 from stalesync.policy.admission_spec import AdmissionSpec
@@ -72,9 +71,6 @@ from stalesync.policy.lending import Lending
 from stalesync.policy.running_engines import RunningEngines
 from stalesync.policy.staleness import StalenessLedger
 from stalesync.policy.supply import Supply
-
-if TYPE_CHECKING:
-    from fusion.colocate import InferenceShare
 
 Stage = Literal["idle", "switch", "fill", "generate", "stop", "score", "train"]
 

@@ -32,18 +32,15 @@ Invariants (property-tested in tests/stalesync/policy/test_conversations.py):
 5. A restored state continues as the one that was saved.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields
 from hashlib import sha256
 from heapq import heappop, heappush
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    from fusion.environments import Stepped
-    from fusion.environments.render import TurnEnd
+from fusion.environments import Stepped
+from fusion.environments.render import TurnEnd
 
 DIVERGED, TIMEOUT, BAD_TURN = "diverged", "timeout", "bad_turn"
 """Kinds of failure that are decided here, or not retried"""

@@ -19,8 +19,6 @@ but those that have lost it while weights were sent; at most ``max_restarts`` en
 dead engine is finished or returned, once, with the longest row of it that the queue holds; no other row of it is left.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -57,7 +55,7 @@ class EngineDeaths:
         self._max_restarts, self.num_restarts = max_restarts, 0
 
     @classmethod
-    def of(cls, deployment: Deployment, engines: Sequence[tuple[int, ...]], max_restarts: int) -> EngineDeaths:
+    def of(cls, deployment: Deployment, engines: Sequence[tuple[int, ...]], max_restarts: int) -> "EngineDeaths":
         only_generate = [rank for rank in deployment.generate if len(deployment.roles_of(rank)) == 1]
         return cls(engines, only_generate, max_restarts, sends_again=not deployment.shared)
 

@@ -1,8 +1,6 @@
 """Report whether a paced run kept its pace, by the time that emulated cards took beyond that of the modelled cards
 (`fusion.npu.pacer`)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
@@ -17,7 +15,7 @@ TOLERANCE = 0.03
 class PaceTally:
     """Accumulates the overrun of all steps since the start or resume. ``pace``: None if cards are not paced."""
 
-    def __init__(self, pace: Pace | None):
+    def __init__(self, pace: "Pace | None"):
         self.pace = pace
         self._wall_s = self._lost_s = 0.0
         self._lost_by_kind: Counter[str] = Counter()

@@ -1,7 +1,5 @@
 """Assign ranks to actors by their placement on nodes and cards, and emulated cards to nodes. Pure."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

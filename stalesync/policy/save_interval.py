@@ -5,8 +5,6 @@ passed since the previous cut and the previous checkpoint is written, so saving 
 earlier save. What a crash costs is then at most the interval, one step, and the time that writing takes.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 
@@ -22,7 +20,7 @@ class SaveInterval:
     seconds: float | None = None
 
     @classmethod
-    def parse(cls, value: int | str) -> SaveInterval:
+    def parse(cls, value: int | str) -> "SaveInterval":
         """Read `run.save_every`; raise ValueError, with what was expected, if it is neither a number of steps nor a
         time."""
         match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(s|min|h)?", str(value).replace(" ", ""), re.ASCII)

@@ -1,8 +1,6 @@
 """Read the exit status of a process that is no child of this one: of a zombie, or from Linux 6.15 on of any that ended
 while it was watched."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import struct
@@ -27,7 +25,7 @@ class ProcessStat(NamedTuple):
     exit_status: int
 
     @classmethod
-    def of(cls, pid: int) -> ProcessStat | None:
+    def of(cls, pid: int) -> "ProcessStat | None":
         """Read that of a process; None: it has ended."""
         try:
             before, after = Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)
@@ -37,7 +35,7 @@ class ProcessStat(NamedTuple):
         return cls(before.split("(", 1)[1], fields[0], int(fields[1]), int(fields[19]), int(fields[-1]))
 
     @classmethod
-    def of_all(cls) -> dict[int, ProcessStat]:
+    def of_all(cls) -> "dict[int, ProcessStat]":
         """Read those of all processes, by process id."""
         found = {int(name): cls.of(int(name)) for name in os.listdir("/proc") if name.isdigit()}
         return {pid: stat for pid, stat in found.items() if stat is not None}

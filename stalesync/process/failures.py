@@ -4,8 +4,6 @@ A worker sends the exception of a stage as a typed `StageFailed` (`fusion.coloca
 died. Of several failures the root cause is chosen by kind, then by rank, never by the text of a message.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -152,7 +150,7 @@ class FailedStage:
         self.failure, self.trace, self.end = failure, trace, end
 
     @classmethod
-    def of(cls, error: Exception, *, rank: int, stage: str) -> FailedStage:
+    def of(cls, error: Exception, *, rank: int, stage: str) -> "FailedStage":
         """Convert the exception that Ray raises for a stage of a worker."""
         import ray  # here: Ray's guard starts without it
 

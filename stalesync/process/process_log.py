@@ -1,7 +1,5 @@
 """Write what a process logs and prints to a file in the run's folder, which stays when the process is killed."""
 
-from __future__ import annotations
-
 import faulthandler
 import io
 import logging

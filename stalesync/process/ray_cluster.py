@@ -4,8 +4,6 @@ A call of Ray executes code. A Ray that a run starts listens on loopback only, a
 other users of the machine reach loopback, too. A cluster is joined only if it refuses callers without a token.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import secrets

@@ -4,19 +4,15 @@ Ray would wait for a minute, and then end the process without a report. Ray's gu
 left, so that nothing has to be ended in order.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
+from stalesync.process.failures import RunFailed
 from stalesync.process.ray_guard import GIVING_UP, Guard, Report
 from stalesync.process.ray_processes import NAMES, watching_start
 from stalesync.process.stopping import describe_stop, held_too_long, leave, raise_in_main
-
-if TYPE_CHECKING:
-    from stalesync.process.failures import RunFailed
 
 ShowReport = Callable[[str], None]
 """Shows the report of a run, given its outcome"""

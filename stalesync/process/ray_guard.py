@@ -15,8 +15,6 @@ The guard is started before Ray, which may be killed while it starts, too. Ray's
 environment. A run that ends by itself does the same, and then ends the guard.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import secrets
@@ -96,7 +94,7 @@ class Report(NamedTuple):
     folder: str
     world: int
 
-    def __call__(self, error: RunFailed, stderr: int) -> None:
+    def __call__(self, error: "RunFailed", stderr: int) -> None:
         """Record the error in the run's folder, and write it to ``stderr``, a descriptor."""
         from stalesync.process.run_log import Progress, RunLog
 

@@ -11,8 +11,6 @@ A run that resumes keeps the record of its earlier start as `error.start-<n>.jso
 to the logs.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -38,7 +36,7 @@ MAX_LOG_BYTES, MAX_LOGS_BYTES = 256 << 10, 32 << 20
 """Of each process's log in `run.log`, its end; and of all of them."""
 
 
-def describe_failure(error: BaseException, progress: Progress) -> dict[str, Any]:
+def describe_failure(error: BaseException, progress: "Progress") -> dict[str, Any]:
     """Describe why a run ended, as plain JSON. Where a card failed, the stage is the card's."""
     own = "".join(traceback.format_exception(type(error), error, error.__traceback__)).strip()
     described: dict[str, Any] = {

@@ -17,8 +17,6 @@ import system, in a callback from C. So a signal is raised again every `RAISE_AG
 run ends by it (`acknowledging`). Whatever ends at once, the guard of Ray and the keepers of rewards end the rest.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

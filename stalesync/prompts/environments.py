@@ -6,8 +6,6 @@
 The seed of an environment depends on run and prompt, so that all conversations of a group begin alike.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
@@ -34,7 +32,7 @@ class Environments:
         self._held: list[Stepped] = []
         """Answers that `take` was not asked for"""
 
-    def __enter__(self) -> Environments:
+    def __enter__(self) -> "Environments":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -11,8 +11,6 @@ keep their lengths when a run is repeated with another schedule, cards or stalen
 due to its row, so that it comes back in every epoch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, hypot, log
@@ -39,7 +37,7 @@ class ForcedLengths:
     spread: tuple[float, float, float] = FORCED_SPREAD
 
     @classmethod
-    def of(cls, config: RolloutConfig, seed: int) -> ForcedLengths | None:
+    def of(cls, config: RolloutConfig, seed: int) -> "ForcedLengths | None":
         """Create the lengths of a run; None where the policy ends its responses."""
         if config.sampling.forced_median is None:
             return None

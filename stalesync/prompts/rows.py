@@ -1,15 +1,12 @@
 """Define what a source of prompts provides: rows by index."""
 
-from __future__ import annotations
-
 import random
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from stalesync.prompts.config import DataConfig
+from stalesync.prompts.config import DataConfig
 
 HELD_OUT_ONE_IN = 10
 """Of the problems of a generator that are drawn from many"""

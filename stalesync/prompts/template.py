@@ -8,8 +8,6 @@ Invariants (tests/stalesync/prompts/test_template.py): a prompt's tokens are tho
 with a token that only the tokenizer appended; `prefill` is the end of what is rendered, or empty.
 """
 
-from __future__ import annotations
-
 import re
 import signal
 import threading

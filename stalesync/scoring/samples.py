@@ -1,8 +1,6 @@
 """Define a sample in the controller: ids, lengths, versions, text, reward, but no tokens. Plain data, one object
 from its arrival to the end of its training (a frozen dataclass would take three times as long to create)."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from operator import attrgetter
@@ -82,7 +80,7 @@ class Sample:
         return fields | {name: value for name in SAVED_IF_SET if (value := getattr(self, name))}
 
     @classmethod
-    def restore(cls, prompt: Prompt, state: Mapping[str, Any]) -> Sample:
+    def restore(cls, prompt: Prompt, state: Mapping[str, Any]) -> "Sample":
         """Restore a sample of ``prompt`` from what `state_dict` or `unscored_state_dict` returned."""
         optional = {name: state[name] for name in SAVED_IF_SET if name in state}
         sample = cls(prompt=prompt, **optional, **{name: state[name] for name in SAVED})

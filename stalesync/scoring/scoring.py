@@ -15,8 +15,6 @@ The queue delivers a sample again whose lease has ended before it was acknowledg
 restarted, whose journal holds no leases. Such a sample is scored once all the same (`Arrivals`).
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -95,7 +93,7 @@ class Scorer:
         self._batch_size = BatchSize()
         self._thread = threading.Thread(target=self._run, name="rewards", daemon=True)
 
-    def __enter__(self) -> Scorer:
+    def __enter__(self) -> "Scorer":
         self._thread.start()
         return self
 

@@ -7,8 +7,6 @@ A card runs its stages one after the other. A stage of several cards begins when
 is free, and ends on all of them at once, as on paced cards.
 """
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

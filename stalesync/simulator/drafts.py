@@ -12,8 +12,6 @@ variance.
 Invariant (property-tested): no other number of tokens promises more tokens a second; 0 is among the choices.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,7 +41,7 @@ class DraftSpec:
     kept: Mapping[int, Sequence[float]] | None = None
 
     @classmethod
-    def of(cls, config: DraftsConfig) -> DraftSpec | None:
+    def of(cls, config: DraftsConfig) -> "DraftSpec | None":
         """Return the drafts of a config with the published acceptance; None: there are none."""
         return None if not config.is_on else cls(config.from_siblings, config.from_history)
 

@@ -14,8 +14,6 @@ over the steps, up to rounding.
 Cost, for n requests in the engine and r ranks: O(log n + r) for an event, whatever the number of steps between two.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence

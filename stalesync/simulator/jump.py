@@ -14,8 +14,6 @@ Invariant (property-tested): the sum equals that of a loop over the steps, up to
 Cost, for n steps, r ranks and p changes of the maximum: O(r p log n), most often O(r).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import ceil, sqrt
 from typing import Any

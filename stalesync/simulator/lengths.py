@@ -7,8 +7,6 @@
 Invariant: the n-th prompt and its responses depend on the seed, or the file, only.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -56,7 +54,7 @@ class TraceLengths:
         self._taken = 0
 
     @classmethod
-    def read(cls, path: Path, *, prompt_tokens: int, max_response_tokens: int) -> TraceLengths:
+    def read(cls, path: Path, *, prompt_tokens: int, max_response_tokens: int) -> "TraceLengths":
         """Read a trace. Lines without `response_tokens` (groups that were filtered or failed) are left out.
         ``prompt_tokens``: where a line does not state it; ``max_response_tokens``: bound of every response. Raise
         ValueError if the file cannot be read, a line is not as expected, or groups differ in size; with the line."""

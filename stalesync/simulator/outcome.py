@@ -6,8 +6,6 @@ Figures of speed leave out the first steps, in which nothing has run ahead yet, 
 admitted for later steps any more. The shares of the cards' time are of the whole run.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Draw the outcomes of simulated runs as a PNG: tokens/s over supernodes, one line for each deployment and bound."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from math import floor, log10
 from pathlib import Path
@@ -47,7 +45,7 @@ def draw(outcomes: Mapping[Case, Outcome], path: Path, title: str) -> None:
         raise ValueError(f"--png {path}: {error}") from None
 
 
-def _draw_line(pen: Any, axes: _Axes, points: list[tuple[int, float]], colour: str) -> None:
+def _draw_line(pen: Any, axes: "_Axes", points: list[tuple[int, float]], colour: str) -> None:
     places = [(axes.x(count), axes.y(speed)) for count, speed in points]
     if len(points) > 1:
         first, last = points[0], points[-1][0]

@@ -1,7 +1,5 @@
 """Define a request in a simulated engine, and what a step of an attention rank prefills. Plain data."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
@@ -47,7 +45,9 @@ class SimulatedSequence:
     first_version: int | None = None
 
     @classmethod
-    def of(cls, request: SimulatedRequest, rank: int, size: RequestSize, chunk_tokens: int | None) -> SimulatedSequence:
+    def of(
+        cls, request: SimulatedRequest, rank: int, size: RequestSize, chunk_tokens: int | None
+    ) -> "SimulatedSequence":
         """Return the sequence of a request that is submitted. ``chunk_tokens``: None: no chunks."""
         length = size.prompt_tokens + size.generated
         left = (size.response_tokens if size.turn_end is None else size.turn_end) - size.generated

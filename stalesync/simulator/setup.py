@@ -4,8 +4,6 @@ Config ─┬─► WorkerSpec ─► AdmissionSpec, InferenceShare      as `sta
         └─► Pace ─► EngineSpec, TrainerCost, SwitchCost      as `fusion/colocate/paced.py`
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -54,7 +52,7 @@ class SimulationSetup:
         hardware: Hardware | None = None,
         slow_dies: SlowDies | None = None,
         drafts: DraftSpec | None = None,
-    ) -> SimulationSetup:
+    ) -> "SimulationSetup":
         """Resolve a config whose device has a pace. ``kv_tokens``: capacity of an attention rank's KV cache, in tokens
         of the run; None: no bound but that of the config; ``overheads``: of controller and queue; None: as measured;
         ``hardware``: the cards; None: those of the config; ``slow_dies``: None: there are none; ``drafts``: None: of

@@ -6,8 +6,6 @@ a trainer and an engine on the same random weights
   repeated    the same pass again: equal gradients and tokens, bit by bit; requests in other batches, too
 """
 
-from __future__ import annotations
-
 import copy
 import zlib
 from typing import Any

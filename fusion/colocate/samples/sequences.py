@@ -7,8 +7,6 @@ labels and the loss's inputs. The samples' lengths are known to all stages. Of a
 only the sampled ones have log-probabilities, a loss and a divergence from the reference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -7,8 +7,6 @@
 Every rank with the same schedule makes the same drafts, as they depend only on the calls.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Items
@@ -48,7 +46,7 @@ class TextDrafter:
         """Sequence → shares and sources of the tokens of its draft that is being verified"""
 
     @classmethod
-    def of(cls, config: DraftsConfig, *, single_paths: bool = False) -> TextDrafter | None:
+    def of(cls, config: DraftsConfig, *, single_paths: bool = False) -> "TextDrafter | None":
         """Create the drafter that a config asks for. ``single_paths``: the engine verifies no trees."""
         if not config.is_on:
             return None

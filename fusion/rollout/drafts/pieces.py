@@ -6,8 +6,6 @@
 Every length is checked against the others when a message is decoded; nothing in it is executed.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import struct
@@ -30,14 +28,14 @@ class TextPiece(NamedTuple):
     group: str
     request: str
     start: int
-    tokens: array[int]
+    tokens: "array[int]"
     reward: float | None = None
 
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
 
-    def split(self, count: int) -> tuple[TextPiece, TextPiece]:
+    def split(self, count: int) -> "tuple[TextPiece, TextPiece]":
         """Return the first ``count`` tokens, and what is behind them."""
         return self._replace(tokens=self.tokens[:count]), self._replace(
             start=self.start + count, tokens=self.tokens[count:]

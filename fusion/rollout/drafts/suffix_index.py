@@ -14,8 +14,6 @@ path.
 The indexes are in C++ (`suffix_index.cpp`), called through ctypes: the library depends on no version of Python.
 """
 
-from __future__ import annotations
-
 import ctypes
 from array import array
 from collections.abc import Sequence
@@ -182,9 +180,9 @@ class SuffixIndexes:
         for pointer in self._pointers.values():
             self._library.suffix_index_delete(pointer)
 
-    def _places(self, places: Sequence[tuple[int, int]]) -> tuple[array[int], array[int]]:
+    def _places(self, places: Sequence[tuple[int, int]]) -> "tuple[array[int], array[int]]":
         return array("Q", [self._pointers[index] for index, _ in places]), array("i", [number for _, number in places])
 
 
-def _address(values: array[int]) -> int:
+def _address(values: "array[int]") -> int:
     return values.buffer_info()[0]

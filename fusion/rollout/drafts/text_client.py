@@ -9,8 +9,6 @@ Invariant (property-tested): after a message that is answered, the store has eve
 as it has not dropped it; a writer whose piece does not join what the store has sends from there next time.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -38,7 +36,7 @@ class _Text:
 
     prompt: bytes
     group: str
-    tokens: array[int]
+    tokens: "array[int]"
     stored: int
 
 
@@ -57,7 +55,7 @@ class TextClient:
         self._cursors: dict[bytes, int] = {}
         self.sent_tokens = 0
 
-    def note(self, prompt: bytes, group: str, request: str, tokens: array[int], known: int) -> None:
+    def note(self, prompt: bytes, group: str, request: str, tokens: "array[int]", known: int) -> None:
         """Record that a response has grown. ``tokens``: the whole response, which the caller extends further;
         ``known``: tokens with which the request came, which another engine has sent."""
         text = self._changed.get(request)

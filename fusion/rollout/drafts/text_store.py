@@ -13,8 +13,6 @@ Pure: no clock, no process. Invariants (property-tested):
    are kept. A prompt that was not used for more than `max_age` policy versions is dropped.
 """
 
-from __future__ import annotations
-
 from array import array
 from bisect import bisect_right
 from collections import OrderedDict
@@ -44,7 +42,7 @@ class Mark(NamedTuple):
 
 @dataclass
 class _Text:
-    tokens: array[int] = field(default_factory=lambda: array("i"))
+    tokens: "array[int]" = field(default_factory=lambda: array("i"))
     marks: list[Mark] = field(default_factory=list)
 
     @property
@@ -56,7 +54,7 @@ class _Text:
         del self.tokens[length:]
         self.marks = [mark for mark in self.marks if mark.length <= length]
 
-    def extend(self, tokens: array[int], number: int, writer: int) -> None:
+    def extend(self, tokens: "array[int]", number: int, writer: int) -> None:
         """Append tokens, by ``writer`` as update ``number``."""
         self.tokens.extend(tokens)
         self.marks.append(Mark(number, len(self.tokens), writer))

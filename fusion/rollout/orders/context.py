@@ -5,17 +5,13 @@ finished sibling, before that the upper bound. So that no group starves, every `
 of the group that was served longest ago; a take that is put back counts as not served.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from fusion.rollout.entry import Entry
 from fusion.rollout.orders.interface import Lengths, OrderInputs
 from fusion.rollout.orders.ranked import RankedOrder
 from fusion.rollout.orders.stamped_heap import Rank, StampedHeap
-
-if TYPE_CHECKING:
-    from fusion.rollout.entry import Entry
 
 SERVE_STARVED = 16
 """Takes of which one serves the group that has waited longest"""

@@ -1,15 +1,10 @@
 """Take the oldest request first."""
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
+from fusion.rollout.entry import Entry
 from fusion.rollout.orders.interface import Lengths, Order, OrderInputs
-
-if TYPE_CHECKING:
-    from fusion.rollout.entry import Entry
 
 
 class FifoOrder(Order):

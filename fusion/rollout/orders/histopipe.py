@@ -27,17 +27,13 @@ rank, (step, ± expected length), the oldest of equals; `take_for` returns the o
 class and those that have the engine's class in their step, and None only if there is none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from fusion.rollout.entry import Entry
 from fusion.rollout.orders.interface import Lengths, Order, OrderInputs
 from fusion.rollout.orders.length_classes import ClassPlan, ExpectedLength, HistoPipeSpec, plan_classes
 from fusion.rollout.orders.stamped_heap import StampedHeap
-
-if TYPE_CHECKING:
-    from fusion.rollout.entry import Entry
 
 TAIL = 0.1
 """Share of the requests of a class that are its tail"""

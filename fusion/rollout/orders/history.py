@@ -12,16 +12,12 @@ foretell lengths (`LengthHistory.foretells`: they are drawn anew, or reversed), 
 then are estimated from finished siblings alone.
 """
 
-from __future__ import annotations
+from typing import ClassVar
 
-from typing import TYPE_CHECKING, ClassVar
-
+from fusion.rollout.entry import Entry
 from fusion.rollout.orders.interface import Lengths, OrderInputs
 from fusion.rollout.orders.ranked import RankedOrder
 from fusion.rollout.orders.stamped_heap import Rank
-
-if TYPE_CHECKING:
-    from fusion.rollout.entry import Entry
 
 OVERDUE = 0.5
 """Estimated remaining tokens of a response that has outgrown its estimate, relative to those that it has"""

@@ -8,17 +8,14 @@ Invariants of every order (property-tested in tests/rollout/orders): a request t
 discarded; a take that is put back changes nothing.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
-if TYPE_CHECKING:
-    from fusion.rollout.entry import Entry
-    from fusion.rollout.length_history import LengthHistory
-    from fusion.rollout.orders.length_classes import HistoPipeSpec
+from fusion.rollout.entry import Entry
+from fusion.rollout.length_history import LengthHistory
+from fusion.rollout.orders.length_classes import HistoPipeSpec
 
 
 @dataclass(slots=True)

@@ -5,16 +5,10 @@ runaway among it ends long after everything else. With this order a runaway has 
 discovered.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
+from fusion.rollout.entry import Entry
 from fusion.rollout.orders.interface import Lengths
 from fusion.rollout.orders.ranked import RankedOrder
 from fusion.rollout.orders.stamped_heap import Rank
-
-if TYPE_CHECKING:
-    from fusion.rollout.entry import Entry
 
 
 class LeastGeneratedOrder(RankedOrder):

@@ -15,8 +15,6 @@ engine; every engine has one class; classes are in order of length; no other sha
 ones among them. Cost, for n groups, C classes and E engines: O(n log n + E log C).
 """
 
-from __future__ import annotations
-
 import heapq
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
@@ -95,7 +93,7 @@ class ClassWork(NamedTuple):
     tokens: float
     longest: float
 
-    def plus(self, tokens: float, longest: float) -> ClassWork:
+    def plus(self, tokens: float, longest: float) -> "ClassWork":
         return ClassWork(self.tokens + tokens, max(self.longest, longest))
 
     def curve(self, spec: HistoPipeSpec) -> Callable[[int], float]:

@@ -2,16 +2,12 @@
 
 Optimal where work can be divided (McNaughton, 1959)."""
 
-from __future__ import annotations
+from typing import ClassVar
 
-from typing import TYPE_CHECKING, ClassVar
-
+from fusion.rollout.entry import Entry
 from fusion.rollout.orders.interface import Lengths
 from fusion.rollout.orders.ranked import RankedOrder
 from fusion.rollout.orders.stamped_heap import Rank
-
-if TYPE_CHECKING:
-    from fusion.rollout.entry import Entry
 
 
 class OracleOrder(RankedOrder):

@@ -10,21 +10,17 @@ Invariants (property-tested in tests/rollout/orders/test_ranked.py): `take` retu
 rank, of equals the one that was added first (of a group its first, then those that have not begun, then the others).
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from fusion.rollout.entry import Entry
 from fusion.rollout.orders.interface import Lengths, Order, OrderInputs
 from fusion.rollout.orders.stamped_heap import Rank, StampedHeap
-
-if TYPE_CHECKING:
-    from fusion.rollout.entry import Entry
 
 
 @dataclass(slots=True)
