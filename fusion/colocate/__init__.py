@@ -15,8 +15,7 @@
     loaded_worker      opens and loads a card, joins the others
     worker, stages     Worker: switch, generate, reference, score, train, save; the report of each
 
-A worker does not depend on Ray: `stalesync` starts it as an actor, a test calls it in its own process.
-"""
+A worker does not depend on Ray: `stalesync` starts it as an actor, a test calls it in its own process."""
 
 import lazy_loader
 

@@ -6,8 +6,7 @@
 From the first snapshot on, the copy takes as much host memory as weights and optimizer together. It shares no memory
 with tensors that later steps change.
 
-Invariant: `copy` and `write` alternate; `write` writes the state of the last `copy`, bitwise.
-"""
+Invariant: `copy` and `write` alternate; `write` writes the state of the last `copy`, bitwise."""
 
 from collections.abc import Mapping
 from typing import Any

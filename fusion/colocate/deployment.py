@@ -11,8 +11,7 @@ their weights are kept on the host and loaded into HBM when they are needed.
 Invariants (property-tested in tests/colocate/test_deployment.py):
 1. Every card hosts a role, and every role that the run needs has a card.
 2. A role's cards have consecutive ranks. In order: cards that train, cards that only generate, cards that only score.
-3. No engine mixes cards that train and cards that do not.
-"""
+3. No engine mixes cards that train and cards that do not."""
 
 from dataclasses import dataclass
 from enum import Enum

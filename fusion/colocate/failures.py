@@ -2,8 +2,7 @@
 
 A worker's exception may have any type, may not be picklable, and may not name a rank. At the end of a stage it is
 converted to a `StageFailed`: rank, stage, kind, message, trace. The controller separates root causes from consequences
-by the kind.
-"""
+by the kind."""
 
 import logging
 import traceback

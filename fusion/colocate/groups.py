@@ -2,8 +2,7 @@
 
 Invariants: cards that meet in several roles meet in one group, so that a card has one communicator and one full mesh of
 gloo's sockets with the same others; gloo joins only the groups in which the host communicates. Cards that save a
-checkpoint in the background have a group of their own beside these; operators that dispatch rows to experts, too.
-"""
+checkpoint in the background have a group of their own beside these; operators that dispatch rows to experts, too."""
 
 import resource
 from collections import Counter

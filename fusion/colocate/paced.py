@@ -2,8 +2,7 @@
 one, then sleeps until its modelled end. A worker without a pace never imports this module or the cost model.
 
 The ranks of a training step, of a switch, and of a step of an engine whose ranks exchange tokens between experts agree
-on the longest duration and end together; ranks with the same schedule (TP, PP) compute the same duration.
-"""
+on the longest duration and end together; ranks with the same schedule (TP, PP) compute the same duration."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

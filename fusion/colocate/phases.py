@@ -10,8 +10,7 @@
 
 Invariants: a card is in exactly one phase; a transition that is not in the table, or not allowed for the card's roles,
 and a request that the phase does not serve, raise an error with the phase and the request; a card whose switch failed
-is in BROKEN and serves nothing.
-"""
+is in BROKEN and serves nothing."""
 
 from enum import Enum
 from typing import NamedTuple

@@ -14,8 +14,7 @@ a name that none has had before (`new_group`):
 torch's own `tcp://` rendezvous listens on all interfaces, whatever its address says. Here the store listens on ``host``
 only: on loopback where all cards are on one machine. torch's store has no authentication: whoever reaches its port can
 read and change the addresses of ranks (never execute anything, as no value of it is unpickled), so the network between
-hosts must be closed to others (docs/security.md). KEY is random: it keeps processes apart that connect by mistake.
-"""
+hosts must be closed to others (docs/security.md). KEY is random: it keeps processes apart that connect by mistake."""
 
 import fcntl
 import os

@@ -1,7 +1,6 @@
 """Define the resources of the inference phase: which engines run, how much HBM of each card, how many sequences.
 
-A share is valid from one switch to INFER to the next, so it can change between two steps of a run. Pure data.
-"""
+A share is valid from one switch to INFER to the next, so it can change between two steps of a run. Pure data."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

@@ -2,8 +2,7 @@
 
 On the timeline a stage is a span that contains the spans of its parts. Between two stages the card waits for the
 controller; the kind of that wait is determined when the next stage begins (`wait_kind`). Time outside of all spans is
-idle, so that all kinds of a card add up to its wall clock.
-"""
+idle, so that all kinds of a card add up to its wall clock."""
 
 import logging
 from collections import deque

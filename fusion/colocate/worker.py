@@ -6,8 +6,7 @@
                 train, snapshot    (save runs on a separate thread in any phase: it writes the copy of snapshot)
 
 A stage is a method that all cards concerned run at once; between two stages a card only copies (the optimizer, to and
-from the host). What a card consists of is `LoadedCard`; how it changes its phase is in `PhaseSwitcher`.
-"""
+from the host). What a card consists of is `LoadedCard`; how it changes its phase is in `PhaseSwitcher`."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager

@@ -15,8 +15,7 @@
        └───────────── SuspendedSample ◄───────────────────────────────┘
 
 This package exports only what is pure; the rest is imported by module, so that a policy that uses the buffer loads
-no torch. An engine is one TP/EP group.
-"""
+no torch. An engine is one TP/EP group."""
 
 import lazy_loader
 

@@ -40,8 +40,7 @@ O(E + d (log n + log E)) for d requests. Only `of`, `forget_kv`, `state_dict` an
 Invariants (property-tested in tests/rollout/test_buffer.py): a request is on at most one engine; it is finished once;
 its number of generated tokens decreases only by a branch; a group is removed as a whole; a buffer restored from
 `state_dict` is the same buffer with nothing on an engine; an engine with several requests has at most its bounds of
-requests and KV.
-"""
+requests and KV."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -5,8 +5,7 @@
 
 Only cards that report for an engine have responses, so no other card loads a tokenizer. Importing transformers takes
 more than a second of CPU in each process (measured: 1.4 s); where `tokenizer.json` alone decodes as the tokenizer does
-(`standalone`), a card loads it by the `tokenizers` library instead, in milliseconds.
-"""
+(`standalone`), a card loads it by the `tokenizers` library instead, in milliseconds."""
 
 import json
 from collections.abc import Callable, Sequence

@@ -10,8 +10,7 @@ those that return to their KV; `fill` assigns requests in order until the next o
 its requests in order, and the same answer for the same arguments. Where engines prefer requests (`Order.take_for`),
 each first gets those, and the rest is assigned as without.
 
-Cost, for d requests and E engines: `assign_all` O(d + E log E), `fill` O(E + d log E), without that of the order.
-"""
+Cost, for d requests and E engines: `assign_all` O(d + E log E), `fill` O(E + d log E), without that of the order."""
 
 import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence

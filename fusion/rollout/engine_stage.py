@@ -6,8 +6,7 @@ requests ─► engine ─ finished ─► merged with what was generated before
               └─ pause ──────────► suspended, too; the stage ends
 
 Its time is recorded step by step: `prefill` if anything was prefilled, `decode`, `wait_data` if this card computed
-nothing (no requests, or a step for the sake of other cards), `put` to the queue.
-"""
+nothing (no requests, or a step for the sake of other cards), `put` to the queue."""
 
 import threading
 import time

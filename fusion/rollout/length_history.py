@@ -13,8 +13,7 @@ last step that had one; of more than ``max_rows`` rows those whose group is olde
 that of all groups, of which one counts half as much after `HALF_LIFE` further ones, and so are both distances of rows
 that had a group before; none of this depends on the order in which the groups of a step end; a restored history is the
 same.
-Cost, for a group of G: O(G log G); about 150 bytes and 4 per response for each row.
-"""
+Cost, for a group of G: O(G log G); about 150 bytes and 4 per response for each row."""
 
 from array import array
 from collections.abc import Mapping, Sequence

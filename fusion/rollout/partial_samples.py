@@ -17,8 +17,7 @@ continues.
 If the queue has lost what a sample has so far, the sample cannot be completed: it ends as lost, too.
 
 Invariants: a sample has at most one such row, the latest, except while a newer one is being put beside it; a row is
-dropped by the card that put its replacement.
-"""
+dropped by the card that put its replacement."""
 
 import logging
 import threading

@@ -2,8 +2,7 @@
 
 Stages run one after the other. Methods in concurrency groups run at the same time: control calls, the call that waits
 for requests at the end of their chunk, the transfer of new weights to a card that continues generating, and the writing
-of a checkpoint. One call is never answered: by it the end of the process is noticed.
-"""
+of a checkpoint. One call is never answered: by it the end of the process is noticed."""
 
 import gc
 import threading

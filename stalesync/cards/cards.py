@@ -15,8 +15,7 @@ machine is busy or suspended answers late, which is reported while it lasts and 
 An engine of cards that only generate can be replaced when one of them dies (`card_failures.py`): its other cards are
 ended, waiting for its stage raises `EnginesLost`, `take_dead` reports it, and `restart` starts other processes. If
 weights were being sent, waiting for that raises the same, once it has ended on all other cards; what they were to do
-behind it is dropped.
-"""
+behind it is dropped."""
 
 import logging
 import threading

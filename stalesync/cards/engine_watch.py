@@ -2,8 +2,7 @@
 
     running ──► down ──► running        `observe_failures` … `take_dead` … `observe_restarted`
 
-A card of an engine that may be replaced has a call that never returns: it fails when the process ends.
-"""
+A card of an engine that may be replaced has a call that never returns: it fails when the process ends."""
 
 import time
 from collections import deque

@@ -4,8 +4,7 @@
                                                                            freed when the rank drops it
 
 Only names and numbers pass the controller. The rank that asks owns the object, so it is freed with its last reference
-there, and with that rank. An actor that ends is not started again: KV of its machine is computed again from then on.
-"""
+there, and with that rank. An actor that ends is not started again: KV of its machine is computed again from then on."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -8,8 +8,7 @@
                                    ├─► names: metrics of the step, as verl names them
                                    └─► history: evaluations.jsonl, and which checkpoint is the best by `eval.best`
 
-`evaluation` acts; `estimates`, `names`, `results` and `history` are pure. `standalone` evaluates a checkpoint alone.
-"""
+`evaluation` acts; `estimates`, `names`, `results` and `history` are pure. `standalone` evaluates a checkpoint alone."""
 
 import lazy_loader
 

@@ -14,8 +14,7 @@ kind, not how little other noise would change the answers. With few prompts that
 wrong they are too short, as every interval by standard errors is.
 
 Invariants (property-tested): pass@k equals the enumeration of subsets; it grows with k and with c; the estimate of a
-single answer is its mean; an interval contains its mean, and shrinks to it where all prompts are equal.
-"""
+single answer is its mean; an interval contains its mean, and shrinks to it where all prompts are equal."""
 
 import math
 from collections.abc import Sequence

@@ -3,8 +3,7 @@
 verl (`RayPPOTrainer._val_metrics_update`, `process_validation_metrics`) writes `<section>/<data source>/<variable>/
 <statistic>@<n>`, with the section `val-core` for the reward's statistics at the largest n and `val-aux` for all others.
 Here the data source is the file's name and the variables are `reward` and `response_length`. `mean@n` is verl's.
-`pass@n` is this project's: verl has `best@n/mean`, a bootstrap of the same quantity for rewards of 0 and 1.
-"""
+`pass@n` is this project's: verl has `best@n/mean`, a bootstrap of the same quantity for rewards of 0 and 1."""
 
 from typing import Literal
 

@@ -4,8 +4,7 @@ Pure.
 A prompt counts with those of its answers that could be scored: its mean reward is theirs, and it counts for pass@k if
 there are at least k of them. A prompt without any is left out. Where a reward has several terms
 (`RewardOutcome.terms`), its mean is that of their weighted sum, each term has a mean of its own, and an answer is
-correct by the first, the reward itself.
-"""
+correct by the first, the reward itself."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence

@@ -2,8 +2,7 @@
 trained by supervised learning on a generator's solutions until it reaches a target accuracy, and saved as a Hugging
 Face folder.
 
-The trainer, the engine and the reward are those of the main job, in one process on one card.
-"""
+The trainer, the engine and the reward are those of the main job, in one process on one card."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,8 +1,7 @@
 """Estimate the memory that a job takes of a card in each phase, and refuse a job that does not fit.
 
 Refused is what the estimate is sure of: a phase that does not fit cards whose memory is known, with bfloat16 weights,
-for which the estimate is. Anything else that may not fit is a warning.
-"""
+for which the estimate is. Anything else that may not fit is a warning."""
 
 import logging
 from dataclasses import replace

@@ -8,8 +8,7 @@ run is untested exactly if one of its backends is, or if on Ascend no official r
 is untested on CUDA cards.
 Embedded with embedded is never untested.
 
-Pure; imports only Python's own modules, so that `scripts/doctor.py` runs where nothing is installed yet.
-"""
+Pure; imports only Python's own modules, so that `scripts/doctor.py` runs where nothing is installed yet."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

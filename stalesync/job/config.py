@@ -1,8 +1,7 @@
 """Compose the config of a run: one dataclass per group, each in the package that owns it, and its checks.
 
 Hydra composes a run's config from `recipes/conf` over these dataclasses; it is validated once and never changes;
-`cross_checks.py` has the checks across groups. The documentation of a key is the text below its field.
-"""
+`cross_checks.py` has the checks across groups. The documentation of a key is the text below its field."""
 
 import dataclasses
 from collections.abc import Mapping

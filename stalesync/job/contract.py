@@ -2,8 +2,7 @@
 
 Rows are in the notation of `fusion/inference/backends/vllm_calls.py`. Bases of
 classes and imported names are followed within the sources; a class with a base outside of them has any attribute of the
-rows only if it sets it. Pure; imports only Python's own modules.
-"""
+rows only if it sets it. Pure; imports only Python's own modules."""
 
 import ast
 from collections.abc import Callable, Iterator, Mapping, Sequence

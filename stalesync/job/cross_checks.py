@@ -1,7 +1,6 @@
 """Check keys of a config against those of other groups.
 
-Each check raises a ValueError that names the key to change, or both numbers that conflict. Pure.
-"""
+Each check raises a ValueError that names the key to change, or both numbers that conflict. Pure."""
 
 from __future__ import annotations
 

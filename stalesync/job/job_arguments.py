@@ -1,8 +1,7 @@
 """Read the arguments of `scripts/train.py` for commands that answer for a job without running it (plan, simulate).
 
 Invariant: of every key that an argument changes, the command reads it, it is timeless, or it is refused by name; with
-`--job` what would be refused is listed instead. Which it is, the key itself states (`fusion.telemetry.keys.KeyUse`).
-"""
+`--job` what would be refused is listed instead. Which it is, the key itself states (`fusion.telemetry.keys.KeyUse`)."""
 
 import difflib
 import json

@@ -6,8 +6,7 @@
                             ├─► check_supported        what a backend cannot do is refused
                             └─► job_arguments          which keys plan and simulation read, and which they may ignore
 
-Pure.
-"""
+Pure."""
 
 import ast
 import inspect

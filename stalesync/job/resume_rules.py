@@ -13,8 +13,7 @@ Invariants (property-tested in tests/stalesync/job/test_resume_rules.py):
 2. Without a change nothing is refused, and no group ends.
 3. A key that is refused is accepted when it is named, except where the rule is `NEVER`; no other key has to be named.
 4. Groups in progress end exactly if a named key is of a rule that refuses because of them.
-5. A name that is refused by no rule is refused itself.
-"""
+5. A name that is refused by no rule is refused itself."""
 
 import fnmatch
 from collections.abc import Collection, Mapping

@@ -7,8 +7,7 @@
 
 Files of at most `WHOLE_BYTES` are digested whole, larger ones in three pieces; of these, the cards add a checksum of
 all weights while they load them, which is the same in every layout. The order of prompts depends on `data.source`,
-whose digest is part of the state of `PromptSource`.
-"""
+whose digest is part of the state of `PromptSource`."""
 
 import json
 from collections.abc import Iterable, Mapping

@@ -13,8 +13,7 @@ restart.
 
 Only folders named `step-<number>` are checkpoints of the run: copies of any other name (`step-4-good`) are neither
 resumed nor removed. When a run goes back to an older checkpoint, a damaged one is renamed to `step-N.damaged`, and one
-that lacks only its manifest to `step-N.unmarked`.
-"""
+that lacks only its manifest to `step-N.unmarked`."""
 
 import difflib
 import json

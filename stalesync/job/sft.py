@@ -3,8 +3,7 @@
     JSON Lines ─► chats ─ ChatTokenizer ─► tokens, mask ─► batches ─ train_supervised ─► Hugging Face folder
 
 Teaches a model the format of a tool before its calls are rewarded. A share of the chats is held out; how well they are
-predicted is reported, and may end the training.
-"""
+predicted is reported, and may end the training."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence

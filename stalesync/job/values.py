@@ -5,8 +5,7 @@
     run.loggers=wandb         run.loggers=[wandb]
     run.name=1e3              run.name='1e3'
 
-A value with quotes, brackets or an interpolation is Hydra's own to read, and stays as it is.
-"""
+A value with quotes, brackets or an interpolation is Hydra's own to read, and stays as it is."""
 
 import re
 import types

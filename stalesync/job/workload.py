@@ -5,8 +5,7 @@
     responses        drawn by `prompts/lengths.py` around a median, at most rollout.max_response_length tokens
     their median     rollout.sampling.forced_median; null: MEDIAN_SHARE of rollout.max_response_length
 
-Pure: the same config gives the same workload and the same text.
-"""
+Pure: the same config gives the same workload and the same text."""
 
 from dataclasses import replace
 

@@ -10,8 +10,7 @@ whose seconds are limited by the pool. While the run is paused, for a checkpoint
 a checkpoint these conversations are away, and after a resume their turns are observed again.
 
 A conversation, or a branch of it, is completed by a living engine's first card. If that dies meanwhile, another one
-does it, unless the finished sample is in the queue.
-"""
+does it, unless the finished sample is in the queue."""
 
 import logging
 import time

@@ -11,8 +11,7 @@ card trains: a process group cannot be renewed under a collective.
 Weights are published as a transaction: at its end all engines have the version. If engines die while it is under way,
 the other cards recover from the transfer, and it is repeated when they are replaced. What was started behind the switch
 is started again, with the same requests; engines that were to receive the weights while they generate are stopped
-instead, and their requests wait.
-"""
+instead, and their requests wait."""
 
 import logging
 from collections.abc import Callable, Iterator, Sequence

@@ -6,8 +6,7 @@
 
 A round begins when engines and environments have answered the one before. Noise is keyed by the prompt's id, the
 branch and the position, as in a single turn. The tokens of an answer pass the controller, unlike those of rollouts:
-there are few.
-"""
+there are few."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence

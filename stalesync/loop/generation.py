@@ -6,8 +6,7 @@ publish ─► dispatch ─► engines: `generate` in the background ─► queu
               └ stop ────┘   unfinished requests of engines that stop
 
 A card runs its stages one after the other, in the order in which they are begun. So the next stage is begun behind a
-switch, and a switch behind `generate`, before this process has heard of its end: the card waits for no message.
-"""
+switch, and a switch behind `generate`, before this process has heard of its end: the card waits for no message."""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence

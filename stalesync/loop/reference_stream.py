@@ -7,8 +7,7 @@ Without cards of its own, the cards that train compute it for a step or a part o
 resumed run has already: it may have had such cards.
 
 Invariants: every complete group is part of exactly one call, also over a checkpoint. At staleness 0 each call is of one
-group, so that the batches that the reference computes do not depend on timing; above, of all that are complete.
-"""
+group, so that the batches that the reference computes do not depend on timing; above, of all that are complete."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence

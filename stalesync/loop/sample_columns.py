@@ -1,8 +1,7 @@
 """Hold the samples of a step as columns. Pure.
 
 A step visits its samples some twenty times: to claim them, for their advantages, to split them over replicas, for its
-metrics. Each visit of the objects would cost several cache misses a sample, so they are read once.
-"""
+metrics. Each visit of the objects would cost several cache misses a sample, so they are read once."""
 
 from __future__ import annotations
 

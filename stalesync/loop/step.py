@@ -5,8 +5,7 @@
                               └ its samples are acknowledged to the queue, while the cards switch for the next step
 
 Invariants: each transition is made once, however often it is asked for; a step is logged after it is closed, or
-after its run has failed; its row is written at most once, also if that fails.
-"""
+after its run has failed; its row is written at most once, also if that fails."""
 
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Literal

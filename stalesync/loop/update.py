@@ -13,8 +13,7 @@ A conversation in several branches is one sample with several rows: it has one a
 and trained, or none.
 
 The cards wait for no answer that they need not know: while the queue answers the put, the reference runs, and
-training is begun behind the reference where each card trains with what it has written itself.
-"""
+training is begun behind the reference where each card trains with what it has written itself."""
 
 import logging
 import time

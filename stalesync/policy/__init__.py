@@ -9,5 +9,4 @@ engine_deaths  whether the death of a card can be mended; `placing`: ranks to ac
                reported and given up; `pacing`: whether a paced run kept its pace
 save_interval  when a checkpoint is due; `reward_history`: rewards of a row's last responses
 
-A run obeys them in `loop`, the simulator in virtual time, property tests in neither.
-"""
+A run obeys them in `loop`, the simulator in virtual time, property tests in neither."""

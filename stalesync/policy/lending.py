@@ -14,8 +14,7 @@ Invariants (property-tested in tests/stalesync/policy/test_lending.py): cards th
 `begin_generation`, only in the tail, if the others can decode all requests at once and a part is ready, and only if the
 measured tail is longer than the measured return: `GAIN` times as long if they were not lent when this was decided last
 (hysteresis). A part has at least `PART` of the groups of a step. Where generation ends before its tail begins, its tail
-counts as 0 seconds; where it was interrupted, its tail is not measured.
-"""
+counts as 0 seconds; where it was interrupted, its tail is not measured."""
 
 from math import ceil
 

@@ -1,8 +1,7 @@
 """Decide, while something is awaited, when to report that it is late and when to stop waiting. Pure: time is passed in.
 
 Invariants: it stops only when more than ``limit_s`` have passed since the beginning; until then it warns once whenever
-more than ``warn_every_s`` have passed since the beginning or the last warning.
-"""
+more than ``warn_every_s`` have passed since the beginning or the last warning."""
 
 from typing import Literal
 

@@ -4,8 +4,7 @@
 
 Invariants (property-tested): a row has the rewards of its group that was scored last, in the order of its responses'
 numbers; a group has none of its own; of more than ``max_rows`` rows those scored longest ago are dropped; a restored
-history is the same. Cost: O(1) a group; about 150 bytes and 32 per response for each row.
-"""
+history is the same. Cost: O(1) a group; about 150 bytes and 32 per response for each row."""
 
 import math
 from collections.abc import Mapping, Sequence

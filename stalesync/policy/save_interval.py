@@ -2,8 +2,7 @@
 
 Invariants: by steps, every multiple of the number is due; by time, a step is due if and only if at least that time has
 passed since the previous cut and the previous checkpoint is written, so saving never makes the run wait for an
-earlier save. What a crash costs is then at most the interval, one step, and the time that writing takes.
-"""
+earlier save. What a crash costs is then at most the interval, one step, and the time that writing takes."""
 
 import re
 from dataclasses import dataclass

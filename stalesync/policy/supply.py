@@ -5,8 +5,7 @@
     spec      bounds of an engine             ─┘
 
 The ledger decides what may be admitted and the buffer which request goes where; this file decides how many. `Admission`
-decides when, and states the rules.
-"""
+decides when, and states the rules."""
 
 from collections.abc import Iterator, Mapping, Sequence
 

@@ -10,5 +10,4 @@ garbage        rare garbage collection; `in_flight`: calls whose answers are awa
 card_environment  the variables with which the processes of real cards start
 
 `failures`, `hosts`, `run_log` and the watchers import neither torch nor the loop: the guard is a process that stays
-small.
-"""
+small."""

@@ -4,8 +4,7 @@
 
 Invariants: what the user has exported is never changed; the buffers of all communicators of a card together take at
 most HCCL_BYTES, which is half of what the cost model leaves to the runtime of an Ascend card. docs/howto/ascend.md has
-the source of every variable.
-"""
+the source of every variable."""
 
 import glob
 import os

@@ -7,8 +7,7 @@
 This process may be delayed so long that it finds both ended. But the kernel keeps the order meanwhile: it sends all
 signals before any process that they kill can be reported as ended, so that a process that is ready before the signal
 has ended by itself, and the end of the controller may be its consequence. The reverse is not certain: a process closes
-its connections before it is reported as ended, and a peer that ends by that may be reported first.
-"""
+its connections before it is reported as ended, and a peer that ends by that may be reported first."""
 
 import ctypes
 import os

@@ -1,8 +1,7 @@
 """Reports the root cause of a failed stage, not its consequences.
 
 A worker sends the exception of a stage as a typed `StageFailed` (`fusion.colocate.failures`); Ray reports workers that
-died. Of several failures the root cause is chosen by kind, then by rank, never by the text of a message.
-"""
+died. Of several failures the root cause is chosen by kind, then by rank, never by the text of a message."""
 
 import logging
 import os

@@ -5,8 +5,7 @@ after every 700 of them, and the larger ones visit all objects of the process, i
 controller's time in a step with 16,384 groups.
 
 glibc gives each thread that starts an arena of its own, up to eight a core, and what is freed in one is not used by
-others: with every checkpoint that another thread writes, a process would grow.
-"""
+others: with every checkpoint that another thread writes, a process would grow."""
 
 import ctypes
 import gc

@@ -1,7 +1,6 @@
 """Refuse, before anything of a run is started, a cluster whose hosts cannot train together.
 
-Every live host of the cluster is asked, also one without a card of the run: it stores samples of the queue.
-"""
+Every live host of the cluster is asked, also one without a card of the run: it stores samples of the queue."""
 
 import logging
 import secrets

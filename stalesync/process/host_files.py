@@ -5,8 +5,7 @@
     controller   compares the reports with its own                                        ─► a line for each difference
 
 The run's folder must be one and the same; of models and code, copies will do. Digests are of the whole of small files,
-and of three pieces of large ones: other weights of the same shape differ everywhere.
-"""
+and of three pieces of large ones: other weights of the same shape differ everywhere."""
 
 import os
 from collections.abc import Iterator, Mapping

@@ -1,8 +1,7 @@
 """Name hosts, and ranks in messages: "rank 3 on host-b (10.0.0.2)" where the cards are on several hosts. Pure.
 
 Addresses are those that Ray knows, under which its processes reach each other. The name of a host resolves to nothing
-useful: `/etc/hosts` may map it to 127.0.1.1.
-"""
+useful: `/etc/hosts` may map it to 127.0.1.1."""
 
 import ipaddress
 from collections.abc import Iterable, Mapping, Sequence

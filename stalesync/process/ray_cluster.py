@@ -1,8 +1,7 @@
 """Start Ray on this machine for a run, or join a cluster, which only processes with its token can call.
 
 A call of Ray executes code. A Ray that a run starts listens on loopback only, and its calls carry a token, since the
-other users of the machine reach loopback, too. A cluster is joined only if it refuses callers without a token.
-"""
+other users of the machine reach loopback, too. A cluster is joined only if it refuses callers without a token."""
 
 import logging
 import os

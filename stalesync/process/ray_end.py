@@ -1,8 +1,7 @@
 """End this process at once where its main thread waits in Ray and cannot: from another thread, with a report.
 
 Ray would wait for a minute, and then end the process without a report. Ray's guard and those of the rewards end what is
-left, so that nothing has to be ended in order.
-"""
+left, so that nothing has to be ended in order."""
 
 import os
 from collections.abc import Callable, Iterator

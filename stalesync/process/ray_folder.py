@@ -7,8 +7,7 @@ enter.
 ROOT is RAY_TMPDIR, else TMPDIR, else /tmp. Nobody but its user and root can rename the folder, or anything above it:
 the name is new, and each folder above belongs to this user or root and is writable by others only with a sticky bit, or
 is below one that only its user may enter. The folder is removed when the run has ended; that of a run all of whose
-processes were killed, when the next one has.
-"""
+processes were killed, when the next one has."""
 
 import os
 import shutil

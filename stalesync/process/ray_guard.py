@@ -12,8 +12,7 @@ reports the end of the controller that follows, and kills one that still starts 
 with a controller that is killed, too: these are not reported (`end_order.py`, `exit_status.py`).
 
 The guard is started before Ray, which may be killed while it starts, too. Ray's processes inherit a mark in their
-environment. A run that ends by itself does the same, and then ends the guard.
-"""
+environment. A run that ends by itself does the same, and then ends the guard."""
 
 import json
 import os

@@ -1,7 +1,6 @@
 """Notice that a process of Ray has ended. Ray waits a minute for its GCS, and then ends the controller without cleanup.
 
-Only for a Ray that this process has started: its processes are children of this one.
-"""
+Only for a Ray that this process has started: its processes are children of this one."""
 
 from __future__ import annotations
 

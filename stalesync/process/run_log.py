@@ -8,8 +8,7 @@ error.json            only if it failed: error, message, kind, rank, host, stage
 run.log               only if it failed: the same as text, rank and stage first, then the end of every log
 
 A run that resumes keeps the record of its earlier start as `error.start-<n>.json` and `run.start-<n>.log`, and appends
-to the logs.
-"""
+to the logs."""
 
 import json
 import os

@@ -14,8 +14,7 @@ is 128 + the signal's number, as a shell reports it.
 
 Python drops an exception that a signal raises where no caller can receive it: in a destructor, in a callback of the
 import system, in a callback from C. So a signal is raised again every `RAISE_AGAIN_S` until one has arrived where the
-run ends by it (`acknowledging`). Whatever ends at once, the guard of Ray and the keepers of rewards end the rest.
-"""
+run ends by it (`acknowledging`). Whatever ends at once, the guard of Ray and the keepers of rewards end the rest."""
 
 import os
 import signal

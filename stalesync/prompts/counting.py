@@ -5,8 +5,7 @@
 
 The solutions that teach a base model have random lengths: it learns how to count on, and to end too early.
 
-Invariant: `row` and `evaluation` have no problem in common.
-"""
+Invariant: `row` and `evaluation` have no problem in common."""
 
 import random
 

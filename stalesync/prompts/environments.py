@@ -3,8 +3,7 @@
     row ─ task ─► reset ─► first messages ─► Prompt            before a group is admitted
     turn of the model ─► `step` ─► … ─► `take`: its answer     never waits
 
-The seed of an environment depends on run and prompt, so that all conversations of a group begin alike.
-"""
+The seed of an environment depends on run and prompt, so that all conversations of a group begin alike."""
 
 import threading
 from collections.abc import Callable, Collection, Sequence

@@ -2,8 +2,7 @@
 numbers of any size, and for one chosen field the text of its value in the file.
 
 The library `datasets` is not used for JSON: it infers one type for a column, and changes answers on the way
-("2024-01-01" becomes a timestamp, 12345678901234567890 becomes 1.2e19, and [2, 2.5] becomes 2.0 and 2.5).
-"""
+("2024-01-01" becomes a timestamp, 12345678901234567890 becomes 1.2e19, and [2, 2.5] becomes 2.0 and 2.5)."""
 
 import json
 import mmap

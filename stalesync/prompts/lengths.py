@@ -8,8 +8,7 @@ and 90th percentile of 4115). The mean is about 1.6 times the median, the 99th p
 
 Invariants: a length depends only on the seed, the prompt's id and the number of the group member, so that all responses
 keep their lengths when a run is repeated with another schedule, cards or staleness bound. What is due to the prompt is
-due to its row, so that it comes back in every epoch.
-"""
+due to its row, so that it comes back in every epoch."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

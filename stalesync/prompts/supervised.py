@@ -3,8 +3,7 @@
     rendered up to the assistant's turn │ its text and its end │ others' turns │ …      tokenised apart, as they are
     not trained                         │ trained              │ not trained          when a conversation is sampled
 
-Invariant: the parts are the whole rendered chat, up to the end of the assistant's last turn.
-"""
+Invariant: the parts are the whole rendered chat, up to the end of the assistant's last turn."""
 
 from typing import Any, NamedTuple
 

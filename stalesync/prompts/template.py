@@ -5,8 +5,7 @@
     └── generation prompt ──┘
 
 Invariants (tests/stalesync/prompts/test_template.py): a prompt's tokens are those of its rendered text, and never end
-with a token that only the tokenizer appended; `prefill` is the end of what is rendered, or empty.
-"""
+with a token that only the tokenizer appended; `prefill` is the end of what is rendered, or empty."""
 
 import re
 import signal

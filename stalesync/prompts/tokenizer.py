@@ -3,8 +3,7 @@
     <|user|>12+34=<|end|><|assistant|>CALL 12+34 CALL_END<|end|><|tool|>46<|end|><|assistant|>46<|end|>
 
 In a chat a token is a role, the end of a turn (the end token), a word, or a character: a call of the calculator in the
-hermes format has two tokens more than its expression.
-"""
+hermes format has two tokens more than its expression."""
 
 import re
 from collections.abc import Sequence

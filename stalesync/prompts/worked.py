@@ -14,8 +14,7 @@ digits has n (5m + 7) + 2n + 3 tokens including the end token: 41 for 2 numbers 
 letters are the index hints of Zhou et al. 2023, "What algorithms can transformers learn?"; the written steps are a
 scratchpad (Nye et al. 2021), beginning with the ones.
 
-Invariant, besides those of `DrawnRows`: `answer` is the end of `solution`, from its only `#` on.
-"""
+Invariant, besides those of `DrawnRows`: `answer` is the end of `solution`, from its only `#` on."""
 
 import random
 from collections.abc import Sequence

@@ -12,8 +12,7 @@ lost (`WholeGroups`). A sample is then acknowledged when it arrives: the control
 contains it. Otherwise it is acknowledged when it is scored.
 
 The queue delivers a sample again whose lease has ended before it was acknowledged: it expired, or the queue's actor was
-restarted, whose journal holds no leases. Such a sample is scored once all the same (`Arrivals`).
-"""
+restarted, whose journal holds no leases. Such a sample is scored once all the same (`Arrivals`)."""
 
 import threading
 import time

@@ -17,5 +17,4 @@
     slow_dies  which dies are slow, by how much              choice     deployment, split and bound for a job
     baseline   the published baseline, term by term          draft_texts   … measured on recorded texts
 
-Pure: neither torch nor Ray. docs/simulator.md states what is modelled and what is not.
-"""
+Pure: neither torch nor Ray. docs/simulator.md states what is modelled and what is not."""

@@ -6,8 +6,7 @@ The published ratio of `colocated` to `separate` has a baseline with a slow upda
 simulation of both deployments here has neither. Each term has its source. Nothing is fitted: what the terms do not
 explain is the gap, published ratio over modelled ratio.
 
-Invariant: terms are at least 0, so that the modelled ratio is at least the one without them.
-"""
+Invariant: terms are at least 0, so that the modelled ratio is at least the one without them."""
 
 from dataclasses import dataclass
 from itertools import accumulate

@@ -4,8 +4,7 @@
     publish overlapped ─► received ─► engines adopt between two steps              cards that only generate
 
 A card runs its stages one after the other. A stage of several cards begins when the last of them has been called and
-is free, and ends on all of them at once, as on paced cards.
-"""
+is free, and ends on all of them at once, as on paced cards."""
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence

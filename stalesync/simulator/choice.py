@@ -4,8 +4,7 @@
     Options ─ choose ─► the fastest; of those as fast within `MARGIN`, the one with the smaller bound
 
 `choose` and `candidates` are pure. Invariants (property-tested): no option is faster than the chosen one by more than
-`MARGIN`; none with a smaller bound is as fast as the fastest within `MARGIN`; the order of options does not matter.
-"""
+`MARGIN`; none with a smaller bound is as fast as the fastest within `MARGIN`; the order of options does not matter."""
 
 import copy
 from collections.abc import Iterable, Sequence

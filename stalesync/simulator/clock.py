@@ -7,8 +7,7 @@ that waits (`wait_for`, `advance_to`) while the events of the cards are executed
 
 Invariant (property-tested): `now` never decreases; an action is executed at its own time.
 
-Cost, for n events that are not executed yet: `at` and `step` O(log n).
-"""
+Cost, for n events that are not executed yet: `at` and `step` O(log n)."""
 
 import heapq
 from collections.abc import Callable

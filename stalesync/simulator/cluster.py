@@ -4,8 +4,7 @@
                                                                              └─► 16 supernodes ─► Config ─► Outcome
 
 More supernodes mean more data parallelism and more engines; TP, EP and PP stay. Prompts of a step and cards that only
-generate grow with them.
-"""
+generate grow with them."""
 
 import copy
 from dataclasses import dataclass, fields, replace

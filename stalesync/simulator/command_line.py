@@ -1,7 +1,6 @@
 """The command line of `scripts/simulate.py`: arguments to a scenario and its cases, outcomes to tables, JSON or PNG.
 
-Every function raises a ValueError, which names the key, for a value that is not accepted.
-"""
+Every function raises a ValueError, which names the key, for a value that is not accepted."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

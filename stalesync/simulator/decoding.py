@@ -14,8 +14,7 @@ Between two changes the sum of contexts is a line in the step, and the KV blocks
 Invariants (property-tested): a sequence has ended after the first step at which its track has gained what it lacked
 when it was added; moved between tracks it keeps its tokens; without drafts all numbers are whole.
 
-Cost, for n sequences and t tracks: `add`, `remove` and `move` O(log n + t), all others O(t).
-"""
+Cost, for n sequences and t tracks: `add`, `remove` and `move` O(log n + t), all others O(t)."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ The drafter is that of the engines (`fusion/rollout/drafts`); that all of a draf
 what a budget leaves out depends on how many sequences a step has. What is kept of shorter drafts is the beginning of
 what is kept of longer ones.
 
-Invariant (property-tested): of a response every token is kept once; a pass keeps at least one.
-"""
+Invariant (property-tested): of a response every token is kept once; a pass keeps at least one."""
 
 import json
 from collections.abc import Iterator, Sequence

@@ -9,8 +9,7 @@ acceptance, an input, is constant along a draft; that of recorded texts is measu
 costs what one of γ tokens does, as where it is padded to that. Not modelled: the time to look drafts up, and its
 variance.
 
-Invariant (property-tested): no other number of tokens promises more tokens a second; 0 is among the choices.
-"""
+Invariant (property-tested): no other number of tokens promises more tokens a second; 0 is among the choices."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

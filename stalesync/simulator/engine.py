@@ -11,8 +11,7 @@ order that arrives during a jump shortens it to the end of the current step.
 Invariants (property-tested): every request ends exactly once, with its length or suspended; times equal those of a loop
 over the steps, up to rounding.
 
-Cost, for n requests in the engine and r ranks: O(log n + r) for an event, whatever the number of steps between two.
-"""
+Cost, for n requests in the engine and r ranks: O(log n + r) for an event, whatever the number of steps between two."""
 
 import heapq
 import itertools

@@ -5,8 +5,7 @@
 
 Latencies have a lognormal distribution: median ``latency_s``, ``spread`` the standard deviation of the logarithm.
 
-Invariant: what an environment does depends only on the seed, the request's id and the turn.
-"""
+Invariant: what an environment does depends only on the seed, the request's id and the turn."""
 
 from bisect import bisect_right
 from dataclasses import dataclass, replace

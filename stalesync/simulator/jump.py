@@ -11,8 +11,7 @@ halved.
 
 Invariant (property-tested): the sum equals that of a loop over the steps, up to rounding; a piece's times increase.
 
-Cost, for n steps, r ranks and p changes of the maximum: O(r p log n), most often O(r).
-"""
+Cost, for n steps, r ranks and p changes of the maximum: O(r p log n), most often O(r)."""
 
 from dataclasses import dataclass
 from math import ceil, sqrt

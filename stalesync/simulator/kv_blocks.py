@@ -6,8 +6,7 @@ by remainder suffices.
 
 Invariant (property-tested): `used` is the sum of the blocks of all sequences that were added and not removed.
 
-Cost: `add`, `remove` O(1); `used` O(size), whatever the number of sequences.
-"""
+Cost: `add`, `remove` O(1); `used` O(size), whatever the number of sequences."""
 
 
 class GrowingBlocks:

@@ -4,8 +4,7 @@
     TraceLengths   JSON Lines with `group` and `response_tokens` (a list), as a run's groups.jsonl, in their order;
                    `prompt_tokens` where a line has it
 
-Invariant: the n-th prompt and its responses depend on the seed, or the file, only.
-"""
+Invariant: the n-th prompt and its responses depend on the seed, or the file, only."""
 
 import json
 from collections.abc import Sequence

@@ -3,8 +3,7 @@
 Sent are samples when there are `MAX_PENDING`, at the end of the step in which the oldest has waited for
 `MAX_PENDING_S` since the last message, or when the engine has nothing else to do.
 
-Invariant: every sample is sent once.
-"""
+Invariant: every sample is sent once."""
 
 from collections.abc import Callable, Mapping
 

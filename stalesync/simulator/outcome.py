@@ -3,8 +3,7 @@
     cards' time = ideal work + underfilled batches + switches + training beyond its bound + controller + waiting
 
 Figures of speed leave out the first steps, in which nothing has run ahead yet, and the last ones, in which nothing is
-admitted for later steps any more. The shares of the cards' time are of the whole run.
-"""
+admitted for later steps any more. The shares of the cards' time are of the whole run."""
 
 from dataclasses import asdict, dataclass, fields
 from typing import Any

@@ -2,8 +2,7 @@
 
 The constants are of a machine that computes in about half of the time of the tests' reference (`tests/machine.py`);
 docs/figures.md has the commands. The controller is one process and the queue's actor is another: what they take grows
-with samples and cards, and nothing divides it.
-"""
+with samples and cards, and nothing divides it."""
 
 from dataclasses import dataclass
 

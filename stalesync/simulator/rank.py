@@ -13,8 +13,7 @@ blocks allow; a request admitted beside a sibling that computes the same prompt 
 Not modelled: which block is evicted. A prompt or a suspended request counts as cached until as many tokens have been
 computed as were free when the last holder left it.
 
-Cost, for w waiting requests: O(log w) for each request that begins, O(1) for each that ends.
-"""
+Cost, for w waiting requests: O(log w) for each request that begins, O(1) for each that ends."""
 
 from collections.abc import Iterator
 from math import inf

@@ -6,8 +6,7 @@
 
 The decisions are those of the real objects: ledger, request buffer and admission are driven, not imitated. The
 controller is one process: what it computes and every call of a card takes its time, during which events of the cards
-go on. Rewards by rules take no time, those of a reward model its forward pass; no group is filtered.
-"""
+go on. Rewards by rules take no time, those of a reward model its forward pass; no group is filtered."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace

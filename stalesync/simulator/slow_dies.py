@@ -6,8 +6,7 @@ Dies that compute together take the seconds of the slowest: those of an engine, 
 for the gradients of all. So more dies make a synchronous step longer, while other engines go on beside a slow one.
 
 Invariant (property-tested): the factor of a die depends on the seed and its number only: a cluster contains the factors
-of a smaller one.
-"""
+of a smaller one."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass

@@ -7,8 +7,7 @@ A step of an engine takes the maximum of some lines, which are linear in context
 least in a full batch. So for each line the sum over all tokens is a lower bound of the time of all steps that compute
 them, and the largest of these is the bound used here.
 
-Invariant (property-tested): the cards of a run never take less than its bound.
-"""
+Invariant (property-tested): the cards of a run never take less than its bound."""
 
 import sys
 from collections.abc import Iterable

@@ -8,5 +8,4 @@
     training        ten steps of a small model by `scripts/train.py`, and what its metrics must show
     report          the results of the stages as JSON and as text; pure
 
-A stage is a process of its own, so that a crash or a hang in a driver costs one stage and is reported with it.
-"""
+A stage is a process of its own, so that a crash or a hang in a driver costs one stage and is reported with it."""

@@ -1,7 +1,6 @@
 """Check a card, its collectives, a switch and a model, in a process of its own: `python -m stalesync.smoke.on_card …`.
 
-The last line of the output is a JSON object of figures; a check that does not hold raises, with both values.
-"""
+The last line of the output is a JSON object of figures; a check that does not hold raises, with both values."""
 
 import argparse
 import json

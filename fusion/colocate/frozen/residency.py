@@ -5,8 +5,7 @@
     all       the role's weights always stay in HBM: nothing is copied, but the KV cache is smaller
 
 Invariants (property-tested in tests/colocate/frozen/test_residency.py): `exchange_order` names every unit once, units
-of one side in order; after every step of it the bytes in HBM are at most those of the larger side.
-"""
+of one side in order; after every step of it the bytes in HBM are at most those of the larger side."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal

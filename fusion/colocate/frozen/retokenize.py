@@ -1,7 +1,6 @@
 """Convert the policy's samples for a reward model with another tokenizer: decode to text and tokenise again.
 
-If both tokenizers are the same, or the reward model's folder has none, ids are passed unchanged.
-"""
+If both tokenizers are the same, or the reward model's folder has none, ids are passed unchanged."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path

@@ -3,8 +3,7 @@
     pinned host memory, allocated once ──load──► HBM, with the actor or instead of it ──release──► no copy back
 
 `residency` chooses between the two. When they replace the actor's weights, the two are exchanged unit by unit, in an
-order that needs no more memory than the larger of them.
-"""
+order that needs no more memory than the larger of them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,7 @@
     begin ─► thread: queue.read ─► batch, or its error ─► read: returned or raised to the caller that asks for it
 
 Invariants: `read` returns, and raises, what the queue's `read` does; at most one batch is held ahead; a batch that was
-begun is delivered to the next `read` only, and only if that asks for the same samples and columns.
-"""
+begun is delivered to the next `read` only, and only if that asks for the same samples and columns."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

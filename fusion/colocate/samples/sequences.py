@@ -4,8 +4,7 @@ queue columns ─► StageReader ─► Received ─to_sequences─► trainer S
 
 A pipeline stage has the columns that it computes with (`stage_columns`): the first stage the tokens, the last one the
 labels and the loss's inputs. The samples' lengths are known to all stages. Of a conversation all tokens are inputs, and
-only the sampled ones have log-probabilities, a loss and a divergence from the reference.
-"""
+only the sampled ones have log-probabilities, a loss and a divergence from the reference."""
 
 from collections.abc import Sequence
 

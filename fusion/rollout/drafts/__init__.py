@@ -13,5 +13,4 @@
     pieces         the form of these messages
 
 The engine samples every token with its own noise, as without drafts, and follows a draft as long as it agrees: the same
-tokens with rollout.engine.batch_invariant, else up to the rounding of another batch.
-"""
+tokens with rollout.engine.batch_invariant, else up to the rounding of another batch."""

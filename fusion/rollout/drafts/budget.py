@@ -14,8 +14,7 @@ calls have the same drafts.
 
 Invariants (property-tested): what `choose` takes are the first tokens in its order, at most `max_tokens`, and none
 without the one before it; whatever was right or wrong, at least one of `LOOK_EVERY` steps looks for drafts, and one of
-`EXPLORE_EVERY` that look verifies some as if nothing were known.
-"""
+`EXPLORE_EVERY` that look verifies some as if nothing were known."""
 
 import numpy as np
 

@@ -4,8 +4,7 @@
                                 (`texts`)                                   ▲                    │
                                                                             └── kept, seconds ───┘
 
-Every rank with the same schedule makes the same drafts, as they depend only on the calls.
-"""
+Every rank with the same schedule makes the same drafts, as they depend only on the calls."""
 
 import time
 from collections.abc import Callable

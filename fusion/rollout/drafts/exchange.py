@@ -4,8 +4,7 @@
     its other TP ranks, stages       ◄─ the same update at the same step (`ControlChannel.spread`) ─┘
 
 A step only prepares a message and takes over a reply that has arrived; a store that does not answer is never waited
-for. If it has ended or fails, the engine drafts from its own text from then on: this is logged once, and counted.
-"""
+for. If it has ended or fails, the engine drafts from its own text from then on: this is logged once, and counted."""
 
 import logging
 import math

@@ -4,8 +4,7 @@
 
 Version 2 has the requests that generated it, and their rewards as far as they are known; version 1 had neither, and its
 responses weigh alike.
-The manifest of the checkpoint has size and digest of each file, and is checked before any of them is read.
-"""
+The manifest of the checkpoint has size and digest of each file, and is checked before any of them is read."""
 
 from collections.abc import Sequence
 from pathlib import Path

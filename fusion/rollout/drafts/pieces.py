@@ -3,8 +3,7 @@
     size of the JSON (uint32) │ JSON: header, prompts, groups, and a row for each piece │ tokens, 1 to 4 bytes each
                              (and a reward for each, if any is known)
 
-Every length is checked against the others when a message is decoded; nothing in it is executed.
-"""
+Every length is checked against the others when a message is decoded; nothing in it is executed."""
 
 import json
 import math

@@ -5,8 +5,7 @@ a group matters, and how far they are apart, not their unit.
 
 Invariants (property-tested): a weight is 1 to `MAX_WEIGHT`; of two responses the better rewarded has no smaller weight,
 the best and the worst have different ones unless all rewards are equal; a response without a reward has `NEUTRAL`, and
-so have all if their rewards are equal; weights do not change if all rewards are scaled alike.
-"""
+so have all if their rewards are equal; weights do not change if all rewards are scaled alike."""
 
 from collections.abc import Sequence
 

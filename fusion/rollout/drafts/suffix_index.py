@@ -11,8 +11,7 @@ longer text counting more (`suffix_index.cpp`). Sequences count with their weigh
 caller states how often a token of a share is right (`acceptance`); the probability of a node is the product along its
 path.
 
-The indexes are in C++ (`suffix_index.cpp`), called through ctypes: the library depends on no version of Python.
-"""
+The indexes are in C++ (`suffix_index.cpp`), called through ctypes: the library depends on no version of Python."""
 
 import ctypes
 from array import array

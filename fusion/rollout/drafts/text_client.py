@@ -6,8 +6,7 @@
 One message is under way at a time. A message that is lost changes nothing: what it held is sent again with the next.
 
 Invariant (property-tested): after a message that is answered, the store has every text that was noted before it, as far
-as it has not dropped it; a writer whose piece does not join what the store has sends from there next time.
-"""
+as it has not dropped it; a writer whose piece does not join what the store has sends from there next time."""
 
 from array import array
 from collections.abc import Iterable, Mapping

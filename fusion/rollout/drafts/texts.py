@@ -9,8 +9,7 @@ An index belongs to a prompt, whichever epoch it comes from, and is created and 
 are looked up: a text of which none are costs no more than to be kept. Where text and indexes exceed `max_bytes`,
 prompts without running requests are dropped, those used longest ago first; then the others, whose running requests are
 not drafted for any more; so is a prompt whose own text exceeds `max_group_bytes`. What is kept depends only on the
-calls.
-"""
+calls."""
 
 from __future__ import annotations
 

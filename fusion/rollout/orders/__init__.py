@@ -16,8 +16,7 @@
 
 `rollout.schedule.order` is a name of `fusion.inference.config.ORDERS`, or `module:Class`, a subclass of `Order`. With
 chunks (`rollout.schedule.chunk_tokens`) a request returns to the buffer after each of them, so an order decides again
-and again; without, only where a response begins.
-"""
+and again; without, only where a response begins."""
 
 from fusion.inference.config import ORDERS
 from fusion.rollout.orders.interface import Order

@@ -2,8 +2,7 @@
 
 The first request of each group is a probe; probes go first, the shortest first. A group's estimate is its longest
 finished sibling, before that the upper bound. So that no group starves, every `SERVE_STARVED`-th take returns a request
-of the group that was served longest ago; a take that is put back counts as not served.
-"""
+of the group that was served longest ago; a take that is put back counts as not served."""
 
 from collections.abc import Iterable, Sequence
 from typing import ClassVar

@@ -24,8 +24,7 @@ once a step the cost of `plan_classes`.
 
 Invariants (property-tested in tests/rollout/orders/test_histopipe.py): `take` returns the waiting request of the lowest
 rank, (step, ± expected length), the oldest of equals; `take_for` returns the one of the lowest rank of those without a
-class and those that have the engine's class in their step, and None only if there is none.
-"""
+class and those that have the engine's class in their step, and None only if there is none."""
 
 from collections.abc import Iterable, Sequence
 from typing import ClassVar

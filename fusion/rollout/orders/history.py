@@ -9,8 +9,7 @@ estimate is taken for a long one, the longer the more.
 Where responses run away, no estimate is trusted: while more than `HEDGE` of the responses do
 (`LengthHistory.runaway_share`), the ranks of a step are those of `least_generated`. Where the last epoch does not
 foretell lengths (`LengthHistory.foretells`: they are drawn anew, or reversed), it is left out: groups that are admitted
-then are estimated from finished siblings alone.
-"""
+then are estimated from finished siblings alone."""
 
 from typing import ClassVar
 

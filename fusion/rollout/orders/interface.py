@@ -5,8 +5,7 @@
                          └── add ◄── suspended ◄────────────────┴─► observe_finished
 
 Invariants of every order (property-tested in tests/rollout/orders): a request that is added is taken once, unless it is
-discarded; a take that is put back changes nothing.
-"""
+discarded; a take that is put back changes nothing."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence

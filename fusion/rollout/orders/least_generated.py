@@ -2,8 +2,7 @@
 
 Where responses run away, estimates of lengths are worth nothing: what was expected to be short is begun last, and a
 runaway among it ends long after everything else. With this order a runaway has had as much time as any other when it is
-discovered.
-"""
+discovered."""
 
 from fusion.rollout.entry import Entry
 from fusion.rollout.orders.interface import Lengths

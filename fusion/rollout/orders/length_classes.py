@@ -12,8 +12,7 @@ every token adds c:
 
 Invariants (property-tested in tests/rollout/orders/test_length_classes.py): every class has a group, and at least one
 engine; every engine has one class; classes are in order of length; no other shares have a shorter longest class, equal
-ones among them. Cost, for n groups, C classes and E engines: O(n log n + E log C).
-"""
+ones among them. Cost, for n groups, C classes and E engines: O(n log n + E log C)."""
 
 import heapq
 from bisect import bisect_right

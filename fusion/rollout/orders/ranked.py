@@ -7,8 +7,7 @@ Cost, for n waiting requests in groups of G: `add` and `take` O(log n), of sibli
 O(1).
 
 Invariants (property-tested in tests/rollout/orders/test_ranked.py): `take` returns the waiting request of the lowest
-rank, of equals the one that was added first (of a group its first, then those that have not begun, then the others).
-"""
+rank, of equals the one that was added first (of a group its first, then those that have not begun, then the others)."""
 
 from abc import abstractmethod
 from bisect import insort

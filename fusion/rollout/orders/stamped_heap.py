@@ -1,8 +1,7 @@
 """Keep items by a rank that may change. Pure.
 
 An item whose rank changes is pushed again, and its previous place stays until it comes to the top: the stamp shows
-which is valid. Stale ones are removed when they are the larger part, so the cost stays amortized O(log n).
-"""
+which is valid. Stale ones are removed when they are the larger part, so the cost stays amortized O(log n)."""
 
 import heapq
 from collections.abc import Hashable
