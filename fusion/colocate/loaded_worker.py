@@ -53,7 +53,6 @@ class LoadedWorker:
 
     @property
     def card(self) -> LoadedCard:
-        """The components that `prepare` has loaded."""
         assert self._card is not None, f"rank {self.rank} is not prepared"
         return self._card
 

@@ -25,7 +25,6 @@ class InferenceShare:
 
     @classmethod
     def of(cls, config: RolloutConfig, engines: int) -> "InferenceShare":
-        """Return all engines with the limits of the config, the share that a run starts with."""
         return cls(tuple(range(engines)), **{name: getattr(config.engine, name) for name in LIMITS})
 
     def rollout(self, config: RolloutConfig) -> RolloutConfig:

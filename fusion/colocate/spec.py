@@ -117,5 +117,4 @@ def engine_size(infer: Parallel) -> int:
 
 
 def layout_of_engine(infer: Parallel) -> Parallel:
-    """Return the layout of one engine."""
     return replace(infer, world=engine_size(infer))

@@ -108,7 +108,6 @@ class RequestBuffer:
         return [entry for entry in self.entries.values() if entry.state == state]
 
     def num(self, state: State) -> int:
-        """Count requests in this state."""
         return self._count[state]
 
     @property
@@ -117,7 +116,6 @@ class RequestBuffer:
         return self._count["waiting"] + self._count["away"]
 
     def num_running_on(self, engine: int) -> int:
-        """Count requests that an engine has."""
         return self._held[engine].requests
 
     def dispatch(
@@ -243,7 +241,6 @@ class RequestBuffer:
                 self._cancel(entry)
 
     def num_unfinished(self, group: str) -> int:
-        """Count the requests of a group that are not finished."""
         return self._groups[group].num_unfinished
 
     def finish(self, generated: Mapping[str, int], *, lost: bool = False) -> Finished:

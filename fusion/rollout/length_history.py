@@ -91,7 +91,6 @@ class LengthHistory:
         return self._lengths.get(row, ())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain JSON."""
         return {
             "rows": {row: list(lengths) for row, lengths in self._lengths.items()},
             "num_runaways": self._num_runaways,

@@ -185,7 +185,6 @@ class PartialSamples:
             return [self._detokenize(tokens) for tokens in responses]
 
     def _take_earlier(self, outputs: Sequence[Output]) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the columns of the outputs' earlier rows, without those that are lost."""
         cached = {one.earlier: self._cached.pop(one.earlier) for one in outputs if one.earlier in self._cached}
         return cached | self._read_earlier([one for one in outputs if one.earlier not in cached], self._columns)
 
@@ -292,5 +291,4 @@ def _turn_start(sampled: Sequence[bool]) -> int:
 
 
 def _span(output: Output) -> tuple[int, int]:
-    """Return the policy versions of the oldest and the newest sampled token."""
     return min(version for version in output.versions if version >= 0), max(output.versions)

@@ -319,7 +319,6 @@ class Cards:
         return self._failures.find_unresponsive()
 
     def close(self) -> None:
-        """End all workers."""
         self._actors.end()
 
     def _assign_ranks(self, ranks: Sequence[int]) -> None:

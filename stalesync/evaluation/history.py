@@ -59,11 +59,9 @@ class EvalHistory:
                 self._choose(results)
 
     def first(self, file: str) -> FileResult | None:
-        """Return the first result of a file."""
         return next((result for result in self.results if result.file == file), None)
 
     def last(self, file: str) -> FileResult | None:
-        """Return the last result of a file."""
         return next((result for result in reversed(self.results) if result.file == file), None)
 
     def _choose(self, results: Sequence[FileResult]) -> bool:

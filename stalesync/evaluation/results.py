@@ -40,7 +40,6 @@ class FileResult:
     right: str = ""
 
     def row(self) -> dict[str, Any]:
-        """Return plain JSON."""
         return dataclasses.asdict(self)
 
     @classmethod

@@ -204,7 +204,6 @@ def _solved(row: Row) -> list[dict[str, Any]]:
 
 
 def pack_responses(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Sequences:
-    """Pack token ids of prompts and of a response to each."""
     return Sequences.from_packed(
         [len(ids) for ids in prompts],
         [len(ids) for ids in responses],

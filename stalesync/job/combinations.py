@@ -71,8 +71,6 @@ class Backend:
 
 @dataclass(frozen=True)
 class Combination:
-    """Pairs a trainer with an engine."""
-
     trainer: str
     engine: str
     missing: tuple[str, ...] = ()

@@ -84,8 +84,6 @@ def present_share(folder: Path, limits: Limits) -> InferenceShare:
 
 
 class ControlDesk:
-    """Takes requests in the run, and records their outcomes."""
-
     def __init__(self, folder: Path, config: Config):
         self._folder, self._limits = folder, Limits(config)
         self.share = self._limits.start

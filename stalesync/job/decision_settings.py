@@ -89,7 +89,6 @@ def admission_spec(
 
 
 def conversation_spec(config: Config) -> ConversationSpec:
-    """Return the budgets of a run's conversations."""
     environment = config.environment
     return ConversationSpec(
         max_turns=environment.max_turns,

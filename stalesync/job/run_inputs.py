@@ -32,7 +32,6 @@ UNREAD = (".md", ".lock", ".gitattributes", ".gitignore")
 
 
 def settings_of(config: Config) -> dict[str, Any]:
-    """Return the value of every key."""
     return json.loads(json.dumps({key: value_of(config, key) for key in known_keys()}))  # as a checkpoint returns them
 
 

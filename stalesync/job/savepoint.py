@@ -50,7 +50,6 @@ class NoWholeCheckpoint(ValueError):
 
 
 def path_of(folder: "RunFolder", step: int) -> Path:
-    """Return the folder of the checkpoint after a step."""
     return folder.checkpoints / f"step-{step}"
 
 

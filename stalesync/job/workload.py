@@ -31,7 +31,6 @@ def lengths_of(config: Config) -> ForcedLengths:
 
 
 def workload_of(config: Config) -> Workload:
-    """Return the workload of one step."""
     return Workload(
         samples=config.data.prompts_per_step * config.algorithm.group_size,
         prompt=float(config.data.max_prompt_length),

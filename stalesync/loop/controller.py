@@ -251,7 +251,6 @@ class Controller:
             self.execute(command)
 
     def stop(self) -> None:
-        """Suspend all engines."""
         for command in self.admission.stop():
             self.execute(command)
 

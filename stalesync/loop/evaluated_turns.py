@@ -77,7 +77,6 @@ class EvaluatedTurns:
 
     @property
     def prompts(self) -> list[Prompt]:
-        """The prompts of those that the engines are to continue."""
         return [replace(one.prompt, ids=one.ids) if one.branch else one.prompt for one in self.left.values()]
 
     @property
@@ -114,7 +113,6 @@ class EvaluatedTurns:
             last_s = now
 
     def close(self) -> None:
-        """End the environments of all conversations."""
         self._environments.pool.end([*self.answers, *self.left, *self._away])
         self._environments.tracked.remove(self.conversations)
 

@@ -31,7 +31,6 @@ class Evaluator:
 
     @property
     def last(self) -> int:
-        """The number of the run's last step."""
         return self.loop.config.run.steps
 
     @property

@@ -80,7 +80,6 @@ class Groups:
     """Groups whose environment has failed, until they end"""
 
     def admit(self, prompts: Iterable[Prompt]) -> None:
-        """Admit a group for each prompt."""
         admitted = {prompt.id: prompt for prompt in prompts}
         self.prompts.update(admitted)
         self.admission.observe_admitted({group: len(prompt.ids) for group, prompt in admitted.items()})
@@ -136,7 +135,6 @@ class Groups:
         return missing
 
     def ids_of(self, group: str) -> list[str]:
-        """Return the ids of the samples of a group."""
         return [f"{group}/{member}" for member in range(self.size)]
 
     def log_unstarted(self, group: str, kind: str) -> None:
@@ -209,7 +207,6 @@ class Groups:
         return samples, SampleColumns.of(sorted([*samples.samples, *ended], key=by_id)) if ended else samples
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain JSON."""
         return {
             "texts": [prompt.state_dict() for prompt in self.prompts.values()],
             "scored": [sample.state_dict() for members in self.scored.values() for sample in members],

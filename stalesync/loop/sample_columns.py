@@ -34,7 +34,6 @@ class SampleColumns:
 
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> SampleColumns:
-        """Read the columns of samples, in their order."""
         columns = cls(samples)
         for sample in samples:  # one pass, as the next would find each sample out of the cache again
             columns.ids.append(sample.id)
@@ -54,7 +53,6 @@ class SampleColumns:
 
     @cached_property
     def tokens(self) -> list[int]:
-        """Tokens of the prompt and the response of each sample."""
         if len(self.rows) > len(self):
             return [sample.tokens for sample in self.samples]
         return list(map(add, self.prompt_tokens, self.response_tokens))
@@ -66,7 +64,6 @@ class SampleColumns:
 
     @cached_property
     def rows(self) -> list[str]:
-        """Ids of the rows of all samples."""
         if sum(self.num_rows) == len(self):
             return self.ids
         return [row for sample in self.samples for row in sample.rows]

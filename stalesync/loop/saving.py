@@ -36,8 +36,6 @@ ADVICE = (
 
 
 class Saver:
-    """Runs the thread that writes checkpoints."""
-
     def __init__(self) -> None:
         self._writing: Future[float] | None = None
         """Gives the seconds of writing the checkpoint that was begun last; None: that was taken note of"""
@@ -65,7 +63,6 @@ class Saver:
 
     @property
     def writing(self) -> bool:
-        """Whether a checkpoint is being written."""
         return self._writing is not None and not self._writing.done()
 
     def check(self) -> None:

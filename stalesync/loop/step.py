@@ -47,7 +47,6 @@ class Step:
             self.state = "closed"
 
     def log(self) -> None:
-        """Write the row of the step."""
         self.close()
         self._log()
 

@@ -13,8 +13,6 @@ TIMERS: Mapping[Stage, str] = {"switch": "switch", "generate": "gen", "stop": "g
 
 
 class StepMetrics:
-    """Accumulates the metrics of the current step (``metrics``). ``num_cards``: number of cards of the run."""
-
     def __init__(self, num_cards: int, folder: RunFolder):
         self.metrics = Metrics()
         self._memory, self._folder = MemoryLedger(), folder
@@ -27,7 +25,6 @@ class StepMetrics:
         self._usage.count(wall_ns())
 
     def take(self, reports: Sequence[StageReport]) -> None:
-        """Merge the reports of a stage's cards."""
         for report in reports:
             self.metrics.merge(report.metrics)
             self._memory.merge(report.memory)

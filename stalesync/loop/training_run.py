@@ -21,15 +21,12 @@ from stalesync.process.stopping import completing, notes_of_request, requested_s
 
 @dataclass(kw_only=True)
 class TrainingRun:
-    """Runs ``config.run.steps`` steps of ``loop``."""
-
     loop: Controller
     evaluator: Evaluator
     checkpoints: Checkpoints
 
     @property
     def step(self) -> int:
-        """Number of completed steps."""
         return self.loop.last.number
 
     def run(self) -> None:
@@ -110,7 +107,6 @@ class TrainingRun:
         return [rank for rank in self.loop.cards.living if rank not in self.loop.spec.deployment.train]
 
     def notes(self) -> list[str]:
-        """Return the notes of the final report."""
         ledger, source = self.loop.admission.ledger, self.loop.source
         lines = self.loop.rows.pace.notes() + self.evaluator.evaluation.notes()
         lines += [f"{count} groups {name}" for name, count in ledger.ended.items() if name != "trained"]

@@ -80,8 +80,6 @@ STEP_TAIL = 0.1
 
 
 class Admission:
-    """Makes the decisions of a run, with its staleness ledger and its request buffer."""
-
     def __init__(self, spec: AdmissionSpec, ledger: StalenessLedger) -> None:
         self.spec, self.ledger = spec, ledger
         self.buffer = RequestBuffer(

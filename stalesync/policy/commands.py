@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AdmitGroups:
-    """Take ``count`` prompts from the source; answered by `observe_admitted`."""
-
     count: int
 
 

@@ -305,7 +305,6 @@ class Conversations:
         return saved
 
     def load_state_dict(self, state: Iterable[Mapping[str, Any]]) -> None:
-        """Restore the state into this new object."""
         for values in state:
             self._add(Conversation(**values))
 

@@ -21,7 +21,6 @@ class PaceTally:
         self._lost_by_kind: Counter[str] = Counter()
 
     def count(self, metrics: Mapping[str, float]) -> None:
-        """Add a step's metrics."""
         lost = sums(metrics, "pace/overrun_s/")
         self._lost_by_kind.update(lost)
         self._lost_s += sum(lost.values())

@@ -43,5 +43,4 @@ class RewardHistory:
         return {group: list(rewards) for group, rewards in self._rewards.values()}
 
     def load_state_dict(self, state: Mapping[str, Sequence[Any]]) -> None:
-        """Restore a history into this empty one."""
         self._rewards = {row_of(group): (group, tuple(rewards)) for group, rewards in state.items()}

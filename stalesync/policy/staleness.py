@@ -80,7 +80,6 @@ class StalenessLedger:
 
     @property
     def num_untrained(self) -> int:
-        """Groups in flight or finished."""
         return len(self.in_flight) + len(self.finished)
 
     @property
@@ -106,7 +105,6 @@ class StalenessLedger:
         return [self.version + (behind + number) // step for number in range(count)]
 
     def admit(self, groups: Iterable[str]) -> None:
-        """Admit groups at the current version."""
         room = self.may_admit
         for count, group in enumerate(groups, start=1):
             assert group not in self.in_flight and group not in self.finished, f"group {group} is admitted already"
@@ -134,7 +132,6 @@ class StalenessLedger:
 
     @property
     def is_enough(self) -> bool:
-        """Whether a step may begin now."""
         return self._num_enough > 0
 
     def begin_training(self, num_groups: int) -> None:
@@ -144,7 +141,6 @@ class StalenessLedger:
         self._num_training = num_groups
 
     def train(self, groups: Iterable[str]) -> None:
-        """Mark finished groups as trained in this version."""
         self._num_training = None
         for group in groups:
             age = self.version - self._remove_finished(group)
@@ -192,7 +188,6 @@ class StalenessLedger:
         return state | {"tokens": self.tokens, "sizes": list(self._totals), "ended": dict(self.ended), "ages": ages}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a ledger into this empty one."""
         self.version, self.in_flight = state["version"], dict(state["in_flight"])
         groups, tokens = state["sizes"]
         self._totals = groups, tokens

@@ -17,8 +17,6 @@ from stalesync.policy.staleness import StalenessLedger
 
 
 class Supply:
-    """Supplies the engines of a run with requests."""
-
     def __init__(
         self, spec: AdmissionSpec, ledger: StalenessLedger, *, buffer: RequestBuffer, running: RunningEngines
     ) -> None:

@@ -67,7 +67,6 @@ def exported_here() -> dict[str, str]:
 
 
 def without(variables: Mapping[str, str], exported: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that are not exported."""
     return {name: value for name, value in variables.items() if name not in exported}
 
 

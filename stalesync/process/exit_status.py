@@ -36,7 +36,6 @@ class ProcessStat(NamedTuple):
 
     @classmethod
     def of_all(cls) -> "dict[int, ProcessStat]":
-        """Read those of all processes, by process id."""
         found = {int(name): cls.of(int(name)) for name in os.listdir("/proc") if name.isdigit()}
         return {pid: stat for pid, stat in found.items() if stat is not None}
 

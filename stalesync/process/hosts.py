@@ -36,7 +36,6 @@ def all_hosts(nodes: Iterable[Mapping[str, Any]]) -> dict[str, Host]:
 
 
 def alive_hosts(nodes: Sequence[Mapping[str, Any]]) -> dict[str, Host]:
-    """Return the hosts of `ray.nodes()` that are in the cluster, by Ray's id."""
     return all_hosts([node for node in nodes if node["Alive"]])
 
 

@@ -120,7 +120,6 @@ class Guard:
     ends_itself: bool = False
 
     def send(self, news: bytes) -> None:
-        """Send one of these messages."""
         self.ends_itself = news == STARTED or (self.ends_itself and news == LEAVING)
         with suppress(BrokenPipeError):  # somebody has killed the guard
             os.write(self.pipe, news)

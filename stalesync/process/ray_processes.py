@@ -61,11 +61,9 @@ class RayProcesses:
 
     @property
     def names(self) -> set[str]:
-        """The names of those that have started."""
         return {*self._name_by_fd.values()}
 
     def name_of(self, descriptor: int) -> str:
-        """Return the name of the process of one of these descriptors."""
         return self._name_by_fd[descriptor]
 
     def add_started(self) -> set[str]:

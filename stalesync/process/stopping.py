@@ -91,7 +91,6 @@ def describe_stop(stop: KeyboardInterrupt) -> str:
 
 
 def exit_status(stop: KeyboardInterrupt) -> int:
-    """Return the exit status of a process that ends by a signal."""
     return 128 + (stop.signal if isinstance(stop, Stopped) else signal.SIGINT)
 
 

@@ -110,5 +110,4 @@ class Environments:
 
 
 def task_of(prompt: Prompt) -> Task:
-    """Return the task of a prompt's conversation."""
     return Task(prompt.chat or prompt.text, prompt.answer, prompt.fields)

@@ -45,7 +45,6 @@ class ForcedLengths:
 
     @property
     def mean(self) -> float:
-        """Mean length, of the distribution before lengths are rounded."""
         between, inside, runaway = self.spread
         sigma, cut = hypot(between, inside), log(self.cap / self.median)
         if not sigma:

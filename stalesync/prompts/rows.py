@@ -61,7 +61,6 @@ class Rows:
         raise NotImplementedError
 
     def name(self, index: int) -> str:
-        """Return the name of a row for error messages."""
         raise NotImplementedError
 
     def evaluation(self, count: int) -> list[Row]:

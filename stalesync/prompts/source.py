@@ -39,7 +39,6 @@ class Prompt:
     tools: list[Mapping[str, Any]] = field(default_factory=list)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the fields as plain JSON."""
         state = asdict(self)
         unset = [name for name in ("prefill", "messages", "tools") if not state[name]]
         for name in (*unset, *(() if self.chat and self.messages else ("chat",))):

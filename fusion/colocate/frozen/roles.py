@@ -84,7 +84,6 @@ class FrozenRoles:
                 yield
 
     def reward_model_in_hbm(self) -> AbstractContextManager[None]:
-        """Keep the reward model's weights in HBM during the block."""
         return self._in_hbm("reward_model")
 
     def logprobs(self, sequences: Sequences, trainer: TrainEngine | None) -> torch.Tensor:

@@ -38,7 +38,6 @@ def stage_columns(mesh: Mesh, loss_columns: Sequence[str] = (), expert_columns: 
 
 
 def empty_samples(columns: Sequence[str]) -> Received:
-    """Return a batch of no samples with these columns."""
     batch = PackedBatch((), {name: Column(torch.empty(0)) for name in columns})
     return Received(batch, {name: torch.empty(0, dtype=torch.int64) for name in (*TOKENS, *columns)})
 

@@ -49,7 +49,6 @@ class Drafts:
         return len(self.offsets) - 1
 
     def of(self, i: int) -> slice:
-        """Return where draft ``i`` lies in the columns."""
         return slice(int(self.offsets[i]), int(self.offsets[i + 1]))
 
 
@@ -166,13 +165,11 @@ class SuffixIndexes:
         return Drafts(drafts.offsets, *(column[:found] for column in columns))
 
     def remove(self, index: int) -> None:
-        """Free an index."""
         pointer = self._pointers.pop(index)
         self.nbytes -= self._library.suffix_index_bytes(pointer)
         self._library.suffix_index_delete(pointer)
 
     def nbytes_of(self, index: int) -> int:
-        """Return the bytes of an index."""
         return self._library.suffix_index_bytes(self._pointers[index])
 
     def __del__(self) -> None:

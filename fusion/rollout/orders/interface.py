@@ -51,7 +51,6 @@ class Lengths:
         self.earlier, self.num_known, self._sum = (), 0, 0
 
     def observe(self, tokens: int) -> None:
-        """Record the length of a finished response."""
         self.num_known += 1
         self._sum += tokens
         if tokens > self._longest:
@@ -67,8 +66,6 @@ class OrderInputs(NamedTuple):
 
 
 class Order(ABC):
-    """The waiting requests of all groups, in an order."""
-
     knows_last_epoch: ClassVar[bool] = False
     """Whether it reads `history`, which is recorded only then"""
     prefers_engines: ClassVar[bool] = False

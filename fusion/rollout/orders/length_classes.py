@@ -121,6 +121,5 @@ def share_engines(curves: Sequence[Callable[[int], float]], num_engines: int) ->
 
 
 def equal_shares(num_classes: int, num_engines: int) -> list[int]:
-    """Share engines out evenly."""
     ends = [num_engines * number // num_classes for number in range(num_classes + 1)]
     return [end - begin for begin, end in zip(ends, ends[1:], strict=False)]

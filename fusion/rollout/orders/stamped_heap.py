@@ -57,12 +57,10 @@ class StampedHeap(Generic[Item]):
         return rank, item
 
     def pop(self) -> Item:
-        """Take out the item of the lowest rank."""
         item = self.first[1]
         heapq.heappop(self._items)
         del self._stamp[item.id]
         return item
 
     def discard(self, item: Item) -> None:
-        """Remove an item, if it is here."""
         self._stamp.pop(item.id, None)
