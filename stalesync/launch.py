@@ -263,8 +263,7 @@ class Launch:
         return check_ray, queue
 
     def _resolve_operators(self, view: LiveView) -> None:
-        """Save which table of operators the cards have, whose kind only Ray knows; report one that is not that of the
-        checkpoint."""
+        """Save the cards' table of operators, whose kind only Ray knows; report another than the checkpoint's."""
         import ray
 
         kind, _ = claim(self.config.device.kind, ray.cluster_resources())

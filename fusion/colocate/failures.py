@@ -49,8 +49,7 @@ def stage_kind(error: Exception, rank: int) -> FailureKind:
 
 
 def ships_failures(*stages: str) -> Callable[[C], C]:
-    """Make these methods of a worker class raise `StageFailed` instead of their exceptions, and log when
-    they begin and how they fail."""
+    """Make these methods of a worker class raise `StageFailed` for any exception, and log their begin and failure."""
 
     def decorate(worker: C) -> C:
         for stage in stages:

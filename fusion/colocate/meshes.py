@@ -84,8 +84,7 @@ class Meshes:
         return cls(engine=Mesh.create(spec.infer_of_one_engine, ranks, create, create_dispatch))
 
     def leave_actor(self) -> None:
-        """Leave the group `actor`, in which a collective has failed, so that no other rank waits for this one in it.
-        `renew_actor` must follow."""
+        """Leave the group `actor` after a failure, so that no rank waits in it. `renew_actor` must follow."""
         if self.actor is not None:
             dist.destroy_process_group(self.actor)
             self.actor = None

@@ -61,8 +61,7 @@ def wait_kind(stage: str, phase: Phase, trains: bool) -> str:
 
 
 class StageLog:
-    """Records the activity of one card between two reports. ``stage_name``: the current stage, or "idle". ``pacer``:
-    the pacer of a card that takes modelled time."""
+    """Records a card between two reports. ``stage_name``: the current one, or "idle"; ``pacer``: of modelled time."""
 
     def __init__(self, rank: int, device: Device, pacer: Pacer | None = None):
         self.rank, self.device, self.pacer = rank, device, pacer
@@ -79,8 +78,7 @@ class StageLog:
 
     @contextmanager
     def stage(self, name: str, kind: str, waited: str = "") -> Iterator[None]:
-        """Record the block as a stage, which ends when the device has finished. ``waited``: the kind of the time since
-        the previous stage."""
+        """Record the block as a stage, up to the device's end. ``waited``: the kind of time since the last."""
         if waited and self._left_ns is not None:
             self.timeline.add(waited, self._left_ns, self.timeline.clock_ns())
         self.stage_name, self._kind, self._ledger = name, kind, MemoryLedger()
@@ -95,8 +93,7 @@ class StageLog:
 
     @contextmanager
     def work(self, name: str, kind: str = "") -> Iterator[None]:
-        """Record the block on the timeline (``kind``: default the name) and explain out-of-memory errors in it. If it
-        fails, the profile ends."""
+        """Record the block on the timeline (``kind``: default the name); if it fails, the profile ends."""
         try:
             self._do_asked()
             with self.timeline.span(name, kind), self.explain_out_of_memory(name):

@@ -93,8 +93,7 @@ class Worker(LoadedWorker):
 
     @contextmanager
     def _leaving_after_failure(self) -> Iterator[None]:
-        """Leave the group of the actor's cards if the block fails and the weights can be sent again: other cards may
-        wait for this one in a collective of it."""
+        """Leave the actor's group, in which others may wait, if the block fails and weights can be sent again."""
         try:
             yield
         except BaseException as error:

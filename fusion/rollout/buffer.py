@@ -244,8 +244,7 @@ class RequestBuffer:
         return self._groups[group].num_unfinished
 
     def finish(self, generated: Mapping[str, int], *, lost: bool = False) -> Finished:
-        """Mark requests finished that run or are away. ``generated``: the tokens of each, by id; ``lost``: only as far
-        as they are known, as the samples are lost."""
+        """Mark requests finished that run or are away. ``generated``: tokens by id; ``lost``: as far as known."""
         engines: dict[int, None] = {}
         groups: list[str] = []
         num_away = 0

@@ -37,8 +37,7 @@ class Detokenizer:
         self._decode: Callable[[list[int]], str] | None = None
 
     def __call__(self, tokens: Sequence[int]) -> str:
-        """Return a response as its reward sees it: without the end token that stopped it, with every other token,
-        special tokens included."""
+        """Return a response as its reward sees it: all tokens, special ones too, but the end token that stopped it."""
         ended = bool(tokens) and tokens[-1] in self._spec.end_token_ids
         return self.decode(tokens[:-1] if ended else tokens)
 

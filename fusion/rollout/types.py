@@ -55,8 +55,7 @@ class SuspendedSample:
 @dataclass(frozen=True)
 class EndedConversation:
     """A conversation, or a branch of it, that ends behind its last turn. ``row``: that has its tokens in the queue
-    (`row_of`); ``prompt``: token ids; ``cut``: whether a limit has ended it, not the environment; ``continues``: the
-    conversation goes on in another branch."""
+    (`row_of`); ``prompt``: token ids; ``cut``: whether a limit ended it; ``continues``: whether another branch does."""
 
     row: str
     group: str

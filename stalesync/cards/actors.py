@@ -82,8 +82,7 @@ class CardActors:
             ray.kill(actor)
 
     def _environment(self, kind: str) -> dict[str, Any]:
-        """Return the option by which the cards' processes start with their variables; those that a host exports stay
-        as they are on all."""
+        """Return the option that sets the variables of the cards' processes, but for those that a host exports."""
         spec: WorkerSpec = self._args[0]
         variables = card_environment(kind, cards=spec.world, communicators=cost_of(spec).communicators)
         if not variables:

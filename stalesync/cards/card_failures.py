@@ -116,8 +116,7 @@ class CardFailures:
         return ([], "") if engines else (failed, self._deaths.why_not([one.failure for one in failed], stages))
 
     def _break_off(self, transfer: RunningStage[Any], lost: Sequence[int]) -> None:
-        """Expect of a transfer of weights only that it ends on its cards, but for those in ``lost``; and nothing of
-        what these were to do behind it."""
+        """Expect of a transfer only its end on cards not in ``lost``, and nothing of what follows there."""
         transfer.died = True
         transfer.pending = {ref: rank for ref, rank in transfer.pending.items() if rank not in lost}
         for stage in list(self._running):

@@ -151,8 +151,7 @@ class Cards:
         return self._actors.hosts
 
     def take_dead(self) -> dict[int, str]:
-        """Return the engines that have died since the last call, each with a text that says how. Their processes have
-        ended."""
+        """Return the engines that have died since the last call, with how. Their processes have ended."""
         return self._watch.take_dead(self._actors)
 
     @property
@@ -180,8 +179,7 @@ class Cards:
         return CardGroup(self, range(self.world) if ranks is None else ranks)
 
     def call_each(self, calls: Mapping[int, StageCall[Result]]) -> list[Result]:
-        """Run one stage on several cards at once, each with its own arguments (by rank); return the results in the same
-        order."""
+        """Run one stage on several cards at once, each with own arguments (by rank); return the results in order."""
         return self.wait(self.begin_each(calls))
 
     def begin_each(self, calls: Mapping[int, StageCall[Result]]) -> RunningStage[Result]:
@@ -232,8 +230,7 @@ class Cards:
             self._poll, self._polling_thread = None, 0
 
     def check(self, timeout_s: float = 0.0) -> None:
-        """Poll the health checks, whose exceptions it raises, and collect results of the stages that this thread began,
-        waiting at most ``timeout_s`` for the first."""
+        """Poll the health checks, raising what they do, and collect this thread's results, waiting ``timeout_s``."""
         for health_check in self.health_checks:
             health_check()
         if threading.get_ident() == self._thread:
@@ -341,8 +338,7 @@ class Cards:
         ]
 
     def _fail_call(self, call: FailedStage) -> None:
-        """Raise the failure of a control call, or that of the stage in progress which is its cause, unless the engine
-        of the card is replaced."""
+        """Raise the failure of a control call, or of the stage that caused it, unless the engine is replaced."""
         if self._failures.is_replaced(call):
             return
         self.check()

@@ -46,8 +46,7 @@ class EngineWatch:
         actor.watch.remote().future().add_done_callback(note)
 
     def take_ended(self, actors: Any) -> Iterator[tuple[int, Exception]]:
-        """Yield rank and Ray's error of watched processes that have ended, whose engines are not known to be dead.
-        ``actors``: that run now, by rank."""
+        """Yield rank and Ray's error of ended processes of engines not known to be dead. ``actors``: now, by rank."""
         while self._ended:
             rank, actor, error = self._ended.popleft()
             if actor is actors[rank]:

@@ -112,8 +112,7 @@ def first_of_each_card(reported: Sequence[Reported]) -> list[FailedStage]:
 
 
 def _failures_of(pending: dict[Any, tuple[int, RunningStage[Any]]], timeout_s: float) -> Iterator[Reported]:
-    """Yield failures as they are reported within ``timeout_s``. ``pending``: Ray's reference → rank, stage; what has
-    been reported is removed."""
+    """Yield failures reported within ``timeout_s``. ``pending``: Ray's reference → rank, stage, until reported."""
     deadline = time.monotonic() + timeout_s
     while pending and time.monotonic() < deadline:
         done, _ = ray.wait(list(pending), timeout=max(0.0, deadline - time.monotonic()))

@@ -27,8 +27,7 @@ class TextServer:
 
 @contextmanager
 def text_server(spec: WorkerSpec) -> Iterator[Any]:
-    """Run the server while the block runs, and yield its handle; None: there are no drafts, or no one to exchange
-    text with, and nothing is started."""
+    """Run the server in the block, and yield its handle; None: there are no drafts, or no one to exchange with."""
     drafts = spec.rollout.drafts
     if not drafts.is_on or not drafts.exchange or len(spec.drafting_ranks) < 2:
         yield None

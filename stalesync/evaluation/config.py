@@ -36,8 +36,7 @@ class EvalFileSpec:
 
     @classmethod
     def parse(cls, entry: Any, key: str) -> "EvalFileSpec":
-        """Read an entry of `eval.files`; raise ValueError, by key, if it is not accepted. ``key``: of the entry,
-        `eval.files[0]`."""
+        """Read an entry of `eval.files`; raise ValueError, by ``key`` (`eval.files[0]`), if it is not accepted."""
         fields = fields_of(entry, [item.name for item in dataclasses.fields(cls)], key)
         spec = cls(**{"name": PurePath(fields["path"]).stem, **fields})
         spec.validate(key)

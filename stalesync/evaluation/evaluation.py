@@ -108,8 +108,7 @@ class Evaluation:
         return {"metric": self.config.best, "value": value, "step": step, "checkpoint": f"checkpoints/step-{step}"}
 
     def short_metrics(self, when: str) -> dict[str, float]:
-        """Return `val/rewards/<when>`, the mean reward of the held-out prompts in the last evaluation, if any answer
-        could be scored."""
+        """Return `val/rewards/<when>`, the held-out prompts' mean reward in the last evaluation, if any was scored."""
         last = self.history.last(HELD_OUT)
         return {} if last is None or last.mean is None else {f"val/rewards/{when}": last.mean.value}
 

@@ -75,9 +75,8 @@ def with_rewards(
     """Start the rewards of the files, one for all files that share it, and check the fields that they require.
     ``held_out``, ``held_out_rows``: held-out prompts of `data.source`, and what became of their rows; ``rule``: the
     run's own reward, without its terms; None: a reward model; ``terms``: of the run's own reward; ``start``: starts the
-    processes of a reward, and sees to their end; ``num_answers``: maximum number of reference answers of a file that
-    are checked. Raise ValueError if a reward cannot be loaded, or requires a field that a file lacks; names the
-    file."""
+    processes of a reward, and sees to their end; ``num_answers``: reference answers of a file that are checked at most.
+    Raise ValueError, with the file, if a reward cannot be loaded or requires a field that it lacks."""
     bare = config.reward.model or config.reward.path or config.reward.name
     own = " + ".join([bare, *(f"{term.spec.weight:g} {term.spec.name}" for term in terms)])
     origin = f"data.source={config.data.source}"

@@ -88,9 +88,8 @@ def graded(outcome: RewardOutcome, pass_reward: float) -> str:
 def estimates_of(
     outcomes: Sequence[Sequence[RewardOutcome]], lengths: Sequence[Sequence[int]], pass_reward: float
 ) -> dict[str, Estimate]:
-    """Estimate the statistics of a file; those that no prompt has are left out. ``outcomes``: of every prompt's
-    answers; ``lengths``: number of tokens of every prompt's answers; ``pass_reward``: minimum reward of a correct
-    answer."""
+    """Estimate the statistics of a file; those that no prompt has are left out. ``outcomes``, ``lengths`` (tokens): of
+    every prompt's answers; ``pass_reward``: minimum of a correct one."""
     samples = max(map(len, lengths), default=0)
     scored = [[one for one in answers if one.reward is not None] for answers in outcomes]
     rewards = [[one.reward for one in answers if one.reward is not None] for answers in scored]

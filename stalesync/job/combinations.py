@@ -23,8 +23,7 @@ RELEASED_FOR: dict[str, dict[str, tuple[str, ...]]] = {
     MINDSPEED: {"torch": ("2.7.1",), "Python": ("3.10",)},
     VLLM_ASCEND: {"torch": ("2.10.0",), "Python": ("3.10", "3.11", "3.12")},
 }
-"""Official release for Ascend → versions for which it is made: MindSpeed's tables, and the metadata of vllm-ascend's
-wheel."""
+"""Official release for Ascend → versions it is made for: MindSpeed's tables, and metadata of vllm-ascend's wheel."""
 
 NO_OFFICIAL_PAIR = (
     f"no official pair: {MINDSPEED} is for torch {RELEASED_FOR[MINDSPEED]['torch'][0]}, "

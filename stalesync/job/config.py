@@ -58,8 +58,7 @@ class ClusterConfig(Group, path="cluster"):
 
     @property
     def topology(self) -> "Topology | None":
-        """Bandwidths of the links between the cards; None: all are equal. Raise ValueError if `cluster.hardware` is
-        unknown."""
+        """Bandwidths of the cards' links; None: all are equal. Raise ValueError if `cluster.hardware` is unknown."""
         if self.hardware is None:
             return None
         from fusion.costmodel.hardware import hardware_named  # imported only if needed, as it loads the cost model

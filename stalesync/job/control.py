@@ -59,8 +59,7 @@ class Limits:
         return share.changed(changes, self.config.rollout, engines=len(self.engines), max_tokens=self.longest_request)
 
     def restored(self, state: Mapping[str, Any], num_engines: int) -> InferenceShare:
-        """Return a share from its `state`, of a run with ``num_engines``. Engines are numbered by layout: with another
-        number of engines all of them generate."""
+        """Return a share from its `state`, of a run with ``num_engines``. With another number, all of them generate."""
         engines = {} if num_engines == len(self.engines) else {"engines": "all"}
         return self.changed(self.start, migrate(state) | engines)
 

@@ -34,8 +34,7 @@ def convert(source: Path, out: Path, tokenizer: Path | None = None, merge: bool 
 
 
 def checkpoint_in(source: Path) -> Path:
-    """Return the folder of a checkpoint itself, or the newest checkpoint of a run; raise ValueError if none is
-    complete."""
+    """Return a checkpoint's folder itself, or the newest of a run; raise ValueError if none is complete."""
     if (source / savepoint.MARK).is_file() and (source / savepoint.NAME).is_file():
         return source
     complete = [*complete_checkpoints(source).values()]

@@ -107,8 +107,7 @@ def check_batches(config: Config, model: ModelConfig) -> None:
 
 
 def check_generation(config: Config) -> None:
-    """Refuse an order of two steps where one ends before the next, KV that nothing would pool, and shared KV where
-    bits matter."""
+    """Refuse an order of two steps for one, KV that nothing would pool, and shared KV where bits matter."""
     check_context(config.rollout, config.parallel.infer.dcp)
     if config.rollout.schedule.order == "histopipe" and not config.stalesync.max_staleness:
         raise ValueError(

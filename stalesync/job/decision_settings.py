@@ -19,8 +19,7 @@ MAX_REFILLS = 10
 
 
 def worker_settings(config: Config, model: ModelConfig) -> WorkerSpec:
-    """Return the part of the config that every card needs, without models and tokenizers. ``model``: the policy's
-    shape."""
+    """Return what every card needs of the config, without models and tokenizers. ``model``: the policy's shape."""
     cards = config.deployment.reference if config.fusion.score_cards else ()
     return WorkerSpec(
         seed=config.run.seed,
@@ -111,8 +110,7 @@ def _pool_routing(spec: WorkerSpec, machines: Sequence[int]) -> PoolRouting:
 
 
 def _exact_lengths(spec: WorkerSpec, group_size: int) -> Callable[[str], Sequence[int]]:
-    """Return the function that gives the lengths of a group's responses where they are forced and ordered by: to draw
-    them takes 0.2 ms a group."""
+    """Return what gives the lengths of a group's responses where they are forced and ordered by (0.2 ms a group)."""
     if spec.rollout.schedule.order != "oracle":
         return lambda group: ()
     from stalesync.prompts.lengths import ForcedLengths  # which loads more than a decision needs

@@ -77,8 +77,7 @@ def parse(arguments: Sequence[str], *, options: Collection[str], flags: Sequence
 
 
 def layout_of(arguments: JobArguments, config: Config, side: str) -> str:
-    """Return the layout that `train=` (`infer=`) or `parallel.train` states, as text; auto: the best one is searched.
-    Raise ValueError if both are stated."""
+    """Return the layout that `train=` (`infer=`) or `parallel.train` states, or auto; raise ValueError if both do."""
     text, key = arguments.options.get(side), f"parallel.{side}"
     if not any(override.startswith((f"{key}.", "parallel=")) for override in arguments.overrides):
         return text or "auto"
@@ -97,8 +96,7 @@ def model_of(options: Mapping[str, str], shapes: Path) -> Preset:
 
 
 def cluster_of(options: Mapping[str, str], conf: Path) -> tuple[Hardware, int]:
-    """Load the cards that `cluster=` or `cluster.hardware=` names, and their number; raise ValueError as
-    `load_cluster`."""
+    """Load the cards that `cluster=` or `cluster.hardware=` names, and their number, as `load_cluster`."""
     hardware, npus = options.get("cluster.hardware"), options.get("cluster.npus")
     return load_cluster(options.get("cluster"), hardware=hardware, npus=npus, folder=conf / "cluster")
 

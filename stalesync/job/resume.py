@@ -55,8 +55,7 @@ def check_resume(run: RunConfig) -> None:
 
 def reopen(run: RunConfig) -> Reopened | None:
     """Open the folder of an earlier start that this one continues; None: there is none. Raise FolderInUse if another
-    process has it, NoWholeCheckpoint if all its complete checkpoints are damaged, or it has none and the run must
-    resume."""
+    process has it, NoWholeCheckpoint if the run must resume and all are damaged or missing."""
     path = Path(run.dir) / run.name
     if run.resume == "false" or not path.is_dir():
         return None

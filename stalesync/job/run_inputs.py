@@ -43,8 +43,7 @@ def inputs_of(config: Config, masked_ids: Iterable[Iterable[int]]) -> dict[str, 
 
 
 def digest_files(config: Config) -> dict[str, dict[str, str]]:
-    """Read the files that a run depends on, besides `data.source`; return their digests. Raise OSError if one cannot be
-    read."""
+    """Return digests of the files that a run depends on, but `data.source`; raise OSError if one cannot be read."""
     reward = config.reward
     paths = {
         "model.path": _folder(config.model.path),

@@ -168,8 +168,7 @@ def _describe_unmarked(path: Path) -> str:
 
 
 def _pass_over(path: Path, resumed: Path) -> str:
-    """Name a checkpoint that is not marked as complete; rename it if nothing else is missing, as the next save of
-    this step would replace it."""
+    """Name a checkpoint without the mark; rename it if it lacks nothing else, as the next save would replace it."""
     if (path / NAME).exists():
         return _set_aside(path, f"has no {MARK}", "unmarked", resumed=resumed)
     line = f"{_describe_unmarked(path)}. Going back to {resumed.name}"

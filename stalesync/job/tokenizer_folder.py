@@ -59,8 +59,7 @@ def describe_masked(masked: tuple[tuple[int, int], ...], vocab_size: int) -> lis
 
 def end_token_ids(tokenizer: Any, model: ModelConfig, folder: str, turn_end: int | None = None) -> tuple[int, ...]:
     """Return the tokens that end a response: those of `generation_config.json` or `config.json`, the tokenizer's, and
-    the one with which its chat template ends a turn. Raise ValueError for one that is not in the model's vocabulary: no
-    response could end with it."""
+    the one with which its chat template ends a turn. Raise ValueError for one that is not in the model's vocabulary."""
     own = [id for id in (tokenizer.eos_token_id, turn_end) if id is not None]
     ends = tuple(dict.fromkeys((*model.eos_token_ids, *own)))
     if outside := [id for id in ends if not 0 <= id < model.vocab_size]:

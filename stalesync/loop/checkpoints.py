@@ -75,16 +75,14 @@ class Checkpoints:
         self.saver.begin(write, discard=partial(savepoint.discard, target))
 
     def _unchanged(self, starts: Mapping[int, int]) -> list[int]:
-        """Return the ranks whose processes are those of the cut, by the number of processes that each had: one that was
-        replaced since has no copy to write."""
+        """Return the ranks with the processes of the cut, by their numbers then: one replaced since has no copy."""
         same = [rank for rank, number in starts.items() if self.loop.cards.num_starts(rank) == number]
         if others := sorted(starts.keys() - {*same}):
             log.warning("ranks %s were replaced: their drafts are not part of the checkpoint", others)
         return same
 
     def restore(self, earlier: Reopened) -> None:
-        """Resume from a checkpoint. The queue must have been created from the checkpoint's queue; if the groups in
-        progress end, without it."""
+        """Resume from a checkpoint. The queue was created from the checkpoint's or, if groups in progress end, anew."""
         loop, config, checkpoint, state = self.loop, self.loop.config, earlier.checkpoint, earlier.state
         assert checkpoint is not None
         check_kept(loop.queue.holding, config.rollout.truncates)

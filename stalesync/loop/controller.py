@@ -60,8 +60,7 @@ POLL_S = 0.5
 
 @dataclass(kw_only=True)
 class Controller:
-    """Executes the commands of `admission`, step by step. The cards that train are in the training phase before and
-    after each step."""
+    """Executes the commands of `admission`. Between steps, the cards that train are in the training phase."""
 
     config: Config
     spec: WorkerSpec
@@ -220,8 +219,7 @@ class Controller:
         self.groups.note([], scored)
 
     def train(self, trained: Sequence[str], update: bool = True) -> None:
-        """Train groups, while cards that do not train generate. ``update``: with an optimizer step, else their
-        gradients are accumulated for it."""
+        """Train groups, while other cards generate. ``update``: with an optimizer step, else gradients accumulate."""
         metrics, ledger = self.step_metrics.metrics, self.admission.ledger
         samples, ended = self.groups.take(trained)
         self._unlogged = ended if self._unlogged is None else self._unlogged.merged(ended)

@@ -169,8 +169,7 @@ class Conversing:
             self.conversations.take(self._groups.ids_of(group))
 
     def records(self, ids: Sequence[str], metrics: Metrics) -> dict[str, Conversation]:
-        """Remove the conversations of samples whose groups have ended; return them by id, and add their metrics to
-        those of a step."""
+        """Remove the conversations of samples of ended groups; return them by id, and add their metrics to a step's."""
         taken = self.conversations.take(ids)
         metrics.spread("env/num_turns", [one.num_turns for one in taken])
         if any(one.begins for one in taken):

@@ -40,8 +40,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Restart:
-    """A restart under way. ``began_ns``: when the death was noticed (`wall_ns`); ``started``: when the processes are
-    prepared."""
+    """A restart under way. ``began_ns``: of the noticed death (`wall_ns`); ``started``: when processes are prepared."""
 
     began_ns: int
     started: Future[int]

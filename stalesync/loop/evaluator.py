@@ -101,8 +101,7 @@ class Evaluator:
         return is_best, metrics
 
     def _begin_conversations(self, stack: ExitStack) -> dict[str, EvaluatedTurns]:
-        """Begin the conversations of each file, by its name, which end with ``stack``; {}: prompts are answered in one
-        turn."""
+        """Begin each file's conversations, by name, which end with ``stack``; {}: prompts are answered in one turn."""
         conversing, config = self.loop.conversing, self.evaluation.config
         if conversing is None:
             return {}
@@ -116,8 +115,7 @@ class Evaluator:
         return talks
 
     def _answers(self, talks: Mapping[str, EvaluatedTurns]) -> dict[str, dict[str, EvalAnswer]]:
-        """Return the answers to the prompts of each file, by its name. If no engine is left to give one, the weights
-        are published again."""
+        """Return the answers to each file's prompts, by name. If no engine is left, weights are published again."""
         files, samples = self.evaluation.files, self.evaluation.config.samples
         asked = {file.name: file.asked(samples) for file in files}
         answers = {file.name: talks[file.name].answers if talks else dict[str, EvalAnswer]() for file in files}

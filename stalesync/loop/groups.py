@@ -62,8 +62,7 @@ class Groups:
     num_failed_rewards: int = 0
     """Number of samples that could not be scored since the start of the run"""
     step: int = 1
-    """The step in whose record an ended group is logged: the current one or, while a checkpoint is taken, the last one,
-    which the checkpoint contains"""
+    """The step whose record has an ended group: the current or, in a checkpoint that is taken, the last"""
     lost: set[str] = field(default_factory=set)
     """Samples that the queue has lost"""
     num_noted_lost: int = 0

@@ -86,9 +86,8 @@ class Updater:
     ) -> Training:
         """Begin to train policy ``version`` on all scored samples of these groups; `finish` must follow. Drops samples
         whose reward failed, and leaves out those that the queue has lost. ``groups``: in the order in which minibatches
-        take them; ``samples``: of these groups, in order of ids; ``update``: False: the gradients of these samples are
-        accumulated, for the next call's optimizer step. Raise ValueError if a sample has been trained, is being
-        trained, or has been dropped."""
+        take them; ``samples``: of these groups, in order of ids; ``update``: False: their gradients are accumulated for
+        the next call's step. Raise ValueError if a sample has been trained, is being trained, or has been dropped."""
         with metrics.timer("adv"):
             scored = self._drop_failed(samples)
         missing = scored
@@ -208,8 +207,7 @@ class Updater:
     def _take_reference(
         self, running: RunningStage[StageReport] | None, groups: Sequence[str], metrics: Metrics
     ) -> dict[str, float]:
-        """Wait for the reference of these groups, ``running`` on the cards that train and on cards of its own; return
-        the KL of each row that is known."""
+        """Wait for these groups' reference, ``running`` or on cards of its own; return the KL of each row, if known."""
         assert self.reference is not None
         begun_s = time.monotonic() if running is None else running.begun_s
         reports = [] if running is None else self.cards.wait(running)
@@ -219,9 +217,8 @@ class Updater:
         return kl
 
     def _batches(self, groups: Sequence[str], samples: SampleColumns, in_minibatches: bool) -> list[list[list[str]]]:
-        """Return ids of rows by batch and replica of the trainer: one batch, or those minibatches that have samples:
-        without gradients an optimizer step would still move the weights. What is accumulated is the beginning of the
-        first of them."""
+        """Return ids of rows by batch and replica: one batch, or the minibatches with samples: without gradients, a
+        step would still move weights. What is accumulated begins the first."""
         accumulated, share = [""] * self._num_accumulated, self.spec.training.shares_prefixes
         chunks = split_groups([*accumulated, *groups], self.spec.algorithm.minibatches) if in_minibatches else []
         if len(chunks) <= 1 or not samples:

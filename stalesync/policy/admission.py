@@ -75,8 +75,7 @@ from stalesync.policy.supply import Supply
 Stage = Literal["idle", "switch", "fill", "generate", "stop", "score", "train"]
 
 STEP_TAIL = 0.1
-"""Maximum fraction of a step's samples that are still being generated in the tail of its generation
-(`timing_s/gen_tail`)"""
+"""Maximum fraction of a step's samples still being generated in the tail of its generation (`timing_s/gen_tail`)"""
 
 
 class Admission:
@@ -174,8 +173,7 @@ class Admission:
         self._supply.cancel(group, why)
 
     def observe_scored(self, group: str, tokens: int) -> None:
-        """Record that all samples of a group are scored, and that it may be trained. ``tokens``: of its samples whose
-        reward did not fail."""
+        """Record that a group is scored and may be trained. ``tokens``: of its samples whose reward did not fail."""
         if self.spec.scores_overlapped:
             self.ledger.finish(group, tokens)
 
@@ -213,8 +211,7 @@ class Admission:
             self._lending.observe_seconds(seconds)
 
     def take_lent_s(self) -> float:
-        """Return for how many seconds the cards that train and generate trained while generation went on, since the
-        last call."""
+        """Return the seconds that cards of both roles trained while generation went on, since the last call."""
         lent_s, self._lent_s = self._lent_s, 0.0
         return lent_s
 
@@ -227,8 +224,7 @@ class Admission:
         self.ledger.train([group for group in groups if group not in untrained])
 
     def observe_trained(self, groups: Sequence[str], lost: Sequence[str] = ()) -> None:
-        """Record that the groups of `Train` are trained, except those in ``lost``, of which no sample was left; begin
-        the next version."""
+        """Record that the groups of `Train` are trained, but ``lost``: without a sample; begin the next version."""
         self.observe_accumulated(groups, lost)
         self.ledger.advance()
         self.buffer.history.end_step()
@@ -245,8 +241,7 @@ class Admission:
         self.buffer.load_state_dict(state["buffer"])
 
     def _collect(self, share: InferenceShare) -> Iterator[Command]:
-        """Yield commands until a step's groups are ready, the engines that share cards have stopped, and all that is
-        generated is scored."""
+        """Yield commands until a step's groups are ready, engines on shared cards have stopped, and all is scored."""
         self.stage = "switch"
         overlapped = self._overlapped(share)
         self._share = share
@@ -281,8 +276,7 @@ class Admission:
         yield Score()
 
     def _lend(self, lending: Lending) -> Iterator[Command]:
-        """Return the cards that train before the step has its groups, where that pays, and has them accumulate
-        gradients."""
+        """Return cards to training before the step has its groups, where that pays, and accumulate gradients."""
         num_requests, step = self.running.total + self.buffer.num_idle, self.ledger.expected_groups
         if not lending.observe_requests(num_requests):
             return
@@ -320,8 +314,7 @@ class Admission:
 
     @property
     def _must_publish_again(self) -> bool:
-        """Whether requests wait or may be admitted that no running engine can take: none is left, or all have got
-        their last requests, and are done with them."""
+        """Whether requests wait or may be admitted for which no engine is left, or all are done with their last."""
         waiting = self.buffer.num("waiting")
         if self._supply.dispatches_once:
             return not self.running.total and bool(waiting)
@@ -370,6 +363,5 @@ class Admission:
 
     @property
     def _cannot_train_yet(self) -> bool:
-        """Whether groups in flight must be trained before the next version may be published, because finished groups
-        have failed."""
+        """Whether groups in flight must be trained before the next version, because finished groups have failed."""
         return bool(self.ledger.in_flight) and self.ledger.num_due > self.ledger.num_ready

@@ -52,8 +52,7 @@ class Suspend:
 
 @dataclass(frozen=True)
 class Publish:
-    """Send the weights of policy ``version`` to the engines; the engines ``overlapped`` continue generating during the
-    transfer, no other engine runs."""
+    """Send the weights of policy ``version`` to the engines, of which only those ``overlapped`` generate meanwhile."""
 
     version: int
     overlapped: tuple[int, ...] = ()
@@ -88,6 +87,5 @@ Command = AdmitGroups | Dispatch | AwaitSamples | Suspend | Publish | SwitchToTr
 
 
 def only_starts(command: Command) -> bool:
-    """Whether a command may be executed while the cards switch for the engines: it starts those at most, which begin
-    when they have switched."""
+    """Whether a command may be executed while cards switch for the engines: it starts those at most, to begin then."""
     return isinstance(command, AdmitGroups) or (isinstance(command, Dispatch) and not command.forget_by_engine)

@@ -106,8 +106,7 @@ class Conversation:
         return sum(message["role"] == "tool" for message in self.messages)
 
     def text(self, response: str) -> str:
-        """Return the text of the whole conversation, of which ``response`` is that of the last branch: before it, what
-        each message says."""
+        """Return the text of the whole conversation: what each message says, then ``response``, of the last branch."""
         before = self.messages[: self.begins[-1]] if self.begins else []
         return "\n".join([*(message["content"] for message in before), response])
 
@@ -193,8 +192,7 @@ class Conversations:
         return self._by_id[id]
 
     def branch_of(self, id: str) -> tuple[Sequence[int], int]:
-        """Return the prompt of the current branch of a conversation, of which it is not the first, and how many tokens
-        it may have."""
+        """Return prompt and maximum of tokens of a conversation's current branch, which is not its first."""
         one = self._by_id[id]
         return one.prompt, self._spec.max_tokens - one.used
 

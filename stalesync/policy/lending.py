@@ -19,8 +19,7 @@ counts as 0 seconds; where it was interrupted, its tail is not measured."""
 from math import ceil
 
 LENDING_TAIL = 0.2
-"""The tail begins when at most this fraction of a step's samples is still to be generated. From 0.1 to 0.35 a simulated
-run takes as long within 3 %"""
+"""The tail begins when at most this share of a step's samples is to be generated. From 0.1 to 0.35: equal within 3 %"""
 
 PART = 0.05
 """Share of a step's groups that is accumulated at once, at least: a part is divided over all replicas"""

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 def order_by_place(places: Sequence[tuple[str, list[str]]]) -> list[int]:
     """Return the index of the card of rank 0, 1, …: node by node, card by card, so that consecutive ranks have fast
-    links. ``places``: for each card, its node's address and the names of its accelerators (none: keeps the given
-    order)."""
+    links. ``places``: each card's node address and accelerators (none: in the given order)."""
 
     def natural(text: str) -> list[tuple[int, int, str]]:
         parts = re.findall(r"\d+|\D+", text)
@@ -27,6 +26,5 @@ def check_cards(kind: str, world: int, cluster: dict[str, float]) -> None:
 
 
 def spread(world: int, nodes: Sequence[str]) -> list[str]:
-    """Return the node of each emulated card: evenly, and neighbours together. Ray does not count such cards, and would
-    place them at random."""
+    """Return the node of each emulated card, evenly, neighbours together: Ray would place them at random."""
     return [nodes[index * len(nodes) // world] for index in range(world)]

@@ -20,8 +20,7 @@ class SaveInterval:
 
     @classmethod
     def parse(cls, value: int | str) -> "SaveInterval":
-        """Read `run.save_every`; raise ValueError, with what was expected, if it is neither a number of steps nor a
-        time."""
+        """Read `run.save_every`; raise ValueError, with what was expected, if it is no number of steps and no time."""
         match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)(s|min|h)?", str(value).replace(" ", ""), re.ASCII)
         if match is None or isinstance(value, bool):
             raise ValueError(EXPECTED)

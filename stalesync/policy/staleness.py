@@ -99,8 +99,7 @@ class StalenessLedger:
         return min(self.groups_per_step, ceil(self.tokens_per_step * groups / tokens))
 
     def next_steps(self, count: int) -> list[int]:
-        """Return the version in which each of the next groups to be admitted is expected to be trained, behind those
-        in progress."""
+        """Return the expected versions of training of the next groups to be admitted, behind those in progress."""
         behind, step = self.num_untrained, self.expected_groups
         return [self.version + (behind + number) // step for number in range(count)]
 

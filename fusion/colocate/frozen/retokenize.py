@@ -10,8 +10,7 @@ from fusion.model.tokenizer_files import has_tokenizer
 
 
 def same_tokenizer(policy: str, reward_model: str) -> bool:
-    """Return whether the two folders' tokenizers have the same vocabulary and the same end token; also True if the
-    reward model's folder has no tokenizer."""
+    """Whether both tokenizers have equal vocabularies and end tokens, or the reward model's folder has none."""
     if not has_tokenizer(Path(reward_model)):
         return True
     first, second = _load(policy), _load(reward_model)

@@ -102,8 +102,7 @@ class FrozenRoles:
         )
 
     def scores(self, samples: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[RewardOutcome]:
-        """Return one outcome per sample (prompt, response: int64 [L] each), in order. In `reward_model_in_hbm`;
-        collective over its mesh."""
+        """Return one outcome per sample (prompt, response: int64 [L]). In `reward_model_in_hbm`, collective."""
         assert self.reward_model is not None
         tokens = [self._reward_tokens(prompt, response) for prompt, response in samples]
         max_length = self.reward_model.config.max_positions

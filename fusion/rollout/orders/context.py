@@ -71,8 +71,7 @@ class ContextOrder(RankedOrder):
         self._served.pop(group, None)
 
     def _longest_unserved(self) -> Entry:
-        """Take out a request of the group that was served longest ago. Its other requests are ranked again only when
-        it is their turn."""
+        """Take out a request of the group served longest ago, whose others are ranked again when it is their turn."""
         while True:
             (ranked,), request = self._by_service.first
             served = self._served.get(request.group, 0)

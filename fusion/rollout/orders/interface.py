@@ -20,8 +20,7 @@ from fusion.rollout.orders.length_classes import HistoPipeSpec
 @dataclass(slots=True)
 class Lengths:
     """What is known about the lengths of a group's responses, in tokens. ``max_tokens``: of a response; ``earlier``: of
-    the same row in an earlier epoch; ``exact``: of each member; empty where they are not known; ``step``: in which the
-    group is expected to be trained."""
+    the same row in an earlier epoch; ``exact``: of each member, if known; ``step``: of its expected training."""
 
     max_tokens: int
     earlier: Sequence[int] = ()
