@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from stalesync.scoring.scoring import Scorer
 
 log = logging.getLogger(__name__)
-
 IMPORTED_LATE = """ray distqueue.client stalesync.cards.cards stalesync.evaluation.evaluation
 stalesync.process.host_check stalesync.scoring.sources stalesync.scoring.scoring
 stalesync.cards.text_server stalesync.loop.build""".split()

@@ -15,7 +15,6 @@ from distqueue import QueueClosed
 from fusion.npu.failures import AbortedOnAllRanks, FailureKind, RankFailure, kind_of
 
 log = logging.getLogger(__name__)
-
 C = TypeVar("C", bound=type)
 
 

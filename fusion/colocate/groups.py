@@ -13,11 +13,8 @@ from fusion.model.parallel import CARD_ONLY, Parallel
 
 Groups = dict[tuple[int, ...], bool]
 """Members (ranks of the run) → whether the host communicates in it; in the order in which all cards create them"""
-
-
 OTHER_FILES = 1024
 """Files and sockets that a card has open beside those of gloo: libraries, logs, Ray's and the cards' own connections"""
-
 MOST_FILES = 1 << 20
 """Limit that is set where the system has none"""
 

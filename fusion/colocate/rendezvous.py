@@ -28,10 +28,8 @@ import torch.distributed as dist
 import torch.distributed.distributed_c10d as c10d
 
 LOOPBACK = "127.0.0.1"
-
 REACHED_WITHIN_S = 30.0
 """Seconds after which a rank without an answer of the first rank's host cannot reach it"""
-
 _SIOCGIFADDR = 0x8915
 """Request of ioctl(2) for the IPv4 address of an interface (netdevice(7))"""
 

@@ -22,7 +22,6 @@ from fusion.rollout.entry import Entry, RequestGroup
 from fusion.rollout.orders.interface import Order
 
 ByEngine = dict[int, list["Entry"]]
-
 REMOTE_PULL = 2
 """Times ``min_pull_tokens`` from which KV is pulled from another machine: a call of another process and a second copy
 come on top (docs/figures.md, "KV pool")"""

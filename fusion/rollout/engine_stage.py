@@ -26,13 +26,10 @@ from fusion.telemetry.memory import MIB
 
 MAX_PENDING = 64
 """Maximum number of finished samples that a card collects before it puts them to the queue in one message."""
-
 MAX_PENDING_S = 0.2
 """Maximum seconds that a finished sample waits for others."""
-
 MAX_GATHER_S = 0.05
 """Maximum seconds that a request at the end of its chunk waits for others before it is reported to the controller."""
-
 IDLE_POLL_S = 0.001
 """An idle engine polls for orders this often."""
 

@@ -21,13 +21,10 @@ from statistics import fmean
 from typing import Any
 
 MAX_ROWS = 1_000_000
-
 RUNAWAY = 4
 """Rarer than one in a thousand in a group of lognormal lengths whose logarithms deviate by 0.43"""
-
 MIN_GROUP = 4
 """Minimum responses of a group for its median to be its usual length"""
-
 HALF_LIFE = 256
 KEPT = 0.5 ** (1 / HALF_LIFE)
 MIN_RESPONSES = 500

@@ -17,21 +17,16 @@ from fusion.inference import Output
 
 TEXT = "text"
 """Column of the response's text; what the task that rewards samples reads of them."""
-
 CUT = "cut"
 """Column of bool: whether the limit of tokens ended the response, not an end token or a stop string."""
-
 ROUTING = "routing"
 """Column of the experts that each token was routed to, in every layer; only where the trainer replays them."""
-
 KEPT = ("kept_counts", "kept_ids")
 """Columns of the ids that truncated sampling kept for each token: int32 [L], their number, and int32 [their sum], the
 ids; only where the rollouts' sampling truncates"""
-
 SAMPLED, SAMPLED_TOKENS = "sampled", "sampled_tokens"
 """Columns of what the policy has sampled of a response, bool [L], and of the number of these tokens: the others are
 observations. Only of conversations (`WorkerSpec.turns`); without them all tokens of a response were sampled"""
-
 SHARE = "share"
 """Column of a row's share in its conversation, float32: 1 / branches. Only of conversations; put with the advantages"""
 

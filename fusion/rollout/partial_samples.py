@@ -43,16 +43,12 @@ PARTIAL = GeneratedNames(
 COLUMNS = PARTIAL.tokens, PARTIAL.logprobs, PARTIAL.versions
 TURN, TURN_TOKENS = "turn", "turn_tokens"
 """Columns of text and token ids, int64 [t], sampled since the last observation; only of rows whose turn has ended"""
-
 OBSERVATION = "observation"
 """Column of the token ids, int64 [m], that an environment has answered, up to where the model speaks again"""
-
 RESUMED = "resumed"
 """Why a partial row is dropped: a newer row, or the finished sample, replaces it"""
-
 LOST_PARTS = "earlier tokens"
 """Why a sample is lost that could not be resumed or completed"""
-
 log = logging.getLogger(__name__)
 
 

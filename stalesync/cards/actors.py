@@ -19,7 +19,6 @@ from stalesync.process.card_environment import card_environment, describe, expor
 from stalesync.process.hosts import Host, alive_hosts, all_hosts
 
 log = logging.getLogger(__name__)
-
 THREADS = {"control": 2, "chunks": 1, "weights": 1, "save": 1, "watch": 1}
 """Threads of a card beside that of its stages, by the kind of call"""
 

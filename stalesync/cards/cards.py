@@ -42,13 +42,10 @@ from stalesync.process.failures import FailedStage, is_consequence
 from stalesync.process.hosts import Host
 
 log = logging.getLogger(__name__)
-
 WARN_EVERY_S = 30.0
 """Interval at which a stage that is still running, or a control call that is not answered, is reported."""
-
 POLL_S = 0.2
 """Interval at which the callback of `Cards.polling` is called while waiting for a stage."""
-
 WAIT_S = 1.0
 """Interval at which health checks are polled while waiting."""
 

@@ -14,7 +14,6 @@ from stalesync.process.failures import FailedStage, root_cause
 
 MAX_END_S = 5.0
 """How long the ends of an engine's processes are awaited; longer only if a host cannot be reached"""
-
 POLL_S = 0.01
 
 

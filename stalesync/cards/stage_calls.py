@@ -16,13 +16,10 @@ from stalesync.process.hosts import Host, describe_ranks
 
 GATHER_FAILURES_S = 1.5
 """Time to wait for other cards' failures after the first: the card that caused it is not always the first to report."""
-
 GATHER_CAUSE_S = 15.0
 """Time to wait for the cause where only consequences are reported: other ranks notice the end of a host before Ray."""
-
 BESIDE = frozenset({"receive", "save", "save_drafts"})
 """Stages that a card runs beside others; it runs the rest one after the other, in the order in which they are begun."""
-
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
 

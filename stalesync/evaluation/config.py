@@ -18,7 +18,6 @@ from stalesync.prompts.config import SUFFIXES, DataConfig
 
 HELD_OUT = "held_out"
 """Name under which the held-out prompts of `data.source` are evaluated (`run.eval_prompts`)"""
-
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from stalesync.job.config import Config
 
 log = logging.getLogger(__name__)
-
 OpenedFile = tuple[EvalFileSpec, PromptSource]
 """A file of `eval.files` and its rows"""
 

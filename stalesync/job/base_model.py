@@ -29,8 +29,6 @@ from stalesync.prompts.supervised import ChatTokenizer
 
 STD = 0.08
 """Standard deviation of the initial weights; models of this width learn poorly with 0.02, transformers' default."""
-
-
 _TRAINING = TrainingConfig(lr=1e-3, weight_decay=0.01, load_balancing_coef=1e-3, token_budget=1 << 16)
 
 

@@ -18,7 +18,6 @@ from stalesync.job.config import Config
 from stalesync.job.workload import setup_of
 
 log = logging.getLogger(__name__)
-
 SOME_CARD = "ascend_910b"
 """Card whose memory is assumed where none is named"""
 

@@ -18,13 +18,11 @@ MINDSPEED = "MindSpeed core_r0.16.0"
 VLLM_ASCEND = "vllm-ascend 0.26.0rc1"
 VLLM_ASCEND_PIN = "vllm-ascend==0.26.0rc1"
 NOT_RUN = "rollout.backend=vllm has not been run on a CUDA card"
-
 RELEASED_FOR: dict[str, dict[str, tuple[str, ...]]] = {
     MINDSPEED: {"torch": ("2.7.1",), "Python": ("3.10",)},
     VLLM_ASCEND: {"torch": ("2.10.0",), "Python": ("3.10", "3.11", "3.12")},
 }
 """Official release for Ascend → versions it is made for: MindSpeed's tables, and metadata of vllm-ascend's wheel."""
-
 NO_OFFICIAL_PAIR = (
     f"no official pair: {MINDSPEED} is for torch {RELEASED_FOR[MINDSPEED]['torch'][0]}, "
     f"{VLLM_ASCEND} for torch {RELEASED_FOR[VLLM_ASCEND]['torch'][0]}"

@@ -21,7 +21,6 @@ from stalesync.job.other_names import check_moved, migrate
 from stalesync.job.overrides import load
 
 log = logging.getLogger(__name__)
-
 REQUEST = "control.json"
 RECORD = "control.jsonl"
 

@@ -211,7 +211,6 @@ def check_weights(
 
 SUMS_MOD_2_64 = "weights"
 """Name in a checkpoint of checksums that were computed otherwise, by earlier versions"""
-
 ROLES = {"policy": "model.path", "reference": "model.path", "reward_model": "reward.model"}
 """The key that names the folder of a role's weights"""
 

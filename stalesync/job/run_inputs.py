@@ -23,10 +23,8 @@ from stalesync.process.host_files import MAX_NAMED, digest_of
 
 Digests = Mapping[str, Mapping[str, Any]]
 """Digest by config key and file; the file is "" where the key names one file"""
-
 IN_PART = ("eval.files", "reward.terms")
 """Keys with several entries, of which some may be added and removed: the content of those that stay is compared"""
-
 UNREAD = (".md", ".lock", ".gitattributes", ".gitignore")
 """Ends of the names of files in a model's folder that nothing reads"""
 

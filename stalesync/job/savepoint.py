@@ -41,7 +41,6 @@ NAME = "controller.json"
 QUEUE = "queue"
 TRAINER = "trainer"
 DRAFTS = "drafts"
-
 log = logging.getLogger(__name__)
 
 

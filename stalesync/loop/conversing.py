@@ -49,7 +49,6 @@ from stalesync.scoring.scoring import RESPONSE, Scorer
 
 MAX_UNSTARTED = 1000
 """Number of prompts in a row whose environments do not begin after which the run ends"""
-
 log = logging.getLogger(__name__)
 
 

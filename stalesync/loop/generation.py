@@ -33,10 +33,8 @@ if TYPE_CHECKING:
 
 MAX_CHUNK_WAIT_S = 60.0
 """Maximum seconds for which a call waits on an engine's first card for requests whose chunk has ended."""
-
 EVAL_ROWS = "eval/"
 """How the ids of the queue's rows begin that hold the answers to held-out prompts"""
-
 log = logging.getLogger(__name__)
 
 

@@ -28,7 +28,6 @@ from stalesync.scoring.samples import LOST, Sample, by_id
 
 ENVIRONMENT = "env_"
 """How the reason begins for which a group fails whose environment failed"""
-
 log = logging.getLogger(__name__)
 
 

@@ -16,7 +16,6 @@ from stalesync.process.failures import GradientsNotFinite
 from stalesync.prompts import PromptSource
 
 RESTARTS = "rollout/engine_restarts"
-
 MAX_SKIPPED_IN_A_ROW = 3
 """Number of updates in a row with gradients that are not finite, with which a run ends: one alone may be an accident"""
 

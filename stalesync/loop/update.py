@@ -35,13 +35,10 @@ from stalesync.loop.sample_columns import SampleColumns
 from stalesync.scoring.samples import LOST
 
 log = logging.getLogger(__name__)
-
 TRAIN = "train"
 """The queue's task of training."""
-
 TASKS = ("reward", TRAIN)
 """Tasks that must acknowledge a sample before the queue frees it."""
-
 BRANCH = "branch"
 """Why the rows of a conversation are dropped after training, all but the last: they were never given to be rewarded"""
 

@@ -73,7 +73,6 @@ from stalesync.policy.staleness import StalenessLedger
 from stalesync.policy.supply import Supply
 
 Stage = Literal["idle", "switch", "fill", "generate", "stop", "score", "train"]
-
 STEP_TAIL = 0.1
 """Maximum fraction of a step's samples still being generated in the tail of its generation (`timing_s/gen_tail`)"""
 

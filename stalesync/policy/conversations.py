@@ -44,7 +44,6 @@ from fusion.environments.render import TurnEnd
 
 DIVERGED, TIMEOUT, BAD_TURN = "diverged", "timeout", "bad_turn"
 """Kinds of failure that are decided here, or not retried"""
-
 Message = dict[str, Any]
 
 

@@ -29,10 +29,8 @@ from fusion.rollout.types import SuspendedSample, row_of
 
 IDLE = "idle"
 """In place of a stage, of a card that runs none"""
-
 MENDED_IN = frozenset({"generate", "answer", "close_kv_pool", IDLE})
 """Stages of an engine's cards in which no card of another engine waits for them"""
-
 TRANSFERS = frozenset({"switch", "receive"})
 """Stages in which weights are sent to engines"""
 

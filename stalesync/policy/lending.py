@@ -20,13 +20,10 @@ from math import ceil
 
 LENDING_TAIL = 0.2
 """The tail begins when at most this share of a step's samples is to be generated. From 0.1 to 0.35: equal within 3 %"""
-
 PART = 0.05
 """Share of a step's groups that is accumulated at once, at least: a part is divided over all replicas"""
-
 GAIN = 2.0
 """How many times as long as the return the tail must be before cards are lent that were not lent before"""
-
 NEWEST = 0.3
 """Weight of the newest figure in a running mean"""
 

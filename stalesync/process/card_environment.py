@@ -12,10 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 HCCL_BYTES = 2 << 30
 """HBM of a card for the buffers of HCCL's communicators"""
-
 MAX_BUFFER_MB = 200
 """HCCL's own default"""
-
 CONNECT_TIMEOUT_S = (120, 7200)
 """HCCL's own default, and its maximum"""
 

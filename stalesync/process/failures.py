@@ -17,12 +17,9 @@ from stalesync.process.ray_folder import LOGS, ROOT_VARIABLE
 
 START_HEAD = """ray start --head --system-config='{"worker_niceness": 0}'"""
 """Ray would start workers at niceness 15: on a busy core they get about 3 % of the CPU time."""
-
 log = logging.getLogger(__name__)
-
 MIN_FREE_BYTES = 1 << 20
 """With less than this, a file system is reported as full."""
-
 MAX_CAUSE_CHARS = 300
 """Of an error of Ray in a message; the whole of it is in the run's log."""
 

@@ -15,14 +15,11 @@ from contextlib import contextmanager, suppress
 
 NEW_OBJECTS = 50_000
 """Number of new objects after which a collection begins, at least"""
-
 OBJECTS_PER_SAMPLE = 6
 """More than the objects that refer to others which are held for a sample in progress. So those of a step end before a
 collection visits them, and what is garbage is never more than the samples in progress."""
-
 NUM_COLLECTIVES = 100
 """Number of collectives of which torch keeps a record"""
-
 ARENAS = 2
 """Number of arenas from which all threads of a process allocate"""
 M_ARENA_MAX = -8

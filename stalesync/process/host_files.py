@@ -22,18 +22,14 @@ PACKAGES = ("distqueue", "fusion", "stalesync")
 SOURCES = frozenset((".py", ".yaml", ".cpp", ".h"))
 VERSIONS = ("torch", "ray", "safetensors")
 """Distributions whose versions must be equal on all hosts"""
-
 CODE = "code"
 """Key of the project's own files in a report"""
-
 PIECE_BYTES = 64 << 10
 CHUNK_BYTES = 8 << 20
 WHOLE_BYTES = 1 << 20
 """Files of at most this size are read whole"""
-
 MAX_NAMED = 3
 """Of the files that differ, in a message"""
-
 Digests = Mapping[str, str]
 """Digest of a file by its name"""
 

@@ -10,9 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
-
 Calls = SimpleQueue[tuple[Callable[[], Any], Future[Any]]]
-
 _idle: list[Calls] = []
 """Queues of the threads that wait for a call. Threads are kept, as to start one takes longer than most calls; there are
 as many as calls were ever in flight at the same time."""

@@ -14,7 +14,6 @@ from typing import Any
 from fusion.telemetry.files import tolerating_full, write_all
 
 FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-
 log = logging.getLogger(__name__)
 
 

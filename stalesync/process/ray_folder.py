@@ -22,20 +22,15 @@ from distqueue.payload.sweep import LOCK, NodeProcess, own, sweep_folders
 
 ROOT_VARIABLE = "RAY_TMPDIR"
 """The environment variable in which Ray finds the parent of its temporary folder"""
-
 PREFIX, RAY = "ray-", "ray"
-
 SOCKET_BYTES = 107
 """Maximum length of the path of a Unix socket"""
-
 LONGEST_BELOW = f"{PREFIX}12345678/{RAY}/session_2000-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 """Path of the socket with the longest one, below ROOT"""
-
 EXPOSED = (
     "cluster.address: other users of %s can change the files and sockets of its Ray: %s. Start it again in a folder of "
     "your own: mkdir -m 700 /tmp/ray-NAME and export RAY_TMPDIR=/tmp/ray-NAME, on every host"
 )
-
 LOGS = "logs/ray"
 """Where in the run's folder the logs of a Ray are kept that failed"""
 

@@ -39,42 +39,30 @@ if TYPE_CHECKING:
 
 POLL_S = 0.2
 """Interval at which the guard checks whether the controller lives"""
-
 LOOK_S = 0.05
 """Interval at which it looks for processes that are left"""
-
 GRACE_S = 3.0
 """Ray's daemons and workers end by themselves within this time"""
-
 QUIET_S = 1.0
 """The processes of a killed controller's Ray have ended when none was seen for so long: one may have started another"""
-
 LOOKS_S = 0.15
 """… and those of a Ray that was shut down, when three looks have found none: a process may start another and end
 between the time when processes are listed and that when it is looked at"""
-
 MAX_S = 15.0
 """Maximum seconds of looking for them"""
-
 FROZEN_S = 3.0
 """A controller that starts Ray reports the end of one of its processes within this time, or cannot"""
-
 FROZEN_STOP_S = HOLD_S + 2.0
 """… and ends by a signal within this time, or cannot"""
-
 STARTED, LEAVING, GIVING_UP = b"s", b"l", b"g"
 """What the controller writes to the guard: Ray has started; from now on it reports by itself why it ends; it ends at
 once, and nothing of Ray will end by itself"""
-
 RAY_EXIT = 1
 """Status with which Ray's C++ ends a process at once; whatever else ends the controller so is announced to the guard"""
-
 MAX_NEWS_BYTES = 64
 """More than the controller writes"""
-
 MARK = "STALESYNC_GUARD"
 """The environment variable in which the processes of a Ray have the mark of their guard"""
-
 KEEP_ENVIRONMENT = "SPT_NOENV"
 """Ray's agents write their title over their environment, and with it over the mark, unless this variable is set. Ray
 sets it for its workers"""

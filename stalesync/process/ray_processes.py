@@ -21,16 +21,12 @@ if TYPE_CHECKING:
 RAYLET = "raylet"
 NAMES = ("gcs_server", RAYLET)
 """Ray cannot do without these."""
-
 WATCH_S = 0.1
 """Interval at which the processes are checked while Ray starts"""
-
 GIVE_UP_S = 0.5
 """Time in which Ray may report by itself that one of them has ended, while it starts"""
-
 NOTICE_S = 1.5
 """Time in which a run may notice by itself that one of them has ended, after that it is interrupted …"""
-
 LEAVE_S = 3.0
 """… and time in which it must then have ended"""
 

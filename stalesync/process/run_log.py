@@ -30,7 +30,6 @@ from stalesync.process.stopping import describe_stop
 RUN_LOG = "run.log"
 ERROR = "error.json"
 LOGS = "logs"
-
 MAX_LOG_BYTES, MAX_LOGS_BYTES = 256 << 10, 32 << 20
 """Of each process's log in `run.log`, its end; and of all of them."""
 

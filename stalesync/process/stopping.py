@@ -27,28 +27,19 @@ from typing import Any, Literal, NoReturn
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGHUP)
 """Raised as `Stopped`"""
-
 SIGNALS = (signal.SIGINT, *STOP_SIGNALS)
-
 WAKE = signal.SIGURG
 """The process sends it to itself to raise an exception in the main thread: without a handler, it does nothing"""
-
 RAISE_AGAIN_S = 3.0
 """A signal that has not ended the run is raised again after this time"""
-
 HOLD_S = 3.0
 """The start of Ray goes on for at most this time after a signal"""
-
 FORCE_S = 2.0
 """A second signal within this time is the first one, which the terminal and a parent process both sent"""
-
 SHOW_CURSOR = b"\x1b[?25h"
 """A view of the progress hides it"""
-
 REQUESTED = b"SIGTERM: the step under way ends, then a checkpoint is saved; a second signal ends the run without it\n"
-
 COMPLETED = "SIGTERM arrived when the last step had begun: the run was completed"
-
 Phase = Literal["idle", "leave", "raise", "hold", "stopping", "ended"]
 
 

@@ -15,12 +15,9 @@ from stalesync.prompts.json_rows import JsonRows, path_of, value_at
 from stalesync.prompts.rows import Row, Rows
 
 log = logging.getLogger(__name__)
-
 CheckRows = Callable[[Sequence[Row]], list[int | ValueError]]
-
 SCAN = 1024
 """Rows that are checked at a time: tokenizers are faster on many texts."""
-
 MOST_NESTED = 64
 """Maximum number of lists and objects in each other: copying and storing values recurses"""
 ARGUMENTS = ("prompt", "response", "answer")

@@ -18,7 +18,6 @@ from typing import Any
 from stalesync.prompts.config import DataConfig
 
 Chat = list[dict[str, Any]]
-
 OWN_VARIABLES = {"messages", "add_generation_prompt", "tools", "documents", "bos_token", "eos_token"}
 """Variables of a template that `data.chat_template_kwargs` cannot set"""
 MOST_CPU_S, MOST_CHARACTERS = 0.5, 1 << 24

@@ -14,7 +14,6 @@ PAD, EOS = "<pad>", "<eos>"
 PLACES = "abcdefghij"
 VOCABULARY = (PAD, EOS, *"0123456789", *PLACES, *"+-*=,;:#> ")
 """32 tokens: a power of two, divisible by the usual tensor-parallel sizes."""
-
 END = "<|end|>"
 ROLES = ("<|system|>", "<|user|>", "<|assistant|>", "<|tool|>")
 CALL, CALL_END = '<tool_call>{"name": "calculator", "arguments": {"expression": "', '"}}</tool_call>'

@@ -91,9 +91,6 @@ class Sample:
 
 SAVED = ("id", "response", "prompt_tokens", "response_tokens", "oldest", "newest")
 """Fields of the state of a sample, besides its outcome"""
-
 SAVED_IF_SET = ("cut", "observed_tokens", "row_tokens")
-
-
 by_id = attrgetter("id")
 """Key by which samples are sorted"""

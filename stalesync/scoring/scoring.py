@@ -38,16 +38,12 @@ from stalesync.scoring.sources import RewardSource
 
 REWARD = "reward"
 """The queue's task of scoring."""
-
 RESPONSE = "response"
 """Column of the response's tokens, of which the controller receives the number only."""
-
 EVALUATED = "evaluated"
 """Reason for which the tokens of a held-out prompt's answer are dropped from the queue."""
-
 MAX_STOP_S = 2.0
 """Maximum seconds for which the end of the block waits until the samples that are being scored are scored"""
-
 POLL_S = 1.0
 """Interval at which the thread that waits for samples checks whether it must end."""
 

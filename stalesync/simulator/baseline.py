@@ -13,13 +13,10 @@ from itertools import accumulate
 
 PUBLISHED_RATIO = 25 / 14
 """Speed of synchronous `colocated` over `separate`, Pangu 718B on one CloudMatrix 384 supernode"""
-
 BROADCAST_BYTES_PER_S = 1e12 / 53.3
 """Of an update of all engines' weights: Kimi K2, 1T parameters in FP8, to 256 H100s by NCCL broadcast, 53.3 s"""
-
 READERS = 128
 """Ranks that each read a sample where no leader reads for its group: TP8 x PP16 of the published training"""
-
 TOKEN_BYTES = 24
 """Of a padded token in the queue, assumed: ids and mask of 8 bytes, log-probabilities and advantages of 4"""
 

@@ -26,10 +26,8 @@ from stalesync.simulator.outcome import LOSSES
 
 MARGIN = 0.05
 """Share by which speeds must differ to count: to which the simulator is held by runs on paced cards"""
-
 STEPS = {0: 3, 1: 10}
 """Staleness bound of the candidates → simulated steps: running ahead, fewer favour those whose sides take turns"""
-
 MAX_SAMPLES = 4096
 """Samples of a step that are simulated at most: about 20 seconds for all candidates"""
 

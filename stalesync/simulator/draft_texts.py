@@ -22,10 +22,8 @@ from fusion.rollout.drafts.texts import TextSpec
 from stalesync.simulator.drafts import MAX_DRAFTED, DraftSpec
 
 Tokens = list[int]
-
 TRACKS = 0, 1, 3, 7, 15
 """Finished siblings, at least, for which acceptance is measured apart"""
-
 VOCABULARY = 8192
 """Of the byte-level BPE that is trained on texts without a tokenizer"""
 

@@ -21,11 +21,9 @@ from fusion.inference.config import DraftsConfig
 
 MAX_DRAFTED = 8
 """Tokens of a draft at most: Seer's maximum"""
-
 KEPT_BY_SIBLINGS = {0: 1.70, 1: 2.04, 5: 2.32, 15: 2.53}
 """Finished siblings, at least → mean tokens a step of a draft of `MAX_DRAFTED`, the sampled one included: Seer, drafts
 of a single path"""
-
 HISTORY_ACCEPTANCE = 0.65
 """Of a token drafted from what the prompt's last group said: RhymeRL (arXiv 2508.18588), the lower end of 65 to 79 %"""
 

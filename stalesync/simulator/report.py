@@ -31,7 +31,6 @@ public. Nothing here is fitted to them."""
 
 CASE = "fusion", "staleness", "supernodes"
 """Columns of `_cells`"""
-
 STALE_STEPS = 5
 """Measured steps from which on linearity with staleness is stated: steps that run ahead are long and short in turns"""
 

@@ -25,7 +25,6 @@ from stalesync.smoke.report import check
 
 EXPERTS = (128, 160)
 """Of Qwen3-30B-A3B, and of DeepSeek-V2: a list of matrices has no more than 128 on Ascend"""
-
 VOCABULARY = 512
 
 SHAPE = dict(

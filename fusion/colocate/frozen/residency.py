@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 Residency = Literal["beside", "one", "all"]
-
 RESIDENT_FRACTION = 0.5
 """Share of the free memory that resident roles may take: the rest is for activations and the KV cache."""
 

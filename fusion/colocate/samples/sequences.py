@@ -19,13 +19,10 @@ from fusion.training.batch import response_rows
 
 TOKENS = ("prompt", "response")
 """Inputs of a forward pass."""
-
 LABELS = ("response",)
 """Tokens whose log-probabilities are computed."""
-
 LOSS = ("behaviour_logprobs", "advantage", "versions")
 """Inputs of a loss in addition to the log-probabilities; also `REFERENCE` if it has a KL term."""
-
 REFERENCE = "ref_logprobs"
 
 

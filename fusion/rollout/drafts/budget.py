@@ -20,33 +20,24 @@ import numpy as np
 
 FREE_ROWS = 256
 """Rows that are computed in the time in which weights are read: FLOP/s over bytes/s of a card, 200 to 300"""
-
 MIN_PROBABILITY = 0.06
 """Of a token where few sequences run: of a MoE each row reads weights of its own"""
-
 URGENT_WEIGHT = 2.0
 """How many times as probable a token of a probe, or of a request that has come back, counts in the order of tokens"""
-
 MIN_GAIN = 0.1
 """Tokens a sequence that the drafts of a step must promise together: less is not worth the time to look them up"""
-
 LOOK_EVERY = 8
 """While nothing is found that is worth its time, drafts are looked up after 1, 2 and 4 steps, then every this many: to
 look for them costs time, too"""
-
 MAX_DEPTH, MAX_TOKENS, MAX_CHILDREN = 32, 32, 4
 """Tokens of a path of a draft, of all its paths, and behind one token"""
-
 ACCEPTANCE_BINS = 16
 SHARES = (np.arange(ACCEPTANCE_BINS) + 0.5) / ACCEPTANCE_BINS
 """Middle of each bin: the acceptance as long as none is known"""
-
 PRIOR = 8.0
 """Drafted tokens that the share itself counts as"""
-
 MEMORY = 1000
 """The weight of an observation falls to about a third while this many further tokens are observed."""
-
 EXPLORE_EVERY, EXPLORED = 32, 2
 """Steps that look for drafts of which one tries shares that were wrong before, too; tokens a sequence that it takes"""
 

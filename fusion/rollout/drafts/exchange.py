@@ -20,16 +20,12 @@ from fusion.rollout.drafts.text_client import TextClient
 from fusion.rollout.drafts.text_store import TextStore
 
 log = logging.getLogger(__name__)
-
 INTERVAL_S = 0.2
 """Seconds between two messages of an engine; a quarter of it before one that asks for a prompt for the first time"""
-
 MESSAGES_PER_S = 400
 """Of all engines together, at most: the store is one process"""
-
 HANGING_S = 30.0
 """A store that has not answered for so long is reported, once."""
-
 MAX_STEP_TOKENS = 4096
 """Tokens of others that one step reads: about 1 ms"""
 

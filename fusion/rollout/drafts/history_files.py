@@ -15,7 +15,6 @@ from fusion.telemetry.manifest import FileWriter
 
 MAX_TOKENS = 1 << 24
 """Of a file: at most 64 MiB. Of more, the history of the prompts used last is kept."""
-
 VERSION = 2
 
 

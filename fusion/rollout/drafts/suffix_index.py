@@ -27,7 +27,6 @@ from fusion.npu.compiler import BuildError, Library, build, compiler
 SOURCE = Path(__file__).with_name("suffix_index.cpp")
 FLAGS = ("-O3", "-fPIC", "-std=c++17", "-fvisibility=default")
 LIBRARY = Library("drafts", "rlfusion_drafts", {"suffix_index": SOURCE.read_text()}, flags=FLAGS)
-
 SIBLING, HISTORY = 0, 1
 """Sources of a sequence: a response of the same group; a rollout of an earlier epoch"""
 

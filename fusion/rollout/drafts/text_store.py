@@ -24,10 +24,8 @@ from fusion.rollout.drafts.pieces import TextPiece
 
 TEXT_BYTES, MARK_BYTES = 500, 150
 """About what a text takes besides its tokens, and each of its marks"""
-
 MAX_MARKS = 32
 """Of a text, of which about every second one is dropped then: readers may get up to half of the text once more"""
-
 MAX_REPLY_TOKENS = 1 << 20
 """After these, further prompts wait for the next reply"""
 

@@ -33,13 +33,10 @@ from fusion.rollout.drafts.text_client import TextClient
 MIN_MATCH, MAX_MATCH = 1, 7
 """Tokens of a sequence that must occur elsewhere for a draft, and that are compared (RhymeRL, arXiv 2508.18588: 7 down
 to 3). One word may say enough, of characters it takes several: the index weighs them by what followed"""
-
 MAX_PROMPT = 1024
 """Tokens at the end of a prompt that are indexed"""
-
 UNCHECKED_TOKENS = 256
 """By which the text of a prompt may grow until its bytes are counted again"""
-
 Place = tuple[int, int]
 """Index, and sequence in it"""
 

@@ -36,7 +36,6 @@ from fusion.rollout.orders.stamped_heap import StampedHeap
 
 TAIL = 0.1
 """Share of the requests of a class that are its tail"""
-
 NO_CLASS = -1
 
 

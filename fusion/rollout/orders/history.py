@@ -20,7 +20,6 @@ from fusion.rollout.orders.stamped_heap import Rank
 
 OVERDUE = 0.5
 """Estimated remaining tokens of a response that has outgrown its estimate, relative to those that it has"""
-
 HEDGE = 0.003, 0.0015
 """Share of responses that run away at or above which no estimate is trusted; below which they are again"""
 

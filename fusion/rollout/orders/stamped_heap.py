@@ -8,7 +8,6 @@ from collections.abc import Hashable
 from typing import Generic, Protocol, TypeVar
 
 Rank = tuple[float, ...]
-
 MIN_ITEMS = 64
 """Number of items of a heap below which stale ones are not looked for"""
 
