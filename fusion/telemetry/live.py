@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 
 from rich import box, get_console
 from rich.console import Console, Group
@@ -188,9 +187,12 @@ class Bar:
             parts.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
         return ", ".join(parts)
 
-    def finish(self, whole: bool) -> None:
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, kind: object, *error: object) -> None:
         elapsed = duration(time.monotonic() - self._start)
-        ending = f"{self.done} {self.unit}".rstrip() + (f" in {elapsed}" if whole else f", stopped after {elapsed}")
+        ending = f"{self.done} {self.unit}".rstrip() + (f", stopped after {elapsed}" if kind else f" in {elapsed}")
         if self._bar is None:
             self._print(ending)
         else:
@@ -202,16 +204,9 @@ class Bar:
         self._console.print(f"{self.title}: {text}", markup=False, highlight=False, soft_wrap=True)
 
 
-@contextmanager
 def progress(
     title: str, total: int | None = None, unit: str = "", console: Console | None = None, every_s: float = 5.0
-) -> Iterator[Bar]:
-    """Show a bar for long work; without a terminal, a line at the start and at the end, and one at a call of
-    `Bar.advance` if the last is at least `every_s` seconds old."""
-    bar = Bar(title, total, unit, console=console or get_console(), every_s=every_s)
-    try:
-        yield bar
-    except BaseException:
-        bar.finish(whole=False)
-        raise
-    bar.finish(whole=True)
+) -> Bar:
+    """Show a bar for long work, in a `with` block; without a terminal, a line at the start and at the end, and one at a
+    call of `Bar.advance` if the last is at least `every_s` seconds old."""
+    return Bar(title, total, unit, console=console or get_console(), every_s=every_s)

@@ -9,6 +9,7 @@ Invariants:
 2. The seconds of a count add up to its wall clock, without what is excluded, over the mean of all cards.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from fusion.telemetry.timeline import WAITING, Span, summarize
@@ -52,11 +53,10 @@ class Usage:
         if not periods:
             return {}
         num_cards = len(cards) // len(periods)
-        seconds: dict[str, float] = {}
+        seconds = defaultdict[str, float](float)
         for card in cards:
             for kind, part_ns in (*card.by_kind_ns.items(), ("idle", card.idle_ns)):
-                name = "idle" if kind.startswith(WAITING) else kind.partition("/")[0]
-                seconds[name] = seconds.get(name, 0.0) + part_ns / 1e9 / num_cards
+                seconds["idle" if kind.startswith(WAITING) else kind.partition("/")[0]] += part_ns / 1e9 / num_cards
         busy = sum(card.busy_ns for card in cards) / sum(card.wall_ns for card in cards)
         return (
             {"perf/utilisation": busy} | overlap | {f"timing_s/card/{kind}": seconds[kind] for kind in sorted(seconds)}

@@ -10,6 +10,7 @@ Invariants:
 2. There are at most ``max_runs`` runs over all cards, or `MIN_RUNS` of each card if that is more.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -96,12 +97,11 @@ def _encoded(strip: StageStrip, kinds: dict[str, int]) -> dict[str, list[int]]:
     return {"kind": numbers, "us": [end - begin for begin, end in zip([0, *ends], ends, strict=False)]}
 
 
-def _by_main_kind(card: CardSummary) -> dict[str, int]:
+def _by_main_kind(card: CardSummary) -> Counter[str]:
     """Sum nanoseconds by kind, including `idle`; kinds such as `switch/kv` count as `switch`."""
-    kinds_ns = {IDLE: card.idle_ns}
+    kinds_ns = Counter({IDLE: card.idle_ns})
     for kind, length_ns in card.by_kind_ns.items():
-        main = kind.partition("/")[0]
-        kinds_ns[main] = kinds_ns.get(main, 0) + length_ns
+        kinds_ns[kind.partition("/")[0]] += length_ns
     return kinds_ns
 
 
@@ -111,10 +111,9 @@ def _row(card: CardSummary) -> dict[str, Any]:
 
 
 def _kinds(cards: Sequence[CardSummary]) -> list[dict[str, Any]]:
-    total: dict[str, int] = {}
+    total = Counter[str]()
     for card in cards:
-        for kind, ns in _by_main_kind(card).items():
-            total[kind] = total.get(kind, 0) + ns
+        total.update(_by_main_kind(card))
     whole = sum(card.wall_ns for card in cards) or 1
     ordered = sorted(total, key=lambda kind: (kind == IDLE, kind.startswith(WAITING), -total[kind], kind))
     return [{"kind": kind, "share": total[kind] / whole} for kind in ordered]

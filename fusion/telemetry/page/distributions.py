@@ -6,8 +6,10 @@ Invariants:
 2. The bins of a histogram are of one width, cover every length, and their counts add up to the number of responses.
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
+from itertools import accumulate
 from typing import Any
 
 from fusion.telemetry.page.curves import number
@@ -94,23 +96,15 @@ def summary(counted: Mapping[int, int]) -> dict[str, float]:
     longest tenth of the responses hold."""
     num, tokens = sum(counted.values()), sum(length * count for length, count in counted.items())
     figures: dict[str, float] = {"responses": num, "mean": tokens / num}
-    for percent in PERCENTILES:
-        figures[f"p{percent}"] = _percentile(counted, num, percent)
+    lengths = sorted(counted)
+    reached = list(accumulate(counted[length] for length in lengths))
+    for percent in PERCENTILES:  # the smallest length that at least so many of the responses do not exceed
+        figures[f"p{percent}"] = lengths[bisect_left(reached, -(-percent * num // 100))]
     in_tail = max(1, round(num * TAIL_SHARE))
     held, left = 0, in_tail
-    for length in sorted(counted, reverse=True):
+    for length in reversed(lengths):
         taken = min(left, counted[length])
         held, left = held + taken * length, left - taken
         if not left:
             break
     return figures | {"max": max(counted), "tail_share": held / tokens if tokens else 0.0}
-
-
-def _percentile(counted: Mapping[int, int], num: int, percent: int) -> int:
-    """Return the smallest length that at least ``percent`` of the responses do not exceed."""
-    reached = 0
-    for length in sorted(counted):
-        reached += counted[length]
-        if reached * 100 >= percent * num:
-            return length
-    raise AssertionError("no responses")
