@@ -21,8 +21,7 @@ import numpy as np
 
 from distqueue.config import LEASE_S
 from distqueue.core import recovery, report
-from distqueue.core.delivery import deliver
-from distqueue.core.readers import Readers, Waiter
+from distqueue.core.readers import Readers, Waiter, deliver
 from distqueue.core.writers import Writer, Writers
 from distqueue.errors import LOST, LostSample, QueueClosed
 from distqueue.layout import ColumnLayout

@@ -1,4 +1,4 @@
-"""Waiting gets, and the order in which they are served.
+"""Waiting gets, the order in which they are served, and what a reader receives.
 
 Waiting costs nothing: waiters are grouped by their selection, and a group is checked once when a change could serve it.
 Every waiter that can be served is served, the longest waiting first.
@@ -7,13 +7,14 @@ Invariant (tests/distqueue/core/test_readers.py): a waiter is answered once, or 
 """
 
 from bisect import insort
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
-from distqueue.core.delivery import deliver
+import numpy as np
+
 from distqueue.errors import QueueDrained
-from distqueue.messages import Delivery
-from distqueue.samples import SampleTable, Selection
+from distqueue.messages import Delivery, DeliveryPart, SegmentPlace, runs_of, spans_of
+from distqueue.samples import SampleTable, Selection, Taken
 from distqueue.segments import SegmentLedger
 
 
@@ -74,3 +75,28 @@ class Readers:
     def _answer(self, waiter: Waiter, answer: Delivery | Exception) -> None:
         self.leave(waiter)
         waiter.answer(answer)
+
+
+def deliver(
+    table: SampleTable, ledger: SegmentLedger, taken: Taken, *, columns: Sequence[str], lengths: Sequence[str]
+) -> Delivery:
+    """Describe live samples that hold the columns, and the places and runs of rows where these lie. `lengths`: columns
+    of which only the tokens are delivered."""
+    if not len(taken):
+        return Delivery()
+    parts = table.parts(taken.rows, columns)
+    numbers = np.unique(np.concatenate([segments for _, segments, _ in parts]))
+    return Delivery(
+        ids=taken.ids,
+        groups=taken.groups if any(taken.groups) else (),
+        versions=() if (taken.versions < 0).any() else spans_of(taken.versions),
+        places=tuple(
+            SegmentPlace(number, ledger.segments[number].shard, ledger.segments[number].path)
+            for number in numbers.tolist()
+        ),
+        parts=tuple(
+            DeliveryPart(tuple(names), runs_of(np.searchsorted(numbers, segments), positions))
+            for names, segments, positions in parts
+        ),
+        lengths=dict(zip(lengths, table.row_lengths(taken.rows, lengths), strict=True)),
+    )

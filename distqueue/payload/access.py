@@ -38,10 +38,7 @@ class PayloadAccess:
         """Write a put to a reserved or granted file; if that is durable, until it is on disk. `contents`: its columns
         laid out. SegmentGone: the shard was removed or is lost. StorageFull: there is no space for the file."""
         if file.node == self.here():
-            mapped = self._mapped.writable(file.path, file.size)
-            mapped.write(file.number, contents)
-            if file.durable:
-                mapped.sync()
+            self._mapped.write(file, contents)
             return
         header, frames = to_wire(columns)
         self._call_shard(file.shard, "write", file, header, *frames)

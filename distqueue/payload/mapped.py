@@ -3,8 +3,8 @@
 import threading
 from collections.abc import Iterable
 
-from distqueue.messages import SegmentPlace
-from distqueue.payload.segment_file import SegmentFile, Stretch
+from distqueue.messages import File, SegmentPlace
+from distqueue.payload.segment_file import Contents, SegmentFile, Stretch
 
 MAX_MAPPED = 256
 """Files a process keeps mapped"""
@@ -26,12 +26,14 @@ class Mapped:
         for place in places:
             self._file(place).check(place.number)
 
-    def writable(self, path: str, size: int) -> SegmentFile:
-        """Map a file for writing; create it if it does not exist."""
-        file = self._files.get(path)
-        if file is None or not file.writable or file.size < size:
-            file = SegmentFile(path, size)
-        return self._keep(file)
+    def write(self, file: File, contents: Contents) -> None:
+        """Write a put to its file, which is created if it does not exist; if that is durable, until it is on disk."""
+        mapped = self._files.get(file.path)
+        if mapped is None or not mapped.writable or mapped.size < file.size:
+            mapped = SegmentFile(file.path, file.size)
+        self._keep(mapped).write(file.number, contents)
+        if file.durable:
+            mapped.sync()
 
     def _file(self, place: SegmentPlace) -> SegmentFile:
         file = self._files.get(place.path)

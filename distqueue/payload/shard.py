@@ -76,11 +76,7 @@ class Shard:
     def write(self, file: File, header: bytes, *frames: np.ndarray) -> None:
         """Write a put from another node to the file reserved for it. `frames`: one argument each, so that Ray passes
         every buffer on its own, without copying it into a pickle. DamagedInTransit: it is to be sent again."""
-        contents = lay_out(from_wire(header, list(frames)))
-        mapped = self._mapped.writable(file.path, file.size)
-        mapped.write(file.number, contents)
-        if file.durable:
-            mapped.sync()
+        self._mapped.write(file, lay_out(from_wire(header, list(frames))))
 
     def export_segment(self, number: int, path: str) -> np.ndarray:
         """Read a whole segment, for another shard to import."""
