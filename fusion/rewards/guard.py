@@ -24,10 +24,9 @@ from typing import Any
 
 from fusion.rewards.batch import RewardBatch
 from fusion.rewards.config import RewardConfig, RewardSpec
-from fusion.rewards.loaded import OTHERS, PREFILL
 from fusion.rewards.outcome import RewardOutcome, RewardSample
 from fusion.rewards.process import END_S, Child, start_child
-from fusion.rewards.wire import SPLIT, Result, ScoringStarted
+from fusion.rewards.wire import OTHERS, PREFILL, SPLIT, Result, ScoringStarted
 
 log = logging.getLogger(__name__)
 

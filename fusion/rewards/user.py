@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from fusion.rewards.config import split_path
-from fusion.rewards.loaded import BATCH, OF_RUN, LoadedReward
+from fusion.rewards.wire import BATCH, OF_RUN, LoadedReward
 
 RewardFunction = Callable[..., Any]
 PLACES = {"prompt": 0, "response": 1, "answer": 2, "solution_str": 1, "ground_truth": 2}

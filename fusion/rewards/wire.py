@@ -11,6 +11,7 @@ import json
 import pickle
 import struct
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from fusion.rewards.outcome import ERRORS, usable
@@ -23,6 +24,29 @@ SPLIT = "split"
 """Error of a result that stands for a whole call of several samples, which failed: each is to be scored alone"""
 MAX_REPLY_BYTES = 1 << 20
 """Bound above every message of a child"""
+OTHERS = "other_responses"
+"""Parameter of a user's function that receives the other responses of the sample's group"""
+PREFILL = "prefill"
+"""Parameter of a user's function that receives the end of the prompt that belongs to the response, such as `<think>`"""
+OF_RUN = (OTHERS, PREFILL)
+"""Parameters that receive what a run knows, not a field of the row"""
+BATCH = ("prompts", "responses")
+"""Names of the first two parameters of a user's function that scores a batch of samples in one call"""
+
+
+@dataclass(frozen=True)
+class LoadedReward:
+    """A reward function and what it asks for.
+    ``score``: called as `score(prompt, response, answer, **fields)`, with fields of the data row; of a batch as
+    `score(prompts, responses, answers, **fields)`, with lists of equal length.
+    ``required_fields``: fields of the row without which it cannot be called.
+    ``scores_batch``: it scores a batch of samples in one call, and returns as many numbers.
+    ``asks``: which of `OF_RUN` it must get among the fields."""
+
+    score: Callable[..., Any]
+    required_fields: tuple[str, ...] = ()
+    scores_batch: bool = False
+    asks: tuple[str, ...] = ()
 
 
 class ScoringStarted(NamedTuple):

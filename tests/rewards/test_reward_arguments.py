@@ -4,8 +4,8 @@ import pytest
 
 from fusion.rewards import RewardConfig, RewardPool, RewardSample
 from fusion.rewards.config import RewardSpec
-from fusion.rewards.loaded import OTHERS
 from fusion.rewards.user import load_user_function
+from fusion.rewards.wire import OTHERS
 
 
 def load(tmp_path, source):
