@@ -28,8 +28,7 @@ from fusion.environments.child import NUMBER
 from fusion.environments.config import BUILT_IN, EnvironmentConfig
 from fusion.environments.interface import Failure, Started, StepOrder, Stepped, Task, digest_of
 from fusion.environments.wire import EndOrder, NextOrder, Order, Reply, ResetOrder, decode_reply, pack_order
-from fusion.rewards.guard import START_LIMIT_S, signal_name
-from fusion.rewards.process import END_S, GuardedProcess, start_interpreter
+from fusion.rewards.process import GuardedPool, GuardedProcess, start_interpreter
 
 RECEIVE_BYTES, MAX_NUMBER, CHECK_S = 1 << 12, 0xFFFFFF00, 0.5
 GRACE_S = 5.0
@@ -62,7 +61,6 @@ class EnvChild(GuardedProcess[Reply | str]):
             super().__init__(*start_interpreter("fusion.environments.child", options, fds=[culprit_fd]))
         finally:
             os.close(culprit_fd)
-        self.deadline = time.monotonic() + START_LIMIT_S
         self.open: dict[int, PostedOrder] = {}
         self.live: set[str] = set()
         self.heard = 0.0
@@ -79,7 +77,7 @@ class EnvChild(GuardedProcess[Reply | str]):
         return [one for one in (number,) if one in self.open] if number else None
 
 
-class EnvPool:
+class EnvPool(GuardedPool[EnvChild]):
     """Runs environments in `config.workers` children. `begin`, `poll` and `end` are called by one thread.
 
     Args:
@@ -93,9 +91,8 @@ class EnvPool:
 
     def __init__(self, config: EnvironmentConfig, on_result: Callable[[], None]) -> None:
         config.validate()
+        super().__init__(lambda: EnvChild(config), workers=config.workers, label=config.label)
         self._config, self._on_result = config, on_result
-        self._selector = selectors.DefaultSelector()
-        self._children: list[EnvChild] = []
         self._home: dict[str, EnvChild] = {}
         self._waiting: deque[PostedOrder] = deque()
         self._due: list[tuple[float, int, EnvChild]] = []
@@ -103,8 +100,6 @@ class EnvPool:
         self._begun: dict[str, PostedOrder] = {}
         self._orders: deque[PostedOrder] = deque()
         self._results: deque[tuple[PostedOrder, Stepped]] = deque()
-        self._start_error = ""
-        self._closed = False
         self._is_ready = threading.Event()
         self._woken, self._wake = socket.socketpair()
         self._woken.setblocking(False)
@@ -201,10 +196,7 @@ class EnvPool:
                     self._is_ready.set()
         finally:
             self._is_ready.set()
-            for child in self._children:
-                child.kill()
-            for child in [*self._children]:
-                self._drop(child)
+            self._end_all()
             self._selector.close()
             self._woken.close()
 
@@ -302,12 +294,11 @@ class EnvPool:
             child.live.discard(id)
 
     def _handle_exit(self, child: EnvChild) -> None:
-        culprits, trace = child.culprits, child.written_trace()
-        status = self._drop(child, grace_s=0.0 if child.unreadable else END_S)
-        end = f"was killed by {signal_name(-status)}" if status < 0 else f"exited with status {status}"
-        detail = f"the process of this environment {child.unreadable or end}\n{trace}".rstrip()
+        culprits = child.culprits
+        end, trace = self._drop_ended(child)
+        detail = f"the process of this environment {end}\n{trace}".rstrip()
         if not child.ready:
-            self._fail_start(f"{self._config.label}: {detail}")
+            self._fail_start(f"{self.label}: {detail}")
             return
         numbers = [] if child.retired else [*child.open] if culprits is None else culprits
         self._fail(child, "died", detail, numbers=numbers)
@@ -316,9 +307,7 @@ class EnvPool:
         """End each child that has not replied to an order in time and is silent: its loop is blocked."""
         now = time.monotonic()
         for child in [one for one in self._children if not one.ready and one.deadline <= now]:
-            trace = child.dump_stack()
-            self._drop(child)
-            self._fail_start(f"{self._config.label}: not ready after {START_LIMIT_S:.0f} s\n{trace}".rstrip())
+            self._fail_start(self._drop_late(child))
         while self._due and self._due[0][0] <= now:
             _, number, child = heapq.heappop(self._due)
             if number not in child.open:
@@ -351,19 +340,7 @@ class EnvPool:
     def _grace_s(self) -> float:
         return min(self._config.step_timeout_s, GRACE_S)
 
-    def _fill(self) -> None:
-        while not self._closed and len(self._children) < self._config.workers:
-            child = EnvChild(self._config)
-            self._children.append(child)
-            self._selector.register(child, selectors.EVENT_READ, child)
-
-    def _watch(self, child: EnvChild) -> None:
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if child.wants_write else 0)
-        self._selector.modify(child, events, child)
-
     def _drop(self, child: EnvChild, grace_s: float = 0.0) -> int:
-        self._children.remove(child)
-        self._selector.unregister(child)
         for id in [*child.live]:
             self._forget(id)
-        return child.end(grace_s)
+        return super()._drop(child, grace_s)

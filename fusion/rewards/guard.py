@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import selectors
-import signal
 import threading
 import time
 from collections.abc import Collection, Sequence
@@ -25,16 +24,15 @@ from typing import Any
 from fusion.rewards.batch import RewardBatch
 from fusion.rewards.config import RewardConfig, RewardSpec
 from fusion.rewards.outcome import RewardOutcome, RewardSample
-from fusion.rewards.process import END_S, Child, start_child
+from fusion.rewards.process import Child, GuardedPool, start_child
 from fusion.rewards.wire import OTHERS, PREFILL, SPLIT, Result, ScoringStarted
 
 log = logging.getLogger(__name__)
 
-START_LIMIT_S = 60.0
 CHUNK = 64
 
 
-class RewardPool:
+class RewardPool(GuardedPool[Child]):
     """Scores samples in `config.workers` children. Concurrent calls of `score` run one after another.
 
     Args:
@@ -48,17 +46,13 @@ class RewardPool:
 
     def __init__(self, config: RewardConfig, spec: RewardSpec | None = None) -> None:
         config.validate()
-        self._config, self._spec = config, spec or config.spec
-        self.kind = self._spec.kind
+        computed = spec or config.spec
+        super().__init__(lambda: start_child(config, computed), workers=config.workers, label=computed.label)
+        self._config = config
+        self.kind = computed.kind
         """Kind of reward that the children compute (`RewardSpec.kind`)"""
-        self.label = self._spec.label
-        """Name of the reward in messages"""
         self._lock = threading.Lock()
-        self._selector = selectors.DefaultSelector()
-        self._children: list[Child] = []
         self._logged_errors: set[tuple[str, str]] = set()
-        self._start_error = ""
-        self._closed = False
         self._started = ScoringStarted("", [])
         """What the children have reported of the reward"""
         try:
@@ -216,11 +210,7 @@ class RewardPool:
         self._requeue(child, batch)
 
     def _handle_exit(self, child: Child, batch: RewardBatch) -> None:
-        trace = child.written_trace()
-        # The socket closes before the keeper has ended the child's descendants and exits with its status.
-        status = self._drop(child, grace_s=0.0 if child.unreadable else END_S)
-        end = f"was killed by {signal_name(-status)}" if status < 0 else f"exited with status {status}"
-        end = child.unreadable or end
+        end, trace = self._drop_ended(child)
         if not child.ready:
             self._start_error = f"{self.label}: its process {end} before it was ready\n{trace}".rstrip()
             return
@@ -229,11 +219,11 @@ class RewardPool:
         self._fill()
 
     def _expire(self, child: Child, batch: RewardBatch) -> None:
+        if not child.ready:
+            self._start_error = self._drop_late(child)
+            return
         trace = child.dump_stack()
         self._drop(child)
-        if not child.ready:
-            self._start_error = f"{self.label}: not ready after {START_LIMIT_S:.0f} s\n{trace}".rstrip()
-            return
         limit = self._config.time_limit_s
         distinct = next((line.rpartition(" in ")[2] for line in trace.splitlines() if " in " in line), "")
         detail = f"exceeded reward.time_limit_s={limit}; its stack was\n{trace}".rstrip()
@@ -281,31 +271,3 @@ class RewardPool:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("the reward pool is closed")
-
-    def _fill(self) -> None:
-        """Start children until there are `config.workers`; none if the pool is closed."""
-        while not self._closed and len(self._children) < self._config.workers:
-            child = start_child(self._config, self._spec)
-            child.deadline = time.monotonic() + START_LIMIT_S
-            self._children.append(child)
-            self._selector.register(child, selectors.EVENT_READ, child)
-
-    def _watch(self, child: Child) -> None:
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if child.wants_write else 0)
-        self._selector.modify(child, events, child)
-
-    def _drop(self, child: Child, grace_s: float = 0.0) -> int:
-        self._children.remove(child)
-        self._selector.unregister(child)
-        return child.end(grace_s)
-
-    def _end_all(self) -> None:
-        for child in self._children:
-            child.kill()
-        for child in list(self._children):
-            self._drop(child)
-
-
-def signal_name(number: int) -> str:
-    """Return the name of a signal, or its number: real-time signals have no name."""
-    return signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"

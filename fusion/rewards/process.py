@@ -1,8 +1,9 @@
-"""Control one guarded child from its pool: start it, exchange frames, dump its stack, kill it. `Child` scores
+"""Control guarded children from their pool: start them, exchange frames, dump a stack, kill them. `Child` scores
 samples; environments have children of their own (`fusion/environments/pool.py`)."""
 
 import json
 import os
+import selectors
 import signal
 import socket
 import subprocess
@@ -10,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any, Generic, TypeVar
 
 from fusion.rewards.config import RewardConfig, RewardSpec
@@ -24,12 +25,15 @@ FRAME = "\n  File "
 """Start of a frame in a stack of `faulthandler`"""
 END_S = 5.0
 """Maximum seconds to wait until a keeper has ended its descendants and itself"""
+START_LIMIT_S = 60.0
+"""Maximum seconds until a child is ready"""
 BOOT = """import json, sys
 sys.path[:] = json.loads(sys.argv[1])["sys_path"]
 from {module} import main
 main(sys.argv[1])"""
 
 Reply = TypeVar("Reply")
+AnyChild = TypeVar("AnyChild", bound="GuardedProcess")
 
 
 class GuardedProcess(Generic[Reply]):
@@ -168,6 +172,55 @@ class Child(GuardedProcess[ScoringStarted | Result]):
         """Queue samples (index, picklable) for the child. ``in_one_call``: for a reward that scores a batch."""
         self.pending.extend(index for index, _ in samples)
         self.send(pack_call(samples) if in_one_call else pack_samples(samples))
+
+
+class GuardedPool(Generic[AnyChild]):
+    """Keep ``workers`` children that ``start`` starts, and watch their sockets; ``label`` names what they run."""
+
+    def __init__(self, start: Callable[[], AnyChild], *, workers: int, label: str) -> None:
+        self._start_child, self._workers, self.label = start, workers, label
+        self._selector = selectors.DefaultSelector()
+        self._children: list[AnyChild] = []
+        self._start_error = ""
+        self._closed = False
+
+    def _fill(self) -> None:
+        """Start children until there are enough; none if the pool is closed."""
+        while not self._closed and len(self._children) < self._workers:
+            child = self._start_child()
+            child.deadline = time.monotonic() + START_LIMIT_S
+            self._children.append(child)
+            self._selector.register(child, selectors.EVENT_READ, child)
+
+    def _watch(self, child: AnyChild) -> None:
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if child.wants_write else 0)
+        self._selector.modify(child, events, child)
+
+    def _drop(self, child: AnyChild, grace_s: float = 0.0) -> int:
+        self._children.remove(child)
+        self._selector.unregister(child)
+        return child.end(grace_s)
+
+    def _drop_ended(self, child: AnyChild) -> tuple[str, str]:
+        """Drop a child that has ended; return how it ended, in words, and the stack that it has written."""
+        trace = child.written_trace()
+        # The socket closes before the keeper has ended the child's descendants and exits with its status.
+        status = self._drop(child, grace_s=0.0 if child.unreadable else END_S)
+        number = -status  # real-time signals have no name
+        name = signal.Signals(number).name if number in {*signal.Signals} else f"signal {number}"
+        return child.unreadable or (f"was killed by {name}" if status < 0 else f"exited with status {status}"), trace
+
+    def _drop_late(self, child: AnyChild) -> str:
+        """Drop a child that was not ready in time; return what to report."""
+        trace = child.dump_stack()
+        self._drop(child)
+        return f"{self.label}: not ready after {START_LIMIT_S:.0f} s\n{trace}".rstrip()
+
+    def _end_all(self) -> None:
+        for child in self._children:
+            child.kill()
+        for child in list(self._children):
+            self._drop(child)
 
 
 def start_child(config: RewardConfig, spec: RewardSpec) -> Child:
