@@ -68,7 +68,6 @@ class Unfinished:
         sync(self.folder.parent)
 
     def abort(self) -> None:
-        """Remove what has been written."""
         self._close()
         shutil.rmtree(self.partial, ignore_errors=True)
 

@@ -29,8 +29,6 @@ MIN_FREE_BYTES = 1 << 20
 
 
 class ShardHandle(NamedTuple):
-    """The node and the actor of a shard."""
-
     node: str
     actor: Any
 

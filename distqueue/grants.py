@@ -24,7 +24,6 @@ class Grants:
         """Until when each may be taken, oldest first"""
 
     def keep(self, file: File, now_s: float) -> None:
-        """Keep a file for a later put."""
         with self._lock:
             self._kept[file] = now_s + file.lease_s / 2
             excess = [*self._kept][:-MAX_GRANTS]

@@ -73,8 +73,6 @@ class Damaged(NamedTuple):
 
 @dataclass
 class JournalContents:
-    """What a journal holds."""
-
     snapshot: bytes | None = None
     """None: there is no journal"""
     events: list[tuple[str, bytes]] = field(default_factory=list)

@@ -113,7 +113,6 @@ class Put:
 
     @classmethod
     def of(cls, batch: PackedBatch, claim: str = "") -> Put:
-        """Describe a batch."""
         columns = {}
         for name, column in batch.columns.items():
             lengths = None if column.offsets is None else np.diff(column.offsets.numpy())
@@ -250,7 +249,6 @@ def labels(names: Sequence[str]) -> tuple[list[str], np.ndarray]:
 
 
 def labelled(unique: Sequence[str], indices: np.ndarray) -> tuple[str, ...]:
-    """Undo `labels`."""
     return tuple(map(unique.__getitem__, indices.tolist()))
 
 

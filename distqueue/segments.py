@@ -149,7 +149,6 @@ class SegmentLedger:
         return min((segment.expires_s for segment in self._reserved.values()), default=None)
 
     def expired(self, now_s: float) -> list[int]:
-        """Numbers of the reservations that have expired."""
         return [segment.number for segment in self._reserved.values() if segment.expires_s <= now_s]
 
     @contextmanager

@@ -86,7 +86,6 @@ def required_packages() -> list[str]:
 
 
 def required_by(extra: str) -> str:
-    """Returns the first requirement of an extra."""
     if CHECKOUT:
         return literal_in(SETUP, "extras_require")[extra][0]
     named = [one.partition(";") for one in importlib.metadata.requires("rlfusion") or ()]
@@ -209,7 +208,6 @@ def program(name: str, backend: Backend) -> Check:
 
 
 def pair(one: Combination) -> Check:
-    """Formats whether a combination can run."""
     status, word = ("ok", "can run") if one.can_run else ("none", "cannot run")
     if one.can_run and one.untested:
         status, word = "warn", "untested"

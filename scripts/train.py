@@ -52,7 +52,6 @@ def run_by_hydra() -> None:
 
 
 def run(config: Any) -> None:
-    """Check a config and run its job."""
     from stalesync.command_line import refuse, run_job
     from stalesync.job.config import Config
 

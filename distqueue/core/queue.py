@@ -69,7 +69,6 @@ class QueueCore:
 
     @property
     def awaited(self) -> bool:
-        """Whether any reader or writer is waiting."""
         return bool(self.readers.waiting or self.writers.waiting)
 
     # ---- putting
@@ -186,7 +185,6 @@ class QueueCore:
         self.end(ended, now_s)
 
     def ack_with_stats(self, task: str, ids: Sequence[str], now_s: float) -> dict[str, float]:
-        """`ack`, then `stats`."""
         self.ack(task, ids, now_s)
         return self.stats(now_s)
 

@@ -51,7 +51,6 @@ class Readers:
         return [waiter for waiters in self.waiting.values() for waiter in waiters]
 
     def serve(self, now_s: float) -> None:
-        """Answer every waiter that can be answered."""
         for selection in sorted(self.waiting, key=lambda selection: self.waiting[selection][0].number):
             try:
                 while selection in self.waiting and (answer := self._next_answer(selection, now_s)) is not None:

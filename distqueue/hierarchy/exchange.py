@@ -114,7 +114,6 @@ class GroupExchange:
         return [Member(rank, place, frozenset(columns)) for rank, (place, columns) in enumerate(needs)]
 
     def _gather(self, row: Tensor) -> Tensor:
-        """Gather every rank's row."""
         rows = row.new_empty(dist.get_world_size(self._group) * len(row))
         with _communication():
             dist.all_gather_into_tensor(rows, row, group=self._group)

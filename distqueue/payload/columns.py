@@ -18,7 +18,6 @@ from distqueue.payload.segment_file import Stretch
 
 
 def stretches_of(batch: PackedBatch) -> dict[str, Stretch]:
-    """View the batch's columns."""
     stretches = {}
     for name, column in batch.columns.items():
         buffer, offsets = column.buffer, column.offsets

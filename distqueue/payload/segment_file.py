@@ -106,7 +106,6 @@ class SegmentFile:
         self._parsed: tuple[int, dict[str, Stretch]] = (0, {})
 
     def write(self, number: int, contents: Contents) -> None:
-        """Write the contents as segment `number`."""
         table = np.frombuffer(contents.table, np.uint8)
         self._words[0] = 0
         copy_all([(self.bytes[at : at + piece.nbytes], piece) for at, piece in ((COVERED, table), *contents.pieces)])

@@ -107,7 +107,6 @@ class Shard:
         return missing
 
     def holds(self, number: int, path: str) -> bool:
-        """Whether the file holds the segment."""
         try:
             return SegmentFile(path).holds(number)
         except SegmentGone:
@@ -121,7 +120,6 @@ class Shard:
             return None
 
     def discard(self, paths: Sequence[str]) -> None:
-        """Unlink files."""
         for path in paths:
             Path(path).unlink(missing_ok=True)
 

@@ -69,7 +69,6 @@ class Claims:
             self._earliest_s = min(self._earliest_s, now_s + self.lease_s)
 
     def release(self, task: int, slots: np.ndarray) -> None:
-        """Open leased rows."""
         self._set(task, slots, OPEN)
 
     def ack(self, task: int, slots: np.ndarray) -> None:

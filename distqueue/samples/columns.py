@@ -37,7 +37,6 @@ class Columns:
         return np.uint64(sum(1 << self.names.index(name) for name in set(names) if name in self.names))
 
     def known(self, names: Iterable[str]) -> bool:
-        """Whether all of these columns were ever put."""
         return all(name in self.names for name in names)
 
     def of(self, mask: int) -> list[str]:

@@ -26,7 +26,6 @@ class Texts:
         self.set(slots, repeat(""))
 
     def of(self, slots: np.ndarray) -> tuple[str, ...]:
-        """The texts of these slots."""
         return tuple(map(self._texts.__getitem__, slots.tolist()))
 
 

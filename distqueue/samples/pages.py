@@ -65,7 +65,6 @@ class Pages:
         return self._page_fields[-1]
 
     def forget(self, *fields: Field) -> None:
-        """Remove fields."""
         self._fields = [field for field in self._fields if field not in fields]
         self._page_fields = [field for field in self._page_fields if field not in fields]
 

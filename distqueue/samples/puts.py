@@ -98,7 +98,6 @@ def store(
 
 
 def _invalid(state: State, batch: PutBatch, *, i: int, mask: np.uint64) -> ValueError:
-    """Return the error of sample i."""
     id, slot = batch.ids[i], int(batch.slots[i])
     if batch.endings[i] != NONE:
         return ValueError(f"sample {id!r}: every task has acknowledged it; no column can be put to it any more")

@@ -19,7 +19,6 @@ Snapshot = Mapping[str, "np.ndarray | str"]
 
 
 def dump(state: State, tasks: Sequence[str]) -> dict[str, np.ndarray | str]:
-    """Serialize a state."""
     slots, segments, claims = state.pages.live_slots(), state.segments.pages.live_slots(), state.claims
     groups, row_group = labels(state.groups.of(slots))
     ended_marks, ended_how = state.endings.recent()

@@ -52,7 +52,6 @@ class AttentionCost:
 
 
 def attention_cost(spec: AttentionSpec) -> AttentionCost:
-    """Return the costs of a kind of attention."""
     match spec:
         case GroupedQuery(num_heads=heads, num_kv_heads=kv_heads, head_dim=c):
             pair_flops = 4.0 * heads * c

@@ -84,7 +84,6 @@ class Pace:
             raise ValueError(f"device.pace={self.shape.name} does not fit {key}: {wrong}")
 
     def run_seconds(self, modelled_s: float) -> float:
-        """Convert modelled seconds to seconds of the run."""
         return modelled_s / self.time_scale
 
 
@@ -241,7 +240,6 @@ class TrainerCost:
         return {kind: self.pace.run_seconds(work.seconds)}
 
     def update(self) -> SecondsByKind:
-        """Cost an optimizer step."""
         work = self.roofline.optimizer_step()
         return {"optimizer": self.pace.run_seconds(work.seconds * self.pace.training_scale)}
 

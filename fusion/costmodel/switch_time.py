@@ -84,7 +84,6 @@ def wire(moved: Traffic, hardware: Hardware, bucket_bytes: int) -> WireTime:
 
 
 def to_infer(setup: Setup, moved: Traffic, memory: MemoryEstimate) -> Switch:
-    """Estimate the switch from training to generation."""
     hardware, wire_time = setup.hardware, wire(moved, setup.hardware, setup.fusion.bucket_bytes)
     pack = _pack(moved, hardware)
     leaves = setup.shared and setup.fusion.offload == "switch"

@@ -124,7 +124,6 @@ class Stepped:
 
 
 def digest_of(messages: Sequence[Message], done: bool = False, reward: float | None = None) -> str:
-    """Return a digest of an observation."""
     text = json.dumps([[*messages], done, reward], sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

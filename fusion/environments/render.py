@@ -31,8 +31,6 @@ TurnEnd = tuple[int, bool]
 
 
 class Template(Protocol):
-    """A chat template and its tokenizer."""
-
     def render_chat(
         self, chat: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = (), add_generation_prompt: bool = True
     ) -> str:
@@ -65,7 +63,6 @@ class Bridge:
         return turn[-1], self.has_thought(turn)
 
     def has_thought(self, tokens: Sequence[int]) -> bool:
-        """Return whether a thought ends in these tokens."""
         size = len(self._thought_end)
         return any(tokens[at : at + size] == self._thought_end for at in range(len(tokens) - size + 1))
 

@@ -152,7 +152,6 @@ def serve(connection: socket.socket, reward: LoadedReward, *, memory_mib: int | 
 
 
 def score(function: Callable[..., Any], payload: bytes, *, memory_mib: int | None = None) -> Result:
-    """Score one sample."""
     try:
         prompt, response, answer, fields = pickle.loads(payload)
         return result_of(function(prompt, response, answer, **fields))

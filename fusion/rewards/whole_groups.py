@@ -72,7 +72,6 @@ class WholeGroups(Generic[Sample]):
         return released
 
     def held(self) -> Iterator[Sample]:
-        """Yield the samples that wait."""
         for group in self._groups.values():
             yield from group.held
 

@@ -44,7 +44,6 @@ def small(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """Format a share in whole percent."""
     return f"{value:.0%}"
 
 

@@ -48,7 +48,6 @@ class Changes:
     answers: Sequence[Answer] = ()
 
     def describe(self) -> str:
-        """Return the counts in a line."""
         return f"{self.file}: wrong → right {self.improved}, right → wrong {self.worsened}"
 
 

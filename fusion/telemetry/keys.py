@@ -73,7 +73,6 @@ def key(default: Any = MISSING, *, factory: Any = MISSING, number: bool = False,
 
 
 def use_of(item: Any) -> KeyUse:
-    """Return what a dataclass's field states."""
     return item.metadata.get("use", KeyUse())
 
 

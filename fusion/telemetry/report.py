@@ -100,7 +100,6 @@ class RunReport:
         return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
 
     def show(self, console: Console | None = None) -> None:
-        """Print it."""
         console = console or get_console()
         if console.is_terminal:
             console.print(self.render(), crop=False)

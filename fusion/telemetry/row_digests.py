@@ -74,8 +74,6 @@ NO_SEALS: Mapping[str, Seal] = MappingProxyType({})
 
 
 class RowDigests:
-    """Digest a log while it grows."""
-
     def __init__(self, rows_per_block: int) -> None:
         self._rows_per_block = rows_per_block
         self._blocks: list[Block] = []

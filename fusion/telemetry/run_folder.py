@@ -76,7 +76,6 @@ class RunFolder:
 
     @property
     def profiles(self) -> Path:
-        """Folder of profiler traces."""
         return self.path / PROFILES
 
     @property

@@ -148,7 +148,6 @@ def is_finite(value: Any) -> bool:
 
 
 def is_whole(value: Any) -> bool:
-    """Return whether ``value`` is a whole number."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -115,7 +115,6 @@ class _Section:
         return ValueError(f"{self.file}: {'.'.join(filter(None, (self.key, key)))}: {what}")
 
     def expect(self, *keys: str, optional: tuple[str, ...] = ()) -> None:
-        """Check that the section has exactly these keys."""
         for key in self.values:
             if key not in (*keys, *optional):
                 raise self.error(str(key), f"unknown key; expected {', '.join((*keys, *optional))}")

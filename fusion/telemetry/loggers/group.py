@@ -52,7 +52,6 @@ class LoggerGroup:
                 self._close(name, logger)
 
     def close(self) -> None:
-        """Close all of them."""
         while self._loggers:
             self._close(*self._loggers.popitem())
 

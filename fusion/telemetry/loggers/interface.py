@@ -11,8 +11,6 @@ PROJECT = "rlfusion"
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """The run that a logger is created for."""
-
     name: str
     """Name of the run, that of its folder."""
     folder: Path
