@@ -37,7 +37,6 @@ NAMESPACE = "distqueue"
 
 TURN_S = 20.0
 """A waiting call answers after at most this long, so that its client, if it is alive, calls again"""
-
 MAX_CALLS = 10_000
 """Concurrent calls, nearly all of them waiting; Ray's own default is 1,000"""
 

@@ -18,13 +18,10 @@ log = logging.getLogger(__name__)
 
 RESTART_TIMEOUT_S = 120.0
 """How long a restarting actor is awaited"""
-
 RETRY_S = 0.2
 """Time between two attempts to reach it"""
-
 GONE = (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError)
 """An actor or its node has ended for good …"""
-
 UNAVAILABLE = ray.exceptions.ActorUnavailableError
 """… or, a subclass of the former, it is restarting"""
 

@@ -11,10 +11,8 @@ from typing import NamedTuple
 
 LOST = "lost:"
 """Samples whose payload is gone end with a reason that begins so"""
-
 DAMAGED = "damaged"
 """… and continues so if a checksum differs"""
-
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """No space, no quota, or a limit on the size of files"""
 

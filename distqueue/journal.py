@@ -36,15 +36,12 @@ log = logging.getLogger(__name__)
 
 MIN_COMPACTED_BYTES = 16 << 20
 """Bytes of events below which the journal is not compacted into a new snapshot"""
-
 INDEX = "journal"
 """Name of the file in the folder of a journal or checkpoint"""
-
 LOCK = "lock"
 
 OLD_INDEX = "index.db"
 """Name of the file that versions before checksums wrote, with SQLite"""
-
 SNAPSHOT = "snapshot"
 HEAD = struct.Struct("<8sQ8sQQQ")
 MARKER = b"\xd1queue\x02\n"

@@ -25,7 +25,6 @@ from distqueue.segments import Segment, ShardState
 
 HERE = "here"
 """The only node, and the only shard"""
-
 log = logging.getLogger(__name__)
 
 Located = tuple[Delivery, list[dict[str, Stretch]]]

@@ -22,7 +22,6 @@ from itertools import count
 
 GRAIN = 1 << 12
 """Bytes of a page: the sizes of files are multiples of it"""
-
 FREE_BYTES = 256 << 20
 """Bytes of free files a shard keeps for reuse; or as many as are live, if that is more"""
 

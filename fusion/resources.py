@@ -13,15 +13,12 @@ _PACKAGED = Path(__file__).resolve().parent / "packaged"
 
 ROOT = _PACKAGED if _PACKAGED.is_dir() else _PACKAGED.parent.parent
 """Folder that contains `recipes` and `scripts`."""
-
 RECIPES = ROOT / "recipes"
 """Folder of `conf/` (the groups of the config) and `shapes/` (shapes of models)."""
-
 SHAPES = RECIPES / "shapes"
 
 SCRIPTS = ROOT / "scripts"
 """Folder of the commands: `train.py` is `rlfusion train`."""
-
 COMMAND = "rlfusion"
 
 

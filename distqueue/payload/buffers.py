@@ -15,7 +15,6 @@ from distqueue.payload.segment_file import ALIGN
 
 MAX_BUFFERS = 2
 """Buffers kept, each of up to twice what the largest of the last batches needed"""
-
 MIN_POOLED_BYTES = 1 << 16
 """Smaller requests are not served from the pool"""
 

@@ -9,7 +9,6 @@ import numpy as np
 
 MIN_BYTES_PER_THREAD = 1 << 21
 """Fewer bytes are not worth waking a thread for"""
-
 MAX_THREADS = 4
 
 

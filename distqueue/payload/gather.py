@@ -29,10 +29,8 @@ from distqueue.payload.segment_file import ALIGN, Stretch
 
 MIN_RUN_ELEMENTS = 128
 """Mean length of the runs from which they are copied run by run"""
-
 LONG_RUN_BYTES = 1 << 14
 """Mean bytes of the runs from which their copies are shared among threads"""
-
 Indices = np.ndarray | slice
 """Positions in an array: a slice where they are all of it, in order"""
 

@@ -37,7 +37,6 @@ ALIGN = 64
 HEAD = 32
 COVERED = 16
 """Position from which `sum` covers the file, up to the table's end"""
-
 FORMAT = 2
 """Version of the format; 1 had no checksums"""
 

@@ -43,10 +43,8 @@ MARK = "free"
 
 RAYLET = "RAY_RAYLET_PID"
 """The environment variable in which Ray's workers find the raylet of their node"""
-
 LOCK_BYTES = 4096
 """What a lock takes on the file system"""
-
 ABANDONED_S = 60.0
 """Restarting a shard takes less"""
 

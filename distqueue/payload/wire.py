@@ -12,7 +12,6 @@ from distqueue.payload.segment_file import Stretch
 
 Frames = list[np.ndarray]
 """One uint8 array per column, in the order of the header"""
-
 SUM_BYTES = 8
 """Size of the checksum in front of a header"""
 

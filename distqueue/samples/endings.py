@@ -22,8 +22,6 @@ from distqueue.samples.pages import NONE
 DONE = "done"
 REMEMBERED = 100_000
 """Ended ids that are kept, so that a late put or ack for one of them is recognised"""
-
-
 PIECE = 8192
 """Endings that are merged at a time"""
 

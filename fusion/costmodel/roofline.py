@@ -31,7 +31,6 @@ from fusion.model import Parallel
 
 CHUNK_TOKENS = 8192
 """Tokens of a step that only prefills: longer prompts are computed in chunks of this size."""
-
 TP_LATENCY = 1 / 8
 """Latency of an exchange within a TP group, as a share of that of one between all dies."""
 

@@ -28,10 +28,8 @@ from fusion.model.table import EMBEDDING, local_params
 
 Scope = int | Literal["embed", "head"]
 """A kind of layer, by its index in `Shape.kinds`; the embedding; what follows the layers"""
-
 Share = tuple[int, int, int]
 """(start, stop, of): what a rank holds of the dimension that is cut, in lowest terms"""
-
 WHOLE: Share = (0, 1, 1)
 
 

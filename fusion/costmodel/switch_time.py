@@ -31,15 +31,12 @@ from fusion.model.bucket_plan import UNITS_A_BUCKET
 
 PUBLISHED = {"reshard": 11.5, "offload": 5.5}
 """Seconds of the A3 run (cann-recipes-train, docs/llm_rl/deepseek_rl_train_optimization.md, 1.4.1: real weights)."""
-
-
 ACHIEVED = Figure(
     2.7e9,
     "DeepSeek-V3 in FP8 to 256 H100s in 7.7 s, if an engine has 32; GLM-5 to 128 in 8.5 s, if one has 16: 5.5 GB/s",
     assumed=True,
 )
 """Bytes/s of a receiving card in published updates of engines' weights, the lowest found: the pessimistic estimate"""
-
 PIECES = 64
 """Number of equal pieces of a die's dense and expert weights that are assigned to the wire or the host."""
 

@@ -14,12 +14,10 @@ from fusion.rewards.outcome import finite
 
 Message = Mapping[str, Any]
 """A chat message: `role` and `content`, both texts; of the model also `tool_calls` (`tools.ToolCall`, as mappings)"""
-
 FAILURES = ("raised", "timeout", "died", "memory", "bad_turn", "diverged")
 """`raised`; `timeout` (`environment.step_timeout_s` or `episode_timeout_s`); `died` (its process ended); `memory` (it
 exceeded `environment.memory_mib`); `bad_turn` (it returned no `Turn`, or no messages); `diverged` (after a reset with
 the same seed and the same actions it said something else)"""
-
 ROLES = ("system", "user", "tool")
 """Roles of an environment's messages"""
 FIELDS = {"role", "content", "name", "tool_call_id"}

@@ -13,7 +13,6 @@ ERRORS = ("raised", "timeout", "memory", "bad_type", "died", "too_long", "lost")
 Rules and reward models: `bad_type` (the reward is not a finite number of float32). Reward models: `too_long` (the
 sample has more tokens than the model has positions). Both: `lost` (the queue has lost the sample, because its stored
 bytes are damaged or gone)."""
-
 MAX_REWARD = 3.4028234663852886e38
 """The largest float32: advantages and losses are computed in it."""
 

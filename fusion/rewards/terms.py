@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 SHAPES = ("format", "length")
 """Terms that are not rewards of their own"""
-
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 

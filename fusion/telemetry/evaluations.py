@@ -15,11 +15,9 @@ RESULT: Mapping[str, type] = {
     "estimates": dict,
 }
 """Fields of every row of `evaluations.jsonl`"""
-
 RIGHT, WRONG = "1", "0"
 """Characters of the field `right` of a row, one for each prompt: whether its first answer is correct; else it could not
 be scored"""
-
 EXAMPLES = 3
 """Number of examples of each kind of change"""
 

@@ -28,18 +28,14 @@ from typing import Any
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2
 """Arguments of renameat2(2)"""
-
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of a write for want of space, of quota, or by a limit on the size of files"""
-
 MAX_PENDING_BYTES = 16 << 20
 """Maximum size of the lines that a log keeps in memory while there is no space; it drops more"""
-
 TAIL_BYTES = 1 << 16
 
 NOT_FINITE = "not_finite"
 """Field that lists the numbers of an object that are not finite"""
-
 NOTHING: Mapping[str, type] = MappingProxyType({})
 
 ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)

@@ -28,7 +28,6 @@ from fusion.telemetry.columns import COLUMNS, align, columns_for, duration, head
 
 HEADER_EVERY = 20
 """Plain view: number of steps after which the header is repeated."""
-
 QUIET_S = 10.0
 """Plain view: seconds without output after which `LiveView.phase` prints the phase within the step."""
 

@@ -35,7 +35,6 @@ log = logging.getLogger(__name__)
 
 REPEATED_BYTES = 1 << 18
 """Size of the last rows that a resumed run sends to its loggers again: far more than these keep in memory"""
-
 IfExists = Literal["suffix", "resume"]
 
 T = TypeVar("T")

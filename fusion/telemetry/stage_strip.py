@@ -21,7 +21,6 @@ from typing import NamedTuple
 MAX_RUNS = 100
 """Maximum number of runs of a strip. One per engine step would be thousands per stage; with 100, a run that lasts a
 twentieth of the stage keeps its place."""
-
 FIRST_WINDOW_NS = 1_000_000
 
 

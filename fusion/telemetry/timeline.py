@@ -33,17 +33,12 @@ _WALL_MINUS_MONOTONIC_NS = time.time_ns() - time.monotonic_ns()
 
 WAITING = "wait"
 """Prefix of the kinds of waiting: shown by name, not counted as busy."""
-
 WAIT_DATA = "wait_data"
 """Waiting for samples to be generated, scored or read, or, in an engine, for requests."""
-
 PREPARE = "prepare"
 """Preparation of a card, once when the run starts or resumes."""
-
 WAIT_WEIGHTS = "wait_weights"
 """Waiting for weights to be trained, or for other cards to be ready to exchange them."""
-
-
 MAIN = "main"
 """The lane of a card's time."""
 

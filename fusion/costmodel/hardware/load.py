@@ -35,7 +35,6 @@ UNITS = {
     "reached": {"share": Fraction(1)},
 }
 """Dimension, as the last words of a constant's name → unit → its size in bytes, seconds, operations/s."""
-
 TABLES = tuple(name for name in OPERATORS if name != "auto")
 
 CONSTANTS = tuple(f.name for f in fields(Hardware) if f.name not in ("name", "operators", "topology", "reached"))

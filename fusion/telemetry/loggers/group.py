@@ -15,10 +15,8 @@ from fusion.telemetry.loggers.interface import LoggedRun, Logger
 
 NAME = "loggers.json"
 """File of the run folder: the run's id, and the loggers that have logged it."""
-
 MAX_CHARACTERS = 300
 """Maximum length of an error in a note; the whole of it is in the log"""
-
 log = logging.getLogger(__name__)
 
 

@@ -14,10 +14,8 @@ from fusion.telemetry.page.settings import flatten
 
 TAG = "rlfusion.id"
 """Tag of the run's id, by which a resumed run finds its own."""
-
 MAX_METRICS, MAX_PARAMS = 1000, 100
 """Maximum numbers of a request, by MLflow's interface"""
-
 MAX_PARAM_CHARACTERS = 500
 
 REFUSED = re.compile(r"[^\w\-. :/]", re.ASCII)

@@ -19,19 +19,15 @@ from fusion.telemetry.timeline import WAITING, CardSummary, Span, innermost, nat
 
 MAX_RUNS = 64_000
 """Maximum number of runs of all strips: about 600 KB of the page."""
-
 MIN_RUNS, MAX_CARD_RUNS = 500, 8000
 """Bounds of the number of runs of one card."""
-
 MAX_CARDS = 64
 """Maximum number of cards that are drawn; of more, half are the least busy and half the most busy ones"""
-
 IDLE = "idle"
 
 
 ABSENT = None
 """Kind of the time of a start in which a card has no span: drawn as idle, and not counted in the table."""
-
 _Intervals = dict[str, list[tuple[str | None, int]]]
 """What each card did one after the other: kind and nanoseconds."""
 

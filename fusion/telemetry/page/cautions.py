@@ -15,36 +15,27 @@ from fusion.telemetry.page.distributions import WINDOW_SHARE
 
 FULL_HBM = 0.95
 """Share of the capacity from which a phase is close to running out of memory."""
-
 TURNS = "env/num_turns/mean"
 CLIPPED = 0.2
 """Share of responses cut at the maximum length above which lengths, and rewards with them, are distorted."""
-
 COLLAPSED = 0.1
 """Entropy at the end, as a share of that at the start, below which the policy has hardly anything to explore."""
-
 LOW_SAMPLE_SIZE = 0.3
 """Effective sample size of the importance weights below which few tokens dominate the update."""
-
 MISMATCH = 0.05
 """Mean difference of log-probabilities between engine and trainer, in nats, above which they compute something else."""
-
 IDLE_CARDS = 0.5
 """Busy share of the cards below which they mostly wait."""
-
 EQUAL_GROUPS = 0.8
 """Share of groups with equal rewards above which most of the generation is in vain."""
-
 ENDED_WELL = ("trained", "filtered")
 
 RECENT = 10
 """Number of steps whose mean is checked during the run"""
-
 SAMPLE_SIZE, GAP = "rollout_corr/rollout_is_eff_sample_size", "staleness/0/rollout_logprobs_diff_mean"
 SKIPPED, FAILED, PREEMPTED = "training/skipped_updates", "reward/failed", "rollout/preemptions"
 TOTALS = (SKIPPED, FAILED, PREEMPTED)
 """Metrics that are counts of a step."""
-
 TERM_STD = re.compile(r"critic/rewards/[^/]+/std")
 
 Caution = tuple[str, str]

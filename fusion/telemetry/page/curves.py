@@ -13,10 +13,8 @@ from typing import Any
 
 MAX_POINTS = 1000
 """Maximum number of points of a curve: more than a screen has room for."""
-
 DIGITS = 6
 """Significant digits of a value."""
-
 TIMER = ("timing_s/step", "perf/time_per_step")
 """Metrics of a step's duration; the first one that exists is used."""
 

@@ -16,10 +16,8 @@ from fusion.telemetry.page.curves import number
 
 MAX_BINS = 48
 """Maximum number of bins of the histogram of lengths."""
-
 WINDOW_SHARE = 10
 """Number of equal parts of the steps, of which the first and the last count as their start and end"""
-
 PERCENTILES = (50, 90, 99)
 
 TAIL_SHARE = 0.1

@@ -19,7 +19,6 @@ PER_KIND = 4
 MAX_CHARACTERS = 6000
 MAX_CONVERSATION, MAX_MESSAGES = 24000, 64
 """Characters of all messages of a conversation, and number of messages, of which the first and the last ones stay"""
-
 _Ranked = tuple[float, int, dict[str, Any]]
 
 

@@ -13,7 +13,6 @@ NAME = "report.html"
 
 MAX_NAME_BYTES = 200
 """Maximum length of the runs' names in the name of a file; file systems allow 255 bytes, also of a temporary file's"""
-
 MAX_SHARE = 0.1
 """Maximum share of the time in which a followed run is read: the interval grows with the size of its files."""
 

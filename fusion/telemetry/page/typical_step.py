@@ -19,7 +19,6 @@ PIECES = 300
 UPDATE = "optimizer"
 ROLES = {(True, True): "train and generate", (True, False): "train", (False, True): "generate"}
 """By whether cards train, and whether they generate"""
-
 Interval = tuple[str, int, int]
 """Kind, and nanoseconds from the beginning of the step to its beginning and its end"""
 
