@@ -255,8 +255,6 @@ class QueueActor:
         async with self._call():
             return json.dumps(self.core.state(time.time()) | {"name": self.name, "journal": self.options.journal})
 
-    # ---- parts of the above
-
     def _file(self, segment: Segment) -> File:
         return File(
             number=segment.number,

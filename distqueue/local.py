@@ -98,8 +98,6 @@ class LocalQueue(SampleQueue):
             if self._timer is not None:
                 self._timer.cancel()
 
-    # ---- parts of the above
-
     def _put(self, batch: PackedBatch, claim: str) -> tuple[str, ...]:
         if not batch.ids:
             return ()

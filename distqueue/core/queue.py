@@ -293,8 +293,6 @@ class QueueCore:
         core.record = record
         return core
 
-    # ---- parts of the above
-
     def apply_put(self, put: Put, *, number: int, path: str, now_s: float) -> tuple[str, ...]:
         self._check_layouts(put)
         if put.claim:

@@ -39,12 +39,11 @@ class Member:
 
 @dataclass(frozen=True)
 class Edge:
-    """``columns``: sent from parent to child. ``crosses``: they are on different machines."""
+    """``columns``: sent from parent to child."""
 
     parent: int
     child: int
     columns: Columns
-    crosses: bool
 
 
 @dataclass(frozen=True)
@@ -76,11 +75,7 @@ def plan_tree(members: Sequence[Member]) -> Tree:
     for relay in relays:
         links += _span([relay, *(rank for rank in machines[place_of[relay]] if rank != relay)], needs)
     carried = _carried(links, needs)
-    edges = (
-        Edge(parent, child, columns=carried[child], crosses=place_of[parent] != place_of[child])
-        for parent, child in links
-    )
-    return Tree(tuple(edges))
+    return Tree(tuple(Edge(parent, child, carried[child]) for parent, child in links))
 
 
 def _span(nodes: Sequence[int], needs: Mapping[int, Columns]) -> list[Link]:
