@@ -12,8 +12,6 @@ a bool. Pure. It is in this package because every package may import it (`distqu
 own).
 """
 
-from __future__ import annotations
-
 import difflib
 import json
 import math
