@@ -130,7 +130,7 @@ class PartialSamples:
             self._put_partial(partial, row_by_id)
         if replaced := [output.earlier for output in (*finished, *grown) if output.earlier]:
             self._queue.drop(replaced, RESUMED)
-        span_by_id = {output.request_id: _span(output) for output in partial}
+        span_by_id = {one.request_id: (min(v for v in one.versions if v >= 0), max(one.versions)) for one in partial}
         return [
             SuspendedSample(
                 id=output.request_id,
@@ -284,7 +284,3 @@ def _observation(one: Request | Output, columns: Mapping[str, torch.Tensor]) -> 
 def _turn_start(sampled: Sequence[bool]) -> int:
     """Return the index behind the last token that was not sampled."""
     return next((index for index in range(len(sampled), 0, -1) if not sampled[index - 1]), 0)
-
-
-def _span(output: Output) -> tuple[int, int]:
-    return min(version for version in output.versions if version >= 0), max(output.versions)

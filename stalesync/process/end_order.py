@@ -28,7 +28,8 @@ class EndWatch:
 
     def __init__(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, [SIGNAL])
-        self.thread = _signal_descriptor(SIGNAL)
+        mask = (ctypes.c_ulong * SIGSET_WORDS)(1 << (SIGNAL - 1))
+        self.thread = _call("signalfd", -1, mask, os.O_CLOEXEC | os.O_NONBLOCK)
         """The descriptor that `poll` returns when the thread has ended"""
         self._epoll = select.epoll()
         self._watched: set[int] = set()
@@ -57,11 +58,6 @@ class EndWatch:
         """Stop watching. The signal stays blocked."""
         self._epoll.close()
         os.close(self.thread)
-
-
-def _signal_descriptor(number: int) -> int:
-    mask = (ctypes.c_ulong * SIGSET_WORDS)(1 << (number - 1))
-    return _call("signalfd", -1, mask, os.O_CLOEXEC | os.O_NONBLOCK)
 
 
 def _call(function: str, *args: object) -> int:

@@ -211,11 +211,8 @@ def late_rank(rank: int, stage: str, message: str) -> RankFailure:
 def root_cause(failed: Iterable[FailedStage]) -> FailedStage:
     """Choose a died worker before a failure, and either before a consequence of another rank's failure; of equal kinds
     the lowest rank."""
-    return min(failed, key=lambda one: (_severity(one.failure.kind), one.failure.rank))
-
-
-def _severity(kind: FailureKind) -> int:
-    return 0 if kind is FailureKind.DIED else 2 if kind in CONSEQUENCES else 1
+    severity = {FailureKind.DIED: 0} | dict.fromkeys(CONSEQUENCES, 2)
+    return min(failed, key=lambda one: (severity.get(one.failure.kind, 1), one.failure.rank))
 
 
 @contextmanager

@@ -8,7 +8,7 @@ The run's folder must be one and the same; of models and code, copies will do. D
 and of three pieces of large ones: other weights of the same shape differ everywhere."""
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -107,7 +107,13 @@ def code_digests() -> dict[str, str]:
     """Return digests of the project's own sources, and the versions of what it depends on most."""
     root = Path(__file__).resolve().parents[2]
     digests = {
-        str(path.relative_to(root)): digest_of(path) for package in PACKAGES for path in _sources(root / package)
+        str(path.relative_to(root)): digest_of(path)
+        for package in PACKAGES
+        for path in sorted((root / package).rglob("*"))
+        if path.suffix in SOURCES and path.is_file()
+        for package in PACKAGES
+        for path in sorted((root / package).rglob("*"))
+        if path.suffix in SOURCES and path.is_file()
     }
     return digests | {f"{name} (its version)": metadata.version(name) for name in VERSIONS}
 
@@ -126,7 +132,3 @@ def digest_of(path: Path, whole_bytes: int = WHOLE_BYTES) -> str:
                 file.seek(offset)
                 digest.update(file.read(PIECE_BYTES))
     return f"{size}:{digest.hexdigest()}"
-
-
-def _sources(package: Path) -> Iterator[Path]:
-    return (path for path in sorted(package.rglob("*")) if path.suffix in SOURCES and path.is_file())

@@ -131,7 +131,7 @@ def _guarded(folder: Path, roots: Sequence[Path | str], report: Report | None) -
         "mark": mark,
         "roots": named,
         "folder": str(folder),
-        "sys_path": _paths(),
+        "sys_path": [path or os.getcwd() for path in sys.path],
         "before": sorted(started_by(os.getpid())),
         "report": report,
     }
@@ -289,7 +289,3 @@ def _named_by_exit(controller: int, status: ExitStatus, processes: RayProcesses)
         time.sleep(LOOK_S)
     ended_by_ray = RAYLET in processes.names and status.read() == RAY_EXIT
     return EndedProcess(RAYLET, processes.status_of(RAYLET)) if ended_by_ray else None
-
-
-def _paths() -> list[str]:
-    return [path or os.getcwd() for path in sys.path]

@@ -5,10 +5,9 @@
 Figures of speed leave out the first steps, in which nothing has run ahead yet, and the last ones, in which nothing is
 admitted for later steps any more. The shares of the cards' time are of the whole run."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from stalesync.simulator.record import StepRecord
 from stalesync.simulator.run import SimulatedRun
 from stalesync.simulator.work import Bound, SimulatedWork
 
@@ -75,7 +74,7 @@ def outcome_of(run: SimulatedRun) -> Outcome:
     cards, count, bound = setup.worker.world, len(measured), Bound(setup)
     seconds, tokens = sum(step.seconds for step in measured), sum(step.tokens for step in measured)
     rate = pace.token_scale / pace.time_scale
-    bound_s = bound(_sum(measured)).total / cards
+    bound_s = bound(SimulatedWork.sum(step.work for step in measured)).total / cards
 
     def mean_s(name: str) -> float:
         return sum(getattr(step, name) for step in measured) / count * pace.time_scale
@@ -124,10 +123,3 @@ def _gradient_bytes(run: SimulatedRun) -> float:
     if trainer.layout.stage_world <= supernode:
         return 0.0
     return trainer.roofline.optimizer_step().link_bytes * trainer.layout.world * minibatches
-
-
-def _sum(steps: list[StepRecord]) -> SimulatedWork:
-    total = SimulatedWork()
-    for field in fields(SimulatedWork):
-        setattr(total, field.name, sum(getattr(step.work, field.name) for step in steps))
-    return total

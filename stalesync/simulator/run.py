@@ -19,7 +19,6 @@ from stalesync.policy.commands import (
     AwaitSamples,
     Command,
     Dispatch,
-    DispatchedRequests,
     Publish,
     Score,
     Suspend,
@@ -119,16 +118,10 @@ class SimulatedRun:
     def totals(self) -> RunTotals:
         """Return the totals of all steps. Called at the end of the run, when all engines have stopped."""
         engines, cards, scale = self.cards.engines, self.cards, self.setup.engine.cost.pace.token_scale
-        done, first = SimulatedWork(), (scale - 1) / scale
+        done, first = SimulatedWork.sum(step.work for step in self.steps), (scale - 1) / scale
         begun = sum(engine.first_tokens for engine in engines)
         done.decodes = sum(engine.decoded_tokens for engine in engines) + begun * first
         done.contexts = sum(engine.context_sum for engine in engines)
-        for step in self.steps:
-            done.trained += step.work.trained
-            done.trained_pairs += step.work.trained_pairs
-            done.prefilled += step.work.prefilled
-            done.prefill_pairs += step.work.prefill_pairs
-            done.updates += step.work.updates
         size = cards.cards_of_engine
         training_card_s = self._training_s * len(self.setup.worker.deployment.train)
         nominal = self.setup.engine.cost.pace.time_scale
@@ -169,7 +162,8 @@ class SimulatedRun:
     def _dispatch(self, command: Dispatch) -> None:
         self._stopping = command.last
         for engine, rows in command.requests_by_engine.items():
-            requests, starting = _requests(rows), engine in command.starting
+            columns = rows.ids, rows.groups, rows.earlier, rows.kv_ranks, rows.priorities, rows.kv_tokens
+            requests, starting = list(map(SimulatedRequest, *columns)), engine in command.starting
             self._call(self.cards.cards_of_engine if starting else 1)
             if starting:
                 version = self.admission.ledger.version
@@ -334,8 +328,3 @@ class SimulatedRun:
         """Spend the controller's time, while events of the cards go on."""
         self._record.controller_s += seconds
         self.clock.advance_to(self.clock.now + seconds)
-
-
-def _requests(rows: DispatchedRequests) -> list[SimulatedRequest]:
-    columns = rows.ids, rows.groups, rows.earlier, rows.kv_ranks, rows.priorities, rows.kv_tokens
-    return list(map(SimulatedRequest, *columns))

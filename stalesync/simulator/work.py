@@ -11,7 +11,7 @@ Invariant (property-tested): the cards of a run never take less than its bound."
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 from fusion.costmodel.pace import TrainerCost
@@ -37,6 +37,10 @@ class SimulatedWork:
     trained: float = 0.0
     trained_pairs: float = 0.0
     updates: int = 0
+
+    @classmethod
+    def sum(cls, works: "Iterable[SimulatedWork]") -> "SimulatedWork":
+        return cls(*map(sum, zip(*map(astuple, works), strict=True)))
 
     def generate(
         self,

@@ -18,7 +18,6 @@ from array import array
 from collections import OrderedDict
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 from fusion.inference.config import DraftsConfig
 from fusion.inference.request import Request
@@ -178,7 +177,7 @@ class PromptTexts:
     def _begin(self, seq: Sequence) -> None:
         """Add a request to the texts of its prompt: behind its text, if its response continues that."""
         request = seq.request
-        key = _key(request.prompt)
+        key = hashlib.blake2b(array("q", request.prompt).tobytes(), digest_size=16).digest()
         prompt = self.prompts.get(key)
         if prompt is not None and prompt.live:
             prompt.join(request.group)
@@ -358,8 +357,3 @@ class PromptTexts:
             self.indexes.remove(prompt.index)
         self._num_tokens -= prompt.num_tokens
         del self.prompts[prompt.key]
-
-
-@lru_cache(maxsize=256)
-def _key(prompt: tuple[int, ...]) -> bytes:
-    return hashlib.blake2b(array("q", prompt).tobytes(), digest_size=16).digest()
