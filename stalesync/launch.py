@@ -68,20 +68,12 @@ a signal raises in an import may be lost, or leave half of a module"""
 
 
 def launch(config: Config, *, evaluates: str = "") -> Path:
-    """Run a job to its end; return its folder.
-
-    Args:
-        evaluates: what is evaluated, in words: no step is run; "": the job trains.
-
-    Raises:
-        ValueError: the config is wrong, another run has the folder, or the run cannot resume; no worker was started.
-        RunFailed: Ray did not start, a worker or the queue failed, too many rewards failed, or a checkpoint could not
-            be written. Every process of the run has ended and its folder is readable.
-        KeyboardInterrupt: Ctrl-C, or `Stopped` for SIGTERM and SIGHUP; likewise.
-
-    Any other exception after the folder has been created is a failure of the run, too; `run.log` and `error.json` in
-    the folder describe it (`run_log.py`), and a note of the exception says where.
-    """
+    """Run a job to its end; return its folder. ``evaluates``: what is evaluated, in words: no step is run; "": the job
+    trains. Raise ValueError if the config is wrong, another run has the folder, or the run cannot resume: no worker was
+    started; RunFailed if Ray did not start, a worker or the queue failed, too many rewards failed, or a checkpoint
+    could not be written; KeyboardInterrupt for Ctrl-C, `Stopped` for SIGTERM and SIGHUP. Then every process of the run
+    has ended and its folder is readable. Any other exception after the folder has been created is a failure of the run,
+    too; `run.log` and `error.json` in the folder describe it (`run_log.py`), and a note of the exception says where."""
     trains = not evaluates
     model = config.validate(trains=trains)
     check_resume(config.run)

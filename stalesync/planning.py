@@ -23,17 +23,8 @@ WIDTH = 100
 
 
 def answer(arguments: Sequence[str], recipes: Path) -> int:
-    """Plan the requested job and print it.
-
-    Args:
-        recipes: the folder that holds `shapes/` and `conf/`.
-
-    Returns:
-        0 if the plan fits, else 1.
-
-    Raises:
-        ValueError: an argument that is unknown or wrong, by key.
-    """
+    """Plan the requested job and print it; return 0 if the plan fits, else 1. ``recipes``: the folder that holds
+    `shapes/` and `conf/`. Raise ValueError, by key, for an argument that is unknown or wrong."""
     conf = recipes / "conf"
     parsed = parse(arguments, options=OPTIONS, flags=["--json"], conf=conf)
     options = parsed.options

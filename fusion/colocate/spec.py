@@ -31,22 +31,14 @@ class RewardModelSpec:
 
 @dataclass(frozen=True)
 class WorkerSpec:
-    """The same on every card; a worker's rank is given separately.
-
-    Attributes:
-        steps: optimizer steps of the run.
-        train: layout over the cards that train.
-        infer: layout over the cards that generate.
-        reference: layout over the reference's separate cards; None: there is no reference, or it computes in the
-            training layout.
-        topology: bandwidth of the links; None: all links are equal.
-        pace: the card whose time emulated cards take; None: they run as fast as they can.
-        ahead: cards that only generate keep generating while others train and while they receive new weights.
-        detokenizer: how responses are decoded to text; None: they are not.
-        kv_pool: the KV pool of each machine; None: engines do not share KV.
-        masked_ids: the policy's (`ModelConfig.masked_ids`).
-        turns: samples are conversations of several turns, so they have the columns that name what was sampled.
-    """
+    """The same on every card; a worker's rank is given separately. ``steps``: optimizer steps of the run; ``train``,
+    ``infer``: layouts over the cards that train, and that generate; ``reference``: layout over the reference's separate
+    cards; None: there is no reference, or it computes in the training layout; ``topology``: bandwidth of the links;
+    None: all links are equal; ``pace``: the card whose time emulated cards take; None: they run as fast as they can;
+    ``ahead``: cards that only generate keep generating while others train and while they receive new weights;
+    ``detokenizer``: how responses are decoded to text; None: they are not; ``kv_pool``: the KV pool of each machine;
+    None: engines do not share KV; ``masked_ids``: the policy's (`ModelConfig.masked_ids`); ``turns``: samples are
+    conversations of several turns, so they have the columns that name what was sampled."""
 
     seed: int
     steps: int

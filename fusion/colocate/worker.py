@@ -104,15 +104,9 @@ class Worker(LoadedWorker):
             raise
 
     def generate(self, requests: Sequence[Request], stay: bool = True) -> StageReport:
-        """Run this card's engine until `pause` or, unless ``stay``, until it is idle. Collective over the engine.
-
-        Args:
-            requests: the first requests; on the engine's first card.
-
-        Returns:
-            with the samples that are unfinished at the end (`StageReport.suspended`). Finished ones are put to the
-            queue as they end.
-        """
+        """Run this card's engine until `pause` or, unless ``stay``, until it is idle; report the samples that are
+        unfinished then (`StageReport.suspended`). Finished ones are put to the queue as they end. Collective over the
+        engine. ``requests``: the first ones, on the engine's first card."""
         card = self.card
         self.phases.require("generate")
         try:
@@ -128,15 +122,9 @@ class Worker(LoadedWorker):
         return card.log.report(suspended=suspended)
 
     def answer(self, requests: Sequence[Request], rows: str = "") -> StageReport:
-        """Run this card's engine until all requests have finished, while it has no others. Collective over the engine.
-
-        Args:
-            rows: prefix of the queue's rows into which the answers' tokens are put for scoring; "": they are not stored
-                (`EngineStage.answer`).
-
-        Returns:
-            with the answers.
-        """
+        """Run this card's engine until all requests have finished, while it has no others; report the answers.
+        Collective over the engine. ``rows``: prefix of the queue's rows into which the answers' tokens are put for
+        scoring; "": they are not stored (`EngineStage.answer`)."""
         card = self.card
         self.phases.require("generate")
         with self._stage("answer", "gen"):
@@ -145,15 +133,9 @@ class Worker(LoadedWorker):
         return card.log.report(answers=answers)
 
     def reference(self, requested: Sequence[str]) -> StageReport:
-        """Add the column `ref_logprobs` to samples. Collective over the mesh of the reference model.
-
-        Args:
-            requested: ids of the samples of this card's replica.
-
-        Returns:
-            with algorithm.kl_in=reward, and from cards of its own, the samples' `reference_kl`, from one card of each
-            replica.
-        """
+        """Add the column `ref_logprobs` to samples, whose ids are those of this card's replica. Collective over the
+        mesh of the reference model. With algorithm.kl_in=reward, and from cards of its own, report their
+        `reference_kl`, from one card of each replica."""
         card = self.card
         mesh = card.meshes.reference or card.meshes.train
         assert mesh is not None
@@ -187,18 +169,11 @@ class Worker(LoadedWorker):
     def train(
         self, minibatches: Sequence[Sequence[str]], version: int | None = None, update: bool = True
     ) -> StageReport:
-        """Run one optimizer step per minibatch. Gradients accumulated before count for the first one. Collective over
-        the cards that train.
-
-        Args:
-            minibatches: ids of the samples of this card's replica, by minibatch.
-            version: the policy version before this call; None: the samples' staleness is not reported.
-            update: False: only accumulates the gradients of a single minibatch, which the next call continues: the
-                loss is then the mean over both.
-
-        Returns:
-            with `has_lost`.
-        """
+        """Run one optimizer step per minibatch, of ids of the samples of this card's replica; report `has_lost`.
+        Gradients accumulated before count for the first one. Collective over the cards that train. ``version``: the
+        policy version before this call; None: the samples' staleness is not reported; ``update``: False: only
+        accumulates the gradients of a single minibatch, which the next call continues: the loss is then the mean over
+        both."""
         card, trainer, mesh = self.card, self._trainer, self.card.meshes.train
         self.phases.require("train")
         assert mesh is not None and (update or len(minibatches) == 1)

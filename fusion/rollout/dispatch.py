@@ -120,15 +120,9 @@ class LowestEngine:
 
 
 def assign_groups(load_by_group: Mapping[str, int], loads: Sequence[int]) -> list[list[str]]:
-    """Assign groups to engines, heaviest first, each to the engine with the least load so far (of several the first).
-
-    Args:
-        load_by_group: group id → expected tokens (prompts and responses of all members).
-        loads: tokens that each engine has already.
-
-    Returns:
-        The groups of each engine, in the order of ``load_by_group``.
-    """
+    """Assign groups to engines, heaviest first, each to the engine with the least load so far (of several the first);
+    return the groups of each engine, in the order of ``load_by_group``: group id → expected tokens (prompts and
+    responses of all members). ``loads``: tokens that each engine has already."""
     least_loaded = [(load, engine) for engine, load in enumerate(loads)]
     heapq.heapify(least_loaded)
     engine_of_group: dict[str, int] = {}

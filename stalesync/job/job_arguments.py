@@ -117,18 +117,10 @@ def print_answer(table: RenderableType, content: Mapping[str, Any], *, json_path
 def job_config(
     arguments: JobArguments, conf: Path, *, command: str, defaults: Sequence[str]
 ) -> tuple[Config, list[str]]:
-    """Compose the config of the job, as `scripts/train.py` does.
-
-    Args:
-        command: `plan` or `simulate`.
-        defaults: overrides that apply unless an argument states otherwise.
-
-    Returns:
-        The config, and lines that state what is assumed and what is not modelled.
-
-    Raises:
-        ValueError: a value that is not accepted, or a changed key that the command neither reads nor may ignore.
-    """
+    """Compose the config of the job, as `scripts/train.py` does; return it, and lines that state what is assumed and
+    what is not modelled. ``command``: `plan` or `simulate`; ``defaults``: overrides that apply unless an argument
+    states otherwise. Raise ValueError for a value that is not accepted, or a changed key that the command neither reads
+    nor may ignore."""
     conf = conf.absolute()  # Hydra expects it
     base = composed(conf, defaults)
     overrides = accepted(arguments.overrides, conf)

@@ -30,26 +30,17 @@ def ray_cluster(
     report: Report | None = None,
     show_report: ShowReport = lambda outcome: None,
 ) -> Iterator[Callable[[], None]]:
-    """Join the cluster at ``address``, or start Ray on this machine (None); at the block's end leaves the cluster, or
-    stop Ray, also if this process is killed. Does nothing where Ray is initialised already. Yields a health check of
-    the Ray that it has started.
-
-    Args:
-        log: to which what Ray's C++ writes to the standard error while it starts is appended: warnings, and the stack
-            where it fails; None: nowhere else.
-        queue_roots: folders in which queues have folders; when the Ray that was started here has ended, those of dead
-            queues are removed.
-        report: records an error and writes it to a descriptor, where a process of Ray has ended and this process has
-            to end without an exception: called from another thread, while Ray starts or when the block does not end,
-            or by the guard, where Ray's C++ ends this process. None: the error is raised when Ray gives up itself,
-            which takes a minute.
-        show_report: called with the outcome from another thread before this process ends at once: after ``report``, or
-            by a signal, for whose handling the start of Ray takes too long.
-
-    Raises:
-        ValueError: RAY_TMPDIR cannot have Ray's folder (`ray_folder.py`).
-        RunFailed: Ray did not start, or the cluster cannot be joined, needs no token, or refuses that of this process.
-    """
+    """Join the cluster at ``address``, or start Ray on this machine (None); at the block's end leave the cluster, or
+    stop Ray, also if this process is killed. Do nothing where Ray is initialised already. Yield a health check of the
+    Ray that was started. ``log``: to which what Ray's C++ writes to the standard error while it starts is appended:
+    warnings, and the stack where it fails; None: nowhere else; ``queue_roots``: folders in which queues have folders:
+    those of dead queues are removed when the Ray that was started here has ended; ``report``: records an error and
+    writes it to a descriptor, where a process of Ray has ended and this process has to end without an exception: called
+    from another thread, while Ray starts or when the block does not end, or by the guard, where Ray's C++ ends this
+    process; None: the error is raised when Ray gives up itself, which takes a minute; ``show_report``: called with the
+    outcome from another thread before this process ends at once: after ``report``, or by a signal, for whose handling
+    the start of Ray takes too long. Raise ValueError if RAY_TMPDIR cannot have Ray's folder (`ray_folder.py`),
+    RunFailed if Ray did not start, or the cluster cannot be joined, needs no token, or refuses that of this process."""
     set_environment(address)
     check_token(address)
     import ray

@@ -27,11 +27,8 @@ def choose_residency(deployment: str, resident: str, *, free_bytes: int, role_by
 
 
 def exchange_order(leaving: Sequence[int], coming: Sequence[int]) -> Iterator[tuple[Literal["out", "in"], int]]:
-    """Order the offloading and loading of units (bytes each) so that they never need more than the larger side.
-
-    Yields:
-        ("out", index in ``leaving``) or ("in", index in ``coming``).
-    """
+    """Order the offloading and loading of units (bytes each) so that they never need more than the larger side: yield
+    ("out", index in ``leaving``) or ("in", index in ``coming``)."""
     freed = taken = done = 0
     for index, nbytes in enumerate(coming):
         while done < len(leaving) and taken + nbytes > freed:
