@@ -1,7 +1,7 @@
 """Run the training loop: one loop for all deployments and every staleness.
 
 controller       the loop: executes the commands of `policy`; `training_run`: a whole run around it
-generation       controls the engines; `engine_restarts`: replaces those that died
+generation       controls the engines; `engines`: publishes to them, and replaces those that died
 groups           tracks groups in progress until each is trained, filtered or failed
 update           one optimizer step on scored groups: advantages, reference, minibatches
 step_metrics     accumulates one step's metrics; `sample_columns`, `sample_metrics`: of its samples
