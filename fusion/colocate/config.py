@@ -20,12 +20,10 @@ class DeploymentConfig(Group, path="fusion"):
     """Which roles share cards. `colocated`: the actor trains and generates on every card; `separate`: training and
     generation have their own cards; `hybrid`: colocated cards, and more that only generate; `full`: reference and
     reward model share every card with the actor."""
-
     infer_cards: int | None = key(
         None, at_least=1, only={"fusion.deployment": OWN_CARDS}, why="where no card only generates", read_by="simulate"
     )
     """Number of cards that only generate, in `separate` and `hybrid`; null: half of the actor's cards."""
-
     score_cards: int = key(
         0,
         at_least=0,
@@ -35,7 +33,6 @@ class DeploymentConfig(Group, path="fusion"):
     )
     """Number of cards that hold only reference and reward model; 0: both stay in host memory of the cards that
     train."""
-
     resident: str = key("auto", one_of=("auto", "one", "all"), only={"fusion.deployment": ("full",)}, refused=False)
     """In `full`, whose weights are in HBM while reference and reward model compute: `one` model at a time, `all` of
     them, or `auto`: all, if they take at most half of what the allocator reports as free."""

@@ -67,35 +67,26 @@ class EvalConfig(Group, path="eval"):
     every: int = key(0, at_least=0)
     """Number of steps between two evaluations, after steps `every`, `2 * every`, …; 0: there are only the two that
     every run has, before the first step and after the last one."""
-
     files: list[Any] = field(default_factory=list)
     """Files of prompts that are evaluated, besides the held-out ones of `data.source` (`run.eval_prompts`). Each is a
     path (.jsonl, .json, .parquet), or `{path: FILE, name: NAME, reward: REWARD, prompt_field: FIELD, answer_field:
     FIELD, rows: N}`: only the path is required. The name (default: the file's) appears in metrics; the reward is
     `arithmetic`, `math` or `file.py:function` (default: the run's own); the fields' names default to those of `data`;
     of `rows`, only the first N are used."""
-
     samples: int = key(1, at_least=1)
     """Number of answers to each prompt, k: the mean reward is over all of them, and pass@1 to pass@k are estimated."""
-
     temperature: float | None = None
     """Sampling temperature of an evaluation; 0: greedy; null: `rollout.sampling.temperature`."""
-
     top_k: int | None = None
     """`rollout.sampling.top_k` of an evaluation; null: that of the rollouts."""
-
     top_p: float | None = None
     """`rollout.sampling.top_p` of an evaluation; null: that of the rollouts."""
-
     min_p: float | None = None
     """`rollout.sampling.min_p` of an evaluation; null: that of the rollouts."""
-
     max_response_length: int | None = key(None, at_least=1)
     """Maximum number of tokens of an answer; null: `rollout.max_response_length`."""
-
     pass_reward: float = key(1.0, number=True)
     """Minimum reward of an answer that counts as correct in pass@k."""
-
     best: str | None = None
     """Metric by which the best checkpoint is chosen, such as `val-core/held_out/reward/mean@1`: whenever an evaluation
     after a step improves on it, a checkpoint is saved, which is kept besides the `run.keep` newest until a better one

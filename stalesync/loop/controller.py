@@ -92,7 +92,6 @@ class Controller:
     """Time at which the queue was last asked for lost samples"""
     _unlogged: SampleColumns | None = None
     """Samples whose groups ended in this step, until `log_samples` records them"""
-
     last: Step = field(init=False)
     """The last completed step. It is closed and logged while the cards switch for the next one"""
 

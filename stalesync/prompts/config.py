@@ -30,53 +30,40 @@ class DataConfig(Group, path="data"):
     """Required: a .jsonl, .json (an array of rows) or .parquet file, or a generator: `addition` (one-digit sums),
     `worked_arithmetic` (long answers with their working), `counting` (answers of any length), `calculator` or `guess`
     (for the environments of these names), or your own as `module:Class` (docs/data.md)."""
-
     prompt_field: str = "prompt"
     """Field of the file with the prompt: a text, or a list of chat messages (`role` and `content`, or `from` and
     `value` as in ShareGPT's files) that ends with the user's. `a.b` is the field `b` of an object `a`."""
-
     answer_field: str = "answer"
     """Field of the file with the reference answer (also nested: `reward_model.ground_truth`), which is passed to the
     reward function as text: a number or list of a JSON file as it is written there. The other fields are passed by
     name, except for ones that are called prompt, response or answer."""
-
     bad_rows: str = key("refuse", one_of=("refuse", "skip"))
     """What happens to a row of the file that cannot be used (no valid JSON, no prompt, an image in a chat, a chat that
     the template refuses, …): `refuse`: an error before the run starts names it; `skip`: it is skipped and counted in
     `data/bad_rows`."""
-
     rows: int | None = key(None, at_least=1, read_by="simulate")
     """Number of rows that an epoch has: the first ones of the file or of the generator's endless rows; null: all of
     them."""
-
     prompts_per_step: int = key(64, at_least=1, read_by="plan simulate")
     """Number of prompts per step; each gets a group of responses."""
-
     max_prompt_length: int = key(512, at_least=1, read_by="plan simulate")
     """Maximum number of tokens of a prompt, chat template included."""
-
     long_prompts: str = key("refuse", one_of=("refuse", "skip"))
     """What happens to a longer prompt: `refuse`: an error before the run starts names the row; `skip`: it is skipped
     and counted in `data/skipped_prompts`."""
-
     chat_template: str = key("auto", one_of=("auto", "never"))
     """`auto`: apply the chat template of the tokenizer if it has one; `never`: use the prompt as it is."""
-
     chat_template_kwargs: Any = None
     """Variables for the chat template, such as `{enable_thinking: false}`; only ones that the template reads. null:
     none."""
-
     system_prompt: str | None = None
     """Text of a system message, put before every chat that does not begin with one; null: none."""
-
     min_digits: int = key(2, at_least=1, only=SUMS, refused=False)
     """`worked_arithmetic`, `calculator`: minimum number of digits of a number."""
-
     max_digits: int = key(4, at_least=1, only=DIGITS, refused=False)
     """`worked_arithmetic`, `calculator`: maximum number of digits of a number, at most 10; in the former each digit
     adds 19 tokens to the answer of a sum of two numbers, and 5 more for each further number. `counting`: number of
     digits that are asked for, each of which is a token, at most 131072."""
-
     max_terms: int = key(2, at_least=2, at_most=MAX_TERMS, only=SUMS, refused=False)
     """`worked_arithmetic`, `calculator`: maximum number of terms in a sum; the minimum is 2."""
 
