@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -88,10 +89,8 @@ def _wait(running: Sequence[subprocess.Popen[bytes]], timeout_s: float) -> tuple
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
+    with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # also what it has started
-    except ProcessLookupError:
-        pass
     process.wait()
 
 

@@ -29,29 +29,12 @@ def train_command(python: str, folder: Path, *, kind: str, cards: int) -> list[s
         2: ["parallel.train.tp=2", "parallel.infer.ep=2"],
         4: ["parallel.train.tp=2", "parallel.train.ep=2", "parallel.infer.ep=4"],
     }
-    return [
-        python,
-        str(SCRIPTS / "train.py"),
-        "run.name=smoke",
-        f"run.dir={folder / 'runs'}",
-        f"run.steps={STEPS}",
-        "run.eval_prompts=8",
-        f"model.path={folder / 'base'}",
-        "model.dtype=bfloat16",
-        f"cluster.npus={cards}",
-        f"device={kind}",
-        *layouts[cards],
-        "data=addition",
-        "data.max_prompt_length=8",
-        "data.prompts_per_step=4",
-        "reward=arithmetic",
-        "rollout.max_response_length=5",
-        "algorithm=grpo",
-        "algorithm.group_size=8",
-        "algorithm.minibatches=2",
-        "training.lr=5e-4",
-        "fusion.checksum=true",
-    ]
+    settings = """model.dtype=bfloat16 run.name=smoke run.eval_prompts=8 data=addition data.max_prompt_length=8
+        data.prompts_per_step=4 reward=arithmetic rollout.max_response_length=5 algorithm=grpo algorithm.group_size=8
+        algorithm.minibatches=2 training.lr=5e-4 fusion.checksum=true""".split()
+    folders = [f"run.dir={folder / 'runs'}", f"model.path={folder / 'base'}"]
+    settings += [f"run.steps={STEPS}", f"cluster.npus={cards}", f"device={kind}", *layouts[cards]]
+    return [python, str(SCRIPTS / "train.py"), *folders, *settings]
 
 
 def read_metrics(folder: Path) -> list[dict[str, float]]:
