@@ -63,10 +63,13 @@ def build_run(
     )
     generation = Generation(spec, cards, scorer.prompts, step_metrics.take, scorer.wake, rewards)
     conversing = _conversing(config, spec, cards, queue, groups, generation, scorer, source, environments)
-    seen: dict[str, Any] = dict(cards=cards, queue=queue, view=view)
-    updater = Updater(spec=spec, algorithm=algorithm, record_reports=step_metrics.take, reference=reference, **seen)
+    held: dict[str, Any] = dict(cards=cards, queue=queue)
+    updater = Updater(
+        spec=spec, algorithm=algorithm, record_reports=step_metrics.take, reference=reference, view=view, **held
+    )
     rows = StepRows(
-        **seen,
+        **held,
+        view=view,
         ledger=admission.ledger,
         source=source,
         updater=updater,
@@ -75,29 +78,15 @@ def build_run(
         pace=pace,
         take_save_metrics=saver.metrics,
     )
+    parts = held | dict(spec=spec, admission=admission, groups=groups, generation=generation, step_metrics=step_metrics)
     loop = Controller(
+        **parts,
         config=config,
-        spec=spec,
-        admission=admission,
-        cards=cards,
-        queue=queue,
         source=source,
         scorer=scorer,
-        groups=groups,
-        generation=generation,
-        engines=Engines(
-            spec=spec,
-            cards=cards,
-            queue=queue,
-            admission=admission,
-            groups=groups,
-            generation=generation,
-            step_metrics=step_metrics,
-            note=view.note,
-        ),
+        engines=Engines(**parts, note=view.note),
         updater=updater,
         desk=ControlDesk(folder.path, config),
-        step_metrics=step_metrics,
         rows=rows,
         folder=folder,
         view=view,
