@@ -33,7 +33,7 @@ class ActorGone(QueueClosed):
 def call(make: Callable[[], Any], left: futures.Future[None] | None = None) -> Any:
     """Make an actor call, which `make` returns the reference of, and return its result or raise its error.
 
-    CancelledError: `left` was done first; the call is cancelled."""
+    Raise CancelledError: `left` was done first; the call is cancelled."""
     unavailable_since_s: float | None = None
     while True:
         ref = make()

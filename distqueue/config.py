@@ -28,7 +28,7 @@ class QueueConfig:
 
     def validate(self, prefix: str = "queue.") -> None:
         """Checks every value of the group.
-        ValueError: a value that is not accepted, by key; ``prefix`` is put before the key."""
+        Raise ValueError: a value that is not accepted, by key; ``prefix`` is put before the key."""
         durable = self.durability in DURABILITIES
         _expect(durable, f"{prefix}durability", self.durability, expected=f"one of {', '.join(DURABILITIES)}")
         _expect_count(f"{prefix}max_bytes", self.max_bytes)
@@ -54,7 +54,7 @@ class QueueOptions(QueueConfig):
 
     def validate(self, prefix: str = "") -> None:
         """Checks every value.
-        ValueError: a value that is not accepted, by key."""
+        Raise ValueError: a value that is not accepted, by key."""
         super().validate(prefix)
         _expect_count(f"{prefix}max_rows", self.max_rows)
         seconds = isinstance(self.lease_s, (int, float)) and math.isfinite(self.lease_s) and self.lease_s > 0
@@ -68,7 +68,7 @@ class QueueOptions(QueueConfig):
 
 def check_absolute(key: str, folder: str) -> None:
     """Checks that a folder is an absolute path.
-    ValueError: ``folder`` is a relative path."""
+    Raise ValueError: ``folder`` is a relative path."""
     expected = "an absolute path, as the queue's processes have other working folders"
     _expect(Path(folder).is_absolute(), key, folder, expected=expected)
 

@@ -84,7 +84,7 @@ def _connected() -> bool:
 def _reports_of(heads: Sequence[str], queue: str | None) -> list[str]:
     """Returns the report of each Ray, of a queue only those that have it. Each is made by a process of its own, as a
     process connects to one Ray only.
-    ValueError: no Ray has the queue."""
+    Raise ValueError: no Ray has the queue."""
     reports, errors = [], []
     for head in heads:
         command = [sys.executable, "-m", "distqueue", *([] if queue is None else [queue]), "--address", head]

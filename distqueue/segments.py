@@ -90,7 +90,7 @@ class SegmentLedger:
     def reserve(self, name: str, nbytes: int, expires_s: float, *, exceed: bool = False) -> Segment | None:
         """Reserve a file for `nbytes`, or return None: no room. `exceed`: ignore the shard's bound.
 
-        ValueError: the shard could never hold it."""
+        Raise ValueError: the shard could never hold it."""
         shard = self.shards[name]
         size = max(nbytes + -nbytes % GRAIN, GRAIN)
         if size > shard.max_bytes and not exceed:

@@ -144,7 +144,7 @@ class QueueCore:
     ) -> Waiter:
         """Serve `selection` now or later, through `answer`. `place`: (number, since_s) of a waiter that asks again.
 
-        ValueError: a task that this queue does not have."""
+        Raise ValueError: a task that this queue does not have."""
         self._check_open(selection)
         self.table.check_task(selection.task)
         number, since_s = place or (next(self._numbers), now_s)

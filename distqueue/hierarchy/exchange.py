@@ -165,7 +165,7 @@ def _wait(work: dist.Work) -> None:
 @contextmanager
 def _communication() -> Iterator[None]:
     """Convert the errors of posting a message, gathering, or waiting.
-    ConnectionError: another rank of the group has ended or has left it; gloo raises a plain RuntimeError then."""
+    Raise ConnectionError: another rank of the group has ended or has left it; gloo raises a plain RuntimeError then."""
     try:
         yield
     except RuntimeError as error:

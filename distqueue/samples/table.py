@@ -74,7 +74,7 @@ class SampleTable:
         from 0 that no live row uses; a put that stores no column of any row uses no segment. `groups` (B) and
         `versions` (B, 2; -1: unknown) are optional.
 
-        ValueError: an id twice, a column put twice, a 65th column, a sample that is already done, a group that
+        Raise ValueError: an id twice, a column put twice, a 65th column, a sample that is already done, a group that
         changes, a NUL in a name."""
         for name, tokens in columns.items():
             assert tokens is None or len(tokens) == len(ids), f"column {name!r}: {len(ids)} samples"
@@ -200,7 +200,7 @@ class SampleTable:
 
         An ack after the lease expired counts; a repeated one, or one for a sample dropped meanwhile, changes nothing.
         `replayed`: skip the check that the task ever received the samples, as a journal does not record leases.
-        ValueError: a sample never put, or never handed to this task."""
+        Raise ValueError: a sample never put, or never handed to this task."""
         self.check_task(task)
         state, number = self.state, self.tasks.index(task)
         slots = lookups.ever_put(state, ids, None if replayed else (number, task))

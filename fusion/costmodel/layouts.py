@@ -16,7 +16,7 @@ FORM = (
 
 def parse_layout(key: str, text: str, *, world: int, shape: Shape) -> Parallel:
     """Parse a layout over ``world`` dies; the remaining ones are data parallel. ``key``: `train` or `infer`.
-    ValueError: not of the form, or sizes that do not divide the dies or the model; names the key."""
+    Raise ValueError: not of the form, or sizes that do not divide the dies or the model; names the key."""
     if not re.fullmatch(r"((tp|pp|ep|etp|cp|dcp)\d+)+", text):
         raise ValueError(f"{key}={text!r}: expected {FORM}")
     sizes = [(axis, int(size)) for axis, size in re.findall(r"(etp|tp|pp|ep|dcp|cp)(\d+)", text)]

@@ -59,7 +59,7 @@ class Pace:
     @classmethod
     def load(cls, device: DeviceConfig, hardware: str | None, shapes: Path) -> Pace:
         """Resolve the config of a device that has a pace; ``shapes``: the folder of the models' shapes.
-        ValueError: no such model or hardware, by key."""
+        Raise ValueError: no such model or hardware, by key."""
         assert device.pace is not None, "the device has no pace"
         if hardware is None:
             raise ValueError(f"device.pace={device.pace}: expected cluster.hardware to name the modelled cards")
@@ -79,7 +79,7 @@ class Pace:
 
     def check(self, parallel: Parallel, key: str) -> None:
         """Check that the modelled model can be cut by a layout of the run; ``key`` names the layout.
-        ValueError: it cannot, with both numbers."""
+        Raise ValueError: it cannot, with both numbers."""
         if wrong := parallel.misfit(self.shape.config):
             raise ValueError(f"device.pace={self.shape.name} does not fit {key}: {wrong}")
 

@@ -27,7 +27,7 @@ class Preset:
 
 def load_shape(name: str | None, folder: Path, key: str = "model") -> Preset:
     """Load the shape of a model: a preset in ``folder`` or a Hugging Face folder.
-    ValueError: no such model, or a config that cannot be planned for; names ``key``."""
+    Raise ValueError: no such model, or a config that cannot be planned for; names ``key``."""
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     if not name:
         raise ValueError(f"{key} is not set: expected one of {', '.join(known)}, or a Hugging Face folder")
@@ -44,7 +44,7 @@ def load_shape(name: str | None, folder: Path, key: str = "model") -> Preset:
 def load_cluster(name: str | None, hardware: str | None, npus: str | None, folder: Path) -> tuple[Hardware, int]:
     """Resolve a cluster to its hardware and number of dies. ``hardware`` and ``npus`` override the preset; with both
     no preset is needed.
-    ValueError: no such cluster or hardware, none that states its hardware, or an invalid number of dies."""
+    Raise ValueError: no such cluster or hardware, none that states its hardware, or an invalid number of dies."""
     presets = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(folder.glob("*.yaml"))}
     known = [stem for stem, preset in presets.items() if preset.get("hardware") or hardware]
     if name is None and hardware and npus:

@@ -62,7 +62,7 @@ def main(options_json: str) -> None:
 
 def load(target: str, label: str) -> Callable[[], Environment]:
     """Return the class of a built-in or of a user's own environment.
-    ValueError: it cannot be imported, or is no environment (names the config key)."""
+    Raise ValueError: it cannot be imported, or is no environment (names the config key)."""
     if target.rpartition(":")[0].endswith(".py"):
         module, name = import_file(target, "environment")
     else:
@@ -163,7 +163,7 @@ class Server:
 
     async def _repeated(self, number: int, order: StepOrder) -> OpenEnvironment:
         """Return a fresh conversation in which all before the ordered step has been repeated.
-        EnvironmentFailed: also `diverged`: it says something else."""
+        Raise EnvironmentFailed: also `diverged`: it says something else."""
         self._live[order.id] = conversation = OpenEnvironment()
         messages, _ = await self._begin(number, conversation, order)
         observed = digest_of(messages)
@@ -202,7 +202,7 @@ class Server:
         self, number: int, conversation: OpenEnvironment, work: Coroutine[Any, Any, Any], bounded: bool = True
     ) -> Any:
         """Await an environment's code, within what is left of the episode's seconds if ``bounded``.
-        EnvironmentFailed: it raised, or exceeded a limit."""
+        Raise EnvironmentFailed: it raised, or exceeded a limit."""
         limit_s, key = self._options["step_timeout_s"], "step_timeout_s"
         left_s = self._options["episode_timeout_s"] - conversation.seconds
         if bounded and left_s < limit_s:

@@ -128,7 +128,7 @@ def digest_of(messages: Sequence[Message], done: bool = False, reward: float | N
 
 def checked_messages(messages: Any) -> list[dict[str, str]]:
     """Return the messages of an environment as plain dicts.
-    EnvironmentFailed: `bad_turn`: it is something else, or no valid Unicode."""
+    Raise EnvironmentFailed: `bad_turn`: it is something else, or no valid Unicode."""
     if not isinstance(messages, (list, tuple)):
         raise EnvironmentFailed("bad_turn", f"messages are a {type(messages).__name__}; expected a list")
     for number, message in enumerate(messages):
@@ -146,7 +146,7 @@ def checked_messages(messages: Any) -> list[dict[str, str]]:
 
 def checked_start(messages: Any, tools: Any) -> tuple[list[dict[str, str]], list[dict[str, Any]]]:
     """Return the first messages of an environment, and the schemas of its tools, as plain values.
-    EnvironmentFailed: `bad_turn`: there are no messages, or either is something else."""
+    Raise EnvironmentFailed: `bad_turn`: there are no messages, or either is something else."""
     if not (found := checked_messages(messages)):
         raise EnvironmentFailed("bad_turn", "reset returned no messages")
     try:
@@ -160,8 +160,8 @@ def checked_start(messages: Any, tools: Any) -> tuple[list[dict[str, str]], list
 
 def checked_turn(turn: Any) -> Turn:
     """Return the turn of an environment with plain values.
-    EnvironmentFailed: `bad_turn`: it is something else, has no messages though it is not done, or its reward is no
-    finite number of float32."""
+    Raise EnvironmentFailed: `bad_turn`: it is something else, has no messages though it is not done, or its reward is
+    no finite number of float32."""
     if not isinstance(turn, Turn) or not isinstance(turn.done, bool):
         raise EnvironmentFailed("bad_turn", f"returned a {type(turn).__name__}; expected a Turn")
     messages = checked_messages(turn.messages)

@@ -113,7 +113,7 @@ class EnvPool(GuardedPool[EnvChild]):
 
     def reset(self, tasks: Sequence[tuple[Task, int]]) -> list[Started | Failure]:
         """Return the first messages of each (task, seed), in order, or why there are none. Nothing stays open.
-        RuntimeError: the pool is closed, or another thread closes it meanwhile."""
+        Raise RuntimeError: the pool is closed, or another thread closes it meanwhile."""
         results: dict[PostedOrder, Started | Failure] = {}
         finished = threading.Event()
 
@@ -137,7 +137,7 @@ class EnvPool(GuardedPool[EnvChild]):
 
     def poll(self) -> list[Stepped]:
         """Return the steps that have ended since the last call; never blocks.
-        RuntimeError: the pool is closed."""
+        Raise RuntimeError: the pool is closed."""
         self._check_open()
         ended = []
         while self._results:

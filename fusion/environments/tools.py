@@ -128,7 +128,7 @@ class Tools:
 
 def check_types(function: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     """Check arguments against the annotations.
-    TypeError: names an argument of another type."""
+    Raise TypeError: names an argument of another type."""
     hints = get_type_hints(function)
     for name, value in arguments.items():
         expected = hints.get(name)
@@ -139,7 +139,7 @@ def check_types(function: Callable[..., Any], arguments: Mapping[str, Any]) -> N
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     """Return the JSON schema of a function: its name, the first line of its docstring, its annotated parameters.
-    ValueError: a parameter has no annotation that JSON knows."""
+    Raise ValueError: a parameter has no annotation that JSON knows."""
     hints, properties, required = get_type_hints(function), {}, []
     for name, parameter in inspect.signature(function).parameters.items():
         if hints.get(name) not in JSON_TYPES:

@@ -107,7 +107,7 @@ def unmatched(pool: RewardPool, answers: Sequence[ReferenceAnswer]) -> list[Refe
 def check_answers(pools: Iterable[RewardPool], answers: Sequence[ReferenceAnswer]) -> list[str]:
     """Check that the built-in rules among rewards can match reference answers; return warnings. The others are never
     asked.
-    ValueError: one can match none of them; names rows, values, and what is expected."""
+    Raise ValueError: one can match none of them; names rows, values, and what is expected."""
     return [line for pool in pools if pool.kind in EXPECTED for line in _check_rule(pool, answers)]
 
 
@@ -116,7 +116,7 @@ def call_once(pool: RewardPool, sample: RewardSample, *, group_size: int, key: s
     describes it. The pool logs a failure as a warning: a judge may be down for a moment, and an answer need not be a
     response.
     ``key``: names the reward in an error.
-    ValueError: the reward has returned something that is no reward."""
+    Raise ValueError: the reward has returned something that is no reward."""
     response = expected_response(pool.kind, sample.answer) or sample.answer
     (outcome,) = pool.score([replace(sample, response=response, others=[response] * (group_size - 1))])
     called = f"{pool.kind} of {response[-SHOWN_CHARS:]!r}, where the answer is {sample.answer[-SHOWN_CHARS:]!r}"

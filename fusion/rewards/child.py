@@ -105,7 +105,7 @@ def end_if_forked(pid: int) -> None:
 
 def load(kind: str, target: str | None) -> LoadedReward:
     """Load the reward function of a `RewardSpec`.
-    ValueError: the user's function or a required package cannot be loaded (names the config key)."""
+    Raise ValueError: the user's function or a required package cannot be loaded (names the config key)."""
     assert target is not None
     if kind == "custom":
         from fusion.rewards.user import load_user_function

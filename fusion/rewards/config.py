@@ -94,7 +94,7 @@ class RewardConfig(Group, path="reward"):
 
     def term_specs(self) -> list[TermSpec]:
         """Return the terms, checked.
-        ValueError: an entry of `reward.terms` is not accepted, by key."""
+        Raise ValueError: an entry of `reward.terms` is not accepted, by key."""
         if not isinstance(self.terms, list):
             raise ValueError(f"reward.terms={self.terms!r}: expected a list")
         places = [f"reward.terms[{index}]" for index in range(len(self.terms))]
@@ -122,7 +122,7 @@ class RewardConfig(Group, path="reward"):
 def split_path(path: str | None, key: str = "reward", defines: str = "function") -> tuple[Path, str]:
     """Split `reward.path`, or that of another group ``key``, into its file and the name defined there.
     ``defines``: what the name is of, in messages.
-    ValueError: the path is not set, is not of the form `file.py:name`, or its file does not exist."""
+    Raise ValueError: the path is not set, is not of the form `file.py:name`, or its file does not exist."""
     if not path:
         raise ValueError(f"{key}.path=None: expected file.py:{defines}, as {key}.name='custom'")
     file, colon, name = path.rpartition(":")

@@ -78,7 +78,7 @@ class RewardPool(GuardedPool[Child]):
     def check_fields(self, everywhere: Collection[str]) -> None:
         """Check that every row of the data has the fields that the reward requires.
         ``everywhere``: fields that every row has, besides prompt and answer.
-        ValueError: names the reward, the fields that some row lacks, and the fields that every row has."""
+        Raise ValueError: names the reward, the fields that some row lacks, and the fields that every row has."""
         if missing := sorted(self.required_fields - {*everywhere}):
             raise ValueError(
                 f"{self.label}: the reward requires the field {' and '.join(map(repr, missing))}, which the data lacks "
@@ -90,7 +90,7 @@ class RewardPool(GuardedPool[Child]):
     def score(self, samples: Sequence[RewardSample]) -> list[RewardOutcome]:
         """Score samples; returns one outcome per sample, in order. A sample's failure is stored in its outcome and
         logged once per distinct error.
-        RuntimeError: the pool is closed, or another thread closes it meanwhile."""
+        Raise RuntimeError: the pool is closed, or another thread closes it meanwhile."""
         with self._lock:
             self._check_open()
             batch = RewardBatch(samples)

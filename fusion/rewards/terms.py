@@ -49,7 +49,7 @@ class TermSpec:
         """Read an entry of `reward.terms`.
         ``key``: of the entry, for messages: `reward.terms[0]`.
         ``built_in``: names of the rules.
-        ValueError: it is not accepted; names the key."""
+        Raise ValueError: it is not accepted; names the key."""
         fields = fields_of(entry, [item.name for item in dataclasses.fields(cls)], key)
         spec = cls(**{"name": fields["reward"].rpartition(":")[2], **fields})
         spec.validate(key, built_in)
@@ -57,7 +57,7 @@ class TermSpec:
 
     def validate(self, key: str, built_in: Collection[str]) -> None:
         """Check every field.
-        ValueError: a field that is not accepted, by key."""
+        Raise ValueError: a field that is not accepted, by key."""
         check = Checks(key, self)
         check.that("name", isinstance(self.name, str) and bool(NAME.fullmatch(self.name)), "letters, digits, . _ -")
         check.number("weight")
@@ -108,7 +108,7 @@ class Term:
 def start_terms(config: RewardConfig, start: Callable[[RewardConfig, RewardSpec], RewardPool]) -> list[Term]:
     """Start the processes of `reward.terms`.
     ``start``: starts a pool, and sees to its end.
-    ValueError: a function cannot be loaded; names the term."""
+    Raise ValueError: a function cannot be loaded; names the term."""
     terms = []
     for index, term in enumerate(config.term_specs()):
         with _naming(index, term):
@@ -119,7 +119,7 @@ def start_terms(config: RewardConfig, start: Callable[[RewardConfig, RewardSpec]
 
 def check_term_fields(terms: Sequence[Term], everywhere: Collection[str]) -> None:
     """Check that every row has the fields that the terms require, ``everywhere``: those that every row has.
-    ValueError: names the term and the field."""
+    Raise ValueError: names the term and the field."""
     for index, term in enumerate(terms):
         if term.pool is not None:
             with _naming(index, term.spec):

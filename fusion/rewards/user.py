@@ -33,9 +33,8 @@ def load_user_function(path: str) -> LoadedReward:
 
     A function without `**fields` receives only the fields that it names. A parameter with a default keeps it where a
     row's field is null, or in a batch that of every row. Executes the file's code: call it in a guarded child only.
-    ValueError: the file or function does not exist, the file cannot be imported, or the function does not accept the
-    arguments (names `reward.path`).
-    MemoryError: the file exceeds the memory limit."""
+    Raise ValueError: the file or function does not exist, the file cannot be imported, or the function does not accept
+    the arguments (names `reward.path`). Raise MemoryError: the file exceeds the memory limit."""
     module, name = import_file(path, "reward")
     function = getattr(module, name, None)
     if not callable(function):
@@ -88,8 +87,8 @@ def _fit_arguments(function: RewardFunction, path: str) -> LoadedReward:
 def import_file(path: str, key: str) -> tuple[ModuleType, str]:
     """Import the file of `reward.path`, or of that of another group ``key``; its folder becomes importable. Return the
     module and the name that the path asks for.
-    ValueError: the file does not exist or cannot be imported.
-    MemoryError: the file exceeds the memory limit."""
+    Raise ValueError: the file does not exist or cannot be imported.
+    Raise MemoryError: the file exceeds the memory limit."""
     file, name = split_path(path, key)
     file = file.absolute()
     # A unique module name, so that a user's `math.py` does not shadow the standard library's.
@@ -121,7 +120,7 @@ def _is_called_by_name(signature: inspect.Signature, places: Mapping[str, int]) 
 
 def _signature(function: RewardFunction, path: str) -> inspect.Signature:
     """Return the signature of a function whose arguments can be told.
-    ValueError: it is not such a function."""
+    Raise ValueError: it is not such a function."""
     kinds = (inspect.iscoroutinefunction, inspect.isasyncgenfunction, inspect.isgeneratorfunction)
     if any(is_kind(called) for is_kind in kinds for called in (function, type(function).__call__)):
         raise ValueError(

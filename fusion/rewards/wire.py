@@ -87,7 +87,7 @@ def pack_reply(index: int, reply: ScoringStarted | Result) -> bytes:
 
 def take_frames(buffer: bytearray, decode: Callable[[int, bytes], T]) -> Iterator[tuple[int, T]]:
     """Remove the complete frames at the front of `buffer` and yield each as (index, decoded payload).
-    ValueError: a frame is too large, or not what ``decode`` accepts."""
+    Raise ValueError: a frame is too large, or not what ``decode`` accepts."""
     at = 0
     try:
         while len(buffer) - at >= HEADER.size:
@@ -105,7 +105,7 @@ def take_frames(buffer: bytearray, decode: Callable[[int, bytes], T]) -> Iterato
 
 def decode_list(payload: bytes, kind: str, length: int) -> list[Any]:
     """Return the JSON list of a ``kind`` of reply.
-    ValueError: the payload is not a JSON list of that length."""
+    Raise ValueError: the payload is not a JSON list of that length."""
     try:
         values = json.loads(payload)
     except RecursionError:
@@ -117,7 +117,7 @@ def decode_list(payload: bytes, kind: str, length: int) -> list[Any]:
 
 def decode_reply(index: int, payload: bytes) -> ScoringStarted | Result:
     """Return what `pack_reply` has encoded.
-    ValueError: the payload is something else."""
+    Raise ValueError: the payload is something else."""
     kind: type[ScoringStarted] | type[Result] = ScoringStarted if index == START else Result
     reply = kind(*decode_list(payload, kind.__name__, len(kind._fields)))
     if not (_is_started(reply) if isinstance(reply, ScoringStarted) else _is_result(reply)):

@@ -15,7 +15,7 @@ OWN_CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 def find(name: str, built_in: Mapping[str, str], *, key: str) -> Any:
     """Import what ``name`` names, a name of ``built_in`` or `module:name`; None: the module does not have it.
-    ValueError: the module cannot be imported; ``key`` begins the message."""
+    Raise ValueError: the module cannot be imported; ``key`` begins the message."""
     module, _, attribute = built_in.get(name, name).partition(":")
     try:
         return getattr(import_module(module), attribute, None)
@@ -25,7 +25,7 @@ def find(name: str, built_in: Mapping[str, str], *, key: str) -> Any:
 
 def find_class(name: str, built_in: Mapping[str, str], *, key: str, base: type = object) -> Any:
     """Import a class as `find` does.
-    ValueError: the module cannot be imported, or has no such subclass of ``base``; ``key`` begins the message."""
+    Raise ValueError: the module cannot be imported, or has no such subclass of ``base``; ``key`` begins the message."""
     found = find(name, built_in, key=key)
     if not (isinstance(found, type) and issubclass(found, base)):
         module, _, attribute = built_in.get(name, name).partition(":")

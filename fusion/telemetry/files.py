@@ -107,7 +107,7 @@ class JsonLines:
 def read_jsonl(path: Path | str, required: Mapping[str, type] = NOTHING) -> list[dict[str, Any]]:
     """Return the objects of a JSON-lines file; an incomplete last line is ignored. A missing file has none.
     ``required``: fields that every object must have, with their types.
-    ValueError: a line is no object, or lacks such a field; names file and line."""
+    Raise ValueError: a line is no object, or lacks such a field; names file and line."""
     return list(iterate_jsonl(path, required))
 
 
@@ -177,14 +177,14 @@ def open_temporary(path: Path) -> tuple[Path, int]:
 
 def open_new(path: Path) -> int:
     """Create a file and return a descriptor for reading and writing.
-    FileExistsError: the name is taken, by a file or a link."""
+    Raise FileExistsError: the name is taken, by a file or a link."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
 
 
 def exchange(first: Path, second: Path) -> bool:
     """Exchange two files or folders by name, atomically. Return False, with nothing changed, if the system or the file
     system has no such operation.
-    OSError: one of them does not exist, or may not be renamed."""
+    Raise OSError: one of them does not exist, or may not be renamed."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except AttributeError:  # glibc before 2.28, musl, other systems than Linux

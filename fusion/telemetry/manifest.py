@@ -41,7 +41,7 @@ class FileRecord:
     @classmethod
     def of(cls, path: Path) -> FileRecord:
         """Read a file.
-        OSError: it cannot be read, or is a symbolic link."""
+        Raise OSError: it cannot be read, or is a symbolic link."""
         digest, nbytes = xxhash.xxh3_128(), 0
         fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
         # Not larger than the file: each thread that has read keeps as much memory for later.
@@ -57,7 +57,7 @@ class FileRecord:
 class FileWriter:
     """Write a new file and hash what is written; `close` returns when it is on disk.
     ``total``: bytes that will be written, which the error of a full disk names; None: it names those of a piece.
-    OSError: the name is taken, or the disk is full."""
+    Raise OSError: the name is taken, or the disk is full."""
 
     def __init__(self, path: Path, total: int | None = None) -> None:
         self._path, self._total = path, total
@@ -98,7 +98,7 @@ def write_manifest(folder: Path, records: Mapping[str, FileRecord], seals: Mappi
 
 def write_seals(folder: Path, seals: Mapping[str, Seal]) -> None:
     """Replace the seals of these logs in the manifest of a complete folder, atomically.
-    ValueError: the manifest is missing or damaged."""
+    Raise ValueError: the manifest is missing or damaged."""
     records, others = _read(folder)
     _write(folder, records, {**others, **seals})
 
@@ -111,13 +111,13 @@ def _write(folder: Path, records: Mapping[str, FileRecord], seals: Mapping[str, 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
     """Return the records of a folder by path.
-    ValueError: the manifest is missing or damaged."""
+    Raise ValueError: the manifest is missing or damaged."""
     return _read(folder)[0]
 
 
 def read_seals(folder: Path) -> dict[str, Seal]:
     """Return the seals of the logs beside a folder by name; none, if an earlier version wrote the manifest.
-    ValueError: the manifest is missing or damaged."""
+    Raise ValueError: the manifest is missing or damaged."""
     return _read(folder)[1]
 
 

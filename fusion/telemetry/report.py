@@ -64,7 +64,7 @@ class RunReport:
         """Return the report of a run folder.
         ``run``: the data of its page; None: they are read.
         ``fields``: values that replace or complete those of the folder.
-        ValueError: a line of a file is not what a run writes; names file and line."""
+        Raise ValueError: a line of a file is not what a run writes; names file and line."""
         run = read_run(path, fields.get("outcome")) if run is None else run
         results = read_jsonl(Path(path) / EVALUATIONS, RESULT)
         from_folder: dict[str, Any] = {

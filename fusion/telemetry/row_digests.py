@@ -59,7 +59,7 @@ class Seal:
     @classmethod
     def from_json(cls, value: Sequence[Sequence[str]]) -> Seal:
         """Rebuild a seal.
-        ValueError, TypeError: anything that `to_json` does not return."""
+        Raise ValueError, TypeError: anything that `to_json` does not return."""
         blocks, before = ([_block(*text.split()) for text in some] for some in value)
         if any(a.end >= b.end or a.rows >= b.rows for a, b in pairwise([Block(0, 0, ""), *blocks])):
             raise ValueError("blocks that do not ascend")

@@ -49,7 +49,7 @@ class RunFolder:
     If the name exists: `suffix` (default) takes the first free of `name-2`, `name-3`, …; `resume` continues in the
     folder. `choice` states in a sentence which it was.
     FolderInUse: another run has the folder; nothing in it was changed.
-    ValueError: ``name`` is not the name of a folder."""
+    Raise ValueError: ``name`` is not the name of a folder."""
 
     def __init__(self, root: Path | str, name: str, if_exists: IfExists = "suffix", samples_per_step: int = 4) -> None:
         if not name or name != Path(name).name or name.startswith("."):
@@ -115,7 +115,7 @@ class RunFolder:
 
     def open_loggers(self, classes: Mapping[str, type[Logger]], config: Mapping[str, Any] | None = None) -> None:
         """Start the loggers that `log` writes to (`find_loggers`); without this call, it is TensorBoard's.
-        ValueError: one of them could not be started."""
+        Raise ValueError: one of them could not be started."""
         assert self._loggers is None, "loggers are open"
         self._loggers = LoggerGroup(self.path, classes, config)
 

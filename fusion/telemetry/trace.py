@@ -48,7 +48,7 @@ class TimelineFile:
 
     def append(self, *spans: Iterable[Span]) -> None:
         """Write spans and everything needed to read them, by one system call; those of each argument by their start.
-        OSError: they could not be written, for want of space for example; the file is as it was."""
+        Raise OSError: they could not be written, for want of space for example; the file is as it was."""
         ids, events = dict(self._ids), list[dict[str, Any]]()
         sorted_spans = [sorted(map(Span._make, some), key=lambda span: (span.start_ns, -span.end_ns)) for some in spans]
         for span in chain.from_iterable(sorted_spans):
@@ -91,7 +91,7 @@ class TimelineFile:
 
 def read_timeline(path: Path | str) -> list[Span]:
     """Return the spans of a `timeline.json`, also of one whose last write was cut short.
-    ValueError: it was not written by this program; names the file."""
+    Raise ValueError: it was not written by this program; names the file."""
     return _read(Path(path))[1]
 
 

@@ -32,20 +32,20 @@ class Checks:
 
     def that(self, key: str, holds: bool, expected: str) -> None:
         """Check a condition on a key.
-        ValueError: ``holds`` is false; says what is ``expected`` of the key."""
+        Raise ValueError: ``holds`` is false; says what is ``expected`` of the key."""
         if not holds:
             raise ValueError(f"{self.group}.{key}={_shown(getattr(self.values, key))}: expected {expected}")
 
     def integer(self, *keys: str, null: bool = False, words: Collection[str] = (), **bounds: float) -> None:
         """Expect whole numbers within the bounds (`BOUNDS`), one of ``words``, or None where ``null``.
-        ValueError: names the first key that holds something else."""
+        Raise ValueError: names the first key that holds something else."""
         keys = tuple(key for key in keys if getattr(self.values, key) not in words)
         kind = ", ".join([*words, "a whole number"])
         self._bounded(keys, kind, is_whole, null=null, bounds=bounds)
 
     def number(self, *keys: str, null: bool = False, **bounds: float) -> None:
         """Expect finite numbers within the bounds (`BOUNDS`), or None where ``null``.
-        ValueError: names the first key that holds something else."""
+        Raise ValueError: names the first key that holds something else."""
         self._bounded(keys, "a number", is_finite, null=null, bounds=bounds)
 
     def _bounded(
@@ -58,20 +58,20 @@ class Checks:
 
     def boolean(self, *keys: str) -> None:
         """Expect true or false.
-        ValueError: names the first key that holds something else."""
+        Raise ValueError: names the first key that holds something else."""
         for key in keys:
             self.that(key, isinstance(getattr(self.values, key), bool), "true or false")
 
     def one_of(self, key: str, choices: Collection[str], null: bool = False) -> None:
         """Expect one of ``choices``, or None where ``null``.
-        ValueError: names the key and the choices."""
+        Raise ValueError: names the key and the choices."""
         value = getattr(self.values, key)
         holds = (value is None and null) or value in choices
         self.that(key, holds, f"one of {', '.join([*choices, *(['null'] if null else [])])}")
 
     def declared(self) -> None:
         """Expect of each key what its field states: the choices, the bounds of a number, true or false.
-        ValueError: names the first key that holds something else."""
+        Raise ValueError: names the first key that holds something else."""
         hints = get_type_hints(type(self.values))
         for item in fields(self.values):
             use, hint = use_of(item), hints[item.name]
@@ -89,7 +89,7 @@ class Checks:
     def used(self, root: Any = None) -> None:
         """Expect the defaults of keys that have no effect beside the others (`keys.KeyUse.only`).
         ``root``: the whole config, for keys whose effect depends on other groups.
-        ValueError: names the first key that has been changed, and where it has an effect."""
+        Raise ValueError: names the first key that has been changed, and where it has an effect."""
         for one in unused(self.values, self.group, root):
             if one.use.refused:
                 why = f", {one.use.why}" if one.use.why else ""
@@ -108,7 +108,7 @@ class Group:
 
     def validate(self) -> None:
         """Check every value of the group and of those within it.
-        ValueError: a value that is not accepted, by key."""
+        Raise ValueError: a value that is not accepted, by key."""
         check = Checks(self._path, self)
         check.declared()
         for item in fields(self):  # type: ignore[arg-type]
@@ -124,7 +124,7 @@ class Group:
 def fields_of(entry: Any, known: Sequence[str], key: str) -> Mapping[str, Any]:
     """Return the fields of an entry of a list: a mapping, or a text, which is the first of ``known``; a mapping needs
     only that one.
-    ValueError: it is neither, or has an unknown field; names ``key``, such as `eval.files[0]`."""
+    Raise ValueError: it is neither, or has an unknown field; names ``key``, such as `eval.files[0]`."""
     first = known[0]
     found = {first: entry} if isinstance(entry, str) else entry
     if not isinstance(found, Mapping) or not isinstance(found.get(first), str):

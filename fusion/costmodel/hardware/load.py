@@ -48,7 +48,7 @@ def hardware_names() -> tuple[str, ...]:
 @cache
 def hardware_named(name: str) -> Hardware:
     """Load the constants of a card by name.
-    ValueError: no card of this name."""
+    Raise ValueError: no card of this name."""
     if name not in hardware_names():
         raise ValueError(f"cluster.hardware={name!r}: expected one of {', '.join(hardware_names())}")
     return load_hardware(FOLDER / f"{name}.yaml")
@@ -56,8 +56,8 @@ def hardware_named(name: str) -> Hardware:
 
 def load_hardware(path: Path) -> Hardware:
     """Load and check one card's file.
-    ValueError: a key that is unknown or missing, a value that is no finite number > 0, an unknown unit or a missing
-    source; names the file and the key."""
+    Raise ValueError: a key that is unknown or missing, a value that is no finite number > 0, an unknown unit or a
+    missing source; names the file and the key."""
     card = _Section(path.name, "", yaml.safe_load(path.read_text()))
     card.expect("description", "operators", "topology", "links", "constants")
     card.text("description")

@@ -26,7 +26,7 @@ BUILT_IN = {
 
 def check_loggers(names: Sequence[str]) -> None:
     """Check the names of loggers.
-    ValueError: a name is unknown or occurs twice, or its library or module is not installed."""
+    Raise ValueError: a name is unknown or occurs twice, or its library or module is not installed."""
     if len(set(names)) < len(names):
         raise ValueError(f"run.loggers={list(names)}: expected each logger once")
     for name in names:
@@ -43,7 +43,7 @@ def check_loggers(names: Sequence[str]) -> None:
 
 def find_loggers(names: Sequence[str]) -> dict[str, type[Logger]]:
     """Import the classes of loggers; return them by name.
-    ValueError: as `check_loggers`; or a module cannot be imported, or has no such class."""
+    Raise ValueError: as `check_loggers`; or a module cannot be imported, or has no such class."""
     check_loggers(names)
     return {name: find_class(name, BUILT_IN, key=f"run.loggers: {name}") for name in names}
 

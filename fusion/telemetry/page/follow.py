@@ -30,8 +30,8 @@ def write_page(folders: Sequence[Path], path: Path | None = None, refresh_s: flo
     """Write the page of one or several runs; return its path. A reader sees the old or the new page.
     ``path``: of the file; None: `default_path`.
     ``refresh_s``: seconds after which a page of a running run reloads itself; None: never.
-    OSError: the file cannot be written.
-    ValueError: a file of a run is damaged."""
+    Raise OSError: the file cannot be written.
+    Raise ValueError: a file of a run is damaged."""
     path = path or default_path(folders)
     _write(folders, path, refresh_s)
     return path

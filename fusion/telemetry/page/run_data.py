@@ -29,7 +29,7 @@ MAX_TIMELINE_BYTES = 1 << 28
 def read_run(folder: Path | str, outcome: str | None = None) -> dict[str, Any]:
     """Read everything that the report shows of a run. A missing file leaves its part empty.
     ``outcome``: how the run ended, in words; None: found out from the folder.
-    ValueError: a file is damaged, other than by an incomplete last line."""
+    Raise ValueError: a file is damaged, other than by an incomplete last line."""
     folder = Path(folder)
     rows, config = read_jsonl(folder / "metrics.jsonl"), read_config(folder / "config.yaml")
     numbers = [{name: number(value) for name, value in row.items()} for row in rows]
@@ -73,7 +73,7 @@ def read_run(folder: Path | str, outcome: str | None = None) -> dict[str, Any]:
 
 def read_config(path: Path) -> Mapping[str, Any]:
     """Return the config of a run; an empty one without the file.
-    ValueError: it is not a YAML mapping."""
+    Raise ValueError: it is not a YAML mapping."""
     import yaml
 
     if not path.exists():
