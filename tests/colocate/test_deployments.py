@@ -92,7 +92,7 @@ def test_hybrid_cards_generate_with_engines_more(paths, colocated):
         assert ("train" in steps[0]["memory"]) == (rank < 2)
 
 
-@pytest.mark.parametrize("resident", ["one", "all"])
+@pytest.mark.parametrize("resident", ["one", pytest.param("all", marks=pytest.mark.extended)])
 def test_four_roles_share_every_card_in_full(paths, colocated, resident):
     full = run(paths, 2, deployment="full", resident=resident)
     assert facts(full) == facts(colocated)
@@ -115,7 +115,13 @@ def test_roles_with_cards_of_their_own_say_the_same(paths, colocated):
     assert "train" not in apart[3][0]["memory"] and apart[0][0]["memory"]["train"]["optimizer"] > 0
 
 
-@pytest.mark.parametrize("fusion", [{}, {"score_cards": 2}], ids=["on the trainer", "on cards of its own"])
+@pytest.mark.parametrize(
+    "fusion",
+    [
+        pytest.param({}, id="on the trainer"),
+        pytest.param({"score_cards": 2}, id="on cards of its own", marks=pytest.mark.extended),
+    ],
+)
 def test_engine_and_reference_mask_ids_without_a_token(paths, fusion):
     policy, reward = paths
     npus = 4 if fusion else 2
@@ -134,7 +140,7 @@ def test_engine_and_reference_mask_ids_without_a_token(paths, fusion):
         pytest.param({"ep": 4}, {"tp": 4}, {"deployment": "full"}, marks=pytest.mark.extended),
         pytest.param({"tp": 2, "pp": 2}, {"ep": 4}, {}, marks=pytest.mark.extended),
         ({"tp": 2, "pp": 2, "ep": 2}, {"pp": 2, "tp": 2}, {"deployment": "full", "resident": "one"}),
-        ({"pp": 2}, {"ep": 2, "etp": 1}, {"deployment": "separate"}),
+        pytest.param({"pp": 2}, {"ep": 2, "etp": 1}, {"deployment": "separate"}, marks=pytest.mark.extended),
         ({"tp": 2, "cp": 2, "ep": 2}, {"ep": 4}, {}),
         pytest.param({"cp": 2, "pp": 2}, {"ep": 4}, {"deployment": "full"}, marks=pytest.mark.extended),
         pytest.param({"cp": 2, "ep": 2}, {"ep": 2}, {"deployment": "separate"}, marks=pytest.mark.extended),

@@ -98,7 +98,7 @@ LAYOUTS = {
     "PP2-to-EP2": (4, {"tp": 2, "ep": 2, "pp": 2}, {"tp": 1, "ep": 2}),
     "EP2-to-PP2": (2, {"ep": 2}, {"pp": 2}),
 }
-DEFAULT = [("none", "EP2-to-PP2"), ("train", "EP2-to-PP2"), ("rollout", "PP2-to-EP2")]
+DEFAULT = [("train", "EP2-to-PP2"), ("rollout", "PP2-to-EP2")]
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,8 @@ from tests.families import KINDS, MLA, family_config
 
 SHAPES = Path(__file__).resolve().parents[2] / "recipes" / "shapes"
 NAMES = sorted(path.stem for path in SHAPES.glob("*.yaml"))
+LARGE = {"deepseek_r1_671b", "kimi_k2"}
+REAL = [pytest.param(name, marks=pytest.mark.extended) if name in LARGE else name for name in NAMES]
 WHOLE = Fraction(0), Fraction(1)
 
 Spans = dict[str, tuple[Fraction, Fraction]]
@@ -56,7 +58,7 @@ def test_every_rank_holds_what_the_parameter_table_says(kind, data):
     check_ranks(Shape(kind, config), parallel := data.draw(layouts(config)), ranks=range(parallel.world))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", REAL)
 def test_every_rank_of_the_real_models_holds_what_the_parameter_table_says(name):
     shape = load_shape(name, SHAPES).shape
     ep = 8 if shape.config.num_experts else 1
@@ -105,7 +107,7 @@ def held_spans(table: tuple[LocalParam, ...], sizes: dict[str, tuple[int, ...]])
     return spans
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", REAL)
 def test_the_elements_are_those_of_the_checkpoint(name):
     shape = load_shape(name, SHAPES).shape
     assert shape.numel == sum(map(prod, global_params(shape.config).values()))

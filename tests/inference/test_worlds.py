@@ -86,7 +86,9 @@ def drafting_rank(rank, device, folder, parallel):
     return outputs, made.status()
 
 
-@pytest.mark.parametrize("parallel", [Parallel(2, tp=2), Parallel(4, ep=2, pp=2)], ids=str)
+@pytest.mark.parametrize(
+    "parallel", [Parallel(2, tp=2), pytest.param(Parallel(4, ep=2, pp=2), marks=pytest.mark.extended)], ids=str
+)
 def test_ranks_with_one_schedule_verify_the_same_drafts(parallel):
     """Although only the leader's times decide how much is drafted."""
     results = run_ranks(drafting_rank, parallel.world, checkpoint(), parallel)
@@ -119,7 +121,9 @@ def exchanging_rank(rank, device, folder, parallel):
     return outputs, (made.mesh.dp_rank, drafter.totals.read, drafts)
 
 
-@pytest.mark.parametrize("parallel", [Parallel(2, tp=2), Parallel(4, ep=2, pp=2)], ids=str)
+@pytest.mark.parametrize(
+    "parallel", [pytest.param(Parallel(2, tp=2), marks=pytest.mark.extended), Parallel(4, ep=2, pp=2)], ids=str
+)
 def test_ranks_with_one_schedule_read_what_others_have_generated_at_the_same_step(parallel):
     results = run_ranks(exchanging_rank, parallel.world, checkpoint(), parallel)
     got = tokens([output for mine, _ in results for output in mine])

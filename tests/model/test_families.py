@@ -160,10 +160,8 @@ DEFAULT = {
     ("olmoe", 0),
     ("qwen2_moe", 0),
     ("glm4_moe", 0),
-    ("olmoe", 3),
     ("mixtral", 1),
     ("llama", 0),
-    ("glm4_moe", 2),
     ("deepseek_v2", 0),  # queries without a latent
     ("deepseek_v3", 2),
     ("deepseek_v3", 3),

@@ -63,7 +63,7 @@ def test_a_folder_with_predictors_is_read_and_written(checkpoint: Path, tmp_path
 @pytest.mark.parametrize(
     "parallel",
     [
-        Parallel(8, tp=2, ep=2, pp=2),
+        Parallel(4, tp=2, ep=2, pp=2),
         pytest.param(Parallel(4, tp=4, ep=2), marks=pytest.mark.extended),
         pytest.param(Parallel(4, tp=2, ep=2, etp=2), marks=pytest.mark.extended),
     ],

@@ -62,7 +62,11 @@ def interrupted(rank, device, case, folder):
 
 @pytest.mark.parametrize(
     ("layout", "dtype"),
-    [(Parallel(4, 2, 2), "float32"), (Parallel(4, 2, 2, pp=2), "float32"), (Parallel(2, pp=2), "bfloat16")],
+    [
+        pytest.param(Parallel(4, 2, 2), "float32", marks=pytest.mark.extended),
+        (Parallel(4, 2, 2, pp=2), "float32"),
+        (Parallel(2, pp=2), "bfloat16"),
+    ],
     ids=str,
 )
 def test_resume_is_bitwise(checkpoint, tmp_path, layout, dtype):

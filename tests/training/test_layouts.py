@@ -91,7 +91,7 @@ _single = lru_cache(maxsize=None)(lambda checkpoint, setting: run(checkpoint, se
 CASES = [(name, layout) for name, (_, _, layouts) in SETTINGS.items() for layout in layouts]
 DEFAULT = {
     "tied": ("TP2PP2EP2", "EP4"),
-    "untied-uneven-stages-small-buckets": ("PP2ETP2", "PP3"),
+    "untied-uneven-stages-small-buckets": ("PP2ETP2",),
     "tied-uneven-stages-one-micro-batch": ("EP2",),
     "dr-grpo": ("DP4",),
     "gspo": ("DP4",),
