@@ -1,7 +1,5 @@
 """Measure DistQueue against its floor and its peers, and what its processes cost.
 
-    python benchmarks/distqueue.py --json PATH [--only transfer,processes] [--rounds 15]
-
 transfer: one process puts, another gets; medians over alternating rounds. `long`, 512 samples of lognormal lengths
 (mean about 5.6k, at most 32k); `short`, 8,192 samples of 10 to 300 tokens; five columns of 4 bytes per token each.
 `starved`: a put, get and ack of a small sample, alone and beside blocked readers.
@@ -22,13 +20,25 @@ processes: the queue's actor and the shard of a node, against an actor of Ray th
 seconds until it serves calls, resident memory after some puts, gets and acks, and what no other process shares of it.
 """
 
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import statistics
 import sys
+import time
 from argparse import Namespace
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Benchmark, Option  # noqa: E402
+from benchmarks.harness import Benchmark, Figures, Option, in_turns, medians, medians_of, progress, timed
 
 
 def check(args: Namespace) -> str:
@@ -38,7 +48,7 @@ def check(args: Namespace) -> str:
 
 BENCHMARK = Benchmark(
     __doc__,
-    {"transfer": "benchmarks.distqueue_transfer:measure", "processes": "benchmarks.distqueue_transfer:processes"},
+    {"transfer": "benchmarks.distqueue:measure", "processes": "benchmarks.distqueue:processes"},
     [
         Option("rounds", 15, smoke=1, help="rounds of the transfer"),
         Option("samples", 1, smoke=64),
@@ -50,4 +60,273 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    sys.exit(BENCHMARK.main())
+
+import numpy as np
+import ray
+import torch
+from xxhash import xxh3_64_intdigest
+
+from benchmarks.runs import temporary_folder
+from distqueue import DistQueue, GetRequest, PackedBatch
+from distqueue.payload import gather, segment_file
+
+COLUMNS = {
+    "tokens": torch.int32,
+    "mask": torch.int32,
+    "logprobs": torch.float32,
+    "ref_logprobs": torch.float32,
+    "advantages": torch.float32,
+}
+BATCHES = 20
+"""That a queue has had when its memory is read"""
+PEERS = ["ours", "ray"] + ["transferqueue"] * (importlib.util.find_spec("transfer_queue") is not None)
+
+
+def lengths(workload: str) -> np.ndarray:
+    """Return the tokens of each sample, shape (B,). ``workload``: `long` or `short`, and a divisor of their number."""
+    kind, part = workload.split("/")
+    rng = np.random.default_rng(7)
+    if kind == "short":
+        return rng.integers(10, 301, 8192 // int(part))
+    sizes = np.minimum(rng.lognormal(8.31, 1.0, 512 // int(part)).astype(np.int64) + 1, 32768)
+    sizes[0] = 32768
+    return sizes
+
+
+def names_of(workload: str, round: int) -> list[str]:
+    return [f"{workload}{round}-{row}" for row in range(len(lengths(workload)))]
+
+
+def make_columns(workload: str, round: int) -> dict[str, list[torch.Tensor]]:
+    """Make the samples of a round as a rollout produces them: one tensor per sample and column."""
+    sizes = lengths(workload).tolist()
+    flat = {name: torch.arange(round, round + sum(sizes)).to(dtype) for name, dtype in COLUMNS.items()}
+    return {name: list(column.split(sizes)) for name, column in flat.items()}
+
+
+class NoOpActor:
+    async def call(self, message: bytes) -> None:
+        pass
+
+
+class Client:
+    """Puts or gets samples through each of the compared queues. Each method returns the seconds it took, by name."""
+
+    def __init__(self, queue: DistQueue, no_op: Any) -> None:
+        self.queue, self.no_op, self.warm = queue, no_op, np.zeros(1, np.uint8)
+        self.sums_s = 0.0
+        """Seconds spent on checksums"""
+        segment_file.sums_of, gather._verify = self._timed(segment_file.sums_of), self._timed(gather._verify)
+        if "transferqueue" in PEERS:
+            import transfer_queue
+
+            logging.disable(logging.WARNING)
+            transfer_queue.init()
+
+    def _timed(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*args: Any) -> Any:
+            results: list[Any] = []
+            self.sums_s += timed(lambda: results.append(compute(*args)))
+            return results[0]
+
+        return counted
+
+    def put_ours(self, workload: str, round: int) -> Figures:
+        batch = PackedBatch.from_samples(names_of(workload, round), make_columns(workload, round))
+        before, self.sums_s = self.queue.traffic.sent_bytes, 0.0
+        seconds = timed(lambda: self.queue.put(batch))
+        return {"put_s": seconds, "put_sums_s": self.sums_s, "sent_bytes": self.queue.traffic.sent_bytes - before}
+
+    def get_ours(self, workload: str, round: int) -> Figures:
+        before, self.sums_s, began_s = self.queue.traffic.received_bytes, 0.0, time.perf_counter()
+        batch = self.queue.get("train", list(COLUMNS), len(lengths(workload)), timeout_s=60)
+        seconds = time.perf_counter() - began_s
+        assert int(batch["mask"].buffer[-1]) == round + int(lengths(workload).sum()) - 1
+        self.queue.ack("train", batch.ids)
+        received = self.queue.traffic.received_bytes - before
+        return {"get_s": seconds, "get_sums_s": self.sums_s, "received_bytes": received}
+
+    def put_ray(self, workload: str, round: int) -> tuple[Figures, list[Any]]:
+        arrays = [torch.cat(column).numpy() for column in make_columns(workload, round).values()]
+        refs: list[Any] = []
+        return {"ray_put_s": timed(lambda: refs.append(ray.put(arrays)))}, refs
+
+    def get_ray(self, workload: str, refs: list[Any]) -> Figures:
+        warm = self.warmed(workload)
+
+        def get() -> None:
+            for target, array in zip(warm, ray.get(refs[0]), strict=True):
+                np.copyto(target, array.view(np.uint8))
+
+        return {"ray_get_s": timed(get)}
+
+    def put_transferqueue(self, workload: str, round: int) -> Figures:
+        import transfer_queue
+        from tensordict import TensorDict
+
+        columns, keys = make_columns(workload, round), names_of(workload, round)
+        nested = {name: torch.nested.as_nested_tensor(c, layout=torch.jagged) for name, c in columns.items()}
+        fields = TensorDict(nested, batch_size=len(keys))
+        put = partial(transfer_queue.kv_batch_put, keys=keys, partition_id=workload, fields=fields)
+        return {"transferqueue_put_s": timed(put)}
+
+    def get_transferqueue(self, workload: str, round: int) -> Figures:
+        import transfer_queue
+
+        keys, began_s = names_of(workload, round), time.perf_counter()
+        batch = transfer_queue.kv_batch_get(keys=keys, partition_id=workload, select_fields=list(COLUMNS))
+        seconds = time.perf_counter() - began_s
+        assert int(batch["mask"][-1][-1]) == round + int(lengths(workload).sum()) - 1
+        transfer_queue.kv_clear(keys=keys, partition_id=workload)
+        return {"transferqueue_get_s": seconds}
+
+    def floors(self, workload: str) -> Figures:
+        """Return the seconds of an actor's call, and of a copy and a hash of the bytes."""
+        warm = self.warmed(workload)
+        sources = [np.full(len(target), 7, np.uint8) for target in warm]
+        message = bytes(20 * len(lengths(workload)))
+        return {
+            "copy_s": timed(lambda: [np.copyto(*pair) for pair in zip(warm, sources, strict=True)]),
+            "hash_s": timed(lambda: [xxh3_64_intdigest(column.data) for column in sources]),
+            "call_s": timed(lambda: ray.get(self.no_op.call.remote(message))),
+        }
+
+    def warmed(self, workload: str) -> list[np.ndarray]:
+        """Return one array per column in this process's memory, whose pages have been written before."""
+        total = 4 * int(lengths(workload).sum())
+        if len(self.warm) < total * len(COLUMNS):
+            self.warm = np.zeros(total * len(COLUMNS), np.uint8)
+        return [self.warm[i * total : (i + 1) * total] for i in range(len(COLUMNS))]
+
+
+@contextmanager
+def own_ray(num_cpus: int) -> Iterator[None]:
+    """Start a Ray for the block, with workers at the niceness of this process, as a run does."""
+    os.environ.setdefault("RAY_worker_niceness", "0")
+    with temporary_folder(prefix="dq-", dir="/tmp") as folder:  # short: Ray's sockets are below it
+        options = dict(include_dashboard=False, log_to_driver=False, logging_level="ERROR", _temp_dir=str(folder))
+        ray.init(address="local", num_cpus=num_cpus, **options)
+        yield
+        ray.shutdown()
+
+
+def measure(args: Namespace) -> Figures:
+    """Measure every workload, and a client beside blocked readers."""
+    figures: Figures = {}
+    with own_ray(num_cpus=16):  # TransferQueue reserves a core for each of its processes
+        queue, client = DistQueue.create(["train"]), ray.remote(Client).options(num_cpus=0)
+        no_op = ray.remote(NoOpActor).options(num_cpus=0).remote()
+        writer, reader = client.remote(queue, no_op), client.remote(queue, no_op)
+        for kind in ("long", "short"):
+            figures[kind] = measure_workload(f"{kind}/{args.samples}", rounds=args.rounds, writer=writer, reader=reader)
+            progress(kind, figures[kind])
+        queue.close()
+        queue = DistQueue.create(["train"])
+        figures["starved"] = measure_starved(queue, trips=args.trips, readers=args.readers)
+        queue.close()
+    return figures
+
+
+def measure_workload(workload: str, *, rounds: int, writer: Any, reader: Any) -> Figures:
+    """Return medians over all rounds but the first two, and bytes."""
+
+    def trip(peer: str, round: int) -> Figures:
+        if peer == "floors":
+            return ray.get(reader.floors.remote(workload))
+        put = ray.get(getattr(writer, f"put_{peer}").remote(workload, round))
+        put, what = put if peer == "ray" else (put, round)
+        return put | ray.get(getattr(reader, f"get_{peer}").remote(workload, what))
+
+    sides = {peer: lambda round, peer=peer: trip(peer, round + 2) for peer in ("floors", *PEERS)}
+    found = in_turns(sides, rounds, warm_ups=2)
+    figures: Figures = {name: value for rows in found.values() for name, value in medians_of(rows).items()}
+    sizes, width = lengths(workload), 4 * len(COLUMNS)
+    payload = figures["payload_bytes"] = int(sizes.sum()) * width
+    figures["padded_bytes"] = int(sizes.max()) * len(sizes) * width
+    figures["sent_over_payload"] = max(figures["sent_bytes"], figures["received_bytes"]) / payload
+    return figures
+
+
+def measure_starved(queue: DistQueue, *, trips: int, readers: int, rounds: int = 4) -> Figures:
+    """Return the median milliseconds of one client's put, get and ack, alone and beside ``readers`` blocked gets.
+
+    Every round measures ``trips`` of both, in rotating order, after a few that warm up.
+    """
+
+    def round_trips(name: str) -> float:
+        def trip(i: int) -> None:
+            batch = PackedBatch.from_samples([f"{name}-{i}"], {"tokens": [torch.arange(100, dtype=torch.int32)]})
+            queue.put(batch)
+            queue.ack("train", queue.get("train", ["tokens"], 1).ids)
+
+        seconds = [timed(partial(trip, i)) for i in range(trips + trips // 10)]
+        return statistics.median(seconds[trips // 10 :]) * 1e3
+
+    def until_blocked(count: int) -> None:
+        while queue.stats()["distqueue/train/waiters"] != count:
+            time.sleep(0.05)
+
+    def beside(name: str) -> float:
+        left: Future[None] = Future()
+        with ThreadPoolExecutor(readers) as pool:
+            for _ in range(readers):
+                pool.submit(queue.fetch, GetRequest("train", ["never"], count=1), left)
+            until_blocked(readers)
+            milliseconds = round_trips(name)
+            left.set_result(None)
+        until_blocked(0)
+        return milliseconds
+
+    sides = {"alone": lambda round: round_trips(f"alone-{round}"), "beside": lambda round: beside(f"beside-{round}")}
+    return medians(in_turns(sides, rounds, warm_ups=0), "_ms") | {"readers": readers}
+
+
+# ---- processes
+
+
+def processes(args: Namespace) -> Figures:
+    """Return the medians over ``args.starts`` of each process."""
+    with own_ray(num_cpus=1):
+        found = in_turns({"queue": lambda _: _queue(), "idle": lambda _: _idle()}, args.starts, warm_ups=0)
+    return {name: medians_of([row[name] for row in rows]) for rows in found.values() for name in rows[0]}
+
+
+def _queue() -> dict[str, Figures]:
+    queue = DistQueue.create(["train"])
+    ((_, shard),) = queue._call("where").values()
+    actors = {"actor": queue._actor, "shard": shard}
+    started = {name: _usage(actor)["cpu_s"] for name, actor in actors.items()}
+    for round in range(BATCHES):
+        ids = [f"{round}-{row}" for row in range(64)]
+        queue.put(PackedBatch.from_samples(ids, {"tokens": [torch.arange(1000)] * len(ids)}))
+        queue.ack("train", queue.get("train", ["tokens"], len(ids)).ids)
+    figures = {name: _usage(actor) | {"cpu_s": started[name]} for name, actor in actors.items()}
+    queue.close()
+    return figures
+
+
+def _idle() -> dict[str, Figures]:
+    class Idle:  # pickled by value, so that its process imports nothing of this file
+        pass
+
+    idle = ray.remote(Idle).options(num_cpus=0).remote()
+    figures = {"idle": _usage(idle)}
+    ray.kill(idle)
+    return figures
+
+
+def _usage(actor: Any) -> Figures:
+    def usage(_: Any) -> dict[str, float]:
+        import os
+        from pathlib import Path
+
+        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
+        kb = {name.rstrip(":"): int(size) for name, size, *_ in map(str.split, lines)}
+        return {
+            "cpu_s": sum(os.times()[:2]),
+            "rss_mb": kb["Rss"] * 1024 / 1e6,
+            "private_mb": (kb["Private_Clean"] + kb["Private_Dirty"]) * 1024 / 1e6,
+        }
+
+    return ray.get(actor.__ray_call__.remote(usage))

@@ -15,7 +15,7 @@ import numpy as np
 import ray
 import torch
 
-from benchmarks.distqueue_transfer import own_ray
+from benchmarks.distqueue import own_ray
 from benchmarks.growth_cpu import by_length, on_reference
 from benchmarks.harness import Figures
 from benchmarks.runs import temporary_folder

@@ -1,11 +1,9 @@
 """Measure the report of a large run: the size of its page, the time to write it, and the time to open it.
 
-    python benchmarks/report_page.py --steps 200 --cards 8 --json report_page.json
-
-The run is made up (`tests/telemetry/page/made_up_run.py`). Writing is compared with its floor,
-parsing the files of the run; both in CPU seconds, so that other work on the machine does not distort them. Opening
-needs Chromium and playwright (the extra `browser`) and is compared with its floor, an empty page in the same browser;
-it ends when the curves on the screen are drawn.
+The run is made up (`tests/telemetry/page/made_up_run.py`). Writing is compared with its floor, parsing the files of the
+run; both in CPU seconds, so that other work on the machine does not distort them. Opening needs Chromium and playwright
+(the extra `browser`) and is compared with its floor, an empty page in the same browser; it ends when the curves on the
+screen are drawn.
 """
 
 import shutil
@@ -17,14 +15,31 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Benchmark, Figures, Option, timed  # noqa: E402
+from benchmarks.harness import Benchmark, Figures, Option, timed
+
+BENCHMARK = Benchmark(
+    __doc__,
+    {"": "benchmarks.report_page:measure"},
+    [
+        Option("steps", 200, smoke=4, help="steps of the run"),
+        Option("cards", 8, smoke=2, help="cards of the run"),
+        Option("rounds", 5, smoke=1, help="how often the page is opened"),
+    ],
+    {"page_mb": "<= 5", "open_s": "<= 2"},
+)
+
+if __name__ == "__main__":
+    sys.exit(BENCHMARK.main())
+
+from benchmarks.runs import temporary_folder
+from fusion.telemetry import read_timeline
+from fusion.telemetry.files import iterate_jsonl
+from fusion.telemetry.page import write_page
+from tests.telemetry.page.made_up_run import make_run
 
 
 def parse(folder: Path) -> None:
     """Parse what the report is made of."""
-    from fusion.telemetry import read_timeline
-    from fusion.telemetry.files import iterate_jsonl
-
     for name in ("metrics", "groups", "samples"):
         for _ in iterate_jsonl(folder / f"{name}.jsonl"):
             pass
@@ -56,10 +71,6 @@ def seconds_to_open(path: Path, ready: str, rounds: int) -> float | None:
 
 def measure(args: Namespace) -> Figures:
     """Write, parse and open the page of a made-up run."""
-    from benchmarks.runs import temporary_folder
-    from fusion.telemetry.page import write_page
-    from tests.telemetry.page.made_up_run import make_run
-
     with temporary_folder() as root:
         folder = make_run(root, args.steps, args.cards)
         run_bytes = sum(path.stat().st_size for path in folder.iterdir() if path.is_file())
@@ -79,18 +90,3 @@ def measure(args: Namespace) -> Figures:
             "open_s": open_s,
             "open_empty_s": seconds_to_open(empty, "body", args.rounds),
         }
-
-
-BENCHMARK = Benchmark(
-    __doc__,
-    {"": "benchmarks.report_page:measure"},
-    [
-        Option("steps", 200, smoke=4, help="steps of the run"),
-        Option("cards", 8, smoke=2, help="cards of the run"),
-        Option("rounds", 5, smoke=1, help="how often the page is opened"),
-    ],
-    {"page_mb": "<= 5", "open_s": "<= 2"},
-)
-
-if __name__ == "__main__":
-    BENCHMARK.main()

@@ -1,4 +1,4 @@
-"""Run the parts `orders` and `replay` of `benchmarks/rollout.py`: rollouts in virtual time, as a run decides."""
+"""Run the parts `orders`, `replay` and `rhyme` of `benchmarks/rollout.py`: in virtual time, as a run decides."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
+from math import inf
 from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple, TypeVar
@@ -16,9 +17,11 @@ from typing import NamedTuple, TypeVar
 from benchmarks.harness import Figures, progress
 from benchmarks.rollout_workloads import (
     CHUNK_TOKENS,
+    HARDWARE,
     MAX_BATCH_TOKENS,
     PROMPT_TOKENS,
     STEP_S,
+    STEPS_OF_EPOCH,
     WORKLOADS,
     Workload,
     hardware,
@@ -29,7 +32,7 @@ from stalesync.job.config import Config
 from stalesync.prompts.lengths import ForcedLengths
 from stalesync.simulator.draft_texts import measured
 from stalesync.simulator.drafts import DraftSpec
-from stalesync.simulator.lengths import SimulatedPrompt
+from stalesync.simulator.lengths import DrawnLengths, SimulatedPrompt
 from stalesync.simulator.run import SimulatedRun
 from stalesync.simulator.sequence import SimulatedRequest
 from stalesync.simulator.setup import SimulationSetup
@@ -256,11 +259,10 @@ def replay(args: Namespace) -> Figures:
         modes["full_with_runaways"] = replayed(found("plain", RUNAWAYS), found("full", RUNAWAYS))
         for mode in ("seer", "full") if args.texts else ():
             modes[f"{mode}, texts"] = replayed(plain, found(mode, texts=args.texts), ratio.get(mode))
+        tail_share = mean(one.tail_s / one.seconds for one in plain)
         modes["plain"] |= {
             "abs_deviation_s": abs(modes["plain"]["seconds"] / published["plain_s"] - 1),
-            "abs_deviation_tail_share": abs(
-                mean(one.tail_s / one.seconds for one in plain) / (published["plain_tail_s"] / published["plain_s"]) - 1
-            ),
+            "abs_deviation_tail_share": abs(tail_share / (published["plain_tail_s"] / published["plain_s"]) - 1),
         }
         modes["published"] = published | {"seer_tail_cut": 1 - published["seer_tail_s"] / published["plain_tail_s"]}
         modes["full_over_seer"] = modes["full"]["ratio"] / modes["seer"]["ratio"]
@@ -279,3 +281,68 @@ def replayed(plain: Sequence[Rollout], rollouts: Sequence[Rollout], published: f
         "tail_s": mean(one.tail_s for one in rollouts),
         "preemptions": mean(one.preemptions for one in rollouts),
     }
+
+
+# ---- rhyme
+
+
+@dataclass(frozen=True)
+class RhymeMode:
+    """``divided``: whether in chunks, with a KV pool; ``search``: for shares of the engines, with tail migration."""
+
+    max_staleness: int = 1
+    order: str = "histopipe"
+    divided: bool = True
+    search: bool = True
+    drafts: DraftSpec | None = None
+
+
+OF_HISTORY, OF_BOTH = DraftSpec(siblings=False, history=True), DraftSpec(history=True)
+RHYME = {
+    "plain": RhymeMode(0, "fifo", divided=False),
+    "histopipe": RhymeMode(divided=False, search=False),
+    "two_tier": RhymeMode(),
+    "histospec": RhymeMode(drafts=OF_HISTORY),
+    "stalesync": RhymeMode(order="history"),
+    "full": RhymeMode(order="history", drafts=OF_BOTH),
+    "full_s2": RhymeMode(2, "history", drafts=OF_BOTH),
+}
+
+
+def _simulate_rhyme(case: tuple[str, int, int, str]) -> float:
+    """Simulate two epochs of a mode; return the tokens a second of the second one."""
+    name, seed, part, texts = case
+    mode, workload = RHYME[name], WORKLOADS["rhyme"].fewer(part)
+    drafts = drafts_of(mode.drafts, texts) if texts and mode.drafts is not None else mode.drafts
+    config = config_of(workload, seed, order=mode.order, divided=mode.divided, spread=(*workload.spread, 0.0))
+    config.data.rows = workload.prompts * STEPS_OF_EPOCH
+    # Two steps more than are measured: a run does not admit what it has no step left to train.
+    config.run.steps = 2 * STEPS_OF_EPOCH + 2
+    config.stalesync.max_staleness = mode.max_staleness
+    config.rollout.engine.max_seqs = workload.max_seqs
+    setup = SimulationSetup.of(config, kv_tokens=workload.kv_tokens)
+    pace = replace(setup.engine.cost.pace, hardware=HARDWARE)
+    cost = PublishedEngineCost(pace, setup.engine.cost.layout, full_batch=workload.max_seqs)
+    setup = replace(setup, engine=replace(setup.engine, cost=cost, drafts=drafts))
+    if (pipe := setup.admission.histopipe) is not None and not mode.search:
+        pipe = replace(pipe, search=False, growth=inf)
+        setup = replace(setup, admission=replace(setup.admission, histopipe=pipe))
+    lengths = DrawnLengths(forced_lengths(config), workload.group_size, PROMPT_TOKENS, config.data.rows)
+    steps = SimulatedRun(setup, lengths).run()[STEPS_OF_EPOCH : 2 * STEPS_OF_EPOCH]
+    assert all(lag <= mode.max_staleness for step in steps for lag in step.lags)
+    return sum(step.tokens for step in steps) / sum(step.seconds for step in steps)
+
+
+def rhyme(args: Namespace) -> Figures:
+    """Simulate every mode, beside what is published."""
+    seeds, part = range(args.first_seed, args.first_seed + args.seeds), args.part_of_requests
+    drafted = [mode for mode in RHYME if args.texts and RHYME[mode].drafts is not None]
+    modes = [*product(RHYME, [""]), *product(drafted, [args.texts])]
+    speed = in_processes(_simulate_rhyme, [(mode, seed, part, texts) for mode, texts in modes for seed in seeds])
+    figures: Figures = {}
+    for name, texts in modes:
+        own = [speed[name, seed, part, texts] for seed in seeds]
+        plain, mode = [speed["plain", seed, part, ""] for seed in seeds], f"{name}, texts" if texts else name
+        figures[mode] = compared(plain, own, WORKLOADS["rhyme"].ratio.get(name)) | {"tokens_per_s": mean(own)}
+        progress(mode, figures[mode])
+    return figures | {"full_over_histospec": figures["full"]["ratio"] / figures["histospec"]["ratio"]}

@@ -14,7 +14,6 @@ from benchmarks.growth_run import calls_of_a_step, growth_of_floor, growth_of_me
 from benchmarks.harness import Benchmark, Option, in_rotation, in_turns, leaves, rendered
 from benchmarks.harness import compared as checked
 from benchmarks.paced import Measured, Mode
-from benchmarks.rollout_rhyme import MODES
 from benchmarks.rollout_workloads import WORKLOADS
 from benchmarks.runs import follow, new_lines
 from benchmarks.switch import floor_of
@@ -248,7 +247,7 @@ def test_a_mode_is_compared_by_seed_and_with_what_is_published():
     found = rollout_virtual.compared([100.0, 200.0], [150.0, 200.0], published=1.0)
     assert found["ratio"] == 1.25 and found["deviation"] == 0.25 and found["spread"] == pytest.approx(0.5**1.5)
     assert "deviation" not in rollout_virtual.compared([100.0], [150.0])
-    assert WORKLOADS["rhyme"].ratio.keys() < MODES.keys()
+    assert WORKLOADS["rhyme"].ratio.keys() < rollout_virtual.RHYME.keys()
 
 
 def test_published_workloads_have_the_mean_length_that_is_published():
