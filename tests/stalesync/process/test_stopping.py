@@ -77,7 +77,7 @@ def test_a_signal_that_the_other_handler_gets_counts_as_ours():
     with stoppable():
         with pytest.raises(Stopped), keeping_handlers():
             signal.signal(signal.SIGTERM, of_ray)
-            os.kill(os.getpid(), signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)  # to this thread: another one may receive that of `kill` later
         with pytest.raises(Stopped), keeping_handlers():
             of_ray(signal.SIGTERM, None)  # received by another thread
         with pytest.raises(SystemExit, match="7"), keeping_handlers():
