@@ -54,7 +54,7 @@ def measure_plan(num_layers: int, num_ranks: int, direction: str) -> Figures:
         "cpu_s": cpu_s,
         "peak_mb": (peak_kb * 1024 - before) / 1e6,
         "rounds": len(plan.rounds),
-        "transfers": sum(len(round_.transfers) for round_ in plan.rounds),
+        "transfers": sum(len(round_.moves) for round_ in plan.rounds),
         "over_bound": max(peaks[rank] / plan.bound_bytes(rank) for rank in ranks),
         "busiest": sent.max() / paper.sent.sum(0).max(),
         "missing": float(np.abs(received - paper.received.sum(0)).max().round()),
@@ -79,8 +79,9 @@ def count(plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         for rank, unit in round_.release_after:
             later[rank] += sizes[0][rank][unit]
         moved = np.zeros((2, size), np.int64)
-        for transfer in round_.sent:
-            moved[0, transfer.source_rank] += transfer.numel * itemsize
-            moved[1, transfer.target_rank] += transfer.numel * itemsize
+        for move in round_.moves:
+            if not move.local:
+                moved[0, move.source_rank] += move.numel * itemsize
+                moved[1, move.target_rank] += move.numel * itemsize
         wire, total = np.maximum(wire, moved), total + moved
     return peak + 2 * wire.sum(0), *total

@@ -77,21 +77,22 @@ class Deal:
     """
 
     def __init__(self, fractions: Mapping[Ranks, Mapping[int, float]], grain: float):
-        self.fractions, self.grain = fractions, grain
+        self.grain = grain
         self.load: dict[int, float] = defaultdict(float)
         self._deficit: dict[int, float] = defaultdict(float)
-        self._deficit_by_set: dict[Ranks, dict[int, float]] = {ranks: dict.fromkeys(ranks, 0.0) for ranks in fractions}
+        self._sets = {ranks: ([*of_set.values()], [0.0] * len(ranks)) for ranks, of_set in fractions.items()}
+        """(fraction, deficit) of each rank by set"""
 
     def take(self, ranks: Ranks, amount: float) -> list[tuple[int, float]]:
         """Propose (rank, amount) pairs that sum to ``amount``; report the amounts actually assigned by `charge`.
         ``ranks``: ascending."""
         if len(ranks) == 1:
             return [(ranks[0], amount)]
-        fractions, deficit = self.fractions[ranks], self._deficit_by_set[ranks]
+        deals = [*zip(ranks, *self._sets[ranks], strict=True)]
         if amount <= self.grain:
-            dues = [self._deficit[rank] + deficit[rank] + 2 * fractions[rank] * amount for rank in ranks]
+            dues = [self._deficit[rank] + deficit + 2 * fraction * amount for rank, fraction, deficit in deals]
             return [(ranks[dues.index(max(dues))], amount)]
-        due = {rank: max(0.0, deficit[rank] + fractions[rank] * amount) for rank in ranks}
+        due = {rank: max(0.0, deficit + fraction * amount) for rank, fraction, deficit in deals}
         min_due = min(self.grain / 4, max(due.values()))
         due = {rank: rank_due for rank, rank_due in due.items() if rank_due >= min_due and rank_due > 0}
         total = sum(due.values())
@@ -102,9 +103,10 @@ class Deal:
         self.load[rank] += amount
         if len(ranks) == 1:
             return
-        deficit = self._deficit_by_set[ranks]
-        for other, fraction in self.fractions[ranks].items():
-            deficit[other] += fraction * amount
-            self._deficit[other] += fraction * amount
-        deficit[rank] -= amount
+        fractions, deficit = self._sets[ranks]
+        for place, (other, fraction) in enumerate(zip(ranks, fractions, strict=True)):
+            part = fraction * amount
+            deficit[place] += part
+            self._deficit[other] += part
+        deficit[ranks.index(rank)] -= amount
         self._deficit[rank] -= amount

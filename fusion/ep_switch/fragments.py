@@ -11,77 +11,90 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
+from fusion.ep_switch.balance import Ranks
 from fusion.ep_switch.connected import connected
-from fusion.ep_switch.layout import Layout, is_contiguous, places_in
-from fusion.ep_switch.moves import Regions
+from fusion.ep_switch.layout import Layout, Place, is_contiguous, places_in
+from fusion.ep_switch.moves import Regions, UnitId
 from fusion.model.boxes import Box, intersect, subtract
 from fusion.model.bucket_plan import BucketPlan
 
 
 class Slab:
-    """Represents one distinct content of storage units. ``owners``: rank → index of its unit with this content."""
+    """Represents one distinct content of storage units. ``groups``: the ranks that own one, by group; ``indices``: the
+    index of the unit with this content on the ranks of each group."""
 
-    __slots__ = ("numel", "owners", "unit")
+    __slots__ = ("groups", "indices", "unit")
 
-    def __init__(self, unit: BucketPlan):
-        self.unit, self.numel = unit, unit.numel
-        self.owners: dict[int, int] = {}
+    def __init__(self, unit: BucketPlan, owners: Sequence[tuple[Ranks, int]]):
+        self.unit = unit
+        self.set_owners(owners)
+
+    def set_owners(self, owners: Sequence[tuple[Ranks, int]]) -> None:
+        """Set the owners: groups of ranks, each with the index of their unit."""
+        self.groups, self.indices = tuple([ranks for ranks, _ in owners]), tuple([index for _, index in owners])
+
+    def owners(self) -> Iterator[UnitId]:
+        """Yield the units with this content."""
+        for ranks, index in zip(self.groups, self.indices, strict=True):
+            yield from ((rank, index) for rank in ranks)
 
 
 Key = tuple[int | None, str]
 """(layer, content of a unit of it with the names of its kind): `Layout.sections`."""
 
 
-class Spot(NamedTuple):
-    """Locates a fragment in a slab."""
-
-    slab: Slab
-    offset: int
-    strides: tuple[int, ...]
-
-
 class Fragment(NamedTuple):
     """Represents elements that the same slabs of the source hold and the same slabs of the target need: one box, or
     boxes that are contiguous in all of these slabs (then ``shape`` is flat), as in `Move`. The names of ``regions`` are
-    those of the kind of ``layer`` (`named`)."""
+    those of the kind of a layer (`named`); a place names a slab by its number in the layer (`Family.slabs`)."""
 
     regions: Regions
     shape: tuple[int, ...]
-    givers: tuple[Spot, ...]
-    takers: tuple[Spot, ...]
-    layer: int | None = None
+    givers: tuple[Place, ...]
+    takers: tuple[Place, ...]
 
     @property
     def numel(self) -> int:
         return prod(self.shape)
 
 
-class SlabGroup(NamedTuple):
-    """Groups slabs of the target that have elements in common (often a single slab) and the fragments that fill
-    them."""
+class Cut(NamedTuple):
+    """Groups slabs of the target that have elements in common (often a single slab) and the fragments that fill them,
+    in every layer of a kind. ``slabs``: their numbers in a layer (`Family.slabs`)."""
 
-    slabs: tuple[Slab, ...]
+    slabs: tuple[int, ...]
     fragments: tuple[Fragment, ...]
+
+
+class Family(NamedTuple):
+    """Represents a cut in one layer, and all transfers that fill its slabs. ``slabs``: all of the layer, of the source,
+    then of the target. ``hosted``: its units that are filled from the host."""
+
+    cut: Cut
+    layer: int | None
+    slabs: list[Slab]
+    hosted: frozenset[UnitId] = frozenset()
+
+    def owners(self) -> Iterator[UnitId]:
+        """Yield the units that it fills."""
+        for number in self.cut.slabs:
+            yield from self.slabs[number].owners()
 
 
 def slabs_of(layout: Layout) -> dict[Key, Slab]:
     """Return the distinct contents of a layout's units, in order. Equal keys in two layouts mean equal content with
     equal storage."""
-    slabs: dict[Key, Slab] = {}
+    owned: dict[Key, tuple[BucketPlan, list[tuple[Ranks, int]]]] = {}
     contents: dict[int, str] = {}
     for alike in layout.alike:
         for index, (layer, unit) in enumerate(layout.sections(alike[0])):
             content = contents.get(id(unit)) or contents.setdefault(id(unit), _content(unit))
-            slab = slabs.get((layer, content))
-            if slab is None:
-                slab = slabs[layer, content] = Slab(unit)
-            for rank in alike:
-                slab.owners[rank] = index
-    return slabs
+            owned.setdefault((layer, content), (unit, []))[1].append((alike, index))
+    return {key: Slab(*of_key) for key, of_key in owned.items()}
 
 
 def _content(unit: BucketPlan) -> str:
@@ -89,24 +102,23 @@ def _content(unit: BucketPlan) -> str:
     return sys.intern(repr(unit.content))
 
 
-def families(source: Mapping[Key, Slab], target: Mapping[Key, Slab]) -> list[SlabGroup]:
+def families(source: Mapping[Key, Slab], target: Mapping[Key, Slab]) -> list[Family]:
     """Return the families of fragments that fill the slabs of the target, in the order of the slabs."""
     by_layer: dict[int | None, tuple[list[Key], list[Key]]] = {layer: ([], []) for layer, _ in target}
     for side, held in enumerate((source, target)):
         for key in held:
             if key[0] in by_layer:
                 by_layer[key[0]][side].append(key)
-    patterns: dict[object, tuple[list[Slab], list[SlabGroup]]] = {}
-    whole: list[SlabGroup] = []
+    patterns: dict[object, list[Cut]] = {}
+    whole: list[Family] = []
     for layer, (have, need) in by_layer.items():
         slabs = [*(source[key] for key in have), *(target[key] for key in need)]
         pattern = tuple([content for _, content in have]), tuple([content for _, content in need])
         if pattern not in patterns:
-            patterns[pattern] = slabs, _families(slabs[: len(have)], slabs[len(have) :])
-        first, cut = patterns[pattern]
-        whole += _of_layer(layer, cut, {id(one): other for one, other in zip(first, slabs, strict=True)})
+            patterns[pattern] = _cuts(slabs, len(have))
+        whole += [Family(cut, layer, slabs) for cut in patterns[pattern]]
     place = {id(slab): index for index, slab in enumerate(target.values())}
-    return sorted(whole, key=lambda family: place[id(family.slabs[0])])
+    return sorted(whole, key=lambda family: place[id(family.slabs[family.cut.slabs[0]])])
 
 
 def named(regions: Regions, layer: int | None) -> Regions:
@@ -117,54 +129,42 @@ def named(regions: Regions, layer: int | None) -> Regions:
     return tuple([(f"{model}.{layers}.{layer}.{rest}", box) for (model, layers, _, rest), box in parts])
 
 
-def _of_layer(layer: int | None, cut: list[SlabGroup], slabs: dict[int, Slab]) -> Iterator[SlabGroup]:
-    """Yield families that were cut for a layer of the same kind, with the slabs and the number of this one."""
-    for family in cut:
-        fragments = []
-        for regions, shape, *ends, _ in family.fragments:
-            givers, takers = (
-                tuple([Spot(slabs[id(slab)], offset, strides) for slab, offset, strides in spots]) for spots in ends
-            )
-            fragments.append(Fragment(regions, shape, givers, takers, layer))
-        yield SlabGroup(tuple([slabs[id(slab)] for slab in family.slabs]), tuple(fragments))
-
-
-def _families(source: list[Slab], target: list[Slab]) -> list[SlabGroup]:
-    cuts = _Cuts(source, target)
-    fragments = [cuts.fragments(slab) for slab in target]
-    number = {id(slab): index for index, slab in enumerate(target)}
-    taken = ([number[id(taker.slab)] for taker in piece.takers] for pieces in fragments for piece in pieces)
+def _cuts(slabs: list[Slab], first: int) -> list[Cut]:
+    """Return the cuts of a layer's slabs, of which those of the target begin at ``first``."""
+    cuts, targets = _Cuts(slabs, first), range(first, len(slabs))
+    fragments = {number: cuts.fragments(number) for number in targets}
+    taken = ([taker.unit - first for taker in piece.takers] for pieces in fragments.values() for piece in pieces)
     return [
-        SlabGroup(tuple([target[i] for i in group]), tuple([piece for i in group for piece in fragments[i]]))
-        for group in connected(len(target), taken)
+        Cut(tuple([first + i for i in group]), tuple([piece for i in group for piece in fragments[first + i]]))
+        for group in connected(len(targets), taken)
     ]
 
 
 class _Cuts:
     """Cuts the boxes of both sides, by global tensor."""
 
-    def __init__(self, source: Iterable[Slab], target: Iterable[Slab]):
-        by_name: tuple[dict[str, dict[Box, list[Spot]]], ...] = defaultdict(dict), defaultdict(dict)
-        for side, slabs in zip(by_name, (source, target), strict=True):
-            for slab in slabs:
-                for name, region, place in places_in(0, slab.unit):
-                    side[name].setdefault(region, []).append(Spot(slab, place.offset, place.strides))
+    def __init__(self, slabs: list[Slab], first: int):
+        self.slabs = slabs
+        by_name: tuple[dict[str, dict[Box, list[Place]]], ...] = defaultdict(dict), defaultdict(dict)
+        for number, slab in enumerate(slabs):
+            for name, region, place in places_in(number, slab.unit):
+                by_name[number >= first][name].setdefault(region, []).append(place)
         self._of = {
             name: ((*by_name[0][name], *takers), [*by_name[0][name].values(), *takers.values()], len(by_name[0][name]))
             for name, takers in by_name[1].items()
         }
         self._pieces: dict[tuple[tuple[Box, ...], Box], list[tuple[Box, list[int]]]] = {}
 
-    def fragments(self, slab: Slab) -> list[Fragment]:
+    def fragments(self, number: int) -> list[Fragment]:
         """Return the fragments of a target slab, in its order, except those whose first taker is an earlier slab."""
         fragments: list[Fragment] = []
-        for name, region, _ in places_in(0, slab.unit):
-            boxes, spots, givers = self._of[name]
+        for name, region, _ in places_in(0, self.slabs[number].unit):
+            boxes, places, givers = self._of[name]
             for box, around in self._cut(boxes, region):
-                give = [_inside(spot, boxes[i], box) for i in around if i < givers for spot in spots[i]]
-                take = [_inside(spot, boxes[i], box) for i in around if i >= givers for spot in spots[i]]
+                give = [_inside(place, boxes[i], box) for i in around if i < givers for place in places[i]]
+                take = [_inside(place, boxes[i], box) for i in around if i >= givers for place in places[i]]
                 assert give, f"no rank holds {box} of {name}"
-                if take[0].slab is not slab:
+                if take[0].unit != number:
                     continue
                 shape = tuple([stop - start for start, stop in box])
                 fragment = Fragment(((name, box),), shape, givers=tuple(give), takers=tuple(take))
@@ -197,7 +197,7 @@ def _adjoin(first: Fragment, second: Fragment) -> bool:
         return False
     numel = first.numel
     return all(
-        a.slab is b.slab
+        a.unit == b.unit
         and a.offset + numel == b.offset
         and is_contiguous(first.shape, a.strides)
         and is_contiguous(second.shape, b.strides)
@@ -206,15 +206,15 @@ def _adjoin(first: Fragment, second: Fragment) -> bool:
 
 
 def _join(first: Fragment, second: Fragment) -> Fragment:
-    give, take = (tuple([spot._replace(strides=(1,)) for spot in spots]) for spots in (first.givers, first.takers))
+    give, take = (tuple([place._replace(strides=(1,)) for place in places]) for places in (first.givers, first.takers))
     return Fragment(first.regions + second.regions, shape=(first.numel + second.numel,), givers=give, takers=take)
 
 
-def _inside(spot: Spot, whole: Box, box: Box) -> Spot:
-    """Return the spot of ``box``, which is contained in ``whole``, from the spot of ``whole``."""
+def _inside(place: Place, whole: Box, box: Box) -> Place:
+    """Return the place of ``box``, which is contained in ``whole``, from the place of ``whole``."""
     if box == whole:
-        return spot
-    offset = spot.offset
-    for stride, (base, _), (start, _) in zip(spot.strides, whole, box, strict=True):
+        return place
+    offset = place.offset
+    for stride, (base, _), (start, _) in zip(place.strides, whole, box, strict=True):
         offset += stride * (start - base)
-    return Spot(spot.slab, offset, spot.strides)
+    return place._replace(offset=offset)

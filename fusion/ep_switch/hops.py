@@ -1,68 +1,135 @@
-"""Represent the transfer of a fragment from one rank to another, before its storage addresses are computed."""
+"""Store the transfers of fragments from one rank to another as numbers, and compute their storage addresses.
+
+A *hop* transfers elements [start, stop) of a fragment, in its row-major order, from one rank to another: from one of
+its givers or, if ``relayed``, from the taker of the sender. Units are numbered (`Units`), so that a plan of many ranks
+is a few arrays.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
-from fusion.ep_switch.fragments import Fragment, Spot, named
-from fusion.ep_switch.layout import Place
-from fusion.ep_switch.moves import Move, UnitId
+import numpy as np
+
+from fusion.ep_switch.fragments import Family, Fragment, named
+from fusion.ep_switch.layout import Layout, Place
+from fusion.ep_switch.moves import Move, Moves, UnitId
 from fusion.model.boxes import Box
 
 
-class Hop(NamedTuple):
-    """Transfers elements [start, stop) of a fragment, in its row-major order, from one rank to another. ``source`` is
-    one of its givers or, if ``relayed``, the source rank's taker."""
+class Units:
+    """Numbers the storage units of a layout, by rank and by their order on it."""
 
+    def __init__(self, layout: Layout):
+        sizes = {rank: layout.unit_nbytes(rank) for rank in sorted(layout.ranks)}
+        self.first: dict[int, int] = {}
+        """Number of a rank's first unit"""
+        self.names: list[UnitId] = []
+        for rank, of_rank in sizes.items():
+            self.first[rank] = len(self.names)
+            self.names += [(rank, index) for index in range(len(of_rank))]
+        self.rank = [rank for rank, _ in self.names]
+        self.nbytes = np.array([size for of_rank in sizes.values() for size in of_rank], np.int64)
+
+
+class Hop(NamedTuple):
+    """Numbers that describe a hop.
+
+    ``family``, ``fragment``: of `Hops.families`. ``giver``: index in the fragment's ``givers``, or, if ``relayed``, in
+    its ``takers``, as is ``taker``. ``reads``: number of a unit of the source or, if ``relayed``, of the target, as is
+    ``writes``.
+    """
+
+    family: int
+    fragment: int
+    giver: int
+    taker: int
+    relayed: int
     source_rank: int
     target_rank: int
-    source: Spot
-    target: Spot
-    relayed: bool
-    fragment: Fragment
     start: int
     stop: int
+    reads: int
+    writes: int
 
-    @property
-    def local(self) -> bool:
-        return self.source_rank == self.target_rank
 
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
+class Hops:
+    """Holds all hops of a plan, in the order of their families; those of a family are in a feasible order.
 
-    @property
-    def reads(self) -> UnitId:
-        return self.source_rank, self.source.slab.owners[self.source_rank]
+    Args:
+        rows: [n, 11], as `Hop`.
+        units: of the source and of the target.
+    """
 
-    @property
-    def writes(self) -> UnitId:
-        return self.target_rank, self.target.slab.owners[self.target_rank]
+    def __init__(self, rows: np.ndarray, families: list[Family], units: tuple[Units, Units]):
+        self.rows, self.families, self.units = rows, families, units
+        self.first = np.searchsorted(rows[:, 0], np.arange(len(families) + 1)).tolist()
+        """Number of the first hop of every family"""
 
-    def move(self) -> Move:
-        """Complete the move. ``stop`` must be as `legal_stop` returns it."""
-        regions, shape = self.fragment.regions, self.fragment.shape
-        source = Place(self.reads[1], self.source.offset, self.source.strides)
-        target = Place(self.writes[1], self.target.offset, self.target.strides)
-        if self.stop - self.start < self.fragment.numel:
+    def of(self, family: int) -> Iterator[tuple[int, Hop]]:
+        """Yield the hops of a family with their numbers."""
+        first, end = self.first[family : family + 2]
+        return enumerate(map(Hop._make, self.rows[first:end].tolist()), first)
+
+    def takes(self, family: int) -> dict[int, int]:
+        """Map the units of the target that a family allocates to their elements."""
+        _, first = (units.first for units in self.units)
+        cut, _, slabs, _ = self.families[family]
+        return {
+            first[rank] + index: slab.unit.numel
+            for slab in (slabs[number] for number in cut.slabs)
+            for ranks, index in zip(slab.groups, slab.indices, strict=True)
+            for rank in ranks
+        }
+
+    def fragment(self, hop: Hop) -> Fragment:
+        return self.families[hop.family].cut.fragments[hop.fragment]
+
+    @cached_property
+    def reads(self) -> np.ndarray:
+        """[n, 3]: family, unit of the source, elements that the family reads from it; by the first hop that does."""
+        direct = self.rows[self.rows[:, 4] == 0]
+        family, unit, numel = direct[:, 0], direct[:, 9], direct[:, 8] - direct[:, 7]
+        _, first, pair = np.unique(family * len(self.units[0].names) + unit, return_index=True, return_inverse=True)
+        order = first.argsort()
+        total = np.bincount(pair, numel, len(first)).astype(np.int64)  # exact below 2^53
+        return np.stack([family[first], unit[first], total], 1)[order]
+
+    def moves(self, pieces: np.ndarray) -> Moves:
+        """Return pieces of hops, [n, 3]: number of the hop, start, stop."""
+        hop, start, stop = pieces.T
+        relayed, sender, receiver = self.rows[hop[:, None], [4, 5, 6]].T
+        return Moves(np.stack([sender, receiver, stop - start, relayed], 1), pieces, self.move)
+
+    def move(self, number: int, start: int, stop: int) -> Move:
+        """Complete the move of elements [start, stop) of a hop. ``stop`` must be as `legal_stop` returns it."""
+        hop = Hop._make(self.rows[number].tolist())
+        fragment, layer = self.fragment(hop), self.families[hop.family].layer
+        regions, shape, givers, takers = fragment
+        giver = takers[hop.giver] if hop.relayed else givers[hop.giver]
+        source = giver._replace(unit=self.units[hop.relayed].names[hop.reads][1])
+        target = takers[hop.taker]._replace(unit=self.units[1].names[hop.writes][1])
+        if stop - start < fragment.numel:
             first: tuple[int, ...]
-            boxes = tuple(_boxes(self.fragment, self.start, self.stop))
+            boxes = tuple(_boxes(fragment, start, stop))
             if len(shape) == 1:
-                shape, first = (self.stop - self.start,), (self.start,)
+                shape, first = (stop - start,), (start,)
             else:
                 ((_, whole),), ((_, box),) = regions, boxes
                 shape = tuple([stop - start for start, stop in box])
                 first = tuple([start - base for (start, _), (base, _) in zip(box, whole, strict=True)])
             regions, source, target = boxes, _shifted(source, first), _shifted(target, first)
         return Move(
-            source_rank=self.source_rank,
-            target_rank=self.target_rank,
-            regions=named(regions, self.fragment.layer),
+            source_rank=hop.source_rank,
+            target_rank=hop.target_rank,
+            regions=named(regions, layer),
             shape=shape,
             source=source,
             target=target,
-            relayed=self.relayed,
+            relayed=bool(hop.relayed),
         )
 
 

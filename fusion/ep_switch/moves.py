@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from fusion.ep_switch.layout import Place
 from fusion.model.boxes import Box
@@ -53,9 +56,6 @@ class Move(NamedTuple):
         """Name of the move's first global tensor, for messages."""
         return self.regions[0][0]
 
-    def move(self) -> Move:
-        return self
-
     def pieces(self) -> Iterator[tuple[str, Box, int, int]]:
         """Yield (name, box, start, stop) of every box: elements [start, stop) of the move in row-major order."""
         start = 0
@@ -65,20 +65,22 @@ class Move(NamedTuple):
             start = stop
 
 
-class Transfer(Protocol):
-    """Holds the part of a move that planning needs; `move` completes it. A `Hop`, or a move itself."""
+class Moves(Sequence[Move]):
+    """Completes moves one by one: a plan of many ranks has too many to store.
 
-    @property
-    def source_rank(self) -> int: ...
-    @property
-    def target_rank(self) -> int: ...
-    @property
-    def numel(self) -> int: ...
-    @property
-    def local(self) -> bool: ...
-    @property
-    def relayed(self) -> bool: ...
-    def move(self) -> Move: ...
+    Args:
+        ends: [n, 4]: sender, receiver, elements, whether relayed.
+        pieces: [n, …]: arguments of ``complete``.
+    """
+
+    def __init__(self, ends: np.ndarray, pieces: np.ndarray, complete: Callable[..., Move]):
+        self.ends, self.pieces, self.complete = ends, pieces, complete
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.complete(*self.pieces[index].tolist())
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,25 +91,16 @@ class Round:
     source that come back from the host (`Plan.parked`).
     """
 
-    transfers: tuple[Transfer, ...]
+    moves: Moves
     allocate_before: tuple[UnitId, ...]
     release_after: tuple[UnitId, ...]
     restore_before: tuple[UnitId, ...] = ()
 
-    @property
-    def moves(self) -> Iterator[Move]:
-        """The transfers as moves, completed one by one: a plan of many ranks has too many to store."""
-        return (transfer.move() for transfer in self.transfers)
-
-    @property
-    def sent(self) -> Iterator[Transfer]:
-        """The transfers between different ranks."""
-        return (transfer for transfer in self.transfers if not transfer.local)
-
-    @property
+    @cached_property
     def exchange(self) -> bool:
         """Whether any two ranks exchange anything."""
-        return any(True for _ in self.sent)
+        sender, receiver, *_ = self.moves.ends.T
+        return bool((sender != receiver).any())
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Round):
@@ -119,14 +112,16 @@ class Round:
 
     def of(self, rank: int) -> list[Move]:
         """Return the moves that a rank sends, receives or copies."""
-        return [transfer.move() for transfer in self.transfers if rank in (transfer.source_rank, transfer.target_rank)]
+        return [self.moves[index] for index in (self.moves.ends[:, :2] == rank).any(1).nonzero()[0].tolist()]
 
 
 def united(rounds: Sequence[Round]) -> Round:
     """Return successive rounds, to which nothing is restored, as one."""
     assert not any(one.restore_before for one in rounds)
+    moves = [one.moves for one in rounds]
+    ends, pieces = (np.concatenate(parts) for parts in ([one.ends for one in moves], [one.pieces for one in moves]))
     return Round(
-        tuple(chain.from_iterable(one.transfers for one in rounds)),
+        Moves(ends, pieces, moves[0].complete),
         tuple(chain.from_iterable(one.allocate_before for one in rounds)),
         tuple(chain.from_iterable(one.release_after for one in rounds)),
     )

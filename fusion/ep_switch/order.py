@@ -23,18 +23,17 @@ smaller wire buffers, which leave more room for weights, then with clusters. The
 
 from __future__ import annotations
 
-from array import array
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import exp, inf
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from fusion.ep_switch.connected import connected
-from fusion.ep_switch.moves import UnitId
-from fusion.ep_switch.senders import Job
+from fusion.ep_switch.hops import Hops
 
 
 @dataclass
@@ -44,14 +43,16 @@ class Storage:
     Args:
         resident: bytes held before the first slab, by rank.
         limit: maximum bytes, by rank.
-        size: bytes of each source unit that is released after its last read.
-        readers: number of slabs that read the unit.
+        size: bytes of each source unit, by its number; 0: it is not released after its last read.
+        readers: number of slabs that read the unit, by its number.
+        owner: rank of the unit, by its number.
     """
 
-    resident: dict[int, int]
-    limit: dict[int, int]
-    size: dict[UnitId, int]
-    readers: dict[UnitId, int]
+    resident: list[int]
+    limit: list[int]
+    size: list[int]
+    readers: list[int]
+    owner: list[int]
 
 
 Method = Literal["slabs", "clusters"] | int
@@ -60,10 +61,11 @@ weighting of their sizes."""
 
 
 class Demand(NamedTuple):
-    """Holds what filling slabs needs: (rank, bytes allocated), and (unit, elements read) of units to be released."""
+    """Holds what filling slabs needs: (rank, bytes allocated), one object for equal ones, and (unit, elements read) of
+    units to be released."""
 
     takes: tuple[tuple[int, int], ...]
-    reads: tuple[tuple[UnitId, int], ...]
+    reads: list[tuple[int, int]]
 
 
 WINDOW = 32
@@ -75,8 +77,8 @@ MAX_EXPONENT = 500.0
 MANY = 32
 """Number of allocations of a slab from which on they are evaluated as arrays"""
 
-LEAST = -(1 << 62)
-"""Less than any excess over a limit"""
+MOST = 1 << 62
+"""More than any excess over a limit"""
 
 COMPACT = 0.7
 """Share of a table's slabs that are left below which it drops the others"""
@@ -85,22 +87,42 @@ NOTICEABLE = 0.02
 """Increase in tightness, in half buckets at the limit, up to which a slab is taken without considering others."""
 
 
-def fill_order(
-    jobs: Iterable[Job], storage: Storage, *, itemsize: int, bucket_bytes: int, method: Method = "slabs"
-) -> tuple[list[int], int]:
-    """Return the indices of the jobs in order, and the maximum bytes by which a rank exceeds its limit (0: none does).
+def demands_of(hops: Hops, size: list[int], itemsize: int) -> list[Demand]:
+    """Return what every family of a plan needs.
 
     Args:
+        size: as of `Storage`.
         itemsize: bytes of an element of the target.
+    """
+    takes_by_groups: dict[object, tuple[tuple[int, int], ...]] = {}
+    same: dict[object, tuple[tuple[int, int], ...]] = {}
+    demands = []
+    for family in hops.families:
+        slabs = [family.slabs[number] for number in family.cut.slabs]
+        key = tuple([(slab.groups, slab.unit.numel) for slab in slabs])
+        if key not in takes_by_groups:
+            bytes_by_rank: dict[int, int] = defaultdict(int)
+            for slab in slabs:
+                for rank in chain.from_iterable(slab.groups):
+                    bytes_by_rank[rank] += slab.unit.numel * itemsize
+            takes = tuple(bytes_by_rank.items())
+            takes_by_groups[key] = same.setdefault(takes, takes)  # as `evenly` and others go by identity
+        demands.append(Demand(takes_by_groups[key], []))
+    for family, unit, numel in hops.reads.tolist():
+        if size[unit]:
+            demands[family].reads.append((unit, numel))
+    return demands
+
+
+def fill_order(
+    demands: list[Demand], storage: Storage, *, bucket_bytes: int, method: Method = "slabs"
+) -> tuple[list[int], int]:
+    """Return the indices of the demands in order, and the maximum bytes by which a rank exceeds its limit (0: none
+    does).
+
+    Args:
         method: slab by slab, or cluster by cluster.
     """
-    demands = []
-    for job in jobs:
-        takes: dict[int, int] = defaultdict(int)
-        for (rank, _), numel in job.takes().items():
-            takes[rank] += numel * itemsize
-        reads = tuple([(unit, numel) for unit, numel in job.reads().items() if unit in storage.size])
-        demands.append(Demand(tuple(takes.items()), reads))
     search = _Search(demands, storage, bucket_bytes)
     if method != "slabs":
         search.take_clusters(clusters_of(demands), None if method == "clusters" else method)
@@ -109,18 +131,18 @@ def fill_order(
     return search.order, search.worst
 
 
-def evenly(demands: list[Demand]) -> list[int]:
+def evenly(demands: list[Demand], owner: Sequence[int]) -> list[int]:
     """Return the indices with those of each kind spread evenly over the order."""
     kinds: dict[object, list[int]] = defaultdict(list)
     for index, (takes, reads) in enumerate(demands):
-        kinds[takes, tuple([unit[0] for unit, _ in reads])].append(index)
+        kinds[id(takes), tuple([owner[unit] for unit, _ in reads])].append(index)
     times = [((place + 0.5) / len(members), index) for members in kinds.values() for place, index in enumerate(members)]
     return [index for _, index in sorted(times)]
 
 
 def clusters_of(demands: list[Demand]) -> list[tuple[int, ...]]:
     """Return the indices of slabs that are connected by units that they read in common, in order."""
-    readers: dict[UnitId, list[int]] = defaultdict(list)
+    readers: dict[int, list[int]] = defaultdict(list)
     for index, demand in enumerate(demands):
         for unit, _ in demand.reads:
             readers[unit].append(index)
@@ -130,34 +152,43 @@ def clusters_of(demands: list[Demand]) -> list[tuple[int, ...]]:
 class _Search:
     def __init__(self, demands: list[Demand], storage: Storage, bucket_bytes: int):
         self.demands, self.bucket_bytes, self.scale = demands, bucket_bytes, bucket_bytes / 2
-        self.resident, self.limit, self.size = dict(storage.resident), storage.limit, storage.size
-        self.left = dict.fromkeys(evenly(demands))
+        self.size, self.unread = storage.size, list(storage.readers)
+        self.beyond = [held - most for held, most in zip(storage.resident, storage.limit, strict=True)]
+        """Bytes beyond the limit, by rank"""
+        self.left = dict.fromkeys(evenly(demands, storage.owner))
         self.upcoming = iter(list(self.left))
         self.window: dict[int, None] = {}
         self.frontier: dict[int, None] = {}
         """Slabs that read an open unit."""
-        self.readers: dict[UnitId, dict[int, None]] = defaultdict(dict)
-        total: dict[UnitId, int] = defaultdict(int)
+        self.readers: dict[int, dict[int, None]] = defaultdict(dict)
+        """Slabs that have yet to read a unit, of those that several read"""
+        total: dict[int, int] = defaultdict(int)
         for index in self.left:
             for unit, numel in demands[index].reads:
-                self.readers[unit][index] = None
-                total[unit] += numel
-        self.shares = [[(unit, self.size[unit] * n / total[unit]) for unit, n in demand.reads] for demand in demands]
-        self.owed: dict[UnitId, float] = {}
+                if self.unread[unit] > 1:
+                    self.readers[unit][index] = None
+                    total[unit] += numel
+        owner, size = storage.owner, storage.size
+        self.shares = [
+            [(unit, owner[unit], size[unit] * n / total.get(unit, n)) for unit, n in demand.reads] for demand in demands
+        ]
+        """(unit, its rank, its bytes that are read) by slab"""
+        self.owed: dict[int, float] = {}
         """Bytes read, by open unit."""
-        self.owed_by = dict.fromkeys(self.resident, 0.0)
+        self.owed_by = [0.0] * len(self.beyond)
         self.order: list[int] = []
-        self.place = {rank: place for place, rank in enumerate(self.resident)}
-        self.weights: dict[int, tuple[float, float]] = {}
-        self.weight_arrays, self.over = np.zeros((2, len(self.place))), np.zeros(len(self.place), np.int64)
-        """`weights`, and bytes beyond the limit, by place of the rank"""
-        self.changed = dict.fromkeys(self.resident, 0)
-        """Number of slabs in the order when a rank's state changed last"""
-        for rank in self.resident:
+        self.weights = [(0.0, 0.0)] * len(self.beyond)
+        self.weight_arrays, self.over = np.zeros((2, len(self.beyond))), np.zeros(len(self.beyond), np.int64)
+        """`weights` and `beyond`"""
+        self.evaluated: list[tuple[int, float, tuple[int, ...]] | None] = [None] * len(demands)
+        """Slab → its last evaluation, while the ranks that it depends on do not change"""
+        self.dependent: list[set[int]] = [set() for _ in self.beyond]
+        """Slabs whose evaluation depends on a rank"""
+        self.of_many: dict[int, tuple[int, float, float]] = {}
+        """`_of_many` since the last change, by identity of the allocations"""
+        for rank in range(len(self.beyond)):
             self._note(rank)
-        self.evaluated: dict[int, tuple[int, tuple[int, ...], tuple[int, float]]] = {}
-        """Slab → (number of slabs in the order at its last evaluation, ranks that it depends on, result)"""
-        self.table = _Table(demands, self.shares, size=self.size, readers=self.readers, place=self.place)
+        self.table = _Table(demands, self.shares, self.size, self.unread)
         self.worst = 0
 
     def take_clusters(self, clusters: list[tuple[int, ...]], weighting: int | None) -> None:
@@ -180,12 +211,12 @@ class _Search:
     def _change(self, cluster: tuple[int, ...]) -> dict[int, int]:
         """Return by rank the bytes allocated less the bytes released by a whole cluster."""
         change: dict[int, int] = defaultdict(int)
-        units = {unit for index in cluster for unit, _ in self.demands[index].reads}
+        units = {(rank, unit) for index in cluster for unit, rank, _ in self.shares[index]}
         for index in cluster:
             for rank, nbytes in self.demands[index].takes:
                 change[rank] += nbytes
-        for unit in units:
-            change[unit[0]] -= self.size[unit]
+        for rank, unit in units:
+            change[rank] -= self.size[unit]
         return change
 
     def _weighted(self, cluster: tuple[int, ...], weighting: int) -> float:
@@ -195,7 +226,7 @@ class _Search:
         return nbytes * (mixed / (1 << 32) if weighting else 1.0)
 
     def _tightening(self, cluster: tuple[int, ...]) -> float:
-        before = {rank: (self.limit[rank] - self.resident[rank]) / self.scale for rank in self.resident}
+        before = [-over / self.scale for over in self.beyond]
         return sum(
             exp(min(nbytes / self.scale - before[rank], MAX_EXPONENT)) - exp(min(-before[rank], MAX_EXPONENT))
             for rank, nbytes in self._change(cluster).items()
@@ -207,161 +238,154 @@ class _Search:
             if index in self.left:
                 self.window[index] = None
         options: list[tuple[int, float, tuple[int, ...]]] = []
-        for index in [*self.frontier, *(index for index in self.window if index not in self.frontier)]:
-            over, tighter = self._evaluate(index)
-            if over <= 0 and tighter <= NOTICEABLE:
-                return self._take((index,))
-            options.append((max(0, over), tighter, (index,)))
-        if min(options)[0] > 0:
-            options = [self.table.best(self.over, self.weight_arrays, self.bucket_bytes)]
-        if min(options)[0] > 0 and self.owed:
+        for index in {**self.frontier, **self.window}:
+            option = self.evaluated[index]
+            if option is None:
+                over, tighter = self._evaluate(index)
+                if over <= 0 and tighter <= NOTICEABLE:
+                    return self._take((index,))
+                option = max(0, over), tighter, (index,)
+                self._keep(index, option)
+            options.append(option)
+        best = min(options)
+        if best[0] > 0:
+            best = self.table.best(self.over, self.weight_arrays, self.bucket_bytes)
+        if best[0] > 0 and self.owed:
             closing = {tuple(self.readers[unit]) for unit in self.owed}
-            options = [(self._excess(readers), 0.0, readers) for readers in closing]
-        self._take(min(options)[2])
+            best = min((self._excess(readers), 0.0, readers) for readers in closing)
+        self._take(best[2])
+
+    def _keep(self, index: int, option: tuple[int, float, tuple[int, ...]]) -> None:
+        """Keep an evaluation until a rank changes that it depends on, unless these are many."""
+        if len(self.demands[index].takes) <= MANY:
+            self.evaluated[index] = option
+            for rank in [rank for rank, _ in self.demands[index].takes] + [rank for _, rank, _ in self.shares[index]]:
+                self.dependent[rank].add(index)
 
     def _evaluate(self, index: int) -> tuple[int, float]:
-        """Return (excess bytes on the worst rank, increase in tightness of the ranks) if this slab were next."""
-        if index in self.evaluated:
-            at, ranks, result = self.evaluated[index]
-            for rank in ranks:
-                if self.changed[rank] > at:
-                    break
-            else:
-                return result
-        else:
-            ranks = tuple({*dict(self.demands[index].takes), *(unit[0] for unit, _ in self.shares[index])})
-        result = self._compute(index)
-        self.evaluated[index] = len(self.order), ranks, result
-        return result
-
-    def _compute(self, index: int) -> tuple[int, float]:
-        """Compute `_evaluate`; the increase is infinite where the slab does not fit, as it then decides nothing."""
-        takes, shares, opens = self.demands[index].takes, self.shares[index], False
-        for unit, _ in shares:
-            opens = opens or (unit not in self.owed and len(self.readers[unit]) > 1)
-        wide = self.table.wide.get(index)
-        if wide is not None:
-            over = int((self.over[wide[0]] + wide[1]).max())
-        else:
-            over = max([self.resident[rank] + nbytes - self.limit[rank] for rank, nbytes in takes])
+        """Return (excess bytes on the worst rank, increase in tightness of the ranks) if this slab were next; the
+        increase is infinite where the slab does not fit, as it then decides nothing."""
+        takes, shares, weights = self.demands[index].takes, self.shares[index], self.weights
+        opens = any([self.unread[unit] > 1 and unit not in self.owed for unit, *_ in shares])
+        wide = len(takes) > MANY
+        over = self._of_many(takes)[0] if wide else max([self.beyond[rank] + nbytes for rank, nbytes in takes])
         if (over := over + opens * self.bucket_bytes) > 0:
             return over, inf
-        real, fluid = 0.0, 0.0
-        if wide is not None:  # in sequence, as below: numpy's own sums are of pairs
-            real, fluid = np.add.accumulate(self.weight_arrays[:, wide[0]] * wide[1], axis=1)[:, -1].tolist()
-        else:
-            for rank, nbytes in takes:
-                weight = self.weights[rank]
-                real += weight[0] * nbytes
-                fluid += weight[1] * nbytes
-        for unit, share in shares:
-            weight = self.weights[unit[0]]
+        real, fluid = self._of_many(takes)[1:] if wide else (0.0, 0.0)
+        for rank, nbytes in () if wide else takes:
+            weight = weights[rank]
+            real += weight[0] * nbytes
+            fluid += weight[1] * nbytes
+        for unit, rank, share in shares:
+            weight = weights[rank]
             fluid -= weight[1] * share
-            if len(self.readers[unit]) == 1:
+            if self.unread[unit] == 1:
                 real -= weight[0] * self.size[unit]
         return over, (real + fluid) / self.scale
+
+    def _of_many(self, takes: tuple[tuple[int, int], ...]) -> tuple[int, float, float]:
+        """Return what `_evaluate` sums over many allocations, which slabs have in common."""
+        if id(takes) not in self.of_many:
+            ranks, nbytes = self.table.takes[id(takes)]
+            over, real, fluid = int((self.over[ranks] + nbytes).max()), inf, inf
+            if over <= 0:  # in sequence, as `_evaluate`: numpy's own sums are of pairs
+                real, fluid = np.add.accumulate(self.weight_arrays[:, ranks] * nbytes, axis=1)[:, -1].tolist()
+            self.of_many[id(takes)] = over, real, fluid
+        return self.of_many[id(takes)]
 
     def _excess(self, indices: tuple[int, ...]) -> int:
         """Return the maximum bytes by which a rank would exceed its limit at any time if these slabs were next."""
         over = 0
         grown: dict[int, int] = {}  # only the ranks that these slabs change: there are many others
-        read: dict[UnitId, int] = defaultdict(int)
+        read: dict[int, int] = defaultdict(int)
         for index in indices:
-            takes, reads = self.demands[index]
-            for rank, nbytes in takes:
-                grown[rank] = grown.get(rank, self.resident[rank]) + nbytes
-                over = max(over, grown[rank] - self.limit[rank])
-            for unit, _ in reads:
+            for rank, nbytes in self.demands[index].takes:
+                grown[rank] = grown.get(rank, self.beyond[rank]) + nbytes
+                over = max(over, grown[rank])
+            for unit, rank, _ in self.shares[index]:
                 read[unit] += 1
-                if read[unit] == len(self.readers[unit]):
-                    grown[unit[0]] = grown.get(unit[0], self.resident[unit[0]]) - self.size[unit]
+                if read[unit] == self.unread[unit]:
+                    grown[rank] = grown.get(rank, self.beyond[rank]) - self.size[unit]
         return over
 
     def _take(self, indices: tuple[int, ...]) -> None:
-        self.worst = max(self.worst, self._excess(indices))
+        self.of_many.clear()
         for index in indices:
             self.order.append(index)
             self.table.left[index] = False
             for group in (self.left, self.window, self.frontier):
                 group.pop(index, None)
+            changed = set()
             for rank, nbytes in self.demands[index].takes:
-                self.resident[rank] += nbytes
-            for unit, share in self.shares[index]:
-                self._read(unit, index, share)
-            for rank in {*dict(self.demands[index].takes), *(unit[0] for unit, _ in self.shares[index])}:
+                self.beyond[rank] += nbytes
+                self.worst = max(self.worst, self.beyond[rank])
+                changed.add(rank)
+            for unit, rank, share in self.shares[index]:
+                self._read(unit, rank, index, share)
+                changed.add(rank)
+            for rank in changed:
                 self._note(rank)
 
-    def _read(self, unit: UnitId, index: int, share: float) -> None:
-        del self.readers[unit][index]
-        self.table.note(unit, closing=len(self.readers[unit]) == 1)
-        if self.readers[unit]:
+    def _read(self, unit: int, rank: int, index: int, share: float) -> None:
+        self.unread[unit] -= 1
+        if self.unread[unit]:
+            del self.readers[unit][index]
+            self.table.note(unit, closing=self.unread[unit] == 1)
             self.owed[unit] = self.owed.get(unit, 0.0) + share
-            self.owed_by[unit[0]] += share
+            self.owed_by[rank] += share
             self.frontier.update(self.readers[unit])
         else:
-            self.owed_by[unit[0]] -= self.owed.pop(unit, 0.0)
-            self.resident[unit[0]] -= self.size[unit]
+            self.owed_by[rank] -= self.owed.pop(unit, 0.0)
+            self.beyond[rank] -= self.size[unit]
 
     def _note(self, rank: int) -> None:
         """Update what depends on a rank's bytes: the weights of a byte are as it is, and with owed bytes counted as
         released."""
-        over, place = self.resident[rank] - self.limit[rank], self.place[rank]
+        over = self.beyond[rank]
         room = -over / self.scale
         self.weights[rank] = weights = exp(-room), exp(-room - self.owed_by[rank] / self.scale)
-        self.weight_arrays[0, place], self.weight_arrays[1, place] = weights
-        self.over[place], self.changed[rank] = over, len(self.order)
+        self.weight_arrays[0, rank], self.weight_arrays[1, rank] = weights
+        self.over[rank] = over
+        for index in self.dependent[rank]:
+            self.evaluated[index] = None
+        self.dependent[rank].clear()
 
 
 class _Table:
     """Holds what slabs allocate and read as arrays, to evaluate all that are left at once, with the same results to the
-    bit as `_Search._evaluate`.
+    bit as `_Search._evaluate`. Many slabs have the same allocations, which are summed once.
 
     Args:
-        shares: the units that every slab reads, with their bytes that it reads.
-        place: rank → its place in arrays by rank.
+        shares: the units that every slab reads, with their ranks and bytes that it reads.
+        size: bytes of each unit.
+        unread: number of slabs that read it.
     """
 
     def __init__(
-        self,
-        demands: list[Demand],
-        shares: list[list[tuple[UnitId, float]]],
-        *,
-        size: Mapping[UnitId, int],
-        readers: Mapping[UnitId, Collection[int]],
-        place: Mapping[int, int],
+        self, demands: list[Demand], shares: list[list[tuple[int, int, float]]], size: list[int], unread: list[int]
     ):
         self.left = np.ones(len(demands), bool)
         """Whether a slab is not in the order"""
-        self._number = {unit: number for number, unit in enumerate(readers)}
-        self._closing = np.array([len(slabs) == 1 for slabs in readers.values()] + [True])
-        self._opening = np.array([len(slabs) > 1 for slabs in readers.values()] + [False])
-        """Whether the next reader of a unit closes it, or opens it; the last is for allocations, which have unit -1"""
-        self.wide = {
-            index: (np.array([place[rank] for rank, _ in takes]), np.array([nbytes for _, nbytes in takes]))
-            for index, (takes, _) in enumerate(demands)
-            if len(takes) > MANY
-        }
-        """(places of the ranks, bytes) of the allocations of slabs that have MANY"""
-        columns = [array(kind) for kind in "qqqqd"]
-        for index, ((takes, _), reads) in enumerate(zip(demands, shares, strict=True)):
-            rows: list[tuple[float, ...]] = [(index, place[rank], -1, nbytes, nbytes) for rank, nbytes in takes]
-            rows += [(index, place[unit[0]], self._number[unit], -size[unit], -share) for unit, share in reads]
-            for column, values in zip(columns, zip(*rows, strict=True), strict=True):
-                column.extend(values)
-        self._keep([np.array(column) for column in columns])
+        self._closing, self._opening = np.array(unread) == 1, np.array(unread) > 1
+        """Whether the next reader of a unit closes it, or opens it"""
+        distinct = {id(takes): takes for takes, _ in demands}
+        self.takes = {key: np.array(takes).T for key, takes in distinct.items()}
+        """[2, allocations]: (rank, bytes), by identity of the allocations"""
+        numbers = {key: number for number, key in enumerate(distinct)}
+        self._takes, counts = np.concatenate([*self.takes.values()], axis=1), [*map(len, distinct.values())]
+        self._takes_number, self._starts = np.repeat(np.arange(len(counts)), counts), np.cumsum([0, *counts[:-1]])
+        self._slabs = np.arange(len(demands))
+        """The slabs in the table"""
+        self._takes_of = np.array([numbers[id(takes)] for takes, _ in demands])
+        self._number = np.repeat(self._slabs, [*map(len, shares)])
+        """Place in `_slabs` of the slab of every read"""
+        reads = np.array([*chain.from_iterable(shares)], "q, q, d")
+        self._reads = [reads["f0"].copy(), reads["f1"].copy(), reads["f2"].copy(), np.array(size)[reads["f0"]]]
+        """Unit, rank, bytes read, bytes released"""
 
-    def _keep(self, columns: list[np.ndarray]) -> None:
-        """Set the rows of the table: slab, place, unit, bytes allocated or released, bytes allocated or read."""
-        slab, _, unit, _, _ = self._columns = columns
-        self._slabs, self._number_of = np.unique(slab, return_inverse=True)
-        """The slabs in the table, and for each row the number of its slab"""
-        self._takes, self._reads = (unit < 0).nonzero()[0], (unit >= 0).nonzero()[0]
-        self._starts = np.diff(self._number_of[self._takes], prepend=-1).nonzero()[0]
-
-    def note(self, unit: UnitId, closing: bool) -> None:
+    def note(self, unit: int, closing: bool) -> None:
         """Note that a unit was read, and whether its next reader closes it."""
-        number = self._number[unit]
-        self._closing[number], self._opening[number] = closing, False
+        self._closing[unit], self._opening[unit] = closing, False
 
     def best(self, over: np.ndarray, weights: np.ndarray, bucket_bytes: int) -> tuple[int, float, tuple[int, ...]]:
         """Return (excess bytes on the worst rank, increase in tightness of the ranks, slab) of the best next slab.
@@ -370,16 +394,30 @@ class _Table:
             over: bytes of each rank beyond its limit.
             weights: of a byte on each rank: as it is, and with owed bytes counted as released.
         """
-        if self.left[self._slabs].mean() < COMPACT:
-            left = self.left[self._columns[0]]
-            self._keep([column[left] for column in self._columns])
-        number, (_, place, unit, real, fluid) = self._number_of, self._columns
-        opens = np.bincount(number[self._reads], self._opening[unit[self._reads]], len(self._slabs)) > 0
-        allocated = over[place[self._takes]] + real[self._takes]
-        excess = np.maximum(np.maximum.reduceat(allocated, self._starts) + opens * bucket_bytes, 0)
-        excess[~self.left[self._slabs]] = -LEAST
-        tighter: np.ndarray = np.bincount(number, weights[0, place] * real * self._closing[unit])
-        tighter = (tighter + np.bincount(number, weights[1, place] * fluid)) / (bucket_bytes / 2)
+        left = self.left[self._slabs]
+        if left.mean() < COMPACT:
+            kept = left[self._number]
+            self._number, self._reads = (left.cumsum() - 1)[self._number[kept]], [of[kept] for of in self._reads]
+            self._slabs, self._takes_of, left = self._slabs[left], self._takes_of[left], left[left]
+        rank, nbytes = self._takes
+        excess = np.maximum.reduceat(over[rank] + nbytes, self._starts)[self._takes_of]
+        opening = np.unique(self._number[self._opening[self._reads[0]]])
+        excess[opening] += bucket_bytes
+        excess = np.where(left, np.maximum(excess, 0), MOST)
         least = int(excess.min())
-        first = int(np.where(excess == least, tighter, np.inf).argmin())
-        return least, float(tighter[first]), (int(self._slabs[first]),)
+        of_best = excess == least
+        chosen, rows = of_best.nonzero()[0], of_best[self._number].nonzero()[0]
+        takes_of, number = self._takes_of[chosen], np.concatenate([chosen, self._number[rows]])
+        asked = np.zeros(len(self._starts), bool)
+        asked[takes_of] = True
+        asked_rows = asked[self._takes_number].nonzero()[0]
+        rank, nbytes, of_takes = rank[asked_rows], nbytes[asked_rows], self._takes_number[asked_rows]
+        unit, from_rank, share, size = (of[rows] for of in self._reads)
+        tighter = np.zeros(len(excess))
+        for weight, less in zip(weights, (size * self._closing[unit], share), strict=True):
+            # Sums as `_evaluate` makes them: of what is allocated, then of what is read, in sequence.
+            taken = np.bincount(of_takes, weight[rank] * nbytes, len(asked))[takes_of]
+            tighter += np.bincount(number, np.concatenate([taken, -(weight[from_rank] * less)]), len(excess))
+        tighter = tighter[chosen] / (bucket_bytes / 2)
+        first = int(tighter.argmin())
+        return least, float(tighter[first]), (int(self._slabs[chosen[first]]),)

@@ -35,21 +35,22 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import chain
 
 import numpy as np
 import torch
 
-from fusion.ep_switch.fragments import families, slabs_of
+from fusion.ep_switch.fragments import Family, families, slabs_of
+from fusion.ep_switch.hops import Hops, Units
 from fusion.ep_switch.layout import Layout
 from fusion.ep_switch.moves import RankRound, Round, UnitId, steps_of, united
-from fusion.ep_switch.order import Method, Storage, fill_order
+from fusion.ep_switch.order import Method, Storage, demands_of, fill_order
 from fusion.ep_switch.rounds import IN_FLIGHT, pack_rounds, pack_through_host
-from fusion.ep_switch.senders import Job, choose_senders
+from fusion.ep_switch.senders import choose_senders
 from fusion.ep_switch.topology import LEVELS, Topology
 
 SLACK = 4
@@ -128,7 +129,7 @@ class Plan:
     @cached_property
     def relays(self) -> bool:
         """Whether a rank forwards what it received: others then read its target while it is being filled."""
-        return any(transfer.relayed for round_ in self.rounds for transfer in round_.transfers)
+        return any(bool(round_.moves.ends[:, 3].any()) for round_ in self.rounds)
 
     def shared_units(self, rank: int) -> dict[int, int]:
         """Map units of the target to the unit of the source with common storage on a rank."""
@@ -156,7 +157,7 @@ class Plan:
 
     def received_bytes(self, rank: int) -> dict[str, int]:
         """Return the bytes that a rank receives in the whole switch, by the level of the link (`LEVELS`)."""
-        return {level: self._received[rank, index] for index, level in enumerate(LEVELS)}
+        return dict(zip(LEVELS, self._received.get(rank, (0,) * len(LEVELS)), strict=True))
 
     def bound_bytes(self, rank: int) -> int:
         """Return the bound on the weights and buffers that a rank holds (invariant 4)."""
@@ -224,29 +225,29 @@ class Plan:
         return {}
 
     @cached_property
-    def _slots(self) -> tuple[dict[int, int], dict[int, int]]:
+    def _slots(self) -> tuple[dict[int, int], ...]:
         """Bytes of a (send, receive) slot by rank: of the largest round."""
-        largest: tuple[dict[int, int], dict[int, int]] = {}, {}
-        for round_ in self.rounds:
-            of_round: tuple[dict[int, int], dict[int, int]] = defaultdict(int), defaultdict(int)
-            for transfer in round_.sent:
-                nbytes = transfer.numel * self.wire_dtype.itemsize
-                of_round[0][transfer.source_rank] += nbytes
-                of_round[1][transfer.target_rank] += nbytes
-            for bytes_by_rank, largest_by_rank in zip(of_round, largest, strict=True):
-                for rank, nbytes in bytes_by_rank.items():
-                    largest_by_rank[rank] = max(nbytes, largest_by_rank.get(rank, 0))
-        return largest
+        largest = np.zeros((2, self.ranks[-1] + 1), np.int64)
+        for sender, receiver, numel in self._sent():
+            of_round = [np.bincount(ranks, numel, largest.shape[1]) for ranks in (sender, receiver)]
+            largest = np.maximum(largest, np.array(of_round, np.int64))
+        return tuple(dict(enumerate(way)) for way in (largest * self.wire_dtype.itemsize).tolist())
 
     @cached_property
-    def _received(self) -> dict[tuple[int, int], int]:
-        """Bytes by (receiver, level)."""
-        received: dict[tuple[int, int], int] = defaultdict(int)
+    def _received(self) -> dict[int, list[int]]:
+        """Bytes by receiver and level."""
+        received = np.zeros((self.ranks[-1] + 1, len(LEVELS)), np.int64)
+        for sender, receiver, numel in self._sent():
+            levels = np.vectorize(self.topology.level, [int])(sender, receiver)
+            np.add.at(received, (receiver, levels), numel * self.wire_dtype.itemsize)
+        return dict(enumerate(received.tolist()))
+
+    def _sent(self) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Yield (senders, receivers, elements) of what is sent in each round."""
         for round_ in self.rounds:
-            for transfer in round_.sent:
-                level = self.topology.level(transfer.source_rank, transfer.target_rank)
-                received[transfer.target_rank, level] += transfer.numel * self.wire_dtype.itemsize
-        return received
+            sender, receiver, numel, _ = round_.moves.ends.T
+            sent = sender != receiver
+            yield sender[sent], receiver[sent], numel[sent]
 
 
 def _external_bytes(source: Layout, target: Layout, rank: int) -> int:
@@ -287,12 +288,13 @@ def plan_switch(
     topology = topology or Topology.single_node()
     wide = max(source.dtype.itemsize, target.dtype.itemsize)
     assert bucket_bytes >= wide * SMALLEST_SLOT, f"{bucket_bytes} bytes are too few for a bucket"
-    jobs, shared = _jobs_between(source, target, hosted)
-    choose_senders(jobs, topology, tuple(sorted({*source.ranks, *target.ranks})))
-    weights = _Weights(source, target, jobs=jobs, shared=shared, keep=keep)
+    all_families, shared = _families_between(source, target, hosted)
+    units, ranks = (Units(source), Units(target)), tuple(sorted({*source.ranks, *target.ranks}))
+    hops = choose_senders(all_families, units, topology, ranks)
+    weights = _Weights(source, target, hops=hops, shared=shared, keep=keep)
     for rank in {rank for rank, _ in hosted}:
         weights.max_bytes[rank] -= bucket_bytes // STAGING
-    rounds = _rounds(jobs, weights, bucket_bytes, wide=wide, itemsize=target.dtype.itemsize)
+    rounds = _rounds(hops, weights, bucket_bytes, wide=wide, itemsize=target.dtype.itemsize)
     return Plan(
         source=source,
         target=target,
@@ -306,81 +308,80 @@ def plan_switch(
     )
 
 
-def _rounds(jobs: list[Job], weights: _Weights, bucket_bytes: int, *, wide: int, itemsize: int) -> tuple[Round, ...]:
+def _rounds(hops: Hops, weights: _Weights, bucket_bytes: int, *, wide: int, itemsize: int) -> tuple[Round, ...]:
     """Return the rounds of the first order that keeps the bound, or, if none does, those through host memory."""
+    if not hops.families:  # all is shared
+        return ()
+    demands = demands_of(hops, weights.size, itemsize)
     for slack, slots, method in TRIES:
         slot = bucket_bytes // slots // wide
         storage = weights.storage(int(slack * bucket_bytes), slot)
-        order, over = fill_order(jobs, storage, itemsize=itemsize, bucket_bytes=bucket_bytes, method=method)
+        order, over = fill_order(demands, storage, bucket_bytes=bucket_bytes, method=method)
         if not over:
-            return pack_rounds((jobs[index] for index in order), room=slot, storage=storage, itemsize=itemsize)
+            return pack_rounds(hops, order, room=slot, storage=storage, itemsize=itemsize)
     slot = bucket_bytes // SLOTS_OF_PARKED // wide
     parked = weights.storage(SLACK * bucket_bytes, slot, parked=True)
-    return pack_through_host(jobs, room=slot, storage=parked, itemsize=itemsize)
+    return pack_through_host(hops, room=slot, storage=parked, itemsize=itemsize)
 
 
-def _jobs_between(source: Layout, target: Layout, hosted: tuple[UnitId, ...]) -> tuple[list[Job], Shared]:
-    """Return the jobs, without senders, and the shared units."""
+def _families_between(source: Layout, target: Layout, hosted: tuple[UnitId, ...]) -> tuple[list[Family], Shared]:
+    """Return the families that fill the target, and the shared units."""
     have, need = slabs_of(source), slabs_of(target)
     shared: list[tuple[int, int, int]] = []
     if source.dtype == target.dtype:
         for key in need.keys() & have.keys():
-            target_owners, source_owners = need[key].owners, have[key].owners
-            for rank in target_owners.keys() & source_owners.keys():
-                shared.append((rank, target_owners.pop(rank), source_owners[rank]))
-    jobs, all_hosted = [], frozenset(hosted)
-    for family in families(have, {key: slab for key, slab in need.items() if slab.owners}):
-        units = {unit for slab in family.slabs for unit in slab.owners.items()}
-        jobs.append(Job(family, all_hosted & units))
-    return jobs, tuple(sorted(shared))
+            slab = need[key]
+            if not (holders := set().union(*have[key].groups)).isdisjoint(chain.from_iterable(slab.groups)):
+                held = dict(have[key].owners())
+                shared += [(rank, index, held[rank]) for rank, index in slab.owners() if rank in held]
+                left = [tuple([rank for rank in ranks if rank not in holders]) for ranks in slab.groups]
+                slab.set_owners([(ranks, index) for ranks, index in zip(left, slab.indices, strict=True) if ranks])
+    found = families(have, {key: slab for key, slab in need.items() if slab.groups})
+    if hosted:
+        all_hosted = frozenset(hosted)
+        found = [family._replace(hosted=all_hosted.intersection(family.owners())) for family in found]
+    return found, tuple(sorted(shared))
 
 
 class _Weights:
-    """Computes the memory of both layouts' weights on each rank, and the number of readers of each unit."""
+    """Computes the memory of both layouts' weights on each rank, and the number of readers of each unit.
 
-    def __init__(self, source: Layout, target: Layout, *, jobs: list[Job], shared: Shared, keep: bool):
-        shared_units = {(rank, source_unit) for rank, _, source_unit in shared}
+    Attributes:
+        size: bytes of every unit of the source, by number; 0: it is not released.
+        max_bytes: of the larger layout, with ``keep`` of both; plus those of an external unit; by rank.
+    """
+
+    def __init__(self, source: Layout, target: Layout, *, hops: Hops, shared: Shared, keep: bool):
         self.wire_itemsize = min(source.dtype.itemsize, target.dtype.itemsize)
-        self.size = {
-            (rank, index): nbytes
-            for rank in source.ranks
-            for index, nbytes in enumerate(source.unit_nbytes(rank))
-            if not keep and (rank, index) not in shared_units
-        }
-        self.readers: dict[UnitId, int] = defaultdict(int)
-        self.sent: dict[int, int] = defaultdict(int)
-        self.received: dict[int, int] = defaultdict(int)
-        for job in jobs:
-            for unit in job.reads():
-                self.readers[unit] += 1
-            for hop in job.hops:
-                if not hop.local:
-                    self.sent[hop.source_rank] += hop.numel
-                    self.received[hop.target_rank] += hop.numel
-        self.unread = tuple(unit for unit in self.size if unit not in self.readers)
-        ranks = sorted({*source.ranks, *target.ranks})
-        before, after = ({rank: layout.nbytes(rank) for rank in ranks} for layout in (source, target))
-        self.max_bytes = {
-            rank: before[rank] + after[rank] if keep else max(before[rank], after[rank]) for rank in ranks
-        }
-        """Bytes of the larger layout by rank, with ``keep`` of both layouts; plus those of an external unit."""
+        units, ranks = hops.units[0], sorted({*source.ranks, *target.ranks})
+        size = units.nbytes * (not keep)
+        size[[units.first[rank] + index for rank, _, index in shared]] = 0
+        readers = np.bincount(hops.reads[:, 1], minlength=len(size))
+        unread = ((size > 0) & (readers == 0)).nonzero()[0].tolist()
+        self.owner, self.size, self.readers = units.rank, size.tolist(), readers.tolist()
+        self.unread = tuple([units.names[unit] for unit in unread])
+        self.max_bytes, self.resident = [0] * (ranks[-1] + 1), [0] * (ranks[-1] + 1)
+        for rank in ranks:
+            before, after = source.nbytes(rank), target.nbytes(rank)
+            self.resident[rank] = before
+            self.max_bytes[rank] = before + after if keep else max(before, after)
+            self.max_bytes[rank] += _external_bytes(source, target, rank)
         for rank, index, _ in shared if keep else ():
             self.max_bytes[rank] -= target.unit_nbytes(rank)[index]
-        for rank in ranks:
-            self.max_bytes[rank] += _external_bytes(source, target, rank)
-        for unit in self.unread:
-            before[unit[0]] -= self.size[unit]
-        self.resident = before
+        for unit in unread:
+            self.resident[self.owner[unit]] -= self.size[unit]
+        sender, receiver, start, stop = hops.rows[:, [5, 6, 7, 8]].T
+        numel = (stop - start) * (sender != receiver)
+        self.exchanged = np.array([np.bincount(of, numel, ranks[-1] + 1) for of in (sender, receiver)], np.int64)
+        """[2, ranks]: elements that each rank sends, and receives"""
 
     def storage(self, slack: int, slot: int, parked: bool = False) -> Storage:
-        """Return the storage available to the order with wire buffers of two slots of ``slot`` elements. ``parked``:
-        all units of the source that will be released wait in host memory."""
-        limit = {rank: nbytes + slack - 2 * self._slot_bytes(rank, slot) for rank, nbytes in self.max_bytes.items()}
-        resident = dict(self.resident)
-        for unit, nbytes in self.size.items() if parked else ():
-            resident[unit[0]] -= nbytes if unit in self.readers else 0
-        return Storage(resident=resident, limit=limit, size=self.size, readers=self.readers)
-
-    def _slot_bytes(self, rank: int, slot: int) -> int:
-        """Return the bytes of one send and one receive slot of a rank, which are never larger than all it exchanges."""
-        return self.wire_itemsize * (min(slot, self.sent[rank]) + min(slot, self.received[rank]))
+        """Return the storage available to the order with wire buffers of two slots of ``slot`` elements, which are
+        never larger than all that a rank sends, or receives. ``parked``: all units of the source that will be released
+        wait in host memory."""
+        slots = 2 * self.wire_itemsize * np.minimum(slot, self.exchanged).sum(0)
+        limit = [nbytes + slack - of_slots for nbytes, of_slots in zip(self.max_bytes, slots.tolist(), strict=True)]
+        resident = [*self.resident]
+        for unit, nbytes in enumerate(self.size) if parked else ():
+            resident[self.owner[unit]] -= nbytes if self.readers[unit] else 0
+        return Storage(resident=resident, limit=limit, size=self.size, readers=self.readers, owner=self.owner)

@@ -18,6 +18,7 @@ of the target alone, and there is a round from which on the unit fits.
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -25,10 +26,9 @@ from itertools import count
 
 import numpy as np
 
-from fusion.ep_switch.hops import Hop, legal_stop
-from fusion.ep_switch.moves import Round, UnitId
+from fusion.ep_switch.hops import Hop, Hops, legal_stop
+from fusion.ep_switch.moves import Round
 from fusion.ep_switch.order import Storage
-from fusion.ep_switch.senders import Job
 
 IN_FLIGHT = 2
 """Number of rounds in flight at a time."""
@@ -37,139 +37,154 @@ MIN_PIECE_FRACTION = 1 / 8
 """Smallest piece that a hop is cut into, as a fraction of a round's capacity; its remainder may be smaller."""
 
 
-def pack_rounds(jobs: Iterable[Job], room: int, storage: Storage, itemsize: int) -> tuple[Round, ...]:
-    """Pack jobs, in order, into rounds.
+def pack_rounds(hops: Hops, order: Iterable[int], room: int, storage: Storage, itemsize: int) -> tuple[Round, ...]:
+    """Pack the hops of families, in order, into rounds.
 
     Args:
         room: maximum number of elements that a rank sends, and writes, in a round.
-        storage: the state before the first job.
+        storage: the state before the first family.
         itemsize: bytes of an element of the target.
     """
-    packer = _Packer(room, storage, itemsize)
-    for job in jobs:
-        packer.add(job.hops, job.takes())
+    packer = _Packer(hops, room, storage, itemsize)
+    for family in order:
+        packer.add(hops.of(family), hops.takes(family))
     return packer.result()
 
 
-def pack_through_host(jobs: Iterable[Job], room: int, storage: Storage, itemsize: int) -> tuple[Round, ...]:
-    """Pack jobs into rounds in which the units of the source (all of ``storage.size``) come from the host.
+def pack_through_host(hops: Hops, room: int, storage: Storage, itemsize: int) -> tuple[Round, ...]:
+    """Pack all hops into rounds in which the units of the source (all that have a ``storage.size``) come from the host.
 
     Args:
         room, itemsize: as of `pack_rounds`.
         storage: the state without any of these units.
     """
-    by_source: dict[UnitId, list[Hop]] = defaultdict(list)
-    forwarded: list[Hop] = []
-    unallocated: dict[UnitId, int] = {}
-    for job in jobs:
-        unallocated |= job.takes()
-        for hop in job.hops:
-            (forwarded if hop.relayed else by_source[hop.reads]).append(hop)
-    packer = _Packer(room, replace(storage, readers=dict.fromkeys(by_source, 1)), itemsize)
+    by_source: dict[int, list[tuple[int, Hop]]] = defaultdict(list)
+    forwarded: list[tuple[int, Hop]] = []
+    unallocated: dict[int, int] = {}
+    for family in range(len(hops.families)):
+        unallocated |= hops.takes(family)
+        for number, hop in hops.of(family):
+            (forwarded if hop.relayed else by_source[hop.reads]).append((number, hop))
+    packer = _Packer(hops, room, replace(storage, readers=[1] * len(storage.readers)), itemsize)
     turns: dict[int, count[int]] = defaultdict(count)
-    for _, unit in sorted((next(turns[unit[0]]), unit) for unit in sorted(by_source)):
-        hops = by_source[unit]
-        takes = {hop.writes: unallocated.pop(hop.writes) for hop in hops if hop.writes in unallocated}
-        packer.add(hops, takes, restored=unit if unit in storage.size else None)
+    for _, unit in sorted((next(turns[storage.owner[unit]]), unit) for unit in sorted(by_source)):
+        takes = {hop.writes: unallocated.pop(hop.writes) for _, hop in by_source[unit] if hop.writes in unallocated}
+        packer.add(by_source[unit], takes, restored=unit if storage.size[unit] else None)
     packer.add(forwarded, unallocated)
     return packer.result()
 
 
 class _Packer:
-    def __init__(self, room: int, storage: Storage, itemsize: int):
-        self.storage, self.itemsize = storage, itemsize
-        self.rounds: list[list[Hop]] = []
-        self.send: dict[int, _Lane] = defaultdict(lambda: _Lane(room))
-        self.write: dict[int, _Lane] = defaultdict(lambda: _Lane(room))
-        self.held = {rank: _Held(nbytes, storage.limit[rank]) for rank, nbytes in storage.resident.items()}
-        self.readers = dict(storage.readers)
-        self.last_read: dict[UnitId, int] = {}
-        self.allocate: dict[int, list[UnitId]] = defaultdict(list)
-        self.release: dict[int, list[UnitId]] = defaultdict(list)
-        self.restore: dict[int, list[UnitId]] = defaultdict(list)
-        self.allocated: dict[UnitId, int] = {}
+    def __init__(self, hops: Hops, room: int, storage: Storage, itemsize: int):
+        self.hops, self.storage, self.itemsize = hops, storage, itemsize
+        self.rounds: list[array[int]] = []
+        """By round, (number of the hop, start, stop) of each piece"""
+        self.send = [_Lane(room) for _ in storage.limit]
+        self.write = [_Lane(room) for _ in storage.limit]
+        self.held = [_Held(*of_rank) for of_rank in zip(storage.resident, storage.limit, strict=True)]
+        self.owner = hops.units[1].rank
+        self.readers = list(storage.readers)
+        self.last_read = [0] * len(self.readers)
+        self.allocate: dict[int, list[int]] = defaultdict(list)
+        self.release: dict[int, list[int]] = defaultdict(list)
+        self.restore: dict[int, list[int]] = defaultdict(list)
+        self.allocated = [0] * len(self.owner)
         """Unit of the target → round before which it is allocated"""
-        self.received: dict[tuple[int, int], list[tuple[int, int, int]]] = defaultdict(list)
-        """(rank, fragment) → (start, stop, round) of each piece that the rank receives"""
+        self.received: dict[tuple[int, int, int], list[tuple[int, int, int]]] | None = None
+        """(rank, family, fragment) → (start, stop, round) of pieces that the rank receives; None: none is relayed"""
+        if hops.rows[:, Hop._fields.index("relayed")].any():
+            self.received = defaultdict(list)
 
     def result(self) -> tuple[Round, ...]:
-        by_round = self.allocate, self.release, self.restore
+        source, target = (units.names for units in self.hops.units)
+        by_round = (target, self.allocate), (source, self.release), (source, self.restore)
         return tuple(
-            Round(tuple(hops), *(tuple(sorted(of[k])) for of in by_round)) for k, hops in enumerate(self.rounds)
+            Round(
+                self.hops.moves(np.array(pieces).reshape(-1, 3)),
+                *(tuple([names[unit] for unit in sorted(of[at])]) for names, of in by_round),
+            )
+            for at, pieces in enumerate(self.rounds)
         )
 
-    def add(self, hops: Iterable[Hop], takes: Mapping[UnitId, int], restored: UnitId | None = None) -> None:
+    def add(self, hops: Iterable[tuple[int, Hop]], takes: Mapping[int, int], restored: int | None = None) -> None:
         """Place hops, and the allocations and releases that they cause.
 
         Args:
             takes: units of the target that are allocated for them, with their elements.
             restored: the unit of the source that all of them read, if it comes back from the host for them.
         """
-        nbytes: dict[int, int] = defaultdict(int)
-        for (rank, _), numel in takes.items():
-            nbytes[rank] += numel * self.itemsize
-        if restored:
-            nbytes[restored[0]] += self.storage.size[restored]
-        earliest = {rank: self.held[rank].earliest(size) for rank, size in nbytes.items()}
-        first: dict[UnitId, int] = {}
-        reads: dict[UnitId, list[int]] = {}
-        for hop in hops:
-            at = earliest[hop.target_rank] if hop.writes in takes else self.allocated[hop.writes]
-            if restored:
-                at = max(at, earliest[restored[0]])
-            if hop.relayed:
-                received = self.received[hop.source_rank, id(hop.fragment)]
-                at = max([at, *[k + IN_FLIGHT for a, b, k in received if a < hop.stop and hop.start < b]])
-            placed = self._place(hop, at)
-            self.received[hop.target_rank, id(hop.fragment)] += placed
-            rounds = [k for *_, k in placed]
-            if not hop.relayed:
-                reads.setdefault(hop.reads, []).extend((min(rounds), max(rounds)))
-            first[hop.writes] = min(rounds[0], first.get(hop.writes, rounds[0]))
+        held, owner, nbytes = self.held, self.owner, defaultdict[int, int](int)
         for unit, numel in takes.items():
-            at = first.get(unit, earliest[unit[0]])  # no hop writes it: it is hosted, or all padding
+            nbytes[owner[unit]] += numel * self.itemsize
+        if restored is not None:
+            nbytes[self.storage.owner[restored]] += self.storage.size[restored]
+        earliest = {rank: held[rank].earliest(size, self.write[rank].open) for rank, size in nbytes.items()}
+        if restored is not None:
+            rank = self.storage.owner[restored]
+            earliest[rank] = held[rank].earliest(nbytes[rank])
+        first: dict[int, int] = {}
+        reads: dict[int, tuple[int, int]] = {}
+        for number, hop in hops:
+            writes, rank = hop.writes, hop.target_rank
+            at = earliest[rank] if writes in takes else self.allocated[writes]
+            if restored is not None:
+                at = max(at, earliest[self.storage.owner[restored]])
+            if hop.relayed:
+                assert self.received is not None
+                received = self.received[hop.source_rank, hop.family, hop.fragment]
+                at = max([at, *[k + IN_FLIGHT for a, b, k in received if a < hop.stop and hop.start < b]])
+            begin, end = self._place(number, hop, at)
+            if not hop.relayed:
+                least, most = reads.get(hop.reads, (begin, end))
+                reads[hop.reads] = min(least, begin), max(most, end)
+            first[writes] = min(begin, first.get(writes, begin))
+        for unit in takes.keys() - first.keys():  # no hop writes it: it is hosted, or all padding
+            first[unit] = held[owner[unit]].earliest(nbytes[owner[unit]])
+        for unit, numel in takes.items():
+            at = first[unit]
             self._reach(at)
-            self.held[unit[0]].add(numel * self.itemsize, at)
+            held[owner[unit]].add(numel * self.itemsize, at)
             self.allocate[at].append(unit)
             self.allocated[unit] = at
-        if restored:
-            at = min(reads[restored])
-            self.held[restored[0]].add(self.storage.size[restored], at)
+        if restored is not None:
+            at, _ = reads[restored]
+            held[self.storage.owner[restored]].add(self.storage.size[restored], at)
             self.restore[at].append(restored)
-        for unit, rounds in reads.items():
-            self._read(unit, max(rounds))
+        for unit, (_, at) in reads.items():
+            if self.storage.size[unit]:
+                self._read(unit, at)
 
-    def _place(self, hop: Hop, at: int) -> list[tuple[int, int, int]]:
-        """Put a hop into rounds from ``at`` on; return (start, stop, round) of each piece."""
+    def _place(self, number: int, hop: Hop, at: int) -> tuple[int, int]:
+        """Put a hop into rounds from ``at`` on; return the first and the last one."""
         write = self.write[hop.target_rank]
-        lanes = (write,) if hop.local else (write, self.send[hop.source_rank])
-        start, stop, fragment, placed = hop.start, hop.stop, hop.fragment, []
+        lanes = (write,) if hop.source_rank == hop.target_rank else (write, self.send[hop.source_rank])
+        start, stop, first = hop.start, hop.stop, -1
         while start < stop:
             left = stop - start
             at, numel = _first_room(lanes, at, min_numel=min(left, write.min_numel), max_numel=left)
             end = start + numel
-            if start or end < fragment.numel:
-                end = legal_stop(fragment, start, end)
+            if start or end < stop:
+                end = legal_stop(self.hops.fragment(hop), start, end)
             for lane in lanes:
                 lane.take(at, end - start)
             self._reach(at)
-            whole = end - start == hop.stop - hop.start
-            self.rounds[at].append(hop if whole else hop._replace(start=start, stop=end))
-            placed.append((start, end, at))
+            self.rounds[at].extend((number, start, end))
+            if self.received is not None:
+                self.received[hop.target_rank, hop.family, hop.fragment].append((start, end, at))
+            first = at if first < 0 else first
             start = end
-        return placed
+        return first, at
 
     def _reach(self, at: int) -> None:
         while len(self.rounds) <= at:
-            self.rounds.append([])
+            self.rounds.append(array("q"))
 
-    def _read(self, unit: UnitId, at: int) -> None:
-        if unit in self.storage.size:
-            self.last_read[unit] = at = max(at, self.last_read.get(unit, 0))
-            self.readers[unit] -= 1
-            if self.readers[unit] == 0:
-                self.held[unit[0]].add(-self.storage.size[unit], at + IN_FLIGHT)
-                self.release[at].append(unit)
+    def _read(self, unit: int, at: int) -> None:
+        self.last_read[unit] = at = max(at, self.last_read[unit])
+        self.readers[unit] -= 1
+        if self.readers[unit] == 0:
+            self.held[self.storage.owner[unit]].add(-self.storage.size[unit], at + IN_FLIGHT)
+            self.release[at].append(unit)
 
 
 class _Lane:
@@ -209,25 +224,24 @@ def _first_room(lanes: tuple[_Lane, ...], at: int, *, min_numel: int, max_numel:
 class _Held:
     """Tracks the bytes that one rank holds in each round."""
 
-    __slots__ = ("bytes", "final", "last", "limit")
+    __slots__ = ("change", "final", "last", "limit")
 
     def __init__(self, nbytes: int, limit: int):
         self.limit, self.final, self.last = limit, nbytes, 0
-        self.bytes = np.full(64, nbytes, dtype=np.int64)
+        self.change: list[int] = []
 
-    def earliest(self, nbytes: int) -> int:
-        """Return the first round from which ``nbytes`` more fit until the end; the last round if they never do."""
-        room = self.limit - nbytes
-        if self.final > room:
-            return self.last
-        (over,) = (self.bytes[: self.last] > room).nonzero()
-        return int(over[-1]) + 1 if len(over) else 0
+    def earliest(self, nbytes: int, least: int = 0) -> int:
+        """Return the first round, from ``least`` on, from which ``nbytes`` more fit until the end; the last round if
+        they never do."""
+        over, at = self.final + nbytes - self.limit, self.last
+        while at > least and over <= 0 and over <= self.change[at]:
+            over -= self.change[at]
+            at -= 1
+        return at
 
     def add(self, nbytes: int, at: int) -> None:
         """Add ``nbytes`` from round ``at`` on."""
-        if at >= len(self.bytes):
-            grown = np.full(2 * at, self.final, dtype=np.int64)
-            grown[: len(self.bytes)] = self.bytes
-            self.bytes = grown
+        if at >= len(self.change):
+            self.change += [0] * (at + 1 - len(self.change))
+        self.change[at] += nbytes
         self.final, self.last = self.final + nbytes, max(self.last, at)
-        self.bytes[at:] += nbytes

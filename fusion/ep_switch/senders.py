@@ -18,14 +18,16 @@ Pure. Invariants, in this order:
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from fusion.ep_switch.balance import Deal, Ranks, shares
-from fusion.ep_switch.fragments import Fragment, SlabGroup, Spot
-from fusion.ep_switch.hops import Hop, legal_stop
+from fusion.ep_switch.fragments import Family, Fragment, Slab
+from fusion.ep_switch.hops import Hop, Hops, Units, legal_stop
 from fusion.ep_switch.moves import UnitId
 from fusion.ep_switch.topology import Topology
 
@@ -40,28 +42,6 @@ COPY = -1
 """The class of a rank's link to itself."""
 
 
-@dataclass
-class Job:
-    """Holds all transfers that fill one family of slabs. ``hosted``: its units that are filled from the host. ``hops``
-    are in a feasible order."""
-
-    family: SlabGroup
-    hosted: frozenset[UnitId]
-    hops: list[Hop] = field(default_factory=list)
-
-    def takes(self) -> dict[UnitId, int]:
-        """Map the units of the target that the job allocates to their elements."""
-        return {unit: slab.numel for slab in self.family.slabs for unit in slab.owners.items()}
-
-    def reads(self) -> dict[UnitId, int]:
-        """Map the units of the source that the job reads to the number of elements read."""
-        numel_by_unit: dict[UnitId, int] = defaultdict(int)
-        for hop in self.hops:
-            if not hop.relayed:
-                numel_by_unit[hop.reads] += hop.numel
-        return numel_by_unit
-
-
 class Action(NamedTuple):
     """Describes a transfer over links of class ``speed``: one of ``have`` sends to one of ``need``, which forwards to
     the others of ``need``."""
@@ -71,27 +51,34 @@ class Action(NamedTuple):
     need: Ranks
 
 
-def choose_senders(jobs: list[Job], topology: Topology, ranks: Ranks) -> None:
-    """Fill the hops of every job. ``ranks``: all participating ranks."""
+def choose_senders(families: list[Family], units: tuple[Units, Units], topology: Topology, ranks: Ranks) -> Hops:
+    """Return the hops that fill all families.
+
+    Args:
+        units: of the source and of the target.
+        ranks: all participating ranks.
+    """
     ways = _Ways(topology, ranks)
-    work = [(job, fragment, ways.of(fragment, job.hosted)) for job in jobs for fragment in job.family.fragments]
-    demands = ways.demands((fragment.numel, way.actions) for _, fragment, way in work)
+    work = [[(fragment, ways.of(fragment, family)) for fragment in family.cut.fragments] for family in families]
+    demands = ways.demands((fragment.numel, way.actions) for of_family in work for fragment, way in of_family)
     parts, optimum = zip(*map(shares, demands), strict=True)
     for grain in GRAINS:
         deals = [Deal(part, grain * best if best else 1.0) for part, best in zip(parts, optimum, strict=True)]
-        for job in jobs:
-            job.hops = []
-        for job, fragment, way in work:
-            _Delivery(job, fragment, way=way, ways=ways, deals=deals).run()
+        delivery = _Delivery(ways, deals, units)
+        for number, of_family in enumerate(work):
+            for index, (fragment, way) in enumerate(of_family):
+                delivery.run((number, index), families[number].slabs, fragment, way)
         if all(max(deal.load.values(), default=0.0) <= BUSIEST * b for deal, b in zip(deals, optimum, strict=True)):
             break
+    return Hops(np.frombuffer(delivery.rows, np.int64).reshape(-1, len(Hop._fields)), families, units)
 
 
 class Way(NamedTuple):
-    """Describes how a fragment is distributed. ``givers``, ``takers``: rank → index in the fragment's list of spots."""
+    """Describes how a fragment is distributed. ``givers``, ``takers``: rank → index in the fragment's list of places,
+    and that of the rank's group in the slab."""
 
-    givers: dict[int, int]
-    takers: dict[int, int]
+    givers: dict[int, tuple[int, int]]
+    takers: dict[int, tuple[int, int]]
     actions: tuple[Action, ...]
 
 
@@ -106,15 +93,16 @@ class _Ways:
             level = {rank: numbers.setdefault(topology.group(rank, speed), len(numbers)) for rank in ranks}
             if not self.levels or level != self.levels[-1]:
                 self.levels.append(level)
-        self._ways: dict[tuple[tuple[int, ...], tuple[int, ...], frozenset[UnitId]], Way] = {}
+        self._ways: dict[tuple[object, ...], Way] = {}
         self._partings: dict[Ranks, tuple[int, list[Ranks]]] = {}
 
-    def of(self, fragment: Fragment, hosted: frozenset[UnitId]) -> Way:
+    def of(self, fragment: Fragment, family: Family) -> Way:
         """Return the distribution of a fragment to all ranks that need it; ranks that hold it copy it first."""
-        key = tuple([id(s.slab) for s in fragment.givers]), tuple([id(s.slab) for s in fragment.takers]), hosted
+        have, need = ([family.slabs[place.unit] for place in places] for places in (fragment.givers, fragment.takers))
+        apart = tuple([id(slab) for slab in need]) if family.hosted else ()
+        key = tuple([slab.groups for slab in have]), tuple([slab.groups for slab in need]), apart
         if key not in self._ways:
-            givers = _first_spots(fragment.givers, frozenset())
-            takers = _first_spots(fragment.takers, hosted)
+            givers, takers = _first_places(have, frozenset()), _first_places(need, family.hosted)
             copies = [Action(COPY, (rank,), (rank,)) for rank in takers if rank in givers]
             lacking = tuple(rank for rank in takers if rank not in givers)
             actions = (*copies, *self._reach(tuple(givers), lacking, len(self.levels) - 1))
@@ -171,25 +159,28 @@ class _Ways:
                 self._add_forwarded(demands, group, numel)
 
 
-def _first_spots(spots: tuple[Spot, ...], without: frozenset[UnitId]) -> dict[int, int]:
-    """Map every rank that owns one of the spots, ascending, to the index of its first spot."""
-    first_spots: dict[int, int] = {}
-    for index, spot in enumerate(spots):
-        for rank, unit in spot.slab.owners.items():
-            if (rank, unit) not in without:
-                first_spots.setdefault(rank, index)
-    return dict(sorted(first_spots.items()))
+def _first_places(slabs: list[Slab], without: frozenset[UnitId]) -> dict[int, tuple[int, int]]:
+    """Map every rank that owns one of the slabs, ascending, to the index of its first slab, and of its group there."""
+    first: dict[int, tuple[int, int]] = {}
+    for at, slab in enumerate(slabs):
+        for group, (ranks, index) in enumerate(zip(slab.groups, slab.indices, strict=True)):
+            for rank in ranks:
+                if rank not in first and (rank, index) not in without:
+                    first[rank] = at, group
+    return dict(sorted(first.items()))
 
 
 class _Delivery:
-    """Distributes one fragment to all ranks that need it."""
+    """Distributes fragments, one after the other, to all ranks that need them; ``rows``: the hops."""
 
-    def __init__(self, job: Job, fragment: Fragment, *, way: Way, ways: _Ways, deals: list[Deal]):
-        self.hops, self.fragment, self.way, self.ways, self.deals = job.hops, fragment, way, ways, deals
+    def __init__(self, ways: _Ways, deals: list[Deal], units: tuple[Units, Units]):
+        self.ways, self.deals, self.first = ways, deals, [of_side.first for of_side in units]
+        self.rows = array("q")
 
-    def run(self) -> None:
-        numel = self.fragment.numel
-        for speed, have, need in self.way.actions:
+    def run(self, number: tuple[int, int], slabs: list[Slab], fragment: Fragment, way: Way) -> None:
+        self.number, self.slabs, self.fragment, self.way = number, slabs, fragment, way
+        numel = fragment.numel
+        for speed, have, need in way.actions:
             if speed == COPY:
                 self._send(have[0], have[0], start=0, stop=numel)
                 continue
@@ -200,21 +191,13 @@ class _Delivery:
                     self._forward(need, entry, start=start, stop=stop)
 
     def _send(self, sender: int, receiver: int, *, start: int, stop: int, relayed: bool = False) -> None:
-        givers, takers = self.fragment.givers, self.fragment.takers
-        source = takers[self.way.takers[sender]] if relayed else givers[self.way.givers[sender]]
-        target = takers[self.way.takers[receiver]]
-        self.hops.append(
-            Hop(
-                source_rank=sender,
-                target_rank=receiver,
-                source=source,
-                target=target,
-                relayed=relayed,
-                fragment=self.fragment,
-                start=start,
-                stop=stop,
-            )
-        )
+        _, _, givers, takers = self.fragment
+        giver, of_giver = (self.way.takers if relayed else self.way.givers)[sender]
+        taker, of_taker = self.way.takers[receiver]
+        source, target = self.slabs[(takers if relayed else givers)[giver].unit], self.slabs[takers[taker].unit]
+        reads = self.first[relayed][sender] + source.indices[of_giver]
+        writes = self.first[1][receiver] + target.indices[of_taker]
+        self.rows.extend((*self.number, giver, taker, relayed, sender, receiver, start, stop, reads, writes))
 
     def _take_in(self, need: Ranks, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
         """Assign the elements that a group receives from outside to its members, which forward them to the others."""

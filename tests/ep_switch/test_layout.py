@@ -88,15 +88,16 @@ def test_places_are_where_the_parameters_parts_are():
 @pytest.mark.parametrize("other", [Parallel(4, 1, 4), Parallel(4, 2, 2, etp=2), Parallel(4, 2, pp=2)], ids=str)
 def test_units_are_shared_as_their_buckets_share_them(other):
     source, target = (Layout(MOE, grid, (0, 1, 2, 3), bucket_bytes=1 << 13) for grid in (Parallel(4, 2, 2), other))
-    device, slabs = open_device("emulated", index=0), (slabs_of(source), slabs_of(target))
+    device = open_device("emulated", index=0)
+    slabs = [{key: dict(slab.owners()) for key, slab in slabs_of(end).items()} for end in (source, target)]
     for rank in source.ranks:
         mine = Buckets(source.units(rank), device, torch.float32, owner="weights", resident=False)
         theirs = Buckets(target.units(rank), device, torch.float32, owner="weights", share=mine, resident=False)
         assert shared_units(source, target, rank) == theirs.shared
         alike = {
-            slab.owners[rank]: slabs[0][key].owners[rank]
-            for key, slab in slabs[1].items()
-            if rank in slab.owners and key in slabs[0] and rank in slabs[0][key].owners
+            owners[rank]: slabs[0][key][rank]
+            for key, owners in slabs[1].items()
+            if rank in owners and rank in slabs[0].get(key, ())
         }
         assert alike == theirs.shared
     assert any(shared_units(source, target, rank) for rank in source.ranks)

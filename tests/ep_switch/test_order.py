@@ -20,13 +20,13 @@ def one_by_one(search: _Search, index: int) -> tuple[int, float, tuple[int, ...]
     """What taking a slab next means, by its definition: (excess, increase in tightness, slab)."""
     over, real, fluid, opens = -(1 << 62), 0.0, 0.0, False
     for rank, nbytes in search.demands[index].takes:
-        over = max(over, search.resident[rank] + nbytes - search.limit[rank])
+        over = max(over, search.beyond[rank] + nbytes)
         real += search.weights[rank][0] * nbytes
         fluid += search.weights[rank][1] * nbytes
-    for unit, share in search.shares[index]:
-        weight = search.weights[unit[0]]
+    for unit, rank, share in search.shares[index]:
+        weight = search.weights[rank]
         fluid -= weight[1] * share
-        if len(search.readers[unit]) == 1:
+        if search.unread[unit] == 1:
             real -= weight[0] * search.size[unit]
         elif unit not in search.owed:
             opens = True
@@ -76,5 +76,5 @@ def test_an_evaluation_is_kept_only_while_its_ranks_do_not_change(seeds, monkeyp
         case = random_switch(choices(seed))
         plan = plan_switch.__wrapped__(*case)
         with monkeypatch.context() as patch:
-            patch.setattr(_Search, "_evaluate", _Search._compute)
+            patch.setattr(_Search, "_keep", lambda *_: None)
             assert plan_switch.__wrapped__(*case) == plan

@@ -22,6 +22,7 @@ from fusion.model.formats import EMBEDDED
 from tests.ep_switch.oracle import (
     check_contents,
     check_traffic,
+    listed,
     random_switch,
     random_switch_of_formats,
     random_switch_of_stacks,
@@ -337,7 +338,7 @@ def test_the_oracle_finds_a_wrong_plan():
     moves = list(rounds[0].moves)
     shifted = moves[0]._replace(source=moves[0].source._replace(offset=moves[0].source.offset + 1))
     wrong_moves = [shifted, *moves[1:]], moves[1:], [moves[0], *moves]
-    wrong = [(dataclasses.replace(rounds[0], transfers=tuple(some)), *rounds[1:]) for some in wrong_moves]
+    wrong = [(dataclasses.replace(rounds[0], moves=listed(some)), *rounds[1:]) for some in wrong_moves]
     early = dataclasses.replace(rounds[0], release_after=rounds[0].release_after + rounds[-1].release_after)
     never = dataclasses.replace(rounds[-1], release_after=())
     assert rounds[-1].release_after
