@@ -21,13 +21,14 @@ Every rank computes the same plan from the same two layouts; only weights (and, 
 Words of the planner, from storage to rounds:
 
     unit       storage that is allocated, freed, shared as one; slab: its distinct content, with the ranks that own it
-    fragment   elements that the same slabs of the source hold and the same slabs of the target need; spot: its place in
-               a slab;  giver, taker: a spot to read it from, to write it to
-    family     slabs of the target that have elements in common, and the fragments that fill them
-    job        all transfers that fill one family; slabs and clusters of them are ordered job by job (`order`)
+    fragment   elements that the same slabs of the source hold and the same slabs of the target need
+    giver      place to read a fragment from; taker: place to write it to
+    family     slabs of the target that have elements in common, and the fragments that fill them; the order is one of
+               families, or of clusters of them (`order`)
     way        how a fragment reaches all ranks that need it, as actions, each over one class of links (`senders`)
     deal       the division of what several ranks could send, so that none sends much more than others (`balance`)
-    hop        the transfer of elements of a fragment from one rank to another; move: a hop with its storage addresses
+    hop        the transfer of elements of a fragment from one rank to another; hops are rows of numbers (`hops`);
+               move: a hop with its storage addresses, made for the rank that acts
     segment    all that one rank sends to another in a round; run: elements of it that are contiguous in storage
 """
 

@@ -44,11 +44,12 @@ from itertools import chain
 import numpy as np
 import torch
 
+from fusion.ep_switch.demands import demands_of
 from fusion.ep_switch.fragments import Family, families, slabs_of
 from fusion.ep_switch.hops import Hops, Units
 from fusion.ep_switch.layout import Layout
 from fusion.ep_switch.moves import RankRound, Round, UnitId, steps_of, united
-from fusion.ep_switch.order import Method, Storage, demands_of, fill_order
+from fusion.ep_switch.order import Method, Storage, fill_order
 from fusion.ep_switch.rounds import IN_FLIGHT, pack_rounds, pack_through_host
 from fusion.ep_switch.senders import choose_senders
 from fusion.ep_switch.topology import LEVELS, Topology

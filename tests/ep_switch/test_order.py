@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fusion.ep_switch import order, plan_switch
+from fusion.ep_switch import demands, order, plan_switch
 from fusion.ep_switch.order import _Search
 from tests.ep_switch.oracle import choices, random_switch
 
@@ -36,14 +36,14 @@ def one_by_one(search: _Search, index: int) -> tuple[int, float, tuple[int, ...]
 @seeds(10, 40)
 def test_the_best_of_all_is_found_at_once(seeds, monkeypatch):
     searches: list[_Search] = []
-    step, best = _Search.step, order._Table.best
+    step, best = _Search.step, demands.DemandTable.best
     compared = 0
 
     def noted(search: _Search) -> None:
         searches.append(search)
         step(search)
 
-    def checked(table: order._Table, *args: object) -> tuple[int, float, tuple[int, ...]]:
+    def checked(table: demands.DemandTable, *args: object) -> tuple[int, float, tuple[int, ...]]:
         nonlocal compared
         compared += 1
         found = best(table, *args)
@@ -51,7 +51,7 @@ def test_the_best_of_all_is_found_at_once(seeds, monkeypatch):
         return found
 
     monkeypatch.setattr(_Search, "step", noted)
-    monkeypatch.setattr(order._Table, "best", checked)
+    monkeypatch.setattr(demands.DemandTable, "best", checked)
     monkeypatch.setattr(order, "MANY", 2)
     monkeypatch.setattr(order, "WINDOW", 1)
     for seed in seeds:
