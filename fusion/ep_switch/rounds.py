@@ -1,4 +1,4 @@
-"""Pack the hops of families into rounds of bounded size, and assign allocations and releases of storage to rounds. Pure.
+"""Pack the hops of families into rounds of bounded size; assign allocations and releases of storage to rounds. Pure.
 
 Families are processed in order. Each hop is put into the earliest rounds in which its sender and its receiver have
 capacity and the receiver may allocate the unit that it belongs to. A later family may therefore overtake an earlier
@@ -9,11 +9,11 @@ next of each rank in turn, everything that it holds is sent: it is restored, the
 first to fill are allocated, and it is released. What is forwarded follows.
 
 Invariants: in no round does a rank send, or write, more than ``room`` elements; an element is forwarded at least
-IN_FLIGHT rounds after it was received. If every rank stays within its limit while families are filled one after the other,
-it stays within it in the rounds too, where a unit counts as held until IN_FLIGHT rounds after its last reader. Through
-the host, a rank stays within its limit if that is at least its bytes of the target plus its largest unit of the source:
-whenever a unit is placed, all earlier ones have been placed until their release, so that its rank finally holds units
-of the target alone, and there is a round from which on the unit fits.
+IN_FLIGHT rounds after it was received. If every rank stays within its limit while families are filled one after the
+other, it stays within it in the rounds too, where a unit counts as held until IN_FLIGHT rounds after its last reader.
+Through the host, a rank stays within its limit if that is at least its bytes of the target plus its largest unit of the
+source: whenever a unit is placed, all earlier ones have been placed until their release, so that its rank finally holds
+units of the target alone, and there is a round from which on the unit fits.
 """
 
 from __future__ import annotations
