@@ -135,7 +135,7 @@ class NoModel:
 
     def __init__(self, model: Transformer) -> None:
         self.config, self.weights, self._device = model.config, model.weights, model.device.torch_device
-        self._logits = torch.zeros(1, VOCABULARY, device=self._device)
+        self.head, self._logits = self, torch.zeros(1, VOCABULARY, device=self._device)
 
     def __call__(self, ids: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return torch.empty(len(ids), 0, device=self._device)
