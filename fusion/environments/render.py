@@ -43,7 +43,7 @@ class Template(Protocol):
 class Bridge:
     """Continues conversations of one template.
     ``end_token_ids``: tokens that end a turn when they are sampled.
-    Raise ValueError: there is no template."""
+    Raises ValueError: there is no template."""
 
     def __init__(self, template: Template, end_token_ids: Collection[int]) -> None:
         self._template, self._ends = template, frozenset(end_token_ids)

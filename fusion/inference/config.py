@@ -299,7 +299,7 @@ class RolloutConfig(Group, path="rollout"):
 
 def check_context(config: RolloutConfig, dcp: int) -> None:
     """Refuse decode context parallelism where it cannot be honoured.
-    Raises ValueError: names both keys."""
+    Raise ValueError: names both keys."""
     if dcp > 1 and config.engine.batch_invariant:
         raise ValueError(
             f"parallel.infer.dcp={dcp}: expected 1 with rollout.engine.batch_invariant=true, as partial sums of "

@@ -148,7 +148,7 @@ class ControlledEngine(ABC):
 
     def allocate_kv(self) -> None:
         """Allocate ``kv_fraction`` of the device's free memory, at most ``max_kv_tokens``; all blocks are empty.
-        Raises ValueError: as `InferEngine.allocate_kv`."""
+        Raise ValueError: as `InferEngine.allocate_kv`."""
         limits, bytes_free, block_tokens = self.config.engine, self.device.memory().free, self._block_tokens
         block_bytes, reserved_bytes = self._kv_bytes()
         blocks = (int(bytes_free * limits.kv_fraction) - reserved_bytes) // block_bytes

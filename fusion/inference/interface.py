@@ -46,7 +46,7 @@ class InferEngine(Protocol):
 
     def allocate_kv(self) -> None:
         """Allocate the KV cache from the free memory of the device, within the limits of the config. Collective.
-        Raises ValueError: the memory is too small for one block, or for a waiting request; names the keys to change."""
+        Raise ValueError: the memory is too small for one block, or for a waiting request; names the keys to change."""
 
     def release_kv(self) -> None:
         """Release the KV cache's memory. Unfinished requests keep their tokens and wait. Collective."""
@@ -54,13 +54,13 @@ class InferEngine(Protocol):
     def reconfigure(self, config: RolloutConfig) -> None:
         """Change the limits of memory, sequences and tokens from the next `allocate_kv` on. Collective; only while no
         KV cache is allocated.
-        Raises ValueError: a value out of range, by key."""
+        Raise ValueError: a value out of range, by key."""
 
     # Control calls: thread-safe, on the leader
 
     def submit(self, requests: Iterable[Request]) -> None:
         """Submit requests; they start at the next step.
-        Raises ValueError: a request is malformed or can never fit; names its id, the field or key to change, its value
+        Raise ValueError: a request is malformed or can never fit; names its id, the field or key to change, its value
         and what was expected. None is submitted, and the engine continues."""
 
     def abort(self, ids: Iterable[str] | None = None) -> None:
@@ -109,7 +109,7 @@ class InferEngine(Protocol):
     def step(self) -> list[Output]:
         """Compute one step: for every running request at most one token, and those of its draft. Collective. Returns
         the requests that ended, on one of the ranks that schedule them; on the others an empty list.
-        Raises FloatingPointError: a request's logits are NaN; names the request."""
+        Raise FloatingPointError: a request's logits are NaN; names the request."""
 
     def suspend(self) -> list[Output]:
         """Suspend every request, also those not started, with reason "abort"; `Output.kv_rank` is set if the KV is

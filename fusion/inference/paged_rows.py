@@ -5,8 +5,9 @@ small matrix product (`RowSlice`, see `attention.py`).
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,22 +26,29 @@ STRETCH_TOKENS = 1 << 17
 @dataclass(frozen=True)
 class RowSlice:
     """Consecutive paged rows and the P blocks they attend over: a stretch of the pool read in place, then gathered
-    blocks. Arrays are int64, of numpy while the slice is planned.
+    blocks. Indices are int64.
 
     ``stretch``: first block and end; its unneeded blocks are assigned to row 0 with nothing to read. ``pieces``: the
     gathered blocks' rows of a pool, all keys before all values, or latents; without a stretch row after row. ``owner``
-    [P]: the row in the slice. ``bias`` [P, 1, block_size]: 0, or -inf behind the row's position; while it is planned
-    [P]: the number of tokens of each block that are read. ``width``: blocks of the longest row. ``place`` [P]: the cell
-    in [rows, width]; one more cell behind them is for unneeded blocks."""
+    [P]: the row in the slice. ``bias`` [P, 1, block_size]: 0, or -inf behind the row's position. ``width``: blocks of
+    the longest row. ``place`` [P]: the cell in [rows, width]; one more cell behind them is for unneeded blocks."""
 
     start: int
     stop: int
     stretch: tuple[int, int]
     width: int
-    pieces: Any
-    owner: Any
-    place: Any
-    bias: Any
+    pieces: torch.Tensor
+    owner: torch.Tensor
+    place: torch.Tensor
+    bias: torch.Tensor
+
+
+class SlicePlan(NamedTuple):
+    """Holds a `RowSlice` whose indices are on the host; ``valid`` [P]: the tokens of each block that are read."""
+
+    on_card: Callable[..., RowSlice]
+    indices: tuple[np.ndarray, np.ndarray, np.ndarray]
+    valid: np.ndarray
 
 
 Rows = PagedRows | tuple[RowSlice, ...]
@@ -56,19 +64,19 @@ def plan_paged_rows(
     if cache.reads_blocks:
         return _plan_table(positions, first, table, cache=cache, invariant=invariant)
     slices = list(_slice_rows(positions, first, table, cache=cache, invariant=invariant))
-    valid = np.concatenate([np.zeros(0, np.int64), *(part.bias for part in slices)])
+    valid = np.concatenate([np.zeros(0, np.int64), *(part.valid for part in slices)])
 
     def take(tensors: Iterator[torch.Tensor]) -> tuple[RowSlice, ...]:
         on_card = next(tensors)
         if not slices:
             return ()
-        biases = cache.masks.index_select(0, on_card).split([len(part.bias) for part in slices])  # of all at once
+        biases = cache.masks.index_select(0, on_card).split([len(part.valid) for part in slices])  # of all at once
         return tuple(
-            replace(part, pieces=next(tensors), owner=next(tensors), place=next(tensors), bias=bias)
+            part.on_card(next(tensors), next(tensors), next(tensors), bias=bias)
             for part, bias in zip(slices, biases, strict=True)
         )
 
-    return [valid, *(array for part in slices for array in (part.pieces, part.owner, part.place))], take
+    return [valid, *(array for part in slices for array in part.indices)], take
 
 
 def _plan_table(
@@ -91,7 +99,7 @@ def _plan_table(
 
 def _slice_rows(
     positions: np.ndarray, first: np.ndarray, table: np.ndarray, *, cache: KVCache, invariant: bool
-) -> Iterator[RowSlice]:
+) -> Iterator[SlicePlan]:
     """Plan one slice that reads the pool in place if that is cheaper, else slices with as many pairs as the workspace
     holds."""
     counts = positions // cache.page_size + 1
@@ -102,7 +110,7 @@ def _slice_rows(
     valid = np.minimum(positions[owner] + 1 - index * cache.page_size, cache.page_size)
     blocks = table[first[owner] + index]
 
-    def plan(start: int, stop: int, stretch: tuple[int, int], order: np.ndarray | slice) -> RowSlice:
+    def plan(start: int, stop: int, stretch: tuple[int, int], order: np.ndarray | slice) -> SlicePlan:
         """Plan rows ``start:stop`` over the pairs in the given order, of which the first are the stretch's."""
         width = int(counts[start:stop].max())
         owners, read, gathered = owner[order] - start, valid[order], order
@@ -111,7 +119,7 @@ def _slice_rows(
             gathered, unwanted = order[stretch[1] - stretch[0] :], order < 0
             owners[unwanted], read[unwanted], place[unwanted] = 0, 0, (stop - start) * width
         pieces = pieces_of(blocks[gathered], cache)
-        return RowSlice(start, stop, stretch, width=width, pieces=pieces, owner=owners, place=place, bias=read)
+        return SlicePlan(partial(RowSlice, start, stop, stretch, width), (pieces, owners, place), read)
 
     limit = cache.workspace.shape[0] // cache.layout.parts
     if not invariant and 0 < len(owner) <= STRETCH_TOKENS // cache.page_size:

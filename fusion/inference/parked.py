@@ -74,7 +74,7 @@ class ParkedKV:
     def park(self, sequences: Iterable[scheduler.Sequence]) -> None:
         """Start copying the KV of running sequences to the host, in order up to the bound; set their `parked`. Their
         blocks may be released, but not written by another stream before `settle`.
-        Raises RuntimeError: the host has no more memory to pin (`HostPool.take`); nothing was parked."""
+        Raise RuntimeError: the host has no more memory to pin (`HostPool.take`); nothing was parked."""
         self._free_restored()
         chosen, blocks = [], self.blocks
         for seq in sequences:

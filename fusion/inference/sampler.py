@@ -33,8 +33,8 @@ class Sampled(NamedTuple):
 
 
 def sample(logits_BV: torch.Tensor, params: list[SamplingParams], uniforms_B: np.ndarray) -> Sampled:
-    """Sample one token per row. ``logits_BV``: any float dtype. ``params``: of each row. ``uniforms_B``: float64 in [0,
-    1)."""
+    """Sample one token per row. ``logits_BV``: any float dtype. ``params``: of each row. ``uniforms_B``: float64, at
+    least 0 and below 1."""
     logits = logits_BV if logits_BV.dtype == torch.float64 else logits_BV.to(torch.float32)
     first = params[0]
     uniform = params.count(first) == len(params)

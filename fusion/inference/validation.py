@@ -42,7 +42,7 @@ _NUMBERS = {
 
 def check_sampling(group: str, sampling: SamplingParams | SamplingConfig) -> None:
     """Check the sampling parameters of a request or of the config.
-    Raises ValueError: a parameter out of its range; ``group`` prefixes its key."""
+    Raise ValueError: a parameter out of its range; ``group`` prefixes its key."""
     check, temperature = Checks(group, sampling), sampling.temperature
     in_range = is_finite(temperature) and (temperature == 0 or MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE)
     check.that(
@@ -56,7 +56,7 @@ def check_sampling(group: str, sampling: SamplingParams | SamplingConfig) -> Non
 def checked_requests(requests: Iterable[Request], vocabulary: int) -> list[Request]:
     """Return the requests with exact Python types: tokens and numbers may have been those of numpy or torch, and
     sequences of tokens lists. What several share, such as a group's prompt, is checked once.
-    Raises ValueError: names the request, the field, its value and what was expected."""
+    Raise ValueError: names the request, the field, its value and what was expected."""
     shared = _Shared(vocabulary)
     return [_checked(request, shared) for request in requests]
 
@@ -142,7 +142,7 @@ def _name(request: Request) -> str:
 
 def check_fits(request: Request, max_length: int, capacity_tokens: int) -> None:
     """Check that a request can finish.
-    Raises ValueError: it cannot; names the numbers and the keys to change."""
+    Raise ValueError: it cannot; names the numbers and the keys to change."""
     length = len(request.prompt) + request.params.max_tokens
     sizes = f"request {request.id!r}: prompt {len(request.prompt)} + max_tokens {request.params.max_tokens}"
     if length > max_length:
@@ -156,7 +156,7 @@ def check_fits(request: Request, max_length: int, capacity_tokens: int) -> None:
 
 def check_distinct(requests: Sequence[Request]) -> None:
     """Check that no two requests have the same id.
-    Raises ValueError: names the id."""
+    Raise ValueError: names the id."""
     known: set[str] = set()
     for request in requests:
         if request.id in known:
@@ -166,7 +166,7 @@ def check_distinct(requests: Sequence[Request]) -> None:
 
 def checked_ids(ids: Iterable[str]) -> list[str]:
     """Return the request ids of a control call.
-    Raises ValueError: not several texts."""
+    Raise ValueError: not several texts."""
     if isinstance(ids, str):
         raise ValueError(f"ids={ids!r}: expected a list of request ids")
     ids = list(ids)
@@ -177,7 +177,7 @@ def checked_ids(ids: Iterable[str]) -> list[str]:
 
 def checked_version(version: int) -> int:
     """Return a policy version.
-    Raises ValueError: not a natural number."""
+    Raise ValueError: not a natural number."""
     plain = _whole(version)
     if type(plain) is not int or plain < 0:
         raise ValueError(f"version={version!r:.200}: expected a whole number of at least 0")

@@ -159,7 +159,7 @@ class ModelConfig:
         tokens are those of `generation_config.json`, if it names any, as in transformers' `generate`; and there are no
         predictors of further tokens if it holds no tensor of one. ``key``: the user's config key that named the folder,
         for error messages.
-        Raises ValueError: there is no `config.json`, it is malformed, or it sets a field (named) that is not supported.
+        Raise ValueError: there is no `config.json`, it is malformed, or it sets a field (named) that is not supported.
         """
         if isinstance(source, dict):
             return cls._of_fields(source, f"{key}: config.json", key)
@@ -210,7 +210,7 @@ class ModelConfig:
 
     def _check(self, place: str) -> None:
         """Check what the fields must satisfy together.
-        Raises ValueError: names the fields."""
+        Raise ValueError: names the fields."""
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"{place}: num_attention_heads={self.num_heads} is no multiple of "

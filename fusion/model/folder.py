@@ -23,7 +23,7 @@ def check_folder(folder: str | Path, config: ModelConfig, key: str = "model.path
 
     Reads the files' headers only; of a tied model that stores an output head, the head and the embedding, too. ``key``:
     the user's config key that named the folder, for error messages.
-    Raises ValueError: the folder holds no weights or two sets of them, a file (named) is damaged, or a tensor (named)
+    Raise ValueError: the folder holds no weights or two sets of them, a file (named) is damaged, or a tensor (named)
     is missing, unknown, or of another shape or element type."""
     folder = Path(folder)
     stored = stored_tensors(folder, key)
@@ -58,7 +58,7 @@ def check_folder(folder: str | Path, config: ModelConfig, key: str = "model.path
 def block_scales(folder: Path, stored: Mapping[str, StoredTensor], key: str = "model.path") -> BlockScales | None:
     """Return how the float8 matrices of a folder are scaled, as its `config.json` says; None: it holds none, or does
     not say.
-    Raises ValueError: `config.json` states another quantization."""
+    Raise ValueError: `config.json` states another quantization."""
     if all(tensor.dtype != FLOAT8 for tensor in stored.values()):
         return None
     path = folder / "config.json"
@@ -73,7 +73,7 @@ def check_tensor(
     key: str = "model.path",
 ) -> None:
     """Check one tensor of a folder against the model's table, and its scales, if it is quantized.
-    Raises ValueError: its shape or its element type, or scales that are missing or do not fit."""
+    Raise ValueError: its shape or its element type, or scales that are missing or do not fit."""
     tensor = stored[name]
     if tensor.shape != shape:
         raise ValueError(

@@ -124,7 +124,7 @@ class Fields:
     def refuse_rest(self, only: Mapping[str, tuple[Any, ...]], inert: frozenset[str]) -> None:
         """Check that no field that was not read changes the model. ``only``: the family's fields of which only these
         values are implemented, besides `ONLY`. ``inert``: the family's fields that change nothing, besides `INERT`.
-        Raises ValueError: names the first that does, or may."""
+        Raise ValueError: names the first that does, or may."""
         only = {**ONLY, **only}
         for name, value in self._values.items():
             if name in self._read or name in INERT or name in inert:

@@ -55,7 +55,7 @@ def scale_of(name: str) -> str:
 
 def read_quantization(fields: Fields) -> BlockScales | None:
     """Return how the checkpoint's float8 matrices are scaled; None: it has none.
-    Raises ValueError: a quantization (its field is named) that is not implemented."""
+    Raise ValueError: a quantization (its field is named) that is not implemented."""
     table = fields.table(FIELD)
     if not table:
         return None

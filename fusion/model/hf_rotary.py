@@ -36,7 +36,7 @@ def read_rotary(
     """Read the rotary embedding of heads of ``head_dim`` channels. ``theta``: what transformers assumes where no base
     is stated. ``partial``: the share of the channels that is rotated where none is stated; None: the family rotates
     all.
-    Raises ValueError: a kind or a field (named) that is not implemented, or two statements that differ."""
+    Raise ValueError: a kind or a field (named) that is not implemented, or two statements that differ."""
     stated = _Statements(fields)
     kind = stated.text("rope_type", "default")
     if not isinstance(kind, str) or kind not in KINDS:

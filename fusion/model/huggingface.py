@@ -52,7 +52,7 @@ def load_weights(model: WeightHolder, folder: str | Path, whole_bytes: int = WHO
 
     Returns the checksums (`box_checksum`) of what this rank owns of each file of more than ``whole_bytes``, by name:
     over all ranks they add up, mod MODULUS, to the checksum of the file, in any layout.
-    Raises ValueError: a tensor (named) is missing, or its shape or element type differs from what `config.json`
+    Raise ValueError: a tensor (named) is missing, or its shape or element type differs from what `config.json`
     implies."""
     folder = Path(folder)
     stored, shapes = stored_tensors(folder), global_params(model.config)

@@ -204,7 +204,7 @@ class MoE(nn.Module):
     def _dispatched(
         self, x_ND: torch.Tensor, rows: RowSplit, row_multiple: int, *, record: bool
     ) -> tuple[torch.Tensor, Routed | None]:
-        """As `_whole`, by the card's operators, which send this TP rank's shard to its experts."""
+        """Compute as `_whole`, by the card's operators, which send this TP rank's shard to its experts."""
         mesh, shards = self.mesh, RowSplit(rows.count)
         assert mesh.dispatch_group is not None
         shard = shard_range(rows.count, mesh.parallel.tp, mesh.tp_rank)
@@ -279,7 +279,7 @@ def load_balancing_loss(stats: list[torch.Tensor], total_counts_E: torch.Tensor,
     ``total_counts_E``: tokens routed to each expert, summed over layers, of the whole batch.
     ``total_rows``: rows × layers of the whole batch, so that the losses of ranks and micro-batches add up to the
         batch's.
-    Returns A float32 scalar."""
+    Return a float32 scalar."""
     probs_E = torch.stack(stats)[:, 1].sum(0)
     return probs_E.numel() * (total_counts_E / total_rows * probs_E / total_rows).sum()
 
@@ -294,7 +294,7 @@ def sequence_balancing_loss(routed: Routed, owner_n: torch.Tensor, lengths: torc
     ``routed``: with ``probs_nE``, of this rank's rows.
     ``owner_n``: int64 [n], the sequence of each row.
     ``lengths``: float32 [S], the tokens of each sequence.
-    Returns A float32 scalar."""
+    Return a float32 scalar."""
     assert routed.probs_nE is not None
     num_experts, top_k = routed.probs_nE.shape[1], routed.expert_nk.shape[1]
     places = (owner_n.unsqueeze(1) * num_experts + routed.expert_nk).flatten()

@@ -163,7 +163,7 @@ class Parallel:
 
     def check(self, config: ModelConfig, key: str) -> None:
         """Check that the layout divides the model's dimensions. ``key``: the config node that the user has to change.
-        Raises ValueError: the layout does not divide a dimension of the model (with both numbers)."""
+        Raise ValueError: the layout does not divide a dimension of the model (with both numbers)."""
         if problem := self.misfit(config):
             raise ValueError(f"{key}.{problem}")
 

@@ -46,7 +46,7 @@ def adapter_params(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def check_adapter(folder: str | Path, config: ModelConfig) -> None:
     """Check that a folder of `peft` holds the adapters of a model, no fewer and no more.
-    Raises ValueError: it does not, by `model.adapter`; names the field, tensor or key."""
+    Raise ValueError: it does not, by `model.adapter`; names the field, tensor or key."""
     folder, adapters = Path(folder), config.adapters
     if adapters is None:
         raise ValueError(f"{KEY}={folder}: expected training.lora.rank to be the adapter's")

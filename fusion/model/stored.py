@@ -21,7 +21,7 @@ class StoredTensor:
 
 def read_json(path: Path, key: str = "model.path") -> dict[str, Any]:
     """Read a JSON object from a file of a checkpoint folder.
-    Raises ValueError: the file does not exist, or holds something else (named, with the config key)."""
+    Raise ValueError: the file does not exist, or holds something else (named, with the config key)."""
     if not path.is_file():
         raise ValueError(
             f"{key}: {path} does not exist; expected a Hugging Face checkpoint folder. A model of the hub is "
@@ -38,7 +38,7 @@ def read_json(path: Path, key: str = "model.path") -> dict[str, Any]:
 
 def tensor_names(folder: Path, key: str = "model.path") -> frozenset[str] | None:
     """Return the names of a folder's tensors, from its index where it has one; None: it holds no weights.
-    Raises ValueError: a file (named) is damaged."""
+    Raise ValueError: a file (named) is damaged."""
     index, single = folder / INDEX, folder / SINGLE
     if index.is_file():
         return frozenset(_weight_map(index, key))
@@ -47,7 +47,7 @@ def tensor_names(folder: Path, key: str = "model.path") -> frozenset[str] | None
 
 def stored_tensors(folder: Path, key: str = "model.path") -> dict[str, StoredTensor]:
     """Map every tensor's name to where it is stored.
-    Raises ValueError: ``folder`` holds no weights, an index beside a single file, or a damaged file (named)."""
+    Raise ValueError: ``folder`` holds no weights, an index beside a single file, or a damaged file (named)."""
     index, single = folder / INDEX, folder / SINGLE
     if not index.is_file():
         if not single.is_file():
@@ -73,7 +73,7 @@ def stored_tensors(folder: Path, key: str = "model.path") -> dict[str, StoredTen
 
 def read_header(path: Path, key: str = "model.path") -> dict[str, StoredTensor]:
     """Read the header of a safetensors file.
-    Raises ValueError: the file does not exist, or is damaged."""
+    Raise ValueError: the file does not exist, or is damaged."""
     from safetensors import SafetensorError, safe_open
 
     try:

@@ -141,7 +141,7 @@ class Transformer(nn.Module):
         ``replay``: the experts to route the rows to.
         ``rows``: how the N rows lie on the ranks, alike on all TP and EP ranks; `RowSplit.whole` only if
             `can_hold_whole_rows`, in inference mode and without ``replay``.
-        Returns On the last stage, [N, D] after the norm; on the others, this TP rank's rows [n, D] before it
+        Return, on the last stage, [N, D] after the norm; on the others, this TP rank's rows [n, D] before it
             (`hidden_rows`; where rows are whole, all N)."""
         rows = RowSplit(ids_N.shape[0]) if rows is None else rows
         rope = cosines_and_sines(positions_N, self.inv_freq, self.config.attention.rotary, self.weights.dtype)

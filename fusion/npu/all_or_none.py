@@ -40,7 +40,7 @@ def all_or_none(
     ``stage``: name of the work, for messages.
     ``device``: the device whose memory is reported by owner if ``work`` runs out of it.
     Raises AbortedOnAllRanks: on all ranks, if ``work`` failed on any.
-    Raises CollectiveFailed: the ranks could not agree, because one has ended."""
+    Raise CollectiveFailed: the ranks could not agree, because one has ended."""
 
     def describe(error: Exception) -> list[RankFailure]:
         return failures_in(error, rank=rank, stage=stage, bytes_by_owner=owners_if_out_of_memory(error, device))

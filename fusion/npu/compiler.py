@@ -62,7 +62,7 @@ def compiler() -> str | None:
 
 def build(library: Library) -> Path:
     """Build the library if needed and return its path.
-    Raises BuildError: there is no compiler, it failed, or the cache folder cannot be written."""
+    Raise BuildError: there is no compiler, it failed, or the cache folder cannot be written."""
     target = library.path
     if target.exists():
         return target

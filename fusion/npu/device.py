@@ -71,7 +71,7 @@ class Device(ABC):
         HANDLE_BYTES, in their order.
 
         A handle is free and does not keep the storage alive: once the storage is freed, its bytes are reused.
-        Raises RuntimeError: `can_share` is False."""
+        Raise RuntimeError: `can_share` is False."""
         raise RuntimeError(f"{self.torch_device}: memory of this {self.kind} card cannot be shared between processes")
 
     def map(self, handles: bytes, mapped: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
@@ -79,8 +79,8 @@ class Device(ABC):
         memory. The processes synchronise reads and writes themselves. ``mapped``: for each handle None, or a tensor
         that this returned for as many bytes, or a view of all of it. It is returned; its storage and with it all of its
         views move to the bytes behind the handle. Whether the owner has ended is not checked again.
-        Raises ValueError: the process that owns the memory has ended; one of ``mapped`` has another size.
-        Raises RuntimeError: `can_share` is False."""
+        Raise ValueError: the process that owns the memory has ended; one of ``mapped`` has another size.
+        Raise RuntimeError: `can_share` is False."""
         raise RuntimeError(f"{self.torch_device}: memory of this {self.kind} card cannot be shared between processes")
 
     def host_view(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -89,7 +89,7 @@ class Device(ABC):
 
         It is valid until the storage is released or resized. Synchronise before the library reads what the card has
         written.
-        Raises ValueError: the storage is released."""
+        Raise ValueError: the storage is released."""
         return tensor
 
     @abstractmethod
@@ -127,7 +127,7 @@ def open_device(
         belongs to this process alone.
     ``streams``, ``operators``: see DeviceConfig.
     ``rates``: `host_bytes_per_s` and `wire_bytes_per_s` of DeviceConfig; None: their defaults.
-    Raises ValueError: the kind does not exist or is not available."""
+    Raise ValueError: the kind does not exist or is not available."""
     config = DeviceConfig(kind=kind, capacity_bytes=capacity_bytes, streams=streams, operators=operators)
     if rates is not None:
         config.host_bytes_per_s, config.wire_bytes_per_s = rates
@@ -181,7 +181,7 @@ NO_CANN = "Ascend cards need CANN (source its set_env.sh) and torch_npu"
 
 def check_cards(kind: str) -> None:
     """Check, without touching a card, that this machine can have cards of ``kind``.
-    Raises ValueError: it cannot; says what is missing."""
+    Raise ValueError: it cannot; says what is missing."""
     if kind == "npu" and importlib.util.find_spec("torch_npu") is None:
         _torch_npu(required=True)
     if kind == "cuda" and not torch.cuda.is_available():
@@ -193,7 +193,7 @@ def _torch_npu(required: bool) -> Any:
 
     torch_npu is imported only here: without Ascend's CANN libraries the import fails (and so does plain `import torch`
     where torch_npu is installed, unless TORCH_DEVICE_BACKEND_AUTOLOAD=0).
-    Raises ValueError: ``required``, and torch_npu is missing, does not load or finds no card."""
+    Raise ValueError: ``required``, and torch_npu is missing, does not load or finds no card."""
     reason = "torch_npu is not installed"
     if importlib.util.find_spec("torch_npu") is not None:
         try:

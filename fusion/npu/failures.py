@@ -131,7 +131,7 @@ class RankFailure:
     @classmethod
     def from_json(cls: type[F], fields: Mapping[str, Any]) -> F:
         """Invert `to_json`; fields of subclasses are dropped.
-        Raises ValueError: a field is missing or of another type."""
+        Raise ValueError: a field is missing or of another type."""
         known: dict[str, Any] = {}
         for entry in dataclasses.fields(cls):
             value = fields.get(entry.name) if isinstance(fields, Mapping) else None
@@ -188,7 +188,7 @@ def kind_of(error: BaseException) -> FailureKind:
 
 def wait_for(work: dist.Work) -> None:
     """Wait for an asynchronous collective.
-    Raises CollectiveFailed: another rank has ended or left the collective."""
+    Raise CollectiveFailed: another rank has ended or left the collective."""
     import torch
 
     try:

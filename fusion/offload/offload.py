@@ -67,7 +67,7 @@ class Offloader:
         """Start copying the storage of each tensor to the host; `poll` or `wait` releases it on the card.
 
         Several tensors may share a storage: it is copied once, and they leave and return together. All leave or none.
-        Raises RuntimeError: the host has no memory for them; all of them are still resident."""
+        Raise RuntimeError: the host has no memory for them; all of them are still resident."""
         leaving = self._storages(tensors)
         regions = self._regions([trip.content.numel() for trip in leaving])
         self._stream_out.wait_stream(self._device.current_stream())

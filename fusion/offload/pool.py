@@ -33,7 +33,7 @@ class HostPool:
 
         Regions of one transfer are best taken together: the largest are placed first, each into the first gap that
         holds it; where there is none, an arena is allocated for all remaining ones.
-        Raises RuntimeError: the host has no more memory to pin. Nothing is taken."""
+        Raise RuntimeError: the host has no more memory to pin. Nothing is taken."""
         assert all(size > 0 for size in sizes), f"regions of {list(sizes)} bytes: expected sizes > 0"
         regions: dict[int, torch.Tensor] = {}
         left = sum(map(_aligned, sizes))

@@ -49,7 +49,7 @@ class RunFolder:
     If the name exists: `suffix` (default) takes the first free of `name-2`, `name-3`, …; `resume` continues in the
     folder. `choice` states in a sentence which it was.
     FolderInUse: another run has the folder; nothing in it was changed.
-    Raise ValueError: ``name`` is not the name of a folder."""
+    Raises ValueError: ``name`` is not the name of a folder."""
 
     def __init__(self, root: Path | str, name: str, if_exists: IfExists = "suffix", samples_per_step: int = 4) -> None:
         if not name or name != Path(name).name or name.startswith("."):

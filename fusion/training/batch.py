@@ -131,7 +131,7 @@ class Sequences:
         ``sampled``: bool, one per response token: whether it is trained. None: all are.
         ``kept_ids``: as many of each response token as its kept_counts.
         ``routing``: [tokens, L, k], of every token except the last of each sample.
-        Raises ValueError: prompts and responses differ in number."""
+        Raise ValueError: prompts and responses differ in number."""
         if len(prompt_lengths) != len(response_lengths):
             raise ValueError(
                 f"{len(prompt_lengths)} prompt_lengths and {len(response_lengths)} response_lengths; "

@@ -53,7 +53,7 @@ def save_checkpoint(
     An older checkpoint of the same name is kept until the new one is complete. ``state``: a copy of the trainer's
     `state_dict` on the host that does not change; any thread may write it. None: the trainer's current state.
     ``group``: over the ranks of the mesh in their order, not in use elsewhere during the call. None: the mesh's group.
-    Raises OSError: this rank could not write. The other ranks wait for it until their group's timeout."""
+    Raise OSError: this rank could not write. The other ranks wait for it until their group's timeout."""
     folder, mesh = Path(folder), trainer.model.mesh
     group = group if group is not None else mesh.world_group
     partial = folder.with_name(folder.name + ".partial")
@@ -79,7 +79,7 @@ def load_checkpoint(
     """Load a saved state into a trainer of any layout, bitwise. Collective over the mesh.
     ``verify``: read all files first and compare them with the manifest; the ranks share the work.
     ``steps_left``: optimizer steps until the end of the run, for a schedule that changes; None: as configured.
-    Raises ValueError: there is no checkpoint, or it is of another model or dtype.
+    Raise ValueError: there is no checkpoint, or it is of another model or dtype.
     Raises AbortedOnAllRanks: on all ranks, if a file is damaged or could not be read. The trainer must not be used."""
     folder, mesh = Path(folder), trainer.model.mesh
     saved = read_trainer(folder)
@@ -110,7 +110,7 @@ def read_trainer(folder: Path) -> dict[str, Any]:
     """Read what a checkpoint says about itself: `steps`, `dtype`, `layout`, `model` (a Hugging Face config),
     `masked_ids` (of `ModelConfig`) and `skipped_in_a_row` (both absent if an earlier version wrote it); `adapters`, if
     they alone are trained.
-    Raises ValueError: there is no checkpoint, or one of an earlier version."""
+    Raise ValueError: there is no checkpoint, or one of an earlier version."""
     if not (folder / TRAINER).is_file():
         raise ValueError(f"{folder} holds no trainer checkpoint ({TRAINER} is missing)")
     saved = json.loads((folder / TRAINER).read_text())

@@ -64,7 +64,7 @@ def file_of(rank: int) -> str:
 
 def write_chunks(path: Path, chunks: Sequence[Chunk]) -> FileRecord:
     """Write chunks to a new safetensors file; return its record when it is on disk. Each tensor is contiguous.
-    Raises OSError: it could not be written."""
+    Raise OSError: it could not be written."""
     header, end = dict[str, Any](), 0
     for chunk in chunks:
         begin, end = end, end + chunk.tensor.nbytes
@@ -114,7 +114,7 @@ class ChunkFolder:
     def read(self, name: str, stored: Mapping[str, Any], box: Box) -> torch.Tensor:
         """Read the elements ``box`` of the global tensor ``name``, and nothing around them, from the ``stored`` chunk
         that contains them.
-        Raises ValueError: the file is damaged."""
+        Raise ValueError: the file is damaged."""
         path = self.folder / file_of(stored["rank"])
         try:
             if path not in self._files:  # stays open: an export reads a file once per tensor
@@ -128,8 +128,8 @@ class ChunkFolder:
 @torch.no_grad()
 def read_chunks(folder: ChunkFolder, chunks: Iterable[Chunk]) -> None:
     """Fill the tensors of ``chunks``, of any dtype, from the global tensors that ``folder`` has.
-    Raises ValueError: a tensor is missing, has another shape, or was not saved as a whole; or a file is damaged.
-    Raises OSError: a file could not be read."""
+    Raise ValueError: a tensor is missing, has another shape, or was not saved as a whole; or a file is damaged.
+    Raise OSError: a file could not be read."""
     for chunk in chunks:
         entry = folder.table.get(chunk.name)
         if entry is None:

@@ -139,8 +139,8 @@ class EmbeddedTrainEngine:
         return {"actor/grad_norm": norm, "actor/lr": lr, SKIPPED_IN_A_ROW: skipped}
 
     def logprobs(self, sequences: Sequences, record: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `TrainEngine.logprobs`. ``record`` (`new_record`) receives the experts of all rows in this stage's
-        layers."""
+        """Compute what `TrainEngine.logprobs` documents. ``record`` (`new_record`) receives the experts of all rows
+        in this stage's layers."""
         values_2N = torch.zeros(2, sequences.rows)
         batches, places, _ = self._micro_batches(sequences)
 
@@ -199,7 +199,7 @@ class EmbeddedTrainEngine:
         return self.optimizer.tensors()
 
     def state_dict(self) -> dict[str, Any]:
-        """As `TrainEngine.state_dict`; of a frozen base nothing."""
+        """Return what `TrainEngine.state_dict` documents; of a frozen base nothing."""
         weights = {f"weights.{index}": flat for index, flat in enumerate(self.model.weights.trained().flats)}
         if self._has_card_values:
             weights[CARD_VALUES] = self.model.weights.card
@@ -215,7 +215,8 @@ class EmbeddedTrainEngine:
         self.optimizer.steps, self.optimizer.skipped_in_a_row = steps, skipped_in_a_row
 
     def weight_views(self, state: dict[str, Any]) -> dict[str, torch.Tensor]:
-        """As `TrainEngine.weight_views`. Those on the host, which never change, are not copied."""
+        """Return what `TrainEngine.weight_views` documents. Those on the host, which never change, are not
+        copied."""
         weights = self.model.weights
         views = {param.name: weights.views[param.name] for param in weights.apart if param.storage == "host"}
         if self._has_card_values:

@@ -28,7 +28,7 @@ def export_checkpoint(
     ``checkpoint``: its files must be whole: they are not verified here.
     ``tokenizer_from``: the folder whose tokenizer and generation settings are copied.
     ``base``: the model that adapters were trained beside.
-    Raises ValueError: ``checkpoint`` is not a checkpoint, or there is nothing to merge, or no base to merge it with."""
+    Raise ValueError: ``checkpoint`` is not a checkpoint, or there is nothing to merge, or no base to merge it with."""
     saved, chunks = read_trainer(checkpoint), ChunkFolder(checkpoint)
     masked = tuple((start, stop) for start, stop in saved.get("masked_ids", ()))
     config, dtype = ModelConfig.from_hf(saved["model"]), getattr(torch, saved["dtype"])

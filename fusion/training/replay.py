@@ -13,7 +13,7 @@ from fusion.training.model import TrainedModel
 
 def replay_of(batch: Sequences, model: TrainedModel, own: slice) -> Replay | None:
     """Return the routing to be replayed in a forward pass of the batch's rows ``own``; None if the batch has none.
-    Raises ValueError: the routing has another number of sparse layers, or of experts per token, than this stage of the
+    Raise ValueError: the routing has another number of sparse layers, or of experts per token, than this stage of the
     model."""
     if batch.routing is None:
         return None

@@ -30,7 +30,7 @@ class Schedule:
 
     def rate(self, step: int) -> float:
         """Return the rate of optimizer step ``step`` (from 0).
-        Raises ValueError: an unknown schedule, or `cosine` without the number of steps."""
+        Raise ValueError: an unknown schedule, or `cosine` without the number of steps."""
         start, end = self.warmup_steps if self.start is None else self.start, self.end or self.total_steps
         peak = self.lr if self.start_rate is None else self.start_rate
         if step < self.warmup_steps:

@@ -12,7 +12,7 @@ from tests.warm import ROOT
 LAYOUTS = [f"parallel.train.{axis}=2" for axis in ("tp", "ep", "pp")] + ["parallel.infer.ep=4"]
 
 
-@pytest.mark.extended  # layouts and latents alone: tests/training/test_latents.py, tests/inference/test_latents.py
+@pytest.mark.extended  # layouts and latents alone: tests/training/test_families.py, tests/inference/test_latents.py
 def test_a_tiny_pangu_trains_in_three_cuts_and_generates_in_another(tmp_path):
     shape = yaml.safe_load((ROOT / "recipes" / "shapes" / "tiny" / "pangu.yaml").read_text())["config"]
     base = tmp_path / "base"

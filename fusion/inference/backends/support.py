@@ -39,7 +39,7 @@ def check_vllm(config: ModelConfig, layout: Parallel, device: DeviceConfig) -> N
     """Check that rollout.backend=vllm can generate with a model in the layout of one engine of `parallel.infer`.
 
     With device.kind=auto what depends on the card is left to the worker that opens it (`check_card`).
-    Raises ValueError: vLLM is not installed, or another version; or the model or the layout is not supported."""
+    Raise ValueError: vLLM is not installed, or another version; or the model or the layout is not supported."""
     if device.kind == "auto":
         _check_version({release for releases in RELEASES.values() for release in releases})
     else:
@@ -54,7 +54,7 @@ def check_vllm(config: ModelConfig, layout: Parallel, device: DeviceConfig) -> N
 
 def check_card(config: ModelConfig, kind: str) -> None:
     """Check that vLLM can generate with a model on an opened card (`Device.kind`).
-    Raises ValueError: vLLM is not installed, or a version for other cards; or it does not compute the model's heads
+    Raise ValueError: vLLM is not installed, or a version for other cards; or it does not compute the model's heads
     there."""
     on_host = computes_on_host(kind)
     _check_version(RELEASES["emulated" if on_host else kind])

@@ -174,7 +174,7 @@ def check_live(core: VllmCore, table: Iterable[LocalParam]) -> None:
 
 def check_recorded(core: VllmCore, config: ModelConfig) -> None:
     """Check that vLLM records the experts of every token, instead of zeros. Collective over the engine's ranks.
-    Raises ValueError: it does not, in a layer that has experts."""
+    Raise ValueError: it does not, in a layer that has experts."""
     experts, layers = core.runner.routed_experts_capturer.device_buffer, sparse_layers(config)
     experts.fill_(-1)
     core.allocate_kv(DUMMY_BLOCKS)

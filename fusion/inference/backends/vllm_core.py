@@ -242,7 +242,7 @@ def start(
     """Start vLLM on this rank, with dummy weights and without a KV cache. Collective over the mesh. A process has one
     at a time: vLLM keeps its process groups in global variables. ``load``: loads weights into the model in place of the
     dummy ones, before vLLM processes what was loaded. ``routing``: record the experts of every token (`vllm_routing`).
-    Raises ImportError: vLLM is not installed."""
+    Raise ImportError: vLLM is not installed."""
     with _unchanged_process():
         # vLLM for the CPU attends to keys and values of heads instead of latents.
         os.environ.update(ENVIRONMENT | {"VLLM_MLA_DISABLE": str(int(computes_on_host(device.kind)))})

@@ -99,7 +99,7 @@ class VllmEngine(ControlledEngine):
 
     def reconfigure(self, config: RolloutConfig) -> None:
         """Change the limits of memory, sequences and tokens from the next `allocate_kv` on.
-        Raises ValueError: a value out of range, by key; vLLM has sized its buffers by the first config."""
+        Raise ValueError: a value out of range, by key; vLLM has sized its buffers by the first config."""
         limits = config.engine
         if limits.max_seqs > self._max_seqs or limits.max_batch_tokens > self._max_batch_tokens:
             raise ValueError(

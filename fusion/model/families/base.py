@@ -148,7 +148,7 @@ def mixed_layers(
 ) -> tuple[LayerSpec, ...]:
     """Return layers of which ``is_sparse`` tells the sparse ones; the others have an MLP of `intermediate_size`.
     ``named``: the fields that decide it, for messages.
-    Raises ValueError: no layer is sparse, which is another family."""
+    Raise ValueError: no layer is sparse, which is another family."""
     sparse, dense = LayerSpec(attention, experts), LayerSpec(attention, Dense(fields.size("intermediate_size")))
     layers = tuple(sparse if is_sparse(layer) else dense for layer in range(fields.size("num_hidden_layers")))
     if sparse not in layers:

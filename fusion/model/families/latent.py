@@ -20,7 +20,7 @@ STATES = (
 def read_latent(fields: Fields, *, max_positions: int, theta: float = 10000.0, interleaved: bool = True) -> Latent:
     """Read latent attention. ``max_positions``, ``theta``: what is assumed where none is stated. ``interleaved``:
     whether channels 2i and 2i + 1 are rotated together.
-    Raises ValueError: a field (named) that is not supported."""
+    Raise ValueError: a field (named) that is not supported."""
     heads = fields.size("num_attention_heads")
     kv_heads = fields.optional_size("num_key_value_heads") or heads
     if kv_heads != heads:

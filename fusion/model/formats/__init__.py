@@ -56,7 +56,7 @@ def local_table(
 ) -> tuple[LocalParam, ...]:
     """Return the local tensors of ``rank`` in a format, in the order of the forward pass. ``max_bytes``: of a unit of
     storage; formats whose tensors can be cut cut them to fit. ``itemsize``: bytes of an element.
-    Raises ValueError: the format does not describe this model or layout."""
+    Raise ValueError: the format does not describe this model or layout."""
     if format in (EMBEDDED, STACKED):
         return local_params(config, parallel, rank, max_numel=max_bytes // itemsize, stacks=format == STACKED)
     if format == MEGATRON:

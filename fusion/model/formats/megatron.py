@@ -37,7 +37,7 @@ def local_params(config: ModelConfig, parallel: Parallel, rank: int) -> tuple[Lo
     The tensor-parallel cut differs from the embedded trainer's in the low-rank projections of latent attention, which
     are cut here; and in `linear_qkv`, if TP exceeds the number of KV groups: each rank then holds an even share of the
     fused rows and gathers them to compute.
-    Raises ValueError: Megatron does not divide the model so (`misfit`)."""
+    Raise ValueError: Megatron does not divide the model so (`misfit`)."""
     assert not config.num_labels, "a reward model is not trained"
     if problem := misfit(config, parallel):
         raise ValueError(problem)

@@ -51,7 +51,7 @@ CUDA, CPU, ASCEND = Variant(), Variant(fused_latents=False), Variant(transposed_
 
 def local_params(config: ModelConfig, parallel: Parallel, rank: int, variant: Variant = CUDA) -> tuple[LocalParam, ...]:
     """Return the parameters of vLLM's model on ``rank`` of one engine, in the order of the forward pass.
-    Raises ValueError: vLLM does not divide the model so (`misfit`), or `check_supported`."""
+    Raise ValueError: vLLM does not divide the model so (`misfit`), or `check_supported`."""
     check_supported(config)
     if problem := misfit(config, parallel):
         raise ValueError(problem)
@@ -78,7 +78,7 @@ def misfit(config: ModelConfig, parallel: Parallel) -> str | None:
 
 def check_supported(config: ModelConfig) -> None:
     """Check that vLLM's tensors of this model are described, and that it computes the same.
-    Raises ValueError: another family, a reward model, or a field (named) that vLLM's model of the family does not read.
+    Raise ValueError: another family, a reward model, or a field (named) that vLLM's model of the family does not read.
     """
     if config.family not in FAMILIES or config.num_labels:
         what = "reward model of" if config.num_labels else "family"

@@ -30,8 +30,8 @@ _extension: ModuleType | None = None
 
 def install() -> ModuleType:
     """Register `npu` as a device of this process, once, and return the extension.
-    Raises BuildError: the extension could not be built.
-    Raises ValueError: another backend (torch_npu) already owns the name."""
+    Raise BuildError: the extension could not be built.
+    Raise ValueError: another backend (torch_npu) already owns the name."""
     global _extension
     with _lock:
         if _extension is None:

@@ -53,13 +53,13 @@ def library_path() -> Path:
 
 def build() -> Path:
     """Build the library if needed (15–30 s on two cores) and return its path.
-    Raises BuildError: there is no compiler, or it failed."""
+    Raise BuildError: there is no compiler, or it failed."""
     return build_library(emulator_library())
 
 
 def load_extension() -> ModuleType:
     """Build the library if needed and import it.
-    Raises BuildError: the library cannot be built."""
+    Raise BuildError: the library cannot be built."""
     loader = importlib.machinery.ExtensionFileLoader(NAME, str(build()))
     spec = importlib.util.spec_from_loader(NAME, loader)
     assert spec is not None

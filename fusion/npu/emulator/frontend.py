@@ -36,7 +36,7 @@ def _make_hccl(store: Any, rank: int, size: int, timeout: Any) -> Any:
 
 def _card_index(which: Any = None) -> int:
     """Return the card that an index, name, device or None (the current card) refers to.
-    Raises ValueError: another kind of device."""
+    Raise ValueError: another kind of device."""
     index = which
     if which is not None and not isinstance(which, int):
         device = torch.device(which)

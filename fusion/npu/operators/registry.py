@@ -27,7 +27,7 @@ def block_tokens(kind: str, name: str = "auto") -> int:
 @cache
 def operators_of(kind: str, name: str = "auto") -> Plain:
     """Return the table ``name`` for a device of ``kind``; ``auto``: the fastest that it has.
-    Raises ValueError: the environment lacks what the table needs."""
+    Raise ValueError: the environment lacks what the table needs."""
     table = table_of(kind, name)
     if kind == "cuda" and (lack := lacking(table)):
         raise ValueError(f"device.operators={table}: {lack}; expected auto, or {table_of(kind)} as auto selects")

@@ -70,7 +70,7 @@ class Algorithm:
         ``reference_kl``: behaviour_logprobs - ref_logprobs of each sample, summed over its response. Only for
             algorithm.kl_in=reward.
         ``cut``: whether the limit ended the response, not an end token; None: of all with max_response_length tokens.
-        Raises ValueError: the columns differ in length, or ``reference_kl`` is needed and is or contains None."""
+        Raise ValueError: the columns differ in length, or ``reference_kl`` is needed and is or contains None."""
         if not len(rewards) == len(groups) == len(response_lengths):
             raise ValueError(f"{len(rewards)} rewards, {len(groups)} groups, {len(response_lengths)} lengths")
         shaped_B = self.shape_rewards(rewards, response_lengths, reference_kl, cut)
@@ -127,7 +127,7 @@ class Algorithm:
 
     def loss(self, tokens: LossInput) -> LossOutput:
         """Compute the loss and the metrics of each token.
-        Raises ValueError: a required column is missing (named)."""
+        Raise ValueError: a required column is missing (named)."""
         config = self.config
         advantages = tokens.needed("advantages", f"algorithm.name={self.name}")
         behaviour = tokens.needed("behaviour_logprobs", f"algorithm.correction={config.corrects_by}")

@@ -25,7 +25,7 @@ def installed_version() -> str | None:
 
 def check_megatron(config: ModelConfig, layout: Parallel) -> None:
     """Check that training.backend=megatron can train a model in the layout `parallel.train`.
-    Raises ValueError: megatron-core is not installed, or another version; or the model, or a size of the layout, is not
+    Raise ValueError: megatron-core is not installed, or another version; or the model, or a size of the layout, is not
     supported."""
     version = installed_version()
     if version is None or not version.startswith(RELEASES):

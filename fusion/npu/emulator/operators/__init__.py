@@ -34,7 +34,7 @@ def recorded_schemas(version: str) -> dict[str, str]:
 @cache
 def register() -> torch.library.Library:
     """Define the operators in this process, once, for tensors of any device: the emulated NPU's, the host's and `meta`.
-    Raises RuntimeError: an operator is defined already, as by torch_npu."""
+    Raise RuntimeError: an operator is defined already, as by torch_npu."""
     library = torch.library.Library("npu", "FRAGMENT")
     for name, schema in recorded_schemas(VERSIONS[0]).items():
         library.define(schema)
