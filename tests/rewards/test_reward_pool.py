@@ -324,6 +324,13 @@ def test_config_errors_name_the_key(changes, message):
         RewardConfig(**changes).validate()
 
 
+def test_a_file_that_loads_for_too_long_is_refused_with_the_place_where_it_is(tmp_path, monkeypatch):
+    (tmp_path / "slow.py").write_text("import time\ndef wait():\n    time.sleep(1000)\nwait()\n")
+    monkeypatch.setattr("fusion.rewards.process.START_LIMIT_S", patience(2.0))
+    with pytest.raises(ValueError, match=r"(?s)reward\.path=.*slow\.py:reward': not ready after \d+ s.* in wait"):
+        pool_of(tmp_path / "slow.py")
+
+
 def test_metrics_of_nothing_scored_have_no_mean():
     figures = reward_metrics([None], ["timeout"])
     assert figures["reward/failed_timeout"] == figures["reward/failed"] == 1
