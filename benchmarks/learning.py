@@ -5,6 +5,11 @@ whole run. The lag is forced: the engine has room for every sample that the boun
 the bound allows. The final reward of a run is that of its last policy on held-out prompts, which are the same for all
 runs of a seed; differences are paired with the run of the same seed at staleness 0.
 
+deployments: the same on shorter answers and for more steps, in deployments whose engines adopt new weights between two
+tokens and whose cards train while the last responses are generated; `lag` is what these cards' times make of the bound,
+`adopted` the share of responses of which new weights have sampled a part, `parts` in how many a step was trained: more
+than 1 where training began before its last group was there.
+
 quickstart: each seed makes its own base model and runs `recipes/quickstart.sh` from it in every deployment: mean
 rewards of the first and last five steps, the seconds of making the base model, of the steps, and of the whole command,
 which includes the start of its processes but not the base model.
@@ -13,6 +18,7 @@ which includes the start of its processes but not the base model.
 import json
 import sys
 from argparse import Namespace
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean, pstdev, stdev
@@ -29,7 +35,11 @@ def check(args: Namespace) -> str:
 
 BENCHMARK = Benchmark(
     __doc__,
-    {"staleness": "benchmarks.learning:staleness", "quickstart": "benchmarks.learning:quickstart"},
+    {
+        "staleness": "benchmarks.learning:staleness",
+        "deployments": "benchmarks.learning:deployments",
+        "quickstart": "benchmarks.learning:quickstart",
+    },
     [
         Option("seeds", None, smoke="1", help="number of seeds (default: 10, of `quickstart` 5)"),
         Option("steps", None, smoke="2", help="training steps of a run (default: those of the task)"),
@@ -39,9 +49,14 @@ BENCHMARK = Benchmark(
         Option("svg", None, help="write the plot of `staleness` to this file"),
         Option("bounds", "0,1,2", smoke="0,1"),
         Option("base", "", smoke="0"),
-        Option("prompts", 64, smoke=8),
+        Option("prompts", None, smoke=8),
     ],
-    {"staleness.?.difference": ">= -0.03", "staleness.?.worst": ">= -0.15"},
+    {
+        "staleness.?.difference": ">= -0.03",
+        "staleness.?.worst": ">= -0.15",
+        "deployments.?.?.difference": ">= -0.03",
+        "deployments.?.?.worst": ">= -0.15",
+    },
     default=("staleness",),
     extra="overrides of the runs' config",
     check=check,
@@ -53,13 +68,15 @@ if __name__ == "__main__":
 from benchmarks.runs import Row, make_base, temporary_folder, train
 
 WINDOW = 5
-OPTIONS = """cluster=one device=emulated parallel=single data=worked data.max_prompt_length=64
-reward=arithmetic rollout.max_response_length=96 algorithm=grpo algorithm.group_size=8 algorithm.minibatches=2
-training.lr=3e-4 training.warmup_steps=6 training.betas=[0.9,0.99] training.weight_decay=0
-training.load_balancing_coef=0 rollout.engine.max_seqs=1024""".split()
+OPTIONS = """device=emulated parallel=single data=worked data.max_prompt_length=64 reward=arithmetic
+rollout.max_response_length=96 algorithm=grpo algorithm.group_size=8 algorithm.minibatches=2 training.warmup_steps=6
+training.lr=3e-4 training.betas=[0.9,0.99] training.weight_decay=0 training.load_balancing_coef=0
+rollout.engine.max_seqs=1024""".split()
+TWO_CARDS = "cluster.npus=2 data.min_digits=2 data.max_digits=3".split()
 
 Curves = dict[str, dict[str, Figures]]
-"""Bound → seed → `rewards` by step, `before` and `after` (held-out), `lag` (mean over all samples)."""
+"""Bound → seed → `rewards` by step, `before` and `after` (held-out), `lag` (mean over all samples), `adopted`,
+`parts`."""
 
 
 def staleness(args: Namespace) -> Figures:
@@ -67,15 +84,25 @@ def staleness(args: Namespace) -> Figures:
     if args.curves:
         curves = json.loads(Path(args.curves).read_text())["figures"]["staleness"]["curves"]
     else:
-        curves = trained(args)
+        curves = trained(args, ["cluster=one"], steps=30, prompts=64)
     if args.svg:
         Path(args.svg).write_text(plot(curves))
     return judged(curves) | {"curves": curves}
 
 
-def trained(args: Namespace) -> Curves:
-    """Make the base model, then train every seed at every bound, ``args.jobs`` runs at a time."""
-    steps, seeds = int(args.steps or 30), range(int(args.seeds or 10))
+def deployments(args: Namespace) -> Figures:
+    """Train every seed at every bound in `hybrid` and `separate`, one card that generates beside one that trains."""
+    figures: Figures = {}
+    for fusion in ("hybrid", "separate"):
+        curves = trained(args, [*TWO_CARDS, f"fusion={fusion}"], steps=60, prompts=16)
+        figures[fusion] = judged(curves) | {"curves": curves}
+    return figures
+
+
+def trained(args: Namespace, options: Sequence[str], *, steps: int, prompts: int) -> Curves:
+    """Make the base model, then train every seed at every bound, ``args.jobs`` runs at a time. ``steps`` of a run and
+    ``prompts`` of a step: unless ``args`` states them."""
+    steps, prompts, seeds = int(args.steps or steps), int(args.prompts or prompts), range(int(args.seeds or 10))
     with temporary_folder() as folder, ThreadPoolExecutor(args.jobs) as pool:
         base = make_base(folder / "base", "worked_arithmetic", *(["--target", args.base] if args.base else []))
 
@@ -84,12 +111,12 @@ def trained(args: Namespace) -> Curves:
                 f"model.path={base}",
                 f"run.seed={seed}",
                 f"run.steps={steps}",
-                f"run.eval_prompts={8 * args.prompts}",
+                f"run.eval_prompts={64 if args.smoke else 512}",
             ]
-            own += [f"stalesync.max_staleness={bound}", f"data.prompts_per_step={args.prompts}", *args.overrides]
-            rows = train(folder / f"s{bound}-{seed}", [*OPTIONS, *own], timeout_s=7200)
+            own += [f"stalesync.max_staleness={bound}", f"data.prompts_per_step={prompts}", *args.overrides]
+            rows = train(folder / f"s{bound}-{seed}", [*OPTIONS, *options, *own], timeout_s=7200)
             curve = curve_of(rows, bound)
-            progress(f"staleness {bound}, seed {seed}", curve)
+            progress(f"{options[-1]}, staleness {bound}, seed {seed}", curve)
             return curve
 
         bounds = [int(bound) for bound in args.bounds.split(",")]
@@ -100,11 +127,14 @@ def trained(args: Namespace) -> Curves:
 def curve_of(rows: list[Row], bound: int) -> Figures:
     """Return what `Curves` holds of a run."""
     lags = [(lag, sum(row.get(f"staleness/lag_{lag}_count", 0) for row in rows)) for lag in range(bound + 1)]
+    samples = sum(count for _, count in lags)
     return {
         "rewards": [row["critic/rewards/mean"] for row in rows],
         "before": rows[0]["val/rewards/before"],
         "after": rows[-1]["val/rewards/after"],
-        "lag": sum(lag * count for lag, count in lags) / sum(count for _, count in lags),
+        "lag": sum(lag * count for lag, count in lags) / samples,
+        "adopted": sum(row["staleness/mixed_versions_count"] for row in rows) / samples,
+        "parts": mean(row["training/parts_total"] for row in rows),
     }
 
 

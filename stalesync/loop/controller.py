@@ -237,6 +237,7 @@ class Controller:
             self.note_lost(now=True)
         lost = self.groups.untrained(trained, samples)
         self.groups.log_trained(trained, samples, lost)
+        metrics.add("training/parts_total", 1)
         bound = self.config.stalesync.max_staleness
         add_staleness_metrics(metrics, samples, version=ledger.version, max_staleness=bound)
         (self.admission.observe_trained if update else self.admission.observe_accumulated)(trained, lost)

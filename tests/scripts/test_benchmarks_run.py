@@ -81,6 +81,7 @@ WANTED = {
     "launches train": {"cuda.tp1", "ascend.tp2ep2_recompute", "ascend.host_syncs"},
     "launches logprobs": {"peak_bytes", "planned_bytes", "whole_bytes"},
     "learning staleness": {"0.final", "1.difference"},
+    "learning deployments": {"hybrid.0.final", "separate.1.difference"},
     "learning quickstart": {"colocated.mean_end", "colocated 0.command_s"},
     "lora": {"switch.bytes", "switch.adapter_bytes", "hbm.ratio", "step.ratio", "decode.ratio"},
     "offload": {"floor.seconds", "offload.ratio", "stream.gb_per_s"},

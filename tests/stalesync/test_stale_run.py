@@ -87,6 +87,7 @@ def test_cards_train_in_the_tail_of_generation_what_is_ready_and_nothing_twice(b
     lent_s = [row["rollout/lent_card_s"] for row in rows]
     accumulated = '"accumulate"' in (tmp_path / "run" / "timeline.json").read_text()
     assert accumulated == (deployment == "separate" or sum(lent_s) > 0)
+    assert accumulated == any(row["training/parts_total"] > 1 for row in rows)
     assert lent_s[0] == 0 and (deployment == "hybrid" or not sum(lent_s))
     assert rows[-1]["distqueue/rows"] == 0 and rows[-1]["distqueue/ended/done"] == 32 * steps
 
