@@ -13,7 +13,9 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from contextlib import redirect_stderr, redirect_stdout
 from functools import lru_cache
+from io import StringIO
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -115,6 +117,31 @@ def _run_ranks(fn: Callable, world: int, args: tuple[Any, ...], device: str, tim
         return _pool.collect(world, timeout_s)
 
 
+def in_fork(fn: Callable[[], None], **environment: str) -> tuple[str, str]:
+    """Call ``fn`` in a process of its own, with ``environment`` beside this one's; return what it has written to
+    standard output and error. ``fn`` is a module-level function."""
+    here, there = processes().Pipe()
+    process = processes().Process(target=_written, args=(there, fn, environment), daemon=True)
+    process.start()
+    there.close()
+    deadline = Deadline(60)
+    while not here.poll(deadline.left_s()):
+        assert not deadline.expired(), f"{fn.__name__} did not end"
+    written = here.recv()
+    process.join()
+    return written
+
+
+def _written(pipe: Connection, fn: Callable[[], None], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    with redirect_stdout(StringIO()) as out, redirect_stderr(StringIO()) as errors:
+        try:
+            fn()
+        except BaseException:
+            traceback.print_exc()
+    pipe.send((out.getvalue(), errors.getvalue()))
+
+
 class _RankPool:
     def __init__(self) -> None:
         self.processes: dict[int, Any] = {}
@@ -176,8 +203,9 @@ def _serve(pipe: Connection) -> None:
             gc.collect()
             if kind not in devices:
                 late = {"kind": "emulated", "index": rank + 8, "streams": "adversarial"}
-                devices[kind] = open_device(**late if kind == "adversarial" else {"kind": kind, "index": rank})
-            device = devices[kind]
+                opened = open_device(**late if kind == "adversarial" else {"kind": kind, "index": rank})
+                devices[kind] = opened, opened.operators
+            device, device.operators = devices[kind]  # the process may have served a test that has set others
             if device.kind == "emulated":
                 torch.npu.set_device(device.index)  # the process may have served a test on its other card
             dist.init_process_group(device.process_group_backend, init_method=store, rank=rank, world_size=world)

@@ -42,12 +42,15 @@ def choose(cases: Iterable[Case], factors: Callable[[Case], Factors]) -> list[Ca
 
 
 def thinned(
-    cases: Sequence[Any], factors: Callable[[Any], Factors], extended: Callable[[Any], bool] = lambda case: False
+    cases: Sequence[Any],
+    factors: Callable[[Any], Factors],
+    extended: Callable[[Any], bool] = lambda case: False,
+    rest: pytest.MarkDecorator = pytest.mark.slow,
 ) -> list[Any]:
-    """All ``cases`` as parameters of a test, those that `choose` leaves out marked slow, and of the others those of
+    """All ``cases`` as parameters of a test, those that `choose` leaves out marked ``rest``, and of the others those of
     which ``extended`` is true marked so. A case that is a tuple is one argument each of its items."""
     kept = choose(cases, factors)
-    marks = [pytest.mark.slow if case not in kept else pytest.mark.extended if extended(case) else () for case in cases]
+    marks = [rest if case not in kept else pytest.mark.extended if extended(case) else () for case in cases]
     return [
         pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=mark)
         for case, mark in zip(cases, marks, strict=True)

@@ -41,3 +41,8 @@ def test_what_is_chosen_may_be_left_to_the_extended_run():
     for param in thinned(cases, lambda case: case, extended=lambda case: case[0] == "a"):
         names = [mark.name for mark in param.marks]
         assert names == (["slow"] if param.values not in kept else ["extended"] if param.values[0] == "a" else [])
+
+
+def test_what_is_left_out_may_run_with_the_extended():
+    params = thinned(list(product("ab", "cd", "ef")), lambda case: case, rest=pytest.mark.extended)
+    assert {mark.name for param in params for mark in param.marks} == {"extended"}

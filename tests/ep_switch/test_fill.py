@@ -98,7 +98,7 @@ def way_back(rank, device, one, other, kind):
 
 
 @pytest.mark.parametrize("kind", ["shared", "collective"])
-@pytest.mark.parametrize("device", ["emulated", "adversarial"])
+@pytest.mark.parametrize("device", [pytest.param("emulated", marks=pytest.mark.extended), "adversarial"])
 def test_masters_on_the_host_fill_the_target_bitwise_and_save_the_wire(device, kind):
     ends = End(Parallel(4, 4), dtype=BF16), End(Parallel(4, 1, 2), dtype=BF16)  # back to DP4, EP2
     for wire, host, *again in run_ranks(way_back, 4, *ends, kind, device=device):

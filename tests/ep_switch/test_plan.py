@@ -19,6 +19,7 @@ from fusion.ep_switch import Layout, Plan, Topology, plan_switch
 from fusion.ep_switch import plan as planning
 from fusion.model import Parallel, unit_bytes
 from fusion.model.formats import EMBEDDED
+from tests.ep_switch.digests import CONFIG, WORLD4, digest_of_plan
 from tests.ep_switch.oracle import (
     check_contents,
     check_traffic,
@@ -29,11 +30,8 @@ from tests.ep_switch.oracle import (
     sent_bytes,
     view,
 )
-from tests.helpers import tiny_config
 
 BUSIEST, SLACK = 1.1, 4
-WORLD4 = (0, 1, 2, 3)
-CONFIG = tiny_config(num_hidden_layers=6, hidden_size=64, moe_intermediate_size=64, vocab_size=128)
 
 
 @st.composite
@@ -305,17 +303,9 @@ def test_rounds_are_nearly_full(pair):
 
 
 IN_ANOTHER_PROCESS = """
-from tests.ep_switch.test_plan import digest_of_plan
+from tests.ep_switch.digests import digest_of_plan
 print(*digest_of_plan())
 """
-
-
-def digest_of_plan() -> tuple[int, int]:
-    """The digest of a plan, and one of the order of everything in it."""
-    source, target = (Layout(CONFIG, grid, WORLD4, bucket_bytes=1 << 14) for grid in PAIRS[2])
-    plan = plan_switch(source, target, 1 << 14, Topology(1, 2, 4, (9.0, 9.0, 1.0, 1.0)))
-    text = "".join(repr([[*round_.moves], round_.allocate_before, round_.release_after]) for round_ in plan.rounds)
-    return plan.digest, sum(place * ord(letter) for place, letter in enumerate(text))
 
 
 def test_every_process_makes_the_same_plan():

@@ -162,7 +162,7 @@ def parked_chain(rank, device, config, one, other, options):
     return reports
 
 
-@pytest.mark.parametrize("device", ["emulated", "adversarial"])
+@pytest.mark.parametrize("device", [pytest.param("emulated", marks=pytest.mark.extended), "adversarial"])
 @pytest.mark.parametrize("case", ["TP2PP2-EP4", pytest.param("PP4-two engines of EP2", marks=pytest.mark.extended)])
 def test_a_source_that_is_parked_on_the_host_comes_through_bitwise_and_within_memory(case, device):
     """As it is where no order is found that keeps the bound."""

@@ -10,6 +10,7 @@ import re
 import signal
 import time
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ from tests.ep_switch.switching import BUCKET, End, assert_filled, build_pair, ex
 from tests.families import family_config
 from tests.helpers import processes, run_ranks, tiny_config
 from tests.machine import patience, within
+from tests.pairwise import thinned
 
 MOE = tiny_config(num_key_value_heads=2)
 LARGER = tiny_config(experts=False, num_hidden_layers=6, hidden_size=64, intermediate_size=128)
@@ -104,9 +106,10 @@ def lost(rank, device, exchange):
         setattr(kind, method, honest)
 
 
-@pytest.mark.parametrize("work", [corrupted, lost])
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize(
+    ("exchange", "device", "work"),
+    thinned(list(product(EXCHANGES, DEVICES, (corrupted, lost))), lambda case: case, rest=pytest.mark.extended),
+)
 def test_a_corrupted_or_missing_transfer_is_found_and_named_on_all_ranks(exchange, device, work):
     one, other = run_ranks(work, 2, exchange, device=device)
     assert one == other

@@ -16,6 +16,14 @@ from fusion.npu import open_device
 from tests.helpers import tiny_checkpoint
 from tests.rollouts import rollout_config
 
+OPERATORS = [
+    ("fused", torch.float32),
+    ("composed", torch.float32),
+    ("composed", torch.float64),
+    ("composed", torch.bfloat16),
+]
+"""The fixture `operators` for each dtype: only float32 is fused"""
+
 
 @cache
 def checkpoint(experts: bool = True) -> str:

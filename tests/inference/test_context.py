@@ -151,7 +151,7 @@ def submit(made: EmbeddedEngine, wanted: list[Request]) -> None:
 
 def together(made: EmbeddedEngine) -> dict[str, Any]:
     """Prompts of several chunks, siblings, and requests that arrive while others decode."""
-    wanted, had = [replace(one, params=replace(one.params, temperature=0.0)) for one in requests(12)], {}
+    wanted, had = [replace(one, params=replace(one.params, temperature=0.0)) for one in requests(9, 20)], {}
     submit(made, wanted[:5])
     outputs = steps(made, 3)
     submit(made, wanted[5:])
@@ -161,7 +161,7 @@ def together(made: EmbeddedEngine) -> dict[str, Any]:
 
 def away(made: EmbeddedEngine) -> dict[str, Any]:
     """Suspended twice, with the memory released; the second time under other weights, which come in flight later."""
-    wanted = [replace(one, params=replace(one.params, temperature=0.0, stop_token_ids=())) for one in requests(6)]
+    wanted = [replace(one, params=replace(one.params, temperature=0.0, stop_token_ids=())) for one in requests(6, 30)]
     had, again = {}, wanted
     for turn in range(2):
         submit(made, again)
@@ -269,7 +269,13 @@ def test_drafts_are_verified_over_shared_kv(kind, options):
 @pytest.mark.filterwarnings("ignore:.*made nevertheless on the emulated card")
 @pytest.mark.parametrize("kind", ["gqa", "deepseek_v3"])
 @pytest.mark.parametrize(
-    "options", [dict(operators="ascend"), dict(operators="plain"), dict(dtype=torch.float64)], ids=str
+    "options",
+    [
+        dict(operators="ascend"),
+        dict(operators="plain"),
+        pytest.param(dict(dtype=torch.float64), marks=pytest.mark.extended),
+    ],
+    ids=str,
 )
 def test_every_table_of_operators(kind, options):
     compare(kind, "together", Parallel(2, tp=2, dcp=2), **options)

@@ -9,7 +9,7 @@ from fusion.inference import Request, SamplingParams
 from fusion.model import PackedAttention
 from fusion.npu.operators import operators_of
 from tests.helpers import tiny_hf
-from tests.inference.engines import by_id, card, engine, generate, generate_brokenly, model, requests, tokens
+from tests.inference.engines import OPERATORS, by_id, card, engine, generate, generate_brokenly, model, requests, tokens
 
 
 @pytest.mark.parametrize("experts", [True, False])
@@ -53,18 +53,26 @@ def test_logprobs_are_those_of_a_trainers_forward_pass(temperature, operators):
         assert torch.allclose(torch.tensor(output.logprobs), want, atol=1e-5, rtol=0)
 
 
+SCHEDULES = [
+    dict(max_seqs=1),
+    dict(max_seqs=3, max_batch_tokens=8),
+    dict(max_batch_tokens=64, block_size=32),
+    dict(prefix_cache=False),
+    dict(max_kv_tokens=160),
+]
+
+
 @pytest.mark.parametrize(
-    "rollout",
+    ("operators", "rollout"),
     [
-        dict(max_seqs=1),
-        dict(max_seqs=3, max_batch_tokens=8),
-        dict(max_batch_tokens=64, block_size=32),
-        dict(prefix_cache=False),
-        dict(max_kv_tokens=160),
+        pytest.param(how, rollout, marks=() if how == "fused" or "max_seqs" in rollout else pytest.mark.extended)
+        for rollout in SCHEDULES
+        for how in ("fused", "composed")
     ],
     ids=str,
+    indirect=["operators"],
 )
-def test_no_schedule_changes_what_is_sampled(rollout, operators):
+def test_no_schedule_changes_what_is_sampled(operators, rollout):
     wanted = requests(12)
     assert tokens(generate(engine(**rollout), wanted)) == tokens(generate(engine(), wanted))
 
@@ -79,8 +87,8 @@ def test_no_history_changes_what_is_sampled(seed):
     assert made.scheduler.blocks.available == 10
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_batch_invariant_logprobs_are_bitwise_equal_under_any_history(dtype, operators):
+@pytest.mark.parametrize(("operators", "dtype"), OPERATORS, ids=str, indirect=["operators"])
+def test_batch_invariant_logprobs_are_bitwise_equal_under_any_history(operators, dtype):
     wanted = requests(9, max_tokens=30)
     want = by_id(generate(engine(dtype, batch_invariant=True), wanted))
     for seed in range(3):

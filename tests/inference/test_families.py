@@ -68,7 +68,18 @@ def test_greedy_equals_transformers_in_float32_wherever_the_best_two_are_apart(k
     assert compared > 10
 
 
-@pytest.mark.parametrize("kind", KINDS)
+COMPOSED = ("qwen3_moe", "deepseek_v3")
+
+
+@pytest.mark.parametrize(
+    ("kind", "operators"),
+    [
+        pytest.param(kind, how, marks=() if how == "fused" or kind in COMPOSED else pytest.mark.extended)
+        for kind in KINDS
+        for how in ("fused", "composed")
+    ],
+    indirect=["operators"],
+)
 def test_batch_invariant_logprobs_are_those_of_a_request_alone(kind: str, operators: Any) -> None:
     loaded = Transformer(ModelConfig.from_hf(checkpoint(kind)), Mesh.single(), card(), batch_invariant=True)
     load_weights(loaded, checkpoint(kind))

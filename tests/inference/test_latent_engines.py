@@ -20,7 +20,7 @@ from fusion.offload import HostPool
 from fusion.rollout.drafts.drafter import TextDrafter
 from tests.families import family_checkpoint, family_fields
 from tests.helpers import run_ranks
-from tests.inference.engines import by_id, engine, generate, generate_brokenly, model, requests, tokens
+from tests.inference.engines import OPERATORS, by_id, engine, generate, generate_brokenly, model, requests, tokens
 from tests.inference.keeping import keeping, long, resumed, steps, suspend_and_return
 from tests.inference.pooling import figures, pooling
 from tests.inference.test_drafts_exact import rank as drafted_rank
@@ -32,7 +32,7 @@ from tests.inference.test_verification import Guesses, truth_of
 from tests.rollouts import rollout_config
 
 KIND = "deepseek_v3"
-DTYPES = [torch.float32, pytest.param(torch.float64, marks=pytest.mark.extended), torch.bfloat16]
+DTYPES = [pytest.param(*one, marks=pytest.mark.extended if one[1] is torch.float64 else ()) for one in OPERATORS]
 
 
 @cache
@@ -45,11 +45,12 @@ def invariant(dtype: torch.dtype = torch.float32, **rollout: Any) -> EmbeddedEng
 
 
 @pytest.mark.parametrize(
-    "dtype",
-    [torch.bfloat16, *(pytest.param(kind, marks=pytest.mark.extended) for kind in (torch.float32, torch.float64))],
+    ("operators", "dtype"),
+    [pytest.param(*one, marks=() if one[1] is torch.bfloat16 else pytest.mark.extended) for one in OPERATORS],
     ids=str,
+    indirect=["operators"],
 )
-def test_batch_invariant_logprobs_are_bitwise_equal_under_any_history(dtype, operators):
+def test_batch_invariant_logprobs_are_bitwise_equal_under_any_history(operators, dtype):
     wanted = requests(9, max_tokens=30)
     want = by_id(generate(invariant(dtype), wanted))
     for seed in range(3):
@@ -62,7 +63,7 @@ def test_batch_invariant_logprobs_are_bitwise_equal_under_any_history(dtype, ope
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.extended) for seed in (1, 2))])
-def test_no_history_changes_what_is_sampled(seed, operators):
+def test_no_history_changes_what_is_sampled(seed):
     """Also where prompts and long chunks are expanded."""
     wanted = requests(12)
     want = tokens(generate(engine(torch.float64, folder=folder()), wanted))
@@ -81,8 +82,8 @@ def test_siblings_share_latents_of_their_prompt():
 
 
 @pytest.mark.parametrize("children", [1, 3])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_drafts_change_no_token_and_no_logprob(dtype, children, operators):
+@pytest.mark.parametrize(("operators", "dtype"), DTYPES, ids=str, indirect=["operators"])
+def test_drafts_change_no_token_and_no_logprob(operators, dtype, children):
     wanted = requests(9, max_tokens=30, temperature=0.7)
     plain = by_id(generate(invariant(dtype), wanted))
     for seed in range(2):
@@ -93,7 +94,7 @@ def test_drafts_change_no_token_and_no_logprob(dtype, children, operators):
         assert made.scheduler.blocks.available == made.scheduler.blocks.count
 
 
-def test_drafts_without_batch_invariance_sample_the_same_tokens(operators):
+def test_drafts_without_batch_invariance_sample_the_same_tokens():
     """Where there is no fused operator, the rows of a draft are a long chunk each, and absorb."""
     wanted = requests(9, max_tokens=30)
     plain = by_id(generate(engine(torch.float64, folder=folder()), wanted))

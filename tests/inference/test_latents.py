@@ -132,7 +132,7 @@ def test_any_pieces_are_attended_as_expanded(operators, seed, dtype, block_size,
 
 
 @pytest.mark.parametrize("max_scores", [1, 200])
-def test_absorbed_chunks_are_attended_some_rows_at_a_time(monkeypatch, operators, max_scores):
+def test_absorbed_chunks_are_attended_some_rows_at_a_time(monkeypatch, max_scores):
     monkeypatch.setattr("fusion.inference.attention.MAX_SCORES", max_scores)
     monkeypatch.setattr(KVLayout, "absorbs", lambda *_, head_dim: True)
     case = Case(1, dtype=torch.float64, block_size=8, workspace_blocks=20, count=5)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from fusion.inference.sequence import Sequence
 from fusion.inference.verification import Draft, Verification
 from fusion.model import PackedAttention
 from tests.inference.engines import by_id, engine, generate, generate_brokenly, model, requests
+from tests.pairwise import thinned
 
 SIZE = 4
 
@@ -70,14 +72,22 @@ def truth_of(made) -> dict[str, list[int]]:
     return {name: tokens for name, (tokens, _) in made.items()}
 
 
+PARAMS = {
+    "plain": dict(),
+    "greedy": dict(temperature=0.0),
+    "top_p": dict(temperature=0.7, top_p=0.9),
+    "top_k": dict(top_k=8),
+    "min_p": dict(min_p=0.05),
+}
+
+
 @pytest.mark.parametrize(
-    "params",
-    [dict(), dict(temperature=0.0), dict(temperature=0.7, top_p=0.9), dict(top_k=8), dict(min_p=0.05)],
-    ids=["plain", "greedy", "top_p", "top_k", "min_p"],
+    ("params", "children", "operators"),
+    thinned(list(product(PARAMS, (1, 3), ("fused", "composed"))), factors=lambda case: case, rest=pytest.mark.extended),
+    indirect=["operators"],
 )
-@pytest.mark.parametrize("children", [1, 3], ids=["line", "tree"])
 def test_tokens_and_logprobs_are_those_without_drafts_to_the_bit(params, children, operators):
-    wanted = requests(count=9, max_tokens=40, **params)
+    wanted = requests(count=9, max_tokens=40, **PARAMS[params])
     plain = by_id(generate(engine(batch_invariant=True), wanted))
     drafted = engine(batch_invariant=True)
     drafted.scheduler.drafter = Guesses(truth_of(plain), children=children)

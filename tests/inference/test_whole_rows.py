@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.inference import EmbeddedEngine
+from fusion.inference import EmbeddedEngine, Request
 from fusion.model import Mesh, ModelConfig, Parallel, RowSplit, Transformer, load_weights, whole_rows
 from fusion.model import parallel as layouts_of_ranks
 from fusion.model.collectives import MAX_GATHERED_ROWS, MAX_WHOLE_ROWS, may_be_whole, shard_sizes
@@ -33,6 +33,10 @@ LAYOUTS = [
     Parallel(4, tp=2, ep=2, pp=2),
     Parallel(4, tp=2, ep=2, etp=2),
 ]
+
+
+def wanted() -> list[Request]:
+    return requests(9, max_tokens=12)
 
 
 @contextmanager
@@ -64,7 +68,7 @@ def generate_rank(
         plan = made.forward._plan_rows
         made.forward._plan_rows = lambda count: planned.add(rows := plan(count)) or rows
         if rank == 0:
-            made.submit(requests(12))
+            made.submit(wanted())
         outputs = made.run()
         made.release_kv()
         return outputs, planned
@@ -74,9 +78,9 @@ def check(folder: str, parallel: Parallel, least: int = 16) -> list[Any]:
     """Generates as one rank with the plain operators does; returns the results."""
     results = run_ranks(generate_rank, parallel.world, folder, parallel, False, least)
     outputs = [output for mine, _ in results for output in mine]
-    wanted = generate(engine(torch.float64, routing=True, folder=folder), requests(12))
+    alone = generate(engine(torch.float64, routing=True, folder=folder), wanted())
     found, routing = by_id(outputs), {output.request_id: output.routing for output in outputs}
-    for output in wanted:
+    for output in alone:
         tokens, logprobs = found[output.request_id]
         assert tokens == output.tokens and logprobs == pytest.approx(output.logprobs, abs=1e-5)
         assert torch.equal(routing[output.request_id], output.routing)

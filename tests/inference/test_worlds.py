@@ -1,4 +1,5 @@
 import threading
+from itertools import count
 
 import pytest
 import torch
@@ -138,9 +139,19 @@ def test_ranks_with_one_schedule_read_what_others_have_generated_at_the_same_ste
 def orders_rank(rank, device, folder):
     made = build(device, folder, Parallel(4, tp=2, ep=2))
     if rank == 0:
-        params = SamplingParams(max_tokens=150, stop_token_ids=())
+        params = SamplingParams(max_tokens=40, stop_token_ids=())
         made.submit([Request(f"r{i}", (3, 4), params) for i in range(6)])
-        threading.Timer(0.05, made.abort, (["r1", "r4"],)).start()
+        aborter = threading.Thread(target=made.abort, args=(["r1", "r4"],))
+        commit, steps = made.scheduler.commit, count()
+
+        def counted(*args):
+            if (step := next(steps)) == 3:
+                aborter.start()
+            elif step == 9:
+                aborter.join()
+            return commit(*args)
+
+        made.scheduler.commit = counted
     first = made.run()
     if rank == 0:
         made.submit([Request(f"s{i}", (3, 4), params) for i in range(6)])
@@ -158,6 +169,7 @@ def test_orders_reach_every_rank_while_it_steps():
     assert {name: o.finish_reason for name, o in first.items()} == {
         f"r{i}": "abort" if i in (1, 4) else "length" for i in range(6)
     }
+    assert all(3 < len(first[name].tokens) < 20 for name in ("r1", "r4"))
     second = {o.request_id: o for _, mine, *_ in results for o in mine}
     assert set(second) == {f"s{i}" for i in range(6)} | {"late"}
     assert all(o.finish_reason == "abort" for o in second.values())

@@ -88,9 +88,21 @@ def test_every_family_is_tested() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(data=st.data())
 def test_random_models_compute_what_transformers_does(kind: str, data: st.DataObject) -> None:
+    check_random_model(kind, data)
+
+
+@pytest.mark.extended
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=12)
+@given(data=st.data())
+def test_many_random_models_compute_what_transformers_does(kind: str, data: st.DataObject) -> None:
+    check_random_model(kind, data)
+
+
+def check_random_model(kind: str, data: st.DataObject) -> None:
     """Logits and gradients of a trainer, logits by an engine's operators, the folder read and written, the config."""
     fields = data.draw(random_fields(kind))
     theirs = family_hf(fields)

@@ -10,6 +10,7 @@ import time
 import pytest
 
 import fusion.npu.emulator.build as builder
+from tests.helpers import in_fork
 from tests.machine import communicate, within
 
 OPEN = """
@@ -45,8 +46,12 @@ def test_two_processes_build_once_in_a_fresh_cache(tmp_path):
     assert within(time.monotonic() - start, 15), "no second build"
 
 
+def opened() -> None:
+    exec(OPEN, {})
+
+
 def test_a_missing_compiler_is_one_warning_and_a_ledger(tmp_path):
-    output, errors = communicate(_open(XDG_CACHE_HOME=str(tmp_path), PATH=str(tmp_path)), 60)
+    output, errors = in_fork(opened, XDG_CACHE_HOME=str(tmp_path), PATH=str(tmp_path))
     assert output == "ledger 8.0 32\n"
     assert errors.count("Warning") == 1
     assert "The emulated NPU is not available: no C++ compiler found (install g++)" in errors
@@ -56,7 +61,7 @@ def test_a_compiler_that_fails_says_why(tmp_path):
     compiler = tmp_path / "g++"
     compiler.write_text("#!/bin/sh\necho 'unit.cpp:1: fatal error: Python.h: No such file' >&2\nexit 1\n")
     compiler.chmod(0o755)
-    output, errors = communicate(_open(XDG_CACHE_HOME=str(tmp_path / "cache"), PATH=f"{tmp_path}:/bin"), 60)
+    output, errors = in_fork(opened, XDG_CACHE_HOME=str(tmp_path / "cache"), PATH=f"{tmp_path}:/bin")
     assert output == "ledger 8.0 32\n"
     assert "the C++ compiler failed: unit.cpp:1: fatal error: Python.h: No such file" in errors
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given
@@ -17,8 +13,7 @@ from fusion.model.moe import MoE
 from fusion.model.spec import Router
 from fusion.npu.operators import PagedRows, operators_of
 from fusion.npu.operators.cpu import load
-from tests.helpers import tiny_checkpoint
-from tests.machine import communicate
+from tests.helpers import in_fork, tiny_checkpoint
 
 seeds = st.integers(0, 1 << 30)
 CPU = operators_of("emulated")
@@ -276,16 +271,13 @@ def test_only_generation_in_float32_on_the_host_is_fused():
     assert (operators_of("npu").name, operators_of("cuda").name) == ("ascend", "cuda")
 
 
+def composed() -> None:
+    with torch.inference_mode():
+        for _ in range(2):
+            print(operators_of("ledger").rms_norm(torch.full((1, 2), 3.0), torch.tensor([1.0, 2.0]), 0.0))
+
+
 def test_without_a_compiler_the_same_functions_are_composed(tmp_path):
-    code = """
-import torch
-from fusion.npu.operators import operators_of
-with torch.inference_mode():
-    for _ in range(2):
-        print(operators_of("ledger").rms_norm(torch.full((1, 2), 3.0), torch.tensor([1.0, 2.0]), 0.0))
-"""
-    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "PATH": str(tmp_path)}
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    output, errors = communicate(subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes), 60)
+    output, errors = in_fork(composed, XDG_CACHE_HOME=str(tmp_path), PATH=str(tmp_path))
     assert output == 2 * "tensor([[1., 2.]])\n"
     assert errors.count("no fused operators (no C++ compiler found (install g++))") == 1

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import threading
 import uuid
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 import torch
 
 from fusion.npu import OWNERS, open_device
-from fusion.npu.accelerator import session_file
+from fusion.npu.accelerator import session_file, sweep_sessions
+from tests.helpers import processes
 
 MIB = 1 << 20
 
@@ -163,26 +163,38 @@ def test_a_card_in_use_does_not_change_its_capacity(card):
     del held
 
 
-NEIGHBOUR = """
-import sys, torch
-from fusion.npu import open_device
-device = open_device("emulated", index=3, capacity_bytes=20 << 20, session=sys.argv[1])
-held = torch.empty(15 << 20, dtype=torch.uint8, device=device.torch_device)
-print("holding", flush=True)
-for line in sys.stdin:
-    if line.strip() == "free":
-        held = None
-        device.empty_cache()
-        print("freed", flush=True)
-"""
+class Neighbour:
+    """Another process, which holds 15 MiB of card 3."""
+
+    def __init__(self, session: str, capacity_bytes: int = 20 * MIB) -> None:
+        self.pipe, there = processes().Pipe()
+        self.process = processes().Process(target=_hold, args=(there, session, capacity_bytes), daemon=True)
+        self.process.start()
+        there.close()
+        self.answer = self.pipe.recv()
+
+    def free(self) -> str:
+        self.pipe.send("free")
+        return self.pipe.recv()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
 
 
-def _neighbour(session: str) -> subprocess.Popen:
-    process = subprocess.Popen(
-        [sys.executable, "-c", NEIGHBOUR, session], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "holding\n"
-    return process
+def _hold(pipe: Connection, session: str, capacity_bytes: int) -> None:
+    try:
+        device = open_device("emulated", index=3, capacity_bytes=capacity_bytes, session=session)
+    except ValueError as error:
+        pipe.send(str(error))
+        return
+    held = torch.empty(15 * MIB, dtype=torch.uint8, device=device.torch_device)
+    pipe.send("holding")
+    assert pipe.recv() == "free"
+    del held
+    device.empty_cache()
+    pipe.send("freed")
+    pipe.recv()
 
 
 def test_two_processes_share_a_card(card):
@@ -192,56 +204,51 @@ def test_two_processes_share_a_card(card):
     def take():
         return torch.empty(15 * MIB, dtype=torch.uint8, device=shared.torch_device)
 
-    neighbour = _neighbour(session)
+    neighbour = Neighbour(session)
+    assert neighbour.answer == "holding"
     assert shared.memory().free == 5 * MIB and shared.memory().allocated == 0
     with pytest.raises(torch.OutOfMemoryError, match="15.00 MiB by other processes"):
         take()
-    neighbour.stdin.write("free\n")
-    neighbour.stdin.flush()
-    assert neighbour.stdout.readline() == "freed\n"
+    assert neighbour.free() == "freed"
     mine = take()
     del mine
     shared.empty_cache()
     neighbour.kill()
-    neighbour.wait()
 
-    dying = _neighbour(session)
+    dying = Neighbour(session)
     with pytest.raises(torch.OutOfMemoryError):
         take()
     dying.kill()
-    dying.wait()
     mine = take()
     assert shared.memory().free == 5 * MIB, "a dead process holds nothing"
     del mine
     assert shared.memory().free == 20 * MIB, "what is cached can be released"
 
-    with pytest.raises(subprocess.CalledProcessError) as error:
-        subprocess.run(
-            [sys.executable, "-c", NEIGHBOUR.replace("20 << 20", "32 << 20"), session], check=True, capture_output=True
-        )
-    assert b"ValueError: device.capacity_bytes=33554432: the processes already on this card" in error.value.stderr
+    refused = Neighbour(session, capacity_bytes=32 * MIB)
+    assert refused.answer.startswith("device.capacity_bytes=33554432: the processes already on this card")
+    refused.process.join()
     open_device("emulated", index=3)
     assert not [name for name in os.listdir("/dev/shm") if session in name], "the last one out removes the account"
 
 
 def test_the_account_of_a_session_whose_processes_were_killed_is_removed_by_the_next(card):
     killed, living = (f"test-{uuid.uuid4().hex}" for _ in range(2))
-    processes = [_neighbour(session) for session in (killed, living)]
+    neighbours = [Neighbour(session) for session in (killed, living)]
     accounts = {session: Path(session_file(session, 3)) for session in (killed, living)}
     assert all(account.stat().st_mode & 0o777 == 0o600 for account in accounts.values())
-    processes[0].kill()
-    processes[0].wait()
+    neighbours[0].kill()
     assert accounts[killed].exists()
     mine = f"test-{uuid.uuid4().hex}"
     own = open_device("emulated", index=3, session=mine)
     open_device("emulated", index=4, session=f"test-{uuid.uuid4().hex}")
     assert not accounts[killed].exists() and accounts[living].exists()
     held = torch.empty(MIB, dtype=torch.uint8, device=own.torch_device)
-    program = "from fusion.npu.accelerator import sweep_sessions; sweep_sessions('/x')"
-    subprocess.run([sys.executable, "-c", program], check=True)
+    sweeper = processes().Process(target=sweep_sessions, args=("/x",))
+    sweeper.start()
+    sweeper.join()
+    assert sweeper.exitcode == 0
     assert accounts[living].exists() and os.path.exists(session_file(mine, 3)), "processes hold them"
     del held
-    processes[1].kill()
-    processes[1].wait()
+    neighbours[1].kill()
     open_device("emulated", index=3)
     open_device("emulated", index=4)

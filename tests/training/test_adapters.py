@@ -25,7 +25,6 @@ from tests.helpers import run_ranks
 from tests.stacked import Stacked
 from tests.training.ranks import Case, make_engine, my_share, sample_batch, train
 
-peft = pytest.importorskip("peft")
 LORA = {"rank": 4, "alpha": 12.0}
 LAYOUTS = {
     "one": Parallel(),
@@ -46,6 +45,7 @@ def checkpoint(kind: str) -> str:
 @cache
 def adapter(kind: str) -> str:
     """A folder of peft with adapters that have learned something, of the model of a kind."""
+    peft = pytest.importorskip("peft")
     from transformers import AutoModelForCausalLM
 
     folder = Path(tempfile.mkdtemp())
@@ -73,6 +73,7 @@ def adapters_of(lora: dict[str, Any]) -> Any:
 
 def gradients_of_peft(kind: str, batch: Sequences) -> dict[str, torch.Tensor]:
     """Gradients of the mean cross-entropy of the trained tokens, by the names of the parameter table."""
+    import peft
     from transformers import AutoModelForCausalLM
 
     base = AutoModelForCausalLM.from_pretrained(checkpoint(kind), dtype=torch.float32)
@@ -168,11 +169,11 @@ def compare(kind: str, layout: Parallel, operators: Any = None) -> None:
         torch.testing.assert_close(whole[name], gradient, atol=1e-5 * float(gradient.abs().max()), rtol=1e-5, msg=name)
 
 
-def fifty_steps(rank: int, device: Any, case: Case) -> dict[str, Any]:
+def ten_steps(rank: int, device: Any, case: Case) -> dict[str, Any]:
     engine = make_engine(case, device)
     batch = my_share(sample_batch(case.samples, case.seed), engine)
     before, base = weights_checksum(engine.model, base_only=True), engine.logprobs(batch)[0]
-    for _ in range(50):
+    for _ in range(10):
         engine.forward_backward(batch, cross_entropy)
         engine.optimizer_step()
     with engine.using_weights(None):
@@ -187,7 +188,7 @@ def fifty_steps(rank: int, device: Any, case: Case) -> dict[str, Any]:
 def test_the_base_keeps_its_bits_and_is_the_reference():
     """Adapters begin as nothing, so that what the model computes first is the reference's."""
     case = Case(checkpoint("qwen3_moe"), LAYOUTS["TP2EP2"], training={"lr": 1e-2}, lora=LORA, samples=6)
-    for found in run_ranks(fifty_steps, 4, case):
+    for found in run_ranks(ten_steps, 4, case):
         assert found["unchanged"] and found["reference"] and found["learned"] > 0
 
 

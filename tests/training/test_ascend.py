@@ -16,9 +16,10 @@ from tests.helpers import run_ranks
 from tests.training.ranks import Case, train
 
 SETTINGS = {"load_balancing_coef": 0.05, "clip_grad": 1.0, "token_budget": 40, "recompute": True}
-DEFAULT = [("qwen3_moe", Parallel(4, tp=2, ep=2)), ("glm4_moe", Parallel()), ("deepseek_v3", Parallel())]
+DEFAULT = [("qwen3_moe", Parallel(2, tp=2, ep=2)), ("glm4_moe", Parallel()), ("deepseek_v3", Parallel())]
 EXTENDED = [
     *((kind, Parallel()) for kind in KINDS if (kind, Parallel()) not in DEFAULT),
+    ("qwen3_moe", Parallel(4, tp=2, ep=2)),
     ("glm4_moe", Parallel(4, tp=2, ep=2, etp=2)),
     ("deepseek_v3", Parallel(4, tp=2, ep=2, pp=2)),
     ("qwen2_moe", Parallel(4, ep=4)),
