@@ -61,9 +61,8 @@ class SamplingConfig(Group, path="rollout.sampling"):
 
     def check(self, check: Checks) -> None:
         check_sampling(check.group, self)
-        check.that(
-            "stop", all(isinstance(one, str) and one for one in self.stop), "a list of texts, none of them empty"
-        )
+        texts = all(isinstance(one, str) and one and not one.endswith("\\n") for one in self.stop)
+        check.that("stop", texts, "a list of texts, none of them empty, with a line end (bash: $'\\n') instead of \\n")
         spread = self.forced_spread
         known = len(spread) == 3 and all(isinstance(one, (int, float)) and 0 <= one < inf for one in spread)
         check.that("forced_spread", known and spread[2] <= 1, "two standard deviations and a share, none negative")

@@ -89,6 +89,10 @@ def test_help_answers_in_a_second_of_cpu(command, part, tmp_path):
             "scripts/train.py model.path=x",
             "data.source='': expected addition, worked_arithmetic, counting, calculator, guess, a path ending in",
         ),
+        (
+            r"scripts/train.py rollout.sampling.stop=['x\n']",
+            "rollout.sampling.stop=['x\\\\n']: expected a list of texts, none of them empty, with a line end",
+        ),
         ("scripts/train.py algorithm.name=ppo", "algorithm.name='ppo': expected one of grpo, "),
         ("scripts/train.py environment=my.py:Env", "environment=my.py:Env: expected one of calculator, custom, "),
         ("scripts/check.py", "model.path='': expected a Hugging Face checkpoint folder"),
