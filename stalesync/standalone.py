@@ -13,6 +13,7 @@ from pathlib import Path
 from fusion.npu.config import OPERATORS
 from stalesync.job.config import Config
 from stalesync.job.overrides import accepted, composed, load
+from stalesync.job.values import quoted
 
 
 @dataclass(frozen=True)
@@ -41,16 +42,17 @@ def parse_arguments(arguments: Sequence[str], conf: Path) -> EvaluationArguments
         raise ValueError("--json: expected a path") from None
     if not words or "=" in words[0] or words[0].startswith("-"):
         raise ValueError("expected the folder of a run, a checkpoint or a model")
-    source, overrides = Path(words[0]), words[1:]
-    overrides = accepted(overrides, conf)
+    source, overrides = Path(words[0]), accepted(words[1:], conf)
+    stated = {word.partition("=")[0] for word in overrides}
     if (source / "config.json").is_file():
-        config = composed(conf, ["run.eval_prompts=0", f"model.path={json.dumps(str(source))}", *overrides])
+        config = composed(conf, ["run.eval_prompts=0", f"model.path={quoted(str(source))}", *overrides])
     else:
         config = composed(conf, overrides, saved=load(_config_of(source)))
-        states_operators = any(word.startswith("device.operators=") for word in overrides)
-        if not states_operators and config.device.kind not in OPERATORS[config.device.operators]:
+        if "device.operators" not in stated and config.device.kind not in OPERATORS[config.device.operators]:
             config.device.operators = "auto"  # other cards may evaluate than those of the run
-    config.run.name, config.run.resume, config.eval.best = f"evaluate-{_name_of(source)}", "false", None
+    config.run.resume, config.eval.best = "false", None
+    if "run.name" not in stated:
+        config.run.name = f"evaluate-{_name_of(source)}"
     if not (config.eval.files or config.run.eval_prompts):
         raise ValueError("eval.files=[]: expected files, or run.eval_prompts above 0")
     if not (config.data.source or config.run.eval_prompts):  # nothing is trained: no other rows are read

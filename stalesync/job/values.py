@@ -5,14 +5,17 @@
     run.loggers=wandb         run.loggers=[wandb]
     run.name=1e3              run.name='1e3'
 
-A value with quotes, brackets or an interpolation is Hydra's own to read, and stays as it is."""
+A text in quotes and an interpolation are Hydra's own to read, and stay as they are; where no text is expected, also
+brackets."""
 
 import re
 import types
 from collections.abc import Mapping
 from typing import Any, Union, get_args, get_origin
 
-HYDRAS_OWN = re.compile(r"^$|^['\"\[{]|\$\{|^\w+\(")
+HYDRAS_OWN = re.compile(r"^\Z|^['\"\[{]|\$\{|^\w+\(")
+HYDRAS_TEXT = re.compile(r"""^\Z|\$\{|^(['"])(?:(?!\1)[^\\]|\\.)*\1\Z""", re.DOTALL)
+"""What is Hydra's own where a text is expected, which may have brackets"""
 BYTES = re.compile(r"(\d+(?:\.\d+)?)([KMGT])i?B?", re.IGNORECASE)
 TRUTHS = ("true", "false")
 
@@ -25,11 +28,13 @@ def typed(key: str, text: str, hint: Any) -> str:
     kinds = [kind for kind in kinds if kind is not type(None)]
     if {*kinds} == {int, str}:
         return _integer(text, sized=False) or text
-    if HYDRAS_OWN.search(text) or len(kinds) != 1 or (optional and text.lower() in ("null", "none")):
+    own = HYDRAS_TEXT if kinds == [str] else HYDRAS_OWN
+    if own.search(text) or len(kinds) != 1 or (optional and text.lower() in ("null", "none")):
         return text
     (kind,) = kinds
     if get_origin(kind) is list or kind is list:
-        return text if text.lower() == "null" else f"[{text}]"
+        is_text = "," not in text and not {int, float} & {*get_args(kind)}
+        return text if text.lower() == "null" else f"[{quoted(text) if is_text else text}]"
     found, expected = text, ""
     if kind is int:
         sized = key.endswith("_bytes")
@@ -37,13 +42,17 @@ def typed(key: str, text: str, hint: Any) -> str:
     elif kind is float:
         found, expected = (text if _number(text) is not None else ""), "a number"
     elif kind is str:
-        quote = next((one for one in "'\"" if one not in text and "\\" not in text), "")
-        found = f"{quote}{text}{quote}"
+        found = quoted(text)
     elif kind is bool:
         found, expected = (text if text.lower() in TRUTHS else ""), "true or false"
     if not found:
         raise ValueError(f"{key}={text}: expected {expected}{', or null' if optional else ''}")
     return found
+
+
+def quoted(text: str) -> str:
+    """Return a text as Hydra reads it in quotes, where backslashes count only before a quote."""
+    return "'" + re.sub(r"(\\*)('|\Z)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text) + "'"
 
 
 def typed_words(words: list[str], hints: Mapping[str, Any]) -> list[str]:

@@ -116,12 +116,14 @@ def test_files_are_a_list_of_paths_and_mappings_on_the_command_line(tmp_path):
     from stalesync.standalone import parse_arguments
     from tests.warm import ROOT
 
-    (tmp_path / "config.json").write_text("{}")
+    model = tmp_path / 'it\'s "modèle"'
+    model.mkdir()
+    (model / "config.json").write_text("{}")
     files = "eval.files=[data/a.jsonl,{path: b.jsonl, name: bb, rows: 2}]"
-    parsed = parse_arguments([str(tmp_path), files, "reward=math", "--json", "-"], ROOT / "recipes" / "conf")
+    parsed = parse_arguments([str(model), files, "reward=math", "--json", "-"], ROOT / "recipes" / "conf")
     assert [spec.name for spec in parsed.config.eval.specs()] == ["a", "bb"] and parsed.json == "-"
     config = parsed.config
-    assert (config.reward.name, config.run.eval_prompts, config.model.path) == ("math", 0, str(tmp_path))
+    assert (config.reward.name, config.run.eval_prompts, config.model.path) == ("math", 0, str(model))
     assert config.data.source == "data/a.jsonl", "nothing is trained: no other data is needed"
 
 
@@ -140,6 +142,7 @@ def test_the_config_of_a_run_is_the_default_of_its_evaluation(tmp_path):
         assert (config.run.name, config.run.eval_prompts, config.eval.best) == (name, 3, None)
         assert (config.fusion.deployment, config.eval.samples, config.eval.files) == ("separate", 2, ["a.jsonl"])
         assert not parsed.is_model
+        assert parse_arguments([str(source), "run.name=mine"], conf).config.run.name == "mine"
     for kind, operators, stated, kept in (
         ("auto", "cuda", [], "auto"),
         ("auto", "plain", [], "plain"),

@@ -41,6 +41,11 @@ CONF = ROOT / "recipes" / "conf"
         (["data.system_prompt=You add, I check."], "You add, I check."),
         (["data.system_prompt=You're right: 1+1=2"], "You're right: 1+1=2"),
         (["data.source=my set (1).jsonl"], "my set (1).jsonl"),
+        (['data.system_prompt=[INST] It\'s "q", {x} \\boxed(y) \\'], '[INST] It\'s "q", {x} \\boxed(y) \\'),
+        (["data.system_prompt='as Hydra has it'"], "as Hydra has it"),
+        (["rollout.sampling.stop=</answer>"], ["</answer>"]),
+        (["rollout.sampling.stop=\n"], ["\n"]),
+        (["run.profile_steps=3"], [3]),
         (["run.loggers=wandb"], ["wandb"]),
         (["run.loggers=wandb,tensorboard"], ["wandb", "tensorboard"]),
         (["run.loggers=[]"], []),
@@ -90,7 +95,7 @@ def test_what_is_not_accepted_is_refused_in_one_line_with_what_is(words, message
 
 
 @pytest.mark.parametrize(
-    "word", ["model.path=[", "run.name={a", "eval.files=[{path:a.jsonl]", "rollout.sampling.top_k=[1]"]
+    "word", ["model.path=${", "training.betas=[0.9", "eval.files=[{path:a.jsonl]", "rollout.sampling.top_k=[1]"]
 )
 def test_what_hydra_itself_refuses_is_one_line(word):
     with pytest.raises(ValueError) as caught:
@@ -157,13 +162,14 @@ def test_hydras_own_options_pass():
     check_overrides(["--cfg", "job", "--resolve", "-m", "--info=all"])
 
 
-@given(
-    st.text(st.characters(codec="ascii", min_codepoint=32, exclude_characters="\\$'\"[{("), min_size=1).map(str.strip)
-)
+@given(st.text(st.characters(codec="utf-8", exclude_characters="$\x00"), min_size=1))
 @example("1e3")
+@example("\n")
 @example("FALSE")
+@example("\\\\' \\\"\\")
 def test_a_text_keeps_its_characters(text):
-    if text and text.lower() not in ("null", "none"):
+    in_quotes = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
+    if text.lower() not in ("null", "none") and not in_quotes:
         word = f"data.system_prompt={typed('data.system_prompt', text, str | None)}"
         assert OverridesParser.create().parse_override(word).value() == text
 
