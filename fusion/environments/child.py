@@ -91,6 +91,7 @@ class Server:
         self._create, self._options, self._pid = create, options, os.getpid()
         self._live: dict[str, OpenEnvironment] = {}
         self._running: dict[str, asyncio.Task] = {}
+        self._reported: set[str] = set()
         self._culprit = mmap.mmap(options["culprit_fd"], NUMBER.size)
 
     async def serve(self, connection: socket.socket) -> None:
@@ -196,7 +197,9 @@ class Server:
         try:
             await self._call(number, conversation, conversation.environment.close(), bounded=False)
         except EnvironmentFailed as failed:  # the conversation has ended: only the user can make use of it
-            print(f"{self._options['label']}: close failed ({failed.kind})\n{failed.detail}", file=sys.stderr)
+            if failed.detail not in self._reported:
+                self._reported.add(failed.detail)
+                print(f"{self._options['label']}: close failed ({failed.kind})\n{failed.detail}", file=sys.stderr)
 
     async def _call(
         self, number: int, conversation: OpenEnvironment, work: Coroutine[Any, Any, Any], bounded: bool = True

@@ -133,7 +133,8 @@ def checked_messages(messages: Any) -> list[dict[str, str]]:
         raise EnvironmentFailed("bad_turn", f"messages are a {type(messages).__name__}; expected a list")
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys() <= FIELDS:
-            raise EnvironmentFailed("bad_turn", f"message {number}: expected a mapping with role and content")
+            expected = "a mapping with role and content, and nothing else but name and tool_call_id"
+            raise EnvironmentFailed("bad_turn", f"message {number} is {message!r:.80}; expected {expected}")
         if message["role"] not in ROLES or not all(isinstance(text, str) for text in message.values()):
             shown = f"message {number}, of role {message['role']!r:.40}"
             raise EnvironmentFailed("bad_turn", f"{shown}: expected a role of {', '.join(ROLES)}, and texts")
@@ -162,8 +163,10 @@ def checked_turn(turn: Any) -> Turn:
     """Return the turn of an environment with plain values.
     Raise EnvironmentFailed: `bad_turn`: it is something else, has no messages though it is not done, or its reward is
     no finite number of float32."""
-    if not isinstance(turn, Turn) or not isinstance(turn.done, bool):
+    if not isinstance(turn, Turn):
         raise EnvironmentFailed("bad_turn", f"returned a {type(turn).__name__}; expected a Turn")
+    if not isinstance(turn.done, bool):
+        raise EnvironmentFailed("bad_turn", f"done={turn.done!r:.40}: expected True or False")
     messages = checked_messages(turn.messages)
     if not messages and not turn.done:
         raise EnvironmentFailed("bad_turn", "returned a Turn without messages that is not done")

@@ -85,6 +85,10 @@ class Echo:
             return Turn([{"role": "assistant", "content": "I"}])
         if text == "number":
             return Turn([{"role": "user", "content": 3}])
+        if text == "id":
+            return Turn([{"role": "user", "content": "", "id": "3"}])
+        if text == "done":
+            return Turn(done=1)
         if text == "nothing":
             return Turn()
         if text == "nan":
@@ -113,6 +117,8 @@ class Echo:
             os._exit(7)
         if self.turns[-1:] == ["block later"]:
             time.sleep(600)
+        if self.turns[-1:] == ["bye"]:
+            raise KeyError("no such file")
 
 class NoStep:
     async def reset(self, task, seed): ...
@@ -212,6 +218,8 @@ def test_a_live_environment_is_sent_the_new_turn_only_and_a_fresh_one_all(user_f
         ("text", "bad_turn", "returned a str"),
         ("assistant", "bad_turn", "of role 'assistant'"),
         ("number", "bad_turn", "and texts"),
+        ("id", "bad_turn", "'id': '3'}; expected a mapping with role and content, and nothing else"),
+        ("done", "bad_turn", "done=1: expected True or False"),
         ("nothing", "bad_turn", "not done"),
         ("nan", "bad_turn", "reward=nan"),
         ("long", "bad_turn", "expected at most 1,048,576"),
@@ -264,6 +272,15 @@ def test_an_environment_that_ends_its_process_in_close_costs_no_other(user_file,
         pool.end(["bad"])
         pool.say("stepping", "slow", "0.2")
         assert content(pool.wait()["stepping"]) == "slow"
+
+
+def test_a_close_that_fails_is_reported_once(user_file, capfd):
+    with Pool(user_file) as pool:
+        pool.open("a", "b", "c")
+        for id in "abc":
+            pool.ask(id, "bye")
+        pool.open("d")  # after the last one has been closed
+    assert capfd.readouterr().err.count("close failed (raised)") == 1
 
 
 def test_a_process_killed_from_outside_fails_only_its_own_steps_and_is_replaced(user_file):
