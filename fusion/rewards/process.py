@@ -244,6 +244,7 @@ def start_interpreter(
         process = subprocess.Popen(
             [sys.executable, "-c", BOOT.format(module=module), json.dumps({"sys_path": sys_path, **own, **options})],
             stdin=subprocess.DEVNULL,
+            stdout=2,  # what this process writes to its standard output may be for a program
             pass_fds=(*own.values(), *fds),
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             start_new_session=True,

@@ -195,6 +195,17 @@ def test_a_file_that_no_longer_loads_costs_samples_not_the_run(user_file):
         assert pool.score(samples("4"))[0].reward == 4.0
 
 
+def test_what_a_function_prints_is_on_the_standard_error(tmp_path, capfd):
+    file = tmp_path / "prints.py"
+    file.write_text(
+        "def reward(prompt, response, answer):\n    print(response, flush=True)\n    return 1\nprint('loaded')"
+    )
+    with pool_of(file) as pool:
+        pool.score(samples("scored"))
+    out, err = capfd.readouterr()
+    assert (out, err.split()) == ("", ["loaded", "scored"])
+
+
 def test_fields_reach_the_function_that_names_them(user_file):
     row = RewardSample("p", "1", "a", {"bonus": 2, "other": "x", "answer": "the raw column", "prompt": ["chat"]})
     for function, expected in (("reward", 3.0), ("narrow", 2.0)):
