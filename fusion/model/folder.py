@@ -48,6 +48,7 @@ def check_folder(folder: str | Path, config: ModelConfig, key: str = "model.path
     used |= {scale_of(name) for name in wanted if stored[name].dtype == FLOAT8}
     if config.family_spec.predictors_field and not config.num_predictors:  # transformers ignores a predictor's tensors
         used |= {name for name in stored if name.startswith(f"model.layers.{config.num_layers}.")}
+    used |= {name for name in stored if name.endswith(".rotary_emb.inv_freq")}  # of Llama 2; follows from config.json
     if unknown := sorted(stored.keys() - used):
         more = f" and {len(unknown) - 1} other tensors" if len(unknown) > 1 else ""
         raise ValueError(

@@ -240,6 +240,16 @@ def test_a_tied_head_that_is_stored_twice_is_accepted(tmp_path: Path) -> None:
     check_folder(tmp_path, ModelConfig.from_hf(tmp_path))
 
 
+def test_frequencies_that_old_checkpoints_store_are_ignored_as_by_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    tiny_checkpoint(tmp_path)
+    rewritten(tmp_path, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}))
+    check_folder(tmp_path, ModelConfig.from_hf(tmp_path))
+    _, loaded = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not loaded["unexpected_keys"]
+
+
 @pytest.mark.parametrize("row", [0, 5, 31])
 def test_a_tied_head_that_differs_in_one_row_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, row: int
