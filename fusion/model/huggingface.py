@@ -166,6 +166,8 @@ def write_folder(
     for name, tensor in tensors:
         writer.add(name, tensor)
     writer.close()
+    for path in partial.glob("*.safetensors"):
+        shutil.copymode(partial / "config.json", path)  # the library lets nobody but the owner read it
     for path in partial.rglob("*"):
         sync(path)
     _keep_other_files(folder, partial)

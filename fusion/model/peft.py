@@ -44,6 +44,7 @@ def save_adapter(
     described_as = described(config, str(Path(base).resolve()) if base else "")
     save_file(_to_peft(dict(tensors), config), partial / WEIGHTS, metadata={"format": "pt"})
     write_atomic(partial / CONFIG, json.dumps(described_as, indent=2) + "\n")
+    shutil.copymode(partial / CONFIG, partial / WEIGHTS)  # the library lets nobody but the owner read it
     for path in partial.iterdir():
         sync(path)
     replace_folder(partial, folder)

@@ -288,6 +288,7 @@ def test_an_export_replaces_the_weights_of_a_folder_and_keeps_the_rest(tmp_path:
         (folder / "mine.bin").write_bytes(b"mine")
         assert len(list(folder.glob("*.safetensors"))) == files or files > 1
         assert (folder / "model.safetensors").is_file() == (files == 1)
+        assert len({path.stat().st_mode for path in folder.iterdir()}) == 1, "whoever reads one file reads them all"
         check_folder(folder, ModelConfig.from_hf(folder))
         with torch.no_grad():
             for tensor in model.weights.views.values():

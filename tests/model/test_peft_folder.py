@@ -26,6 +26,7 @@ def folder(tmp_path):
 
 def test_what_is_written_is_accepted(folder):
     check_adapter(folder, MODEL)
+    assert len({path.stat().st_mode for path in folder.iterdir()}) == 1, "whoever reads one file reads them all"
 
 
 @pytest.mark.parametrize(
