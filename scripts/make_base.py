@@ -24,8 +24,10 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="seeds the weights and the prompts")
     parser.add_argument("--target", type=float, help="accuracy at which the warm-up stops (default: the task's own)")
     parser.add_argument("--shape", type=Path, help="YAML file whose config describes the architecture")
-    parser.add_argument("--device", default="emulated", help="auto, npu, cuda or emulated")
+    parser.add_argument("--device", default="emulated", choices=("auto", "npu", "cuda", "emulated"))
     options = parser.parse_args()
+    if options.target is not None and not 0 <= options.target <= 1:
+        parser.error(f"--target {options.target}: expected a share from 0 to 1")
     if (options.folder / "config.json").is_file():
         print(f"base model: {options.folder} exists already")
         return
@@ -35,11 +37,16 @@ def main() -> None:
     from stalesync.job.base_model import make_base_model
 
     changes = {} if options.target is None else {"target": options.target}
-    device = open_device(options.device)
+    try:
+        device = open_device(options.device)
+    except ValueError as error:
+        parser.error(str(error))
     try:
         accuracy = make_base_model(options.task, options.folder, device, seed=options.seed, shape=shape, **changes)
     except ValueError as error:
         parser.error(f"--shape {options.shape}: {error}" if options.shape else str(error))
+    except RuntimeError as error:  # the accuracy was not reached
+        parser.exit(1, f"error: {error}\n")
     print(f"base model: {options.folder}, accuracy {accuracy:.0%}")
 
 

@@ -27,7 +27,7 @@ def main() -> None:
     parser.add_argument("--max-length", type=int, default=4096, help="maximum tokens of a chat")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the weights")
     parser.add_argument("--seed", type=int, default=0, help="seeds the order of the chats")
-    parser.add_argument("--device", default="emulated", help="auto, npu, cuda or emulated")
+    parser.add_argument("--device", default="emulated", choices=("auto", "npu", "cuda", "emulated"))
     options = parser.parse_args()
     if (options.folder / "config.json").is_file():
         print(f"fine-tuned model: {options.folder} exists already")

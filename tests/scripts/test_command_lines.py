@@ -128,6 +128,8 @@ def test_help_answers_in_a_second_of_cpu(command, part, tmp_path):
         ("scripts/make_base.py", "the following arguments are required"),
         ("scripts/sft.py chats.jsonl model", "the following arguments are required: folder"),
         ("scripts/make_base.py addition out --shape nowhere.yaml", "--shape nowhere.yaml: "),
+        ("scripts/make_base.py addition out --target nan", "--target nan: expected a share from 0 to 1"),
+        ("scripts/make_base.py addition out --device gpu", "--device: invalid choice: 'gpu'"),
         ("-m distqueue --every 2", "unrecognized arguments: --every"),
     ],
 )
