@@ -42,7 +42,8 @@ def check(config: Config) -> list[str]:
         lora = [config.training.describe_lora()] if config.training.lora.rank else []
         show("settings without effect", without_effect(config))
         show("settings", list(filter(None, [automatic.describe(stated, config)])))
-        show("a step", describe_step(config, prompts, num_rows=source.num_rows) + lora + balancing)
+        num_rows = None if source.num_rows is None else source.num_rows - source.num_too_long
+        show("a step", describe_step(config, prompts, num_rows=num_rows) + lora + balancing)
     return warnings
 
 
@@ -78,14 +79,15 @@ def describe_tokenizer(tokenizer: Any, source: PromptSource, prompt: Prompt, end
 
 def describe_prompts(config: Config, source: PromptSource, prompts: Sequence[Prompt]) -> list[str]:
     """Return the number of rows, of those that are dropped and why, and a histogram of lengths in tokens."""
-    rows = "endless" if source.num_rows is None else f"{source.num_rows:,} rows an epoch"
+    num_too_long = source.num_too_long
+    rows = "endless" if source.num_rows is None else f"{source.num_rows - num_too_long:,} rows an epoch"
     held_out = len(source.evaluation(config.run.eval_prompts)) if source.rows.digest else 0
     rows += f"; {held_out:,} held out" if held_out else ""
     dropped = [
         f"{count:,} dropped: {reason}"
         for count, reason in (
             (source.rows.num_bad, "cannot be used (data.bad_rows)"),
-            (source.num_too_long, f"longer than data.max_prompt_length={config.data.max_prompt_length}"),
+            (num_too_long, f"longer than data.max_prompt_length={config.data.max_prompt_length}"),
         )
         if count
     ]

@@ -114,9 +114,10 @@ class PromptSource:
 
     @property
     def num_too_long(self) -> int:
-        """Number of rows of the file whose prompts are skipped as too long."""
-        limit = self._config.max_prompt_length
-        return sum(length > limit for length in self.rows.lengths)
+        """Number of rows of an epoch whose prompts are skipped as too long."""
+        found, limit = zip(self.rows.usable, self.rows.lengths, strict=True), self._config.max_prompt_length
+        too_long = {index for index, length in found if length > limit}
+        return sum(index in too_long for index in self._indices or ()) if too_long else 0
 
     def _spread(self, count: int) -> Sequence[int]:
         indices = range(count) if self._indices is None else self._indices

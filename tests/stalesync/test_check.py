@@ -53,7 +53,7 @@ def run(capsys, monkeypatch, arguments):
 
 def test_a_job_is_described_without_starting_ray(overrides, capsys, monkeypatch):
     monkeypatch.setattr("ray.init", lambda *_, **__: pytest.fail("Ray was started"))
-    changes = {"data.max_prompt_length": 8, "data.long_prompts": "skip", "fusion.resident": "one"}
+    changes = {"data.max_prompt_length": 8, "data.long_prompts": "skip", "fusion.resident": "one", "run.steps": 3}
     arguments = overrides("\\boxed{7}", *"12345678", **changes)
     status, told = run(capsys, monkeypatch, arguments)
     assert status == 0 and told.out.endswith("the job can start; 0 warnings\n")
@@ -62,7 +62,8 @@ def test_a_job_is_described_without_starting_ray(overrides, capsys, monkeypatch)
         "32 tokens; prompts as they are",
         "a prompt ends with '1'",
         "a response ends with <eos>",
-        "9 rows an epoch; 1 dropped: longer than data.max_prompt_length=8",
+        "8 rows an epoch; 1 dropped: longer than data.max_prompt_length=8",
+        "3 steps, 1.5 epochs",
         "1-1 tokens " + "#" * BAR + " 1\n",
         "math of '\\\\boxed{7}', where the answer is '\\\\boxed{7}': 1 in ",
         "K of 2.00G of the emulated card",
