@@ -133,9 +133,11 @@ class StageLog:
             profile.close()
 
     def record_memory(self, phase: str) -> None:
-        """Record the memory by owner now, and the stage's peak, as those of ``phase``."""
-        memory = self.device.memory()
-        self._ledger.record(phase, self.device.memory_by_owner(), memory.peak_allocated, capacity=memory.capacity)
+        """Record the memory by owner now, and the stage's peak, as those of ``phase``. Activations have been freed by
+        now: what the other owners leave of the peak counts as theirs."""
+        memory, held = self.device.memory(), self.device.memory_by_owner()
+        held["activations"] += max(0, memory.peak_allocated - sum(held.values()))
+        self._ledger.record(phase, held, memory.peak_allocated, capacity=memory.capacity)
 
     def report(self, **results: Any) -> StageReport:
         """Return the report of the last stage, with its ``results`` by field; empty metrics and spans."""

@@ -1,9 +1,11 @@
 import pytest
+import torch
 
 from fusion.colocate.phases import Phase
 from fusion.colocate.stages import StageLog, wait_kind
 from fusion.npu import open_device
 from fusion.telemetry import Span, summarize
+from fusion.telemetry.memory import MIB
 from tests.colocate.cards import Card, make_spec
 from tests.helpers import run_ranks, tiny_checkpoint
 
@@ -46,6 +48,19 @@ def test_the_wait_lies_between_the_stages():
     ], "before the first stage there was none to wait after"
     assert switch.end_ns <= save.start_ns <= save.end_ns <= wait.start_ns <= wait.end_ns <= train.start_ns
     assert train.start_ns <= read.start_ns <= read.end_ns <= train.end_ns <= again.start_ns
+
+
+def test_activations_are_what_the_other_owners_leave_of_the_peak():
+    log = StageLog(0, device := open_device("emulated"))
+    with log.stage("train", "train"):
+        with device.owner("weights"):
+            weights = torch.zeros(1 << 16, device=device.torch_device)
+        for elements in (1 << 20, 1 << 18):
+            torch.zeros(elements, device=device.torch_device)  # freed at once, as activations are
+        log.record_memory("train")
+    figures = log.report().memory.metrics()
+    assert figures["memory/train/weights_mib"] == weights.nbytes / MIB
+    assert figures["memory/train/activations_mib"] == 4 == figures["memory/train/peak_mib"] - weights.nbytes / MIB
 
 
 def steps(rank, device, spec, count):
