@@ -6,6 +6,7 @@ The page (`page/`) shows the rest: curves, the time of every card, memory and se
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -28,6 +29,7 @@ SAMPLE: Mapping[str, type] = {"step": int, "prompt": str, "response": str}
 """Fields of every row of `samples.jsonl`"""
 SHORT = 200
 """Maximum number of characters of a text that is not shortened"""
+CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
 
 
 @dataclass
@@ -164,8 +166,9 @@ def _marked(text: str, reward: float | None) -> str:
 
 
 def _short(text: str) -> str:
-    """Return a text as one line; shorten a long text to its start and its end, which holds the answer."""
-    text = " ".join(text.split())
+    """Return a text as one line without control characters, which a terminal would obey; shorten a long text to its
+    start and its end, which holds the answer."""
+    text = CONTROL.sub("\ufffd", " ".join(text.split()))
     return text if len(text) <= SHORT else f"{text[: SHORT // 3]} … {text[-2 * SHORT // 3 :]}"
 
 

@@ -148,6 +148,13 @@ def test_markup_in_answers_is_shown_as_it_is_and_long_ones_keep_their_end():
     assert "[/red]" in console.file.getvalue()
 
 
+def test_a_response_cannot_command_the_terminal():
+    console = Console(file=io.StringIO(), width=100, force_terminal=True, color_system=None)
+    RunReport(answers=[Answer("\x1b]0;title\x07", "\x1b[2J\x9b2J", "\x00é\u200d", 0.0, 1.0)]).show(console)
+    text = console.file.getvalue()
+    assert "\ufffd]0;title\ufffd" in text and "é\u200d" in text and not {*"\x1b\x9b\x07\x00"} & {*text}
+
+
 def test_without_a_terminal_paths_are_not_cut(tmp_path):
     line = f"  hf/ {'long' * 40}"
     console = Console(file=io.StringIO(), width=80)
