@@ -45,10 +45,12 @@ def add_staleness_metrics(metrics: Metrics, samples: SampleColumns, *, version: 
     with tokens of several versions. Leaves out samples whose reward failed. Raise AssertionError if a sample lags
     behind by more than ``max_staleness``."""
     scored = samples.without_errors
-    num_by_lag = {version - oldest: count for oldest, count in Counter(scored.oldest).items()}
+    lags = [version - oldest for oldest in scored.oldest]
+    metrics.spread("staleness", lags)
+    num_by_lag = Counter(lags)
     assert max(num_by_lag, default=0) <= max_staleness, (
         f"a sample {max(num_by_lag)} versions old was trained; the bound is {max_staleness}"
     )
     for lag in range(max_staleness + 1):
-        metrics.add(f"staleness/lag_{lag}_count", num_by_lag.get(lag, 0))
+        metrics.add(f"staleness/lag_{lag}_count", num_by_lag[lag])
     metrics.add("staleness/mixed_versions_count", sum(map(gt, scored.newest, scored.oldest)))

@@ -198,11 +198,8 @@ class StalenessLedger:
         self.ages = Counter({int(age): count for age, count in state["ages"].items()})
 
     def metrics(self) -> dict[str, float]:
-        """Return the ages of trained groups, and the number of groups by how they ended."""
-        trained = sum(self.ages.values())
-        mean = sum(age * count for age, count in self.ages.items()) / trained if trained else 0.0
-        metrics = {"staleness/mean": mean, "staleness/max": float(max(self.ages, default=0))}
-        return metrics | {f"staleness/groups/{name}": float(count) for name, count in self.ended.items()}
+        """Return the number of groups since the start by how they ended."""
+        return {f"staleness/groups/{name}": float(count) for name, count in self.ended.items()}
 
     @property
     def _places(self) -> int:

@@ -20,4 +20,9 @@ def test_every_step_trains_its_groups_within_the_bound_and_leaves_a_row(groups, 
     assert [row["step"] for row in rows] == [1, 2, 3], "a step is logged when the next one has begun"
     lags = {key for row in rows for key in row if key.startswith("staleness/lag_") and row[key]}
     assert lags <= {f"staleness/lag_{lag}_count" for lag in range(staleness + 1)}
+    for row in rows:  # of the step alone
+        counts = [row[f"staleness/lag_{lag}_count"] for lag in range(staleness + 1)]
+        mean = sum(lag * count for lag, count in enumerate(counts)) / sum(counts)
+        largest = max(lag for lag, count in enumerate(counts) if count)
+        assert (row["staleness/mean"], row["staleness/max"]) == (mean, largest)
     assert all(row["response_length/max"] <= 500 for row in rows) and GROUP_SIZE == 8
