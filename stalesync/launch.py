@@ -112,7 +112,7 @@ def launch(config: Config, *, evaluates: str = "") -> Path:
             stack.enter_context(logs.recording(progress, report, world=spec.world, settle=ignore_stops))
         if line := automatic.describe(stated, config):
             print(line)
-        if trains:
+        if trains and config.rollout.sampling.forced_median is not None:
             print(describe(config))
         if trains and config.training.lora.rank:
             print(config.training.describe_lora())

@@ -35,4 +35,4 @@ def test_two_cards_generate_in_the_modelled_time_and_tell_their_overrun(base, tm
     again, out = _rows(base, tmp_path / "fast", "device.pace_speed=10000")
     lengths = [f"response_length/{name}" for name in ("mean", "min", "max")]
     assert [[row[n] for n in lengths] for row in again] == [[row[n] for n in lengths] for row in rows]
-    assert "INVALID: overrun" in out
+    assert "INVALID: overrun" in out and "with a median of 6 (rollout.sampling.forced_median)" in out

@@ -52,6 +52,7 @@ def test_four_cards_train_and_leave_a_readable_run(base, tmp_path):
     )
     assert logged == rows and start["steps"] == 2 and end == {"closed": True}
     assert "finished: 2 steps" in done.stdout and "report.html" in done.stdout
+    assert "on average, with a median of" not in done.stdout, "lengths that only a plan assumes"
     assert "finished" in (run / "report.html").read_text()
     assert [row["step"] for row in rows] == [1, 2]
     for name in PROMISED:
