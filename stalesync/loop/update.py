@@ -46,13 +46,11 @@ BRANCH = "branch"
 @dataclass(frozen=True)
 class Training:
     """A training under way. ``samples``: those that are trained; ``stage``: of the cards, None: there is nothing to
-    train; ``has_lost``: whether the queue had lost others; ``update``: whether the optimizer steps; ``begun_s``: by
-    `time.monotonic`."""
+    train; ``has_lost``: whether the queue had lost others; ``begun_s``: by `time.monotonic`."""
 
     samples: SampleColumns
     stage: RunningStage[StageReport] | None
     has_lost: bool
-    update: bool = True
     begun_s: float = 0.0
 
 
@@ -71,7 +69,9 @@ class Updater:
     _trained: list[str] = field(default_factory=list)
     """Trained samples that are not acknowledged yet"""
     _num_accumulated: int = 0
-    """Number of groups of which the trainer has accumulated gradients that no optimizer step has used yet"""
+    """Number of groups of the step's first minibatch whose gradients were to be accumulated"""
+    _has_gradients: bool = False
+    """Whether any of them had a sample that could be trained: no optimizer step has used its gradients yet"""
 
     @property
     def kl_in(self) -> str | None:
@@ -101,10 +101,12 @@ class Updater:
         if self.kl_in == "loss" and not trains_behind:
             self._take_reference(running, groups, metrics)
         has_lost = len(kept) < len(scored)
-        if not kept and not (update and self._num_accumulated):
+        minibatches, trains = self._batches(groups, kept, update), kept or (update and self._has_gradients)
+        self._num_accumulated = 0 if update else self._num_accumulated + len(groups)
+        self._has_gradients = not update and bool(kept or self._has_gradients)
+        if not trains:
             log.warning("no sample of %d groups could be scored, nothing is trained on them", len(groups))
             return Training(kept, None, has_lost)
-        minibatches = self._batches(groups, kept, update)
         calls = [
             stage_call(Worker.train, [shares[replica] for shares in minibatches], version=version, update=update)
             for replica in range(self.spec.train.replicas)
@@ -113,7 +115,7 @@ class Updater:
         if self.kl_in == "loss" and trains_behind:
             self._take_reference(running, groups, metrics)
         self.view.phase("train")
-        return Training(kept, training, has_lost, update, time.monotonic())
+        return Training(kept, training, has_lost, time.monotonic())
 
     def finish(self, training: Training, metrics: Metrics) -> bool:
         """Wait for a training that has begun; return whether the queue had lost samples. Its samples are acknowledged
@@ -127,7 +129,6 @@ class Updater:
         self._trained += [sample.rows[-1] for sample in ended.samples]
         if len(ended.rows) > len(ended):  # what no reward was asked for, no acknowledgement ends
             self.queue.drop([row for sample in ended.samples for row in sample.rows[:-1]], BRANCH)
-        self._num_accumulated = 0 if training.update else self._num_accumulated + len({*training.samples.groups})
         return training.has_lost or any(report.has_lost for report in reports)
 
     def take_trained(self) -> list[str]:
@@ -214,11 +215,12 @@ class Updater:
         return kl
 
     def _batches(self, groups: Sequence[str], samples: SampleColumns, in_minibatches: bool) -> list[list[list[str]]]:
-        """Return ids of rows by batch and replica: one batch, or the minibatches with samples: without gradients, a
-        step would still move weights. What is accumulated begins the first."""
+        """Return ids of rows by batch and replica: one batch, or the minibatches that have gradients: a step without
+        any would still move weights. What is accumulated begins the first minibatch, or is all of it."""
         accumulated, share = [""] * self._num_accumulated, self.spec.training.shares_prefixes
         chunks = split_groups([*accumulated, *groups], self.spec.algorithm.minibatches) if in_minibatches else []
         if len(chunks) <= 1 or not samples:
             return [samples.split(self.spec.train.replicas, share)]
         batches = [samples.where([group in chunk for group in samples.groups]) for chunk in map(set, chunks)]
-        return [batch.split(self.spec.train.replicas, share) for batch in batches if batch]
+        trained = [batch for number, batch in enumerate(batches) if batch or (number == 0 and self._has_gradients)]
+        return [batch.split(self.spec.train.replicas, share) for batch in trained]

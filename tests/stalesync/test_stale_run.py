@@ -76,9 +76,12 @@ def test_cards_train_in_the_tail_of_generation_what_is_ready_and_nothing_twice(b
     machine is; never in the first step."""
     steps = 8
     options = [f"run.steps={steps}", f"fusion={deployment}", "stalesync.max_staleness=1", *TWO, *LONG]
-    done = train(base, tmp_path, *STALE, *options, *reference)
+    done = train(base, tmp_path, *STALE, *options, *reference, "training.lr=1e-3", "training.warmup_steps=1000")
     assert done.returncode == 0, done.stdout + done.stderr
     rows, groups = rows_of(tmp_path / "run"), _groups(tmp_path / "run")
+    minibatches = 2 if reference else 1
+    rates = [sum(minibatches * step + part + 1 for part in range(minibatches)) / minibatches for step in range(steps)]
+    assert [row["actor/lr"] for row in rows] == pytest.approx([1e-6 * rate for rate in rates]), "all optimizer steps"
     assert len({row["group"] for row in groups}) == len(groups) == 8 * steps
     assert {row["ended"] for row in groups} == {"trained"} and max(row["lag"] for row in groups) <= 1
     assert all(("actor/kl_loss" in row) == bool(reference) for row in rows)

@@ -1,6 +1,7 @@
 """The update step against a real queue, with cards that only read: nothing is trained twice, lost, or read back."""
 
 from dataclasses import replace
+from itertools import islice
 from types import SimpleNamespace
 
 import pytest
@@ -166,17 +167,23 @@ def test_no_optimizer_step_is_made_without_samples(failed, minibatches):
     assert cards.num_samples == [GROUP] * (3 - len(failed)) or (minibatches, cards.num_samples) == (2, [2 * GROUP])
 
 
-@pytest.mark.parametrize("left", [0, 1])
-def test_what_is_accumulated_counts_for_the_first_minibatch_that_has_samples(left):
-    """Of three groups two are accumulated, of one of which no sample could be scored, and then ``left`` is trained."""
-    groups = scored_groups(lost=["g0/0", "g0/1"])
-    first, rest = {name: groups[name] for name in ("g0", "g1")}, dict([*groups.items()][2 : 2 + left])
-    queue = queue_of(groups)
-    cards = TrainingCards(queue)
-    updater = updater_of(queue, cards)
-    run_update(updater, first, update=False)
-    run_training(updater, rest)
-    assert cards.num_samples == [GROUP, GROUP * left], "each step has gradients, if only accumulated ones"
+@pytest.mark.parametrize("parts", [[1], [2], [1, 1]])
+@pytest.mark.parametrize("failed", [[], ["g0"], ["g1"], ["g0", "g1"], ["g2"], ["g1", "g2"]])
+def test_a_step_of_which_a_part_is_accumulated_makes_the_optimizer_steps_of_one_without(parts, failed):
+    """Of three groups the first minibatch has two, of which all are accumulated in up to two parts, or one."""
+    samples = []
+    for accumulated in ([], parts):
+        groups = scored_groups(lost=[f"{group}/{member}" for group in failed for member in range(GROUP)])
+        names = iter(groups)
+        cards = TrainingCards(queue := queue_of(groups))
+        updater = updater_of(queue, cards)
+        for part in accumulated:
+            run_update(updater, {name: groups[name] for name in islice(names, part)}, update=False)
+        cards.num_samples, in_parts = [], sum(cards.num_samples)
+        run_training(updater, {name: groups[name] for name in names})
+        by_step = cards.num_samples
+        samples.append([in_parts + by_step[0], *by_step[1:]] if in_parts else by_step)
+    assert samples[1] == samples[0], "optimizer steps with as many samples"
 
 
 def test_samples_whose_reward_failed_are_dropped_in_one_call_per_error():
