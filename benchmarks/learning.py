@@ -20,6 +20,8 @@ import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from statistics import mean, pstdev, stdev
 
@@ -46,7 +48,7 @@ BENCHMARK = Benchmark(
         Option("jobs", 2, help="runs of `staleness` at a time"),
         Option("fusion", "colocated", help="deployments of `quickstart`, separated by commas"),
         Option("curves", None, help="read the curves of an earlier --json, run nothing"),
-        Option("svg", None, help="write the plot of `staleness` to this file"),
+        Option("svg", None, help="write the plot to this file; of `deployments` NAME_hybrid, NAME_separate"),
         Option("bounds", "0,1,2", smoke="0,1"),
         Option("base", "", smoke="0"),
         Option("prompts", None, smoke=8),
@@ -81,22 +83,28 @@ Curves = dict[str, dict[str, Figures]]
 
 def staleness(args: Namespace) -> Figures:
     """Train every seed at every bound, or read what an earlier call has trained."""
-    if args.curves:
-        curves = json.loads(Path(args.curves).read_text())["figures"]["staleness"]["curves"]
-    else:
-        curves = trained(args, ["cluster=one"], steps=30, prompts=64)
-    if args.svg:
-        Path(args.svg).write_text(plot(curves))
-    return judged(curves) | {"curves": curves}
+    return learned(args, ["staleness"], ["cluster=one"], steps=30, prompts=64)
 
 
 def deployments(args: Namespace) -> Figures:
-    """Train every seed at every bound in `hybrid` and `separate`, one card that generates beside one that trains."""
-    figures: Figures = {}
-    for fusion in ("hybrid", "separate"):
-        curves = trained(args, [*TWO_CARDS, f"fusion={fusion}"], steps=60, prompts=16)
-        figures[fusion] = judged(curves) | {"curves": curves}
-    return figures
+    """Do the same in `hybrid` and `separate`, one card that generates beside one that trains."""
+    return {
+        fusion: learned(args, ["deployments", fusion], [*TWO_CARDS, f"fusion={fusion}"], steps=60, prompts=16)
+        for fusion in ("hybrid", "separate")
+    }
+
+
+def learned(args: Namespace, place: list[str], options: Sequence[str], **size: int) -> Figures:
+    """Return the curves and what they say. ``place``: keys of the figures at which an earlier call has them; others: as
+    `trained`."""
+    if args.curves:
+        curves = reduce(getitem, [*place, "curves"], json.loads(Path(args.curves).read_text())["figures"])
+    else:
+        curves = trained(args, options, **size)
+    if args.svg:
+        path = Path(args.svg)
+        path.with_stem("_".join([path.stem, *place[1:]])).write_text(plot(curves))
+    return judged(curves) | {"curves": curves}
 
 
 def trained(args: Namespace, options: Sequence[str], *, steps: int, prompts: int) -> Curves:
