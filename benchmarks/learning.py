@@ -5,10 +5,10 @@ whole run. The lag is forced: the engine has room for every sample that the boun
 the bound allows. The final reward of a run is that of its last policy on held-out prompts, which are the same for all
 runs of a seed; differences are paired with the run of the same seed at staleness 0.
 
-deployments: the same on shorter answers and for more steps, in deployments whose engines adopt new weights between two
-tokens and whose cards train while the last responses are generated; `lag` is what these cards' times make of the bound,
-`adopted` the share of responses of which new weights have sampled a part, `parts` in how many a step was trained: more
-than 1 where training began before its last group was there.
+deployments: the same on shorter answers, with fewer samples a step, a third of the rate, and more steps, in deployments
+whose engines adopt new weights between two tokens and whose cards train while the last responses are generated. The lag
+is what the cards' times make of the bound; `adopted` is the share of responses of which new weights have sampled a part,
+`parts` in how many a step was trained: more than 1 where training began before its last group was there.
 
 quickstart: each seed makes its own base model and runs `recipes/quickstart.sh` from it in every deployment: mean
 rewards of the first and last five steps, the seconds of making the base model, of the steps, and of the whole command,
@@ -74,7 +74,8 @@ OPTIONS = """device=emulated parallel=single data=worked data.max_prompt_length=
 rollout.max_response_length=96 algorithm=grpo algorithm.group_size=8 algorithm.minibatches=2 training.warmup_steps=6
 training.lr=3e-4 training.betas=[0.9,0.99] training.weight_decay=0 training.load_balancing_coef=0
 rollout.engine.max_seqs=1024""".split()
-TWO_CARDS = "cluster.npus=2 data.min_digits=2 data.max_digits=3".split()
+TWO_CARDS = "cluster.npus=2 data.min_digits=2 data.max_digits=3 training.lr=1e-4 rollout.engine.max_seqs=32".split()
+"""An engine that is always full, so that new weights meet responses under way"""
 
 Curves = dict[str, dict[str, Figures]]
 """Bound → seed → `rewards` by step, `before` and `after` (held-out), `lag` (mean over all samples), `adopted`,
