@@ -7,8 +7,8 @@ runs of a seed; differences are paired with the run of the same seed at stalenes
 
 deployments: the same on shorter answers, with fewer samples a step, a third of the rate, and more steps, in deployments
 whose engines adopt new weights between two tokens and whose cards train while the last responses are generated. The lag
-is what the cards' times make of the bound; `adopted` is the share of responses of which new weights have sampled a part,
-`parts` in how many a step was trained: more than 1 where training began before its last group was there.
+is what the cards' times make of the bound; `adopted`: share of responses of which new weights have sampled a part;
+`parts`: in how many a step was trained, more than 1 where training began before its last group was there.
 
 quickstart: each seed makes its own base model and runs `recipes/quickstart.sh` from it in every deployment: mean
 rewards of the first and last five steps, the seconds of making the base model, of the steps, and of the whole command,
