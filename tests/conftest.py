@@ -14,6 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.detection import is_hypothesis_test
 
+from tests.arrangement import arranged, kind_of
 from tests.machine import MACHINE
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -44,8 +45,15 @@ ELSEWHERE = {"slow", "npu", "gpu", "vllm", "megatron", "contracts", "triton", "b
 """Markers of tests that need more than CI's extended run has"""
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    _bound_examples(config, items)
+    yield  # others leave out what was not asked for
+    if (processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))) > 1:
+        items[:] = arranged(items, [kind_of(item) for item in items], processes)
+
+
+def _bound_examples(config: pytest.Config, items: list[pytest.Item]) -> None:
     extended = config.option.markexpr == "extended"
     for item in items:
         test = getattr(item, "obj", None)

@@ -8,6 +8,7 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -122,9 +123,8 @@ def job_config(
     states otherwise. Raise ValueError for a value that is not accepted, or a changed key that the command neither reads
     nor may ignore."""
     conf = conf.absolute()  # Hydra expects it
-    base = composed(conf, defaults)
-    overrides = accepted(arguments.overrides, conf)
-    config = composed(conf, [*defaults, *overrides]) if overrides else base
+    base = _base(conf, tuple(defaults))
+    config = composed(conf, [*defaults, *accepted(arguments.overrides, conf)])
     unread = unread_keys(config, base, command)
     if unread and not arguments.for_job:
         value, only = (as_yaml(value_of(one, unread[0])) for one in (config, base))
@@ -139,6 +139,12 @@ def job_config(
     for group in ("run", "data", "algorithm", "training", "fusion", "rollout"):
         getattr(config, group).validate()
     return config, lines
+
+
+@cache
+def _base(conf: Path, defaults: tuple[str, ...]) -> Config:
+    """Compose the config that the arguments of a job change."""
+    return composed(conf, defaults)
 
 
 def unread_keys(config: Config, base: Config, command: str) -> list[str]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import pytest
-
 from tests import machine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,15 +18,10 @@ def loaded_by(statement: str) -> set[str]:
     return set(done.stdout.split())
 
 
-@pytest.mark.parametrize(
-    "modules",
-    [
-        "fusion.colocate.worker, fusion.colocate.parts",
-        "stalesync.cards.cards, stalesync.loop.controller, stalesync.job.config",
-    ],
-)
-def test_a_worker_that_is_not_paced_does_not_load_the_cost_model(modules):
-    assert not {name for name in loaded_by(f"import {modules}") if name.startswith("fusion.costmodel")}
+def test_neither_a_worker_that_is_not_paced_nor_a_controller_loads_the_cost_model():
+    worker = "fusion.colocate.worker, fusion.colocate.parts"
+    controller = "stalesync.cards.cards, stalesync.loop.controller, stalesync.job.config"
+    assert not {name for name in loaded_by(f"import {worker}, {controller}") if name.startswith("fusion.costmodel")}
 
 
 def test_the_cost_model_loads_neither_torch_nor_ray_nor_what_acts():

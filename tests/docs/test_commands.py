@@ -94,6 +94,7 @@ def test_the_tutorial_ends_with_a_model_that_transformers_load(after_tutorial):
     assert (runs / "tutorial" / "report.html").is_file() and (runs / "evaluate-tutorial" / "evaluation.json").is_file()
 
 
+@pytest.mark.extended  # its recipe: tests/costmodel/test_plan_script.py
 @pytest.mark.parametrize("page", SHORT, ids=lambda page: page.stem)
 def test_short_howto_runs(page, tmp_path):
     run(script_of(page), tmp_path)

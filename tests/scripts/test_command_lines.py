@@ -76,6 +76,18 @@ def test_help_answers_in_a_second_of_cpu(command, part, tmp_path):
     assert is_quick(answer), (answer.cpu_s, HEAVY & answer.imported)
 
 
+SAID_ELSEWHERE = [
+    ("scripts/train.py algorithm.name=ppo", "algorithm.name='ppo': expected one of grpo, "),
+    ("scripts/plan.py model=pangu_718b clutser=a3_16", "unknown argument 'clutser=a3_16'; did you mean cluster=?"),
+    ("scripts/plan.py model=pangu_718b cluster=a3_16 fusion.offload=disk", "fusion.offload='disk': expected one"),
+    ("scripts/simulate.py clutser=a3_16", "unknown argument 'clutser=a3_16'; did you mean cluster=?"),
+    ("scripts/train.py eval.samples=0 model.path=x", "eval.samples=0: expected a whole number of at least 1"),
+    ("scripts/train.py eval.file=[a.jsonl]", "unknown key 'eval.file'; did you mean 'eval.files'?"),
+    ("scripts/evaluate.py nowhere eval.sampels=2", "unknown key 'eval.sampels'; did you mean 'eval.samples'?"),
+]
+"""Refusals that tests of their packages read in the default run: training, costmodel, stalesync"""
+
+
 @pytest.mark.parametrize(
     ("command", "error"),
     [
@@ -93,16 +105,12 @@ def test_help_answers_in_a_second_of_cpu(command, part, tmp_path):
             r"scripts/train.py rollout.sampling.stop=['x\n']",
             "rollout.sampling.stop=['x\\\\n']: expected a list of texts, none of them empty, with a line end",
         ),
-        ("scripts/train.py algorithm.name=ppo", "algorithm.name='ppo': expected one of grpo, "),
         ("scripts/train.py environment=my.py:Env", "environment=my.py:Env: expected one of calculator, custom, "),
         ("scripts/check.py", "model.path='': expected a Hugging Face checkpoint folder"),
         ("scripts/control.py", "the following arguments are required"),
         ("scripts/control.py runs/x rollout.engine.max_seqs", "'rollout.engine.max_seqs': expected KEY=VALUE"),
         ("scripts/plan.py", "model= and cluster= are required"),
-        ("scripts/plan.py model=pangu_718b clutser=a3_16", "unknown argument 'clutser=a3_16'; did you mean cluster=?"),
-        ("scripts/plan.py model=pangu_718b cluster=a3_16 fusion.offload=disk", "fusion.offload='disk': expected one"),
         ("scripts/simulate.py", "model= and cluster= are required"),
-        ("scripts/simulate.py clutser=a3_16", "unknown argument 'clutser=a3_16'; did you mean cluster=?"),
         ("benchmarks/switch.py --pairs TP2", "unknown pairs ['TP2']: expected some of"),
         ("benchmarks/switch.py --only x", "unrecognized arguments: --only"),
         (
@@ -118,11 +126,8 @@ def test_help_answers_in_a_second_of_cpu(command, part, tmp_path):
         ("scripts/report.py nowhere", "nowhere: expected the folder of a run"),
         ("scripts/convert.py nowhere out", "nowhere: expected the folder of a run, or of a checkpoint"),
         ("scripts/convert.py nowhere", "the following arguments are required: OUT"),
-        ("scripts/train.py eval.samples=0 model.path=x", "eval.samples=0: expected a whole number of at least 1"),
-        ("scripts/train.py eval.file=[a.jsonl]", "unknown key 'eval.file'; did you mean 'eval.files'?"),
         ("scripts/evaluate.py", "expected the folder of a run, a checkpoint or a model"),
         ("scripts/evaluate.py nowhere", "nowhere: expected the folder of a run (with config.yaml)"),
-        ("scripts/evaluate.py nowhere eval.sampels=2", "unknown key 'eval.sampels'; did you mean 'eval.samples'?"),
         ("scripts/doctor.py --fast", "unrecognized arguments: --fast"),
         ("scripts/docs/config_reference.py run.steps", "unrecognized arguments: run.steps"),
         ("scripts/make_base.py", "the following arguments are required"),
@@ -131,6 +136,7 @@ def test_help_answers_in_a_second_of_cpu(command, part, tmp_path):
         ("scripts/make_base.py addition out --target nan", "--target nan: expected a share from 0 to 1"),
         ("scripts/make_base.py addition out --device gpu", "--device: invalid choice: 'gpu'"),
         ("-m distqueue --every 2", "unrecognized arguments: --every"),
+        *(pytest.param(*case, marks=pytest.mark.extended) for case in SAID_ELSEWHERE),
     ],
 )
 def test_wrong_arguments_print_the_usage_and_exit_with_2(command, error, tmp_path):

@@ -7,17 +7,19 @@
 beside metrics, spans and memory, how many items that describes, and the bytes of their texts.
 """
 
-import atexit
 import json
 import pickle
 import sys
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 
 MEASURED = ("metrics", "spans", "memory")
 
 
-def count(target):
+@contextmanager
+def counting(target):
+    """Count in the block, and write then."""
     from distqueue import DistQueue
     from fusion.colocate import StageReport
     from stalesync.cards.cards import Cards
@@ -61,20 +63,22 @@ def count(target):
                 note(call.stage, [answer])
         return answers
 
-    def write():
+    DistQueue.create, DistQueue.get, DistQueue.read = counted_create, counted(get), counted(read)
+    Cards.wait_all, Cards.ask_each = counted_wait, counted_ask
+    try:
+        yield
+    finally:
+        DistQueue.create, DistQueue.get, DistQueue.read = create, get, read
+        Cards.wait_all, Cards.ask_each = wait, ask
         (queue,) = handles
         found = {"queue_bytes": {name: size for name, (size, _) in columns.items()}, "reports": reports}
         found |= {"queue_total_bytes": queue.traffic.received_bytes}
         Path(target).write_text(json.dumps(found | {"samples": max(rows for _, rows in columns.values())}))
-
-    DistQueue.create, DistQueue.get, DistQueue.read = counted_create, counted(get), counted(read)
-    Cards.wait_all, Cards.ask_each = counted_wait, counted_ask
-    atexit.register(write)
 
 
 if __name__ == "__main__":
     sys.path.insert(0, "scripts")
     import train
 
-    count(sys.argv.pop(1))
-    train.main()
+    with counting(sys.argv.pop(1)):
+        train.main()

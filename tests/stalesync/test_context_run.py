@@ -21,14 +21,15 @@ def score(prompt, response, answer, **fields):
 """
 
 
-def test_cards_that_share_samples_begin_as_one_card_does_and_learn(base, tmp_path):
+@pytest.mark.parametrize("steps", [2, pytest.param(16, id="and-learn", marks=pytest.mark.extended)])
+def test_cards_that_share_samples_begin_as_one_card_does(base, tmp_path, steps):
     """At staleness 0, with ratios of whole sequences; sums over other ranks are rounded otherwise."""
     (tmp_path / "reward.py").write_text(BEGINS_WITH_ONE)
     common = [f"reward.path={tmp_path / 'reward.py'}:score", "run.eval_prompts=0", "algorithm.name=gspo"]
     common += ["algorithm.clip_low=0.2", "algorithm.clip_high=0.2", "algorithm.kl_coef=0.001", "training.lr=2e-3"]
     common += ["algorithm.group_size=8", "training.load_balancing_coef=0.01"]
-    rows = {}
-    for name, options in {"one": ["run.steps=2"], "shared": [*CP2, "run.steps=16", "fusion.checksum=true"]}.items():
+    rows, shares = {}, [*CP2, f"run.steps={steps}", "fusion.checksum=true"]
+    for name, options in {"one": ["run.steps=2"], "shared": shares}.items():
         done = train(base, tmp_path, f"run.name={name}", *common, *options)
         assert done.returncode == 0, done.stdout + done.stderr
         rows[name] = rows_of(tmp_path / name)
@@ -36,7 +37,8 @@ def test_cards_that_share_samples_begin_as_one_card_does_and_learn(base, tmp_pat
         for figure in SAME:
             assert shared[figure] == pytest.approx(one[figure], rel=2e-3, abs=1e-5), (figure, one["step"])
     rewards = [row["critic/rewards/mean"] for row in rows["shared"]]
-    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1, rewards
+    if steps == 16:
+        assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.1, rewards
     first = rows["shared"][0]
     requests, saved = (first[f"distqueue/read_requests_{name}"] for name in ("total", "saved_total"))
     assert saved == 3 * requests, "four cards of one replica read together"
@@ -67,12 +69,12 @@ DCP2 += ["parallel.infer.dcp=2", "run.eval_prompts=0", "algorithm.group_size=8",
 def test_engines_whose_cards_share_kv_generate_as_others_do(base, tmp_path):
     """At staleness 0 with chunks, whose KV is pooled meanwhile; in blocks of 32 tokens, 16 on each card."""
     (tmp_path / "reward.py").write_text(BEGINS_WITH_ONE)
-    pool = ["rollout.kv_pool.suspended=pool", "rollout.schedule.chunk_tokens=8", "rollout.max_response_length=48"]
-    pool += ["rollout.sampling.forced_median=24"]
+    pool = ["rollout.kv_pool.suspended=pool", "rollout.schedule.chunk_tokens=8", "rollout.max_response_length=36"]
+    pool += ["rollout.sampling.forced_median=18", "data.prompts_per_step=2"]
     common = [f"reward.path={tmp_path / 'reward.py'}:score", *DCP2, *pool]
     rows = {}
     for dcp in (1, 2):
-        done = train(base, tmp_path, *common, f"run.name={dcp}", f"parallel.infer.dcp={dcp}", "run.steps=3")
+        done = train(base, tmp_path, *common, f"run.name={dcp}", f"parallel.infer.dcp={dcp}", "run.steps=2")
         assert done.returncode == 0, done.stdout + done.stderr
         rows[dcp] = rows_of(tmp_path / str(dcp))
         assert all(row["training/rollout_probs_diff_mean"] < 1e-5 for row in rows[dcp])

@@ -5,7 +5,6 @@ import json
 import pytest
 
 from tests.colocate.cards import tiny_reward_model
-from tests.machine import communicate
 from tests.stalesync.runs import command_of, rows_of
 from tests.warm import launcher
 
@@ -48,9 +47,8 @@ def test_the_controller_receives_text_and_lengths_and_no_token(base, judge, tmp_
     options += ["stalesync.max_staleness=1", "algorithm.kl_coef=0.01", "rollout.drafts.source=both"]
     options += [f"reward.model={judge}"] if reward == "model" else []
     (_, *overrides), counts = command_of(base, tmp_path, *options), tmp_path / "counts.json"
-    run = launcher().start(["tests/stalesync/counted_run.py", str(counts), *overrides])
-    out, err = communicate(run, 180)
-    assert run.returncode == 0, out + err
+    done = launcher().session().run(["tests/stalesync/counted_run.py", str(counts), *overrides], 180)
+    assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(counts.read_text())
     assert sum(row["response_length/mean"] for row in rows_of(tmp_path / "run")) / 2 > RESPONSE / 2
 

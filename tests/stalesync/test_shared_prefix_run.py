@@ -9,7 +9,7 @@ from tests.stalesync.stopped_run import BOUNDARIES, BRANCHES, TRAINING
 from tests.stalesync.test_conversations_run import AGAIN, assert_kills_change_nothing, completed
 
 SHARED = ["cluster.npus=2", "parallel=single", "parallel.train.cp=2", "training.share_prefixes=on"]
-SHARED += ["algorithm.minibatches=2", "run.eval_prompts=0"]
+SHARED += ["algorithm.minibatches=2", "run.eval_prompts=0", "run.steps=2"]
 
 
 @pytest.fixture(scope="module")

@@ -96,7 +96,7 @@ def test_rewards_that_fail_are_counted_and_a_checkpoint_records_every_group_that
         assert Counter(row["ended"] for row in groups if row["step"] <= step) == state["ledger"]["ended"], step
 
 
-def test_a_shard_of_the_queue_that_is_killed_is_started_anew_and_nothing_is_lost(start, tmp_path):
+def test_a_shard_of_the_queue_that_is_killed_is_started_anew_and_the_end_of_the_queue_is_named(start, tmp_path):
     run, folder = start(*STALE, "fusion=separate", "run.steps=1000"), tmp_path / "run"
     (shard,) = _processes(run, "Shard")
     os.kill(shard, signal.SIGKILL)
@@ -105,6 +105,14 @@ def test_a_shard_of_the_queue_that_is_killed_is_started_anew_and_nothing_is_lost
     _engines_are_set_up_anew_for_another_share(run, folder)
     last = rows_of(folder)[-1]
     assert last["distqueue/ended/done"] == 32 * last["step"]
+    _a_queue_in_memory_that_is_killed_ends_the_run_by_name(run)
+
+
+def _a_queue_in_memory_that_is_killed_ends_the_run_by_name(run):
+    (core,) = _processes(run, "QueueActor")
+    os.kill(core, signal.SIGKILL)
+    told = _told_within(run, 20)
+    assert told.startswith("error: the queue has failed: ") and "queue.durability=journal" in told, told
 
 
 def _engines_are_set_up_anew_for_another_share(run, folder):
@@ -120,18 +128,15 @@ def _engines_are_set_up_anew_for_another_share(run, folder):
     )
 
 
-@pytest.mark.parametrize(
-    "durability",
-    ["memory", pytest.param("journal", marks=pytest.mark.extended)],  # journal in full: tests/stalesync/test_run.py
-)
+@pytest.mark.extended  # in the default run of four roles: tests/stalesync/test_run.py
+@pytest.mark.parametrize("durability", ["memory", "journal"])
 def test_a_queue_that_is_killed_goes_on_from_its_journal_or_ends_the_run_by_name(start, tmp_path, durability):
     run = start(*STALE, "run.steps=1000", f"queue.durability={durability}")
+    if durability == "memory":
+        _a_queue_in_memory_that_is_killed_ends_the_run_by_name(run)
+        return
     (core,) = _processes(run, "QueueActor")
     os.kill(core, signal.SIGKILL)
-    if durability == "memory":
-        told = _told_within(run, 20)
-        assert told.startswith("error: the queue has failed: ") and "queue.durability=journal" in told, told
-        return
     rows = len(rows_of(tmp_path / "run"))
     wait_until(run, 30, lambda: len(rows_of(tmp_path / "run")) >= rows + 3)
     last = rows_of(tmp_path / "run")[-1]

@@ -142,14 +142,14 @@ def _suspended_samples_go_on_behind_the_kv_they_had(rows):
 
 @pytest.mark.parametrize("bound", [pytest.param(0, marks=pytest.mark.extended), 1])
 def test_dapo_fills_a_step_with_groups_that_teach_something(base, tmp_path, bound):
-    options = ["algorithm=dapo", f"stalesync.max_staleness={bound}", "run.steps=3", "run.eval_prompts=0", *TWO]
+    options = ["algorithm=dapo", f"stalesync.max_staleness={bound}", "run.steps=2", "run.eval_prompts=0", *TWO]
     done = train(base, tmp_path, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     rows, groups = rows_of(tmp_path / "run"), _groups(tmp_path / "run")
     trained = [row for row in groups if row["ended"] == "trained"]
     filtered = [row for row in groups if row["ended"].startswith("filtered:")]
     assert len({row["group"] for row in groups}) == len(groups) == len(trained) + len(filtered)
-    assert len(trained) == 8 * 3 and filtered, "what all of a group gets right or wrong is made up for"
+    assert len(trained) == 8 * 2 and filtered, "what all of a group gets right or wrong is made up for"
     for row in rows:
         assert sum(row[f"staleness/lag_{lag}_count"] for lag in range(bound + 1)) == 32
         assert row["critic/advantages/min"] < 0 < row["critic/advantages/max"]

@@ -133,6 +133,13 @@ def test_a_reader_notices_a_file_that_was_written_again(tmp_path) -> None:
         SegmentFile(tmp_path / "nowhere")
 
 
+@pytest.fixture(scope="module")
+def light() -> None:
+    """Collections of garbage look at what is made from here on."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.mark.parametrize(
     "look",
     [
@@ -143,7 +150,7 @@ def test_a_reader_notices_a_file_that_was_written_again(tmp_path) -> None:
         lambda memory: memory.data[5:9],
     ],
 )
-def test_memory_that_nobody_looks_at_any_more_serves_the_next_batch(look) -> None:
+def test_memory_that_nobody_looks_at_any_more_serves_the_next_batch(look, light) -> None:
     buffers = BufferPool()
     first = buffers.take(1 << 20)
     at, view = first.ctypes.data, look(first)

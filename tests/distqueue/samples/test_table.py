@@ -298,7 +298,7 @@ def durable(snapshot: dict) -> dict:
     return {name: value for name, value in snapshot.items() if name != "handed"} | {"about": json.dumps(about)}
 
 
-@pytest.mark.parametrize("examples", [40, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [25, pytest.param(400, marks=pytest.mark.slow)])
 def test_table_against_model(examples: int) -> None:
     drawn = settings(max_examples=examples, stateful_step_count=50, suppress_health_check=list(HealthCheck))
     run_state_machine_as_test(TableAgainstModel, settings=drawn)

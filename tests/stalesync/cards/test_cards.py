@@ -1,6 +1,5 @@
 """Workers behind Ray: calls by stage, control while a stage runs, failures that name rank and stage."""
 
-import gc
 import os
 import signal
 import threading
@@ -9,40 +8,18 @@ from dataclasses import replace
 
 import pytest
 
-from distqueue import DistQueue, LocalQueue
-from fusion.colocate import Deployment, FusionConfig, InferenceShare, Worker, WorkerSpec
+from distqueue import DistQueue
+from fusion.colocate import InferenceShare, Worker
 from fusion.inference import Request, RolloutConfig, SamplingParams
-from fusion.model import Parallel
-from fusion.model.options import PolicyModelConfig
 from fusion.npu import DeviceConfig
 from fusion.npu.config import claim
-from fusion.training import AlgorithmConfig, TrainingConfig
 from stalesync.cards.actors import on_cards
-from stalesync.cards.card import Card
 from stalesync.cards.cards import Cards
 from stalesync.cards.stage_calls import describe_hanging, stage_call
 from stalesync.policy.placing import check_cards, order_by_place
 from stalesync.process.failures import CardFailed, RayEnded
-from tests.helpers import run_ranks, tiny_checkpoint
 from tests.machine import patience, wait_for
 from tests.warm import use_ray
-
-
-@pytest.fixture(scope="module")
-def spec(tmp_path_factory):
-    return WorkerSpec(
-        seed=5,
-        steps=1,
-        model=PolicyModelConfig(path=tiny_checkpoint(tmp_path_factory.mktemp("model"), max_position_embeddings=8192)),
-        deployment=Deployment.colocated(2),
-        train=Parallel(2),
-        infer=Parallel(2, ep=2),
-        fusion=FusionConfig(),
-        rollout=RolloutConfig(max_response_length=6),
-        training=TrainingConfig(),
-        algorithm=AlgorithmConfig(),
-        device=DeviceConfig("emulated", capacity_bytes=256 << 20),
-    )
 
 
 @pytest.fixture(scope="module")
@@ -80,20 +57,6 @@ def test_a_card_answers_while_it_generates(cards):
     assert answers["a"].finish_reason == "abort" and 0 < answers["a"].response_tokens < 8000
     assert answers["b"].finish_reason == "length" and answers["b"].response_tokens == 4
     cards.on().call(Worker.switch, "train", 0)
-
-
-def prepared_card(rank, device, spec):
-    loaded, frozen = [[] for _ in range(10_000)], gc.get_freeze_count()
-    card = Card(spec, LocalQueue(["train"]))
-    card.take_rank(rank)
-    card.prepare("", device)
-    return gc.get_freeze_count() - frozen, len(loaded)
-
-
-def test_a_prepared_card_looks_for_no_garbage_in_what_it_has_loaded(spec):
-    one = replace(spec, deployment=Deployment.colocated(1), train=Parallel(1), infer=Parallel(1))
-    ((frozen, loaded),) = run_ranks(prepared_card, 1, one)
-    assert frozen > loaded
 
 
 def test_what_a_card_raises_in_a_control_call_names_its_rank_and_the_call(cards):

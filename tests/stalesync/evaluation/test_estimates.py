@@ -47,15 +47,15 @@ def test_every_pass_at_k_is_that_of_the_formula_to_the_bit(count, data):
         assert passed == (math.comb(count, k) - math.comb(count - correct, k)) / math.comb(count, k)
 
 
-def test_a_thousand_answers_to_a_thousand_prompts_are_estimated_in_seconds():
-    """With the binomials of each k computed anew it takes 17 s on the reference machine."""
-    prompts, samples = 1319, 1024
+def test_a_thousand_answers_to_hundreds_of_prompts_are_estimated_in_seconds():
+    """With the binomials of each k computed anew it takes 4 s on the reference machine."""
+    prompts, samples = 330, 1024
     correct = [[float(answer < prompt % samples) for answer in range(samples)] for prompt in range(prompts)]
     outcomes = [[RewardOutcome(reward) for reward in rewards] for rewards in correct]
     start = time.process_time()
     found = estimates_of(outcomes, [[1] * samples] * prompts, 1.0)
-    assert cpu_within(time.process_time() - start, 8)
-    assert found["reward/pass@1024"].value == pytest.approx(1 - 2 / prompts)
+    assert cpu_within(time.process_time() - start, 2)
+    assert found["reward/pass@1024"].value == pytest.approx(1 - 1 / prompts)
 
 
 def test_pass_at_k_is_unbiased():

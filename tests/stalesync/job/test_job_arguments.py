@@ -103,11 +103,16 @@ def read_by(command):
 
 
 @functools.cache
-def figures(command, arguments):
-    """What a command computes for arguments, without what it prints of these."""
+def told(command, arguments):
+    """What a command writes for arguments."""
     with contextlib.redirect_stdout(io.StringIO()) as printed, contextlib.redirect_stderr(io.StringIO()):
         COMMANDS[command].answer([*arguments, "--json", "-"], RECIPES)
-    shown = json.loads(printed.getvalue())
+    return json.loads(printed.getvalue())
+
+
+def figures(command, arguments):
+    """What a command computes for arguments, without what it prints of these."""
+    shown = told(command, arguments)
     return json.dumps({key: shown[key] for key in shown.keys() - {"notes", "workload", "config", "lengths"}})
 
 
@@ -185,10 +190,7 @@ def test_plan_simulation_and_run_share_one_workload():
         * 4
         == work.samples
     )
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        planning.answer([*JOB, "--json", "-"], RECIPES)
-    shown = json.loads(printed.getvalue())
+    shown = told("plan", tuple(JOB))
     assert shown["workload"] == asdict(work) and describe(config) in shown["notes"]
 
 

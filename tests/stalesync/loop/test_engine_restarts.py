@@ -13,7 +13,7 @@ import torch
 from tests.machine import patience, wait_for
 from tests.stalesync.runs import begin, rows_of, train, wait_until, weights_of
 
-STEPS = 4
+STEPS = 3
 OPTIONS = [
     "cluster.npus=3",
     "parallel=single",
