@@ -66,7 +66,9 @@ def _split(lengths: Sequence[int], ranks: int) -> list[list[int]]:
     return [sorted(members) for members in split]
 
 
-def split_groups(groups: Sequence[str], num_chunks: int) -> list[list[str]]:
-    """Split ``groups`` into ``num_chunks`` runs of even size, or fewer if there are fewer groups."""
-    size = -(-len(groups) // num_chunks) if groups else 1
-    return [list(groups[start : start + size]) for start in range(0, len(groups), size)]
+def split_groups(groups: Sequence[str], num_chunks: int, num_before: int = 0) -> list[list[str]]:
+    """Split ``groups`` into ``num_chunks`` runs of even size, or fewer if there are fewer groups. ``num_before``: how
+    many others came before and count for the first runs, which have as many fewer, or none."""
+    size = max(1, -(-(num_before + len(groups)) // num_chunks))
+    starts = range(-num_before, len(groups), size)
+    return [list(groups[max(0, start) : max(0, start + size)]) for start in starts]

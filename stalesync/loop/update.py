@@ -217,8 +217,8 @@ class Updater:
     def _batches(self, groups: Sequence[str], samples: SampleColumns, in_minibatches: bool) -> list[list[list[str]]]:
         """Return ids of rows by batch and replica: one batch, or the minibatches that have gradients: a step without
         any would still move weights. What is accumulated begins the first minibatch, or is all of it."""
-        accumulated, share = [""] * self._num_accumulated, self.spec.training.shares_prefixes
-        chunks = split_groups([*accumulated, *groups], self.spec.algorithm.minibatches) if in_minibatches else []
+        share, number = self.spec.training.shares_prefixes, self.spec.algorithm.minibatches
+        chunks = split_groups(groups, number, self._num_accumulated) if in_minibatches else []
         if len(chunks) <= 1 or not samples:
             return [samples.split(self.spec.train.replicas, share)]
         batches = [samples.where([group in chunk for group in samples.groups]) for chunk in map(set, chunks)]

@@ -54,6 +54,8 @@ class SimulatedCards:
         self.cards_of_engine = len(setup.worker.engines[0])
         self.training_factor = setup.slow_dies.factor(setup.config.run.seed, setup.worker.deployment.train)
         """Of the slowest die that trains"""
+        self._num_accumulated = 0
+        """Number of groups that were trained without an optimizer step since the last one"""
         self.arrived: deque[CardMessage] = deque()
         self.switch_s = self.queue_busy_s = 0.0
         self._queue_free_s = 0.0
@@ -135,7 +137,9 @@ class SimulatedCards:
         optimizer steps, else gradients are accumulated."""
         time, trainer = self.clock.now, self.setup.trainer
         replicas = self.setup.worker.train.replicas
-        chunks = split_groups(list(groups), self.setup.config.algorithm.minibatches)
+        number = self.setup.config.algorithm.minibatches if update else 1
+        chunks = split_groups(list(groups), number, self._num_accumulated if update else 0)
+        self._num_accumulated = 0 if update else self._num_accumulated + len(groups)
         minibatches = [_split([groups[name] for name in chunk], trainer) for chunk in chunks]
         if self.setup.worker.reference is not None:
             time = max([time, *[self._referenced_s.pop(group) for group in groups]])

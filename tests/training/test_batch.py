@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from fusion.training import Sequences, plan_micro_batches, split_over_ranks
 from fusion.training.batch import UNREAD
+from fusion.training.division import split_groups
 from tests.training.sequences import sequences_of
 
 LENGTHS = st.lists(st.integers(0, 60), max_size=40)
@@ -23,6 +24,16 @@ def test_every_sequence_is_in_one_micro_batch_within_the_budget(lengths, budget)
         sizes = [lengths[i] for i in batch]
         assert sizes == sorted(sizes)
         assert sum(sizes) <= budget or len(batch) == 1
+
+
+@given(st.integers(0, 40), st.integers(1, 8), st.data())
+def test_minibatches_are_those_of_all_groups_also_where_the_first_ones_came_before(number, minibatches, data):
+    groups, before = [str(group) for group in range(number)], data.draw(st.integers(0, number))
+    whole = split_groups(groups, minibatches)
+    rest = split_groups(groups[before:], minibatches, before)
+    assert [group for part in whole for group in part] == groups and len(whole) <= minibatches
+    assert len({len(part) for part in whole[:-1]}) <= 1
+    assert rest == [[group for group in part if int(group) >= before] for part in whole]
 
 
 @given(LENGTHS, st.integers(1, 80))
