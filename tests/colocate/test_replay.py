@@ -36,7 +36,7 @@ SHAPE = dict(
 )
 
 
-def generated(device, folder, count=24, max_tokens=40):
+def generated(device, folder, count=24, max_tokens=24):
     """Outputs of an engine in bf16, and a trainer of the same weights."""
     config = ModelConfig.from_hf(folder)
     models = [Transformer(config, Mesh.single(), device, torch.bfloat16) for _ in range(2)]

@@ -190,7 +190,7 @@ def test_who_runs_out_of_memory_says_in_which_stage_and_who_held_it(worker):
 
 
 def test_an_optimizer_that_finds_no_room_behind_a_switch_says_so_too(tmp_path):
-    worker = _worker(tiny_checkpoint(tmp_path, vocab_size=1 << 16), deployment="full", resident="all")
+    worker = _worker(tiny_checkpoint(tmp_path, vocab_size=40_000), deployment="full", resident="all")
     worker.switch("infer", 0)
     optimizer_bytes = sum(part.nbytes for part in worker.card.switcher.optimizer.values())
     assert worker.card.device.memory_by_owner()["kv"] < optimizer_bytes

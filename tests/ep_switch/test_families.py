@@ -18,10 +18,23 @@ from tests.ep_switch.switching import BUCKET, End, assert_filled, build_pair, ex
 from tests.families import KINDS, family_config, random_fields
 from tests.helpers import run_ranks
 
+FAMILIES = dict(kind=st.sampled_from([*KINDS]), data=st.data(), bucket_bytes=st.sampled_from(BUCKETS))
 
-@settings(max_examples=15)
-@given(kind=st.sampled_from([*KINDS]), data=st.data(), bucket_bytes=st.sampled_from(BUCKETS))
+
+@settings(max_examples=8)
+@given(**FAMILIES)
 def test_a_plan_brings_every_element_to_its_place(kind: str, data: st.DataObject, bucket_bytes: int) -> None:
+    check_plan(kind, data, bucket_bytes)
+
+
+@pytest.mark.extended
+@settings(max_examples=50)
+@given(**FAMILIES)
+def test_many_plans_bring_every_element_to_its_place(kind: str, data: st.DataObject, bucket_bytes: int) -> None:
+    check_plan(kind, data, bucket_bytes)
+
+
+def check_plan(kind: str, data: st.DataObject, bucket_bytes: int) -> None:
     config = ModelConfig.from_hf(data.draw(random_fields(kind)))
     source, target = (
         random_layout(lambda values: data.draw(st.sampled_from(list(values))), config, range(8), bucket_bytes, format)

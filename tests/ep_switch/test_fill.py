@@ -31,9 +31,16 @@ def hosted_switches(draw: st.DrawFn):
     return source, target, bucket_bytes, topology, False, tuple(units[::every])
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(hosted_switches())
 def test_hosted_units_are_allocated_and_do_not_travel_and_the_rest_is_planned_as_ever(case):
+    check(case)
+
+
+@pytest.mark.extended
+@settings(max_examples=40)
+@given(hosted_switches())
+def test_hosted_units_of_more_plans(case):
     check(case)
 
 

@@ -251,8 +251,15 @@ def test_latents_sample_the_same(kind):
     compare(kind, "together", Parallel(2, tp=2, dcp=2))
 
 
-@pytest.mark.parametrize("kind", ["gqa", "deepseek_v3"])
-@pytest.mark.parametrize("suspended", ["recompute", "keep"])
+@pytest.mark.parametrize(
+    ("suspended", "kind"),
+    [
+        ("recompute", "gqa"),
+        ("keep", "deepseek_v3"),
+        pytest.param("recompute", "deepseek_v3", marks=pytest.mark.extended),
+        pytest.param("keep", "gqa", marks=pytest.mark.extended),
+    ],
+)
 def test_requests_that_leave_and_weights_that_change_in_flight(kind, suspended):
     results = compare(kind, "away", Parallel(2, tp=2, dcp=2), suspended=suspended)
     for (_, status, _, parked), _ in results:
@@ -261,7 +268,14 @@ def test_requests_that_leave_and_weights_that_change_in_flight(kind, suspended):
 
 
 @pytest.mark.parametrize("kind", ["gqa", "deepseek_v3"])
-@pytest.mark.parametrize("options", [{}, dict(dtype=torch.float64)], ids=["fused", "composed"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="fused"),
+        pytest.param(dict(dtype=torch.float64), id="composed", marks=pytest.mark.extended),
+        pytest.param(dict(operators="plain"), id="plain"),
+    ],
+)
 def test_drafts_are_verified_over_shared_kv(kind, options):
     compare(kind, "drafted", Parallel(2, tp=2, dcp=2), **options)
 
@@ -272,7 +286,7 @@ def test_drafts_are_verified_over_shared_kv(kind, options):
     "options",
     [
         dict(operators="ascend"),
-        dict(operators="plain"),
+        pytest.param(dict(operators="plain"), marks=pytest.mark.extended),
         pytest.param(dict(dtype=torch.float64), marks=pytest.mark.extended),
     ],
     ids=str,

@@ -29,7 +29,7 @@ def away_rank(rank, device, folder, parallel, rollout, chunks=0):
         load_weights(loaded, folder)
         made = EmbeddedEngine(loaded, mesh, device, config, 5, memory=HostPool(device))
         made.allocate_kv()
-        wanted, had, away = long(8, chunk_tokens=chunks if breaks else 0), {}, []
+        wanted, had, away = long(8, tokens=30, chunk_tokens=chunks if breaks else 0), {}, []
         again = wanted
         for _ in range(breaks):
             if rank == 0:

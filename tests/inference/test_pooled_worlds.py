@@ -41,7 +41,7 @@ def pooled_rank(rank, device, folder, root, parallel, rollout, spoiling=()):
         made = EmbeddedEngine(loaded, mesh, device, config, 5, routing, pool, drafter=drafter, kv_store=store)
         made.allocate_kv()
         engines.append(made)
-    whole, had, wanted = {}, {}, long(8)
+    whole, had, wanted = {}, {}, long(8, tokens=28)
     if rank == 0:
         engines[0].submit(wanted)
     for output in engines[0].run():

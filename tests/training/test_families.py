@@ -21,7 +21,6 @@ LAYOUTS = [
     ("qwen2_moe", Parallel(4, tp=2, ep=2)),
     ("olmoe", Parallel(4, tp=4, ep=2)),  # two ranks share a key/value head
     ("deepseek_v3", Parallel(4, tp=2, ep=2)),
-    ("pangu_ultra_moe", Parallel(4, tp=2, pp=2)),
 ]
 EXTENDED = [
     ("glm4_moe", Parallel(8, tp=2, ep=2, pp=2)),
@@ -35,6 +34,7 @@ EXTENDED = [
     ("deepseek_v3", Parallel(8, tp=2, ep=2, pp=2)),
     ("deepseek_v3", Parallel(4, tp=2, ep=2, etp=2)),
     ("pangu_ultra_moe", Parallel(4, tp=4, ep=2)),
+    ("pangu_ultra_moe", Parallel(4, tp=2, pp=2)),
 ]
 
 

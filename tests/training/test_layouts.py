@@ -178,7 +178,7 @@ def test_all_ranks_skip_an_update_with_a_gradient_that_is_not_finite_on_one(chec
 def copies_of_the_embedding(rank, device, case):
     """The embedding and its optimizer states on the first and the last stage."""
     engine = make_engine(case, device)
-    for seed in range(3):
+    for seed in range(2):
         engine.forward_backward(my_share(sample_batch(case.samples, seed), engine), cross_entropy)
         engine.optimizer_step()
     optimizer = engine.optimizer
@@ -195,7 +195,7 @@ def copies_of_the_embedding(rank, device, case):
     ids=str,
 )
 def test_both_copies_of_a_tied_embedding_stay_bitwise_equal(checkpoints, layout, dtype):
-    case = Case(checkpoints["tied"], layout, dtype=dtype, bucket_bytes=3000)
+    case = Case(checkpoints["tied"], layout, dtype=dtype, bucket_bytes=3000, samples=6)
     ranks = run_ranks(copies_of_the_embedding, layout.world, case)
     before = load_file(f"{checkpoints['tied']}/model.safetensors")["model.embed_tokens.weight"]
     for first, last in layout.ends():
@@ -226,7 +226,9 @@ def looked_at(batch, mesh):
     return batch
 
 
-@pytest.mark.parametrize("layout", [Parallel(3, pp=3), Parallel(4, tp=2, pp=2)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [Parallel(3, pp=3), pytest.param(Parallel(4, tp=2, pp=2), marks=pytest.mark.extended)], ids=str
+)
 def test_a_stage_computes_the_same_bits_without_what_it_does_not_look_at(checkpoints, layout):
     case = Case(checkpoints["tied"], layout, training={"load_balancing_coef": 0.05} | MICRO_BATCHES)
     for whole, cut in run_ranks(with_and_without, layout.world, case):
