@@ -66,8 +66,8 @@ class Evaluation:
                 )
         except RewardsFailed as error:
             raise RewardsFailed(f"evaluation of {file.describe()} after step {step}: {error}") from error
-        lengths = [answers[prompt.id].response_tokens for prompt in asked]
         starts = range(0, len(asked), samples)
+        by_prompt = ([answers[prompt.id] for prompt in asked[start : start + samples]] for start in starts)
         return FileResult(
             step=step,
             file=file.name,
@@ -79,7 +79,7 @@ class Evaluation:
             rows={} if file.rows is None else asdict(file.rows),
             estimates=estimates_of(
                 [[outcome for _, outcome in outcomes[start : start + samples]] for start in starts],
-                [lengths[start : start + samples] for start in starts],
+                [[one.response_tokens for one in given if one.finish_reason != "abort"] for given in by_prompt],
                 self.config.pass_reward,
             ),
             answers=[

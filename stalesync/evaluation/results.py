@@ -88,9 +88,9 @@ def graded(outcome: RewardOutcome, pass_reward: float) -> str:
 def estimates_of(
     outcomes: Sequence[Sequence[RewardOutcome]], lengths: Sequence[Sequence[int]], pass_reward: float
 ) -> dict[str, Estimate]:
-    """Estimate the statistics of a file; those that no prompt has are left out. ``outcomes``, ``lengths`` (tokens): of
-    every prompt's answers; ``pass_reward``: minimum of a correct one."""
-    samples = max(map(len, lengths), default=0)
+    """Estimate the statistics of a file; those that no prompt has are left out. ``outcomes``: of every prompt's
+    answers; ``lengths``: tokens of those that have ended; ``pass_reward``: minimum of a correct one."""
+    samples = max(map(len, outcomes), default=0)
     scored = [[one for one in answers if one.reward is not None] for answers in outcomes]
     rewards = [[one.reward for one in answers if one.reward is not None] for answers in scored]
     found = {f"reward/mean@{samples}": _mean_of_prompts(rewards)}

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from fusion.rewards import RewardPool
+from fusion.rewards import RewardOutcome, RewardPool
 from fusion.rollout import EvalAnswer
 from stalesync.evaluation import EvalConfig, Evaluation
 from stalesync.evaluation.files import open_files, with_rewards
@@ -111,6 +111,16 @@ def test_answers_are_scored_by_the_reward_of_their_file_and_one_that_files_share
     assert result.answers[1] == {"prompt": "1+1=", "answer": "2", "response": "2", "reward": 1.0}
     assert len(result.answers) == 6 and result.right == "1" * 6, "of the first answers"
     assert evaluation.score(second, scorer, answers_to(second, ["no", "no"]), step=4).mean.value == 0.0
+
+
+def test_the_length_of_a_conversation_whose_environment_failed_is_not_0(opened, rewards):
+    evaluation, _ = opened({"name": "a", "reward": f"{rewards}:exact"}, rows=2)
+    (file,) = evaluation.files
+    answers, failed = answers_to(file, ["no", "no"]), file.asked(2)[0].id
+    answers[failed] = EvalAnswer(failed, "", 0, "abort")
+    known = {failed: RewardOutcome(None, "env_raised")}
+    result = evaluation.score(file, Scorer(NoReward(), queue=None), answers, step=4, known=known)
+    assert (result.failed, result.estimates["response_length/mean@2"].value) == (1, 3.0)
 
 
 @pytest.mark.parametrize(("rows", "share"), [(6, "none of 12 answers"), (40, "64 of the last 64 samples")])
