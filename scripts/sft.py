@@ -50,6 +50,8 @@ def main() -> None:
         probability = fine_tune(options.chats, options.model, options.folder, device, seed=options.seed, plan=plan)
     except (OSError, ValueError) as error:
         parser.error(str(error))
+    except RuntimeError as error:  # the learning rate is too large
+        parser.exit(1, f"error: {error}\n")
     print(f"fine-tuned model: {options.folder}, probability of held-out turns {probability:.0%}")
 
 

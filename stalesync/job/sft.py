@@ -8,6 +8,7 @@ predicted is reported, and may end the training."""
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 
 import torch
@@ -66,7 +67,7 @@ def fine_tune(
     tokenizer in another folder. Return the mean probability of what the assistant says in a held-out chat: the share of
     them that it would sample to the token. Raise ValueError if ``folder`` is a file, a setting of ``plan`` has a wrong
     value, model or tokenizer cannot be used, the template ends no turn of the assistant, or a chat (named) is not one,
-    has no message of the assistant, or is too long."""
+    has no message of the assistant, or is too long; RuntimeError if the model then computes no finite numbers."""
     plan = plan or FineTuning()
     plan.validate()
     if Path(folder).is_file():
@@ -101,8 +102,11 @@ def fine_tune(
         target=plan.target,
         check_every=plan.check_every,
     )
+    probability = mean_probability(trainer, held_out)
+    if not isfinite(probability):
+        raise RuntimeError(f"{chats}: the trained model computes {probability}; decrease lr={plan.training.lr:g}")
     save_folder(net, folder, tokenizer_from=model)
-    return mean_probability(trainer, held_out)
+    return probability
 
 
 def train_supervised(

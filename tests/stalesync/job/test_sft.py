@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -83,6 +84,18 @@ def test_a_setting_that_cannot_be_used_is_refused(tmp_path, model, setting, name
         fine_tune(
             chats_of(tmp_path, TURNS, TURNS), model, tmp_path / "x", open_device("emulated"), plan=FineTuning(**setting)
         )
+
+
+@pytest.mark.parametrize(
+    ("num_chats", "why"), [(2, "the trained model computes nan; decrease lr=1e+16"), (9, "is not finite")]
+)
+def test_a_model_that_no_longer_computes_numbers_is_not_saved(tmp_path, model, num_chats, why):
+    plan = FineTuning(batch=1, training=TrainingConfig(lr=1e16))
+    with pytest.raises(RuntimeError, match=re.escape(why)):
+        fine_tune(
+            chats_of(tmp_path, *[TURNS] * num_chats), model, tmp_path / "tuned", open_device("emulated"), plan=plan
+        )
+    assert not (tmp_path / "tuned").exists()
 
 
 def test_a_file_is_not_replaced_by_the_checkpoint(tmp_path, model):
