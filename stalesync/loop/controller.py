@@ -291,7 +291,7 @@ class Controller:
         self._kv_tokens = metrics.result().get("rollout/kv_tokens_min", self._kv_tokens)
         if self._kv_tokens is not None:
             self.admission.observe_kv_tokens(int(self._kv_tokens) * self.spec.infer_of_one_engine.dp)
-        add_sample_metrics(metrics, samples)
+        add_sample_metrics(metrics, samples, by_group=self.updater.algorithm.by_group)
         records = {} if self.conversing is None else self.conversing.records(samples.ids, metrics)
         if samples:
             self.folder.log_samples(

@@ -11,12 +11,12 @@ from fusion.training.algorithms.baseline import equal, equal_groups, number_grou
 from stalesync.loop.sample_columns import SampleColumns
 
 
-def add_sample_metrics(metrics: Metrics, samples: SampleColumns) -> None:
-    """Add rewards and lengths of samples that were trained, filtered or failed, and `frac_reward_zero_std` (TRL's
-    name), the share of groups whose rewards are all equal."""
+def add_sample_metrics(metrics: Metrics, samples: SampleColumns, *, by_group: bool) -> None:
+    """Add rewards and lengths of samples that were trained, filtered or failed, and where rewards are compared
+    ``by_group`` `frac_reward_zero_std` (TRL's name), the share of groups whose rewards are all equal."""
     metrics.update(reward_metrics(samples.rewards, samples.errors))
     scored = samples.without_errors
-    if scored:
+    if scored and by_group:
         dead = equal_groups(np.array(scored.rewards, dtype=np.float64), number_groups(scored.groups))
         metrics.add("frac_reward_zero_std", dead.mean(), len(dead))
     _add_terms(metrics, samples)

@@ -166,6 +166,8 @@ class Scorer:
 
 
 class Updater:
+    algorithm = SimpleNamespace(by_group=True)
+
     def __init__(self, order):
         self.acknowledge = partial(order.append, "acknowledge")
 

@@ -21,7 +21,7 @@ from stalesync.process.failures import GradientsNotFinite
 from stalesync.process.garbage import NEW_OBJECTS, collecting_seldom
 from stalesync.prompts import Prompt
 from stalesync.scoring.samples import Sample
-from tests.stalesync.loop.fakes import Cards, Folder, Groups, Rows, Source, View, make_controller
+from tests.stalesync.loop.fakes import Cards, Folder, Groups, Rows, Source, Updater, View, make_controller
 
 
 class Failed(Exception):
@@ -106,7 +106,9 @@ def test_the_samples_of_a_step_that_fails_are_logged_once(began, is_full, caplog
         def take(self, trained):
             return SampleColumns.of([sample]), SampleColumns.of([sample])
 
-    class FailingUpdater:
+    class FailingUpdater(Updater):
+        def __init__(self): ...
+
         def begin(self, groups, samples, version, metrics, *, update):
             if not began:
                 raise Failed

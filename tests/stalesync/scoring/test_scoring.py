@@ -110,7 +110,7 @@ def test_the_observed_tokens_of_a_conversation_are_counted_and_kept_by_a_checkpo
     restored = [Sample.restore(PROMPT, one.state_dict()) for one in scored]
     assert restored == scored and ["observed_tokens" in one.state_dict() for one in scored] == [True, False]
     metrics = Metrics()
-    add_sample_metrics(metrics, SampleColumns.of(scored))
+    add_sample_metrics(metrics, SampleColumns.of(scored), by_group=True)
     found = metrics.result()
     assert (found["response_length/mean"], found["observation_length/mean"]) == (2.5, 0.5)
 

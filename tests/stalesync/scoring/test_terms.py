@@ -53,11 +53,13 @@ def test_groups_without_a_signal_and_constant_terms_are_counted():
             sample.cut = number == 1
             samples.append(sample)
     metrics = Metrics()
-    add_sample_metrics(metrics, SampleColumns.of(samples))
+    add_sample_metrics(metrics, SampleColumns.of(samples), by_group=True)
     found = metrics.result()
     assert found["frac_reward_zero_std"] == 0.75 and found["response_length/clip_ratio"] == 0.5
     assert found["critic/rewards/format/std"] == 0.0 < found["critic/rewards/judge/std"]
     assert found["reward/failed_share"] == 1 / 8
+    add_sample_metrics(metrics := Metrics(), SampleColumns.of(samples), by_group=False)
+    assert "frac_reward_zero_std" not in metrics.result(), "groups of equal rewards teach where all are compared"
 
 
 def test_terms_are_added_with_their_weights_logged_by_name_and_saved_with_the_sample():
@@ -65,7 +67,7 @@ def test_terms_are_added_with_their_weights_logged_by_name_and_saved_with_the_sa
     assert [one.outcome.reward for one in samples] == [2.0, 3.0 - 1.0, 4.0 - 2.0]
     assert samples[1].outcome.terms == {"base": 3.0, "length": -0.5}
     metrics = Metrics()
-    add_sample_metrics(metrics, SampleColumns.of(samples))
+    add_sample_metrics(metrics, SampleColumns.of(samples), by_group=True)
     found = metrics.result()
     assert found["critic/rewards/mean"] == 2.0
     assert (found["critic/rewards/base/mean"], found["critic/rewards/length/mean"]) == (3.0, -0.5)
