@@ -32,7 +32,7 @@ SLOW_HOST = replace(H100, launch_s=Figure(1e-3, "test"))
 def test_the_counts_are_those_of_the_benchmark(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launches_counts, "LAYOUTS", {layout: launches_counts.LAYOUTS[layout]})
     monkeypatch.setattr(launches_counts, "TABLES", [*COUNTS[layout]])
-    sizes = Namespace(batch=64, contexts=[2048], sequences=5, operations=False)
+    sizes = Namespace(batch=64, contexts=[128], sequences=5, operations=False)
     decode, mla = launches_counts.decode(sizes), launches_counts.decode_mla(sizes)
     train = launches_counts.train(sizes)
     counted = {

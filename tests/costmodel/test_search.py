@@ -70,12 +70,12 @@ def long_setup(name: str, dies: int, budget: int = 133120) -> Setup:
 
 
 @cache
-def ranking_of_768(long: bool) -> Ranking:
-    return rank((long_setup if long else setup)("pangu_718b", 768))
+def ranking_of_384(long: bool) -> Ranking:
+    return rank((long_setup if long else setup)("pangu_718b", 384))
 
 
 def test_samples_of_128k_tokens_get_the_least_context_parallelism_with_which_they_fit():
-    ranking = ranking_of_768(long=True)
+    ranking = ranking_of_384(long=True)
     chosen = ranking.pairs[0].setup
     assert not ranking.pairs[0].problems and chosen.train.cp > 1
     assert f"parallel.train.cp={ranking.deployments[0].train.cp}" in keys_of(ranking.deployments[0])
@@ -86,12 +86,12 @@ def test_samples_of_128k_tokens_get_the_least_context_parallelism_with_which_the
 
 
 def test_where_smaller_micro_batches_do_context_parallelism_is_not_chosen():
-    ranking = ranking_of_768(long=False)
+    ranking = ranking_of_384(long=False)
     assert {pair.setup.train.cp for pair in ranking.pairs} == {plan.train.cp for plan in ranking.deployments} == {1}
 
 
 def test_a_given_layout_for_long_samples_is_refused_with_the_context_parallelism_that_fits():
-    shared = ranking_of_768(long=True).pairs[0].setup
+    shared = ranking_of_384(long=True).pairs[0].setup
     alone = replace(shared, train=replace(shared.train, cp=1))
     assert any(
         text.startswith("train takes") and "activations" in text for text in problems(alone, estimate_memory(alone))
@@ -140,7 +140,7 @@ def test_a_kv_cache_that_is_shared_holds_as_many_times_the_tokens_and_a_decode_s
 
 def test_samples_that_do_not_fit_the_kv_cache_get_the_least_sharing_with_which_they_do():
     """And none where they fit without."""
-    ranking = ranking_of_768(long=False)
+    ranking = ranking_of_384(long=False)
     assert {plan.infer.dcp for plan in ranking.deployments} == {pair.setup.infer.dcp for pair in ranking.pairs} == {1}
     layout = Parallel(768, tp=8, ep=64)
     alone = replace(ranking.pairs[0].setup, infer=layout)

@@ -48,7 +48,7 @@ def test_latencies_have_the_median_and_depend_on_seed_request_and_turn():
 def test_every_conversation_is_trained_once_with_all_its_tokens(
     deployment, bound, chunk, suspended, latency_s, order, seed
 ):
-    config = config_of(deployment, bound, chunk_tokens=chunk, suspended=suspended, order=order)
+    config = config_of(deployment, bound, steps=3, chunk_tokens=chunk, suspended=suspended, order=order)
     config.run.seed, environment = seed, EnvironmentSpec(3, 4, latency_s, spread=0.5)
     run = simulation_of(config, environment=environment)
     steps = run.run()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from hypothesis import given, settings
@@ -34,7 +35,7 @@ def _score_by(config, scoring, *, apart):
 def test_every_group_is_trained_once_within_the_bound_and_no_token_is_lost(
     deployment, bound, chunk, keeps, scoring, seed
 ):
-    config = config_of(deployment, bound, chunk_tokens=chunk, suspended="keep" if keeps else "recompute")
+    config = config_of(deployment, bound, steps=3, chunk_tokens=chunk, suspended="keep" if keeps else "recompute")
     config.run.seed = seed
     _score_by(config, scoring, apart=deployment != "full" and seed % 2 == 0)
     run = simulation_of(config)
@@ -71,8 +72,9 @@ def test_a_run_is_never_faster_than_its_work_conserving_bound(deployment, bound,
 def test_models_on_cards_of_their_own_score_while_others_generate_and_on_cards_that_train_in_their_time():
     """Two cards take twice as long as four; but what is complete is scored meanwhile."""
 
+    @cache
     def seconds(scoring="", apart=False):
-        config = config_of("colocated", 0, prompts=16, forced_median=20.0)
+        config = config_of("colocated", 0, prompts=16, forced_median=20.0, steps=2)
         _score_by(config, scoring, apart=apart)
         run = simulation_of(config, NO_OVERHEADS)
         run.run()
