@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from operator import add
 
 Ranks = tuple[int, ...]
 
@@ -88,9 +89,10 @@ class Deal:
         ``ranks``: ascending."""
         if len(ranks) == 1:
             return [(ranks[0], amount)]
-        deals = [*zip(ranks, *self._sets[ranks], strict=True)]
+        deals = zip(ranks, *self._sets[ranks], strict=True)
         if amount <= self.grain:
-            dues = [self._deficit[rank] + deficit + 2 * fraction * amount for rank, fraction, deficit in deals]
+            deficits = self._deficit
+            dues = [deficits[rank] + deficit + 2 * fraction * amount for rank, fraction, deficit in deals]
             return [(ranks[dues.index(max(dues))], amount)]
         due = {rank: max(0.0, deficit + fraction * amount) for rank, fraction, deficit in deals}
         min_due = min(self.grain / 4, max(due.values()))
@@ -104,9 +106,9 @@ class Deal:
         if len(ranks) == 1:
             return
         fractions, deficit = self._sets[ranks]
-        for place, (other, fraction) in enumerate(zip(ranks, fractions, strict=True)):
-            part = fraction * amount
-            deficit[place] += part
-            self._deficit[other] += part
+        deficits, parts = self._deficit, [fraction * amount for fraction in fractions]
+        deficit[:] = map(add, deficit, parts)
+        for other, part in zip(ranks, parts, strict=True):
+            deficits[other] += part
         deficit[ranks.index(rank)] -= amount
-        self._deficit[rank] -= amount
+        deficits[rank] -= amount

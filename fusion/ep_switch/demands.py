@@ -102,8 +102,7 @@ class DemandTable:
             self._slabs, self._takes_of, left = self._slabs[left], self._takes_of[left], left[left]
         rank, nbytes = self._takes
         excess = np.maximum.reduceat(over[rank] + nbytes, self._starts)[self._takes_of]
-        opening = np.unique(self._number[self._opening[self._reads[0]]])
-        excess[opening] += bucket_bytes
+        excess[self._number[self._opening[self._reads[0]]]] += bucket_bytes  # once, however often it is indexed
         excess = np.where(left, np.maximum(excess, 0), MOST)
         least = int(excess.min())
         of_best = excess == least

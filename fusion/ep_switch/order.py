@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import exp, inf
 from typing import Literal
 
@@ -139,14 +140,17 @@ class _Search:
         self.weight_arrays, self.over = np.zeros((2, len(self.beyond))), np.zeros(len(self.beyond), np.int64)
         """`weights` and `beyond`"""
         self.evaluated: list[tuple[int, float, tuple[int, ...]] | None] = [None] * len(demands)
-        """Slab → its last evaluation, while the ranks that it depends on do not change"""
+        """Slab → its last evaluation, while the ranks that it depends on do not change. Where it does not fit, that is
+        one rank on which it does not, and the excess is some number above 0."""
         self.dependent: list[set[int]] = [set() for _ in self.beyond]
         """Slabs whose evaluation depends on a rank"""
-        self.of_many: dict[int, tuple[int, float, float]] = {}
-        """`_of_many` since the last change, by identity of the allocations"""
+        self.of_many: dict[int, tuple[int, tuple[int, int, float, float]]] = {}
+        """Length of the order then, and `_of_many`, by identity of the allocations"""
+        self.changed = np.zeros(len(self.beyond), np.int64)
+        """Length of the order at the last change of a rank"""
+        self.table = DemandTable(demands, self.shares, self.size, self.unread)
         for rank in range(len(self.beyond)):
             self._note(rank)
-        self.table = DemandTable(demands, self.shares, self.size, self.unread)
         self.worst = 0
 
     def take_clusters(self, clusters: list[tuple[int, ...]], weighting: int | None) -> None:
@@ -196,40 +200,45 @@ class _Search:
             if index in self.left:
                 self.window[index] = None
         options: list[tuple[int, float, tuple[int, ...]]] = []
-        for index in {**self.frontier, **self.window}:
+        for index in chain(self.frontier, self.window):
             option = self.evaluated[index]
             if option is None:
-                over, tighter = self._evaluate(index)
+                over, tighter, depends_on = self._evaluate(index)
                 if over <= 0 and tighter <= NOTICEABLE:
                     return self._take((index,))
                 option = max(0, over), tighter, (index,)
-                self._keep(index, option)
-            options.append(option)
-        best = min(options)
-        if best[0] > 0:
-            best = self.table.best(self.over, self.weight_arrays, self.bucket_bytes)
+                self._keep(index, option, depends_on)
+            if option[0] == 0:
+                options.append(option)
+        best = min(options) if options else self.table.best(self.over, self.weight_arrays, self.bucket_bytes)
         if best[0] > 0 and self.owed:
             closing = {tuple(self.readers[unit]) for unit in self.owed}
             best = min((self._excess(readers), 0.0, readers) for readers in closing)
         self._take(best[2])
 
-    def _keep(self, index: int, option: tuple[int, float, tuple[int, ...]]) -> None:
+    def _keep(self, index: int, option: tuple[int, float, tuple[int, ...]], depends_on: list[int]) -> None:
         """Keep an evaluation until a rank changes that it depends on, unless these are many."""
-        if len(self.demands[index].takes) <= MANY:
+        if depends_on:
             self.evaluated[index] = option
-            for rank in [rank for rank, _ in self.demands[index].takes] + [rank for _, rank, _ in self.shares[index]]:
-                self.dependent[rank].add(index)
+        for rank in depends_on:
+            self.dependent[rank].add(index)
 
-    def _evaluate(self, index: int) -> tuple[int, float]:
-        """Return (excess bytes on the worst rank, increase in tightness of the ranks) if this slab were next; the
-        increase is infinite where the slab does not fit, as it then decides nothing."""
+    def _evaluate(self, index: int) -> tuple[int, float, list[int]]:
+        """Return (excess bytes on the worst rank, increase in tightness of the ranks, ranks on which this depends) if
+        this slab were next. The increase is infinite where the slab does not fit, as it then decides nothing. No ranks:
+        on too many to keep it."""
         takes, shares, weights = self.demands[index].takes, self.shares[index], self.weights
+        wide, real, fluid = len(takes) > MANY, 0.0, 0.0
+        if wide:
+            over, rank, real, fluid = self._of_many(takes)
+        else:
+            over, rank = max([(self.beyond[rank] + nbytes, rank) for rank, nbytes in takes])
+        if over > 0:
+            return over, inf, [rank]
         opens = any([self.unread[unit] > 1 and unit not in self.owed for unit, *_ in shares])
-        wide = len(takes) > MANY
-        over = self._of_many(takes)[0] if wide else max([self.beyond[rank] + nbytes for rank, nbytes in takes])
+        depends_on = [] if wide else [rank for rank, _ in takes] + [rank for _, rank, _ in shares]
         if (over := over + opens * self.bucket_bytes) > 0:
-            return over, inf
-        real, fluid = self._of_many(takes)[1:] if wide else (0.0, 0.0)
+            return over, inf, depends_on
         for rank, nbytes in () if wide else takes:
             weight = weights[rank]
             real += weight[0] * nbytes
@@ -239,17 +248,21 @@ class _Search:
             fluid -= weight[1] * share
             if self.unread[unit] == 1:
                 real -= weight[0] * self.size[unit]
-        return over, (real + fluid) / self.scale
+        return over, (real + fluid) / self.scale, depends_on
 
-    def _of_many(self, takes: tuple[tuple[int, int], ...]) -> tuple[int, float, float]:
-        """Return what `_evaluate` sums over many allocations, which slabs have in common."""
-        if id(takes) not in self.of_many:
-            ranks, nbytes = self.table.takes[id(takes)]
-            over, real, fluid = int((self.over[ranks] + nbytes).max()), inf, inf
-            if over <= 0:  # in sequence, as `_evaluate`: numpy's own sums are of pairs
+    def _of_many(self, takes: tuple[tuple[int, int], ...]) -> tuple[int, int, float, float]:
+        """Return (excess bytes on the worst rank, that rank) and what `_evaluate` sums over many allocations, which
+        slabs have in common."""
+        ranks, nbytes = self.table.takes[id(takes)]
+        at, found = self.of_many.get(id(takes), (-1, (0, 0, 0.0, 0.0)))
+        if np.maximum.reduce(self.changed[ranks]) > at:
+            beyond, real, fluid = self.over[ranks] + nbytes, inf, inf
+            worst = int(beyond.argmax())
+            if beyond[worst] <= 0:  # in sequence, as `_evaluate`: numpy's own sums are of pairs
                 real, fluid = np.add.accumulate(self.weight_arrays[:, ranks] * nbytes, axis=1)[:, -1].tolist()
-            self.of_many[id(takes)] = over, real, fluid
-        return self.of_many[id(takes)]
+            found = int(beyond[worst]), int(ranks[worst]), real, fluid
+            self.of_many[id(takes)] = len(self.order), found
+        return found
 
     def _excess(self, indices: tuple[int, ...]) -> int:
         """Return the maximum bytes by which a rank would exceed its limit at any time if these slabs were next."""
@@ -267,21 +280,18 @@ class _Search:
         return over
 
     def _take(self, indices: tuple[int, ...]) -> None:
-        self.of_many.clear()
         for index in indices:
             self.order.append(index)
             self.table.left[index] = False
             for group in (self.left, self.window, self.frontier):
                 group.pop(index, None)
-            changed = set()
-            for rank, nbytes in self.demands[index].takes:
-                self.beyond[rank] += nbytes
-                self.worst = max(self.worst, self.beyond[rank])
-                changed.add(rank)
-            for unit, rank, share in self.shares[index]:
+            takes, shares, beyond = self.demands[index].takes, self.shares[index], self.beyond
+            for rank, nbytes in takes:
+                beyond[rank] += nbytes
+            self.worst = max(self.worst, *[beyond[rank] for rank, _ in takes])
+            for unit, rank, share in shares:
                 self._read(unit, rank, index, share)
-                changed.add(rank)
-            for rank in changed:
+            for rank in {rank for rank, _ in takes}.union([rank for _, rank, _ in shares]):
                 self._note(rank)
 
     def _read(self, unit: int, rank: int, index: int, share: float) -> None:
@@ -303,7 +313,7 @@ class _Search:
         room = -over / self.scale
         self.weights[rank] = weights = exp(-room), exp(-room - self.owed_by[rank] / self.scale)
         self.weight_arrays[0, rank], self.weight_arrays[1, rank] = weights
-        self.over[rank] = over
+        self.over[rank], self.changed[rank] = over, len(self.order)
         for index in self.dependent[rank]:
             self.evaluated[index] = None
         self.dependent[rank].clear()

@@ -239,7 +239,7 @@ class Plan:
         """Bytes by receiver and level."""
         received = np.zeros((self.ranks[-1] + 1, len(LEVELS)), np.int64)
         for sender, receiver, numel in self._sent():
-            levels = np.vectorize(self.topology.level, [int])(sender, receiver)
+            levels = self.topology.level(sender, receiver)
             np.add.at(received, (receiver, levels), numel * self.wire_dtype.itemsize)
         return dict(enumerate(received.tolist()))
 

@@ -157,16 +157,16 @@ class _Packer:
     def _place(self, number: int, hop: Hop, at: int) -> tuple[int, int]:
         """Put a hop into rounds from ``at`` on; return the first and the last one."""
         write = self.write[hop.target_rank]
-        lanes = (write,) if hop.source_rank == hop.target_rank else (write, self.send[hop.source_rank])
+        send = write if hop.source_rank == hop.target_rank else self.send[hop.source_rank]
         start, stop, first = hop.start, hop.stop, -1
         while start < stop:
-            left = stop - start
-            at, numel = _first_room(lanes, at, min_numel=min(left, write.min_numel), max_numel=left)
+            at, numel = _first_room(write, send, at, stop - start)
             end = start + numel
             if start or end < stop:
                 end = legal_stop(self.hops.fragment(hop), start, end)
-            for lane in lanes:
-                lane.take(at, end - start)
+            write.take(at, end - start)
+            if send is not write:
+                send.take(at, end - start)
             self._reach(at)
             self.rounds[at].extend((number, start, end))
             if self.received is not None:
@@ -206,16 +206,15 @@ class _Lane:
             self.open += 1
 
 
-def _first_room(lanes: tuple[_Lane, ...], at: int, *, min_numel: int, max_numel: int) -> tuple[int, int]:
-    """Return the first round from ``at`` on in which all lanes have room for ``min_numel`` elements, and their room, up
-    to ``max_numel``."""
-    at = max([at, *[lane.open for lane in lanes]])
+def _first_room(one: _Lane, other: _Lane, at: int, max_numel: int) -> tuple[int, int]:
+    """Return the first round from ``at`` on in which both lanes have room for ``max_numel`` elements, or for the
+    smallest piece, and their room, up to ``max_numel``."""
+    at, min_numel, max_numel = max(at, one.open, other.open), min(max_numel, one.min_numel), min(max_numel, one.room)
     while True:
         numel = max_numel
-        for lane in lanes:
-            room = lane.left[at] if at < len(lane.left) else lane.room
-            if room < numel:
-                numel = room
+        for left in one.left, other.left:
+            if at < len(left) and left[at] < numel:
+                numel = left[at]
         if numel >= min_numel:
             return at, numel
         at += 1
@@ -233,10 +232,11 @@ class _Held:
     def earliest(self, nbytes: int, least: int = 0) -> int:
         """Return the first round, from ``least`` on, from which ``nbytes`` more fit until the end; the last round if
         they never do."""
-        over, at = self.final + nbytes - self.limit, self.last
-        while at > least and over <= 0 and over <= self.change[at]:
-            over -= self.change[at]
-            at -= 1
+        over, at, change = self.final + nbytes - self.limit, self.last, self.change
+        if over <= 0:
+            while at > least and over <= change[at]:
+                over -= change[at]  # and so remains at most 0
+                at -= 1
         return at
 
     def add(self, nbytes: int, at: int) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 LEVELS = ("card", "node", "supernode", "network")
 """Levels of links, innermost first."""
@@ -49,12 +50,10 @@ class Topology:
         """Return the topology of one node with equal links."""
         return cls()
 
-    def level(self, one: int, other: int) -> int:
-        """Return the index in `LEVELS` of the link between two ranks."""
-        for level, size in enumerate((self.ranks_per_card, self.ranks_per_node, self.ranks_per_supernode)):
-            if one // size == other // size:
-                return level
-        return len(LEVELS) - 1
+    def level(self, one: Any, other: Any) -> Any:
+        """Return the index in `LEVELS` of the link between two ranks, or between those of two arrays."""
+        sizes = self.ranks_per_card, self.ranks_per_node, self.ranks_per_supernode
+        return sum([one // size != other // size for size in sizes])  # each divides the next
 
     @cached_property
     def classes(self) -> tuple[tuple[int, ...], ...]:
