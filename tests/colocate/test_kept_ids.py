@@ -41,7 +41,7 @@ OUTPUT = Output("a/0", "a", (1, 2), [5, 6], [-0.1, -0.2], [0, 0])
 def broken_rollouts(engine, params, leads) -> PackedBatch:
     """Samples that were generated in chunks and suspended between, each continued from its partial row."""
     queue = LocalQueue(["train"])
-    partials, wanted = PartialSamples(queue, kept=True), {one.id: one for one in requests(12, 24, **params)}
+    partials, wanted = PartialSamples(queue, kept=True), {one.id: one for one in requests(9, 20, **params)}
     waiting = {id: "" for id in wanted} if leads else {}
     for number in range(ROUNDS):
         if leads and waiting:
@@ -71,7 +71,7 @@ def gap_of_rollouts(rank, device, folder, parallel, params):
     """The samples, the largest |Δ log-probability|, the mean mass of the kept ids, and the trainer's metrics."""
     engine = build(device, folder, parallel)
     if rank == 0:
-        engine.submit(requests(12, 24, **params))
+        engine.submit(requests(9, 20, **params))
     truth = shared(tokens(engine.run()))
     engine.scheduler.drafter = Guesses(truth, right=0.7, children=2)
     rows = broken_rollouts(engine, params, leads=rank == 0)

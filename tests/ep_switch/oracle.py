@@ -6,6 +6,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import combinations
 from math import prod
 from typing import Any
@@ -125,14 +126,26 @@ class Elements:
 
     def __init__(self, config: ModelConfig):
         self.first: dict[str, np.ndarray] = {}
+        self._stored: dict[tuple[Layout, int], list[np.ndarray]] = {}
         count = 0
         for name, shape in global_params(config).items():
             self.first[name] = np.arange(count, count + prod(shape), dtype=np.int64).reshape(shape)
             count += prod(shape)
         self.count = count
 
+    @classmethod
+    @lru_cache(maxsize=1)
+    def of_config(cls, config: ModelConfig) -> Elements:
+        """Those of the last model that was asked for: several checks read them."""
+        return cls(config)
+
     def storage(self, layout: Layout, rank: int) -> list[np.ndarray]:
         """A rank's units as they should be; -1 where nothing lies (alignment)."""
+        if (layout, rank) not in self._stored:
+            self._stored[layout, rank] = self._storage(layout, rank)
+        return [unit.copy() for unit in self._stored[layout, rank]]
+
+    def _storage(self, layout: Layout, rank: int) -> list[np.ndarray]:
         units = [np.full(unit.numel, -1, dtype=np.int64) for unit in layout.units(rank)]
         for name, region, place in layout.places(rank):
             box = self.first[name][tuple(slice(*span) for span in region)]
@@ -174,7 +187,7 @@ GONE, NEW = -2, -3
 
 def check_contents(plan: Plan) -> dict[int, int]:
     """Runs the plan, two rounds in flight, on element numbers; returns the most bytes of weights each rank held."""
-    elements = Elements(plan.source.config)
+    elements = Elements.of_config(plan.source.config)
     have = {rank: elements.storage(plan.source, rank) for rank in plan.ranks}
     want = {rank: elements.storage(plan.target, rank) for rank in plan.ranks}
     into = {rank: [np.full_like(unit, GONE) for unit in want[rank]] for rank in plan.ranks}
@@ -267,7 +280,7 @@ def speed_class(topology: Topology, one: int, other: int) -> int:
 
 def check_traffic(plan: Plan, busiest: float) -> list[float]:
     """Minimal bytes, slow links, busiest senders; returns the busiest over the optimum of each class of links."""
-    elements = Elements(plan.source.config)
+    elements = Elements.of_config(plan.source.config)
     topology, ranks = plan.topology, plan.ranks
     held = {rank: _mask(elements, elements.storage(plan.source, rank)) for rank in ranks}
     moved = {

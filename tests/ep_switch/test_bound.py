@@ -42,7 +42,9 @@ def both_ways(rank, device, one, other, mutate):
 
 
 @pytest.mark.parametrize("device", [pytest.param("emulated", marks=pytest.mark.extended), "adversarial"])
-@pytest.mark.parametrize("other", [PP2, Parallel(4, tp=2, ep=2), Parallel(4, tp=4, etp=4)], ids=str)
+@pytest.mark.parametrize(
+    "other", [PP2, pytest.param(Parallel(4, tp=2, ep=2), marks=pytest.mark.extended), Parallel(4, tp=4, etp=4)], ids=str
+)
 def test_a_switch_fits_the_bound(other, device):
     results = run_ranks(both_ways, 4, other, EP4, whole_plan, device=device)
     for fits, allocated in results[0]:

@@ -189,7 +189,7 @@ def change_weights(made: EmbeddedEngine) -> None:
 
 def drafted(made: EmbeddedEngine) -> dict[str, Any]:
     """Drafts of the right tokens and of wrong ones, whose paths share blocks."""
-    wanted = [replace(one, params=replace(one.params, temperature=0.0)) for one in requests(6)]
+    wanted = [replace(one, params=replace(one.params, temperature=0.0)) for one in requests(6, 24)]
     submit(made, wanted)
     plain: dict[str, Any] = {}
     resumed(wanted, everyone(made.mesh.parallel, made.run()), plain)
@@ -334,7 +334,7 @@ def pooled_rank(rank: int, device: Any, folder: str, root: str, sizes: tuple[int
         store = KVFiles(KVPoolSpec("run"), number * 2 + rank, Path(root))
         made = build(device, folder, Parallel(2, tp=2, dcp=dcp), store=store, suspended="pool", routing=True)
         engines.append(made)
-    wanted = [replace(one, params=replace(one.params, temperature=0.0)) for one in long(6)]
+    wanted = [replace(one, params=replace(one.params, temperature=0.0)) for one in long(6, tokens=28)]
     whole: dict = {}
     submit(engines[0], wanted)
     resumed(wanted, everyone(engines[0].mesh.parallel, engines[0].run()), whole)

@@ -143,7 +143,7 @@ def rank(rank, device, folder, parallel, kind, children):
         load_weights(loaded, folder)
         made = EmbeddedEngine(loaded, mesh, device, config, 5)
         made.allocate_kv()
-        wanted, had, draw = requests(9, max_tokens=30, temperature=0.5), {}, random.Random(3)
+        wanted, had, draw = requests(9, max_tokens=22, temperature=0.5), {}, random.Random(3)
         again = [replace(request, chunk_tokens=7 * drafts) for request in wanted]
         if drafts:
             made.scheduler.drafter = drafter_of(kind, truth, children, seed=0)

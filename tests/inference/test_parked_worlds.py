@@ -77,8 +77,12 @@ def test_every_rank_parks_its_own_part_and_all_decide_alike(parallel, prefix_cac
 
 
 def test_every_rank_parks_its_own_part_of_a_chunk():
-    parallel = Parallel(4, tp=2, ep=2)
-    check_worlds(run_ranks(away_rank, 4, checkpoint(), parallel, {}, 12))
+    check_worlds(run_ranks(away_rank, 2, checkpoint(), Parallel(2, ep=2), {}, 12))
+
+
+@pytest.mark.extended
+def test_every_rank_of_a_larger_world_parks_its_own_part_of_a_chunk():
+    check_worlds(run_ranks(away_rank, 4, checkpoint(), Parallel(4, tp=2, ep=2), {}, 12))
 
 
 def copies_rank(rank, device, folder):

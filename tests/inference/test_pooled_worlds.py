@@ -101,7 +101,15 @@ def test_chunks_on_two_engines_in_turn_are_the_uninterrupted_response(parallel, 
         assert pulls > 0 == hits == misses == damaged == recomputed
 
 
-@pytest.mark.parametrize("parallel", [Parallel(2, tp=2), Parallel(4, ep=2, pp=2)], ids=str)
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        pytest.param(Parallel(2, tp=2), marks=pytest.mark.extended),
+        Parallel(2, pp=2),
+        pytest.param(Parallel(4, ep=2, pp=2), marks=pytest.mark.extended),
+    ],
+    ids=str,
+)
 def test_what_one_rank_does_not_find_all_compute_again(parallel):
     """The last rank has lost half of its files, of which the rank that counts has its own."""
     ((_, _, first_misses, _), _, _), ((_, pulls, misses, _), recomputed, _) = run_world(

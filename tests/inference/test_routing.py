@@ -161,7 +161,7 @@ def generate_rank(rank, device, folder, parallel):
     made = EmbeddedEngine(network, mesh, device, config, 5, routing=True)
     made.allocate_kv()
     if rank == 0:
-        made.submit(requests(12))
+        made.submit(requests(9, 24))
     return made.run()
 
 
@@ -178,6 +178,6 @@ DEFAULT = [Parallel(2, tp=2), Parallel(4, ep=2, pp=2)]
 )
 def test_every_layout_tells_the_same(parallel):
     outputs = [output for mine in run_ranks(generate_rank, parallel.world, checkpoint(), parallel) for output in mine]
-    assert tokens(outputs) == tokens(generate(engine(torch.float64), requests(12)))
+    assert tokens(outputs) == tokens(generate(engine(torch.float64), requests(9, 24)))
     for output in outputs:
         check(output.routing, (*output.prompt, *output.tokens))

@@ -31,7 +31,7 @@ def build(device, folder, parallel, dtype=torch.float32, **rollout):
 
 def generate_rank(rank, device, folder, parallel, rollout):
     made = build(device, folder, parallel, **rollout)
-    wanted = requests(12)
+    wanted = requests(9, 24)
     outputs = []
     if rank == 0:
         made.submit(wanted[:5])
@@ -59,7 +59,7 @@ LAYOUTS = [
 def test_every_layout_samples_the_same_tokens(parallel):
     results = run_ranks(generate_rank, parallel.world, checkpoint(), parallel, dict(max_kv_tokens=160))
     outputs = [output for mine, _ in results for output in mine]
-    assert tokens(outputs) == tokens(generate(engine(), requests(12)))
+    assert tokens(outputs) == tokens(generate(engine(), requests(9, 24)))
     for rank, (mine, _) in enumerate(results):
         tells = parallel.coordinate("tp", rank) == parallel.coordinate("pp", rank) == 0
         assert bool(mine) == tells  # every attention rank had work, its first TP rank on the first stage tells
@@ -74,7 +74,7 @@ def test_every_layout_samples_the_same_tokens(parallel):
 def test_batch_invariant_logprobs_do_not_depend_on_the_number_of_attention_ranks():
     results = run_ranks(generate_rank, 2, checkpoint(), Parallel(2, ep=2), dict(batch_invariant=True))
     got = by_id([output for mine, _ in results for output in mine])
-    assert got == by_id(generate(engine(batch_invariant=True), requests(12)))
+    assert got == by_id(generate(engine(batch_invariant=True), requests(9, 24)))
 
 
 def drafting_rank(rank, device, folder, parallel):

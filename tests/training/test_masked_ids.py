@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import tempfile
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,6 +17,7 @@ from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.training import AlgorithmConfig, EmbeddedTrainEngine, Sequences, TrainingConfig
 from fusion.training.algorithms import make_algorithm
 from tests.helpers import run_ranks, tiny_checkpoint
+from tests.pairwise import thinned
 from tests.rollouts import rollout_config
 from tests.training.ranks import LONGEST, sample_batch, with_policy
 from tests.training.sequences import sequences_of
@@ -27,11 +32,17 @@ TEMPERATURE = 0.7
 LAYOUTS = {"TP1": Parallel(), "TP2": Parallel(2, tp=2)}
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
-def folder(request, tmp_path_factory):
-    return tiny_checkpoint(
-        tmp_path_factory.mktemp("model"), vocab_size=ROWS, experts=False, tie_word_embeddings=request.param
-    )
+HEADS = ("tied", "untied")
+
+
+@cache
+def folder(head: str) -> str:
+    is_tied = head == "tied"
+    return tiny_checkpoint(tempfile.mkdtemp(), vocab_size=ROWS, experts=False, tie_word_embeddings=is_tied)
+
+
+def pairs(*factors: Iterable[Any]) -> list[Any]:
+    return thinned(list(product(*factors)), lambda case: case, rest=pytest.mark.extended)
 
 
 def trainer_of(device: Any, folder: str, masked: Any, parallel: Parallel, dtype: str = "float32") -> Any:
@@ -72,12 +83,11 @@ def expected(folder: str, masked: Any) -> tuple[Sequences, torch.Tensor, torch.T
     return batch, logp, entropy, float(mass.sum() / batch.loss_mask.sum())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("mask", MASKS)
-def test_log_probabilities_entropy_and_mass_are_those_without_the_masked_ids(folder, mask, layout):
+@pytest.mark.parametrize(("head", "mask", "layout"), pairs(HEADS, MASKS, LAYOUTS))
+def test_log_probabilities_entropy_and_mass_are_those_without_the_masked_ids(head, mask, layout):
     parallel, masked = LAYOUTS[layout], MASKS[mask]
-    results = run_ranks(trained, parallel.world, folder, masked, parallel)
-    _, wanted, wanted_entropy, mass = expected(folder, masked)
+    results = run_ranks(trained, parallel.world, folder(head), masked, parallel)
+    _, wanted, wanted_entropy, mass = expected(folder(head), masked)
     for logprobs, entropy, metrics, _ in results:
         torch.testing.assert_close(logprobs.double(), wanted, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(entropy.double(), wanted_entropy, atol=1e-5, rtol=1e-5)
@@ -88,11 +98,13 @@ def test_log_probabilities_entropy_and_mass_are_those_without_the_masked_ids(fol
         assert all(torch.tensor(list(metrics.values())).isfinite())
 
 
-@pytest.mark.parametrize(("layout", "dtype"), [("TP1", "float32"), ("TP2", "bfloat16")])
-@pytest.mark.parametrize("mask", ["holes", "a whole shard"])
-def test_masked_ids_have_a_gradient_of_exactly_zero_and_the_others_one(folder, mask, layout, dtype):
-    parallel, masked = LAYOUTS[layout], MASKS[mask]
-    results = run_ranks(trained, parallel.world, folder, masked, parallel, dtype)
+@pytest.mark.parametrize(
+    ("head", "mask", "layout"), pairs(HEADS, ("holes", "a whole shard"), (("TP1", "float32"), ("TP2", "bfloat16")))
+)
+def test_masked_ids_have_a_gradient_of_exactly_zero_and_the_others_one(head, mask, layout):
+    (name, dtype), masked = layout, MASKS[mask]
+    parallel = LAYOUTS[name]
+    results = run_ranks(trained, parallel.world, folder(head), masked, parallel, dtype)
     gradient = torch.cat([gradient for *_, gradient in results])
     is_masked = torch.zeros(ROWS, dtype=torch.bool)
     for start, stop in masked:
@@ -123,11 +135,10 @@ def sampled(rank: int, device: Any, folder: str, masked: Any, parallel: Parallel
     return outputs, whole[0], engine.logprobs(batch)[0][batch.loss_mask]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("mask", ["holes", "a whole shard"])
-def test_no_masked_id_is_sampled_and_the_trainer_agrees_with_the_engine(folder, mask, layout):
+@pytest.mark.parametrize(("head", "mask", "layout"), pairs(HEADS, ("holes", "a whole shard"), LAYOUTS))
+def test_no_masked_id_is_sampled_and_the_trainer_agrees_with_the_engine(head, mask, layout):
     parallel, masked = LAYOUTS[layout], MASKS[mask]
-    (outputs, whole, trainer), *_ = run_ranks(sampled, parallel.world, folder, masked, parallel)
+    (outputs, whole, trainer), *_ = run_ranks(sampled, parallel.world, folder(head), masked, parallel)
     tokens = [token for output in outputs for token in output.tokens]
     assert len(outputs) == 60 and len(tokens) > 600
     assert not [token for token in tokens if any(start <= token < stop for start, stop in masked)]
