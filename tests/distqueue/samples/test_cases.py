@@ -98,6 +98,15 @@ def test_a_lease_ends_for_those_who_are_still_out_under_it() -> None:
     assert (table.expire(15.0), table.next_expiry_s(), table.open("train")) == (1, None, 3)
 
 
+def test_a_lease_that_an_acknowledgement_has_ended_is_not_released() -> None:
+    table = SampleTable(["train", "reward"], 10.0)
+    table.put(["a", "b"], {"tokens": np.full(2, 3)}, segment=0, groups=["g"] * 2)
+    assert table.take(Selection("train", ("tokens",), 2), 0.0) is not None
+    table.ack("train", ["a"])
+    table.release_lease("train", ["a", "b"])
+    assert (table.open("train"), table.open("reward")) == (1, 2), "nobody gets a twice"
+
+
 def test_an_ending_of_long_ago_is_forgotten() -> None:
     table = table_of("a", "b", "c", remembered=2)
     for id in ("a", "b", "c"):

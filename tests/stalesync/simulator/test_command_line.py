@@ -14,7 +14,7 @@ from stalesync.simulator.report import linearity
 from tests import machine
 
 ROOT = Path(__file__).resolve().parents[3]
-SMALL = """model=olmoe_7b cluster.hardware=ascend_910c cluster.npus=8 run.steps=5 data.prompts_per_step=16
+SMALL = """model=olmoe_7b cluster.hardware=ascend_910c cluster.npus=8 run.steps=4 data.prompts_per_step=16
 data.max_prompt_length=64 algorithm.group_size=4 rollout.max_response_length=512
 rollout.sampling.forced_median=64""".split()
 
