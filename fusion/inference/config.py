@@ -82,9 +82,10 @@ class EngineConfig(Group, path="rollout.engine"):
     """Maximum number of tokens of one step of an attention rank; longer prompts are prefilled in chunks. At least
     max_seqs."""
     kv_fraction: float = key(0.9, above=0, at_most=1, read_by="plan simulate")
-    """Fraction of the free memory that the KV cache takes; it is allocated last."""
+    """Fraction of the free memory that the KV cache takes, as far as max_seqs sequences of rollout.max_length tokens
+    need it; it is allocated last."""
     max_kv_tokens: int | None = key(None, at_least=1, read_by="simulate")
-    """Upper bound of the KV cache in tokens of one attention rank; null: bounded by kv_fraction only."""
+    """Upper bound of the KV cache in tokens of one attention rank; null: that of kv_fraction."""
     prefix_cache: bool = key(True, read_by="simulate")
     """Shares KV blocks between requests with a common prefix, within one policy version."""
     batch_invariant: bool = key(

@@ -147,7 +147,8 @@ class ControlledEngine(ABC):
     # Memory
 
     def allocate_kv(self) -> None:
-        """Allocate ``kv_fraction`` of the device's free memory, at most ``max_kv_tokens``; all blocks are empty.
+        """Allocate ``kv_fraction`` of the device's free memory, at most ``max_kv_tokens`` and what ``max_seqs``
+        sequences of the maximum length need; all blocks are empty.
         Raise ValueError: as `InferEngine.allocate_kv`."""
         limits, bytes_free, block_tokens = self.config.engine, self.device.memory().free, self._block_tokens
         block_bytes, reserved_bytes = self._kv_bytes()
