@@ -58,6 +58,10 @@ def start_rewards(
         log.warning("%s", line)
     num_held_out = config.run.eval_prompts
     held_out = source.evaluation(num_held_out) if num_held_out else []
+    if num_held_out and not held_out:
+        config.eval.check_best(held_out=False)
+        at_most = f"at most a tenth of {len(source.rows.usable)}"
+        log.warning("run.eval_prompts=%d: no row of %s is held out, %s", num_held_out, config.data.source, at_most)
     files = with_rewards(
         config,
         opened,

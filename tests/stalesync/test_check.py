@@ -147,3 +147,12 @@ def test_collected_warnings_are_not_printed_and_handlers_return(capsys):
         logging.getLogger("x").warning("%s", "one")
         logging.getLogger("x").info("no")
     assert found == ["one"] and logging.getLogger().handlers is before and not capsys.readouterr().err
+
+
+def test_a_file_of_which_nothing_is_held_out_is_warned_of(overrides, capsys, monkeypatch):
+    few = {"run.eval_prompts": 64, "reward": "arithmetic"}
+    status, told = run(capsys, monkeypatch, overrides(*"12345", **few))
+    assert status == 0 and re.search("warning: run.eval_prompts=64: no row of .*rows.jsonl is held out", told.out)
+    few["eval.best"] = "val-core/held_out/reward/mean@1"
+    status, told = run(capsys, monkeypatch, overrides(*"12345", **few))
+    assert status == 2 and "eval.best='val-core/held_out/reward/mean@1': expected null, as nothing is" in told.err
