@@ -13,10 +13,12 @@ def convert(source: Path, out: Path, tokenizer: Path | None = None, merge: bool 
     a run, whose newest checkpoint is taken, or of a checkpoint; ``tokenizer``: the folder whose tokenizer files are
     copied. None: the run's own export, or its `model.path`; ``merge``: write the whole model of a run that trained
     adapters, whose base is its `model.path`. Raise ValueError if ``source`` holds no complete checkpoint, a file of it
-    (named) is damaged, or ``out`` is not empty."""
+    (named) is damaged, ``tokenizer`` holds none, or ``out`` is not empty."""
     checkpoint = checkpoint_in(source)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} exists: expected a new or an empty folder")
+    if tokenizer and not has_tokenizer(tokenizer):
+        raise ValueError(f"--tokenizer {tokenizer}: expected a folder with a tokenizer")
     if damage := find_damage(checkpoint):
         raise ValueError(f"{checkpoint} is damaged: {damage}")
     tokenizer = tokenizer or _tokenizer_of(checkpoint)
