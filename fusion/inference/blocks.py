@@ -83,9 +83,9 @@ class BlockManager:
             self._references[block] += 1
 
     def take(self, count: int) -> list[int]:
-        """Take blocks with one reference each and undefined content; evict the least recently used cached ones."""
+        """Take blocks in order, with one reference each and undefined content; evict the least recently used ones."""
         assert count <= self.available, f"{count} blocks requested, {self.available} available"
-        return [self._take() for _ in range(count)]
+        return sorted(self._take() for _ in range(count))
 
     def name(self, block: int, name: BlockName) -> None:
         """Name a held block, so that `find` returns it. If another block has the name, this one stays unnamed."""

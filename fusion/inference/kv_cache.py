@@ -10,6 +10,7 @@ context parallelism a block is divided over ranks: ``block_size`` above is then 
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 
@@ -20,6 +21,9 @@ from fusion.npu import Device
 WORKSPACE_TOKENS = 8192
 """Tokens of KV that attention gathers at a time (at least one sequence): large enough for few calls, small enough for
 the last-level cache of a host."""
+
+MAX_RUNS = 8
+"""Runs of neighbouring blocks up to which each is copied to the card by itself"""
 
 
 def score_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -109,11 +113,21 @@ class KVCache:
             layer.copy_(self.gather(pool, rows, out=room), non_blocking=True)
 
     def copy_in(self, host: torch.Tensor, first: int, blocks: Sequence[int]) -> None:
-        """Queue the copy of what `copy_out` wrote, from its block ``first`` on, into as many ``blocks``."""
-        rows, count = self._rows(blocks), len(blocks)
+        """Queue the copy of what `copy_out` wrote, from its block ``first`` on, into as many ``blocks``: directly where
+        these are few runs, else each layer at once, from the workspace."""
+        parts, count = self.layout.parts, len(blocks)
+        layers = host.unflatten(1, (parts, -1))[:, :, first : first + count]
+        runs = [i for i in range(count) if not i or blocks[i] != blocks[i - 1] + 1]
+        if len(runs) <= MAX_RUNS and len(self._areas(self.pools[0])) == 1:
+            for pool, layer in zip(self.pools, layers, strict=True):
+                for part, kv in zip(pool.split(self.blocks), layer, strict=True):  # both contiguous, as cards want it
+                    for start, end in pairwise([*runs, count]):
+                        part[blocks[start] : blocks[start] + end - start].copy_(kv[start:end], non_blocking=True)
+            return
+        rows = self._rows(blocks)
         room = self.workspace[: len(rows)]
-        for pool, layer in zip(self.pools, host.unflatten(1, (self.layout.parts, -1)), strict=True):
-            for part, kv in zip(room.split(count), layer[:, first : first + count], strict=True):
+        for pool, layer in zip(self.pools, layers, strict=True):
+            for part, kv in zip(room.split(count), layer, strict=True):
                 part.copy_(kv, non_blocking=True)
             areas = self._areas(pool)
             for area, channels in zip(areas, room.split([area.shape[-1] for area in areas], dim=-1), strict=True):
