@@ -6,6 +6,7 @@ import os
 import secrets
 import socket
 import threading
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from xxhash import xxh3_64_intdigest
 
-from benchmarks.harness import Figures, medians, timed
+from benchmarks.harness import Figures, median_of_ratios, medians, timed
 from benchmarks.runs import temporary_folder
 from distqueue.payload.sweep import memory
 from fusion.inference import EmbeddedEngine, Output, Request, SamplingParams
@@ -45,20 +46,18 @@ SHAPE: dict[str, Any] = dict(
     head_dim=64,
     max_position_embeddings=8192,
 )
-COLD_BUFFERS = 32
-"""Buffers that the floors use in turn: together they do not fit into a cache"""
+COLD_BYTES = 256 << 20
+"""Bytes of the buffers that the floors use in turn: they do not fit into a cache"""
+FLOOR_ROUNDS = 32
+WARM_UPS = 5
+"""Prompts until every block of a cache for four of them has been used"""
 SPEC, ENGINE = KVPoolSpec("benchmark"), 0
 """ENGINE: the number of the engine that parks"""
 
 
 def measure(args: Namespace) -> Figures:
     torch.set_num_threads(1)
-    device = open_device("emulated")
-    model = Transformer(
-        tiny_config(experts=False, num_hidden_layers=args.layers, **SHAPE), Mesh.single(), device, torch.bfloat16
-    )
-    for parameter in model.parameters():
-        torch.nn.init.normal_(parameter.requires_grad_(False), std=0.02)
+    model = small_model(args.layers)
     seconds: dict[str, list[float]] = {}
     with (
         temporary_folder(dir=memory()) as root,
@@ -96,14 +95,61 @@ def measure(args: Namespace) -> Figures:
     return {"tokens": args.tokens, "kv_mib": nbytes / 2**20} | figures
 
 
-def make_engine(model: Transformer, rank: int, root: Path | None, peers: RemotePools | None = None) -> EmbeddedEngine:
-    config = rollout_config(
-        max_seqs=4,
-        max_batch_tokens=8192,
-        max_kv_tokens=16384,
-        prefix_cache=False,
-        suspended="recompute" if root is None else "pool",
-    )
+def share_prompts(args: Namespace) -> Figures:
+    """Measure a prompt's way from the engine that has computed it to another one, in turns with a memcpy."""
+    torch.set_num_threads(1)
+    model = small_model(args.prompt_layers, head_dim=128)
+    changes = dict(prefix_cache=True, pull_tokens=16, max_kv_tokens=4 * args.tokens)
+    with temporary_folder(dir=memory()) as root:
+        one, other = (make_engine(model, rank, root, **changes) for rank in range(2))
+        nbytes = (args.tokens - 1) // one.config.engine.block_size * one.cache.block_bytes
+        buffers, rows = cold_buffers(nbytes), []
+        for repeat in range(-WARM_UPS, args.repeats):
+            prompt = (repeat + WARM_UPS + 2, *(2 + number % 29 for number in range(args.tokens - 1)))
+            request = Request(f"r{repeat}", prompt, SamplingParams(max_tokens=1, stop_token_ids=()))
+            one.submit([request])
+            row = {"prefill": timed(one.run)}
+            while one.pooled._writes:  # and nothing of them competes with what is measured next
+                one.parked.settle()
+            other.submit([request])
+            began_s, cpu_s, waited_s = time.perf_counter(), time.thread_time(), 0.0
+            other._take_orders()
+            while not other.scheduler.waiting:
+                waited_s += timed(other.pooled.wait)
+                other.pooled.release(other.scheduler.waiting, other.control.min_over_ranks)
+            step = other.scheduler.schedule()
+            other.parked.restore(step.restored)
+            row |= {"whole": time.perf_counter() - began_s, "hit_cpu": time.thread_time() - cpu_s}
+            row["hit"] = row["whole"] - waited_s
+            other._compute(replace(step, restored=[]))
+            row["first_token"] = time.perf_counter() - began_s
+            cpu_s = time.thread_time()
+            row["memcpy"] = timed(lambda: next(buffers).copy_(next(buffers)))
+            row["memcpy_cpu"] = time.thread_time() - cpu_s
+            rows += [row] if repeat >= 0 else []
+        assert other.counters.kv_pool_prompts == args.repeats + WARM_UPS
+        for made in (one, other):
+            made.pooled.store.close()
+    seconds = {name: [row[name] for row in rows] for name in rows[0]}
+    ratios = {f"{name}_over_memcpy": median_of_ratios(seconds["memcpy"], seconds[name]) for name in ("hit", "whole")}
+    ratios["hit_cpu_over_memcpy"] = median_of_ratios(seconds["memcpy_cpu"], seconds["hit_cpu"])
+    figures = {name: value * 1e3 for name, value in medians(seconds, "_ms").items()}
+    return {"tokens": args.tokens, "kv_mib": nbytes / 2**20} | figures | ratios
+
+
+def small_model(layers: int, **changes: int) -> Transformer:
+    config = tiny_config(experts=False, num_hidden_layers=layers, **SHAPE | changes)
+    model = Transformer(config, Mesh.single(), open_device("emulated"), torch.bfloat16)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter.requires_grad_(False), std=0.02)
+    return model
+
+
+def make_engine(
+    model: Transformer, rank: int, root: Path | None, peers: RemotePools | None = None, **changes: Any
+) -> EmbeddedEngine:
+    limits: dict[str, Any] = dict(max_seqs=4, max_batch_tokens=8192, max_kv_tokens=16384, prefix_cache=False)
+    config = rollout_config(**limits | {"suspended": "recompute" if root is None else "pool"} | changes)
     store = None if root is None else KVFiles(SPEC, rank, root, peers)
     made = EmbeddedEngine(model, model.mesh, model.device, config, memory=HostPool(model.device), kv_store=store)
     made.allocate_kv()
@@ -149,9 +195,13 @@ def remote_peer(root: Path) -> Iterator[RayPeer]:
         nodes.cluster.shutdown()
 
 
+def cold_buffers(nbytes: int) -> Iterator[torch.Tensor]:
+    return cycle([torch.ones(nbytes, dtype=torch.uint8) for _ in range(max(4, COLD_BYTES // nbytes))])
+
+
 def floors_ms(nbytes: int) -> Figures:
     """Return the least milliseconds of a copy, a checksum, and a TCP connection over loopback, of as many bytes."""
-    buffers = cycle([torch.ones(nbytes, dtype=torch.uint8) for _ in range(COLD_BUFFERS)])
+    buffers = cold_buffers(nbytes)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         sender = socket.create_connection(listener.getsockname())
         receiver, _ = listener.accept()
@@ -171,4 +221,4 @@ def floors_ms(nbytes: int) -> Figures:
         "wire": send,
     }
     with sender, receiver:
-        return {f"floor_{name}_ms": min(timed(work) for _ in range(COLD_BUFFERS)) * 1e3 for name, work in works.items()}
+        return {f"floor_{name}_ms": min(timed(work) for _ in range(FLOOR_ROUNDS)) * 1e3 for name, work in works.items()}

@@ -152,8 +152,8 @@ class KVPoolConfig(Group, path="rollout.kv_pool"):
     recorded either way). Kept KV is in the memory of the engine that computed it: another engine, or a resumed run,
     computes it again. `pool`: where a request leaves its engine within a policy version (at the end of a chunk; hybrid:
     when its card trains), its KV goes to shared memory of the machine, from which any engine of it continues by copying
-    (Seer's global KV pool, arXiv 2511.14617). When new weights arrive it is freed, as with `recompute`: no token is
-    computed behind KV of another version. KV that is missing or damaged is computed again."""
+    (Seer's global KV pool, arXiv 2511.14617); prompts are shared in it, too. When new weights arrive it is freed, as
+    with `recompute`: no token is computed behind KV of another version. What is missing or damaged is recomputed."""
     max_parked_mib: int | None = key(None, at_least=1, only={"suspended": ("keep", "pool")}, refused=False)
     """With suspended=keep or pool, MiB of host memory in which a card may park KV; keep: KV beyond that is computed
     again; pool: what was parked longest ago goes to `spill`, or is computed again. null: no limit, but a pool leaves
@@ -167,8 +167,8 @@ class KVPoolConfig(Group, path="rollout.kv_pool"):
     """With suspended=pool, maximum imbalance at which a request returns to its KV: requests that the engine which
     has parked it may have more than the least loaded one."""
     pull_tokens: int = key(512, at_least=1, only=POOLED, read_by="simulate")
-    """With suspended=pool, number of tokens from which an engine copies KV that another one has parked; shorter KV
-    is computed again."""
+    """With suspended=pool, number of tokens from which an engine copies KV that another one has parked, or a prompt
+    that another one has computed; shorter KV is computed again."""
     remote: str = key("ray", one_of=("none", "ray"), only=POOLED)
     """With suspended=pool, how KV travels to an engine on another machine: `ray`: as Ray objects, if it has at least
     twice pull_tokens and arrives before it could have been computed, by what was measured in this run; `none`: it is

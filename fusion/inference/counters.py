@@ -44,6 +44,8 @@ class Counters:
     """Requests continued behind KV that another rank or engine wrote"""
     kv_pool_remote: int = 0
     """Of these, requests whose KV was on another machine"""
+    kv_pool_prompts: int = 0
+    """Prompts whose blocks were copied from files instead of computed; siblings that share them are one"""
     kv_pool_misses: int = 0
     """Requests whose KV was not found"""
     kv_pool_damaged: int = 0

@@ -12,7 +12,7 @@ for each other: use PP only for models that do not fit otherwise.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from math import isnan
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,8 @@ from fusion.inference.interface import InferEngine
 from fusion.inference.kv_cache import KVCache
 from fusion.inference.kv_layout import KVLayout
 from fusion.inference.parked import HostMemory, ParkedKV, max_parked_blocks
-from fusion.inference.pooled import KVStore, PooledKV
+from fusion.inference.pooled import KVStore
+from fusion.inference.pooled_prompts import PooledPrompts
 from fusion.inference.request import CONTINUED, Output, Request
 from fusion.inference.routing import RoutingCache
 from fusion.inference.scheduler import Scheduler
@@ -98,9 +99,9 @@ class EmbeddedEngine(ControlledEngine):
         max_layers = max(len(mesh.parallel.layers(shape.num_layers, stage)) for stage in range(mesh.parallel.pp))
         own_routing = self.routing if self._reports else None
         limit = max_parked_blocks(config.kv_pool, self.cache, max_layers)
-        self.pooled: PooledKV | None = None
+        self.pooled: PooledPrompts | None = None
         if config.kv_pool.pools_kv and memory is not None:
-            self.pooled = PooledKV(
+            self.pooled = PooledPrompts(
                 memory,
                 self.cache,
                 mesh,
@@ -110,6 +111,7 @@ class EmbeddedEngine(ControlledEngine):
                 charged_block_bytes=self.cache.block_bytes // layers * max_layers,
                 names_blocks=config.engine.prefix_cache,
                 counters=self.counters,
+                pull_tokens=config.kv_pool.pull_tokens,
             )
             self.shares_kv = True
         self.parked = parked = self.pooled or ParkedKV(memory, self.cache, routing=own_routing, max_blocks=limit)
@@ -190,11 +192,13 @@ class EmbeddedEngine(ControlledEngine):
         self.parked.forget(orders.forget)
         for seq in sequences.values():
             self.parked.claim(seq)
+        held: Collection[str] = ()
         if self.pooled is not None:
             agree = self.control.min_over_ranks
             self.pooled.fetch(orders.submit, sequences, version=self.policy_version, agree=agree)
-        for seq in sequences.values():
-            self.scheduler.add(seq)
+            held = self.pooled.pull(orders.submit, sequences, self.scheduler)
+        for id, seq in sequences.items():
+            (self.scheduler.waiting.held.append if id in held else self.scheduler.add)(seq)
 
     def _abort(self, chosen: Callable[[Request], bool]) -> list[Output]:
         ended = self.scheduler.abort(chosen)
@@ -213,12 +217,16 @@ class EmbeddedEngine(ControlledEngine):
 
     def _compute_step(self) -> list[Output]:
         outputs: list[Output] = []
+        if self.pooled is not None:
+            self.pooled.release(self.scheduler.waiting, self.control.min_over_ranks)
         step, computing_s = self.scheduler.schedule(), time.perf_counter()
-        assert step or not self.scheduler.unfinished
+        assert step or self.scheduler.unfinished == len(self.scheduler.waiting.held)
         self.last_step_kind = step.kind
         if step or self.mesh.ep_group is not None:
             outputs = self._compute(step)
         if self.pooled is not None:
+            if not step:
+                self.pooled.wait()
             self.pooled.observe_step(step, time.perf_counter() - computing_s)
         return outputs
 
@@ -226,6 +234,8 @@ class EmbeddedEngine(ControlledEngine):
         self.counters.dummy_steps += not step
         self.cache.clean(self.scheduler.blocks.highest)
         sampled = self.forward(step)
+        if self.pooled is not None:
+            self.pooled.offer(step)
         if isnan(sum(sampled.logprobs)):
             seq = next(seq for seq, logprob in zip(step.drawn, sampled.logprobs, strict=True) if isnan(logprob))
             raise FloatingPointError(f"request {seq.request.id!r}: the logits of policy {self.policy_version} are NaN")

@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Protocol
@@ -53,8 +54,9 @@ class KVDamaged(RuntimeError):
 
 @dataclass(frozen=True)
 class KVKey:
-    """What a file of the pool holds. ``shard``: which part of which layers; ``prefix``: name of the chain of all tokens
-    under the policy version, in hexadecimal; ``num_tokens``: of them, the last one not computed yet included."""
+    """What a file of the pool holds. ``shard``: which part of which layers; ``request``: "" if any request may read it,
+    any number of times; ``prefix``: name of the chain of all tokens under the policy version, in hexadecimal;
+    ``num_tokens``: of them, the last one not computed yet included."""
 
     shard: str
     request: str
@@ -72,8 +74,8 @@ class FoundKV(Protocol):
     routing: tuple[int, ...]
     own: bool
 
-    def read(self, kv: torch.Tensor, routing: torch.Tensor) -> None:
-        """Read the payload into uint8 tensors of its sizes, and verify it there.
+    def read(self, kv: torch.Tensor, routing: torch.Tensor | None) -> None:
+        """Read the payload into contiguous tensors of its sizes, and verify it there.
 
         Raises:
             KVDamaged: the checksum differs, or the file has ended.
@@ -111,6 +113,8 @@ class KVStore(KVSource, Protocol):
     takes_suspended: bool
     """Whether what a suspended engine had is continued elsewhere before the weights change; if not, its KV would be
     copied for nothing"""
+    writer: Executor
+    """A thread that may call `park`, too"""
     evictions: int
     """Files removed to make room, or for lack of space, since construction"""
 
@@ -122,6 +126,9 @@ class KVStore(KVSource, Protocol):
         self, key: KVKey, *, computed: int, kv: torch.Tensor, routing: torch.Tensor | None, charged_bytes: int
     ) -> bool:
         """Write KV; return False if there is no place. ``charged_bytes``: counts against the limits."""
+
+    def __contains__(self, key: KVKey) -> bool:
+        """Return whether there is a file, of any writer."""
 
     def discard(self, key: KVKey) -> None:
         """Remove a file of any writer."""
@@ -312,15 +319,14 @@ class PooledKV(ParkedKV):
     def _read(
         self, seq: scheduler.Sequence, tokens: list[int], found: FoundKV, *, version: int, names: list[BlockName]
     ) -> int:
+        self._check(found, found.computed)
         count = -(-found.computed // self._cache.block_size)
-        if found.kv_bytes != count * self._cache.block_bytes:
-            raise KVDamaged(f"{found.kv_bytes} bytes of KV for {found.computed} tokens")
-        routing = self._empty_routing(found)
         if self._max_blocks is not None and self.blocks + count > self._max_blocks:
             return MISSING
+        routing = self._empty_routing(found.computed)
         (region,) = self._host.take([found.kv_bytes])
         try:
-            found.read(region, routing.view(-1).view(torch.uint8))
+            found.read(region, routing)
         except BaseException:
             self._host.give([region])
             raise
@@ -331,22 +337,23 @@ class PooledKV(ParkedKV):
             names=names[: found.computed // self._cache.block_size] if self._names_blocks else [],
             blocks=count,
             region=region,
-            routing=routing if self._routing is not None else None,
+            routing=routing,
             copied=self._event(),
         )
         return HIT if found.own else PULLED
 
-    def _empty_routing(self, found: FoundKV) -> torch.Tensor:
-        """Return a tensor for the routing in a file, which must be there exactly where this rank records it."""
-        if self._routing is None:
-            if found.routing:
-                raise KVDamaged("it has routing, which this rank does not record")
-            return torch.empty(0, dtype=torch.uint8)
-        _, *cell = self._routing.cell
-        expected = (found.computed, *cell, self._routing.dtype.itemsize)
-        if found.routing != expected:
-            raise KVDamaged(f"it has routing {found.routing}, not {expected}")
-        return torch.empty(expected[:-1], dtype=self._routing.dtype)
+    def _check(self, found: FoundKV, computed: int) -> None:
+        """Raise KVDamaged: it is not KV of so many tokens on this rank, with routing where this rank records it."""
+        cache, kv_bytes = self._routing, -(-computed // self._cache.block_size) * self._cache.block_bytes
+        routing = () if cache is None else (computed, *cache.cell[1:], cache.dtype.itemsize)
+        if (found.computed, found.kv_bytes, found.routing) != (computed, kv_bytes, routing):
+            had = f"{found.computed} tokens, {found.kv_bytes} bytes of KV, routing {found.routing}"
+            raise KVDamaged(f"it has {had}; expected {computed}, {kv_bytes}, {routing}")
+
+    def _empty_routing(self, computed: int) -> torch.Tensor | None:
+        """Return a tensor for the routing of so many tokens, None where this rank records none."""
+        cache = self._routing
+        return None if cache is None else torch.empty(computed, *cache.cell[1:], dtype=cache.dtype)
 
     def _settle_fetch(self, seq: scheduler.Sequence, result: int) -> None:
         entry, counters = self._entries.get(seq.request.id), self._counters

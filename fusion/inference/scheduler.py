@@ -193,6 +193,7 @@ class Scheduler:
         self.running = []
         if version is not None:
             self.version = version
+            self.waiting.release(lambda seq: True)
             for seq in self.waiting:
                 seq.parked = 0
         self.blocks.forget()

@@ -20,9 +20,12 @@ def sequence(name, priority=0, length=4, group=""):
     return Sequence.of(Request(name, (1,), params, group, priority=priority), params, ())
 
 
-@given(st.lists(st.tuples(st.sampled_from(["come", "come", "preempt", "admit", "remove"]), st.integers(0, 3))))
+EVENTS = ["come", "come", "preempt", "admit", "remove", "hold", "release"]
+
+
+@given(st.lists(st.tuples(st.sampled_from(EVENTS), st.integers(0, 3))))
 def test_the_line_is_that_of_a_plain_list(events):
-    line, preempted, came = WaitingLine(), [], []
+    line, preempted, came, held = WaitingLine(), [], [], []
     for number, (event, priority) in enumerate(events):
         seq = sequence(f"r{number}", priority)
         if event == "come":
@@ -31,16 +34,25 @@ def test_the_line_is_that_of_a_plain_list(events):
         elif event == "preempt":
             line.appendleft(seq)
             preempted.insert(0, seq)
+        elif event == "hold":
+            line.held.append(seq)
+            held.append(seq)
+        elif event == "release":
+            line.release(lambda seq, chosen=priority: seq.request.priority == chosen)
+            came += [seq for seq in held if seq.request.priority == priority]
+            held = [seq for seq in held if seq.request.priority != priority]
         elif event == "remove":
-            gone = [seq for seq in preempted + _in_order(came) if seq.request.priority == priority]
+            gone = [seq for seq in preempted + _in_order(came) + held if seq.request.priority == priority]
             assert line.remove(lambda seq, chosen=priority: seq.request.priority == chosen) == gone
             preempted = [seq for seq in preempted if seq not in gone]
             came = [seq for seq in came if seq not in gone]
+            held = [seq for seq in held if seq not in gone]
         elif line:
             expected = (preempted + _in_order(came))[0]
             assert line.first is expected and line.popleft() is expected
             (preempted if preempted else came).remove(expected)
-        assert list(line) == preempted + _in_order(came) and len(line) == len(list(line))
+        assert list(line) == preempted + _in_order(came) + held and len(line) == len(list(line))
+        assert bool(line) == bool(preempted + came)
 
 
 def _in_order(came):

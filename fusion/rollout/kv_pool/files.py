@@ -12,8 +12,11 @@ another host is not found on a shared disk.
 import logging
 import os
 import stat
-from collections.abc import Iterable
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -38,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 class KVFiles(KVStore):
-    """The files of one rank. Not thread-safe.
+    """The files of one rank. `park` and `find` may be called in any thread, the rest in one.
 
     Args:
         root: shared memory.
@@ -62,9 +65,13 @@ class KVFiles(KVStore):
         self._rank, self._file_names = rank, FileNames(spec.run, boot)
         self._plan = PoolPlan(limit, spec.max_disk_bytes if spec.spill is not None else 0)
         self._names: dict[str, str] = {}
-        """Request → name of the file that this rank has written; `_computed`: and the tokens of which it has KV"""
+        """Request, or prefix of a shared prompt → name of the file that this rank has written; `_computed`: and the
+        tokens of which it has KV"""
         self._computed: dict[str, int] = {}
         self._warned = False
+        self._lock = threading.RLock()
+        """Held where the plan is changed and carried out, not where KV is written"""
+        self.writer = ThreadPoolExecutor(1, "kv-writer")
         self.peers, self.takes_suspended, self.evictions = peers, spec.takes_suspended, 0
 
     @property
@@ -77,7 +84,8 @@ class KVFiles(KVStore):
     def park(
         self, key: KVKey, *, computed: int, kv: torch.Tensor, routing: torch.Tensor | None, charged_bytes: int
     ) -> bool:
-        name, parts = self._file_names.file(key), [bytes_of(part) for part in (kv, routing) if part is not None]
+        id, name = key.request or key.prefix, self._file_names.file(key)
+        parts = [bytes_of(part) for part in (kv, routing) if part is not None]
         header = Header(
             rank=self._rank,
             name=name,
@@ -89,21 +97,32 @@ class KVFiles(KVStore):
         content = [memoryview(header.encode()), *parts]
         full: OSError | None = None
         for _ in range(MAX_TRIES):
-            place = self._make_room(key.request, charged_bytes)
+            place = self._execute(partial(self._plan.park, id, charged_bytes))
             if place is None:
                 break
             try:
-                self._folders[place].write(name, content)
+                self._folders[place].write(name, content, fresh=not key.request)
             except OSError as error:
                 if error.errno not in FULL:
                     raise
                 full = error
-                self._plan.observe_full(key.request)
+                with self._lock:
+                    self._plan.observe_full(id)
                 continue
-            self._names[key.request], self._computed[key.request] = name, computed
-            return True
-        self._count_full(charged_bytes, full)
+            with self._lock:
+                if self._plan.place_of(id) == place:
+                    self._names[id], self._computed[id] = name, computed
+                    return True
+                self._plan.observe_gone(id)  # its room was needed while it was written
+                self._folders[place].remove(name)
+                return False
+        with self._lock:
+            self._count_full(charged_bytes, full)
         return False
+
+    def __contains__(self, key: KVKey) -> bool:
+        name = self._file_names.file(key)
+        return any(name in folder for folder in self._folders.values())
 
     def find(self, key: KVKey) -> FoundKV | None:
         """Open a file in memory, else on disk: its writer moves it there before it removes it here."""
@@ -128,37 +147,32 @@ class KVFiles(KVStore):
             folder.take(name)
 
     def forget(self, ids: Iterable[str]) -> None:
-        for command in self._plan.forget(ids):
-            self._execute(command)
+        self._execute(lambda: self._plan.forget(ids))
 
     def clear(self) -> None:
-        for command in self._plan.clear():
-            self._execute(command)
+        self._execute(self._plan.clear)
 
     def close(self) -> None:
         """Remove this rank's files, and the folders if no other rank is in them."""
+        self.writer.shutdown(cancel_futures=True)
         self.clear()
         for folder in self._folders.values():
             folder.close()
         self._folders = {}
 
-    def _make_room(self, id: str, nbytes: int) -> Place | None:
-        """Move and remove files as planned; return where the new one goes, None: nowhere."""
-        place: Place | None = None
-        for command in self._plan.park(id, nbytes):
-            if isinstance(command, Write):
-                place = command.place
-            else:
-                self._execute(command)
-        return place
-
-    def _execute(self, command: Command) -> None:
-        match command:
-            case Spill(id):
-                self._spill(id)
-            case Remove(id, place, evicted) if id in self._names:  # else it was to be on disk by now, and is lost
-                self._lose(id, self._folders[place])
-                self.evictions += evicted
+    def _execute(self, plan: Callable[[], list[Command]]) -> Place | None:
+        """Move and remove files as planned; return where a new one goes, None: nowhere."""
+        with self._lock:
+            for command in plan():
+                match command:
+                    case Write(_, place):
+                        return place  # the last command
+                    case Spill(id) if id in self._names:  # else it is being written
+                        self._spill(id)
+                    case Remove(id, place, evicted) if id in self._names:  # else so it is, or it was lost on its way
+                        self._lose(id, self._folders[place])
+                        self.evictions += evicted
+        return None
 
     def _lose(self, id: str, folder: PoolFolder) -> None:
         del self._computed[id]
@@ -177,8 +191,7 @@ class KVFiles(KVStore):
         except OSError as error:
             if error.errno not in FULL:
                 raise
-            if id in self._plan:  # else the plan removes it later, to make room for others
-                self._plan.observe_full(id)
+            self._plan.observe_full(id)
             self._lose(id, source)
             self._count_full(len(content), error)
 

@@ -81,6 +81,9 @@ class PoolFolder:
         """Return the names of the files that any rank may open."""
         return os.listdir(self._files)
 
+    def __contains__(self, name: str) -> bool:
+        return (self._files / name).exists()
+
     def open(self, name: str) -> FileIO:
         """Open a file for reading, without a buffer.
 
@@ -89,20 +92,20 @@ class PoolFolder:
         """
         return open_file(self._files / name)
 
-    def write(self, name: str, parts: Sequence[memoryview]) -> None:
-        """Write a file; one of that name is replaced.
+    def write(self, name: str, parts: Sequence[memoryview], fresh: bool = False) -> None:
+        """Write a file; one of that name is replaced. ``fresh``: into new memory, in any thread.
 
         Raises:
             OSError: among others, there is no space (`distqueue.errors.FULL`); nothing was written.
         """
         nbytes = sum(part.nbytes for part in parts)
-        path, held = self._take_idle()
+        path, held = (self._new_path(), 0) if fresh else self._take_idle()
         try:
             self._check_free(nbytes - held)
             self._write(path, parts)
         except OSError as error:
             path.unlink(missing_ok=True)
-            if error.errno not in FULL or not self._idle:
+            if error.errno not in FULL or fresh or not self._idle:
                 raise
             self._drop_idle()
             return self.write(name, parts)

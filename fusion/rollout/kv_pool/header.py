@@ -99,9 +99,9 @@ class PooledFile(FoundKV):
         self._sum = header.sum
         self.computed, self.kv_bytes, self.routing = header.computed, header.kv_bytes, header.routing
 
-    def read(self, kv: torch.Tensor, routing: torch.Tensor) -> None:
+    def read(self, kv: torch.Tensor, routing: torch.Tensor | None) -> None:
         """Read the payload and verify it, as `FoundKV.read`."""
-        parts = [bytes_of(part) for part in (kv, routing)]
+        parts = [bytes_of(part) for part in (kv, routing) if part is not None]
         try:
             for part in parts:
                 while part.nbytes:

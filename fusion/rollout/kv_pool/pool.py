@@ -108,10 +108,9 @@ class PoolPlan:
 
     def observe_full(self, id: str) -> None:
         """Record that a file could not be written for lack of space: what its place holds without it is the limit
-        until `clear`."""
-        place = self._drop(id)
-        assert place is not None
-        self._max_bytes[place] = self.held[place]
+        until `clear`. Do nothing if it is to be removed by now."""
+        if place := self._drop(id):
+            self._max_bytes[place] = self.held[place]
 
     def clear(self) -> list[Command]:
         """Plan the removal of everything, and begin again with the limits of the construction."""
