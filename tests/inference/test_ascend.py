@@ -50,7 +50,7 @@ def test_greedy_tokens_and_logprobs(kind, tmp_path):
     """Of prompts that are packed, chunked and shared, and decoded in one batch."""
     folder, results = family_checkpoint(tmp_path, kind), []
     for operators in ("ascend", "plain"):
-        device = open_device("emulated", index=11, capacity_bytes=2 << 30, operators=operators)
+        device = open_device("emulated", index=7, capacity_bytes=2 << 30, operators=operators)
         if device.kind != "emulated":
             pytest.skip("no compiler to build the emulated NPU with")
         model = Transformer(ModelConfig.from_hf(folder), Mesh.single(), device)
