@@ -107,6 +107,7 @@ def _check_synchronous(cluster, batch, filtered, failed, filters):
 
 
 def _check_counts(cluster):
+    cluster.note_cancelled()  # also groups whose last request came back with a stopped engine
     ended = len(cluster.trained) + len(cluster.filtered) + len(cluster.failed)
     assert ended == sum(cluster.ledger.ended.values()), "each group ends once"
     assert ended + cluster.ledger.num_untrained == len(cluster.admitted), "and none is lost"
