@@ -9,12 +9,20 @@ from fusion.inference import EmbeddedEngine
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights
 from fusion.model.spec import Latent, Sparse
 from fusion.npu import open_device
+from fusion.npu.operators import operators_of
 from tests.families import KINDS, family_checkpoint
 from tests.inference.engines import by_id, generate, requests
 from tests.rollouts import rollout_config
 
 DEFAULT = ("qwen3_moe", "glm4_moe", "deepseek_v3")
 """Families that the default run tests; the others run with `-m extended`"""
+
+
+@pytest.fixture(autouse=True)
+def no_masks():
+    """Ascend's table keeps a mask on the card, which other tests open with another capacity."""
+    yield
+    operators_of.cache_clear()
 
 
 class Called(TorchDispatchMode):
@@ -50,7 +58,7 @@ def test_greedy_tokens_and_logprobs(kind, tmp_path):
     """Of prompts that are packed, chunked and shared, and decoded in one batch."""
     folder, results = family_checkpoint(tmp_path, kind), []
     for operators in ("ascend", "plain"):
-        device = open_device("emulated", index=7, capacity_bytes=2 << 30, operators=operators)
+        device = open_device("emulated", capacity_bytes=2 << 30, operators=operators)
         if device.kind != "emulated":
             pytest.skip("no compiler to build the emulated NPU with")
         model = Transformer(ModelConfig.from_hf(folder), Mesh.single(), device)
