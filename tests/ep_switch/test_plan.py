@@ -198,14 +198,16 @@ def bound(plan: Plan, rank: int) -> int:
 
 def largest_external(layout: Layout, rank: int) -> int:
     """Bytes of the largest tensor that another format than the embedded one leaves whole though it does not fit a
-    unit, or of the stacks of a layer's experts that do not."""
+    unit, or of the stacks of a layer's experts that do not; as stored, with what aligns their tensors."""
     if layout.format == EMBEDDED or rank not in layout.ranks:
         return 0
     sizes: dict[object, int] = defaultdict(int)
     whole: dict[tuple[int | None, str, bool], int] = defaultdict(int)
-    for param in (param for unit in layout.units(rank) for param, _ in unit.entries):
-        stacked = param.stack is not None or "routed_experts" in param.name
-        whole[param.layer, param.stack or param.name, stacked] += param.numel * layout.dtype.itemsize
+    for unit in layout.units(rank):
+        ends = [*(start for _, start in unit.entries[1:]), unit.numel]
+        for (param, start), end in zip(unit.entries, ends, strict=True):
+            stacked = param.stack is not None or "routed_experts" in param.name
+            whole[param.layer, param.stack or param.name, stacked] += (end - start) * layout.dtype.itemsize
     for (layer, name, stacked), size in whole.items():
         if size > unit_bytes(layout.bucket_bytes):
             sizes[layer if stacked else name] += size
