@@ -175,6 +175,28 @@ def test_all_ranks_skip_an_update_with_a_gradient_that_is_not_finite_on_one(chec
         assert unchanged and metrics[SKIPPED_IN_A_ROW] == 1 and not math.isfinite(metrics["actor/grad_norm"])
 
 
+def continued_by_nothing(rank, device, case):
+    """Metrics of a batch, and of it continued by no sequence, and whether that left the gradients alone."""
+    engine = make_engine(case, device)
+    algorithm = make_algorithm(AlgorithmConfig(kl_coef=0.1), LONGEST)
+    batch = algorithm.weigh(my_share(sample_batch(case.samples, case.seed), engine))
+    nothing = engine.with_own_routing(batch.select([]))
+    nothing = replace(nothing, proximal_logprobs=engine.logprobs(nothing)[0])
+    before = engine.forward_backward(engine.with_own_routing(batch), algorithm.loss)
+    gradients = [tensor.clone() for tensor in engine.gradients().values()]
+    after = engine.forward_backward(algorithm.weigh(nothing), algorithm.loss, continued=True)
+    equal = all(map(torch.equal, gradients, engine.gradients().values()))
+    return before, after, equal, engine.optimizer_step()
+
+
+@pytest.mark.parametrize("layout", [Parallel(), Parallel(4, tp=2, ep=2, pp=2), Parallel(4, ep=4)], ids=str)
+def test_a_minibatch_that_was_accumulated_whole_is_continued_by_nothing(checkpoints, layout):
+    """As the first one of a step may be in the tail of generation, with what `Worker.train` computes before it."""
+    case = Case(checkpoints["tied"], layout, training={"load_balancing_coef": 0.05, "token_budget": 25})
+    for before, after, equal, step in run_ranks(continued_by_nothing, layout.world, case):
+        assert equal and after == pytest.approx(before, rel=1e-12) and step["actor/grad_norm"] > 0
+
+
 def copies_of_the_embedding(rank, device, case):
     """The embedding and its optimizer states on the first and the last stage."""
     engine = make_engine(case, device)
