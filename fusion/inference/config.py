@@ -1,6 +1,7 @@
 """Define the config group `rollout`: how responses are sampled and scheduled, and how an engine uses its card."""
 
 import os
+import re
 from dataclasses import dataclass, field
 from math import inf
 
@@ -18,6 +19,8 @@ POOLED, DRAFTED = {"suspended": ("pool",)}, {"source": DRAFTS[1:]}
 FORCED_SPREAD = (0.89, 0.43, 0.01)
 """Of a published trace (`stalesync/prompts/lengths.py`)"""
 
+WRITTEN_LINE_END = re.compile(r"\\n(?![a-z])")
+"""A backslash and an n that a shell has not read as a line end; before a lowercase letter it may be LaTeX, as in \\neq"""
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 """Keys of `rollout.sampling` that a request has, too"""
 
@@ -61,7 +64,7 @@ class SamplingConfig(Group, path="rollout.sampling"):
 
     def check(self, check: Checks) -> None:
         check_sampling(check.group, self)
-        texts = all(isinstance(one, str) and one and not one.endswith("\\n") for one in self.stop)
+        texts = all(isinstance(one, str) and one and not WRITTEN_LINE_END.search(one) for one in self.stop)
         check.that("stop", texts, "a list of texts, none of them empty, with a line end (bash: $'\\n') instead of \\n")
         spread = self.forced_spread
         known = len(spread) == 3 and all(isinstance(one, (int, float)) and 0 <= one < inf for one in spread)

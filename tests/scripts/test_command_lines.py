@@ -105,6 +105,7 @@ SAID_ELSEWHERE = [
             r"scripts/train.py rollout.sampling.stop=['x\n']",
             "rollout.sampling.stop=['x\\\\n']: expected a list of texts, none of them empty, with a line end",
         ),
+        (r"scripts/train.py rollout.sampling.stop=['\nUser:']", "a line end (bash: $'\\n') instead of \\n"),
         ("scripts/train.py environment=my.py:Env", "environment=my.py:Env: expected one of calculator, custom, "),
         ("scripts/check.py", "model.path='': expected a Hugging Face checkpoint folder"),
         ("scripts/control.py", "the following arguments are required"),
