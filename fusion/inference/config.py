@@ -20,7 +20,7 @@ FORCED_SPREAD = (0.89, 0.43, 0.01)
 """Of a published trace (`stalesync/prompts/lengths.py`)"""
 
 WRITTEN_LINE_END = re.compile(r"\\n(?![a-z])")
-"""A backslash and an n that a shell has not read as a line end; before a lowercase letter it may be LaTeX, as in \\neq"""
+"""A backslash and an n that no shell has read as a line end; before a lowercase letter it may be LaTeX, as in \\neq"""
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")
 """Keys of `rollout.sampling` that a request has, too"""
 
