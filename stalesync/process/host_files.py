@@ -111,9 +111,6 @@ def code_digests() -> dict[str, str]:
         for package in PACKAGES
         for path in sorted((root / package).rglob("*"))
         if path.suffix in SOURCES and path.is_file()
-        for package in PACKAGES
-        for path in sorted((root / package).rglob("*"))
-        if path.suffix in SOURCES and path.is_file()
     }
     return digests | {f"{name} (its version)": metadata.version(name) for name in VERSIONS}
 

@@ -154,6 +154,13 @@ def test_a_host_reports_whether_it_sees_the_mark_and_what_its_folders_hold(tmp_p
     assert not report_files(str(tmp_path / "other"), {}).sees_folder
 
 
+def test_each_source_is_read_once(monkeypatch):
+    paths = []
+    monkeypatch.setattr("stalesync.process.host_files.digest_of", lambda path: paths.append(path) or "")
+    digests = code_digests()
+    assert len(set(paths)) == len(paths) == sum(not name.endswith("(its version)") for name in digests)
+
+
 @pytest.mark.parametrize("size", [0, 9, 1 << 20, (3 << 20) + 1])
 def test_other_contents_of_the_same_size_have_another_digest(size, tmp_path):
     for name, byte in (("one", b"a"), ("same", b"a"), ("other", b"b")):
