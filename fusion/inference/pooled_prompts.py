@@ -184,11 +184,12 @@ class PooledPrompts(PooledKV):
         return ABSENT if state is None else state.result() if state.done() else PENDING
 
     def _end_reads(self) -> None:
-        """Return the host memory of prompts that no request waits for."""
+        """Return the host memory of prompts that no request waits for. Of a damaged file nothing is left, so that it
+        is written again, instead of being read for each request."""
         for name in self._reads.keys() - {names[-1] for names in self._pulls.values() if names}:
             entry, state = self._reads.pop(name)
-            if not state.cancel():
-                state.result()
+            if not state.cancel() and state.result() == DAMAGED and self.store is not None:
+                self.store.discard(KVKey(self._shard, "", entry.since, name.hex(), entry.computed + 1))
             self._host.give([entry.region])
 
     def _advance_writes(self) -> None:

@@ -141,6 +141,16 @@ def test_a_damaged_prompt_is_counted_and_computed(root, caplog, spoil):
     assert outputs == plain(root, wanted) and prompts(other) == 0 and figures(other) == (0, 0, 0, 3)
     (record,) = (record for record in caplog.records if "is damaged" in record.message)
     assert not any(isinstance(arg, Exception) for arg in record.args) and all_free(other)
+    written(other)
+    for made in (one, sharing(root, 2)):
+        with caplog.at_level(logging.WARNING):
+            generate(made, siblings(3, "c"))
+        written(made)
+    assert [one for one in caplog.records if "is damaged" in one.message] == [record]
+    assert prompts(made) == len(files_in(root)) == 1, "the file was written again"
+    generate(one, siblings(1, "d", prompt=PROMPT[::-1]))
+    written(one)
+    assert len(files_in(root)) == 2
 
 
 @pytest.mark.parametrize("routed", [True, False])
