@@ -8,7 +8,7 @@ import random
 from typing import Any
 
 from stalesync.prompts.config import DataConfig
-from stalesync.prompts.rows import DrawnRows, Row, Rows
+from stalesync.prompts.rows import DrawnRows, Row
 from stalesync.prompts.tokenizer import CALL, CALL_END
 
 
@@ -29,10 +29,8 @@ class CalculatorRows(DrawnRows):
         return _sum_of([number_of(rng, *self._digits) for _ in range(rng.randint(2, self._terms))])
 
 
-class RepeatRows(Rows):
+class RepeatRows:
     """An endless source of numbers, and pairs of them, of at most five digits, to be repeated; and what a tool says."""
-
-    fields = frozenset({"solution"})
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

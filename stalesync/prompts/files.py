@@ -207,9 +207,12 @@ def _digest(path: Path) -> str:
 
 
 def _parquet(path: Path) -> RowsByIndex:
-    """Open a Parquet file with the library `datasets` (memory-mapped, no network access)."""
+    """Open a Parquet file with the library `datasets` (memory-mapped, no network access), which opens no empty one."""
     import datasets
+    from pyarrow.parquet import read_metadata
 
+    if not read_metadata(path).num_rows:
+        return []
     bars_enabled = datasets.is_progress_bar_enabled()
     datasets.disable_progress_bars()
     try:

@@ -2,6 +2,7 @@
 
 import random
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,11 +15,16 @@ HELD_OUT_ONE_IN = 10
 
 @dataclass(frozen=True)
 class Row:
-    """One problem. `fields` are the other columns; a generator's hold `solution`, the text of a right response."""
+    """One problem. `fields` are the other columns; a generator's hold `solution`, the text of a right response. Raise
+    ValueError for a prompt or an answer of another type."""
 
     prompt: str | list[dict[str, Any]]
     answer: str
     fields: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.prompt, (str, list)) and isinstance(self.answer, str)):
+            raise ValueError(f"expected a text or a chat as prompt, and a text as answer: {self!r:.200}")
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,7 @@ class RowCounts:
         return f"{self.read:,} rows read{left_out}, {self.evaluated:,} evaluated"
 
 
-class Rows:
+class Rows(ABC):
     """Rows by index, of a file or a generator. Invariant: a row depends only on its index and on the arguments that the
     object was created with; those of a generator are the config group `data` and the seed. ``fields``: names of the
     fields that every row has; ``indices``: the rows to train on; None: every natural number is a row; ``digest``: of a
@@ -57,19 +63,19 @@ class Rows:
     usable: Sequence[int] = ()
     lengths: Sequence[int] = ()
 
-    def row(self, index: int) -> Row:
-        raise NotImplementedError
+    @abstractmethod
+    def row(self, index: int) -> Row: ...
 
-    def name(self, index: int) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def name(self, index: int) -> str: ...
 
+    @abstractmethod
     def evaluation(self, count: int) -> list[Row]:
         """Return up to `count` held-out rows, the same on every call."""
-        raise NotImplementedError
 
+    @abstractmethod
     def longest(self) -> Sequence[tuple[str, Row]]:
         """Return rows of a generator, by name, such that no row has a longer prompt than all of them."""
-        raise NotImplementedError
 
 
 class GeneratedRows(Rows):
@@ -94,9 +100,9 @@ class DrawnRows(GeneratedRows):
 
     stream = ""
 
+    @abstractmethod
     def problem(self, rng: random.Random) -> Row:
         """Draw a problem, whose prompt is a text."""
-        raise NotImplementedError
 
     def row(self, index: int) -> Row:
         return self._draw(f"{self._seed}-{self.stream}-{index}", held_out=False)

@@ -161,6 +161,16 @@ class Squares(Rows):
         return [("the largest square", self.row(self.largest - 1))]
 
 
+class Unbounded(Rows):
+    """Lacks two methods."""
+
+    def row(self, index):
+        return Row(f"{index}+0=", str(index))
+
+    def evaluation(self, count):
+        return []
+
+
 def test_a_generator_of_ones_own_is_found_by_its_path(tokenizer):
     config = DataConfig(source=f"{__name__}:Squares", prompts_per_step=11)
     source = PromptSource(config, tokenizer, 0)
@@ -170,6 +180,11 @@ def test_a_generator_of_ones_own_is_found_by_its_path(tokenizer):
     ] and source.num_rows is source.rows.digest is None
     with pytest.raises(ValueError, match="the largest square: a prompt of 5 tokens is longer than .*_length=4"):
         PromptSource(replace(config, max_prompt_length=4), tokenizer, 0)
+    lacking = f"data.source={__name__}:Unbounded: the class lacks the methods longest, name of Rows"
+    with pytest.raises(ValueError, match=lacking):
+        PromptSource(replace(config, source=f"{__name__}:Unbounded"), tokenizer, 0)
+    with pytest.raises(ValueError, match="expected a text or a chat as prompt, and a text as answer: Row.*answer=2"):
+        Row("1+1=", 2)
     with pytest.raises(ValueError, match=f"data.source={__name__}:Row: expected a subclass of stalesync.prompts.rows"):
         PromptSource(replace(config, source=f"{__name__}:Row"), tokenizer, 0)
 

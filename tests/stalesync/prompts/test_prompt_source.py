@@ -179,6 +179,9 @@ def test_a_file_that_is_not_there_empty_broken_or_with_a_hole(tokenizer, tmp_pat
         file.write_text(content)
         with pytest.raises(ValueError, match=message):
             source_of(tokenizer, file)
+    datasets.Dataset.from_dict({"q": [], "a": []}).to_parquet(file := tmp_path / "empty.parquet")
+    with pytest.raises(ValueError, match="the file has no rows"):
+        source_of(tokenizer, file)
 
 
 def chat_tokenizer():
