@@ -8,8 +8,8 @@
     KEY=VALUE, GROUP=CHOICE
                    as for scripts/train.py. Defaults are the run's config; for a model those of scripts/train.py,
                    without held-out prompts (run.eval_prompts=0)
-    --json PATH    where to write the results; - prints them, and all else to the standard error. Default:
-                   evaluation.json in the folder of the evaluation
+    --json PATH    where else to write the results, which are in evaluation.json in the folder of the evaluation;
+                   - prints them, and all else to the standard error
 
 The evaluation is the one of a run (docs/evaluation.md), on the same cards and in the same layouts. It has a folder of
 its own in run.dir: evaluate-NAME, with logs and all results.

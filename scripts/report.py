@@ -36,7 +36,7 @@ def main() -> None:
         else:
             write_page(arguments.folders, path)
             for folder in arguments.folders:
-                RunReport.from_folder(folder, outcome="found").show()
+                RunReport.from_folder(folder).show()
     except ValueError as error:
         parser.exit(1, f"error: {error}\n")
     except OSError as error:

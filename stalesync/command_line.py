@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from stalesync.job.config import Config
 
 
-def run_job(config: "Config", *, evaluates: str = "") -> Path:
+def run_job(config: "Config", *, evaluates: str = "", step: int = 0) -> Path:
     """Run a job whose config is valid to its end; return its folder. End the process if the job fails (exit status
-    1) or is stopped by a signal. ``evaluates``: as of `launch`."""
+    1) or is stopped by a signal. ``evaluates``, ``step``: as of `launch`."""
     from stalesync.process.ray_cluster import set_environment
 
     set_environment(config.cluster.address)
@@ -22,7 +22,7 @@ def run_job(config: "Config", *, evaluates: str = "") -> Path:
     from stalesync.process.failures import RunFailed
 
     try:
-        return launch(config, evaluates=evaluates)
+        return launch(config, evaluates=evaluates, step=step)
     except (ValueError, RunFailed) as error:
         fail(f"error: {error}", error)
     except KeyboardInterrupt as stop:

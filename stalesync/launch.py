@@ -67,13 +67,14 @@ stalesync.cards.text_server stalesync.loop.build""".split()
 a signal raises in an import may be lost, or leave half of a module"""
 
 
-def launch(config: Config, *, evaluates: str = "") -> Path:
-    """Run a job to its end; return its folder. ``evaluates``: what is evaluated, in words: no step is run; "": the job
-    trains. Raise ValueError if the config is wrong, another run has the folder, or the run cannot resume: no worker was
-    started; RunFailed if Ray did not start, a worker or the queue failed, too many rewards failed, or a checkpoint
-    could not be written; KeyboardInterrupt for Ctrl-C, `Stopped` for SIGTERM and SIGHUP. Then every process of the run
-    has ended and its folder is readable. Any other exception after the folder has been created is a failure of the run,
-    too; `run.log` and `error.json` in the folder describe it (`run_log.py`), and a note of the exception says where."""
+def launch(config: Config, *, evaluates: str = "", step: int = 0) -> Path:
+    """Run a job to its end; return its folder. ``evaluates``: what is evaluated, in words: the weights after ``step``,
+    and no step is run; "": the job trains. Raise ValueError if the config is wrong, another run has the folder, or the
+    run cannot resume: no worker was started; RunFailed if Ray did not start, a worker or the queue failed, too many
+    rewards failed, or a checkpoint could not be written; KeyboardInterrupt for Ctrl-C, `Stopped` for SIGTERM and
+    SIGHUP. Then every process of the run has ended and its folder is readable. Any other exception after the folder has
+    been created is a failure of the run, too; `run.log` and `error.json` in the folder describe it (`run_log.py`), and
+    a note of the exception says where."""
     trains = not evaluates
     model = config.validate(trains=trains)
     check_resume(config.run)
@@ -134,6 +135,7 @@ def launch(config: Config, *, evaluates: str = "") -> Path:
             terms=terms,
             environments=environments,
             trains=trains,
+            step=step,
         ).run()
     return folder.path
 
@@ -143,7 +145,7 @@ class Launch:
     """A job whose config and data are checked, and whose rewards have started: what is left is Ray and the cards.
     ``rule``, ``terms``: of the reward (`start_rewards`); ``progress``, ``report``: how far it has come, and how it
     ended; ``earlier``: the run that it resumes; ``inputs``: what its checkpoints depend on; ``trains``: else it
-    evaluates the weights that it begins with."""
+    evaluates the weights that it begins with, which are those after ``step``."""
 
     config: Config
     spec: WorkerSpec
@@ -159,6 +161,7 @@ class Launch:
     terms: Sequence[Term] = ()
     environments: Environments | None = None
     trains: bool = True
+    step: int = 0
 
     def run(self) -> None:
         """Start Ray and the cards, run the loop, and end all of them again."""
@@ -201,7 +204,7 @@ class Launch:
             stack.enter_context(self.logs.recording(progress, self.report, world=self.spec.world))
             with naming_queue(check_ray):
                 try:
-                    run.run() if self.trains else run.run_evaluation()
+                    run.run() if self.trains else run.run_evaluation(self.step)
                 except KeyboardInterrupt:
                     self.report["next_steps"] = [how_to_resume(folder)] if self.trains else []
                     raise

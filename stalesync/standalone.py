@@ -15,11 +15,14 @@ from stalesync.job.config import Config
 from stalesync.job.overrides import accepted, composed, load
 from stalesync.job.values import quoted
 
+OWN: tuple[str, ...] = ("run.resume", "run.steps", "eval.best", "eval.every", "model.path")
+"""Keys that have no meaning here, or that the source decides"""
+
 
 @dataclass(frozen=True)
 class EvaluationArguments:
-    """What is evaluated, and how. ``json``: where the results are written; None: into the evaluation's folder; `-`:
-    they are printed to the standard output, and all else to the standard error."""
+    """What is evaluated, and how. ``json``: where the results are written besides the evaluation's folder; `-`: they
+    are printed to the standard output, and all else to the standard error."""
 
     source: Path
     config: Config
@@ -43,13 +46,17 @@ def parse_arguments(arguments: Sequence[str], conf: Path) -> EvaluationArguments
     if not words or "=" in words[0] or words[0].startswith("-"):
         raise ValueError("expected the folder of a run, a checkpoint or a model")
     source, overrides = Path(words[0]), accepted(words[1:], conf)
-    stated = {word.partition("=")[0] for word in overrides}
+    stated, own = {word.partition("=")[0].lstrip("+") for word in overrides}, OWN
     if (source / "config.json").is_file():
         config = composed(conf, ["run.eval_prompts=0", f"model.path={quoted(str(source))}", *overrides])
     else:
         config = composed(conf, overrides, saved=load(_config_of(source)))
         if "device.operators" not in stated and config.device.kind not in OPERATORS[config.device.operators]:
             config.device.operators = "auto"  # other cards may evaluate than those of the run
+        if config.training.lora.rank:
+            own += ("model.adapter",)
+    if unused := [key for key in own if key in stated]:
+        raise ValueError(f"{unused[0]}: an evaluation alone takes no such setting; leave it out")
     config.run.resume, config.eval.best = "false", None
     if "run.name" not in stated:
         config.run.name = f"evaluate-{_name_of(source)}"
@@ -88,27 +95,26 @@ def evaluate(arguments: EvaluationArguments, usage: str) -> None:
             refuse(usage, error)
         step = None if checkpoint is None else savepoint.read(checkpoint)["step"]
         of = "" if step is None else f"step {step} of "
-        run = run_job(config, evaluates=f"{of}{arguments.source}")
-    _write(arguments, checkpoint, run)
+        run = run_job(config, evaluates=f"{of}{arguments.source}", step=step or 0)
+    _write(arguments, checkpoint, step, run)
 
 
-def _write(arguments: EvaluationArguments, checkpoint: Path | None, run: Path) -> None:
+def _write(arguments: EvaluationArguments, checkpoint: Path | None, step: int | None, run: Path) -> None:
     from fusion.telemetry.files import read_jsonl, write_atomic
-    from fusion.telemetry.run_contents import EVALUATIONS
-    from stalesync.job import savepoint
+    from fusion.telemetry.run_contents import EVALUATION, EVALUATIONS
 
     results = [{key: value for key, value in row.items() if key != "step"} for row in read_jsonl(run / EVALUATIONS)]
-    step = None if checkpoint is None else savepoint.read(checkpoint)["step"]
     model = {
         "model": str(arguments.source),
         "checkpoint": None if checkpoint is None else str(checkpoint),
         "step": step,
     }
     text = json.dumps(model | {"results": results}, indent=2, ensure_ascii=False) + "\n"
+    write_atomic(run / EVALUATION, text)
     if arguments.json == "-":
         print(text, end="")
         return
-    path = Path(arguments.json) if arguments.json else run / "evaluation.json"
+    path = Path(arguments.json or run / EVALUATION)
     write_atomic(path, text)
     print(f"results: {path}", file=sys.stderr)
 

@@ -75,7 +75,7 @@ class RunReport:
             "changes": changes_of(results),
             "evaluations": evaluation_rows(results),
         }
-        for name in ("steps", "wall_s", "reward_start", "reward_end", "reward_window", "cautions"):
+        for name in ("outcome", "steps", "wall_s", "reward_start", "reward_end", "reward_window", "cautions"):
             from_folder |= {name: run[name]} if name in run else {}
         return cls(**(from_folder | fields))
 

@@ -10,6 +10,7 @@ runs/<name>/config.yaml       the resolved configuration
                               observation_tokens
             control.jsonl     changes to generation during the run, and requests that were refused
             evaluations.jsonl every evaluation: step, file, and estimates with their intervals
+            evaluation.json   the results of an evaluation alone, once it has ended
             best.json         the best checkpoint: metric, value, step, checkpoint; only with `eval.best`
             timeline.json     spans of every card; open it in https://ui.perfetto.dev
             profile/          step-<n>-card-<rank>.json: profiler traces of the steps in `run.profile_steps`
@@ -27,7 +28,7 @@ from pathlib import Path
 from fusion.telemetry.manifest import NAME as CHECKPOINT_MARK
 
 METRICS, SAMPLES, GROUPS, EVALUATIONS = "metrics.jsonl", "samples.jsonl", "groups.jsonl", "evaluations.jsonl"
-BEST = "best.json"
+BEST, EVALUATION = "best.json", "evaluation.json"
 LOGS = (METRICS, SAMPLES, GROUPS, EVALUATIONS, "control.jsonl")
 """Logs of which a checkpoint seals the rows"""
 PROFILES = "profile"

@@ -208,11 +208,11 @@ class RunFolder:
         self._log(GROUPS).write_each({"step": step}, "group", groups, others, tokens)
 
     def log_evaluation(self, step: int, rows: Iterable[Mapping[str, Any]], figures: Mapping[str, float]) -> None:
-        """Write the results of an evaluation after `step`. Before the first step, whose figures no row of metrics.jsonl
-        has, also write the figures to the loggers."""
+        """Write the results of an evaluation after `step`, and to the loggers its figures, if it has any: those that no
+        row of metrics.jsonl has."""
         self._log(EVALUATIONS).write(*rows)
-        if step == 0:
-            self._opened_loggers().log(0, figures)
+        if figures:
+            self._opened_loggers().log(step, figures)
 
     def evaluations(self) -> list[dict[str, Any]]:
         """Return the results of all evaluations so far."""

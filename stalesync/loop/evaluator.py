@@ -68,8 +68,9 @@ class Evaluator:
             self.loop.rows.extra |= self.evaluation.short_metrics("after")
         return is_best
 
-    def evaluate(self) -> tuple[bool, dict[str, float]]:
+    def evaluate(self, alone: bool = False) -> tuple[bool, dict[str, float]]:
         """Evaluate the current weights and record the results; return whether they are the best so far, and metrics.
+        ``alone``: the step has no row of metrics, as none before the first one has.
         Noise is keyed by the prompt and the answer's number, so two evaluations differ only by the weights. The answers
         are never trained: no task of the queue receives them. Unfinished samples are suspended, as for a cut, and every
         file is answered by itself, so that its batches do not depend on other files."""
@@ -95,7 +96,7 @@ class Evaluator:
             loop.queue.drop([row for row in loop.queue.holding(RESPONSE) if row.startswith(EVAL_ROWS)], EVALUATED)
         if count:
             self.loop.rows.extra[RESTARTS] = self.loop.rows.extra.get(RESTARTS, 0) + count
-        loop.folder.log_evaluation(number, [result.row() for result in results], metrics)
+        loop.folder.log_evaluation(number, [r.row() for r in results], metrics if alone or not number else {})
         when = f"after step {number}" if number else "before the first step"
         loop.view.note(f"evaluation {when}: {', '.join(result.describe() for result in results)}")
         return is_best, metrics

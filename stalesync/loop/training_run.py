@@ -14,6 +14,7 @@ from fusion.colocate import Worker
 from stalesync.loop.checkpoints import Checkpoints
 from stalesync.loop.controller import Controller
 from stalesync.loop.evaluator import Evaluator
+from stalesync.loop.step import Step
 from stalesync.policy.save_interval import SaveInterval
 from stalesync.process.garbage import collecting_seldom
 from stalesync.process.stopping import completing, notes_of_request, requested_stop
@@ -59,9 +60,10 @@ class TrainingRun:
             loop.cards.on(others).call(Worker.end_profile)  # one that has run no stage since has not written its trace
         self.check_rewards()
 
-    def run_evaluation(self) -> None:
-        """Evaluate the weights that the run begins with, and run no step."""
-        self.evaluator.evaluate()
+    def run_evaluation(self, step: int) -> None:
+        """Evaluate the weights that the run begins with, which are those after ``step``, and run no step."""
+        self.loop.last = Step(step, self.loop.rows, logged=True)
+        self.evaluator.evaluate(alone=True)
         self.check_rewards()
 
     def check_rewards(self) -> None:

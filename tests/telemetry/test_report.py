@@ -10,6 +10,7 @@ from fusion.telemetry.page.run_data import read_run
 
 def leave_a_run(root) -> RunFolder:
     with RunFolder(root, "run") as run:
+        run.write_config({"run": {"steps": 20}})
         for step in range(1, 21):
             timing = {"timing_s/gen": 1.0, "timing_s/train": 3.0, "timing_s/step": 4.5}
             run.log(step, {"critic/rewards/mean": step / 20, **timing})

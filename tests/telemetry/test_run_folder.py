@@ -116,7 +116,7 @@ def test_evaluations_are_kept_to_the_step_of_a_resume_and_the_first_is_step_0_of
     with RunFolder(tmp_path, "run") as run:
         run.log_evaluation(0, [{"step": 0, "file": "a"}, {"step": 0, "file": "b"}], {"val-core/a/reward/mean@1": 0.25})
         for step in (1, 2):
-            run.log_evaluation(step, [{"step": step, "file": "a"}], {"val-core/a/reward/mean@1": 0.5})
+            run.log_evaluation(step, [{"step": step, "file": "a"}], {})
             run.log(step, {"val-core/a/reward/mean@1": 0.5})
         run.write_best({"step": 2})
         assert json.loads((run.path / "best.json").read_text()) == {"step": 2}

@@ -17,7 +17,7 @@ from fusion.telemetry.page.distributions import Distributions
 from fusion.telemetry.page.examples import Examples
 from fusion.telemetry.page.settings import flatten
 from fusion.telemetry.page.typical_step import typical_step
-from fusion.telemetry.run_contents import EVALUATIONS, PROFILES, profiles
+from fusion.telemetry.run_contents import EVALUATION, EVALUATIONS, PROFILES, profiles
 from fusion.telemetry.trace import read_timeline
 
 REWARD = "critic/rewards/mean"
@@ -44,7 +44,7 @@ def read_run(folder: Path | str, outcome: str | None = None) -> dict[str, Any]:
     ledger = MemoryLedger.merged(MemoryLedger.from_metrics(row) for row in numbers)
     timeline, note = _timeline(folder / "timeline.json", updates=int(_key(config, "algorithm", "minibatches") or 1))
     total = _key(config, "run", "steps")
-    ended = "finished" if num_steps == total else "ended early"
+    ended = "finished" if num_steps == total or (folder / EVALUATION).exists() else "ended early"
     evaluations = read_jsonl(folder / EVALUATIONS, RESULT)
     changes = changes_of(evaluations)
     return {

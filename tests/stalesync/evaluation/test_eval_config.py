@@ -161,6 +161,10 @@ def test_the_config_of_a_run_is_the_default_of_its_evaluation(tmp_path):
         ([str(run), "fusion=mixed"], "fusion=mixed: expected one of colocated, "),
         ([str(run), "run.eval_prompts=0"], "eval.files=.*: expected files, or run.eval_prompts above 0"),
         ([str(run), "--json"], "--json: expected a path"),
+        ([str(run), "run.resume=true"], "run.resume: an evaluation alone takes no such setting"),
+        ([str(run), "++eval.best=x"], "eval.best: an evaluation alone"),
+        ([str(run), "model.path=other"], "model.path: an evaluation alone"),
+        ([str(run), "run.steps=9"], "run.steps: an evaluation alone"),
     ):
         with pytest.raises(ValueError, match=message):
             parse_arguments(arguments, conf)

@@ -5,9 +5,11 @@ import json
 import pytest
 import torch
 
+from fusion.telemetry.page import read_run
 from tests.colocate.cards import tiny_reward_model
 from tests.stalesync.runs import FOUR, rows_of, train, weights_of
 from tests.stalesync.test_stale_run import CHUNKS, LONG, TWO
+from tests.telemetry.test_run_folder import scalars
 from tests.warm import launcher
 
 FALLING = """
@@ -89,7 +91,11 @@ def test_the_best_checkpoint_stays_a_resume_goes_on_and_a_checkpoint_alone_is_ev
         done = launcher().session().run(command, 180)
         assert done.returncode == 0, done.stdout + done.stderr
         table = done.stderr if printed else done.stdout
-        assert "evaluation   step   answers" in table
+        assert "evaluation   step   answers" in table and f"evaluation after step {step}: " in table
+        (row,) = (tmp_path / f"evaluate-{name}" / "evaluations.jsonl").read_text().splitlines()
+        assert json.loads(row)["step"] == step
+        assert scalars(tmp_path / f"evaluate-{name}" / "tensorboard")["val-aux/held_out/reward/failed"] == [(step, 0.0)]
+        assert read_run(tmp_path / f"evaluate-{name}")["outcome"] == "finished"
         written = json.loads(
             done.stdout if printed else (tmp_path / f"evaluate-{name}" / "evaluation.json").read_text()
         )

@@ -47,7 +47,7 @@ def test_the_command_writes_the_page_and_prints_the_text(tmp_path):
     one, other = leave_a_run(tmp_path, "one", steps=3), leave_a_run(tmp_path, "other", steps=3)
     script = str(ROOT / "scripts/report.py")
     done = run([sys.executable, script, str(one)], 60, stdout=subprocess.PIPE, text=True)
-    assert done.returncode == 0 and "found: 3 steps" in done.stdout
+    assert done.returncode == 0 and "finished: 3 steps" in done.stdout
     assert done.stdout.endswith(f"report: {one / 'report.html'}\n") and (one / "report.html").is_file()
     out = tmp_path / "both.html"
     command = [sys.executable, script, str(one), str(other), "--out", str(out), "--follow"]
