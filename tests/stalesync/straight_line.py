@@ -1,17 +1,21 @@
 """The synchronous loop as one reads it in a paper: no controller, no queue, no Ray, no switch; trainer and engine on
-one card, a copy of the weights between them. What staleness 0 has to equal, to the bit."""
+one card, a copy of the weights between them. What staleness 0 has to equal, to the bit; and its training alone, of what
+a run above 0 has trained."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 from transformers import AutoTokenizer
 
 from fusion.inference import EmbeddedEngine, Request
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights, save_folder
 from fusion.npu import open_device
 from fusion.rewards.arithmetic import arithmetic
-from fusion.training import EmbeddedTrainEngine, split_over_ranks
+from fusion.training import EmbeddedTrainEngine, Sequences, split_over_ranks
 from fusion.training.algorithms import make_algorithm
 from stalesync.job.config import Config
 from stalesync.prompts import PromptSource
@@ -21,19 +25,17 @@ from tests.training.sequences import sequences_of
 def run(config: Config, export: Path) -> list[float]:
     """Mean rewards of `config.run.steps` steps on one emulated card, by the rule `arithmetic`; the weights after them
     are in the Hugging Face folder ``export``."""
-    device, mesh = open_device("emulated"), Mesh.single()
-    shape = ModelConfig.from_hf(config.model.path)
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
-    dtype, bucket_bytes = config.model.torch_dtype, config.fusion.bucket_bytes
-    policy = Transformer(shape, mesh, device, dtype, bucket_bytes=bucket_bytes)
+    trainer, tokenizer = _trainer(config), AutoTokenizer.from_pretrained(config.model.path)
+    policy, mesh, device = trainer.model, trainer.mesh, trainer.device
     served = Transformer(
-        shape, mesh, device, dtype, bucket_bytes=bucket_bytes, batch_invariant=config.rollout.engine.batch_invariant
+        policy.config,
+        mesh,
+        device,
+        config.model.torch_dtype,
+        bucket_bytes=config.fusion.bucket_bytes,
+        batch_invariant=config.rollout.engine.batch_invariant,
     )
-    load_weights(policy, config.model.path)
     served.requires_grad_(False)
-    trainer = EmbeddedTrainEngine(
-        policy, mesh, device, config.training, temperature=config.rollout.sampling.temperature
-    )
     engine = EmbeddedEngine(served, mesh, device, config.rollout, config.run.seed)
     source = PromptSource(config.data, tokenizer, config.run.seed)
     algorithm = make_algorithm(config.algorithm, config.rollout.max_response_length)
@@ -70,3 +72,29 @@ def run(config: Config, export: Path) -> list[float]:
         trainer.optimizer_step()
     save_folder(policy, export, tokenizer_from=config.model.path)
     return rewards
+
+
+def train(config: Config, steps: Iterable[Sequence[Sequences]]) -> Iterator[dict[str, torch.Tensor]]:
+    """Train the minibatches of each step; yield the weights by name, before the first step and after each."""
+    trainer, algorithm = _trainer(config), make_algorithm(config.algorithm, config.rollout.max_response_length)
+    yield _weights(trainer)
+    for minibatches in steps:
+        trainer.allocate_gradients()
+        if config.algorithm.corrects_by == "decoupled":
+            minibatches = [replace(batch, proximal_logprobs=trainer.logprobs(batch)[0]) for batch in minibatches]
+        for number, batch in enumerate(minibatches):
+            trainer.forward_backward(replace(algorithm.weigh(batch), updated=number > 0), algorithm.loss)
+            trainer.optimizer_step()
+        yield _weights(trainer)
+
+
+def _weights(trainer: EmbeddedTrainEngine) -> dict[str, torch.Tensor]:
+    return {name: one.detach().cpu().clone() for name, one in trainer.model.named_parameters()}
+
+
+def _trainer(config: Config) -> EmbeddedTrainEngine:
+    """One card that trains the model of a run."""
+    device, mesh, shape = open_device("emulated"), Mesh.single(), ModelConfig.from_hf(config.model.path)
+    policy = Transformer(shape, mesh, device, config.model.torch_dtype, bucket_bytes=config.fusion.bucket_bytes)
+    load_weights(policy, config.model.path)
+    return EmbeddedTrainEngine(policy, mesh, device, config.training, temperature=config.rollout.sampling.temperature)
