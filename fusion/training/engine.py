@@ -83,6 +83,8 @@ class EmbeddedTrainEngine:
         self.accumulating = False
         self._sums: BatchSums | None = None
         """Sums of the batch whose gradients no step has used, where they are those of one batch"""
+        self._num_sequences = 0
+        """Sequences of all ranks whose gradients no step has used"""
         self._collect_gradients()
 
     def forward_backward(self, sequences: Sequences, loss: Loss, *, continued: bool = False) -> dict[str, float]:
@@ -124,6 +126,7 @@ class EmbeddedTrainEngine:
             return None, of_tokens if of_routing is None else of_tokens + of_routing
 
         self.accumulating = True
+        self._num_sequences += totals.sequences
         self.stage.train(self._rows(batches), forward)
         self.router_bias.collect()
         sums = objective.sums()
@@ -132,10 +135,10 @@ class EmbeddedTrainEngine:
 
     def optimizer_step(self, before_update: Callable[[], None] | None = None) -> dict[str, float]:
         lr = self.schedule.rate(self.optimizer.steps)
-        norm = self.optimizer.step(lr, before_update)
+        norm = self.optimizer.step(lr, before_update, updates=self._num_sequences > 0)
         skipped = self.optimizer.skipped_in_a_row
         self.router_bias.update(skipped=skipped > 0)
-        self.accumulating = False
+        self.accumulating, self._num_sequences = False, 0
         return {"actor/grad_norm": norm, "actor/lr": lr, SKIPPED_IN_A_ROW: skipped}
 
     def logprobs(self, sequences: Sequences, record: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -49,7 +49,8 @@ class TrainEngine(Protocol):
         `training.router_bias_rate` also the routers' correction biases. Collective. ``before_update``: called once,
         before the optimizer's states are first used; they may still be loading from the host until then. Returns
         `actor/grad_norm` (before clipping), `actor/lr` and `SKIPPED_IN_A_ROW`, the same on every rank. If the norm is
-        not finite the update is skipped: weights, states and biases are unchanged, and the gradients zeroed."""
+        not finite the update is skipped: weights, states and biases are unchanged, and the gradients zeroed. Without
+        any sequence since the last step, on all ranks, they are unchanged, too."""
 
     def logprobs(self, sequences: Sequences) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute log-probabilities and entropies of the tokens, without gradients. Collective. Returns two float32

@@ -188,9 +188,10 @@ class ShardedAdamW:
         for flat in self.gradients.flats:
             flat.zero_()
 
-    def step(self, lr: float, before_update: Callable[[], None] | None = None) -> float:
+    def step(self, lr: float, before_update: Callable[[], None] | None = None, *, updates: bool = True) -> float:
         """Update the weights with the accumulated gradients and zero these, as `TrainEngine.optimizer_step`. Returns
-        their norm before clipping; if it is not finite, ``skipped_in_a_row`` grows."""
+        their norm before clipping; if it is not finite, ``skipped_in_a_row`` grows. ``updates``: False: there are no
+        gradients, and weights and states stay."""
         for shard in self.shards:
             self._reduce(shard)
         norm = self._norm()
@@ -199,7 +200,7 @@ class ShardedAdamW:
             torch._foreach_mul_([shard.gradient for shard in self.shards], self.clip_grad / (norm + 1e-6))
         if before_update is not None:
             before_update()
-        if not self.skipped_in_a_row:
+        if updates and not self.skipped_in_a_row:
             for index, states in self.states:
                 self._update(self.shards[index], states, lr)
                 self._publish(self.shards[index], states)

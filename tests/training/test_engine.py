@@ -11,6 +11,7 @@ from fusion.offload import Offloader
 from fusion.training import AlgorithmConfig, Sequences, load_checkpoint, save_checkpoint
 from fusion.training.algorithms import cross_entropy, make_algorithm
 from fusion.training.config import ALGORITHMS
+from fusion.training.interface import SKIPPED_IN_A_ROW
 from fusion.training.objective import SHARED
 from tests.helpers import run_ranks, tiny_checkpoint, tiny_hf
 from tests.training.ranks import LONGEST, Case, make_engine, sample_batch, with_policy
@@ -207,6 +208,24 @@ def test_a_batch_without_trained_tokens_has_no_gradient(checkpoint, device):
     metrics = engine.forward_backward(replace(batch, loss_mask=torch.zeros_like(batch.loss_mask)), GRPO)
     assert metrics == {SHARED: 0.0}
     assert not any(tensor.any() for tensor in gradients(engine).values())
+
+
+def test_a_batch_without_sequences_makes_no_step(checkpoint, device):
+    """Momentum and weight decay would move the weights without any gradient."""
+    engine, batch = engine_of(checkpoint, device, weight_decay=0.1), sample_batch(3, seed=1)
+    engine.forward_backward(batch, SFT)
+    engine.optimizer_step()
+    before, loaded = {name: view.clone() for name, view in engine.model.weights.views.items()}, []
+    for continued in (False, True):
+        engine.forward_backward(batch.select([]), SFT, continued=continued)
+    figures = engine.optimizer_step(lambda: loaded.append(True))
+    assert figures["actor/grad_norm"] == figures[SKIPPED_IN_A_ROW] == 0 and loaded and not engine.accumulating
+    assert all(torch.equal(view, before[name]) for name, view in engine.model.weights.views.items())
+    assert engine.optimizer.steps == 1
+    engine.forward_backward(batch, SFT)
+    engine.forward_backward(batch.select([]), SFT, continued=True)
+    engine.optimizer_step()
+    assert engine.optimizer.steps == 2 and not torch.equal(engine.model.weights.views["norm"], before["norm"])
 
 
 def test_gradients_can_be_released_only_when_used_up(checkpoint, device, tmp_path):
