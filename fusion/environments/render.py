@@ -47,8 +47,8 @@ class Bridge:
 
     def __init__(self, template: Template, end_token_ids: Collection[int]) -> None:
         self._template, self._ends = template, frozenset(end_token_ids)
-        self._thought_end = self._ids(THOUGHT_END)
         template.render_chat([ASKED])  # says so where there is no template
+        self._thought_end = self._ids(THOUGHT_END)
         tails = {role: self._probe(role) for role in ("user", "tool")}
         firsts = {self._ids(tail)[0] for tail in tails.values() if tail}
         self._turn_end = firsts.pop() if len(firsts) == 1 else None

@@ -247,7 +247,7 @@ class PromptSource:
                 "".join(row.answer for row in rows).encode()
             except EndlessTemplate:
                 raise
-            except Exception:  # the tokenizers library raises plain `Exception`
+            except ValueError:
                 found = [self._length_of(row) for row in rows]
         return [length if length != 0 else ValueError("the prompt has no token") for length in found]
 
@@ -262,8 +262,6 @@ class PromptSource:
             raise
         except ValueError as error:
             return error
-        except Exception as error:
-            return ValueError(f"the tokenizer refuses the prompt: {error}")
         return len(ids)
 
     def _open_rows(self, held_out: int) -> Rows:

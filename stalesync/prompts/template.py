@@ -120,9 +120,11 @@ class ChatTemplate:
         return text
 
     def tokenize(self, texts: list[str]) -> list[list[int]]:
-        """Return the tokens of rendered prompts."""
-        # A template writes the special tokens itself.
-        encoded = self._tokenizer(texts, add_special_tokens=not self.applies)["input_ids"]
+        """Return the tokens of rendered prompts. Raise ValueError if the tokenizer refuses one."""
+        try:  # a template writes the special tokens itself
+            encoded = self._tokenizer(texts, add_special_tokens=not self.applies)["input_ids"]
+        except Exception as error:  # the tokenizers library raises plain `Exception`
+            raise ValueError(f"the tokenizer refuses the prompt: {error}") from error
         return [ids[: len(ids) - len(self.appended)] for ids in encoded] if self.appended else encoded
 
     def prefill_of(self, text: str) -> str:

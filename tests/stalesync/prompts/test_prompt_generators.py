@@ -161,6 +161,11 @@ class Squares(Rows):
         return [("the largest square", self.row(self.largest - 1))]
 
 
+class Asking(Squares):
+    def longest(self):
+        return [("a question", Row("what?", "1"))]
+
+
 class Unbounded(Rows):
     """Lacks two methods."""
 
@@ -180,6 +185,8 @@ def test_a_generator_of_ones_own_is_found_by_its_path(tokenizer):
     ] and source.num_rows is source.rows.digest is None
     with pytest.raises(ValueError, match="the largest square: a prompt of 5 tokens is longer than .*_length=4"):
         PromptSource(replace(config, max_prompt_length=4), tokenizer, 0)
+    with pytest.raises(ValueError, match="the tokenizer refuses the prompt: .*UNK"):
+        PromptSource(replace(config, source=f"{__name__}:Asking"), tokenizer, 0)
     lacking = f"data.source={__name__}:Unbounded: the class lacks the methods longest, name of Rows"
     with pytest.raises(ValueError, match=lacking):
         PromptSource(replace(config, source=f"{__name__}:Unbounded"), tokenizer, 0)
