@@ -4,11 +4,6 @@ All three offer the same functions in their device module (`torch.npu`, `torch.c
 attributed to owners and how capacity is set.
 """
 
-import contextlib
-import fcntl
-import glob
-import os
-import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -134,30 +129,18 @@ class RealDevice(AcceleratorDevice):
 
 class EmulatedDevice(AcceleratorDevice):
     """Implement `Device` for the NPU emulated on the CPU (`fusion/npu/emulator`), whose allocator stores the owner of
-    every block. ``session``: processes that open the same card in the same session share its capacity; None: this
-    process only. ``config``: of `open_device`; its ``streams`` and, where they are timed, rates. Memory of a timed card
-    is not shared: reading another card's would take no time."""
+    every block. ``config``: of `open_device`. Memory of a timed card is not shared: reading another card's would take
+    no time."""
 
-    def __init__(
-        self,
-        extension: Any,
-        index: int,
-        capacity_bytes: int | None,
-        *,
-        session: str | None,
-        config: DeviceConfig,
-    ) -> None:
+    def __init__(self, extension: Any, index: int, config: DeviceConfig) -> None:
         super().__init__("emulated", "npu", torch.get_device_module("npu"), index)
         assert extension.handle_bytes == HANDLE_BYTES
         self._extension = extension
-        self._owner_ids = {name: extension.owner_id(name) for name in OWNERS}
-        path = session_file(session, index)
-        if path:
-            sweep_sessions(path)
+        self._owner_ids = {name: number for number, name in enumerate(extension.owners)}
         timed = config.streams == "timed"
         self.can_share = not timed
         rates = (config.host_bytes_per_s, config.wire_bytes_per_s) if timed else (0.0, 0.0)
-        extension.open_card(index, path, capacity_bytes, config.streams != "eager", *rates)
+        extension.open_card(index, config.capacity_bytes, config.streams != "eager", *rates)
 
     def _capacity_and_free(self, allocated: int, reserved: int, fragmented: int) -> tuple[int, int]:
         return self._extension.free_and_capacity(self.index)[1], self._extension.largest_request(self.index)
@@ -178,7 +161,7 @@ class EmulatedDevice(AcceleratorDevice):
 
     def memory_by_owner(self) -> dict[str, int]:
         sizes = self._extension.by_owner(self.index)
-        return {name: sizes[name] for name in OWNERS}
+        return {name: sizes[self._owner_ids[name]] for name in OWNERS}
 
     def host_view(self, tensor: torch.Tensor) -> torch.Tensor:
         return self._extension.host_view(tensor)
@@ -195,36 +178,3 @@ class EmulatedDevice(AcceleratorDevice):
             f"{self.torch_device} (emulated on the CPU, torch {torch.__version__}), {memory.capacity / 2**30:.1f} GiB, "
             f"{memory.free / 2**30:.1f} GiB free, operators: {self.operators.name}"
         )
-
-
-def sweep_sessions(path: str) -> None:
-    """Remove the accounts of sessions all of whose processes were killed. ``path``: the account that this process is
-    going to open.
-
-    Each process of a session holds a lock on its account as long as it lives (`emulator/ledger.cpp`). Locks of this
-    kind are the process's: closing one of its own accounts here would release them, so these are left alone."""
-    _own_accounts.add(path)
-    for other in glob.glob(f"/dev/shm/rlfusion-{os.getuid()}-*-npu*"):
-        if other in _own_accounts:
-            continue
-        with contextlib.suppress(OSError):  # its last process has removed it, or a process holds it
-            handle = os.open(other, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-            try:
-                fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(other)  # a process that opens it just now notices, and creates another
-            finally:
-                os.close(handle)
-
-
-_own_accounts: set[str] = set()
-"""Paths that this process has opened"""
-
-
-def session_file(session: str | None, index: int) -> str:
-    """Return the path of the file in which the processes of one session count a card's memory; "" without a
-    session."""
-    if session is None:
-        return ""
-    if not re.fullmatch(r"[\w.-]{1,100}", session):
-        raise ValueError(f"device session {session!r}: expected 1 to 100 letters, digits, '-', '_' or '.'")
-    return f"/dev/shm/rlfusion-{os.getuid()}-{session}-npu{index}"

@@ -115,16 +115,13 @@ def open_device(
     kind: str = "auto",
     index: int = 0,
     capacity_bytes: int | None = None,
-    session: str | None = None,
     streams: str = "eager",
     operators: str = "auto",
     rates: tuple[float, float] | None = None,
 ) -> Device:
     """Open card `index` and make it the current one of this thread.
     ``kind``: see DeviceConfig.kind.
-    ``capacity_bytes``: HBM of an emulated card (None: 2 GiB, or the session's); a limit for this process on a real one.
-    ``session``: emulated only; processes that open the same card in the same session share its capacity. None: the card
-        belongs to this process alone.
+    ``capacity_bytes``: HBM of an emulated card (None: 2 GiB); a limit for this process on a real one.
     ``streams``, ``operators``: see DeviceConfig.
     ``rates``: `host_bytes_per_s` and `wire_bytes_per_s` of DeviceConfig; None: their defaults.
     Raise ValueError: the kind does not exist or is not available."""
@@ -132,14 +129,14 @@ def open_device(
     if rates is not None:
         config.host_bytes_per_s, config.wire_bytes_per_s = rates
     config.validate()
-    device = _open(kind, index, session, config)
+    device = _open(kind, index, config)
     if device.kind not in (*OPERATORS[operators], "ledger"):
         raise ValueError(f"device.operators={operators}: this machine's card is of the kind {device.kind}")
     device.operators = operators_of(device.kind, operators)
     return device
 
 
-def _open(kind: str, index: int, session: str | None, config: DeviceConfig) -> Device:
+def _open(kind: str, index: int, config: DeviceConfig) -> Device:
     capacity_bytes = config.capacity_bytes
     if kind in ("auto", "npu") and (npu := _torch_npu(required=kind == "npu")) is not None:
         return _accelerator("npu", npu, index, capacity_bytes=capacity_bytes)
@@ -147,7 +144,7 @@ def _open(kind: str, index: int, session: str | None, config: DeviceConfig) -> D
         check_cards(kind)
     if kind in ("auto", "cuda") and torch.cuda.is_available():
         return _accelerator("cuda", torch.cuda, index, capacity_bytes=capacity_bytes)
-    return _emulated(index, session, config)
+    return _emulated(index, config)
 
 
 def _accelerator(kind: str, module: Any, index: int, capacity_bytes: int | None) -> Device:
@@ -158,7 +155,7 @@ def _accelerator(kind: str, module: Any, index: int, capacity_bytes: int | None)
     return RealDevice(kind, module, index, capacity_bytes=capacity_bytes)
 
 
-def _emulated(index: int, session: str | None, config: DeviceConfig) -> Device:
+def _emulated(index: int, config: DeviceConfig) -> Device:
     from fusion.npu.emulator import BuildError, install
 
     try:
@@ -173,7 +170,7 @@ def _emulated(index: int, session: str | None, config: DeviceConfig) -> Device:
         return LedgerDevice(index, config.capacity_bytes)
     from fusion.npu.accelerator import EmulatedDevice
 
-    return EmulatedDevice(extension, index, config.capacity_bytes, session=session, config=config)
+    return EmulatedDevice(extension, index, config)
 
 
 NO_CANN = "Ascend cards need CANN (source its set_env.sh) and torch_npu"

@@ -87,19 +87,10 @@ def test_devices_are_kept_apart(card):
         torch.ones(1, device="npu:16")
 
 
-def test_autocast(card):
-    x = torch.randn(4, 8, device=card.torch_device, requires_grad=True)
-    weight = torch.randn(8, 8, device=card.torch_device, requires_grad=True)
-    with torch.autocast("npu", dtype=torch.bfloat16):
-        y = x @ weight
-        assert y.dtype == torch.bfloat16
-        assert y.softmax(-1).dtype == torch.float32
-        assert y.sum().dtype == torch.float32
-        assert torch.addcmul(y, y, x).dtype == torch.float32, "the widest"
-        assert (torch.get_autocast_dtype("npu"), torch.is_autocast_enabled("npu")) == (torch.bfloat16, True)
-    assert (x @ weight).dtype == torch.float32
-    y.float().sum().backward()
-    assert weight.grad.dtype == torch.float32 and weight.grad.device == card.torch_device
+def test_autocast_casts_nothing_and_warns(card):
+    x = torch.randn(4, 4, device=card.torch_device)
+    with pytest.warns(UserWarning, match="Disabling autocast"), torch.autocast("npu", dtype=torch.bfloat16):
+        assert (x @ x).dtype == torch.float32
 
 
 def test_activation_checkpointing_repeats_the_random_numbers(card):

@@ -1,20 +1,14 @@
-"""What the emulated card says of its memory: bytes, owners, capacity, and cards shared by processes."""
+"""What the emulated card says of its memory: bytes, owners and capacity."""
 
 from __future__ import annotations
 
 import gc
-import os
 import threading
-import uuid
-from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
 import torch
 
 from fusion.npu import OWNERS, open_device
-from fusion.npu.accelerator import session_file, sweep_sessions
-from tests.helpers import processes
 
 MIB = 1 << 20
 
@@ -161,94 +155,3 @@ def test_a_card_in_use_does_not_change_its_capacity(card):
     with pytest.raises(ValueError, match="npu:9 is open in this process"):
         open_device("emulated", index=9, capacity_bytes=MIB)
     del held
-
-
-class Neighbour:
-    """Another process, which holds 15 MiB of card 3."""
-
-    def __init__(self, session: str, capacity_bytes: int = 20 * MIB) -> None:
-        self.pipe, there = processes().Pipe()
-        self.process = processes().Process(target=_hold, args=(there, session, capacity_bytes), daemon=True)
-        self.process.start()
-        there.close()
-        self.answer = self.pipe.recv()
-
-    def free(self) -> str:
-        self.pipe.send("free")
-        return self.pipe.recv()
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-
-
-def _hold(pipe: Connection, session: str, capacity_bytes: int) -> None:
-    try:
-        device = open_device("emulated", index=3, capacity_bytes=capacity_bytes, session=session)
-    except ValueError as error:
-        pipe.send(str(error))
-        return
-    held = torch.empty(15 * MIB, dtype=torch.uint8, device=device.torch_device)
-    pipe.send("holding")
-    assert pipe.recv() == "free"
-    del held
-    device.empty_cache()
-    pipe.send("freed")
-    pipe.recv()
-
-
-def test_two_processes_share_a_card(card):
-    session = f"test-{uuid.uuid4().hex}"
-    shared = open_device("emulated", index=3, capacity_bytes=20 * MIB, session=session)
-
-    def take():
-        return torch.empty(15 * MIB, dtype=torch.uint8, device=shared.torch_device)
-
-    neighbour = Neighbour(session)
-    assert neighbour.answer == "holding"
-    assert shared.memory().free == 5 * MIB and shared.memory().allocated == 0
-    with pytest.raises(torch.OutOfMemoryError, match="15.00 MiB by other processes"):
-        take()
-    assert neighbour.free() == "freed"
-    mine = take()
-    del mine
-    shared.empty_cache()
-    neighbour.kill()
-
-    dying = Neighbour(session)
-    with pytest.raises(torch.OutOfMemoryError):
-        take()
-    dying.kill()
-    mine = take()
-    assert shared.memory().free == 5 * MIB, "a dead process holds nothing"
-    del mine
-    assert shared.memory().free == 20 * MIB, "what is cached can be released"
-
-    refused = Neighbour(session, capacity_bytes=32 * MIB)
-    assert refused.answer.startswith("device.capacity_bytes=33554432: the processes already on this card")
-    refused.process.join()
-    open_device("emulated", index=3)
-    assert not [name for name in os.listdir("/dev/shm") if session in name], "the last one out removes the account"
-
-
-def test_the_account_of_a_session_whose_processes_were_killed_is_removed_by_the_next(card):
-    killed, living = (f"test-{uuid.uuid4().hex}" for _ in range(2))
-    neighbours = [Neighbour(session) for session in (killed, living)]
-    accounts = {session: Path(session_file(session, 3)) for session in (killed, living)}
-    assert all(account.stat().st_mode & 0o777 == 0o600 for account in accounts.values())
-    neighbours[0].kill()
-    assert accounts[killed].exists()
-    mine = f"test-{uuid.uuid4().hex}"
-    own = open_device("emulated", index=3, session=mine)
-    open_device("emulated", index=4, session=f"test-{uuid.uuid4().hex}")
-    assert not accounts[killed].exists() and accounts[living].exists()
-    held = torch.empty(MIB, dtype=torch.uint8, device=own.torch_device)
-    sweeper = processes().Process(target=sweep_sessions, args=("/x",))
-    sweeper.start()
-    sweeper.join()
-    assert sweeper.exitcode == 0
-    assert accounts[living].exists() and os.path.exists(session_file(mine, 3)), "processes hold them"
-    del held
-    neighbours[1].kill()
-    open_device("emulated", index=3)
-    open_device("emulated", index=4)

@@ -11,7 +11,7 @@
 The allocator rounds, caches and splits like a real one, with segments scaled down to the size of the models (heap.h).
 Work is done when the call returns; with `streams=adversarial`, copies and collectives run as late as synchronisation
 allows, and with `streams=timed` they take time (streams.h). Not emulated: asynchronous kernels, sparse and quantised
-tensors, graph capture, memory pools of a program's own.
+tensors, graph capture, autocast, memory pools of a program's own.
 """
 
 import atexit

@@ -3,8 +3,6 @@
 
 #include <c10/util/Exception.h>
 
-#include <cstdlib>
-
 namespace npu {
 namespace {
 
@@ -103,9 +101,6 @@ c10::DataPtr reallocate_on(int card, size_t bytes, const c10::DataPtr& before) {
 void install_device_allocator() {
   exchange_owner(0);
   c10::SetAllocator(c10::kPrivateUse1, device_allocator(), 1);
-  std::atexit([] {
-    if (!in_forked_child()) leave_sessions();
-  });
 }
 
 } // namespace npu

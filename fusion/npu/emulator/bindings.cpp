@@ -29,15 +29,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("free_and_capacity", &free_and_capacity);
   m.def("largest_request", &largest_request);
   m.def("limit_process", &limit_process);
-  m.def("owner_id", &owner_id);
+  m.attr("owners") = std::vector<std::string>(owner_names, owner_names + kOwners);
   m.def("exchange_owner", &exchange_owner);
   m.def("set_owner_of", [](const at::Tensor& tensor, int owner) { set_owner_of(data_of(tensor), owner); });
   m.def("by_owner", [](int card) {
     const auto stats = card_stats(card);
-    const auto names = owner_names();
-    py::dict out;
-    for (size_t i = 0; i < names.size(); ++i) out[names[i].c_str()] = stats.owners[i];
-    return out;
+    return std::vector<int64_t>(stats.owners, stats.owners + kOwners);
   });
   m.def("host_view", [](const at::Tensor& tensor) {
     TORCH_CHECK_VALUE(data_of(tensor).get() != nullptr, "host_view(): the tensor's storage is released");

@@ -19,8 +19,7 @@ from fusion.npu.compiler import build as build_library
 HERE = Path(__file__).parent
 NAME = "rlfusion_npu"
 UNITS = (
-    ("ledger", "cards", "owners", "allocator", "shared", "host", "streams", "copies", "runtime", "alias", "fallback")
-    + ("kernels", "autocast"),
+    ("cards", "owners", "allocator", "shared", "host", "streams", "copies", "runtime", "alias", "fallback", "kernels"),
     ("hccl", "bindings"),
 )
 FLAGS = ("-O2", "-fPIC", "-std=c++20", "-w", "-fvisibility=hidden", f"-DTORCH_EXTENSION_NAME={NAME}")

@@ -20,7 +20,6 @@ struct Unused {
 
 struct Card {
   CardStats stats;
-  std::unique_ptr<CardLedger> ledger;
   std::unique_ptr<Heap> heap;
   std::vector<Unused> unused;
 
@@ -53,17 +52,10 @@ Cards& cards() {
   return *instance;
 }
 
-void start(Card& card, const std::string& path, std::optional<int64_t> capacity, bool late) {
-  card.heap.reset();
-  card.ledger.reset();
-  card.ledger = std::make_unique<CardLedger>(path, capacity);
-  card.heap = std::make_unique<Heap>(*card.ledger, late);
-}
-
 Card& opened(int index) {
   check_card(index);
   auto& card = cards().all[index];
-  if (!card.ledger) start(card, "", std::nullopt, false);
+  if (!card.heap) card.heap = std::make_unique<Heap>(kDefaultCapacity, false);
   return card;
 }
 
@@ -116,20 +108,17 @@ auto with_card(int index, Function function) {
 
 } // namespace
 
-void open_card(
-    int index, const std::string& path, std::optional<int64_t> capacity, bool late, double host_rate, double wire_rate) {
+void open_card(int index, std::optional<int64_t> capacity, bool late, double host_rate, double wire_rate) {
   check_card(index);
   const auto lock = lock_idle(index);
   auto& card = cards().all[index];
-  const bool same = card.ledger && card.ledger->path() == path && is_late(index) == late &&
-      rates_of(index).host == host_rate && rates_of(index).wire == wire_rate &&
-      (!capacity || *capacity == card.ledger->capacity());
+  const bool same = card.heap && is_late(index) == late && rates_of(index).host == host_rate &&
+      rates_of(index).wire == wire_rate && (!capacity || *capacity == card.heap->capacity);
   if (same) return;
   TORCH_CHECK_VALUE(
-      !card.ledger || card.stats.allocated.current == 0, "npu:", index, " is open in this process with a capacity of ",
-      card.ledger->capacity(), " bytes and in use; free its tensors before opening it with another capacity, session "
-      "or mode");
-  start(card, path, capacity, late);
+      !card.heap || card.stats.allocated.current == 0, "npu:", index, " is open in this process with a capacity of ",
+      card.heap->capacity, " bytes and in use; free its tensors before opening it with another capacity or mode");
+  card.heap = std::make_unique<Heap>(capacity.value_or(kDefaultCapacity), late);
   set_late(index, late, {host_rate, wire_rate});
 }
 
@@ -152,17 +141,17 @@ void reset_accumulated(int card) {
 
 std::pair<int64_t, int64_t> free_and_capacity(int card) {
   return with_card(card, [](Card& it) {
-    const auto capacity = it.ledger->capacity();
-    return std::pair<int64_t, int64_t>(capacity - it.ledger->used(), capacity);
+    const auto capacity = it.heap->capacity;
+    return std::pair<int64_t, int64_t>(capacity - it.heap->reserved.current, capacity);
   });
 }
 
 int64_t largest_request(int card) {
-  return with_card(card, [](Card& it) { return it.heap->largest(it.ledger->room() + it.heap->releasable()); });
+  return with_card(card, [](Card& it) { return it.heap->largest(); });
 }
 
 void limit_process(int card, double fraction) {
-  with_card(card, [&](Card& it) { it.ledger->limit_here(fraction); });
+  with_card(card, [&](Card& it) { it.heap->fraction = fraction; });
 }
 
 void* take_block(int index, int64_t bytes) {
@@ -175,7 +164,7 @@ void* take_block(int index, int64_t bytes) {
     if (auto* block = card.heap->allocate(bytes, stream)) return entered(index, block);
     if (!last_try) continue;
     ++card.stats.out_of_memory;
-    TORCH_CHECK_WITH(OutOfMemoryError, false, complaint(index, bytes, card.all_stats(), *card.ledger));
+    TORCH_CHECK_WITH(OutOfMemoryError, false, complaint(index, bytes, card.all_stats(), card.heap->capacity));
   }
   return nullptr;
 }
@@ -238,13 +227,6 @@ SharedHandle shared_place(void* memory) {
   const auto& block = *cards().blocks.at(memory);
   const auto& region = block.segment->region;
   return {getpid(), region.fd, region.inode, region.bytes, block.at - region.base, block.requested};
-}
-
-void leave_sessions() {
-  std::lock_guard<std::mutex> lock(cards().mutex);
-  for (auto& card : cards().all) {
-    if (card.ledger && !card.ledger->path().empty()) card.ledger->leave();
-  }
 }
 
 } // namespace npu

@@ -51,6 +51,12 @@ c10::SmallVector<Axis, 5> axes_of(const at::Tensor& to, const at::Tensor& from) 
 
 } // namespace
 
+void copy_now(at::Tensor to, const at::Tensor& from) {
+  const at::AutoDispatchBelowADInplaceOrView below_autograd;
+  const c10::impl::ExcludeDispatchKeyGuard below_python(c10::python_ks);
+  at::native::copy_(to, from, false);
+}
+
 bool copy_rows(const at::Tensor& to, const at::Tensor& from) {
   const bool alike = to.scalar_type() == from.scalar_type() && to.sizes() == from.sizes() && to.numel() > 0 &&
       to.layout() == c10::kStrided && from.layout() == c10::kStrided && to.is_conj() == from.is_conj() &&
@@ -74,12 +80,7 @@ bool copy_later(const at::Tensor& to, const at::Tensor& from, bool non_blocking)
   TORCH_CHECK(
       at::infer_size(from.sizes(), to.sizes()) == to.sizes(), "a copy of shape ", from.sizes(), " into ", to.sizes());
   const double seconds = is_on_card(to) && is_on_card(from) ? 0 : seconds_of(to.nbytes(), rates_of(card).host);
-  auto copy = [to = CopySide(to), from = CopySide(from)] {
-    const at::AutoDispatchBelowADInplaceOrView below_autograd;
-    const c10::impl::ExcludeDispatchKeyGuard below_python(c10::python_ks);
-    auto target = to.alias;
-    at::native::copy_(target, from.alias, false);
-  };
+  auto copy = [to = CopySide(to), from = CopySide(from)] { copy_now(to.alias, from.alias); };
   enqueue(card, current_stream(card), std::move(copy), seconds);
   return true;
 }

@@ -1,6 +1,5 @@
 // The emulated NPU: a PyTorch device `npu` (PrivateUse1) whose HBM is host memory.
 //
-//   ledger.cpp     bytes of one card, shared by the processes on it
 //   heap.h         blocks and segments of one card, and the host's memory behind them
 //   cards.cpp      the heap of every card, its statistics and the owner of every block
 //   owners.cpp     names of owners, and the owner of new allocations
@@ -13,7 +12,6 @@
 //   alias.cpp      CPU tensors over the bytes of device tensors
 //   fallback.cpp   every operator: the CPU kernel on zero-copy aliases
 //   kernels.cpp    registers operators for the fallback, and the few that bypass it
-//   autocast.cpp   mixed precision
 //   hccl.cpp       the process-group backend: collectives on gloo, with immediate or deferred results
 //   bindings.cpp   Python bindings
 #pragma once
@@ -35,44 +33,12 @@
 namespace npu {
 
 constexpr int kCards = 16; // of one emulated node
-constexpr int kMaxOwners = 64;
+constexpr int kOwners = 6;
 constexpr int64_t kDefaultCapacity = int64_t{2} << 30;
 
 inline c10::Device device_of(int card) {
   return c10::Device(c10::kPrivateUse1, static_cast<c10::DeviceIndex>(card));
 }
-
-// ---- ledger.cpp -----------------------------------------------------------------------------------------------
-
-struct LedgerPage;
-
-// Counts the bytes in use on one card. With a path the page is a file under /dev/shm, and all processes that open the
-// same path share the capacity; without one it is private. The bytes of a dead process are reclaimed at the next query.
-class CardLedger {
- public:
-  CardLedger(const std::string& path, std::optional<int64_t> capacity);
-  ~CardLedger();
-  bool take(int64_t bytes); // reserves bytes; false: the card is full
-  void give(int64_t bytes);
-  int64_t capacity() const;
-  void leave(); // leaves the session; continues with a private page
-  int64_t used(); // by every live process
-  int64_t room(); // bytes that this process can still take
-  int64_t used_here() const;
-  void limit_here(double fraction); // limits this process to a fraction of the capacity
-  const std::string& path() const { return path_; }
-
- private:
-  void join(std::optional<int64_t> capacity);
-  void reap_dead();
-  bool slot_is_live(int slot) const;
-  std::string path_;
-  int fd_ = -1;
-  int slot_ = 0;
-  double fraction_ = 1.0;
-  LedgerPage* page_ = nullptr;
-  std::mutex mutex_; // file locks belong to the process, not to a thread
-};
 
 // ---- cards.cpp ------------------------------------------------------------------------------------------------
 
@@ -90,11 +56,10 @@ struct CardStats {
   Stat allocated, requested, reserved, blocks, segments; // allocated: rounded up to blocks
   int64_t fragmented = 0; // bytes reserved and free, but in pieces that cannot be released
   int64_t out_of_memory = 0;
-  int64_t owners[kMaxOwners] = {};
+  int64_t owners[kOwners] = {};
 };
 
-void open_card(
-    int card, const std::string& path, std::optional<int64_t> capacity, bool late, double host_rate, double wire_rate);
+void open_card(int card, std::optional<int64_t> capacity, bool late, double host_rate, double wire_rate);
 CardStats card_stats(int card);
 void reset_peak(int card);
 void reset_accumulated(int card);
@@ -108,14 +73,12 @@ bool give_block(void* memory); // false: not a block
 void record_use(void* memory, c10::StreamId stream); // delays reuse of the block until that stream has finished with it
 int owner_of_block(void* memory); // -1: not a block
 void set_owner_of_block(void* memory, int owner);
-void leave_sessions(); // returns this process's memory to other processes before it ends
 
 // ---- owners.cpp -----------------------------------------------------------------------------------------------
 
-int owner_id(const std::string& name); // registers a new name
-std::vector<std::string> owner_names();
+extern const char* const owner_names[kOwners]; // of `fusion/npu/memory.py`; the first one's is what nobody claims
 int current_owner();
-std::string complaint(int card, int64_t bytes, const CardStats& stats, CardLedger& ledger); // out-of-memory message
+std::string complaint(int card, int64_t bytes, const CardStats& stats, int64_t capacity); // out-of-memory message
 int exchange_owner(int owner); // sets the owner of this thread's next allocations; returns the previous one
 
 // ---- allocator.cpp --------------------------------------------------------------------------------------------
@@ -170,6 +133,7 @@ void install_runtime();
 // ---- copies.cpp -----------------------------------------------------------------------------------------------
 
 bool copy_later(const at::Tensor& to, const at::Tensor& from, bool non_blocking); // false: must not be deferred
+void copy_now(at::Tensor to, const at::Tensor& from); // between CPU tensors, below autograd and Python
 bool copy_rows(const at::Tensor& to, const at::Tensor& from); // copies immediately; false: not a copy of whole rows
 
 // ---- alias.cpp ------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@
 
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/ivalue.h>
-#include <ATen/ops/copy_native.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
@@ -91,9 +90,7 @@ class EagerWork final : public OverGloo {
 };
 
 // Keeps tensors alive until wait(), as real collectives do; after that, freeing them must follow in stream order.
-struct Stash {
-  std::vector<c10::Storage> storages;
-};
+using Stash = std::vector<c10::Storage>;
 
 // wait() makes the current stream wait, not the host.
 class LateWork final : public OverGloo {
@@ -109,7 +106,7 @@ class LateWork final : public OverGloo {
   bool wait(std::chrono::milliseconds timeout) override {
     if (timeout != kNoTimeout) gloo_->wait(timeout);
     enqueue_wait(moment_.card, current_stream(moment_.card), moment_);
-    stash_->storages.clear();
+    stash_->clear();
     return true;
   }
 
@@ -129,17 +126,11 @@ bool is_late_tensor(const at::Tensor& tensor) {
   return tensor.device().type() == c10::kPrivateUse1 && is_late(tensor.device().index());
 }
 
-void copy_bytes(at::Tensor to, const at::Tensor& from) {
-  const at::AutoDispatchBelowADInplaceOrView below_autograd;
-  const c10::impl::ExcludeDispatchKeyGuard below_python(c10::python_ks);
-  at::native::copy_(to, from, false);
-}
-
 at::Tensor copy_of(const at::Tensor& cpu) {
   const at::AutoDispatchBelowADInplaceOrView below_autograd;
   const c10::impl::ExcludeDispatchKeyGuard below_python(c10::python_ks);
   auto copy = at::empty_like(cpu, c10::MemoryFormat::Contiguous);
-  copy_bytes(copy, cpu);
+  copy_now(copy, cpu);
   return copy;
 }
 
@@ -241,14 +232,14 @@ class Launch {
           "before the tensor is written or freed, on the stream that does so (device.streams=adversarial)");
     }
     for (const auto& it : copies) {
-      if (!it.is_input) copy_bytes(it.alias, it.copy);
+      if (!it.is_input) copy_now(it.alias, it.copy);
     }
   }
 
   WorkPtr done(WorkPtr gloo_work) {
     auto gloo = std::make_shared<Gloo>(std::move(gloo_work), name_);
     if (card_ < 0) return c10::make_intrusive<EagerWork>(std::move(gloo), std::move(outputs_));
-    auto stash = std::make_shared<Stash>(Stash{std::move(kept_)});
+    auto stash = std::make_shared<Stash>(std::move(kept_));
     std::vector<std::pair<const char*, const char*>> written;
     double bytes[2] = {0, 0};
     for (const auto& it : copies_) {
@@ -258,7 +249,7 @@ class Launch {
     auto complete = [gloo, backend = gloo_, copies = std::move(copies_), stash, name = name_] {
       gloo->wait(kNoTimeout);
       finish(copies, name);
-      stash->storages.clear();
+      stash->clear();
     };
     // Sending and receiving at once, each at the rate.
     enqueue(card_, stream_, std::move(complete), seconds_of(std::max(bytes[0], bytes[1]), rates_of(card_).wire));

@@ -116,7 +116,7 @@ struct Segment {
 
 class Heap {
  public:
-  Heap(CardLedger& ledger, bool poisoned) : ledger_(ledger), poisoned_(poisoned) {}
+  Heap(int64_t capacity, bool poisoned) : capacity(capacity), poisoned_(poisoned) {}
   ~Heap() {
     for (auto& [_, pool] : pools_) {
       for (auto* block : pool.free) delete block;
@@ -178,14 +178,20 @@ class Heap {
     return bytes;
   }
 
-  // Returns the largest request that `room` bytes of the card can serve.
-  int64_t largest(int64_t room) const {
-    return std::max<int64_t>(0, room) / sizes::kLargePage * sizes::kLargePage;
+  // Returns the largest request that the card can serve.
+  int64_t largest() const {
+    return std::max<int64_t>(0, room() + releasable()) / sizes::kLargePage * sizes::kLargePage;
   }
 
+  const int64_t capacity;
+  double fraction = 1.0; // of the capacity: a limit of this process
   Stat reserved, segments;
 
  private:
+  int64_t room() const {
+    return static_cast<int64_t>(capacity * fraction) - reserved.current;
+  }
+
   Pool& pool_of(int64_t bytes, c10::StreamId stream) {
     const int64_t page = bytes <= sizes::kSmallLimit ? sizes::kSmallPage : sizes::kLargePage;
     return pools_.try_emplace({stream, page}, Pool{stream, page, {}, {}}).first->second;
@@ -207,7 +213,7 @@ class Heap {
       }
     }
     if (block == nullptr) {
-      const int64_t addresses = std::max(bytes, ledger_.capacity() / 8 * 9);
+      const int64_t addresses = std::max(bytes, capacity / 8 * 9);
       auto& segment = *segments_.emplace_back(std::make_unique<Segment>(pool, round_up(addresses, pool.page)));
       block = new Block{&segment, segment.region.base, segment.region.bytes};
       pool.unmapped.insert(block);
@@ -235,7 +241,7 @@ class Heap {
   }
 
   bool take(Segment& segment, int64_t bytes) {
-    if (!ledger_.take(bytes)) return false;
+    if (bytes > room()) return false;
     if (segment.mapped == 0) segments.add(1);
     segment.mapped += bytes;
     reserved.add(bytes);
@@ -243,7 +249,6 @@ class Heap {
   }
 
   void give(Segment& segment, int64_t bytes) {
-    ledger_.give(bytes);
     segment.mapped -= bytes;
     if (segment.mapped == 0) segments.remove(1);
     reserved.remove(bytes);
@@ -306,7 +311,6 @@ class Heap {
     return block;
   }
 
-  CardLedger& ledger_;
   bool poisoned_; // whether new memory is poisoned
   std::map<std::pair<c10::StreamId, int64_t>, Pool> pools_; // by stream and size of a page
   std::vector<std::unique_ptr<Segment>> segments_;

@@ -36,35 +36,9 @@ std::string readable(int64_t bytes) {
   return out.str();
 }
 
-struct Owners {
-  std::mutex mutex;
-  std::vector<std::string> names{"activations"};
-};
-
-Owners& owners() {
-  static auto* all = new Owners(); // never destroyed: tensors may outlive static destructors
-  return *all;
-}
-
 } // namespace
 
-int owner_id(const std::string& name) {
-  auto& all = owners();
-  std::lock_guard<std::mutex> lock(all.mutex);
-  for (size_t i = 0; i < all.names.size(); ++i) {
-    if (all.names[i] == name) return static_cast<int>(i);
-  }
-  TORCH_CHECK_VALUE(
-      all.names.size() < kMaxOwners, "memory owner '", name, "': expected at most ", kMaxOwners, " owners");
-  all.names.push_back(name);
-  return static_cast<int>(all.names.size()) - 1;
-}
-
-std::vector<std::string> owner_names() {
-  auto& all = owners();
-  std::lock_guard<std::mutex> lock(all.mutex);
-  return all.names;
-}
+const char* const owner_names[kOwners] = {"activations", "weights", "gradients", "optimizer", "kv", "buckets"};
 
 int current_owner() {
   const auto* mine = thread_owner();
@@ -72,21 +46,19 @@ int current_owner() {
 }
 
 int exchange_owner(int owner) {
-  TORCH_CHECK_VALUE(owner >= 0 && owner < kMaxOwners, "memory owner ", owner, ": expected 0 to ", kMaxOwners - 1);
+  TORCH_CHECK_VALUE(owner >= 0 && owner < kOwners, "memory owner ", owner, ": expected 0 to ", kOwners - 1);
   if (thread_owner() == nullptr) c10::ThreadLocalDebugInfo::_push(kOwnerSlot, std::make_shared<ThreadOwner>());
   return thread_owner()->owner.exchange(owner);
 }
 
-std::string complaint(int card, int64_t bytes, const CardStats& stats, CardLedger& ledger) {
+std::string complaint(int card, int64_t bytes, const CardStats& stats, int64_t capacity) {
   std::ostringstream out;
   out << "npu:" << card << " out of memory: " << readable(bytes) << " requested, " << readable(stats.allocated.current)
       << " allocated here, " << readable(stats.reserved.current - stats.allocated.current)
-      << " reserved but unused (fragments that are too small), " << readable(ledger.used() - ledger.used_here())
-      << " by other processes, capacity " << readable(ledger.capacity())
-      << " (device.capacity_bytes=" << ledger.capacity() << "). By owner:";
-  const auto names = owner_names();
-  for (size_t i = 0; i < names.size(); ++i) {
-    out << (i ? ", " : " ") << names[i] << " " << readable(stats.owners[i]);
+      << " reserved but unused (fragments that are too small), capacity " << readable(capacity)
+      << " (device.capacity_bytes=" << capacity << "). By owner:";
+  for (int i = 0; i < kOwners; ++i) {
+    out << (i ? ", " : " ") << owner_names[i] << " " << readable(stats.owners[i]);
   }
   return out.str();
 }
