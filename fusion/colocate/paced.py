@@ -16,7 +16,8 @@ from fusion.colocate.parts import WorkerParts
 from fusion.colocate.share import InferenceShare
 from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.weights.switching import PhaseSwitcher
-from fusion.costmodel.pace import EngineCost, EngineLoad, SwitchCost, TrainerCost
+from fusion.costmodel.pace import EngineCost, StepSums, SwitchCost, TrainerCost
+from fusion.costmodel.roofline import attention_pairs
 from fusion.costmodel.setup import SwitchLimits, limits_of
 from fusion.inference import EmbeddedEngine, Output
 from fusion.inference.sequence import EngineStep
@@ -49,14 +50,19 @@ def paced_parts(spec: WorkerSpec) -> WorkerParts:
     )
 
 
-def observe_load(step: EngineStep) -> EngineLoad:
-    """Return the properties of an engine's step that its cost depends on."""
-    first_tokens = step.sampled[len(step.decodes) :]
-    return EngineLoad(
-        decode_contexts=tuple(seq.computed + 1 for seq in step.decodes + [draft.seq for draft in step.verified]),
-        first_token_contexts=tuple(len(seq.tokens) for seq in first_tokens),
-        prefill_chunks=tuple((count, seq.computed) for seq, count in step.chunks),
-        drafts=tuple((len(draft) - 1, draft.seq.computed + 1) for draft in step.verified),
+def observe_load(step: EngineStep) -> StepSums:
+    """Return the sums of an engine's step that its cost depends on."""
+    decoding = step.decodes + [draft.seq for draft in step.verified]
+    first, drafts = step.sampled[len(step.decodes) :], [(len(one) - 1, one.seq.computed + 1) for one in step.verified]
+    return StepSums(
+        decodes=len(decoding),
+        contexts=sum(seq.computed + 1 for seq in decoding),
+        first_tokens=len(first),
+        first_contexts=sum(len(seq.tokens) for seq in first),
+        prefill_tokens=sum(count for _, count in step.chunks),
+        attended=sum(attention_pairs(count, seq.computed) for seq, count in step.chunks),
+        drafted=sum(count for count, _ in drafts),
+        drafted_pairs=sum(attention_pairs(*draft) for draft in drafts),
     )
 
 

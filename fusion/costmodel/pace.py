@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from fusion.costmodel.hardware import Figure, Hardware, hardware_named
 from fusion.costmodel.presets import load_shape
-from fusion.costmodel.roofline import Line, Roofline, Work, attention_pairs
+from fusion.costmodel.roofline import Line, Roofline, attention_pairs
 from fusion.costmodel.search import estimate
 from fusion.costmodel.setup import Setup, SwitchLimits, TrainingLimits
 from fusion.costmodel.shape import Shape
@@ -87,27 +87,13 @@ class Pace:
         return modelled_s / self.time_scale
 
 
-@dataclass(frozen=True)
-class EngineLoad:
-    """What one step of an engine computes, in tokens of the run.
-
-    ``decode_contexts``: of each sequence that decodes, the tokens its new one attends to, itself included.
-    ``first_token_contexts``: the same of each sequence whose prefill ends in this step, so that its first token is
-    sampled. ``prefill_chunks``: (tokens computed, tokens before them) of each piece of a prompt. ``drafts``: the same
-    of each draft that is verified; the token before it is one that decodes."""
-
-    decode_contexts: tuple[int, ...] = ()
-    first_token_contexts: tuple[int, ...] = ()
-    prefill_chunks: tuple[tuple[int, int], ...] = ()
-    drafts: tuple[tuple[int, int], ...] = ()
-
-
 class StepSums(NamedTuple):
-    """The sums of an `EngineLoad` without drafts, on which the seconds of the step depend, in tokens of the run.
+    """What an engine's step computes: the sums on which its seconds depend, in tokens of the run.
 
-    ``decodes``, ``contexts``: sequences that decode, and the sum of their contexts; ``first_tokens``,
-    ``first_contexts``: the same of those whose prefill ends; ``prefill_tokens``, ``attended``: tokens of the pieces of
-    prompts, and their `attention_pairs`."""
+    ``decodes``, ``contexts``: sequences that decode, and the sum of the tokens their new ones attend to, themselves
+    included; ``first_tokens``, ``first_contexts``: the same of those whose prefill ends, so that their first tokens are
+    sampled; ``prefill_tokens``, ``attended``: tokens of the pieces of prompts, and their `attention_pairs`;
+    ``drafted``, ``drafted_pairs``: the same of drafts that are verified, each behind a token that decodes."""
 
     decodes: int
     contexts: float
@@ -115,6 +101,8 @@ class StepSums(NamedTuple):
     first_contexts: int = 0
     prefill_tokens: int = 0
     attended: float = 0.0
+    drafted: int = 0
+    drafted_pairs: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -129,39 +117,32 @@ class EngineCost:
     def roofline(self) -> Roofline:
         return Roofline(self.pace.shape, self.pace.hardware, self.layout)
 
-    def __call__(self, load: EngineLoad) -> tuple[SecondsByKind, SecondsByKind]:
+    def __call__(self, sums: StepSums) -> tuple[SecondsByKind, SecondsByKind]:
         """Cost an attention rank's step: its seconds, and those of a card that never lacks requests."""
-        scale, roofline = self.pace.token_scale, self.roofline
+        scale, roofline, drafted = self.pace.token_scale, self.roofline, sums.drafted
         # Of the modelled tokens of a sequence's first token, the prefill samples one, decode steps the others.
-        batch = len(load.decode_contexts) + len(load.first_token_contexts) * (scale - 1) / scale
-        kv = (sum(load.decode_contexts) + sum(load.first_token_contexts) * (scale - 1) / scale) * scale
-        (drafted, drafted_pairs), (tokens, attended) = (
-            (sum(count for count, _ in chunks), sum(attention_pairs(*chunk) for chunk in chunks) * scale)
-            for chunks in (load.drafts, load.prefill_chunks)
-        )
-        decode, ideal = Work(0.0), 0.0
+        batch = sums.decodes + sums.first_tokens * (scale - 1) / scale
+        kv = (sums.contexts + sums.first_contexts * (scale - 1) / scale) * scale
+        attended, pairs = sums.attended * scale, sums.drafted_pairs * scale
+        decode = ideal = 0.0
         if batch:
-            decode = roofline.decode_step(batch, kv) * scale
-            if drafted:
-                decode = roofline.engine_step(batch, kv, prefill_tokens=drafted, drafted_pairs=drafted_pairs) * scale
+            decode = roofline.engine_step_s(batch, kv, prefill_tokens=drafted, drafted_pairs=pairs) * scale
             ideal = roofline.ideal_decode_s(batch, kv, self.full_batch) * scale
-            both = roofline.engine_step(
-                batch, kv, prefill_tokens=drafted + tokens, attended=attended, drafted_pairs=drafted_pairs
-            )
-            both *= scale
-            prefill = both.seconds - decode.seconds
+            tokens = drafted + sums.prefill_tokens
+            both = roofline.engine_step_s(batch, kv, tokens, attended=attended, drafted_pairs=pairs) * scale
+            prefill = both - decode
         else:
-            prefill = roofline.prefill(tokens * scale, attended * scale).seconds
-        return self._by_kind(decode.seconds, prefill) or {"decode": 0.0}, self._by_kind(ideal, prefill)
+            prefill = roofline.prefill_s(sums.prefill_tokens * scale, attended * scale)
+        return self._by_kind(decode, prefill) or {"decode": 0.0}, self._by_kind(ideal, prefill)
 
     def step_s(self, sums: StepSums) -> float:
-        """Cost an attention rank's step from the sums of what it computes: as `__call__`, in total."""
+        """Cost an attention rank's step in total, from sums in which drafts count as pieces of prompts."""
         scale = self.pace.token_scale
         first = (scale - 1) / scale
         batch = sums.decodes + sums.first_tokens * first
         attended = sums.attended * scale
         if not batch:
-            modelled_s = self.roofline.prefill(sums.prefill_tokens * scale, attended * scale).seconds
+            modelled_s = self.roofline.prefill_s(sums.prefill_tokens * scale, attended * scale)
             return self.pace.run_seconds(modelled_s)
         kv_tokens = (sums.contexts + sums.first_contexts * first) * scale
         lines = self.lines(batch + sums.prefill_tokens)
@@ -228,20 +209,20 @@ class TrainerCost:
     def train(self, lengths: Sequence[int], common: Sequence[int] = ()) -> SecondsByKind:
         """Cost forward and backward passes over samples of these lengths."""
         tokens, attended = self.sizes(lengths, common)
-        work = self.roofline.train_step(
+        seconds = self.roofline.train_step_s(
             tokens, attended, token_budget=TrainingLimits().token_budget, recompute=self.recompute
         )
-        return {"train": self.pace.run_seconds(work.seconds * self.pace.training_scale)}
+        return {"train": self.pace.run_seconds(seconds * self.pace.training_scale)}
 
     def forward(self, lengths: Sequence[int], kind: str, common: Sequence[int] = ()) -> SecondsByKind:
         """Cost a forward pass over samples of these lengths, under the name ``kind``."""
         tokens, attended = self.sizes(lengths, common)
-        work = self.roofline.forward(tokens, attended, TrainingLimits().token_budget)
-        return {kind: self.pace.run_seconds(work.seconds)}
+        seconds = self.roofline.forward_s(tokens, attended, TrainingLimits().token_budget)
+        return {kind: self.pace.run_seconds(seconds)}
 
     def update(self) -> SecondsByKind:
-        work = self.roofline.optimizer_step()
-        return {"optimizer": self.pace.run_seconds(work.seconds * self.pace.training_scale)}
+        seconds = self.roofline.optimizer_step_s()
+        return {"optimizer": self.pace.run_seconds(seconds * self.pace.training_scale)}
 
     def sizes(
         self, lengths: Sequence[int], common: Sequence[int] = (), token_budget: int = TrainingLimits.token_budget

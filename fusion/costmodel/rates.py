@@ -100,7 +100,7 @@ PUBLISHED = (
 
 def decode_rate(roofline: Roofline, sequences: int, context: int) -> Rate:
     """Predict a decode step of ``sequences`` on an attention rank with ``context`` tokens each."""
-    seconds, parallel = roofline.decode_step(sequences, sequences * context).seconds, roofline.parallel
+    seconds, parallel = roofline.engine_step_s(sequences, sequences * context), roofline.parallel
     limit = LAUNCHES if seconds == roofline.launch_floor_s else CARD
     return Rate(sequences * parallel.dp / seconds / parallel.world, seconds, limit)
 
@@ -111,7 +111,7 @@ def train_rate(roofline: Roofline, sequences: int, length: int, recompute: bool 
     tokens, pairs = MICRO_BATCHES * micro_batch, MICRO_BATCHES * sequences * attention_pairs(length)
     free = Roofline(roofline.shape, replace(roofline.hardware, operators="plain"), parallel)
     seconds, without_launches = (
-        one.train_step(tokens, pairs, micro_batch, recompute=recompute).seconds for one in (roofline, free)
+        one.train_step_s(tokens, pairs, micro_batch, recompute=recompute) for one in (roofline, free)
     )
     limit = LAUNCHES if seconds > without_launches else CARD
     return Rate(tokens * parallel.replicas / seconds / parallel.world, seconds / MICRO_BATCHES, limit)

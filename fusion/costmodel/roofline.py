@@ -1,4 +1,4 @@
-"""Estimate the seconds of one step of a die: a decode step, a prefill, a training step, an optimizer step.
+"""Estimate the seconds of one step of a die: of an engine, of a prefill, of training, of the optimizer.
 
     seconds = max(operations / reached flops, bytes / HBM bandwidth), summed over the pipeline stages
             + link bytes / link bandwidth + exchanges x latency + `layer_s` per layer
@@ -8,18 +8,15 @@ The same constants as `step_time`, which ranks whole layouts with them, per step
 reads its weights once, of its experts those that a token of the step is routed to (the expectation under uniform
 routing), and the KV cache of its sequences; TP, EP and PP add the bytes and latencies of their exchanges.
 
-Invariants: seconds, operations and bytes grow with every argument; a step of twice the sequences takes at most twice as
+Invariants: seconds grow with every argument; a step of twice the sequences takes at most twice as
 long, so a sequence costs least in a full batch; two training steps of whole micro-batches cost as much as one step over
 all their tokens.
 """
 
-from __future__ import annotations
-
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from math import ceil
-from operator import add
 from typing import NamedTuple
 
 from fusion.costmodel.hardware import Hardware
@@ -33,26 +30,6 @@ CHUNK_TOKENS = 8192
 """Tokens of a step that only prefills: longer prompts are computed in chunks of this size."""
 TP_LATENCY = 1 / 8
 """Latency of an exchange within a TP group, as a share of that of one between all dies."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """A die's seconds, operations and bytes in a step."""
-
-    seconds: float
-    flops: float = 0.0
-    hbm_bytes: float = 0.0
-    link_bytes: float = 0.0
-
-    def __add__(self, other: Work) -> Work:
-        return Work(*map(add, self._figures, other._figures))
-
-    def __mul__(self, times: float) -> Work:
-        return Work(*(figure * times for figure in self._figures))
-
-    @property
-    def _figures(self) -> tuple[float, ...]:
-        return self.seconds, self.flops, self.hbm_bytes, self.link_bytes
 
 
 class Line(NamedTuple):
@@ -85,8 +62,8 @@ class _Stage:
 
 
 class Roofline:
-    """Cost the steps of a model in a layout on one kind of die. Arguments are those of one data-parallel rank, in
-    training of one replica, all others being alike; results are those of one die."""
+    """Estimate the seconds of a model's steps in a layout on one kind of die. Arguments are those of one data-parallel
+    rank, in training of one replica, all others being alike; results are those of one die."""
 
     def __init__(self, shape: Shape, hardware: Hardware, parallel: Parallel):
         self.shape, self.hardware, self.parallel = shape, hardware, parallel
@@ -97,46 +74,43 @@ class Roofline:
         self._pair_flops = shape.attention.pair_flops / parallel.tp
         self._decode_pair_flops = shape.attention.decode_pair_flops / parallel.tp
 
-    def decode_step(self, sequences: float, kv_tokens: float) -> Work:
-        """Cost one token for each sequence; ``kv_tokens``: tokens in the cache, summed over the sequences."""
-        return self.engine_step(sequences, kv_tokens)
-
-    def prefill(self, tokens: float, attended: float) -> Work:
-        """Cost tokens of prompts, computed in chunks; ``attended``: their `attention_pairs`."""
+    def prefill_s(self, tokens: float, attended: float) -> float:
+        """Estimate a prefill of prompts, computed in chunks; ``attended``: their `attention_pairs`."""
         chunks = ceil(tokens / CHUNK_TOKENS)
-        return self.engine_step(0, 0, tokens / chunks, attended=attended / chunks) * chunks if chunks else Work(0.0)
+        return self.engine_step_s(0, 0, tokens / chunks, attended=attended / chunks) * chunks if chunks else 0.0
 
-    def engine_step(
+    def engine_step_s(
         self,
         sequences: float,
         kv_tokens: float,
         prefill_tokens: float = 0.0,
         attended: float = 0.0,
         drafted_pairs: float = 0.0,
-    ) -> Work:
-        """Cost a step that decodes and prefills: the weights are read once for both.
+    ) -> float:
+        """Estimate a step that decodes one token of each sequence, and prefills: the weights are read once for both.
+        ``kv_tokens``: tokens in the cache, summed over the sequences.
         ``prefill_tokens``: of prompts, and of drafts to verify.
         ``attended``: `attention_pairs` of the tokens of prompts.
         ``drafted_pairs``: those of drafts, which attend as decoded tokens do."""
         tokens, decoded = sequences + prefill_tokens, kv_tokens + drafted_pairs
-        total = Work(self.exchanges * self.hardware.collective_s.value + self._overheads)
+        total = self.exchanges * self.hardware.collective_s.value + self._overheads
         for stage in self._stages:
             flops = self._flops(stage, tokens, attended, decoded_pairs=decoded)
             read = WEIGHT_BYTES * (stage.dense + stage.experts * self.experts_read(tokens))
             read += (kv_tokens + tokens) * self._kv_bytes * stage.layers
-            total += self._bound(flops, read, self.hardware.forward_reached.value)
-            total += self._links(stage, tokens, passes=1)
-        return replace(total, seconds=max(total.seconds, self.launch_floor_s))
+            total += self._bound_s(flops, read, self.hardware.forward_reached.value)
+            total += self._links_s(stage, tokens, passes=1)
+        return max(total, self.launch_floor_s)
 
     def step_lines(self, tokens: float) -> tuple[Line, ...]:
-        """Return lines whose maximum is the seconds of `engine_step` for this many tokens, decoded and prefilled: per
+        """Return lines whose maximum is `engine_step_s` for this many tokens, decoded and prefilled: per
         kind of stage one line for operations and one for HBM, summed over the stages in every combination; and one for
         the launches, where they may take longer."""
         hardware = self.hardware
         compute = 1 / (hardware.flops.value * hardware.forward_reached.value)
         memory = 1 / hardware.hbm_bytes_per_s.value
         fixed = self.exchanges * hardware.collective_s.value + self._overheads
-        fixed += sum(self._links(stage, tokens, passes=1).seconds for stage in self._stages)
+        fixed += sum(self._links_s(stage, tokens, passes=1) for stage in self._stages)
         lines = [Line(fixed, 0.0, 0.0, 0.0)]
         for stage, count in Counter(self._stages).items():
             flops = count * compute * self._flops(stage, tokens, 0.0)
@@ -153,30 +127,34 @@ class Roofline:
 
     def ideal_decode_s(self, sequences: float, kv_tokens: float, full: float) -> float:
         """Estimate the seconds of these sequences as their share of a decode step of ``full`` sequences with equally
-        long contexts. The difference to `decode_step` is lost because there are too few sequences."""
+        long contexts. The difference to `engine_step_s` is lost because there are too few sequences."""
         if not sequences:
             return 0.0
         full = max(full, sequences)
-        return self.decode_step(full, kv_tokens * full / sequences).seconds * sequences / full
+        return self.engine_step_s(full, kv_tokens * full / sequences) * sequences / full
 
-    def forward(self, tokens: float, attended: float, token_budget: int) -> Work:
-        """Cost a pass without gradients, as for logprobs, in micro-batches."""
-        return self._batch(tokens, attended, token_budget, passes=1, reached=self.hardware.forward_reached.value)
+    def forward_s(self, tokens: float, attended: float, token_budget: int) -> float:
+        """Estimate a pass without gradients, as for logprobs, in micro-batches."""
+        return self._batch_s(tokens, attended, token_budget, passes=1, reached=self.hardware.forward_reached.value)
 
-    def train_step(self, tokens: float, attended: float, token_budget: int, recompute: bool = True) -> Work:
-        """Cost forward and backward passes with recomputation, in micro-batches. With adapters no gradient of the base
-        is computed: a pass less."""
+    def train_step_s(self, tokens: float, attended: float, token_budget: int, recompute: bool = True) -> float:
+        """Estimate forward and backward passes with recomputation, in micro-batches. With adapters no gradient of the
+        base is computed: a pass less."""
         passes = 3 + recompute - (self.shape.adapters is not None)
-        return self._batch(tokens, attended, token_budget, passes, reached=self.hardware.train_reached.value)
+        return self._batch_s(tokens, attended, token_budget, passes, reached=self.hardware.train_reached.value)
 
-    def optimizer_step(self) -> Work:
-        """Cost the reduction of gradients over replicas, reading and writing states, and gathering weights."""
-        replicas = self.parallel.dp
-        moved = self._trained * (GRADIENT_BYTES + WEIGHT_BYTES) * (replicas - 1) / replicas
+    def optimizer_step_s(self) -> float:
+        """Estimate the reduction of gradients over replicas, reading and writing states, and gathering weights."""
         touched = 2 * self._states + self._states / STATE_BYTES * (GRADIENT_BYTES + WEIGHT_BYTES)
-        memory = Work(touched / self.hardware.hbm_bytes_per_s.value, hbm_bytes=touched)
-        wire = Work(moved / group_bytes_per_s(self.hardware, self.parallel.stage_world), link_bytes=moved)
-        return memory + wire + Work(2 * self.hardware.collective_s.value if replicas > 1 else 0.0)
+        memory_s = touched / self.hardware.hbm_bytes_per_s.value
+        wire_s = self.optimizer_link_bytes / group_bytes_per_s(self.hardware, self.parallel.stage_world)
+        return memory_s + wire_s + (2 * self.hardware.collective_s.value if self.parallel.dp > 1 else 0.0)
+
+    @property
+    def optimizer_link_bytes(self) -> float:
+        """Bytes of gradients and of gathered weights that a die sends in an optimizer step."""
+        replicas = self.parallel.dp
+        return self._trained * (GRADIENT_BYTES + WEIGHT_BYTES) * (replicas - 1) / replicas
 
     def experts_read(self, tokens: float) -> float:
         """Estimate the share of a die's experts that any token of its group is routed to:
@@ -209,9 +187,9 @@ class Roofline:
         """Tokens that reach a die's group of experts for each token of a data-parallel rank."""
         return self.parallel.ep * self.parallel.etp / self.parallel.tp
 
-    def _batch(self, tokens: float, attended: float, token_budget: float, passes: int, reached: float) -> Work:
+    def _batch_s(self, tokens: float, attended: float, token_budget: float, passes: int, reached: float) -> float:
         if not tokens:
-            return Work(0.0)
+            return 0.0
         tokens, attended, token_budget = (size / self.parallel.cp for size in (tokens, attended, token_budget))
         micro_batches = ceil(tokens / token_budget)
         expert_load = expert_load_factor(self.shape, self.parallel)
@@ -220,11 +198,9 @@ class Roofline:
         for stage in self._stages:
             flops = passes * self._flops(stage, tokens, attended, expert_load=expert_load)
             read = passes * micro_batches * WEIGHT_BYTES * (stage.dense + stage.experts)
-            work = self._bound(flops, read, reached) + self._links(stage, tokens, passes, expert_load=expert_load)
-            stages.append(replace(work, seconds=max(work.seconds, stage.sparse * floor_s)))
-        longest = max(stages, key=lambda work: work.seconds)
-        bubble = 1 + (self.parallel.pp - 1) / micro_batches
-        return replace(longest, seconds=longest.seconds * bubble)
+            seconds = self._bound_s(flops, read, reached) + self._links_s(stage, tokens, passes, expert_load)
+            stages.append(max(seconds, stage.sparse * floor_s))
+        return max(stages) * (1 + (self.parallel.pp - 1) / micro_batches)
 
     def _flops(
         self, stage: _Stage, tokens: float, attended: float, expert_load: float = 1.0, decoded_pairs: float = 0.0
@@ -235,12 +211,11 @@ class Roofline:
         pairs = attended * self._pair_flops + decoded_pairs * self._decode_pair_flops
         return 2 * tokens * (stage.dense + routed) + pairs * stage.layers
 
-    def _bound(self, flops: float, read: float, reached: float) -> Work:
+    def _bound_s(self, flops: float, read: float, reached: float) -> float:
         hardware = self.hardware
-        seconds = max(flops / (hardware.flops.value * reached), read / hardware.hbm_bytes_per_s.value)
-        return Work(seconds, flops, read)
+        return max(flops / (hardware.flops.value * reached), read / hardware.hbm_bytes_per_s.value)
 
-    def _links(self, stage: _Stage, tokens: float, passes: int, expert_load: float = 1.0) -> Work:
+    def _links_s(self, stage: _Stage, tokens: float, passes: int, expert_load: float = 1.0) -> float:
         parallel, config = self.parallel, self.shape.config
         experts = parallel.ep * parallel.etp
         row = tokens * config.hidden_size * WEIGHT_BYTES * passes
@@ -256,8 +231,7 @@ class Roofline:
             group_bytes_per_s(self.hardware, parallel.world),
             group_bytes_per_s(self.hardware, parallel.dcp if parallel.dcp > 1 else parallel.tp * parallel.cp),
         )
-        seconds = tp / speed[0] + ep / speed[1] + pp / speed[2] + cp / speed[3]
-        return Work(seconds, link_bytes=tp + ep + pp + cp)
+        return tp / speed[0] + ep / speed[1] + pp / speed[2] + cp / speed[3]
 
     def _stage(self, number: int) -> _Stage:
         shape, parallel = self.shape, self.parallel

@@ -122,4 +122,4 @@ def _gradient_bytes(run: SimulatedRun) -> float:
     supernode = trainer.pace.hardware.topology.ranks_per_supernode
     if trainer.layout.stage_world <= supernode:
         return 0.0
-    return trainer.roofline.optimizer_step().link_bytes * trainer.layout.world * minibatches
+    return trainer.roofline.optimizer_link_bytes * trainer.layout.world * minibatches

@@ -116,11 +116,11 @@ class Bound:
         if work.trained:
             tokens = MANY * TrainingLimits().token_budget
             pairs = tokens * work.trained_pairs / work.trained
-            step = trainer.roofline.train_step(
+            step_s = trainer.roofline.train_step_s(
                 tokens, pairs, token_budget=TrainingLimits().token_budget, recompute=trainer.recompute
             )
             bubble = 1 + (trainer.layout.pp - 1) / MANY
-            seconds = step.seconds / bubble / tokens * work.trained * self._pace.training_scale
+            seconds = step_s / bubble / tokens * work.trained * self._pace.training_scale
             train_s = self._pace.run_seconds(seconds) * trainer.layout.world / trainer.layout.replicas
         update_s = work.updates * trainer.update()["optimizer"] * trainer.layout.world
         return CardSeconds(self._pace.run_seconds(rank_s) * self._cards_of_rank, train_s + update_s)

@@ -70,7 +70,7 @@ def test_decode_steps_take_the_modelled_time(model):
     wanted, start, before = 0.0, time.perf_counter(), made.pacer.modelled_s.copy()
     for _ in range(steps):
         kv = sum(seq.computed + 1 for seq in made.scheduler.running)
-        wanted += made.cost.roofline.decode_step(4, kv).seconds / 0.5
+        wanted += made.cost.roofline.engine_step_s(4, kv) / 0.5
         made.step()
     took = time.perf_counter() - start
     assert wanted / steps > 0.02, "a step that the host can hide its own work in"
@@ -138,7 +138,7 @@ def test_a_draft_is_verified_in_the_time_of_a_decode_step_and_of_its_tokens_comp
         made.step()
         seconds[drafts] = made.pacer.modelled_s["decode"] - before
     roofline, pairs = made.cost.roofline, 4 * sum(4 + n + 1 for n in range(len(said)))
-    wanted = roofline.engine_step(4, 4 * 4, prefill_tokens=4 * len(said), attended=pairs).seconds
+    wanted = roofline.engine_step_s(4, 4 * 4, prefill_tokens=4 * len(said), attended=pairs)
     assert seconds[True] == pytest.approx(wanted)
     assert seconds[False] < seconds[True] < 3 * seconds[False], "for up to 8 times the tokens"
 

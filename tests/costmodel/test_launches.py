@@ -47,7 +47,7 @@ def test_the_counts_are_those_of_the_benchmark(layout: str, monkeypatch: pytest.
 @given(st.integers(1, 4096), st.integers(1, 32768), st.sampled_from([QWEN, DEEPSEEK, DENSE]), st.booleans())
 def test_lines_of_a_step_and_the_step_have_the_same_floor(sequences, context, shape, slow) -> None:
     roofline = Roofline(shape, SLOW_HOST if slow else H100, Parallel(8, ep=8 if shape.config.num_experts else 1))
-    seconds = roofline.decode_step(sequences, sequences * context).seconds
+    seconds = roofline.engine_step_s(sequences, sequences * context)
     assert max(line(sequences * context) for line in roofline.step_lines(sequences)) == pytest.approx(seconds)
     assert seconds >= roofline.launch_floor_s
 
@@ -57,13 +57,13 @@ def test_a_step_takes_at_least_its_launches_in_layers_with_experts() -> None:
     assert decode_floor_s(DEEPSEEK, H100, Parallel(8, ep=8)) == pytest.approx(58 * 57 * 5.5e-6), "three are dense"
     assert decode_floor_s(DENSE, H100, Parallel(1)) == 0 == launches_of("plain", Parallel(1)).decode
     roofline = Roofline(QWEN, SLOW_HOST, Parallel(1))
-    assert roofline.decode_step(1, 1).seconds == pytest.approx(48 * 17e-3)
+    assert roofline.engine_step_s(1, 1) == pytest.approx(48 * 17e-3)
     budget, without, again = 4096, 98e-3, 133e-3
     for passes, recompute in ((without, False), (again, True)):
         for micro_batches in (1, 3):
-            step = roofline.train_step(micro_batches * budget, 1, budget, recompute=recompute)
-            assert step.seconds == pytest.approx(48 * micro_batches * passes)
-    assert roofline.forward(budget, 1, budget).seconds == pytest.approx(48 * (again - without))
+            step_s = roofline.train_step_s(micro_batches * budget, 1, budget, recompute=recompute)
+            assert step_s == pytest.approx(48 * micro_batches * passes)
+    assert roofline.forward_s(budget, 1, budget) == pytest.approx(48 * (again - without))
     assert decode_rate(roofline, 8, 100).limit == train_rate(roofline, 1, 128).limit == LAUNCHES
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.costmodel.hardware import hardware_named
-from fusion.costmodel.pace import EngineCost, EngineLoad, Pace, StepSums
+from fusion.costmodel.pace import EngineCost, Pace, StepSums
 from fusion.costmodel.presets import load_shape
 from fusion.costmodel.roofline import attention_pairs
 from fusion.model import Parallel
@@ -30,7 +30,6 @@ def cost_of(model: str, scale: int) -> EngineCost:
 @given(decodes=CONTEXTS, first=CONTEXTS, chunks=CHUNKS)
 def test_sums_cost_what_the_sequences_cost(model, scale, decodes, first, chunks):
     cost = cost_of(model, scale)
-    seconds, _ = cost(EngineLoad(decodes, first, chunks))
     sums = StepSums(
         decodes=len(decodes),
         contexts=sum(decodes),
@@ -39,10 +38,10 @@ def test_sums_cost_what_the_sequences_cost(model, scale, decodes, first, chunks)
         prefill_tokens=sum(count for count, _ in chunks),
         attended=sum(attention_pairs(*chunk) for chunk in chunks),
     )
-    assert cost.step_s(sums) == pytest.approx(sum(seconds.values()), rel=1e-9)
+    assert cost.step_s(sums) == pytest.approx(sum(cost(sums)[0].values()), rel=1e-9)
     if decodes:
         lines = cost.decode_lines(len(decodes))
-        only = sum(cost(EngineLoad(decodes))[0].values())
+        only = sum(cost(StepSums(len(decodes), sum(decodes)))[0].values())
         assert max(fixed + each * sum(decodes) for fixed, each in lines) == pytest.approx(only, rel=1e-9)
 
 
@@ -50,7 +49,7 @@ def test_sums_cost_what_the_sequences_cost(model, scale, decodes, first, chunks)
 @given(contexts=st.lists(st.integers(1, 90_000), min_size=1, max_size=40).map(tuple), drafted=st.integers(0, 15))
 def test_decode_lines_cost_what_verified_drafts_cost(model, contexts, drafted):
     cost = cost_of(model, 4)
-    drafts = tuple((drafted, context) for context in contexts) if drafted else ()
+    pairs = sum(attention_pairs(drafted, context) for context in contexts)
     lines = cost.decode_lines(len(contexts), drafted)
-    seconds, _ = cost(EngineLoad(contexts, drafts=drafts))
+    seconds, _ = cost(StepSums(len(contexts), sum(contexts), drafted=drafted * len(contexts), drafted_pairs=pairs))
     assert max(fixed + each * sum(contexts) for fixed, each in lines) == pytest.approx(seconds["decode"], rel=1e-9)

@@ -14,6 +14,7 @@ from fusion.costmodel.presets import PUBLISHED_RUN, load_shape
 from fusion.costmodel.roofline import CHUNK_TOKENS, Roofline, attention_pairs
 from fusion.costmodel.setup import PUBLISHED_WORKLOAD
 from fusion.model import Parallel
+from tests.costmodel.counting import counting
 
 ASCEND_910C = hardware_named("ascend_910c")
 SHAPES = Path(__file__).resolve().parents[2] / "recipes" / "shapes"
@@ -35,7 +36,8 @@ EXACT = 1 + 1e-9
 @given(rooflines, sequences, contexts, st.integers(0, 5000), st.tuples(sequences, contexts, contexts))
 def test_more_of_anything_takes_longer_and_is_more_work(roofline, batch, context, prompt, more):
     kv = batch * context
-    small = roofline.engine_step(batch, kv, prompt, attention_pairs(prompt))
+    all_of_it = [roofline, *(counting(roofline, what) for what in ("flops", "hbm", "links"))]
+    small = [one.engine_step_s(batch, kv, prompt, attention_pairs(prompt)) for one in all_of_it]
     for extra in (
         (more[0], 0, 0, 0),
         (0, more[1], 0, 0),
@@ -43,9 +45,8 @@ def test_more_of_anything_takes_longer_and_is_more_work(roofline, batch, context
         (0, 0, 0, more[1]),
     ):
         sizes = [a + b for a, b in zip((batch, kv, prompt, attention_pairs(prompt)), extra, strict=True)]
-        large = roofline.engine_step(*sizes)
-        assert large.seconds >= small.seconds and large.flops >= small.flops
-        assert large.hbm_bytes >= small.hbm_bytes and large.link_bytes >= small.link_bytes
+        large = [one.engine_step_s(*sizes) for one in all_of_it]
+        assert all(more >= less for more, less in zip(large, small, strict=True))
 
 
 @pytest.mark.parametrize("tp", [1, 8])
@@ -53,44 +54,44 @@ def test_absorbed_decoding_reads_the_latents_once_for_all_heads(tp):
     """A latent of 512 channels and a rotated key of 64, which every TP rank reads for its share of 128 heads."""
     roofline = Roofline(load_shape("deepseek_r1_671b", SHAPES).shape, ASCEND_910C, Parallel(8, tp=tp, ep=8))
     tokens, layers, heads = 100_000, 61, 128 // tp
-    more, less = roofline.decode_step(64, tokens), roofline.decode_step(64, 0)
-    assert more.hbm_bytes - less.hbm_bytes == pytest.approx(tokens * layers * 2 * (512 + 64))
-    assert more.flops - less.flops == pytest.approx(tokens * layers * heads * 2 * ((512 + 64) + 512))
-    prefill = roofline.engine_step(64, 0, attended=tokens)
-    assert prefill.hbm_bytes == less.hbm_bytes
-    assert prefill.flops - less.flops == pytest.approx(tokens * layers * heads * 2 * ((128 + 64) + 128))
+    flops, hbm = (counting(roofline, what).engine_step_s for what in ("flops", "hbm"))
+    assert hbm(64, tokens) - hbm(64, 0) == pytest.approx(tokens * layers * 2 * (512 + 64))
+    assert flops(64, tokens) - flops(64, 0) == pytest.approx(tokens * layers * heads * 2 * ((512 + 64) + 512))
+    assert hbm(64, 0, attended=tokens) == hbm(64, 0)
+    prefill = flops(64, 0, attended=tokens) - flops(64, 0)
+    assert prefill == pytest.approx(tokens * layers * heads * 2 * ((128 + 64) + 128))
 
 
 @given(rooflines, sequences, contexts, st.integers(1, 8))
 def test_drafts_attend_as_decoded_tokens_and_read_the_cache_no_more_often(roofline, batch, context, drafted):
     tokens, pairs = batch * drafted, batch * attention_pairs(drafted, context)
-    with_drafts = roofline.engine_step(batch, batch * context, prefill_tokens=tokens, drafted_pairs=pairs)
-    longer = roofline.decode_step(batch + tokens, batch * context + pairs)
-    assert with_drafts.flops == pytest.approx(longer.flops)
-    assert with_drafts.hbm_bytes < longer.hbm_bytes
-    assert with_drafts.hbm_bytes == pytest.approx(roofline.decode_step(batch + tokens, batch * context).hbm_bytes)
+    flops, hbm = (counting(roofline, what).engine_step_s for what in ("flops", "hbm"))
+    of_flops, read = (step(batch, batch * context, prefill_tokens=tokens, drafted_pairs=pairs) for step in (flops, hbm))
+    assert of_flops == pytest.approx(flops(batch + tokens, batch * context + pairs))
+    assert read < hbm(batch + tokens, batch * context + pairs)
+    assert read == pytest.approx(hbm(batch + tokens, batch * context))
 
 
 @given(rooflines, sequences, sequences, contexts)
 def test_a_batch_costs_less_than_its_parts_and_more_than_either(roofline, one, other, context):
-    alone = [roofline.decode_step(batch, batch * context).seconds for batch in (one, other)]
-    both = roofline.decode_step(one + other, (one + other) * context).seconds
+    alone = [roofline.engine_step_s(batch, batch * context) for batch in (one, other)]
+    both = roofline.engine_step_s(one + other, (one + other) * context)
     assert max(alone) <= both < sum(alone)
-    single = roofline.decode_step(1, context).seconds
+    single = roofline.engine_step_s(1, context)
     assert alone[0] <= one * single * EXACT
 
 
 @given(rooflines, sequences, contexts, st.integers(1, 4000), contexts)
 def test_a_prefill_beside_a_decode_costs_less_than_after_it(roofline, batch, context, prompt, before):
     kv, attended = batch * context, attention_pairs(prompt, before)
-    mixed = roofline.engine_step(batch, kv, prompt, attended).seconds
-    apart = roofline.decode_step(batch, kv).seconds + roofline.prefill(prompt, attended).seconds
-    assert roofline.decode_step(batch, kv).seconds <= mixed < apart
+    mixed = roofline.engine_step_s(batch, kv, prompt, attended)
+    apart = roofline.engine_step_s(batch, kv) + roofline.prefill_s(prompt, attended)
+    assert roofline.engine_step_s(batch, kv) <= mixed < apart
 
 
 @given(rooflines, sequences, contexts, sequences)
 def test_the_ideal_is_at_most_the_step_and_all_of_it_in_a_full_batch(roofline, batch, context, more):
-    kv, took = batch * context, roofline.decode_step(batch, batch * context).seconds
+    kv, took = batch * context, roofline.engine_step_s(batch, batch * context)
     ideal = roofline.ideal_decode_s(batch, kv, batch + more)
     assert 0 < ideal < took
     assert roofline.ideal_decode_s(batch, kv, batch) == pytest.approx(took)
@@ -104,26 +105,30 @@ def test_training_adds_up_over_whole_micro_batches(roofline, one, other, length,
     if roofline.parallel.pp > 1:
         other = one  # the bubble is shared by the micro-batches
 
-    def train(count):
-        return roofline.train_step(count * budget, count * 8 * attention_pairs(length), budget, recompute)
+    def train(count, of=roofline):
+        return of.train_step_s(count * budget, count * 8 * attention_pairs(length), budget, recompute)
 
+    def work(count, what):
+        return train(count, counting(roofline, what)) / (1 + (roofline.parallel.pp - 1) / count)
+
+    for what in ("flops", "hbm"):
+        assert work(one + other, what) == pytest.approx(work(one, what) + work(other, what))
     parts, whole = train(one) + train(other), train(one + other)
-    assert whole.flops == pytest.approx(parts.flops) and whole.hbm_bytes == pytest.approx(parts.hbm_bytes)
     if roofline.parallel.pp == 1:
-        assert whole.seconds == pytest.approx(parts.seconds)
-    assert train(one).seconds < whole.seconds <= parts.seconds * EXACT
-    assert roofline.forward(one * budget, one * 8 * attention_pairs(length), budget).seconds < train(one).seconds
+        assert whole == pytest.approx(parts)
+    assert train(one) < whole <= parts * EXACT
+    assert roofline.forward_s(one * budget, one * 8 * attention_pairs(length), budget) < train(one)
 
 
 @given(st.integers(1, 60_000))
 @settings(max_examples=30)
 def test_a_long_prompt_is_cut_and_nothing_of_it_is_lost(tokens):
     roofline = ROOFLINES[0]
-    whole = roofline.prefill(tokens, attention_pairs(tokens))
-    chunks = -(-tokens // CHUNK_TOKENS)
-    assert whole.flops == pytest.approx(roofline.engine_step(0, 0, tokens, attention_pairs(tokens)).flops)
-    assert whole.seconds >= chunks * roofline.engine_step(0, 0, 1, 0).seconds
-    assert roofline.prefill(0, 0).seconds == 0
+    chunks, flops = -(-tokens // CHUNK_TOKENS), counting(roofline, "flops")
+    in_chunks = flops.prefill_s(tokens, attention_pairs(tokens))
+    assert in_chunks == pytest.approx(flops.engine_step_s(0, 0, tokens, attention_pairs(tokens)))
+    assert roofline.prefill_s(tokens, attention_pairs(tokens)) >= chunks * roofline.engine_step_s(0, 0, 1, 0)
+    assert roofline.prefill_s(0, 0) == 0
 
 
 def test_a_decode_step_reads_the_experts_its_tokens_are_routed_to():
@@ -132,17 +137,18 @@ def test_a_decode_step_reads_the_experts_its_tokens_are_routed_to():
     assert alone.experts_read(1) < alone.experts_read(16) < alone.experts_read(256) < 1
     assert spread.experts_read(1) == pytest.approx(alone.experts_read(2)), "EP4 over TP2: two ranks bring a token each"
     experts = alone.shape.routed * 2
-    read = [alone.decode_step(batch, 0).hbm_bytes for batch in (1, 400)]
+    read = [counting(alone, "hbm").engine_step_s(batch, 0) for batch in (1, 400)]
     assert read[0] < 0.15 * experts and read[1] > experts
 
 
 def test_a_dense_model_reads_its_weights_once_a_step():
     shape = load_shape("qwen3_30b_a3b", SHAPES).shape
     dense = Roofline(shape, ASCEND_910C, Parallel(2, tp=2))
-    assert dense.optimizer_step().link_bytes == 0, "no replicas"
+    assert dense.optimizer_link_bytes == 0, "no replicas"
     replicated = Roofline(shape, ASCEND_910C, Parallel(2))
-    assert replicated.optimizer_step().link_bytes > 0
-    assert replicated.optimizer_step().hbm_bytes < 2 * dense.optimizer_step().hbm_bytes
+    assert replicated.optimizer_link_bytes == counting(replicated, "links").optimizer_step_s() > 0
+    touched, alone = (counting(one, "hbm").optimizer_step_s() for one in (replicated, dense))
+    assert touched < 2 * alone
 
 
 def test_the_published_run_takes_about_as_long_as_it_took():
@@ -151,12 +157,12 @@ def test_the_published_run_takes_about_as_long_as_it_took():
     shape, work = load_shape(name, SHAPES).shape, PUBLISHED_WORKLOAD
     trained = Roofline(shape, ASCEND_910C, train)
     length = work.prompt + work.response
-    update = trained.train_step(work.tokens / train.dp, work.samples / train.dp * attention_pairs(length), 16384)
-    assert update.seconds + trained.optimizer_step().seconds == pytest.approx(319.3, rel=0.15)
+    update_s = trained.train_step_s(work.tokens / train.dp, work.samples / train.dp * attention_pairs(length), 16384)
+    assert update_s + trained.optimizer_step_s() == pytest.approx(319.3, rel=0.15)
     generating = Roofline(shape, ASCEND_910C, infer)
     sequences = work.samples / (infer.world // infer.tp)
-    step = generating.decode_step(sequences, sequences * (work.prompt + work.response / 2))
-    assert work.longest * step.seconds == pytest.approx(373.65, rel=0.15)
+    step_s = generating.engine_step_s(sequences, sequences * (work.prompt + work.response / 2))
+    assert work.longest * step_s == pytest.approx(373.65, rel=0.15)
 
 
 @pytest.mark.parametrize("model, layout", [("pangu_718b", Parallel(256, tp=2, ep=128)), ("olmoe_7b", Parallel(1))])
@@ -165,9 +171,9 @@ def test_an_engine_step_is_the_maximum_of_its_lines(model, layout, pp):
     layout = Parallel(layout.world * pp, tp=layout.tp, ep=layout.ep, pp=pp)
     roofline = Roofline(load_shape(model, SHAPES).shape, hardware_named("ascend_910c"), layout)
     for sequences, kv, tokens, attended in ((1, 5, 0, 0), (64, 400_000, 0, 0), (3, 900, 700, 9e5), (0.5, 3, 4096, 8e6)):
-        step = roofline.engine_step(sequences, kv, prefill_tokens=tokens, attended=attended)
+        step_s = roofline.engine_step_s(sequences, kv, prefill_tokens=tokens, attended=attended)
         lines = roofline.step_lines(sequences + tokens)
-        assert max(line(kv, attended) for line in lines) == pytest.approx(step.seconds, rel=1e-12)
+        assert max(line(kv, attended) for line in lines) == pytest.approx(step_s, rel=1e-12)
 
 
 @pytest.mark.parametrize(

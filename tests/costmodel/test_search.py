@@ -17,6 +17,7 @@ from fusion.costmodel.search import Ranking, keys_of, phase_problems, problems, 
 from fusion.costmodel.setup import Setup, TrainingLimits, Workload
 from fusion.costmodel.step_time import train_s
 from fusion.model import Parallel
+from tests.costmodel.counting import counting
 
 ASCEND_910C = hardware_named("ascend_910c")
 SHAPES = Path(__file__).resolve().parents[2] / "recipes" / "shapes"
@@ -109,8 +110,8 @@ def test_activations_are_divided_and_a_step_takes_the_exchange_longer():
         activations[cp] = estimate_memory(shared).phases["train"]["activations"]
         roofline = Roofline(shared.shape, ASCEND_910C, shared.train)
         tokens = 16 * 133120
-        work = roofline.train_step(tokens, 16 * attention_pairs(133120), 133120)
-        seconds[cp], exchanged = work.seconds, work.link_bytes
+        work = tokens, 16 * attention_pairs(133120), 133120
+        seconds[cp], exchanged = roofline.train_step_s(*work), counting(roofline, "links").train_step_s(*work)
         assert estimate_memory(shared).phases["train"]["weights"] == estimate_memory(one).phases["train"]["weights"]
         assert estimate_memory(shared).states_bytes == estimate_memory(one).states_bytes
     assert activations[2] < 0.6 * activations[1] and activations[4] < 0.35 * activations[1]
@@ -126,8 +127,8 @@ def test_a_kv_cache_that_is_shared_holds_as_many_times_the_tokens_and_a_decode_s
         shared = replace(one, infer=replace(one.infer, dcp=dcp))
         sizes, roofline = estimate_memory(shared), Roofline(one.shape, ASCEND_910C, shared.infer)
         tokens[dcp] = sizes.kv_tokens
-        step = roofline.decode_step(64, 64 * 100_000)
-        read[dcp], links[dcp] = step.hbm_bytes - roofline.decode_step(64, 0).hbm_bytes, step.link_bytes
+        hbm, sent_over = (counting(roofline, what).engine_step_s for what in ("hbm", "links"))
+        read[dcp], links[dcp] = hbm(64, 64 * 100_000) - hbm(64, 0), sent_over(64, 64 * 100_000)
         assert sizes.phases["infer"]["kv"] == estimate_memory(one).phases["infer"]["kv"]
     for dcp in (2, 8):
         assert abs(tokens[dcp] - dcp * tokens[1]) <= dcp
