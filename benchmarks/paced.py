@@ -117,6 +117,16 @@ class Measured:
         """Modelled work of training per step, in seconds of one card."""
         return self.work("ideal", "train", "optimizer") / len(self.rows)
 
+    def separate_s(self, generating: int, ahead: bool) -> float:
+        """Compute the seconds in which all modelled work of a step would be done in `separate`, if ``generating`` cards
+        did that of generation and the others that of training: at once if generation runs ``ahead``, else in turns."""
+        sides = self.generation_s / generating, self.training_s / (self.workload.cards - generating)
+        return max(sides) if ahead else sum(sides)
+
+    def best_split(self, ahead: bool) -> int:
+        """Return the number of generating cards at which the work of a step would be done first in `separate`."""
+        return min(range(1, self.workload.cards), key=lambda generating: self.separate_s(generating, ahead))
+
     @property
     def tokens(self) -> float:
         return self.sum("perf/total_num_tokens")

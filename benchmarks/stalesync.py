@@ -101,7 +101,7 @@ def compared(args: Namespace, workload: Workload, folder: Path) -> Figures:
     splits = best_splits(workload, folder, colocated, args.steps)
     modes = {"separate_s0": min(splits.values(), key=lambda one: one.step_s), "colocated_s0": colocated}
     for bound in args.bounds[1:]:
-        modes[f"separate_s{bound}"] = measured("separate", bound, balanced(colocated))
+        modes[f"separate_s{bound}"] = measured("separate", bound, colocated.best_split(ahead=True))
         modes[f"colocated_s{bound}"] = measured("colocated", bound)
         modes[f"hybrid_s{bound}"] = measured("hybrid", bound, max(1, workload.cards // 4))
     figures: Figures = {name: one.figures(colocated) for name, one in modes.items()}
@@ -125,22 +125,14 @@ def compared(args: Namespace, workload: Workload, folder: Path) -> Figures:
 def best_splits(workload: Workload, folder: Path, colocated: Measured, steps: int) -> dict[int, Measured]:
     """Run synchronous `separate` at every split that could be the best; return figures by generating cards."""
     found: dict[int, Measured] = {}
-    cards = workload.cards
 
     def min_step_s(generating: int) -> float:
-        """The modelled work of a synchronous step alone"""
-        return colocated.generation_s / generating + colocated.training_s / (cards - generating)
+        return colocated.separate_s(generating, ahead=False)
 
-    for generating in sorted(range(1, cards), key=min_step_s):
+    for generating in sorted(range(1, workload.cards), key=min_step_s):
         if min_step_s(generating) < min((one.step_s for one in found.values()), default=float("inf")):
             found[generating] = run(Mode("separate", 0, generating), workload, folder, steps)
     return found
-
-
-def balanced(one: Measured) -> int:
-    """Return the number of generating cards that minimises the step's time when both sides run continuously."""
-    cards = one.workload.cards
-    return min(range(1, cards), key=lambda k: max(one.generation_s / k, one.training_s / (cards - k)))
 
 
 def lending(args: Namespace, workload: Workload, folder: Path) -> Figures:

@@ -5,6 +5,7 @@ import random
 import sys
 import time
 from argparse import Namespace
+from dataclasses import replace
 
 import pytest
 
@@ -190,6 +191,16 @@ def test_the_work_conserving_bound_spreads_full_batches_over_all_cards():
     assert figures["ratio_to_bound"] == 0.35 and figures["utilisation"] == 0.35 and figures["stale_beyond_bound"] == 1
     assert measured.lost()["underfilled_decode"] == 0.1 and sum(measured.lost().values()) == pytest.approx(0.65)
     assert Mode.parse("hybrid:1:2").overrides()[-1] == "fusion.infer_cards=2" and Mode("colocated", 0).warm == 1
+
+
+def test_the_split_of_separate_is_that_at_which_the_work_of_a_step_would_be_done_first():
+    work = {"pace/ideal_s/decode": 9.0, "pace/ideal_s/prefill": 3.0, "pace/ideal_s/train": 1.0}
+    measured = Measured(Mode("colocated", 0), replace(WORKLOAD, cards=4), [work])
+    assert [measured.separate_s(generating, ahead=False) for generating in (1, 2, 3)] == [12 + 1 / 3, 6 + 1 / 2, 4 + 1]
+    assert [measured.separate_s(generating, ahead=True) for generating in (1, 2, 3)] == [12, 6, 4]
+    assert measured.best_split(ahead=False) == measured.best_split(ahead=True) == 3
+    work["pace/ideal_s/train"] = 7.0
+    assert (measured.best_split(ahead=False), measured.best_split(ahead=True)) == (2, 2)
 
 
 def test_growth_is_that_of_the_last_steps_over_those_that_follow_the_first():
