@@ -1,4 +1,4 @@
-"""Simulations of what benchmarks/stalesync.py measures on real, paced cards are close to its figures."""
+"""Simulations of what benchmarks measure on real, paced cards are close to their figures."""
 
 from __future__ import annotations
 
@@ -22,12 +22,31 @@ MEASURED = {
 }
 """docs/figures.md, "Running ahead": modelled tokens/s by deployment, staleness bound and cards that only generate"""
 
+COMPARED = {
+    ("separate", 0, 2): 572,
+    ("colocated", 0, None): 937,
+    ("colocated", 1, None): 1205,
+    ("hybrid", 0, 2): 920,
+    ("hybrid", 1, 2): 1224,
+}
+"""The same, "The systems side by side", of the two steps that were measured on an idle machine"""
+SIMULATED = {
+    ("separate", 0, 2): 496,
+    ("separate", 1, 2): 644,
+    ("separate", 0, 3): 604,
+    ("separate", 1, 3): 958,
+    ("colocated", 0, None): 780,
+    ("colocated", 1, None): 1216,
+    ("hybrid", 1, 2): 1215,
+}
+"""The same, simulated, of 24 steps"""
 
-def prompts():
-    """The prompts of the benchmark, in its order: of 100 rows, which are shuffled in every epoch."""
+
+def prompts(num_rows=100, epochs=8):
+    """The prompts of a benchmark, in its order: rows, which are shuffled in every epoch."""
     forced = ForcedLengths(0, 8, 68)
-    for epoch in range(8):
-        order = list(range(100))
+    for epoch in range(epochs):
+        order = list(range(num_rows))
         random.Random(f"0-epoch-{epoch}").shuffle(order)
         names = [f"e{epoch}-{row}" for row in order]
         for name, lengths in zip(names, forced.of_groups(names, range(8)), strict=True):
@@ -52,3 +71,25 @@ def test_simulated_speeds_are_within_5_percent_of_measured_ones(mode, tokens_per
     run = SimulatedRun(SimulationSetup.of(config), TraceLengths(list(prompts())))
     run.run()
     assert outcome_of(run).tokens_per_s == pytest.approx(tokens_per_s, rel=0.05)
+
+
+def tokens_per_s_of_compare(deployment, bound, generating, steps):
+    """Of a run of benchmarks/compare.py whose first steps, one and one more where it runs ahead, are not measured."""
+    config = config_of(deployment, bound, prompts=16, group=8, steps=40, speed=80.0, max_response_length=68, max_seqs=8)
+    config.fusion.infer_cards, config.device.pace_training = generating, 1.0
+    config.algorithm.kl_coef, config.training.share_prefixes = 0.01, "off"
+    run = SimulatedRun(SimulationSetup.of(config), TraceLengths(list(prompts(num_rows=16, epochs=50))))
+    run.run()
+    measured = run.steps[1 + bound : 1 + bound + steps]
+    per_s = sum(step.tokens for step in measured) / sum(step.seconds for step in measured)
+    return per_s * config.device.pace_tokens / config.device.pace_speed
+
+
+@pytest.mark.parametrize(("mode", "tokens_per_s"), COMPARED.items())
+def test_simulated_speeds_of_the_systems_side_by_side_are_within_5_percent_of_measured_ones(mode, tokens_per_s):
+    assert tokens_per_s_of_compare(*mode, steps=2) == pytest.approx(tokens_per_s, rel=0.05)
+
+
+@pytest.mark.parametrize(("mode", "tokens_per_s"), SIMULATED.items())
+def test_the_systems_side_by_side_over_more_steps_are_as_fast_as_the_page_of_figures_says(mode, tokens_per_s):
+    assert tokens_per_s_of_compare(*mode, steps=24) == pytest.approx(tokens_per_s, rel=0.02)
