@@ -12,10 +12,10 @@ With ``invariant`` every token is a paged row, those of drafts behind the decode
 depend on the rest of the batch. With a fused operator for paged rows, those of drafts are paged rows too.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -64,7 +64,6 @@ class Batch:
     there are none.
     ``own`` [W]: the row of each that is written here; ``empty`` [E]: the paged rows none of whose tokens are here, and
     which attend to an arbitrary one; None, both: all KV is here (`Context`).
-    ``blocks``, ``offsets`` int64 [N + M] on the host: the places in the cache; ``written``: the row of each.
     ``sampled`` [S]: the rows whose logits are required; None: all rows."""
 
     ids: torch.Tensor
@@ -73,23 +72,66 @@ class Batch:
     repeated: torch.Tensor | None
     own: torch.Tensor | None
     empty: torch.Tensor | None
-    blocks: np.ndarray
-    offsets: np.ndarray
-    written: np.ndarray
     rows: Rows
     packed: tuple[int, int, list[int]]
     long: tuple[LongChunk, ...]
     sampled: torch.Tensor | None
 
 
+class BatchSize(NamedTuple):
+    """What a step that only decodes is padded to: ``rows``, of which the last are the last sequence again, which write
+    what it writes; and ``blocks`` of each row."""
+
+    rows: int
+    blocks: int
+
+
+class Places(NamedTuple):
+    """Where a step writes in the cache, int64 [N + M] each: ``blocks``, ``offsets`` in them, and the ``rows`` that are
+    written there."""
+
+    blocks: np.ndarray
+    offsets: np.ndarray
+    rows: np.ndarray
+
+
+class BatchPlan(NamedTuple):
+    """``arrays``: what goes to the card, int64 [n] each; ``on_card``: makes a batch of the tensors there; ``lengths``
+    int64 [R]: tokens to which each paged row attends."""
+
+    arrays: list[np.ndarray]
+    on_card: Callable[[Iterator[torch.Tensor]], Batch]
+    places: Places
+    lengths: np.ndarray
+
+    def on_host(self, device: Device) -> torch.Tensor:
+        """Join the arrays in memory from which one copy brings them to the card, pinned where the card has it."""
+        host = device.host_empty((sum(map(len, self.arrays)),), torch.int64)
+        np.concatenate(self.arrays, out=host.numpy())
+        return host
+
+    def of(self, joined: torch.Tensor) -> Batch:
+        """Return the batch of what `on_host` has joined, on the card."""
+        return self.on_card(iter(joined.split([len(array) for array in self.arrays])))
+
+    def send(self, device: Device) -> Batch:
+        return self.of(self.on_host(device).to(device.torch_device, non_blocking=True))
+
+
 def build_batch(step: EngineStep, cache: KVCache, invariant: bool = False) -> Batch:
     """Build the tensors of a step."""
+    return plan_batch(step, cache, invariant).send(cache.device)
+
+
+def plan_batch(step: EngineStep, cache: KVCache, invariant: bool = False, size: BatchSize | None = None) -> BatchPlan:
+    """Plan the tensors of a step; with ``size`` it only decodes."""
     context, page_size, heads = cache.context, cache.page_size, cache.layout.heads
     short, whole, long = _sort_chunks(step, invariant)
     paths: list[Piece] = [piece for one in step.verified for piece in _paths(one)]
     paged_paths = invariant or cache.reads_blocks
     before, behind = (paths, []) if paged_paths else ([], paths)
-    pieces = [(seq, 1) for seq in step.decodes] + before + short + whole + long + behind
+    decodes = step.decodes + step.decodes[-1:] * (size.rows - len(step.decodes) if size else 0)
+    pieces = [(seq, 1) for seq in decodes] + before + short + whole + long + behind
     table, first_of_piece = _block_table([rows for rows, _ in pieces] + [seq for seq, _ in step.shared_prefill])
     starts = np.fromiter((rows.computed for rows, _ in pieces), np.int64, len(pieces))
     if only_decodes := not (step.chunks or paths):
@@ -98,14 +140,14 @@ def build_batch(step: EngineStep, cache: KVCache, invariant: bool = False) -> Ba
             first_of_piece,
             np.arange(1, len(pieces) + 1),
         )
-        ids = np.fromiter((seq.tokens[-1] for seq in step.decodes), np.int64, len(pieces))
+        ids = np.fromiter((seq.tokens[-1] for seq in decodes), np.int64, len(pieces))
     else:
         counts = np.fromiter((count for _, count in pieces), np.int64, len(pieces))
         ends = np.cumsum(counts)
         positions = np.arange(ends[-1]) + np.repeat(starts - (ends - counts), counts)
         first = np.repeat(first_of_piece[: len(pieces)], counts)
         ids = np.fromiter(chain.from_iterable(_new_tokens(*piece) for piece in pieces), np.int64, len(positions))
-    first_path = len(step.decodes) if paged_paths else len(pieces) - len(paths)
+    first_path = len(decodes) if paged_paths else len(pieces) - len(paths)
     first_row = int(ends[first_path - 1]) if first_path else 0  # of the drafts, whose rows lie one behind the other
     end_of = {} if only_decodes else {id(rows): end for (rows, _), end in zip(pieces, ends.tolist(), strict=True)}
     repeated, holders = _repeated_rows(step, first_row, first_path, end_of=end_of, first_shared=len(pieces))
@@ -116,35 +158,36 @@ def build_batch(step: EngineStep, cache: KVCache, invariant: bool = False) -> Ba
     own = np.flatnonzero(context.is_own(offset)) if context.is_shared else slice(None)
     slots = np.stack([keys[own] + part * cache.blocks * heads * page_size for part in range(cache.layout.parts)])
 
-    row_count = len(step.decodes) + sum(count for _, count in before + short)
+    row_count = len(decodes) + sum(count for _, count in before + short)
     packed_stop = row_count + sum(count for _, count in whole)
     lasts, divided = positions[:row_count], []
     if context.is_shared:
         held = context.count_own(lasts + 1)
         lasts, divided = np.maximum(held, 1) - 1, [written[own], np.flatnonzero(held == 0)]
-    paged, take_paged = plan_paged_rows(lasts, first[:row_count], table, cache=cache, invariant=invariant)
+    options: dict[str, Any] = dict(cache=cache, invariant=invariant, width=size.blocks if size else 0)
+    paged, take_paged = plan_paged_rows(lasts, first[:row_count], table, **options)
     arrays = [ids, positions, slots.ravel(), repeated, *divided, *paged]
     arrays += [pieces_of(_blocks_of(*piece, cache), cache) for piece in long + behind]
     arrays += [] if only_decodes else [_sampled_rows(step, end_of, first_row=first_row)]
-    tensors = _to_card(arrays, cache.device)
-    ids_N, positions_N, slots_PWK, repeated_M = (next(tensors) for _ in range(4))
-    own_W, empty_E = (next(tensors) for _ in divided) if divided else (None, None)
-    rows = take_paged(tensors)
-    return Batch(
-        ids=ids_N,
-        positions=positions_N,
-        slots=slots_PWK,
-        repeated=repeated_M if len(repeated) else None,
-        own=own_W,
-        empty=empty_E,
-        blocks=block,
-        offsets=offset,
-        written=written,
-        rows=rows,
-        packed=(row_count, packed_stop, [count for _, count in whole]),
-        long=tuple(_long_chunks(long + behind, packed_stop, pieces=tensors)),
-        sampled=None if only_decodes else next(tensors),
-    )
+
+    def on_card(tensors: Iterator[torch.Tensor]) -> Batch:
+        ids_N, positions_N, slots_PWK, repeated_M = (next(tensors) for _ in range(4))
+        own_W, empty_E = (next(tensors) for _ in divided) if divided else (None, None)
+        rows = take_paged(tensors)
+        return Batch(
+            ids=ids_N,
+            positions=positions_N,
+            slots=slots_PWK,
+            repeated=repeated_M if len(repeated) else None,
+            own=own_W,
+            empty=empty_E,
+            rows=rows,
+            packed=(row_count, packed_stop, [count for _, count in whole]),
+            long=tuple(_long_chunks(long + behind, packed_stop, pieces=tensors)),
+            sampled=None if only_decodes else next(tensors),
+        )
+
+    return BatchPlan(arrays, on_card, Places(block, offset, written), lasts + 1)
 
 
 def _paths(one: Verification) -> Iterator[Piece]:
@@ -178,13 +221,6 @@ def _repeated_rows(
         rows += range(end - count, end)
         pieces += [number] * count
     return np.array(rows, np.int64), np.array(pieces, np.int64)
-
-
-def _to_card(arrays: list[np.ndarray], device: Device) -> Iterator[torch.Tensor]:
-    """Copy int64 arrays [n] to the card at once, from pinned memory where the card has it; yield them in order."""
-    host = device.host_empty((sum(map(len, arrays)),), torch.int64)
-    np.concatenate(arrays, out=host.numpy())
-    return iter(host.to(device.torch_device, non_blocking=True).split([len(array) for array in arrays]))
 
 
 def _sort_chunks(step: EngineStep, invariant: bool) -> tuple[list[Piece], list[Piece], list[Piece]]:

@@ -7,6 +7,7 @@ from math import inf
 
 from fusion.inference.request import SamplingParams
 from fusion.inference.validation import check_sampling
+from fusion.npu.config import STACKING, table_of
 from fusion.telemetry.classes import OWN_CLASS
 from fusion.telemetry.keys import SET, Unsupported, key
 from fusion.telemetry.validation import Checks, Group
@@ -95,6 +96,19 @@ class EngineConfig(Group, path="rollout.engine"):
         False, unsupported_by={"vllm": Unsupported("vLLM's results depend on the batch by rounding")}
     )
     """Computes bitwise the same logprobs under any batching, chunking or order of arrival, at some cost in speed."""
+    graphs: bool = key(
+        False,
+        only={
+            "batch_invariant": (False,),
+            "parallel.infer.pp": (1,),
+            "parallel.infer.dcp": (1,),
+            "training.lora.rank": (0,),
+        },
+        why="the others wait for the host in every step",
+    )
+    """Replays steps that only decode as graphs of the card, of padded sizes; they are captured where a size recurs, and
+    again after weights or KV cache have moved. Their memory is not part of kv_fraction. On CUDA and Ascend cards; with
+    rollout.backend=vllm, vLLM's own, on CUDA (docs/rollout.md)."""
 
     def check(self, check: Checks) -> None:
         check.that("block_size", self.block_size % BLOCK_MULTIPLE == 0, f"a multiple of {BLOCK_MULTIPLE}")
@@ -247,9 +261,6 @@ class RolloutConfig(Group, path="rollout"):
     """Which engine generates: `embedded`: this project's, all families and options; `vllm`: vLLM in the worker's
     process, with the same sampler, noise and switches (`bash scripts/environment.sh --backend vllm`); what it does not
     do is refused by key (docs/backends.md)."""
-    vllm_graphs: bool = key(False, only={"backend": ("vllm",), "device.kind": ("auto", "cuda")})
-    """CUDA cards: vLLM replays decode steps as CUDA graphs, captured again whenever weights or KV cache have moved.
-    Their memory is not part of `rollout.engine.kv_fraction`."""
     max_response_length: int = key(256, at_least=1, read_by="plan simulate")
     """Maximum number of tokens of a response, including the end token."""
     max_length: int | None = key(None, at_least=1)
@@ -298,6 +309,23 @@ class RolloutConfig(Group, path="rollout"):
         """Return the sampling parameters of a request under this config, with ``changes`` applied."""
         values: dict = {name: getattr(self.sampling, name) for name in SAMPLING}
         return SamplingParams(**(values | {"max_tokens": self.max_response_length} | changes))
+
+
+def check_graphs(config: RolloutConfig, kind: str, operators: str) -> None:
+    """Refuse graphs where the engine has none on a card of this ``kind`` (`Device.kind`; auto: not known yet) with this
+    table of ``operators``.
+    Raise ValueError: names the keys."""
+    if not config.engine.graphs or kind == "auto":
+        return
+    if config.backend == "vllm" and kind != "cuda":
+        raise ValueError(
+            "rollout.engine.graphs=true: expected false with rollout.backend=vllm on other cards than CUDA's"
+        )
+    if config.backend == "embedded" and table_of(kind, operators) not in STACKING:
+        raise ValueError(
+            f"rollout.engine.graphs=true: the operators {table_of(kind, operators)!r} of this card wait for the host; "
+            f"expected false, or device.operators={' or '.join(STACKING)}"
+        )
 
 
 def check_context(config: RolloutConfig, dcp: int) -> None:

@@ -38,6 +38,12 @@ class Counters:
     """Tokens of drafts that were sampled"""
     decoded_sequences: int = 0
     """Sequences that decoded in a step, with a draft or without, over all steps; the weight of tokens per forward"""
+    graph_steps: int = 0
+    """Steps replayed as a graph"""
+    graphs_captured: int = 0
+    """Graphs captured"""
+    graphs_dropped: int = 0
+    """Graphs dropped because weights or KV were released or have moved, as at a switch"""
     kv_pool_hits: int = 0
     """Requests continued behind KV that this rank wrote itself"""
     kv_pool_pulls: int = 0

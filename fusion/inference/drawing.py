@@ -8,7 +8,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fusion.inference.batch import Batch
 from fusion.inference.noise import uniforms
 from fusion.inference.sampler import Sampled, sample, split_kept
 from fusion.inference.sequence import EngineStep, Sequence
@@ -26,15 +25,16 @@ class Draw:
     def __init__(self, model: Transformer, mesh: Mesh, seed: int, max_rows: int):
         self.model, self.mesh, self.seed, self.max_rows = model, mesh, seed, max_rows
 
-    def __call__(self, hidden: torch.Tensor | None, batch: Batch, step: EngineStep) -> Sampled:
-        """Return a token for each of ``step.drawn``, sampled on the last stage, equal on all."""
+    def __call__(self, hidden: torch.Tensor | None, sampled_rows: torch.Tensor | None, step: EngineStep) -> Sampled:
+        """Return a token for each of ``step.drawn``, sampled on the last stage from ``hidden`` (None on the others),
+        equal on all. ``sampled_rows``: int64 [S], the rows that are sampled; None: all."""
         noise, sequences = noise_of(step.sampled, self.seed), step.drawn
         if step.verified:
             noise = np.concatenate([noise, noise_of_rows(step.verified, self.seed)])
         sampled = None
         if hidden is not None:
-            if batch.sampled is not None:
-                hidden = hidden.index_select(0, batch.sampled)
+            if sampled_rows is not None:
+                hidden = hidden.index_select(0, sampled_rows)
             sampled = self._sample(hidden, sequences, noise)
             if self.mesh.pp_group is None:
                 return sampled

@@ -3,12 +3,15 @@
 step ─► batch ─► [hidden of the previous stage] ─► layers, attending to paged KV ─► [next stage] ─► draw ─► tokens
 """
 
+from functools import partial
+
 import torch
 import torch.distributed as dist
 
 from fusion.inference.attention import PagedAttention
-from fusion.inference.batch import Batch, build_batch
+from fusion.inference.batch import Batch, BatchSize, Places, plan_batch
 from fusion.inference.drawing import Draw
+from fusion.inference.graphs import Computed, DecodeGraphs, padded, size_of
 from fusion.inference.kv_cache import KVCache
 from fusion.inference.parked import ParkedKV
 from fusion.inference.routing import RoutingCache, of_all_layers
@@ -20,7 +23,7 @@ from fusion.npu import Device
 
 class Forward:
     """Compute steps. Collective over the mesh. ``seed``: seed of the run; ``routing``: records the experts of all
-    tokens; None: does not record."""
+    tokens; None: does not record. ``graphs``: replays steps that only decode; None: none are."""
 
     def __init__(
         self,
@@ -31,54 +34,85 @@ class Forward:
         cache: KVCache,
         parked: ParkedKV,
         routing: RoutingCache | None,
+        graphs: DecodeGraphs | None,
         seed: int,
         batch_invariant: bool,
         max_rows: int,
     ):
         self.model, self.mesh, self.device, self.cache, self.parked = model, mesh, device, cache, parked
-        self.routing, self.batch_invariant = routing, batch_invariant
+        self.routing, self.graphs, self.batch_invariant = routing, graphs, batch_invariant
         self._max_dispatched_rows = model.max_dispatched_rows
         self.draw = Draw(model, mesh, seed, max_rows)
 
     @torch.inference_mode()
     def __call__(self, step: EngineStep) -> Sampled:
         """Return a token for each of ``step.drawn``, the same on ranks of equal schedule."""
-        batch = build_batch(step, self.cache, self.batch_invariant)
+        size = None if self.graphs is None else self._agree_on_size(step)
+        plan = plan_batch(step, self.cache, self.batch_invariant, size)
         self.parked.restore(step.restored)
         self.cache.copy(step.copied)
         if self.routing and step.copied:
             self.routing.copy(step.copied)
+        rows = self._plan_rows(len(plan.arrays[0]), size is not None)
+        sampled_rows = None
+        if self.graphs is not None and size is not None and self._waits_for_no_counts(rows):
+            out, routed = self.graphs(size, plan, partial(self._compute, rows=rows))
+        else:
+            batch = plan.send(self.device)
+            (out, routed), sampled_rows = self._compute(batch, rows), batch.sampled
+        if size is not None:
+            out = out[: len(step.decodes)]
+        if routed is not None and step:
+            self._keep_routing(plan.places, routed, rows)
+        if not (step.sampled or step.verified):
+            return Sampled([], [])
+        return self.draw(out if self.mesh.last_stage else None, sampled_rows, step)
+
+    def _compute(self, batch: Batch, rows: RowSplit) -> Computed:
         routed: list[Routed] | None = [] if self.routing else None
-        rows = self._plan_rows(len(batch.ids))
         attend, hidden = PagedAttention(self.cache, batch), self._receive_hidden(rows)
         out = self.model(batch.ids, batch.positions, attend, routed, hidden, rows=rows)
-        if not self.mesh.last_stage:
-            if out.shape[0]:
-                dist.send(out, group=self.mesh.pp_group, group_dst=self.mesh.pp_rank + 1)
-            out = None
-        if routed is not None and step:
-            self._keep_routing(batch, routed, rows)
-        return self.draw(out, batch, step) if step.sampled or step.verified else Sampled([], [])
+        if not self.mesh.last_stage and out.shape[0]:
+            dist.send(out, group=self.mesh.pp_group, group_dst=self.mesh.pp_rank + 1)
+        return out, routed
 
-    def _keep_routing(self, batch: Batch, routed: list[Routed], rows: RowSplit) -> None:
+    def _keep_routing(self, places: Places, routed: list[Routed], rows: RowSplit) -> None:
         shape = self.model.config
         if routed:
             routing_of_stage = routing_of(routed, rows, self.mesh, num_experts=shape.num_experts)
         else:  # a stage without sparse layers
             dtype = routing_dtype(shape.num_experts)
-            routing_of_stage = torch.empty(len(batch.ids), 0, shape.top_k, dtype=dtype)
+            routing_of_stage = torch.empty(rows.count, 0, shape.top_k, dtype=dtype)
         routing = of_all_layers(routing_of_stage, self.mesh, shape)
         if self.routing and routing is not None:
-            self.routing.write(batch, routing)
+            self.routing.write(places, routing)
 
-    def _plan_rows(self, count: int) -> RowSplit:
-        """Plan how the step's rows lie on the ranks. Collective over the stage, on the host, where EP spans attention
-        ranks."""
+    def _agree_on_size(self, step: EngineStep) -> BatchSize | None:
+        """Return what all ranks of the stage pad a step to that only decodes on each of them, else None. Collective
+        over the stage, on the host, where EP spans attention ranks."""
+        largest = size_of(step, self.cache.block_size)
+        if self._spans_ranks:
+            sizes = torch.tensor([largest] * self.mesh.parallel.stage_world)
+            dist.all_gather_into_tensor(sizes, torch.tensor([largest]), group=self.mesh.stage_group)
+            largest = BatchSize(*sizes.amax(0).tolist()) if sizes.all() else BatchSize(0, 0)
+        return padded(largest) if largest.rows else None
+
+    def _waits_for_no_counts(self, rows: RowSplit) -> bool:
+        """Return whether experts need not be told on the host how many rows others send them."""
+        return rows.whole or self.mesh.ep_group is None and self.mesh.etp_group is None
+
+    @property
+    def _spans_ranks(self) -> bool:
+        return self.mesh.parallel.ep > self.mesh.parallel.tp
+
+    def _plan_rows(self, count: int, agreed: bool) -> RowSplit:
+        """Plan how the step's rows lie on the ranks. ``agreed``: all have as many. Collective over the stage, on the
+        host, where they may differ and EP spans attention ranks."""
         mesh, parallel = self.mesh, self.mesh.parallel
         if not self.model.can_hold_whole_rows:
             return RowSplit(count)
         counts = torch.full((parallel.stage_world,), count)
-        if parallel.ep > parallel.tp:
+        if self._spans_ranks and not agreed:
             dist.all_gather_into_tensor(counts, torch.tensor([count]), group=mesh.stage_group)
         return whole_rows(parallel, mesh.rank, counts[:: parallel.tp].tolist(), self._max_dispatched_rows)
 

@@ -57,12 +57,13 @@ PagedPlan = tuple[list[np.ndarray], Callable[[Iterator[torch.Tensor]], Rows]]
 
 
 def plan_paged_rows(
-    positions: np.ndarray, first: np.ndarray, table: np.ndarray, *, cache: KVCache, invariant: bool
+    positions: np.ndarray, first: np.ndarray, table: np.ndarray, *, cache: KVCache, invariant: bool, width: int = 0
 ) -> PagedPlan:
     """Plan rows at these ``positions`` among the tokens that this rank stores, int64 [R]; row r's blocks are
-    ``table[first[r]]`` and those behind it."""
+    ``table[first[r]]`` and those behind it. ``width``: blocks of each row, for a table that `needs_block_rows`; 0: as
+    many as needed."""
     if cache.reads_blocks:
-        return _plan_table(positions, first, table, cache=cache, invariant=invariant)
+        return _plan_table(positions, first, table, cache=cache, invariant=invariant, width=width)
     slices = list(_slice_rows(positions, first, table, cache=cache, invariant=invariant))
     valid = np.concatenate([np.zeros(0, np.int64), *(part.valid for part in slices)])
 
@@ -80,21 +81,22 @@ def plan_paged_rows(
 
 
 def _plan_table(
-    positions: np.ndarray, first: np.ndarray, table: np.ndarray, *, cache: KVCache, invariant: bool
+    positions: np.ndarray, first: np.ndarray, table: np.ndarray, *, cache: KVCache, invariant: bool, width: int
 ) -> PagedPlan:
-    arrays, lengths, width = [table, first, positions + 1], positions + 1, 0
-    if cache.device.operators.needs_block_rows:
-        width = int(positions.max(initial=0)) // cache.page_size + 1
-        arrays.append(table[np.minimum(first[:, None] + np.arange(width), len(table) - 1)].ravel())
+    lengths, of_rows = positions + 1, cache.device.operators.needs_block_rows and len(positions) > 0
+    if of_rows:  # rows of one width, which an operator reads as they are
+        width = width or int(positions.max()) // cache.page_size + 1
+        table = table[np.minimum(first[:, None] + np.arange(width), len(table) - 1)].ravel()
+        first = np.arange(len(positions)) * width
 
     def take(tensors: Iterator[torch.Tensor]) -> Rows:
         rows = PagedRows(next(tensors), next(tensors), next(tensors))
-        if width:
-            blocks_RB = next(tensors).view(-1, width).to(torch.int32)
+        if of_rows:
+            blocks_RB = rows.table.view(-1, width).to(torch.int32)
             rows = rows._replace(blocks_RB=blocks_RB, host_lengths=tuple(lengths.tolist()), invariant=invariant)
         return rows if len(lengths) else ()
 
-    return arrays, take
+    return [table, first, lengths], take
 
 
 def _slice_rows(

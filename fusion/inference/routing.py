@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from fusion.inference.batch import Batch
+from fusion.inference.batch import Places
 from fusion.model import Mesh, ModelConfig, routing_dtype
 
 
@@ -32,10 +32,11 @@ class RoutingCache:
         """Replace the cells by as many blocks as the KV cache has (0: releases the memory)."""
         self._cells = torch.empty(blocks, *self.cell, dtype=self.dtype).numpy()
 
-    def write(self, batch: Batch, routing_NLk: torch.Tensor) -> None:
+    def write(self, places: Places, routing_NLk: torch.Tensor) -> None:
         """Write the routing of all tokens of a step, before any request of the step ends."""
         routing = routing_NLk.numpy()
-        self._cells[batch.blocks, batch.offsets] = routing if batch.repeated is None else routing[batch.written]
+        repeats = len(places.rows) > len(routing)
+        self._cells[places.blocks, places.offsets] = routing[places.rows] if repeats else routing
 
     def copy(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy blocks: (from, to)."""

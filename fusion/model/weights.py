@@ -86,6 +86,10 @@ class Buckets:
     def resident(self) -> bool:
         return all(self.held(index) > 0 for index in range(len(self.flats)))
 
+    def addresses(self) -> list[int]:
+        """Return where each piece lies now; 0 after `release`."""
+        return [storage.data_ptr() for storage in self._storages]
+
     def held(self, index: int) -> int:
         """Return the bytes that a piece holds now; 0 after `release`."""
         return self._storages[index].nbytes()

@@ -5,14 +5,14 @@ attributed to owners and how capacity is set.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 
 from fusion.npu.config import DeviceConfig
-from fusion.npu.device import HANDLE_BYTES, Device
+from fusion.npu.device import HANDLE_BYTES, Device, T
 from fusion.npu.memory import OWNERS, Memory, check_owner
 from fusion.npu.operators import operators_of
 from fusion.npu.owners import NewStorages, StorageOwners
@@ -69,6 +69,18 @@ class AcceleratorDevice(Device):
 
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
+
+    def capture(self, compute: Callable[[], T], beside: Any = None) -> tuple[Any, T]:
+        compute()
+        options: dict[str, Any] = dict(capture_error_mode="thread_local")  # other threads copy meanwhile
+        if self.torch_device.type == "npu":
+            graph = self.module.NPUGraph()
+            options["auto_dispatch_capture"] = True
+        else:
+            graph = self.module.CUDAGraph()
+        with self.module.graph(graph, pool=None if beside is None else beside.pool(), **options):
+            computed = compute()
+        return graph, computed
 
     def new_stream(self) -> Any:
         return self.module.Stream(self.torch_device)

@@ -5,15 +5,17 @@ import importlib.util
 import os
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fusion.npu.config import OPERATORS, DeviceConfig
 from fusion.npu.memory import Memory
 from fusion.npu.operators import Plain, operators_of
+
+T = TypeVar("T")
 
 HANDLE_BYTES = 48
 """Length of a handle by which another process maps memory of a card."""
@@ -91,6 +93,13 @@ class Device(ABC):
         written.
         Raise ValueError: the storage is released."""
         return tensor
+
+    def capture(self, compute: Callable[[], T], beside: Any = None) -> tuple[Any, T]:
+        """Capture what ``compute`` runs on the card as a graph. Return it and what ``compute`` returned, tensors that
+        every `replay()` of the graph writes again. ``compute`` is called twice, as the first time warms up. ``beside``:
+        another graph, which shares its memory, as the two are never replayed at the same time.
+        Raise RuntimeError: ``compute`` waits for the card or copies from or to the host; this card has no graphs."""
+        raise RuntimeError(f"{self.torch_device}: this {self.kind} card captures no graphs")
 
     @abstractmethod
     def new_stream(self) -> Any: ...

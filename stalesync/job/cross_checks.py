@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fusion.colocate.share import InferenceShare
-from fusion.inference.config import check_context
+from fusion.inference.config import check_context, check_graphs
 from fusion.model.peft_folder import adapter_params, check_adapter
 from fusion.telemetry.validation import Checks
 
@@ -107,8 +107,10 @@ def check_batches(config: Config, model: ModelConfig) -> None:
 
 
 def check_generation(config: Config) -> None:
-    """Refuse an order of two steps for one, KV that nothing would pool, and shared KV where bits matter."""
+    """Refuse an order of two steps for one, KV that nothing would pool, shared KV where bits matter, and graphs that no
+    card captures."""
     check_context(config.rollout, config.parallel.infer.dcp)
+    check_graphs(config.rollout, config.device.kind, config.device.operators)
     if config.rollout.schedule.order == "histopipe" and not config.stalesync.max_staleness:
         raise ValueError(
             "rollout.schedule.order=histopipe: expected another one with stalesync.max_staleness=0, as it orders "

@@ -74,7 +74,9 @@ OTHER_NAMES = {name: here for here, names in _NAMES.items() for name in names.sp
 
 _MOVED = {
     "rollout.sampling": "temperature top_k top_p min_p stop forced_median forced_spread",
-    "rollout.engine": "block_size max_seqs max_batch_tokens kv_fraction max_kv_tokens prefix_cache batch_invariant",
+    "rollout.engine": """
+        block_size max_seqs max_batch_tokens kv_fraction max_kv_tokens prefix_cache batch_invariant
+        vllm_graphs=graphs""",
     "rollout.schedule": "order length_classes chunk_tokens probe",
     "rollout.kv_pool": """
         suspended_kv=suspended max_parked_kv_mib=max_parked_mib kv_spill=spill max_spilled_kv_mib=max_spilled_mib

@@ -51,7 +51,7 @@ _KEYS = {
         parallel.*
         fusion.deployment fusion.infer_cards fusion.score_cards fusion.resident fusion.bucket_bytes fusion.offload
         fusion.double_buffer fusion.checksum
-        rollout.backend rollout.vllm_graphs rollout.engine.* rollout.schedule.* rollout.kv_pool.* rollout.drafts.*
+        rollout.backend rollout.engine.* rollout.schedule.* rollout.kv_pool.* rollout.drafts.*
         training.backend training.lr training.betas training.weight_decay training.clip_grad training.schedule
         training.warmup_steps training.token_budget training.recompute training.load_balancing_coef
         training.load_balancing training.router_bias_rate training.share_prefixes

@@ -114,7 +114,7 @@ def test_an_engine_derives_before_it_counts_free_memory_and_with_every_version(m
     engine.model = SimpleNamespace(
         derive=lambda: calls.append("derive"), release_derived=lambda: calls.append("release")
     )
-    engine.config, engine._version, engine._holds_kv = SimpleNamespace(vllm_graphs=True), 0, False
+    engine.config, engine._version, engine._holds_kv = SimpleNamespace(engine=SimpleNamespace(graphs=True)), 0, False
     engine.drafter = None
     engine.core = SimpleNamespace(release_kv=lambda: calls.append("release_kv"))
     monkeypatch.setattr(engine, "_restart", lambda: None)

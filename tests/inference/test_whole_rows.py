@@ -66,7 +66,7 @@ def generate_rank(
         made, planned = EmbeddedEngine(model, mesh, device, config, seed=5, routing=True), set()
         made.allocate_kv()
         plan = made.forward._plan_rows
-        made.forward._plan_rows = lambda count: planned.add(rows := plan(count)) or rows
+        made.forward._plan_rows = lambda *args: planned.add(rows := plan(*args)) or rows
         if rank == 0:
             made.submit(wanted())
         outputs = made.run()

@@ -262,7 +262,7 @@ def start(
             def _distributed_args(self) -> tuple[str, int, int]:
                 return f"rlfusion:{name}", mesh.rank, device.index
 
-        options = engine_options(device.kind, rollout.vllm_graphs) | {"enable_return_routed_experts": routing}
+        options = engine_options(device.kind, rollout.engine.graphs) | {"enable_return_routed_experts": routing}
         vllm_config = _vllm_config(config, mesh, rollout, dtype, options)
         if load is not None:
             vllm_config.load_config.load_format = _loader(load)

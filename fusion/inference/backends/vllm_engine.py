@@ -92,7 +92,7 @@ class VllmEngine(ControlledEngine):
 
     def _allocate(self, blocks: int) -> None:
         self.core.allocate_kv(blocks)
-        self._may_have_moved = self.config.vllm_graphs
+        self._may_have_moved = self.config.engine.graphs
         scheduler = self.core.scheduler
         scheduler.max_num_running_reqs = self.config.engine.max_seqs
         scheduler.max_num_scheduled_tokens = self.config.engine.max_batch_tokens
@@ -125,7 +125,7 @@ class VllmEngine(ControlledEngine):
         self._version = version
         if self.drafter is not None:
             self.drafter.adopt(version)
-        self._may_have_moved = self.config.vllm_graphs
+        self._may_have_moved = self.config.engine.graphs
         if self._holds_kv:
             self.model.derive()
         self._restart()

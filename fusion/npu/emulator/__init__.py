@@ -2,6 +2,7 @@
 
     build.py      sources ──g++, once──► cache folder ──► rlfusion_npu.so
     frontend.py   the module `torch.npu`, with the names of torch_npu
+    graphs.py     what was captured, replayed
     operators/    references of operators of `torch.ops.npu`, for the schemas in schemas/
     *.h, *.cpp    the device itself (emulator.h lists the files)
 
@@ -10,8 +11,8 @@
 
 The allocator rounds, caches and splits like a real one, with segments scaled down to the size of the models (heap.h).
 Work is done when the call returns; with `streams=adversarial`, copies and collectives run as late as synchronisation
-allows, and with `streams=timed` they take time (streams.h). Not emulated: asynchronous kernels, sparse and quantised
-tensors, graph capture, autocast, memory pools of a program's own.
+allows, and with `streams=timed` they take time (streams.h). Graphs are lists of operators (graphs.py). Not emulated:
+asynchronous kernels, sparse and quantised tensors, autocast, memory pools of a program's own.
 """
 
 import atexit

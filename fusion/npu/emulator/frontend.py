@@ -15,6 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fusion.npu.emulator.graphs import NPUGraph as NPUGraph
+from fusion.npu.emulator.graphs import graph as graph
+
 _initialized = True  # activation checkpointing looks here before it saves the random state
 _extension: Any = None
 
@@ -249,5 +252,7 @@ def stream(stream: torch.Stream | None) -> StreamContext:
 
 
 __all__ = [
-    name for name, value in globals().items() if name[0] != "_" and getattr(value, "__module__", None) == __name__
+    name
+    for name, value in globals().items()
+    if name[0] != "_" and getattr(value, "__module__", None) in (__name__, NPUGraph.__module__)
 ]

@@ -23,6 +23,7 @@ class AscendAttention(Plain):
     """The attention of the table `Ascend`, which inherits it."""
 
     needs_block_rows = fuses_chunks = True
+    lengths_argument = "actual_seq_lengths_kv"
 
     def __init__(self) -> None:
         self._is_emulated = "torch_npu" not in sys.modules

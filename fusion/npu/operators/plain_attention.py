@@ -33,6 +33,9 @@ class PlainAttention:
     name: str
     needs_block_rows = False
     """Whether `paged_attention` reads ``PagedRows.blocks_RB``"""
+    lengths_argument: str | None = None
+    """Argument of the operator of paged rows by which a captured graph is told of other lengths; None: it reads those
+    on the card"""
     fuses_chunks = False
     """Whether `varlen_attention` with `kv_lengths` needs no mask of T × S"""
 

@@ -12,21 +12,23 @@ from pathlib import Path
 CACHE = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "rlfusion-tests"
 SCHEMAS = "torch_npu/csrc/aten/npu_native_functions_by_codegen.yaml"
 META_KERNELS = "torch_npu/op_plugin/meta/_meta_registrations.py"
+GRAPHS = "torch_npu/npu/graphs.py"
+FILES = SCHEMAS, META_KERNELS, GRAPHS
 PLATFORM = "--only-binary :all: --python-version 3.11 --platform manylinux_2_28_x86_64".split()
 
 
 def unpacked(version: str) -> Path:
     """Return the folder of the unpacked files of a version, downloaded (40 MB) if it is not there yet."""
     folder = CACHE / f"torch_npu-{version}"
-    if not all((folder / name).is_file() for name in (SCHEMAS, META_KERNELS)):
+    if not all((folder / name).is_file() for name in FILES):
         CACHE.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=CACHE) as scratch:
             command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", *PLATFORM, "-d", scratch]
             subprocess.run([*command, f"torch_npu=={version}"], check=True)
             (wheel,) = Path(scratch).glob("*.whl")
             with zipfile.ZipFile(wheel) as archive:
-                archive.extractall(scratch, [SCHEMAS, META_KERNELS])
-            for name in (SCHEMAS, META_KERNELS):
+                archive.extractall(scratch, FILES)
+            for name in FILES:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (Path(scratch) / name).replace(folder / name)  # whole, also if two processes download
     return folder
