@@ -5,8 +5,9 @@ holds. Every figure stands beside its floor: the larger of its bytes at the rate
 operations at that of one large matrix product, both measured in the same run.
 
 operators: seconds and `over_floor` of operators of the card's table (`device.operators`).
-decode: one token of each sequence: seconds a step and a layer, tokens/s, over_floor; vllm: the same of vLLM in a
-process of its own, where it is installed and the card is a real one.
+decode: one token of each sequence: seconds a step and a layer, tokens/s, over_floor; graphs: the same steps replayed,
+where the card's table is captured; vllm: the same of vLLM in a process of its own, where it is installed and the card
+is a real one.
 step: a profile of one decode step: kernels and microseconds of a layer, and of all that is outside of the layers.
 train: forward, backward and update of one micro-batch: tokens/s, over_floor.
 switch: optimizer states to the host and back, over one plain copy each way; a switch between layouts needs several
@@ -62,6 +63,7 @@ from fusion.costmodel.shape import Shape
 from fusion.inference import EmbeddedEngine, Request, SamplingParams
 from fusion.model import Mesh, ModelConfig, Transformer
 from fusion.npu import Device, open_device
+from fusion.npu.config import STACKING
 from fusion.npu.operators import block_tokens
 from fusion.resources import SHAPES
 from fusion.training import EmbeddedTrainEngine, Sequences, TrainingConfig
@@ -218,32 +220,38 @@ def profiled(device: Device, work: Callable[[], object]) -> Figures:
     return {"kernels": len(kernels), "card_us": busy_us, "call_us": 1e6 * took_s}
 
 
-def engine_of(model: Transformer, args: Namespace) -> EmbeddedEngine:
+def engine_of(model: Transformer, args: Namespace, graphs: bool = False) -> EmbeddedEngine:
     """Return an engine for the prompts that are decoded, with its KV."""
-    size = max(16, block_tokens(model.device.kind, model.operators.name))
+    limits = dict(block_size=max(16, block_tokens(model.device.kind, model.operators.name)), max_seqs=args.batch)
     longest = args.context + args.steps + 64
-    return engine_of_model(model, block_size=size, max_seqs=args.batch, prefix_cache=False, max_response_length=longest)
+    return engine_of_model(model, **limits, prefix_cache=False, max_response_length=longest, graphs=graphs)
 
 
 def _decode(device: Device, args: Namespace) -> Figures:
-    """Measure what ``args.steps`` more tokens take of each sequence."""
+    """Measure what ``args.steps`` more tokens take of each sequence; where the table has them, with graphs, too."""
     floors, model = Floors.measure(device, args), model_of(device, args, BYTES)
-    engine, prompts = engine_of(model, args), prompts_of(args)
-
-    def generate(tokens: int) -> None:
-        params = SamplingParams(max_tokens=tokens)
-        engine.submit(Request(f"{tokens} {index}", prompt, params) for index, prompt in enumerate(prompts))
-        assert sum(len(out.tokens) for out in engine.run()) == args.batch * tokens
-
-    step_s = step_seconds(lambda tokens: timed(lambda: generate(tokens), device=device), args)
-    config, layers = model.config, model.config.num_layers
+    config, layers, prompts = model.config, model.config.num_layers, prompts_of(args)
     kv_bytes = 2 * layers * config.attention.num_kv_heads * config.attention.head_dim * BYTES  # type: ignore[union-attr]
     nbytes = BYTES * num_elements(config) + args.batch * args.context * kv_bytes
-    figures = floors.of(step_s, nbytes) | {"layer_us": 1e6 * step_s / layers, "tokens_per_s": args.batch / step_s}
-    figures |= {"layers": layers, "table": device.operators.name}
-    progress("decode", figures)
-    engine.release_kv()
-    return figures
+
+    def measured(graphs: bool) -> Figures:
+        engine = engine_of(model, args, graphs)
+
+        def generate(tokens: int) -> None:
+            params = SamplingParams(max_tokens=tokens)
+            engine.submit(Request(f"{tokens} {index}", prompt, params) for index, prompt in enumerate(prompts))
+            assert sum(len(out.tokens) for out in engine.run()) == args.batch * tokens
+
+        if graphs:
+            generate(args.steps + 1)  # captures
+        step_s = step_seconds(lambda tokens: timed(lambda: generate(tokens), device=device), args)
+        engine.release_kv()
+        found = floors.of(step_s, nbytes) | {"layer_us": 1e6 * step_s / layers, "tokens_per_s": args.batch / step_s}
+        progress(f"decode{', graphs' * graphs}", found)
+        return found
+
+    figures = measured(graphs=False) | {"layers": layers, "table": device.operators.name}
+    return figures | ({"graphs": measured(graphs=True)} if device.operators.name in STACKING else {})
 
 
 def prompts_of(args: Namespace) -> list[tuple[int, ...]]:

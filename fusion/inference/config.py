@@ -99,7 +99,6 @@ class EngineConfig(Group, path="rollout.engine"):
     graphs: bool = key(
         False,
         only={
-            "batch_invariant": (False,),
             "parallel.infer.pp": (1,),
             "parallel.infer.dcp": (1,),
             "training.lora.rank": (0,),
@@ -108,7 +107,7 @@ class EngineConfig(Group, path="rollout.engine"):
     )
     """Replays steps that only decode as graphs of the card, of padded sizes; they are captured where a size recurs, and
     again after weights or KV cache have moved. Their memory is not part of kv_fraction. On CUDA and Ascend cards; with
-    rollout.backend=vllm, vLLM's own, on CUDA (docs/rollout.md)."""
+    rollout.backend=vllm, vLLM's own, on CUDA (docs/operators.md)."""
 
     def check(self, check: Checks) -> None:
         check.that("block_size", self.block_size % BLOCK_MULTIPLE == 0, f"a multiple of {BLOCK_MULTIPLE}")
@@ -315,13 +314,18 @@ def check_graphs(config: RolloutConfig, kind: str, operators: str) -> None:
     """Refuse graphs where the engine has none on a card of this ``kind`` (`Device.kind`; auto: not known yet) with this
     table of ``operators``.
     Raise ValueError: names the keys."""
-    if not config.engine.graphs or kind == "auto":
+    if not config.engine.graphs:
         return
-    if config.backend == "vllm" and kind != "cuda":
+    if config.backend == "embedded" and config.engine.batch_invariant:
+        raise ValueError(
+            "rollout.engine.graphs=true: expected false with rollout.engine.batch_invariant=true, as its experts wait for "
+            "the host"
+        )
+    if config.backend == "vllm" and kind not in ("auto", "cuda"):
         raise ValueError(
             "rollout.engine.graphs=true: expected false with rollout.backend=vllm on other cards than CUDA's"
         )
-    if config.backend == "embedded" and table_of(kind, operators) not in STACKING:
+    if config.backend == "embedded" and kind != "auto" and table_of(kind, operators) not in STACKING:
         raise ValueError(
             f"rollout.engine.graphs=true: the operators {table_of(kind, operators)!r} of this card wait for the host; "
             f"expected false, or device.operators={' or '.join(STACKING)}"

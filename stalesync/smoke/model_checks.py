@@ -3,6 +3,7 @@
 a trainer and an engine on the same random weights
   operators   the card's own against those composed of PyTorch's, with 128 experts and more
   old         log-probabilities before the first update against those of the gradient's pass, and the engine's
+  graphs      steps that are replayed against those that are computed, where the table's steps are captured
   repeated    the same pass again: equal gradients and tokens, bit by bit; requests in other batches, too
 """
 
@@ -16,6 +17,7 @@ from fusion.inference import EmbeddedEngine, Output, Request, RolloutConfig, Sam
 from fusion.inference.config import EngineConfig
 from fusion.model import Mesh, ModelConfig, Transformer
 from fusion.npu import Device
+from fusion.npu.config import STACKING
 from fusion.npu.operators import block_tokens, operators_of
 from fusion.training import EmbeddedTrainEngine, Sequences, TrainingConfig
 from fusion.training.algorithms import cross_entropy
@@ -75,6 +77,8 @@ def _check(device: Device, num_experts: int) -> dict[str, Any]:
         composing_trainer.logprobs(batch)[0][batch.loss_mask],
     )
     figures["engine_diff"] = _close("log-probabilities of trainer and engine", old, sampled)
+    if model.operators.name in STACKING:
+        figures["graphs_diff"] = _check_graphs(model, outputs)
     first, gradients = _gradients(trainer, batch)
     figures["update_diff"] = _close("log-probabilities before the first update and in its gradient's pass", old, first)
     again, gradients_again = _gradients(trainer, batch)
@@ -96,6 +100,14 @@ def _check_repeated(model: Transformer) -> dict[str, Any]:
             same = (out.tokens, out.logprobs) == (others[id].tokens, others[id].logprobs)
             check(same, claim, out.logprobs, others[id].logprobs)
     return {"tokens": sum(len(out.tokens) for out in outputs.values())}
+
+
+def _check_graphs(model: Transformer, outputs: dict[str, Output]) -> float:
+    replayed = _generate(model, range(SEQUENCES), graphs=True)
+    for id, out in outputs.items():
+        check(out.tokens == replayed[id].tokens, f"a graph samples the tokens of {id}", out.tokens, replayed[id].tokens)
+    own, other = (torch.tensor([out.logprobs for out in each.values()]) for each in (outputs, replayed))
+    return _close("log-probabilities of steps that are replayed as graphs", own, other)
 
 
 def _trainer(model: Transformer) -> EmbeddedTrainEngine:
@@ -120,12 +132,13 @@ def _prompt(index: int) -> tuple[int, ...]:
     return tuple(torch.randint(0, VOCABULARY, (PROMPT,), generator=random).tolist())
 
 
-def _generate(model: Transformer, indices: range) -> dict[str, Output]:
+def _generate(model: Transformer, indices: range, graphs: bool = False) -> dict[str, Output]:
     """Return the outputs of the prompts of these indices, sampled in one batch."""
     limits = EngineConfig(
         block_size=max(16, block_tokens(model.device.kind, model.operators.name)),
         max_seqs=SEQUENCES,
         batch_invariant=model.row_multiple > 1,
+        graphs=graphs,
     )
     config = RolloutConfig(max_response_length=RESPONSE, engine=limits)
     engine = EmbeddedEngine(model, model.mesh, device=model.device, config=config, seed=0)

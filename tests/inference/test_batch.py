@@ -35,16 +35,16 @@ def requests(lengths):
 
 @pytest.mark.parametrize("invariant", [False, True])
 def test_a_step_sends_its_arrays_to_the_card_at_once(monkeypatch, invariant, operators):
-    copies, kinds, build = [], set(), batch.build_batch
+    copies, kinds, send = [], set(), batch.BatchPlan.send
 
-    def counted(step, cache, invariant):
+    def counted(plan, device):
         with CopiesToCard() as counter:
-            built = build(step, cache, invariant)
+            built = send(plan, device)
         copies.append(counter.count)
-        kinds.add((bool(step.decodes), bool(built.packed[2]), bool(built.long), len(built.rows) > 0))
+        kinds.add((built.sampled is None, bool(built.packed[2]), bool(built.long), len(built.rows) > 0))
         return built
 
-    monkeypatch.setattr("fusion.inference.forward.build_batch", counted)
+    monkeypatch.setattr(batch.BatchPlan, "send", counted)
     made = engine(max_seqs=8, max_batch_tokens=24, batch_invariant=invariant)
     made.submit(requests([20, 3, 25, 30, 1, 60]))
     made.run()

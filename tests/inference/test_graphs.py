@@ -3,6 +3,7 @@ engine without graphs, whatever comes, goes and moves."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from fusion.inference import EmbeddedEngine, graphs
 from fusion.inference.batch import BatchSize
+from fusion.inference.config import check_graphs
 from fusion.inference.graphs import padded
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.npu import open_device
@@ -119,9 +121,9 @@ def test_graphs_stay_while_what_they_read_does():
     steps, captured = counters.graph_steps, counters.graphs_captured
     held = [flat.clone() for flat in weights.flats]
     weights.release()
-    before = torch.empty(1 << 20, device=made.cache.device.torch_device)  # where the weights were
+    taken = [torch.empty_like(values) for values in held]  # where the weights were
     weights.allocate()
-    del before
+    assert made.graphs.have_moved() and taken
     for flat, values in zip(weights.flats, held, strict=True):
         flat.copy_(values)
     made.policy_version += 1
@@ -163,6 +165,33 @@ def test_the_host_table_captures_no_graphs():
     model = Transformer(ModelConfig.from_hf(checkpoint()), Mesh.single(), device)
     with pytest.raises(ValueError, match=r"rollout\.engine\.graphs=true: the operators 'cpu' .* device\.operators=asc"):
         EmbeddedEngine(model, Mesh.single(), device, rollout_config(graphs=True))
+
+
+@pytest.mark.parametrize(
+    ("backend", "kind", "operators", "invariant", "refused"),
+    [
+        ("embedded", "emulated", "ascend", False, ""),
+        ("embedded", "npu", "auto", False, ""),
+        ("embedded", "cuda", "cuda_fused", False, ""),
+        ("embedded", "auto", "auto", False, ""),
+        ("embedded", "emulated", "auto", False, "the operators 'cpu' of this card wait for the host"),
+        ("embedded", "npu", "plain", False, "device.operators=ascend or cuda"),
+        ("embedded", "npu", "auto", True, "rollout.engine.batch_invariant=true"),
+        ("embedded", "auto", "auto", True, "rollout.engine.batch_invariant=true"),
+        ("vllm", "cuda", "auto", False, ""),
+        ("vllm", "auto", "auto", False, ""),
+        ("vllm", "emulated", "ascend", False, "rollout.backend=vllm"),
+        ("vllm", "npu", "auto", False, "rollout.backend=vllm"),
+    ],
+)
+def test_graphs_are_refused_where_there_are_none(backend, kind, operators, invariant, refused):
+    config = rollout_config(backend=backend, batch_invariant=invariant, graphs=True)
+    if refused:
+        with pytest.raises(ValueError, match=r"rollout\.engine\.graphs=true: .*" + re.escape(refused)):
+            check_graphs(config, kind, operators)
+    else:
+        check_graphs(config, kind, operators)
+    check_graphs(rollout_config(backend=backend, batch_invariant=invariant), kind, operators)
 
 
 def generate_rank(rank: int, device: Any, folder: str, parallel: Parallel) -> Any:

@@ -145,7 +145,7 @@ def test_a_profile_that_is_cut_off_is_removed_with_a_warning(tmp_path, caplog):
 
 
 def test_a_run_whose_folder_cannot_be_written_ends_with_one_line(monkeypatch, capsys):
-    def launch(config, evaluates):
+    def launch(config, **options):
         raise OSError(
             errno.ENOSPC, "No space left on device (9 bytes to write, 0 bytes are free)", "runs/r/config.yaml"
         )
