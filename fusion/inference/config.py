@@ -318,8 +318,8 @@ def check_graphs(config: RolloutConfig, kind: str, operators: str) -> None:
         return
     if config.backend == "embedded" and config.engine.batch_invariant:
         raise ValueError(
-            "rollout.engine.graphs=true: expected false with rollout.engine.batch_invariant=true, as its experts wait for "
-            "the host"
+            "rollout.engine.graphs=true: expected false with rollout.engine.batch_invariant=true, as its experts wait "
+            "for the host"
         )
     if config.backend == "vllm" and kind not in ("auto", "cuda"):
         raise ValueError(
