@@ -97,7 +97,6 @@ def pytest_collection() -> Iterator[Any]:
     """Look for no garbage in what is imported, neither meanwhile, which takes a fifth longer, nor in later tests."""
     gc.disable()
     result = yield
-    gc.collect()
     gc.freeze()
     gc.enable()
     return result

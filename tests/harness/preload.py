@@ -22,6 +22,5 @@ gc.disable()  # what is imported is no garbage: looking for some meanwhile takes
 for name in MODULES:
     with suppress(ModuleNotFoundError):  # another version of Ray may not bring it
         import_module(name)
-gc.collect()
 gc.freeze()  # nor need the forks
 gc.enable()
