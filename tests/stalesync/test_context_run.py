@@ -67,14 +67,15 @@ DCP2 += ["parallel.infer.dcp=2", "run.eval_prompts=0", "algorithm.group_size=8",
 
 
 def test_engines_whose_cards_share_kv_generate_as_others_do(base, tmp_path):
-    """At staleness 0 with chunks, whose KV is pooled meanwhile; in blocks of 32 tokens, 16 on each card."""
+    """At staleness 0 with chunks, whose KV is pooled meanwhile; in blocks of 32 tokens, 16 on each card. The first step
+    is compared, those that share KV make another one."""
     (tmp_path / "reward.py").write_text(BEGINS_WITH_ONE)
     pool = ["rollout.kv_pool.suspended=pool", "rollout.schedule.chunk_tokens=8", "rollout.max_response_length=36"]
     pool += ["rollout.sampling.forced_median=18", "data.prompts_per_step=2"]
     common = [f"reward.path={tmp_path / 'reward.py'}:score", *DCP2, *pool]
     rows = {}
     for dcp in (1, 2):
-        done = train(base, tmp_path, *common, f"run.name={dcp}", f"parallel.infer.dcp={dcp}", "run.steps=2")
+        done = train(base, tmp_path, *common, f"run.name={dcp}", f"parallel.infer.dcp={dcp}", f"run.steps={dcp}")
         assert done.returncode == 0, done.stdout + done.stderr
         rows[dcp] = rows_of(tmp_path / str(dcp))
         assert all(row["training/rollout_probs_diff_mean"] < 1e-5 for row in rows[dcp])
