@@ -156,15 +156,18 @@ def test_of_many_followers_those_count_that_came_first_and_the_others_keep_their
 
 def test_a_draft_costs_as_much_behind_128k_tokens_as_behind_8k():
     def seconds(num_tokens: int) -> float:
-        indexes, text = SuffixIndexes(), of_many_followers(num_tokens + 100)
+        indexes, text = SuffixIndexes(), of_many_followers(num_tokens + 300)
         index = indexes.new([], min_match=1, max_match=7)
         places = [(index, indexes.open(index, SIBLING))]
         indexes.extend(places, [text[:num_tokens]])
-        began_s = time.process_time()
-        for token in text[num_tokens:]:
-            indexes.extend(places, [[token]])
-            indexes.draft(places, [8], [16], ACCEPTANCE, 4)
-        return time.process_time() - began_s
+        took_s = []
+        for start in range(num_tokens, num_tokens + 300, 100):
+            began_s = time.process_time()
+            for token in text[start : start + 100]:
+                indexes.extend(places, [[token]])
+                indexes.draft(places, [8], [16], ACCEPTANCE, 4)
+            took_s.append(time.process_time() - began_s)
+        return min(took_s)  # other work on the machine only adds
 
     assert seconds(1 << 17) < 4 * seconds(1 << 13)
 
