@@ -21,6 +21,7 @@ def main() -> None:
     )
     options, others = parser.parse_known_args()
     words = [*others, *options.changes]
+    from fusion.telemetry.folder_lock import is_held
     from stalesync.job.control import Limits, present_share, submit
     from stalesync.job.overrides import check_overrides, typed_keys
     from stalesync.job.values import typed_words
@@ -32,6 +33,8 @@ def main() -> None:
         if words:
             changes = dict(word.split("=", 1) for word in typed_words(words, typed_keys()))
             print(f"requested: {submit(options.folder, changes)}")
+            if not is_held(options.folder):
+                print("no run of this machine has the folder: the next step of a run that has it takes the request")
             return
         limits = Limits.of_run(options.folder)
         share = present_share(options.folder, limits)

@@ -43,6 +43,8 @@ def parse_arguments(arguments: Sequence[str], conf: Path) -> EvaluationArguments
         options, words = parser.parse_known_args(arguments)
     except argparse.ArgumentError:
         raise ValueError("--json: expected a path") from None
+    if options.json not in (None, "-") and (not (path := Path(options.json)).parent.is_dir() or path.is_dir()):
+        raise ValueError(f"--json {options.json}: expected a file in a folder that exists")
     if not words or "=" in words[0] or words[0].startswith("-"):
         raise ValueError("expected the folder of a run, a checkpoint or a model")
     source, overrides = Path(words[0]), accepted(words[1:], conf)

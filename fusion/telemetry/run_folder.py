@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, SupportsFloat, TypeVar
 
 from fusion.telemetry.files import (
+    FULL,
     NOT_FINITE,
     JsonLines,
     finite,
@@ -49,13 +50,18 @@ class RunFolder:
     If the name exists: `suffix` (default) takes the first free of `name-2`, `name-3`, …; `resume` continues in the
     folder. `choice` states in a sentence which it was.
     FolderInUse: another run has the folder; nothing in it was changed.
-    Raises ValueError: ``name`` is not the name of a folder."""
+    Raises ValueError: ``name`` is not the name of a folder, or ``root`` cannot be written."""
 
     def __init__(self, root: Path | str, name: str, if_exists: IfExists = "suffix", samples_per_step: int = 4) -> None:
         if not name or name != Path(name).name or name.startswith("."):
             raise ValueError(f"run name {name!r}: expected one folder name, without / and not starting with a dot")
-        self.path, self.choice, self.resumed = _claim(Path(root), name, if_exists)
-        self._lock = FolderLock(self.path)
+        try:
+            self.path, self.choice, self.resumed = _claim(Path(root), name, if_exists)
+            self._lock = FolderLock(self.path)
+        except OSError as error:
+            if error.errno in FULL:
+                raise
+            raise ValueError(f"run.dir={root}: cannot be written: {error}") from error
         remove_temporary(self.path)
         self.samples_per_step = samples_per_step
         self.sample_characters: int | None = None

@@ -22,6 +22,8 @@ class ChatTokenizer:
     turn ends."""
 
     def __init__(self, template: ChatTemplate, tokenizer: Any) -> None:
+        if not template.applies:
+            raise ValueError("the tokenizer has no chat template")
         if template.turn_end is None:
             raise ValueError("the tokenizer's chat template ends the assistant's turn with no special token")
         self._template: ChatTemplate = template

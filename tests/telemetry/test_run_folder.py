@@ -141,6 +141,13 @@ def test_a_name_that_exists(tmp_path):
     assert RunFolder(tmp_path, "run", if_exists="resume").choice == f"resuming in {tmp_path / 'run'}"
 
 
+def test_a_folder_that_cannot_be_written_is_refused_by_its_key(tmp_path):
+    (tmp_path / "file").touch()
+    for root in (Path("/proc/no"), tmp_path / "file"):
+        with pytest.raises(ValueError, match=f"run.dir={root}: cannot be written: .*{root}"):
+            RunFolder(root, "run")
+
+
 @pytest.mark.parametrize("name", ["", "a/b", "..", ".hidden", "a/"])
 def test_a_name_that_is_no_folder_name_is_refused(tmp_path, name):
     with pytest.raises(ValueError, match="expected one folder name"):

@@ -161,6 +161,8 @@ def test_the_config_of_a_run_is_the_default_of_its_evaluation(tmp_path):
         ([str(run), "fusion=mixed"], "fusion=mixed: expected one of colocated, "),
         ([str(run), "run.eval_prompts=0"], "eval.files=.*: expected files, or run.eval_prompts above 0"),
         ([str(run), "--json"], "--json: expected a path"),
+        ([str(run), "--json", str(run)], "--json .*: expected a file in a folder that exists"),
+        ([str(run), "--json", str(run / "no" / "x.json")], "--json .*: expected a file in a folder that exists"),
         ([str(run), "run.resume=true"], "run.resume: an evaluation alone takes no such setting"),
         ([str(run), "++eval.best=x"], "eval.best: an evaluation alone"),
         ([str(run), "model.path=other"], "model.path: an evaluation alone"),

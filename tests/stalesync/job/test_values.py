@@ -155,7 +155,8 @@ def test_control_reads_values_as_train_does(tmp_path, monkeypatch, capsys):
     (tmp_path / "config.yaml").write_text("{}")
     monkeypatch.setattr(sys, "argv", ["control.py", str(tmp_path), "rollout.engine.max_seqs=1e1", "engines=all"])
     importlib.import_module("scripts.control").main()
-    assert "rollout.engine.max_seqs=10" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "rollout.engine.max_seqs=10" in printed and "no run of this machine has the folder" in printed
 
 
 def test_hydras_own_options_pass():
