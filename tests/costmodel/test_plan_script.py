@@ -40,7 +40,8 @@ def run(command, **environment):
 
 
 def recipe(*arguments):
-    return run([*RECIPE, *arguments], VIRTUAL_ENV=sys.prefix, PATH=f"{sys.prefix}/bin:{os.environ['PATH']}")
+    variables = {"VIRTUAL_ENV": sys.prefix, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}", "extra": "test"}
+    return run([*RECIPE, *arguments], **variables)
 
 
 PUBLISHED = """data.prompts_per_step=512 algorithm.group_size=16 data.max_prompt_length=78

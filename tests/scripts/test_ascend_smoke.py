@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def smoke(report, *arguments, timeout_s=120, recipe="ascend_smoke.sh"):
     """Runs the recipe; returns its exit status, report and output."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("ASCEND_")}
+    environment["extra"] = "test"  # what `scripts/test.sh` has installed, so that a recipe does not install it anew
     command = ["bash", str(ROOT / "recipes" / recipe), "--report", str(report), *arguments]
     done = run(command, timeout_s, env=environment)
     return done.returncode, json.loads(report.read_text()) if report.exists() else None, done.stdout + done.stderr

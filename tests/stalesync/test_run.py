@@ -241,7 +241,8 @@ def test_questions_of_a_file_are_asked_and_scored_by_math_verify(tmp_path):
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
     small = ["data.prompts_per_step=4", "data.max_prompt_length=64", "rollout.max_response_length=16", "run.steps=2"]
     recipe = ["bash", "recipes/math_jsonl.sh", str(questions), str(model), "device=emulated", f"run.dir={tmp_path}"]
-    environment = os.environ | {"VIRTUAL_ENV": sys.prefix, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
+    paths = {"VIRTUAL_ENV": sys.prefix, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
+    environment = os.environ | paths | {"extra": "test"}
     done = machine.run([*recipe, *small], timeout_s=180, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = rows_of(tmp_path / "math-jsonl")
@@ -254,7 +255,8 @@ def test_questions_of_a_file_are_asked_and_scored_by_math_verify(tmp_path):
 def test_the_recipe_of_long_context_runs_at_toy_size(tmp_path):
     small = ["run.steps=1", "run.eval_prompts=2", "data.max_digits=96", "rollout.max_response_length=96"]
     recipe = ["bash", "recipes/long_context.sh", f"run.dir={tmp_path}", *small, "run.sample_characters=64"]
-    environment = os.environ | {"VIRTUAL_ENV": sys.prefix, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
+    paths = {"VIRTUAL_ENV": sys.prefix, "PATH": f"{sys.prefix}/bin:{os.environ['PATH']}"}
+    environment = os.environ | paths | {"extra": "test"}
     done = machine.run(recipe, timeout_s=240, cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = rows_of(tmp_path / "long-context")
