@@ -17,7 +17,7 @@ from math import isnan
 from typing import TYPE_CHECKING
 
 from fusion.inference.blocks import BlockManager
-from fusion.inference.config import RolloutConfig, check_context, check_graphs
+from fusion.inference.config import RolloutConfig, check_context
 from fusion.inference.context import Context
 from fusion.inference.control import Orders
 from fusion.inference.controlled import ControlledEngine
@@ -118,12 +118,7 @@ class EmbeddedEngine(ControlledEngine):
         self.parked = parked = self.pooled or ParkedKV(memory, self.cache, routing=own_routing, max_blocks=limit)
         # Without a reference to self: a reference cycle would keep KV alive.
         self.scheduler.on_chunk_end = lambda seq: parked.park([seq])
-        self.graphs: DecodeGraphs | None = None
-        if config.engine.graphs:
-            check_graphs(config, device.kind, device.operators.name)
-            self.graphs = DecodeGraphs(device, config.engine.block_size, model.weights.addresses, self.counters)
-        self._may_have_moved = False
-        """Whether weights may be elsewhere than when graphs were captured; on all ranks alike"""
+        self.graphs = DecodeGraphs.of(config, device, model.weights.addresses, self.counters)
         self.forward = Forward(
             model=model,
             mesh=mesh,
@@ -183,7 +178,8 @@ class EmbeddedEngine(ControlledEngine):
         # With rollout.kv_pool.suspended=keep running requests continue on their KV, which no other request can use.
         if version == self.scheduler.version:
             return
-        self._may_have_moved = self.graphs is not None
+        if self.graphs is not None:
+            self.graphs.may_have_moved = True
         if self._drafter is not None:
             self._drafter.adopt(version)
         if self.config.kv_pool.keeps_kv:
@@ -230,11 +226,8 @@ class EmbeddedEngine(ControlledEngine):
         outputs: list[Output] = []
         if self.pooled is not None:
             self.pooled.release(self.scheduler.waiting, self.control.min_over_ranks)
-        if self._may_have_moved and self.graphs is not None:
-            self._may_have_moved = False
-            (unmoved,) = self.control.min_over_ranks([int(not self.graphs.have_moved())])
-            if not unmoved:
-                self.graphs.clear()
+        if self.graphs is not None:
+            self.graphs.follow_weights(self.control.min_over_ranks)
         step, computing_s = self.scheduler.schedule(), time.perf_counter()
         assert step or self.scheduler.unfinished == len(self.scheduler.waiting.held)
         self.last_step_kind = step.kind

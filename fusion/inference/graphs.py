@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusion.inference.batch import Batch, BatchPlan, BatchSize
+from fusion.inference.config import RolloutConfig, check_graphs
 from fusion.inference.counters import Counters
 from fusion.inference.sequence import EngineStep
 from fusion.model import Routed
@@ -53,6 +54,19 @@ class DecodeGraphs:
         self._graphs: dict[BatchSize, DecodeGraph] = {}
         self._seen: Counter[BatchSize] = Counter()
         self._weights: list[int] = []
+        self.may_have_moved = False
+        """Whether weights may be elsewhere than when the first graph was captured; set on all ranks alike"""
+
+    @classmethod
+    def of(
+        cls, config: RolloutConfig, device: Device, addresses: Callable[[], list[int]], counters: Counters
+    ) -> DecodeGraphs | None:
+        """Return those of an engine; None: it has none.
+        Raise ValueError: it is to have some, and cannot (`check_graphs`)."""
+        if not config.engine.graphs:
+            return None
+        check_graphs(config, device.kind, device.operators.name)
+        return cls(device, config.engine.block_size, addresses, counters)
 
     def __call__(self, size: BatchSize, plan: BatchPlan, compute: Callable[[Batch], Computed]) -> Computed:
         """Return what ``compute`` returns for the plan's batch of ``size``, valid until the next call."""
@@ -70,9 +84,13 @@ class DecodeGraphs:
         self._counters.graph_steps += 1
         return kept.outputs
 
-    def have_moved(self) -> bool:
-        """Return whether the weights are elsewhere than when the first graph was captured."""
-        return bool(self._graphs) and self._addresses() != self._weights
+    def follow_weights(self, agree: Callable[[list[int]], list[int]]) -> None:
+        """Drop all graphs if the weights of a rank have moved. Collective where they may have."""
+        if self.may_have_moved:
+            self.may_have_moved = False
+            (unmoved,) = agree([int(not self._graphs or self._addresses() == self._weights)])
+            if not unmoved:
+                self.clear()
 
     def clear(self) -> None:
         """Drop all graphs, and the memory of what they computed."""
