@@ -123,12 +123,11 @@ def to_train(setup: Setup, moved: Traffic, memory: MemoryEstimate) -> Switch:
 def pessimistic(hardware: Hardware) -> Hardware:
     """Return the hardware with links between cards that reach no more than published updates of weights achieve."""
     peaks, card = hardware.topology.bytes_per_s, LEVELS.index("card")
-    shares = (
+    shares = tuple(
         share if level == card else replace(share, value=min(share.value, ACHIEVED.value / peak))
         for level, (peak, share) in enumerate(zip(peaks, hardware.reached, strict=True))
     )
-    card_, node, supernode, network = shares
-    return replace(hardware, reached=(card_, node, supernode, network))
+    return replace(hardware, reached=shares)
 
 
 def parked_s(setup: Setup, source: Parallel) -> float:

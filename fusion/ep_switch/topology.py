@@ -35,7 +35,7 @@ class Topology:
     ranks_per_card: int = 1
     ranks_per_node: int = 1 << 30
     ranks_per_supernode: int = 1 << 30
-    bytes_per_s: tuple[float, float, float, float] = (1e9, 1e9, 1e9, 1e9)
+    bytes_per_s: tuple[float, ...] = (1e9, 1e9, 1e9, 1e9)
     source: str = "no bandwidths: all links count the same"
     host_bytes_per_s: float = 1e9
 

@@ -13,11 +13,9 @@ over the steps, up to rounding.
 
 Cost, for n requests in the engine and r ranks: O(log n + r) for an event, whatever the number of steps between two."""
 
-import heapq
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from math import inf
 
 from fusion.inference.placement import place
 from fusion.rollout import SuspendedSample
@@ -70,9 +68,8 @@ class SimulatedEngine:
         self._jump: Jump | None = None
         self._event = 0
         """Number of the event that is due next: earlier ones are void"""
-        self._ends: list[tuple[int, int]] = []
-        """(steps after which a sequence of the rank ends, rank), a heap; void unless `_end_of_rank` agrees"""
         self._end_of_rank: dict[int, int] = {}
+        """Rank that decodes → steps after which its next sequence has ended"""
         self._num_unfinished = 0
         self._preparing: set[int] = set()
         """Ranks that may have something to prefill"""
@@ -93,7 +90,7 @@ class SimulatedEngine:
         self.version = self._adopted = version
         orders = itertools.count()
         self.ranks = [Rank(self.spec.limits, orders) for _ in range(self.spec.num_ranks)]
-        self.step, self._ends, self._end_of_rank, self._num_unfinished = 0, [], {}, 0
+        self.step, self._end_of_rank, self._num_unfinished = 0, {}, 0
         self._drafts.clear()
         self._preparing, self._overcommitted = set(), set()
         self._lines.clear()
@@ -241,9 +238,8 @@ class SimulatedEngine:
 
     def _steps_to_event(self) -> int:
         """Return the number of steps in which every rank only decodes; 0: one must be planned again."""
-        first_end = self._first_end
-        assert first_end < inf, "nothing decodes, and nothing is to be prefilled"
-        num_steps = int(first_end) - self.step
+        assert self._end_of_rank, "nothing decodes, and nothing is to be prefilled"
+        num_steps = min(self._end_of_rank.values()) - self.step
         for number in sorted(self._overcommitted):
             rank = self.ranks[number]
             steps = rank.steps_until_full(self.step, num_steps)
@@ -269,8 +265,7 @@ class SimulatedEngine:
         """End the sequences that have reached their limit, and goes on."""
         chunks: list[SuspendedSample] = []
         ended: list[SimulatedSequence] = []
-        while self._ends and self._first_end <= self.step:
-            number = heapq.heappop(self._ends)[1]
+        for number in [rank for rank, end in self._end_of_rank.items() if end <= self.step]:
             del self._end_of_rank[number]
             ended += self.ranks[number].decodes.ended(self.step)
         for seq in sorted(ended, key=lambda seq: seq.order):
@@ -299,13 +294,6 @@ class SimulatedEngine:
         jump, now = self._jump, self.clock.now
         return now if jump is None else jump.time_of(jump.boundary(now))
 
-    @property
-    def _first_end(self) -> float:
-        """The step after which the next sequence has ended; infinite: there is none."""
-        while self._ends and self._end_of_rank.get(self._ends[0][1]) != self._ends[0][0]:
-            heapq.heappop(self._ends)
-        return self._ends[0][0] if self._ends else inf
-
     def _refresh(self, number: int) -> None:
         """Update what depends on the decoding sequences of a rank, which have changed."""
         rank, decodes = self.ranks[number], self.ranks[number].decodes
@@ -320,9 +308,8 @@ class SimulatedEngine:
         end = decodes.first_end(self.step)
         if end is None:
             self._end_of_rank.pop(number, None)
-        elif self._end_of_rank.get(number) != end:
+        else:
             self._end_of_rank[number] = end
-            heapq.heappush(self._ends, (end, number))
 
     def observe_finished(self, group: str, num_finished: int) -> None:
         """Record the number of finished responses of a group, on any engine: their text is drafted from."""

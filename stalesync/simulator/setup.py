@@ -37,9 +37,9 @@ class SimulationSetup:
     switch: SwitchCost
     reference: TrainerCost | None
     reward: TrainerCost | None
-    overheads: Overheads
     environment: EnvironmentSpec | None = None
     slow_dies: SlowDies = SlowDies()
+    overheads: Overheads = Overheads()
 
     @classmethod
     def of(
@@ -47,17 +47,15 @@ class SimulationSetup:
         config: Config,
         *,
         kv_tokens: int | None = None,
-        overheads: Overheads | None = None,
         environment: EnvironmentSpec | None = None,
         hardware: Hardware | None = None,
         slow_dies: SlowDies | None = None,
         drafts: DraftSpec | None = None,
     ) -> "SimulationSetup":
         """Resolve a config whose device has a pace. ``kv_tokens``: capacity of an attention rank's KV cache, in tokens
-        of the run; None: no bound but that of the config; ``overheads``: of controller and queue; None: as measured;
-        ``hardware``: the cards; None: those of the config; ``slow_dies``: None: there are none; ``drafts``: None: of
-        the config, with the published acceptance. Raise ValueError if the layouts do not fit the cards or the modelled
-        model, by key."""
+        of the run; None: no bound but that of the config; ``hardware``: the cards; None: those of the config;
+        ``slow_dies``: None: there are none; ``drafts``: None: of the config, with the published acceptance. Raise
+        ValueError if the layouts do not fit the cards or the modelled model, by key."""
         pace = config.pace
         assert pace is not None, "the device has no pace"
         pace = pace if hardware is None else replace(pace, hardware=hardware)
@@ -103,7 +101,6 @@ class SimulationSetup:
             switch=switch,
             reference=reference if config.algorithm.kl_coef > 0 else None,
             reward=reward,
-            overheads=Overheads() if overheads is None else overheads,
             environment=environment,
             slow_dies=slow_dies or SlowDies(),
         )

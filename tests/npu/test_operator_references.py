@@ -41,7 +41,7 @@ def same_gradients(function, composed, *inputs: torch.Tensor) -> bool:
 
 def test_every_recorded_schema_has_a_reference_in_every_version():
     for version in VERSIONS:
-        assert sorted(recorded_schemas(version)) == sorted(REFERENCES)
+        assert sorted(name.partition(".")[0] for name in recorded_schemas(version)) == sorted(REFERENCES)
     assert set(GRADIENTS) < set(REFERENCES)
 
 

@@ -25,7 +25,7 @@ class Hardware:
     operators: str
     """Table of operators of `fusion/npu/operators` that such a card has"""
     topology: Topology
-    reached: tuple[Figure, Figure, Figure, Figure]
+    reached: tuple[Figure, ...]
     """Share of a link's bandwidth that a large transfer reaches, by level of the topology."""
     collective_s: Figure
     """Latency of one exchange between all dies, independent of its size."""

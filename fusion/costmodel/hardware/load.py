@@ -75,7 +75,7 @@ def load_hardware(path: Path) -> Hardware:
     )
 
 
-def _topology(shape: _Section, links: _Section) -> tuple[Topology, tuple[Figure, Figure, Figure, Figure]]:
+def _topology(shape: _Section, links: _Section) -> tuple[Topology, tuple[Figure, ...]]:
     """Return the machine's levels, and the share of each level's bandwidth that is reached."""
     shape.expect("dies_per_card", "dies_per_node", "dies_per_supernode", "host_bytes_per_s", "source")
     card, node = shape.count("dies_per_card"), shape.count("dies_per_node")
@@ -94,11 +94,11 @@ def _topology(shape: _Section, links: _Section) -> tuple[Topology, tuple[Figure,
         ranks_per_card=card,
         ranks_per_node=node,
         ranks_per_supernode=supernode,
-        bytes_per_s=(peaks[0], peaks[1], peaks[2], peaks[3]),
+        bytes_per_s=tuple(peaks),
         source=shape.text("source"),
         host_bytes_per_s=shape.figure("host_bytes_per_s").value,
     )
-    return topology, (shares[0], shares[1], shares[2], shares[3])
+    return topology, tuple(shares)
 
 
 class _Section:

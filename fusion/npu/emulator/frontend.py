@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -101,26 +100,9 @@ class device:
         _exchange_device(self.prev_idx)
 
 
-@dataclass(frozen=True)
-class _Properties:
-    name: str
-    total_memory: int
-    major: int = 0
-    minor: int = 0
-    multi_processor_count: int = 1
-
-
-def get_device_properties(device_name: Any = None) -> _Properties:
-    return _Properties(name=get_device_name(device_name), total_memory=mem_get_info(device_name)[1])
-
-
 def get_device_name(device_name: Any = None) -> str:
     _card_index(device_name)
     return "Emulated NPU"
-
-
-def is_bf16_supported(including_emulation: bool = False) -> bool:
-    return True
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
@@ -175,10 +157,6 @@ def manual_seed_all(seed: int) -> None:
         _extension.default_generator(card).manual_seed(int(seed))
 
 
-def initial_seed() -> int:
-    return _extension.default_generator(current_device()).initial_seed()
-
-
 def get_rng_state(device: Any = "npu") -> torch.Tensor:
     return _extension.default_generator(_card_index(device)).get_state()
 
@@ -197,10 +175,6 @@ class Stream(torch.Stream):
         if "stream_id" in kwargs:
             return super().__new__(cls, priority=priority, **kwargs)
         return super().__new__(cls, torch.device("npu", _card_index(device)), priority=priority)
-
-    @property
-    def npu_stream(self) -> int:
-        return self.stream_id
 
 
 class _IsEvent(type):

@@ -449,33 +449,25 @@ at::Tensor unpermute(const at::Tensor& y, const at::Tensor& order, const at::Ten
 } // namespace
 
 TORCH_LIBRARY(rlfusion, m) {
-  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor");
-  m.def(
+  const auto define = [&](const char* schema, auto* kernel) { m.def(schema, torch::dispatch(at::kCPU, kernel)); };
+  define("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", rms_norm);
+  define(
       "norm_rope(Tensor qkv, Tensor? q_norm, Tensor? k_norm, Tensor cos, Tensor sin, int kv_heads, float eps) -> "
-      "(Tensor, Tensor)");
-  m.def("store_kv(Tensor(a!) pool, Tensor slots, Tensor k, Tensor? v, Tensor? repeated) -> ()");
-  m.def("paged_attention(Tensor q, Tensor pool, Tensor table, Tensor first, Tensor lengths) -> (Tensor, Tensor)");
-  m.def(
+      "(Tensor, Tensor)",
+      norm_rope);
+  define("store_kv(Tensor(a!) pool, Tensor slots, Tensor k, Tensor? v, Tensor? repeated) -> ()", store_kv);
+  define(
+      "paged_attention(Tensor q, Tensor pool, Tensor table, Tensor first, Tensor lengths) -> (Tensor, Tensor)",
+      paged_attention);
+  define(
       "paged_latent_attention(Tensor q, Tensor pool, Tensor table, Tensor first, Tensor lengths, int values, float scale)"
-      " -> (Tensor, Tensor)");
-  m.def("gate(Tensor logits, int k, bool normalise) -> (Tensor, Tensor)");
-  m.def("permute(Tensor x, Tensor expert, int experts) -> (Tensor, Tensor, Tensor)");
-  m.def("swiglu(Tensor gate_up) -> Tensor");
-  m.def("experts(Tensor x, Tensor counts, Tensor[] gate_up, Tensor[] down, int multiple) -> Tensor");
-  m.def("unpermute(Tensor y, Tensor order, Tensor weight) -> Tensor");
-}
-
-TORCH_LIBRARY_IMPL(rlfusion, CPU, m) {
-  m.impl("rms_norm", rms_norm);
-  m.impl("norm_rope", norm_rope);
-  m.impl("store_kv", store_kv);
-  m.impl("paged_attention", paged_attention);
-  m.impl("paged_latent_attention", paged_latent_attention);
-  m.impl("gate", gate);
-  m.impl("permute", permute);
-  m.impl("swiglu", swiglu);
-  m.impl("experts", experts);
-  m.impl("unpermute", unpermute);
+      " -> (Tensor, Tensor)",
+      paged_latent_attention);
+  define("gate(Tensor logits, int k, bool normalise) -> (Tensor, Tensor)", gate);
+  define("permute(Tensor x, Tensor expert, int experts) -> (Tensor, Tensor, Tensor)", permute);
+  define("swiglu(Tensor gate_up) -> Tensor", swiglu);
+  define("experts(Tensor x, Tensor counts, Tensor[] gate_up, Tensor[] down, int multiple) -> Tensor", experts);
+  define("unpermute(Tensor y, Tensor order, Tensor weight) -> Tensor", unpermute);
 }
 
 } // namespace fused

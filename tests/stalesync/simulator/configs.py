@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from fusion.costmodel.hardware import hardware_named
 from fusion.costmodel.pace import EngineCost, Pace
 from fusion.costmodel.presets import load_shape
@@ -63,8 +65,8 @@ def simulation_of(config, overheads=None, kv_tokens=None, environment=None):
     cap = config.rollout.max_response_length - (environment.observed if environment else 0)
     forced = ForcedLengths(config.run.seed, config.rollout.sampling.forced_median, cap)
     lengths = DrawnLengths(forced, config.algorithm.group_size, PROMPT_TOKENS)
-    overheads = overheads or Overheads()
-    setup = SimulationSetup.of(config, overheads=overheads, kv_tokens=kv_tokens, environment=environment)
+    setup = SimulationSetup.of(config, kv_tokens=kv_tokens, environment=environment)
+    setup = replace(setup, overheads=overheads or Overheads())
     return RecordedRun(setup, lengths)
 
 

@@ -17,9 +17,16 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from fusion.npu.emulator.operators import attention_references, dispatch_references, references
 from fusion.npu.emulator.operators.gradients import GRADIENTS
-from fusion.npu.emulator.operators.references import REFERENCES
 
+REFERENCES: dict[str, Callable[..., Any]] = {
+    name: function
+    for module in (references, attention_references, dispatch_references)
+    for name, function in vars(module).items()
+    if name.startswith("npu_")
+}
+"""Operator, without its overload → what it computes"""
 SCHEMAS = Path(__file__).parents[1] / "schemas"
 VERSIONS = tuple(sorted(path.stem.removeprefix("torch_npu-") for path in SCHEMAS.glob("torch_npu-*.txt")))
 """Versions of torch_npu whose schemas are recorded; the first is emulated."""
@@ -38,7 +45,7 @@ def register() -> torch.library.Library:
     library = torch.library.Library("npu", "FRAGMENT")
     for name, schema in recorded_schemas(VERSIONS[0]).items():
         library.define(schema)
-        library.impl(name, REFERENCES[name], "CompositeExplicitAutograd")
+        library.impl(name, REFERENCES[name.partition(".")[0]], "CompositeExplicitAutograd")
     register_gradients(library)
     return library
 

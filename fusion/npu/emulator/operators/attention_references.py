@@ -11,7 +11,7 @@ def wide(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.to(torch.float32)
 
 
-def scatter_pa_kv_cache(
+def npu_scatter_pa_kv_cache(
     key: Tensor,
     value: Tensor,
     key_cache: Tensor,
@@ -31,7 +31,7 @@ def _by_head(x_TND: Tensor, heads: int) -> Tensor:
     return wide(x_TND).repeat_interleave(heads // x_TND.shape[1], dim=1).transpose(0, 1)
 
 
-def fused_infer_attention_score(
+def npu_fused_infer_attention_score(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -92,7 +92,7 @@ def _scores(query: Tensor, key: Tensor, heads: int, scale: float) -> Tensor:
     return scores.masked_fill(~allowed, -torch.inf)
 
 
-def fusion_attention(
+def npu_fusion_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -127,7 +127,7 @@ def fusion_attention(
     return out, top, total, query.new_empty(0), 0, 0, 0
 
 
-def fusion_attention_grad(
+def npu_fusion_attention_grad(
     query: Tensor,
     key: Tensor,
     value: Tensor,

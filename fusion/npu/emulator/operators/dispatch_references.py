@@ -12,7 +12,7 @@ from torch.distributed.distributed_c10d import GroupName, _resolve_process_group
 from fusion.npu.emulator.operators.attention_references import wide
 
 
-def moe_distribute_dispatch(
+def npu_moe_distribute_dispatch_v2(
     x: Tensor,
     expert_ids: Tensor,
     group_ep: str,
@@ -41,7 +41,7 @@ def moe_distribute_dispatch(
     return expanded, none, assist, arriving.sum(0), received, none.to(torch.int32), none.clone()
 
 
-def moe_distribute_combine(
+def npu_moe_distribute_combine_v2(
     expand_x: Tensor,
     expert_ids: Tensor,
     assist_info_for_combine: Tensor,

@@ -5,38 +5,28 @@ tests expect (`test/test_custom_ops`). Parameters have the schemas' names; those
 that a call with one raises.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from fusion.npu.emulator.operators.attention_references import (
-    fused_infer_attention_score,
-    fusion_attention,
-    fusion_attention_grad,
-    scatter_pa_kv_cache,
-    wide,
-)
-from fusion.npu.emulator.operators.dispatch_references import moe_distribute_combine, moe_distribute_dispatch
+from fusion.npu.emulator.operators.attention_references import wide
 
 
-def _rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
+def npu_rms_norm(self: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor]:
     x = wide(self)
     rstd = torch.rsqrt(x.square().mean(-1, keepdim=True) + epsilon)
     return (x * rstd * wide(gamma)).to(self.dtype), rstd
 
 
-def _rms_norm_backward(dy: Tensor, self: Tensor, gamma: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+def npu_rms_norm_backward(dy: Tensor, self: Tensor, gamma: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
     normed, scaled = wide(self) * rstd, wide(dy) * wide(gamma)
     dx = rstd * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
     dgamma = (wide(dy) * normed).flatten(0, -1 - gamma.dim()).sum(0)
     return dx.to(self.dtype), dgamma
 
 
-def _add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
+def npu_add_rms_norm(x1: Tensor, x2: Tensor, gamma: Tensor, epsilon: float = 1e-6) -> tuple[Tensor, Tensor, Tensor]:
     x = x1 + x2
-    y, rstd = _rms_norm(x, gamma, epsilon)
+    y, rstd = npu_rms_norm(x, gamma, epsilon)
     return y, rstd, x
 
 
@@ -48,37 +38,37 @@ def _turn(x: Tensor, rotary_mode: str) -> Tensor:
     return torch.stack([-x[..., 1::2], x[..., ::2]], dim=-1).flatten(-2)
 
 
-def _rotary_mul(self: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Tensor:
+def npu_rotary_mul(self: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half") -> Tensor:
     x = wide(self)
     return (x * wide(r1) + _turn(x, rotary_mode) * wide(r2)).to(self.dtype)
 
 
-def _rotary_mul_backward(grad: Tensor, self: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half"):
+def npu_rotary_mul_backward(grad: Tensor, self: Tensor, r1: Tensor, r2: Tensor, rotary_mode: str = "half"):
     dy, x = wide(grad), wide(self)
     dx = dy * wide(r1) - _turn(dy * wide(r2), rotary_mode)
     dr1, dr2 = (dy * x).sum_to_size(r1.shape), (dy * _turn(x, rotary_mode)).sum_to_size(r2.shape)
     return tuple(one.to(self.dtype) for one in (dx, dr1, dr2))
 
 
-def _swiglu(self: Tensor, dim: int = -1) -> Tensor:
+def npu_swiglu(self: Tensor, dim: int = -1) -> Tensor:
     gate, up = wide(self).chunk(2, dim=dim)
     return (gate * gate.sigmoid() * up).to(self.dtype)
 
 
-def _swiglu_backward(grad_output: Tensor, self: Tensor, dim: int = -1) -> Tensor:
+def npu_swiglu_backward(grad_output: Tensor, self: Tensor, dim: int = -1) -> Tensor:
     gate, up = wide(self).chunk(2, dim=dim)
     dy, sigmoid = wide(grad_output), gate.sigmoid()
     dgate = dy * up * sigmoid * (1 + gate * (1 - sigmoid))
     return torch.cat([dgate, dy * gate * sigmoid], dim=dim).to(self.dtype)
 
 
-def _gating_top_k_softmax(x: Tensor, *, k: int = 1, renorm: int | None = 0) -> tuple[Tensor, Tensor, Tensor]:
+def npu_moe_gating_top_k_softmax_v2(x: Tensor, *, k: int = 1, renorm: int | None = 0) -> tuple[Tensor, Tensor, Tensor]:
     largest, experts = _first(wide(x), k)
     weights = largest.softmax(-1) if renorm else wide(x).softmax(-1).gather(-1, experts)
     return weights.to(x.dtype), experts.to(torch.int32), x.new_empty(0, dtype=torch.float32)
 
 
-def _gating_top_k(
+def npu_moe_gating_top_k(
     x: Tensor,
     k: int,
     *,
@@ -112,7 +102,7 @@ def _first(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return values[..., :k], places[..., :k]
 
 
-def _init_routing(
+def npu_moe_init_routing_v2(
     x: Tensor,
     expert_idx: Tensor,
     *,
@@ -140,21 +130,21 @@ def _init_routing(
     return rows, place, counts[:num_active].clone(), x.new_empty(len(flat), dtype=torch.float32)
 
 
-def _token_permute_grad(
+def npu_moe_token_permute_grad_v2(
     grad_permuted_tokens: Tensor, sorted_indices: Tensor, tokens_size_0: int, tokens_dtype: torch.dtype, num_topK: int
 ) -> Tensor:
     grad = wide(grad_permuted_tokens).index_select(0, sorted_indices)
     return grad.view(tokens_size_0, num_topK, -1).sum(1).to(tokens_dtype)
 
 
-def _token_unpermute(permuted_tokens: Tensor, sorted_indices: Tensor, probs: Tensor | None = None) -> Tensor:
+def npu_moe_token_unpermute(permuted_tokens: Tensor, sorted_indices: Tensor, probs: Tensor | None = None) -> Tensor:
     rows = wide(permuted_tokens).index_select(0, sorted_indices)
     if probs is not None:
         rows = (rows.unflatten(0, probs.shape) * wide(probs).unsqueeze(-1)).sum(1)
     return rows.to(permuted_tokens.dtype)
 
 
-def _token_unpermute_grad(
+def npu_moe_token_unpermute_grad(
     permuted_tokens: Tensor, grad_unpermuted_tokens: Tensor, sorted_indices: Tensor, probs: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     assert probs is not None
@@ -167,7 +157,7 @@ def _token_unpermute_grad(
     return grad_rows, (grad * rows).sum(-1).to(probs.dtype)
 
 
-def _grouped_matmul(
+def npu_grouped_matmul(
     x: list[Tensor],
     weight: list[Tensor],
     *,
@@ -195,7 +185,7 @@ def _grouped_matmul(
     return [out]
 
 
-def _transpose_batchmatmul(
+def npu_transpose_batchmatmul(
     input: Tensor,
     weight: Tensor,
     *,
@@ -207,7 +197,7 @@ def _transpose_batchmatmul(
     return (x @ y).permute(perm_y or (1, 0, 2)).to(input.dtype).contiguous()
 
 
-def _apply_adam_w(
+def npu_apply_adam_w(
     beta1_power: float,
     beta2_power: float,
     lr: float,
@@ -232,30 +222,3 @@ def _apply_adam_w(
     step = lr / (1 - beta1_power * beta1)
     var.copy_(wide(var) * (1 - lr * weight_decay) - step * wide(m) / denominator)
     return var, m, v
-
-
-REFERENCES: dict[str, Callable[..., Any]] = {
-    "npu_add_rms_norm": _add_rms_norm,
-    "npu_apply_adam_w.out": _apply_adam_w,
-    "npu_fused_infer_attention_score": fused_infer_attention_score,
-    "npu_fusion_attention": fusion_attention,
-    "npu_fusion_attention_grad": fusion_attention_grad,
-    "npu_grouped_matmul": _grouped_matmul,
-    "npu_moe_distribute_combine_v2": moe_distribute_combine,
-    "npu_moe_distribute_dispatch_v2": moe_distribute_dispatch,
-    "npu_moe_gating_top_k": _gating_top_k,
-    "npu_moe_gating_top_k_softmax_v2": _gating_top_k_softmax,
-    "npu_moe_init_routing_v2": _init_routing,
-    "npu_moe_token_permute_grad_v2": _token_permute_grad,
-    "npu_moe_token_unpermute": _token_unpermute,
-    "npu_moe_token_unpermute_grad": _token_unpermute_grad,
-    "npu_rms_norm": _rms_norm,
-    "npu_rms_norm_backward": _rms_norm_backward,
-    "npu_rotary_mul": _rotary_mul,
-    "npu_rotary_mul_backward": _rotary_mul_backward,
-    "npu_scatter_pa_kv_cache": scatter_pa_kv_cache,
-    "npu_swiglu": _swiglu,
-    "npu_swiglu_backward": _swiglu_backward,
-    "npu_transpose_batchmatmul": _transpose_batchmatmul,
-}
-"""Operator → what it computes."""
