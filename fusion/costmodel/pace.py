@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from fusion.costmodel.hardware import Figure, Hardware, hardware_named
 from fusion.costmodel.presets import load_shape
-from fusion.costmodel.roofline import Line, Roofline, attention_pairs
+from fusion.costmodel.roofline import Roofline, attention_pairs
 from fusion.costmodel.search import estimate
 from fusion.costmodel.setup import Setup, SwitchLimits, TrainingLimits
 from fusion.costmodel.shape import Shape
@@ -145,7 +145,7 @@ class EngineCost:
             modelled_s = self.roofline.prefill_s(sums.prefill_tokens * scale, attended * scale)
             return self.pace.run_seconds(modelled_s)
         kv_tokens = (sums.contexts + sums.first_contexts * first) * scale
-        lines = self.lines(batch + sums.prefill_tokens)
+        lines = self.roofline.step_lines(batch + sums.prefill_tokens)
         return self.pace.run_seconds(max(line(kv_tokens, attended) for line in lines) * scale)
 
     def decode_lines(self, batch: int, drafted: int = 0) -> list[tuple[float, float]]:
@@ -158,19 +158,8 @@ class EngineCost:
                 self.pace.run_seconds((line.fixed + line.per_decoded * pairs) * scale),
                 self.pace.run_seconds((line.per_decoded * (1 + drafted) + line.per_kv) * scale * scale),
             )
-            for line in self.lines(batch * (1 + drafted))
+            for line in self.roofline.step_lines(batch * (1 + drafted))
         ]
-
-    def lines(self, tokens: float) -> tuple[Line, ...]:
-        """Return `Roofline.step_lines`, computed once for each number of tokens."""
-        lines = self._lines.get(tokens)
-        if lines is None:
-            lines = self._lines[tokens] = self.roofline.step_lines(tokens)
-        return lines
-
-    @cached_property
-    def _lines(self) -> dict[float, tuple[Line, ...]]:
-        return {}
 
     def out_s(self, kv_tokens: int) -> float:
         """Estimate the seconds in which a die copies the KV of this many tokens of the run to the host."""

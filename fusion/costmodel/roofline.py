@@ -15,7 +15,7 @@ all their tokens.
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from math import ceil
 from typing import NamedTuple
 
@@ -73,6 +73,8 @@ class Roofline:
         self._kv_bytes = shape.attention.kv_elements_of_rank(parallel.tp, parallel.dcp) * WEIGHT_BYTES
         self._pair_flops = shape.attention.pair_flops / parallel.tp
         self._decode_pair_flops = shape.attention.decode_pair_flops / parallel.tp
+        self.step_lines = cache(self._step_lines)
+        """Lines for a number of tokens, computed once for each"""
 
     def prefill_s(self, tokens: float, attended: float) -> float:
         """Estimate a prefill of prompts, computed in chunks; ``attended``: their `attention_pairs`."""
@@ -102,7 +104,7 @@ class Roofline:
             total += self._links_s(stage, tokens, passes=1)
         return max(total, self.launch_floor_s)
 
-    def step_lines(self, tokens: float) -> tuple[Line, ...]:
+    def _step_lines(self, tokens: float) -> tuple[Line, ...]:
         """Return lines whose maximum is `engine_step_s` for this many tokens, decoded and prefilled: per
         kind of stage one line for operations and one for HBM, summed over the stages in every combination; and one for
         the launches, where they may take longer."""
