@@ -88,7 +88,7 @@ class RayEnded(RunFailed):
         elif status is not None and status >= 0:
             reason = (
                 f"by itself, with status {status}: it gave up waiting for another process of Ray, as on a busy "
-                "machine, or could not start; run again later"
+                "machine, could not start, or had SIGTERM; run again later"
             )
         elif status is not None:
             reason = PROCESS_ENDED
