@@ -8,9 +8,11 @@ import time
 from argparse import Namespace
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from benchmarks.harness import ROOT, Figures, resident_bytes
 from fusion.costmodel.hardware import hardware_named
@@ -19,6 +21,7 @@ from fusion.costmodel.segments import Side
 from fusion.costmodel.shape import Shape
 from fusion.costmodel.traffic import switch_traffic
 from fusion.ep_switch import Layout, Plan, plan_switch
+from fusion.ep_switch.host_plan import Ends, encode, plan_for_host
 from fusion.model import Parallel
 
 MODEL, HARDWARE = "pangu_718b", "ascend_910c"
@@ -27,35 +30,75 @@ BUCKET_BYTES = 512 << 20
 
 
 def measure(args: Namespace) -> Figures:
-    """Plan both directions, each in a process of its own."""
+    """Plan both directions, each by the processes of one host."""
     figures: Figures = {}
     for direction in ("to_infer", "to_train"):
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-            figures[direction] = process.submit(measure_plan, args.layers, args.ranks, direction).result()
+        with (
+            TemporaryDirectory() as folder,
+            ProcessPoolExecutor(args.host, multiprocessing.get_context("spawn")) as processes,
+        ):
+            case = args.layers, args.ranks, direction, args.host, folder
+            ranks = [processes.submit(measure_rank, rank, *case) for rank in range(args.host)]
+            planner, *others = [rank.result() for rank in ranks]
+        called = {"planners": planner.pop("planners") + sum(other.pop("planners") for other in others)}
+        figures[direction] = called | planner | {name: max(rank[name] for rank in others) for name in others[0]}
     return figures
 
 
-def measure_plan(num_layers: int, num_ranks: int, direction: str) -> Figures:
-    """Plan one direction; return its cost and what was verified."""
+def measure_rank(
+    rank: int, num_layers: int, num_ranks: int, direction: str, host_size: int, folder: str
+) -> dict[str, float]:
+    """Get a rank's part of the plan of one direction; return its cost and, where it plans, what was verified."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=host_size)
+    topology, plans = hardware_named(HARDWARE).topology, list[Plan]()
+    dist.barrier()
+    before, start = resident_bytes(), time.process_time()
+    ends = ends_of(num_layers, num_ranks, direction)
+    plan_s = 0.0
+
+    def plan() -> list[Plan]:
+        nonlocal plan_s
+        plans.append(plan_switch(*ends, BUCKET_BYTES, topology))
+        plan_s = time.process_time() - start
+        return plans
+
+    parts = plan_for_host(plan, [ends], rank=rank, group=dist.group.WORLD)
+    cpu_s, peak_kb = time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak_mb, planners = (peak_kb * 1024 - before) / 1e6, len(plans)
+    if rank:
+        part_kb = len(encode(parts, rank)) / 1e3
+        return {"planners": planners, "part_kb": part_kb, "part_cpu_s": cpu_s, "part_mb": peak_mb}
+    return {
+        "planners": planners,
+        "cpu_s": plan_s,
+        "parts_cpu_s": cpu_s - plan_s,
+        "peak_mb": peak_mb,
+        **verified(plans[0]),
+    }
+
+
+def ends_of(num_layers: int, num_ranks: int, direction: str) -> Ends:
+    """Return the layouts of one direction."""
     config = load_shape(MODEL, ROOT / "recipes" / "shapes").shape.config.without_predictors
     config = replace(config, layers=config.layers[:num_layers])
     tp = min(8, num_ranks // 8)
     train = Parallel(num_ranks, tp=tp, ep=tp, pp=min(16, num_ranks // (2 * tp)))
     infer = Parallel(num_ranks, tp=tp, ep=min(256, num_ranks))
-    ranks, topology = tuple(range(num_ranks)), hardware_named(HARDWARE).topology
-    ends = [Layout(config, grid, ranks, torch.bfloat16, BUCKET_BYTES) for grid in (train, infer)]
-    source, target = ends if direction == "to_infer" else ends[::-1]
-    before, start = resident_bytes(), time.process_time()
-    plan = plan_switch(source, target, BUCKET_BYTES, topology)
-    cpu_s, peak_kb = time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    one, other = (
+        Layout(config, grid, tuple(range(num_ranks)), torch.bfloat16, BUCKET_BYTES) for grid in (train, infer)
+    )
+    return (one, other) if direction == "to_infer" else (other, one)
+
+
+def verified(plan: Plan) -> dict[str, float]:
+    """Return what the rounds of a plan hold, send and lack, on the worst of all ranks."""
     peaks, sent, received = count(plan)
-    paper = switch_traffic(Shape(MODEL, config), Side(source.parallel), Side(target.parallel), topology)
+    sides = [Side(layout.parallel) for layout in (plan.source, plan.target)]
+    paper = switch_traffic(Shape(MODEL, plan.source.config), *sides, plan.topology)
     return {
-        "cpu_s": cpu_s,
-        "peak_mb": (peak_kb * 1024 - before) / 1e6,
         "rounds": len(plan.rounds),
         "transfers": sum(len(round_.moves) for round_ in plan.rounds),
-        "over_bound": max(peaks[rank] / plan.bound_bytes(rank) for rank in ranks),
+        "over_bound": max(peaks[rank] / plan.bound_bytes(rank) for rank in plan.ranks),
         "busiest": sent.max() / paper.sent.sum(0).max(),
         "missing": float(np.abs(received - paper.received.sum(0)).max().round()),
     }

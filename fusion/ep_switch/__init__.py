@@ -4,7 +4,7 @@
     Layout(config, parallel, ranks) ─┤  topology   location of the ranks and bandwidth of their links
                                      ▼
     plan_switch(source, target, bucket_bytes) ──► Plan      plan, order (pure): moves in rounds, storage in order
-                                                   │        moves: Move, Round, Step (a round as a rank sees it)
+                                                   │        moves: Move, Round; host_plan: their parts
     Switcher(plan, trainer, engine, …).run() ◄─────┘        transfer: runs rounds, two in flight; fails on all ranks
               │                                             program: a rank's rounds; segment: their views of storage
               │                                             opening, exchange: read in place (peer_sockets) or
@@ -16,7 +16,8 @@
     weights_checksum: equal in every layout                 checksum: also of sent data
     SwitchConfig                                            config: its keys of the group `fusion`
 
-Every rank computes the same plan from the same two layouts; only weights (and, if enabled, checksums) are sent.
+The first rank of every host computes the same plan from the same two layouts, and sends the others of its host their
+parts (`host_plan`); from then on only weights (and, if enabled, checksums) are sent.
 
 Words of the planner, from storage to rounds:
 

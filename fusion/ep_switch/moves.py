@@ -1,11 +1,10 @@
-"""Define the data of a plan: a move, a round of moves, and one rank's step of a round."""
+"""Define the data of a plan: a move, and a round of moves."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
 from math import prod
 from typing import Any, NamedTuple
@@ -76,43 +75,53 @@ class Moves(Sequence[Move]):
     def __init__(self, ends: np.ndarray, pieces: np.ndarray, complete: Callable[..., Move]):
         self.ends, self.pieces, self.complete = ends, pieces, complete
 
+    @classmethod
+    def of(cls, moves: Sequence[Move]) -> Moves:
+        """Return moves that are complete."""
+        ends = np.array([(move.source_rank, move.target_rank, move.numel, move.relayed) for move in moves], np.int64)
+        return cls(ends.reshape(-1, 4), np.fromiter(moves, object, len(moves))[:, None], lambda move: move)
+
     def __len__(self) -> int:
         return len(self.ends)
 
     def __getitem__(self, index: Any) -> Any:
         return self.complete(*self.pieces[index].tolist())
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Moves) and [*self] == [*other]
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True)
 class Round:
     """Groups transfers that are made together: allocate, copy, exchange, and release when all ranks have read.
 
-    ``allocate_before``: units of the target; ``release_after``: units of the source; ``restore_before``: units of the
-    source that come back from the host (`Plan.parked`).
+    ``exchange``: whether any two ranks exchange anything; ``allocate_before``: units of the target; ``release_after``:
+    units of the source; ``restore_before``: units of the source that come back from the host (`Plan.parked`).
     """
 
     moves: Moves
+    exchange: bool
     allocate_before: tuple[UnitId, ...]
     release_after: tuple[UnitId, ...]
     restore_before: tuple[UnitId, ...] = ()
 
-    @cached_property
-    def exchange(self) -> bool:
-        """Whether any two ranks exchange anything."""
-        sender, receiver, *_ = self.moves.ends.T
-        return bool((sender != receiver).any())
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Round):
-            return NotImplemented
-        own, theirs = (
-            (part.allocate_before, part.release_after, part.restore_before, [*part.moves]) for part in (self, other)
-        )
-        return own == theirs
-
     def of(self, rank: int) -> list[Move]:
         """Return the moves that a rank sends, receives or copies."""
         return [self.moves[index] for index in (self.moves.ends[:, :2] == rank).any(1).nonzero()[0].tolist()]
+
+    def by_peer(self, rank: int) -> tuple[list[Move], dict[int, list[Move]], dict[int, list[Move]]]:
+        """Return what a rank copies, and by peer what it sends and receives, in the same order on both ends."""
+        copied: list[Move] = []
+        send: dict[int, list[Move]] = defaultdict(list)
+        receive: dict[int, list[Move]] = defaultdict(list)
+        for move in self.of(rank):
+            if move.local:
+                copied.append(move)
+            elif move.source_rank == rank:
+                send[move.target_rank].append(move)
+            else:
+                receive[move.source_rank].append(move)
+        return copied, send, receive
 
 
 def united(rounds: Sequence[Round]) -> Round:
@@ -122,47 +131,12 @@ def united(rounds: Sequence[Round]) -> Round:
     ends, pieces = (np.concatenate(parts) for parts in ([one.ends for one in moves], [one.pieces for one in moves]))
     return Round(
         Moves(ends, pieces, moves[0].complete),
+        any(one.exchange for one in rounds),
         tuple(chain.from_iterable(one.allocate_before for one in rounds)),
         tuple(chain.from_iterable(one.release_after for one in rounds)),
     )
 
 
-@dataclass(frozen=True)
-class RankRound:
-    """Holds one rank's part of a round. ``send`` and ``receive``: moves by peer, in the same order on both ends."""
-
-    allocate: tuple[int, ...]
-    copy: tuple[Move, ...]
-    send: dict[int, tuple[Move, ...]]
-    receive: dict[int, tuple[Move, ...]]
-    release: tuple[int, ...]
-    exchange: bool
-    """Whether any two ranks exchange anything in this round; the same on all ranks."""
-    restore: tuple[int, ...] = ()
-
-
-def steps_of(rounds: Iterable[Round], rank: int) -> tuple[RankRound, ...]:
-    """Return a rank's part of every round."""
-    return tuple(_step(round_, rank) for round_ in rounds)
-
-
-def _step(round_: Round, rank: int) -> RankRound:
-    copy: list[Move] = []
-    send: dict[int, list[Move]] = defaultdict(list)
-    receive: dict[int, list[Move]] = defaultdict(list)
-    for move in round_.of(rank):
-        if move.local:
-            copy.append(move)
-        elif move.source_rank == rank:
-            send[move.target_rank].append(move)
-        else:
-            receive[move.source_rank].append(move)
-    return RankRound(
-        allocate=tuple(index for owner, index in round_.allocate_before if owner == rank),
-        copy=tuple(copy),
-        send={peer: tuple(moves) for peer, moves in sorted(send.items())},
-        receive={peer: tuple(moves) for peer, moves in sorted(receive.items())},
-        release=tuple(index for owner, index in round_.release_after if owner == rank),
-        exchange=round_.exchange,
-        restore=tuple(index for owner, index in round_.restore_before if owner == rank),
-    )
+def units_of(rank: int, units: Iterable[UnitId]) -> tuple[int, ...]:
+    """Return those of the units that are on a rank."""
+    return tuple([unit for owner, unit in units if owner == rank])

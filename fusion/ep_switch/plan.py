@@ -38,7 +38,7 @@ import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import chain
 
 import numpy as np
@@ -48,7 +48,7 @@ from fusion.ep_switch.demands import demands_of
 from fusion.ep_switch.fragments import Family, families, slabs_of
 from fusion.ep_switch.hops import Hops, Units
 from fusion.ep_switch.layout import Layout
-from fusion.ep_switch.moves import RankRound, Round, UnitId, steps_of, united
+from fusion.ep_switch.moves import Round, UnitId, united, units_of
 from fusion.ep_switch.order import Method, Storage, fill_order
 from fusion.ep_switch.rounds import IN_FLIGHT, pack_rounds, pack_through_host
 from fusion.ep_switch.senders import choose_senders
@@ -94,6 +94,11 @@ class Plan:
         hosted: units of the target that are allocated in order, but filled from the host instead of by moves.
         shared: units of both layouts with common storage.
         unread: units of the source that no rank reads, released before the first round.
+        digest: hash of the arguments in 63 bits, which ranks compare before they start.
+        relays, parks: whether any rank forwards what it received, so that others read its target while it is being
+            filled; whether any has units of the source that wait in host memory.
+        rank: the only rank whose moves and units it has (`host_plan`); None: all.
+        unites: number of rounds that `in_place` unites; 0: not yet determined.
     """
 
     source: Layout
@@ -105,6 +110,11 @@ class Plan:
     shared: Shared = field(hash=False, repr=False)
     unread: tuple[UnitId, ...] = field(hash=False, repr=False)
     rounds: tuple[Round, ...] = field(hash=False, repr=False)
+    digest: int
+    relays: bool
+    parks: bool
+    rank: int | None = None
+    unites: int = 0
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -117,30 +127,13 @@ class Plan:
         return min(self.target.dtype, self.source.dtype, key=lambda dtype: dtype.itemsize)
 
     @cached_property
-    def digest(self) -> int:
-        """Hash of the arguments in 63 bits, which ranks compare before they start."""
-        text = repr((self.source, self.target, self.bucket_bytes, self.topology, self.keep, self.hosted)).encode()
-        return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
-
-    @cached_property
     def parked(self) -> tuple[UnitId, ...]:
         """Units of the source that wait in host memory until the round before which they are restored."""
         return tuple(unit for round_ in self.rounds for unit in round_.restore_before)
 
-    @cached_property
-    def relays(self) -> bool:
-        """Whether a rank forwards what it received: others then read its target while it is being filled."""
-        return any(bool(round_.moves.ends[:, 3].any()) for round_ in self.rounds)
-
     def shared_units(self, rank: int) -> dict[int, int]:
         """Map units of the target to the unit of the source with common storage on a rank."""
         return {target: source for owner, target, source in self.shared if owner == rank}
-
-    def steps(self, rank: int) -> tuple[RankRound, ...]:
-        """Return a rank's part of every round."""
-        if rank not in self._steps:
-            self._steps[rank] = steps_of(self.rounds, rank)
-        return self._steps[rank]
 
     def wire_bytes(self, rank: int) -> tuple[int, int]:
         """Return the bytes of a rank's (send, receive) buffers, two slots each, of the size of its largest round."""
@@ -154,7 +147,7 @@ class Plan:
 
     def hosted_units(self, rank: int) -> tuple[int, ...]:
         """Return the units of a rank's target that are filled from its host."""
-        return self._hosting.get(rank, ())
+        return tuple(sorted({*units_of(rank, self.hosted)} - self.shared_units(rank).keys()))
 
     def received_bytes(self, rank: int) -> dict[str, int]:
         """Return the bytes that a rank receives in the whole switch, by the level of the link (`LEVELS`)."""
@@ -170,36 +163,43 @@ class Plan:
 
     def peak_bytes(self, rank: int) -> int:
         """Return the maximum bytes of weights and buffers that a rank holds, with two rounds in flight."""
-        weights = max((sum(self.source.unit_nbytes(rank)), *self._held(rank)))
-        return weights + sum(self.wire_bytes(rank)) + self.staging_bytes(rank)
+        return self._peak_weights(rank) + sum(self.wire_bytes(rank)) + self.staging_bytes(rank)
 
     def in_place(self) -> Plan:
         """Return the same moves in fewer, larger rounds, for an exchange without send and receive buffers: a rank holds
         more weights instead, at most its `peak_bytes`. The invariants hold, but for the limit on a round, which is up
         to four times as large."""
-        for times in () if self.relays or self.parked else (4, 3, 2):
-            starts = range(0, len(self.rounds), times)
-            larger = replace(self, rounds=tuple(united(self.rounds[at : at + times]) for at in starts))
-            held = {rank: larger.peak_bytes(rank) - sum(larger.wire_bytes(rank)) for rank in self.ranks}
-            if all(nbytes <= self.peak_bytes(rank) for rank, nbytes in held.items()):
-                return larger
-        return self
+        return self if self.max_united == 1 else self._united(self.max_united)
 
-    def fullest_round(self, rank: int) -> int:
-        """Return the round after whose allocation a rank holds most."""
-        held = self._held(rank)
-        return held.index(max(held))
+    @cached_property
+    def max_united(self) -> int:
+        """Number of rounds that `in_place` may unite: as many as all ranks have memory for."""
+        if self.unites:
+            return self.unites
+        for times in () if self.relays or self.parks else (4, 3, 2):
+            held = self._united(times)._peak_weights
+            if all(held(rank) <= self._peak_weights(rank) + sum(self.wire_bytes(rank)) for rank in self.ranks):
+                return times
+        return 1
 
-    def _held(self, rank: int) -> list[int]:
+    def _united(self, times: int) -> Plan:
+        starts = range(0, len(self.rounds), times)
+        return replace(self, rounds=tuple(united(self.rounds[at : at + times]) for at in starts))
+
+    def _peak_weights(self, rank: int) -> int:
+        return max((self.source.nbytes(rank), *self.held_bytes(rank)))
+
+    def held_bytes(self, rank: int) -> list[int]:
         """Return the bytes of a rank's weights after the allocation of each round."""
         return self._held_by_rank.get(rank) or [0] * len(self.rounds)  # it may not be in the plan
 
     @cached_property
     def _held_by_rank(self) -> dict[int, list[int]]:
-        """`_held` of all ranks, which take one pass over the rounds."""
-        place = {rank: place for place, rank in enumerate(self.ranks)}
-        sizes = [{rank: layout.unit_nbytes(rank) for rank in self.ranks} for layout in (self.source, self.target)]
-        before = [sum(sizes[0][rank]) for rank in self.ranks]
+        """`held_bytes` of all ranks, which take one pass over the rounds."""
+        ranks = self.ranks if self.rank is None else (self.rank,)
+        place = {rank: place for place, rank in enumerate(ranks)}
+        sizes = [{rank: layout.unit_nbytes(rank) for rank in ranks} for layout in (self.source, self.target)]
+        before = [sum(sizes[0][rank]) for rank in ranks]
         for rank, unit in self.unread + self.parked:
             before[place[rank]] -= sizes[0][rank][unit]
         change = np.zeros((len(self.rounds) + IN_FLIGHT, len(place)), np.int64)
@@ -211,19 +211,7 @@ class Plan:
             for rank, unit in round_.release_after:
                 change[index + IN_FLIGHT, place[rank]] -= sizes[0][rank][unit]
         held = (before + change.cumsum(0))[: len(self.rounds)].T.tolist()
-        return dict(zip(self.ranks, held, strict=True))
-
-    @cached_property
-    def _hosting(self) -> dict[int, tuple[int, ...]]:
-        units_by_rank: dict[int, tuple[int, ...]] = {}
-        shared = {(rank, target_unit) for rank, target_unit, _ in self.shared}
-        for rank, unit in sorted({*self.hosted} - shared):
-            units_by_rank[rank] = (*units_by_rank.get(rank, ()), unit)
-        return units_by_rank
-
-    @cached_property
-    def _steps(self) -> dict[int, tuple[RankRound, ...]]:
-        return {}
+        return dict(zip(ranks, held, strict=True))
 
     @cached_property
     def _slots(self) -> tuple[dict[int, int], ...]:
@@ -267,7 +255,6 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
-@lru_cache(maxsize=32)
 @_without_collection()
 def plan_switch(
     source: Layout,
@@ -296,6 +283,7 @@ def plan_switch(
     for rank in {rank for rank, _ in hosted}:
         weights.max_bytes[rank] -= bucket_bytes // STAGING
     rounds = _rounds(hops, weights, bucket_bytes, wide=wide, itemsize=target.dtype.itemsize)
+    arguments = repr((source, target, bucket_bytes, topology, keep, hosted)).encode()
     return Plan(
         source=source,
         target=target,
@@ -306,6 +294,9 @@ def plan_switch(
         shared=shared,
         unread=weights.unread,
         rounds=rounds,
+        digest=int.from_bytes(hashlib.blake2b(arguments, digest_size=8).digest(), "big") >> 1,
+        relays=any(bool(round_.moves.ends[:, 3].any()) for round_ in rounds),
+        parks=any(round_.restore_before for round_ in rounds),
     )
 
 

@@ -7,10 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
+from math import prod
 
 import torch
 
-from fusion.ep_switch.moves import RankRound
+from fusion.ep_switch.moves import Round, units_of
 from fusion.ep_switch.plan import Plan
 from fusion.ep_switch.segment import Flats, Lent, PeerSegment, PeerUnits, Run, paired
 from fusion.model.weights import Buckets
@@ -49,8 +50,6 @@ class Program:
     send_numel: int
     receive_numel: int
     bytes_local: int
-    bytes_hosted: int = 0
-    received_bytes: dict[str, int] = field(default_factory=dict)
     storage: tuple[Flats, Flats] = ([], [])
     """This rank's storage of the source and of the target."""
     mapped: dict[int, PeerUnits] = field(default_factory=dict)
@@ -95,12 +94,11 @@ def compile_program(plan: Plan, rank: int, source: Buckets | None, target: Bucke
     """Compile the rounds of ``rank``, over the storage of its two ends (None: it holds nothing of that end, as both of
     a rank that is not in the plan)."""
     ends = _Ends(source.flats if source else [], target.flats if target else [], rank)
-    steps, size = plan.steps(rank), plan.wire_dtype.itemsize
-    send, receive = plan.wire_bytes(rank)
-    copied = sum(move.numel for step in steps for move in step.copy)
-    stages = [ends.stage(step) for step in steps]
-    if stages:
-        stages[plan.fullest_round(rank)].fullest = True
+    size, (send, receive) = plan.wire_dtype.itemsize, plan.wire_bytes(rank)
+    stages = [ends.stage(round_) for round_ in plan.rounds]
+    copied = sum(prod(run.shape) for stage in stages for run in stage.copies[0])
+    if held := plan.held_bytes(rank):
+        stages[held.index(max(held))].fullest = True
     return Program(
         stages=stages,
         dtypes=(plan.source.dtype, plan.target.dtype),
@@ -108,11 +106,9 @@ def compile_program(plan: Plan, rank: int, source: Buckets | None, target: Bucke
         send_numel=send // 2 // size,
         receive_numel=receive // 2 // size,
         bytes_local=copied * plan.target.dtype.itemsize,
-        bytes_hosted=sum(plan.target.unit_nbytes(rank)[unit] for unit in plan.hosted_units(rank)),
-        received_bytes=plan.received_bytes(rank),
         storage=(ends.source, ends.target),
         mapped=ends.mapped,
-        parks=bool(plan.parked),
+        parks=plan.parks,
     )
 
 
@@ -121,19 +117,20 @@ class _Ends:
         self.source, self.target, self.rank = source, target, rank
         self.mapped: dict[int, PeerUnits] = defaultdict(PeerUnits)
 
-    def stage(self, step: RankRound) -> Stage:
+    def stage(self, round_: Round) -> Stage:
+        copied, send, receive = round_.by_peer(self.rank)
         # Each rank begins with its next neighbour, so that not all of them send to the same one first.
-        sends = sorted(step.send.items(), key=lambda item: (item[0] < self.rank, item[0]))
+        sends = sorted(send.items(), key=lambda item: (item[0] < self.rank, item[0]))
         own = self.source, self.target
         return Stage(
-            allocate=step.allocate,
-            copies=paired(step.copy, self.target, own),
+            allocate=units_of(self.rank, round_.allocate_before),
+            copies=paired(copied, self.target, own),
             send=[PeerSegment(peer, moves, into=None, out_of=own) for peer, moves in sends],
-            release=step.release,
+            release=units_of(self.rank, round_.release_after),
             receive=[
                 PeerSegment(peer, moves, into=self.target, out_of=self.mapped[peer].flats)
-                for peer, moves in step.receive.items()
+                for peer, moves in sorted(receive.items())
             ],
-            exchange=step.exchange,
-            restore=step.restore,
+            exchange=round_.exchange,
+            restore=units_of(self.rank, round_.restore_before),
         )

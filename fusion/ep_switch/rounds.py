@@ -98,13 +98,13 @@ class _Packer:
     def result(self) -> tuple[Round, ...]:
         source, target = (units.names for units in self.hops.units)
         by_round = (target, self.allocate), (source, self.release), (source, self.restore)
-        return tuple(
-            Round(
-                self.hops.moves(np.array(pieces).reshape(-1, 3)),
-                *(tuple([names[unit] for unit in sorted(of[at])]) for names, of in by_round),
-            )
-            for at, pieces in enumerate(self.rounds)
-        )
+        rounds = []
+        for at, pieces in enumerate(self.rounds):
+            moves = self.hops.moves(np.array(pieces).reshape(-1, 3))
+            exchange = bool((moves.ends[:, 0] != moves.ends[:, 1]).any())
+            units = [tuple([names[unit] for unit in sorted(of[at])]) for names, of in by_round]
+            rounds.append(Round(moves, exchange, *units))
+        return tuple(rounds)
 
     def add(self, hops: Iterable[tuple[int, Hop]], takes: Mapping[int, int], restored: int | None = None) -> None:
         """Place hops, and the allocations and releases that they cause.

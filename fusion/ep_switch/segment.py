@@ -132,16 +132,13 @@ class PeerSegment:
         return paired(self.moves, self._into, self._out_of)
 
     @cached_property
-    def _here(self) -> list[torch.Tensor]:
-        return [run.view for run in self.pairs[0]]
-
-    @cached_property
-    def _there(self) -> list[torch.Tensor]:
-        return [run.view for run in self.pairs[1]]
+    def _pair_views(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        into, out_of = self.pairs
+        return [run.view for run in into], [run.view for run in out_of]
 
     def read(self) -> None:
         """Copy the sender's mapped storage to this rank's."""
-        copy(self._here, self._there, self.pairs[0])
+        copy(*self._pair_views, self.pairs[0])
 
     def sums(self, wire: torch.Tensor) -> torch.Tensor:
         """Compute the checksums (int64, on the card) of ``wire`` [numel], one for each of `ends`.

@@ -32,6 +32,7 @@ from fusion.ep_switch.buckets import Holder, buckets_of, check_resident, check_s
 from fusion.ep_switch.card_values import are_sent, copy_values, values_of
 from fusion.ep_switch.exchange import STAGE, Exchange, Kind, PeerLost, Vote, failures_of, lost_rank
 from fusion.ep_switch.fill import HostFill, HostParts
+from fusion.ep_switch.moves import units_of
 from fusion.ep_switch.opening import open_exchange
 from fusion.ep_switch.outcome import PARTS, SwitchError, SwitchFailure, SwitchReport
 from fusion.ep_switch.plan import Plan
@@ -79,8 +80,6 @@ class Switcher:
         self._source: Buckets | None = None
         self._target: Buckets | None = None
         self._card_values: torch.Tensor | None = None
-        self._shared: dict[int, int] = {}
-        self._unread: tuple[int, ...] = ()
         self._parked: dict[int, torch.Tensor] = {}
         """Host memory of the units of the source that are restored before they are read"""
         self._round = -1
@@ -141,7 +140,7 @@ class Switcher:
 
     def _host_memory(self, rank: int) -> dict[int, torch.Tensor]:
         """Allocate host memory for the units of this rank that the plan parks."""
-        parked = [unit for owner, unit in self.plan.parked if owner == rank]
+        parked = units_of(rank, self.plan.parked)
         assert self._source is not None or not parked
         flats = {unit: self._source.flats[unit] for unit in parked} if self._source is not None else {}
         return {unit: self.device.host_empty(flat.shape, flat.dtype) for unit, flat in flats.items()}
@@ -177,17 +176,16 @@ class Switcher:
 
     def _check(self, exchange: Exchange, checksum: bool) -> Program:
         rank, unite = exchange.rank, exchange.in_place and not checksum
+        shared = self.plan.shared_units(rank)
         if not self._programs:
             source, target = self._holders
             self._source = buckets_of(source, self.plan.source, rank)
             self._target = buckets_of(target, self.plan.target, rank)
-            self._shared = self.plan.shared_units(rank)
-            check_sharing(self._source, self._target, self._shared, rank=rank)
-            self._unread = tuple(index for owner, index in self.plan.unread if owner == rank)
+            check_sharing(self._source, self._target, shared, rank=rank)
         if unite not in self._programs:  # checksums copy segments, which united rounds enlarge
             plan = self.plan.in_place() if unite else self.plan
             self._programs[unite] = compile_program(plan, rank, self._source, target=self._target)
-        held = check_resident(self._source, self._target, self._shared, rank=rank)
+        held = check_resident(self._source, self._target, shared, rank=rank)
         self._other_bytes = self.device.memory().allocated - held
         self._peak_bytes = self._peak_reserved = 0
         return self._programs[unite]
@@ -205,7 +203,8 @@ class Switcher:
         except SwitchError:
             self._parked = {}
             if self._target is not None:
-                self._target.release([unit for unit in range(len(self._target.flats)) if unit not in self._shared])
+                shared = self.plan.shared_units(exchange.rank)
+                self._target.release([unit for unit in range(len(self._target.flats)) if unit not in shared])
             raise
         self._parked = {}
         self._clock.mark("finish")
@@ -215,7 +214,7 @@ class Switcher:
 
     def _run_rounds(self, exchange: Exchange, program: Program) -> None:
         try:
-            self._release(self._unread)
+            self._release(units_of(exchange.rank, self.plan.unread))
             self._park()
             self._clock.mark("prepare")
             stages = program.stages
@@ -288,15 +287,16 @@ class Switcher:
         self._peak_reserved = max(self._peak_reserved, memory.reserved - self._other_bytes)
 
     def _report(self, exchange: Exchange, program: Program, seconds: float) -> SwitchReport:
+        plan, rank = self.plan, exchange.rank
         return SwitchReport(
-            bytes_moved=sum(program.received_bytes.values()),
+            bytes_moved=sum(plan.received_bytes(rank).values()),
             bytes_local=program.bytes_local,
-            bytes_hosted=program.bytes_hosted,
+            bytes_hosted=sum(plan.target.unit_nbytes(rank)[unit] for unit in plan.hosted_units(rank)),
             seconds=seconds,
             rounds=len(program.stages),
             peak_bytes=self._peak_bytes,
             peak_reserved=self._peak_reserved,
             exchange=exchange.name,
-            received_bytes=program.received_bytes,
+            received_bytes=plan.received_bytes(rank),
             parts_s=self._clock.seconds(PARTS),
         )

@@ -69,7 +69,7 @@ def attempt(
     try:
         failures = agree(own)
     except CollectiveFailed:
-        if cause is None:
+        if cause is None or isinstance(cause, CollectiveFailed):
             raise
         failures = own  # the other ranks are unreachable, but the caller still gets the cause
     if failures:

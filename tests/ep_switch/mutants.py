@@ -7,8 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from fusion.ep_switch import Layout, Plan
-from fusion.ep_switch.moves import Move, Round, UnitId
-from tests.ep_switch.oracle import listed
+from fusion.ep_switch.moves import Move, Moves, Round, UnitId
 
 
 def frees_nothing(plan: Plan) -> Plan:
@@ -30,7 +29,7 @@ def in_layer_order(plan: Plan) -> Plan:
         freed = {unit for unit in released if _layer(plan.source, unit) == layer}
         for i, moves in enumerate(chunks):
             ends = (taken if i == 0 else (), freed if i == len(chunks) - 1 else ())
-            rounds.append(Round(listed(moves), *(tuple(sorted(units)) for units in ends)))
+            rounds.append(Round(Moves.of(moves), True, *(tuple(sorted(units)) for units in ends)))
     return replace(plan, unread=(), rounds=tuple(rounds))
 
 

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 
 from fusion.ep_switch import Layout, Move, Place, Plan, Topology
-from fusion.ep_switch.moves import Moves
 from fusion.ep_switch.topology import LEVELS
 from fusion.model import ModelConfig, Parallel, global_params
 from fusion.model.formats import EMBEDDED, MEGATRON, STACKED, VLLM_ASCEND, VLLM_CPU, Format, megatron, vllm
@@ -168,18 +167,6 @@ def view(units: list[np.ndarray], place: Place, shape: tuple[int, ...]) -> np.nd
     assert 0 <= place.offset and last < len(flat), "outside of the unit"
     steps = [step * flat.itemsize for step in place.strides]
     return np.lib.stride_tricks.as_strided(flat[place.offset :], shape, steps)
-
-
-def listed(moves: Sequence[Move]) -> Moves:
-    """Moves of a round that is no planner's."""
-    ends = np.array([(move.source_rank, move.target_rank, move.numel, move.relayed) for move in moves], np.int64)
-    pieces = np.empty((len(moves), 1), object)
-    pieces[:, 0] = np.fromiter(moves, object, len(moves))
-    return Moves(ends.reshape(-1, 4), pieces, _itself)
-
-
-def _itself(move: Move) -> Move:
-    return move
 
 
 GONE, NEW = -2, -3

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from fusion.npu.all_or_none import all_or_none, gather_json
+from fusion.npu.all_or_none import all_or_none, attempt, gather_json
 from fusion.npu.failures import (
     AbortedOnAllRanks,
     CollectiveFailed,
@@ -126,6 +126,16 @@ def test_what_fails_on_some_ranks_is_raised_on_all_with_its_type_stage_and_memor
     assert memory.bytes_by_owner["activations"] >= 4 << 20, "who held it when it ran out"
     assert (key.rank, key.kind, key.error, key.bytes_by_owner) == (2, FailureKind.FAILED, "KeyError", {})
     assert key.message == repr("c" * 5000)
+
+
+def test_a_process_that_ends_during_the_work_and_the_agreement_is_no_failure_of_this_rank():
+    def lost(*_: object):
+        raise CollectiveFailed("its process has ended")
+
+    with pytest.raises(CollectiveFailed):
+        attempt(lost, describe=lambda error: [RankFailure.of(error, rank=0, stage="plan")], agree=lost)
+    with pytest.raises(AbortedOnAllRanks, match="rank 0 failed in plan: KeyError: 1"):
+        attempt(lambda: {}[1], describe=lambda error: [RankFailure.of(error, rank=0, stage="plan")], agree=lost)
 
 
 COLLECTIVES = {

@@ -10,7 +10,7 @@ speed of the slowest link to the nearest engine, and to the host. With expert pa
 masters are seldom sharded. Units whose masters are sharded over replicas come from other ranks.
 
 Invariants: every element of a hosted unit is in exactly one run; a hosted unit is covered by the rank's masters, is
-partly or entirely missing in the source layout, and was assigned to the host by `plan_return`. All ranks compute the
+partly or entirely missing in the source layout, and was assigned to the host by `plan_return`. All hosts compute the
 same choice.
 """
 

@@ -11,10 +11,11 @@ import torch.distributed as dist
 from fusion.colocate.meshes import Meshes
 from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.weights.masters import MasterRun, host_parts, master_runs
-from fusion.colocate.weights.route import Route, moves_adapters_alone, plan_route
+from fusion.colocate.weights.route import Route, ends_of_route, moves_adapters_alone, plan_route
 from fusion.ep_switch import Plan, SwitchReport, weights_checksum
 from fusion.ep_switch.exchange import Kind
 from fusion.ep_switch.fill import HostParts
+from fusion.ep_switch.host_plan import plan_for_host
 from fusion.ep_switch.transfer import Switcher
 from fusion.model import WeightHolder, load_weights
 from fusion.model.peft import begin_adapters, load_adapter
@@ -84,15 +85,18 @@ class PolicyWeights:
         self._runs: dict[Plan, dict[int, tuple[MasterRun, ...]]] = {}
 
     def renew_groups(self) -> None:
-        """Drop what was connected over the groups of `meshes` that have been renewed."""
-        self._switchers.clear()
+        """Drop what was connected or planned over the groups of `meshes` that have been renewed."""
+        for of_plan in (self._routes, self._switchers, self._runs):
+            of_plan.clear()
         self._is_base_checked = False
 
     def route(self, engines: Sequence[int]) -> Route:
-        """Return the route to these engines, planned once."""
+        """Return the route to these engines, planned once. Collective over the deployment's actor cards."""
         engines = tuple(engines)
         if engines not in self._routes:
-            self._routes[engines] = plan_route(self.spec, self.config.without_predictors, engines)
+            ends = ends_of_route(self.spec, self.config.without_predictors, engines)
+            plans = plan_for_host(lambda: plan_route(self.spec, ends), ends, rank=self.rank, group=self.meshes.actor)
+            self._routes[engines] = Route(*plans)
         return self._routes[engines]
 
     def to_infer(self, route: Route, while_generating: bool = False) -> SwitchReport:

@@ -17,11 +17,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fusion.colocate.deployment import Deployment
 from fusion.colocate.phases import Phase
 from fusion.colocate.spec import WorkerSpec
 from fusion.colocate.weights.masters import choose_hosted
 from fusion.ep_switch import Layout, Plan, Topology, plan_switch, shared_units
+from fusion.ep_switch.host_plan import Ends
 from fusion.model import ModelConfig
 from fusion.model.formats import engine_format, train_format
 from fusion.npu.operators import operators_of
@@ -29,26 +29,19 @@ from fusion.npu.operators import operators_of
 
 @dataclass(frozen=True)
 class Route:
-    """Both switches of a step.
+    """Both switches of a step. ``to_train``: None: the trainer keeps its weights while the engines generate."""
 
-    Attributes:
-        generating: ranks of the engines that run.
-        to_train: None: the trainer keeps its weights while the engines generate.
-    """
-
-    deployment: Deployment
-    generating: tuple[int, ...]
     to_infer: Plan
-    to_train: Plan | None
+    to_train: Plan | None = None
 
     def phase_of(self, rank: int, run_phase: Phase) -> Phase:
         """Return the phase of the card ``rank`` while the run is in ``run_phase``, TRAIN or INFER."""
-        trains = rank in self.deployment.train
+        trains = rank in self.to_infer.source.ranks
         if run_phase is Phase.TRAIN:
             return Phase.TRAIN if trains else Phase.STANDBY
         if trains and self.to_train is None:
             return Phase.TRAIN
-        return Phase.INFER if rank in self.generating else Phase.STANDBY
+        return Phase.INFER if rank in self.to_infer.target.ranks else Phase.STANDBY
 
 
 def layouts_of(spec: WorkerSpec, config: ModelConfig, ranks: tuple[int, ...]) -> tuple[Layout, Layout]:
@@ -75,22 +68,26 @@ def moves_adapters_alone(spec: WorkerSpec, config: ModelConfig) -> bool:
     )
 
 
-def plan_route(spec: WorkerSpec, config: ModelConfig, engines: Sequence[int]) -> Route:
-    """Return the route to the engines of these numbers; the same on every rank."""
-    deployment, bucket_bytes = spec.deployment, spec.fusion.bucket_bytes
+def ends_of_route(spec: WorkerSpec, config: ModelConfig, engines: Sequence[int]) -> list[Ends]:
+    """Return the layouts of the switch to the engines of these numbers and, if they have training cards, back."""
     generating = tuple(rank for number in engines for rank in spec.engines[number])
-    shared = tuple(rank for rank in generating if rank in deployment.train)
+    shared = tuple(rank for rank in generating if rank in spec.deployment.train)
     trained_only = moves_adapters_alone(spec, config)
 
-    def inference(ranks: tuple[int, ...]) -> Layout:
-        return replace(layouts_of(spec, config, ranks)[1], trained_only=trained_only)
+    def ends(ranks: tuple[int, ...]) -> Ends:
+        train, infer = layouts_of(spec, config, ranks)
+        return replace(train, trained_only=trained_only), replace(infer, trained_only=trained_only)
 
-    train = replace(layouts_of(spec, config, generating)[0], trained_only=trained_only)
-    to_infer = plan_switch(train, inference(generating), bucket_bytes, topology=spec.topology, keep=not shared)
-    to_train = None
-    if shared:
+    return [ends(generating), *([ends(shared)[::-1]] if shared else [])]
+
+
+def plan_route(spec: WorkerSpec, ends: Sequence[Ends]) -> list[Plan]:
+    """Plan the switches of a route between the layouts `ends_of_route`; the same on every host."""
+    (there, *back), bucket_bytes = ends, spec.fusion.bucket_bytes
+    plans = [plan_switch(*there, bucket_bytes, topology=spec.topology, keep=not back)]
+    for infer, train in back:
         topology, both = spec.topology or Topology.single_node(), {rank for ranks in spec.engines for rank in ranks}
-        with_masters = [rank for rank in deployment.train if rank in both] if spec.masters_on_host else []
-        hosted = choose_hosted(inference(shared), train, with_masters, topology=topology) if with_masters else ()
-        to_train = plan_switch(inference(shared), train, bucket_bytes, topology=topology, hosted=hosted)
-    return Route(deployment, generating, to_infer, to_train=to_train)
+        with_masters = [rank for rank in train.ranks if rank in both] if spec.masters_on_host else []
+        hosted = choose_hosted(infer, train, with_masters, topology=topology) if with_masters else ()
+        plans.append(plan_switch(infer, train, bucket_bytes, topology=topology, hosted=hosted))
+    return plans
