@@ -52,9 +52,11 @@ def test_a_card_of_768_has_two_full_meshes_of_sockets(folder):
 
 def meet(rank, device, spec):
     """Count this process's connected sockets that its groups add, and use every group that the host uses."""
-    before = sockets()
-    meshes = Meshes.create(spec, rank, device.process_group_backend)
-    added = sockets() - before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCH_GLOO_LAZY_INIT", "0")  # as in a run: ranks connect when a group is made
+        before = sockets()
+        meshes = Meshes.create(spec, rank, device.process_group_backend)
+        added = sockets() - before
     assert meshes.train and meshes.engine and meshes.trainers is meshes.actor is meshes.train.world_group
     total = torch.ones(1)
     torch.distributed.all_reduce(total, group=meshes.train.world_group)
