@@ -27,7 +27,7 @@ class ControlledEngine(ABC):
     """Send control calls from any thread of the leader, apply them at a step, and report the metrics of all ranks.
     `InferEngine` specifies the methods; a subclass defines the abstract ones. ``max_length``: of prompt and response in
     total. ``capacity_tokens``: capacity of an attention rank's KV cache in tokens, at the last allocation.
-    ``shares_kv``: whether its KV is in the machine's pool, too."""
+    ``uncounted``: what the names of `Counters` begin with that say nothing of this engine."""
 
     def __init__(self, model: WeightHolder, mesh: Mesh, device: Device, config: RolloutConfig):
         config.validate()
@@ -35,7 +35,8 @@ class ControlledEngine(ABC):
         self.control, self.counters = ControlChannel(mesh), Counters()
         self.max_length = config.length_limit(model.config.max_positions)
         self.capacity_tokens = 0
-        self.shares_kv = self.paused = self._holds_kv = False
+        self.paused = self._holds_kv = False
+        self.uncounted: tuple[str, ...] = ("kv_pool_", "graph")
         self.on_adopt: Callable[[int], None] = lambda version: None
         self.last_step_kind = ""
         self._vocabulary, self._eos_token_ids = model.config.vocab_size, model.config.eos_token_ids
@@ -138,7 +139,7 @@ class ControlledEngine(ABC):
         return {
             "depth": states.waiting + len(self.control.inbox),
             "running": states.running,
-            **{name: total for name, total in totals.items() if self.shares_kv or not name.startswith("kv_pool_")},
+            **{name: total for name, total in totals.items() if not name.startswith(self.uncounted)},
             "tokens_per_s": totals["generated_tokens"] / self._busy_s if self._busy_s else 0.0,
             "policy_version": self.policy_version,
             "kv_tokens": self.capacity_tokens,

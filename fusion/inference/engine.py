@@ -114,11 +114,11 @@ class EmbeddedEngine(ControlledEngine):
                 counters=self.counters,
                 pull_tokens=config.kv_pool.pull_tokens,
             )
-            self.shares_kv = True
         self.parked = parked = self.pooled or ParkedKV(memory, self.cache, routing=own_routing, max_blocks=limit)
         # Without a reference to self: a reference cycle would keep KV alive.
         self.scheduler.on_chunk_end = lambda seq: parked.park([seq])
         self.graphs = DecodeGraphs.of(config, device, model.weights.addresses, self.counters)
+        self.uncounted = ("kv_pool_",) * (self.pooled is None) + ("graph",) * (self.graphs is None)
         self.forward = Forward(
             model=model,
             mesh=mesh,

@@ -87,7 +87,7 @@ class InferEngine(Protocol):
 
         depth, running: number of waiting and of running requests; tokens_per_s: generated tokens per second in `step`;
         policy_version; kv_tokens: capacity of an attention rank; and the fields of `Counters`, totals since
-        construction, `kv_pool_…` only with rollout.kv_pool.suspended=pool."""
+        construction, `kv_pool_…` only with rollout.kv_pool.suspended=pool, `graph…` only where graphs are replayed."""
 
     # Generation
 

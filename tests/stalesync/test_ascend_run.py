@@ -39,4 +39,4 @@ def test_a_run_that_replays_decode_steps_trains_the_same(base, tmp_path, deploym
     assert all(row["training/rollout_probs_diff_mean"] < 1e-5 for row in replayed)
     assert all(row["rollout/graph_steps"] > 5 for row in replayed)
     assert sum(row["rollout/graphs_dropped"] for row in replayed) >= replayed[0]["rollout/graphs_captured"] > 0
-    assert all(row["rollout/graph_steps"] == 0 for row in computed)
+    assert not any("rollout/graph_steps" in row for row in computed)
