@@ -118,6 +118,8 @@ def check_changes(earlier: Reopened, config: Config, *, source: PromptSource, in
         return earlier
     check_moved(config.run.resume_changed)
     state, notes = savepoint.read(earlier.checkpoint), [*earlier.notes]
+    if config.run.steps < state["step"]:
+        raise ValueError(f"run.steps={config.run.steps}: expected at least the {state['step']} steps that are done")
     saved = state.get("inputs", {})
     if not saved:
         notes.append(

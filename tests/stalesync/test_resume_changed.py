@@ -102,6 +102,8 @@ def test_a_finished_cosine_schedule_goes_on_without_a_jump_and_the_end_says_how(
     done = train(base, tmp_path, *options, "run.steps=3")
     assert done.returncode == 0 and "run.resume=true run.steps=6 training.lr=0.0005 " in done.stdout, done.stderr
     shutil.copytree(tmp_path / "run", tmp_path / "again")
+    done = train(base, tmp_path, *options, "run.steps=2", "run.resume=true")
+    assert done.returncode == 1 and "run.steps=2: expected at least the 3 steps that are done" in done.stderr
     done = train(base, tmp_path, *options, "run.steps=6", "run.resume=true")
     assert done.returncode == 0 and "training.schedule=cosine: the learning rate decays from 0.00025 at" in done.stdout
     rates = [row["actor/lr"] for row in rows_of(tmp_path / "run")]

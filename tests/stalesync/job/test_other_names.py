@@ -57,7 +57,7 @@ def test_a_run_of_an_earlier_version_resumes_and_only_what_has_changed_counts(tm
     config = load(SAVED)
     config.run.dir, config.run.resume = str(tmp_path), "true"
     inputs = {"settings": settings_of(config), "files": {}, "masked_ids": []}
-    state = {"ledger": {"in_flight": {"a": 0}, "finished": {}}, "prompts": {}}
+    state = {"step": 2, "ledger": {"in_flight": {"a": 0}, "finished": {}}, "prompts": {}}
     if where == "checkpoint":
         renamed = {new: old for old, new in MOVED.items()}
         settings = {renamed.get(key, key): value for key, value in inputs["settings"].items()}

@@ -163,7 +163,7 @@ def test_groups_in_progress_of_a_run_that_masked_other_ids_end_only_if_the_model
 ):
     config = Config(run=RunConfig(dir=str(tmp_path), resume="true"))
     inputs = {"settings": settings_of(config), "files": {}, "masked_ids": masked}
-    state = {"ledger": {"in_flight": dict.fromkeys("ab"[:groups], 0), "finished": {}}, "prompts": {}}
+    state = {"step": 2, "ledger": {"in_flight": dict.fromkeys("ab"[:groups], 0), "finished": {}}, "prompts": {}}
     if saved is not None:
         state["inputs"] = {**inputs, "masked_ids": saved}
     earlier = Reopened(RunFolder(tmp_path, "run", "resume"), checkpoint(tmp_path / "run", 2))
@@ -219,7 +219,12 @@ def test_a_name_left_in_the_job_script_does_not_refuse_the_next_automatic_restar
     source = SimpleNamespace(find_other_order=lambda state: "")
 
     def resumed(saved, groups):
-        state = {"ledger": {"in_flight": dict.fromkeys(groups, 0), "finished": {}}, "prompts": {}, "inputs": saved}
+        state = {
+            "step": 2,
+            "ledger": {"in_flight": dict.fromkeys(groups, 0), "finished": {}},
+            "prompts": {},
+            "inputs": saved,
+        }
         savepoint.write_atomic(earlier.checkpoint / "controller.json", json.dumps(state))
         return check_changes(earlier, config, source=source, inputs=inputs)
 
@@ -231,6 +236,10 @@ def test_a_name_left_in_the_job_script_does_not_refuse_the_next_automatic_restar
             ):
                 resumed(inputs, "cd")
             return
+        config.run.steps = 1
+        with pytest.raises(ValueError, match=r"run\.steps=1: expected at least the 2 steps that are done"):
+            resumed(inputs, "cd")
+        config.run.steps = 2
         restarted = resumed(inputs, "cd")
         assert restarted.ended == () and restarted.notes == (
             "run.resume_changed: rollout.sampling.temperature: not needed by this resume, and ignored",
