@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fusion.npu import open_device
+from fusion.rollout.drafts.budget import MIN_PROBABILITY
 from stalesync.job.base_model import make_base_model
 from tests.stalesync.loop.test_engine_restarts import judge, restarts_of
 from tests.stalesync.runs import begin, kill, rows_of, train, wait_until, weights_of
@@ -71,8 +72,11 @@ def test_all_systems_together_draft_usefully_and_survive_the_kill_of_an_engine_a
     assert {row["staleness/max"] for row in rows} == {0, 1}
     assert sum(row["rollout/chunks_total"] for row in rows) > 20
     assert sum(row["rollout/kv_pool_hits"] + row["rollout/kv_pool_pulls"] for row in rows) > 0
-    drafted, accepted = (sum(row[f"rollout/{name}_tokens"] for row in rows) for name in ("drafted", "accepted"))
-    assert accepted > 0.2 * drafted and accepted > 300, "measured: 0.32 of 5,423"
+    names = ("generated", "drafted", "accepted")
+    generated, drafted, accepted = (sum(row[f"rollout/{name}_tokens"] for row in rows) for name in names)
+    assert generated > 5_000 and accepted > 0.4 * generated, "measured: 0.60 to 0.72 of 10,000"
+    # Which samples are trained at staleness 1, and so what repeats, depends on time: measured 0.18 to 0.36.
+    assert accepted > 2 * MIN_PROBABILITY * drafted, "a token is drafted from this probability on"
 
 
 def _compare(model, tmp_path, common, changed):
