@@ -98,12 +98,8 @@ class EngineConfig(Group, path="rollout.engine"):
     """Computes bitwise the same logprobs under any batching, chunking or order of arrival, at some cost in speed."""
     graphs: bool = key(
         False,
-        only={
-            "parallel.infer.pp": (1,),
-            "parallel.infer.dcp": (1,),
-            "training.lora.rank": (0,),
-        },
-        why="the others wait for the host in every step",
+        only={"parallel.infer.pp": (1,), "parallel.infer.dcp": (1,), "training.lora.rank": (0,)},
+        why="as such steps wait for the host",
     )
     """Replays steps that only decode as graphs of the card, of padded sizes; they are captured where a size recurs, and
     again after weights or KV cache have moved. Their memory is not part of kv_fraction. On CUDA and Ascend cards; with

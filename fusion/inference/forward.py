@@ -55,7 +55,7 @@ class Forward:
             self.routing.copy(step.copied)
         rows = self._plan_rows(len(plan.arrays[0]), size is not None)
         sampled_rows = None
-        if self.graphs is not None and size is not None and self._waits_for_no_counts(rows):
+        if self.graphs is not None and size is not None and self._can_capture(rows):
             out, routed = self.graphs(size, plan, partial(self._compute, rows=rows))
         else:
             batch = plan.send(self.device)
@@ -97,8 +97,8 @@ class Forward:
             largest = BatchSize(*sizes.amax(0).tolist()) if sizes.all() else BatchSize(0, 0)
         return padded(largest) if largest.rows else None
 
-    def _waits_for_no_counts(self, rows: RowSplit) -> bool:
-        """Return whether experts need not be told on the host how many rows others send them."""
+    def _can_capture(self, rows: RowSplit) -> bool:
+        """Return whether no layer waits for the host: experts know how many rows other ranks send them."""
         return rows.whole or self.mesh.ep_group is None and self.mesh.etp_group is None
 
     @property

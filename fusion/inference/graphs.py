@@ -26,6 +26,7 @@ from fusion.inference.counters import Counters
 from fusion.inference.sequence import EngineStep
 from fusion.model import Routed
 from fusion.npu import Device
+from fusion.npu.failures import FailureKind, kind_of
 from fusion.npu.operators import PagedRows
 
 CAPTURED_AT = 3
@@ -116,6 +117,11 @@ class DecodeGraphs:
         try:
             graph, outputs = device.capture(compute_longest, others[0].graph if others else None)
         except RuntimeError as error:
+            if kind_of(error) is not FailureKind.FAILED:
+                raise
+            begun = error.__context__  # where a capture has failed, its end may fail, too
+            if begun is not None and kind_of(begun) is not FailureKind.FAILED:
+                raise begun from None
             raise RuntimeError(
                 f"rollout.engine.graphs=true: a decode step of this model cannot be captured ({error}); expected false"
             ) from error

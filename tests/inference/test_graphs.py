@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +18,7 @@ from fusion.inference.config import check_graphs
 from fusion.inference.graphs import padded
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
 from fusion.npu import open_device
+from fusion.npu.failures import CollectiveFailed, FailureKind, kind_of
 from fusion.npu.operators import operators_of
 from tests.families import KINDS, family_checkpoint
 from tests.helpers import run_ranks
@@ -142,6 +144,52 @@ def test_a_model_that_reads_the_card_ends_by_name(monkeypatch):
     monkeypatch.setattr(made.model.layers["1"], "forward", lambda x, **kwargs: (x * x.sum().item(), None))
     with pytest.raises(RuntimeError, match=r"rollout\.engine\.graphs=true: .*item.*; expected false"):
         generate(made, requests(3, 20))
+
+
+@pytest.mark.parametrize("at_the_end", [False, True])
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), CollectiveFailed("lost"), ConnectionError("lost")])
+def test_a_failure_while_a_step_is_captured_keeps_its_kind(monkeypatch, error, at_the_end):
+    made = engine(checkpoint())
+
+    def capture(compute, beside=None):
+        try:
+            raise error
+        except Exception:
+            if at_the_end:  # as a card does, whose capture is void
+                raise RuntimeError("operation failed due to a previous error during capture")  # noqa: B904
+            raise
+
+    monkeypatch.setattr(made.graphs._device, "capture", capture)
+    with pytest.raises(type(error), match=str(error)):
+        generate(made, requests(3, 20))
+
+
+def lose_peer(rank: int, device: Any, captures: bool) -> str:
+    """Rank 1 ends while rank 0 captures, or replays, a step with a collective. Returns how that fails."""
+    x, peers = torch.ones(4, device=device.torch_device), dist.new_group()
+
+    def compute() -> torch.Tensor:
+        y = x * 2
+        dist.all_reduce(y, group=peers)
+        return y
+
+    with torch.inference_mode():
+        compute()
+        if not captures:
+            graph, _ = device.capture(compute)
+        if rank == 1:
+            dist.destroy_process_group(peers)
+            return ""
+        try:
+            device.capture(compute) if captures else graph.replay()
+        except Exception as error:
+            return kind_of(error).value
+    return "nothing"
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_a_peer_that_is_lost_is_named_as_such(captures):
+    assert run_ranks(lose_peer, 2, captures) == [FailureKind.PEER_LOST.value, ""]
 
 
 def test_no_more_sizes_are_captured_than_are_kept(monkeypatch):

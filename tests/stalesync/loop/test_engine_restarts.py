@@ -305,3 +305,16 @@ def test_where_cards_train_and_generate_a_death_while_weights_are_sent_ends_the_
     assert (
         "rank 2 died in stage 'switch'" in err and "an engine is not replaced while its cards run stage 'switch'" in err
     )
+
+
+@pytest.mark.extended
+@pytest.mark.filterwarnings("ignore:.*made nevertheless on the emulated card")
+def test_an_engine_of_two_cards_that_replays_graphs_is_replaced(base, tmp_path):
+    """The card that is left takes part in a collective of a graph, and says that its peer is lost."""
+    replays = ["device.operators=ascend", "rollout.engine.batch_invariant=false", "rollout.engine.graphs=true"]
+    cards = ["cluster.npus=5", "fusion.infer_cards=4", "parallel.infer.tp=2"]
+    done, folder = run(base, tmp_path / "it", *replays, *cards, kills={12: [2]})
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = rows_of(folder)
+    assert len(rows) == STEPS and restarts_of(folder) == 1
+    assert sum(row["rollout/graph_steps"] for row in rows) > 10
