@@ -227,7 +227,7 @@ def test_a_live_environment_is_sent_the_new_turn_only_and_a_fresh_one_all(user_f
         ("hang", "timeout", "environment.step_timeout_s="),
         ("swallow", "timeout", "environment.step_timeout_s="),
         ("block", "timeout", "in step"),
-        ("block holding the interpreter", "timeout", "in step"),
+        pytest.param("block holding the interpreter", "timeout", "in step", marks=pytest.mark.extended),
         ("die", "died", "exited with status 7"),
         ("crash", "died", "killed by SIGSEGV"),
         ("allocate", "memory", "memory limit of 256 MiB (environment.memory_mib)"),
@@ -264,7 +264,7 @@ def test_a_beginning_of_something_else_costs_its_own_conversation(user_file, ans
         assert content(pool.wait()["stepping"]) == "slow"
 
 
-@pytest.mark.parametrize("text", ["die later", "block later"])
+@pytest.mark.parametrize("text", ["die later", pytest.param("block later", marks=pytest.mark.extended)])
 def test_an_environment_that_ends_its_process_in_close_costs_no_other(user_file, text):
     with Pool(user_file, step_timeout_s=patience(0.6 if text == "block later" else 20)) as pool:
         pool.open("bad", "stepping", answer="0.2")

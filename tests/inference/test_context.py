@@ -237,8 +237,8 @@ def compare(kind: str, scenario: str, parallel: Parallel, **options: Any) -> lis
     return results
 
 
-GQA = [Parallel(2, tp=2, dcp=2), Parallel(4, tp=4, ep=2, dcp=2), Parallel(4, tp=4, dcp=4)]
-OTHER = [Parallel(4, tp=2, ep=4, dcp=2), Parallel(4, tp=2, pp=2, dcp=2)]
+GQA = [Parallel(2, tp=2, dcp=2), Parallel(4, tp=4, ep=2, dcp=2)]
+OTHER = [Parallel(4, tp=4, dcp=4), Parallel(4, tp=2, ep=4, dcp=2), Parallel(4, tp=2, pp=2, dcp=2)]
 
 
 @pytest.mark.parametrize("parallel", [*GQA, *(pytest.param(one, marks=pytest.mark.extended) for one in OTHER)], ids=str)
@@ -246,7 +246,7 @@ def test_grouped_queries_sample_the_same(parallel):
     compare("gqa", "together", parallel)
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("kind", [pytest.param("deepseek_v2", marks=pytest.mark.extended), "deepseek_v3"])
 def test_latents_sample_the_same(kind):
     compare(kind, "together", Parallel(2, tp=2, dcp=2))
 
@@ -273,7 +273,7 @@ def test_requests_that_leave_and_weights_that_change_in_flight(kind, suspended):
     [
         pytest.param({}, id="fused"),
         pytest.param(dict(dtype=torch.float64), id="composed", marks=pytest.mark.extended),
-        pytest.param(dict(operators="plain"), id="plain"),
+        pytest.param(dict(operators="plain"), id="plain", marks=pytest.mark.extended),
     ],
 )
 def test_drafts_are_verified_over_shared_kv(kind, options):

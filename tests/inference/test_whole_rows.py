@@ -20,7 +20,7 @@ from fusion.npu.operators import operators_of
 from tests.families import family_checkpoint
 from tests.helpers import run_ranks
 from tests.inference.engines import by_id, checkpoint, engine, generate, requests
-from tests.pairwise import axes, thinned
+from tests.pairwise import axes, is_wide, thinned
 from tests.rollouts import rollout_config
 
 LAYOUTS = [
@@ -89,7 +89,7 @@ def check(folder: str, parallel: Parallel, least: int = 16) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:.*made nevertheless on the emulated card")
-@pytest.mark.parametrize("parallel", thinned(LAYOUTS, axes), ids=str)
+@pytest.mark.parametrize("parallel", thinned(LAYOUTS, axes, extended=is_wide), ids=str)
 def test_every_layout_samples_the_same_tokens(parallel):
     check(checkpoint(), parallel)
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from fusion.model import Mesh, ModelConfig, PackedAttention, Parallel, Transformer, load_weights, save_folder
 from tests.helpers import TINY, TINY_EXPERTS, run_ranks, tiny_checkpoint, tiny_hf
-from tests.pairwise import axes, thinned
+from tests.pairwise import axes, is_wide, thinned
 
 KINDS = {
     "moe": {},
@@ -73,7 +73,11 @@ def logits_and_export(rank, device, parallel, checkpoint, folder):
 CASES = [(kind, layout) for kind in KINDS for layout in LAYOUTS if kind != "dense" or layout.ep == layout.etp == 1]
 
 
-@pytest.mark.parametrize(("kind", "layout"), thinned(CASES, lambda case: (case[0], *axes(case[1]))), ids=str)
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    thinned(CASES, lambda case: (case[0], *axes(case[1])), extended=lambda case: is_wide(case[1])),
+    ids=str,
+)
 def test_logits_and_export_in_every_layout(checkpoints, tmp_path, kind, layout):
     from transformers import AutoModelForCausalLM
 

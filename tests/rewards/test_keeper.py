@@ -108,7 +108,7 @@ def one(response: str, path: Path) -> RewardSample:
     [
         ("daemon", None),
         pytest.param("daemon, raise", "raised", marks=pytest.mark.extended),
-        ("daemon, hang", "timeout"),
+        pytest.param("daemon, hang", "timeout", marks=pytest.mark.extended),
         pytest.param("daemon, exit", "died", marks=pytest.mark.extended),
         ("daemon, crash", "died"),
     ],
@@ -167,7 +167,7 @@ def _children(pid: int) -> set[int]:
     return {child for child, parent in table.items() if parent == pid}
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", [pytest.param(1, marks=pytest.mark.extended), 2])
 @pytest.mark.parametrize(
     ("response", "error"),
     [

@@ -109,7 +109,7 @@ def test_processes_share_a_batch(user_file):
     [
         ("raise", "raised", "KeyError: 'no such thing'"),
         ("exit", "raised", "SystemExit: 3"),
-        ("hang", "timeout", "exceeded reward.time_limit_s"),
+        pytest.param("hang", "timeout", "exceeded reward.time_limit_s", marks=pytest.mark.extended),
         ("die", "died", "exited with status 7"),
         ("memory", "memory", "memory limit of 512 MiB"),
     ],

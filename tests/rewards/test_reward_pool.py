@@ -94,7 +94,7 @@ def gone(pid: int, within_s: float = 5.0) -> bool:
         ("raise", "raised", "KeyError: 'no such thing'"),
         ("exit", "raised", "SystemExit: 3"),
         ("hang", "timeout", "in reward"),
-        ("hang holding the interpreter", "timeout", "in reward"),
+        pytest.param("hang holding the interpreter", "timeout", "in reward", marks=pytest.mark.extended),
         ("string", "bad_type", "returned '1.0' (str); expected a finite number"),
         ("none", "bad_type", "returned None"),
         ("nan", "bad_type", "returned nan"),
@@ -335,6 +335,7 @@ def test_config_errors_name_the_key(changes, message):
         RewardConfig(**changes).validate()
 
 
+@pytest.mark.extended
 def test_a_file_that_loads_for_too_long_is_refused_with_the_place_where_it_is(tmp_path, monkeypatch):
     (tmp_path / "slow.py").write_text("import time\ndef wait():\n    time.sleep(1000)\nwait()\n")
     monkeypatch.setattr("fusion.rewards.process.START_LIMIT_S", patience(2.0))

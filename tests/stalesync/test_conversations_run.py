@@ -193,6 +193,7 @@ def test_a_stale_run_that_is_killed_during_turns_loses_no_conversation_and_train
     assert_gone(of_environments)
 
 
+@pytest.mark.extended
 def test_an_environment_that_fails_ends_its_group_by_name_and_no_other(chatting, tmp_path):
     run = completed(
         tmp_path,

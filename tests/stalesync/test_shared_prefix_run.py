@@ -31,6 +31,7 @@ def assert_shares_rows(run):
     assert rows[-1]["env/num_branches/max"] > 1 and rows[-1]["actor/grad_norm"] > 0
 
 
+@pytest.mark.extended
 def test_a_run_that_is_killed_while_it_trains_trees_on_shared_samples_is_bitwise_one_that_is_not(
     thinking, whole, tmp_path
 ):

@@ -57,6 +57,7 @@ def test_two_engines_sample_the_same_with_the_text_of_each_other(other, base, tm
     assert not any("sent_bytes" in figure for figure in others_rows[0])
 
 
+@pytest.mark.extended
 def test_a_text_server_that_is_killed_changes_nothing_and_is_reported_once(start, tmp_path):
     run = start(*TWO, *DRAFTS, "run.steps=1000")
     folder = tmp_path / "run"

@@ -54,6 +54,7 @@ def checkpoints(run):
     return sorted(path.name for path in (run / "checkpoints").iterdir())
 
 
+@pytest.mark.extended
 def test_the_best_checkpoint_stays_a_resume_goes_on_and_a_checkpoint_alone_is_evaluated_to_the_same_bits(
     base, tmp_path, files
 ):

@@ -243,13 +243,9 @@ def kill_in_transfer(rank, logs, running):
     os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
-    ("overrides", "rank"),
-    [
-        pytest.param([], 2, id="one of two"),
-        pytest.param(ONE, 1, id="the only one", marks=pytest.mark.extended),
-        pytest.param(CHUNKS, 2, id="chunks", marks=pytest.mark.extended),
-    ],
+    ("overrides", "rank"), [([], 2), (ONE, 1), (CHUNKS, 2)], ids=["one of two", "the only one", "chunks"]
 )
 def test_an_engine_killed_while_weights_are_sent_is_replaced_and_they_are_sent_again(
     base, undisturbed, tmp_path, overrides, rank

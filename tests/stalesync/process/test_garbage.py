@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from stalesync.process.garbage import ARENAS, NUM_COLLECTIVES
 from stalesync.process.ray_cluster import bounding_memory
 from tests.machine import patience, run
@@ -57,6 +59,7 @@ print(len(json.loads(torch._C._distributed_c10d._dump_fr_trace_json())["entries"
 """
 
 
+@pytest.mark.extended
 def test_few_collectives_are_recorded_unless_the_user_wants_more():
     environment = {name: value for name, value in os.environ.items() if name != "TORCH_FR_BUFFER_SIZE"}
     done = run([sys.executable, "-c", COLLECTIVES], 60, env=environment)

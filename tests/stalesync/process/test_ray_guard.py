@@ -115,7 +115,13 @@ with guarded([], Report(str(folder), 1)) as guard:
 
 @pytest.mark.parametrize(
     "how, status, reported",
-    [("ends", 1, 1), ("hangs", -9, 1), ("gives up", -9, 1), ("reports", 1, 0), ("killed", -9, 0)],
+    [
+        pytest.param("ends", 1, 1, marks=pytest.mark.extended),
+        ("hangs", -9, 1),
+        ("gives up", -9, 1),
+        ("reports", 1, 0),
+        ("killed", -9, 0),
+    ],
 )
 def test_the_end_of_a_controller_that_the_end_of_ray_has_caused_is_reported(tmp_path, how, status, reported):
     shutil.copy(shutil.which("bash" if how == "gives up" else "sleep"), tmp_path / "raylet")

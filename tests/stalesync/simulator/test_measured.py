@@ -90,6 +90,7 @@ def test_simulated_speeds_of_the_systems_side_by_side_are_within_5_percent_of_me
     assert tokens_per_s_of_compare(*mode, steps=2) == pytest.approx(tokens_per_s, rel=0.05)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(("mode", "tokens_per_s"), SIMULATED.items())
 def test_the_systems_side_by_side_over_more_steps_are_as_fast_as_the_page_of_figures_says(mode, tokens_per_s):
     assert tokens_per_s_of_compare(*mode, steps=24) == pytest.approx(tokens_per_s, rel=0.02)
