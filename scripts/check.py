@@ -12,12 +12,13 @@ with 2 if the job would be refused.
 
 import sys
 
-from fusion.resources import RECIPES, as_called
+from fusion.resources import RECIPES, as_called, outlive_readers
 
 USAGE = as_called("usage: python scripts/check.py [--help] [GROUP=CHOICE ...] [KEY=VALUE ...]")
 
 
 def main() -> None:
+    outlive_readers()
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(USAGE, as_called(__doc__.rstrip()), sep="\n\n")
         return

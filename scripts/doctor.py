@@ -18,6 +18,7 @@ import platform
 import re
 import runpy
 import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import asdict, dataclass
@@ -335,4 +336,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `doctor | head` ends with its reader
     sys.exit(main())

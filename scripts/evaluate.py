@@ -22,7 +22,7 @@ if __name__ == "__main__":
 
 import sys  # noqa: E402
 
-from fusion.resources import RECIPES, as_called  # noqa: E402
+from fusion.resources import RECIPES, as_called, outlive_readers  # noqa: E402
 
 CONF = RECIPES / "conf"
 USAGE = as_called(
@@ -31,6 +31,7 @@ USAGE = as_called(
 
 
 def main() -> None:
+    outlive_readers()
     if {"-h", "--help"} & set(sys.argv[1:]):
         print(USAGE, as_called(__doc__.rstrip()), sep="\n\n")
         return

@@ -13,13 +13,14 @@ if __name__ == "__main__":
 import sys  # noqa: E402
 from typing import Any  # noqa: E402
 
-from fusion.resources import RECIPES, as_called  # noqa: E402
+from fusion.resources import RECIPES, as_called, outlive_readers  # noqa: E402
 
 CONF = RECIPES / "conf"
 USAGE = as_called("usage: python scripts/train.py [--help] [--cfg job] [GROUP=CHOICE ...] [KEY=VALUE ...]")
 
 
 def main() -> None:
+    outlive_readers()
     from stalesync.command_line import refuse
     from stalesync.job.overrides import accepted, choices_in, composed, help_text
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from fusion.telemetry.files import FULL
-from stalesync.process.output import outlive_readers
 from stalesync.process.stopping import describe_stop, exit_status
 
 if TYPE_CHECKING:
@@ -18,7 +17,6 @@ def run_job(config: "Config", *, evaluates: str = "", step: int = 0) -> Path:
     1) or is stopped by a signal. ``evaluates``, ``step``: as of `launch`."""
     from stalesync.process.ray_cluster import set_environment
 
-    outlive_readers()
     set_environment(config.cluster.address)
     from stalesync.launch import launch
     from stalesync.process.failures import RunFailed

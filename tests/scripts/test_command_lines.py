@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -74,6 +75,16 @@ def test_help_answers_in_a_second_of_cpu(command, part, tmp_path):
     answer = answer_of(command, tmp_path)
     assert answer.code == 0 and part in answer.out, answer.err
     assert is_quick(answer), (answer.cpu_s, HEAVY & answer.imported)
+
+
+@pytest.mark.parametrize("name", ["train", "check", "report", "plan", "doctor"])
+def test_a_reader_that_has_ended_is_no_failure(name):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed:
+        command = [sys.executable, f"scripts/{name}.py", "--help"]
+        done = subprocess.run(command, cwd=ROOT, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE if name == "doctor" else 0, "")
 
 
 SAID_ELSEWHERE = [

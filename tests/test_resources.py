@@ -8,7 +8,7 @@ from tests.machine import run
 PROGRAM = """
 import sys
 from rich.console import Console
-from stalesync.process.output import outlive_readers
+from fusion.resources import outlive_readers
 outlive_readers()
 print("begins", flush=True)
 sys.stdin.read()
