@@ -127,7 +127,8 @@ def report_run(folder: Path, **fields: Any) -> None:
     try:
         run = read_run(folder, fields.get("outcome"))
         report = RunReport.from_folder(folder, run, **fields)
-        write_atomic(default_path([folder]), render([run]))
+        steps = {"total_steps": None} if report.evaluated else {}
+        write_atomic(default_path([folder]), render([run | steps]))
     except (OSError, ValueError) as error:
         report.notes = [*report.notes, f"report.html could not be written: {error}"]
     report.folder = describe(folder)

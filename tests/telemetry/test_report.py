@@ -1,4 +1,6 @@
 import io
+import json
+import re
 
 import pytest
 from rich.console import Console
@@ -60,6 +62,16 @@ def test_the_cautions_of_the_page_are_on_the_terminal_too(tmp_path):
 def test_an_evaluation_alone_does_not_speak_of_steps():
     report = RunReport(evaluated="step 40 of runs/a", reward_start=1.0, reward_end=1.0)
     assert report.text() == "finished: evaluated step 40 of runs/a\n"
+
+
+def test_the_page_of_an_evaluation_alone_does_not_speak_of_steps_either(tmp_path):
+    run = leave_a_run(tmp_path).path
+    for fields, expected in (({"evaluated": "runs/one"}, None), ({}, 20)):
+        report_run(run, outcome="finished", **fields)
+        data = re.search(r'id="data">(.*?)</script>', (run / "report.html").read_text(), re.DOTALL)[1]
+        assert json.loads(data)["runs"][0]["total_steps"] == expected
+    (run / "evaluation.json").write_text("{}")
+    assert read_run(run)["total_steps"] is None and read_run(run)["outcome"] == "finished"
 
 
 def test_an_empty_run_is_reported_too(tmp_path):

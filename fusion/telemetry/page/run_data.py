@@ -43,8 +43,9 @@ def read_run(folder: Path | str, outcome: str | None = None) -> dict[str, Any]:
     running = outcome is None and is_held(folder)
     ledger = MemoryLedger.merged(MemoryLedger.from_metrics(row) for row in numbers)
     timeline, note = _timeline(folder / "timeline.json", updates=int(_key(config, "algorithm", "minibatches") or 1))
-    total = _key(config, "run", "steps")
-    ended = "finished" if num_steps == total or (folder / EVALUATION).exists() else "ended early"
+    evaluates = (folder / EVALUATION).exists()
+    total = None if evaluates else _key(config, "run", "steps")
+    ended = "finished" if evaluates or num_steps == total else "ended early"
     evaluations = read_jsonl(folder / EVALUATIONS, RESULT)
     changes = changes_of(evaluations)
     return {

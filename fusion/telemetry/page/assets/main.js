@@ -2,7 +2,8 @@
 
 function headline(run, index, several) {
   const total = run.total_steps && run.total_steps !== run.steps ? ` of ${run.total_steps}` : "";
-  const facts = [`${run.outcome}: ${run.steps}${total} steps in ${duration(run.wall_s)}`];
+  const steps = run.total_steps === null ? "" : `: ${run.steps}${total} steps in ${duration(run.wall_s)}`;
+  const facts = [run.outcome + steps];
   if (run.reward_start !== undefined) {
     const of = run.reward_window > 1 ? ` (means of ${run.reward_window} steps)` : "";
     facts.push(`reward ${run.reward_start.toFixed(3)} → ${run.reward_end.toFixed(3)}${of}`);
