@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fusion.environments import EnvironmentConfig, EnvPool, Message, Started, StepOrder, Task, Turn
+from fusion.environments import EnvironmentConfig, EnvPool, Message, StepOrder, Task, Turn
 
 MB = 1 << 20
 SLEEPERS = """
@@ -48,7 +48,7 @@ class Conversations:
         self._pool, self._news = pool, news
         self._task = Task("How long?", "")
         (started,) = pool.reset([(self._task, 0)])
-        assert isinstance(started, Started)
+        assert not started.failure, started.detail
         self._actions: list[tuple[str, ...]] = [()] * count
         self._observed = [(started.digest,)] * count
         self.num_ended = 0

@@ -9,7 +9,6 @@ from typing import Any
 
 from fusion.colocate import RewardModelSpec, WorkerSpec
 from fusion.colocate.frozen.retokenize import same_tokenizer
-from fusion.environments import Failure
 from fusion.model import ModelConfig
 from fusion.rewards import RewardPool, Term, check_answers
 from fusion.rewards.answers import call_once
@@ -97,8 +96,10 @@ def start_environments(
     environments = stack.enter_context(Environments(config.environment, bridge, config.run.seed))
     (prompt,) = source.sample(1)
     started = environments.begin([prompt])[prompt.id]
-    if isinstance(started, Failure):
-        raise ValueError(f"{config.environment.label}: {prompt.id} does not begin ({started.kind}): {started.detail}")
+    if started.failure:
+        raise ValueError(
+            f"{config.environment.label}: {prompt.id} does not begin ({started.failure}): {started.detail}"
+        )
     begun = environments.prompt(prompt, started)
     if len(begun.ids) > config.data.max_prompt_length:
         raise ValueError(

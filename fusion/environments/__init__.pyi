@@ -2,9 +2,7 @@ from .config import EnvironmentConfig as EnvironmentConfig
 from .interface import FAILURES as FAILURES
 from .interface import Environment as Environment
 from .interface import EnvironmentFailed as EnvironmentFailed
-from .interface import Failure as Failure
 from .interface import Message as Message
-from .interface import Started as Started
 from .interface import StepOrder as StepOrder
 from .interface import Stepped as Stepped
 from .interface import Task as Task

@@ -13,15 +13,15 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Coroutine, Generator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
 from importlib import import_module
-from types import coroutine
+from traceback import StackSummary
+from types import FrameType, coroutine
 from typing import Any
 
 from fusion.environments.interface import (
     Environment,
     EnvironmentFailed,
-    Message,
     StepOrder,
     Turn,
     checked_start,
@@ -29,7 +29,7 @@ from fusion.environments.interface import (
     digest_of,
 )
 from fusion.environments.tools import parse
-from fusion.environments.wire import EndOrder, NextOrder, Order, Reply, ResetOrder, pack_reply, pack_start
+from fusion.environments.wire import EndOrder, NextOrder, Order, Reply, pack_reply, pack_start
 from fusion.rewards.child import (
     attempt,
     end_if_forked,
@@ -76,6 +76,13 @@ def load(target: str, label: str) -> Callable[[], Environment]:
     return found
 
 
+def frames_of(work: Any) -> Iterator[tuple[FrameType, int]]:
+    """Yield the frames of a coroutine that waits, and their lines, the innermost last."""
+    while (frame := getattr(work, "cr_frame", None)) is not None:
+        yield frame, frame.f_lineno
+        work = work.cr_await
+
+
 class OpenEnvironment:
     """An environment under way, and the seconds that it has taken."""
 
@@ -117,11 +124,11 @@ class Server:
             if isinstance(order, EndOrder):
                 await self._end(number, order.id)
                 return
-            if isinstance(order, ResetOrder):
-                reply = await self._reset(number, order)
-            else:
+            if isinstance(order, NextOrder) or order.actions:
                 id = order.id
                 reply = await self._step(number, order)
+            else:
+                reply = await self._start(number, order)
         except EnvironmentFailed as failed:
             reply = Reply(failed.kind, failed.detail, 0.0)
         except Exception:  # a field of the row that cannot be loaded
@@ -139,11 +146,11 @@ class Server:
             running.cancel()
         await self._close(number, self._live.pop(id, None))
 
-    async def _reset(self, number: int, order: ResetOrder) -> Reply:
+    async def _start(self, number: int, order: StepOrder) -> Reply:
         conversation = OpenEnvironment()
         try:
-            messages, tools = await self._begin(number, conversation, order)
-            return Reply(None, "", 0.0, messages, tools=tools)
+            first, tools = await self._begin(number, conversation, order)
+            return Reply(None, "", 0.0, first.messages, tools=tools)
         finally:
             await self._close(number, conversation)
 
@@ -166,20 +173,18 @@ class Server:
         """Return a fresh conversation in which all before the ordered step has been repeated.
         Raise EnvironmentFailed: also `diverged`: it says something else."""
         self._live[order.id] = conversation = OpenEnvironment()
-        messages, _ = await self._begin(number, conversation, order)
-        observed = digest_of(messages)
+        said, _ = await self._begin(number, conversation, order)
         for num_turns, expected in enumerate(order.observed):
             if num_turns:
-                repeated = await self._advance(number, conversation, order.actions[num_turns - 1])
-                observed = digest_of(repeated.messages, repeated.done, repeated.reward)
-            if observed != expected:
+                said = await self._advance(number, conversation, order.actions[num_turns - 1])
+            if digest_of(said) != expected:
                 where = f"after turn {num_turns}" if num_turns else "at the start"
                 raise EnvironmentFailed("diverged", f"{where}: other messages with the same seed and the same actions")
         return conversation
 
     async def _begin(
-        self, number: int, conversation: OpenEnvironment, order: ResetOrder | StepOrder
-    ) -> tuple[Sequence[Message], Sequence[Mapping[str, Any]]]:
+        self, number: int, conversation: OpenEnvironment, order: StepOrder
+    ) -> tuple[Turn, Sequence[Mapping[str, Any]]]:
         async def begin() -> tuple[Any, Any]:
             conversation.environment = environment = self._create()
             return await environment.reset(order.task, order.seed), getattr(environment, "tools", ())
@@ -215,7 +220,9 @@ class Server:
         try:
             done, _ = await asyncio.wait({task}, timeout=max(0.0, limit_s))
             if not done:
-                raise EnvironmentFailed("timeout", f"exceeded environment.{key}={self._options[key]}")
+                place = "".join(StackSummary.extract(frames_of(work)).format())
+                exceeded = f"exceeded environment.{key}={self._options[key]}; it awaits\n{place}".rstrip()
+                raise EnvironmentFailed("timeout", exceeded)
             if task.cancelled():
                 raise EnvironmentFailed("raised", "it has cancelled itself")
             return task.result()

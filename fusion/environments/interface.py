@@ -77,41 +77,25 @@ class Environment(Protocol):
 
 
 @dataclass(frozen=True)
-class Started:
-    """First messages of a conversation, and the JSON schemas of its tools for the chat template."""
-
-    messages: Sequence[Message]
-    digest: str
-    tools: Sequence[Mapping[str, Any]] = ()
-
-
-@dataclass(frozen=True)
-class Failure:
-    """Why no first messages came. `kind`: one of FAILURES."""
-
-    kind: str
-    detail: str
-
-
-@dataclass(frozen=True)
 class StepOrder:
     """The next step of conversation `id`. `actions`: texts of all of the model's turns, the last one is the step;
-    `observed`: digests of what preceded each, from the first messages on."""
+    `observed`: digests of what preceded each, from the first messages on. Without any it asks for the first messages,
+    and nothing stays open."""
 
     id: str
     task: Task
     seed: int
-    actions: Sequence[str]
-    observed: Sequence[str]
+    actions: Sequence[str] = ()
+    observed: Sequence[str] = ()
 
     def __post_init__(self) -> None:
-        assert 0 < len(self.actions) == len(self.observed), f"{self.id}: an observation precedes each action"
+        assert len(self.actions) == len(self.observed), f"{self.id}: an observation precedes each action"
 
 
 @dataclass(frozen=True)
 class Stepped:
     """Result of a `StepOrder`: `turn` and its `digest`, or a `failure`, one of FAILURES, and its `detail`. `seconds`
-    of the environment's wall time were spent on it."""
+    of the environment's wall time were spent on it. `tools`: JSON schemas for the chat template, of the beginning."""
 
     id: str
     turn: Turn | None
@@ -119,10 +103,11 @@ class Stepped:
     failure: str | None = None
     detail: str = ""
     seconds: float = 0.0
+    tools: Sequence[Mapping[str, Any]] = ()
 
 
-def digest_of(messages: Sequence[Message], done: bool = False, reward: float | None = None) -> str:
-    text = json.dumps([[*messages], done, reward], sort_keys=True, separators=(",", ":"))
+def digest_of(turn: Turn) -> str:
+    text = json.dumps([[*turn.messages], turn.done, turn.reward], sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
@@ -145,7 +130,7 @@ def checked_messages(messages: Any) -> list[dict[str, str]]:
     return [dict(message) for message in messages]
 
 
-def checked_start(messages: Any, tools: Any) -> tuple[list[dict[str, str]], list[dict[str, Any]]]:
+def checked_start(messages: Any, tools: Any) -> tuple[Turn, list[dict[str, Any]]]:
     """Return the first messages of an environment, and the schemas of its tools, as plain values.
     Raise EnvironmentFailed: `bad_turn`: there are no messages, or either is something else."""
     if not (found := checked_messages(messages)):
@@ -156,7 +141,7 @@ def checked_start(messages: Any, tools: Any) -> tuple[list[dict[str, str]], list
         raise EnvironmentFailed("bad_turn", f"tools are no JSON: {error}") from None
     if not isinstance(schemas, list) or not all(isinstance(schema, dict) for schema in schemas):
         raise EnvironmentFailed("bad_turn", f"tools are {tools!r:.40}; expected a list of JSON schemas")
-    return found, schemas
+    return Turn(found), schemas
 
 
 def checked_turn(turn: Any) -> Turn:

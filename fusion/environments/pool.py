@@ -26,8 +26,8 @@ from collections.abc import Callable, Collection, Sequence
 
 from fusion.environments.child import NUMBER
 from fusion.environments.config import BUILT_IN, EnvironmentConfig
-from fusion.environments.interface import Failure, Started, StepOrder, Stepped, Task, digest_of
-from fusion.environments.wire import EndOrder, NextOrder, Order, Reply, ResetOrder, decode_reply, pack_order
+from fusion.environments.interface import StepOrder, Stepped, Task
+from fusion.environments.wire import EndOrder, NextOrder, Order, Reply, decode_reply, pack_order
 from fusion.rewards.process import GuardedPool, GuardedProcess, start_interpreter
 
 RECEIVE_BYTES, MAX_NUMBER, CHECK_S = 1 << 12, 0xFFFFFF00, 0.5
@@ -36,9 +36,9 @@ GRACE_S = 5.0
 
 
 class PostedOrder:
-    """An order and who takes its reply. `sent`, `due` (`time.monotonic`): when a child got it, is to have replied."""
+    """An order and who takes its result. `sent`, `due` (`time.monotonic`): when a child got it, is to have replied."""
 
-    def __init__(self, order: Order, deliver: Callable[[PostedOrder, Reply], None]) -> None:
+    def __init__(self, order: Order, deliver: Callable[[PostedOrder, Stepped], None]) -> None:
         self.order, self.deliver = order, deliver
         self.sent = self.due = 0.0
 
@@ -111,19 +111,18 @@ class EnvPool(GuardedPool[EnvChild]):
             self.close()
             raise ValueError(self._start_error)
 
-    def reset(self, tasks: Sequence[tuple[Task, int]]) -> list[Started | Failure]:
+    def reset(self, tasks: Sequence[tuple[Task, int]]) -> list[Stepped]:
         """Return the first messages of each (task, seed), in order, or why there are none. Nothing stays open.
         Raise RuntimeError: the pool is closed, or another thread closes it meanwhile."""
-        results: dict[PostedOrder, Started | Failure] = {}
+        results: dict[PostedOrder, Stepped] = {}
         finished = threading.Event()
 
-        def deliver(work: PostedOrder, reply: Reply) -> None:
-            failed = None if reply.failure is None else Failure(reply.failure, reply.detail)
-            results[work] = failed or Started(reply.messages, digest_of(reply.messages), reply.tools)
+        def deliver(work: PostedOrder, result: Stepped) -> None:
+            results[work] = result
             if len(results) == len(works):
                 finished.set()
 
-        works = [PostedOrder(ResetOrder(task, seed), deliver) for task, seed in tasks]
+        works = [PostedOrder(StepOrder("", task, seed), deliver) for task, seed in tasks]
         self._post(works)
         while works and not finished.wait(CHECK_S):
             self._check_open()
@@ -176,13 +175,8 @@ class EnvPool(GuardedPool[EnvChild]):
         self._orders.extend(works)
         self._wake.send(b"x")
 
-    def _deliver(self, work: PostedOrder, reply: Reply) -> None:
-        assert isinstance(work.order, StepOrder)
-        failed = reply.failure is not None
-        turn = None if failed else reply.turn
-        digest = "" if failed else digest_of(reply.messages, reply.done, reply.reward)
-        stepped = Stepped(work.order.id, turn, digest, reply.failure, reply.detail, reply.seconds)
-        self._results.append((work, stepped))
+    def _deliver(self, work: PostedOrder, result: Stepped) -> None:
+        self._results.append((work, result))
         self._on_result()
 
     # What follows runs on the thread of the pool.
@@ -236,13 +230,13 @@ class EnvPool(GuardedPool[EnvChild]):
         elif self._children:
             self._waiting.append(work)
         else:
-            work.deliver(work, Reply("died", f"no process could be started: {self._start_error}", 0.0))
+            self._settle(work, Reply("died", f"no process could be started: {self._start_error}", 0.0))
 
     def _dispatch(self, child: EnvChild, work: PostedOrder) -> None:
         limit_s, order = self._config.step_timeout_s, work.order
         if isinstance(order, StepOrder) and order.id in child.live:
             order = NextOrder(order.id, order.actions[-1])
-        elif isinstance(order, StepOrder):  # a reset, and its turns again
+        elif isinstance(order, StepOrder) and order.actions:  # a reset, and its turns again
             limit_s = min(limit_s * (1 + len(order.actions)), self._config.episode_timeout_s)
             child.live.add(order.id)
             self._home[order.id] = child
@@ -285,9 +279,9 @@ class EnvPool(GuardedPool[EnvChild]):
             self._retake()
 
     def _settle(self, work: PostedOrder, reply: Reply) -> None:
-        if isinstance(work.order, StepOrder) and (reply.failure or reply.done):
+        if reply.failure or reply.done:
             self._forget(work.order.id)
-        work.deliver(work, reply)
+        work.deliver(work, reply.stepped(work.order.id))
 
     def _forget(self, id: str) -> None:
         if child := self._home.pop(id, None):

@@ -15,10 +15,11 @@ from fusion.environments.interface import (
     EnvironmentFailed,
     Message,
     StepOrder,
-    Task,
+    Stepped,
     Turn,
     checked_messages,
     checked_turn,
+    digest_of,
 )
 from fusion.rewards.wire import MAX_REPLY_BYTES, START, decode_list, frame
 
@@ -30,25 +31,17 @@ class NextOrder(NamedTuple):
     action: str
 
 
-class ResetOrder(NamedTuple):
-    """Return the first messages of a conversation that does not continue, and has no `id`."""
-
-    task: Task
-    seed: int
-    id: str = ""
-
-
 class EndOrder(NamedTuple):
     """Close the environment of conversation `id`, if there is one."""
 
     id: str
 
 
-Order = StepOrder | NextOrder | ResetOrder | EndOrder
+Order = StepOrder | NextOrder | EndOrder
 
 
 class Reply(NamedTuple):
-    """Result of an order: a turn, or one of FAILURES and its detail. `tools`: schemas, of a reset."""
+    """Result of an order, as a `Stepped`."""
 
     failure: str | None
     detail: str
@@ -61,6 +54,11 @@ class Reply(NamedTuple):
     @property
     def turn(self) -> Turn:
         return Turn(self.messages, self.done, self.reward)
+
+    def stepped(self, id: str) -> Stepped:
+        turn = None if self.failure else self.turn
+        digest = "" if turn is None else digest_of(turn)
+        return Stepped(id, turn, digest, self.failure, self.detail, self.seconds, self.tools)
 
 
 def pack_order(number: int, order: Order) -> bytes:

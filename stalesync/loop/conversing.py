@@ -21,7 +21,6 @@ import torch
 
 from distqueue import Column, DistQueue, PackedBatch, SamplesLost
 from fusion.colocate import Worker
-from fusion.environments import Failure
 from fusion.rewards import RewardOutcome
 from fusion.rollout import EndedConversation, Entry
 from fusion.rollout.partial_samples import LOST_PARTS, OBSERVATION, RESUMED, TURN, TURN_TOKENS
@@ -104,9 +103,9 @@ class Conversing:
         started, results = list[Prompt](), self.environments.begin(prompts)
         for prompt in prompts:
             result = results[prompt.id]
-            if isinstance(result, Failure):
-                self._groups.log_unstarted(prompt.id, result.kind)
-                self._observe_failed(result.kind, result.detail)
+            if result.failure:
+                self._groups.log_unstarted(prompt.id, result.failure)
+                self._observe_failed(result.failure, result.detail)
                 continue
             prompt = self.environments.prompt(prompt, result)
             if len(prompt.ids) > self._data.max_prompt_length:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fusion.environments import Failure
 from fusion.rewards import RewardOutcome
 from fusion.rollout import EvalAnswer
 from fusion.rollout.types import branch_id
@@ -68,12 +67,11 @@ class EvaluatedTurns:
         """Answers to the prompts whose conversations have ended"""
         started = environments.begin(prompts)
         for prompt in prompts:
-            match started[prompt.id]:
-                case Failure(kind, detail):
-                    self._end(prompt.id, RewardOutcome(None, error=f"{ENVIRONMENT}{kind}", detail=detail))
-                case begun:
-                    self.conversations.admit(prompt.id, [prompt.id], begun.digest)
-                    self.left[prompt.id] = Turns(environments.prompt(prompt, begun))
+            if (begun := started[prompt.id]).failure:
+                self._fail(prompt.id, begun.failure, begun.detail)
+            else:
+                self.conversations.admit(prompt.id, [prompt.id], begun.digest)
+                self.left[prompt.id] = Turns(environments.prompt(prompt, begun))
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -128,9 +126,9 @@ class EvaluatedTurns:
                 self._environments.step(self.conversations.of(id), self._away[id][0].prompt)
             case Complete(id, cut):
                 self._finish(id, cut)
-            case FailGroup(group=id, kind=kind, detail=detail):
-                del self._away[id]
-                self._end(id, RewardOutcome(None, error=f"{ENVIRONMENT}{kind}", detail=detail))
+            case FailGroup():
+                del self._away[command.group]
+                self._fail(command.group, command.kind, command.detail)
 
     def _finish(self, id: str, cut: bool) -> None:
         _, answer = self._away.pop(id)
@@ -140,6 +138,6 @@ class EvaluatedTurns:
             answer, text=one.text(answer.text), response_tokens=sampled, finish_reason="length" if cut else "stop"
         )
 
-    def _end(self, id: str, outcome: RewardOutcome) -> None:
-        self.outcomes[id] = outcome
+    def _fail(self, id: str, kind: str | None, detail: str) -> None:
+        self.outcomes[id] = RewardOutcome(None, error=f"{ENVIRONMENT}{kind}", detail=detail)
         self.answers[id] = EvalAnswer(id, text="", response_tokens=0, finish_reason="abort")

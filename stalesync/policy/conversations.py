@@ -68,11 +68,11 @@ class Conversation:
     all behind the first ones, for records; ``rewards``: of its turns; ``tokens``: of the response when its last turn
     ended; ``observation_tokens``: number of tokens from the environment; ``end``: of the last turn, and
     ``had_thought``: whether one before it has a thought, for the bridge; ``attempts``: number of times that an
-    environment has failed; ``seconds``: spent by environments; ``span``: policy versions of its oldest and newest token
-    when its last turn ended. In several branches, ``tokens`` and ``prompt`` (token ids; [] for the first) are the
-    current one's; ``row_tokens``: of prompt and response of each of the others, ``response_tokens``: of all their
-    responses; ``used``: of the budget of tokens when the current one began; ``begins``: index in ``messages`` behind
-    which each but the first speaks."""
+    environment has failed, ``failure``: why it did last; ``seconds``: spent by environments; ``span``: policy versions
+    of its oldest and newest token when its last turn ended. In several branches, ``tokens`` and ``prompt`` (token ids;
+    [] for the first) are the current one's; ``row_tokens``: of prompt and response of each of the others,
+    ``response_tokens``: of all their responses; ``used``: of the budget of tokens when the current one began;
+    ``begins``: index in ``messages`` behind which each but the first speaks."""
 
     id: str
     group: str
@@ -85,6 +85,7 @@ class Conversation:
     end: TurnEnd = (0, False)
     had_thought: bool = False
     attempts: int = 0
+    failure: str = ""
     seconds: float = 0.0
     span: Sequence[int] = (0, 0)
     prompt: Sequence[int] = ()
@@ -319,7 +320,7 @@ class Conversations:
         return command
 
     def _observe_failed(self, one: Conversation, kind: str, detail: str) -> StepEnvironment | FailGroup:
-        one.attempts += 1
+        one.attempts, one.failure = one.attempts + 1, f"; before, it had failed ({kind}): {detail}"
         if one.seconds >= self._spec.episode_timeout_s:
             return self._fail(one, *self._too_late(one))
         if kind == DIVERGED or one.attempts > self._spec.retries:
@@ -329,7 +330,7 @@ class Conversations:
 
     def _too_late(self, one: Conversation) -> tuple[str, str]:
         limit = f"environment.episode_timeout_s={self._spec.episode_timeout_s:g}"
-        return TIMEOUT, f"its environment took longer than {limit} in {one.num_turns} turns"
+        return TIMEOUT, f"its environment took longer than {limit} by turn {one.num_turns}{one.failure}"
 
     def _fail(self, failing: Conversation, kind: str, detail: str) -> FailGroup:
         members = self._members[failing.group]

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
-from fusion.environments import EnvPool, Failure, Started, StepOrder, Stepped, Task
+from fusion.environments import EnvPool, StepOrder, Stepped, Task
 from fusion.environments.config import EnvironmentConfig
 from fusion.environments.render import Bridge
 from stalesync.policy.conversations import Command, Conversation, Conversations, seed_of
@@ -37,24 +37,23 @@ class Environments:
     def __exit__(self, *_: object) -> None:
         self.pool.close()
 
-    def begin(self, prompts: Sequence[Prompt]) -> dict[str, Started | Failure]:
+    def begin(self, prompts: Sequence[Prompt]) -> dict[str, Stepped]:
         """Return the first messages of conversations by id, or why there are none after all retries. Conversations
         whose ids are equal up to a slash begin alike."""
-        results: dict[str, Started | Failure] = {}
+        results: dict[str, Stepped] = {}
         left = [*prompts]
         for _ in range(1 + self.config.retries):
             if left:
                 begun = self.pool.reset([(task_of(prompt), self._seed_of(prompt.id)) for prompt in left])
                 results |= {prompt.id: result for prompt, result in zip(left, begun, strict=True)}
-                left = [prompt for prompt in left if isinstance(results[prompt.id], Failure)]
+                left = [prompt for prompt in left if results[prompt.id].failure]
         return results
 
-    def prompt(self, prompt: Prompt, started: Started) -> Prompt:
+    def prompt(self, prompt: Prompt, started: Stepped) -> Prompt:
         """Return a prompt with what its environment says first in place of the row's text."""
-        ids = self.bridge.first(started.messages, started.tools)
-        return replace(
-            prompt, ids=tuple(ids), messages=[dict(message) for message in started.messages], tools=[*started.tools]
-        )
+        assert started.turn is not None, started.detail
+        messages, tools = [dict(message) for message in started.turn.messages], [*started.tools]
+        return replace(prompt, ids=tuple(self.bridge.first(messages, tools)), messages=messages, tools=tools)
 
     def observe(self, conversations: Conversations, stepped: Stepped, prompt: Prompt) -> Command | None:
         """Record an answer in ``conversations``, with its tokens up to where the model speaks again; return what
@@ -71,15 +70,8 @@ class Environments:
 
     def step(self, conversation: Conversation, prompt: Prompt) -> None:
         """Have the environment of a conversation answer its last action, sooner or later."""
-        self.pool.begin(
-            StepOrder(
-                conversation.id,
-                task_of(prompt),
-                self._seed_of(conversation.id),
-                tuple(conversation.actions),
-                tuple(conversation.observed),
-            )
-        )
+        seed, said = self._seed_of(conversation.id), (tuple(conversation.actions), tuple(conversation.observed))
+        self.pool.begin(StepOrder(conversation.id, task_of(prompt), seed, *said))
 
     def take(self, wanted: Collection[str] | None = None) -> list[Stepped]:
         """Return the answers that have come, to these conversations only (None: to all)."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.environments.interface import EnvironmentFailed, Turn, checked_turn, digest_of
+from fusion.environments.interface import EnvironmentFailed, Stepped, Turn, checked_turn, digest_of
 from fusion.environments.wire import Reply, decode_reply, pack_reply
 from fusion.rewards.wire import HEADER, MAX_REPLY_BYTES
 
@@ -34,15 +34,13 @@ def test_a_turn_that_is_accepted_arrives_as_it_is(turn):
     frame = pack_reply(5, Reply(None, "", 0.5, checked.messages, checked.done, checked.reward))
     reply = decode_reply(5, frame[HEADER.size :])
     assert isinstance(reply, Reply) and reply.turn == checked and reply.seconds == 0.5
-    assert digest_of(reply.messages, reply.done, reply.reward) == digest_of(
-        checked.messages, checked.done, checked.reward
-    )
+    assert reply.stepped("g/0") == Stepped("g/0", checked, digest_of(checked), seconds=0.5, tools=[])
 
 
 @given(TURNS, TURNS)
 def test_equal_digests_mean_equal_observations(one, other):
     texts = [json.dumps([*turn.messages, turn.done, turn.reward], sort_keys=True) for turn in (one, other)]
-    digests = [digest_of(turn.messages, turn.done, turn.reward) for turn in (one, other)]
+    digests = [digest_of(turn) for turn in (one, other)]
     assert (digests[0] == digests[1]) == (texts[0] == texts[1])
 
 

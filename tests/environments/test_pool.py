@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from fusion.environments import EnvironmentConfig, EnvPool, Failure, StepOrder, Stepped, Task
+from fusion.environments import EnvironmentConfig, EnvPool, StepOrder, Stepped, Task
 from fusion.environments.pool import EnvChild
 from fusion.rewards import process
 from tests.machine import patience, running, wait_for
@@ -178,9 +178,9 @@ def content(stepped: Stepped) -> str:
 def test_a_conversation_is_a_reset_and_steps(user_file):
     with Pool(user_file) as pool:
         started, failed = pool.reset([(Task("hello", ""), 3), (Task("hello", "raise"), 3)])
-        assert started.messages == [{"role": "user", "content": "hello 3"}]
+        assert started.turn.messages == [{"role": "user", "content": "hello 3"}]
         assert started.tools == [{"type": "function", "function": {"name": "nothing"}}]
-        assert isinstance(failed, Failure) and failed.kind == "raised" and "KeyError" in failed.detail
+        assert failed.turn is None and failed.failure == "raised" and "KeyError" in failed.detail
         pool.open("a", "b")
         assert pool.observed["a"] == pool.observed["b"]
         assert content(pool.ask("a", "x")) == "x"
@@ -225,6 +225,7 @@ def test_a_live_environment_is_sent_the_new_turn_only_and_a_fresh_one_all(user_f
         ("long", "bad_turn", "expected at most 1,048,576"),
         ("surrogate", "bad_turn", "not valid Unicode"),
         ("hang", "timeout", "environment.step_timeout_s="),
+        ("hang", "timeout", "await asyncio.sleep(600)"),
         ("swallow", "timeout", "environment.step_timeout_s="),
         ("block", "timeout", "in step"),
         pytest.param("block holding the interpreter", "timeout", "in step", marks=pytest.mark.extended),
@@ -260,7 +261,7 @@ def test_a_beginning_of_something_else_costs_its_own_conversation(user_file, ans
         pool.open("idle", "stepping", answer="0.5")
         pool.say("stepping", "slow", "0.5")
         (failed,) = pool.reset([(Task("hi", answer), 7)])
-        assert isinstance(failed, Failure) and failed.kind == "bad_turn" and detail in failed.detail, failed
+        assert failed.failure == "bad_turn" and detail in failed.detail, failed
         assert content(pool.wait()["stepping"]) == "slow"
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import torch
 
 from distqueue import LocalQueue, PackedBatch
-from fusion.environments import Failure, Started, Stepped, Turn
+from fusion.environments import Stepped, Turn
 from fusion.rollout.types import SuspendedSample, row_of
 from stalesync.loop.conversing import Conversing
 from stalesync.loop.groups import Groups
@@ -29,9 +29,9 @@ class Pool:
 
     def reset(self, tasks):
         return [
-            Failure("raised", "no")
+            Stepped("", None, failure="raised", detail="no")
             if task.prompt in self.refused
-            else Started([{"role": "user", "content": "hi"}], "d0")
+            else Stepped("", Turn([{"role": "user", "content": "hi"}]), "d0")
             for task, _ in tasks
         ]
 

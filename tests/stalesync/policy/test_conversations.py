@@ -205,6 +205,15 @@ def test_an_environment_that_never_answers_fails_its_group_when_its_seconds_are_
     assert conversations.observe_turn("g/1", 3, "c") is None, "its sibling ends when it comes back"
 
 
+def test_an_environment_that_is_late_by_its_failures_says_why_it_failed():
+    conversations = conversing()
+    conversations.observe_turn("g/0", 4, "a")
+    blocked = stepped("g/0", failure="timeout", detail="blocked in step", seconds=9)
+    assert conversations.observe_stepped(blocked) == StepEnvironment("g/0")
+    (failed,) = conversations.observe_elapsed(10)
+    assert failed.kind == TIMEOUT and "episode_timeout_s=10" in failed.detail and "blocked in step" in failed.detail
+
+
 def test_the_deadline_of_a_turn_that_was_answered_fails_no_later_turn():
     conversations = conversing()
     conversations.observe_turn("g/0", 4, "a")
