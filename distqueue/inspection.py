@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         while True:
-            print(_report(args.queue, args.address))
+            print(_report(args.queue, args.address), flush=True)
             if args.watch is None:
                 return 0
             time.sleep(args.watch)
@@ -46,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, QueueClosed) as error:
         print(error, file=sys.stderr)
         return 1
+    except BrokenPipeError:  # its reader has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _report(queue: str | None, address: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import subprocess
 import sys
@@ -65,6 +66,16 @@ def test_a_journal_is_shown_as_it_would_be_gone_on_with(tmp_path: Path, shown: S
     assert rows == {"reward": ["2", "0"], "train": ["1", "0"]}, "what was leased is open"
     assert "ended: 1 dropped:stale" in lines and "column tokens: int8 (L)" in lines
     assert (folder / INDEX).read_bytes() == before, "it only reads"
+
+
+def test_a_reader_that_has_ended_is_no_failure(tmp_path: Path) -> None:
+    leave_a_journal(tmp_path)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as closed:
+        command = [sys.executable, "-m", "distqueue", str(tmp_path)]
+        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_a_journal_that_a_queue_has_open_is_shown(tmp_path: Path, shown: Shown) -> None:
