@@ -50,13 +50,20 @@ def sample(logits_BV: torch.Tensor, params: list[SamplingParams], uniforms_B: np
         tokens = _invert(logprobs.exp(), torch.from_numpy(uniforms_B).to(logits))
         if any(greedy):
             tokens = torch.where(torch.tensor(greedy, device=tokens.device), logits.argmax(-1), tokens)
-    return Sampled(*_to_host(tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1)))
+    return _to_host(tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1))
 
 
-def _to_host(tokens_B: torch.Tensor, logprobs_B: torch.Tensor) -> tuple[list[int], list[float]]:
-    """Return both as lists, by one copy, in which ids are floats: exact, as no vocabulary has 2**24."""
-    tokens, logprobs = torch.stack([tokens_B.to(logprobs_B.dtype), logprobs_B]).tolist()
-    return [int(token) for token in tokens], logprobs
+def _to_host(tokens_B: torch.Tensor, logprobs_B: torch.Tensor, kept_BK: torch.Tensor | None = None) -> Sampled:
+    """Copy what was sampled to the host, all at once, with ids as floats: exact, as no vocabulary has 2**24.
+    ``kept_BK``: the kept ids, and -1 for others."""
+    columns = [tokens_B.to(logprobs_B.dtype), logprobs_B]
+    if kept_BK is None:
+        tokens, logprobs = torch.stack(columns).tolist()
+        return Sampled([int(token) for token in tokens], logprobs)
+    host_BC = torch.cat([torch.stack(columns, dim=1), kept_BK.to(logprobs_B.dtype)], dim=1).cpu().numpy()
+    ids = host_BC[:, 2:].astype(np.int32)
+    kept = [row[row >= 0].tobytes() for row in ids]
+    return Sampled(host_BC[:, 0].astype(int).tolist(), host_BC[:, 1].tolist(), kept)
 
 
 def split_kept(ids: np.ndarray, counts: list[int]) -> list[bytes]:
@@ -85,8 +92,8 @@ def _sample_filtered(
     order, kept = order[:, :MAX_KEPT_IDS], kept[:, :MAX_KEPT_IDS] & filtered_B.unsqueeze(1)
     log_mass = logprobs_BV.gather(1, order).masked_fill(~kept, -torch.inf).logsumexp(1).where(filtered_B, 0.0)
     logprobs = logprobs_BV.gather(1, tokens).squeeze(1) - log_mass
-    ids = order[kept].to("cpu", torch.int32).numpy()
-    return Sampled(*_to_host(tokens.squeeze(1), logprobs), split_kept(ids, kept.sum(1).tolist()))
+    most = max(p.top_k or vocabulary for p in params if _filters(p, vocabulary))
+    return _to_host(tokens.squeeze(1), logprobs, order.where(kept, -1)[:, :most])
 
 
 def _scale(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:

@@ -13,6 +13,8 @@ from fusion.inference import SamplingParams
 from fusion.inference.noise import request_key, uniforms
 from fusion.inference.sampler import next_below, sample
 from fusion.model.head import MAX_KEPT_IDS
+from fusion.npu import open_device
+from tests.host_reads import HostReads
 
 VOCABULARY = 24
 ROWS = 20000
@@ -79,6 +81,15 @@ def test_every_row_has_its_own_parameters_and_greedy_draws_no_noise():
         if one.temperature == 0:
             assert tokens[i] == int(logits[i].argmax())
             assert logprobs[i] == float(logits[i].log_softmax(-1)[tokens[i]])
+
+
+@pytest.mark.parametrize("params", [*([one] * 8 for one in FILTERS), FILTERS])
+def test_the_host_waits_for_a_card_once(params):
+    logits = torch.stack([logits_row(i) for i in range(8)]).to(open_device("emulated").torch_device)
+    with HostReads() as reads:
+        found = sample(logits, params, draws(8))
+    assert reads.found == ["_to_copy"]
+    assert found.tokens == sample(logits.cpu(), params, draws(8)).tokens
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_k=3), SamplingParams(top_p=0.5)], ids=str)

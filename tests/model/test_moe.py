@@ -5,13 +5,12 @@ from __future__ import annotations
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights
 from fusion.model.exchange import regroup
 from fusion.npu.operators import Plain
 from tests.helpers import tiny_checkpoint
+from tests.host_reads import HostReads
 
 
 @st.composite
@@ -28,26 +27,6 @@ def test_rows_are_grouped_by_expert_in_the_order_of_their_sources(by_source):
     arrived = [(s, e, n) for s, row in enumerate(by_source) for e, rows in enumerate(row) for n in range(rows)]
     assert [arrived[place] for place in grouping.tolist()] == sorted(arrived, key=lambda row: (row[1], row[0], row[2]))
     assert grouping[back].tolist() == back[grouping].tolist() == list(range(len(arrived)))
-
-
-class HostReads(TorchDispatchMode):
-    """Collects the operations that make the host wait for a card: copies from it, and results sized by its data."""
-
-    def __init__(self):
-        super().__init__()
-        self.found = []
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        result = operation(*args, **(kwargs or {}))
-        name = operation.name().split("::")[1].split(".")[0]
-        leaves_card = "npu" in _places(args) and "cpu" in _places(result)
-        if leaves_card or name in ("_local_scalar_dense", "bincount", "nonzero"):
-            self.found.append(name)
-        return result
-
-
-def _places(tree):
-    return {one.device.type for one in tree_leaves(tree) if isinstance(one, torch.Tensor)}
 
 
 class Grouped(Plain):
