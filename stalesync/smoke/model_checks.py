@@ -26,7 +26,7 @@ from stalesync.job.base_model import pack_responses
 from stalesync.smoke.report import check
 
 EXPERTS = (128, 160)
-"""Of Qwen3-30B-A3B, and of DeepSeek-V2: a list of matrices has no more than 128 on Ascend"""
+"""Of Qwen3-30B-A3B, and of DeepSeek-V2"""
 VOCABULARY = 512
 
 SHAPE = dict(

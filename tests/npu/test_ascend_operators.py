@@ -269,7 +269,28 @@ def test_what_is_beyond_a_limit_is_composed_and_said_once(ascend, recwarn):
     (warning,) = recwarn
     assert "npu_rotary_mul: sequences times heads = 1000, expected at most 999" in str(warning.message)
     assert "composed of PyTorch's operators" in str(warning.message)
-    assert not table.takes_counts(x, 1025) and table.takes_counts(x, 1024) and not table.takes_counts(x, 1)
+    stack = torch.zeros(1025, 4, 8, dtype=torch.bfloat16, device="npu")
+    counts = torch.tensor([3] + [0] * 1024, device="npu")
+    with pytest.warns(UserWarning, match="groups = 1025, expected at least 1, at most 1024"):
+        assert torch.equal(
+            table.grouped_linear(x[:, 0].bfloat16(), stack, counts), torch.zeros_like(x[:, 0, :4]).bfloat16()
+        )
+
+
+@given(seed=seeds, rows=st.integers(1, 6), behind=st.integers(0, 2))
+def test_the_only_expert_of_a_card_runs_its_operator(ascend, seed, rows, behind):
+    """As where there are as many EP ranks as experts: composed products would wait for the count, twice a layer."""
+    random, counts = draw(seed), torch.tensor([rows], device="npu")
+    gate_up, down = random(1, 6, 4) / 2, random(1, 4, 3) / 2
+    with patch.object(Plain, "grouped_linear", side_effect=AssertionError("composed")):
+        x, stack = random(rows + behind, 4).bfloat16(), random(1, 3, 4).bfloat16()
+        y = Real().grouped_linear(x, stack, counts)
+        torch.testing.assert_close(y[:rows], x[:rows] @ stack[0].t(), rtol=0.02, atol=0.02)
+        with_gradients = ascend.experts(random(rows, 4).requires_grad_(), counts, gate_up, down)
+        assert with_gradients.grad_fn is not None
+    assert_alike(
+        ascend, lambda table, *inputs: table.experts(inputs[0], counts, *inputs[1:]), random(rows, 4), gate_up, down
+    )
 
 
 def test_an_emulated_card_reports_limits_and_goes_on(ascend):
@@ -279,13 +300,16 @@ def test_an_emulated_card_reports_limits_and_goes_on(ascend):
         assert table._takes(torch.ops.npu.npu_rotary_mul.default, x, (x.unsqueeze(0), x, x))
 
 
-def grouped(weights: int, dtype: torch.dtype = torch.bfloat16, dims: int = 2, groups: int = 0) -> list[str]:
+def grouped(
+    weights: int, dtype: torch.dtype = torch.bfloat16, dims: int = 2, groups: int = 0, kind: int = 1
+) -> list[str]:
     weight = torch.empty(*(() if dims == 2 else (groups,)), 4, 4, dtype=dtype, device="meta")
     arguments = dict(
         x=[torch.empty(8, 4, dtype=dtype, device="meta")],
         weight=[weight] * weights,
         group_list=torch.empty(groups or weights, device="meta"),
         group_type=0,
+        group_list_type=kind,
     )
     return limits.beyond("npu_grouped_matmul", arguments)
 
@@ -294,7 +318,8 @@ def test_limits_of_grouped_products():
     assert not grouped(128) and not grouped(1, dims=3, groups=256) and not grouped(1, torch.float32, 3, 8)
     assert "weights in a list = 129, expected at most 128" in grouped(129)[0]
     assert "float32" in grouped(8, torch.float32)[0]
-    assert "groups = 1025, expected at least 2, at most 1024" in grouped(1, dims=3, groups=1025)[0]
+    assert "groups = 1025, expected at least 1, at most 1024" in grouped(1, dims=3, groups=1025)[0]
+    assert not grouped(1, dims=3, groups=1, kind=0) and "more than one group" in grouped(1, dims=3, groups=1)[0]
 
 
 @given(

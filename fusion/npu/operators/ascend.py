@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from fusion.npu.operators import limits
 from fusion.npu.operators.ascend_attention import AscendAttention
-from fusion.npu.operators.ascend_functions import AddRMSNorm, GroupedLinear, Permute, routing_options
+from fusion.npu.operators.ascend_functions import AddRMSNorm, GroupedLinear, Permute, product_options, routing_options
 from fusion.npu.operators.gating import Gating
 from fusion.npu.operators.plain import AdamW, AdamWStates, Counts, Permuted, Rope, Weights
 from fusion.npu.operators.rows import sum_of_local
@@ -175,18 +175,15 @@ class Ascend(AscendAttention):
         )
 
     def takes_counts(self, x: Tensor, experts: int, row_multiple: int = 1) -> bool:
-        return row_multiple == 1 and (self._is_emulated or 2 <= experts <= limits.MAX_GROUPS)
+        return row_multiple == 1
 
     def grouped_linear(self, x_ND: Tensor, weights: Weights, counts: Counts, row_multiple: int = 1) -> Tensor:
-        if not x_ND.shape[0]:
-            return super().grouped_linear(x_ND, list(weights), [0] * len(weights), row_multiple)
-        listed = [weights] if isinstance(weights, Tensor) else list(weights)  # a stack is the list's only entry
-        if isinstance(counts, Tensor) and row_multiple == 1:
-            x, about = x_ND.contiguous(), (len(listed), listed[0].shape)
-            options = dict(group_list=counts, split_item=3, group_type=0, group_list_type=1)
-            if self._takes(torch.ops.npu.npu_grouped_matmul.default, x, ([x], listed), about=about, **options):
-                return GroupedLinear.apply(x, counts, *listed)
-        return super().grouped_linear(x_ND, list(weights), counts, row_multiple)
+        if isinstance(counts, Tensor) and isinstance(weights, Tensor) and row_multiple == 1:
+            x, operator, options = x_ND.contiguous(), torch.ops.npu.npu_grouped_matmul.default, product_options(counts)
+            if self._takes(operator, x, ([x], [weights]), about=(weights.shape,), **options):
+                return GroupedLinear.apply(x, counts, weights)
+        counts = counts if x_ND.shape[0] else [0] * len(weights)
+        return super().grouped_linear(x_ND, weights, counts, row_multiple)
 
     # Optimizer
 

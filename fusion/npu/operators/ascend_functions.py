@@ -1,7 +1,6 @@
 """Differentiate operators of Ascend cards of which torch_npu derives no gradient: each Function names the operators of
 its backward pass."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -58,30 +57,32 @@ class Permute(torch.autograd.Function):
         return out, None, None
 
 
-def _products(x: Tensor, weights: list[Tensor], counts: Tensor, group_type: int) -> Tensor:
+def product_options(counts: Tensor, group_type: int = 0) -> dict[str, Any]:
+    """Return the options of a grouped product. A list of counts may not have length 1; one of ends may, and is the
+    same then."""
+    return dict(group_list=counts, split_item=3, group_type=group_type, group_list_type=int(len(counts) > 1))
+
+
+def _products(x: Tensor, weight: Tensor, counts: Tensor, group_type: int) -> Tensor:
     """Return one product a group, joined: of blocks of x's rows (``group_type`` 0), or of its columns with blocks of
     the weight's rows (2)."""
-    (out,) = torch.ops.npu.npu_grouped_matmul(
-        [x], weights, group_list=counts, split_item=3, group_type=group_type, group_list_type=1
-    )
+    (out,) = torch.ops.npu.npu_grouped_matmul([x], [weight], **product_options(counts, group_type))
     return out
 
 
 class GroupedLinear(torch.autograd.Function):
-    """Products of row blocks, of which torch_npu derives no gradient. ``weights``: of each expert, or one stack."""
+    """Products of row blocks with the matrices of a stack, of which torch_npu derives no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, counts: Tensor, *weights: Tensor):
-        ctx.save_for_backward(x_ND, counts, *weights)
-        return _products(x_ND, [weight.transpose(-1, -2) for weight in weights], counts, group_type=0)
+    def forward(ctx: Any, x_ND: Tensor, counts: Tensor, stack_EOD: Tensor):
+        ctx.save_for_backward(x_ND, counts, stack_EOD)
+        return _products(x_ND, stack_EOD.transpose(1, 2), counts, group_type=0)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor):
-        x_ND, counts, *weights = ctx.saved_tensors
+        x_ND, counts, stack_EOD = ctx.saved_tensors
         grad_NO = grads[0].contiguous()
-        grad_x = _products(grad_NO, weights, counts, group_type=0) if ctx.needs_input_grad[0] else None
-        grad_weights: Sequence[Tensor | None] = [None] * len(weights)
-        if any(ctx.needs_input_grad[2:]):
-            stack_EOD = _products(grad_NO.t(), [x_ND], counts, group_type=2)
-            grad_weights = [stack_EOD] if weights[0].dim() == 3 else stack_EOD.unbind(0)
-        return grad_x, None, *grad_weights
+        needs_x, _, needs_stack = ctx.needs_input_grad
+        grad_x = _products(grad_NO, stack_EOD, counts, group_type=0) if needs_x else None
+        grad_stack = _products(grad_NO.t(), x_ND, counts, group_type=2) if needs_stack else None
+        return grad_x, None, grad_stack

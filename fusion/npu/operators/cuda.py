@@ -95,7 +95,8 @@ class Cuda(Plain):
         return torch.bmm(weight_Nk.to(y.dtype).unsqueeze(1), y_NkD).squeeze(1)
 
     def takes_counts(self, x: Tensor, experts: int, row_multiple: int = 1) -> bool:
-        return row_multiple == 1 and x.dtype is torch.bfloat16
+        about = x.dtype, x.shape[1:]
+        return row_multiple == 1 and self._takes("grouped_mm", about, {"mat_a": x, "mat_b": x})
 
     def grouped_linear(self, x_ND: Tensor, weights: Weights, counts: Counts, row_multiple: int = 1) -> Tensor:
         on_card = isinstance(counts, Tensor) and row_multiple == 1 and x_ND.shape[0] > 0

@@ -169,7 +169,8 @@ LIMITS: dict[str, tuple[Limit, ...]] = {
     ),
     "npu_grouped_matmul": (
         Limit("weights in a list", lambda a: len(a["weight"]), at_most=MAX_LISTED_WEIGHTS),
-        Limit("groups", lambda a: len(a["group_list"]), at_least=2, at_most=MAX_GROUPS),
+        Limit("groups", lambda a: len(a["group_list"]), at_least=1, at_most=MAX_GROUPS),
+        _true("counts are of more than one group", lambda a: a["group_list_type"] == 0 or len(a["group_list"]) > 1),
         Limit("dtype of x", lambda a: a["x"][0].dtype, one_of=FLOATS),
         _true("a list of weights is not float32", lambda a: _weights_are_stacked(a) or a["x"][0].dtype in HALVES),
         Limit("last dimension of x", lambda a: _inner(a["x"][0]), at_most=65535),

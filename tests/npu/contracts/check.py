@@ -131,7 +131,7 @@ def cuts(config: ModelConfig) -> Iterator[Cut]:
     """List the layouts of up to 8 TP ranks and up to all EP ranks, in training and in generation."""
     experts = next((spec.mlp.num_experts for spec in config.layers if isinstance(spec.mlp, Sparse)), 1)
     for tp in (1, 2, 4, 8):
-        for ep in sorted({1, min(8, experts), min(64, experts // 2), experts // 2} - {0}):
+        for ep in sorted({1, min(8, experts), min(64, experts // 2), experts // 2, experts} - {0}):
             for trains in (False, True):
                 if config.attention.num_heads % tp == 0 and experts % ep == 0:
                     yield Cut(tp, ep, trains)
@@ -218,19 +218,14 @@ def sparse(table: Ascend, spec: Sparse, hidden: int, cut: Cut) -> list[torch.Ten
     received, arriving = cut.tensor(*x.shape), meta(local, dtype=torch.int64)
     stacks = cut.tensor(local, 2 * spec.width, hidden), cut.tensor(local, hidden, spec.width)
     outs = [y]
-    if local >= 2:
-        outs.append(table.experts(received, arriving, *stacks))
-        if not cut.trains:
-            last = range(spec.num_experts - local, spec.num_experts)
-            outs.append(
-                table.local_experts(cut.tensor(cut.rows, hidden), experts, weights, spec.num_experts, last, *stacks)
-            )
-    if not cut.trains and cut.ep >= MIN_DISPATCH_RANKS and local > 1:
+    assert table.takes_counts(x, local)
+    outs.append(table.experts(received, arriving, *stacks))
+    if not cut.trains:
+        last = range(spec.num_experts - local, spec.num_experts)
+        rows = cut.tensor(cut.rows, hidden)
+        outs.append(table.local_experts(rows, experts, weights, spec.num_experts, last, *stacks))
+    if not cut.trains and cut.ep >= MIN_DISPATCH_RANKS:
         dispatched(table, spec, cut, meta(cut.rows, hidden), experts, weights, stacks)
-    if 2 <= local <= limits.MAX_LISTED_WEIGHTS:
-        lists = [[cut.tensor(*stack.shape[1:]) for _ in range(local)] for stack in stacks]
-        outs.append(table.experts(received, arriving, *lists))
-    assert table.takes_counts(x, local) == (2 <= local <= limits.MAX_GROUPS)
     return outs
 
 

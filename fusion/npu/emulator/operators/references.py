@@ -166,7 +166,7 @@ def npu_grouped_matmul(
     group_type: int | None = None,
     group_list_type: int = 0,
 ) -> list[Tensor]:
-    assert split_item in (2, 3) and group_list_type == 1, "one result, of groups whose sizes are listed"
+    assert split_item in (2, 3) and group_list_type == int(len(group_list) > 1), "counts, of one group its end"
     (x0,) = x
     counts = group_list.tolist() if group_list.device.type != "meta" else [0] * len(group_list)
     if group_type == 0:
