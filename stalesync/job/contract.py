@@ -99,9 +99,16 @@ class _Sources:
     def __init__(self, read: Read):
         self.read = read
         self._modules: dict[str, dict[str, ast.AST] | None] = {}
+        self._found: dict[tuple[str, str], _Found | None] = {}
 
     def find(self, path: str, name: str) -> _Found | None:
         """Return where a name of a module is defined, if necessary in the module that it is imported from."""
+        if (path, name) not in self._found:
+            self._found[path, name] = None  # modules may import a name from each other
+            self._found[path, name] = self._find(path, name)
+        return self._found[path, name]
+
+    def _find(self, path: str, name: str) -> _Found | None:
         names = self._names(path)
         node = names.get(name) if names else None
         if isinstance(node, ast.ImportFrom):
@@ -143,7 +150,8 @@ def _definitions(body: list[ast.stmt]) -> Iterator[tuple[str, ast.AST]]:
             yield node.target.id, node
         elif isinstance(node, ast.Assign):
             for target in node.targets:
-                yield from ((one.id, node) for one in ast.walk(target) if isinstance(one, ast.Name))
+                names = (one for one in ast.walk(target) if isinstance(one, ast.Name))
+                yield from ((one.id, node) for one in names if isinstance(one.ctx, ast.Store))
         elif isinstance(node, ast.ImportFrom | ast.Import):
             yield from ((alias.asname or alias.name.partition(".")[0], node) for alias in node.names)
         elif isinstance(node, ast.If | ast.Try | ast.With):

@@ -6,7 +6,7 @@
 
 Pure, and imports nothing: `scripts/doctor.py` runs this file where nothing is installed. `stalesync.job.contract` holds
 the rows against the sources of a version: of the installed one for the doctor, of wheels for the tests
-(`tests/inference/contracts`). Every import of vLLM and every private name in this package has a row
+(`tests/inference/contracts`). Every import of vLLM and every attribute of what is vLLM's has a row
 (`tests/inference/test_vllm_calls.py`).
 """
 
@@ -39,7 +39,18 @@ REFUSED = {
 """Versions that are refused, and why"""
 
 EVERYWHERE: Rows = {
-    "vllm/config/__init__.py": ("CUDAGraphMode.NONE", "get_current_vllm_config()"),
+    **{
+        f"vllm/model_executor/models/{name}.py": (f"{model}.load_weights(_)", f"{model}.compute_logits(_)")
+        for name in ("deepseek_v2", "llama", "mixtral", "olmoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
+        for model in [name.title().replace("_", "") + "ForCausalLM"]
+    },
+    "vllm/config/__init__.py": (
+        *("CUDAGraphMode.NONE", "get_current_vllm_config()", "CompilationConfig.static_forward_context"),
+        *(f"VllmConfig.{name}_config" for name in ("cache", "load", "model", "parallel")),
+        *(f"CacheConfig.{name}" for name in ("block_size", "num_gpu_blocks", "enable_prefix_caching")),
+        *("CacheConfig.prefix_caching_hash_algo", "LoadConfig.load_format"),
+        *("ModelConfig.enforce_eager", "ModelConfig.is_moe"),
+    ),
     "vllm/distributed/parallel_state.py": (
         "GroupCoordinator(group_ranks=_, local_rank=_, torch_distributed_backend=_, use_device_communicator=_,"
         " group_name=_)",
@@ -55,7 +66,18 @@ EVERYWHERE: Rows = {
         " enforce_eager=_, disable_custom_all_reduce=_, gpu_memory_utilization=_, enable_return_routed_experts=_)",
         "EngineArgs.create_engine_config()",
     ),
+    "vllm/envs.py": (
+        *("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND", "VLLM_NO_USAGE_STATS", "VLLM_LOGGING_LEVEL"),
+        *("VLLM_USE_V2_MODEL_RUNNER", "VLLM_MLA_DISABLE", "VLLM_ALLREDUCE_USE_SYMM_MEM"),
+    ),
+    "vllm/model_executor/layers/attention/__init__.py": ("Attention.kv_cache",),
+    "vllm/model_executor/layers/linear.py": ("LinearBase.quant_method", "LinearMethodBase.apply(_, _, _)"),
+    "vllm/model_executor/layers/vocab_parallel_embedding.py": (
+        *("VocabParallelEmbedding.quant_method", "UnquantizedEmbeddingMethod.apply(_, _, _)"),
+    ),
+    "vllm/model_executor/layers/fused_moe/routed_experts.py": ("RoutedExperts.expert_map",),
     "vllm/model_executor/layers/attention/mla_attention.py": (
+        "MLAAttention.kv_cache",
         *(f"MLAAttention.{name}" for name in ("impl", "kv_b_proj", "kv_lora_rank", "num_heads")),
         *(f"MLAAttention.{name}" for name in ("qk_nope_head_dim", "v_head_dim")),
         "MLAAttention.process_weights_after_loading(_)",
@@ -128,6 +150,8 @@ EVERYWHERE: Rows = {
         "RequestStatus.FINISHED_ABORTED",
     ),
     "vllm/v1/structured_output/__init__.py": ("StructuredOutputManager(_)",),
+    "vllm/v1/worker/gpu_input_batch.py": ("InputBatch.num_reqs", "InputBatch.req_ids"),
+    "vllm/v1/worker/worker_base.py": ("WorkerWrapperBase.worker",),
     "vllm/v1/worker/gpu_worker.py": ("init_distributed_environment", "Worker.model_runner"),
     "vllm/v1/worker/gpu_model_runner.py": (
         *(f"GPUModelRunner.{name}" for name in ("compilation_config", "input_batch", "kv_cache_config", "kv_caches")),
@@ -164,6 +188,7 @@ HOST: Rows = {
         "get_forward_context()",
     ),
     "vllm/distributed/device_communicators/cpu_communicator.py": (
+        *("CpuCommunicator.device_group", "CpuCommunicator.world_size"),
         "def CpuCommunicator._all_group_ranks_share_shm_group_name(self)",
         "def CpuCommunicator.all_gatherv(self, input_, dim, sizes)",
         "def CpuCommunicator.reduce_scatterv(self, input_, dim, sizes)",
@@ -187,7 +212,10 @@ HOST: Rows = {
         "RoutedExpertsCapturer.dp_rank",
         "RoutedExpertsCapturer.capture(_, _)",
     ),
-    "vllm/v1/worker/gpu_model_runner.py": ("def GPUModelRunner._bind_routed_experts_capturer(self, capturer)",),
+    "vllm/v1/kv_cache_interface.py": ("FullAttentionSpec.head_size", "FullAttentionSpec.head_size_v"),
+    "vllm/v1/worker/gpu_model_runner.py": (
+        *("def GPUModelRunner._bind_routed_experts_capturer(self, capturer)", "GPUModelRunner.model"),
+    ),
     "vllm/model_executor/layers/vocab_parallel_embedding.py": ("get_masked_input_and_mask",),
     "vllm/v1/attention/backends/cpu_attn.py": (
         "CPUAttentionBackend.get_supported_head_sizes()",
@@ -199,7 +227,9 @@ HOST: Rows = {
 """Where vLLM computes on the host, for emulated cards (`vllm_host`)"""
 
 CUDA: Rows = {
-    "vllm/config/compilation.py": ("CompilationConfig(mode=_, cudagraph_mode=_)", "CUDAGraphMode.FULL_DECODE_ONLY"),
+    "vllm/config/compilation.py": (
+        *("CompilationConfig(mode=_, cudagraph_mode=_)", "CompilationMode.NONE", "CUDAGraphMode.FULL_DECODE_ONLY"),
+    ),
     "vllm/compilation/cuda_graph.py": ("CUDAGraphWrapper.clear_all_graphs()",),
     "vllm/engine/arg_utils.py": ("EngineArgs(compilation_config=_, moe_backend=_)",),
     "vllm/v1/worker/gpu_model_runner.py": (
@@ -209,6 +239,7 @@ CUDA: Rows = {
 }
 
 ASCEND: Rows = {
+    "vllm_ascend/ascend_config.py": ("AscendConfig.enable_mlapo", "AscendConfig.weight_nz_mode"),
     "vllm_ascend/attention/mla_v1.py": (
         *("AscendMLAImpl.W_UK_T", "AscendMLAImpl.W_UV"),
         "AscendMLAImpl.process_weights_after_loading(_)",
@@ -229,6 +260,7 @@ ASCEND: Rows = {
         "NPUModelRunner.get_model()",
         "NPUModelRunner.initialize_kv_cache_tensors(_)",
     ),
+    "vllm_ascend/worker/npu_input_batch.py": ("NPUInputBatch.num_reqs", "NPUInputBatch.req_ids"),
     "vllm_ascend/worker/worker.py": (
         *("init_distributed_environment", "init_ascend_model_parallel"),
         "NPUWorker.model_runner",
