@@ -6,6 +6,7 @@ import pytest
 
 from fusion.ep_switch import Plan
 from fusion.model import Parallel
+from fusion.model.formats import EMBEDDED, MEGATRON, VLLM_CPU
 from tests.ep_switch.mutants import frees_nothing, in_layer_order
 from tests.ep_switch.pair import BOUND_BUCKETS, Pair
 from tests.helpers import run_ranks, tiny_config
@@ -29,10 +30,10 @@ def whole_plan(plan: Plan) -> Plan:
     return plan
 
 
-def both_ways(rank, device, one, other, mutate):
+def both_ways(rank, device, one, other, mutate, formats=(EMBEDDED, EMBEDDED)):
     """For each direction: whether it gets by with the bound as the card's capacity, which is one of reserved bytes; and
     the extra bytes the plan as it is has allocated, in buckets."""
-    pair, found = Pair(CONFIG, device, one=one, other=other), []
+    pair, found = Pair(CONFIG, device, one=one, other=other, formats=formats), []
     for source in (0, 1):
         pair.refill(source)
         fits = pair.fits_the_bound(source, mutate(pair.plans[source]))
@@ -50,6 +51,17 @@ def test_a_switch_fits_the_bound(other, device):
     for fits, allocated in results[0]:
         assert fits
         assert allocated <= BOUND_BUCKETS
+
+
+@pytest.mark.parametrize("source", [EMBEDDED, pytest.param(MEGATRON, marks=pytest.mark.extended)], ids=str)
+def test_a_switch_to_the_weights_of_vllm_fits_the_bound_and_others_do_not(source):
+    """The bound with the largest tensor of vLLM's, which is nearly two buckets."""
+    one = Parallel(4, tp=2, ep=2)
+    for mutate, fitting in ((whole_plan, True), (frees_nothing, False), (in_layer_order, False)):
+        results = run_ranks(both_ways, 4, one, EP4, mutate, (source, VLLM_CPU))
+        for fits, allocated in results[0]:
+            assert fits == fitting
+            assert allocated <= BOUND_BUCKETS
 
 
 def test_a_plan_that_frees_nothing_runs_out_of_memory():
