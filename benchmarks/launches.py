@@ -23,9 +23,9 @@ BENCHMARK = Benchmark(
     __doc__,
     {
         "logprobs": "benchmarks.launches:logprobs",
-        "decode": "benchmarks.launches_counts:decode",
-        "decode_mla": "benchmarks.launches_counts:decode_mla",
-        "train": "benchmarks.launches_counts:train",
+        "decode": "tests.costmodel.launch_counts:decode",
+        "decode_mla": "tests.costmodel.launch_counts:decode_mla",
+        "train": "tests.costmodel.launch_counts:train",
     },
     [
         Option("rows", 16384, smoke=512, help="tokens of the micro-batch"),

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks import launches_counts
 from fusion.costmodel.hardware import Figure, hardware_named
 from fusion.costmodel.launches import COUNTS, Launches, decode_floor_s, launches_of
 from fusion.costmodel.presets import load_shape
@@ -19,6 +18,7 @@ from fusion.costmodel.roofline import Roofline
 from fusion.costmodel.setup import Setup, Workload
 from fusion.costmodel.step_time import generate_s, train_s
 from fusion.model import Parallel
+from tests.costmodel import launch_counts
 
 SHAPES = Path(__file__).resolve().parents[2] / "recipes" / "shapes"
 QWEN, DENSE = (load_shape(name, SHAPES).shape for name in ("qwen3_30b_a3b", "qwen3_14b"))
@@ -30,11 +30,11 @@ SLOW_HOST = replace(H100, launch_s=Figure(1e-3, "test"))
 
 @pytest.mark.parametrize("layout", ["tp1", pytest.param("tp2ep2", marks=pytest.mark.extended)])
 def test_the_counts_are_those_of_the_benchmark(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launches_counts, "LAYOUTS", {layout: launches_counts.LAYOUTS[layout]})
-    monkeypatch.setattr(launches_counts, "TABLES", [*COUNTS[layout]])
+    monkeypatch.setattr(launch_counts, "LAYOUTS", {layout: launch_counts.LAYOUTS[layout]})
+    monkeypatch.setattr(launch_counts, "TABLES", [*COUNTS[layout]])
     sizes = Namespace(batch=64, contexts=[128], sequences=5, operations=False)
-    decode, mla = launches_counts.decode(sizes), launches_counts.decode_mla(sizes)
-    train = launches_counts.train(sizes)
+    decode, mla = launch_counts.decode(sizes), launch_counts.decode_mla(sizes)
+    train = launch_counts.train(sizes)
     counted = {
         table: Launches(
             decode[table][layout], mla[table][layout], train[table][layout], train[table][f"{layout}_recompute"]

@@ -25,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fusion.npu.operators
-from benchmarks import launches_triton
 from benchmarks.harness import Figures
 from benchmarks.models import on_cards, randomise
 from fusion.inference import EmbeddedEngine, Request, RolloutConfig, SamplingParams
@@ -36,6 +35,7 @@ from fusion.npu import Device, open_device
 from fusion.npu.operators import block_tokens, cuda, operators_of
 from fusion.training import EmbeddedTrainEngine, Sequences, TrainingConfig
 from fusion.training.algorithms import cross_entropy
+from tests.costmodel import triton_stand_ins
 
 EXPERTS, VOCABULARY = 128, 512
 SIZES = dict(
@@ -162,8 +162,8 @@ def card_with(table: str, index: int) -> Iterator[Device]:
     before = device.operators
     try:
         with (
-            patch.dict(sys.modules, {f"fusion.npu.operators.{name}": launches_triton for name in TRITON}),
-            patch.multiple(fusion.npu.operators, create=True, **dict.fromkeys(TRITON, launches_triton)),
+            patch.dict(sys.modules, {f"fusion.npu.operators.{name}": triton_stand_ins for name in TRITON}),
+            patch.multiple(fusion.npu.operators, create=True, **dict.fromkeys(TRITON, triton_stand_ins)),
             patch.object(cuda, "varlen_attn", _varlen_attn),
             patch.object(cuda.Cuda, "rms_norm", lambda self, x, weight, eps: _rms_norm(x, weight)),
         ):
