@@ -1,21 +1,14 @@
-"""Compare the backends: engines, and whole runs of all combinations of trainer and engine.
+"""Compare engines by tokens a second for the same requests.
 
-In an environment with Megatron-Core and vLLM (bash scripts/environment.sh --backend vllm).
-
-A Qwen3-MoE of 25M parameters (fp32), one process and one thread a card or side. Sides take turns in rotating order;
-figures are medians, the first round warms up. What is not installed is not measured.
-
-engines: on one card, tokens a second for the same requests.
+In an environment with vLLM (bash scripts/environment.sh --backend vllm); what is not installed is not measured. A
+Qwen3-MoE of 25M parameters on one card, one process and one thread a side. Sides take turns in rotating order; figures
+are medians, the first round warms up.
 
     embedded     this project's engine
     vllm         rollout.backend=vllm: vLLM's scheduler and model with our control channel, sampler and memory
     vllm_plain   vLLM's own engine in one process, with its sampler and log-probabilities of sampled tokens, computing
                  from plain weight tensors as ours does (vllm_host.py): what control channel, sampler and memory cost
     vllm_alone   the same as installed: with packed copies of its weights, which a switch could not write
-
-runs: four emulated NPUs, trained in TP2 x EP2, generating in EP4, colocated at staleness 0. All runs have the same
-weights, prompts and forced lengths, so that they generate and train as many tokens. `peak_extra_buckets`: how far
-weights and buffers of a switch exceed the larger of the two layouts.
 """
 
 import importlib.util
@@ -26,42 +19,29 @@ import sys
 from argparse import Namespace
 from collections.abc import Callable
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import (
-    Benchmark,
-    Figures,
-    Option,
-    in_turns,
-    median_of_ratios,
-    medians,
-    medians_of,
-    progress,
-    timed,
-)
+from benchmarks.harness import Benchmark, Figures, Option, in_turns, median_of_ratios, medians, timed
 
 BENCHMARK = Benchmark(
     __doc__,
-    {"engines": "benchmarks.backends:engines", "runs": "benchmarks.backends:runs"},
+    {"": "benchmarks.backends:engines"},
     [
         Option("rounds", 5, smoke=1, help="rounds that are measured"),
-        Option("dtype", "float32", help="of `engines`", choices=("float32", "bfloat16")),
-        Option("steps", 5, smoke=1, help="of `runs`: measured steps of a run"),
+        Option("dtype", "float32", help="of weights", choices=("float32", "bfloat16")),
         Option("requests", 96, smoke=8),
         Option("layers", 4, smoke=2),
-        Option("combinations", 4, smoke=1),
     ],
-    {"engines.*.over_vllm": ">= 0.9"},
+    {"*.over_vllm": ">= 0.9"},
 )
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())
 
-from benchmarks.runs import Row, temporary_folder, train
+from benchmarks.runs import temporary_folder
 from tests.helpers import runnable_checkpoint
 from tests.rollouts import rollout_config
 
@@ -70,27 +50,13 @@ SHAPE |= dict(num_attention_heads=8, num_key_value_heads=4, head_dim=32)
 SHAPE |= dict(num_experts=32, num_experts_per_tok=4, moe_intermediate_size=224)
 PROMPT, TOKENS, MAX_SEQS, BLOCK, MAX_LENGTH, BATCH_TOKENS = 48, 64, 64, 32, 256, 1024
 ALONE = ("vllm_plain", "vllm_alone")
-COMBINATIONS = [*product(("embedded", "megatron"), ("embedded", "vllm"))]
-BUCKET_MIB = 2
-WORKLOAD = f"""cluster=four device=emulated parallel=tp2ep2_ep4 fusion.bucket_bytes={BUCKET_MIB << 20} data=addition
-data.max_prompt_length=8 data.prompts_per_step=16 reward=arithmetic algorithm=grpo algorithm.group_size=8
-rollout.max_response_length=64 rollout.sampling.forced_median=32 run.eval_prompts=0 run.save_every=0
-training.lr=1e-5""".split()
-
-
-def missing(*backends: str) -> str:
-    """Return the package that backends lack here; "": none."""
-    needed = (one for one in ("megatron", "vllm") if any(one in name for name in backends))
-    return next((one for one in needed if not importlib.util.find_spec(one)), "")
-
-
-# ---- engines
 
 
 def engines(args: Namespace) -> Figures:
     """Measure every engine that is installed in a process of its own."""
-    names = [name for name in ("embedded", "vllm", *ALONE) if not missing(name)]
-    if "vllm" not in names:
+    names = ["embedded", "vllm", *ALONE]
+    if not importlib.util.find_spec("vllm"):
+        names = ["embedded"]
         print("vLLM is not measured: it is not installed (bash scripts/environment.sh --backend vllm)")
     context, pipes, processes = multiprocessing.get_context("spawn"), {}, []
     with temporary_folder() as folder:
@@ -207,40 +173,3 @@ def alone(name: str, folder: str, dtype: str) -> Generate:
         return tokens
 
     return generate
-
-
-# ---- runs
-
-
-def runs(args: Namespace) -> Figures:
-    """Run every combination that is installed, in turns; a run's first step warms up."""
-    pairs = [pair for pair in COMBINATIONS if not missing(*pair)][: args.combinations]
-    for pair in COMBINATIONS:
-        if lacking := missing(*pair):
-            print(f"{' + '.join(pair)} is not measured: {lacking} is not installed")
-    with temporary_folder() as folder:
-        model = runnable_checkpoint(folder / "model", experts=True, num_hidden_layers=args.layers, **SHAPE)
-
-        def run(name: str, round: int) -> list[Figures]:
-            trainer, engine = name.split("+")
-            backends = [f"training.backend={trainer}", f"rollout.backend={engine}", f"run.steps={args.steps + 1}"]
-            rows = train(folder / f"{round}-{name}", [f"model.path={model}", *backends, *WORKLOAD])
-            found = [figures_of(row) for row in rows[1:]]
-            progress(f"round {round + 1}, {name}", medians_of(found))
-            return found
-
-        names = ["+".join(pair) for pair in pairs]
-        by_side = in_turns({name: partial(run, name) for name in names}, args.rounds, warm_ups=0)
-    return {name: medians_of([row for found in rounds for row in found]) for name, rounds in by_side.items()}
-
-
-def figures_of(row: Row) -> Figures:
-    """Compute the figures of one step."""
-    larger_mib = max(row["memory/train/weights_mib"], row["memory/infer/weights_mib"])
-    return {
-        "gen_tokens_per_s": row["rollout/generated_tokens"] / row["timing_s/gen"],
-        "train_s": row["timing_s/train"],
-        "switch_s": row["timing_s/switch"],
-        "reshard_s": row["timing_s/switch/reshard"],
-        "peak_extra_buckets": (row["switch/peak_mib_max"] - larger_mib) / BUCKET_MIB,
-    }
