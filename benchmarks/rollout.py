@@ -1,12 +1,5 @@
 """Measure how requests are scheduled on engines.
 
-paced: one step's requests on eight emulated cards of modelled speed, four engines of two (EP2) that decode an eighth of
-them at a time, in every order: modelled tokens per second of generation, seconds of its tail (in which at most a tenth
-of the samples is left), and speed relative to `oracle`, which knows every length. Every run has the same prompts, in
-two epochs of the same rows, and the same forced lengths; it differs only in the order in which requests are dispatched,
-and in whether responses are divided into chunks. The first step is the first epoch: a warm-up, from which `history`
-knows the lengths.
-
 orders: every order in virtual time, with and without runaways: a hundredth of the responses at the maximum, 5 to 8
 times the mean, which nothing foretells. Relative to `oracle` with chunks; mean and lowest of the seeds.
 
@@ -44,24 +37,20 @@ the last epoch are modelled in the first one, too, which is not measured.
 """
 
 import sys
-from argparse import Namespace
 from pathlib import Path
-from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Benchmark, Figures, Option
+from benchmarks.harness import Benchmark, Option
 
 BENCHMARK = Benchmark(
     __doc__,
     {
-        "paced": "benchmarks.rollout:paced",
         "orders": "benchmarks.rollout_virtual:orders",
         "replay": "benchmarks.rollout_virtual:replay",
         "rhyme": "benchmarks.rollout_virtual:rhyme",
     },
     [
-        Option("steps", 3, smoke=1, help="measured steps of each run of `paced`"),
         Option("seeds", 10, smoke=1, help="seeds of `orders`, `replay` and `rhyme`"),
         Option("first_seed", 1, help="first seed of `rhyme`"),
         Option("workloads", "moonlight,qwen2_vl_72b,kimi_k2", smoke="moonlight", help="of `replay`"),
@@ -71,13 +60,8 @@ BENCHMARK = Benchmark(
         Option("part_of_requests", 1, smoke=40),
         Option("queues", "shallow,even,deep", smoke="even"),
         Option("orders", "", smoke="history,oracle"),
-        Option("cards", 8, smoke=2),
-        Option("prompts", 64, smoke=4),
     ],
     {
-        "paced.*.history.ratio_to_oracle": ">= 0.92",
-        "paced.runaways.history.ratio_to_fifo": ">= 1.25",
-        "paced.*.pace_overrun": "<= 0.03",
         "orders.*.history.ratio_to_oracle": ">= 0.92",
         "replay.moonlight.full.ratio": ">= 2.2",
         "replay.qwen2_vl_72b.full.ratio": ">= 2.2",
@@ -94,59 +78,3 @@ BENCHMARK = Benchmark(
 
 if __name__ == "__main__":
     sys.exit(BENCHMARK.main())
-
-from benchmarks.paced import Measured, Mode, Workload, run
-from benchmarks.runs import temporary_folder
-from tests.helpers import MINIMAL, runnable_checkpoint
-
-DIVIDED = ("rollout.schedule.chunk_tokens=8", "rollout.kv_pool.suspended=keep")
-ORDERS = {name: ("rollout.schedule.order=fifo", *options) for name, options in (("fifo", ()), ("divided", DIVIDED))}
-ORDERS |= {
-    name: (f"rollout.schedule.order={name}", *DIVIDED) for name in ("context", "least_generated", "history", "oracle")
-}
-LENGTHS = {"spread": "0.95,0.25,0", "runaways": "0.95,0.25,0.01"}
-"""Standard deviations of the logarithm of lengths, between rows and within a group, and the share of runaways"""
-
-
-def paced(args: Namespace) -> Figures:
-    """Run every order on both distributions of lengths."""
-    figures: Figures = {}
-    with temporary_folder() as folder:
-        moe = dict(num_experts=args.cards, num_experts_per_tok=1, moe_intermediate_size=16)
-        runnable_checkpoint(folder / "model", experts=True, **MINIMAL | moe)
-        workload = Workload(cards=args.cards, prompts=args.prompts, cap=96)
-        layout = ("parallel=single", "parallel.infer.ep=2", "parallel.train.ep=2", f"data.rows={args.prompts}")
-        for name, spread in list(LENGTHS.items())[: 1 if args.smoke else None]:
-            found = {}
-            for order in (one for one in ORDERS if not args.orders or one in args.orders.split(",")):
-                options = (*layout, f"rollout.sampling.forced_spread=[{spread}]", *ORDERS[order])
-                found[order] = figures_of(run(Mode("colocated", 0), workload, folder, args.steps, options))
-            figures[name] = compared(found)
-    return figures
-
-
-def figures_of(measured: Measured) -> Figures:
-    """Return a run's figures, in modelled seconds and tokens: medians of its steps."""
-    speed, tokens = measured.workload.speed, measured.workload.tokens
-    generated, gen_s, tail_s = (
-        median(row[name] for row in measured.rows)
-        for name in ("rollout/generated_tokens", "timing_s/gen", "timing_s/gen_tail")
-    )
-    return {
-        "tokens_per_s": generated / gen_s * tokens / speed,
-        "gen_s": gen_s * speed,
-        "tail_s": tail_s * speed,
-        "step_s": measured.step_s * speed,
-        "chunks": measured.mean("rollout/chunks_total"),
-        "recomputed_tokens": measured.mean("rollout/recomputed_tokens"),
-        "preemptions": measured.sum("rollout/preemptions"),
-        "pace_overrun": measured.overrun,
-    }
-
-
-def compared(by_order: dict[str, Figures]) -> Figures:
-    """Return the figures of each order, with its speed over that of `oracle` and of `fifo`."""
-    speed = {order: figures["tokens_per_s"] for order, figures in by_order.items()}
-    peers = [peer for peer in ("oracle", "fifo") if peer in speed]
-    ratios = {order: {f"ratio_to_{peer}": speed[order] / speed[peer] for peer in peers} for order in by_order}
-    return {order: one | ratios[order] for order, one in by_order.items()}
