@@ -1,17 +1,15 @@
 """Measure drafts: how many tokens a forward pass yields, and whether that pays.
 
-server: microseconds to index a token and to draft 8, inside C++, and bytes a token. text: tokens that a forward pass
-yields for the long-answer task over two epochs, 16 responses a prompt, temperature 1: without drafts, from siblings
-side by side, behind a probe, four at a time, from history (also where a response that has earned a reward counts four
-times), and from both. Drafts change nothing that is sampled, so the responses are generated once and every order is
-replayed on them. engines: the same responses on 1, 2 and 4 engines, with the exchange of text and without: siblings of
-a group divided over the engines, which together decode four of them at a time; history of a group that another engine
-had in the last epoch; both. Bytes sent and received a token, CPU microseconds of an engine a step, and of the store a
-token.
+engines: what a model says to the prompts of the long-answer task in two epochs, 16 responses a prompt, temperature 1,
+replayed on 1, 2 and 4 engines, with the exchange of text and without (drafts change nothing that is sampled): siblings
+of a group divided over the engines, which together decode four of them at a time; history of a group that another
+engine had in the last epoch; both. Bytes sent and received a token, CPU microseconds of an engine a step, and of the
+store a token.
 
-texts (with --texts FILE): the same for recorded texts of a model, rows {"prompt": …, "samples": […, …]}, through the
-drafter itself, which learns from what is accepted how sure a token must be: from siblings side by side, from history,
-and from both. The first half of a problem's samples are its responses, the others those of the epoch before.
+texts (with --texts FILE): tokens that a forward pass yields for recorded texts of a model, rows {"prompt": …,
+"samples": […, …]}, through the drafter itself, which learns from what is accepted how sure a token must be: from
+siblings side by side, from history, and from both. The first half of a problem's samples are its responses, the others
+those of the epoch before.
 `held_out`: problems that served no choice of a constant of the drafter, those whose prompt has an odd digest; `tuned`:
 the others. The tokenizer is a byte-level BPE of 8,192 tokens made of the texts, or --tokenizer.
 
@@ -42,8 +40,6 @@ def check(args: Namespace) -> str:
 BENCHMARK = Benchmark(
     __doc__,
     {
-        "server": "benchmarks.drafts_text:server",
-        "text": "benchmarks.drafts_text:text",
         "engines": "benchmarks.drafts_text:engines",
         "texts": "benchmarks.drafts_text:texts",
         "real": "benchmarks.drafts_decode:real",
@@ -54,10 +50,9 @@ BENCHMARK = Benchmark(
         Option("model", None, help="folder of a base model of worked_arithmetic (default: make one)"),
         Option("texts", None, help="of `texts`: recorded texts"),
         Option("tokenizer", None, help="folder of the tokenizer of --texts"),
-        Option("prompts", 16, smoke=2, help="of `text`, `engines`"),
+        Option("prompts", 16, smoke=2, help="of `engines`"),
         Option("rounds", 3, smoke=1, help="of `real`, `small`"),
         Option("base", "", smoke="0"),
-        Option("index_tokens", 4000, smoke=100),
         Option("layers", 8, smoke=1),
         Option("live", (1, 2, 4, 8, 32), smoke=(1, 2)),
         Option("new_tokens", 128, smoke=8),
@@ -67,11 +62,6 @@ BENCHMARK = Benchmark(
         Option("speed", 4.8, smoke=200.0),
     ],
     {
-        "server.insert_us": "<= 1",
-        "server.draft_us": "<= 5",
-        "server.bytes_per_token": "<= 120",
-        "text.probe.tokens_per_forward": ">= 2.4",
-        "text.history.tokens_per_forward": ">= 4",
         "texts.held_out.both.tokens_per_forward": ">= 2.4",
         "real.[124].ratio": ">= 1.8",
         "real.[124].accepted": ">= 3.5",
@@ -79,7 +69,7 @@ BENCHMARK = Benchmark(
         "small.*.ratio": ">= 0.95",
         "paced.all.ratio": ">= 1.5",
     },
-    default=("server", "text", "engines", "real", "small", "paced"),
+    default=("engines", "real", "small", "paced"),
     check=check,
 )
 

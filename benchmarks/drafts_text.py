@@ -1,11 +1,10 @@
-"""Run the parts of `benchmarks/drafts.py` in which no model decodes: the index, and responses replayed."""
+"""Run the parts of `benchmarks/drafts.py` in which no model decodes: responses replayed."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import random
-import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,86 +13,43 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from benchmarks.harness import Figures, progress, timed
+from benchmarks.harness import Figures, progress
 from benchmarks.models import PlainCpu, engine_of
 from benchmarks.runs import make_base, temporary_folder
 from fusion.inference import Request, SamplingParams, sequence
 from fusion.inference.config import DraftsConfig
 from fusion.inference.verification import Verification
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights
-from fusion.rollout.drafts.budget import SHARES
 from fusion.rollout.drafts.drafter import TextDrafter
-from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, SuffixIndexes
-from fusion.rollout.drafts.texts import MAX_MATCH, MIN_MATCH
-from tests.rollout.drafts.modelled_engines import DEPTH, Cluster, Tokens, accepted
+from tests.rollout.drafts.modelled_engines import Cluster, Tokens
 
 GROUP = 16
-RIGHT_WEIGHT = 4
-"""Of a response in the history that has earned a reward, where weighted by it"""
 FREE_BYTES = 3 << 30
 
 
-def server(args: Namespace) -> Figures:
-    """Index 16 responses that differ in a tenth of their tokens, then draft for 64 sequences at a time."""
-    draw, size = np.random.default_rng(0), args.index_tokens
-    base = draw.integers(0, 5000, size)
-
-    def varied() -> Tokens:
-        return np.where(draw.random(size) < 0.1, draw.integers(0, 5000, size), base).tolist()
-
-    texts = [varied() for _ in range(GROUP)]
-    measured = [_measure_index(texts, [varied()[: 50 + i] for i in range(64)]) for _ in range(5)]
-    return {name: min(one[name] for one in measured) for name in measured[0]}
-
-
-def _measure_index(texts: list[Tokens], live: list[Tokens]) -> Figures:
-    indexes = SuffixIndexes()
-    index, tokens = indexes.new([], MIN_MATCH, MAX_MATCH), sum(map(len, texts))
-    places, running = ([(index, indexes.open(index, SIBLING)) for _ in said] for said in (texts, live))
-    insert_s, nbytes = timed(lambda: indexes.extend(places, texts), time.process_time), indexes.nbytes
-    indexes.extend(running, live)
-    depths = [DEPTH] * len(live)
-    draft_s = min(timed(lambda: indexes.draft(running, depths, depths, SHARES), time.process_time) for _ in range(20))
-    us = {"insert_us": 1e6 * insert_s / tokens, "draft_us": 1e6 * draft_s / len(live)}
-    return us | {"bytes_per_token": nbytes / tokens}
-
-
 @dataclass(frozen=True)
-class Said:
-    """Of one prompt: ``texts``: what a group says in the second epoch; ``history``: in the first; ``right``: which of
-    the latter earn a reward."""
+class Problem:
+    """``epochs``: what its group says in the first epoch and in the second; ``held_out``: it served no choice of the
+    drafter's constants."""
 
-    texts: list[Tokens]
-    history: list[Tokens]
-    right: list[bool]
+    prompt: tuple[int, ...]
+    epochs: tuple[list[Tokens], list[Tokens]]
+    held_out: bool = False
 
 
-@lru_cache
-def texts_of_two_epochs(prompts: int, model: Transformer) -> list[Said]:
+def long_answers(prompts: int, model: Transformer) -> list[Problem]:
     """Return what the long-answer model says to every prompt."""
-    from fusion.rewards.arithmetic import arithmetic
     from stalesync.prompts import DataConfig, PromptSource, make_tokenizer
 
-    engine, tokenizer = engine_of(model, max_length=512, max_seqs=256), make_tokenizer()
-    source = PromptSource(DataConfig("worked_arithmetic", rows=prompts, prompts_per_step=prompts), tokenizer, seed=0)
+    engine = engine_of(model, max_length=512, max_seqs=256)
+    data = DataConfig("worked_arithmetic", rows=prompts, prompts_per_step=prompts)
+    source, params = PromptSource(data, make_tokenizer(), seed=0), SamplingParams(max_tokens=256)
     said: dict[tuple[int, ...], list[list[Tokens]]] = {}
-    answers: dict[tuple[int, ...], str] = {}
     for prompt in [*source.next(), *source.next()]:
-        params = SamplingParams(max_tokens=256)
         engine.submit([Request(f"{prompt.id}/{i}", prompt.ids, params, prompt.id) for i in range(GROUP)])
         outputs = {output.request_id: list(output.tokens) for output in engine.run()}
         said.setdefault(prompt.ids, []).append([outputs[f"{prompt.id}/{i}"] for i in range(GROUP)])
-        answers[prompt.ids] = prompt.answer
-    return [
-        Said(second, first, [arithmetic("", one, answers[ids]) > 0 for one in _decoded_texts(tokenizer, first)])
-        for ids, (first, second) in said.items()
-    ]
-
-
-def _decoded_texts(tokenizer: Any, texts: list[Tokens]) -> list[str]:
-    return [tokenizer.decode(text, skip_special_tokens=True) for text in texts]
+    return [Problem(ids, (first, second)) for ids, (first, second) in said.items()]
 
 
 def base_model(folder: str | None, target: str, made: Path) -> Path:
@@ -113,69 +69,6 @@ def long_answer_model(folder: str | None, target: str) -> Transformer:
     return model
 
 
-def text(args: Namespace) -> Figures:
-    """Replay the responses of two epochs in several orders."""
-    groups = texts_of_two_epochs(args.prompts, long_answer_model(args.model, args.base))
-    together, rest = [list(range(GROUP))], list(range(1, GROUP))
-    four = [list(range(i, i + 4)) for i in range(0, GROUP, 4)]
-    modes: dict[str, tuple[list[list[int]], bool, int, int]] = {
-        "none": (together, False, 0, 1),
-        "siblings": (together, True, 0, 1),
-        "probe": ([[0], rest], True, 0, 1),
-        "four": (four, True, 0, 1),
-        "history": (together, False, 1, 1),
-        "history_by_reward": (together, False, RIGHT_WEIGHT, 1),
-        "both": (together, True, 1, 1),
-        "both_tree": (together, True, 1, 4),
-    }
-    figures: Figures = {}
-    for name, (order, siblings, right_weight, children) in modes.items():
-        found = [replayed(group, order, siblings, right_weight, children) for group in groups]
-        forwards, tokens, drafted, hits = (sum(column) for column in zip(*found, strict=True))
-        figures[name] = {
-            "tokens_per_forward": tokens / forwards,
-            "accepted": (tokens - forwards) / max(1, drafted),
-            "hit_rate": hits / forwards,
-        }
-    return figures
-
-
-def replayed(
-    said: Said, order: list[list[int]], siblings: bool, right_weight: int, children: int
-) -> tuple[int, int, int, int]:
-    """Generate responses in turns of some at a time, each pass with a draft of up to `DEPTH` tokens (a tree of twice as
-    many). ``right_weight``: of history that has earned a reward, where other history counts 1; 0: history is not used.
-    Return forward passes of sequences, tokens, drafted tokens, and sequences with a draft."""
-    indexes, texts = SuffixIndexes(), said.texts
-    index = indexes.new([], MIN_MATCH, MAX_MATCH)
-    if right_weight:
-        weights = [right_weight if right else 1 for right in said.right]
-        indexes.extend([(index, indexes.open(index, HISTORY, weight)) for weight in weights], said.history)
-    drafts_any = siblings or right_weight > 0
-    forwards = tokens = drafted = hits = 0
-    nodes = DEPTH if children == 1 else 2 * DEPTH
-    for members in order:
-        places = {i: (index, indexes.open(index, SIBLING, 1 if siblings else 0)) for i in members}
-        done = dict.fromkeys(places, 0)
-        while live := [i for i in places if done[i] < len(texts[i])]:
-            wanted = [min(DEPTH, len(texts[i]) - done[i] - 1) for i in live]
-            if drafts_any:
-                sizes = [min(nodes, w * children) for w in wanted]
-                drafts = indexes.draft([places[i] for i in live], wanted, sizes, SHARES, children)
-            for n, i in enumerate(live):
-                kept = 1
-                if drafts_any:
-                    rows = drafts.of(n)
-                    drafted += rows.stop - rows.start
-                    hits += rows.stop > rows.start
-                    kept += accepted(drafts.tokens[rows], drafts.parents[rows], texts[i][done[i] :])
-                indexes.extend([places[i]], [texts[i][done[i] : done[i] + kept]])
-                done[i] += kept
-                tokens += kept
-                forwards += 1
-    return forwards, tokens, drafted, hits
-
-
 # ---- engines
 
 TOGETHER = 4
@@ -184,7 +77,7 @@ TOGETHER = 4
 
 def engines(args: Namespace) -> Figures:
     """Replay the responses of the second epoch on 1, 2 and 4 engines, with the exchange of text and without."""
-    groups = texts_of_two_epochs(args.prompts, long_answer_model(args.model, args.base))
+    groups = long_answers(args.prompts, long_answer_model(args.model, args.base))
     figures: Figures = {}
     counts = ((1, False), (2, False), (2, True), (4, False), (4, True))
     for name, (count, shares) in product(("siblings", "history", "both"), counts):
@@ -194,17 +87,17 @@ def engines(args: Namespace) -> Figures:
     return figures
 
 
-def _measure(groups: Sequence[Said], count: int, shares: bool, name: str) -> Figures:
+def _measure(groups: Sequence[Problem], count: int, shares: bool, name: str) -> Figures:
     cluster = Cluster(count, shares, siblings=name != "history", history=name != "siblings")
     if name != "siblings":  # the first epoch: each group on one engine
         for number, said in enumerate(groups):
-            waiting = [(f"0-{number}/{i}", text) for i, text in enumerate(said.history)]
+            waiting = [(f"0-{number}/{i}", text) for i, text in enumerate(said.epochs[0])]
             cluster.engines[number % count].waiting[number] = waiting
         cluster.run(0, GROUP)
         for engine in cluster.engines:
             engine.forwards = engine.tokens = 0
     for number, said in enumerate(groups):
-        for i, text in enumerate(said.texts):
+        for i, text in enumerate(said.epochs[1]):
             # history: the whole group on the next engine; else divided
             engine = cluster.engines[(number + 1 if name == "history" else i) % count]
             engine.waiting.setdefault(number, []).append((f"1-{number}/{i}", text))
@@ -226,16 +119,6 @@ def _measure(groups: Sequence[Said], count: int, shares: bool, name: str) -> Fig
 # ---- texts
 
 END, BLOCK_SIZE, VOCABULARY = 0, 16, 8192
-
-
-@dataclass(frozen=True)
-class Problem:
-    """``epochs``: what its group says in the first epoch and in the second; ``held_out``: it served no choice of the
-    drafter's constants."""
-
-    prompt: tuple[int, ...]
-    epochs: tuple[list[Tokens], list[Tokens]]
-    held_out: bool
 
 
 def texts(args: Namespace) -> Figures:

@@ -4,12 +4,11 @@ import json
 import random
 import sys
 import time
-from argparse import Namespace
 from dataclasses import replace
 
 import pytest
 
-from benchmarks import backends, drafts_text, rollout_virtual
+from benchmarks import backends, rollout_virtual
 from benchmarks.drafts_decode import FIRST, MEASURED, SIDES, WORKLOAD, compared
 from benchmarks.growth_run import calls_of_a_step, growth_of_floor, growth_of_memory
 from benchmarks.harness import Benchmark, Option, in_rotation, in_turns, leaves, rendered
@@ -221,21 +220,6 @@ def test_calls_for_what_arrives_are_counted_apart_and_a_disturbed_step_is_left_o
     quiet, disturbed = {"train": 2, "change claim train": 1, "get": 3, "lost": 1}, {"train": 9, "get": 1}
     records = [{"calls": calls} for calls in (quiet, {"train": 99}, quiet, disturbed, disturbed)]
     assert calls_of_a_step(records) == {"calls": 3, "polled": 4}
-
-
-def test_every_response_of_a_group_is_replayed_in_every_order(monkeypatch):
-    draw = random.Random(0)
-    said = [[draw.randrange(9) for _ in range(30)] for _ in range(20)]
-    groups = [drafts_text.Said(said[: drafts_text.GROUP], said[:3], [True, False, True])]
-    monkeypatch.setattr(drafts_text, "long_answer_model", lambda *_: None)
-    monkeypatch.setattr(drafts_text, "texts_of_two_epochs", lambda *_: groups)
-    replay, tokens = drafts_text.replayed, []
-    monkeypatch.setattr(drafts_text, "replayed", lambda *args: tokens.append(replay(*args)) or tokens[-1])
-    found = drafts_text.text(Namespace(prompts=1, model=None, base=""))
-    modes = {"none", "siblings", "probe", "four", "history", "history_by_reward", "both", "both_tree"}
-    assert found.keys() == modes and {*map(len, said)} == {30}
-    assert [count for _, count, _, _ in tokens] == [drafts_text.GROUP * 30] * len(modes)
-    assert all(figures.keys() == {"tokens_per_forward", "accepted", "hit_rate"} for figures in found.values())
 
 
 def test_an_engine_that_is_sent_text_decodes_the_rest_of_a_group_in_fewer_passes():

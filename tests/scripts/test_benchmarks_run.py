@@ -20,8 +20,7 @@ BENCHMARKS = {path.stem: importlib.import_module(f"benchmarks.{path.stem}").BENC
 PARTS = [(name, part) for name, benchmark in BENCHMARKS.items() for part in benchmark.parts]
 
 WANTED = {
-    "backends engines": {"embedded.gen_tokens_per_s"},
-    "backends runs": {"embedded+embedded.gen_tokens_per_s", "embedded+embedded.peak_extra_buckets"},
+    "backends": {"embedded.gen_tokens_per_s"},
     "card operators": {"copy_gb_per_s", "experts.over_floor", "varlen_attention.seconds"},
     "card decode": {"over_floor", "layer_us", "tokens_per_s"},
     "card step": {"layer.kernels", "layer.call_us", "outside.card_us"},
@@ -39,8 +38,6 @@ WANTED = {
         "starved.alone_ms",
     },
     "distqueue processes": {"actor.cpu_s", "shard.rss_mb", "idle.private_mb"},
-    "drafts server": {"insert_us", "draft_us", "bytes_per_token"},
-    "drafts text": {"none.tokens_per_forward", "probe.tokens_per_forward", "both_tree.hit_rate"},
     "drafts engines": {
         "siblings_1.tokens_per_forward",
         "both_4_exchange.bytes_per_token",
@@ -98,7 +95,6 @@ WANTED = {
     "overlap": {"overlap.hidden_share", "overlap.switch.both_s", "overlap.training.hidden_share"},
     "report_page": {"page_mb", "write_cpu_s", "parse_cpu_s"},
     "rhyme_run": {"both.generation_ratio", "both.step_ratio", "both.share", "both.equal_samples"},
-    "rollout paced": {"spread.history.ratio_to_oracle", "spread.oracle.tail_s"},
     "rollout orders": {"even, 1% runaways, epoch 2.history.ratio_to_oracle"},
     "rollout replay": {"moonlight.full.ratio", "moonlight.seer.published", "moonlight.perfect_balance"},
     "rollout rhyme": {"full_s2.ratio", "two_tier.deviation", "full_over_histospec"},
