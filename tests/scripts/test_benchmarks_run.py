@@ -93,7 +93,6 @@ WANTED = {
         "to_train.missing",
     },
     "overlap": {"overlap.hidden_share", "overlap.switch.both_s", "overlap.training.hidden_share"},
-    "report_page": {"page_mb", "write_cpu_s", "parse_cpu_s"},
     "rhyme_run": {"both.generation_ratio", "both.step_ratio", "both.share", "both.equal_samples"},
     "rollout orders": {"even, 1% runaways, epoch 2.history.ratio_to_oracle"},
     "rollout replay": {"moonlight.full.ratio", "moonlight.seer.published", "moonlight.perfect_balance"},

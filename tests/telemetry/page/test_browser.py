@@ -3,6 +3,8 @@
 import json
 import re
 import shutil
+import time
+from statistics import median
 
 import pytest
 
@@ -10,7 +12,8 @@ from benchmarks.compare import write_page as write_page_of_compare
 from benchmarks.paced import Workload
 from fusion.telemetry import RunFolder
 from fusion.telemetry.page import read_run, render, write_page
-from tests.machine import Deadline, patience
+from tests.machine import Deadline, patience, within
+from tests.telemetry.page.made_up_run import make_run
 from tests.telemetry.page.runs import HOSTILE, leave_a_run, leave_long_samples
 
 pytestmark = pytest.mark.browser
@@ -260,3 +263,24 @@ def test_samples_of_128k_tokens_show_their_start_and_their_end(tmp_path, open_pa
 def test_samples_have_their_reference_answers(tmp_path, open_page):
     text = open_page(leave_a_run(tmp_path)).locator("#samples").inner_text()
     assert "reference answer" in text and text.count("reference answer") == 16
+
+
+def test_the_curves_of_200_steps_on_8_cards_are_drawn_within_2_seconds(tmp_path, browser):
+    empty = tmp_path / "empty.html"
+    empty.write_text("<!doctype html><title>empty</title><body>")
+    page_of_run = write_page([make_run(tmp_path, 200, 8)])
+
+    def seconds_to_open(path, ready):
+        page = browser.new_page(viewport={"width": 1200, "height": 900})
+        began_s = time.perf_counter()
+        page.goto(path.as_uri())
+        page.wait_for_selector(ready, state="attached")
+        took_s = time.perf_counter() - began_s
+        page.close()
+        return took_s
+
+    open_s, empty_s = (
+        median(seconds_to_open(*one) for _ in range(5)) for one in ((page_of_run, ".u-over"), (empty, "body"))
+    )
+    print(f"opened in {open_s:.2f} s, an empty page in {empty_s:.2f} s")
+    assert within(open_s, 2)
