@@ -1,8 +1,6 @@
 """Measure the KV pool: a request that moves between two engines by copying, on one machine and between two, against
 prefilling it again.
 
-    python benchmarks/kv_pool.py [--tokens 1024] [--only requests,prompts] [--json PATH]
-
 requests. park: the request leaves the first engine, its KV is copied to a file. pull: from the submission to the second
 engine until its next token is sampled; of that, fetch: reading and verifying the file. prefill: the same where all
 tokens are computed again. step: a decode step of this request, without which no engine continues it. remote_pull,
@@ -19,16 +17,27 @@ same where the prompt is computed.
 A small dense model on one emulated card; median of the repeats.
 """
 
+import os
+import secrets
+import socket
 import sys
+import threading
+import time
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Benchmark, Option  # noqa: E402
+from benchmarks.harness import Benchmark, Figures, Option, median_of_ratios, medians, timed
 
 BENCHMARK = Benchmark(
     __doc__,
-    {"requests": "benchmarks.kv_pool_engines:measure", "prompts": "benchmarks.kv_pool_engines:share_prompts"},
+    {"requests": "benchmarks.kv_pool:requests", "prompts": "benchmarks.kv_pool:prompts"},
     [
         Option("tokens", 1024, smoke=64, help="of the prompt"),
         Option("repeats", 9, smoke=1),
@@ -39,4 +48,211 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    sys.exit(BENCHMARK.main())
+
+# Before Ray is imported, which reads it then: its two nodes talk over this machine's address.
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+import ray
+import torch
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from xxhash import xxh3_64_intdigest
+
+from benchmarks.runs import temporary_folder
+from distqueue.payload.sweep import memory
+from fusion.inference import EmbeddedEngine, Output, Request, SamplingParams
+from fusion.model import Mesh, Transformer
+from fusion.npu import open_device
+from fusion.offload import HostPool
+from fusion.rollout.kv_pool.files import KVFiles
+from fusion.rollout.kv_pool.pool import KVPoolSpec
+from fusion.rollout.kv_pool.remote import KVServer, RemotePools
+from stalesync.cards.kv_servers import RayPeer
+from tests.distqueue.nodes import Nodes
+from tests.helpers import tiny_config
+from tests.rollouts import rollout_config
+
+SHAPE: dict[str, Any] = dict(
+    hidden_size=256,
+    intermediate_size=512,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+    max_position_embeddings=8192,
+)
+COLD_BYTES = 256 << 20
+"""Bytes of the buffers that the floors use in turn: they do not fit into a cache"""
+FLOOR_ROUNDS = 32
+WARM_UPS = 5
+"""Prompts until every block of a cache for four of them has been used"""
+SPEC, ENGINE = KVPoolSpec("benchmark"), 0
+"""ENGINE: the number of the engine that parks"""
+
+
+def requests(args: Namespace) -> Figures:
+    torch.set_num_threads(1)
+    model = small_model(args.layers)
+    seconds: dict[str, list[float]] = {}
+    with (
+        temporary_folder(dir=memory()) as root,
+        temporary_folder(dir=memory()) as elsewhere,
+        remote_peer(root) as peer,
+    ):
+        peers = RemotePools(SPEC.run, {ENGINE: [peer]})
+        peers.observe_prefill(1, 1.0)  # so that every pull is awaited, however long it takes
+        one, other = make_engine(model, 0, root), make_engine(model, 1, root)
+        plain, far = make_engine(model, 2, None), make_engine(model, 3, elsewhere, peers)
+        made: list[Any] = [one, other, far]
+        prompt = tuple(2 + number % 29 for number in range(args.tokens))
+        for repeat in range(args.repeats + 1):
+            request = Request(f"r{repeat}", prompt, SamplingParams(max_tokens=8, stop_token_ids=()), chunk_tokens=1)
+            before = [engine.counters.kv_pool_s for engine in made]
+            output = begun(one, request)
+            took = {"park": one.counters.kv_pool_s - before[0]}
+            took["pull"], took["step"] = continued(other, request, output)
+            took["prefill"], _ = continued(plain, request, output)
+            took["remote_pull"], _ = continued(far, request, begun(one, request))
+            took |= {
+                name: engine.counters.kv_pool_s - start
+                for name, engine, start in zip(("fetch", "remote_fetch"), made[1:], before[1:], strict=True)
+            }
+            for name, value in took.items() if repeat else ():  # the first one allocates
+                seconds.setdefault(name, []).append(value)
+            one.forget([request.id])
+        assert other.counters.kv_pool_pulls == far.counters.kv_pool_remote == args.repeats + 1
+        nbytes = other.counters.kv_pool_bytes // (args.repeats + 1)
+        for engine in made:
+            engine.pooled.store.close()
+    figures = {name: value * 1e3 for name, value in medians(seconds, "_ms").items()} | floors_ms(nbytes)
+    for pull in ("pull", "remote_pull"):
+        figures[f"prefill_over_{pull}"] = figures["prefill_ms"] / figures[f"{pull}_ms"]
+    return {"tokens": args.tokens, "kv_mib": nbytes / 2**20} | figures
+
+
+def prompts(args: Namespace) -> Figures:
+    """Measure a prompt's way from the engine that has computed it to another one, in turns with a memcpy."""
+    torch.set_num_threads(1)
+    model = small_model(args.prompt_layers, head_dim=128)
+    changes = dict(prefix_cache=True, pull_tokens=16, max_kv_tokens=4 * args.tokens)
+    with temporary_folder(dir=memory()) as root:
+        one, other = (make_engine(model, rank, root, **changes) for rank in range(2))
+        nbytes = (args.tokens - 1) // one.config.engine.block_size * one.cache.block_bytes
+        buffers, rows = cold_buffers(nbytes), []
+        for repeat in range(-WARM_UPS, args.repeats):
+            prompt = (repeat + WARM_UPS + 2, *(2 + number % 29 for number in range(args.tokens - 1)))
+            request = Request(f"r{repeat}", prompt, SamplingParams(max_tokens=1, stop_token_ids=()))
+            one.submit([request])
+            row = {"prefill": timed(one.run)}
+            while one.pooled._writes:  # and nothing of them competes with what is measured next
+                one.parked.settle()
+            other.submit([request])
+            began_s, cpu_s, waited_s = time.perf_counter(), time.thread_time(), 0.0
+            other._take_orders()
+            while not other.scheduler.waiting:
+                waited_s += timed(other.pooled.wait)
+                other.pooled.release(other.scheduler.waiting, other.control.min_over_ranks)
+            step = other.scheduler.schedule()
+            other.parked.restore(step.restored)
+            row |= {"whole": time.perf_counter() - began_s, "hit_cpu": time.thread_time() - cpu_s}
+            row["hit"] = row["whole"] - waited_s
+            other._compute(replace(step, restored=[]))
+            row["first_token"] = time.perf_counter() - began_s
+            cpu_s = time.thread_time()
+            row["memcpy"] = timed(lambda: next(buffers).copy_(next(buffers)))
+            row["memcpy_cpu"] = time.thread_time() - cpu_s
+            rows += [row] if repeat >= 0 else []
+        assert other.counters.kv_pool_prompts == args.repeats + WARM_UPS
+        for made in (one, other):
+            made.pooled.store.close()
+    seconds = {name: [row[name] for row in rows] for name in rows[0]}
+    ratios = {f"{name}_over_memcpy": median_of_ratios(seconds["memcpy"], seconds[name]) for name in ("hit", "whole")}
+    ratios["hit_cpu_over_memcpy"] = median_of_ratios(seconds["memcpy_cpu"], seconds["hit_cpu"])
+    figures = {name: value * 1e3 for name, value in medians(seconds, "_ms").items()}
+    return {"tokens": args.tokens, "kv_mib": nbytes / 2**20} | figures | ratios
+
+
+def small_model(layers: int, **changes: int) -> Transformer:
+    config = tiny_config(experts=False, num_hidden_layers=layers, **SHAPE | changes)
+    model = Transformer(config, Mesh.single(), open_device("emulated"), torch.bfloat16)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter.requires_grad_(False), std=0.02)
+    return model
+
+
+def make_engine(
+    model: Transformer, rank: int, root: Path | None, peers: RemotePools | None = None, **changes: Any
+) -> EmbeddedEngine:
+    limits: dict[str, Any] = dict(max_seqs=4, max_batch_tokens=8192, max_kv_tokens=16384, prefix_cache=False)
+    config = rollout_config(**limits | {"suspended": "recompute" if root is None else "pool"} | changes)
+    store = None if root is None else KVFiles(SPEC, rank, root, peers)
+    made = EmbeddedEngine(model, model.mesh, model.device, config, memory=HostPool(model.device), kv_store=store)
+    made.allocate_kv()
+    return made
+
+
+def begun(made: EmbeddedEngine, request: Request) -> Output:
+    """Generate the first chunk of a request, at whose end it is parked."""
+    made.submit([request])
+    (output,) = made.run()
+    return output
+
+
+def continued(made: EmbeddedEngine, request: Request, output: Output) -> tuple[float, float]:
+    """Return the seconds until an engine has sampled the next token of a request that another one has begun, and until
+    it has sampled the one behind it."""
+    again = replace(
+        request,
+        response=tuple(output.tokens),
+        chunk_tokens=0,
+        exact_tokens=len(output.tokens) + 2,
+        kv_tokens=output.kv_tokens,
+        kv_engine=ENGINE,
+    )
+    made.submit([again])
+    first_s, second_s = timed(made.step), timed(made.step)
+    made.run()
+    return first_s, second_s
+
+
+@contextmanager
+def remote_peer(root: Path) -> Iterator[RayPeer]:
+    """Run a server of ``root`` on a second node: objects reach this process from there over a connection between the
+    stores of two raylets."""
+    nodes = Nodes(forked=False)
+    try:
+        node = nodes.other()
+        place = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+        server = ray.remote(num_cpus=0)(KVServer).options(scheduling_strategy=place).remote(SPEC, root)
+        yield RayPeer(node.node_id, ray.get(server.boot.remote()), server)
+    finally:
+        ray.shutdown()
+        nodes.cluster.shutdown()
+
+
+def cold_buffers(nbytes: int) -> Iterator[torch.Tensor]:
+    return cycle([torch.ones(nbytes, dtype=torch.uint8) for _ in range(max(4, COLD_BYTES // nbytes))])
+
+
+def floors_ms(nbytes: int) -> Figures:
+    """Return the least milliseconds of a copy, a checksum, and a TCP connection over loopback, of as many bytes."""
+    buffers = cold_buffers(nbytes)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sender = socket.create_connection(listener.getsockname())
+        receiver, _ = listener.accept()
+    content, buffer = bytes(nbytes), bytearray(nbytes)
+
+    def send() -> None:
+        sending = threading.Thread(target=sender.sendall, args=(content,))
+        sending.start()
+        view = memoryview(buffer)
+        while view.nbytes:
+            view = view[receiver.recv_into(view) :]
+        sending.join()
+
+    works = {
+        "memcpy": lambda: next(buffers).copy_(next(buffers)),
+        "checksum": lambda: xxh3_64_intdigest(next(buffers).numpy().data),
+        "wire": send,
+    }
+    with sender, receiver:
+        return {f"floor_{name}_ms": min(timed(work) for _ in range(FLOOR_ROUNDS)) * 1e3 for name, work in works.items()}

@@ -1,7 +1,5 @@
 """Measure planning a switch at scale, and verify the plan on every rank.
 
-    python benchmarks/planning.py --json planning.json
-
 Pangu 718B (61 layers) on the 768 dies of a CloudMatrix 384, in bfloat16, between TP8 EP8 PP16 and three engines in
 TP8 EP256, in both directions, each planned from shapes alone for the first host, by fresh processes over gloo:
 
@@ -20,16 +18,23 @@ TP8 EP256, in both directions, each planned from shapes alone for the first host
     missing             bytes that ranks need and do not receive, or receive twice, by the cost model's count
 """
 
+import multiprocessing
+import resource
 import sys
+import time
+from argparse import Namespace
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Benchmark, Option  # noqa: E402
+from benchmarks.harness import ROOT, Benchmark, Figures, Option, resident_bytes
 
 BENCHMARK = Benchmark(
     __doc__,
-    {"": "benchmarks.planning_sides:measure"},
+    {"": "benchmarks.planning:measure"},
     [Option("layers", 61, smoke=4), Option("ranks", 768, smoke=16), Option("host", 16, smoke=2)],
     {
         "*.planners": "<= 1",
@@ -44,4 +49,122 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    sys.exit(BENCHMARK.main())
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from fusion.costmodel.hardware import hardware_named
+from fusion.costmodel.presets import load_shape
+from fusion.costmodel.segments import Side
+from fusion.costmodel.shape import Shape
+from fusion.costmodel.traffic import switch_traffic
+from fusion.ep_switch import Layout, Plan, plan_switch
+from fusion.ep_switch.host_plan import Ends, encode, plan_for_host
+from fusion.model import Parallel
+
+MODEL, HARDWARE = "pangu_718b", "ascend_910c"
+BUCKET_BYTES = 512 << 20
+"""As in recipes/several_hosts.sh"""
+
+
+def measure(args: Namespace) -> Figures:
+    """Plan both directions, each by the processes of one host."""
+    figures: Figures = {}
+    for direction in ("to_infer", "to_train"):
+        with (
+            TemporaryDirectory() as folder,
+            ProcessPoolExecutor(args.host, multiprocessing.get_context("spawn")) as processes,
+        ):
+            case = args.layers, args.ranks, direction, args.host, folder
+            ranks = [processes.submit(measure_rank, rank, *case) for rank in range(args.host)]
+            planner, *others = [rank.result() for rank in ranks]
+        called = {"planners": planner.pop("planners") + sum(other.pop("planners") for other in others)}
+        figures[direction] = called | planner | {name: max(rank[name] for rank in others) for name in others[0]}
+    return figures
+
+
+def measure_rank(
+    rank: int, num_layers: int, num_ranks: int, direction: str, host_size: int, folder: str
+) -> dict[str, float]:
+    """Get a rank's part of the plan of one direction; return its cost and, where it plans, what was verified."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=host_size)
+    topology, plans = hardware_named(HARDWARE).topology, list[Plan]()
+    dist.barrier()
+    before, start = resident_bytes(), time.process_time()
+    ends = ends_of(num_layers, num_ranks, direction)
+    plan_s = 0.0
+
+    def plan() -> list[Plan]:
+        nonlocal plan_s
+        plans.append(plan_switch(*ends, BUCKET_BYTES, topology))
+        plan_s = time.process_time() - start
+        return plans
+
+    parts = plan_for_host(plan, [ends], rank=rank, group=dist.group.WORLD)
+    cpu_s, peak_kb = time.process_time() - start, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak_mb, planners = (peak_kb * 1024 - before) / 1e6, len(plans)
+    if rank:
+        part_kb = len(encode(parts, rank)) / 1e3
+        return {"planners": planners, "part_kb": part_kb, "part_cpu_s": cpu_s, "part_mb": peak_mb}
+    return {
+        "planners": planners,
+        "cpu_s": plan_s,
+        "parts_cpu_s": cpu_s - plan_s,
+        "peak_mb": peak_mb,
+        **verified(plans[0]),
+    }
+
+
+def ends_of(num_layers: int, num_ranks: int, direction: str) -> Ends:
+    """Return the layouts of one direction."""
+    config = load_shape(MODEL, ROOT / "recipes" / "shapes").shape.config.without_predictors
+    config = replace(config, layers=config.layers[:num_layers])
+    tp = min(8, num_ranks // 8)
+    train = Parallel(num_ranks, tp=tp, ep=tp, pp=min(16, num_ranks // (2 * tp)))
+    infer = Parallel(num_ranks, tp=tp, ep=min(256, num_ranks))
+    one, other = (
+        Layout(config, grid, tuple(range(num_ranks)), torch.bfloat16, BUCKET_BYTES) for grid in (train, infer)
+    )
+    return (one, other) if direction == "to_infer" else (other, one)
+
+
+def verified(plan: Plan) -> dict[str, float]:
+    """Return what the rounds of a plan hold, send and lack, on the worst of all ranks."""
+    peaks, sent, received = count(plan)
+    sides = [Side(layout.parallel) for layout in (plan.source, plan.target)]
+    paper = switch_traffic(Shape(MODEL, plan.source.config), *sides, plan.topology)
+    return {
+        "rounds": len(plan.rounds),
+        "transfers": sum(len(round_.moves) for round_ in plan.rounds),
+        "over_bound": max(peaks[rank] / plan.bound_bytes(rank) for rank in plan.ranks),
+        "busiest": sent.max() / paper.sent.sum(0).max(),
+        "missing": float(np.abs(received - paper.received.sum(0)).max().round()),
+    }
+
+
+def count(plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return by rank the peak of weights and buffers with two rounds in flight, and the bytes sent and received."""
+    size, itemsize = max(plan.ranks) + 1, plan.wire_dtype.itemsize
+    sizes = [[layout.unit_nbytes(rank) for rank in range(size)] for layout in (plan.source, plan.target)]
+    held = np.array([sum(units) for units in sizes[0]])
+    wire = np.zeros((2, size), np.int64)
+    total, peak, later = np.zeros((2, size), np.int64), held.copy(), np.zeros(size, np.int64)
+    for rank, unit in (*plan.unread, *plan.parked):
+        held[rank] -= sizes[0][rank][unit]
+    for round_ in plan.rounds:
+        for units, of_units in ((round_.allocate_before, sizes[1]), (round_.restore_before, sizes[0])):
+            for rank, unit in units:
+                held[rank] += of_units[rank][unit]
+        peak = np.maximum(peak, held)
+        held, later = held - later, np.zeros(size, np.int64)
+        for rank, unit in round_.release_after:
+            later[rank] += sizes[0][rank][unit]
+        moved = np.zeros((2, size), np.int64)
+        for move in round_.moves:
+            if not move.local:
+                moved[0, move.source_rank] += move.numel * itemsize
+                moved[1, move.target_rank] += move.numel * itemsize
+        wire, total = np.maximum(wire, moved), total + moved
+    return peak + 2 * wire.sum(0), *total
