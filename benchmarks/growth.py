@@ -4,12 +4,11 @@ controller: CPU of the whole controller per group of 8 samples, at 64 to 16,384 
 names, 64 engines of 256 sequences (`tests/stalesync/loop/named_cards.py`). queue: samples per second of puts, gets and
 acks while 10k to 1M are held, and bytes a sample. decode: the host's part of a decode step at 1 to 1,024 sequences:
 scheduler, batch, noise, sampler and bookkeeping; the engine is real, its model computes nothing, so what is left of a
-step is everything but the model's own operations. turns: CPU of the controller for a turn of a conversation, the bytes
-that it reads from the queue, and those that it sends to the environment's process. lengths: CPU of the host, and bytes,
-of a token by the length of its sample. rows: the same of the queue's processes, of a row in memory, spilled, journalled
-and in a checkpoint. calls: calls of Ray in a step of a real run. memory: of each process of a run
-that suspends, drafts, saves and evaluates, beside its floor, a Ray without any work; and bytes of its folder: means of
-a tenth of the steps behind step 100, or half of them, and at the end.
+step is everything but the model's own operations. lengths: CPU of the host, and bytes, of a token by the length of its
+sample. rows: the same of the queue's processes, of a row in memory, spilled, journalled and in a checkpoint. calls:
+calls of Ray in a step of a real run. memory: of each process of a run that suspends, drafts, saves and evaluates,
+beside its floor, a Ray without any work; and bytes of its folder: means of a tenth of the steps behind step 100, or
+half of them, and at the end.
 
 Times are CPU times. How much longer this machine computes than the reference machine (`tests/machine.py`) is measured
 beside each; figures and targets are of the reference machine.
@@ -28,7 +27,6 @@ BENCHMARK = Benchmark(
         "controller": "benchmarks.growth_cpu:controller",
         "queue": "benchmarks.growth_cpu:queue",
         "decode": "benchmarks.growth_cpu:decode",
-        "turns": "benchmarks.growth_turns:turns",
         "lengths": "benchmarks.growth_lengths:lengths",
         "rows": "benchmarks.growth_rows:rows",
         "calls": "benchmarks.growth_run:calls",
@@ -44,8 +42,6 @@ BENCHMARK = Benchmark(
         Option("held", (10_000, 100_000, 1_000_000), smoke=(1_000, 5_000)),
         Option("batch", 4096, smoke=512),
         Option("sequences", (1, 8, 64, 256, 1024), smoke=(1, 8, 64)),
-        Option("turns", (2, 8, 32), smoke=(2, 4)),
-        Option("turn_tokens", 256, smoke=16, help="that a turn samples in `turns`"),
         Option("lengths", (1024, 16_384, 131_072), smoke=(64, 128), help="tokens of a sample in `lengths`, `rows`"),
         Option("cards", (1, 2, 4), smoke=(2,)),
         Option("prompts", (16, 64, 256), smoke=(4, 8)),
@@ -55,7 +51,6 @@ BENCHMARK = Benchmark(
         "decode.us_at_64": "<= 1000",
         "decode.us_a_sequence": "<= 4",
         "memory.*.growth": "<= 0.02",
-        "turns.growth.*": "<= 0.2",
         "lengths.growth.*": "<= 0.5",
         "rows.growth.*": "<= 0.5",
         "calls.growth_with_prompts": "<= 0",

@@ -55,7 +55,6 @@ WANTED = {
     "growth controller": {"staleness 0, 16.us_a_group", "staleness 1, 64.queue_calls"},
     "growth queue": {"1,000 held.put_samples_per_s", "5,000 held.bytes_per_sample"},
     "growth decode": {"us.1", "us_at_64", "us_a_sequence"},
-    "growth turns": {"turn 2.cpu_ms", "turn 2.sent_bytes", "growth.cpu_ms"},
     "growth lengths": {
         "128 tokens.draft_us",
         "128 tokens.put_us_a_token",

@@ -1,4 +1,4 @@
-"""Measure what a turn of a conversation costs the controller and the pool of environments, by the number of the turn.
+"""A turn of a conversation costs the controller and the pool of environments the same however many precede it.
 
 Decisions, buffer, bridge, chat template, queue and the pool with its process are real; engines only put rows. The file
 is also the environment that the conversations have.
@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
-from benchmarks.harness import Figures
 from distqueue import PackedBatch
 from fusion.environments import EnvironmentConfig, EnvPool, Message, Task, Turn
 from fusion.environments.pool import EnvChild
@@ -26,10 +25,10 @@ from fusion.rollout.types import SuspendedSample, row_of
 from stalesync.policy.conversations import ConversationSpec
 from stalesync.prompts import ChatTemplate, DataConfig
 from tests.environments.templates import FAMILIES, SPECIAL, tokenizer_of
-from tests.machine import Speed
 from tests.stalesync.loop.conversing_world import World
 
-NUM_GROUPS, GROUP_SIZE = 8, 8
+NUM_GROUPS, GROUP_SIZE, ROUNDS = 8, 8, 3
+TURNS, TURN_TOKENS = (2, 8, 32), 256
 
 
 class Answering:
@@ -47,16 +46,16 @@ class Answering:
 class Talking:
     """Conversations of an engine whose turns end all at once."""
 
-    def __init__(self, pool: EnvPool, news: threading.Semaphore, num_turns: int, turn_tokens: int) -> None:
+    def __init__(self, pool: EnvPool, news: threading.Semaphore, num_turns: int) -> None:
         template = ChatTemplate(DataConfig(), tokenizer_of(FAMILIES["qwen3"].template))
         spec = ConversationSpec(num_turns + 1, max_tokens=1 << 30, episode_timeout_s=1e9, retries=0)
         bridge = Bridge(template, [SPECIAL.index("<|im_end|>")])
         self.world = World(spec, num_groups=NUM_GROUPS, size=GROUP_SIZE, pool=pool, bridge=bridge)
         self._news, self.read_bytes = news, 0
         self.entries = [one for one in self.world.admission.buffer.entries.values() if one.state == "running"]
-        self._text = ("0123456789" * turn_tokens)[: turn_tokens - 1]
+        self._text = ("0123456789" * TURN_TOKENS)[: TURN_TOKENS - 1]
         self._ids = [*template.tokenize([self._text])[0], SPECIAL.index("<|im_end|>")]
-        assert len(self._ids) == turn_tokens
+        assert len(self._ids) == TURN_TOKENS
         read = self.world.queue.read
 
         def counted(ids: Sequence[str], columns: Sequence[str]) -> PackedBatch:
@@ -94,26 +93,28 @@ class Talking:
         assert all(entry.state == "running" for entry in self.entries)
 
 
-def turns(args: Namespace) -> Figures:
-    """Return milliseconds of CPU, the least of the rounds, and bytes of a turn, by its number."""
-    news = threading.Semaphore(0)
+@pytest.mark.extended
+def test_a_turn_costs_the_same_however_many_precede_it():
+    news, measured = threading.Semaphore(0), {}
     config = EnvironmentConfig(name="custom", path=f"{__file__}:Answering", max_turns=1000, workers=1)
-    figures: Figures = {f"turn {number}": {"cpu_ms": float("inf")} for number in args.turns}
     with counting_sent() as sent, EnvPool(config, news.release) as pool:
-        for _ in range(args.rounds):
-            talking = Talking(pool, news, args.turns[-1], args.turn_tokens)
-            for number in range(1, args.turns[-1] + 1):
+        for _ in range(ROUNDS):
+            talking = Talking(pool, news, TURNS[-1])
+            for number in range(1, TURNS[-1] + 1):
                 suspended = talking.put_turns()
                 before = time.process_time(), sent.nbytes, talking.read_bytes
                 talking.answer(suspended)
                 after = time.process_time(), sent.nbytes, talking.read_bytes
-                used = [(b - a) / len(suspended) for a, b in zip(before, after, strict=True)]
-                if found := figures.get(f"turn {number}"):
-                    cpu_ms = used[0] * 1e3 / max(1.0, Speed.measure().slowness)
-                    found |= {"sent_bytes": used[1], "read_bytes": used[2], "cpu_ms": min(cpu_ms, found["cpu_ms"])}
+                cpu_s, *nbytes = ((b - a) / len(suspended) for a, b in zip(before, after, strict=True))
+                measured[number] = min(cpu_s, measured.get(number, (cpu_s,))[0]), *nbytes
             pool.end([entry.id for entry in talking.entries])
-    first, last = (figures[f"turn {number}"] for number in (args.turns[0], args.turns[-1]))
-    return figures | {"growth": {name: last[name] / first[name] - 1 for name in first}}
+    for number in TURNS:
+        print("turn {}: {:.2f} ms of CPU, {:.0f} bytes sent, {:,.0f} read".format(
+            number, 1e3 * measured[number][0], *measured[number][1:]))  # fmt: skip
+    second, *_, last = (measured[number][1:] for number in TURNS)
+    assert last == pytest.approx(second, rel=0.02)
+    early_s, late_s = (min(measured[number][0] for number in range(first, first + 5)) for first in (2, TURNS[-1] - 4))
+    assert late_s < 1.2 * early_s
 
 
 @contextmanager
