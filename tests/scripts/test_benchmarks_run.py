@@ -29,7 +29,6 @@ WANTED = {
     "chaos chains": {"kills", "lost", "twice", "too_old", "not_bitwise", "left_over", "unnamed", "late"},
     "chaos start": {"runs", "unnamed", "left_over", "max_s"},
     "compare": {"separate s=0.generating", "full s=0.pace_overrun", "fifo s=0.tokens_per_s", "drafts.1.ratio"},
-    "context": {"peak_bytes.1", "ratio.4", "planned.4", "seconds.4"},
     "distqueue transfer": {
         "long.put_s",
         "long.ray_put_s",
