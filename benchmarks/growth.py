@@ -1,14 +1,13 @@
-"""Measure how the costs of a run grow: with groups, samples, sequences, cards, prompts and steps.
+"""Measure how the costs of a run grow: with groups, samples, sequences, lengths and steps.
 
 controller: CPU of the whole controller per group of 8 samples, at 64 to 16,384 groups a step; cards and queue only hold
 names, 64 engines of 256 sequences (`tests/stalesync/loop/named_cards.py`). queue: samples per second of puts, gets and
 acks while 10k to 1M are held, and bytes a sample. decode: the host's part of a decode step at 1 to 1,024 sequences:
 scheduler, batch, noise, sampler and bookkeeping; the engine is real, its model computes nothing, so what is left of a
 step is everything but the model's own operations. lengths: CPU of the host, and bytes, of a token by the length of its
-sample. rows: the same of the queue's processes, of a row in memory, spilled, journalled and in a checkpoint. calls:
-calls of Ray in a step of a real run. memory: of each process of a run that suspends, drafts, saves and evaluates,
-beside its floor, a Ray without any work; and bytes of its folder: means of a tenth of the steps behind step 100, or
-half of them, and at the end.
+sample. rows: the same of the queue's processes, of a row in memory, spilled, journalled and in a checkpoint. memory: of
+each process of a run that suspends, drafts, saves and evaluates, beside its floor, a Ray without any work; and bytes of
+its folder: means of a tenth of the steps behind step 100, or half of them, and at the end.
 
 Times are CPU times. How much longer this machine computes than the reference machine (`tests/machine.py`) is measured
 beside each; figures and targets are of the reference machine.
@@ -29,7 +28,6 @@ BENCHMARK = Benchmark(
         "decode": "benchmarks.growth_cpu:decode",
         "lengths": "benchmarks.growth_lengths:lengths",
         "rows": "benchmarks.growth_rows:rows",
-        "calls": "benchmarks.growth_run:calls",
         "memory": "benchmarks.growth_run:memory",
     },
     [
@@ -43,8 +41,6 @@ BENCHMARK = Benchmark(
         Option("batch", 4096, smoke=512),
         Option("sequences", (1, 8, 64, 256, 1024), smoke=(1, 8, 64)),
         Option("lengths", (1024, 16_384, 131_072), smoke=(64, 128), help="tokens of a sample in `lengths`, `rows`"),
-        Option("cards", (1, 2, 4), smoke=(2,)),
-        Option("prompts", (16, 64, 256), smoke=(4, 8)),
     ],
     {
         "controller.*.us_a_group": "<= 50",
@@ -53,7 +49,6 @@ BENCHMARK = Benchmark(
         "memory.*.growth": "<= 0.02",
         "lengths.growth.*": "<= 0.5",
         "rows.growth.*": "<= 0.5",
-        "calls.growth_with_prompts": "<= 0",
     },
 )
 

@@ -1,8 +1,8 @@
-"""Count, in a real run of a tiny model, the controller's calls of Ray, memory of its processes and bytes of its folder.
+"""Measure, in a real run of a tiny model, the memory of its processes and the bytes of its folder.
 
-The run is one as `scripts/train.py` starts it, and writes a line per step. `calls`: calls of actors by method that the
-controller made in the step; `memory`: resident anonymous bytes of each process of the run; `folder`: bytes of the run's
-folder without checkpoints, model and logs; `time`: seconds of a clock that all processes share.
+The run is one as `scripts/train.py` starts it, and writes a line per step. `memory`: resident anonymous bytes of each
+process of the run; `folder`: bytes of the run's folder without checkpoints, model and logs; `time`: seconds of a clock
+that all processes share.
 
 The floor of the memory of Ray's own processes is that of a Ray without any work, started beside the run; that of the
 queue an actor of it which answers as many calls as the queue, and keeps nothing.
@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,11 +27,10 @@ from distqueue.actor import MAX_CALLS
 from tests.chaos.space import anonymous_bytes
 from tests.helpers import MINIMAL, runnable_checkpoint
 
-SMALL = """device=emulated data=addition data.max_prompt_length=8 rollout.max_response_length=8
-rollout.sampling.forced_median=6 algorithm.group_size=4 run.eval_prompts=0 parallel=single""".split()
-WHOLE = """fusion=hybrid stalesync.max_staleness=1 rollout.max_response_length=24 rollout.schedule.chunk_tokens=4
-rollout.kv_pool.suspended=pool rollout.drafts.source=both reward.max_failed_share=1 run.save_every=20 eval.every=20
-run.eval_prompts=16""".split()
+OPTIONS = """device=emulated cluster.npus=2 parallel=single data=addition data.max_prompt_length=8
+data.prompts_per_step=8 rollout.sampling.forced_median=6 algorithm.group_size=4 fusion=hybrid stalesync.max_staleness=1
+rollout.max_response_length=24 rollout.schedule.chunk_tokens=4 rollout.kv_pool.suspended=pool
+rollout.drafts.source=both reward.max_failed_share=1 run.save_every=20 eval.every=20 run.eval_prompts=16""".split()
 """A run that suspends, drafts, saves and evaluates: whatever may hold memory"""
 SETTLED = 100
 """Step behind which memory must not grow"""
@@ -40,47 +38,19 @@ CALLS_A_SECOND, PAYLOAD = 100, bytes(2000)
 """About the calls of the queue's actor while the run steps twice a second, and what such a call sends"""
 WAIT_S, STEP_S = 900, 5
 """Seconds a run may take; a step may take in a longer one"""
-POLLED = frozenset({"get", "lengths", "change ack reward", "lost"})
-"""Calls of the queue for what has been generated: as often as samples arrive, or a time has passed"""
-
 Record = dict[str, Any]
 
 
-def run(folder: Path, *, cards: int, prompts: int, steps: int, others: list[str] = []) -> list[Record]:  # noqa: B006
-    """Run ``steps`` steps of ``prompts`` groups on ``cards`` cards; return the record of each step."""
-    home = folder / f"{cards}-{prompts}-{steps}-{len(others)}"
-    own = [f"run.steps={steps}", f"cluster.npus={cards}", f"data.prompts_per_step={prompts}"]
+def run(folder: Path, steps: int) -> list[Record]:
+    """Run ``steps`` steps; return the record of each."""
     code = "from benchmarks.growth_run import observed_run; observed_run()"
     train(
-        home,
-        [*SMALL, f"model.path={folder / 'model'}", *own, *others],
-        command=[sys.executable, "-c", code, str(home / "record.jsonl")],
+        folder / "home",
+        [*OPTIONS, f"model.path={folder / 'model'}", f"run.steps={steps}"],
+        command=[sys.executable, "-c", code, str(folder / "record.jsonl")],
         timeout_s=max(WAIT_S, STEP_S * steps),
     )
-    return [json.loads(line) for line in (home / "record.jsonl").read_text().splitlines()]
-
-
-def calls(args: Namespace) -> Figures:
-    """Count the calls of a step by cards and by prompts."""
-    fewest, cards = args.prompts[0], 2
-    with temporary_folder() as folder:
-        runnable_checkpoint(folder / "model", **MINIMAL)
-        by_cards = {n: calls_of_a_step(run(folder, cards=n, prompts=fewest, steps=4)) for n in args.cards}
-        by_prompts = {fewest: by_cards[cards]} | {
-            n: calls_of_a_step(run(folder, cards=cards, prompts=n, steps=4)) for n in args.prompts[1:]
-        }
-    numbers = [found["calls"] for found in by_prompts.values()]
-    figures: Figures = {f"{n} cards": found for n, found in by_cards.items()}
-    figures |= {f"{n} prompts": found for n, found in by_prompts.items()}
-    return figures | {"growth_with_prompts": max(numbers) - min(numbers)}
-
-
-def calls_of_a_step(records: list[Record]) -> Figures:
-    """Return the calls of the last step: `calls` that belong to the step, and `polled` while it generates. A step that
-    was disturbed has more, so the least of the last three steps counts."""
-    totals = [(sum(n for name, n in one["calls"].items() if name not in POLLED), one["calls"]) for one in records[-3:]]
-    calls, by_method = min(totals, key=lambda pair: pair[0])
-    return {"calls": calls, "polled": sum(by_method.get(name, 0) for name in POLLED)}
+    return [json.loads(line) for line in (folder / "record.jsonl").read_text().splitlines()]
 
 
 def memory(args: Namespace) -> Figures:
@@ -89,7 +59,7 @@ def memory(args: Namespace) -> Figures:
     with temporary_folder() as folder:
         runnable_checkpoint(folder / "model", **MINIMAL)
         with idle_ray(folder / "idle.jsonl") as record:
-            records = run(folder, cards=2, prompts=8, steps=args.steps, others=WHOLE)
+            records = run(folder, args.steps)
         idle = [json.loads(line) for line in record.read_text().splitlines()]
     floor = growth_of_floor(idle, records, first)
     sizes = growth_of_memory(records, first) | {
@@ -171,27 +141,17 @@ def observed_run() -> None:
 
 def observe(record: str) -> None:
     """Make the controller of this process write a line of ``record`` after each step."""
-    from ray.actor import ActorHandle
-
     from stalesync.loop.controller import Controller
 
-    calls: Counter[str] = Counter()
-    make_call, train_step = ActorHandle._actor_method_call, Controller.train_step
-
-    def counted_call(self: Any, method_name: str, *args: Any, **options: Any) -> Any:
-        sent = options.get("args") or (args[0] if args else ())
-        calls[" ".join([method_name, *map(str, sent[:2])]) if method_name == "change" else method_name] += 1
-        return make_call(self, method_name, *args, **options)
+    train_step = Controller.train_step
 
     def recorded_step(self: Controller) -> None:
-        calls.clear()
         train_step(self)
-        line = {"calls": dict(calls), "memory": anonymous_bytes(), "folder": _folder_bytes(self.folder.path)}
-        line["time"] = time.monotonic()
+        line = {"memory": anonymous_bytes(), "folder": _folder_bytes(self.folder.path), "time": time.monotonic()}
         with open(record, "a") as file:
             file.write(json.dumps(line) + "\n")
 
-    ActorHandle._actor_method_call, Controller.train_step = counted_call, recorded_step  # type: ignore[method-assign]
+    Controller.train_step = recorded_step  # type: ignore[method-assign]
 
 
 def _folder_bytes(folder: Path) -> int:

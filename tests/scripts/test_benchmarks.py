@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks import backends, rollout_virtual
 from benchmarks.drafts_decode import FIRST, MEASURED, SIDES, WORKLOAD, compared
-from benchmarks.growth_run import calls_of_a_step, growth_of_floor, growth_of_memory
+from benchmarks.growth_run import growth_of_floor, growth_of_memory
 from benchmarks.harness import Benchmark, Option, in_rotation, in_turns, leaves, rendered
 from benchmarks.harness import compared as checked
 from benchmarks.paced import Measured, Mode
@@ -214,12 +214,6 @@ def test_the_floor_of_growth_is_that_of_the_same_time():
     idle = [{"time": float(second), "memory": {"gcs 1": 100 + second, "x 2": second}} for second in range(70)]
     del idle[58]["memory"]["x 2"]
     assert growth_of_floor(idle, records, 50) == {"gcs 1": (137.0, 157.0)}
-
-
-def test_calls_for_what_arrives_are_counted_apart_and_a_disturbed_step_is_left_out():
-    quiet, disturbed = {"train": 2, "change claim train": 1, "get": 3, "lost": 1}, {"train": 9, "get": 1}
-    records = [{"calls": calls} for calls in (quiet, {"train": 99}, quiet, disturbed, disturbed)]
-    assert calls_of_a_step(records) == {"calls": 3, "polled": 4}
 
 
 def test_an_engine_that_is_sent_text_decodes_the_rest_of_a_group_in_fewer_passes():
