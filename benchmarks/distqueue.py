@@ -2,7 +2,6 @@
 
 transfer: one process puts, another gets; medians over alternating rounds. `long`, 512 samples of lognormal lengths
 (mean about 5.6k, at most 32k); `short`, 8,192 samples of 10 to 300 tokens; five columns of 4 bytes per token each.
-`starved`: a put, get and ack of a small sample, alone and beside blocked readers.
 
     put_s, get_s        this queue; a get ends when the reader owns a copy of every byte
     put_sums_s, …       the part of it that computes checksums; get_sums_s: that verifies them
@@ -25,12 +24,10 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-import statistics
 import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -38,7 +35,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Benchmark, Figures, Option, in_turns, medians, medians_of, progress, timed
+from benchmarks.harness import Benchmark, Figures, Option, in_turns, medians_of, progress, timed
 
 
 def check(args: Namespace) -> str:
@@ -52,8 +49,6 @@ BENCHMARK = Benchmark(
     [
         Option("rounds", 15, smoke=1, help="rounds of the transfer"),
         Option("samples", 1, smoke=64),
-        Option("readers", 512, smoke=4),
-        Option("trips", 50, smoke=2),
         Option("starts", 5, smoke=1),
     ],
     check=check,
@@ -68,7 +63,7 @@ import torch
 from xxhash import xxh3_64_intdigest
 
 from benchmarks.runs import temporary_folder
-from distqueue import DistQueue, GetRequest, PackedBatch
+from distqueue import DistQueue, PackedBatch
 from distqueue.payload import gather, segment_file
 
 COLUMNS = {
@@ -212,7 +207,7 @@ def own_ray(num_cpus: int) -> Iterator[None]:
 
 
 def measure(args: Namespace) -> Figures:
-    """Measure every workload, and a client beside blocked readers."""
+    """Measure every workload."""
     figures: Figures = {}
     with own_ray(num_cpus=16):  # TransferQueue reserves a core for each of its processes
         queue, client = DistQueue.create(["train"]), ray.remote(Client).options(num_cpus=0)
@@ -221,9 +216,6 @@ def measure(args: Namespace) -> Figures:
         for kind in ("long", "short"):
             figures[kind] = measure_workload(f"{kind}/{args.samples}", rounds=args.rounds, writer=writer, reader=reader)
             progress(kind, figures[kind])
-        queue.close()
-        queue = DistQueue.create(["train"])
-        figures["starved"] = measure_starved(queue, trips=args.trips, readers=args.readers)
         queue.close()
     return figures
 
@@ -246,40 +238,6 @@ def measure_workload(workload: str, *, rounds: int, writer: Any, reader: Any) ->
     figures["padded_bytes"] = int(sizes.max()) * len(sizes) * width
     figures["sent_over_payload"] = max(figures["sent_bytes"], figures["received_bytes"]) / payload
     return figures
-
-
-def measure_starved(queue: DistQueue, *, trips: int, readers: int, rounds: int = 4) -> Figures:
-    """Return the median milliseconds of one client's put, get and ack, alone and beside ``readers`` blocked gets.
-
-    Every round measures ``trips`` of both, in rotating order, after a few that warm up.
-    """
-
-    def round_trips(name: str) -> float:
-        def trip(i: int) -> None:
-            batch = PackedBatch.from_samples([f"{name}-{i}"], {"tokens": [torch.arange(100, dtype=torch.int32)]})
-            queue.put(batch)
-            queue.ack("train", queue.get("train", ["tokens"], 1).ids)
-
-        seconds = [timed(partial(trip, i)) for i in range(trips + trips // 10)]
-        return statistics.median(seconds[trips // 10 :]) * 1e3
-
-    def until_blocked(count: int) -> None:
-        while queue.stats()["distqueue/train/waiters"] != count:
-            time.sleep(0.05)
-
-    def beside(name: str) -> float:
-        left: Future[None] = Future()
-        with ThreadPoolExecutor(readers) as pool:
-            for _ in range(readers):
-                pool.submit(queue.fetch, GetRequest("train", ["never"], count=1), left)
-            until_blocked(readers)
-            milliseconds = round_trips(name)
-            left.set_result(None)
-        until_blocked(0)
-        return milliseconds
-
-    sides = {"alone": lambda round: round_trips(f"alone-{round}"), "beside": lambda round: beside(f"beside-{round}")}
-    return medians(in_turns(sides, rounds, warm_ups=0), "_ms") | {"readers": readers}
 
 
 # ---- processes

@@ -34,7 +34,6 @@ WANTED = {
         "long.ray_put_s",
         "long.copy_s",
         "short.sent_over_payload",
-        "starved.alone_ms",
     },
     "distqueue processes": {"actor.cpu_s", "shard.rss_mb", "idle.private_mb"},
     "drafts engines": {
@@ -68,7 +67,6 @@ WANTED = {
         "128 tokens.checkpoint_bytes_a_token",
         "growth.journal_put_us_a_token",
     },
-    "growth calls": {"2 cards.calls", "8 prompts.polled", "growth_with_prompts"},
     "growth memory": {"folder_bytes_a_step"},
     "kv_pool requests": {"pull_ms", "prefill_over_remote_pull", "floor_wire_ms"},
     "kv_pool prompts": {"hit_over_memcpy", "whole_over_memcpy", "memcpy_ms", "first_token_ms", "prefill_ms"},
