@@ -15,25 +15,16 @@ rewards of the first and last five steps, the seconds of making the base model, 
 which includes the start of its processes but not the base model.
 """
 
-import json
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import reduce
-from operator import getitem
 from pathlib import Path
 from statistics import mean, pstdev, stdev
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import ROOT, Benchmark, Figures, Option, progress, timed
-
-
-def check(args: Namespace) -> str:
-    without = args.curves and (args.overrides or args.given & {"seeds", "steps", "jobs"})
-    return "--curves runs nothing: --seeds, --steps, --jobs and overrides have no effect with it" if without else ""
-
 
 BENCHMARK = Benchmark(
     __doc__,
@@ -47,7 +38,6 @@ BENCHMARK = Benchmark(
         Option("steps", None, smoke="2", help="training steps of a run (default: those of the task)"),
         Option("jobs", 2, help="runs of `staleness` at a time"),
         Option("fusion", "colocated", help="deployments of `quickstart`, separated by commas"),
-        Option("curves", None, help="read the curves of an earlier --json, run nothing"),
         Option("svg", None, help="write the plot to this file; of `deployments` NAME_hybrid, NAME_separate"),
         Option("bounds", "0,1,2", smoke="0,1"),
         Option("base", "", smoke="0"),
@@ -61,7 +51,6 @@ BENCHMARK = Benchmark(
     },
     default=("staleness",),
     extra="overrides of the runs' config",
-    check=check,
 )
 
 if __name__ == "__main__":
@@ -83,28 +72,24 @@ Curves = dict[str, dict[str, Figures]]
 
 
 def staleness(args: Namespace) -> Figures:
-    """Train every seed at every bound, or read what an earlier call has trained."""
-    return learned(args, ["staleness"], ["cluster=one"], steps=30, prompts=64)
+    """Train every seed at every bound."""
+    return learned(args, ["cluster=one"], steps=30, prompts=64)
 
 
 def deployments(args: Namespace) -> Figures:
     """Do the same in `hybrid` and `separate`, one card that generates beside one that trains."""
     return {
-        fusion: learned(args, ["deployments", fusion], [*TWO_CARDS, f"fusion={fusion}"], steps=60, prompts=16)
+        fusion: learned(args, [*TWO_CARDS, f"fusion={fusion}"], fusion, steps=60, prompts=16)
         for fusion in ("hybrid", "separate")
     }
 
 
-def learned(args: Namespace, place: list[str], options: Sequence[str], **size: int) -> Figures:
-    """Return the curves and what they say. ``place``: keys of the figures at which an earlier call has them; others: as
-    `trained`."""
-    if args.curves:
-        curves = reduce(getitem, [*place, "curves"], json.loads(Path(args.curves).read_text())["figures"])
-    else:
-        curves = trained(args, options, **size)
+def learned(args: Namespace, options: Sequence[str], name: str = "", **size: int) -> Figures:
+    """Return the curves and what they say. ``name``: end of the plot's file name; others: as `trained`."""
+    curves = trained(args, options, **size)
     if args.svg:
         path = Path(args.svg)
-        path.with_stem("_".join([path.stem, *place[1:]])).write_text(plot(curves))
+        path.with_stem("_".join([path.stem, name]).strip("_")).write_text(plot(curves))
     return judged(curves) | {"curves": curves}
 
 
