@@ -51,36 +51,16 @@ from fusion.model import Mesh, ModelConfig, Transformer, load_weights
 from fusion.model.spec import GroupedQuery, Latent
 from fusion.npu import open_device
 
-SIZES = dict(
-    vocab_size=64,
-    hidden_size=128,
-    intermediate_size=256,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=128,
-    norm_topk_prob=True,
-    tie_word_embeddings=True,
-    initializer_range=0.08,
-    max_position_embeddings=1024,
-    eos_token_id=1,
-    pad_token_id=0,
-)
+SIZES: dict[str, Any] = dict(vocab_size=64, hidden_size=128, intermediate_size=256, num_hidden_layers=4)
+SIZES |= dict(num_attention_heads=4, num_experts_per_tok=2, moe_intermediate_size=128, norm_topk_prob=True)
+SIZES |= dict(tie_word_embeddings=True, initializer_range=0.08, max_position_embeddings=1024)
+SIZES |= dict(eos_token_id=1, pad_token_id=0)
+LATENTS = dict(q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32)
 SHAPES = {
     "qwen3_moe": SIZES | dict(num_key_value_heads=2, head_dim=32, num_experts=8),
     "deepseek_v3": SIZES
-    | dict(
-        num_key_value_heads=4,
-        q_lora_rank=64,
-        kv_lora_rank=64,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=16,
-        v_head_dim=32,
-        n_routed_experts=8,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-    ),
+    | LATENTS
+    | dict(num_key_value_heads=4, n_routed_experts=8, n_group=1, topk_group=1, first_k_dense_replace=1),
 }
 """Family → the fields of its model"""
 CASES = {"equal": dict(batch=64, new_tokens=64, stop=()), "ragged": dict(batch=256, new_tokens=256, stop=(1,))}

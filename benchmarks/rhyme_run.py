@@ -16,6 +16,7 @@ from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -85,20 +86,10 @@ def measure(args: Namespace) -> Figures:
 def _make_base(folder: Path, args: Namespace) -> Path:
     """Warm up a Qwen3-MoE in which the forward pass takes most of a step."""
     heads = args.hidden // 64
-    config = dict(
-        model_type="qwen3_moe",
-        hidden_size=args.hidden,
-        intermediate_size=args.hidden,
-        moe_intermediate_size=args.hidden * 7 // 6,
-        num_hidden_layers=4,
-        num_attention_heads=heads,
-        num_key_value_heads=max(1, heads // 3),
-        head_dim=64,
-        num_experts=12,
-        num_experts_per_tok=2,
-        norm_topk_prob=True,
-        tie_word_embeddings=True,
-    )
+    config: dict[str, Any] = dict(model_type="qwen3_moe", hidden_size=args.hidden, intermediate_size=args.hidden)
+    config |= dict(num_hidden_layers=4, num_attention_heads=heads, num_key_value_heads=max(1, heads // 3), head_dim=64)
+    config |= dict(num_experts=12, num_experts_per_tok=2, moe_intermediate_size=args.hidden * 7 // 6)
+    config |= dict(norm_topk_prob=True, tie_word_embeddings=True)
     shape = folder / "shape.yaml"
     shape.write_text(json.dumps({"config": config}))
     target = ["--target", args.target] if args.target else []

@@ -170,36 +170,15 @@ def train(*, model: str, folder: str, steps: int, seed: int, task: dict[str, Any
                 with Path(folder, "metrics.jsonl").open("a") as file:
                     print(json.dumps({"critic/rewards/mean": rewards[-1]}), file=file)
 
-    samples = task["prompts"] * task["group_size"]
-    config = GRPOConfig(
-        output_dir=folder,
-        max_steps=steps * task["minibatches"],
-        per_device_train_batch_size=samples // task["minibatches"],
-        steps_per_generation=task["minibatches"],
-        gradient_accumulation_steps=1,
-        num_generations=task["group_size"],
-        max_completion_length=task["response_tokens"],
-        temperature=1.0,
-        top_p=1.0,
-        top_k=0,
-        beta=task["kl_coef"],
-        loss_type="grpo",
-        learning_rate=task["lr"],
-        adam_beta1=task["betas"][0],
-        adam_beta2=task["betas"][1],
-        weight_decay=0.0,
-        max_grad_norm=1.0,
-        lr_scheduler_type="constant",
-        gradient_checkpointing=False,
-        shuffle_dataset=False,
-        bf16=False,
-        use_cpu=True,
-        seed=seed,
-        report_to="none",
-        save_strategy="no",
-        logging_steps=task["minibatches"],
-        disable_tqdm=True,
-    )
+    samples, parts = task["prompts"] * task["group_size"], task["minibatches"]
+    sizes: Any = dict(max_steps=steps * parts, per_device_train_batch_size=samples // parts, steps_per_generation=parts)
+    sizes |= dict(num_generations=task["group_size"], max_completion_length=task["response_tokens"])
+    loss: Any = dict(loss_type="grpo", beta=task["kl_coef"], temperature=1.0, top_p=1.0, top_k=0, max_grad_norm=1.0)
+    adam: Any = dict(zip(("adam_beta1", "adam_beta2"), task["betas"], strict=True), learning_rate=task["lr"])
+    adam |= dict(weight_decay=0.0, lr_scheduler_type="constant", gradient_accumulation_steps=1)
+    how: Any = dict(gradient_checkpointing=False, shuffle_dataset=False, bf16=False, use_cpu=True, disable_tqdm=True)
+    how |= dict(output_dir=folder, seed=seed, report_to="none", save_strategy="no", logging_steps=parts)
+    config = GRPOConfig(**sizes, **loss, **adam, **how)
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32),
         reward_funcs=reward,
