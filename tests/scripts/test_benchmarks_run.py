@@ -77,7 +77,7 @@ WANTED = {
     "learning staleness": {"0.final", "1.difference"},
     "learning deployments": {"hybrid.0.final", "separate.1.difference"},
     "learning quickstart": {"colocated.mean_end", "colocated 0.command_s"},
-    "lora": {"switch.bytes", "switch.adapter_bytes", "hbm.ratio", "step.ratio", "decode.ratio"},
+    "lora": {"switch.ratio", "hbm.ratio", "step.ratio", "decode.ratio"},
     "offload": {"floor.seconds", "offload.ratio", "stream.gb_per_s"},
     "planning": {
         "to_infer.planners",
