@@ -14,18 +14,9 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple, TypeVar
 
+from benchmarks import rollout_workloads as workloads
 from benchmarks.harness import Figures, progress
-from benchmarks.rollout_workloads import (
-    CHUNK_TOKENS,
-    HARDWARE,
-    MAX_BATCH_TOKENS,
-    PROMPT_TOKENS,
-    STEP_S,
-    STEPS_OF_EPOCH,
-    WORKLOADS,
-    Workload,
-    hardware,
-)
+from benchmarks.rollout_workloads import PROMPT_TOKENS, STEP_S, STEPS_OF_EPOCH, WORKLOADS, Workload
 from fusion.costmodel.pace import EngineCost, StepSums
 from fusion.npu import DeviceConfig
 from stalesync.job.config import Config
@@ -47,13 +38,17 @@ RUNAWAYS = 0.01
 
 @dataclass(frozen=True)
 class Mode:
-    """How requests are scheduled. ``divided``: whether in chunks, with a KV pool."""
+    """How requests are scheduled. ``divided``: whether in chunks, with a KV pool; ``search``: of HistoPipe, for shares
+    of the engines, with tail migration."""
 
     order: str = "fifo"
     divided: bool = True
     drafts: DraftSpec | None = None
+    max_staleness: int = 0
+    search: bool = True
 
 
+OF_HISTORY, OF_BOTH = DraftSpec(siblings=False, history=True), DraftSpec(history=True)
 REPLAYED = {
     "plain": Mode(divided=False),
     "divided": Mode(),
@@ -61,7 +56,7 @@ REPLAYED = {
     "seer": Mode("context", drafts=DraftSpec()),
     "least_generated": Mode("least_generated"),
     "history": Mode("history"),
-    "full": Mode("history", drafts=DraftSpec(history=True)),
+    "full": Mode("history", drafts=OF_BOTH),
     "oracle": Mode("oracle"),
 }
 ORDERS = {
@@ -70,7 +65,15 @@ ORDERS = {
     "fifo, whole": Mode(divided=False),
 }
 """Without chunks: whole"""
-
+RHYME = {
+    "plain": Mode(divided=False),
+    "histopipe": Mode("histopipe", divided=False, search=False, max_staleness=1),
+    "two_tier": Mode("histopipe", max_staleness=1),
+    "histospec": Mode("histopipe", drafts=OF_HISTORY, max_staleness=1),
+    "stalesync": Mode("history", max_staleness=1),
+    "full": Mode("history", drafts=OF_BOTH, max_staleness=1),
+    "full_s2": Mode("history", drafts=OF_BOTH, max_staleness=2),
+}
 QUEUES = {
     "shallow": WORKLOADS["shallow"],
     "even": replace(WORKLOADS["shallow"], max_seqs=64),
@@ -109,19 +112,49 @@ class Rollout(NamedTuple):
     tail_s: float
     bound_s: float
     tokens: int
-    preemptions: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.seconds
+
+
+def prepared(
+    workload: Workload, mode: Mode, seed: int, *, steps: int, rows: int | None = None, runaways: float = 0.0
+) -> tuple[SimulationSetup, ForcedLengths]:
+    """Return what a mode simulates of a workload, and the lengths of responses. ``rows``: of an epoch; None: endless;
+    ``runaways``: share of responses at the maximum."""
+    config = Config()
+    config.device = DeviceConfig("emulated", pace=workload.model, pace_tokens=1, pace_speed=1.0)
+    config.cluster.npus, config.cluster.hardware = workload.gpus, "h800"
+    config.data.prompts_per_step, config.algorithm.group_size = workload.prompts, workload.group_size
+    config.data.rows, config.run.steps, config.run.seed = rows, steps, seed
+    config.training.share_prefixes = "off"  # as the published systems
+    config.stalesync.max_staleness = mode.max_staleness
+    for layout in (config.parallel.infer, config.parallel.train):
+        layout.tp, layout.ep = workload.infer.tp, workload.infer.ep
+    rollout = config.rollout
+    rollout.max_response_length, rollout.sampling.forced_median = workload.max_tokens, workload.median_tokens
+    rollout.sampling.forced_spread = [*workload.spread, runaways]
+    rollout.engine.max_batch_tokens = workloads.MAX_BATCH_TOKENS
+    rollout.engine.max_seqs = workload.max_seqs // workload.infer.dp
+    rollout.schedule.order = mode.order
+    rollout.schedule.chunk_tokens = workloads.CHUNK_TOKENS if mode.divided else None
+    rollout.kv_pool.suspended = "pool" if mode.divided else "recompute"
+    setup = SimulationSetup.of(config, kv_tokens=workload.kv_tokens)
+    pace = replace(setup.engine.cost.pace, hardware=workloads.hardware(workload))
+    cost = PublishedEngineCost(pace, workload.infer, full_batch=rollout.engine.max_seqs)
+    setup = replace(setup, engine=replace(setup.engine, cost=cost, drafts=mode.drafts))
+    if (pipe := setup.admission.histopipe) is not None and not mode.search:
+        pipe = replace(pipe, search=False, growth=inf)
+        setup = replace(setup, admission=replace(setup.admission, histopipe=pipe))
+    forced = ForcedLengths.of(rollout, seed)
+    assert forced is not None
+    return setup, forced
 
 
 def simulate(workload: Workload, mode: Mode, seed: int, runaways: float = 0.0, epoch: int = 2) -> Rollout:
     """Simulate one iteration. ``epoch``: of its rows; in the first, nothing is known of their lengths."""
-    config = config_of(workload, seed, order=mode.order, divided=mode.divided, spread=(*workload.spread, runaways))
-    config.rollout.engine.max_seqs = workload.max_seqs // workload.infer.dp
-    config.run.steps = 1
-    setup = SimulationSetup.of(config, kv_tokens=workload.kv_tokens)
-    pace = replace(setup.engine.cost.pace, hardware=hardware(workload))
-    cost = PublishedEngineCost(pace, workload.infer, full_batch=config.rollout.engine.max_seqs)
-    setup = replace(setup, engine=replace(setup.engine, cost=cost, drafts=mode.drafts))
-    forced = forced_lengths(config)
+    setup, forced = prepared(workload, mode, seed, steps=1, runaways=runaways)
     run = SimulatedRun(setup, SecondEpoch(forced, workload))
     if mode.order == "history" and epoch > 1:
         rows = [f"e0-{row}" for row in range(workload.prompts)]
@@ -134,38 +167,9 @@ def simulate(workload: Workload, mode: Mode, seed: int, runaways: float = 0.0, e
     (step,) = run.run()
     work = SimulatedWork(0.0, step.work.contexts, step.work.prefilled, step.work.prefill_pairs)
     work.decodes = step.work.decodes
-    return Rollout(
-        seconds=step.generate_s,
-        tail_s=step.tail_s,
-        bound_s=Bound(setup)(work).generation / workload.gpus
-        + STEP_S * work.decodes / (workload.max_seqs * workload.engines),
-        tokens=step.tokens - workload.requests * PROMPT_TOKENS,
-        preemptions=run.totals().preemptions,
-    )
-
-
-def config_of(workload: Workload, seed: int, *, order: str, divided: bool, spread: Sequence[float]) -> Config:
-    """Return what all simulated runs of published workloads have in common."""
-    config = Config()
-    config.device = DeviceConfig("emulated", pace=workload.model, pace_tokens=1, pace_speed=1.0)
-    config.cluster.npus, config.cluster.hardware = workload.gpus, "h800"
-    config.data.prompts_per_step, config.algorithm.group_size = workload.prompts, workload.group_size
-    config.run.seed = seed
-    config.training.share_prefixes = "off"  # as the published systems
-    for layout in (config.parallel.infer, config.parallel.train):
-        layout.tp, layout.ep = workload.infer.tp, workload.infer.ep
-    rollout = config.rollout
-    rollout.max_response_length, rollout.sampling.forced_median = workload.max_tokens, workload.median_tokens
-    rollout.sampling.forced_spread, rollout.engine.max_batch_tokens = [*spread], MAX_BATCH_TOKENS
-    rollout.schedule.order, rollout.schedule.chunk_tokens = order, CHUNK_TOKENS if divided else None
-    rollout.kv_pool.suspended = "pool" if divided else "recompute"
-    return config
-
-
-def forced_lengths(config: Config) -> ForcedLengths:
-    forced = ForcedLengths.of(config.rollout, config.run.seed)
-    assert forced is not None
-    return forced
+    steps_s = STEP_S * work.decodes / (workload.max_seqs * workload.engines)
+    bound_s = Bound(setup)(work).generation / workload.gpus + steps_s
+    return Rollout(step.generate_s, step.tail_s, bound_s, step.tokens - workload.requests * PROMPT_TOKENS)
 
 
 def _spread_over_ranks(run: SimulatedRun, num_ranks: int) -> None:
@@ -197,27 +201,39 @@ def compared(baseline: Sequence[float], speeds: Sequence[float], published: floa
     return figures
 
 
+def _simulate(case: tuple[str, str, int, float, int, int, str]) -> Rollout:
+    """Simulate a rollout: workload, mode, seed, share of runaways, epoch, part of the requests, file of texts."""
+    name, of, seed, runaways, epoch, part, texts = case
+    mode = drafted({**ORDERS, **REPLAYED}[of], texts)
+    return simulate({**WORKLOADS, **QUEUES}[name].fewer(part), mode, seed, runaways, epoch)
+
+
+def drafted(mode: Mode, texts: str) -> Mode:
+    """Return a mode whose drafts have the acceptance of recorded responses; "": the same."""
+    return replace(mode, drafts=_drafts_of(mode.drafts, texts)) if texts and mode.drafts is not None else mode
+
+
+@lru_cache
+def _drafts_of(drafts: DraftSpec, texts: str) -> DraftSpec:
+    return measured(Path(texts), siblings=drafts.siblings, history=drafts.history)
+
+
 # ---- orders
-
-
-def _simulate_order(case: tuple[str, str, int, float, int, int]) -> float:
-    queue, mode, seed, runaways, epoch, part = case
-    rollout = simulate(QUEUES[queue].fewer(part), ORDERS[mode], seed, runaways, epoch=epoch)
-    return rollout.tokens / rollout.seconds
 
 
 def orders(args: Namespace) -> Figures:
     """Simulate every order, in the first and in the second epoch of the rows."""
-    queues, seeds = args.queues.split(","), range(1, args.seeds + 1)
+    queues, seeds, part = args.queues.split(","), range(1, args.seeds + 1), args.part_of_requests
     names = [name for name in ORDERS if not args.orders or name in args.orders.split(",")]
-    part = args.part_of_requests
-    speed = in_processes(_simulate_order, product(queues, names, seeds, (0.0, RUNAWAYS), (1, 2), [part]))
+    found = in_processes(_simulate, product(queues, names, seeds, (0.0, RUNAWAYS), (1, 2), [part], [""]))
     figures: Figures = {}
     for queue, runaways, epoch in product(queues, (0.0, RUNAWAYS), (1, 2)):
         by_mode = figures[f"{queue}, {runaways:.0%} runaways, epoch {epoch}"] = {}
+        speed = {
+            mode: [found[queue, mode, seed, runaways, epoch, part, ""].tokens_per_s for seed in seeds] for mode in names
+        }
         for mode in names:
-            own, best = ([speed[queue, one, seed, runaways, epoch, part] for seed in seeds] for one in (mode, "oracle"))
-            ratios = [one / most for one, most in zip(own, best, strict=True)]
+            ratios = [one / most for one, most in zip(speed[mode], speed["oracle"], strict=True)]
             by_mode[mode] = {"ratio_to_oracle": mean(ratios), "lowest": min(ratios)}
     return figures
 
@@ -225,50 +241,34 @@ def orders(args: Namespace) -> Figures:
 # ---- replay
 
 
-@lru_cache
-def drafts_of(drafts: DraftSpec, texts: str) -> DraftSpec:
-    """Return the same drafts with the acceptance of recorded responses."""
-    return measured(Path(texts), siblings=drafts.siblings, history=drafts.history)
-
-
-def _simulate_replay(case: tuple[str, str, int, float, int, str]) -> Rollout:
-    name, of, seed, runaways, part, texts = case
-    mode = REPLAYED[of]
-    if texts and mode.drafts is not None:
-        mode = replace(mode, drafts=drafts_of(mode.drafts, texts))
-    return simulate(WORKLOADS[name].fewer(part), mode, seed, runaways)
-
-
 def replay(args: Namespace) -> Figures:
     """Replay every workload in every mode, beside what is published."""
-    names, seeds, parts = args.workloads.split(","), range(1, args.seeds + 1), [args.part_of_requests]
-    cases = [*product(names, REPLAYED, seeds, [0.0], parts, [""])]
-    cases += product(names, ("plain", "full"), seeds, [RUNAWAYS], parts, [""])
-    if args.texts:
-        cases += product(names, ("seer", "full"), seeds, [0.0], parts, [args.texts])
-    results = in_processes(_simulate_replay, cases)
-    figures: Figures = {}
+    names, seeds, part, texts = args.workloads.split(","), range(1, args.seeds + 1), args.part_of_requests, args.texts
+    modes = [(mode, 0.0, "") for mode in REPLAYED] + [(mode, RUNAWAYS, "") for mode in ("plain", "full")]
+    modes += [(mode, 0.0, texts) for mode in ("seer", "full") if texts]
+    cases = [(name, mode, seed, *how, 2, part, text) for name in names for mode, *how, text in modes for seed in seeds]
+    results, figures = in_processes(_simulate, cases), Figures()
     for name in names:
         published, ratio = WORKLOADS[name].published, WORKLOADS[name].ratio
 
         def found(mode: str, runaways: float = 0.0, texts: str = "", name: str = name) -> list[Rollout]:
-            return [results[name, mode, seed, runaways, parts[0], texts] for seed in seeds]
+            return [results[name, mode, seed, runaways, 2, part, texts] for seed in seeds]
 
         plain = found("plain")
-        modes = {mode: replayed(plain, found(mode), ratio.get(mode)) for mode in REPLAYED}
-        modes["full_with_runaways"] = replayed(found("plain", RUNAWAYS), found("full", RUNAWAYS))
-        for mode in ("seer", "full") if args.texts else ():
-            modes[f"{mode}, texts"] = replayed(plain, found(mode, texts=args.texts), ratio.get(mode))
+        by_mode: Figures = {mode: replayed(plain, found(mode), ratio.get(mode)) for mode in REPLAYED}
+        by_mode["full_with_runaways"] = replayed(found("plain", RUNAWAYS), found("full", RUNAWAYS))
+        for mode in ("seer", "full") if texts else ():
+            by_mode[f"{mode}, texts"] = replayed(plain, found(mode, texts=texts), ratio.get(mode))
         tail_share = mean(one.tail_s / one.seconds for one in plain)
-        modes["plain"] |= {
-            "abs_deviation_s": abs(modes["plain"]["seconds"] / published["plain_s"] - 1),
+        by_mode["plain"] |= {
+            "abs_deviation_s": abs(by_mode["plain"]["seconds"] / published["plain_s"] - 1),
             "abs_deviation_tail_share": abs(tail_share / (published["plain_tail_s"] / published["plain_s"]) - 1),
         }
-        modes["published"] = published | {"seer_tail_cut": 1 - published["seer_tail_s"] / published["plain_tail_s"]}
-        modes["full_over_seer"] = modes["full"]["ratio"] / modes["seer"]["ratio"]
-        modes["perfect_balance"] = mean(one.seconds / one.bound_s for one in plain)
-        figures[name] = modes
-        progress(f"{name}, full", modes["full"])
+        by_mode["published"] = published | {"seer_tail_cut": 1 - published["seer_tail_s"] / published["plain_tail_s"]}
+        by_mode["full_over_seer"] = by_mode["full"]["ratio"] / by_mode["seer"]["ratio"]
+        by_mode["perfect_balance"] = mean(one.seconds / one.bound_s for one in plain)
+        figures[name] = by_mode
+        progress(f"{name}, full", by_mode["full"])
     return figures
 
 
@@ -279,55 +279,20 @@ def replayed(plain: Sequence[Rollout], rollouts: Sequence[Rollout], published: f
         "tail_cut": mean(1 - other.tail_s / one.tail_s for one, other in zip(plain, rollouts, strict=True)),
         "seconds": mean(one.seconds for one in rollouts),
         "tail_s": mean(one.tail_s for one in rollouts),
-        "preemptions": mean(one.preemptions for one in rollouts),
     }
 
 
 # ---- rhyme
 
 
-@dataclass(frozen=True)
-class RhymeMode:
-    """``divided``: whether in chunks, with a KV pool; ``search``: for shares of the engines, with tail migration."""
-
-    max_staleness: int = 1
-    order: str = "histopipe"
-    divided: bool = True
-    search: bool = True
-    drafts: DraftSpec | None = None
-
-
-OF_HISTORY, OF_BOTH = DraftSpec(siblings=False, history=True), DraftSpec(history=True)
-RHYME = {
-    "plain": RhymeMode(0, "fifo", divided=False),
-    "histopipe": RhymeMode(divided=False, search=False),
-    "two_tier": RhymeMode(),
-    "histospec": RhymeMode(drafts=OF_HISTORY),
-    "stalesync": RhymeMode(order="history"),
-    "full": RhymeMode(order="history", drafts=OF_BOTH),
-    "full_s2": RhymeMode(2, "history", drafts=OF_BOTH),
-}
-
-
 def _simulate_rhyme(case: tuple[str, int, int, str]) -> float:
     """Simulate two epochs of a mode; return the tokens a second of the second one."""
     name, seed, part, texts = case
-    mode, workload = RHYME[name], WORKLOADS["rhyme"].fewer(part)
-    drafts = drafts_of(mode.drafts, texts) if texts and mode.drafts is not None else mode.drafts
-    config = config_of(workload, seed, order=mode.order, divided=mode.divided, spread=(*workload.spread, 0.0))
-    config.data.rows = workload.prompts * STEPS_OF_EPOCH
+    mode, workload = drafted(RHYME[name], texts), WORKLOADS["rhyme"].fewer(part)
+    rows = workload.prompts * STEPS_OF_EPOCH
     # Two steps more than are measured: a run does not admit what it has no step left to train.
-    config.run.steps = 2 * STEPS_OF_EPOCH + 2
-    config.stalesync.max_staleness = mode.max_staleness
-    config.rollout.engine.max_seqs = workload.max_seqs
-    setup = SimulationSetup.of(config, kv_tokens=workload.kv_tokens)
-    pace = replace(setup.engine.cost.pace, hardware=HARDWARE)
-    cost = PublishedEngineCost(pace, setup.engine.cost.layout, full_batch=workload.max_seqs)
-    setup = replace(setup, engine=replace(setup.engine, cost=cost, drafts=drafts))
-    if (pipe := setup.admission.histopipe) is not None and not mode.search:
-        pipe = replace(pipe, search=False, growth=inf)
-        setup = replace(setup, admission=replace(setup.admission, histopipe=pipe))
-    lengths = DrawnLengths(forced_lengths(config), workload.group_size, PROMPT_TOKENS, config.data.rows)
+    setup, forced = prepared(workload, mode, seed, steps=2 * STEPS_OF_EPOCH + 2, rows=rows)
+    lengths = DrawnLengths(forced, workload.group_size, PROMPT_TOKENS, rows)
     steps = SimulatedRun(setup, lengths).run()[STEPS_OF_EPOCH : 2 * STEPS_OF_EPOCH]
     assert all(lag <= mode.max_staleness for step in steps for lag in step.lags)
     return sum(step.tokens for step in steps) / sum(step.seconds for step in steps)
