@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -105,19 +106,6 @@ class Conversations:
         return self.turns * self.turn + (self.turns - 1) * self.observation + 1
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """``occupancy``: mean share of the slots that decode; ``restored``: share of the context of later turns whose KV
-    was not computed again; ``step_s``: modelled seconds of decoding for as many tokens as there are slots; ``overrun``:
-    share of the seconds by which steps ended later than modelled."""
-
-    tokens_per_s: float
-    occupancy: float
-    restored: float
-    step_s: float
-    overrun: float
-
-
 class Side:
     """One run: the engine, its buffer, and the conversations that are away."""
 
@@ -141,7 +129,7 @@ class Side:
         self.away: list[tuple[float, str]] = []
         """(when the environment answers, conversation), a heap"""
 
-    def run(self) -> Outcome:
+    def run(self) -> Figures:
         with ThreadPoolExecutor(1) as threads:
             for _ in range(self.spec.in_progress):
                 self._begin()
@@ -152,8 +140,11 @@ class Side:
             finally:
                 self.engine.pause()
 
-    def _measure(self, running: Future[list[SuspendedSample]]) -> Outcome:
-        spec, engine, share, looks, start = self.spec, self.engine, 0.0, 0, None
+    def _measure(self, running: Future[list[SuspendedSample]]) -> Figures:
+        """Return tokens/s; ``occupancy``: mean share of the slots that decode; ``restored``: share of the context of
+        later turns whose KV was not computed again; ``step_s``: modelled seconds of decoding for as many tokens as
+        there are slots; ``overrun``: share of the seconds by which steps ended later than modelled."""
+        spec, engine, shares, start = self.spec, self.engine, list[float](), None
         while self.begun < spec.count:
             if running.done():
                 raise RuntimeError("the engine has stopped") from running.exception()
@@ -168,26 +159,24 @@ class Side:
             if forgotten := self.buffer.take_left_kv():
                 engine.forget(forgotten[0])
             if start is None and self.begun > spec.in_progress:
-                start = time.perf_counter(), engine.status(), self._overrun_s(), dict(self.pacer.modelled_s)
+                start = self._totals()
             if start is not None:
-                share, looks = share + engine.status()["running"] / spec.slots, looks + 1
+                shares.append(engine.status()["running"] / spec.slots)
             time.sleep(POLL_S)
         assert start is not None, "no conversation has ended"
-        began_s, before, overrun_s, modelled = start
-        seconds, status = time.perf_counter() - began_s, engine.status()
-        gained = {name: status[name] - before[name] for name in before}
+        gained = {name: value - start[name] for name, value in self._totals().items()}
         context = gained["kv_restored_tokens"] + gained["recomputed_tokens"]
-        return Outcome(
-            tokens_per_s=gained["generated_tokens"] / seconds,
-            occupancy=share / looks,
-            restored=gained["kv_restored_tokens"] / context if context else 0.0,
-            step_s=(self.pacer.modelled_s["decode"] - modelled.get("decode", 0.0))
-            / (gained["decoded_sequences"] / spec.slots),
-            overrun=(self._overrun_s() - overrun_s) / seconds,
-        )
+        return {
+            "tokens_per_s": gained["generated_tokens"] / gained["seconds"],
+            "occupancy": mean(shares),
+            "restored": gained["kv_restored_tokens"] / context if context else 0.0,
+            "step_s": gained["decode_s"] / (gained["decoded_sequences"] / spec.slots),
+            "overrun": gained["overrun_s"] / gained["seconds"],
+        }
 
-    def _overrun_s(self) -> float:
-        return sum(self.pacer.overrun_s.values())
+    def _totals(self) -> dict[str, float]:
+        pacer = {"decode_s": self.pacer.modelled_s.get("decode", 0.0), "overrun_s": sum(self.pacer.overrun_s.values())}
+        return {**self.engine.status(), **pacer, "seconds": time.perf_counter()}
 
     def _begin(self) -> None:
         id = f"g{self.begun}/0"
@@ -239,10 +228,10 @@ def _prompt(id: str) -> tuple[int, ...]:
     return tuple(2 + (number + position) % 29 for position in range(PROMPT_TOKENS))
 
 
-def run(spec: Conversations) -> Outcome:
-    outcome = Side(spec).run()
-    progress(f"{spec.turns} turns, latency {spec.latency_s:.3f} s", vars(outcome))
-    return outcome
+def run(spec: Conversations) -> Figures:
+    found = Side(spec).run()
+    progress(f"{spec.turns} turns, latency {spec.latency_s:.3f} s", found)
+    return found
 
 
 def spec_of(args: Namespace, turns: int) -> Conversations:
@@ -259,28 +248,26 @@ def spec_of(args: Namespace, turns: int) -> Conversations:
     )
 
 
-_at_once: dict[str, Figures] = {}
-_with_latency: Figures = {}
+_found: dict[str, Figures] = {}
+"""What parts share: figures of conversations of a `single` turn, of `several`, and with `latency`"""
 
 
 def at_once(args: Namespace) -> dict[str, Figures]:
     """Run conversations of one turn and of several in turns, once; their environments answer at once."""
-    if not _at_once:
+    if not _found:
         turns = {"single": 1, "several": args.turns}
         sides = {name: lambda _, count=count: run(spec_of(args, count)) for name, count in turns.items()}
-        outcomes = in_turns(sides, args.rounds, warm_ups=0)
-        _at_once.update({name: medians_of([vars(one) for one in found]) for name, found in outcomes.items()})
-    return _at_once
+        _found.update({name: medians_of(found) for name, found in in_turns(sides, args.rounds, warm_ups=0).items()})
+    return {name: _found[name] for name in ("single", "several")}
 
 
 def with_latency(args: Namespace) -> Figures:
     """Run conversations of several turns, once, whose environments answer after `STEPS_AWAY` decode steps."""
-    if not _with_latency:
-        latency_s = STEPS_AWAY * at_once(args)["several"]["step_s"]
+    latency_s = STEPS_AWAY * at_once(args)["several"]["step_s"]
+    if "latency" not in _found:
         spec = replace(spec_of(args, args.turns), latency_s=latency_s)
-        outcomes = [vars(run(spec)) for _ in range(args.rounds)]
-        _with_latency.update({"latency_s": latency_s, **medians_of(outcomes)})
-    return _with_latency
+        _found["latency"] = {"latency_s": latency_s, **medians_of([run(spec) for _ in range(args.rounds)])}
+    return _found["latency"]
 
 
 def zero_latency(args: Namespace) -> Figures:
