@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import pickle
 import tracemalloc
 from argparse import Namespace
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -28,11 +25,8 @@ from fusion.rollout.drafts.history_files import write_history
 from fusion.rollout.drafts.pieces import TextPiece
 from fusion.rollout.drafts.suffix_index import SIBLING, SuffixIndexes
 from fusion.rollout.partial_samples import PartialSamples
-from fusion.telemetry import RunFolder
-from fusion.telemetry.page import read_run, render
-from stalesync.job.config import RunConfig
 
-VOCABULARY, TURNS, DRAFTS, BLOCK, SAMPLES = 30_000, 32, 100, 16, 16
+VOCABULARY, TURNS, DRAFTS, BLOCK = 30_000, 32, 100, 16
 
 
 def lengths(args: Namespace) -> Figures:
@@ -74,12 +68,6 @@ def costs_of(num_tokens: int, rounds: int) -> Iterator[tuple[str, float]]:
         yield "history_us_a_token", kept_s / num_tokens * 1e6
         (history,) = (folder / "drafts").iterdir()
         yield "history_bytes_a_token", history.stat().st_size / num_tokens
-        yield "samples_kb", samples_bytes(folder, num_tokens) / SAMPLES / 1e3
-        write_samples(folder, num_tokens)
-        pages: list[str] = []
-        read_s = on_reference(lambda: cpu_s(lambda: pages.append(render([read_run(folder)]))), rounds)
-        yield "page_us_a_token", read_s / SAMPLES / num_tokens * 1e6
-        yield "page_kb", len(pages[0]) / 1e3
 
 
 class Running:
@@ -117,26 +105,6 @@ def output_of(tokens: list[int], sampled: bool = False) -> Output:
     count = len(tokens)
     columns = dict(logprobs=[-0.5] * count, versions=[3] * count, sampled=[True] * count if sampled else [])
     return Output("g/0", "g", (1, 2, 3), tokens, **columns)  # type: ignore[arg-type]
-
-
-def conversation_of(num_tokens: int, reward: float) -> dict[str, Any]:
-    """Return a sample whose texts have so many tokens each."""
-    text = "word " * num_tokens
-    return {"prompt": text, "response": text, "reward": reward, "messages": [{"role": "tool", "content": text}] * 4}
-
-
-def write_samples(folder: Path, num_tokens: int) -> None:
-    """Write the samples of a run whose texts are whole."""
-    rows = [{"step": 1, **conversation_of(num_tokens, n)} for n in range(SAMPLES)]
-    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def samples_bytes(folder: Path, num_tokens: int) -> int:
-    """Return the size of the samples that a run writes with the default of `run.sample_characters`."""
-    with RunFolder(folder, "run", samples_per_step=SAMPLES) as run:
-        run.sample_characters = RunConfig.sample_characters
-        run.log_samples(1, [conversation_of(num_tokens, n) for n in range(SAMPLES)])
-        return (run.path / "samples.jsonl").stat().st_size
 
 
 def zipf(num_tokens: int) -> list[int]:
