@@ -1,6 +1,6 @@
-"""Measure DistQueue against its floor and its peers, and what its processes cost.
+"""Measure DistQueue against its floor and its peers.
 
-transfer: one process puts, another gets; medians over alternating rounds. `long`, 512 samples of lognormal lengths
+One process puts, another gets; medians over alternating rounds. `long`, 512 samples of lognormal lengths
 (mean about 5.6k, at most 32k); `short`, 8,192 samples of 10 to 300 tokens; five columns of 4 bytes per token each.
 
     put_s, get_s        this queue; a get ends when the reader owns a copy of every byte
@@ -14,9 +14,6 @@ transfer: one process puts, another gets; medians over alternating rounds. `long
     padded_bytes        size with every sample padded to the longest; payload_bytes: the samples themselves
     sent_bytes          bytes this queue sends for a put, metadata included, counted at the sender; received_bytes: for
                         a get
-
-processes: the queue's actor and the shard of a node, against an actor of Ray that does nothing (idle): user and system
-seconds until it serves calls, resident memory after some puts, gets and acks, and what no other process shares of it.
 """
 
 from __future__ import annotations
@@ -37,21 +34,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.harness import Benchmark, Figures, Option, in_turns, medians_of, progress, timed
 
-
-def check(args: Namespace) -> str:
-    useless = "rounds" in args.given and "transfer" not in args.parts
-    return f"--rounds has no effect with --only {','.join(args.parts)}: it is of the transfer" if useless else ""
-
-
 BENCHMARK = Benchmark(
     __doc__,
-    {"transfer": "benchmarks.distqueue:measure", "processes": "benchmarks.distqueue:processes"},
-    [
-        Option("rounds", 15, smoke=1, help="rounds of the transfer"),
-        Option("samples", 1, smoke=64),
-        Option("starts", 5, smoke=1),
-    ],
-    check=check,
+    {"": "benchmarks.distqueue:measure"},
+    [Option("rounds", 15, smoke=1, help="rounds that are measured"), Option("samples", 1, smoke=64)],
 )
 
 if __name__ == "__main__":
@@ -73,8 +59,6 @@ COLUMNS = {
     "ref_logprobs": torch.float32,
     "advantages": torch.float32,
 }
-BATCHES = 20
-"""That a queue has had when its memory is read"""
 PEERS = ["ours", "ray"] + ["transferqueue"] * (importlib.util.find_spec("transfer_queue") is not None)
 
 
@@ -238,53 +222,3 @@ def measure_workload(workload: str, *, rounds: int, writer: Any, reader: Any) ->
     figures["padded_bytes"] = int(sizes.max()) * len(sizes) * width
     figures["sent_over_payload"] = max(figures["sent_bytes"], figures["received_bytes"]) / payload
     return figures
-
-
-# ---- processes
-
-
-def processes(args: Namespace) -> Figures:
-    """Return the medians over ``args.starts`` of each process."""
-    with own_ray(num_cpus=1):
-        found = in_turns({"queue": lambda _: _queue(), "idle": lambda _: _idle()}, args.starts, warm_ups=0)
-    return {name: medians_of([row[name] for row in rows]) for rows in found.values() for name in rows[0]}
-
-
-def _queue() -> dict[str, Figures]:
-    queue = DistQueue.create(["train"])
-    ((_, shard),) = queue._call("where").values()
-    actors = {"actor": queue._actor, "shard": shard}
-    started = {name: _usage(actor)["cpu_s"] for name, actor in actors.items()}
-    for round in range(BATCHES):
-        ids = [f"{round}-{row}" for row in range(64)]
-        queue.put(PackedBatch.from_samples(ids, {"tokens": [torch.arange(1000)] * len(ids)}))
-        queue.ack("train", queue.get("train", ["tokens"], len(ids)).ids)
-    figures = {name: _usage(actor) | {"cpu_s": started[name]} for name, actor in actors.items()}
-    queue.close()
-    return figures
-
-
-def _idle() -> dict[str, Figures]:
-    class Idle:  # pickled by value, so that its process imports nothing of this file
-        pass
-
-    idle = ray.remote(Idle).options(num_cpus=0).remote()
-    figures = {"idle": _usage(idle)}
-    ray.kill(idle)
-    return figures
-
-
-def _usage(actor: Any) -> Figures:
-    def usage(_: Any) -> dict[str, float]:
-        import os
-        from pathlib import Path
-
-        lines = Path("/proc/self/smaps_rollup").read_text().splitlines()[1:]
-        kb = {name.rstrip(":"): int(size) for name, size, *_ in map(str.split, lines)}
-        return {
-            "cpu_s": sum(os.times()[:2]),
-            "rss_mb": kb["Rss"] * 1024 / 1e6,
-            "private_mb": (kb["Private_Clean"] + kb["Private_Dirty"]) * 1024 / 1e6,
-        }
-
-    return ray.get(actor.__ray_call__.remote(usage))

@@ -29,13 +29,12 @@ WANTED = {
     "chaos chains": {"kills", "lost", "twice", "too_old", "not_bitwise", "left_over", "unnamed", "late"},
     "chaos start": {"runs", "unnamed", "left_over", "max_s"},
     "compare": {"separate s=0.generating", "full s=0.pace_overrun", "fifo s=0.tokens_per_s", "drafts.1.ratio"},
-    "distqueue transfer": {
+    "distqueue": {
         "long.put_s",
         "long.ray_put_s",
         "long.copy_s",
         "short.sent_over_payload",
     },
-    "distqueue processes": {"actor.cpu_s", "shard.rss_mb", "idle.private_mb"},
     "drafts engines": {
         "siblings_1.tokens_per_forward",
         "both_4_exchange.bytes_per_token",
@@ -57,8 +56,6 @@ WANTED = {
         "128 tokens.draft_us",
         "128 tokens.put_us_a_token",
         "128 tokens.history_bytes_a_token",
-        "128 tokens.samples_kb",
-        "128 tokens.page_us_a_token",
         "growth.turns_us_a_token",
     },
     "growth rows": {
