@@ -22,13 +22,21 @@ is still generated) without drafts, with drafts, and with drafts and a probe in 
 every side; steps in which a card was late on any side are left out on all.
 """
 
+import hashlib
+import json
+import random
 import sys
 from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import Benchmark, Option
+from benchmarks.harness import Benchmark, Figures, Option, progress
 
 
 def check(args: Namespace) -> str:
@@ -40,8 +48,8 @@ def check(args: Namespace) -> str:
 BENCHMARK = Benchmark(
     __doc__,
     {
-        "engines": "benchmarks.drafts_text:engines",
-        "texts": "benchmarks.drafts_text:texts",
+        "engines": "benchmarks.drafts:engines",
+        "texts": "benchmarks.drafts:texts",
         "real": "benchmarks.drafts_decode:real",
         "small": "benchmarks.drafts_decode:small",
         "paced": "benchmarks.drafts_decode:paced",
@@ -74,4 +82,207 @@ BENCHMARK = Benchmark(
 )
 
 if __name__ == "__main__":
-    BENCHMARK.main()
+    sys.exit(BENCHMARK.main())
+
+from benchmarks.models import PlainCpu, engine_of
+from benchmarks.runs import make_base, temporary_folder
+from fusion.inference import Request, SamplingParams, sequence
+from fusion.inference.config import DraftsConfig
+from fusion.inference.verification import Verification
+from fusion.model import Mesh, ModelConfig, Transformer, load_weights
+from fusion.rollout.drafts.drafter import TextDrafter
+from tests.rollout.drafts.modelled_engines import Cluster, Tokens
+
+GROUP = 16
+FREE_BYTES = 3 << 30
+
+
+@dataclass(frozen=True)
+class Problem:
+    """``epochs``: what its group says in the first epoch and in the second; ``held_out``: it served no choice of the
+    drafter's constants."""
+
+    prompt: tuple[int, ...]
+    epochs: tuple[list[Tokens], list[Tokens]]
+    held_out: bool = False
+
+
+def long_answers(prompts: int, model: Transformer) -> list[Problem]:
+    """Return what the long-answer model says to every prompt."""
+    from stalesync.prompts import DataConfig, PromptSource, make_tokenizer
+
+    engine = engine_of(model, max_length=512, max_seqs=256)
+    data = DataConfig("worked_arithmetic", rows=prompts, prompts_per_step=prompts)
+    source, params = PromptSource(data, make_tokenizer(), seed=0), SamplingParams(max_tokens=256)
+    said: dict[tuple[int, ...], list[list[Tokens]]] = {}
+    for prompt in [*source.next(), *source.next()]:
+        engine.submit([Request(f"{prompt.id}/{i}", prompt.ids, params, prompt.id) for i in range(GROUP)])
+        outputs = {output.request_id: list(output.tokens) for output in engine.run()}
+        said.setdefault(prompt.ids, []).append([outputs[f"{prompt.id}/{i}"] for i in range(GROUP)])
+    return [Problem(ids, (first, second)) for ids, (first, second) in said.items()]
+
+
+def base_model(folder: str | None, target: str, made: Path) -> Path:
+    """Return the folder of the base model of the long-answer task; make it, unless there is one."""
+    options = ["--target", target] if target else []
+    return Path(folder) if folder else make_base(made / "base", "worked_arithmetic", *options)
+
+
+@lru_cache
+def long_answer_model(folder: str | None, target: str) -> Transformer:
+    """Load the base model of the long-answer task from its folder, or make it."""
+    device: Any = PlainCpu(FREE_BYTES)
+    with temporary_folder() as made:
+        path = str(base_model(folder, target, made))
+        model = Transformer(ModelConfig.from_hf(path), Mesh.single(), device)
+        load_weights(model, path)
+    return model
+
+
+# ---- engines
+
+TOGETHER = 4
+"""Responses of a group that all engines together decode at a time"""
+
+
+def engines(args: Namespace) -> Figures:
+    """Replay the responses of the second epoch on 1, 2 and 4 engines, with the exchange of text and without."""
+    groups = long_answers(args.prompts, long_answer_model(args.model, args.base))
+    figures: Figures = {}
+    counts = ((1, False), (2, False), (2, True), (4, False), (4, True))
+    for name, (count, shares) in product(("siblings", "history", "both"), counts):
+        key = f"{name}_{count}" + "_exchange" * shares
+        figures[key] = _measure(groups, count, shares, name)
+        progress(key, figures[key])
+    return figures
+
+
+def _measure(groups: Sequence[Problem], count: int, shares: bool, name: str) -> Figures:
+    cluster = Cluster(count, shares, siblings=name != "history", history=name != "siblings")
+    if name != "siblings":  # the first epoch: each group on one engine
+        for number, said in enumerate(groups):
+            waiting = [(f"0-{number}/{i}", text) for i, text in enumerate(said.epochs[0])]
+            cluster.engines[number % count].waiting[number] = waiting
+        cluster.run(0, GROUP)
+        for engine in cluster.engines:
+            engine.forwards = engine.tokens = 0
+    for number, said in enumerate(groups):
+        for i, text in enumerate(said.epochs[1]):
+            # history: the whole group on the next engine; else divided
+            engine = cluster.engines[(number + 1 if name == "history" else i) % count]
+            engine.waiting.setdefault(number, []).append((f"1-{number}/{i}", text))
+    cluster.run(1, GROUP if name == "history" else TOGETHER // count)
+    tokens, forwards = (sum(getattr(engine, what) for engine in cluster.engines) for what in ("tokens", "forwards"))
+    figures: Figures = {"tokens_per_forward": tokens / forwards}
+    if shares:
+        totals = [engine.drafter.exchange.totals for engine in cluster.engines if engine.drafter.exchange is not None]
+        sent, received = sum(one.sent_tokens for one in totals), sum(one.received_tokens for one in totals)
+        figures |= {
+            "bytes_per_token": sum(one.sent_bytes for one in totals) / sent,
+            "received_bytes_per_token": sum(one.received_bytes for one in totals) / max(1, received),
+            "step_us": 1e6 * cluster.exchange_s / cluster.steps,
+            "store_us": 1e6 * cluster.store_s / sent,
+        }
+    return figures
+
+
+# ---- texts
+
+END, BLOCK_SIZE, VOCABULARY = 0, 16, 8192
+
+
+def texts(args: Namespace) -> Figures:
+    """Replay the second epoch of each half of the problems: from siblings, from history of the first, and from both."""
+    problems, figures = list(_problems(args)), Figures()
+    for name in ("tuned", "held_out"):
+        half = [one for one in problems if one.held_out == (name == "held_out")]
+        figures[name] = {"problems": len(half)} | {
+            source: drafted(half, source) for source in ("siblings", "history", "both")
+        }
+        progress(name, {source: figures[name][source]["tokens_per_forward"] for source in ("siblings", "both")})
+    return figures
+
+
+def is_held_out(prompt: str) -> bool:
+    """Divide problems evenly, whatever else the file has."""
+    return bool(hashlib.blake2b(prompt.encode(), digest_size=1).digest()[0] % 2)
+
+
+def _problems(args: Namespace) -> Iterator[Problem]:
+    """Yield the problems of a file: of each the first half of its samples are said in the second epoch, as siblings,
+    the others in the first."""
+    rows = [json.loads(line) for line in Path(args.texts).read_text().splitlines()] if args.texts else _toy_rows()
+    prompts = [str(row.get("prompt", row.get("question"))) for row in rows]
+    encode = _encoder(args.tokenizer, [*prompts, *(text for row in rows for text in row["samples"])])
+    for prompt, row in zip(prompts, rows, strict=True):
+        said = [[*encode(text), END] for text in row["samples"]]
+        now, earlier = said[: len(said) // 2], said[len(said) // 2 :]
+        yield Problem(tuple(encode(prompt)), (earlier, now), is_held_out(prompt))
+
+
+def _toy_rows() -> list[dict[str, Any]]:
+    draw, words = random.Random(0), [f"word{i}" for i in range(12)]
+    return [
+        {"prompt": f"say {i}", "samples": [" ".join(draw.choices(words, k=12)) for _ in range(4)]} for i in range(8)
+    ]
+
+
+def _encoder(folder: str | None, corpus: Sequence[str]) -> Callable[[str], Tokens]:
+    """Return a function from text to ids: of a tokenizer's folder, else a byte-level BPE that is made of the texts."""
+    if folder:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        return lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    bpe, bytes_ = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel
+    bpe.pre_tokenizer = bytes_(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=["<end>"], initial_alphabet=bytes_.alphabet(), show_progress=False
+    )
+    bpe.train_from_iterator(corpus, trainer)
+    return lambda text: bpe.encode(text).ids
+
+
+def drafted(problems: Sequence[Problem], source: str) -> Figures:
+    """Decode all responses to one prompt side by side, prompt after prompt, with a drafter that knows nothing at
+    first; count the second epoch."""
+    drafter = TextDrafter.of(DraftsConfig(source=source))
+    assert drafter is not None
+    for epoch in (0, 1) if source != "siblings" else (1,):
+        forwards, before = 0, sum(drafter.totals.drafted)
+        for number, problem in enumerate(problems):
+            forwards += _decoded(drafter, problem.prompt, f"e{epoch}-{number}", problem.epochs[epoch])
+    tokens = sum(len(said) for problem in problems for said in problem.epochs[1])
+    num_drafted = sum(drafter.totals.drafted) - before
+    return {
+        "tokens_per_forward": tokens / forwards,
+        "drafted_per_forward": num_drafted / forwards,
+        "accepted": (tokens - forwards) / max(1, num_drafted),
+    }
+
+
+def _decoded(drafter: TextDrafter, prompt: tuple[int, ...], group: str, texts_of_group: Sequence[Tokens]) -> int:
+    """Decode responses side by side; return the forward passes of sequences."""
+    params, forwards = SamplingParams(max_tokens=1 << 20, stop_token_ids=()), 0
+    live = []
+    for number, said in enumerate(texts_of_group):
+        request = Request(f"{group}/{number}", prompt, params, group)
+        live.append((sequence.Sequence.of(request, params, ()), said))
+    while live:
+        left = [said[len(seq.tokens) - seq.first_token :] for seq, said in live]
+        drafts = drafter.draft([seq for seq, _ in live], [len(one) - 1 for one in left], 1 << 20)
+        for (seq, _), draft, next_tokens in zip(live, drafts, left, strict=True):
+            kept = [0]
+            if draft is not None:
+                one = Verification.of(seq, draft, BLOCK_SIZE)
+                kept = one.follow([next_tokens[depth] for depth in one.depths])
+                drafter.observe(one, kept)
+            seq.tokens += next_tokens[: len(kept)]
+            forwards += 1
+        for seq, said in live:
+            if len(seq.tokens) - seq.first_token == len(said):
+                drafter.end(seq)
+        live = [(seq, said) for seq, said in live if len(seq.tokens) - seq.first_token < len(said)]
+    return forwards

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.drafts_text import FREE_BYTES, base_model, long_answer_model
+from benchmarks.drafts import FREE_BYTES, base_model, long_answer_model
 from benchmarks.harness import Figures, in_turns, progress
 from benchmarks.models import PlainCpu, engine_of, randomise
 from benchmarks.paced import MAX_OVERRUN, Measured, Mode, Workload, run

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from benchmarks.growth_cpu import by_length, cpu_s, on_reference
+from benchmarks.growth import by_length, cpu_s, on_reference
 from benchmarks.harness import Figures
 from benchmarks.runs import temporary_folder
 from distqueue import LocalQueue

@@ -16,7 +16,7 @@ import ray
 import torch
 
 from benchmarks.distqueue import own_ray
-from benchmarks.growth_cpu import by_length, on_reference
+from benchmarks.growth import by_length, on_reference
 from benchmarks.harness import Figures
 from benchmarks.runs import temporary_folder
 from distqueue import DistQueue, PackedBatch

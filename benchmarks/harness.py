@@ -2,7 +2,7 @@
 
     BENCHMARK = Benchmark(
         __doc__,
-        {"decode": "benchmarks.growth_cpu:decode"},         part: a function of the arguments that returns figures
+        {"decode": "benchmarks.growth:decode"},             part: a function of the arguments that returns figures
         [Option("rounds", 5, smoke=1, help="…")],
         {"decode.us_at_64": "<= 1000"},                     target of a figure by its path; `*` matches
     )
