@@ -9,7 +9,6 @@ figures are medians, and the ratio is that of the medians. The floor repeats the
 engine's steps, with the same numbers of rows and evenly loaded experts, and nothing else (no attention).
 """
 
-import statistics
 import sys
 from argparse import Namespace
 from dataclasses import dataclass, field
@@ -26,9 +25,7 @@ BENCHMARK = Benchmark(
     [
         Option("family", "qwen3_moe", help="the model's family", choices=("qwen3_moe", "deepseek_v3")),
         Option("rounds", 5, smoke=1, help="rounds that are measured"),
-        Option("threads", 1, help="of both sides"),
         Option("device", "cpu", help="cpu, or a kind of fusion.npu: auto, emulated, …"),
-        Option("batch_invariant", False, help="rollout.engine.batch_invariant=true"),
         Option("part_of_a_case", 1, smoke=16),
     ],
     {
@@ -69,9 +66,9 @@ PROMPT_TOKENS = 16
 
 def measure(args: Namespace) -> Figures:
     """Measure both cases on one model."""
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)
     device: Any = PlainCpu() if args.device == "cpu" else open_device(args.device)
-    hf, engine = build(device, args.batch_invariant, args.family)
+    hf, engine = build(device, args.family)
     figures: Figures = {}
     for name, case in CASES.items():
         batch, new_tokens = (case[key] // args.part_of_a_case for key in ("batch", "new_tokens"))  # type: ignore[operator]
@@ -80,7 +77,7 @@ def measure(args: Namespace) -> Figures:
     return {args.family: figures}
 
 
-def build(device: Any, batch_invariant: bool, family: str) -> tuple[Any, EmbeddedEngine]:
+def build(device: Any, family: str) -> tuple[Any, EmbeddedEngine]:
     """Load transformers' model and the engine from one checkpoint folder."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -90,16 +87,16 @@ def build(device: Any, batch_invariant: bool, family: str) -> tuple[Any, Embedde
         hf = AutoModelForCausalLM.from_pretrained(folder).eval().to(device.torch_device)
         if device.torch_device.type not in ("cpu", "cuda"):
             hf.set_experts_implementation("eager")  # the grouped one needs operations that only cpu and cuda have
-        model = Transformer(ModelConfig.from_hf(str(folder)), Mesh.single(), device, batch_invariant=batch_invariant)
+        model = Transformer(ModelConfig.from_hf(str(folder)), Mesh.single(), device)
         load_weights(model, str(folder))
     limits = dict(max_length=PROMPT_TOKENS + 256, max_seqs=256, kv_fraction=0.5)
-    return hf, engine_of(model, batch_invariant=batch_invariant, **limits)
+    return hf, engine_of(model, **limits)
 
 
 @dataclass
 class Sides:
     """The sides on one batch of prompts. ``rows``: of the weight matrices' products in the steps of the engine's latest
-    run, which the floor repeats; ``useful``: shares of `generate`'s slots that hold useful tokens."""
+    run, which the floor repeats."""
 
     hf: Any
     engine: EmbeddedEngine
@@ -109,7 +106,6 @@ class Sides:
     stop: tuple[int, ...]
     rows: list[int] = field(default_factory=list)
     tokens: int = 0
-    useful: list[float] = field(default_factory=list)
 
     def measure(self, rounds: int) -> Figures:
         """Return medians of tokens per second; every round has other noise and the same prompts."""
@@ -117,7 +113,7 @@ class Sides:
         rates = in_turns({"engine": self.run_engine, "hf": self.run_hf, "floor": self.run_floor}, rounds)
         figures: Figures = medians(rates, "_tokens_per_s")
         figures["ratio_to_hf"] = figures["engine_tokens_per_s"] / figures["hf_tokens_per_s"]
-        return figures | {"hf_useful_share": statistics.median(self.useful)}
+        return figures
 
     def run_engine(self, round: int) -> float:
         engine, rows, outputs = self.engine, [], []  # type: ignore[var-annotated]
@@ -152,7 +148,6 @@ class Sides:
         stop = self.stop[0] if self.stop else -1
         ended = (new == stop).long().cumsum(1)
         useful = int(((ended == 0) | ((ended == 1) & (new == stop))).sum())
-        self.useful += [useful / new.numel()] if round >= 0 else []
         return useful / seconds
 
     def run_floor(self, round: int) -> float:

@@ -42,7 +42,6 @@ BENCHMARK = Benchmark(
     [
         Option("steps", 1000, smoke=6, help="of the run whose memory is measured"),
         Option("decode_steps", 60, smoke=2, help="of `decode`"),
-        Option("device", "cpu", help="of `decode`: cpu, or a kind of fusion.npu: emulated, …"),
         Option("groups", (64, 256, 1024, 4096, 16384), smoke=(16, 64)),
         Option("min_groups", 8192, smoke=64),
         Option("rounds", 3, smoke=1),
@@ -72,7 +71,6 @@ from benchmarks.runs import temporary_folder
 from distqueue import LocalQueue, PackedBatch
 from fusion.inference import EmbeddedEngine, Request, SamplingParams
 from fusion.model import Mesh, ModelConfig, Transformer
-from fusion.npu import open_device
 from stalesync.process.garbage import collecting_seldom
 from tests.machine import Speed
 from tests.stalesync.loop.named_cards import GROUP_SIZE, Stopwatch, make_controller
@@ -198,7 +196,7 @@ class NoModel:
 def decode(args: Namespace) -> Figures:
     """Measure decode steps, and fit a line: the median of all pairs' slopes (Theil and Sen)."""
     torch.set_num_threads(1)
-    engine = make_engine(args.device, args.sequences[-1])
+    engine = make_engine(args.sequences[-1])
     us = {n: on_reference(partial(decode_us, engine, n, args.decode_steps), args.rounds) for n in args.sequences}
     points = sorted(us.items())
     slopes = [(y2 - y1) / (x2 - x1) for i, (x1, y1) in enumerate(points) for x2, y2 in points[i + 1 :] if x2 >= 64]
@@ -207,9 +205,9 @@ def decode(args: Namespace) -> Figures:
     return {"us": {str(n): value for n, value in us.items()}} | line
 
 
-def make_engine(kind: str, max_seqs: int) -> EmbeddedEngine:
-    """Create an engine on a card of this kind ("cpu": none) that decodes ``max_seqs`` sequences at a time."""
-    device: Any = PlainCpu() if kind == "cpu" else open_device(kind)
+def make_engine(max_seqs: int) -> EmbeddedEngine:
+    """Create an engine that decodes ``max_seqs`` sequences at a time."""
+    device: Any = PlainCpu()
     shape = ModelConfig.from_hf({"model_type": "qwen3_moe", **SHAPES["qwen3_moe"], "num_hidden_layers": 1})
     model, limits = Transformer(shape, Mesh.single(), device), dict(max_length=1024, max_batch_tokens=1 << 18)
     engine = engine_of(model, max_seqs=max_seqs, block_size=16, kv_fraction=0.9, **limits)

@@ -42,7 +42,6 @@ def costs_of(num_tokens: int, rounds: int, folder: Path) -> Iterator[tuple[str, 
         "memory": DistQueue.create(["train"]),
         "journal": DistQueue.create(["train"], durability="journal", journal=str(folder / "journal")),
     }
-    yield "payload_bytes_a_token", batch_of("one", num_tokens).nbytes / ROWS / num_tokens
     source = np.full(batch_of("one", num_tokens).nbytes, 7, np.uint8)
     target = np.zeros_like(source)
     floor_s = on_reference(lambda: cpu_of([], lambda: [np.copyto(target, source) for _ in range(times)]), rounds)
@@ -61,7 +60,6 @@ def costs_of(num_tokens: int, rounds: int, folder: Path) -> Iterator[tuple[str, 
     put(queues["journal"], [f"last-{number}" for number in range(times)], num_tokens)
     segments = sum(path.stat().st_size for path in (folder / "journal" / "segments").rglob("*") if path.is_file())
     yield "journal_bytes_a_token", segments / tokens
-    yield "journal_index_bytes_a_row", (folder / "journal" / "journal").stat().st_size / rounds / times / ROWS
     write = partial(queues["journal"].checkpoint, str(folder / "checkpoint"))
     yield "checkpoint_us_a_token", cpu_of(processes_of(queues["journal"]), write) / tokens * 1e6
     yield "checkpoint_bytes_a_token", bytes_below(folder / "checkpoint") / tokens
@@ -84,8 +82,6 @@ def costs_of_spilling(num_tokens: int, times: int, folder: Path) -> Iterator[tup
     yield "spilling_put_us_a_token", seconds / tokens * 1e6
     yield "spilling_memory_bytes_a_token", (peak - before) / ROWS / num_tokens
     yield "spilled_bytes_a_token", bytes_below(folder) / tokens
-    back_s = cpu_of(processes, partial(read, queue, ["first"] * times, COLUMNS))
-    yield "spilled_read_us_a_token", back_s / tokens * 1e6
     queue.close()
 
 

@@ -22,12 +22,6 @@ class Mode:
     staleness: int
     generating: int | None = None
 
-    @classmethod
-    def parse(cls, text: str) -> Mode:
-        """Parse `deployment:bound[:cards]`."""
-        fusion, staleness, *cards = text.split(":")
-        return cls(fusion, int(staleness), int(cards[0]) if cards else None)
-
     @property
     def warm(self) -> int:
         """Steps that are not measured. With staleness, an engine reports its work when it adopts weights, so the second
@@ -146,18 +140,6 @@ class Measured:
         prefill = once.work("ideal", "prefill") / once.tokens * self.tokens
         return (decoded * trained + prefill + self.work("ideal", "train", "optimizer")) / self.workload.cards
 
-    def lost(self) -> Figures:
-        """Return the shares of the cards' time that were not spent on work in full batches."""
-        time_s = self.workload.cards * self.sum("timing_s/step")
-        lost_s = {
-            "underfilled_decode": self.work("modelled", "decode") - self.work("ideal", "decode"),
-            "switch": self.work("modelled", "switch", "adopt", "onload", "kv"),
-            "waited": self.sum("pace/waited_s"),
-            "overrun": self.work("overrun"),
-        }
-        lost_s["between_stages"] = time_s - self.work("ideal") - sum(lost_s.values())
-        return {name: seconds / time_s for name, seconds in lost_s.items()}
-
     def figures(self, once: Measured | None = None) -> Figures:
         """Return the figures in modelled seconds and tokens.
 
@@ -189,5 +171,5 @@ def run(mode: Mode, workload: Workload, folder: Path, steps: int, overrides: Seq
     options: Any = [f"model.path={folder / 'model'}", *workload.overrides(), *overrides, *mode.overrides()]
     rows = train(home, options, until=lambda rows: len(rows) >= last, poll_s=0.5)
     measured = Measured(mode, workload, rows[mode.warm : last], home)
-    progress(" ".join([str(mode), *overrides]), measured.figures() | measured.lost())
+    progress(" ".join([str(mode), *overrides]), measured.figures())
     return measured

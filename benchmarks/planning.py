@@ -136,8 +136,6 @@ def verified(plan: Plan) -> dict[str, float]:
     sides = [Side(layout.parallel) for layout in (plan.source, plan.target)]
     paper = switch_traffic(Shape(MODEL, plan.source.config), *sides, plan.topology)
     return {
-        "rounds": len(plan.rounds),
-        "transfers": sum(len(round_.moves) for round_ in plan.rounds),
         "over_bound": max(peaks[rank] / plan.bound_bytes(rank) for rank in plan.ranks),
         "busiest": sent.max() / paper.sent.sum(0).max(),
         "missing": float(np.abs(received - paper.received.sum(0)).max().round()),

@@ -9,8 +9,8 @@ training is multiplied, is set so that `colocated` is the published 1.785 times 
 
 The work-conserving bound of a mode is the speed at which all its modelled work would be done if it were spread over all
 cards and decoded in full batches: every prompt prefilled once, every token decoded, every sample trained. Utilisation
-is the modelled work of full batches divided by the cards' time; `lost` breaks down the rest. A run whose cards overran
-their modelled time by more than 3 % is invalid.
+is the modelled work of full batches divided by the cards' time. A run whose cards overran their modelled time by more
+than 3 % is invalid.
 
 --lending: in the tail of a step, cards that train leave generation, and train what is ready: the same run with and
 without (`stalesync.lend`). Running ahead, steps are long and short in turns, so only whole runs are compared.
@@ -30,9 +30,9 @@ CALIBRATION = Path(__file__).with_name("stalesync_calibration.json")
 
 
 def check(args: Namespace) -> str:
-    chosen = args.given & {"modes", "calibrate", "lending"}
+    chosen = args.given & {"calibrate", "lending"}
     if len(chosen) > 1:
-        return f"{' and '.join(f'--{name}' for name in sorted(chosen))} exclude each other"
+        return "--calibrate and --lending exclude each other"
     return "--json is written only without --calibrate" if args.json and "calibrate" in chosen else ""
 
 
@@ -40,7 +40,6 @@ BENCHMARK = Benchmark(
     __doc__,
     {"": "benchmarks.stalesync:measure"},
     [
-        Option("modes", None, help="run only these; no gain is computed"),
         Option("calibrate", False, help="recompute the share of generation and save it"),
         Option("lending", False, help="compare a run with one that lends cards"),
         Option("rounds", 1, help="of --lending"),
@@ -85,9 +84,6 @@ def measure(args: Namespace) -> Figures:
         if args.calibrate:
             CALIBRATION.write_text(json.dumps(calibrated(args, workload, folder), indent=2) + "\n")
             return json.loads(CALIBRATION.read_text())
-        if args.modes:
-            modes = map(Mode.parse, args.modes.split(","))
-            return {str(mode): run(mode, workload, folder, args.steps).figures() for mode in modes}
         return compared(args, workload, folder)
 
 
@@ -105,7 +101,6 @@ def compared(args: Namespace, workload: Workload, folder: Path) -> Figures:
         modes[f"colocated_s{bound}"] = measured("colocated", bound)
         modes[f"hybrid_s{bound}"] = measured("hybrid", bound, max(1, workload.cards // 4))
     figures: Figures = {name: one.figures(colocated) for name, one in modes.items()}
-    lost = {name: one.lost() for name, one in modes.items()}
     speed = {name: one["tokens_per_s"] for name, one in figures.items()}
     for name in figures:
         if not name.endswith("s0") and (synchronous := speed.get(f"{name[:-1]}0")):
@@ -119,7 +114,7 @@ def compared(args: Namespace, workload: Workload, folder: Path) -> Figures:
     figures |= {"best": best, "best_ratio_to_bound": figures[best]["ratio_to_bound"]} | gains
     figures["calibration_error"] = abs(gains["fusion_gain"] / PUBLISHED["fusion_gain"] - 1)
     by_split = {str(cards): split.figures(colocated)["tokens_per_s"] for cards, split in splits.items()}
-    return figures | {"published": PUBLISHED, "splits": by_split, "lost": lost}
+    return figures | {"published": PUBLISHED, "splits": by_split}
 
 
 def best_splits(workload: Workload, folder: Path, colocated: Measured, steps: int) -> dict[int, Measured]:

@@ -30,7 +30,6 @@ BENCHMARK = Benchmark(
         Option("trl", sys.executable, help="interpreter that has TRL"),
         Option("rounds", 3, smoke=1, help="rounds that are measured"),
         Option("steps", 120, smoke=4, help="maximum number of steps of a run"),
-        Option("threads", 1, help="of both sides"),
         Option("prompts", 64, smoke=8),
         Option("target", "", smoke="0"),
     ],
@@ -64,7 +63,7 @@ def measure(args: Namespace) -> Figures:
     installed = version_of(args.trl)
     if installed != VERSION and not args.smoke:
         sys.exit(f"--trl {args.trl}: TRL {VERSION} is expected (requirements/trl.txt), found {installed or 'none'}")
-    task = TASK | {"threads": args.threads, "prompts": args.prompts}
+    task = TASK | {"prompts": args.prompts}
     with temporary_folder() as folder:
         base = make_base(folder / "base", "addition", *(["--target", args.target] if args.target else []))
 
@@ -72,7 +71,7 @@ def measure(args: Namespace) -> Figures:
             home = folder / f"{side}-{round}"
             options: Any = dict(base=base, home=home, steps=args.steps, seed=round, task=task)
             command = ours(args.overrides, **options) if side == "rlfusion" else theirs(args.trl, **options)
-            environment = {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1"}
+            environment = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
             rows = follow(command, home, until=lambda rows: ends(rows, args.steps), poll_s=POLL_S,
                           environment=environment)  # fmt: skip
             found = figures_of([when for when, _ in rows], [row["critic/rewards/mean"] for _, row in rows])
@@ -146,7 +145,7 @@ def train(*, model: str, folder: str, steps: int, seed: int, task: dict[str, Any
 
     Args:
         model: folder of the base model.
-        task: `TASK`, with the numbers of prompts and threads.
+        task: `TASK`, with the number of prompts.
     """
     import torch
     from datasets import Dataset
@@ -155,7 +154,7 @@ def train(*, model: str, folder: str, steps: int, seed: int, task: dict[str, Any
 
     from fusion.rewards.arithmetic import arithmetic
 
-    torch.set_num_threads(task["threads"])
+    torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
     rewards: list[float] = []
 

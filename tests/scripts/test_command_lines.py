@@ -131,7 +131,7 @@ SAID_ELSEWHERE = [
         ),
         ("benchmarks/drafts.py --texts x", "--texts has an effect with --only texts"),
         ("benchmarks/stalesync.py --calibrate --json x", "--json is written only without --calibrate"),
-        ("benchmarks/stalesync.py --calibrate --modes colocated:1", "--calibrate and --modes exclude each other"),
+        ("benchmarks/stalesync.py --calibrate --lending", "--calibrate and --lending exclude each other"),
         ("scripts/report.py", "the following arguments are required"),
         ("scripts/report.py nowhere", "nowhere: expected the folder of a run"),
         ("scripts/convert.py nowhere out", "nowhere: expected the folder of a run, or of a checkpoint"),
