@@ -32,10 +32,9 @@ BENCHMARK = Benchmark(
     [
         Option("rounds", 5, smoke=1, help="rounds that are measured"),
         Option("dtype", "float32", help="of weights", choices=("float32", "bfloat16")),
-        Option("requests", 96, smoke=8),
-        Option("layers", 4, smoke=2),
     ],
     {"*.over_vllm": ">= 0.9"},
+    sizes={"requests": (96, 8), "layers": (4, 2)},
 )
 
 if __name__ == "__main__":

@@ -44,10 +44,8 @@ BENCHMARK = Benchmark(
         Option("steps", 32, smoke=2, help="decode steps of a round"),
         Option("tokens", 16384, smoke=64, help="tokens of a micro-batch, in sequences of an eighth"),
         Option("layers", 48, smoke=1, help="layers at most"),
-        Option("divisor", 1, smoke=32),
-        Option("copied_bytes", 1 << 30, smoke=1 << 16),
-        Option("width", 8192, smoke=64),
     ],
+    sizes={"divisor": (1, 32), "copied_bytes": (1 << 30, 1 << 16), "width": (8192, 64)},
 )
 
 if __name__ == "__main__":

@@ -33,17 +33,11 @@ BENCHMARK = Benchmark(
         Option("out", "runs/compare", smoke="", help="folder of the runs and of compare.html"),
         Option("simulated", False, help="simulate the published model and cluster, too"),
         Option("steps", 4, smoke=1, help="measured steps of each run"),
-        Option("cards", 4, smoke=2),
-        Option("prompts", 16, smoke=2),
-        Option("speed", 80.0, smoke=3000.0),
-        Option("bounds", (0, 1), smoke=(0,)),
-        Option("deployments", ("separate", "colocated", "full", "hybrid"), smoke=("separate", "full")),
-        Option("rounds", 1, smoke=1),
-        Option("layers", 8, smoke=1),
-        Option("live", (1, 8), smoke=(1,)),
-        Option("new_tokens", 128, smoke=8),
     ],
     {"*.pace_overrun": "<= 0.03"},
+    sizes={"cards": (4, 2), "prompts": (16, 2), "speed": (80.0, 3000.0), "bounds": ((0, 1), (0,))}
+    | {"deployments": (("separate", "colocated", "full", "hybrid"), ("separate", "full"))}
+    | {"rounds": (1, 1), "layers": (8, 1), "live": ((1, 8), (1,)), "new_tokens": (128, 8)},
 )
 
 if __name__ == "__main__":

@@ -37,7 +37,8 @@ from benchmarks.harness import Benchmark, Figures, Option, in_turns, medians_of,
 BENCHMARK = Benchmark(
     __doc__,
     {"": "benchmarks.distqueue:measure"},
-    [Option("rounds", 15, smoke=1, help="rounds that are measured"), Option("samples", 1, smoke=64)],
+    [Option("rounds", 15, smoke=1, help="rounds that are measured")],
+    sizes={"samples": (1, 64)},
 )
 
 if __name__ == "__main__":

@@ -60,14 +60,6 @@ BENCHMARK = Benchmark(
         Option("tokenizer", None, help="folder of the tokenizer of --texts"),
         Option("prompts", 16, smoke=2, help="of `engines`"),
         Option("rounds", 3, smoke=1, help="of `real`, `small`"),
-        Option("base", "", smoke="0"),
-        Option("layers", 8, smoke=1),
-        Option("live", (1, 2, 4, 8, 32), smoke=(1, 2)),
-        Option("new_tokens", 128, smoke=8),
-        Option("small_prompts", 64, smoke=2),
-        Option("cards", 8, smoke=1),
-        Option("paced_prompts", 64, smoke=2),
-        Option("speed", 4.8, smoke=200.0),
     ],
     {
         "texts.held_out.both.tokens_per_forward": ">= 2.4",
@@ -79,6 +71,8 @@ BENCHMARK = Benchmark(
     },
     default=("engines", "real", "small", "paced"),
     check=check,
+    sizes={"base": ("", "0"), "layers": (8, 1), "live": ((1, 2, 4, 8, 32), (1, 2)), "new_tokens": (128, 8)}
+    | {"small_prompts": (64, 2), "cards": (8, 1), "paced_prompts": (64, 2), "speed": (4.8, 200.0)},
 )
 
 if __name__ == "__main__":

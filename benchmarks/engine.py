@@ -26,7 +26,6 @@ BENCHMARK = Benchmark(
         Option("family", "qwen3_moe", help="the model's family", choices=("qwen3_moe", "deepseek_v3")),
         Option("rounds", 5, smoke=1, help="rounds that are measured"),
         Option("device", "cpu", help="cpu, or a kind of fusion.npu: auto, emulated, …"),
-        Option("part_of_a_case", 1, smoke=16),
     ],
     {
         "qwen3_moe.equal.ratio_to_hf": ">= 1.5",
@@ -34,6 +33,7 @@ BENCHMARK = Benchmark(
         "deepseek_v3.equal.ratio_to_hf": ">= 1.0",
         "deepseek_v3.ragged.ratio_to_hf": ">= 2.5",
     },
+    sizes={"part_of_a_case": (1, 16)},
 )
 
 if __name__ == "__main__":

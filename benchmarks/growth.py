@@ -42,12 +42,6 @@ BENCHMARK = Benchmark(
     [
         Option("steps", 1000, smoke=6, help="of the run whose memory is measured"),
         Option("decode_steps", 60, smoke=2, help="of `decode`"),
-        Option("groups", (64, 256, 1024, 4096, 16384), smoke=(16, 64)),
-        Option("min_groups", 8192, smoke=64),
-        Option("rounds", 3, smoke=1),
-        Option("held", (10_000, 100_000, 1_000_000), smoke=(1_000, 5_000)),
-        Option("batch", 4096, smoke=512),
-        Option("sequences", (1, 8, 64, 256, 1024), smoke=(1, 8, 64)),
         Option("lengths", (1024, 16_384, 131_072), smoke=(64, 128), help="tokens of a sample in `lengths`, `rows`"),
     ],
     {
@@ -58,6 +52,9 @@ BENCHMARK = Benchmark(
         "lengths.growth.*": "<= 0.5",
         "rows.growth.*": "<= 0.5",
     },
+    sizes={"groups": ((64, 256, 1024, 4096, 16384), (16, 64)), "min_groups": (8192, 64), "rounds": (3, 1)}
+    | {"held": ((10_000, 100_000, 1_000_000), (1_000, 5_000)), "batch": (4096, 512)}
+    | {"sequences": ((1, 8, 64, 256, 1024), (1, 8, 64))},
 )
 
 if __name__ == "__main__":

@@ -42,7 +42,6 @@ class Option:
 
     Attributes:
         smoke: its value with --smoke; None: the default.
-        help: "" for a size that only --smoke changes, without a command-line option.
     """
 
     name: str
@@ -52,8 +51,6 @@ class Option:
     choices: Sequence[str] | None = None
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
-        if not self.help:
-            return
         flag = f"--{self.name.replace('_', '-')}"
         if isinstance(self.default, bool):
             parser.add_argument(flag, action="store_true", default=None, help=self.help)
@@ -69,6 +66,7 @@ class Benchmark:
 
     Attributes:
         parts: name → `module:function`; a single one has the name "".
+        sizes: fields of the arguments that only --smoke changes: name → value, and that with --smoke.
         default: names of the parts that run without --only; (): all.
         extra: what follows the options on the command line, e.g. overrides of a run's config; None: nothing may.
         must_hold: whether a missed target ends with exit status 1.
@@ -82,6 +80,7 @@ class Benchmark:
     default: Sequence[str] = ()
     extra: str | None = None
     must_hold: bool = False
+    sizes: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
     check: Callable[[argparse.Namespace], str] = lambda args: ""
 
     def parse(self, arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -107,6 +106,8 @@ class Benchmark:
             if option.name not in args.given:
                 toy = args.smoke and option.smoke is not None
                 setattr(args, option.name, option.smoke if toy else option.default)
+        for name, values in self.sizes.items():
+            setattr(args, name, values[args.smoke])
         return args
 
     def main(self, arguments: Sequence[str] | None = None) -> None:
@@ -127,7 +128,7 @@ class Benchmark:
         checked = list(compared(figures, self.targets)) if self.must_hold or not args.smoke else []
         print("\n".join(checked))
         if args.json:
-            sizes = {option.name: str(getattr(args, option.name)) for option in self.options}
+            sizes = {name: str(getattr(args, name)) for name in (*self.sizes, *(one.name for one in self.options))}
             result = {"machine": about, "sizes": sizes, "smoke": args.smoke, "figures": figures, "checked": checked}
             args.json.write_text(json.dumps(result, indent=2) + "\n")
         if self.must_hold and any(line.startswith("MISSED") for line in checked):

@@ -38,13 +38,9 @@ from benchmarks.harness import Benchmark, Figures, Option, median_of_ratios, med
 BENCHMARK = Benchmark(
     __doc__,
     {"requests": "benchmarks.kv_pool:requests", "prompts": "benchmarks.kv_pool:prompts"},
-    [
-        Option("tokens", 1024, smoke=64, help="of the prompt"),
-        Option("repeats", 9, smoke=1),
-        Option("layers", 8, smoke=1),
-        Option("prompt_layers", 28, smoke=1),
-    ],
+    [Option("tokens", 1024, smoke=64, help="of the prompt")],
     {"prompts.hit_over_memcpy": "<= 1.5"},
+    sizes={"repeats": (9, 1), "layers": (8, 1), "prompt_layers": (28, 1)},
 )
 
 if __name__ == "__main__":

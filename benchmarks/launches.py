@@ -32,7 +32,6 @@ BENCHMARK = Benchmark(
         Option("ids", 151936, smoke=8192, help="ids of the vocabulary, on one card"),
         Option("channels", 16, help="hidden size"),
         Option("batch", 64, smoke=4, help="sequences that are decoded"),
-        Option("contexts", [2048, 32768], smoke=[300]),
         Option("sequences", 64, smoke=5, help="sequences of a micro-batch"),
         Option("operations", False, help="print the operations of a layer"),
     ],
@@ -62,6 +61,7 @@ BENCHMARK = Benchmark(
         "train.cuda.host_syncs_tp2ep2": "<= 1",
         "train.ascend.host_syncs_tp2ep2": "<= 1",
     },
+    sizes={"contexts": ([2048, 32768], [300])},
 )
 
 if __name__ == "__main__":

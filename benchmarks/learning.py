@@ -39,9 +39,6 @@ BENCHMARK = Benchmark(
         Option("jobs", 2, help="runs of `staleness` at a time"),
         Option("fusion", "colocated", help="deployments of `quickstart`, separated by commas"),
         Option("svg", None, help="write the plot to this file; of `deployments` NAME_hybrid, NAME_separate"),
-        Option("bounds", "0,1,2", smoke="0,1"),
-        Option("base", "", smoke="0"),
-        Option("prompts", None, smoke=8),
     ],
     {
         "staleness.?.difference": ">= -0.03",
@@ -51,6 +48,7 @@ BENCHMARK = Benchmark(
     },
     default=("staleness",),
     extra="overrides of the runs' config",
+    sizes={"bounds": ("0,1,2", "0,1"), "base": ("", "0"), "prompts": (None, 8)},
 )
 
 if __name__ == "__main__":

@@ -25,9 +25,6 @@ BENCHMARK = Benchmark(
     [
         Option("rank", 16, smoke=2, help="of the adapters"),
         Option("rounds", 5, smoke=1, help="rounds that are measured"),
-        Option("layers", 8, smoke=2),
-        Option("hidden", 512, smoke=64),
-        Option("tokens", 256, smoke=32),
     ],
     {
         "switch.ratio": "<= 1.1",
@@ -35,6 +32,7 @@ BENCHMARK = Benchmark(
         "step.ratio": "<= 1.1",
         "decode.ratio": "<= 1.3",
     },
+    sizes={"layers": (8, 2), "hidden": (512, 64), "tokens": (256, 32)},
 )
 
 if __name__ == "__main__":

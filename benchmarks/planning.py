@@ -30,12 +30,12 @@ from tempfile import TemporaryDirectory
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.harness import ROOT, Benchmark, Figures, Option, resident_bytes
+from benchmarks.harness import ROOT, Benchmark, Figures, resident_bytes
 
 BENCHMARK = Benchmark(
     __doc__,
     {"": "benchmarks.planning:measure"},
-    [Option("layers", 61, smoke=4), Option("ranks", 768, smoke=16), Option("host", 16, smoke=2)],
+    [],
     {
         "*.planners": "<= 1",
         "*.cpu_s": "<= 5",
@@ -46,6 +46,7 @@ BENCHMARK = Benchmark(
         "*.busiest": "<= 1.1",
         "*.missing": "<= 0",
     },
+    sizes={"layers": (61, 4), "ranks": (768, 16), "host": (16, 2)},
 )
 
 if __name__ == "__main__":

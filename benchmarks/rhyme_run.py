@@ -28,10 +28,6 @@ BENCHMARK = Benchmark(
     [
         Option("rounds", 2, smoke=1, help="runs of each side"),
         Option("base", "", help="folder of a base model made earlier; default: make one, which takes minutes"),
-        Option("prompts", 4, smoke=2),
-        Option("steps_of_epoch", 4, smoke=1),
-        Option("target", "", smoke="0"),
-        Option("hidden", 384, smoke=64),
     ],
     {
         "both.generation_ratio": ">= 1.8",
@@ -40,6 +36,7 @@ BENCHMARK = Benchmark(
         "both.equal_samples": ">= 1",
     },
     extra="config overrides of both sides",
+    sizes={"prompts": (4, 2), "steps_of_epoch": (4, 1), "target": ("", "0"), "hidden": (384, 64)},
 )
 
 if __name__ == "__main__":

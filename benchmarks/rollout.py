@@ -57,9 +57,6 @@ BENCHMARK = Benchmark(
         Option(
             "texts", "", help="recorded responses, JSON Lines: their acceptance of drafts, too, in `replay` and `rhyme`"
         ),
-        Option("part_of_requests", 1, smoke=40),
-        Option("queues", "shallow,even,deep", smoke="even"),
-        Option("orders", "", smoke="history,oracle"),
     ],
     {
         "orders.*.history.ratio_to_oracle": ">= 0.92",
@@ -74,6 +71,7 @@ BENCHMARK = Benchmark(
         "replay.qwen2_vl_72b.divided.abs_deviation": "<= 0.10",
         "rhyme.full_over_histospec": ">= 1.01",
     },
+    sizes={"part_of_requests": (1, 40), "queues": ("shallow,even,deep", "even")} | {"orders": ("", "history,oracle")},
 )
 
 if __name__ == "__main__":

@@ -20,14 +20,9 @@ from benchmarks.harness import Benchmark, Figures, Option, in_turns, medians, pr
 BENCHMARK = Benchmark(
     __doc__,
     {"": "benchmarks.shared_prefix:measure"},
-    [
-        Option("rounds", 3, smoke=1, help="rounds that are measured"),
-        Option("layers", 4, smoke=2),
-        Option("hidden", 512, smoke=64),
-        Option("long", 1024, smoke=256),
-        Option("answer", 512, smoke=64),
-    ],
+    [Option("rounds", 3, smoke=1, help="rounds that are measured")],
     {"n8.ratio": ">= 3", "short.ratio": ">= 0.95", "short.shared_rows_share": "<= 0"},
+    sizes={"layers": (4, 2), "hidden": (512, 64), "long": (1024, 256), "answer": (512, 64)},
 )
 
 if __name__ == "__main__":

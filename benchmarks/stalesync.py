@@ -43,12 +43,6 @@ BENCHMARK = Benchmark(
         Option("calibrate", False, help="recompute the share of generation and save it"),
         Option("lending", False, help="compare a run with one that lends cards"),
         Option("rounds", 1, help="of --lending"),
-        Option("steps", 6, smoke=1),
-        Option("lending_steps", 14, smoke=1),
-        Option("cards", 8, smoke=2),
-        Option("prompts", 64, smoke=2),
-        Option("speed", 96.0, smoke=3000.0, help=""),
-        Option("bounds", (0, 1, 2), smoke=(0, 1)),
     ],
     {
         "*.pace_overrun": "<= 0.03",
@@ -61,6 +55,8 @@ BENCHMARK = Benchmark(
         "calibration_error": "<= 0.05",
     },
     check=check,
+    sizes={"steps": (6, 1), "lending_steps": (14, 1), "cards": (8, 2), "prompts": (64, 2)}
+    | {"speed": (96.0, 3000.0), "bounds": ((0, 1, 2), (0, 1))},
 )
 
 if __name__ == "__main__":

@@ -30,11 +30,10 @@ BENCHMARK = Benchmark(
         Option("trl", sys.executable, help="interpreter that has TRL"),
         Option("rounds", 3, smoke=1, help="rounds that are measured"),
         Option("steps", 120, smoke=4, help="maximum number of steps of a run"),
-        Option("prompts", 64, smoke=8),
-        Option("target", "", smoke="0"),
     ],
     {"step_ratio": ">= 1.5"},
     extra="config overrides of rlfusion's side",
+    sizes={"prompts": (64, 8), "target": ("", "0")},
 )
 
 if __name__ == "__main__":
