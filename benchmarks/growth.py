@@ -1,13 +1,12 @@
-"""Measure how the costs of a run grow: with groups, samples, sequences, lengths and steps.
+"""Measure how the costs of a run grow: with groups, samples, sequences and steps.
 
 controller: CPU of the whole controller per group of 8 samples, at 64 to 16,384 groups a step; cards and queue only hold
 names, 64 engines of 256 sequences (`tests/stalesync/loop/named_cards.py`). queue: samples per second of puts, gets and
 acks while 10k to 1M are held, and bytes a sample. decode: the host's part of a decode step at 1 to 1,024 sequences:
 scheduler, batch, noise, sampler and bookkeeping; the engine is real, its model computes nothing, so what is left of a
-step is everything but the model's own operations. lengths: CPU of the host, and bytes, of a token by the length of its
-sample. rows: the same of the queue's processes, of a row in memory, spilled, journalled and in a checkpoint. memory: of
-each process of a run that suspends, drafts, saves and evaluates, beside its floor, a Ray without any work; and bytes of
-its folder: means of a tenth of the steps behind step 100, or half of them, and at the end.
+step is everything but the model's own operations. memory: of each process of a run
+that suspends, drafts, saves and evaluates, beside its floor, a Ray without any work; and bytes of its folder: means of
+a tenth of the steps behind step 100, or half of them, and at the end.
 
 Times are CPU times. How much longer this machine computes than the reference machine (`tests/machine.py`) is measured
 beside each; figures and targets are of the reference machine.
@@ -17,7 +16,7 @@ import gc
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from multiprocessing import get_context
@@ -35,22 +34,17 @@ BENCHMARK = Benchmark(
         "controller": "benchmarks.growth:controller",
         "queue": "benchmarks.growth:queue",
         "decode": "benchmarks.growth:decode",
-        "lengths": "benchmarks.growth_lengths:lengths",
-        "rows": "benchmarks.growth_rows:rows",
         "memory": "benchmarks.growth_run:memory",
     },
     [
         Option("steps", 1000, smoke=6, help="of the run whose memory is measured"),
         Option("decode_steps", 60, smoke=2, help="of `decode`"),
-        Option("lengths", (1024, 16_384, 131_072), smoke=(64, 128), help="tokens of a sample in `lengths`, `rows`"),
     ],
     {
         "controller.*.us_a_group": "<= 50",
         "decode.us_at_64": "<= 1000",
         "decode.us_a_sequence": "<= 4",
         "memory.*.growth": "<= 0.02",
-        "lengths.growth.*": "<= 0.5",
-        "rows.growth.*": "<= 0.5",
     },
     sizes={"groups": ((64, 256, 1024, 4096, 16384), (16, 64)), "min_groups": (8192, 64), "rounds": (3, 1)}
     | {"held": ((10_000, 100_000, 1_000_000), (1_000, 5_000)), "batch": (4096, 512)}
@@ -83,16 +77,6 @@ def on_reference(measure: Callable[[], float], rounds: int) -> float:
 def cpu_s(work: Callable[[], object]) -> float:
     """Return the CPU seconds of a call."""
     return timed(work, time.process_time)
-
-
-def by_length(args: Namespace, costs_of: Callable[[int], Iterable[tuple[str, float]]]) -> Figures:
-    """Return the costs of a sample by the length of it, and by how much the longest exceeds the next in CPU a token."""
-    figures: Figures = {}
-    for num_tokens in args.lengths:
-        figures[name := f"{num_tokens:,} tokens"] = found = dict(costs_of(num_tokens))
-        progress(name, found)
-    last, before = (figures[f"{num_tokens:,} tokens"] for num_tokens in args.lengths[:-3:-1])
-    return figures | {"growth": {name: last[name] / before[name] - 1 for name in last if name.endswith("us_a_token")}}
 
 
 # ---- controller

@@ -30,7 +30,6 @@ ALLOWED = {
     "fusion/rewards/child.py pickle": "the samples that its parent sends over that socket pair",
     "fusion/environments/wire.py pickle": "orders for the pool's own child, as those of rewards; replies are JSON",
     "fusion/environments/child.py pickle": "the orders that its parent sends over that socket pair",
-    "benchmarks/growth_lengths.py pickle": "the cost of what Ray does with a message, within one process",
     "fusion/npu/owners.py torch.multiprocessing": "a weak reference to a storage; nothing is sent",
     "fusion/training/chunk_reader.py torch.distributed.checkpoint": "a reader of its own for safetensors and JSON",
 }

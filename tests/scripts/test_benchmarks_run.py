@@ -52,18 +52,6 @@ WANTED = {
     "growth controller": {"staleness 0, 16.us_a_group", "staleness 1, 64.queue_calls"},
     "growth queue": {"1,000 held.put_samples_per_s", "5,000 held.bytes_per_sample"},
     "growth decode": {"us.1", "us_at_64", "us_a_sequence"},
-    "growth lengths": {
-        "128 tokens.draft_us",
-        "128 tokens.put_us_a_token",
-        "128 tokens.history_bytes_a_token",
-        "growth.turns_us_a_token",
-    },
-    "growth rows": {
-        "128 tokens.memory_put_us_a_token",
-        "128 tokens.spilling_memory_bytes_a_token",
-        "128 tokens.checkpoint_bytes_a_token",
-        "growth.journal_put_us_a_token",
-    },
     "growth memory": {"folder_bytes_a_step"},
     "kv_pool requests": {"pull_ms", "prefill_over_remote_pull", "floor_wire_ms"},
     "kv_pool prompts": {"hit_over_memcpy", "whole_over_memcpy", "memcpy_ms", "first_token_ms", "prefill_ms"},

@@ -1,19 +1,18 @@
-"""Measure what a token costs the host by the length of its sample, for `benchmarks/growth.py`. No model computes."""
+"""A token costs the host as much in a long sample as in a short one. No model computes."""
 
 from __future__ import annotations
 
 import pickle
 import tracemalloc
-from argparse import Namespace
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import pytest
 
-from benchmarks.growth import by_length, cpu_s, on_reference
-from benchmarks.harness import Figures
-from benchmarks.runs import temporary_folder
+from benchmarks.growth import cpu_s, on_reference
 from distqueue import LocalQueue
 from fusion.inference import Output, Request, SamplingParams
 from fusion.inference.blocks import BlockManager
@@ -25,16 +24,17 @@ from fusion.rollout.drafts.history_files import write_history
 from fusion.rollout.drafts.pieces import TextPiece
 from fusion.rollout.drafts.suffix_index import SIBLING, SuffixIndexes
 from fusion.rollout.partial_samples import PartialSamples
+from tests.by_length import ROUNDS, assert_long_samples_cost_no_more
 
 VOCABULARY, TURNS, DRAFTS, BLOCK = 30_000, 32, 100, 16
 
 
-def lengths(args: Namespace) -> Figures:
-    """Return microseconds of CPU and bytes of a token, at each length."""
-    return by_length(args, lambda num_tokens: costs_of(num_tokens, args.rounds))
+@pytest.mark.extended
+def test_a_token_costs_as_much_in_a_long_sample(tmp_path):
+    assert_long_samples_cost_no_more(lambda num_tokens: costs_of(num_tokens, tmp_path / str(num_tokens)))
 
 
-def costs_of(num_tokens: int, rounds: int) -> Iterator[tuple[str, float]]:
+def costs_of(num_tokens: int, folder: Path) -> Iterator[tuple[str, float]]:
     """Yield each cost of a sample of so many tokens, by name."""
     words = zipf(num_tokens + DRAFTS)
     index = SuffixIndexes()
@@ -48,7 +48,7 @@ def costs_of(num_tokens: int, rounds: int) -> Iterator[tuple[str, float]]:
             index.extend(places, [[token]])
             index.draft(places, [8], [16], np.linspace(0.05, 0.95, 20), 4)
 
-    yield "draft_us", on_reference(lambda: cpu_s(draft), rounds) / DRAFTS * 1e6
+    yield "draft_us", on_reference(lambda: cpu_s(draft), ROUNDS) / DRAFTS * 1e6
     tracemalloc.start()
     running = Running(num_tokens)
     yield "running_bytes_a_token", tracemalloc.get_traced_memory()[0] / num_tokens
@@ -61,13 +61,12 @@ def costs_of(num_tokens: int, rounds: int) -> Iterator[tuple[str, float]]:
         "math": lambda: math_answer("", "1 2 " * num_tokens, "12"),
     }
     for name, work in works.items():
-        yield f"{name}_us_a_token", on_reference(lambda work=work: cpu_s(work), rounds) / num_tokens * 1e6
-    with temporary_folder() as folder:
-        piece = TextPiece(b"p" * 32, "g", "g/0", 0, array("i", words[:num_tokens]), 0.5)
-        kept_s = cpu_s(lambda: write_history(folder / "drafts", 0, [piece]))
-        yield "history_us_a_token", kept_s / num_tokens * 1e6
-        (history,) = (folder / "drafts").iterdir()
-        yield "history_bytes_a_token", history.stat().st_size / num_tokens
+        yield f"{name}_us_a_token", on_reference(lambda work=work: cpu_s(work), ROUNDS) / num_tokens * 1e6
+    piece = TextPiece(b"p" * 32, "g", "g/0", 0, array("i", words[:num_tokens]), 0.5)
+    kept_s = cpu_s(lambda: write_history(folder, 0, [piece]))
+    yield "history_us_a_token", kept_s / num_tokens * 1e6
+    (history,) = folder.iterdir()
+    yield "history_bytes_a_token", history.stat().st_size / num_tokens
 
 
 class Running:

@@ -1,25 +1,24 @@
-"""Measure what a token costs the queue by the length of its row, for `benchmarks/growth.py`: in shared memory, spilled
-to a disk, and with a journal. CPU of the client, the queue's actor and its shard together."""
+"""A token costs the queue as much in a long row as in a short one: in shared memory, spilled to a disk, and with a
+journal. CPU of the client, the queue's actor and its shard together."""
 
 from __future__ import annotations
 
 import time
 import tracemalloc
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import ray
 import torch
 
-from benchmarks.distqueue import own_ray
-from benchmarks.growth import by_length, on_reference
-from benchmarks.harness import Figures
-from benchmarks.runs import temporary_folder
+from benchmarks.growth import on_reference
 from distqueue import DistQueue, PackedBatch
+from tests.by_length import ROUNDS, assert_long_samples_cost_no_more
+from tests.warm import use_ray
 
 ROWS = 8
 """Of a put"""
@@ -28,13 +27,13 @@ MIN_TOKENS = 1 << 18
 COLUMNS = ("response", "behaviour_logprobs", "versions", "text")
 
 
-def rows(args: Namespace) -> Figures:
-    """Return microseconds of CPU and bytes of a token, at each length."""
-    with own_ray(num_cpus=1), temporary_folder() as folder:
-        return by_length(args, lambda num_tokens: costs_of(num_tokens, args.rounds, folder / str(num_tokens)))
+@pytest.mark.extended
+def test_a_token_costs_as_much_in_a_long_row(tmp_path):
+    use_ray()
+    assert_long_samples_cost_no_more(lambda num_tokens: costs_of(num_tokens, tmp_path / str(num_tokens)))
 
 
-def costs_of(num_tokens: int, rounds: int, folder: Path) -> Iterator[tuple[str, float]]:
+def costs_of(num_tokens: int, folder: Path) -> Iterator[tuple[str, float]]:
     """Yield each cost of rows of so many tokens, by name."""
     times = max(2, MIN_TOKENS // (ROWS * num_tokens))
     tokens = times * ROWS * num_tokens
@@ -44,13 +43,13 @@ def costs_of(num_tokens: int, rounds: int, folder: Path) -> Iterator[tuple[str, 
     }
     source = np.full(batch_of("one", num_tokens).nbytes, 7, np.uint8)
     target = np.zeros_like(source)
-    floor_s = on_reference(lambda: cpu_of([], lambda: [np.copyto(target, source) for _ in range(times)]), rounds)
+    floor_s = on_reference(lambda: cpu_of([], lambda: [np.copyto(target, source) for _ in range(times)]), ROUNDS)
     yield "floor_copy_us", floor_s / tokens * 1e6
     for kind, queue in queues.items():
         processes = processes_of(queue)
         works = {"put": partial(put, num_tokens=num_tokens), "claim": claim, "read": read, "ack": ack}
         seconds: dict[str, list[float]] = {name: [] for name in works}
-        for number in range(rounds):
+        for number in range(ROUNDS):
             names = [f"{number}-{one}" for one in range(times)]
             for name, work in works.items():
                 measure = partial(cpu_of, processes, partial(work, queue, names))
