@@ -8,7 +8,7 @@ chats, at most a tenth, are held out: the result states how probable the assista
 The folder becomes a Hugging Face checkpoint with the tokenizer; if it already contains one, the script does nothing.
 """
 
-from dataclasses import replace
+from dataclasses import fields
 from pathlib import Path
 
 from fusion.resources import parser_of
@@ -36,18 +36,9 @@ def main() -> None:
     from fusion.npu import open_device
     from stalesync.job.sft import FineTuning, fine_tune
 
-    plan = FineTuning(
-        epochs=options.epochs,
-        batch=options.batch,
-        target=options.target,
-        max_length=options.max_length,
-        messages=options.messages,
-        dtype=options.dtype,
-    )
-    plan = replace(plan, training=replace(plan.training, lr=options.lr))
+    plan = FineTuning(**{one.name: getattr(options, one.name) for one in fields(FineTuning)})
     try:
-        device = open_device(options.device)
-        probability = fine_tune(options.chats, options.model, options.folder, device, seed=options.seed, plan=plan)
+        probability = fine_tune(options.chats, options.model, options.folder, open_device(options.device), plan)
     except (OSError, ValueError) as error:
         parser.error(str(error))
     except RuntimeError as error:  # the learning rate is too large

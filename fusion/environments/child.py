@@ -179,7 +179,10 @@ class Server:
                 said = await self._advance(number, conversation, order.actions[num_turns - 1])
             if digest_of(said) != expected:
                 where = f"after turn {num_turns}" if num_turns else "at the start"
-                raise EnvironmentFailed("diverged", f"{where}: other messages with the same seed and the same actions")
+                shown = f"{[*said.messages]!r:.200}, done={said.done}, reward={said.reward}"
+                raise EnvironmentFailed(
+                    "diverged", f"{where}: something else with the same seed and the same actions: {shown}"
+                )
         return conversation
 
     async def _begin(

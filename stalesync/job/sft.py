@@ -7,7 +7,7 @@ predicted is reported, and may end the training."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 
@@ -28,22 +28,24 @@ from stalesync.prompts.supervised import ChatTokenizer, Supervised
 
 HELD_OUT = 64
 """Maximum number of chats that are held out; at most a tenth of the file"""
+CHECK_EVERY = 10
+"""Number of steps between two looks at them"""
 
 
 @dataclass(frozen=True)
 class FineTuning:
     """Settings of a fine-tuning. ``epochs``: passes over the chats; ``batch``: chats of an optimizer step; ``target``:
     mean probability of what the assistant says in a held-out chat at which it stops; ``max_length``: tokens of a
-    chat; ``messages``: field of a row with its messages."""
+    chat; ``messages``: field of a row with its messages; ``seed``: of the order of the chats."""
 
     epochs: int = 1
     batch: int = 32
+    lr: float = 1e-5
     target: float = 1.0
-    check_every: int = 10
     max_length: int = 4096
     messages: str = "messages"
     dtype: str = "float32"
-    training: TrainingConfig = field(default_factory=lambda: TrainingConfig(lr=1e-5))
+    seed: int = 0
 
     def validate(self) -> None:
         """Raise ValueError, by name, for a setting that has another value than it can have."""
@@ -52,23 +54,17 @@ class FineTuning:
                 raise ValueError(f"{name}={getattr(self, name)}: expected a whole number of at least 1")
         if not self.target > 0:
             raise ValueError(f"target={self.target}: expected a number above 0")
-        self.training.validate()
+        TrainingConfig(lr=self.lr).validate()
 
 
 def fine_tune(
-    chats: str | Path,
-    model: str | Path,
-    folder: str | Path,
-    device: Device,
-    seed: int = 0,
-    plan: FineTuning | None = None,
+    chats: str | Path, model: str | Path, folder: str | Path, device: Device, plan: FineTuning = FineTuning()
 ) -> float:
     """Fine-tune the model of a Hugging Face folder on the chats of a JSON or JSON Lines file; save it with its
     tokenizer in another folder. Return the mean probability of what the assistant says in a held-out chat: the share of
     them that it would sample to the token. Raise ValueError if ``folder`` is a file, a setting of ``plan`` has a wrong
     value, model or tokenizer cannot be used, the template ends no turn of the assistant, or a chat (named) is not one,
     has no message of the assistant, or is too long; RuntimeError if the model then computes no finite numbers."""
-    plan = plan or FineTuning()
     plan.validate()
     if Path(folder).is_file():
         raise ValueError(f"{folder} is a file: expected a folder for the checkpoint")
@@ -76,7 +72,7 @@ def fine_tune(
     check_folder(model, config)
     tokenizer = load_tokenizer(str(model), config)
     examples = read_chats(chats, ChatTokenizer(ChatTemplate(DataConfig(), tokenizer), tokenizer), plan)
-    order = random.Random(f"{seed}-sft")
+    order = random.Random(f"{plan.seed}-sft")
     order.shuffle(examples)
     num_held_out = max(1, min(HELD_OUT, len(examples) // 10))
     held_out, examples = pack_chats(examples[:num_held_out]), examples[num_held_out:]
@@ -85,7 +81,7 @@ def fine_tune(
     net = Transformer(config.without_predictors, Mesh.single(), device, getattr(torch, plan.dtype))
     load_weights(net, model)
     steps = plan.epochs * -(-len(examples) // plan.batch)
-    trainer = EmbeddedTrainEngine(net, net.mesh, device=device, config=plan.training, total_steps=steps)
+    trainer = EmbeddedTrainEngine(net, net.mesh, device=device, config=TrainingConfig(lr=plan.lr), total_steps=steps)
 
     def batches() -> Iterator[Sequences]:
         for _ in range(plan.epochs):
@@ -100,11 +96,11 @@ def fine_tune(
         title=f"fine-tuning on {chats}",
         steps=steps,
         target=plan.target,
-        check_every=plan.check_every,
+        check_every=CHECK_EVERY,
     )
     probability = mean_probability(trainer, held_out)
     if not isfinite(probability):
-        raise RuntimeError(f"{chats}: the trained model computes {probability}; decrease lr={plan.training.lr:g}")
+        raise RuntimeError(f"{chats}: the trained model computes {probability}; decrease lr={plan.lr:g}")
     save_folder(net, folder, tokenizer_from=model)
     return probability
 

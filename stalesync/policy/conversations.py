@@ -320,11 +320,12 @@ class Conversations:
         return command
 
     def _observe_failed(self, one: Conversation, kind: str, detail: str) -> StepEnvironment | FailGroup:
+        why = f"{detail}{one.failure}" if kind == DIVERGED else detail
         one.attempts, one.failure = one.attempts + 1, f"; before, it had failed ({kind}): {detail}"
         if one.seconds >= self._spec.episode_timeout_s:
             return self._fail(one, *self._too_late(one))
         if kind == DIVERGED or one.attempts > self._spec.retries:
-            return self._fail(one, kind, detail)
+            return self._fail(one, kind, why)
         self._num_retries += 1
         return StepEnvironment(one.id)
 

@@ -319,6 +319,7 @@ def test_actions_and_digests_are_enough_to_continue_in_another_pool(user_file):
         assert content(pool.ask("a", "z")) == "x y z"
         diverged = pool.ask("r", "z")
         assert (diverged.failure, diverged.turn) == ("diverged", None) and "after turn 1" in diverged.detail
+        assert "[{'role': 'user', 'content': '" in diverged.detail, "what it says now"
 
 
 def test_other_first_messages_than_those_of_the_siblings_are_found(user_file):

@@ -8,7 +8,6 @@ import re
 import pytest
 
 from fusion.npu import open_device
-from fusion.training import TrainingConfig
 from stalesync.job.base_model import make_base_model
 from stalesync.job.sft import FineTuning, fine_tune
 from stalesync.prompts import make_tokenizer
@@ -35,7 +34,7 @@ def test_a_model_learns_what_the_assistant_says_and_is_saved_with_its_tokenizer(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     chats = [[*TURNS, {"role": "user", "content": str(n)}, {"role": "assistant", "content": "yes"}] for n in range(40)]
-    plan = FineTuning(epochs=20, batch=12, target=0.9, training=TrainingConfig(lr=2e-2))
+    plan = FineTuning(epochs=20, batch=12, target=0.9, lr=2e-2)
     probability = fine_tune(chats_of(tmp_path, *chats), model, tmp_path / "tuned", open_device("emulated"), plan=plan)
     assert probability >= 0.9
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tuned")
@@ -90,7 +89,7 @@ def test_a_setting_that_cannot_be_used_is_refused(tmp_path, model, setting, name
     ("num_chats", "why"), [(2, "the trained model computes nan; decrease lr=1e+16"), (9, "is not finite")]
 )
 def test_a_model_that_no_longer_computes_numbers_is_not_saved(tmp_path, model, num_chats, why):
-    plan = FineTuning(batch=1, training=TrainingConfig(lr=1e16))
+    plan = FineTuning(batch=1, lr=1e16)
     with pytest.raises(RuntimeError, match=re.escape(why)):
         fine_tune(
             chats_of(tmp_path, *[TURNS] * num_chats), model, tmp_path / "tuned", open_device("emulated"), plan=plan

@@ -236,6 +236,11 @@ def test_a_failed_environment_is_replaced_as_often_as_allowed_and_one_that_diver
     conversations.observe_turn("g/1", 4, "a")
     failed = conversations.observe_stepped(stepped("g/1", failure=DIVERGED))
     assert failed.kind == DIVERGED and failed.away == ("g/0", "g/1")
+    conversations = conversing()
+    conversations.observe_turn("g/0", 4, "a")
+    conversations.observe_stepped(stepped("g/0", failure="raised", detail="Traceback"))
+    failed = conversations.observe_stepped(stepped("g/0", failure=DIVERGED, detail="other messages"))
+    assert failed.kind == DIVERGED and "other messages" in failed.detail and "Traceback" in failed.detail
 
 
 def test_rewards_are_the_last_or_the_sum_and_one_that_is_needed_and_missing_is_a_failure():
