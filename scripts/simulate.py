@@ -20,9 +20,10 @@ r"""Simulates training runs on clusters of any size: the run's own decisions in 
                deviations of their logarithm between rows and within a group, and the share that reaches the maximum;
                rows after which they come again
     trace=     JSON Lines with group and response_tokens, as a run's groups.jsonl: these lengths instead
-    turns=4 observation_tokens=64 latency_s=2.5 latency_spread=0.5
+    turns=4 observation_tokens=64 latency_s=2.5 latency_spread=0.5 branch_share=0.3
                conversations: each length is sampled in so many turns, between which an environment answers with so
-               many tokens, after seconds of this median and standard deviation of the logarithm
+               many tokens, after seconds of this median and standard deviation of the logarithm; behind this share of
+               the turns a branch begins
     rollout.drafts.source=both texts=runs/NAME/samples.jsonl tokenizer=FOLDER
                drafts, with the published acceptance, or with that of recorded responses, which the engines' drafter
                replays: JSON Lines with prompt and response, or samples. Without a tokenizer.json a BPE is trained

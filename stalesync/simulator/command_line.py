@@ -26,7 +26,7 @@ from stalesync.simulator.report import as_dict, render
 from stalesync.simulator.slow_dies import SlowDies
 
 SWEPT = ("supernodes", "fusion", "stalesync.max_staleness")
-ENVIRONMENT = {"turns": "1", "observation_tokens": "16", "latency_s": "1", "latency_spread": "0"}
+ENVIRONMENT = {"turns": "1", "observation_tokens": "16", "latency_s": "1", "latency_spread": "0", "branch_share": "0"}
 """Option of the environment of conversations → its default"""
 JOB = ("model", "model.path", "cluster", "cluster.npus", "cluster.hardware", "train", "infer", "trace")
 SCALE = ("slow_share", "slow_by", "network_gb_s", "scaling")
@@ -117,7 +117,10 @@ def environment_of(options: Mapping[str, str]) -> EnvironmentSpec | None:
         return None
     stated = ENVIRONMENT | {name: options[name] for name in ENVIRONMENT if name in options}
     turns, tokens = (_whole(name, stated[name], least=1) for name in ("turns", "observation_tokens"))
-    return EnvironmentSpec(turns, tokens, *(_number(name, stated[name]) for name in ("latency_s", "latency_spread")))
+    latency_s, spread, share = (_number(name, stated[name]) for name in [*ENVIRONMENT][2:])
+    if share > 1:
+        raise ValueError(f"branch_share={stated['branch_share']}: expected a share of the turns, at most 1")
+    return EnvironmentSpec(turns, tokens, latency_s, spread, share)
 
 
 def drafts_of(config: DraftsConfig, options: Mapping[str, str]) -> DraftSpec | None:

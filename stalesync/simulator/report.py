@@ -118,7 +118,8 @@ def _heading(scenario: Scenario, bases: Mapping[str, Base]) -> list[str]:
     if (environment := scenario.environment) is not None:
         lines.append(
             f"conversations: {environment.turns} turns, observations of {environment.observation_tokens} tokens, "
-            f"latency of median {environment.latency_s:g} s and sigma {environment.spread:g}"
+            f"latency of median {environment.latency_s:g} s and sigma {environment.spread:g}, a branch behind "
+            f"{environment.branch_share:.0%} of the turns"
         )
     return lines + [
         f"{name}: train {base.train}, generate {base.infer}, KV cache of {base.kv_tokens:,} tokens a rank"

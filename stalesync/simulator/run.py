@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from fusion.rollout import SuspendedSample
+from fusion.rollout.types import conversation_of
 from stalesync.policy.admission import STEP_TAIL, Admission
 from stalesync.policy.commands import (
     Accumulate,
@@ -251,7 +252,7 @@ class SimulatedRun:
                     if one.turn:
                         self._begin_answer(one)
             for id, tokens in message.returned.items():
-                self.admission.observe_returned(id, tokens)
+                self._return(id, tokens)
 
     def _score(self) -> None:
         """Score what waits by the reward model on the cards that train."""
@@ -281,9 +282,29 @@ class SimulatedRun:
         """Have the environment answer to a turn that has ended."""
         environment, seed = self.setup.environment, self.setup.config.run.seed
         assert environment is not None
-        seconds = self.setup.engine.cost.pace.run_seconds(environment.draw_latency_s(seed, turn.id, turn.generated))
-        ended = turn.generated == environment.turn_ends(self._sampled(turn.id))[-1]
-        self.cards.answer(turn.id, 0 if ended else environment.observation_tokens, turn.generated, seconds)
+        id = conversation_of(turn.id)
+        seconds = self.setup.engine.cost.pace.run_seconds(environment.draw_latency_s(seed, id, turn.generated))
+        ended = turn.generated == environment.turn_ends(self._sampled(id))[-1]
+        self.cards.answer(id, 0 if ended else environment.observation_tokens, turn.generated, seconds)
+
+    def _return(self, id: str, observation_tokens: int) -> None:
+        """Return a conversation with what its environment has answered, in another branch if one begins."""
+        environment, config, generated = self.setup.environment, self.setup.config, self._generated(id)
+        assert environment is not None
+        if environment.branches(config.run.seed, id, generated):
+            used, prompt = generated + observation_tokens, self._prompts[id.rpartition("/")[0]]
+            left = config.rollout.max_response_length - used
+            self.admission.observe_branched(id, prompt.prompt_tokens + used, left)
+        else:
+            self.admission.observe_returned(id, observation_tokens)
+
+    def _before_branch(self, id: str) -> int:
+        """Return the number of tokens of a conversation that its branch has in its prompt, behind the first one."""
+        return self.admission.buffer.entries[id].prompt_tokens - self._prompts[id.rpartition("/")[0]].prompt_tokens
+
+    def _generated(self, id: str) -> int:
+        """Return the number of tokens behind the first prompt of a conversation, in all branches."""
+        return self._before_branch(id) + self.admission.buffer.entries[id].generated
 
     def _sampled(self, id: str) -> int:
         """Return the number of tokens of a response that are sampled."""
@@ -291,16 +312,21 @@ class SimulatedRun:
         return self._prompts[group].response_tokens[int(member)]
 
     def _whole(self, prompt: SimulatedPrompt) -> SimulatedPrompt:
-        """Return a prompt whose responses include the observations."""
+        """Return a prompt with the responses of all rows, observations and earlier branches included."""
         if (environment := self.setup.environment) is None:
             return prompt
-        return replace(prompt, response_tokens=[environment.turn_ends(one)[-1] for one in prompt.response_tokens])
+        seed, members = self.setup.config.run.seed, enumerate(prompt.response_tokens)
+        rows = [environment.row_ends(seed, f"{prompt.group}/{member}", sampled) for member, sampled in members]
+        return replace(prompt, response_tokens=[end for ends in rows for end in ends])
 
     def _merged(self, suspended: Sequence[SuspendedSample]) -> list[SuspendedSample]:
         """Return suspended samples with the version of their oldest token, which an earlier engine may have known."""
         merged = []
         for one in suspended:
-            oldest = self.admission.buffer.entries[one.id].oldest
+            id = conversation_of(one.id)
+            oldest = self.admission.buffer.entries[id].oldest
+            if before := self._before_branch(id):
+                one = replace(one, generated=one.generated - before)
             if one.versions is not None and oldest >= 0:
                 newest = one.versions[1]
                 one = replace(one, versions=(oldest, newest))
@@ -308,12 +334,13 @@ class SimulatedRun:
         return merged
 
     def _size_of(self, request: SimulatedRequest) -> RequestSize:
-        entry, environment = self.admission.buffer.entries[request.id], self.setup.environment
-        sampled, prompt_tokens = self._sampled(request.id), self._prompts[request.group].prompt_tokens
+        environment, id = self.setup.environment, conversation_of(request.id)
+        generated, sampled = self._generated(id), self._sampled(id)
+        prompt_tokens = self._prompts[request.group].prompt_tokens
         if environment is None:
-            return RequestSize(prompt_tokens, entry.generated, sampled)
-        total, turn_end = environment.turn_ends(sampled)[-1], environment.turn_end(entry.generated, sampled)
-        return RequestSize(prompt_tokens, entry.generated, total, turn_end)
+            return RequestSize(prompt_tokens, generated, sampled)
+        total, turn_end = environment.turn_ends(sampled)[-1], environment.turn_end(generated, sampled)
+        return RequestSize(prompt_tokens, generated, total, turn_end)
 
     # Time of the controller
 

@@ -55,7 +55,7 @@ def test_conversations_are_simulated_and_wrong_ones_are_refused_by_key(tmp_path,
     (fast,), (slow,) = (outcome(tmp_path, *arguments, f"latency_s={seconds}")["rows"] for seconds in (0, 9))
     assert slow["step_s"] > fast["step_s"] + 3 * 9 * 0.9, "each turn waits for its environment"
     assert "3 turns, observations of 10 tokens, latency of median 9 s" in capsys.readouterr().out
-    for wrong in ("turns=0", "observation_tokens=1.5", "latency_s=x", "latency_spread=-1"):
+    for wrong in ("turns=0", "observation_tokens=1.5", "latency_s=x", "latency_spread=-1", "branch_share=1.5"):
         with pytest.raises(ValueError, match=wrong):
             outcome(tmp_path, wrong)
     with pytest.raises(ValueError, match="turns=30: with observation_tokens=20 they do not fit"):

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from stalesync.prompts.lengths import ForcedLengths
 from stalesync.simulator.environment import EnvironmentSpec
+from stalesync.simulator.rank import Rank
 from stalesync.simulator.work import Bound
 from tests.stalesync.simulator.configs import NO_OVERHEADS, PROMPT_TOKENS, config_of, simulation_of
 
@@ -35,6 +36,38 @@ def test_latencies_have_the_median_and_depend_on_seed_request_and_turn():
     assert len({spec.draw_latency_s(seed, "g/7", turn) for seed in range(3) for turn in range(3)}) == 9
 
 
+def test_branches_begin_behind_their_share_of_the_turns_that_another_follows():
+    def ends(share, number=0, sampled=40):
+        return EnvironmentSpec(5, 3, 1.0, branch_share=share).row_ends(0, f"g/{number}", sampled)
+
+    assert ends(0.0) == [52] and ends(1.0) == EnvironmentSpec(5, 3, 1.0).turn_ends(40)
+    drawn = [ends(0.3, number) for number in range(500)]
+    assert sum(len(one) - 1 for one in drawn) / (4 * 500) == pytest.approx(0.3, abs=0.05)
+    assert all(one[-1] == 52 and {*one} <= {*ends(1.0)} for one in drawn) and drawn[7] == ends(0.3, 7)
+
+
+def test_branches_are_prefilled_and_trained_behind_their_prompts(monkeypatch):
+    prefilled, finish = [0], Rank.finish
+
+    def counted(rank, plan, step, version):
+        prefilled[-1] += sum(count for _, count in plan.chunks)
+        return finish(rank, plan, step, version)
+
+    monkeypatch.setattr(Rank, "finish", counted)
+
+    def totals(share):
+        config = config_of("separate", 0, steps=1, suspended="keep")
+        run = simulation_of(config, environment=EnvironmentSpec(4, 4, 0.0, branch_share=share))
+        run.run()
+        prefilled.append(0)
+        return run.totals()
+
+    none, half, every = map(totals, (0.0, 0.5, 1.0))
+    assert none.training_card_s < half.training_card_s < every.training_card_s
+    assert 1.1 * prefilled[0] < prefilled[1] and 1.1 * prefilled[1] < prefilled[2], "behind the first prompt"
+    assert none.done.decodes == half.done.decodes == every.done.decodes, "what a prompt repeats is not sampled"
+
+
 @settings(max_examples=12, deadline=None)
 @given(
     st.sampled_from(["colocated", "separate", "hybrid"]),
@@ -43,13 +76,14 @@ def test_latencies_have_the_median_and_depend_on_seed_request_and_turn():
     st.sampled_from(["recompute", "keep"]),
     st.sampled_from([0.0, 1.0, 60.0]),
     st.sampled_from(["fifo", "least_generated", "history", "oracle", "context"]),
+    st.sampled_from([0.0, 0.5, 1.0]),
     st.integers(0, 99),
 )
 def test_every_conversation_is_trained_once_with_all_its_tokens(
-    deployment, bound, chunk, suspended, latency_s, order, seed
+    deployment, bound, chunk, suspended, latency_s, order, branch_share, seed
 ):
     config = config_of(deployment, bound, steps=3, chunk_tokens=chunk, suspended=suspended, order=order)
-    config.run.seed, environment = seed, EnvironmentSpec(3, 4, latency_s, spread=0.5)
+    config.run.seed, environment = seed, EnvironmentSpec(3, 4, latency_s, spread=0.5, branch_share=branch_share)
     run = simulation_of(config, environment=environment)
     steps = run.run()
     trained = [group for step in steps for group in step.groups]
@@ -58,12 +92,13 @@ def test_every_conversation_is_trained_once_with_all_its_tokens(
     cap = config.rollout.max_response_length - environment.observed
     forced = ForcedLengths(seed, config.rollout.sampling.forced_median, cap)
     size = config.algorithm.group_size
-    sampled = [one for own in forced.of_groups(trained, range(size)) for one in own]
-    total = sum(environment.turn_ends(one)[-1] + PROMPT_TOKENS for one in sampled)
-    assert sum(step.tokens for step in steps) == total
+    lengths = [[*own] for own in forced.of_groups(trained, range(size))]
+    sampled = {f"{group}/{n}": one for group, own in zip(trained, lengths, strict=True) for n, one in enumerate(own)}
+    ends = [end for id, one in sampled.items() for end in environment.row_ends(seed, id, one)]
+    assert sum(step.tokens for step in steps) == sum(ends) + len(ends) * PROMPT_TOKENS
     generated = sum(engine.decoded_tokens + engine.first_tokens for engine in run.cards.engines)
     if bound == 0:
-        assert generated == sum(sampled), "observations are not generated"
+        assert generated == sum(sampled.values()), "observations are not generated"
     limit = Bound(run.setup)
     assert limit(run.totals().done).total <= config.cluster.npus * run.clock.now * (1 + 1e-9)
 
