@@ -120,9 +120,19 @@ def ascend() -> Check:
     cards, cann = len(card_files()), cann_home()
     adapter = version_of("torch_npu")
     found = f"{cards} cards, CANN {cann or 'not found'}, torch_npu {adapter or 'not installed'}"
+    found += operators_of("npu") if cards else ""
     lacking = "" if cann and adapter else "install CANN, source its set_env.sh, pip install the torch_npu of this torch"
     status = "none" if not cards else "warn" if lacking else "ok"
     return Check("Ascend NPU", status, found, advice=lacking if cards else "")
+
+
+def operators_of(kind: str) -> str:
+    """Names the table of operators that real cards of this kind run by default."""
+    try:
+        from fusion.npu.config import table_of
+    except ImportError:  # required packages are missing
+        return ""
+    return f", operators: {table_of(kind)}"
 
 
 def environment_of_cards() -> list[Check]:
@@ -137,7 +147,8 @@ def cuda() -> Check:
     import torch
 
     if torch.cuda.is_available():
-        return Check("CUDA", "ok", f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}")
+        cards = f"{torch.cuda.device_count()} × {torch.cuda.get_device_name(0)}"
+        return Check("CUDA", "ok", cards + operators_of("cuda"))
     if glob.glob("/dev/nvidia[0-9]*"):
         version = torch.__version__
         return Check("CUDA", "warn", f"torch {version} does not detect the card", advice="install torch with CUDA")

@@ -52,7 +52,7 @@ def run(options: argparse.Namespace, names: list[str]) -> int:
         print(one, file=sys.stderr)
     with tempfile.TemporaryDirectory(prefix="smoke-") as folder:
         stages = Stages(options.device, cards, missing, options.timeout, Path(folder))
-        machine, results = describe_machine(), []
+        machine, results = describe_machine() | {"started_with": variables}, []
         for name in names:
             results.append(stages.run(name))
             print(*lines_of(results[-1], max(map(len, names))), sep="\n", flush=True)

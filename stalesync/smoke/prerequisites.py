@@ -66,7 +66,7 @@ def describe_machine() -> dict[str, Any]:
         "variables": {
             name: value
             for name, value in sorted(os.environ.items())
-            if name.startswith(("ASCEND_", "HCCL_", "PYTORCH_NPU_", "TORCH_DEVICE_"))
+            if name.startswith(("ASCEND_", "CPU_AFFINITY_", "HCCL_", "PYTORCH_NPU_", "TASK_QUEUE_", "TORCH_DEVICE_"))
         },
     }
 

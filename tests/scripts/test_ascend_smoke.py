@@ -27,6 +27,7 @@ def test_what_is_missing_is_refused_by_name(tmp_path):
     for name in ("Ascend card", "CANN", "torch_npu"):
         assert name in [one["name"] for one in report["missing"]] and f"{name} is missing: " in output
     assert "environment: " in output and "HCCL_BUFFSIZE=" in output
+    assert "HCCL_BUFFSIZE" in report["machine"]["started_with"]
     assert {stage["status"] for stage in report["stages"]} == {"skipped"}
 
 

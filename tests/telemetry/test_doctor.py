@@ -118,6 +118,13 @@ def test_whether_megatron_can_train_here(doctor, machine, version, cards, mindsp
     assert check.name == "Megatron-Core" and check.status == status and words in check.advice
 
 
+def test_real_cards_are_named_with_their_table_of_operators(doctor, machine):
+    machine({"torch_npu": "2.10.0.post4"}, cards=["/dev/davinci0", "/dev/davinci1"])
+    assert doctor.ascend().found.startswith("2 cards") and doctor.ascend().found.endswith(", operators: ascend")
+    machine({})
+    assert "operators" not in doctor.ascend().found
+
+
 def test_a_wheel_is_told_the_package_and_a_checkout_the_extra(doctor, machine, monkeypatch):
     machine({})
     assert "pip install -e .[megatron]" in doctor.backends([])[0].advice

@@ -82,10 +82,6 @@ def _group_width(a: Arguments) -> int:
     return a["x"].shape[-1] // a["group_count"]
 
 
-def _page_tokens(a: Arguments) -> int:
-    return 0 if a["block_table"] is None else a["key"].shape[1]
-
-
 def _sharing_heads(a: Arguments) -> float:
     """Return how many heads share a key; latents, which all do, have a limit of their own."""
     return 1 if a["query_rope"] is not None else a["num_heads"] / a["num_key_value_heads"]
@@ -94,15 +90,6 @@ def _sharing_heads(a: Arguments) -> float:
 def _if_latents(value: Callable[[Arguments], Any]) -> Callable[[Arguments], Any]:
     """Return a value of calls with latents; None: of others."""
     return lambda a: None if a["query_rope"] is None else value(a)
-
-
-def _rows_by_channels(a: Arguments) -> int:
-    """Return the product of a product's batches and inner channels, where its first matrices are transposed."""
-    return a["input"].shape[1] * a["input"].shape[2] if a["perm_x1"][0] == 1 else a["input"].shape[2]
-
-
-def _weights_are_stacked(a: Arguments) -> bool:
-    return a["group_type"] == 2 or (len(a["weight"]) == 1 and a["weight"][0].dim() == 3)
 
 
 LIMITS: dict[str, tuple[Limit, ...]] = {
@@ -172,7 +159,10 @@ LIMITS: dict[str, tuple[Limit, ...]] = {
         Limit("groups", lambda a: len(a["group_list"]), at_least=1, at_most=MAX_GROUPS),
         _true("counts are of more than one group", lambda a: a["group_list_type"] == 0 or len(a["group_list"]) > 1),
         Limit("dtype of x", lambda a: a["x"][0].dtype, one_of=FLOATS),
-        _true("a list of weights is not float32", lambda a: _weights_are_stacked(a) or a["x"][0].dtype in HALVES),
+        _true(
+            "a list of weights is not float32",
+            lambda a: a["group_type"] == 2 or a["weight"][0].dim() == 3 or a["x"][0].dtype in HALVES,
+        ),
         Limit("last dimension of x", lambda a: _inner(a["x"][0]), at_most=65535),
         Limit("last dimension of a weight", lambda a: _inner(a["weight"][0]), at_most=65535),
         _true("x is not transposed, except to split k", lambda a: (a["group_type"] == 2) != a["x"][0].is_contiguous()),
@@ -205,7 +195,11 @@ LIMITS: dict[str, tuple[Limit, ...]] = {
         Limit("matrices", lambda a: len(a["weight"]), at_least=1, at_most=65535),
         Limit("inner channels", lambda a: a["weight"].shape[1], multiple_of=16),
         Limit("channels of the result", lambda a: a["weight"].shape[2], at_most=65535, multiple_of=16),
-        Limit("inner channels, of all matrices where rows are turned", _rows_by_channels, at_most=65535),
+        Limit(
+            "inner channels, of all matrices where rows are turned",
+            lambda a: a["input"].shape[2] * (a["input"].shape[1] if a["perm_x1"][0] == 1 else 1),
+            at_most=65535,
+        ),
     ),
     "npu_fusion_attention": (
         _dtype("query"),
@@ -224,7 +218,12 @@ LIMITS: dict[str, tuple[Limit, ...]] = {
     ),
     "varlen_attn": (
         Limit("dtype of query", lambda a: a["query"].dtype, one_of=HALVES, source=FLASH),
-        Limit("tokens of a page", _page_tokens, multiple_of=CUDA_PAGE, source=FLASH),
+        Limit(
+            "tokens of a page",
+            lambda a: 0 if a["block_table"] is None else a["key"].shape[1],
+            multiple_of=CUDA_PAGE,
+            source=FLASH,
+        ),
         Limit("channels", lambda a: a["query"].shape[-1], at_most=256, multiple_of=8, source=FLASH),
     ),
 }
