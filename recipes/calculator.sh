@@ -5,7 +5,7 @@
 # stalesync.max_staleness=1.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/environment.sh
+device=emulated source scripts/environment.sh
 python scripts/make_base.py calculator runs/base/calculator
 exec python scripts/train.py run.name=calculator run.steps=40 model.path=runs/base/calculator \
   cluster=one device=emulated parallel=single data=calculator data.min_digits=4 data.max_digits=4 \

@@ -5,7 +5,7 @@
 # config overrides, such as run.seed=1 or stalesync.max_staleness=1.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/environment.sh
+device=emulated source scripts/environment.sh
 python scripts/make_base.py guess runs/base/guess
 exec python scripts/train.py run.name=guess run.steps=80 model.path=runs/base/guess \
   cluster=one device=emulated parallel=single data=guess data.max_prompt_length=16 data.prompts_per_step=32 \

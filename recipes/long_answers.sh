@@ -4,7 +4,7 @@
 # overrides.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/environment.sh
+device=emulated source scripts/environment.sh
 python scripts/make_base.py worked_arithmetic runs/base/long-answers
 exec python scripts/train.py run.name=long-answers run.steps=30 model.path=runs/base/long-answers \
   cluster=four device=emulated parallel=tp2ep2_ep4 data=worked data.max_prompt_length=64 data.prompts_per_step=64 \

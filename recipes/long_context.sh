@@ -4,7 +4,7 @@
 # first; takes minutes, most of them in the last steps. Arguments are config overrides.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/environment.sh
+device=emulated source scripts/environment.sh
 python scripts/make_base.py counting runs/base/counting
 exec python scripts/train.py run.name=long-context run.steps=10 run.eval_prompts=4 model.path=runs/base/counting \
   cluster.npus=2 device=emulated parallel=single parallel.train.cp=2 data=counting data.max_digits=8192 \

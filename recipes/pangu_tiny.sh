@@ -4,7 +4,7 @@
 # makes the base model. Arguments are config overrides.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/environment.sh
+device=emulated source scripts/environment.sh
 python scripts/make_base.py addition runs/base/pangu-tiny --shape recipes/shapes/tiny/pangu.yaml
 exec python scripts/train.py run.name=pangu-tiny run.steps=60 model.path=runs/base/pangu-tiny \
   cluster=four device=emulated parallel.train.tp=2 parallel.train.ep=2 parallel.train.pp=2 parallel.infer.ep=4 \

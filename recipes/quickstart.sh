@@ -5,7 +5,7 @@
 # cards; in separate and hybrid half of the cards only generate, with two cards per engine.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-source scripts/environment.sh
+device=emulated source scripts/environment.sh
 layouts=tp2ep2_ep4
 for argument in "$@"; do
   case $argument in fusion=separate|fusion=hybrid) layouts=tp2ep2_ep2 ;; fusion=*) layouts=tp2ep2_ep4 ;; esac

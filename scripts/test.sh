@@ -19,7 +19,7 @@ elif [ "${1:-}" = triton ]; then
   extra=test,triton
   command -v nvidia-smi > /dev/null || export TRITON_INTERPRET=1
 elif [ "${1:-}" = vllm ]; then
-  backend=vllm
+  backend=vllm device=emulated
 fi
 source scripts/environment.sh
 unset PYTHONDONTWRITEBYTECODE # hundreds of interpreters are started: they need not compile the same files again

