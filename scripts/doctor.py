@@ -65,10 +65,9 @@ def python() -> Check:
 
 
 def literal_in(path: Path, name: str) -> Any:
-    """Reads an argument of a call, or a variable, which must be a literal, from a file, without importing it."""
+    """Reads an argument of a call, which must be a literal, from a file, without importing it."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        is_argument = isinstance(node, ast.keyword) and node.arg == name
-        if is_argument or isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) == name:
+        if isinstance(node, ast.keyword) and node.arg == name:
             return ast.literal_eval(node.value)
     raise AssertionError(f"{path} has no {name}")
 

@@ -5,7 +5,7 @@ the world, and creating its groups again would be collective over ranks that hos
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -22,21 +22,14 @@ def use_groups(mesh: Mesh) -> Iterator[None]:
     def init(world_size: int, rank: int, init_method: str, local_rank: int, backend: str, *_: Any) -> None:
         _set_groups(mesh, local_rank, backend)
 
-    patches = [patch.object(worker, "init_distributed_environment", init)]
-    try:  # the worker of Ascend imports it by name
-        import vllm_ascend.worker.worker as ascend
+    with ExitStack() as patches:
+        patches.enter_context(patch.object(worker, "init_distributed_environment", init))
+        with suppress(ImportError):  # the worker of Ascend imports it by name
+            import vllm_ascend.worker.worker as ascend
 
-        patches.append(patch.object(ascend, "init_distributed_environment", init))
-        patches.append(patch.object(ascend, "init_ascend_model_parallel", lambda *_: None))
-    except ImportError:
-        pass
-    for one in patches:
-        one.start()
-    try:
+            patches.enter_context(patch.object(ascend, "init_distributed_environment", init))
+            patches.enter_context(patch.object(ascend, "init_ascend_model_parallel", lambda *_: None))
         yield
-    finally:
-        for one in patches:
-            one.stop()
 
 
 def _set_groups(mesh: Mesh, local_rank: int, backend: str) -> None:
