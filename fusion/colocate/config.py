@@ -16,7 +16,7 @@ OWN_CARDS = ("separate", "hybrid")
 class DeploymentConfig(Group, path="fusion"):
     """Configures which cards have which roles."""
 
-    deployment: str = key("colocated", one_of=DEPLOYMENTS)
+    deployment: str = key("colocated", one_of=DEPLOYMENTS, read_by="simulate")
     """Which roles share cards. `colocated`: the actor trains and generates on every card; `separate`: training and
     generation have their own cards; `hybrid`: colocated cards, and more that only generate; `full`: reference and
     reward model share every card with the actor."""

@@ -111,16 +111,21 @@ def check_generation(config: Config) -> None:
     card captures."""
     check_context(config.rollout, config.parallel.infer.dcp)
     check_graphs(config.rollout, config.device.kind, config.device.operators)
-    if config.rollout.schedule.order == "histopipe" and not config.stalesync.max_staleness:
-        raise ValueError(
-            "rollout.schedule.order=histopipe: expected another one with stalesync.max_staleness=0, as it orders "
-            "two steps such that the second begins before the first has ended"
-        )
+    check_order(config)
     if config.rollout.kv_pool.pools_kv and not (config.rollout.max_chunk_tokens or config.pools_suspended):
         raise ValueError(
             "rollout.kv_pool.suspended=pool: expected rollout.schedule.chunk_tokens below "
             f"rollout.max_response_length={config.rollout.max_response_length}, or fusion.deployment=hybrid and "
             "stalesync.max_staleness > 0: otherwise no request leaves its engine before its KV is freed"
+        )
+
+
+def check_order(config: Config) -> None:
+    """Refuse an order of two steps for one."""
+    if config.rollout.schedule.order == "histopipe" and not config.stalesync.max_staleness:
+        raise ValueError(
+            "rollout.schedule.order=histopipe: expected another one with stalesync.max_staleness=0, as it orders "
+            "two steps such that the second begins before the first has ended"
         )
 
 

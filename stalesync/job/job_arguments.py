@@ -132,7 +132,7 @@ def job_config(
     stated = {override.split("=")[0] for override in arguments.overrides}
     assumed = [default for default in defaults if default.split("=")[0] not in stated]
     lines = [f"assumed unless stated: {' '.join(assumed)}"] if assumed else []
-    if off := [key for key in automatic.unresolved(config) if command in keys_of(Config)[key].use.read_by]:
+    if off := automatic.unresolved(config):
         lines.append(f"taken to be off, although a run may resolve auto: {' '.join(off)}")
     unmodelled = " ".join(f"{key}={as_yaml(value_of(config, key))}" for key in unread)
     lines += [f"not modelled: {unmodelled}"] if unread else []

@@ -20,6 +20,7 @@ from fusion.costmodel.shape import Shape
 from fusion.model import Parallel
 from fusion.model.options import InferLayoutConfig, LayoutConfig, TrainLayoutConfig
 from stalesync.job.config import Config
+from stalesync.job.cross_checks import check_order
 from stalesync.job.workload import lengths_of as assumed_lengths
 from stalesync.job.workload import setup_of
 from stalesync.simulator.drafts import DraftSpec
@@ -113,8 +114,9 @@ def base_of(scenario: Scenario, deployment: str) -> Base:
 
 
 def simulate(scenario: Scenario, base: Base, case: Case) -> Outcome:
-    """Simulate one run; raise ValueError, by key, if the layouts do not fit the cards."""
+    """Simulate one run; raise ValueError, by key, if the layouts do not fit the cards, or the order not the bound."""
     config = config_of(scenario, base, case)
+    check_order(config)
     setup = SimulationSetup.of(
         config,
         kv_tokens=base.kv_tokens,

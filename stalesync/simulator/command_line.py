@@ -15,6 +15,7 @@ from fusion.costmodel.hardware import Figure, Hardware
 from fusion.inference.config import DraftsConfig
 from fusion.npu.config import DeviceConfig
 from fusion.telemetry.validation import Checks
+from stalesync.job.config import Config
 from stalesync.job.cross_checks import check_minibatches
 from stalesync.job.job_arguments import JobArguments, cluster_of, job_config, layout_of, model_of, parse, print_answer
 from stalesync.simulator.cluster import Case, Scenario, base_of, check_supernodes, lengths_of, simulate
@@ -33,7 +34,7 @@ SCALE = ("slow_share", "slow_by", "network_gb_s", "scaling")
 """Options of what grows with the cluster"""
 OPTIONS = (*JOB, *ENVIRONMENT, *SCALE, "texts", "tokenizer", *SWEPT)
 DEFAULTS = ("model=bfloat16", "training.recompute=true", "run.steps=20")
-WIDTH = 150
+WIDTH = 165
 PUBLISHED_ACCEPTANCE = (
     "drafts: acceptance is an input, as published (Seer, RhymeRL); texts= measures it on recorded texts"
 )
@@ -45,7 +46,8 @@ def answer(arguments: Sequence[str], recipes: Path) -> None:
     png_path = parsed.paths.get("--png")
     if png_path == "-":
         raise ValueError("--png needs a path")
-    scenario, cases = scenario_of(parsed, recipes), cases_of(parsed.options)
+    scenario = scenario_of(parsed, recipes)
+    cases = cases_of(parsed.options, scenario.config)
     steps = scenario.config.run.steps
     for case in cases:
         check_supernodes(scenario, case.supernodes)
@@ -64,13 +66,12 @@ def answer(arguments: Sequence[str], recipes: Path) -> None:
     print_answer(render(scenario, bases, outcomes), content, json_path=parsed.paths.get("--json"), width=WIDTH)
 
 
-def cases_of(options: Mapping[str, str]) -> list[Case]:
-    """Return all combinations of the values of SWEPT."""
+def cases_of(options: Mapping[str, str], config: Config) -> list[Case]:
+    """Return all combinations of the values of SWEPT; ``config``: has those that are not stated, as by `system=`."""
+    ahead = options.get("stalesync.max_staleness", str(config.stalesync.max_staleness))
+    bounds = [_whole("stalesync.max_staleness", text) for text in ahead.split(",")]
     supernodes = [_whole("supernodes", text, least=1) for text in options.get("supernodes", "1").split(",")]
-    bounds = [
-        _whole("stalesync.max_staleness", text) for text in options.get("stalesync.max_staleness", "0").split(",")
-    ]
-    deployments = options.get("fusion", "colocated").split(",")
+    deployments = options.get("fusion", config.fusion.deployment).split(",")
     for name in deployments:
         if name not in DEPLOYMENTS:
             raise ValueError(f"fusion={name!r}: expected some of {', '.join(DEPLOYMENTS)}")

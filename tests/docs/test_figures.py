@@ -82,8 +82,7 @@ def refused_by_script(script, arguments):
     if str(script) in parts:
         parsed = parse(arguments, options=parts[str(script)], flags=["--json"], conf=RECIPES / "conf")
         if script.name == "simulate.py":
-            command_line.scenario_of(parsed, RECIPES)
-            command_line.cases_of(parsed.options)
+            command_line.cases_of(parsed.options, command_line.scenario_of(parsed, RECIPES).config)
     elif str(script) == "scripts/train.py" and arguments != ["--help"]:
         check_overrides(arguments, choices_in(RECIPES / "conf"))
     elif script.parts[0] == "benchmarks" and arguments != ["--help"]:

@@ -208,11 +208,12 @@ def test_the_published_workload_is_stated_by_arguments():
     assert workload_of(composed(CONF, stated.split())) == PUBLISHED_WORKLOAD
 
 
-def test_a_simulation_says_that_it_takes_auto_to_be_off():
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_says_that_it_takes_auto_to_be_off(command):
     def notes(length):
-        options = COMMANDS["simulate"].OPTIONS
+        options = COMMANDS[command].OPTIONS
         parsed = parse([*JOB, f"rollout.max_response_length={length}"], options=options, flags=[], conf=CONF)
-        return job_config(parsed, CONF, command="simulate", defaults=())[1]
+        return job_config(parsed, CONF, command=command, defaults=())[1]
 
     keys = "rollout.schedule.chunk_tokens rollout.drafts.source"
     assert f"taken to be off, although a run may resolve auto: {keys}" in notes(1024)

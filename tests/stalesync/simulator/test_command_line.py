@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from stalesync.job.config import Config
 from stalesync.simulator.cluster import Case
 from stalesync.simulator.command_line import answer, cases_of
 from stalesync.simulator.report import linearity
@@ -108,15 +109,30 @@ def test_assumptions_of_linearity_are_printed_and_written(tmp_path, capsys):
     (row,) = found["rows"]
     assert row["lost"]["slow dies"] > 0 and row["tokens_per_s"] < outcome(tmp_path)["rows"][0]["tokens_per_s"]
     shown = capsys.readouterr().out
+    assert "limits speed   limits linearity" in shown, "the table fits"
     for words in ("strong scaling", "50.00% of the dies slow by 10% to 20%", "GB/s a die between supernodes"):
         assert words in shown and any(words in line for line in found["assumptions"])
 
 
 def test_cases_are_all_combinations_once():
     swept = {"supernodes": "4,1,4", "fusion": "hybrid,colocated", "stalesync.max_staleness": "1,0"}
-    assert cases_of(swept) == [
+    assert cases_of(swept, Config()) == [
         Case(count, name, bound) for name in ("hybrid", "colocated") for bound in (0, 1) for count in (1, 4)
     ]
+
+
+@pytest.mark.parametrize(
+    ("system", "stated"),
+    [
+        ("sync", "fusion=separate rollout.schedule.order=fifo"),
+        ("all", "fusion=hybrid stalesync.max_staleness=1 rollout.kv_pool.suspended=pool rollout.drafts.source=both"),
+        ("rhyme", "stalesync.max_staleness=1 rollout.schedule.order=histopipe rollout.drafts.source=history"),
+        ("rlfusion fusion=full", "fusion.deployment=full stalesync.max_staleness=1"),
+    ],
+)
+def test_a_system_is_simulated_with_its_deployment_and_bound(tmp_path, system, stated):
+    rows = outcome(tmp_path, *f"system={system}".split())["rows"]
+    assert len(rows) == 1 and rows == outcome(tmp_path, *stated.split())["rows"]
 
 
 @pytest.mark.parametrize(
@@ -128,6 +144,7 @@ def test_cases_are_all_combinations_once():
             "rollout.drafts.source=siblings rollout.drafts.tree=4",
             "rollout.drafts.tree=4: expected null, as simulate.py does not model this key",
         ),
+        ("rollout.schedule.order=histopipe", "rollout.schedule.order=histopipe: expected another one with stalesync."),
         ("fusion=shared", "fusion='shared': expected some of separate, colocated, full, hybrid"),
         ("supernodes=0", "supernodes=0: expected whole numbers of at least 1"),
         ("stalesync.max_staleness=one", "stalesync.max_staleness=one: expected whole numbers of at least 0"),
