@@ -190,6 +190,7 @@ def _notes(figures: Figures) -> list[str]:
         "take modelled time. simulated: the run's decisions in virtual time, for Pangu 718B on CloudMatrix 384. "
         "input: chosen, not found out.",
         "No factor is fitted to a published ratio. Lengths of the published runs are not public.",
+        "separate has the split at which its modelled work would be done first; what fits into HBM is not modelled.",
         "Chunks gain where a group stays on its engine otherwise, or KV runs short; here any free engine takes any "
         "request, KV suffices, and the milliseconds in which one returns count as often as a second has modelled ones.",
     ]

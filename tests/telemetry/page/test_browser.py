@@ -216,6 +216,7 @@ def test_the_page_of_compare_has_published_and_own_figures_over_aligned_steps_of
     assert "14,000 published" in rows["tokens/s, separate s=0"] and "100 paced" in rows["tokens/s, separate s=0"]
     notes = page.locator("#comparison").inner_text()
     assert "Not valid, cards overran their time by more than 3%: full s=0, hybrid s=1, fifo s=0." in notes
+    assert "what fits into HBM is not modelled" in notes
     lanes = page.locator("#typical canvas.strips")
     lanes.scroll_into_view_if_needed()
     assert lanes.count() == 1 and lanes.bounding_box()["height"] == 40 * len(names) + 20
