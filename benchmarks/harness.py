@@ -2,9 +2,9 @@
 
     BENCHMARK = Benchmark(
         __doc__,
-        {"decode": "benchmarks.growth:decode"},             part: a function of the arguments that returns figures
+        {"queue": "benchmarks.growth:queue"},               part: a function of the arguments that returns figures
         [Option("rounds", 5, smoke=1, help="…")],
-        {"decode.us_at_64": "<= 1000"},                     target of a figure by its path; `*` matches
+        {"queue.*.bytes_per_sample": "<= 1000"},            target of a figure by its path; `*` matches
     )
 
 Parts are named, not imported. As a command a benchmark calls `main` next, and imports what takes time below that, so

@@ -51,7 +51,6 @@ WANTED = {
     "environments kv": {"restored", "restored_at_once"},
     "growth controller": {"staleness 0, 16.us_a_group", "staleness 1, 64.queue_calls"},
     "growth queue": {"1,000 held.put_samples_per_s", "5,000 held.bytes_per_sample"},
-    "growth decode": {"us.1", "us_at_64", "us_a_sequence"},
     "growth memory": {"folder_bytes_a_step"},
     "kv_pool requests": {"pull_ms", "prefill_over_remote_pull", "floor_wire_ms"},
     "kv_pool prompts": {"hit_over_memcpy", "whole_over_memcpy", "memcpy_ms", "first_token_ms", "prefill_ms"},

@@ -127,7 +127,7 @@ SAID_ELSEWHERE = [
         ("benchmarks/switch.py --only x", "unrecognized arguments: --only"),
         (
             "benchmarks/growth.py --only memori",
-            "--only: expected some of controller, queue, decode, memory, got memori",
+            "--only: expected some of controller, queue, memory, got memori",
         ),
         ("benchmarks/drafts.py --texts x", "--texts has an effect with --only texts"),
         ("benchmarks/stalesync.py --calibrate --json x", "--json is written only without --calibrate"),
