@@ -33,7 +33,7 @@ BENCHMARK = Benchmark(
         Option("rounds", 5, smoke=1, help="rounds that are measured"),
         Option("dtype", "float32", help="of weights", choices=("float32", "bfloat16")),
     ],
-    {"*.over_vllm": ">= 0.9"},
+    "*.over_vllm >= 0.9",
     sizes={"requests": (96, 8), "layers": (4, 2)},
 )
 

@@ -44,7 +44,7 @@ BENCHMARK = Benchmark(
         Option("until", 6.0, smoke=1.0, help="of `start`: seconds of the last one"),
         Option("every", 0.05, help="of `start`: seconds between two"),
     ],
-    {f"*.{fault}": "<= 0" for fault in FAULTS},
+    ", ".join(f"*.{fault} <= 0" for fault in FAULTS),
     default=("chains",),
     must_hold=True,
 )

@@ -44,14 +44,8 @@ BENCHMARK = Benchmark(
         Option("observation_tokens", 16, smoke=4, help="that an environment answers"),
         Option("speed", 0.5, smoke=4.0, help="modelled seconds a second of the paced engine"),
     ],
-    {
-        "pool.waiting_mb": "<= 200",
-        "pool.turning_mb": "<= 200",
-        "pool.waiting_core": "<= 0.05",
-        "zero_latency.ratio": ">= 0.95",
-        "latency.occupancy": ">= 0.9",
-        "kv.restored": ">= 0.95",
-    },
+    "pool.waiting_mb <= 200, pool.turning_mb <= 200, pool.waiting_core <= 0.05, zero_latency.ratio >= 0.95, "
+    "latency.occupancy >= 0.9, kv.restored >= 0.95",
 )
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ BENCHMARK = Benchmark(
         "memory": "benchmarks.growth_run:memory",
     },
     [Option("steps", 1000, smoke=6, help="of the run whose memory is measured")],
-    {"controller.*.us_a_group": "<= 50", "memory.*.growth": "<= 0.02"},
+    "controller.*.us_a_group <= 50, memory.*.growth <= 0.02",
     sizes={"groups": ((64, 256, 1024, 4096, 16384), (16, 64)), "min_groups": (8192, 64), "rounds": (3, 1)}
     | {"held": ((10_000, 100_000, 1_000_000), (1_000, 5_000)), "batch": (4096, 512)},
 )

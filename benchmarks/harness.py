@@ -4,7 +4,7 @@
         __doc__,
         {"queue": "benchmarks.growth:queue"},               part: a function of the arguments that returns figures
         [Option("rounds", 5, smoke=1, help="…")],
-        {"queue.*.bytes_per_sample": "<= 1000"},            target of a figure by its path; `*` matches
+        "queue.*.bytes_per_sample <= 1000",                 targets of figures by their path; `*` matches
     )
 
 Parts are named, not imported. As a command a benchmark calls `main` next, and imports what takes time below that, so
@@ -66,6 +66,7 @@ class Benchmark:
 
     Attributes:
         parts: name → `module:function`; a single one has the name "".
+        targets: `PATH <= BOUND` or `PATH >= BOUND`, separated by commas; PATH may contain wildcards.
         sizes: fields of the arguments that only --smoke changes: name → value, and that with --smoke.
         default: names of the parts that run without --only; (): all.
         extra: what follows the options on the command line, e.g. overrides of a run's config; None: nothing may.
@@ -76,7 +77,7 @@ class Benchmark:
     doc: str
     parts: Mapping[str, str]
     options: Sequence[Option] = ()
-    targets: Mapping[str, str] = field(default_factory=dict)
+    targets: str = ""
     default: Sequence[str] = ()
     extra: str | None = None
     must_hold: bool = False
@@ -188,14 +189,13 @@ def shown(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
-def compared(figures: Mapping[str, Any], targets: Mapping[str, str]) -> Iterator[str]:
+def compared(figures: Mapping[str, Any], targets: str) -> Iterator[str]:
     """Yield a line for each figure that has a target, with whether it is met."""
     for path, value in leaves(figures):
-        for pattern, target in targets.items():
+        for pattern, relation, bound in map(str.split, filter(None, targets.split(","))):
             if value is not None and fnmatchcase(path, pattern):
-                relation, bound = target.split()
                 met = value <= float(bound) if relation == "<=" else value >= float(bound)
-                yield f"{'ok    ' if met else 'MISSED'} {path}: {shown(value)}, target {target}"
+                yield f"{'ok    ' if met else 'MISSED'} {path}: {shown(value)}, target {relation} {bound}"
 
 
 def leaves(figures: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -40,12 +40,8 @@ BENCHMARK = Benchmark(
         Option("fusion", "colocated", help="deployments of `quickstart`, separated by commas"),
         Option("svg", None, help="write the plot to this file; of `deployments` NAME_hybrid, NAME_separate"),
     ],
-    {
-        "staleness.?.difference": ">= -0.03",
-        "staleness.?.worst": ">= -0.15",
-        "deployments.?.?.difference": ">= -0.03",
-        "deployments.?.?.worst": ">= -0.15",
-    },
+    "staleness.?.difference >= -0.03, staleness.?.worst >= -0.15, deployments.?.?.difference >= -0.03, "
+    "deployments.?.?.worst >= -0.15",
     default=("staleness",),
     extra="overrides of the runs' config",
     sizes={"bounds": ("0,1,2", "0,1"), "base": ("", "0"), "prompts": (None, 8)},

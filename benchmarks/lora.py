@@ -26,12 +26,7 @@ BENCHMARK = Benchmark(
         Option("rank", 16, smoke=2, help="of the adapters"),
         Option("rounds", 5, smoke=1, help="rounds that are measured"),
     ],
-    {
-        "switch.ratio": "<= 1.1",
-        "hbm.ratio": "<= 0.45",
-        "step.ratio": "<= 1.1",
-        "decode.ratio": "<= 1.3",
-    },
+    "switch.ratio <= 1.1, hbm.ratio <= 0.45, step.ratio <= 1.1, decode.ratio <= 1.3",
     sizes={"layers": (8, 2), "hidden": (512, 64), "tokens": (256, 32)},
 )
 

@@ -24,7 +24,7 @@ BENCHMARK = Benchmark(
         Option("groups", 16, smoke=2, help="gradient buckets to which the states belong"),
         Option("rounds", 15, smoke=1, help="rounds that are measured"),
     ],
-    {"offload.ratio": ">= 0.9"},
+    "offload.ratio >= 0.9",
 )
 
 if __name__ == "__main__":

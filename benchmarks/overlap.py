@@ -28,7 +28,7 @@ BENCHMARK = Benchmark(
         Option("rounds", 5, smoke=1, help="rounds that are measured"),
         Option("mib", 16, smoke=1, help="MiB of optimizer states on each card"),
     ],
-    {"overlap.hidden_share": ">= 0.8"},
+    "overlap.hidden_share >= 0.8",
 )
 
 if __name__ == "__main__":

@@ -29,12 +29,8 @@ BENCHMARK = Benchmark(
         Option("rounds", 2, smoke=1, help="runs of each side"),
         Option("base", "", help="folder of a base model made earlier; default: make one, which takes minutes"),
     ],
-    {
-        "both.generation_ratio": ">= 1.8",
-        "both.step_ratio": ">= 1.2",
-        "both.step_ratio_over_expected": ">= 0.95",
-        "both.equal_samples": ">= 1",
-    },
+    "both.generation_ratio >= 1.8, both.step_ratio >= 1.2, both.step_ratio_over_expected >= 0.95, "
+    "both.equal_samples >= 1",
     extra="config overrides of both sides",
     sizes={"prompts": (4, 2), "steps_of_epoch": (4, 1), "target": ("", "0"), "hidden": (384, 64)},
 )

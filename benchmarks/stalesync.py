@@ -44,16 +44,8 @@ BENCHMARK = Benchmark(
         Option("lending", False, help="compare a run with one that lends cards"),
         Option("rounds", 1, help="of --lending"),
     ],
-    {
-        "*.pace_overrun": "<= 0.03",
-        "*.stale_beyond_bound": "<= 0",
-        "*.mixed": ">= 1",
-        "*.suspended": ">= 1",
-        "*.over_synchronous": ">= 1",
-        "best_ratio_to_bound": ">= 0.92",
-        "stalesync_gain": ">= 1",
-        "calibration_error": "<= 0.05",
-    },
+    "*.pace_overrun <= 0.03, *.stale_beyond_bound <= 0, *.mixed >= 1, *.suspended >= 1, *.over_synchronous >= 1, "
+    "best_ratio_to_bound >= 0.92, stalesync_gain >= 1, calibration_error <= 0.05",
     check=check,
     sizes={"steps": (6, 1), "lending_steps": (14, 1), "cards": (8, 2), "prompts": (64, 2)}
     | {"speed": (96.0, 3000.0), "bounds": ((0, 1, 2), (0, 1))},

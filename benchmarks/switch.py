@@ -72,14 +72,8 @@ BENCHMARK = Benchmark(
         Option("layers", 8, smoke=2, help="layers of the model"),
         Option("hidden", 512, smoke=64, help="its channels"),
     ],
-    {
-        "*.ratio_to_floor": "<= 1.5",
-        "*.extra_buckets": "<= 4",
-        "*.extra_buckets_reserved": "<= 4",
-        "*.fits": ">= 1",
-        "*.over_megatron": "<= 0.5",
-        "*.extra_of_megatron": "<= 0.25",
-    },
+    "*.ratio_to_floor <= 1.5, *.extra_buckets <= 4, *.extra_buckets_reserved <= 4, *.fits >= 1, "
+    "*.over_megatron <= 0.5, *.extra_of_megatron <= 0.25",
     check=check,
 )
 

@@ -31,7 +31,7 @@ BENCHMARK = Benchmark(
         Option("rounds", 3, smoke=1, help="rounds that are measured"),
         Option("steps", 120, smoke=4, help="maximum number of steps of a run"),
     ],
-    {"step_ratio": ">= 1.5"},
+    "step_ratio >= 1.5",
     extra="config overrides of rlfusion's side",
     sizes={"prompts": (64, 8), "target": ("", "0")},
 )

@@ -39,7 +39,7 @@ BENCHMARK = Benchmark(
     "Of nothing.",
     {"one": f"{__name__}:measure", "two": f"{__name__}:measure"},
     [Option("rounds", 7, smoke=1, help="rounds"), Option("sizes", (8, 9), smoke=(1,)), Option("fast", False, help="x")],
-    {"*.ratio": ">= 0.9", "two.seconds": "<= 1"},
+    "*.ratio >= 0.9, two.seconds <= 1",
     check=lambda args: "--rounds is of two" if "rounds" in args.given and args.parts == ["one"] else "",
 )
 
@@ -76,7 +76,7 @@ def test_figures_are_written_with_machine_and_commit_and_checked_against_their_t
 
 def test_a_target_is_checked_where_it_was_measured():
     figures = {"decode": {"us_at_64": 1001.0, "intercept_us": 7.0}, "calls": {"growth": 0}, "none": {"us_at_64": None}}
-    lines = checked(figures, {"*.us_at_64": "<= 1000", "calls.growth": "<= 0", "absent": ">= 1"})
+    lines = checked(figures, "*.us_at_64 <= 1000, calls.growth <= 0, absent >= 1")
     assert [line.split()[:2] for line in lines] == [["MISSED", "decode.us_at_64:"], ["ok", "calls.growth:"]]
 
 
