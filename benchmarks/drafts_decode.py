@@ -42,17 +42,9 @@ def real(args: Namespace) -> Figures:
     """Decode with drafts and without, in turns."""
     torch.set_num_threads(1)
     device: Any = PlainCpu(FREE_BYTES)
-    config = tiny_config(
-        vocab_size=VOCABULARY,
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=args.layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=64,
-        num_experts_per_tok=2,
-        moe_intermediate_size=448,
-    )
+    sizes = dict(vocab_size=VOCABULARY, hidden_size=512, intermediate_size=1536, moe_intermediate_size=448)
+    sizes |= dict(num_attention_heads=8, num_key_value_heads=4, head_dim=64, num_experts_per_tok=2)
+    config = tiny_config(num_hidden_layers=args.layers, **sizes)
     model = randomise(Transformer(config, Mesh.single(), device), std=0.03)
     figures: Figures = {}
     for live in args.live:

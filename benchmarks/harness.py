@@ -157,27 +157,23 @@ def machine() -> dict[str, Any]:
 
 
 def rendered(figures: Mapping[str, Any], name: str = "") -> Iterator[str]:
-    """Yield lines that show figures: numbers as `name value`, dicts that have the same names as a table."""
-    tables: dict[tuple[str, ...], dict[str, Figures]] = {}
+    """Yield lines that show figures: numbers as `name value`, dicts that all have the same names as a table."""
+    rows = {key: value for key, value in figures.items() if isinstance(value, Mapping)}
     for key, value in figures.items():
-        if isinstance(value, list) and value and isinstance(value[0], Mapping):
-            continue  # details, for the file
-        if not isinstance(value, Mapping):
+        is_details = isinstance(value, list) and value and isinstance(value[0], Mapping)  # for the file
+        if key not in rows and not is_details:
             yield f"{f'{name}{key}':40} {shown(value)}"
-        elif value and not any(isinstance(one, (Mapping, list)) for one in value.values()):
-            tables.setdefault(tuple(value), {})[f"{name}{key}"] = dict(value)
-        else:
-            yield from rendered(value, f"{name}{key}.")
-    for columns, rows in tables.items():
-        if len(rows) == 1 or len(columns) > 12:
-            for key, row in rows.items():
-                yield from rendered(row, f"{key}.")
-            continue
-        cells = [["", *columns], *([key, *map(shown, row.values())] for key, row in rows.items())]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        for first, *rest in cells:
-            numbers = (cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))
-            yield "  ".join([first.ljust(widths[0]), *numbers])
+    columns, *others = {tuple(row) for row in rows.values()} or {()}
+    plain = not any(isinstance(one, (Mapping, list)) for row in rows.values() for one in row.values())
+    if others or len(rows) < 2 or len(columns) > 12 or not plain:
+        for key, row in rows.items():
+            yield from rendered(row, f"{name}{key}.")
+        return
+    cells = [["", *columns], *([f"{name}{key}", *map(shown, row.values())] for key, row in rows.items())]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for first, *rest in cells:
+        numbers = (cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))
+        yield "  ".join([first.ljust(widths[0]), *numbers])
 
 
 def shown(value: Any) -> str:

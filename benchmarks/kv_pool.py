@@ -68,14 +68,8 @@ from tests.distqueue.nodes import Nodes
 from tests.helpers import tiny_config
 from tests.rollouts import rollout_config
 
-SHAPE: dict[str, Any] = dict(
-    hidden_size=256,
-    intermediate_size=512,
-    num_attention_heads=8,
-    num_key_value_heads=4,
-    head_dim=64,
-    max_position_embeddings=8192,
-)
+SHAPE: dict[str, Any] = dict(hidden_size=256, intermediate_size=512, max_position_embeddings=8192)
+SHAPE |= dict(num_attention_heads=8, num_key_value_heads=4, head_dim=64)
 COLD_BYTES = 256 << 20
 """Bytes of the buffers that the floors use in turn: they do not fit into a cache"""
 FLOOR_ROUNDS = 32

@@ -47,19 +47,11 @@ def on_cards(part: Callable[..., Any], world: int, *args: Any) -> list[Any]:
 
 def moe_of(args: Namespace) -> ModelConfig:
     """Return a Qwen3-MoE of ``args.layers`` layers with ``args.hidden`` channels: 89M parameters of 8 with 512."""
-    return tiny_config(
-        vocab_size=32 * args.hidden,
-        hidden_size=args.hidden,
-        intermediate_size=2 * args.hidden,
-        num_hidden_layers=args.layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=args.hidden // 8,
-        num_experts=16,
-        num_experts_per_tok=4,
-        moe_intermediate_size=21 * args.hidden // 32,
-        tie_word_embeddings=False,
-    )
+    width = args.hidden
+    sizes = dict(vocab_size=32 * width, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=args.layers)
+    sizes |= dict(num_attention_heads=8, num_key_value_heads=4, head_dim=width // 8)
+    sizes |= dict(num_experts=16, num_experts_per_tok=4, moe_intermediate_size=21 * width // 32)
+    return tiny_config(**sizes, tie_word_embeddings=False)
 
 
 def randomise(model: Transformer, std: float = 0.02) -> Transformer:
