@@ -16,7 +16,6 @@ import time
 from argparse import Namespace
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -81,42 +80,29 @@ MAX_REQUESTS = 1.5
 """Requests that an engine has, relative to those that it decodes at a time: as in `stalesync.policy.admission_spec`"""
 
 
-@dataclass(frozen=True)
-class Conversations:
-    """What is run: ``count`` conversations, ``in_progress`` at a time, each of ``turns`` of ``turn`` tokens."""
-
-    count: int
-    in_progress: int
-    slots: int
-    turns: int
-    turn: int
-    observation: int
-    latency_s: float
-    speed: float
-
-    @property
-    def max_tokens(self) -> int:
-        """Tokens of a response, with room for one more: its length does not end it."""
-        return self.turns * self.turn + (self.turns - 1) * self.observation + 1
-
-
 class Side:
-    """One run: the engine, its buffer, and the conversations that are away."""
+    """One run of conversations of ``num_turns``, in which as many tokens are sampled whatever their number: the engine,
+    its buffer, and the conversations that are away."""
 
-    def __init__(self, spec: Conversations) -> None:
-        self.spec, self.queue, self.buffer = spec, LocalQueue(["train"]), RequestBuffer()
-        pace = Pace(load_shape("olmoe_7b", SHAPES).shape, hardware_named("ascend_910c"), 1, spec.speed)
+    def __init__(self, args: Namespace, num_turns: int, latency_s: float = 0.0) -> None:
+        self.queue, self.buffer = LocalQueue(["train"]), RequestBuffer()
+        self.slots, self.in_progress, self.num_turns = args.slots, IN_PROGRESS * args.slots, num_turns
+        self.count, self.latency_s = WAVES * self.in_progress, latency_s
+        self.turn_tokens, self.observation = args.turns * args.turn_tokens // num_turns, args.observation_tokens
+        # with room for one more token: its length does not end a response
+        self.max_tokens = num_turns * self.turn_tokens + (num_turns - 1) * self.observation + 1
+        pace = Pace(load_shape("olmoe_7b", SHAPES).shape, hardware_named("ascend_910c"), 1, args.speed)
         self.pacer, device = Pacer(), open_device("emulated")
         model = randomise(Transformer(tiny_config(experts=False, num_hidden_layers=1), Mesh.single(), device))
         model.requires_grad_(False)
-        longest = PROMPT_TOKENS + spec.max_tokens
-        limits = dict(max_length=longest, max_seqs=spec.slots, max_kv_tokens=spec.in_progress * (longest + 16))
+        longest = PROMPT_TOKENS + self.max_tokens
+        limits = dict(max_length=longest, max_seqs=self.slots, max_kv_tokens=self.in_progress * (longest + 16))
         config = rollout_config(max_batch_tokens=512, prefix_cache=False, suspended="keep", **limits)
-        cost = EngineCost(pace, Parallel(), full_batch=spec.slots)
+        cost = EngineCost(pace, Parallel(), full_batch=self.slots)
         parts = dict(memory=HostPool(device), pacer=self.pacer, cost=cost)
         self.engine = PacedEngine(model, model.mesh, device, config, **parts)
         self.engine.allocate_kv()
-        self.stage = EngineStage(self.engine, self.queue, turns=spec.turns > 1)
+        self.stage = EngineStage(self.engine, self.queue, turns=self.num_turns > 1)
         self.begun = self.ended = 0
         self.turns: dict[str, int] = {}
         """Number of turns that have ended, by conversation"""
@@ -125,7 +111,7 @@ class Side:
 
     def run(self) -> Figures:
         with ThreadPoolExecutor(1) as threads:
-            for _ in range(self.spec.in_progress):
+            for _ in range(self.in_progress):
                 self._begin()
             first = self._requests(self._dispatch())
             running = threads.submit(self.stage.run, first, stay=True, metrics=Metrics(), timeline=Timeline("card"))
@@ -138,24 +124,24 @@ class Side:
         """Return tokens/s; ``occupancy``: mean share of the slots that decode; ``restored``: share of the context of
         later turns whose KV was not computed again; ``step_s``: modelled seconds of decoding for as many tokens as
         there are slots; ``overrun``: share of the seconds by which steps ended later than modelled."""
-        spec, engine, shares, start = self.spec, self.engine, list[float](), None
-        while self.begun < spec.count:
+        engine, shares, start = self.engine, list[float](), None
+        while self.begun < self.count:
             if running.done():
                 raise RuntimeError("the engine has stopped") from running.exception()
-            for one in self.stage.await_suspended(POLL_S) if spec.turns > 1 else ():
+            for one in self.stage.await_suspended(POLL_S) if self.num_turns > 1 else ():
                 self.buffer.suspend(0, one)
                 self.turns[one.id] += 1
-                heapq.heappush(self.away, (time.perf_counter() + spec.latency_s, one.id))
+                heapq.heappush(self.away, (time.perf_counter() + self.latency_s, one.id))
             self._answer()
             self._take_finished()
             if entries := self._dispatch():
                 self.stage.submit(self._requests(entries))
             if forgotten := self.buffer.take_left_kv():
                 engine.forget(forgotten[0])
-            if start is None and self.begun > spec.in_progress:
+            if start is None and self.begun > self.in_progress:
                 start = self._totals()
             if start is not None:
-                shares.append(engine.status()["running"] / spec.slots)
+                shares.append(engine.status()["running"] / self.slots)
             time.sleep(POLL_S)
         assert start is not None, "no conversation has ended"
         gained = {name: value - start[name] for name, value in self._totals().items()}
@@ -164,7 +150,7 @@ class Side:
             "tokens_per_s": gained["generated_tokens"] / gained["seconds"],
             "occupancy": mean(shares),
             "restored": gained["kv_restored_tokens"] / context if context else 0.0,
-            "step_s": gained["decode_s"] / (gained["decoded_sequences"] / spec.slots),
+            "step_s": gained["decode_s"] / (gained["decoded_sequences"] / self.slots),
             "overrun": gained["overrun_s"] / gained["seconds"],
         }
 
@@ -174,20 +160,20 @@ class Side:
 
     def _begin(self) -> None:
         id = f"g{self.begun}/0"
-        self.buffer.add(id[:-2], [id], PROMPT_TOKENS, self.spec.max_tokens)
+        self.buffer.add(id[:-2], [id], PROMPT_TOKENS, self.max_tokens)
         self.turns[id] = 0
         self.begun += 1
 
     def _dispatch(self) -> Sequence[Entry]:
-        room = EngineRoom(round(MAX_REQUESTS * self.spec.slots))
+        room = EngineRoom(round(MAX_REQUESTS * self.slots))
         return self.buffer.dispatch([0], room)[0] if self.buffer.num("waiting") else ()
 
     def _requests(self, entries: Sequence[Entry]) -> list[Request]:
-        params = SamplingParams(max_tokens=self.spec.max_tokens, stop_token_ids=())
-        several, found = self.spec.turns > 1, []
+        params = SamplingParams(max_tokens=self.max_tokens, stop_token_ids=())
+        several, found = self.num_turns > 1, []
         for entry in entries:
             before: Any = dict(earlier=entry.earlier, observation=entry.observation)
-            before |= dict(kv_rank=entry.kv[1] if entry.kv else None, exact_tokens=self.spec.turn)
+            before |= dict(kv_rank=entry.kv[1] if entry.kv else None, exact_tokens=self.turn_tokens)
             found.append(Request(entry.id, _prompt(entry.id), params, group=entry.group, turns=several, **before))
         return found
 
@@ -196,12 +182,12 @@ class Side:
         answered, ended = [], []
         while self.away and self.away[0][0] <= time.perf_counter():
             _, id = heapq.heappop(self.away)
-            (ended if self.turns[id] == self.spec.turns else answered).append(self.buffer.entries[id])
+            (ended if self.turns[id] == self.num_turns else answered).append(self.buffer.entries[id])
         if answered:
-            said = [torch.arange(self.spec.observation) for _ in answered]
+            said = [torch.arange(self.observation) for _ in answered]
             self.queue.put(PackedBatch.from_samples([entry.earlier for entry in answered], {OBSERVATION: said}))
         for entry in answered:
-            self.buffer.observe_returned(entry.id, self.spec.observation)
+            self.buffer.observe_returned(entry.id, self.observation)
         if ended:
             self.stage.complete([EndedConversation(entry.earlier, entry.group, _prompt(entry.id)) for entry in ended])
 
@@ -209,11 +195,11 @@ class Side:
         finished = [id for id in self.queue.holding("response") if id in self.buffer.entries]
         if not finished:
             return
-        self.buffer.finish({id: self.spec.max_tokens - 1 for id in finished})
+        self.buffer.finish({id: self.max_tokens - 1 for id in finished})
         self.queue.drop(finished, "measured")
         for id in finished:
             self.buffer.remove(id[:-2])
-            if self.begun < self.spec.count:
+            if self.begun < self.count:
                 self._begin()
 
 
@@ -222,24 +208,10 @@ def _prompt(id: str) -> tuple[int, ...]:
     return tuple(2 + (number + position) % 29 for position in range(PROMPT_TOKENS))
 
 
-def run(spec: Conversations) -> Figures:
-    found = Side(spec).run()
-    progress(f"{spec.turns} turns, latency {spec.latency_s:.3f} s", found)
+def run(args: Namespace, num_turns: int, latency_s: float = 0.0) -> Figures:
+    found = Side(args, num_turns, latency_s).run()
+    progress(f"{num_turns} turns, latency {latency_s:.3f} s", found)
     return found
-
-
-def spec_of(args: Namespace, turns: int) -> Conversations:
-    """Return conversations of ``turns``; as many tokens are sampled whatever their number."""
-    return Conversations(
-        count=WAVES * IN_PROGRESS * args.slots,
-        in_progress=IN_PROGRESS * args.slots,
-        slots=args.slots,
-        turns=turns,
-        turn=args.turns * args.turn_tokens // turns,
-        observation=args.observation_tokens,
-        latency_s=0.0,
-        speed=args.speed,
-    )
 
 
 _found: dict[str, Figures] = {}
@@ -250,7 +222,7 @@ def at_once(args: Namespace) -> dict[str, Figures]:
     """Run conversations of one turn and of several in turns, once; their environments answer at once."""
     if not _found:
         turns = {"single": 1, "several": args.turns}
-        sides = {name: lambda _, count=count: run(spec_of(args, count)) for name, count in turns.items()}
+        sides = {name: lambda _, count=count: run(args, count) for name, count in turns.items()}
         _found.update({name: medians_of(found) for name, found in in_turns(sides, args.rounds, warm_ups=0).items()})
     return {name: _found[name] for name in ("single", "several")}
 
@@ -259,8 +231,8 @@ def with_latency(args: Namespace) -> Figures:
     """Run conversations of several turns, once, whose environments answer after `STEPS_AWAY` decode steps."""
     latency_s = STEPS_AWAY * at_once(args)["several"]["step_s"]
     if "latency" not in _found:
-        spec = replace(spec_of(args, args.turns), latency_s=latency_s)
-        _found["latency"] = {"latency_s": latency_s, **medians_of([run(spec) for _ in range(args.rounds)])}
+        found = [run(args, args.turns, latency_s) for _ in range(args.rounds)]
+        _found["latency"] = {"latency_s": latency_s, **medians_of(found)}
     return _found["latency"]
 
 
