@@ -183,7 +183,6 @@ def compared(rows_by_side: Mapping[str, Sequence[Row]], workload: Workload = WOR
         none, probe = sides["none"], sides["probe"]
         ratios = {
             "ratio": none["step_s"] / probe["step_s"],
-            "ratio_without_probe": none["step_s"] / sides["drafts"]["step_s"],
             "tail_cut": 1 - probe["tail_s"] / none["tail_s"] if none["tail_s"] else None,
         }
         figures[epoch] = sides | ratios
@@ -192,13 +191,10 @@ def compared(rows_by_side: Mapping[str, Sequence[Row]], workload: Workload = WOR
 
 def figures_of(measured: Measured) -> Figures:
     """Return means over steps; seconds are modelled ones, tokens those of the run."""
-    speed, workload = measured.workload.speed, measured.workload
+    speed = measured.workload.speed
     return {
         "step_s": measured.step_s * speed,
-        "generation_s": measured.mean("timing_s/gen") * speed,
         "tail_s": measured.mean("timing_s/gen_tail") * speed,
-        "decode_s_of_a_card": measured.work("modelled", "decode") / len(measured.rows) / workload.cards * speed,
         "tokens_per_forward": measured.mean("rollout/tokens_per_forward_mean"),
-        "response_tokens": measured.mean("response_length/mean"),
         "overrun": measured.overrun,
     }

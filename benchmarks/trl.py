@@ -14,7 +14,6 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,17 +45,6 @@ TASK = {"group_size": 8, "response_tokens": 5, "minibatches": 2, "kl_coef": 0.00
 REACHED, WINDOW, POLL_S = 0.9, 5, 0.005
 
 
-@dataclass(frozen=True)
-class Run:
-    """Figures of one run: ``step_s``: median seconds of a step; ``reached_s``: seconds of the steps until `REACHED`,
-    None: it was not; ``steps``: number of steps; ``reward``: mean of the last `WINDOW` steps."""
-
-    step_s: float
-    reached_s: float | None
-    steps: int
-    reward: float
-
-
 def measure(args: Namespace) -> Figures:
     """Run both sides in turns."""
     installed = version_of(args.trl)
@@ -66,7 +54,7 @@ def measure(args: Namespace) -> Figures:
     with temporary_folder() as folder:
         base = make_base(folder / "base", "addition", *(["--target", args.target] if args.target else []))
 
-        def run(side: str, round: int) -> Run:
+        def run(side: str, round: int) -> Figures:
             home = folder / f"{side}-{round}"
             options: Any = dict(base=base, home=home, steps=args.steps, seed=round, task=task)
             command = ours(args.overrides, **options) if side == "rlfusion" else theirs(args.trl, **options)
@@ -74,7 +62,7 @@ def measure(args: Namespace) -> Figures:
             rows = follow(command, home, until=lambda rows: ends(rows, args.steps), poll_s=POLL_S,
                           environment=environment)  # fmt: skip
             found = figures_of([when for when, _ in rows], [row["critic/rewards/mean"] for _, row in rows])
-            progress(f"{side}, round {round + 1}", vars(found))
+            progress(f"{side}, round {round + 1}", found)
             return found
 
         sides = ["rlfusion", *(["trl"] if installed == VERSION else [])]
@@ -107,12 +95,18 @@ def theirs(python: str, *, base: Path, home: Path, steps: int, seed: int, task: 
     return [python, "-c", f"{code}train(**json.loads(sys.argv[2]))", str(ROOT), json.dumps(options)]
 
 
-def figures_of(times: Sequence[float], rewards: Sequence[float]) -> Run:
-    """Return the figures of a run from the times at which its steps ended, and their rewards."""
+def figures_of(times: Sequence[float], rewards: Sequence[float]) -> Figures:
+    """Return the figures of a run from the times at which its steps ended, and their rewards. `step_s`: median seconds
+    of a step; `reached_s`: seconds of the steps until `REACHED`, None: it was not."""
     step_s = statistics.median(later - earlier for earlier, later in zip(times, times[1:], strict=False))
     seconds = times[-1] - times[0] + step_s  # the first step began one step before its end
-    last = rewards[-WINDOW:]
-    return Run(step_s, seconds if reached(rewards) else None, len(rewards), sum(last) / len(last))
+    reward = statistics.mean(rewards[-WINDOW:])
+    return {
+        "step_s": step_s,
+        "reached_s": seconds if reached(rewards) else None,
+        "steps": len(rewards),
+        "reward": reward,
+    }
 
 
 def ends(rows: Sequence[dict[str, float]], steps: int) -> bool:
@@ -125,17 +119,16 @@ def reached(rewards: Sequence[float]) -> bool:
     return len(rewards) >= WINDOW and sum(rewards[-WINDOW:]) / WINDOW >= REACHED
 
 
-def summary(figures: dict[str, list[Run]]) -> Figures:
+def summary(runs_by_side: dict[str, list[Figures]]) -> Figures:
     """Return the medians over the rounds, and their ratios (None where a round did not reach the reward)."""
     found: Figures = {}
-    for side, runs in figures.items():
-        seconds = [one.reached_s for one in runs if one.reached_s is not None]
-        found[f"{side}_step_s"] = statistics.median(one.step_s for one in runs)
-        found[f"{side}_reached_s"] = statistics.median(seconds) if len(seconds) == len(runs) else None
     for name in ("step", "reached"):
-        both = [found.get(f"{side}_{name}_s") for side in ("rlfusion", "trl")]
-        if None not in both:
-            found[f"{name}_ratio"] = both[1] / both[0]  # type: ignore[operator]
+        for side, runs in runs_by_side.items():
+            seconds = [one[f"{name}_s"] for one in runs]
+            found[f"{side}_{name}_s"] = None if None in seconds else statistics.median(seconds)
+        ours, theirs = (found.get(f"{side}_{name}_s") for side in ("rlfusion", "trl"))
+        if ours and theirs:
+            found[f"{name}_ratio"] = theirs / ours
     return found
 
 

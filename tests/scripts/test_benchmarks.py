@@ -17,7 +17,7 @@ from benchmarks.paced import Measured, Mode
 from benchmarks.rollout_workloads import WORKLOADS
 from benchmarks.runs import follow, new_lines
 from benchmarks.switch import floor_of
-from benchmarks.trl import Run, figures_of, summary
+from benchmarks.trl import figures_of, summary
 from tests.rollout.drafts.modelled_engines import Cluster
 
 
@@ -141,18 +141,22 @@ def test_a_growing_file_is_read_by_whole_lines(tmp_path):
     assert new_lines(path, 4) == (["half"], 9) and new_lines(path, 9) == ([], 9)
 
 
+def run_of(step_s, reached_s, steps=9, reward=0.9):
+    return {"step_s": step_s, "reached_s": reached_s, "steps": steps, "reward": pytest.approx(reward)}
+
+
 def test_a_run_reaches_its_reward_by_the_mean_of_five_steps_and_counts_its_first_step():
     times, rewards = [10.0, 12.0, 13.0, 14.0, 15.0, 16.0], [0.5, 0.9, 0.9, 0.9, 0.9, 0.9]
-    assert figures_of(times, rewards) == Run(step_s=1.0, reached_s=7.0, steps=6, reward=pytest.approx(0.9))
-    assert figures_of(times[:5], rewards[:5]).reached_s is None
+    assert figures_of(times, rewards) == run_of(1.0, 7.0, steps=6)
+    assert figures_of(times[:5], rewards[:5])["reached_s"] is None
 
 
 def test_a_ratio_is_that_of_medians_and_absent_where_a_round_did_not_get_there():
-    runs = {"rlfusion": [Run(step_s, 10.0, 9, 0.9) for step_s in (1.0, 2.0, 9.0)]}
+    runs = {"rlfusion": [run_of(step_s, 10.0) for step_s in (1.0, 2.0, 9.0)]}
     assert "step_ratio" not in summary(runs)
-    runs["trl"] = [Run(step_s, 30.0, 9, 0.9) for step_s in (3.0, 9.0, 1.0)]
+    runs["trl"] = [run_of(step_s, 30.0) for step_s in (3.0, 9.0, 1.0)]
     assert summary(runs)["step_ratio"] == 1.5 and summary(runs)["reached_ratio"] == 3.0
-    runs["trl"][0] = Run(3.0, None, 9, 0.4)
+    runs["trl"][0] = run_of(3.0, None, reward=0.4)
     assert summary(runs)["trl_reached_s"] is None and "reached_ratio" not in summary(runs)
 
 
