@@ -1,4 +1,4 @@
-"""Find the operations for which the host waits."""
+"""Find the operations for which the host waits for a card."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from torch.utils._pytree import tree_leaves
 
 
 class HostReads(TorchDispatchMode):
-    """Collects the operations that make the host wait for a card: copies from it, and results sized by its data."""
+    """Collects the operations that make the host wait for a card: copies from it, and results sized by its data; and
+    ``sent``: copies to it for which the host waits, too."""
 
     def __init__(self):
         super().__init__()
         self.found = []
+        self.sent = []
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         result = operation(*args, **(kwargs or {}))
@@ -20,6 +22,8 @@ class HostReads(TorchDispatchMode):
         leaves_card = "npu" in _places(args) and "cpu" in _places(result)
         if leaves_card or name in ("_local_scalar_dense", "bincount", "nonzero"):
             self.found.append(name)
+        if "cpu" in _places(args) and "npu" in _places(result) and not (kwargs or {}).get("non_blocking"):
+            self.sent.append(name)
         return result
 
 

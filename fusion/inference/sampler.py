@@ -14,7 +14,7 @@ the bit those of a sampler that has none.
 """
 
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -47,10 +47,16 @@ def sample(logits_BV: torch.Tensor, params: list[SamplingParams], uniforms_B: np
     if all(greedy):
         tokens = logits.argmax(-1)
     else:
-        tokens = _invert(logprobs.exp(), torch.from_numpy(uniforms_B).to(logits))
+        tokens = _invert(logprobs.exp(), _to_card(uniforms_B, logits))
         if any(greedy):
-            tokens = torch.where(torch.tensor(greedy, device=tokens.device), logits.argmax(-1), tokens)
+            tokens = torch.where(_to_card(greedy, tokens, torch.bool), logits.argmax(-1), tokens)
     return _to_host(tokens, logprobs.gather(1, tokens.unsqueeze(1)).squeeze(1))
+
+
+def _to_card(values: Any, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Copy numbers to where a tensor is, in its dtype or another one: from pinned memory, so that the host goes on."""
+    host = torch.as_tensor(values, dtype=dtype or like.dtype)
+    return host if like.device.type == "cpu" else host.pin_memory().to(like.device, non_blocking=True)
 
 
 def _to_host(tokens_B: torch.Tensor, logprobs_B: torch.Tensor, kept_BK: torch.Tensor | None = None) -> Sampled:
@@ -77,18 +83,16 @@ def _sample_filtered(
 ) -> Sampled:
     """Sample where at least one row is filtered. ``greedy_B``: the most likely tokens."""
 
-    def mask(values: list[bool]) -> torch.Tensor:
-        return torch.tensor(values, device=logprobs_BV.device)
-
     vocabulary = logprobs_BV.shape[1]
-    filtered_B = mask([_filters(p, vocabulary) for p in params])
+    filtered_B = _to_card([_filters(p, vocabulary) for p in params], logprobs_BV, torch.bool)
+    is_greedy_B = _to_card([p.temperature == 0 for p in params], logprobs_BV, torch.bool)
     probs = logprobs_BV.exp()
     order, kept = _kept(probs, params)
     kept_BV = torch.zeros_like(kept).scatter_(1, order, kept)
-    tokens = _invert(probs * kept_BV, torch.from_numpy(uniforms_B).to(logprobs_BV)).unsqueeze(1)
+    tokens = _invert(probs * kept_BV, _to_card(uniforms_B, logprobs_BV)).unsqueeze(1)
     # where a card's cumulative sum is rounded to fall, an id of probability 0 may be found
     tokens = torch.where(kept_BV.gather(1, tokens), tokens, order[:, :1])
-    tokens = torch.where(mask([p.temperature == 0 for p in params]).unsqueeze(1), greedy_B.unsqueeze(1), tokens)
+    tokens = torch.where(is_greedy_B.unsqueeze(1), greedy_B.unsqueeze(1), tokens)
     order, kept = order[:, :MAX_KEPT_IDS], kept[:, :MAX_KEPT_IDS] & filtered_B.unsqueeze(1)
     log_mass = logprobs_BV.gather(1, order).masked_fill(~kept, -torch.inf).logsumexp(1).where(filtered_B, 0.0)
     logprobs = logprobs_BV.gather(1, tokens).squeeze(1) - log_mass
@@ -102,7 +106,7 @@ def _scale(logits: torch.Tensor, params: list[SamplingParams]) -> torch.Tensor:
         return logits
     if len(temperatures) == 1:
         return logits / temperatures[0]
-    return logits / torch.tensor(temperatures, dtype=logits.dtype, device=logits.device).unsqueeze(1)
+    return logits / _to_card(temperatures, logits).unsqueeze(1)
 
 
 def _filters(params: SamplingParams, vocabulary: int) -> bool:
@@ -115,7 +119,7 @@ def _kept(probs_BV: torch.Tensor, params: list[SamplingParams]) -> tuple[torch.T
     token is always kept; of equally likely tokens the one with the lower id."""
 
     def column(values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=probs_BV.dtype, device=probs_BV.device).unsqueeze(1)
+        return _to_card(values, probs_BV).unsqueeze(1)
 
     vocabulary = probs_BV.shape[1]
     sorted_probs, order = probs_BV.sort(dim=-1, descending=True, stable=True)

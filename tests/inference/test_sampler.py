@@ -88,7 +88,7 @@ def test_the_host_waits_for_a_card_once(params):
     logits = torch.stack([logits_row(i) for i in range(8)]).to(open_device("emulated").torch_device)
     with HostReads() as reads:
         found = sample(logits, params, draws(8))
-    assert reads.found == ["_to_copy"]
+    assert reads.found == ["_to_copy"] and not reads.sent
     assert found.tokens == sample(logits.cpu(), params, draws(8)).tokens
 
 
