@@ -41,6 +41,7 @@ class Cuda(Plain):
     def __init__(self) -> None:
         self._allowed: dict[tuple, bool] = {}
         self._pages: tuple[PagedRows, _Pages] | None = None
+        self._counted: tuple[Tensor, Tensor] | None = None
         self._ends: deque[tuple[list[int], Tensor]] = deque(maxlen=KEPT_ENDS)
 
     def _takes(self, operator: str, about: tuple, *calls: Mapping[str, Any]) -> bool:
@@ -105,19 +106,11 @@ class Cuda(Plain):
             return _GroupedLinear.apply(x_ND.contiguous(), weights, self._ends_of_rows(counts))
         return super().grouped_linear(x_ND, weights, counts, row_multiple)
 
-    def experts(self, x: Tensor, counts: Counts, gate_up: Weights, down: Weights, row_multiple: int = 1) -> Tensor:
-        on_card = isinstance(counts, Tensor) and row_multiple == 1 and x.shape[0] > 0
-        if on_card and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
-            assert isinstance(counts, Tensor)
-            if self._multiplies(x, gate_up) and self._multiplies(x.new_empty(1, down.shape[2]), down):
-                ends_E = self._ends_of_rows(counts)
-                inner = self.swiglu(_GroupedLinear.apply(x.contiguous(), gate_up, ends_E))
-                return _GroupedLinear.apply(inner, down, ends_E)
-        return super().experts(x, counts, gate_up, down, row_multiple)
-
     def _ends_of_rows(self, counts_E: Tensor) -> Tensor:
-        """Return the place behind the last row of each expert, int32 [E]."""
-        return counts_E.cumsum(0, dtype=torch.int32)
+        """Return the place behind the last row of each expert, int32 [E]; kept for the products that follow."""
+        if self._counted is None or self._counted[0] is not counts_E:
+            self._counted = counts_E, counts_E.cumsum(0, dtype=torch.int32)
+        return self._counted[1]
 
     def _multiplies(self, x_ND: Tensor, stack_EOD: Tensor) -> bool:
         """Return whether the grouped product takes x and a stack, and their gradients."""

@@ -16,16 +16,10 @@ from fusion.npu.operators.gating import Gating
 from fusion.npu.operators.limits import HALVES
 from fusion.npu.operators.plain import Permuted, Rope, Weights
 from fusion.npu.operators.plain_attention import PagedRows
-from fusion.npu.operators.triton_experts import SortedRows
 
 
 class CudaFused(Cuda):
     name = "cuda_fused"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._routed: SortedRows | None = None
-        """The rows of the last layer, whose products follow"""
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if not torch.is_inference_mode_enabled():
@@ -55,7 +49,8 @@ class CudaFused(Cuda):
     def permute(self, x_ND: Tensor, expert_Nk: Tensor, num_experts: int) -> Permuted:
         if not torch.is_inference_mode_enabled():
             return super().permute(x_ND, expert_Nk, num_experts)
-        routed = self._routed = triton_experts.route(expert_Nk, num_experts)
+        routed = triton_experts.route(expert_Nk, num_experts)
+        self._counted = routed.counts, routed.ends
         return Permuted(triton_experts.gather(x_ND, routed.sources), routed.places, routed.counts)
 
     def unpermute(self, y: Tensor, order: Tensor, weight_Nk: Tensor) -> Tensor:
@@ -76,14 +71,9 @@ class CudaFused(Cuda):
         if not torch.is_inference_mode_enabled():
             return super().local_experts(x_ND, expert_Nk, weight_Nk, num_experts, local, gate_up, down)
         sources, places, counts_E, ends_E = triton_experts.route(expert_Nk, num_experts, local.start)
-        routed = self._routed = SortedRows(sources, places, counts_E[: len(local)], ends_E[: len(local)])
-        y = self.experts(triton_experts.gather(x_ND, sources), routed.counts, gate_up, down)
-        return triton_experts.unroute(y, places, weight_Nk, routed.ends)
-
-    def _ends_of_rows(self, counts_E: Tensor) -> Tensor:
-        if self._routed is not None and self._routed.counts is counts_E:
-            return self._routed.ends
-        return super()._ends_of_rows(counts_E)
+        counts, ends = self._counted = counts_E[: len(local)], ends_E[: len(local)]
+        y = self.experts(triton_experts.gather(x_ND, sources), counts, gate_up, down)
+        return triton_experts.unroute(y, places, weight_Nk, ends)
 
     def store_kv(
         self, pool: Tensor, slots: Tensor, k_NKC: Tensor, v_NKC: Tensor | None, repeated: Tensor | None
