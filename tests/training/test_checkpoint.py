@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from fusion.model import Parallel, global_params, local_params, save_folder
 from fusion.model.huggingface import gather_tensors
 from fusion.npu.failures import AbortedOnAllRanks
+from fusion.npu.operators import Plain
 from fusion.offload import HostPool, StreamedStates
 from fusion.telemetry import files as files_module
 from fusion.telemetry.files import exchange, replace_folder
@@ -29,6 +30,7 @@ from fusion.training.export import export_checkpoint
 from fusion.training.interface import SKIPPED_IN_A_ROW
 from fusion.training.shards import SharedElements, gradient_buckets, own_range, shard_pieces
 from tests.helpers import run_ranks, tiny_checkpoint, tiny_config
+from tests.stacked import Stacked
 from tests.training.ranks import LONGEST, Case, make_engine, my_share, sample_batch
 
 GRPO = make_algorithm(AlgorithmConfig(kl_coef=0.1), LONGEST).loss
@@ -102,6 +104,28 @@ def test_states_on_the_host_are_saved_and_taken_up_by_a_trainer_that_keeps_them_
     load_checkpoint(resident, tmp_path / "trainer")
     assert all(torch.equal(tensors[name].cpu(), t.cpu()) for name, t in resident.state_dict()["tensors"].items())
     assert step(resident, 2) == step(streams, 2)
+
+
+@pytest.mark.parametrize("tables", [(Plain(), Stacked()), (Stacked(), Plain())], ids=["to stacks", "from stacks"])
+def test_a_card_that_stacks_experts_and_one_that_does_not_load_each_others_checkpoints(
+    checkpoint, device, tmp_path, monkeypatch, tables
+):
+    case, states, steps = Case(checkpoint, bucket_bytes=20000), [], []
+    for table, act in zip(tables, (save_checkpoint, load_checkpoint), strict=True):
+        monkeypatch.setattr(device, "operators", table)
+        engine = make_engine(case, device)
+        assert bool(engine.model.weights.stacks) == table.stacks_experts
+        if act is save_checkpoint:
+            step(engine, 1)
+        act(engine, tmp_path / "trainer")
+        states.append(state_of(engine))
+        steps.append(step(engine, 2))
+    (_, weights, count), (_, again, count_again) = states
+    assert count == count_again == 1 and weights.keys() == again.keys()
+    assert all(torch.equal(tensor, again[name]) for name, tensor in weights.items())
+    left, right = (whole([state]) for state in states)
+    assert left.keys() == right.keys() and all(torch.equal(tensor, right[name]) for name, tensor in left.items())
+    assert steps[0] == pytest.approx(steps[1], rel=1e-5, abs=1e-7)
 
 
 def save_state(rank, device, case, folder):
