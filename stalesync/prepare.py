@@ -93,7 +93,9 @@ def start_environments(
 
     assert spec.detokenizer is not None
     bridge = Bridge(source.template, spec.detokenizer.end_token_ids)
-    environments = stack.enter_context(Environments(config.environment, bridge, config.run.seed))
+    environments = stack.enter_context(
+        Environments(config.environment, bridge, config.run.seed, config.data.max_prompt_length)
+    )
     (prompt,) = source.sample(1)
     started = environments.begin([prompt])[prompt.id]
     if started.failure:
@@ -101,11 +103,6 @@ def start_environments(
             f"{config.environment.label}: {prompt.id} does not begin ({started.failure}): {started.detail}"
         )
     begun = environments.prompt(prompt, started)
-    if len(begun.ids) > config.data.max_prompt_length:
-        raise ValueError(
-            f"{config.environment.label}: {prompt.id} begins with {len(begun.ids)} tokens, more than "
-            f"data.max_prompt_length={config.data.max_prompt_length}; increase it"
-        )
     return environments, [f"{config.environment.label}: a conversation begins with {len(begun.ids)} tokens"]
 
 

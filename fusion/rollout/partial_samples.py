@@ -97,7 +97,7 @@ class PartialSamples:
                 for row, columns in columns_by_row.items()
             }
         lost = [one for one in requests if one.earlier and one.earlier not in columns_by_row]
-        self._lose([one.id for one in lost], [one.group for one in lost])
+        lose_rows(self._queue, {one.id: one.group for one in lost})
         return [
             _resume(request, columns_by_row[request.earlier]) if request.earlier else request
             for request in requests
@@ -115,7 +115,7 @@ class PartialSamples:
         lost = [one for one in (*finished, *grown) if one.earlier and one.earlier not in columns_by_row]
         if lost:
             lost_ids = {one.request_id: one.group for one in lost}
-            self._lose(list(lost_ids), list(lost_ids.values()))
+            lose_rows(self._queue, lost_ids)
             finished, grown, suspended = (
                 [one for one in outputs if one.request_id not in lost_ids] for outputs in (finished, grown, suspended)
             )
@@ -188,9 +188,9 @@ class PartialSamples:
         self, resumed: Sequence[Request | Output], columns: Sequence[str]
     ) -> dict[str, dict[str, torch.Tensor]]:
         """Return the columns of earlier rows, with observations where there are any, without rows that are lost."""
-        columns_by_row = self._read([one.earlier for one in resumed if one.earlier], columns)
+        columns_by_row = read_rows(self._queue, [one.earlier for one in resumed if one.earlier], columns)
         observed = [one.earlier for one in resumed if one.observation and one.earlier in columns_by_row]
-        observations = self._read(observed, [OBSERVATION])
+        observations = read_rows(self._queue, observed, [OBSERVATION])
         for row in observed:
             if row in observations:
                 columns_by_row[row] |= observations[row]
@@ -198,23 +198,26 @@ class PartialSamples:
                 del columns_by_row[row]
         return columns_by_row
 
-    def _read(self, rows: Sequence[str], columns: Sequence[str]) -> dict[str, dict[str, torch.Tensor]]:
-        """Return columns by row and name, without the rows that are lost."""
-        while rows:
-            try:
-                batch = self._queue.read(rows, columns)
-            except SamplesLost as error:
-                log.error("suspended samples cannot be resumed: %s", str(error))
-                gone = set(error.ids)
-                rows = [row for row in rows if row not in gone]
-                continue
-            return {id: {name: batch[name][i] for name in columns} for i, id in enumerate(batch.ids)}
-        return {}
 
-    def _lose(self, ids: Sequence[str], groups: Sequence[str]) -> None:
-        if ids:
-            self._queue.put(PackedBatch(tuple(ids), {}, tuple(groups)))
-            self._queue.lose(ids, LOST_PARTS)
+def read_rows(queue: SampleStore, rows: Sequence[str], columns: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """Return columns by row and name, without the rows that are lost."""
+    while rows:
+        try:
+            batch = queue.read(rows, columns)
+        except SamplesLost as error:
+            log.error("suspended samples cannot be resumed: %s", str(error))
+            gone = set(error.ids)
+            rows = [row for row in rows if row not in gone]
+            continue
+        return {id: {name: batch[name][i] for name in columns} for i, id in enumerate(batch.ids)}
+    return {}
+
+
+def lose_rows(queue: SampleStore, group_by_id: Mapping[str, str]) -> None:
+    """End samples as lost, whose earlier tokens are."""
+    if group_by_id:
+        queue.put(PackedBatch((*group_by_id,), {}, (*group_by_id.values(),)))
+        queue.lose([*group_by_id], LOST_PARTS)
 
 
 def check_kept(holding: Callable[[str], Iterable[str]], truncates: bool) -> None:

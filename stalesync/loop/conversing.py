@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from distqueue import Column, DistQueue, PackedBatch, SamplesLost
+from distqueue import Column, DistQueue, PackedBatch
 from fusion.colocate import Worker
 from fusion.rewards import RewardOutcome
 from fusion.rollout import EndedConversation, Entry
-from fusion.rollout.partial_samples import LOST_PARTS, OBSERVATION, RESUMED, TURN, TURN_TOKENS
+from fusion.rollout.partial_samples import OBSERVATION, RESUMED, TURN, TURN_TOKENS, lose_rows, read_rows
 from fusion.telemetry import Metrics
 from stalesync.cards.cards import Cards
 from stalesync.cards.stage_calls import stage_call
@@ -107,13 +107,11 @@ class Conversing:
                 self._groups.log_unstarted(prompt.id, result.failure)
                 self._observe_failed(result.failure, result.detail)
                 continue
-            prompt = self.environments.prompt(prompt, result)
-            if len(prompt.ids) > self._data.max_prompt_length:
+            try:
+                prompt = self.environments.prompt(prompt, result)
+            except ValueError as error:
                 if self._data.long_prompts == "refuse":
-                    raise EnvironmentsFailed(
-                        f"{prompt.id}: the environment begins with {len(prompt.ids)} tokens, more than data."
-                        f"max_prompt_length={self._data.max_prompt_length}; increase it, or set data.long_prompts=skip"
-                    )
+                    raise EnvironmentsFailed(f"{error}, or set data.long_prompts=skip") from None
                 self._metrics.add("env/long_prompts", 1, rule="sum")
                 continue
             self.conversations.admit(prompt.id, self._groups.ids_of(prompt.id), result.digest)
@@ -267,15 +265,10 @@ class Conversing:
 
     def _read_turns(self, entries: Sequence[Entry]) -> dict[str, tuple[str, list[int]]]:
         """Return text and tokens of the last turns of conversations, by id. Those whose row is lost end as lost."""
-        left = {entry.earlier: entry for entry in entries}
-        while left:
-            try:
-                batch = self._queue.read([*left], [TURN, TURN_TOKENS])
-            except SamplesLost as error:
-                gone = [left.pop(row) for row in error.ids]
-                self._queue.put(PackedBatch(tuple(one.name for one in gone), {}, tuple(one.group for one in gone)))
-                self._queue.lose([one.name for one in gone], LOST_PARTS)
-                continue
-            texts, tokens = batch[TURN].texts(), batch[TURN_TOKENS]
-            return {left[row].id: (texts[i], tokens[i].tolist()) for i, row in enumerate(batch.ids)}
-        return {}
+        read = read_rows(self._queue, [entry.earlier for entry in entries], [TURN, TURN_TOKENS])
+        lose_rows(self._queue, {entry.name: entry.group for entry in entries if entry.earlier not in read})
+        return {
+            entry.id: (columns[TURN], columns[TURN_TOKENS].tolist())
+            for entry in entries
+            if (columns := read.get(entry.earlier)) is not None
+        }

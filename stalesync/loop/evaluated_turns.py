@@ -8,6 +8,7 @@ A round begins when engines and environments have answered the one before. Noise
 branch and the position, as in a single turn. The tokens of an answer pass the controller, unlike those of rollouts:
 there are few."""
 
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from fusion.rollout import EvalAnswer
 from fusion.rollout.types import branch_id
 from stalesync.loop.groups import ENVIRONMENT
 from stalesync.policy.conversations import (
+    BAD_TURN,
     Append,
     Branch,
     Command,
@@ -29,6 +31,7 @@ from stalesync.policy.conversations import (
 from stalesync.prompts import Prompt
 from stalesync.prompts.environments import Environments
 
+log = logging.getLogger(__name__)
 POLL_S = 0.5
 """Interval at which the health of the cards is checked while environments are awaited"""
 
@@ -69,9 +72,12 @@ class EvaluatedTurns:
         for prompt in prompts:
             if (begun := started[prompt.id]).failure:
                 self._fail(prompt.id, begun.failure, begun.detail)
-            else:
-                self.conversations.admit(prompt.id, [prompt.id], begun.digest)
+                continue
+            try:
                 self.left[prompt.id] = Turns(environments.prompt(prompt, begun))
+                self.conversations.admit(prompt.id, [prompt.id], begun.digest)
+            except ValueError as error:
+                self._fail(prompt.id, BAD_TURN, str(error))
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -139,5 +145,7 @@ class EvaluatedTurns:
         )
 
     def _fail(self, id: str, kind: str | None, detail: str) -> None:
+        if not self.outcomes:
+            log.warning("held-out conversation %r: its environment has failed (%s): %s", id, kind, detail)
         self.outcomes[id] = RewardOutcome(None, error=f"{ENVIRONMENT}{kind}", detail=detail)
         self.answers[id] = EvalAnswer(id, text="", response_tokens=0, finish_reason="abort")

@@ -17,10 +17,11 @@ from stalesync.prompts.source import Prompt
 
 
 class Environments:
-    """The environments of a job, while the block lasts, and how its model reads what they say."""
+    """The environments of a job, while the block lasts, and how its model reads what they say. ``max_prompt_tokens``:
+    of what they say first."""
 
-    def __init__(self, config: EnvironmentConfig, bridge: Bridge, seed: int) -> None:
-        self.config, self.bridge, self._seed = config, bridge, seed
+    def __init__(self, config: EnvironmentConfig, bridge: Bridge, seed: int, max_prompt_tokens: int) -> None:
+        self.config, self.bridge, self._seed, self._max_prompt_tokens = config, bridge, seed, max_prompt_tokens
         self.arrived = threading.Event()
         """Set when `take` has something to return"""
         self.wake: Callable[[], None] = lambda: None
@@ -50,19 +51,30 @@ class Environments:
         return results
 
     def prompt(self, prompt: Prompt, started: Stepped) -> Prompt:
-        """Return a prompt with what its environment says first in place of the row's text."""
+        """Return a prompt with what its environment says first in place of the row's text. Raise ValueError: the chat
+        template refuses that, or it has too many tokens."""
         assert started.turn is not None, started.detail
         messages, tools = [dict(message) for message in started.turn.messages], [*started.tools]
-        return replace(prompt, ids=tuple(self.bridge.first(messages, tools)), messages=messages, tools=tools)
+        ids = self.bridge.first(messages, tools)
+        if len(ids) > self._max_prompt_tokens:
+            raise ValueError(
+                f"{self.config.label}: {prompt.id} begins with {len(ids)} tokens, more than data.max_prompt_length="
+                f"{self._max_prompt_tokens}; increase it"
+            )
+        return replace(prompt, ids=tuple(ids), messages=messages, tools=tools)
 
     def observe(self, conversations: Conversations, stepped: Stepped, prompt: Prompt) -> Command | None:
         """Record an answer in ``conversations``, with its tokens up to where the model speaks again; return what
         follows. ``prompt``: with which the conversation began."""
         one, turn, ids, whole = conversations.of(stepped.id), stepped.turn, None, list[int]()
-        if turn is not None and not turn.done:
-            ids = self.bridge.bridge(one.end, turn.messages, had_thought=one.had_thought, earlier=one.messages)
-            if ids is None:
-                whole = self.bridge.first([*prompt.messages, *one.messages, *turn.messages], prompt.tools)
+        try:
+            if turn is not None and not turn.done:
+                ids = self.bridge.bridge(one.end, turn.messages, had_thought=one.had_thought, earlier=one.messages)
+                if ids is None:
+                    whole = self.bridge.first([*prompt.messages, *one.messages, *turn.messages], prompt.tools)
+        except ValueError as error:  # the chat template refuses these messages
+            self.pool.end([stepped.id])  # so that the next attempt is a fresh environment
+            stepped = replace(stepped, turn=None, failure="bad_turn", detail=str(error))
         had_thought = self.bridge.has_thought(whole)
         return conversations.observe_stepped(
             stepped, ids, prompt=whole, first_prompt_tokens=len(prompt.ids), had_thought=had_thought

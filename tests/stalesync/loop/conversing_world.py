@@ -26,12 +26,14 @@ class Pool:
 
     def __init__(self):
         self.begun, self.ended, self.answers, self.refused = {}, [], [], set()
+        self.first = {}
+        """What environments say first, by the prompt, where it is not `hi`"""
 
     def reset(self, tasks):
         return [
             Stepped("", None, failure="raised", detail="no")
             if task.prompt in self.refused
-            else Stepped("", Turn([{"role": "user", "content": "hi"}]), "d0")
+            else Stepped("", Turn([{"role": "user", "content": self.first.get(task.prompt, "hi")}]), "d0")
             for task, _ in tasks
         ]
 
@@ -57,7 +59,9 @@ class Bridge:
     rewrites = False
 
     def first(self, messages, tools):
-        return [1, 2, 3] + [8] * (len(messages) - 1)
+        if messages[0]["content"] == "refused":
+            raise ValueError("the chat template refuses the prompt")
+        return [1, 2, 3] * (22 if messages[0]["content"] == "long" else 1) + [8] * (len(messages) - 1)
 
     def end_of(self, turn):
         return turn[-1], len(turn) > 3
@@ -66,6 +70,8 @@ class Bridge:
         return False
 
     def bridge(self, end, messages, *, had_thought, earlier):
+        if messages[0]["content"] == "refused":
+            raise ValueError("the chat template refuses the prompt")
         *before, last = [message["content"] for message in earlier if message["role"] == "assistant"]
         assert end == (len(last), len(last) > 3) and had_thought == any(len(text) > 3 for text in before)
         return None if self.rewrites else [9] * len(messages[0]["content"])
@@ -87,7 +93,9 @@ class World:
         algorithm = SimpleNamespace(filter_rule=lambda rewards: "")
         self.groups = Groups(size, self.admission, {}, algorithm, queue=self.queue, folder=self.folder)
         environments = Environments.__new__(Environments)
-        environments.__dict__ |= dict(pool=self.pool, bridge=bridge or Bridge(), tracked=[], _held=[], _seed=0)
+        environments.__dict__ |= dict(
+            pool=self.pool, bridge=bridge or Bridge(), tracked=[], _held=[], _seed=0, _max_prompt_tokens=64
+        )
         environments.config = SimpleNamespace(retries=spec.retries, label="environment.name='x'")
         environments.arrived = SimpleNamespace(clear=lambda: None)
         self.conversing = Conversing(

@@ -1,8 +1,10 @@
 """Conversations between real decisions, a real queue and a real buffer, and environments and cards that only note."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from distqueue import PackedBatch
@@ -10,8 +12,11 @@ from fusion.environments import Turn
 from fusion.inference import Request
 from fusion.rollout.partial_samples import PartialSamples
 from fusion.rollout.types import EndedConversation, SuspendedSample, row_of
+from stalesync.loop.evaluated_turns import EvaluatedTurns
+from stalesync.process.failures import EnvironmentsFailed
+from stalesync.prompts import Prompt
 from stalesync.scoring.samples import Sample
-from tests.stalesync.loop.conversing_world import World
+from tests.stalesync.loop.conversing_world import SPEC, World
 
 
 def test_an_observation_is_put_into_the_row_of_a_turn_which_is_dispatched_again():
@@ -145,6 +150,39 @@ def test_rows_whose_environment_does_not_begin_are_replaced_and_recorded():
     (prompt,) = world.conversing.next(1)
     assert prompt.id == f"g{world.drawn - 1}" and world.drawn >= 3
     assert world.log == [(f"g{world.drawn - 2}", "failed:env_raised")]
+
+
+def test_a_beginning_that_is_too_long_or_refused_by_the_template_ends_the_run_by_key_or_is_replaced():
+    world = World()
+    for said, named in (("long", "66 tokens, more than data.max_prompt_length=64"), ("refused", "template refuses")):
+        world.pool.first = {f"g{world.drawn}": said}
+        with pytest.raises(EnvironmentsFailed, match=named):
+            world.conversing.next(1)
+    world.conversing._data.long_prompts = "skip"
+    world.pool.first = {f"g{world.drawn}": "long"}
+    (prompt,) = world.conversing.next(1)
+    assert prompt.id == f"g{world.drawn - 1}" and len(prompt.ids) == 3 and not world.log
+
+
+def test_a_held_out_conversation_that_begins_with_too_many_tokens_fails_alone():
+    world = World()
+    world.pool.first = {"a": "long", "b": "refused"}
+    talk = EvaluatedTurns(world.conversing.environments, SPEC, [Prompt(id, (0,), id, "") for id in "abc"])
+    assert [prompt.id for prompt in talk.prompts] == ["c"] and talk.answers.keys() == talk.outcomes.keys() == {"a", "b"}
+    assert talk.outcomes["a"].error == talk.outcomes["b"].error == "env_bad_turn"
+    assert "data.max_prompt_length=64" in talk.outcomes["a"].detail
+
+
+def test_messages_that_the_template_refuses_are_a_failure_of_their_environment():
+    world = World(replace(SPEC, retries=1))
+    for id in world.ids:
+        world.turn(id, 4)
+    world.say(world.ids[0], "refused")
+    assert world.pool.ended == [world.ids[0]] and world.ids[0] in world.pool.begun, "a fresh environment is asked again"
+    world.say(world.ids[0], "refused")
+    world.conversing.poll()
+    assert world.log == [(world.group, "failed:env_bad_turn")]
+    assert "template refuses" in world.failures[0].detail
 
 
 def test_a_conversation_that_the_template_rewrites_goes_on_behind_another_prompt_and_its_row_is_completed():
