@@ -36,7 +36,7 @@ setup(
         "": ["*.pyi"],
         "fusion.npu.emulator": ["*.cpp", "*.h", "schemas/*.txt"],
         "fusion.npu.operators": ["*.cpp", "*.h"],
-        "fusion.rollout.drafts": ["*.cpp"],
+        "fusion.rollout.drafts": ["*.cpp", "*.h"],
         "fusion.costmodel.hardware": ["*.yaml"],
         "fusion.telemetry.page": ["assets/*.js", "assets/*.css", "assets/uplot/*"],
     },

@@ -205,14 +205,14 @@ class DraftsConfig(Group, path="rollout.drafts"):
     """What drafts tokens that an engine verifies."""
 
     source: str = key(AUTO, one_of=(AUTO, *DRAFTS), read_by="simulate")
-    """What drafts several tokens of a response, which one forward pass verifies: `siblings` (the other responses of the
-    group that the engine has generated so far), `history` (the responses of the prompt's last group, in an earlier
-    epoch), `both`; `none`. Every token is sampled with its own noise as without drafts: the same tokens with
-    engine.batch_invariant, else up to rounding, as for any change of the batch. A token is
-    verified where it is probable enough to be worth a row of the batch, by how often drafts were right in this run.
-    They are measured to help where answers are long and a step takes many milliseconds, and to cost time with a small
-    model and many sequences (docs/figures.md). `auto`: `both` where chunk_tokens=auto is a number and the machine has
-    a C++ compiler, else `none`."""
+    """What drafts several tokens of a response, which one forward pass verifies: `siblings` (the other responses of
+    the group that the engine has generated so far), `history` (the responses of the prompt's last group, in an
+    earlier epoch), `both`, each with phrases of the responses to all prompts; `none`. Every token is sampled with
+    its own noise as without drafts: the same tokens with engine.batch_invariant, else up to rounding, as for any
+    change of the batch. A token is verified where it is probable enough to be worth a row of the batch, by how
+    often drafts were right in this run. They are measured to help where answers are long and a step takes many
+    milliseconds, and to cost time with a small model and many sequences (docs/figures.md). `auto`: `both` where
+    chunk_tokens=auto is a number and the machine has a C++ compiler, else `none`."""
     tree: int | None = key(
         None, at_least=1, only=DRAFTED, unsupported_by={"vllm": Unsupported("vLLM verifies single paths")}
     )
@@ -222,8 +222,8 @@ class DraftsConfig(Group, path="rollout.drafts"):
     """Number of earlier groups of a prompt of which text is history, at most 8. 1: the text of the last one replaces
     the earlier; more: text counts half as much as that of the next group."""
     mib: int = key(1024, at_least=1, only=DRAFTED)
-    """MiB of host memory of a card for the text from which it drafts; prompts without running requests that were used
-    longest ago are dropped first."""
+    """MiB of host memory of a card for the text from which it drafts, at most an eighth of it for phrases of all
+    prompts; prompts without running requests that were used longest ago are dropped first."""
     group_mib: int = key(256, at_least=1, only=DRAFTED)
     """MiB of these that the text of one prompt may take, its last group included; beyond that the prompt is dropped,
     and its running responses are generated without drafts."""

@@ -1,7 +1,7 @@
 """Measure how many tokens drafts keep, by replaying recorded responses through the drafter of a run.
 
-    rows of a file ─ tokens ─► responses to a prompt: the first half are a group, the others its last epoch
-    a group decodes together, each pass with a draft of every sequence ─► tokens a pass, by finished siblings
+    rows of a file ─ tokens ─► responses to each prompt: the first half are a group, the others its last epoch
+    epoch after epoch, a group decodes together, each pass with drafts for all ─► tokens a pass, by finished siblings
 
 The drafter is that of the engines (`fusion/rollout/drafts`); that all of a draft is verified replaces its budget, as
 what a budget leaves out depends on how many sequences a step has. What is kept of shorter drafts is the beginning of
@@ -68,24 +68,24 @@ def measured(path: Path, *, siblings: bool, history: bool, tokenizer: Path | Non
     `question` or `group`, and `samples` (a list) or `response`, as in `samples.jsonl`; ``tokenizer``: folder with a
     `tokenizer.json`; None: a BPE is trained on the texts. Raise ValueError if the file cannot be read, or has no prompt
     with two responses; names the key."""
-    kept = KeptTokens()
-    for earlier, group in tokenized(read_texts(path), tokenizer):
-        drafter = whole_drafter(TextSpec(siblings, history))
-        if history:
-            replay(drafter, "0-0", earlier, KeptTokens())
-        replay(drafter, "1-0", group, kept)
+    kept, drafter = KeptTokens(), whole_drafter(TextSpec(siblings, history))
+    groups = list(tokenized(read_texts(path), tokenizer))
+    for number, (earlier, _) in enumerate(groups if history else ()):
+        replay(drafter, f"0-{number}", number, earlier, KeptTokens())
+    for number, (_, group) in enumerate(groups):
+        replay(drafter, f"1-{number}", number, group, kept)
     return DraftSpec(siblings, history, kept=kept.by_drafted())
 
 
 def whole_drafter(spec: TextSpec) -> TextDrafter:
     """Return a drafter of which all is verified, up to `MAX_DRAFTED` tokens of a sequence."""
-    return TextDrafter(SuffixIndexes(), spec=spec, max_depth=MAX_DRAFTED, budget=WholeDrafts())
+    return TextDrafter(SuffixIndexes(spec.phrase_bytes), spec=spec, max_depth=MAX_DRAFTED, budget=WholeDrafts())
 
 
-def replay(drafter: TextDrafter, name: str, texts: Sequence[Tokens], kept: KeptTokens) -> None:
-    """Decode the responses of a group together; count what each pass keeps."""
+def replay(drafter: TextDrafter, name: str, prompt: int, texts: Sequence[Tokens], kept: KeptTokens) -> None:
+    """Decode the responses of a group to a prompt, known by its number, together; count what each pass keeps."""
     params = SamplingParams(max_tokens=1 << 20, stop_token_ids=())
-    requests = [Request(f"{name}/{i}", (0,), params, name) for i in range(len(texts))]
+    requests = [Request(f"{name}/{i}", (prompt,), params, name) for i in range(len(texts))]
     running = [(EngineSequence.of(one, params, ()), text) for one, text in zip(requests, texts, strict=True)]
     while running:
         done = [len(seq.tokens) - seq.first_token for seq, _ in running]

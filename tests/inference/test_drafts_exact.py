@@ -101,7 +101,7 @@ kinds = st.sampled_from(("right", "mixed", "wrong", "traps", "text"))
 
 def drafter_of(kind: str, truth: dict[str, list[int]], children: int, seed: int):
     if kind == "text":
-        return TextDrafter(PlainIndexes(), max_children=children)
+        return TextDrafter(PlainIndexes(1), max_children=children)
     share = {"right": 1.0, "mixed": 0.6, "wrong": 0.0, "traps": 1.0}[kind]
     return (Traps if kind == "traps" else Guesses)(truth, right=share, children=children, seed=seed)
 

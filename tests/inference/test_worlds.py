@@ -79,7 +79,7 @@ def test_batch_invariant_logprobs_do_not_depend_on_the_number_of_attention_ranks
 
 def drafting_rank(rank, device, folder, parallel):
     made = build(device, folder, parallel, batch_invariant=True, temperature=0.6)
-    made.scheduler.drafter = TextDrafter(PlainIndexes())
+    made.scheduler.drafter = TextDrafter(PlainIndexes(1))
     made.scheduler.drafter.budget.skips = lambda: False
     if rank == 0:
         made.submit(requests(12, temperature=0.6))
@@ -101,10 +101,10 @@ def test_ranks_with_one_schedule_verify_the_same_drafts(parallel):
 def exchanging_rank(rank, device, folder, parallel):
     """As `drafting_rank`; what another engine is said to have generated arrives at some step."""
     made = build(device, folder, parallel, batch_invariant=True, temperature=0.6)
-    made.scheduler.drafter = drafter = TextDrafter(PlainIndexes())
+    made.scheduler.drafter = drafter = TextDrafter(PlainIndexes(1))
     drafter.budget.skips = lambda: False
     store, wanted, drafts = TextStore(1 << 30), requests(12, temperature=0.6), []
-    other = TextDrafter(PlainIndexes())
+    other = TextDrafter(PlainIndexes(1))
     other.exchange = TextExchange(lambda message: answer(store, message), 99, 2, clock=iter(range(10**6)).__next__)
     for one in wanted:
         said = Sequence.of(Request(f"other-{one.id}", one.prompt, one.params, one.group), one.params, ())

@@ -18,7 +18,7 @@ from fusion.inference.verification import Draft, Verification
 from fusion.rollout.drafts.budget import MAX_CHILDREN, MAX_DEPTH, MAX_TOKENS, DraftBudget
 from fusion.rollout.drafts.exchange import TextExchange
 from fusion.rollout.drafts.pieces import decode
-from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, Drafts, SuffixIndexes
+from fusion.rollout.drafts.suffix_index import HISTORY, PHRASES, SIBLING, Drafts, SuffixIndexes
 from fusion.rollout.drafts.texts import DraftTotals, PromptTexts, TextSpec
 
 
@@ -50,7 +50,8 @@ class TextDrafter:
         if not config.is_on:
             return None
         max_children = config.tree or (1 if single_paths else MAX_CHILDREN)
-        return cls(SuffixIndexes(), spec=TextSpec.of(config), max_children=max_children)
+        spec = TextSpec.of(config)
+        return cls(SuffixIndexes(spec.phrase_bytes), spec=spec, max_children=max_children)
 
     @property
     def exchange(self) -> TextExchange | None:
@@ -100,7 +101,7 @@ class TextDrafter:
         accepted, was_tried = is_kept[rows], is_kept[np.array(one.parents)[rows]]
         self.budget.acceptance.observe(shares[was_tried], accepted[was_tried])
         self.totals.verified += 1
-        for source in (SIBLING, HISTORY):
+        for source in (SIBLING, HISTORY, PHRASES):
             self.totals.drafted[source] += int(np.count_nonzero(sources == source))
             self.totals.accepted[source] += int(np.count_nonzero(accepted[sources == source]))
         self.totals.seconds += self._clock() - began_s

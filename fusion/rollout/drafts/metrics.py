@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from fusion.rollout.drafts.drafter import TextDrafter
 from fusion.rollout.drafts.exchange import ExchangeTotals
-from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING
+from fusion.rollout.drafts.suffix_index import HISTORY, PHRASES, SIBLING
 from fusion.rollout.drafts.texts import DraftTotals
 from fusion.telemetry import Metrics
 from fusion.telemetry.memory import MIB
@@ -22,9 +22,9 @@ class DraftReport:
     def add_to(self, metrics: Metrics) -> None:
         """Add `rollout/draft_hit_rate` (sequences with a draft, of those for which one was looked up),
         `rollout/draft_accepted_length_mean` (tokens of a verified draft that were kept),
-        `rollout/draft_acceptance_{siblings,history}` (share of drafted tokens that were kept), `timing_s/draft`,
-        `rollout/draft_mib_max`, `rollout/draft_dropped_max` and `rollout/draft_expired_max` (prompts since the run
-        began); and those of the exchange with other engines, if there is one."""
+        `rollout/draft_acceptance_{siblings,history,phrases}` (share of drafted tokens that were kept),
+        `timing_s/draft`, `rollout/draft_mib_max`, `rollout/draft_dropped_max` and `rollout/draft_expired_max` (prompts
+        since the run began); and those of the exchange with other engines, if there is one."""
         now, before = self._drafter.totals, self._before
         self._before = replace(now, drafted=list(now.drafted), accepted=list(now.accepted))
         if asked := now.asked - before.asked:
@@ -32,7 +32,7 @@ class DraftReport:
         if verified := now.verified - before.verified:
             accepted = sum(now.accepted) - sum(before.accepted)
             metrics.add("rollout/draft_accepted_length_mean", accepted / verified, verified)
-        for name, source in (("siblings", SIBLING), ("history", HISTORY)):
+        for name, source in (("siblings", SIBLING), ("history", HISTORY), ("phrases", PHRASES)):
             if drafted := now.drafted[source] - before.drafted[source]:
                 accepted = now.accepted[source] - before.accepted[source]
                 metrics.add(f"rollout/draft_acceptance_{name}", accepted / drafted, drafted)

@@ -35,6 +35,8 @@ class PromptText:
     tokens: array[int]
     """What is indexed of the prompt itself; empty when the index exists"""
     history: History
+    restored: bool = False
+    """Whether the history is that of a checkpoint, whose phrases are not counted yet"""
     index: int | None = None
     """None: nothing was looked up since the group began"""
     groups: set[str] = field(default_factory=set)

@@ -26,9 +26,16 @@ from fusion.npu.compiler import BuildError, Library, build, compiler
 
 SOURCE = Path(__file__).with_name("suffix_index.cpp")
 FLAGS = ("-O3", "-fPIC", "-std=c++17", "-fvisibility=default")
-LIBRARY = Library("drafts", "rlfusion_drafts", {"suffix_index": SOURCE.read_text()}, flags=FLAGS)
-SIBLING, HISTORY = 0, 1
-"""Sources of a sequence: a response of the same group; a rollout of an earlier epoch"""
+LIBRARY = Library(
+    "drafts",
+    "rlfusion_drafts",
+    {"suffix_index": SOURCE.read_text()},
+    flags=FLAGS,
+    includes=[SOURCE.parent],
+    key=[SOURCE.with_name("phrases.h").read_bytes()],
+)
+SIBLING, HISTORY, PHRASES = 0, 1, 2
+"""Sources of a drafted token: a response of the same group; a rollout of an earlier epoch; responses to any prompt"""
 
 
 @dataclass(frozen=True)
@@ -76,15 +83,19 @@ def load() -> ctypes.CDLL:
     library.suffix_index_new.restype = ctypes.c_void_p
     library.suffix_index_new.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_void_p, ctypes.c_int64]
     library.suffix_index_delete.argtypes = [ctypes.c_void_p]
-    library.suffix_index_open.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32]
+    library.suffix_index_open.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32, ctypes.c_bool]
     library.suffix_index_bytes.argtypes = [ctypes.c_void_p]
     library.suffix_index_bytes.restype = ctypes.c_int64
     library.suffix_index_extend.restype = ctypes.c_int64
-    library.suffix_index_extend.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 4]
+    library.suffix_index_extend.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 5]
+    library.phrases_new.restype = ctypes.c_void_p
+    library.phrases_new.argtypes = [ctypes.c_int64]
+    library.phrases_delete.argtypes = library.phrases_bytes.argtypes = [ctypes.c_void_p]
+    library.phrases_bytes.restype = ctypes.c_int64
     pointer, int32 = ctypes.c_void_p, ctypes.c_int32
     library.suffix_index_draft.argtypes = [
         ctypes.c_int64,
-        *[pointer] * 4,
+        *[pointer] * 5,
         int32,
         int32,
         ctypes.c_double,
@@ -95,13 +106,18 @@ def load() -> ctypes.CDLL:
 
 class SuffixIndexes:
     """Indexes by number. Calls are for many sequences at once, as a call costs more than a draft. Not thread-safe.
-    ``nbytes``: of all indexes."""
+    ``phrase_bytes``: of the phrases of all prompts, at most; 0: none are kept."""
 
-    def __init__(self) -> None:
+    def __init__(self, phrase_bytes: int = 0) -> None:
         self._library = load()
         self._pointers: dict[int, int] = {}
-        self._created = 0
-        self.nbytes = 0
+        self._created = self._index_bytes = 0
+        self._phrases = self._library.phrases_new(phrase_bytes) if phrase_bytes else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all indexes and of the phrases."""
+        return self._index_bytes + (self._library.phrases_bytes(self._phrases) if self._phrases else 0)
 
     def new(self, prompt: Sequence[int], min_match: int, max_match: int) -> int:
         """Create an index of a prompt. ``min_match``: tokens of a sequence that must occur elsewhere for a draft;
@@ -110,12 +126,13 @@ class SuffixIndexes:
         number, self._created = self._created, self._created + 1
         pointer = self._library.suffix_index_new(min_match, max_match, tokens.ctypes.data, len(tokens))
         self._pointers[number] = pointer
-        self.nbytes += self._library.suffix_index_bytes(pointer)
+        self._index_bytes += self._library.suffix_index_bytes(pointer)
         return number
 
-    def open(self, index: int, source: int, weight: int = 1) -> int:
-        """Begin a sequence behind the prompt; return its number in the index."""
-        return self._library.suffix_index_open(self._pointers[index], source, weight)
+    def open(self, index: int, source: int, weight: int = 1, *, is_new: bool = True) -> int:
+        """Begin a sequence behind the prompt; return its number in the index. ``is_new``: its tokens were not counted
+        as phrases before."""
+        return self._library.suffix_index_open(self._pointers[index], source, weight, is_new)
 
     def extend(self, places: Sequence[tuple[int, int]], texts: Sequence[Sequence[int]]) -> None:
         """Append ``texts[i]`` to sequence ``places[i]``: (index, sequence)."""
@@ -124,8 +141,8 @@ class SuffixIndexes:
             tokens.extend(text)
             offsets.append(len(tokens))
         pointers, sequences = self._places(places)
-        self.nbytes += self._library.suffix_index_extend(
-            len(places), *map(_address, (pointers, sequences, tokens, offsets))
+        self._index_bytes += self._library.suffix_index_extend(
+            len(places), *map(_address, (pointers, sequences, tokens, offsets)), self._phrases
         )
 
     def draft(
@@ -155,6 +172,7 @@ class SuffixIndexes:
         self._library.suffix_index_draft(
             len(places),
             *map(_address, (pointers, sequences, depths, nodes)),
+            self._phrases,
             max_children,
             len(acceptance),
             min_probability,
@@ -165,7 +183,7 @@ class SuffixIndexes:
 
     def remove(self, index: int) -> None:
         pointer = self._pointers.pop(index)
-        self.nbytes -= self._library.suffix_index_bytes(pointer)
+        self._index_bytes -= self._library.suffix_index_bytes(pointer)
         self._library.suffix_index_delete(pointer)
 
     def nbytes_of(self, index: int) -> int:
@@ -174,6 +192,8 @@ class SuffixIndexes:
     def __del__(self) -> None:
         for pointer in self._pointers.values():
             self._library.suffix_index_delete(pointer)
+        if self._phrases:
+            self._library.phrases_delete(self._phrases)
 
     def _places(self, places: Sequence[tuple[int, int]]) -> "tuple[array[int], array[int]]":
         return array("Q", [self._pointers[index] for index, _ in places]), array("i", [number for _, number in places])

@@ -34,6 +34,8 @@ MIN_MATCH, MAX_MATCH = 1, 7
 to 3). One word may say enough, of characters it takes several: the index weighs them by what followed"""
 MAX_PROMPT = 1024
 """Tokens at the end of a prompt that are indexed"""
+MAX_PHRASE_BYTES = 40 << 20
+"""A million contexts"""
 UNCHECKED_TOKENS = 256
 """By which the text of a prompt may grow until its bytes are counted again"""
 Place = tuple[int, int]
@@ -66,6 +68,11 @@ class TextSpec:
             max_age=config.max_age,
         )
 
+    @property
+    def phrase_bytes(self) -> int:
+        """Of ``max_bytes``, those for the phrases of all prompts, at most."""
+        return min(self.max_bytes // 8, MAX_PHRASE_BYTES)
+
 
 @dataclass
 class DraftTotals:
@@ -83,8 +90,8 @@ class DraftTotals:
     unread: int = 0
     dropped: int = 0
     expired: int = 0
-    drafted: list[int] = field(default_factory=lambda: [0, 0])
-    accepted: list[int] = field(default_factory=lambda: [0, 0])
+    drafted: list[int] = field(default_factory=lambda: [0, 0, 0])
+    accepted: list[int] = field(default_factory=lambda: [0, 0, 0])
 
 
 class PromptTexts:
@@ -207,7 +214,8 @@ class PromptTexts:
             if (client := self._client) is not None:
                 client.end_group(key)
         history = rewarded(history, request.last_rewards)
-        prompt = self.prompts[key] = PromptText(key, self.version, array("i", request.prompt[-MAX_PROMPT:]), history)
+        tokens = array("i", request.prompt[-MAX_PROMPT:])
+        prompt = self.prompts[key] = PromptText(key, self.version, tokens, history, restored=last is None)
         prompt.join(request.group)
         self._count(prompt, prompt.num_tokens)
         for name, text in begun.items():
@@ -266,7 +274,8 @@ class PromptTexts:
         prompt.tokens = array("i")
         for age, responses in enumerate(prompt.history):
             weights = weights_of([one.reward for one in responses])
-            opened = [self.indexes.open(index, HISTORY, weight * (self._newest_weight >> age)) for weight in weights]
+            weights = [weight * (self._newest_weight >> age) for weight in weights]
+            opened = [self.indexes.open(index, HISTORY, weight, is_new=prompt.restored) for weight in weights]
             self.indexes.extend([(index, number) for number in opened], [one.tokens for one in responses])
         return index
 

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from fusion.inference import Request, SamplingParams
+from fusion.inference.config import DraftsConfig
 from fusion.inference.request import NO_REWARDS, LastRewards
 from fusion.inference.sequence import Sequence
 from fusion.rollout.drafts.budget import MAX_DEPTH, SHARES, DraftBudget
 from fusion.rollout.drafts.drafter import TextDrafter
-from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, SuffixIndexes
-from fusion.rollout.drafts.texts import TextSpec
+from fusion.rollout.drafts.suffix_index import HISTORY, PHRASES, SIBLING, SuffixIndexes
+from fusion.rollout.drafts.texts import MAX_PHRASE_BYTES, TextSpec
 from tests.inference.engines import by_id, engine, generate, generate_brokenly, requests
 from tests.rollout.drafts.plain_indexes import PlainIndexes
 
@@ -39,8 +40,9 @@ class AllTokens(DraftBudget):
         return SHARES
 
 
-def drafter(max_children=1, max_depth=MAX_DEPTH, **options) -> TextDrafter:
-    made = TextDrafter(SuffixIndexes(), spec=TextSpec(**options), max_children=max_children, max_depth=max_depth)
+def drafter(max_children=1, max_depth=MAX_DEPTH, phrase_bytes=0, **options) -> TextDrafter:
+    indexes = SuffixIndexes(phrase_bytes)
+    made = TextDrafter(indexes, spec=TextSpec(**options), max_children=max_children, max_depth=max_depth)
     made.budget = AllTokens()
     return made
 
@@ -64,12 +66,30 @@ def test_an_engine_samples_the_same_with_drafts(children, brokenly):
     wanted = requests(count=12, max_tokens=60, temperature=0.6)  # low enough for text that repeats
     plain = by_id(generate(engine(batch_invariant=True), wanted))
     drafted = engine(batch_invariant=True, max_kv_tokens=2048)
-    drafted.scheduler.drafter = made = drafter(max_children=children)
+    drafted.scheduler.drafter = made = drafter(max_children=children, phrase_bytes=1 << 20)
     found = generate_brokenly(drafted, wanted, seed=1) if brokenly else by_id(generate(drafted, wanted))
     assert found == plain
     assert 0 < drafted.scheduler.counters.accepted_tokens < drafted.scheduler.counters.drafted_tokens
     assert drafted.scheduler.counters.drafted_tokens == sum(made.totals.drafted)
     assert drafted.scheduler.counters.accepted_tokens == sum(made.totals.accepted)
+
+
+@pytest.mark.parametrize("indexes", [SuffixIndexes, PlainIndexes])
+def test_a_new_prompt_is_drafted_from_what_was_said_to_others(indexes):
+    made = TextDrafter(indexes(1 << 20), budget=AllTokens())
+    paths(made, sequence("a", [1], [2, 3, 4, 5, 6, 7]))
+    other = sequence("b", [8], [3, 4])
+    assert paths(made, other, depth=3) == [[5, 6, 7]]
+    assert made._drafted[id(other)][1].tolist() == [PHRASES] * 3
+
+
+def test_the_phrases_of_a_card_are_part_of_its_bytes_for_text():
+    for mib, expected in ((1, 1 << 17), (8, 1 << 20), (1024, MAX_PHRASE_BYTES)):
+        config = DraftsConfig(source="both", mib=mib)
+        assert TextSpec.of(config).phrase_bytes == expected
+        made = TextDrafter.of(config)
+        paths(made, sequence("a", [1], np.random.default_rng(0).integers(0, 1000, 20_000).tolist()))
+        assert 0 < made.texts.indexes.nbytes - made.texts.indexes.nbytes_of(0) <= expected
 
 
 def test_the_budget_depends_on_no_clock():

@@ -44,6 +44,16 @@ def test_the_next_epoch_of_a_resumed_run_has_the_history(tmp_path):
             assert after._drafted[id(new)][1].tolist() == [HISTORY] * len(expected)
 
 
+def test_phrases_of_what_was_said_before_a_resume_are_counted_once_it_is_looked_up(tmp_path):
+    before = drafter(phrase_bytes=1 << 20)
+    said(before, [1], [2, 3, 4, 5, 6, 7])
+    after = resumed(tmp_path, before, phrase_bytes=1 << 20)
+    for made, known in ((before, True), (after, False)):
+        assert paths(made, sequence("e1/a", [8], [2, 3, 4], group="e1/a")) == [[5, 6, 7] if known else None]
+        assert paths(made, sequence("e1/b", [1], [2], group="e1/b")) == [[3, 4, 5, 6, 7]]
+        assert paths(made, sequence("e1/c", [9], [2, 3, 4], group="e1/c")) == [[5, 6, 7]]
+
+
 @pytest.mark.parametrize("arrive", ["before", "after"])
 def test_rewards_weigh_over_a_resume(tmp_path, arrive):
     """Those that were known when the checkpoint was taken, and those of the last group, which arrive with the next."""

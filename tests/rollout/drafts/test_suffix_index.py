@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.rollout.drafts.suffix_index import HISTORY, SIBLING, SuffixIndexes, check_buildable
-from tests.rollout.drafts.plain_indexes import DOUBT, MAX_FOLLOWERS, MIN_WEIGHT, PlainIndexes
+from fusion.rollout.drafts.suffix_index import HISTORY, PHRASES, SIBLING, SuffixIndexes, check_buildable
+from tests.rollout.drafts.plain_indexes import DOUBT, MAX_FOLLOWERS, MIN_WEIGHT, PHRASE_DOUBT, PlainIndexes
 
 MIN_MATCH = 2
 MAX_MATCH = 4
@@ -26,7 +26,7 @@ pieces = st.lists(st.tuples(st.integers(0, 3), tokens), max_size=8)
 
 def fill(indexes: SuffixIndexes, prompt: list[int], arrived: list[tuple[int, list[int]]]) -> tuple[int, list[int]]:
     index = indexes.new(prompt, MIN_MATCH, MAX_MATCH)
-    numbers = [indexes.open(index, i % 2, WEIGHTS[i]) for i in range(4)]
+    numbers = [indexes.open(index, i % 2, WEIGHTS[i], is_new=i != 1) for i in range(4)]
     indexes.extend([(index, numbers[i]) for i, _ in arrived], [text for _, text in arrived])
     return index, numbers
 
@@ -96,19 +96,19 @@ def test_a_path_is_what_most_often_followed_the_suffixes_that_are_compared(promp
 
 
 @given(
-    prompt=tokens,
-    arrived=pieces,
+    prompts=st.lists(st.tuples(tokens, pieces), min_size=1, max_size=3),
+    phrase_bytes=st.sampled_from([0, 1 << 20]),
     depth=st.integers(1, 5),
     nodes=st.integers(1, 9),
     children=st.integers(1, 3),
     least=st.floats(0, 0.5),
 )
-def test_both_implementations_draft_the_same_trees(prompt, arrived, depth, nodes, children, least):
+def test_both_implementations_draft_the_same_trees(prompts, phrase_bytes, depth, nodes, children, least):
     drafts = []
-    for indexes in (SuffixIndexes(), PlainIndexes()):
-        index, numbers = fill(indexes, prompt, arrived)
-        places = [(index, n) for n in numbers]
-        drafts.append(indexes.draft(places, [depth] * 4, [nodes] * 4, ACCEPTANCE, children, least))
+    for indexes in (SuffixIndexes(phrase_bytes), PlainIndexes(phrase_bytes)):
+        places = [(index, n) for index, numbers in (fill(indexes, *one) for one in prompts) for n in numbers]
+        sizes = [depth] * len(places), [nodes] * len(places)
+        drafts.append(indexes.draft(places, *sizes, ACCEPTANCE, children, least))
     assert all(drafts[0].probabilities >= least)
     for name in ("offsets", "tokens", "parents", "shares", "probabilities", "sources"):
         ours, plain = (getattr(one, name) for one in drafts)
@@ -183,6 +183,77 @@ def test_a_draft_names_where_its_tokens_occurred():
         indexes.extend([(index, one)], [[1, 2, 3]])
         drafts = indexes.draft([(index, one)], [8], [8], ACCEPTANCE)
         assert drafts.tokens.tolist() == [4, 5] and drafts.sources.tolist() == [HISTORY] * 2
+
+
+@pytest.mark.parametrize("indexes", [SuffixIndexes, PlainIndexes])
+def test_what_is_said_to_other_prompts_is_drafted_until_the_prompt_has_its_own(indexes):
+    made = indexes(1 << 20)
+    first, other = (made.new([prompt], min_match=1, max_match=7) for prompt in (8, 9))
+    made.extend([(first, made.open(first, SIBLING))], [[1, 2, 3, 4, 1, 2, 3, 4]])
+    place = other, made.open(other, SIBLING)
+    made.extend([place], [[1, 2]])
+    drafts = made.draft([place], [2], [2], ACCEPTANCE)
+    assert drafts.tokens.tolist() == [3, 4] and drafts.sources.tolist() == [PHRASES] * 2
+    sibling = other, made.open(other, SIBLING, 4)
+    made.extend([sibling], [[1, 2, 5, 6, 1, 2, 5, 6]])
+    drafts = made.draft([place], [2], [2], ACCEPTANCE)
+    assert drafts.tokens.tolist() == [5, 6] and drafts.sources.tolist() == [SIBLING] * 2
+    assert 3 in made.draft([place], [1], [9], ACCEPTANCE, 3).tokens, "as another branch"
+
+
+def test_text_that_was_counted_before_is_not_counted_again():
+    for is_new in (True, False):
+        made = SuffixIndexes(1 << 20)
+        first, other = (made.new([prompt], min_match=1, max_match=7) for prompt in (8, 9))
+        made.extend([(first, made.open(first, HISTORY, is_new=is_new))], [[1, 2, 3]])
+        place = other, made.open(other, SIBLING)
+        made.extend([place], [[1, 2]])
+        assert made.draft([place], [1], [1], ACCEPTANCE).tokens.tolist() == [3] * is_new
+
+
+def test_frequent_phrases_stay_and_new_ones_find_room_in_a_table_that_is_full():
+    limit, draw = 1 << 18, np.random.default_rng(0)
+    made = SuffixIndexes(limit)
+    index = made.new([], min_match=1, max_match=7)
+    frequent = [[1000 + 10 * i + k for k in range(6)] for i in range(20)]
+    sizes, before = [0], frequent
+
+    def known(phrases):
+        """Return how many of the phrases are drafted whole from their first half."""
+        other = made.new([], min_match=1, max_match=7)
+        places = [(other, made.open(other, SIBLING, is_new=False)) for _ in phrases]
+        made.extend(places, [text[:3] for text in phrases])
+        drafts = made.draft(places, [3] * len(places), [3] * len(places), np.ones(1))
+        made.remove(other)
+        return sum(drafts.tokens[drafts.of(i)].tolist() == text[3:] for i, text in enumerate(phrases))
+
+    for number in range(120):
+        if number == 40:
+            before, frequent = frequent, [[token + 2000 for token in text] for text in frequent]
+        noise = [draw.integers(0, 1000, 100).tolist() for _ in range(20)]
+        texts = [*frequent, *noise]
+        made.extend([(index, made.open(index, SIBLING)) for _ in texts], texts)
+        sizes.append(made.nbytes - made.nbytes_of(index))
+        if number == 39:
+            assert known(frequent) >= 18
+    assert known(frequent) >= 18 and known(before) <= 2, "what is not said any more makes room"
+    assert sizes == sorted(sizes) and limit / 2 < sizes[-1] <= limit, "as full as the test is about"
+
+
+@given(texts=st.lists(st.lists(st.integers(0, 9), max_size=400), min_size=1, max_size=3))
+def test_shares_of_phrases_are_those_of_what_followed(texts):
+    """Of at most 4 different tokens, which are all that is kept, and counts that are not halved yet, exactly."""
+    texts = [[token % 4 for token in text] for text in texts]
+    made = SuffixIndexes(1 << 24)
+    index = made.new([], min_match=1, max_match=7)
+    made.extend([(index, made.open(index, SIBLING)) for _ in texts], texts)
+    other = made.new([5], min_match=1, max_match=7)
+    place = other, made.open(other, SIBLING, is_new=False)
+    made.extend([place], [[0]])
+    drafts = made.draft([place], [1], [9], ACCEPTANCE, 9)
+    behind = [b for text in texts for a, b in pairwise(text) if a == 0]
+    shares = {token: behind.count(token) / (len(behind) + PHRASE_DOUBT) for token in set(behind)}
+    assert dict(zip(drafts.tokens.tolist(), drafts.shares.tolist(), strict=True)) == pytest.approx(shares)
 
 
 def test_repeated_text_costs_no_more_than_other_text():

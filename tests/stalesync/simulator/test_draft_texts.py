@@ -26,8 +26,8 @@ def replayed(texts, *, siblings=True, history=()):
     spec = TextSpec(siblings, bool(history))
     drafter = whole_drafter(spec)
     if history:
-        replay(drafter, "0-0", history, KeptTokens())
-    replay(drafter, "1-0", texts, kept)
+        replay(drafter, "0-0", 0, history, KeptTokens())
+    replay(drafter, "1-0", 0, texts, kept)
     return kept
 
 
