@@ -161,12 +161,12 @@ class Conversing:
         self._scorer.note_lost(self._groups.end_cancelled())
         if rows := self._admission.buffer.take_left_rows():
             self._queue.drop(rows, RESUMED)
-        for group in [group for group in self.conversations.failed if group not in self._groups.prompts]:
-            self.conversations.take(self._groups.ids_of(group))
 
     def records(self, ids: Sequence[str], metrics: Metrics) -> dict[str, Conversation]:
         """Remove the conversations of samples of ended groups; return them by id, and add their metrics to a step's."""
+        failed = [group for group in self.conversations.failed if group not in self._groups.prompts]
         taken = self.conversations.take(ids)
+        self.conversations.take([id for group in failed for id in self._groups.ids_of(group)])  # which never arrived
         metrics.spread("env/num_turns", [one.num_turns for one in taken])
         if any(one.begins for one in taken):
             metrics.spread("env/num_branches", [len(one.begins) + 1 for one in taken])

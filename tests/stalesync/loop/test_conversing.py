@@ -12,6 +12,7 @@ from fusion.environments import Turn
 from fusion.inference import Request
 from fusion.rollout.partial_samples import PartialSamples
 from fusion.rollout.types import EndedConversation, SuspendedSample, row_of
+from fusion.telemetry import Metrics
 from stalesync.loop.evaluated_turns import EvaluatedTurns
 from stalesync.process.failures import EnvironmentsFailed
 from stalesync.prompts import Prompt
@@ -80,6 +81,11 @@ def test_a_group_fails_when_its_members_have_come_back_and_not_before_a_complete
     assert world.log == [(world.group, "failed:env_raised")] and world.group not in world.groups.prompts
     assert world.admission.ledger.ended == {"failed:env_raised": 1} and first not in world.queue.holding("response")
     assert [*world.queue.holding("turn")] == [row_of(first, 4)], "no other row than that which its card drops is left"
+    records = world.conversing.records([first], Metrics())
+    assert [message["role"] for message in records[first].messages] == ["assistant", "user"], "it is shown"
+    assert (
+        not any(id in world.conversing.conversations for id in world.ids) and not world.conversing.conversations.failed
+    )
 
 
 def test_a_conversation_whose_row_is_lost_ends_as_lost():
