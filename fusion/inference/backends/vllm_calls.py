@@ -38,6 +38,12 @@ REFUSED = {
 }
 """Versions that are refused, and why"""
 
+
+def _of(owner: str, names: str) -> list[str]:
+    """Return rows of attributes of a class."""
+    return [f"{owner}.{name}" for name in names.split()]
+
+
 EVERYWHERE: Rows = {
     **{
         f"vllm/model_executor/models/{name}.py": (f"{model}.load_weights(_)", f"{model}.compute_logits(_)")
@@ -46,10 +52,9 @@ EVERYWHERE: Rows = {
     },
     "vllm/config/__init__.py": (
         *("CUDAGraphMode.NONE", "get_current_vllm_config()", "CompilationConfig.static_forward_context"),
-        *(f"VllmConfig.{name}_config" for name in ("cache", "load", "model", "parallel")),
-        *(f"CacheConfig.{name}" for name in ("block_size", "num_gpu_blocks", "enable_prefix_caching")),
-        *("CacheConfig.prefix_caching_hash_algo", "LoadConfig.load_format"),
-        *("ModelConfig.enforce_eager", "ModelConfig.is_moe"),
+        *_of("VllmConfig", "cache_config load_config model_config parallel_config"),
+        *_of("CacheConfig", "block_size num_gpu_blocks enable_prefix_caching prefix_caching_hash_algo"),
+        *("LoadConfig.load_format", "ModelConfig.enforce_eager", "ModelConfig.is_moe"),
     ),
     "vllm/distributed/parallel_state.py": (
         "GroupCoordinator(group_ranks=_, local_rank=_, torch_distributed_backend=_, use_device_communicator=_,"
@@ -77,9 +82,7 @@ EVERYWHERE: Rows = {
     ),
     "vllm/model_executor/layers/fused_moe/routed_experts.py": ("RoutedExperts.expert_map",),
     "vllm/model_executor/layers/attention/mla_attention.py": (
-        "MLAAttention.kv_cache",
-        *(f"MLAAttention.{name}" for name in ("impl", "kv_b_proj", "kv_lora_rank", "num_heads")),
-        *(f"MLAAttention.{name}" for name in ("qk_nope_head_dim", "v_head_dim")),
+        *_of("MLAAttention", "impl kv_b_proj kv_cache kv_lora_rank num_heads qk_nope_head_dim v_head_dim"),
         "MLAAttention.process_weights_after_loading(_)",
     ),
     "vllm/model_executor/layers/layernorm.py": ("RMSNorm.variance_epsilon",),
@@ -88,76 +91,58 @@ EVERYWHERE: Rows = {
         "def DummyModelLoader.load_weights(self, model, model_config)",
     ),
     "vllm/model_executor/layers/fused_moe/routed_experts_capturer.py": (
-        "RoutedExpertsCapturer.device_buffer",
-        "RoutedExpertsManager.get(_, _, _)",
+        *("RoutedExpertsCapturer.device_buffer", "RoutedExpertsManager.get(_, _, _)"),
     ),
     "vllm/sampling_params.py": (
         "SamplingParams(temperature=_, max_tokens=_, stop_token_ids=_, ignore_eos=_, detokenize=_)",
     ),
     "vllm/utils/hashing.py": ("get_hash_fn_by_name(_)",),
     "vllm/v1/core/kv_cache_utils.py": (
-        "generate_scheduler_kv_cache_config(_)",
-        "get_kv_cache_config_from_groups(_, _, _)",
-        "get_kv_cache_groups(_, _)",
-        "get_request_block_hasher(_, _)",
-        "get_uniform_page_size(_)",
-        "init_none_hash(_)",
+        *("generate_scheduler_kv_cache_config(_)", "get_kv_cache_config_from_groups(_, _, _)", "init_none_hash(_)"),
+        *("get_kv_cache_groups(_, _)", "get_request_block_hasher(_, _)", "get_uniform_page_size(_)"),
     ),
     "vllm/v1/core/block_pool.py": ("BlockPool.get_num_free_blocks()",),
     "vllm/v1/core/kv_cache_manager.py": ("KVCacheManager.block_pool",),
     "vllm/v1/core/sched/output.py": (
-        *(f"NewRequestData.{name}" for name in ("req_id", "num_computed_tokens", "block_ids")),
-        *(f"CachedRequestData.{name}" for name in ("req_ids", "resumed_req_ids", "num_computed_tokens")),
-        "CachedRequestData.new_block_ids",
-        *(f"SchedulerOutput.{name}" for name in ("scheduled_new_reqs", "scheduled_cached_reqs")),
-        *(f"SchedulerOutput.{name}" for name in ("num_scheduled_tokens", "total_num_scheduled_tokens")),
-        *("SchedulerOutput.preempted_req_ids", "SchedulerOutput.scheduled_spec_decode_tokens"),
+        *_of("NewRequestData", "req_id num_computed_tokens block_ids"),
+        *_of("CachedRequestData", "req_ids resumed_req_ids num_computed_tokens new_block_ids"),
+        *_of("SchedulerOutput", "scheduled_new_reqs scheduled_cached_reqs scheduled_spec_decode_tokens"),
+        *_of("SchedulerOutput", "num_scheduled_tokens total_num_scheduled_tokens preempted_req_ids"),
     ),
     "vllm/v1/core/sched/scheduler.py": (
         "Scheduler(vllm_config=_, kv_cache_config=_, structured_output_manager=_, block_size=_, hash_block_size=_)",
-        *(f"Scheduler.{name}" for name in ("finished_req_ids", "max_num_running_reqs", "max_num_scheduled_tokens")),
-        *("Scheduler.running", "Scheduler.waiting", "Scheduler.kv_cache_manager", "Scheduler.routed_experts_mgr"),
-        "Scheduler.add_request(_)",
-        "Scheduler.finish_requests(_, _)",
+        *_of("Scheduler", "finished_req_ids max_num_running_reqs max_num_scheduled_tokens running waiting"),
+        *_of("Scheduler", "kv_cache_manager routed_experts_mgr add_request(_) schedule() update_draft_token_ids(_)"),
+        *("Scheduler.finish_requests(_, _)", "Scheduler.update_from_output(_, _)"),
         "Scheduler.reset_prefix_cache(reset_running_requests=_)",
-        "Scheduler.schedule()",
-        "Scheduler.update_draft_token_ids(_)",
-        "Scheduler.update_from_output(_, _)",
     ),
     "vllm/v1/core/single_type_kv_cache_manager.py": ("register_all_kvcache_specs(_)",),
     "vllm/v1/engine/__init__.py": (
         "EngineCoreOutputs.outputs",
-        *(f"EngineCoreOutput.{name}" for name in ("request_id", "new_token_ids", "finish_reason")),
+        *_of("EngineCoreOutput", "request_id new_token_ids finish_reason"),
     ),
     "vllm/v1/executor/uniproc_executor.py": (
-        "ExecutorWithExternalLauncher(_)",
-        "def ExecutorWithExternalLauncher._distributed_args(self)",
-        "ExecutorWithExternalLauncher.driver_worker",
-        "ExecutorWithExternalLauncher.execute_model(_)",
-        "ExecutorWithExternalLauncher.get_kv_cache_specs()",
-        "ExecutorWithExternalLauncher.initialize_from_config(_)",
-        "ExecutorWithExternalLauncher.sample_tokens(_)",
+        *("ExecutorWithExternalLauncher(_)", "def ExecutorWithExternalLauncher._distributed_args(self)"),
+        *_of("ExecutorWithExternalLauncher", "driver_worker execute_model(_) get_kv_cache_specs()"),
+        *_of("ExecutorWithExternalLauncher", "initialize_from_config(_) sample_tokens(_)"),
     ),
     "vllm/v1/kv_cache_interface.py": (
-        *(f"KVCacheConfig.{name}" for name in ("num_blocks", "kv_cache_tensors", "kv_cache_groups")),
-        *("KVCacheTensor.size", "KVCacheTensor.shared_by"),
-        *("KVCacheGroupSpec.layer_names", "KVCacheGroupSpec.kv_cache_spec"),
+        *_of("KVCacheConfig", "num_blocks kv_cache_tensors kv_cache_groups"),
+        *(*_of("KVCacheTensor", "size shared_by"), *_of("KVCacheGroupSpec", "layer_names kv_cache_spec")),
     ),
     "vllm/v1/outputs.py": ("DraftTokenIds(_, _)", "SamplerOutput(sampled_token_ids=_, logprobs_tensors=_)"),
     "vllm/v1/request.py": (
         "Request(_, _, _, _, arrival_time=_, priority=_, block_hasher=_)",
-        "Request.request_id",
-        "RequestStatus.FINISHED_ABORTED",
+        *("Request.request_id", "RequestStatus.FINISHED_ABORTED"),
     ),
     "vllm/v1/structured_output/__init__.py": ("StructuredOutputManager(_)",),
     "vllm/v1/worker/gpu_input_batch.py": ("InputBatch.num_reqs", "InputBatch.req_ids"),
     "vllm/v1/worker/worker_base.py": ("WorkerWrapperBase.worker",),
     "vllm/v1/worker/gpu_worker.py": ("init_distributed_environment", "Worker.model_runner"),
     "vllm/v1/worker/gpu_model_runner.py": (
-        *(f"GPUModelRunner.{name}" for name in ("compilation_config", "input_batch", "kv_cache_config", "kv_caches")),
-        *(f"GPUModelRunner.{name}" for name in ("rejection_sampler", "routed_experts_capturer", "sampler")),
+        *_of("GPUModelRunner", "compilation_config input_batch kv_cache_config kv_caches rejection_sampler"),
+        *_of("GPUModelRunner", "routed_experts_capturer sampler get_model()"),
         "GPUModelRunner._dummy_run(_, cudagraph_runtime_mode=_)",
-        "GPUModelRunner.get_model()",
     ),
 }
 """On every card"""
@@ -165,8 +150,7 @@ EVERYWHERE: Rows = {
 PLAIN: Rows = {
     "vllm/v1/worker/gpu_model_runner.py": (
         "def GPUModelRunner._allocate_kv_cache_tensors(self, kv_cache_config)",
-        "GPUModelRunner._kernel_block_sizes",
-        "GPUModelRunner.initialize_kv_cache_tensors(_, _)",
+        *("GPUModelRunner._kernel_block_sizes", "GPUModelRunner.initialize_kv_cache_tensors(_, _)"),
     ),
 }
 """Where the runner is vLLM's: on emulated and CUDA cards"""
@@ -182,10 +166,8 @@ SINCE_027: Rows = {
 HOST: Rows = {
     "vllm/_custom_ops.py": ("_supports_onednn", "rotary_embedding(_, _, _, _, _, _)"),
     "vllm/forward_context.py": (
-        "DPMetadata.get_chunk_sizes_across_dp_rank()",
-        "DPMetadata.num_tokens_across_dp_cpu",
-        "ForwardContext.dp_metadata",
-        "get_forward_context()",
+        *_of("DPMetadata", "get_chunk_sizes_across_dp_rank() num_tokens_across_dp_cpu"),
+        *("ForwardContext.dp_metadata", "get_forward_context()"),
     ),
     "vllm/distributed/device_communicators/cpu_communicator.py": (
         *("CpuCommunicator.device_group", "CpuCommunicator.world_size"),
@@ -204,13 +186,11 @@ HOST: Rows = {
     ),
     "vllm/model_executor/layers/rotary_embedding/base.py": (
         "def RotaryEmbedding.forward_cpu(self, positions, query, key)",
-        *(f"RotaryEmbedding.{name}" for name in ("head_size", "is_neox_style")),
-        "RotaryEmbedding._match_cos_sin_cache_dtype(_)",
+        *_of("RotaryEmbedding", "head_size is_neox_style _match_cos_sin_cache_dtype(_)"),
     ),
     "vllm/model_executor/layers/fused_moe/layer.py": ("MoERunner.layer_id", "MoERunner.routed_experts"),
     "vllm/model_executor/layers/fused_moe/routed_experts_capturer.py": (
-        "RoutedExpertsCapturer.dp_rank",
-        "RoutedExpertsCapturer.capture(_, _)",
+        *("RoutedExpertsCapturer.dp_rank", "RoutedExpertsCapturer.capture(_, _)"),
     ),
     "vllm/v1/kv_cache_interface.py": ("FullAttentionSpec.head_size", "FullAttentionSpec.head_size_v"),
     "vllm/v1/worker/gpu_model_runner.py": (
@@ -232,38 +212,26 @@ CUDA: Rows = {
     ),
     "vllm/compilation/cuda_graph.py": ("CUDAGraphWrapper.clear_all_graphs()",),
     "vllm/engine/arg_utils.py": ("EngineArgs(compilation_config=_, moe_backend=_)",),
-    "vllm/v1/worker/gpu_model_runner.py": (
-        "GPUModelRunner.capture_model()",
-        "GPUModelRunner.max_num_tokens",
-    ),
+    "vllm/v1/worker/gpu_model_runner.py": ("GPUModelRunner.capture_model()", "GPUModelRunner.max_num_tokens"),
 }
 
 ASCEND: Rows = {
     "vllm_ascend/ascend_config.py": ("AscendConfig.enable_mlapo", "AscendConfig.weight_nz_mode"),
-    "vllm_ascend/attention/mla_v1.py": (
-        *("AscendMLAImpl.W_UK_T", "AscendMLAImpl.W_UV"),
-        "AscendMLAImpl.process_weights_after_loading(_)",
-    ),
-    "vllm_ascend/distributed/parallel_state.py": (
-        "_MC2",
-        "init_ascend_model_parallel(_)",
-    ),
+    "vllm_ascend/attention/mla_v1.py": (*_of("AscendMLAImpl", "W_UK_T W_UV process_weights_after_loading(_)"),),
+    "vllm_ascend/distributed/parallel_state.py": ("_MC2", "init_ascend_model_parallel(_)"),
     "vllm_ascend/patch/worker/patch_distributed.py": (
         "GroupCoordinatorPatch(group_ranks=_, local_rank=_, torch_distributed_backend=_, use_device_communicator=_,"
         " group_name=_)",
     ),
     "vllm_ascend/worker/model_runner_v1.py": (
-        *(f"NPUModelRunner.{name}" for name in ("compilation_config", "input_batch", "kv_cache_config", "kv_caches")),
-        *(f"NPUModelRunner.{name}" for name in ("rejection_sampler", "routed_experts_capturer", "sampler")),
+        *_of("NPUModelRunner", "compilation_config input_batch kv_cache_config kv_caches rejection_sampler"),
+        *_of("NPUModelRunner", "routed_experts_capturer sampler get_model() initialize_kv_cache_tensors(_)"),
         "def NPUModelRunner._allocate_int8_cache_tensor(self, numel, alignment)",
         "NPUModelRunner._dummy_run(_, cudagraph_runtime_mode=_)",
-        "NPUModelRunner.get_model()",
-        "NPUModelRunner.initialize_kv_cache_tensors(_)",
     ),
     "vllm_ascend/worker/npu_input_batch.py": ("NPUInputBatch.num_reqs", "NPUInputBatch.req_ids"),
     "vllm_ascend/worker/worker.py": (
-        *("init_distributed_environment", "init_ascend_model_parallel"),
-        "NPUWorker.model_runner",
+        *("init_distributed_environment", "init_ascend_model_parallel", "NPUWorker.model_runner"),
     ),
 }
 

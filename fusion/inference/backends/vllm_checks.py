@@ -13,6 +13,7 @@ model's size.
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
@@ -148,7 +149,7 @@ def check_live(core: VllmCore, table: Iterable[LocalParam]) -> None:
     seen: set[torch.nn.Module] = set()
     with ExitStack() as hooks, torch.no_grad():
         for owner, params in owners.items():
-            hooks.enter_context(patch.object(owner, "forward", _Probe(owner, params, seen, stale)))
+            hooks.enter_context(patch.object(owner, "forward", _Probe(owner, params, seen, stale, owner.forward)))
         core.allocate_kv(DUMMY_BLOCKS)
         core.dummy_pass(DUMMY_TOKENS)
         core.release_kv()
@@ -161,7 +162,7 @@ def check_live(core: VllmCore, table: Iterable[LocalParam]) -> None:
     for owner in apart:
         named = {name: param for name, param in module.named_parameters() if param is owner.weight}
         with torch.no_grad():
-            _Probe(owner, named, set(), stale, call=_alone(owner))()
+            _Probe(owner, named, set(), stale, _alone(owner))()
         seen.add(owner)
     for owner, params in owners.items():
         if owner not in seen:
@@ -188,19 +189,15 @@ def check_recorded(core: VllmCore, config: ModelConfig) -> None:
         )
 
 
+@dataclass
 class _Probe:
     """Stand in for the forward pass of a module: replace its weights one by one and compare the outputs."""
 
-    def __init__(
-        self,
-        owner: Any,
-        params: dict[str, torch.nn.Parameter],
-        seen: set[torch.nn.Module],
-        stale: list[str],
-        call: Any = None,
-    ):
-        self.owner, self.params, self.seen, self.stale = owner, params, seen, stale
-        self.call = call or owner.forward
+    owner: Any
+    params: dict[str, torch.nn.Parameter]
+    seen: set[torch.nn.Module]
+    stale: list[str]
+    call: Any
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.owner not in self.seen:

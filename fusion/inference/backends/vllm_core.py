@@ -132,15 +132,13 @@ class VllmCore:
         runner.kv_caches.clear()
         with self._kv_on_card(config.num_blocks):
             runner.initialize_kv_cache_tensors(config, *(() if self._ascend else (runner._kernel_block_sizes,)))
-        old, self.scheduler = (
-            self.scheduler,
-            Scheduler(
-                vllm_config=self.vllm_config,
-                kv_cache_config=generate_scheduler_kv_cache_config([config]),
-                structured_output_manager=self._structured_output,
-                block_size=cache.block_size,
-                hash_block_size=cache.block_size,
-            ),
+        old = self.scheduler
+        self.scheduler = Scheduler(
+            vllm_config=self.vllm_config,
+            kv_cache_config=generate_scheduler_kv_cache_config([config]),
+            structured_output_manager=self._structured_output,
+            block_size=cache.block_size,
+            hash_block_size=cache.block_size,
         )
         if old is not None:
             self.scheduler.finished_req_ids |= old.finished_req_ids

@@ -79,15 +79,8 @@ class VllmModel:
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # frees vLLM's own memory first
         self._latents = AbsorbedLatents(module, device)
         apart = [param for param in self.table if param.storage == "card"]
-        self.weights = Buckets(
-            plan_units(self.table, dtype.itemsize, max_bytes),
-            device,
-            dtype,
-            owner="weights",
-            share=share,
-            resident=resident,
-            apart=apart,
-        )
+        units = plan_units(self.table, dtype.itemsize, max_bytes)
+        self.weights = Buckets(units, device, dtype, owner="weights", share=share, resident=resident, apart=apart)
         for param in apart:
             self._params[param.name].data = device.host_view(self.weights.views[param.name])
         self._addresses: list[int] = [0] * len(self.weights.flats)
