@@ -48,6 +48,7 @@ BENCHMARK = Benchmark(
     "logprobs.peak_bytes <= 2e9, decode.[ac]*.host_syncs <= 1, train.[ac]*.host_syncs <= 0, "
     "train.[ac]*.host_syncs_tp2ep2 <= 1, "
     + ", ".join(f"{path}.{key} <= {most}" for path, by_key in LAUNCHES.items() for key, most in by_key.items()),
+    sizes={"contexts": ([2048, 32768], [300])},
 )
 
 if __name__ == "__main__":
