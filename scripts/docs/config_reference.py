@@ -5,7 +5,6 @@
 The site (mkdocs.yml) shows the same page; `python scripts/train.py --help` lists the same keys.
 """
 
-import argparse
 import copy
 import dataclasses
 import re
@@ -16,6 +15,7 @@ from typing import Any, get_args
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # the site is built where rlfusion is not installed
 
+from fusion.resources import parser_of  # noqa: E402
 from fusion.telemetry.keys import as_yaml  # noqa: E402
 from stalesync.job.config import Config  # noqa: E402
 from stalesync.job.keys import Key, keys_of, value_of  # noqa: E402
@@ -92,8 +92,7 @@ def page(config: Config | None = None) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
+    parser_of(__doc__).parse_args()
     print(page())
 
 

@@ -74,7 +74,7 @@ def test_a_reader_that_has_ended_is_no_failure(tmp_path: Path) -> None:
     os.close(reader)
     with open(writer, "w") as closed:
         command = [sys.executable, "-m", "distqueue", str(tmp_path)]
-        done = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60)
+        done = machine.run(command, 60, stdout=closed)
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from stalesync.job.overrides import known_keys
-from tests.machine import cpu_within
+from tests.machine import cpu_within, run
 
 ROOT = Path(__file__).resolve().parents[2]
 HEAVY = {"torch", "ray", "transformers"}
@@ -77,14 +77,21 @@ def test_help_answers_in_a_second_of_cpu(command, part, tmp_path):
     assert is_quick(answer), (answer.cpu_s, HEAVY & answer.imported)
 
 
-@pytest.mark.parametrize("name", ["train", "check", "report", "plan", "doctor"])
-def test_a_reader_that_has_ended_is_no_failure(name):
+CONSOLE = "-c import sys; sys.argv = ['rlfusion', '--help']; from stalesync.console import main; main()"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [*(f"scripts/{name}.py --help" for name in ("train", "check", "report", "plan", "doctor")), "-m distqueue --help"]
+    + [CONSOLE, "scripts/docs/config_reference.py"],
+)
+def test_a_reader_that_has_ended_is_no_failure(command):
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "w") as closed:
-        command = [sys.executable, f"scripts/{name}.py", "--help"]
-        done = subprocess.run(command, cwd=ROOT, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (-signal.SIGPIPE if name == "doctor" else 0, "")
+        command = [sys.executable, *command.split(" ", 1 if command == CONSOLE else -1)]
+        done = run(command, 60, cwd=ROOT, stdout=closed)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE if "scripts/doctor.py" in command else 0, "")
 
 
 SAID_ELSEWHERE = [

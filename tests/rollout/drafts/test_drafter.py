@@ -83,6 +83,22 @@ def test_a_new_prompt_is_drafted_from_what_was_said_to_others(indexes):
     assert made._drafted[id(other)][1].tolist() == [PHRASES] * 3
 
 
+def test_what_becomes_history_is_not_counted_as_phrases_again():
+    made = drafter(phrase_bytes=1 << 20)
+    one = sequence("e0/0", [1], [2, 3, 4, 5, 6], group="e0")
+    paths(made, one)
+    made.end(one)
+    shares = []
+    for number, prompt in enumerate(([8], [9])):
+        other = sequence(f"e{number}/other", prompt, [2, 3, 4], group=f"other {number}")
+        assert paths(made, other, depth=1) == [[5]]
+        shares.append(made._drafted[id(other)][0].tolist())
+        again = sequence(f"e{number + 1}/0", [1], [], group=f"e{number + 1}")
+        paths(made, again)
+        assert made.texts.prompts[made.texts.live["e1/0"].key].index is not None, "its history is indexed"
+    assert shares[0] == shares[1]
+
+
 def test_the_phrases_of_a_card_are_part_of_its_bytes_for_text():
     for mib, expected in ((1, 1 << 17), (8, 1 << 20), (1024, MAX_PHRASE_BYTES)):
         config = DraftsConfig(source="both", mib=mib)

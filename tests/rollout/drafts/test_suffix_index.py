@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.rollout.drafts.suffix_index import HISTORY, PHRASES, SIBLING, SuffixIndexes, check_buildable
-from tests.rollout.drafts.plain_indexes import DOUBT, MAX_FOLLOWERS, MIN_WEIGHT, PHRASE_DOUBT, PlainIndexes
+from tests.rollout.drafts.plain_indexes import (
+    DOUBT,
+    FOLLOWERS,
+    MAX_FOLLOWERS,
+    MAX_TOTAL,
+    MIN_WEIGHT,
+    PHRASE_DOUBT,
+    PlainIndexes,
+)
 
 MIN_MATCH = 2
 MAX_MATCH = 4
@@ -238,6 +246,21 @@ def test_frequent_phrases_stay_and_new_ones_find_room_in_a_table_that_is_full():
             assert known(frequent) >= 18
     assert known(frequent) >= 18 and known(before) <= 2, "what is not said any more makes room"
     assert sizes == sorted(sizes) and limit / 2 < sizes[-1] <= limit, "as full as the test is about"
+
+
+def test_of_many_followers_of_a_phrase_both_implementations_keep_the_same_and_halve_their_counts_alike():
+    draw, drafts = np.random.default_rng(0), []
+    text = [token for each in np.minimum(draw.zipf(1.5, 2000), 9).tolist() for token in (0, each)]
+    for indexes in (SuffixIndexes(1 << 20), PlainIndexes(1 << 20)):
+        first, other = (indexes.new([prompt], min_match=1, max_match=7) for prompt in (20, 21))
+        place = other, indexes.open(other, SIBLING, is_new=False)
+        indexes.extend([(first, indexes.open(first, SIBLING)), place], [text, [0]])
+        drafts.append(indexes.draft([place], [3], [60], ACCEPTANCE, 9))
+    assert len({*text}) > FOLLOWERS and len(text) // 2 > MAX_TOTAL, "as much as the test is about"
+    assert np.count_nonzero(drafts[0].parents == -1) == FOLLOWERS
+    for name in ("offsets", "tokens", "parents", "shares", "sources"):
+        ours, plain = (getattr(one, name) for one in drafts)
+        assert ours.tolist() == plain.tolist(), name
 
 
 @given(texts=st.lists(st.lists(st.integers(0, 9), max_size=400), min_size=1, max_size=3))

@@ -235,6 +235,17 @@ def test_a_comparison_is_shown_as_text(tmp_path, open_page, browser):
     page.close()
 
 
+def test_the_headline_of_an_evaluation_alone_does_not_count_steps(tmp_path, open_page):
+    folder = leave_a_run(tmp_path)
+    headline = "header.run p"
+    page = open_page(folder)
+    assert page.locator(headline).first.inner_text().startswith("finished: 20 steps in ")
+    page.close()
+    (folder / "metrics.jsonl").unlink()
+    (folder / "evaluation.json").write_text("{}")
+    assert open_page(folder).locator(headline).first.inner_text().split(" · ")[0] == "finished"
+
+
 def test_evaluations_come_first_and_every_curve_is_drawn_in_print(tmp_path, open_page):
     folder = leave_a_run(tmp_path)
     (folder / "evaluations.jsonl").write_text("".join(evaluation(step, step / 20) for step in (0, 10, 20)))
