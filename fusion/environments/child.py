@@ -13,7 +13,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from importlib import import_module
 from traceback import StackSummary
 from types import FrameType, coroutine
@@ -28,7 +28,7 @@ from fusion.environments.interface import (
     checked_turn,
     digest_of,
 )
-from fusion.environments.tools import parse
+from fusion.environments.tool_calls import Schemas, parse
 from fusion.environments.wire import EndOrder, NextOrder, Order, Reply, pack_reply, pack_start
 from fusion.rewards.child import (
     attempt,
@@ -84,10 +84,11 @@ def frames_of(work: Any) -> Iterator[tuple[FrameType, int]]:
 
 
 class OpenEnvironment:
-    """An environment under way, and the seconds that it has taken."""
+    """An environment under way, its tools, and the seconds that it has taken."""
 
     def __init__(self) -> None:
         self.environment: Environment | None = None
+        self.tools: Schemas = ()
         self.seconds = 0.0
 
 
@@ -149,8 +150,8 @@ class Server:
     async def _start(self, number: int, order: StepOrder) -> Reply:
         conversation = OpenEnvironment()
         try:
-            first, tools = await self._begin(number, conversation, order)
-            return Reply(None, "", 0.0, first.messages, tools=tools)
+            first = await self._begin(number, conversation, order)
+            return Reply(None, "", 0.0, first.messages, tools=conversation.tools)
         finally:
             await self._close(number, conversation)
 
@@ -173,7 +174,7 @@ class Server:
         """Return a fresh conversation in which all before the ordered step has been repeated.
         Raise EnvironmentFailed: also `diverged`: it says something else."""
         self._live[order.id] = conversation = OpenEnvironment()
-        said, _ = await self._begin(number, conversation, order)
+        said = await self._begin(number, conversation, order)
         for num_turns, expected in enumerate(order.observed):
             if num_turns:
                 said = await self._advance(number, conversation, order.actions[num_turns - 1])
@@ -185,17 +186,17 @@ class Server:
                 )
         return conversation
 
-    async def _begin(
-        self, number: int, conversation: OpenEnvironment, order: StepOrder
-    ) -> tuple[Turn, Sequence[Mapping[str, Any]]]:
+    async def _begin(self, number: int, conversation: OpenEnvironment, order: StepOrder) -> Turn:
         async def begin() -> tuple[Any, Any]:
             conversation.environment = environment = self._create()
             return await environment.reset(order.task, order.seed), getattr(environment, "tools", ())
 
-        return checked_start(*await self._call(number, conversation, begin()))
+        first, conversation.tools = checked_start(*await self._call(number, conversation, begin()))
+        return first
 
     async def _advance(self, number: int, conversation: OpenEnvironment, text: str) -> Turn:
-        message = {"role": "assistant", "content": text, "tool_calls": parse(text, self._options["tools"])}
+        calls = parse(text, self._options["tools"], conversation.tools)
+        message = {"role": "assistant", "content": text, "tool_calls": calls}
         assert conversation.environment is not None
         return checked_turn(await self._call(number, conversation, conversation.environment.step(message)))
 

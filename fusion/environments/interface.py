@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from fusion.rewards.outcome import finite
 
 Message = Mapping[str, Any]
-"""A chat message: `role` and `content`, both texts; of the model also `tool_calls` (`tools.ToolCall`, as mappings)"""
+"""A chat message: `role` and `content`, both texts; of the model also `tool_calls`, a list of `tool_calls.ToolCall`"""
 FAILURES = ("raised", "timeout", "died", "memory", "bad_turn", "diverged")
 """`raised`; `timeout` (`environment.step_timeout_s` or `episode_timeout_s`); `died` (its process ended); `memory` (it
 exceeded `environment.memory_mib`); `bad_turn` (it returned no `Turn`, or no messages); `diverged` (after a reset with

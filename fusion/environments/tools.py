@@ -1,97 +1,24 @@
-"""Find tool calls in the model's text, describe Python functions by JSON schemas, and call them.
+"""Describe Python functions by JSON schemas, and call them.
 
-    hermes     <tool_call>{"name": "calculator", "arguments": {"expression": "1+2"}}</tool_call>
-    llama3     {"name": "calculator", "parameters": {"expression": "1+2"}}    the whole turn; others behind ;
-    deepseek   <｜tool▁call▁begin｜>calculator<｜tool▁sep｜>{"expression": "1+2"}<｜tool▁call▁end｜>
-               of V3, name and arguments (between ```json and ```) are both behind the separator
-
-Invariant (tests/environments/test_tools.py): whatever the text is, parsing it and answering its calls raises
-nothing: a mistake of the model is answered by a message that states it.
+Invariant (tests/environments/test_tools.py): whatever a call is, answering it raises nothing that the function does not
+raise: a mistake of the model is answered by a message that states it.
 """
 
 import inspect
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, TypedDict, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from fusion.environments.interface import Message
+from fusion.environments.tool_calls import ToolCall
 
-JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
-DECODER = json.JSONDecoder()
-HERMES = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-PYTHON_TAG = "<|python_tag|>"
-LLAMA3 = re.compile(r'\{\s*"(name|type|parameters)"')
-DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>", re.DOTALL)
-FENCED = re.compile(r"(.*?)\n```json\n(.*)\n```\s*$", re.DOTALL)
-
-
-class ToolCall(TypedDict):
-    """A call in the model's text. `error`: why it cannot be called, "" if it can."""
-
-    name: str
-    arguments: dict[str, Any]
-    error: str
-
-
-def parse(text: str, tool_format: str) -> list[ToolCall]:
-    """Return the tool calls in a text, in order."""
-    return PARSERS[tool_format](text)
-
-
-def _hermes(text: str) -> list[ToolCall]:
-    return [_call_of(*_decoded(body), "arguments") for body in HERMES.findall(text)]
-
-
-def _llama3(text: str) -> list[ToolCall]:
-    """A turn that is not the beginning of a call is an answer, also if it is JSON."""
-    rest, calls = text.strip().removeprefix(PYTHON_TAG).lstrip(), []
-    if not LLAMA3.match(rest):
-        return []
-    while rest:
-        value, error, end = _decoded_first(rest)
-        calls.append(_call_of(value, error, "parameters"))
-        rest = "" if error else rest[end:].lstrip("; \n")
-    return calls
-
-
-def _deepseek(text: str) -> list[ToolCall]:
-    calls = []
-    for head, body in DEEPSEEK.findall(text):
-        fenced = FENCED.match(body)
-        name, arguments = (fenced[1], fenced[2]) if fenced else (head, body)
-        value, error = _decoded(arguments)
-        calls.append(_call_of({"name": name.strip(), "arguments": value}, error, "arguments"))
-    return calls
-
-
-PARSERS: Mapping[str, Callable[[str], list[ToolCall]]] = {"hermes": _hermes, "llama3": _llama3, "deepseek": _deepseek}
-
-
-def _decoded(text: str) -> tuple[Any, str]:
-    """Return the JSON value of a text, and why it has none."""
-    text = text.strip()
-    value, error, end = _decoded_first(text)
-    return value, error or (f"the call is not JSON: more follows it: {text[end : end + 20]!r}" if text[end:] else "")
-
-
-def _decoded_first(text: str) -> tuple[Any, str, int]:
-    """Return the JSON value at the start of a text, why there is none, and where it ends."""
-    try:
-        value, end = DECODER.raw_decode(text)
-        json.dumps(value, ensure_ascii=False).encode()  # fails for halves of surrogate pairs, which are no text
-    except (ValueError, RecursionError) as error:
-        return None, f"the call is not JSON: {error}", 0
-    return value, "", end
-
-
-def _call_of(value: Any, error: str, arguments_name: str) -> ToolCall:
-    """Return the call that a JSON object describes."""
-    name = value.get("name") if isinstance(value, dict) else None
-    arguments = value.get(arguments_name, {}) if isinstance(value, dict) else None
-    if not error and isinstance(name, str) and isinstance(arguments, dict):
-        return ToolCall(name=name, arguments=arguments, error="")
-    return ToolCall(name="", arguments={}, error=error or f"expected an object with name and {arguments_name}")
+JSON_TYPES: Mapping[Any, str] = {
+    str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object", NoneType: "null"
+}  # fmt: skip
+PARAMETER = re.compile(r" {1,4}(\w+)(?: \(.*?\))?: (.*)")
+"""The beginning of a parameter's description in the section `Args:` of a docstring"""
 
 
 class Tools:
@@ -131,21 +58,61 @@ def check_types(function: Callable[..., Any], arguments: Mapping[str, Any]) -> N
     Raise TypeError: names an argument of another type."""
     hints = get_type_hints(function)
     for name, value in arguments.items():
-        expected = hints.get(name)
-        is_number = expected is float and type(value) is int
-        if expected in JSON_TYPES and type(value) is not expected and not is_number:
-            raise TypeError(f"argument {name!r} is not of type {JSON_TYPES[expected]}")
+        if not fits(value, schema := type_schema(hints[name])):
+            raise TypeError(f"argument {name!r} is not of type {named(schema)}")
+
+
+def fits(value: Any, schema: Mapping[str, Any]) -> bool:
+    """Return whether a JSON value is one that `type_schema` describes."""
+    if "enum" in schema:
+        return any(type(value) is type(one) and value == one for one in schema["enum"])
+    if "anyOf" in schema:
+        return any(fits(value, one) for one in schema["anyOf"])
+    kind = JSON_TYPES.get(type(value))
+    if kind != schema["type"]:
+        return kind == "integer" and schema["type"] == "number"
+    inner = schema.get("items") or schema.get("additionalProperties")
+    return inner is None or all(fits(one, inner) for one in (value if kind == "array" else value.values()))
+
+
+def named(schema: Mapping[str, Any]) -> str:
+    """Return the type that a schema describes, for a message."""
+    if "enum" in schema:
+        return " or ".join(map(json.dumps, schema["enum"]))
+    if "anyOf" in schema:
+        return " or ".join(map(named, schema["anyOf"]))
+    inner = schema.get("items") or schema.get("additionalProperties")
+    return f"{schema['type']} of {named(inner)}" if inner else schema["type"]
+
+
+def type_schema(hint: Any) -> dict[str, Any]:
+    """Return the JSON schema of an annotation: a type of JSON, a list or dict of such, Literal, or one of several.
+    Raise KeyError: it is something else."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Literal:
+        kinds = {JSON_TYPES[type(one)] for one in parts}
+        return ({"type": kinds.pop()} if len(kinds) == 1 else {}) | {"enum": [*parts]}
+    if origin in (Union, UnionType):
+        return {"anyOf": [type_schema(one) for one in parts]}
+    if origin is list:
+        return {"type": "array", "items": type_schema(parts[0])}
+    if origin is dict and parts[0] is str:
+        return {"type": "object", "additionalProperties": type_schema(parts[1])}
+    return {"type": JSON_TYPES[hint]}
 
 
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the JSON schema of a function: its name, the first line of its docstring, its annotated parameters.
+    """Return the JSON schema of a function: its name, the first line of its docstring, its annotated parameters, and
+    what the docstring says of them in a section `Args:`.
     Raise ValueError: a parameter has no annotation that JSON knows."""
-    hints, properties, required = get_type_hints(function), {}, []
+    hints, described, properties, required = get_type_hints(function), _described(function), {}, []
     for name, parameter in inspect.signature(function).parameters.items():
-        if hints.get(name) not in JSON_TYPES:
-            kinds = ", ".join(kind.__name__ for kind in JSON_TYPES)
-            raise ValueError(f"tool {function.__name__}: expected an annotation of {kinds} for parameter {name!r}")
-        properties[name] = {"type": JSON_TYPES[hints[name]]}
+        try:
+            properties[name] = type_schema(hints.get(name)) | described.get(name, {})
+        except (KeyError, TypeError):
+            kinds = ", ".join(kind.__name__ for kind in JSON_TYPES if kind is not NoneType)
+            expected = f"an annotation of {kinds}, of lists and dicts of them, Literal or a union"
+            raise ValueError(f"tool {function.__name__}: expected {expected} for parameter {name!r}") from None
         if parameter.default is parameter.empty:
             required.append(name)
     parameters = {"type": "object", "properties": properties, "required": required}
@@ -154,3 +121,15 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
         "type": "function",
         "function": {"name": function.__name__, "description": description, "parameters": parameters},
     }
+
+
+def _described(function: Callable[..., Any]) -> dict[str, dict[str, str]]:
+    """Return the descriptions of parameters, by name, each as a part of its schema."""
+    found: dict[str, str] = {}
+    section = (inspect.getdoc(function) or "").partition("\nArgs:\n")[2].partition("\n\n")[0]
+    for line in section.splitlines():
+        if begun := PARAMETER.fullmatch(line):
+            found[begun[1]] = begun[2]
+        elif found:
+            found[[*found][-1]] += f" {line.strip()}"
+    return {name: {"description": text} for name, text in found.items()}

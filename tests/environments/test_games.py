@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fusion.environments import EnvironmentConfig, Task, Turn
 from fusion.environments.calculator import Calculator, calculator
 from fusion.environments.guess import Guess
-from fusion.environments.tools import parse
+from fusion.environments.tool_calls import parse
 
 
 def said(environment, text: str) -> Turn:

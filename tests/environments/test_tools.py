@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+from typing import Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fusion.environments.config import TOOL_FORMATS
 from fusion.environments.interface import checked_messages
-from fusion.environments.tools import PARSERS, Tools, parse
+from fusion.environments.tool_calls import PARSERS, parse
+from fusion.environments.tools import Tools, fits, type_schema
 
 NAMES = st.text("abc_", min_size=1, max_size=6)
 ARGUMENTS = st.dictionaries(NAMES, st.one_of(st.text(max_size=8), st.integers(), st.booleans(), st.none()), max_size=3)
@@ -26,6 +28,8 @@ def written(tool_format: str, calls: list) -> str:
         return "I call:\n" + "\n".join(tags)
     if tool_format == "llama3":
         return "; ".join(f'{{"name": "{name}", "parameters": {text}}}' for name, text in texts)
+    if tool_format == "glm45":
+        return "I call:\n" + "\n".join(glm45_call(name, arguments) for name, arguments in calls)
     if tool_format == "deepseek v3":
         tail = "\n```<｜tool▁call▁end｜>"
         tags = [f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{text}{tail}" for name, text in texts]
@@ -34,11 +38,41 @@ def written(tool_format: str, calls: list) -> str:
     return "I call:<｜tool▁calls▁begin｜>" + "\n".join(tags) + "<｜tool▁calls▁end｜>"
 
 
-@pytest.mark.parametrize("tool_format", ["hermes", "llama3", "deepseek v3", "deepseek v3.1"])
+def glm45_call(name: str, arguments: dict) -> str:
+    """As the family's chat template writes it."""
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+    tags = [f"<arg_key>{key}</arg_key>\n<arg_value>{text}</arg_value>\n" for key, text in texts.items()]
+    return f"<tool_call>{name}\n{''.join(tags)}</tool_call>"
+
+
+def schemas_for(calls: list) -> list:
+    """Of tools whose parameters have the types of these arguments."""
+    found: dict[str, dict] = {}
+    for name, arguments in calls:
+        for key, value in arguments.items():
+            kind = "string" if isinstance(value, str) else "integer"
+            found.setdefault(name, {}).setdefault(key, {"type": kind})
+    return [{"function": {"name": name, "parameters": {"properties": kinds}}} for name, kinds in found.items()]
+
+
+@pytest.mark.parametrize("tool_format", ["hermes", "llama3", "deepseek v3", "deepseek v3.1", "glm45"])
 @given(calls=CALLS)
 def test_calls_are_read_as_they_were_written(tool_format, calls):
-    found = parse(written(tool_format, calls), tool_format.partition(" ")[0])
+    names = [name for name, _ in calls]
+    assume(tool_format != "glm45" or len({*names}) == len(names))  # equal names might take other types
+    found = parse(written(tool_format, calls), tool_format.partition(" ")[0], schemas_for(calls))
     assert found == [{"name": name, "arguments": arguments, "error": ""} for name, arguments in calls]
+
+
+def test_what_tells_a_text_from_json_is_the_tools_schema():
+    text = glm45_call("find", {"query": "12", "limit": 3, "tags": ["a"]})
+    schema = [{"function": {"name": "find", "parameters": {"properties": {"query": {"type": "string"}}}}}]
+    (call,) = parse(text, "glm45", schema)
+    assert call == {"name": "find", "arguments": {"query": "12", "limit": 3, "tags": ["a"]}, "error": ""}
+    for unknown in ([], [{}], [{"function": 1}], [{"function": {"name": "find", "parameters": {"properties": []}}}]):
+        assert parse(text, "glm45", unknown)[0]["arguments"]["query"] == 12
+    (call,) = parse("<tool_call>find\n<arg_key>query</arg_key></tool_call>", "glm45")
+    assert call["error"] == "expected <arg_key> and <arg_value> by turns"
 
 
 def greet(name: str, times: int = 1, loud: bool = False) -> str:
@@ -61,7 +95,7 @@ PIECES = st.sampled_from(
         "<tool_call>", "</tool_call>", "{", "}", '{"name": ', '"greet"', ', "arguments": ', ', "parameters": ',
         "[" * 9000, '{"name": "a"}', "; ", "\n", "x", "1", "<|python_tag|>", "<｜tool▁call▁begin｜>",
         "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
-        "```json", "function", "null", r'"\ud800"',
+        "```json", "function", "null", r'"\ud800"', "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "name",
     ]
 )  # fmt: skip
 
@@ -142,14 +176,92 @@ def test_a_schema_is_read_from_the_function():
             },
         },
     }
-    with pytest.raises(ValueError, match="tool bare: expected an annotation of str, .* for parameter 'value'"):
-        Tools(_bare())
 
 
-def _bare():
-    def bare(value): ...
+def find(
+    query: str,
+    tags: list[str],
+    order: Literal["new", "best"] = "new",
+    limit: int | None = None,
+    weights: dict[str, float] = {},  # noqa: B006
+) -> str:
+    """Search the documents.
 
-    return bare
+    Args:
+        query: What to look for.
+        tags (list[str]): Documents must have
+            all of them.
+
+    Returns:
+        unknown: Nothing.
+    """
+    return f"{query} {tags} {order} {limit} {weights}"
+
+
+def test_a_schema_has_the_types_within_types_and_what_the_docstring_says_of_parameters():
+    (schema,) = Tools(find).schemas
+    assert schema["function"]["parameters"] == {
+        "type": "object",
+        "properties": {
+            "query": {"type": "string", "description": "What to look for."},
+            "tags": {"type": "array", "items": {"type": "string"}, "description": "Documents must have all of them."},
+            "order": {"type": "string", "enum": ["new", "best"]},
+            "limit": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+            "weights": {"type": "object", "additionalProperties": {"type": "number"}},
+        },
+        "required": ["query", "tags"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "content"),
+    [
+        ({"tags": ["a"]}, "x ['a'] new None {}"),
+        ({"tags": [], "order": "best", "limit": 1, "weights": {"a": 1}}, "x [] best 1 {'a': 1}"),
+        ({"tags": [1]}, "error: argument 'tags' is not of type array of string"),
+        ({"tags": "a"}, "error: argument 'tags' is not of type array of string"),
+        ({"tags": [], "order": "old"}, 'error: argument \'order\' is not of type "new" or "best"'),
+        ({"tags": [], "limit": "1"}, "error: argument 'limit' is not of type integer or null"),
+        ({"tags": [], "weights": {"a": True}}, "error: argument 'weights' is not of type object of number"),
+    ],
+)
+def test_types_within_types_are_checked(arguments, content):
+    call = {"name": "find", "arguments": {"query": "x", **arguments}, "error": ""}
+    assert asyncio.run(Tools(find).answer(call))["content"] == content
+
+
+HINTS = st.recursive(
+    st.sampled_from([str, int, float, bool, type(None), Literal["a", 1]]),
+    lambda inner: st.one_of(
+        inner.map(lambda one: list[one]),
+        inner.map(lambda one: dict[str, one]),
+        st.tuples(inner, inner).map(lambda both: both[0] | both[1]),
+    ),
+    max_leaves=4,
+)
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(0, 2), st.floats(0, 2), st.sampled_from("ab")),
+    lambda inner: st.one_of(st.lists(inner, max_size=2), st.dictionaries(st.sampled_from("ab"), inner, max_size=2)),
+    max_leaves=4,
+)
+
+
+@given(hint=HINTS, value=VALUES)
+def test_a_value_fits_as_jsonschema_has_it(hint, value):
+    """But 1.0 is no integer here, as no Python function would take it for one."""
+    jsonschema = pytest.importorskip("jsonschema")
+    schema = type_schema(hint)
+    expected = jsonschema.Draft202012Validator(schema).is_valid(value)
+    assert fits(value, schema) == expected or "1.0" in f"{value}" or "0.0" in f"{value}" or "2.0" in f"{value}"
+
+
+@pytest.mark.parametrize("hint", [bytes, list[bytes], dict[int, str], str | bytes, Literal[b"a"], None])
+def test_what_json_does_not_know_is_refused(hint):
+    def tool(value): ...
+
+    tool.__annotations__ = {} if hint is None else {"value": hint}
+    with pytest.raises(ValueError, match="tool tool: expected an annotation of str, .* for parameter 'value'"):
+        Tools(tool)
 
 
 def test_there_is_a_parser_for_every_format():

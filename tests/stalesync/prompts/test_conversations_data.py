@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from fusion.environments import Task
 from fusion.environments.calculator import Calculator
 from fusion.environments.guess import GUESSES, NUMBERS
-from fusion.environments.tools import parse
+from fusion.environments.tool_calls import parse
 from stalesync.prompts import DataConfig, make_tokenizer
 from stalesync.prompts import guess as guess_data
 from stalesync.prompts.calculator import CalculatorRows, RepeatRows
