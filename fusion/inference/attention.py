@@ -6,29 +6,21 @@ key head, whose values are its first channels. Packed prompts expand the latents
 long chunks where a card's operator attends to them without a mask; else they do what takes less arithmetic
 (`KVLayout.absorbs`).
 
-Paged rows, where there is a fused operator: one call for all of them (`PagedRows`). Else (`attend_rows`) every (row,
-block) pair is one small matrix product, so sequences of different lengths need no padding except in their last block.
-The softmax is combined from blocks as in FlashAttention (Dao et al., 2022): first the row's maximum over all blocks,
-then sums over the blocks.
+All paged rows of a step are one call of the card's operators (`PagedRows`), fused or composed.
 
-With `rollout.engine.batch_invariant` every token is a paged row and no stretch of the pool is read in place: pairs are
-independent and, on a host, summed in the order of the row's blocks, so a row's result is bitwise independent of the
-batch. A card promises no such order: there only a table that reads blocks itself is accepted. Without it, the rest of
-the batch decides how a row is computed.
+With `rollout.engine.batch_invariant` every token is a paged row, and no bit of it depends on the other rows. Without
+it, the rest of the batch decides how a row is computed.
 
 With decode context parallelism (`Context`) paged rows attend with the heads of several ranks to the part of their
 tokens that is on this one, and partial results are merged; a long chunk attends to KV gathered from these ranks.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from fusion.inference.batch import Batch, LongChunk
 from fusion.inference.kv_cache import KVCache, score_dtype
-from fusion.inference.kv_layout import KVLayout
-from fusion.inference.paged_rows import RowSlice
 from fusion.model.attention import Pair, Up
 from fusion.npu.operators import PagedRows, lower_right_mask
 
@@ -45,8 +37,10 @@ class PagedAttention:
     def __call__(self, layer: int, q_NHC: torch.Tensor, k_NKC: torch.Tensor, v_NKC: torch.Tensor) -> torch.Tensor:
         pool, batch = self.cache.pools[layer], self.batch
         self._store(self.operators.store_kv, pool, k_NKC, v_NKC)
-        out = self._attend_rows(q_NHC, pool, scale=self.cache.layout.width**-0.5)
+        out: list[torch.Tensor] = []
         start, stop, lengths = batch.packed
+        if batch.rows is not None:
+            out.append(self._attend_rows(q_NHC[:start], pool, batch.rows))
         if lengths:
             whole = q_NHC[start:stop], k_NKC[start:stop], v_NKC[start:stop]
             out.append(self.operators.varlen_attention(*whole, lengths))
@@ -61,8 +55,8 @@ class PagedAttention:
         self._store(self.operators.store_latents, pool, *latent)
         out: list[torch.Tensor] = []
         start, stop, lengths = batch.packed
-        if batch.rows:
-            out.append(up.values(self._attend_latent_rows((q[0][:start], q[1][:start]), pool, up)))
+        if batch.rows is not None:
+            out.append(up.values(self._attend_latent_rows((q[0][:start], q[1][:start]), pool, batch.rows, up)))
         if lengths:
             k, v = up.expand(*(x[start:stop] for x in latent))
             packed = torch.cat([x[start:stop] for x in q], dim=-1)
@@ -84,41 +78,28 @@ class PagedAttention:
         """Return the blocks that a chunk attends to, of all ranks that share them."""
         return self.cache.context.gather_pages(self.cache.gather(pool, chunk.pieces))
 
-    def _attend_latent_rows(self, q: Pair, pool: torch.Tensor, up: Up) -> torch.Tensor:
-        """Return what the batch's paged rows attend to of compressed latents [N, H, R]."""
-        absorbed, rotated, rows = up.absorb(q[0]), q[1], self.batch.rows
-        if isinstance(rows, PagedRows) and not self.cache.context.is_shared:
-            return self.operators.paged_latent_attention(absorbed, rotated, pool, rows, up.softmax_scale)
-        return _join(self._attend_rows(torch.cat([absorbed, rotated], dim=-1), pool, scale=up.softmax_scale))
+    def _attend_latent_rows(self, q: Pair, pool: torch.Tensor, rows: PagedRows, up: Up) -> torch.Tensor:
+        """Return what paged rows attend to of compressed latents [N, H, R]."""
+        absorbed, rotated = up.absorb(q[0]), q[1]
+        if self.cache.context.is_shared:
+            return self._attend_shared_rows(torch.cat([absorbed, rotated], dim=-1), pool, rows, scale=up.softmax_scale)
+        return self.operators.paged_latent_attention(absorbed, rotated, pool, rows, up.softmax_scale)
 
-    def _attend_rows(self, q_NHC: torch.Tensor, pool: torch.Tensor, scale: float) -> list[torch.Tensor]:
-        """Return the attention of the batch's paged rows, in order."""
-        rows, context = self.batch.rows, self.cache.context
-        if context.is_shared:
-            return [self._attend_shared_rows(q_NHC[: self.batch.packed[0]], pool, scale)] if rows else []
-        if isinstance(rows, PagedRows):
-            return [self.operators.paged_attention(q_NHC[: len(rows.lengths)], pool, rows, None, scale)]
-        return [out for out, *_ in self._attend_slices(q_NHC, pool, rows, scale=scale)]
+    def _attend_rows(self, q_NHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows) -> torch.Tensor:
+        """Return what paged rows attend to of values [N, H, C]."""
+        scale = self.cache.layout.width**-0.5
+        if self.cache.context.is_shared:
+            return self._attend_shared_rows(q_NHC, pool, rows, scale=scale)
+        return self.operators.paged_attention(q_NHC, pool, rows, None, scale)
 
-    def _attend_shared_rows(self, q_NHC: torch.Tensor, pool: torch.Tensor, scale: float) -> torch.Tensor:
-        """Return the attention of the batch's paged rows, whose tokens several ranks share."""
-        context, batch, layout = self.cache.context, self.batch, self.cache.layout
-        q = context.gather_heads(q_NHC)
-        if isinstance(batch.rows, PagedRows):
-            out, lse = self.operators.partial_attention(q, pool, batch.rows, layout.latent_width, scale)
-        else:
-            slices = zip(*self._attend_slices(q, pool, batch.rows, scale=scale), strict=True)
-            out, top, total = (_join(list(parts)) for parts in slices)
-            lse = top + total.log()
+    def _attend_shared_rows(
+        self, q_NHC: torch.Tensor, pool: torch.Tensor, rows: PagedRows, *, scale: float
+    ) -> torch.Tensor:
+        """Return the attention of paged rows whose tokens several ranks share."""
+        context, batch, value_width = self.cache.context, self.batch, self.cache.layout.latent_width
+        out, lse = self.operators.partial_attention(context.gather_heads(q_NHC), pool, rows, value_width, scale)
         assert batch.empty is not None
         return context.merge(out, lse.index_fill_(0, batch.empty, -torch.inf))
-
-    def _attend_slices(
-        self, q_NHC: torch.Tensor, pool: torch.Tensor, rows: tuple[RowSlice, ...], *, scale: float
-    ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        cache = self.cache
-        options: dict[str, Any] = dict(workspace=cache.workspace, layout=cache.layout, scale=scale)
-        return [attend_rows(q_NHC[part.start : part.stop], pool, part, **options) for part in rows]
 
     def _attend_latents(self, q: Pair, pool: torch.Tensor, chunk: LongChunk, up: Up) -> torch.Tensor:
         """Compute the attention of a long chunk over its latents. Returns [T, H, V]."""
@@ -131,62 +112,6 @@ class PagedAttention:
         k, v = up.expand(*latent_SL.split([layout.value_width, layout.width - layout.value_width], dim=-1))
         scale = up.softmax_scale
         return self.operators.varlen_attention(torch.cat(q, dim=-1), k, v, chunk.lengths, scale, chunk.kv_lengths)
-
-
-def attend_rows(
-    q_RHC: torch.Tensor, pool: torch.Tensor, part: RowSlice, *, workspace: torch.Tensor, layout: KVLayout, scale: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the attention of each row over its blocks of the pool. Returns [R, H, value_width], and of the scores the
-    maximum and the sum of what is exponentiated behind it, [R, H] of `score_dtype`."""
-    rows, heads, channels = q_RHC.shape
-    block_size, pairs = pool.shape[2], part.owner.shape[0]
-    dtype = score_dtype(q_RHC.dtype)
-    in_order = part.stretch == (0, 0)
-    single = in_order and pairs == rows  # each row has one block
-    q = (q_RHC.to(dtype) * scale).view(rows, -1)
-    if not single:
-        q = q.index_select(0, part.owner)
-    keys, values = _read_blocks(pool, part, workspace=workspace, layout=layout, dtype=dtype)
-
-    scores = _products(q.view(pairs * pool.shape[1], -1, channels), [k.transpose(1, 2) for k in keys])
-    scores = scores.view(pairs, heads, block_size)
-    scores += part.bias
-    top = scores.amax(-1)
-    if not single:
-        if not in_order or pairs != rows * part.width:
-            cells = top.new_full((rows * part.width + 1, heads), -torch.inf)
-            top = cells.index_copy_(0, part.place, top)[:-1]
-        top = top.view(rows, part.width, heads).amax(1)
-    weights = scores.sub_((top if single else top.index_select(0, part.owner)).unsqueeze(-1)).exp_()
-    total = weights.sum(-1)
-    out = _products(weights.view(pairs * pool.shape[1], -1, block_size), values).view(pairs, heads * layout.value_width)
-    if not single:
-        total = total.new_zeros(rows, heads).index_add_(0, part.owner, total)
-        out = out.new_zeros(rows, heads * layout.value_width).index_add_(0, part.owner, out)
-    return (out.view(rows, heads, layout.value_width) / total.unsqueeze(-1)).to(q_RHC.dtype), top, total
-
-
-def _read_blocks(
-    pool: torch.Tensor, part: RowSlice, *, workspace: torch.Tensor, layout: KVLayout, dtype: torch.dtype
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Return keys [n * K, block_size, width] and values [n * K, block_size, value_width] of the stretch (not copied)
-    and of the gathered blocks, as far as there are any."""
-    parts, pieces_of_kv = (layout.parts, -1), []
-    if part.stretch != (0, 0):
-        pieces_of_kv.append(pool.unflatten(0, parts)[:, slice(*part.stretch)])
-    count = part.pieces.shape[0]
-    if count:
-        pieces_of_kv.append(torch.index_select(pool, 0, part.pieces, out=workspace[:count]).unflatten(0, parts))
-    pieces_of_kv = [kv.to(dtype).flatten(1, 2) for kv in pieces_of_kv]
-    return [kv[0] for kv in pieces_of_kv], [kv[-1][..., : layout.value_width] for kv in pieces_of_kv]
-
-
-def _products(x: torch.Tensor, pieces: list[torch.Tensor]) -> torch.Tensor:
-    """Multiply x [n, r, c] by the n matrices that the pieces hold in order."""
-    if len(pieces) == 1:
-        return torch.bmm(x, pieces[0])
-    parts = x.split([len(piece) for piece in pieces])
-    return torch.cat([torch.bmm(part, piece) for part, piece in zip(parts, pieces, strict=True)])
 
 
 def _in_order(blocks: torch.Tensor, chunk: LongChunk) -> torch.Tensor:

@@ -21,10 +21,11 @@ import numpy as np
 import torch
 
 from fusion.inference.kv_cache import KVCache
-from fusion.inference.paged_rows import Rows, pieces_of, plan_paged_rows
+from fusion.inference.paged_rows import pieces_of, plan_paged_rows
 from fusion.inference.sequence import Blocks, EngineStep, Sequence
 from fusion.inference.verification import Verification
 from fusion.npu import Device
+from fusion.npu.operators import PagedRows
 
 
 class PathRows(NamedTuple):
@@ -44,7 +45,7 @@ SHORT_CHUNK_TOKENS = 16
 
 @dataclass(frozen=True)
 class LongChunk:
-    """Rows ``start:stop`` attend to the tokens in ``pieces`` (as in `RowSlice`), of which they are the last.
+    """Rows ``start:stop`` attend to the tokens in ``pieces`` (`pieces_of` their blocks), of which they are the last.
     ``lengths``: number of rows; ``kv_lengths``: of tokens; a list each, for which a card may keep what it makes."""
 
     start: int
@@ -72,7 +73,7 @@ class Batch:
     repeated: torch.Tensor | None
     own: torch.Tensor | None
     empty: torch.Tensor | None
-    rows: Rows
+    rows: PagedRows | None
     packed: tuple[int, int, list[int]]
     long: tuple[LongChunk, ...]
     sampled: torch.Tensor | None

@@ -19,8 +19,7 @@ from fusion.inference.kv_layout import KVLayout
 from fusion.npu import Device
 
 WORKSPACE_TOKENS = 8192
-"""Tokens of KV that attention gathers at a time (at least one sequence): large enough for few calls, small enough for
-the last-level cache of a host."""
+"""Tokens of KV that are gathered at a time (at least one sequence)."""
 
 MAX_RUNS = 8
 """Runs of neighbouring blocks up to which each is copied to the card by itself"""
@@ -32,8 +31,7 @@ def score_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class KVCache:
-    """Hold one rank's pools, the workspace in which attention gathers blocks, and attention masks, from `allocate` to
-    `release`.
+    """Hold one rank's pools, and the workspace in which a sequence's blocks are gathered, from `allocate` to `release`.
 
     The workspace is kept allocated, because the pages of a large temporary tensor would be mapped again in every layer.
     """
@@ -54,13 +52,18 @@ class KVCache:
         self.device, self.dtype = device, dtype
         self.pools: list[torch.Tensor] = []
         self.blocks = 0
-        self.workspace = self.masks = torch.empty(0)
+        self.workspace = torch.empty(0)
         self._clean = 0
 
     @property
     def reads_blocks(self) -> bool:
-        """Whether the card's operators attend to blocks by a table."""
+        """Whether the card's attention over blocks is fused."""
         return self.device.operators.reads_blocks(self.dtype)
+
+    @property
+    def needs_block_rows(self) -> bool:
+        """Whether the card's attention over blocks reads ``PagedRows.blocks_RB``, as the composed one does."""
+        return self.device.operators.needs_block_rows or not self.reads_blocks
 
     @property
     def block_bytes(self) -> int:
@@ -81,21 +84,15 @@ class KVCache:
             self.blocks = blocks
             self.pools = [self._empty(blocks) for _ in range(self.layers)]
             self.workspace = self._empty(self._workspace_blocks(max_length))
-            self.masks = self._make_masks()
         self._clean = 0
 
     def _empty(self, blocks: int) -> torch.Tensor:
         shape = self.layout.pool_shape(blocks, self.page_size)
         return torch.empty(shape, dtype=self.dtype, device=self.device.torch_device)
 
-    def _make_masks(self) -> torch.Tensor:
-        """[page_size + 1, 1, page_size], dtype of scores: row n is the bias of a block of which n tokens are read."""
-        masks = torch.full((self.page_size + 1, self.page_size), -torch.inf, dtype=score_dtype(self.dtype)).triu()
-        return masks.unsqueeze(1).to(self.device.torch_device)
-
     def release(self) -> None:
         """Release every byte, even under views that are still held."""
-        for tensor in (*self.pools, self.workspace, self.masks):
+        for tensor in (*self.pools, self.workspace):
             tensor.untyped_storage().resize_(0)
         self.pools = []
 

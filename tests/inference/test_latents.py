@@ -20,7 +20,7 @@ from fusion.inference.kv_layout import KVLayout
 from fusion.inference.sequence import EngineStep, Sequence
 from fusion.model import ModelConfig, Up
 from fusion.model.spec import Latent, Rotary
-from fusion.npu.operators import BATCH_INVARIANT_ROWS, Plain, cuda, operators_of
+from fusion.npu.operators import BATCH_INVARIANT_ROWS, Plain, composed_attention, cuda, operators_of
 from tests.inference.engines import card
 from tests.npu.test_cuda_operators import reference
 
@@ -40,12 +40,13 @@ def operators(request, monkeypatch):
         monkeypatch.setattr(cuda, "varlen_attn", reference)
     elif request.param == "composed":
         monkeypatch.setattr("fusion.npu.operators.cpu.load", lambda: None)
+        monkeypatch.setattr(composed_attention, "MAX_GATHERED_TOKENS", 100)  # rows are gathered in several pieces
 
 
 class Case:
     """Sequences of random lengths: a query and a latent per token, and one layer's cache of latents."""
 
-    def __init__(self, seed: int, *, dtype: torch.dtype, block_size: int, workspace_blocks: int, count: int):
+    def __init__(self, seed: int, *, dtype: torch.dtype, block_size: int, count: int):
         draw = torch.Generator().manual_seed(seed)
 
         def one_of(*values: int) -> int:
@@ -66,9 +67,7 @@ class Case:
         self.q, self.latents = self.q.to(card().torch_device), self.latents.to(card().torch_device)
         self.cache = KVCache(self.layout, layers=1, block_size=block_size, device=card(), dtype=dtype)
         needed = [-(-length // block_size) for length in self.lengths]
-        with pytest.MonkeyPatch.context() as patch:  # so that sequences are gathered in several pieces
-            patch.setattr("fusion.inference.kv_cache.WORKSPACE_TOKENS", 0)
-            self.cache.allocate(sum(needed) + 2, max_length=workspace_blocks * block_size)
+        self.cache.allocate(sum(needed) + 2, max_length=max(self.lengths))
         self.cache.clean(sum(needed) + 1)
         order = torch.randperm(sum(needed) + 2, generator=draw).tolist()
         self.sequences, ids = [], list(range(total))
@@ -121,13 +120,12 @@ def close(case: Case, found: torch.Tensor) -> bool:
     seed=st.integers(0, 1 << 30),
     dtype=st.sampled_from(list(TOLERANCE)),
     block_size=st.sampled_from([4, 8, 16]),
-    workspace_blocks=st.sampled_from([20, 64]),
     count=st.integers(1, 5),
     invariant=st.booleans(),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
-def test_any_pieces_are_attended_as_expanded(operators, seed, dtype, block_size, workspace_blocks, count, invariant):
-    case = Case(seed, dtype=dtype, block_size=block_size, workspace_blocks=workspace_blocks, count=count)
+def test_any_pieces_are_attended_as_expanded(operators, seed, dtype, block_size, count, invariant):
+    case = Case(seed, dtype=dtype, block_size=block_size, count=count)
     assert close(case, case.attend(invariant))
 
 
@@ -135,13 +133,13 @@ def test_any_pieces_are_attended_as_expanded(operators, seed, dtype, block_size,
 def test_absorbed_chunks_are_attended_some_rows_at_a_time(monkeypatch, max_scores):
     monkeypatch.setattr("fusion.inference.attention.MAX_SCORES", max_scores)
     monkeypatch.setattr(KVLayout, "absorbs", lambda *_, head_dim: True)
-    case = Case(1, dtype=torch.float64, block_size=8, workspace_blocks=20, count=5)
+    case = Case(1, dtype=torch.float64, block_size=8, count=5)
     assert close(case, case.attend(invariant=False))
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
 def test_attention_is_bitwise_the_same_in_any_pieces_where_it_is_batch_invariant(operators, dtype):
-    case = Case(3, dtype=dtype, block_size=8, workspace_blocks=20, count=5)
+    case = Case(3, dtype=dtype, block_size=8, count=5)
     first = case.attend(invariant=True)
     for _ in range(4):
         assert torch.equal(case.attend(invariant=True), first)

@@ -15,9 +15,9 @@ from fusion.npu.operators import composed_attention
 
 class PagedRows(NamedTuple):
     """Rows that attend to blocks of a pool: row r to the first ``lengths[r]`` tokens in the blocks ``table[first[r]]``,
-    ``table[first[r] + 1]``, …; int64 all, on the card. For a table of operators that `needs_block_rows`, also
-    ``blocks_RB``, int32 [R, B]: the blocks of each row, then any others; and the lengths on the host. ``invariant``: a
-    row's bits must not depend on the other rows."""
+    ``table[first[r] + 1]``, …; int64 all, on the card. Where attention is composed, or the table of operators
+    `needs_block_rows`, also ``blocks_RB``, int32 [R, B]: the blocks of each row, then any others; and the lengths on
+    the host. ``invariant``: a row's bits must not depend on the other rows."""
 
     table: Tensor
     first: Tensor
@@ -32,7 +32,7 @@ class PlainAttention:
 
     name: str
     needs_block_rows = False
-    """Whether `paged_attention` reads ``PagedRows.blocks_RB``"""
+    """Whether the fused `paged_attention` reads ``PagedRows.blocks_RB``, as the composed one does"""
     lengths_argument: str | None = None
     """Argument of the operator of paged rows by which a captured graph is told of other lengths; None: it reads those
     on the card"""
@@ -102,8 +102,7 @@ class PlainAttention:
         self.store_kv(pool, slots, latent_N1L, None, repeated)
 
     def reads_blocks(self, dtype: torch.dtype) -> bool:
-        """Return whether `paged_attention` is there for a pool of this dtype; else attention over blocks is composed by
-        who owns the pool."""
+        """Return whether `paged_attention` is fused for a pool of this dtype."""
         return False
 
     def paged_attention(
@@ -124,8 +123,7 @@ class PlainAttention:
     def _gather_rows(
         self, q_NHC: Tensor, pool: Tensor, rows: PagedRows, value_width: int | None
     ) -> Iterator[composed_attention.Gathered]:
-        if rows.blocks_RB is None:
-            raise NotImplementedError(f"the {self.name} operators read no blocks by a table")
+        assert rows.blocks_RB is not None
         return composed_attention.gather_rows(
             q_NHC,
             pool.chunk(2) if value_width is None else self.areas(pool, value_width),
