@@ -82,8 +82,8 @@ class EmbeddedEngine(ControlledEngine):
         )
         if config.engine.batch_invariant and device.kind in ("cuda", "npu") and not self.cache.reads_blocks:
             raise ValueError(
-                f"rollout.engine.batch_invariant=true: no test has shown it for the operators"
-                f" {device.operators.name!r} on this card; expected device.operators=auto (on CUDA, torch 2.13 or newer)"
+                f"rollout.engine.batch_invariant=true: the operators {device.operators.name!r} of this card are"
+                " not known to add in a fixed order; expected device.operators=auto (on CUDA, torch 2.13 or newer)"
             )
         self.scheduler = Scheduler(
             BlockManager(0, config.engine.block_size),

@@ -15,10 +15,10 @@ layouts ask nothing else. Specifications are resolved when a model is built, not
 from dataclasses import dataclass, field
 from typing import Literal
 
+from fusion.npu.operators.gating_spec import Gating
+
 RotaryKind = Literal["default", "linear", "yarn", "llama3"]
 QKNorm = Literal["none", "head", "projection"]
-Scores = Literal["softmax", "sigmoid"]
-GroupScores = Literal["sum_of_two", "best"]
 
 
 @dataclass(frozen=True)
@@ -116,29 +116,10 @@ class Dense:
 
 
 @dataclass(frozen=True)
-class Router:
-    """Chooses ``top_k`` experts for a token and weighs them by their scores.
+class Router(Gating):
+    """A `Gating`; ``float32``: its logits are computed in float32, whatever the weights' dtype."""
 
-    ``normalise``: divide the weights of the chosen experts by their sum; then ``scale`` them. ``correction``: a bias
-    per expert is added to the scores by which experts are chosen, not to those they are weighed by (DeepSeek-V3, arXiv
-    2412.19437, section 2.1.2). ``groups``: experts are chosen only from the ``top_groups`` groups of consecutive
-    experts with the largest ``group_scores``: the sum of a group's two best scores, or its best (DeepSeek-V2, arXiv
-    2405.04434, section 2.2.2). ``float32``: the logits are computed in float32, whatever the weights' dtype."""
-
-    top_k: int
-    scores: Scores = "softmax"
-    normalise: bool = False
-    correction: bool = False
-    groups: int = 1
-    top_groups: int = 1
-    scale: float = 1.0
-    group_scores: GroupScores = "sum_of_two"
     float32: bool = False
-
-    @property
-    def plain(self) -> bool:
-        """Whether the experts are those of the largest softmax scores, and nothing else."""
-        return self.scores == "softmax" and not self.correction and self.groups == 1 and self.scale == 1.0
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@
     ascend.py    `torch.ops.npu`: Ascend cards; ascend_attention.py: its attention;
                    ascend_functions.py: with the gradients that torch_npu lacks
     limits.py    the documented limits of vendors' operators, with their sources
-    gating.py, rows.py    pure functions that all tables share
+    gating.py, rows.py    pure functions that all tables share; gating_spec.py: what a router states
 
 Every module of the model, the KV cache and the optimizer call the table of their device, `Device.operators`.
 """

@@ -4,33 +4,11 @@ logits_nE ─ score ─► scores_nE ─┬─ choose (correction, groups) ─�
                                 └────────────────── weigh ◄──────────────────┘ ─► weight_nk
 """
 
-from typing import Literal, Protocol
-
 import torch
 from torch import Tensor
 
+from fusion.npu.operators.gating_spec import Gating
 from fusion.npu.operators.rows import sigmoid
-
-
-class Gating(Protocol):
-    """What a router does, as `fusion.model.spec.Router` documents it."""
-
-    @property
-    def top_k(self) -> int: ...
-    @property
-    def scores(self) -> Literal["softmax", "sigmoid"]: ...
-    @property
-    def normalise(self) -> bool: ...
-    @property
-    def groups(self) -> int: ...
-    @property
-    def top_groups(self) -> int: ...
-    @property
-    def group_scores(self) -> Literal["sum_of_two", "best"]: ...
-    @property
-    def scale(self) -> float: ...
-    @property
-    def plain(self) -> bool: ...
 
 
 def score(logits_nE: Tensor, gating: Gating, row_multiple: int = 1) -> Tensor:
