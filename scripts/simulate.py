@@ -27,6 +27,8 @@ r"""Simulates training runs on clusters of any size: the run's own decisions in 
     rollout.drafts.source=both texts=runs/NAME/samples.jsonl tokenizer=FOLDER
                drafts, with the published acceptance, or with that of recorded responses, which the engines' drafter
                replays: JSON Lines with prompt and response, or samples. Without a tokenizer.json a BPE is trained
+    reward.latency_s=2 reward.workers=16
+               rewards by a rule: seconds that each takes (0), and how many processes score at once
     slow_share=0.002 slow_by=0.05,0.3 network_gb_s=2.7 scaling=strong
                of several supernodes: share of slow dies (0), and by which share of the usual seconds, from and to; GB/s
                that a die reaches between supernodes (as in the card's file); strong: all share the prompts of one

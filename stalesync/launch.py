@@ -317,7 +317,7 @@ class Launch:
             assert self.environments is not None
             source = EnvironmentReward(self.environments.reward_of)
         else:
-            source = RuleReward(rule) if rule is not None else ModelReward(cards, self.spec)
+            source = RuleReward(rule, config.scoring_s) if rule is not None else ModelReward(cards, self.spec)
         if terms:
             source = WeightedReward(source, config.reward.title, terms)
         needs_groups = any(pool.needs_group for pool in pools_of(rule, terms))

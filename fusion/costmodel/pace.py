@@ -12,9 +12,9 @@ represents `time_scale` modelled seconds, so modelled tokens per modelled second
 time_scale. With equal scales a decode step of the run takes exactly as long as one of the modelled engine, and the
 run's rates are the modelled ones.
 
-Not modelled: how much fits into HBM (`scripts/plan.py` computes that), rewards, the queue, copies of frozen models to
-and from the host, and copies of the KV of a chunk, which overlap with the next steps. That
-a switch hides the offload, and training the loading, is measured by `benchmarks/overlap.py`.
+Not modelled: how much fits into HBM (`scripts/plan.py` computes that), rewards by rules (`reward.latency_s`), the
+queue, copies of frozen models to and from the host, and copies of the KV of a chunk, which overlap with the next steps.
+That a switch hides the offload, and training the loading, is measured by `benchmarks/overlap.py`.
 
 Pure: no clock and no device. `fusion.colocate.paced` observes a card and sleeps for the seconds computed here.
 """

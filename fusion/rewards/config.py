@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fusion.rewards.terms import TermSpec
-from fusion.telemetry.keys import key
+from fusion.telemetry.keys import SET, key
 from fusion.telemetry.validation import Checks, Group
 
 BUILT_IN = {
@@ -16,6 +16,8 @@ BUILT_IN = {
     "math": "fusion.rewards.math:math_answer",
 }
 """Module and function of each rule"""
+PACED_RULE = {"device.pace": SET, "model": (None,), "name": (*BUILT_IN, "custom")}
+"""Where a rule or function scores beside paced cards"""
 MIN_MEMORY_MIB = 128
 """An interpreter with the packages of a simple reward needs about as much."""
 
@@ -52,8 +54,12 @@ class RewardConfig(Group, path="reward"):
     """Timeout of one sample, or of one call for a batch, in seconds of wall time; its process is then replaced and the
     sample counts as failed."""
 
-    workers: int = key(2, at_least=1)
+    workers: int = key(2, at_least=1, read_by="simulate")
     """Number of processes that score samples in parallel."""
+
+    latency_s: float = key(0.0, at_least=0, only=PACED_RULE, timeless=False, read_by="simulate")
+    """Modelled seconds that a process takes at least to score a sample, beside paced cards and in a simulation. Terms,
+    and rewards of `eval.files`, take the time that they need."""
 
     memory_mib: int | None = key(4096, at_least=MIN_MEMORY_MIB)
     """Maximum private memory in MiB of a process that scores, and of each process that it starts; a sample that exceeds

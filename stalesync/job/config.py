@@ -285,6 +285,10 @@ class Config:
         """Whether the model speaks in several turns, with an environment between them."""
         return self.environment.name != "single"
 
+    def scoring_s(self, num_samples: int) -> float:
+        """Return the seconds of the run in which a rule scores samples in one batch (`reward.latency_s`)."""
+        return -(-num_samples // self.reward.workers) * self.reward.latency_s / self.device.pace_speed
+
     @property
     def pools_suspended(self) -> bool:
         """Whether requests of engines whose cards train are continued meanwhile by the others."""

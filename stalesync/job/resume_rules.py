@@ -60,7 +60,7 @@ _KEYS = {
         algorithm.correction_floor algorithm.minibatches
         environment.step_timeout_s environment.episode_timeout_s environment.retries environment.workers
         environment.memory_mib
-        reward.time_limit_s reward.workers reward.memory_mib reward.max_failed_share
+        reward.time_limit_s reward.workers reward.latency_s reward.memory_mib reward.max_failed_share
         eval.every eval.samples eval.temperature eval.top_k eval.top_p eval.min_p eval.max_response_length
         eval.pass_reward eval.best
         queue.durability queue.max_bytes queue.spill

@@ -1,5 +1,6 @@
 """Score samples by a rule in guarded processes, or by a reward model on its cards."""
 
+import time
 from collections.abc import Callable, Sequence
 
 from fusion.colocate import StageReport, Worker, WorkerSpec
@@ -26,13 +27,16 @@ class RewardSource:
 
 
 class RuleReward(RewardSource):
-    """Scores text by rules and users' functions, in the guarded processes of ``pool``."""
+    """Scores text in the guarded processes of ``pool``, in at least ``min_s`` seconds for a number of samples."""
 
-    def __init__(self, pool: RewardPool):
-        self._pool = pool
+    def __init__(self, pool: RewardPool, min_s: Callable[[int], float] = lambda num_samples: 0.0):
+        self._pool, self._min_s = pool, min_s
 
     def __call__(self, samples: Sequence[Sample]) -> list[RewardOutcome]:
-        return self._pool.score([sample.for_reward() for sample in samples])
+        end_s = time.monotonic() + self._min_s(len(samples))
+        outcomes = self._pool.score([sample.for_reward() for sample in samples])
+        time.sleep(max(0.0, end_s - time.monotonic()))
+        return outcomes
 
 
 class ModelReward(RewardSource):

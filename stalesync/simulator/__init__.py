@@ -10,7 +10,7 @@
     kv_blocks  blocks of sequences that grow, in O(1)        jump       seconds of many steps in closed form
     engine     ranks that step together; `engine_spec`       outbox     collects finished samples
     decoding   sequences that advance alike, in O(1)         drafts     tokens a step, in expectation
-    cards      switches, engines, training, the queue        run        executes the commands of a run's Admission
+    cards      switches, engines, training; `scoring`        run        executes the commands of a run's Admission
     overheads  measured costs of controller and queue        setup      the same specs and costs as a paced run
     work       the work-conserving bound                     record, outcome   what a run did, and its figures
     cluster    the same work on more supernodes              report, plot, command_line   of scripts/simulate.py

@@ -18,6 +18,7 @@ from stalesync.simulator.clock import Clock
 from stalesync.simulator.engine import SimulatedEngine
 from stalesync.simulator.engine_spec import EngineListener, RequestSize
 from stalesync.simulator.lengths import SimulatedPrompt
+from stalesync.simulator.scoring import SimulatedRules
 from stalesync.simulator.sequence import SimulatedRequest
 from stalesync.simulator.setup import SimulationSetup
 
@@ -28,8 +29,8 @@ Share = tuple[list[int], list[int]]
 @dataclass(frozen=True)
 class CardMessage:
     """What an engine reports to the controller: samples (response tokens by id) or requests at the end of a chunk or
-    turn. Environments report samples, too, and ``returned``: tokens of observations by id; reward models ``scored``:
-    ids of samples."""
+    turn. Environments report samples, too, and ``returned``: tokens of observations by id; rewards ``scored``: ids of
+    samples."""
 
     engine: int | None
     samples: Mapping[str, int]
@@ -75,6 +76,7 @@ class SimulatedCards:
         """Time at which cards that only score have ended what they were called for"""
         self._referenced_s: dict[str, float] = {}
         """Group → time at which the reference on such cards has ended it"""
+        self._rules = SimulatedRules(setup.config.scoring_s, clock, self._report_scored)
 
     # Weights
 
@@ -203,6 +205,9 @@ class SimulatedCards:
             for engine in self.engines:
                 engine.observe_finished(group, self._finished[group])
 
+    def _report_scored(self, samples: Mapping[str, int], scored: Sequence[str]) -> None:
+        self.arrived.append(CardMessage(None, samples, scored=scored))
+
     def answer(self, id: str, observation_tokens: int, response_tokens: int, seconds: float) -> None:
         """Let an environment answer after some seconds; it ends the conversation if there is no observation."""
         if observation_tokens:
@@ -215,7 +220,10 @@ class SimulatedCards:
         self._deliver(self.clock.now + self.setup.overheads.arrival_s, CardMessage(engine, {}, suspended))
 
     def _deliver(self, time: float, message: CardMessage) -> None:
-        self.clock.at(time, lambda: self.arrived.append(message))
+        if message.samples and self.setup.config.reward.latency_s:
+            self.clock.at(time, lambda: self._rules.put(message.samples))
+        else:
+            self.clock.at(time, lambda: self.arrived.append(message))
 
 
 def _split(groups: Sequence[SimulatedPrompt], cost: TrainerCost) -> list[Share]:

@@ -89,7 +89,9 @@ def scenario_of(parsed: JobArguments, recipes: Path) -> Scenario:
     config.device = DeviceConfig("emulated", pace=options.get("model", options.get("model.path")), pace_tokens=1)
     config.cluster.npus, config.cluster.hardware = npus, hardware.name
     check_minibatches(config)
-    Checks("stalesync", config.stalesync).declared()
+    for group in ("stalesync", "reward"):
+        Checks(group, getattr(config, group)).declared()
+    Checks("reward", config.reward).used(config)
     if "network_gb_s" in options:
         hardware = with_network(hardware, 1e9 * _number("network_gb_s", options["network_gb_s"]))
     if (scaling := options.get("scaling", "weak")) not in ("weak", "strong"):

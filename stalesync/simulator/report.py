@@ -87,7 +87,7 @@ def as_dict(scenario: Scenario, bases: Mapping[str, Base], outcomes: Mapping[Cas
         "layouts": {name: {"train": str(base.train), "infer": str(base.infer)} for name, base in bases.items()},
         "lengths": str(scenario.trace) if scenario.trace else _lengths(scenario),
         "environment": None if scenario.environment is None else asdict(scenario.environment),
-        "config": {name: asdict(getattr(config, name)) for name in ("run", "data", "algorithm", "rollout")},
+        "config": {name: asdict(getattr(config, name)) for name in ("run", "data", "algorithm", "reward", "rollout")},
         "rows": rows,
         "assumptions": assumptions(scenario, outcomes),
         "baseline": [asdict(row) | {"gap": row.gap} for row in baseline(scenario, outcomes)],
@@ -121,6 +121,8 @@ def _heading(scenario: Scenario, bases: Mapping[str, Base]) -> list[str]:
             f"latency of median {environment.latency_s:g} s and sigma {environment.spread:g}, a branch behind "
             f"{environment.branch_share:.0%} of the turns"
         )
+    if seconds := config.reward.latency_s:
+        lines.append(f"rewards: {seconds:g} s a sample (reward.latency_s), {config.reward.workers} processes in all")
     return lines + [
         f"{name}: train {base.train}, generate {base.infer}, KV cache of {base.kv_tokens:,} tokens a rank"
         for name, base in bases.items()

@@ -6,7 +6,7 @@
 
 The decisions are those of the real objects: ledger, request buffer and admission are driven, not imitated. The
 controller is one process: what it computes and every call of a card takes its time, during which events of the cards
-go on. Rewards by rules take no time, those of a reward model its forward pass; no group is filtered."""
+go on. Rewards by rules take `reward.latency_s`, those of a reward model its forward pass; no group is filtered."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -236,7 +236,7 @@ class SimulatedRun:
         self.admission.observe_generated(generated)
         scored = [id for message in messages for id in message.scored]
         if self.setup.reward is None:
-            scored += generated
+            scored += () if self.setup.config.reward.latency_s else generated
         elif generated:
             sizes = {id: self._prompts[id.rsplit("/", 1)[0]].prompt_tokens + generated[id] for id in sorted(generated)}
             if self.setup.admission.scores_overlapped:

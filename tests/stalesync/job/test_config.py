@@ -270,6 +270,10 @@ def test_a_job_that_cannot_learn_is_refused_where_it_trains(checkpoint, changes,
         ({**PACED, "device__pace": "abacus"}, "device.pace='abacus': expected one of .*qwen3_30b_a3b"),
         ({**PACED, "device__pace_tokens": 0}, "device.pace_tokens=0: expected a whole number of at least 1"),
         ({**PACED, "device__pace_speed": 0.0}, "device.pace_speed=0.0: expected a number above 0"),
+        (
+            {"reward__latency_s": 1.0},
+            "reward.latency_s=1.0: expected 0.0 .* with device.pace=null; it is used with device.pace set",
+        ),
         ({"run__steps": 0}, "run.steps=0: expected a whole number of at least 1"),
     ],
 )

@@ -45,6 +45,7 @@ CONTEXTS = {
     "rollout.engine.kv_fraction": MANY,
     "training.lora.targets": ("training.lora.rank=16",),
     "training.share_prefixes": ("data.max_prompt_length=512",),
+    "reward.workers": ("reward.latency_s=1",),
     "parallel.infer.dcp": ("model=moonlight_16b_a3b", "parallel.infer.tp=8"),
 }
 """Arguments beside which a key has an effect; those of a simulation only are left out of a plan."""

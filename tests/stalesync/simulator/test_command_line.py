@@ -63,6 +63,22 @@ def test_conversations_are_simulated_and_wrong_ones_are_refused_by_key(tmp_path,
         outcome(tmp_path, "turns=30", "observation_tokens=20")
 
 
+def test_rewards_that_take_time_are_simulated_and_printed_and_refused_where_they_have_no_effect(tmp_path, capsys):
+    (free,) = outcome(tmp_path)["rows"]
+    assert "rewards:" not in capsys.readouterr().out
+    found = outcome(tmp_path, "reward.latency_s=8", "reward.workers=4")
+    (slow,) = found["rows"]
+    assert slow["step_s"] > 64 * 8 / 4 > free["step_s"], "64 samples a step in four processes"
+    assert "rewards: 8 s a sample (reward.latency_s), 4 processes in all" in capsys.readouterr().out
+    assert (found["config"]["reward"]["latency_s"], found["config"]["reward"]["workers"]) == (8, 4)
+    for wrong in ("reward.latency_s=-1", "reward.workers=0"):
+        with pytest.raises(ValueError, match=wrong):
+            outcome(tmp_path, wrong)
+    for other in ("reward.model=judge", "reward.name=environment"):
+        with pytest.raises(ValueError, match=f"reward.latency_s=1.0: expected 0.0 .* with {other};"):
+            outcome(tmp_path, "reward.latency_s=1", other)
+
+
 @pytest.mark.extended
 def test_more_supernodes_do_more_and_send_weights_between_them(tmp_path):
     arguments = """model=pangu_718b cluster=cloudmatrix384 supernodes=1,2 run.steps=3 data.prompts_per_step=96

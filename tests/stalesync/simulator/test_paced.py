@@ -69,14 +69,17 @@ def assert_as_long(real_s, simulated_s, rows, cards):
 
 
 @pytest.mark.extended
-def test_at_staleness_0_a_simulation_decides_what_the_run_decided_and_takes_as_long(tmp_path):
-    decisions, folder = recorded(tmp_path)
+@pytest.mark.parametrize("reward", ["", "reward.latency_s=4"])
+def test_at_staleness_0_a_simulation_decides_what_the_run_decided_and_takes_as_long(reward, tmp_path):
+    """Two processes score 64 samples a step, each in 4 / 64 s: 2 s."""
+    decisions, folder = recorded(tmp_path, *reward.split())
     made, simulation = simulated(folder, decisions)
     assert [plain(one) for one in made] == [plain(one) for one in decisions], "admitted, dispatched, trained: in order"
     rows = rows_of(folder)
     for row, step in zip(rows, simulation.steps, strict=True):
         assert_as_long(row["timing_s/step"], step.seconds, [row], cards=2)
         assert row["perf/total_num_tokens"] == step.tokens
+        assert not reward or step.seconds > 2
     lines = [json.loads(line) for line in (folder / "groups.jsonl").read_text().splitlines()]
     trace = TraceLengths.read(folder / "groups.jsonl", prompt_tokens=1, max_response_tokens=40)
     assert [one.group for one in trace.prompts] == groups_of(decisions, "admit") == [line["group"] for line in lines]
