@@ -8,8 +8,9 @@ logits that fit are one tile.
 TILE_BYTES = 256 << 20
 """Bytes of the float32 logits of a tile. A product of this size with 2,048 channels takes 0.3 ms or more on a card,
 several times as long as the launches of the operations on its result; the copies beside it take up to 1 GB."""
-LOGIT_BYTES = 14
-"""Bytes of a logit of a tile in the backward pass: bf16 as computed; scaled, its probability and gradient in float32"""
+LOGIT_BYTES = 12
+"""Bytes of a logit of a tile at most: as computed, its distance to a number of its row, and its exponential, all in
+float32; one that is computed in bf16 takes 10."""
 TILE_ROWS = 4096
 """Rows of a tile whose ids do not all fit: in the backward pass a tile of few rows would read and write more bytes of
 the head's gradient than of logits, one of few ids more bytes of the hidden states' gradient."""

@@ -214,7 +214,7 @@ def test_memory_is_that_of_a_tile_whatever_the_micro_batch(device: Any, half: bo
     MB."""
     peaks = []
     for rows in (256, 1024):
-        case = Case(rows, 4096, 8, 2, 1 << 20, half=half, masks=True)
+        case = Case(rows, 4096, 8, 2, 1 << 21, half=half, masks=True)
         hidden, head, targets, _ = inputs_of(case, device=device.torch_device)
         before = device.memory().allocated
         device.reset_peak()
