@@ -64,7 +64,7 @@ class Environment(Protocol):
 
     The messages depend only on task, seed and the model's turns. An attribute `tools`, JSON schemas of functions, is
     given to the chat template together with the first messages; each of the model's messages has then its calls in
-    `tool_calls` (`tools.parse`)."""
+    `tool_calls` (`tool_calls.parse`)."""
 
     async def reset(self, task: Task, seed: int) -> Sequence[Message]:
         """Begin; return the messages that the model reads first."""

@@ -5,11 +5,14 @@
 Teaches a model the format of a tool before its calls are rewarded. A share of the chats is held out; how well they are
 predicted is reported, and may end the training."""
 
+import json
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -143,13 +146,24 @@ def read_chats(path: str | Path, tokenize: ChatTokenizer, plan: FineTuning) -> l
             if not isinstance(messages := fields.get(plan.messages), list):
                 has = ", ".join(fields) or "none"
                 raise ValueError(f"expected a list of messages in the field {plan.messages!r}; its fields: {has}")
-            example = tokenize(normalize_chat(messages, answered=True))
+            example = tokenize(normalize_chat(messages, answered=True), tools_of(fields))
             if len(example.ids) > plan.max_length:
                 raise ValueError(f"{len(example.ids)} tokens; expected at most {plan.max_length}")
         except ValueError as error:
             raise ValueError(f"{path} row {index} (counted from 0): {error}") from None
         examples.append(example)
     return examples
+
+
+def tools_of(fields: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the JSON schemas in the field `tools` of a row, a list or its JSON; raise ValueError if it has others."""
+    tools = fields.get("tools") or []
+    if isinstance(tools, str):
+        with suppress(ValueError):
+            tools = json.loads(tools)
+    if not isinstance(tools, list) or not all(isinstance(one, dict) for one in tools):
+        raise ValueError(f"tools={tools!r:.60}: expected a list of JSON schemas")
+    return tools
 
 
 def pack_chats(examples: Sequence[Supervised]) -> Sequences:

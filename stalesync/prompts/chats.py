@@ -6,6 +6,9 @@ it does not know as an empty one, without an error.
     {"from": "human", "value": "…"}                             ShareGPT's form
 """
 
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -60,7 +63,46 @@ def _normalize(message: Any) -> dict[str, Any]:
     content = _text(given["content"]) if "content" in given else ""
     if not content.strip() and (given["role"] == "user" or "content" not in given and "tool_calls" not in given):
         raise ValueError(f"the {given['role']}'s content is empty")
+    if calls := given.get("tool_calls"):
+        given = given | {"tool_calls": _calls(calls)}
     return given | {"content": content}
+
+
+def _calls(calls: Any) -> list[dict[str, Any]]:
+    """Return calls of tools in the form of OpenAI's API, with arguments as objects, as most templates read them.
+    Raise ValueError: one is neither such a call nor its function alone."""
+    found = []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        arguments = function.get("arguments", {}) if isinstance(function, dict) else None
+        if isinstance(arguments, str):
+            with suppress(ValueError):
+                arguments = json.loads(arguments)
+        if (
+            not isinstance(function, dict)
+            or not isinstance(arguments, dict)
+            or not isinstance(function.get("name"), str)
+        ):
+            expected = "a list of objects with name and arguments, an object or its JSON, or with these in function"
+            raise ValueError(f"tool_calls has {call!r:.60}; expected {expected}")
+        whole = call if "function" in call else {"type": "function"}
+        found.append(whole | {"function": function | {"arguments": arguments}})
+    return found
+
+
+def with_texts(chat: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the chat with the arguments of its calls as JSON."""
+    return [
+        {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls") else {**message}
+        for message in chat
+    ]  # fmt: skip
+
+
+def _with_text(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    text = json.dumps(function["arguments"], ensure_ascii=False)
+    return {**call, "function": {**function, "arguments": text}}
 
 
 def _of_sharegpt(message: dict[str, Any]) -> dict[str, Any]:

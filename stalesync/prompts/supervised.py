@@ -5,6 +5,7 @@
 
 Invariant: the parts are the whole rendered chat, up to the end of the assistant's last turn."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from stalesync.prompts.template import Chat, ChatTemplate
@@ -30,17 +31,20 @@ class ChatTokenizer:
         self._tokenizer: Any = tokenizer
         self._end: str = tokenizer.convert_ids_to_tokens(template.turn_end)
 
-    def __call__(self, chat: Chat) -> Supervised:
-        """Return the tokens of a chat up to the end of the assistant's last turn. Raise ValueError if the template
-        rewrites earlier turns when later ones follow (named), leaves out calls of tools, or refuses the chat."""
-        whole, at = self._template.render_chat(chat, add_generation_prompt=False), 0
+    def __call__(self, chat: Chat, tools: Sequence[Mapping[str, Any]] = ()) -> Supervised:
+        """Return the tokens of a chat with JSON schemas of ``tools``, up to the end of the assistant's last turn. Raise
+        ValueError if the template rewrites earlier turns when later ones follow (named), leaves out tools or their
+        calls, or refuses the chat."""
+        whole, at = self._template.render_chat(chat, tools=tools, add_generation_prompt=False), 0
+        if tools and whole == self._template.render_chat(chat, add_generation_prompt=False):
+            raise ValueError("the chat template leaves out tools; write them in a message of the system")
         ids: list[int] = []
         trained: list[bool] = []
         for number, message in enumerate(chat):
             if message["role"] != "assistant":
                 continue
-            asked = self._template.render_chat(chat[:number])
-            said = self._template.render_chat(chat[: number + 1], add_generation_prompt=False)
+            asked = self._template.render_chat(chat[:number], tools=tools)
+            said = self._template.render_chat(chat[: number + 1], tools=tools, add_generation_prompt=False)
             end = said.find(self._end, len(asked)) + len(self._end)
             if end < len(asked) + len(self._end) or not said.startswith(asked) or not whole.startswith(said[:end]):
                 raise ValueError(f"message {number}: the chat template renders it in another way when others follow")

@@ -12,9 +12,11 @@ import signal
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
+from stalesync.prompts.chats import with_texts
 from stalesync.prompts.config import DataConfig
 
 Chat = list[dict[str, Any]]
@@ -102,6 +104,25 @@ class ChatTemplate:
             raise ValueError("a conversation needs a tokenizer with a chat template, and data.chat_template=auto")
         if self._system and chat[0].get("role") not in ("system", "developer"):
             chat = [{"role": "system", "content": self._system}, *chat]
+        if any(message.get("tool_calls") for message in chat) and self._reads_arguments_as_texts:
+            chat = with_texts(chat)
+        return self._rendered(chat, tools, add_generation_prompt)
+
+    @cached_property
+    def _reads_arguments_as_texts(self) -> bool:
+        """Whether the template writes the arguments of calls as they are (DeepSeek's), so that they must be JSON."""
+        call = {"type": "function", "function": {"name": "a", "arguments": {"b": "c"}}}
+        said = {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            return "{'b': 'c'}" in self._rendered([{"role": "user", "content": "a"}, said], (), False)
+        except EndlessTemplate:
+            raise
+        except ValueError:
+            return True
+
+    def _rendered(
+        self, chat: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], add_generation_prompt: bool
+    ) -> str:
         try:
             with _cpu_limit(MOST_CPU_S):
                 text = self._tokenizer.apply_chat_template(

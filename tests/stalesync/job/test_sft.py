@@ -125,3 +125,12 @@ def test_a_base_model_of_conversations_is_saved_with_a_chat_template(tmp_path, t
     assert AutoTokenizer.from_pretrained(folder).apply_chat_template(chat, tokenize=False) == "<|user|>12+34=<|end|>"
     with pytest.raises(RuntimeError, match=f"warm-up on {task}: accuracy .* after 2 steps, not 1.0"):
         make_base_model(task, tmp_path / "other", device, target=1.0, max_steps=2, **changes)
+
+
+@pytest.mark.parametrize("tools", [[{"name": "add"}], '[{"name": "add"}]', "add", [1]])
+def test_tools_of_a_row_reach_the_template_or_are_refused(tmp_path, model, tools):
+    rows = [{"messages": TURNS}, {"messages": TURNS, "tools": tools}]
+    (path := tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    what = "the chat template leaves out tools" if "name" in str(tools) else "tools=.*: expected a list of JSON schemas"
+    with pytest.raises(ValueError, match=f"row 1 .*: {what}"):
+        fine_tune(path, model, tmp_path / "tuned", open_device("emulated"))

@@ -58,6 +58,10 @@ def test_parts_of_text_are_joined():
         ([{"from": "function_call", "value": "1"}], "message 0: from='function_call': expected one of system, human"),
         ([{"from": "human"}], "message 0: the user's content is empty"),
         ([{"value": "1"}], "message 0: from=None: expected one of system, human"),
+        ([{"role": "assistant", "tool_calls": 3}, USER], "message 0: tool_calls has 3; expected a list of objects"),
+        ([{"role": "assistant", "tool_calls": ["add"]}, USER], "message 0: tool_calls has 'add'; expected a list of"),
+        ([{"role": "assistant", "tool_calls": [{"name": "add", "arguments": "1"}]}, USER], "arguments, an object or"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"arguments": {}}}]}, USER], "message 0: tool_calls has"),
     ],
 )
 def test_a_message_that_a_template_would_ignore_is_refused(chat, message):

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stalesync.prompts import ChatTemplate, DataConfig, make_tokenizer
+from stalesync.prompts.chats import normalize_chat
 from stalesync.prompts.supervised import ChatTokenizer
 from stalesync.prompts.tokenizer import CALL, CALL_END, END
 
@@ -72,3 +73,39 @@ def test_calls_that_a_template_leaves_out_are_refused_and_others_are_trained():
     rendering = tokenize(QWEN3.replace("{{ message.content }}", rendered))
     without = [chat[0], {**chat[1], "tool_calls": []}]
     assert rendering(chat).trained.count(True) > tokenize()(without).trained.count(True)
+
+
+CALLS = "{% for call in message.tool_calls %}<call>{{ call.function.name }} {{ ARGUMENTS }}</call>{% endfor %}"
+ARGUMENTS = {
+    "objects": ("call.function.arguments | tojson", '{"b": "ä"}'),  # most families
+    "texts": ("call.function.arguments", '{"b": "ä"}'),  # DeepSeek's, which writes an object as Python does
+    "joined": ("'' + call.function.arguments", '{"b": "ä"}'),  # and refuses one here
+    "items": ("call.function.arguments.items() | list", "[('b', 'ä')]"),  # GLM's, which refuses a text
+}
+
+
+@pytest.mark.parametrize("given", [{"b": "ä"}, '{"b": "ä"}'])
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_arguments_of_calls_reach_a_template_as_it_reads_them(kind, given):
+    expression, written = ARGUMENTS[kind]
+    tokenizer = make_tokenizer(chat=True)
+    calls = CALLS.replace("ARGUMENTS", expression)
+    tokenizer.chat_template = QWEN3.replace("{{ message.content }}", "{{ message.content }}" + calls)
+    asked = {"role": "user", "content": "1"}
+    for call in (
+        {"name": "a", "arguments": given},
+        {"type": "function", "function": {"name": "a", "arguments": given}},
+    ):
+        chat = normalize_chat([asked, {"role": "assistant", "tool_calls": [call]}], answered=True)
+        rendered = ChatTemplate(DataConfig(), tokenizer).render_chat(chat, add_generation_prompt=False)
+        assert f"<call>a {written}</call>" in rendered
+
+
+def test_tools_of_a_chat_are_read_by_its_template_or_refused():
+    chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}]
+    with pytest.raises(ValueError, match="the chat template leaves out tools; write them in a message of the system"):
+        tokenize()(chat, [{"name": "add"}])
+    reading = tokenize("{% for tool in tools or [] %}{{ tool.name }}{% endfor %}" + QWEN3)
+    with_tools, without = reading(chat, [{"name": "add"}]), reading(chat)
+    assert TOKENIZER.decode(with_tools.ids) == "add" + TOKENIZER.decode(without.ids)
+    assert with_tools.trained == [False] * (len(with_tools.ids) - len(without.ids)) + without.trained
