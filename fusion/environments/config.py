@@ -11,7 +11,7 @@ BUILT_IN = {
     "guess": "fusion.environments.guess:Guess",
 }
 """Module and class of each environment"""
-TOOL_FORMATS = ("hermes", "llama3", "deepseek", "glm45")
+TOOL_FORMATS = ("hermes", "llama3", "deepseek", "kimi_k2", "glm45", "qwen3_coder")
 TURNS = {"name": (*BUILT_IN, "custom")}
 
 
@@ -35,8 +35,8 @@ class EnvironmentConfig(Group, path="environment"):
 
     tools: str = key("hermes", one_of=TOOL_FORMATS, only=TURNS)
     """Format in which the model calls tools: `hermes` (Qwen's, a JSON object between `<tool_call>` tags), `llama3` (a
-    turn that is a JSON object with `name` and `parameters`), `deepseek` (V3's and V3.1's own tokens) or `glm45` (each
-    argument between tags)."""
+    turn that is a JSON object with `name` and `parameters`), `deepseek` (V3's and V3.1's own tokens), `kimi_k2` (its
+    own tokens), `glm45` or `qwen3_coder` (each argument between tags)."""
 
     reward: str = key("last", one_of=("last", "sum"), only=TURNS)
     """Reward of a conversation with `reward.name=environment`: the `last` that the environment gave, or their `sum`."""

@@ -4,10 +4,20 @@
     llama3     {"name": "calculator", "parameters": {"expression": "1+2"}}    the whole turn; others behind ;
     deepseek   <｜tool▁call▁begin｜>calculator<｜tool▁sep｜>{"expression": "1+2"}<｜tool▁call▁end｜>
                of V3, name and arguments (between ```json and ```) are both behind the separator
+    kimi_k2    <|tool_call_begin|>functions.calculator:0
+               <|tool_call_argument_begin|>{"expression": "1+2"}<|tool_call_end|>
     glm45      <tool_call>calculator
                <arg_key>expression</arg_key>
                <arg_value>1+2</arg_value>
-               </tool_call>    texts as they are, other values as JSON
+               </tool_call>                  texts as they are, other values as JSON
+    qwen3_coder
+               <tool_call>
+               <function=calculator>
+               <parameter=expression>
+               1+2
+               </parameter>
+               </function>
+               </tool_call>                  likewise
 
 Invariant (tests/environments/test_tools.py): whatever the text is, parsing it raises nothing.
 """
@@ -15,7 +25,8 @@ Invariant (tests/environments/test_tools.py): whatever the text is, parsing it r
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict
+from functools import partial
+from typing import Any, NamedTuple, TypedDict
 
 DECODER = json.JSONDecoder()
 TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -23,24 +34,49 @@ PYTHON_TAG = "<|python_tag|>"
 LLAMA3 = re.compile(r'\{\s*"(name|type|parameters)"')
 DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>", re.DOTALL)
 FENCED = re.compile(r"(.*?)\n```json\n(.*)\n```\s*$", re.DOTALL)
-ARGUMENT = re.compile(r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
-
+KIMI_K2 = re.compile(r"<\|tool_call_begin\|>(.*?)<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>", re.DOTALL)
 Schemas = Sequence[Mapping[str, Any]]
 """Tools as OpenAI's API describes them"""
 
 
+class Tags(NamedTuple):
+    """A format in which each argument stands between tags. ``call``: name and arguments; ``argument``: name and value;
+    ``form``: how a call looks."""
+
+    call: re.Pattern[str]
+    argument: re.Pattern[str]
+    form: str
+
+
+TAGS = {
+    "glm45": Tags(
+        re.compile(r"([^<]*)(.*)", re.DOTALL),
+        re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL),
+        "a name, and <arg_key>…</arg_key><arg_value>…</arg_value> for each argument",
+    ),
+    "qwen3_coder": Tags(
+        re.compile(r"<function=([^>]*)>(.*)</function>", re.DOTALL),
+        re.compile(r"<parameter=([^>]*)>\n?(.*?)\n?</parameter>", re.DOTALL),
+        "<function=NAME>, <parameter=NAME>…</parameter> for each argument, and </function>",
+    ),
+}
+
+
 class ToolCall(TypedDict):
-    """A call in the model's text. `error`: why it cannot be called, "" if it can."""
+    """A call in the model's text. `error`: why it cannot be called, "" if it can. `id`: by which the answer names it,
+    "" where the format has none."""
 
     name: str
     arguments: dict[str, Any]
     error: str
+    id: str
 
 
 def parse(text: str, tool_format: str, schemas: Schemas = ()) -> list[ToolCall]:
-    """Return the tool calls in a text, in order. ``schemas``: of the tools, which tell texts from JSON in `glm45`."""
+    """Return the tool calls in a text, in order. ``schemas``: of the tools, which tell texts from JSON where the format
+    does not."""
     calls = PARSERS[tool_format](text)
-    return [_decoded_values(call, schemas) for call in calls] if tool_format == "glm45" else calls
+    return [_decoded_values(call, schemas) for call in calls] if tool_format in TAGS else calls
 
 
 def _hermes(text: str) -> list[ToolCall]:
@@ -69,13 +105,25 @@ def _deepseek(text: str) -> list[ToolCall]:
     return calls
 
 
-def _glm45(text: str) -> list[ToolCall]:
+def _kimi_k2(text: str) -> list[ToolCall]:
+    calls = []
+    for head, body in KIMI_K2.findall(text):
+        value, error = _decoded(body)
+        name = (id := head.strip()).removeprefix("functions.").rpartition(":")[0]
+        call = _call_of({"name": name, "arguments": value}, error, "arguments")
+        call["id"] = id
+        calls.append(call)
+    return calls
+
+
+def _tagged(tags: Tags, text: str) -> list[ToolCall]:
     """Return calls whose arguments are all texts."""
     calls = []
     for body in TAGGED.findall(text):
-        name, tag, rest = body.partition("<arg_key>")
-        error = "expected <arg_key> and <arg_value> by turns" if ARGUMENT.sub("", tag + rest).strip() else ""
-        value = {"name": name.strip(), "arguments": dict(ARGUMENT.findall(tag + rest))}
+        call = tags.call.fullmatch(body.strip())
+        name, rest = call.groups() if call else ("", body)
+        error = f"expected {tags.form}" if not name.strip() or tags.argument.sub("", rest).strip() else ""
+        value = {"name": name.strip(), "arguments": dict(tags.argument.findall(rest))}
         calls.append(_call_of(value, error, "arguments"))
     return calls
 
@@ -95,8 +143,12 @@ def _decoded_values(call: ToolCall, schemas: Schemas) -> ToolCall:
 
 
 PARSERS: Mapping[str, Callable[[str], list[ToolCall]]] = {
-    "hermes": _hermes, "llama3": _llama3, "deepseek": _deepseek, "glm45": _glm45
-}  # fmt: skip
+    "hermes": _hermes,
+    "llama3": _llama3,
+    "deepseek": _deepseek,
+    "kimi_k2": _kimi_k2,
+    **{name: partial(_tagged, tags) for name, tags in TAGS.items()},
+}
 
 
 def _decoded(text: str) -> tuple[Any, str]:
@@ -121,5 +173,6 @@ def _call_of(value: Any, error: str, arguments_name: str) -> ToolCall:
     name = value.get("name") if isinstance(value, dict) else None
     arguments = value.get(arguments_name, {}) if isinstance(value, dict) else None
     if not error and isinstance(name, str) and isinstance(arguments, dict):
-        return ToolCall(name=name, arguments=arguments, error="")
-    return ToolCall(name="", arguments={}, error=error or f"expected an object with name and {arguments_name}")
+        return ToolCall(name=name, arguments=arguments, error="", id="")
+    error = error or f"expected an object with name and {arguments_name}"
+    return ToolCall(name="", arguments={}, error=error, id="")

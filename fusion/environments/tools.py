@@ -32,8 +32,8 @@ class Tools:
     async def answer(self, call: ToolCall) -> Message:
         """Return the result of a call as a message of role `tool`, which states a mistake of the call. A function
         raises ValueError for values that it refuses; whatever else it raises is a failure of the environment."""
-        message = {"role": "tool", "name": call["name"] or "unknown"}
-        return message | {"content": await self._result(call)}
+        message = {"role": "tool", "name": call["name"] or "unknown", "content": await self._result(call)}
+        return message | ({"tool_call_id": call["id"]} if call["id"] else {})
 
     async def _result(self, call: ToolCall) -> str:
         function = self._by_name.get(call["name"])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from fusion.environments.config import TOOL_FORMATS
 from fusion.environments.interface import checked_messages
-from fusion.environments.tool_calls import PARSERS, parse
+from fusion.environments.tool_calls import PARSERS, ToolCall, parse
 from fusion.environments.tools import Tools, fits, type_schema
 
 NAMES = st.text("abc_", min_size=1, max_size=6)
@@ -28,8 +28,12 @@ def written(tool_format: str, calls: list) -> str:
         return "I call:\n" + "\n".join(tags)
     if tool_format == "llama3":
         return "; ".join(f'{{"name": "{name}", "parameters": {text}}}' for name, text in texts)
-    if tool_format == "glm45":
-        return "I call:\n" + "\n".join(glm45_call(name, arguments) for name, arguments in calls)
+    if tool_format in TAGGED_CALLS:
+        return "I call:\n" + "\n".join(TAGGED_CALLS[tool_format](name, arguments) for name, arguments in calls)
+    if tool_format == "kimi_k2":
+        begin, between, end = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+        tags = [f"{begin}functions.{name}:{at}{between}{text}{end}" for at, (name, text) in enumerate(texts)]
+        return f"I call:<|tool_calls_section_begin|>{''.join(tags)}<|tool_calls_section_end|>"
     if tool_format == "deepseek v3":
         tail = "\n```<｜tool▁call▁end｜>"
         tags = [f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{text}{tail}" for name, text in texts]
@@ -45,6 +49,15 @@ def glm45_call(name: str, arguments: dict) -> str:
     return f"<tool_call>{name}\n{''.join(tags)}</tool_call>"
 
 
+def qwen3_coder_call(name: str, arguments: dict) -> str:
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+    tags = [f"<parameter={key}>\n{text}\n</parameter>\n" for key, text in texts.items()]
+    return f"<tool_call>\n<function={name}>\n{''.join(tags)}</function>\n</tool_call>"
+
+
+TAGGED_CALLS = {"glm45": glm45_call, "qwen3_coder": qwen3_coder_call}
+
+
 def schemas_for(calls: list) -> list:
     """Of tools whose parameters have the types of these arguments."""
     found: dict[str, dict] = {}
@@ -55,24 +68,48 @@ def schemas_for(calls: list) -> list:
     return [{"function": {"name": name, "parameters": {"properties": kinds}}} for name, kinds in found.items()]
 
 
-@pytest.mark.parametrize("tool_format", ["hermes", "llama3", "deepseek v3", "deepseek v3.1", "glm45"])
+@pytest.mark.parametrize(
+    "tool_format", ["hermes", "llama3", "deepseek v3", "deepseek v3.1", "kimi_k2", "glm45", "qwen3_coder"]
+)
 @given(calls=CALLS)
 def test_calls_are_read_as_they_were_written(tool_format, calls):
     names = [name for name, _ in calls]
-    assume(tool_format != "glm45" or len({*names}) == len(names))  # equal names might take other types
+    assume(tool_format not in TAGGED_CALLS or len({*names}) == len(names))  # equal names might take other types
     found = parse(written(tool_format, calls), tool_format.partition(" ")[0], schemas_for(calls))
-    assert found == [{"name": name, "arguments": arguments, "error": ""} for name, arguments in calls]
+    ids = [f"functions.{name}:{at}" if tool_format == "kimi_k2" else "" for at, name in enumerate(names)]
+    assert found == [call_of(*call, id) for call, id in zip(calls, ids, strict=True)]
 
 
-def test_what_tells_a_text_from_json_is_the_tools_schema():
-    text = glm45_call("find", {"query": "12", "limit": 3, "tags": ["a"]})
+def call_of(name: str, arguments: dict, id: str = "") -> ToolCall:
+    return {"name": name, "arguments": arguments, "error": "", "id": id}
+
+
+@pytest.mark.parametrize("tool_format", TAGGED_CALLS)
+def test_what_tells_a_text_from_json_is_the_tools_schema(tool_format):
+    text = TAGGED_CALLS[tool_format]("find", {"query": "12", "limit": 3, "tags": ["a"], "other": "{"})
     schema = [{"function": {"name": "find", "parameters": {"properties": {"query": {"type": "string"}}}}}]
-    (call,) = parse(text, "glm45", schema)
-    assert call == {"name": "find", "arguments": {"query": "12", "limit": 3, "tags": ["a"]}, "error": ""}
+    (call,) = parse(text, tool_format, schema)
+    assert call == call_of("find", {"query": "12", "limit": 3, "tags": ["a"], "other": "{"})
     for unknown in ([], [{}], [{"function": 1}], [{"function": {"name": "find", "parameters": {"properties": []}}}]):
-        assert parse(text, "glm45", unknown)[0]["arguments"]["query"] == 12
-    (call,) = parse("<tool_call>find\n<arg_key>query</arg_key></tool_call>", "glm45")
-    assert call["error"] == "expected <arg_key> and <arg_value> by turns"
+        assert parse(text, tool_format, unknown)[0]["arguments"]["query"] == 12
+
+
+@pytest.mark.parametrize(
+    "body", ["", "find <b>", "find <arg_key>a</arg_key>", "<function=a>b</function>", "<function=>"]
+)
+@pytest.mark.parametrize("tool_format", TAGGED_CALLS)
+def test_tags_that_make_no_call_are_the_models_mistake(tool_format, body):
+    (call,) = parse(f"<tool_call>{body}</tool_call>", tool_format)
+    assert call["error"].startswith("expected ") and call["error"].endswith(("argument", "</function>"))
+
+
+def test_an_answer_names_the_call_where_the_format_has_ids():
+    text = '<|tool_call_begin|>functions.greet:3<|tool_call_argument_begin|>{"name": "you"}<|tool_call_end|>'
+    (call,) = parse(text, "kimi_k2")
+    message = asyncio.run(TOOLS.answer(call))
+    assert message == {"role": "tool", "name": "greet", "content": "hello you", "tool_call_id": "functions.greet:3"}
+    (call,) = parse(text.replace("functions.greet:3", "greet"), "kimi_k2")
+    assert asyncio.run(TOOLS.answer(call))["content"].startswith("error: no tool ''; there is greet")
 
 
 def greet(name: str, times: int = 1, loud: bool = False) -> str:
@@ -96,6 +133,8 @@ PIECES = st.sampled_from(
         "[" * 9000, '{"name": "a"}', "; ", "\n", "x", "1", "<|python_tag|>", "<｜tool▁call▁begin｜>",
         "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
         "```json", "function", "null", r'"\ud800"', "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "name",
+        "<function=greet>", "</function>", "<parameter=name>", "</parameter>", "<|tool_call_begin|>",
+        "functions.greet:0", "<|tool_call_argument_begin|>", "<|tool_call_end|>",
     ]
 )  # fmt: skip
 
@@ -151,7 +190,7 @@ def test_a_llama_may_begin_with_its_tag_and_end_in_the_middle():
     ],
 )
 def test_a_call_is_answered_by_its_result_or_by_what_is_wrong(name, arguments, content):
-    message = asyncio.run(TOOLS.answer({"name": name, "arguments": arguments, "error": ""}))
+    message = asyncio.run(TOOLS.answer(call_of(name, arguments)))
     assert message == {"role": "tool", "name": name, "content": content}
 
 
@@ -160,7 +199,7 @@ def test_what_a_function_raises_else_is_no_mistake_of_the_model():
         raise KeyError("gone")
 
     with pytest.raises(KeyError):
-        asyncio.run(Tools(broken).answer({"name": "broken", "arguments": {"value": 1}, "error": ""}))
+        asyncio.run(Tools(broken).answer(call_of("broken", {"value": 1})))
 
 
 def test_a_schema_is_read_from_the_function():
@@ -226,8 +265,7 @@ def test_a_schema_has_the_types_within_types_and_what_the_docstring_says_of_para
     ],
 )
 def test_types_within_types_are_checked(arguments, content):
-    call = {"name": "find", "arguments": {"query": "x", **arguments}, "error": ""}
-    assert asyncio.run(Tools(find).answer(call))["content"] == content
+    assert asyncio.run(Tools(find).answer(call_of("find", {"query": "x", **arguments})))["content"] == content
 
 
 HINTS = st.recursive(
