@@ -50,6 +50,28 @@ def _collectives(rank, device):
     assert [o["rank"] for o in objects] == list(range(world))
 
 
+def _gathered(rank, device, shape, dtype):
+    """What a rank gathers of tensors that count from 3 × rank on, and the number behind them, which stays as it is."""
+    numel = torch.Size(shape).numel()
+    mine = torch.arange(3 * rank, 3 * rank + numel, device=device.torch_device).to(dtype).view(shape)
+    around = torch.full((numel * dist.get_world_size() + 1,), 7, device=device.torch_device).to(dtype)
+    dist.all_gather_into_tensor(around[:-1], mine)
+    return around.cpu()
+
+
+@pytest.mark.parametrize("device", ["emulated", "adversarial"])
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [((), torch.float64), ((3, 2), torch.bfloat16), ((5,), torch.bool), ((1 << 14,), torch.int32)],
+    ids=["scalar", "matrix", "bits", "more bytes than are sent to each"],
+)
+def test_every_rank_gathers_the_shards_in_rank_order(shape, dtype, device):
+    numel = torch.Size(shape).numel()
+    wanted = torch.cat([torch.arange(3 * rank, 3 * rank + numel) for rank in range(3)] + [torch.tensor([7])]).to(dtype)
+    for found in run_ranks(_gathered, 3, shape, dtype, device=device):
+        assert torch.equal(found, wanted)
+
+
 def _uneven_all_to_all(rank, device):
     """Rank r sends r + d rows to rank d (none from 0 to 0); every row says where it comes from and goes to."""
     world, card = dist.get_world_size(), device.torch_device

@@ -304,12 +304,12 @@ class HcclBackend final : public Backend {
     const char* name = "all_gather_into_tensor";
     const bool fits = input.is_contiguous() && output.is_contiguous() && output.scalar_type() == input.scalar_type() &&
         output.numel() == input.numel() * getSize();
-    if (getSize() < 2 || !fits || input.numel() == 0 || output.nbytes() > kMaxSentToEach) {
+    if (!fits || input.numel() == 0 || output.nbytes() > kMaxSentToEach) {
       return move(name, &Backend::_allgather_base, output, input, options);
     }
     Launch launch(gloo_, stream_, name);
-    auto sent = launch.read(input).flatten().repeat({getSize()});
-    auto received = launch.written(output).flatten();
+    auto sent = launch.read(input).flatten().view(at::kByte).repeat({getSize()});
+    auto received = launch.written(output).flatten().view(at::kByte);
     std::vector<int64_t> even;
     c10d::AllToAllOptions exchange;
     exchange.timeout = options.timeout;
