@@ -284,7 +284,6 @@ class DistQueue(SampleQueue):
         return PackedBatch((), {})
 
     def _locate_again(self, delivery: Delivery, columns: Sequence[str]) -> Delivery:
-        """Locate the samples of a delivery that have not ended."""
         return self._locate(delivery.ids, tuple(columns), lengths=tuple(delivery.lengths), skip_ended=True)
 
 

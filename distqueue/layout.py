@@ -60,7 +60,6 @@ class ColumnLayout:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one value."""
         return ITEM_BYTES[self.dtype]
 
     @property

@@ -123,7 +123,6 @@ class LocalQueue(SampleQueue):
             return look(self._core, *args)
 
     def _reserve(self, batch: PackedBatch, claim: str) -> Segment:
-        """Wait for room."""
         answer: futures.Future[Segment] = futures.Future()
         with self._lock:
             writer = self._core.ask_room(

@@ -189,12 +189,10 @@ class SegmentLedger:
 
     @property
     def live(self) -> list[Segment]:
-        """Segments that hold live samples."""
         return [segment for segment in self.segments.values() if segment.live and not segment.dead]
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all live segments."""
         return sum(segment.nbytes for segment in self.segments.values() if segment.live)
 
     def _release_file(self, segment: Segment) -> None:

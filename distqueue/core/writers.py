@@ -136,7 +136,6 @@ class Writers:
 
     @property
     def bring_new_rows(self) -> bool:
-        """Whether new samples are being written."""
         return any(reservation.new_rows for reservation in self.reserved.values())
 
     def _expire(self, now_s: float) -> None:

@@ -111,7 +111,6 @@ class Runs:
         """Rows of the longest run of each source"""
 
     def of(self, i: int) -> Indices:
-        """The runs of source i."""
         return self.order if isinstance(self.order, slice) else self.order[self.ends[i] : self.ends[i + 1]]
 
     def __len__(self) -> int:

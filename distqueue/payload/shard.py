@@ -137,7 +137,6 @@ class Shard:
                     file.unlink(missing_ok=True)
 
     def end(self) -> None:
-        """Remove the shard's folders."""
         for folder in self._folders:
             remove(folder)
 

@@ -35,7 +35,6 @@ def to_wire(columns: Mapping[str, Stretch]) -> tuple[bytes, Frames]:
 
 
 def with_checksum(header: bytes) -> bytes:
-    """Return a header with its checksum in front."""
     return checksum(header).to_bytes(SUM_BYTES, "little") + header
 
 

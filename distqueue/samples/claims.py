@@ -76,7 +76,6 @@ class Claims:
         self._set(task, slots, ACKED)
 
     def end(self, slots: np.ndarray) -> None:
-        """Remove rows that have ended."""
         for task in range(len(self.state)):
             self._set(task, slots, OPEN)
 

@@ -192,7 +192,6 @@ class SampleTable:
         return sum(len(slots) for _, slots in expired)
 
     def next_expiry_s(self) -> float | None:
-        """A time before which no lease expires; None: nothing is leased."""
         return self.state.claims.next_expiry_s()
 
     def ack(self, task: str, ids: Iterable[str], *, replayed: bool = False) -> Ended:

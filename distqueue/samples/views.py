@@ -32,7 +32,6 @@ class View:
         self.refresh(rows.live_slots())
 
     def close(self) -> None:
-        """Free the flags."""
         self._rows.forget(self._flags, self._per_page)
 
     def refresh(self, rows: np.ndarray) -> None:

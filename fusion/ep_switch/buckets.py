@@ -14,10 +14,7 @@ Holder = WeightHolder | Buckets | None
 
 def buckets_of(holder: Holder, layout: Layout, rank: int) -> Buckets | None:
     """Return the storage of one end of a switch, checked against the layout that the plan was made from.
-
-    Raises:
-        AssertionError: its parameters, units or dtype differ from the layout's.
-    """
+    Raise AssertionError: its parameters, units or dtype differ from the layout's."""
     buckets = holder if holder is None or isinstance(holder, Buckets) else holder.weights
     if buckets is None:
         assert rank not in layout.ranks, f"rank {rank} belongs to {layout}, but has no weights"
@@ -33,10 +30,7 @@ def buckets_of(holder: Holder, layout: Layout, rank: int) -> Buckets | None:
 
 def check_sharing(source: Buckets | None, target: Buckets | None, shared: Mapping[int, int], rank: int) -> None:
     """Check which units both ends share.
-
-    Raises:
-        AssertionError: the units with common storage differ from ``shared`` (unit of the target → of the source).
-    """
+    Raise AssertionError: the units with common storage differ from ``shared`` (unit of the target → of the source)."""
     if source is None or target is None:
         return
     unit_of = {flat.untyped_storage()._cdata: index for index, flat in enumerate(source.flats)}
@@ -50,10 +44,7 @@ def check_sharing(source: Buckets | None, target: Buckets | None, shared: Mappin
 
 def check_resident(source: Buckets | None, target: Buckets | None, shared: Mapping[int, int], rank: int) -> int:
     """Return the bytes that the source holds.
-
-    Raises:
-        AssertionError: a unit of the source is not resident, or a unit of the target that is not shared is.
-    """
+    Raise AssertionError: a unit of the source is not resident, or a unit of the target that is not shared is."""
     held = [source.held(unit) for unit in range(len(source.flats))] if source is not None else []
     assert all(held), f"the weights of rank {rank} are not resident: there is nothing to switch from"
     if target is not None:

@@ -33,10 +33,7 @@ def copy_values(
     plan: Plan, values: torch.Tensor | None, target: Buckets | None, group: dist.ProcessGroup | None
 ) -> None:
     """Copy ``values`` (`values_of`) to the target. Collective over the group where they are sent (`are_sent`).
-
-    Raises:
-        RuntimeError: the group is broken.
-    """
+    Raise RuntimeError: the group is broken."""
     if are_sent(plan):
         assert values is not None
         dist.broadcast(values, src=plan.source.ranks[0], group=group)

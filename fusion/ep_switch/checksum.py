@@ -29,10 +29,7 @@ def run_sums(wire: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
     Σ bits(element) · weight(index on the wire) mod MODULUS of every run, as differences of one running sum: the number
     of operations does not depend on the number of runs. As in `box_checksum`, no value exceeds int64. The residues are
     combined as digits, as no sums are added up.
-
-    Args:
-        wire: [numel] contiguous, any dtype of 1, 2, 4 or 8 bytes.
-    """
+    ``wire``: [numel] contiguous, any dtype of 1, 2, 4 or 8 bytes."""
     halves, device, split = as_halves(wire), wire.device, num_halves(wire.dtype)
     width = max(split, min(ROW, halves.numel()))
     columns = factors(0, 0, width // split, num_halves=split).to(device)
@@ -61,11 +58,8 @@ def run_sums(wire: torch.Tensor, ends: Sequence[int]) -> torch.Tensor:
 def weights_checksum(model: WeightHolder, base_only: bool = False) -> int:
     """Compute a checksum, below MODULUS, that is equal for equal weights in any layout; with ``base_only`` that of a
     frozen base. Collective over the model's mesh. What lies on the host of the ranks that train is left out.
-
-    Raises:
-        AbortedOnAllRanks: a rank could not compute its sums.
-        RuntimeError: on every rank, if replicas of a part differ (names the parameter and the ranks of the mesh).
-    """
+    Raise AbortedOnAllRanks: a rank could not compute its sums.
+    Raise RuntimeError: on every rank, if replicas of a part differ (names the parameter and the ranks of the mesh)."""
     group = model.mesh.world_group
     rank = dist.get_rank() if group is not None else model.mesh.rank
     sums = all_or_none(lambda: _box_sums(model, base_only), group=group, rank=rank, stage="weights checksum")

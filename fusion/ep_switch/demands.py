@@ -27,11 +27,8 @@ class Demand(NamedTuple):
 
 def demands_of(hops: Hops, size: list[int], itemsize: int) -> list[Demand]:
     """Return what every family of a plan needs.
-
-    Args:
-        size: as of `Storage`.
-        itemsize: bytes of an element of the target.
-    """
+    ``size``: as of `Storage`.
+    ``itemsize``: bytes of an element of the target."""
     takes_by_groups: dict[object, tuple[tuple[int, int], ...]] = {}
     same: dict[object, tuple[tuple[int, int], ...]] = {}
     demands = []
@@ -55,12 +52,9 @@ def demands_of(hops: Hops, size: list[int], itemsize: int) -> list[Demand]:
 class DemandTable:
     """Holds what slabs allocate and read as arrays, to evaluate all that are left at once, with the same results to the
     bit as the search has one by one. Many slabs have the same allocations, which are summed once.
-
-    Args:
-        shares: the units that every slab reads, with their ranks and bytes that it reads.
-        size: bytes of each unit.
-        unread: number of slabs that read it.
-    """
+    ``shares``: the units that every slab reads, with their ranks and bytes that it reads.
+    ``size``: bytes of each unit.
+    ``unread``: number of slabs that read it."""
 
     def __init__(
         self, demands: list[Demand], shares: list[list[tuple[int, int, float]]], size: list[int], unread: list[int]
@@ -90,11 +84,8 @@ class DemandTable:
 
     def best(self, over: np.ndarray, weights: np.ndarray, bucket_bytes: int) -> tuple[int, float, tuple[int, ...]]:
         """Return (excess bytes on the worst rank, increase in tightness of the ranks, slab) of the best next slab.
-
-        Args:
-            over: bytes of each rank beyond its limit.
-            weights: of a byte on each rank: as it is, and with owed bytes counted as released.
-        """
+        ``over``: bytes of each rank beyond its limit.
+        ``weights``: of a byte on each rank: as it is, and with owed bytes counted as released."""
         left = self.left[self._slabs]
         if left.mean() < COMPACT:
             kept = left[self._number]

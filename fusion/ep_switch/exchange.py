@@ -42,10 +42,7 @@ class Vote:
     @classmethod
     def decode(cls, data: bytes) -> Vote:
         """Invert `encode`.
-
-        Raises:
-            ValueError: the data are not those of a vote.
-        """
+        Raise ValueError: the data are not those of a vote."""
         try:
             match json.loads(data):
                 case [int(digest), [*failures]]:

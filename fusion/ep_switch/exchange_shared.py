@@ -57,10 +57,7 @@ class Message:
     @classmethod
     def decode(cls, data: bytes) -> Message:
         """Decode a message of any content.
-
-        Raises:
-            ValueError: it is none that `PeerMessages.send` sends.
-        """
+        Raise ValueError: it is none that `PeerMessages.send` sends."""
         if len(data) < _HEAD.size:
             raise ValueError(f"a message of {len(data)} bytes: expected at least {_HEAD.size}")
         kind, index, count = _HEAD.unpack_from(data)
@@ -91,15 +88,11 @@ class PeerMessages:
         self.read = dict.fromkeys(self.votes, -1)
 
     def send(self, peer: int, kind: int, index: int = 0, *, handles: bytes = b"", payload: bytes = b"") -> None:
-        """Send a message of ``kind`` about round ``index`` to a peer."""
         self.sockets.send(peer, _HEAD.pack(kind, index, len(handles) // HANDLE_BYTES) + handles + payload)
 
     def wait_until(self, peers: Sequence[int], timeout_s: float, arrived: Callable[[int], bool]) -> None:
         """Receive messages until ``arrived`` holds for one of ``peers``.
-
-        Raises:
-            PeerLost: one of them has left the switch, has ended, or did not answer in time.
-        """
+        Raise PeerLost: one of them has left the switch, has ended, or did not answer in time."""
         deadline = time.monotonic() + timeout_s
         while not any(map(arrived, peers)):
             for peer in peers:

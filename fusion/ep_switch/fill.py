@@ -46,10 +46,7 @@ class HostFill:
 
     def open(self, target: Buckets | None, units: Sequence[int], parts: HostParts, staging_bytes: int) -> None:
         """Begin a switch: allocate the staging buffer, if there are units to fill.
-
-        Raises:
-            AssertionError: ``parts`` are not those of the hosted units, or do not cover them.
-        """
+        Raise AssertionError: ``parts`` are not those of the hosted units, or do not cover them."""
         assert set(parts) == set(units), f"the plan has the units {sorted(units)} hosted, not {sorted(parts)}"
         for unit in units:
             assert target is not None
@@ -65,10 +62,7 @@ class HostFill:
     def fill(self, unit: int) -> None:
         """Start filling a unit, if it is hosted, after all work queued on the current stream: the unit's memory was
         just allocated there, and earlier work may still use it.
-
-        Raises:
-            TransferError: a copy failed (names the parameter).
-        """
+        Raise TransferError: a copy failed (names the parameter)."""
         if unit not in self._parts:
             return
         assert self._target is not None

@@ -58,11 +58,8 @@ class Hop(NamedTuple):
 
 class Hops:
     """Holds all hops of a plan, in the order of their families; those of a family are in a feasible order.
-
-    Args:
-        rows: [n, 11], as `Hop`.
-        units: of the source and of the target.
-    """
+    ``rows``: [n, 11], as `Hop`.
+    ``units``: of the source and of the target."""
 
     def __init__(self, rows: np.ndarray, families: list[Family], units: tuple[Units, Units]):
         self.rows, self.families, self.units = rows, families, units
@@ -70,7 +67,6 @@ class Hops:
         """Number of the first hop of every family"""
 
     def of(self, family: int) -> Iterator[tuple[int, Hop]]:
-        """Yield the hops of a family with their numbers."""
         first, end = self.first[family : family + 2]
         return enumerate(map(Hop._make, self.rows[first:end].tolist()), first)
 

@@ -39,11 +39,8 @@ def plan_for_host(
 ) -> list[Plan]:
     """Return this rank's parts of the plans that ``plan`` returns between ``ends``. Collective over the group; None:
     this rank alone.
-
-    Raises:
-        AbortedOnAllRanks: on all ranks, if planning failed on any, or one did not receive its parts.
-        CollectiveFailed: a process has ended.
-    """
+    Raise AbortedOnAllRanks: on all ranks, if planning failed on any, or one did not receive its parts.
+    Raise CollectiveFailed: a process has ended."""
     own = all_or_none(machine, group=group, rank=rank, stage="plan")
     ranks = [rank] if group is None else dist.get_process_group_ranks(group)
     of_host = [other for other, its in zip(ranks, gather_json(own, group), strict=True) if tuple(its) == own]
@@ -65,10 +62,7 @@ def encode(plans: Sequence[Plan], rank: int) -> bytes:
 
 def decode(part: bytes, ends: Sequence[Ends], rank: int) -> list[Plan]:
     """Invert `encode`.
-
-    Raises:
-        ValueError: these are not the parts of ``rank`` of plans between ``ends``.
-    """
+    Raise ValueError: these are not the parts of ``rank`` of plans between ``ends``."""
     data = part[_HASH_BYTES:]
     if part[:_HASH_BYTES] != _hash(data, ends, rank):
         raise ValueError(f"a part of a plan, {len(part)} bytes: damaged, or not rank {rank}'s between its own layouts")
@@ -114,7 +108,6 @@ def _move(*fields: Any) -> Move:
 
 
 def _tuples(value: Any) -> Any:
-    """Return tuples in place of the lists of JSON."""
     if isinstance(value, list):
         return tuple(map(_tuples, value))
     return {key: _tuples(of_key) for key, of_key in value.items()} if isinstance(value, dict) else value

@@ -53,13 +53,10 @@ class Held(NamedTuple):
 @dataclass(frozen=True)
 class Layout:
     """Describes the weights of one model over ``ranks`` (global ranks, in layout order).
-
-    Args:
-        parallel: one grid of ``parallel.world`` consecutive ranks; a layout of several engines has a multiple of them.
-        dtype, bucket_bytes: as passed to the model.
-        format: of the model that holds the weights: its local tensors and how they are stored.
-        trained_only: leave out a frozen base, which a rank holds besides.
-    """
+    ``parallel``: one grid of ``parallel.world`` consecutive ranks; a layout of several engines has a multiple of them.
+    ``dtype``, ``bucket_bytes``: as passed to the model.
+    ``format``: of the model that holds the weights: its local tensors and how they are stored.
+    ``trained_only``: leave out a frozen base, which a rank holds besides."""
 
     config: ModelConfig
     parallel: Parallel
@@ -116,14 +113,12 @@ class Layout:
         yield from ((None, unit) for unit in pattern["last"] if stage == self.parallel.pp - 1)
 
     def unit_nbytes(self, rank: int) -> tuple[int, ...]:
-        """Return the bytes of each storage unit of a rank."""
         place = self._place.get(rank, -1)
         if place not in self._nbytes:
             self._nbytes[place] = tuple([unit.numel * self.dtype.itemsize for _, unit in self.sections(rank)])
         return self._nbytes[place]
 
     def nbytes(self, rank: int) -> int:
-        """Return the bytes of a rank's weights."""
         return sum(self.unit_nbytes(rank))
 
     def external_nbytes(self, rank: int) -> int:

@@ -66,11 +66,8 @@ class Move(NamedTuple):
 
 class Moves(Sequence[Move]):
     """Completes moves one by one: a plan of many ranks has too many to store.
-
-    Args:
-        ends: [n, 4]: sender, receiver, elements, whether relayed.
-        pieces: [n, …]: arguments of ``complete``.
-    """
+    ``ends``: [n, 4]: sender, receiver, elements, whether relayed.
+    ``pieces``: [n, …]: arguments of ``complete``."""
 
     def __init__(self, ends: np.ndarray, pieces: np.ndarray, complete: Callable[..., Move]):
         self.ends, self.pieces, self.complete = ends, pieces, complete
@@ -138,5 +135,4 @@ def united(rounds: Sequence[Round]) -> Round:
 
 
 def units_of(rank: int, units: Iterable[UnitId]) -> tuple[int, ...]:
-    """Return those of the units that are on a rank."""
     return tuple([unit for owner, unit in units if owner == rank])

@@ -23,10 +23,8 @@ _messages: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 def open_exchange(device: Device, group: dist.ProcessGroup | None, *, kind: Kind, clock: Stopwatch) -> Exchange:
     """Open the exchange for switches over ``group`` (default: all processes). Collective over it the first time.
-
-    Raises:
-        ValueError: ``kind`` is `shared`, but the ranks are not all on one machine or their cards cannot share memory.
-    """
+    Raise ValueError: ``kind`` is `shared`, but the ranks are not all on one machine or their cards cannot share
+    memory."""
     group = group or dist.distributed_c10d._get_default_group()
     rank, peers = dist.get_rank(), dist.get_process_group_ranks(group)
     if len(peers) == 1:

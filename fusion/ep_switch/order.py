@@ -39,14 +39,11 @@ from fusion.ep_switch.demands import Demand, DemandTable
 @dataclass
 class Storage:
     """Holds the bytes that every rank holds and may hold while slabs are filled one after the other.
-
-    Args:
-        resident: bytes held before the first slab, by rank.
-        limit: maximum bytes, by rank.
-        size: bytes of each source unit, by its number; 0: it is not released after its last read.
-        readers: number of slabs that read the unit, by its number.
-        owner: rank of the unit, by its number.
-    """
+    ``resident``: bytes held before the first slab, by rank.
+    ``limit``: maximum bytes, by rank.
+    ``size``: bytes of each source unit, by its number; 0: it is not released after its last read.
+    ``readers``: number of slabs that read the unit, by its number.
+    ``owner``: rank of the unit, by its number."""
 
     resident: list[int]
     limit: list[int]
@@ -78,10 +75,7 @@ def fill_order(
 ) -> tuple[list[int], int]:
     """Return the indices of the demands in order, and the maximum bytes by which a rank exceeds its limit (0: none
     does).
-
-    Args:
-        method: slab by slab, or cluster by cluster.
-    """
+    ``method``: slab by slab, or cluster by cluster."""
     search = _Search(demands, storage, bucket_bytes)
     if method != "slabs":
         search.take_clusters(clusters_of(demands), None if method == "clusters" else method)

@@ -82,14 +82,9 @@ class Listener:
     def connect(self, rank: int, invitations: Mapping[int, Invitation], timeout_s: float | None = None) -> PeerSockets:
         """Connect this rank with every other one, given all invitations by rank. Collective over them; close the
         listener.
-
-        Args:
-            timeout_s: to wait for each of them; None: CONNECT_TIMEOUT_S.
-
-        Raises:
-            TimeoutError: a rank did not connect in time.
-            ConnectionError: the address of a rank belongs to a process of another user.
-        """
+        ``timeout_s``: to wait for each of them; None: CONNECT_TIMEOUT_S.
+        Raise TimeoutError: a rank did not connect in time.
+        Raise ConnectionError: the address of a rank belongs to a process of another user."""
         deadline = time.monotonic() + (CONNECT_TIMEOUT_S if timeout_s is None else timeout_s)
         sockets: dict[int, socket.socket] = {}
         try:
@@ -178,10 +173,7 @@ class PeerSockets:
     def send(self, peer: int, message: bytes) -> None:
         """Send a message; drop it if the peer is closed. Receives while the peer's buffer is full, as the peer may be
         sending to this rank.
-
-        Raises:
-            ValueError: the message has more than MAX_MESSAGE_BYTES.
-        """
+        Raise ValueError: the message has more than MAX_MESSAGE_BYTES."""
         if len(message) > MAX_MESSAGE_BYTES:
             raise ValueError(f"a message of {len(message)} bytes to rank {peer}: expected at most {MAX_MESSAGE_BYTES}")
         for start in range(0, len(message), PIECE_BYTES):

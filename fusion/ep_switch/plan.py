@@ -88,18 +88,15 @@ Shared = tuple[tuple[int, int, int], ...]
 @dataclass(frozen=True)
 class Plan:
     """The moves of a switch in order.
-
-    Attributes:
-        keep: the source stays resident (separate cards for training and generation); none of its units is released.
-        hosted: units of the target that are allocated in order, but filled from the host instead of by moves.
-        shared: units of both layouts with common storage.
-        unread: units of the source that no rank reads, released before the first round.
-        digest: hash of the arguments in 63 bits, which ranks compare before they start.
-        relays, parks: whether any rank forwards what it received, so that others read its target while it is being
-            filled; whether any has units of the source that wait in host memory.
-        rank: the only rank whose moves and units it has (`host_plan`); None: all.
-        unites: number of rounds that `in_place` unites; 0: not yet determined.
-    """
+    ``keep``: the source stays resident (separate cards for training and generation); none of its units is released.
+    ``hosted``: units of the target that are allocated in order, but filled from the host instead of by moves.
+    ``shared``: units of both layouts with common storage.
+    ``unread``: units of the source that no rank reads, released before the first round.
+    ``digest``: hash of the arguments in 63 bits, which ranks compare before they start.
+    ``relays``, ``parks``: whether any rank forwards what it received, so that others read its target while it is being
+    filled; whether any has units of the source that wait in host memory.
+    ``rank``: the only rank whose moves and units it has (`host_plan`); None: all.
+    ``unites``: number of rounds that `in_place` unites; 0: not yet determined."""
 
     source: Layout
     target: Layout
@@ -265,13 +262,10 @@ def plan_switch(
     hosted: tuple[UnitId, ...] = (),
 ) -> Plan:
     """Plan the switch from one layout of a model to another. Their ranks may be the same, overlap or be disjoint.
-
-    Args:
-        bucket_bytes: at least the largest storage unit; twice the limit on what a rank sends, and writes, in a round.
-        topology: default: one node with equal links.
-        keep: keep the source resident.
-        hosted: (rank, unit of the target) that are filled from the host after their allocation (`fill`).
-    """
+    ``bucket_bytes``: at least the largest storage unit; twice the limit on what a rank sends, and writes, in a round.
+    ``topology``: default: one node with equal links.
+    ``keep``: keep the source resident.
+    ``hosted``: (rank, unit of the target) that are filled from the host after their allocation (`fill`)."""
     assert source.config == target.config, "the layouts are of different models"
     topology = topology or Topology.single_node()
     wide = max(source.dtype.itemsize, target.dtype.itemsize)
@@ -337,11 +331,8 @@ def _families_between(source: Layout, target: Layout, hosted: tuple[UnitId, ...]
 
 class _Weights:
     """Computes the memory of both layouts' weights on each rank, and the number of readers of each unit.
-
-    Attributes:
-        size: bytes of every unit of the source, by number; 0: it is not released.
-        max_bytes: of the larger layout, with ``keep`` of both; plus those of an external unit; by rank.
-    """
+    ``size``: bytes of every unit of the source, by number; 0: it is not released.
+    ``max_bytes``: of the larger layout, with ``keep`` of both; plus those of an external unit; by rank."""
 
     def __init__(self, source: Layout, target: Layout, *, hops: Hops, shared: Shared, keep: bool):
         self.wire_itemsize = min(source.dtype.itemsize, target.dtype.itemsize)

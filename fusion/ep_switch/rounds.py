@@ -39,12 +39,9 @@ MIN_PIECE_FRACTION = 1 / 8
 
 def pack_rounds(hops: Hops, order: Iterable[int], room: int, storage: Storage, itemsize: int) -> tuple[Round, ...]:
     """Pack the hops of families, in order, into rounds.
-
-    Args:
-        room: maximum number of elements that a rank sends, and writes, in a round.
-        storage: the state before the first family.
-        itemsize: bytes of an element of the target.
-    """
+    ``room``: maximum number of elements that a rank sends, and writes, in a round.
+    ``storage``: the state before the first family.
+    ``itemsize``: bytes of an element of the target."""
     packer = _Packer(hops, room, storage, itemsize)
     for family in order:
         packer.add(hops.of(family), hops.takes(family))
@@ -53,11 +50,8 @@ def pack_rounds(hops: Hops, order: Iterable[int], room: int, storage: Storage, i
 
 def pack_through_host(hops: Hops, room: int, storage: Storage, itemsize: int) -> tuple[Round, ...]:
     """Pack all hops into rounds in which the units of the source (all that have a ``storage.size``) come from the host.
-
-    Args:
-        room, itemsize: as of `pack_rounds`.
-        storage: the state without any of these units.
-    """
+    ``room``, ``itemsize``: as of `pack_rounds`.
+    ``storage``: the state without any of these units."""
     by_source: dict[int, list[tuple[int, Hop]]] = defaultdict(list)
     forwarded: list[tuple[int, Hop]] = []
     unallocated: dict[int, int] = {}
@@ -108,11 +102,8 @@ class _Packer:
 
     def add(self, hops: Iterable[tuple[int, Hop]], takes: Mapping[int, int], restored: int | None = None) -> None:
         """Place hops, and the allocations and releases that they cause.
-
-        Args:
-            takes: units of the target that are allocated for them, with their elements.
-            restored: the unit of the source that all of them read, if it comes back from the host for them.
-        """
+        ``takes``: units of the target that are allocated for them, with their elements.
+        ``restored``: the unit of the source that all of them read, if it comes back from the host for them."""
         held, owner, nbytes = self.held, self.owner, defaultdict[int, int](int)
         for unit, numel in takes.items():
             nbytes[owner[unit]] += numel * self.itemsize
@@ -240,7 +231,6 @@ class _Held:
         return at
 
     def add(self, nbytes: int, at: int) -> None:
-        """Add ``nbytes`` from round ``at`` on."""
         if at >= len(self.change):
             self.change += [0] * (at + 1 - len(self.change))
         self.change[at] += nbytes

@@ -56,10 +56,7 @@ class PeerUnits:
         self, units: Sequence[Lent], handles: bytes, *, device: Device, dtypes: tuple[torch.dtype, torch.dtype]
     ) -> None:
         """Map units by their handles.
-
-        Raises:
-            ValueError: the rank has ended, or sent handles of other units.
-        """
+        Raise ValueError: the rank has ended, or sent handles of other units."""
         known = [self.flats[relayed].get(index) for relayed, index in units]
         for (relayed, index), before, mapped in zip(units, known, device.map(handles, known), strict=True):
             if before is None:
@@ -68,11 +65,8 @@ class PeerUnits:
 
 class PeerSegment:
     """Represents what this rank sends to, or receives from, one peer in a round: a range of the wire, or read in place.
-
-    Args:
-        into: this rank's storage that receives it; None: this rank sends it.
-        out_of: (source storage, target storage for relayed moves) of the sender; on the receiver, those `PeerUnits`.
-    """
+    ``into``: this rank's storage that receives it; None: this rank sends it.
+    ``out_of``: (source storage, target storage for relayed moves) of the sender; on the receiver, those `PeerUnits`."""
 
     def __init__(self, peer: int, moves: Sequence[Move], into: Flats | None, out_of: tuple[Flats, Flats]):
         self.peer, self.moves, self._into, self._out_of = peer, moves, into, out_of
@@ -142,10 +136,7 @@ class PeerSegment:
 
     def sums(self, wire: torch.Tensor) -> torch.Tensor:
         """Compute the checksums (int64, on the card) of ``wire`` [numel], one for each of `ends`.
-
-        Raises:
-            TransferError: there is no memory for the computation.
-        """
+        Raise TransferError: there is no memory for the computation."""
         try:
             return run_sums(wire, self.ends)
         except Exception as error:
@@ -153,10 +144,7 @@ class PeerSegment:
 
     def verify(self, scratch: torch.Tensor, expected: torch.Tensor) -> None:
         """Compare the unpacked data, read back from storage into ``scratch`` [numel], with the sender's checksums.
-
-        Raises:
-            TransferError: they differ (names the first parameter that does).
-        """
+        Raise TransferError: they differ (names the first parameter that does)."""
         self.pack(scratch)
         expected = expected.cpu()
         wrong = ((self.sums(scratch).cpu() != expected) & (expected != NO_SUM)).nonzero()
@@ -185,10 +173,7 @@ class TransferError(RuntimeError):
 
 def copy(into: list[torch.Tensor], out_of: list[torch.Tensor], runs: Sequence[Run]) -> None:
     """Copy views pairwise, in one call.
-
-    Raises:
-        TransferError: a copy failed (names the run).
-    """
+    Raise TransferError: a copy failed (names the run)."""
     try:
         if len(into) == 1:
             into[0].copy_(out_of[0])

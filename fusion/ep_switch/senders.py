@@ -53,11 +53,8 @@ class Action(NamedTuple):
 
 def choose_senders(families: list[Family], units: tuple[Units, Units], topology: Topology, ranks: Ranks) -> Hops:
     """Return the hops that fill all families.
-
-    Args:
-        units: of the source and of the target.
-        ranks: all participating ranks.
-    """
+    ``units``: of the source and of the target.
+    ``ranks``: all participating ranks."""
     ways = _Ways(topology, ranks)
     work = [[(fragment, ways.of(fragment, family)) for fragment in family.cut.fragments] for family in families]
     demands = ways.demands((fragment.numel, way.actions) for of_family in work for fragment, way in of_family)

@@ -24,13 +24,10 @@ SAME_CLASS = 0.9
 @dataclass(frozen=True)
 class Topology:
     """Holds the properties of the machine that a plan depends on.
-
-    Args:
-        ranks_per_card, ranks_per_node, ranks_per_supernode: each divides the next.
-        bytes_per_s: bandwidth of one rank's sends, by level as in `LEVELS`.
-        host_bytes_per_s: from pinned host memory into one rank, all ranks of a node at once.
-        source: where the bandwidths come from.
-    """
+    ``ranks_per_card``, ``ranks_per_node``, ``ranks_per_supernode``: each divides the next.
+    ``bytes_per_s``: bandwidth of one rank's sends, by level as in `LEVELS`.
+    ``host_bytes_per_s``: from pinned host memory into one rank, all ranks of a node at once.
+    ``source``: where the bandwidths come from."""
 
     ranks_per_card: int = 1
     ranks_per_node: int = 1 << 30

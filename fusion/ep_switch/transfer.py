@@ -50,16 +50,13 @@ T = TypeVar("T")
 
 class Switcher:
     """Moves the weights from ``source`` to ``target`` by a plan, any number of times.
-
-    Args:
-        source: in the layout ``plan.source``.
-        target: in the layout ``plan.target``. Its dtype may differ. Units that are equal in both (`Plan.shared`) have
-            common storage (``share`` of `Buckets`) and are not touched.
-        group: contains every rank of the plan; default: all processes, or none where the plan has one rank. Ranks of
-            the group that are not in the plan have no models and only take part in the agreements.
-        exchange: how bytes are sent (`exchange`); `auto`: `shared` where all ranks are on one machine and their cards
-            can read each other's memory (emulated ones can), else `collective`.
-    """
+    ``source``: in the layout ``plan.source``.
+    ``target``: in the layout ``plan.target``. Its dtype may differ. Units that are equal in both (`Plan.shared`) have
+    common storage (``share`` of `Buckets`) and are not touched.
+    ``group``: contains every rank of the plan; default: all processes, or none where the plan has one rank. Ranks of
+    the group that are not in the plan have no models and only take part in the agreements.
+    ``exchange``: how bytes are sent (`exchange`); `auto`: `shared` where all ranks are on one machine and their cards
+    can read each other's memory (emulated ones can), else `collective`."""
 
     def __init__(
         self,
@@ -91,17 +88,12 @@ class Switcher:
         The source must be resident and afterwards holds only shared units (all, if the plan keeps it); the target must
         be released except for shared units and is resident afterwards. Copies, allocations and releases run on the
         current stream, which must be the one that the storage was allocated on.
-
-        Args:
-            checksum: compare checksums of all data that is sent: what the sender packed with what is in the receiver's
-                target.
-            host: host memory that fills the hosted units of this rank. Read until the switch returns.
-
-        Raises:
-            SwitchError: on every rank, with rank, round and parameter of each failure. A refusal before the first round
-                (storage that is not the plan's, ranks with different plans, no memory for the buffers) leaves both ends
-                unchanged; after a later failure the target is released, and the source, unless kept, is unusable.
-        """
+        ``checksum``: compare checksums of all data that is sent: what the sender packed with what is in the receiver's
+        target.
+        ``host``: host memory that fills the hosted units of this rank. Read until the switch returns.
+        Raise SwitchError: on every rank, with rank, round and parameter of each failure. A refusal before the first
+        round (storage that is not the plan's, ranks with different plans, no memory for the buffers) leaves both ends
+        unchanged; after a later failure the target is released, and the source, unless kept, is unusable."""
         with torch.no_grad():
             stream = self.device.current_stream()
             stream.synchronize()
@@ -147,10 +139,7 @@ class Switcher:
 
     def _attempt(self, exchange: Exchange, work: Callable[[], T]) -> T:
         """Run work that succeeds on all ranks of the group or on none.
-
-        Raises:
-            SwitchError: on all ranks; buffers are released.
-        """
+        Raise SwitchError: on all ranks; buffers are released."""
         try:
             return attempt(
                 work,

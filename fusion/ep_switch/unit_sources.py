@@ -50,11 +50,8 @@ class ReturnPlan:
 
 def plan_return(parts: Sequence[TrainedPart], wire_bytes_per_s: float, host_bytes_per_s: float) -> ReturnPlan:
     """Choose the source of every part to minimise the time until both links are done.
-
-    Args:
-        wire_bytes_per_s, host_bytes_per_s: bandwidth into this rank while both are busy; the wire's is that of the
-            slowest link that the parts cross.
-    """
+    ``wire_bytes_per_s``, ``host_bytes_per_s``: bandwidth into this rank while both are busy; the wire's is that of the
+    slowest link that the parts cross."""
     assert wire_bytes_per_s > 0 and host_bytes_per_s > 0, "expected bandwidths > 0"
     movable = [index for index, part in enumerate(parts) if part.master_bytes is not None and part.wire_bytes > 0]
     cost = {index: Fraction(parts[index].master_bytes or 0, parts[index].wire_bytes) for index in movable}

@@ -76,10 +76,7 @@ class FoundKV(Protocol):
 
     def read(self, kv: torch.Tensor, routing: torch.Tensor | None) -> None:
         """Read the payload into contiguous tensors of its sizes, and verify it there.
-
-        Raises:
-            KVDamaged: the checksum differs, or the file has ended.
-        """
+        Raise KVDamaged: the checksum differs, or the file has ended."""
 
     def close(self) -> None: ...
 
@@ -89,10 +86,7 @@ class KVSource(Protocol):
 
     def find(self, key: KVKey) -> FoundKV | None:
         """Open the KV of this rank's part, of any writer; None: there is none, or it is not worth fetching.
-
-        Raises:
-            KVDamaged: it is not of this user, or its header is not what was asked for.
-        """
+        Raise KVDamaged: it is not of this user, or its header is not what was asked for."""
 
 
 class KVPeers(Protocol):
@@ -145,15 +139,12 @@ class KVStore(KVSource, Protocol):
 
 class PooledKV(ParkedKV):
     """Park the KV of one rank in the pool, and fetch it from there.
-
-    Args:
-        memory: host memory through which KV is copied.
-        store: None: this rank has no pool; it parks and finds nothing, and agrees with the others.
-        max_blocks: bound on the blocks fetched and not restored yet, the same on all ranks; None: no bound.
-        charged_block_bytes: of a block against the limits of the store, the same on all ranks.
-        names_blocks: whether restored blocks are shared by name.
-        counters: of this rank; `kv_pool_…` are counted here.
-    """
+    ``memory``: host memory through which KV is copied.
+    ``store``: None: this rank has no pool; it parks and finds nothing, and agrees with the others.
+    ``max_blocks``: bound on the blocks fetched and not restored yet, the same on all ranks; None: no bound.
+    ``charged_block_bytes``: of a block against the limits of the store, the same on all ranks.
+    ``names_blocks``: whether restored blocks are shared by name.
+    ``counters``: of this rank; `kv_pool_…` are counted here."""
 
     def __init__(
         self,
@@ -207,13 +198,10 @@ class PooledKV(ParkedKV):
     ) -> None:
         """Fetch the KV of a step's new requests that have some in the pool, for those that all ranks find; set their
         `parked`. Collective over the engine.
-
-        Args:
-            requests: the new ones of the whole engine.
-            sequences: by id, those that were placed on this attention rank.
-            version: the policy version of the weights.
-            agree: returns the smallest value over all ranks, of each place.
-        """
+        ``requests``: the new ones of the whole engine.
+        ``sequences``: by id, those that were placed on this attention rank.
+        ``version``: the policy version of the weights.
+        ``agree``: returns the smallest value over all ranks, of each place."""
         began = time.perf_counter()
         wanted = [request.id for request in requests if request.kv_tokens]
         if not wanted:

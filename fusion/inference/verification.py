@@ -147,7 +147,6 @@ class Verification:
         return last // block_size + 1 - self.first
 
     def table(self, path: int) -> Blocks:
-        """All blocks of a path."""
         return self.seq.blocks[: self.first] + self.tails[path]
 
     def copies(self, block_size: int) -> list[tuple[int, int]]:

@@ -68,7 +68,6 @@ class WaitingLine(Generic[Waiting]):
         return self._heap[0][2]
 
     def popleft(self) -> Waiting:
-        """Take out the first one."""
         return heapq.heappop(self._heap)[2]
 
     def remove(self, chosen: Callable[[Waiting], bool]) -> list[Waiting]:
@@ -87,5 +86,4 @@ class WaitingLine(Generic[Waiting]):
         return len(self._heap) + len(self.held)
 
     def __bool__(self) -> bool:
-        """Whether there is a first one."""
         return bool(self._heap)

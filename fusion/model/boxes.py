@@ -7,7 +7,6 @@ Box = tuple[tuple[int, int], ...]
 
 
 def numel(box: Box) -> int:
-    """Return the number of elements of a box."""
     return prod(stop - start for start, stop in box)
 
 

@@ -63,7 +63,6 @@ def shard_sizes(rows: int, ranks: int) -> list[int]:
 
 
 def shard_range(rows: int, ranks: int, rank: int) -> range:
-    """Return the rows of a rank."""
     sizes = shard_sizes(rows, ranks)
     return range(sum(sizes[:rank]), sum(sizes[: rank + 1]))
 

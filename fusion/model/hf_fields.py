@@ -85,7 +85,6 @@ class Fields:
         return float(self._number(name, (int, float), default, zero=True))
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return true or false."""
         value = self._get(name, default)
         return self._checked(name, value, "true or false", isinstance(value, bool))
 

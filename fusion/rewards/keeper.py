@@ -75,7 +75,6 @@ def end_descendants(spared: Collection[int] = ()) -> None:
 
 
 def children() -> frozenset[int]:
-    """Return the process ids of this process's children."""
     return frozenset(_children_by_parent().get(os.getpid(), ())) if _has_child() else frozenset()
 
 

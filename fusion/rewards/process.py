@@ -165,7 +165,6 @@ class Child(GuardedProcess[ScoringStarted | Result]):
 
     @property
     def is_idle(self) -> bool:
-        """Whether it is ready for samples and has none."""
         return self.ready and not self.pending and not self.retired
 
     def enqueue(self, samples: Sequence[tuple[int, Any]], in_one_call: bool = False) -> None:

@@ -112,7 +112,6 @@ class LiveView:
             self._print(f"  step {self._step}: {self._phase}, {duration(now - self._step_start)} into the step")
 
     def note(self, line: str) -> None:
-        """Print a line above the table."""
         self._print(line)
 
     def eta(self) -> str:

@@ -64,7 +64,6 @@ class FileWriter:
         self._fd, self._digest, self._nbytes = open_new(path), xxhash.xxh3_128(), 0
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append bytes."""
         view = memoryview(data)
         for start in range(0, len(view), WRITE_BYTES):
             piece = view[start : start + WRITE_BYTES]
@@ -73,7 +72,6 @@ class FileWriter:
         self._nbytes += len(view)
 
     def close(self) -> FileRecord:
-        """Sync and close the file."""
         with naming_file(self._path, self._nbytes):
             os.fsync(self._fd)
         self.abort()

@@ -127,13 +127,8 @@ class KeptRows:
 
 def rewind(path: Path, step: int, seal: Seal | None) -> tuple[int, str | None]:
     """Cut a log to the rows that it had when it was sealed, less those that are damaged.
-
-    Args:
-        seal: None: it has none; rows of steps after ``step`` are cut, and what is no object with a step is damaged.
-
-    Returns:
-        the number of rows of later steps, and a line that names damaged rows; then the file is kept as a copy.
-    """
+    ``seal``: None: it has none; rows of steps after ``step`` are cut, and what is no object with a step is damaged.
+    Return the number of rows of later steps, and a line that names damaged rows; then the file is kept as a copy."""
     if not path.exists():
         return 0, f"{path.name} is missing: it had {seal.blocks[-1].rows} rows" if seal and seal.blocks else None
     kept = _by_step(path, step) if seal is None else _by_seal(path, seal)

@@ -221,7 +221,6 @@ class RunFolder:
             self._opened_loggers().log(step, figures)
 
     def evaluations(self) -> list[dict[str, Any]]:
-        """Return the results of all evaluations so far."""
         return read_jsonl(self.path / EVALUATIONS)
 
     def write_best(self, best: Mapping[str, Any] | None) -> None:
@@ -284,7 +283,6 @@ class RunFolder:
         self.close()
 
     def _log(self, name: str) -> JsonLines:
-        """Open a log before its first row."""
         if name not in self._logs:
             self._logs[name] = JsonLines(self.path / name, self._note_full)
         return self._logs[name]

@@ -53,12 +53,10 @@ class Chunk:
 
 
 def key_of(name: str, offset: Iterable[int]) -> str:
-    """Return `Chunk.key`."""
     return f"{name}@{','.join(map(str, offset))}"
 
 
 def file_of(rank: int) -> str:
-    """Return the name of a rank's file."""
     return f"rank-{rank:05d}.safetensors"
 
 

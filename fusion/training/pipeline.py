@@ -58,7 +58,6 @@ def one_forward_one_backward(stage: int, stages: int, micro_batches: int) -> lis
 
 
 def forward_only(micro_batches: int) -> list[Pass]:
-    """Return one forward pass per micro-batch."""
     return [Pass(True, i) for i in range(micro_batches)]
 
 

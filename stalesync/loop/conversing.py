@@ -150,7 +150,6 @@ class Conversing:
         return len(self._completing) + sum(one.continues for one in self._to_complete.values())
 
     def end(self, finished: Iterable[Sample]) -> None:
-        """End the environments of finished samples."""
         if ids := [sample.id for sample in finished]:
             self.environments.pool.end(ids)
 

@@ -67,7 +67,6 @@ class ReferenceStream:
         return {row: kl for group in wanted for row, kl in self._kl.pop(group, {}).items()}
 
     def settle(self) -> None:
-        """Wait for all complete groups."""
         self.begin()
         while self._running:
             self._end_first()

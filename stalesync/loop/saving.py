@@ -84,7 +84,6 @@ class Saver:
 
 
 def _seconds_of(write: Callable[[], None], discard: Callable[[], None]) -> float:
-    """Return the seconds that ``write`` takes."""
     start = time.perf_counter()
     try:
         write()

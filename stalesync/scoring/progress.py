@@ -28,7 +28,6 @@ class ScoringProgress:
         return bool(self._generated or self._scored)
 
     def observe_generated(self, samples: Sequence[Sample]) -> None:
-        """Record generated samples."""
         self._generated += samples
 
     def observe_ready(self, samples: Sequence[Sample], wait: bool) -> None:
@@ -39,7 +38,6 @@ class ScoringProgress:
             self._waiting += samples
 
     def observe_scored(self, samples: Sequence[Sample]) -> None:
-        """Record scored samples."""
         self._scored += samples
 
     def observe_to_acknowledge(self, count: int) -> None:

@@ -123,7 +123,6 @@ class Decoding:
 
     @property
     def num_by_track(self) -> dict[int, int]:
-        """Sequences that decode."""
         return {number: track.num for number, track in self.tracks.items() if track.num}
 
     @property

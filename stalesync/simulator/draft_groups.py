@@ -33,7 +33,6 @@ class DraftGroups:
             self._sequences.setdefault(group, {})[seq] = None
 
     def leave(self, seq: SimulatedSequence) -> None:
-        """Remove a sequence."""
         if self._drafts is not None:
             members = self._sequences[seq.request.group]
             del members[seq]

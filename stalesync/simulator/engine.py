@@ -120,7 +120,6 @@ class SimulatedEngine:
             self._interrupt()
 
     def has_adopted(self, version: int) -> bool:
-        """Whether it generates with the weights of a version."""
         return self._adopted == version
 
     # Steps

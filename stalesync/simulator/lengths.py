@@ -36,7 +36,6 @@ class DrawnLengths:
         self._rows, self._taken = rows, 0
 
     def next(self, count: int) -> list[SimulatedPrompt]:
-        """Return the next prompts."""
         numbers = range(self._taken, self._taken + count)
         rows = self._rows or numbers.stop
         names = [f"e{number // rows}-{number % rows}" for number in numbers]
@@ -78,7 +77,6 @@ class TraceLengths:
         return len(self.prompts[0].response_tokens)
 
     def next(self, count: int) -> list[SimulatedPrompt]:
-        """Return the next prompts."""
         taken = []
         for number in range(self._taken, self._taken + count):
             round_, index = divmod(number, len(self.prompts))

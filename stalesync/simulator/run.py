@@ -64,7 +64,6 @@ class SimulatedRun:
         self._training_s = 0.0
 
     def run(self) -> list[StepRecord]:
-        """Run all steps."""
         steps = self.setup.config.run.steps
         config = self.setup.config
         ahead = 1 + config.stalesync.max_staleness

@@ -34,7 +34,6 @@ class FrozenWeights:
         self._is_resident = False
 
     def make_resident(self) -> None:
-        """Load the weights permanently."""
         for index in range(len(self._host)):
             self._load(index)
         self._wait_for_load()

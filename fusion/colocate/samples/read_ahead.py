@@ -22,7 +22,6 @@ class ReadAhead:
         """Ids and columns of the batch that is held ahead, and the batch"""
 
     def begin(self, ids: Sequence[str], columns: Sequence[str]) -> None:
-        """Begin the next `read`."""
         self._begun = tuple(ids), tuple(columns), self._thread.submit(self._queue.read, ids, columns)
 
     def read(self, ids: Sequence[str], columns: Sequence[str]) -> PackedBatch:

@@ -101,10 +101,7 @@ class PolicyWeights:
 
     def to_infer(self, route: Route, while_generating: bool = False) -> SwitchReport:
         """Move the weights to the engines of the route. A card that only generates releases its old weights first.
-
-        Args:
-            while_generating: cards that only generate keep decoding and receive into their `StagedWeights`.
-        """
+        ``while_generating``: cards that only generate keep decoding and receive into their `StagedWeights`."""
         self.check_base()
         if self.train is None and self.infer is not None:
             self.moved(self.infer).release()
@@ -124,10 +121,7 @@ class PolicyWeights:
     def check_base(self) -> None:
         """Compare the base of all cards, once for every set of cards, where it stays on them. Collective over the
         deployment's actor cards.
-
-        Raises:
-            WeightsDiffer: on all cards, with the checksums by rank.
-        """
+        Raise WeightsDiffer: on all cards, with the checksums by rank."""
         if self._base_stays and not self._is_base_checked:
             model, group = self.train or self.infer, self.meshes.actor
             own = self._all_or_none(
@@ -142,11 +136,8 @@ class PolicyWeights:
         self, route: Route, masters: Callable[[Iterable[int]], Mapping[int, torch.Tensor]]
     ) -> SwitchReport | None:
         """Move the weights back to the trainer; return None if the trainer has kept them.
-
-        Args:
-            masters: maps shards of the optimizer to their masters on the host, flat float32; called with the shards
-                that the plan reads from the host.
-        """
+        ``masters``: maps shards of the optimizer to their masters on the host, flat float32; called with the shards
+        that the plan reads from the host."""
         plan = route.to_train
         if plan is None:
             return None
@@ -174,14 +165,9 @@ class PolicyWeights:
         while_generating: bool = False,
     ) -> tuple[SwitchReport, int | None]:
         """Run one switch by a plan.
-
-        Returns:
-            the report, and with `fusion.checksum` the checksum of the policy, else None. It is compared over all
-            layouts and engines. A target without a model is checked after a model has adopted it.
-
-        Raises:
-            WeightsDiffer: on all cards of the group, with the checksums by rank.
-        """
+        Return the report, and with `fusion.checksum` the checksum of the policy, else None. It is compared over all
+        layouts and engines. A target without a model is checked after a model has adopted it.
+        Raise WeightsDiffer: on all cards of the group, with the checksums by rank."""
         source = source if self.rank in plan.source.ranks else None
         target = target if self.rank in plan.target.ranks else None
         # Ranks to which weights are relayed cannot read them in place from another rank's host memory.

@@ -96,10 +96,7 @@ class StagedWeights:
 
     def adopt(self, version: int) -> None:
         """Copy policy ``version`` into the model. Between two steps; collective over the engine.
-
-        Raises:
-            WeightsDiffer: the model's checksum is not that of the trainer's weights.
-        """
+        Raise WeightsDiffer: the model's checksum is not that of the trainer's weights."""
         assert version == self._version, f"cannot adopt policy {version}: policy {self._version} is staged"
         began = time.perf_counter()
         moved = self._weights.moved(self._model)

@@ -48,12 +48,9 @@ T = TypeVar("T")
 class PhaseSwitcher:
     """Switches one card's trainer and engine, either of which may be None. Collective over the deployment's actor
     cards: `to_infer`; over those that train: `to_train`.
-
-    Args:
-        weights: of the policy; `StagedWeights` on the thread that receives them while the engine decodes.
-        staged: of a card that receives weights while it decodes; allocated before the KV cache.
-        pool: host memory for what is offloaded.
-    """
+    ``weights``: of the policy; `StagedWeights` on the thread that receives them while the engine decodes.
+    ``staged``: of a card that receives weights while it decodes; allocated before the KV cache.
+    ``pool``: host memory for what is offloaded."""
 
     def __init__(
         self,
@@ -85,15 +82,10 @@ class PhaseSwitcher:
 
     def to_infer(self, version: int, share: InferenceShare, while_generating: bool = False) -> None:
         """Move the trainer's weights, policy ``version``, to the engines of ``share`` and allocate their KV caches.
-
-        Args:
-            while_generating: engines on cards that only generate keep decoding: these cards participate with a switcher
-                over their `StagedWeights` and without an engine.
-
-        Raises:
-            AbortedOnAllRanks: on all cards, if a part failed on any (SwitchError: the resharding). If the phase of one
-                does not allow the transition, all keep their phase.
-        """
+        ``while_generating``: engines on cards that only generate keep decoding: these cards participate with a switcher
+        over their `StagedWeights` and without an engine.
+        Raise AbortedOnAllRanks: on all cards, if a part failed on any (SwitchError: the resharding). If the phase of
+        one does not allow the transition, all keep their phase."""
         actor = self.meshes.actor
         target = self._part(actor, "phase", lambda: self._plan(share))
         self.phases.begin(target)
@@ -108,10 +100,7 @@ class PhaseSwitcher:
 
     def to_train(self) -> None:
         """Move the weights back to the trainer.
-
-        Raises:
-            AbortedOnAllRanks: as `to_infer`.
-        """
+        Raise AbortedOnAllRanks: as `to_infer`."""
         self._part(self.meshes.trainers, "phase", lambda: self.phases.check(Phase.TRAIN))
         self.phases.begin(Phase.TRAIN)
         self._part(self.meshes.trainers, "kv", self._release_kv)
@@ -122,11 +111,8 @@ class PhaseSwitcher:
     def load_optimizer(self) -> None:
         """Start loading offloaded gradients and then the optimizer; work queued after this call may add to the
         gradients. Collective over the cards that train.
-
-        Raises:
-            AbortedOnAllRanks: on all cards, if one lacks memory; there the state stays on the host, and the call can be
-                repeated.
-        """
+        Raise AbortedOnAllRanks: on all cards, if one lacks memory; there the state stays on the host, and the call can
+        be repeated."""
         self._all_or_none(self._load, group=self.meshes.trainers, stage="optimizer")
 
     def await_optimizer(self) -> None:

@@ -24,11 +24,8 @@ from fusion.telemetry import Metrics, Timeline
 class WeightReceiver:
     """Receives new weights into staging, has the engine adopt them between two of its steps and reports both. Sets the
     engine's `on_adopt`.
-
-    Args:
-        make_switcher: creates the `PhaseSwitcher` that runs this card's side of a switch on the weights thread.
-        interim_report: reports the `generate` stage so far; called on its thread.
-    """
+    ``make_switcher``: creates the `PhaseSwitcher` that runs this card's side of a switch on the weights thread.
+    ``interim_report``: reports the `generate` stage so far; called on its thread."""
 
     def __init__(
         self,
@@ -72,11 +69,8 @@ class WeightReceiver:
     def receive(self, version: int, share: InferenceShare) -> StageReport:
         """Receive policy ``version`` and return once the engine, which must be generating, has adopted it. Collective
         over the actor's cards: the others `switch` with ``while_generating``.
-
-        Raises:
-            WeightsDiffer: here and on the engine's thread: the engine has adopted other weights than were sent. So does
-                every other error of the adoption, and one that has ended the engine's stage (`abort`).
-        """
+        Raise WeightsDiffer: here and on the engine's thread: the engine has adopted other weights than were sent. So
+        does every other error of the adoption, and one that has ended the engine's stage (`abort`)."""
         with self._timeline.span("receive weights", "switch", lane="weights"), self._device.on_stream(self._stream):
             self._adopted.clear()
             self.staged.expect(version)

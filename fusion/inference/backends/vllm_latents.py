@@ -62,10 +62,8 @@ class AbsorbedLatents:
                 copy.copy_(absorbed(layer)[name])
 
     def release(self) -> None:
-        """Free the copies."""
         for _, _, copy in self._copies:
             copy.untyped_storage().resize_(0)
 
     def addresses(self) -> list[int]:
-        """Return the addresses of the copies."""
         return [copy.data_ptr() for _, _, copy in self._copies]

@@ -173,7 +173,6 @@ def layers_after_dense(
 
 
 def equal_layers(fields: Fields, attention: AttentionSpec, mlp: Dense | Sparse) -> tuple[LayerSpec, ...]:
-    """Return `num_hidden_layers` equal layers."""
     return (LayerSpec(attention, mlp),) * fields.size("num_hidden_layers")
 
 

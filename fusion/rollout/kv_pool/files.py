@@ -42,14 +42,9 @@ log = logging.getLogger(__name__)
 
 class KVFiles(KVStore):
     """The files of one rank. `park` and `find` may be called in any thread, the rest in one.
-
-    Args:
-        root: shared memory.
-        peers: the pools of other machines; None: KV does not travel between machines.
-
-    Raises:
-        StorageFull: there is no space for its folders.
-    """
+    ``root``: shared memory.
+    ``peers``: the pools of other machines; None: KV does not travel between machines.
+    Raise StorageFull: there is no space for its folders."""
 
     def __init__(self, spec: KVPoolSpec, rank: int, root: Path | None = None, peers: KVPeers | None = None):
         boot, limit = NodeProcess.of(os.getpid()).boot, spec.max_memory_bytes

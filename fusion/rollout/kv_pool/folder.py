@@ -52,15 +52,10 @@ def is_private(about: os.stat_result) -> bool:
 
 class PoolFolder:
     """One rank's part of a folder.
-
-    Args:
-        path: of the folder.
-        min_free: share of its file system that writing leaves free.
-        max_idle_bytes: bound on the files that are kept for their memory.
-
-    Raises:
-        StorageFull: there is no space for the folder.
-    """
+    ``path``: of the folder.
+    ``min_free``: share of its file system that writing leaves free.
+    ``max_idle_bytes``: bound on the files that are kept for their memory.
+    Raise StorageFull: there is no space for the folder."""
 
     def __init__(self, path: Path, rank: int, *, min_free: float = 0.0, max_idle_bytes: int = 0):
         self.path, self._private, self._files = path, path / f"rank-{rank}", path / FILES
@@ -86,18 +81,12 @@ class PoolFolder:
 
     def open(self, name: str) -> FileIO:
         """Open a file for reading, without a buffer.
-
-        Raises:
-            OSError: among others, there is none, or it is a link.
-        """
+        Raise OSError: among others, there is none, or it is a link."""
         return open_file(self._files / name)
 
     def write(self, name: str, parts: Sequence[memoryview], fresh: bool = False) -> None:
         """Write a file; one of that name is replaced. ``fresh``: into new memory, in any thread.
-
-        Raises:
-            OSError: among others, there is no space (`distqueue.errors.FULL`); nothing was written.
-        """
+        Raise OSError: among others, there is no space (`distqueue.errors.FULL`); nothing was written."""
         nbytes = sum(part.nbytes for part in parts)
         path, held = (self._new_path(), 0) if fresh else self._take_idle()
         try:
@@ -130,10 +119,7 @@ class PoolFolder:
 
     def read(self, name: str) -> bytes:
         """Return a file's content.
-
-        Raises:
-            FileNotFoundError: another rank has taken it.
-        """
+        Raise FileNotFoundError: another rank has taken it."""
         return (self._files / name).read_bytes()
 
     def close(self) -> None:

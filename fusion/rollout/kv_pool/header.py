@@ -47,10 +47,7 @@ class Header:
     @classmethod
     def read(cls, file: io.RawIOBase) -> tuple[Header, int]:
         """Read what `encode` has written. Return it and the bytes of the file with this payload.
-
-        Raises:
-            KVDamaged: it is not the header of a file of the pool.
-        """
+        Raise KVDamaged: it is not the header of a file of the pool."""
         preamble = file.read(PREAMBLE.size) or b""
         if len(preamble) < PREAMBLE.size:
             raise KVDamaged("the file is shorter than its preamble")
@@ -74,14 +71,9 @@ class Header:
 
 class PooledFile(FoundKV):
     """The content of a file whose header is verified. It closes ``file``, also after an error.
-
-    Args:
-        file: the content from its beginning, of ``nbytes``.
-        name: of the file with the KV of ``key``.
-
-    Raises:
-        KVDamaged: it is not that file.
-    """
+    ``file``: the content from its beginning, of ``nbytes``.
+    ``name``: of the file with the KV of ``key``.
+    Raise KVDamaged: it is not that file."""
 
     def __init__(self, file: io.RawIOBase, nbytes: int, *, key: KVKey, name: str, own: bool = False):
         self._file, self.own = file, own

@@ -46,7 +46,6 @@ class PullPlan:
         self.prefill_s_per_token = _mean(self.prefill_s_per_token, seconds / tokens)
 
     def observe_pulled(self, machine: str, tokens: int, seconds: float) -> None:
-        """Record that KV has arrived."""
         known = self._of(machine)
         known.s_per_token = _mean(known.s_per_token, seconds / tokens)
 
@@ -56,15 +55,11 @@ class PullPlan:
         known.s_per_token = max(known.s_per_token or 0.0, waited_s / tokens)
 
     def observe_gone(self, machine: str) -> None:
-        """Record that a machine does not exist any more."""
         self._of(machine).gone = True
 
     def patience_s(self, machine: str, tokens: int) -> float:
         """Return for how long to wait for KV of a machine; 0: it is not asked. Count the request as skipped or not.
-
-        Args:
-            tokens: of which there would be KV.
-        """
+        ``tokens``: of which there would be KV."""
         known, prefill = self._of(machine), self.prefill_s_per_token
         if known.gone or prefill is None:
             return 0.0

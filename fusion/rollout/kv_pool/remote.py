@@ -55,11 +55,8 @@ class Peer(Protocol):
     def take(self, name: str, timeout_s: float) -> memoryview | None:
         """Take a file out of the pool of the machine, and return its bytes; None: there is none. They are freed with
         the last reference to them.
-
-        Raises:
-            PeerLate: it takes longer than ``timeout_s``.
-            PeerGone: the machine, or the process that serves its files, has ended.
-        """
+        Raise PeerLate: it takes longer than ``timeout_s``.
+        Raise PeerGone: the machine, or the process that serves its files, has ended."""
 
 
 class KVServer:
@@ -76,10 +73,7 @@ class KVServer:
 
     def take(self, name: str) -> np.ndarray | None:
         """Remove a file and return its bytes, uint8; None: there is none, or it is not this user's own.
-
-        Raises:
-            ValueError: it is not the name of a file of the pool.
-        """
+        Raise ValueError: it is not the name of a file of the pool."""
         if not NAME.fullmatch(name):
             raise ValueError(f"name={name!r:.100}: expected 40 hexadecimal digits")
         for folder in self._folders:
@@ -149,10 +143,7 @@ class RemotePool(KVSource):
 
 class RemotePools(KVPeers):
     """The pools of all other machines.
-
-    Args:
-        peers_by_engine: the machines of each engine, by the engine's number in the run, without this machine.
-    """
+    ``peers_by_engine``: the machines of each engine, by the engine's number in the run, without this machine."""
 
     def __init__(self, run: str, peers_by_engine: Mapping[int, Sequence[Peer]]):
         self._plan = PullPlan()
@@ -165,5 +156,4 @@ class RemotePools(KVPeers):
         return self._pools.get(engine, ())
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
-        """Record a step that has computed the KV of ``tokens`` tokens."""
         self._plan.observe_prefill(tokens, seconds)

@@ -191,7 +191,6 @@ class _Step:
         return NO_CLASS if plan is None else plan.class_of_engine(engine, ascending=ascends(self.number))
 
     def push(self, request: Entry) -> None:
-        """Add a request of a ranked group."""
         group = self.groups[request.group]
         chosen = self._classes[NO_CLASS if self.moves(request) else group.number]
         chosen.waiting.push((group.tokens if ascends(self.number) else -group.tokens,), request)
