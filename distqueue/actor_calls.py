@@ -1,7 +1,6 @@
 """Calls of the queue's actors: made, awaited, and repeated while an actor is restarting (after it was killed).
 
-A call may be repeated because every call is idempotent.
-"""
+A call may be repeated because every call is idempotent."""
 
 import logging
 import time

@@ -5,8 +5,7 @@
     FOLDER/cut               the id of the call that wrote it
 
 It is written to a sibling folder, synced, and renamed at the end: a folder of this name is complete. The instant is
-that of the snapshot; segments are immutable, so they may be copied later, as long as they are pinned.
-"""
+that of the snapshot; segments are immutable, so they may be copied later, as long as they are pinned."""
 
 import ctypes
 import logging

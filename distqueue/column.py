@@ -5,8 +5,7 @@
 * text, metadata   a list of `str` or of JSON-able `dict`: their UTF-8 bytes, ragged uint8
 
 Invariants: every buffer is a contiguous CPU tensor; a sample read from a column is a view of its buffer (text and
-metadata are decoded); packing, selecting and concatenating preserve values bitwise, layouts, and empty sequences.
-"""
+metadata are decoded); packing, selecting and concatenating preserve values bitwise, layouts, and empty sequences."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Configures a queue: `QueueConfig` is the config group `queue`, `QueueOptions` the arguments of `DistQueue.create`.
 
-Its checks are its own few lines, as this distribution imports nothing of the others.
-"""
+Its checks are its own few lines, as this distribution imports nothing of the others."""
 
 import math
 from dataclasses import dataclass

@@ -3,8 +3,7 @@
 A client's puts alternate between a few sizes: finished samples, a column added to them. So it keeps a few files.
 
 Invariants (tests/distqueue/test_grants.py): a file is taken once, before half of its lease is over, for a put that it
-fits; of those that fit, the smallest; at most MAX_GRANTS are kept, and each of the others is cancelled once.
-"""
+fits; of those that fit, the smallest; at most MAX_GRANTS are kept, and each of the others is cancelled once."""
 
 import threading
 from collections.abc import Callable

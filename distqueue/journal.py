@@ -12,8 +12,7 @@ put's record is all that is known of them. Records are numbered without gaps, so
 finds the next record behind damage by its marker. What a crash cut off at the end was never acknowledged.
 
 Invariants (tests/distqueue/test_journal.py): an acknowledged record that is intact in one copy is read; a record that
-is damaged in both is reported by number; damage in either is reported.
-"""
+is damaged in both is reported by number; damage in either is reported."""
 
 import asyncio
 import fcntl

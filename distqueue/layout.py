@@ -1,8 +1,7 @@
 """The layout of a column: what all its samples have in common.
 
 Its element type is held by name, with its size in bytes in one table: the queue's own processes handle bytes and
-metadata only, and do without torch, which would cost each of them 2 s of CPU and 190 MB.
-"""
+metadata only, and do without torch, which would cost each of them 2 s of CPU and 190 MB."""
 
 from __future__ import annotations
 

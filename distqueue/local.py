@@ -1,8 +1,7 @@
 """The queue in one process: `QueueCore` behind a lock, payloads kept where they were put. Thread-safe.
 
 The lock is never held while waiting or copying payload, so a starved reader delays no other client. Nothing polls: a
-waiter sleeps until it is answered or reaches its deadline; a timer runs only while an expiring lease could serve it.
-"""
+waiter sleeps until it is answered or reaches its deadline; a timer runs only while an expiring lease could serve it."""
 
 import logging
 import threading

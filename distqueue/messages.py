@@ -3,8 +3,7 @@
     | bytes of the header, uint32 | header | array | array | …     each array at a multiple of 8
 
 `Put` describes a batch that a writer stores, without its payload; `Delivery` tells a reader which samples it receives
-and where their payload lies.
-"""
+and where their payload lies."""
 
 from __future__ import annotations
 

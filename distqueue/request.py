@@ -1,7 +1,6 @@
 """The arguments of `get`, stated once: `GetRequest` holds them with their defaults, documentation and validation.
 
-Every `get` (of `DistQueue` and `LocalQueue`), `stream` and `QueueDataset` take them.
-"""
+Every `get` (of `DistQueue` and `LocalQueue`), `stream` and `QueueDataset` take them."""
 
 from concurrent.futures import FIRST_COMPLETED, CancelledError, Future, wait
 from dataclasses import dataclass, fields

@@ -12,8 +12,7 @@ Invariants (property-tested in tests/distqueue/test_segments.py):
    `max_bytes`, except one with `exceed`.
 3. A pinned segment's file is neither reused nor discarded until it is unpinned.
 4. Numbers are never reused.
-5. The file of a reservation that was not committed is not reused: its writer may be slow rather than dead.
-"""
+5. The file of a reservation that was not committed is not reused: its writer may be slow rather than dead."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager

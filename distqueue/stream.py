@@ -5,8 +5,7 @@
 
 The next batch is fetched while the current one is being processed. Requesting the next batch acknowledges the current
 one; a loop that is left before that returns its last batch, and what was prefetched, to the queue at once; that of a
-process that dies returns when the leases expire. So a lease must outlast `ahead` + 1 steps.
-"""
+process that dies returns when the leases expire. So a lease must outlast `ahead` + 1 steps."""
 
 import threading
 from collections.abc import Generator, Iterator, Sequence

@@ -1,7 +1,6 @@
 """Answer command lines, and find what is no Python package: `recipes/` and `scripts/`, in the checkout or in the wheel.
 
-Imports nothing that takes time, so that every command answers `--help` at once.
-"""
+Imports nothing that takes time, so that every command answers `--help` at once."""
 
 import argparse
 import io

@@ -8,8 +8,7 @@ A commit may be repeated: its writer calls again within a second if the answer w
 segment is live where it was written, whatever else was put meanwhile; so only puts whose segment has ended or moved
 need to be remembered, and of these the last few: a writer waits for each answer, so a repeated put is among the newest.
 One that is forgotten all the same is put again, which stores nothing twice: samples that were dropped or lost meanwhile
-are late, and a column that exists, or a sample that is done, is refused.
-"""
+are late, and a column that exists, or a sample that is done, is refused."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 Waiting costs nothing: waiters are grouped by their selection, and a group is checked once when a change could serve it.
 Every waiter that can be served is served, the longest waiting first.
 
-Invariant (tests/distqueue/core/test_readers.py): a waiter is answered once, or leaves.
-"""
+Invariant (tests/distqueue/core/test_readers.py): a waiter is answered once, or leaves."""
 
 from bisect import insort
 from collections.abc import Callable, Sequence

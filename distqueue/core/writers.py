@@ -8,8 +8,7 @@ without a put; it is revoked when its room is needed.
 
 Invariants (tests/distqueue/core/test_writers.py): a writer is answered once, or leaves; live rows and rows being
 written never exceed `max_rows`, nor a shard's bytes its bound, except by puts that only add columns; a reservation is
-committed, cancelled, or expires after the lease; no writer waits for room that is merely granted.
-"""
+committed, cancelled, or expires after the lease; no writer waits for room that is merely granted."""
 
 from bisect import insort
 from collections.abc import Callable

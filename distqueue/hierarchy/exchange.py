@@ -5,8 +5,7 @@ an edge is the columns that its subtree needs (`tree.py`). A rank forwards a dty
 next is in flight.
 
 Invariants: payload is neither pickled nor padded; the sender counts every message; if another rank has ended or left
-the group, every method raises ConnectionError by the group's timeout at the latest.
-"""
+the group, every method raises ConnectionError by the group's timeout at the latest."""
 
 import json
 import socket

@@ -5,8 +5,7 @@ queue handed them out, and the lengths of all; an error of the leader's request 
 and message. If a rank dies, the others raise ConnectionError by their group's timeout at the latest.
 
 Only the leader asks, so only its error can differ from the other ranks', and it is broadcast in place of the samples:
-no agreement of the whole group is needed.
-"""
+no agreement of the whole group is needed."""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ Invariants of `plan_tree`, for m machines:
 * an edge carries exactly the columns needed in the subtree of its child;
 * nested needs carry nothing idle: if of any two ranks of the leader's machine, or of one other machine, one needs all
   columns the other needs, only the leader and relays carry columns they do not need themselves; if the needs of any
-  two machines are nested so, relays carry only what their own machine needs.
-"""
+  two machines are nested so, relays carry only what their own machine needs."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
 """A pool of a reader's buffers: the memory of a batch is reused once nothing references it.
 
 Fresh memory costs a page fault every 4 KB, more than the copy into it. So two buffers of released batches are kept,
-each of up to twice what the largest of the last batches needed.
-"""
+each of up to twice what the largest of the last batches needed."""
 
 import mmap
 import threading

@@ -7,8 +7,7 @@
 So a block is as small as one sample if samples are large, and short samples share one, because a checksum of 100 bytes
 would cost more in calls than in bytes. Blocks follow from lengths and layout: only their checksums are stored. A reader
 verifies every block of which it copied a sample, once: a block that it copied as a whole in its own memory, another one
-where it lies. Damage costs the samples of its block.
-"""
+where it lies. Damage costs the samples of its block."""
 
 from __future__ import annotations
 

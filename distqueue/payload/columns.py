@@ -1,8 +1,7 @@
 """The client's side of payload: columns of tensors viewed as stretches of bytes, and gathered stretches as columns.
 
 Nothing is copied but by `gather_columns`, once. The queue's actor and its shards do not import this file: it loads
-torch.
-"""
+torch."""
 
 from collections.abc import Mapping, Sequence
 

@@ -9,8 +9,7 @@ What came from a segment is verified against its checksums (`checksums.py`): eve
 once, in the reader's memory if the whole block was copied there.
 
 Long runs of neighbouring samples are copied run by run. If samples are short and in another order, runs of one sample
-would cost more in Python than in bytes; then elements are gathered by index, which columns of equal lengths share.
-"""
+would cost more in Python than in bytes; then elements are gathered by index, which columns of equal lengths share."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ before and after it copies; if it is not the expected number, it asks the queue 
 those of the columns, which `gather.py` verifies. A difference is damage only if the stamp is still the expected one.
 
 The space of a file is reserved when it is created or grown: a full disk or shared memory is an error there, whereas a
-write to a mapped page without space behind it would kill the process (SIGBUS).
-"""
+write to a mapped page without space behind it would kill the process (SIGBUS)."""
 
 from __future__ import annotations
 

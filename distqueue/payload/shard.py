@@ -2,8 +2,7 @@
 
 Writers and readers of the node map the files themselves, without the shard. It serves those of other nodes (samples
 are gathered once, here) and creates, removes, moves and spills files. All its state is in its folder, so a restarted
-shard resumes.
-"""
+shard resumes."""
 
 import os
 from collections.abc import Sequence

@@ -15,8 +15,7 @@ to one whose shard is being restarted. The latter is impossible if the node proc
 
 Another folder of this kind (the engines' KV) is of no use to any other process, so its locks name the processes that
 hold them, and it is removed once all of these are dead. Folders of other users, and on shared disks of other hosts, are
-left alone. Everything here is readable by its owner only.
-"""
+left alone. Everything here is readable by its owner only."""
 
 from __future__ import annotations
 

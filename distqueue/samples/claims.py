@@ -4,8 +4,7 @@
       ▲─ expiry, release ─┘
 
 Invariants: `acked` is final; `leased` and `acked` count the live rows in these states; no lease ends before
-`next_expiry_s`, so the rows are searched for expired leases only once it has passed.
-"""
+`next_expiry_s`, so the rows are searched for expired leases only once it has passed."""
 
 import math
 

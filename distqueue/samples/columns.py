@@ -1,8 +1,7 @@
 """The columns that each row holds, and the tokens of each.
 
 Invariants: a column keeps its bit of `held`; only ragged columns have an array of tokens, and a sample of
-any other column counts 1.
-"""
+any other column counts 1."""
 
 from collections.abc import Iterable, Iterator, Mapping
 

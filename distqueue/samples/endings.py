@@ -6,8 +6,7 @@ An id is remembered by its 64-bit checksum: nobody asks for its text, only wheth
 take 4 MB, all of it from the start: memory that fills up would look like a leak of a run that lasts for days.
 
 Invariants: `counts` is exact; the last `remembered` ids that ended are found, each with its reason, and at most
-1/32 more; an id that did not end is mistaken for one of them with a probability of `remembered` / 2**64.
-"""
+1/32 more; an id that did not end is mistaken for one of them with a probability of `remembered` / 2**64."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,6 @@
 """Names of slots, both ways: a dict from name to slot, and a list of the names by slot.
 
-Invariants: a name is found exactly while it is in the index, under its slot.
-"""
+Invariants: a name is found exactly while it is in the index, under its slot."""
 
 from collections.abc import Iterable, Sequence
 from itertools import repeat

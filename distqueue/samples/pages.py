@@ -6,8 +6,7 @@ Numbers (of rows, groups, segments) only grow, and the live ones are a window of
 have all ended is reused, and memory follows the number of live ones.
 
 Invariants: a live number keeps its one slot; two live numbers never share one; `in_order` returns slots in the order of
-their numbers; arrays are allocated as untouched zeros, so unused parts take no memory.
-"""
+their numbers; arrays are allocated as untouched zeros, so unused parts take no memory."""
 
 import numpy as np
 from numpy.typing import DTypeLike

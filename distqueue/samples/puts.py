@@ -1,8 +1,7 @@
 """Puts: look up a batch's names once, then refuse or store the batch as a whole.
 
 Invariants: `check` changes nothing, and `store` stores every batch that passes it; a sample that was dropped before is
-late: it is not stored, while the others keep their positions in the segment.
-"""
+late: it is not stored, while the others keep their positions in the segment."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

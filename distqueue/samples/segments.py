@@ -6,8 +6,7 @@ both in the narrowest integers that hold all values: two bytes each with puts of
 Which part has a column follows from the columns of its segment, so a row stores nothing per column.
 
 Invariants: a segment is alive exactly while a live row has a part in it; `release` returns each segment once, when its
-last row ended.
-"""
+last row ended."""
 
 from collections.abc import Sequence
 

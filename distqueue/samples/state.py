@@ -1,8 +1,7 @@
 """The state of a sample table: all its parts, and the events that change more than one of them.
 
 Rows are numbered in the order of their first put, and numbers are never reused. A row occupies a slot of `pages`; its
-data is in fields of that slot, each owned by the part it belongs to.
-"""
+data is in fields of that slot, each owned by the part it belongs to."""
 
 from collections.abc import Iterable, Sequence
 from itertools import repeat, tee

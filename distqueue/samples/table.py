@@ -12,8 +12,7 @@ Invariants (property-tested against a plain model in tests/distqueue/samples/tes
 4. A call that raises has changed nothing.
 5. A segment is returned as freed once: by the call that ended the last live row with a part in it.
 6. `restore(snapshot())` answers every later call as the table itself would if all its leases had expired.
-7. Deterministic: the same puts, acks, drops and losses in the same order make the same table.
-"""
+7. Deterministic: the same puts, acks, drops and losses in the same order make the same table."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@ A view keeps a flag per row and two sums of them: their count, and their count p
 a count can be served, and a search reads only pages that contain ready rows.
 
 Invariants (the stateful test recounts them after every step): a row's flag is set exactly while it is live, open for
-the task and holds all the columns; the sums are those of the flags.
-"""
+the task and holds all the columns; the sums are those of the flags."""
 
 from collections import OrderedDict
 from collections.abc import Sequence

@@ -12,5 +12,4 @@
       fitting      settings with which a job fits
       report       tables of scripts/plan.py       pace         cost of the steps of paced cards
 
-Pure: no process group, no device, no clock. Only a run whose cards are paced loads it, and `cluster.hardware`.
-"""
+Pure: no process group, no device, no clock. Only a run whose cards are paced loads it, and `cluster.hardware`."""

@@ -4,8 +4,7 @@ A pair is a query and a key that it attends to, in all heads of a layer. Latent 
 2405.04434, section 2.1) computes keys and values of all heads from the latents in training and prefill, where many
 queries use them. In decoding their projections are absorbed into queries and outputs: every head attends to the latents
 themselves, which are read once for all heads, and a pair takes more operations. A token takes as many operations for
-the absorbed projections as for the projections: `Roofline` counts those with the weights.
-"""
+the absorbed projections as for the projections: `Roofline` counts those with the weights."""
 
 from dataclasses import dataclass
 from math import gcd

@@ -5,8 +5,7 @@
 It is a floor beside the other times of a step, not one of them: the host launches while the card computes. The counts
 are those of `python benchmarks/launches.py`; `tests/costmodel/test_launches.py` counts again. Layers without experts
 are not counted, nor what is outside the layers: they have no floor. Over latents a decode step launches more for longer
-contexts where they are not fused; stated is its count at 2,048 tokens.
-"""
+contexts where they are not fused; stated is its count at 2,048 tokens."""
 
 from dataclasses import dataclass
 

@@ -8,8 +8,7 @@
              the KV cache: `rollout.engine.kv_fraction` of the remaining HBM
 
 Stored tensors are exact but for padding; activations count the largest tensors only, which suffices to choose between
-layouts. Each phase is that of a die of the pipeline stage where the phase is largest.
-"""
+layouts. Each phase is that of a die of the pipeline stage where the phase is largest."""
 
 from dataclasses import dataclass
 

@@ -16,8 +16,7 @@ Not modelled: how much fits into HBM (`scripts/plan.py` computes that), rewards 
 queue, copies of frozen models to and from the host, and copies of the KV of a chunk, which overlap with the next steps.
 That a switch hides the offload, and training the loading, is measured by `benchmarks/overlap.py`.
 
-Pure: no clock and no device. `fusion.colocate.paced` observes a card and sleeps for the seconds computed here.
-"""
+Pure: no clock and no device. `fusion.colocate.paced` observes a card and sleeps for the seconds computed here."""
 
 from __future__ import annotations
 

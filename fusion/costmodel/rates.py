@@ -1,8 +1,7 @@
 """Predict the tokens a second of a die, in a decode step and in training, beside what other systems have published.
 
 A published rate is predicted under its own conditions. Where these are not all published, `Published.conditions` says
-what is assumed. Peers replay graphs and fuse more: the prediction is that of this project's operators.
-"""
+what is assumed. Peers replay graphs and fuse more: the prediction is that of this project's operators."""
 
 from dataclasses import dataclass, replace
 

@@ -10,8 +10,7 @@ routing), and the KV cache of its sequences; TP, EP and PP add the bytes and lat
 
 Invariants: seconds grow with every argument; a step of twice the sequences takes at most twice as
 long, so a sequence costs least in a full batch; two training steps of whole micro-batches cost as much as one step over
-all their tokens.
-"""
+all their tokens."""
 
 from collections import Counter
 from dataclasses import dataclass

@@ -2,8 +2,7 @@
 
 A layout that does not fit is never recommended: every phase has to fit the HBM of a die, a longest sequence the KV
 cache, the optimizer state the host's memory. Of those that fit, training layouts are ranked by `train_s`, generation
-layouts by `generate_s`, and the best pairs by the whole step, with their switches planned exactly.
-"""
+layouts by `generate_s`, and the best pairs by the whole step, with their switches planned exactly."""
 
 from collections import Counter
 from dataclasses import dataclass, field, replace

@@ -2,8 +2,7 @@
 
 Layers in the same pair of pipeline stages are held alike, and so are all tensors that the ranks divide alike: their
 elements are summed first (`groups`). This leaves a few ranges of a cut dimension that neither layout divides, each with
-two rows over the dies: who holds it before, who needs it after (`segments`).
-"""
+two rows over the dies: who holds it before, who needs it after (`segments`)."""
 
 from collections import Counter
 from dataclasses import dataclass

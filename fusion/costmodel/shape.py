@@ -9,8 +9,7 @@ Layers that predict further tokens, which lie on the host, are not counted. Corr
 layers, though every card holds those of all layers: some KiB, which no switch moves.
 
 Invariant: the elements of a rank are those of `local_params`, but for these, tensor by tensor, on every rank of every
-layout.
-"""
+layout."""
 
 from collections import Counter
 from dataclasses import dataclass, replace

@@ -12,8 +12,7 @@ deployments, not to predict a run.
 `train_reached` and `layer_s` are calibrated on one published run: DeepSeek-R1 on 128 Atlas A3 cards with TP4 EP8 PP8
 and TP2 EP128 x 2, whose update took 319.3 s and whose rollout 373.65 s (cann-recipes-train). EXPERT_SPREAD is assumed:
 the standard deviation of an expert's load relative to its mean, which matters more the fewer experts a die has. The
-same values are used for every model.
-"""
+same values are used for every model."""
 
 from math import log, sqrt
 

@@ -11,8 +11,7 @@
     Stepped(turn | failure, digest) ◄┘ ── Bridge: token ids of the messages, behind the tokens that were sampled
 
 A conversation is the list of the model's turns and of the digests of what it was told: whoever has both can continue it
-in a fresh environment with the same seed, which must say the same again.
-"""
+in a fresh environment with the same seed, which must say the same again."""
 
 import lazy_loader
 

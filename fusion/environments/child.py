@@ -2,8 +2,7 @@
 
 Imports only the standard library and what the environment needs, so that a replacement starts in a fraction of a
 second. Before any code of an environment runs, the number of its order is written to memory that the pool reads when
-the process ends or its loop is blocked.
-"""
+the process ends or its loop is blocked."""
 
 import asyncio
 import mmap

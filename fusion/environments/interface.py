@@ -1,8 +1,7 @@
 """Define what an environment is, and what its pool is asked and answers. Plain data.
 
 Invariants (tests/environments/test_interface.py): equal digests mean equal messages, end and reward; a turn that
-`checked_turn` accepts is the same after JSON.
-"""
+`checked_turn` accepts is the same after JSON."""
 
 import hashlib
 import json

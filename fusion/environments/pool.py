@@ -9,8 +9,7 @@ Invariants:
    (`diverged` otherwise). So whoever holds actions and digests loses nothing with a process.
 4. No child survives `close` or the end of this process, however it ends, nor does a process that a child starts.
 
-One thread of the pool reads and writes the sockets; other threads leave orders and take results.
-"""
+One thread of the pool reads and writes the sockets; other threads leave orders and take results."""
 
 from __future__ import annotations
 

@@ -10,8 +10,7 @@ the model has thought and who has spoken.
 Invariant (tests/environments/test_render.py): where the template leaves earlier turns as they are, tokens and bridge
 are the tokens of the whole conversation as the template renders it. Where it rewrites them, such as Qwen3's, which
 removes thoughts before a later message of the user, there is no bridge: the model speaks behind another prompt then, of
-which these turns are a part as the template writes them (`first`).
-"""
+which these turns are a part as the template writes them (`first`)."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence

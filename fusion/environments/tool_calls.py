@@ -19,8 +19,7 @@
                </function>
                </tool_call>                  likewise
 
-Invariant (tests/environments/test_tools.py): whatever the text is, parsing it raises nothing.
-"""
+Invariant (tests/environments/test_tools.py): whatever the text is, parsing it raises nothing."""
 
 import json
 import re

@@ -1,8 +1,7 @@
 """Describe Python functions by JSON schemas, and call them.
 
 Invariant (tests/environments/test_tools.py): whatever a call is, answering it raises nothing that the function does not
-raise: a mistake of the model is answered by a message that states it.
-"""
+raise: a mistake of the model is answered by a message that states it."""
 
 import inspect
 import json

@@ -2,8 +2,7 @@
 
 The first order of a conversation to a child has all that is needed to repeat it, the next ones their action only.
 Orders are pickled, because fields of a data row may have any type. What a child sends is JSON, and checked as what an
-environment returns is.
-"""
+environment returns is."""
 
 import json
 import pickle

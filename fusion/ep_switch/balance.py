@@ -2,8 +2,7 @@
 
 A *demand* is an amount that may be split among a set of ranks in any way. The minimum of the maximum load is the
 maximum, over sets of ranks T, of (demands that only members of T can carry) / |T|: max-flow, min-cut. Invariants: the
-fractions of a demand sum to 1; the maximum load of `shares` is within TOLERANCE of that optimum.
-"""
+fractions of a demand sum to 1; the maximum load of `shares` is within TOLERANCE of that optimum."""
 
 from __future__ import annotations
 
@@ -74,8 +73,7 @@ class Deal:
     """Assigns pieces to ranks so that, at any time, each rank has carried about its fraction of every demand.
 
     A piece is assigned whole to the rank with the largest deficit; one of more than ``grain`` is split among the ranks
-    with a deficit.
-    """
+    with a deficit."""
 
     def __init__(self, fractions: Mapping[Ranks, Mapping[int, float]], grain: float):
         self.grain = grain

@@ -1,8 +1,7 @@
 """Bring the values that lie on the cards apart from the units (`Buckets.card`) from one end of a switch to the other.
 
 They are a few vectors, which every rank of a layout holds whole (the correction biases of all routers, in float32): a
-card that trains and generates has one copy for both ends, and one that only generates receives them in a broadcast.
-"""
+card that trains and generates has one copy for both ends, and one that only generates receives them in a broadcast."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@
 
 The faster one that is possible is selected once per group: `shared` where every rank of the group is on one machine and
 its card can share memory, else `collective` (a group that spans machines does not mix the two, since the links between
-machines determine the duration of its rounds). Two rounds can be in flight: `collective` has two slots of each kind.
-"""
+machines determine the duration of its rounds). Two rounds can be in flight: `collective` has two slots of each kind."""
 
 from __future__ import annotations
 
@@ -55,8 +54,7 @@ class Vote:
 class PeerLost(Exception):
     """Raised when a rank will not answer: its process ended, or (``left``) it has aborted and reported why.
 
-    ``parameter`` names the tensor that was awaited.
-    """
+    ``parameter`` names the tensor that was awaited."""
 
     def __init__(self, rank: int, reason: str, left: bool = False):
         super().__init__(f"rank {rank}: {reason}")
@@ -69,8 +67,7 @@ class Exchange:
     rank of the group, including those of the plan.
 
     The calls of a switch are made in the order begin, open, agree, (settle k-2, send k, receive k-1) for every round,
-    agree, close.
-    """
+    agree, close."""
 
     name = "none"
     in_place = True

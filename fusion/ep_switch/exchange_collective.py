@@ -3,8 +3,7 @@
 A collective needs every rank of the group, so ranks that have nothing to exchange in a round (or no part in the plan)
 join it with empty buffers, and a rank that has failed continues with the current content of its buffers: no rank waits
 for it, and the closing vote reports it. When a process ends the group becomes unusable; the ranks that notice vote
-through its store. Checksums are computed on the send buffer: they do not detect that a sender packs the wrong data.
-"""
+through its store. Checksums are computed on the send buffer: they do not detect that a sender packs the wrong data."""
 
 from __future__ import annotations
 

@@ -8,8 +8,7 @@ is relayed, restored from the host, or sent with checksums has a message in its 
 `PeerSockets`, so no round has a barrier: a rank waits only for its own peers, and reads from the first that is ready. A
 message is sent when the card has done the work that it reports; the sender's checksums, if enabled, are sent with
 "ready". A rank that fails sends its closing vote at once, which its peers receive instead of the message that they wait
-for; a closed socket means that its process has ended.
-"""
+for; a closed socket means that its process has ended."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@
                         ▼ round to the target's dtype
     unit of target   │ input_norm ░░│ qkv ░░░░░ │ router … │    `Plan.hosted`, storage allocated in its round
 
-The host link is used in parallel with the wire and with the copies of the rounds, which are on the caller's stream.
-"""
+The host link is used in parallel with the wire and with the copies of the rounds, which are on the caller's stream."""
 
 from __future__ import annotations
 

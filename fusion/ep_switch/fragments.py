@@ -4,8 +4,7 @@
     units of the target ─► slabs, without shared units ─────────────────────────┴─► fragments, in families of slabs
 
 Pure. Invariants: the fragments of a family are disjoint and cover its slabs; each is contained in every slab that gives
-or takes it. Content that ranks replicate is processed once, and layers with equal slabs are cut once.
-"""
+or takes it. Content that ranks replicate is processed once, and layers with equal slabs are cut once."""
 
 from __future__ import annotations
 

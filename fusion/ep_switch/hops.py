@@ -2,8 +2,7 @@
 
 A *hop* transfers elements [start, stop) of a fragment, in its row-major order, from one rank to another: from one of
 its givers or, if ``relayed``, from the taker of the sender. Units are numbered (`Units`), so that a plan of many ranks
-is a few arrays.
-"""
+is a few arrays."""
 
 from __future__ import annotations
 
@@ -40,8 +39,7 @@ class Hop(NamedTuple):
 
     ``family``, ``fragment``: of `Hops.families`. ``giver``: index in the fragment's ``givers``, or, if ``relayed``, in
     its ``takers``, as is ``taker``. ``reads``: number of a unit of the source or, if ``relayed``, of the target, as is
-    ``writes``.
-    """
+    ``writes``."""
 
     family: int
     fragment: int

@@ -4,8 +4,7 @@ Pure and hashable: shapes and arithmetic only, the same on every rank. It descri
 its format builds on a rank with the same arguments. A plan can connect any two of them.
 
 Layers of one kind (equal `LayerSpec`s) have the same units on ranks with the same shares, but for the number in their
-names. What is asked of all ranks is therefore read from a model that has each kind once (`sections`).
-"""
+names. What is asked of all ranks is therefore read from a model that has each kind once (`sections`)."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ from fusion.model.spec import LayerSpec
 class Place(NamedTuple):
     """Locates a box in a rank's storage: index (i, j) is element ``offset`` + (i, j) · ``strides`` of a unit.
 
-    ``unit``: index in `Layout.units`, which is also the index in the `Buckets` built from them.
-    """
+    ``unit``: index in `Layout.units`, which is also the index in the `Buckets` built from them."""
 
     unit: int
     offset: int
@@ -226,8 +224,7 @@ def _offset_and_strides(param: LocalParam, start: int, part: Part) -> tuple[int,
 def shared_units(source: Layout, target: Layout, rank: int) -> dict[int, int]:
     """Map units of the target to the unit of the source with common storage: equal content and dtype.
 
-    A switch does not copy, move, allocate or release them.
-    """
+    A switch does not copy, move, allocate or release them."""
     if source.dtype != target.dtype:
         return {}
     held = {unit.content: index for index, unit in enumerate(source.units(rank))}

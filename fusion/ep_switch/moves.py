@@ -30,8 +30,7 @@ class Move(NamedTuple):
 
     ``source`` is a place in the source layout's storage of ``source_rank`` or, if ``relayed``, in the *target*
     layout's: the rank received the elements over a slower link in an earlier round and forwards them. ``target`` is a
-    place in the target layout's storage of ``target_rank``.
-    """
+    place in the target layout's storage of ``target_rank``."""
 
     source_rank: int
     target_rank: int
@@ -93,8 +92,7 @@ class Round:
     """Groups transfers that are made together: allocate, copy, exchange, and release when all ranks have read.
 
     ``exchange``: whether any two ranks exchange anything; ``allocate_before``: units of the target; ``release_after``:
-    units of the source; ``restore_before``: units of the source that come back from the host (`Plan.parked`).
-    """
+    units of the source; ``restore_before``: units of the source that come back from the host (`Plan.parked`)."""
 
     moves: Moves
     exchange: bool

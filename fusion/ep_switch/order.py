@@ -18,8 +18,7 @@ limit and leaves the tightest ranks most room or, as further attempts, the large
 weighted differently each time.
 
 The limit is not guaranteed by construction: the result includes the excess over the limit, and `plan` retries with
-smaller wire buffers, which leave more room for weights, then with clusters. Then it parks the source on the host.
-"""
+smaller wire buffers, which leave more room for weights, then with clusters. Then it parks the source on the host."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ more ranks than cores. They are also the memory barrier between the writer and t
 
 Every process of the machine can see and open such a socket. So both ends compare the user of the other end, which the
 kernel reports (SO_PEERCRED), with their own, and a rank greets with a secret that the ranks exchanged over their
-process group. A connection that fails either is closed; it neither delays the others nor ends the run.
-"""
+process group. A connection that fails either is closed; it neither delays the others nor ends the run."""
 
 from __future__ import annotations
 

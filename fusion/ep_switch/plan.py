@@ -28,8 +28,7 @@ Invariants, in this order:
    it, else after the last round that reads it; with ``keep`` none is released. One that is parked is also released
    before the first round, and restored once, before it is read. Each target unit that is not shared is allocated once,
    before it is written. A relayed move reads elements that arrived at least two rounds before.
-6. The plan is a function of its arguments: equal on every rank and in every process.
-"""
+6. The plan is a function of its arguments: equal on every rank and in every process."""
 
 from __future__ import annotations
 

@@ -13,8 +13,7 @@ IN_FLIGHT rounds after it was received. If every rank stays within its limit whi
 other, it stays within it in the rounds too, where a unit counts as held until IN_FLIGHT rounds after its last reader.
 Through the host, a rank stays within its limit if that is at least its bytes of the target plus its largest unit of the
 source: whenever a unit is placed, all earlier ones have been placed until their release, so that its rank finally holds
-units of the target alone, and there is a round from which on the unit fits.
-"""
+units of the target alone, and there is a round from which on the unit fits."""
 
 from __future__ import annotations
 

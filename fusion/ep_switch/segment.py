@@ -1,8 +1,7 @@
 """Copy the data that one rank sends to another in a round: packed into a wire buffer, or read in place.
 
 Moves that are contiguous in storage are merged to one run; a round's runs are copied in one call per peer. Views are
-created when their storage is first allocated and stay valid over its releases, so the second switch creates none.
-"""
+created when their storage is first allocated and stay valid over its releases, so the second switch creates none."""
 
 from __future__ import annotations
 

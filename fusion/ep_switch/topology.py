@@ -5,8 +5,7 @@
     link of two ranks: the innermost of card, node, supernode that holds both, else the network between supernodes
 
 Ranks are numbered as workers are placed: card by card, node by node, supernode by supernode. Levels whose bandwidths
-are within a tenth of each other are one class (`classes`).
-"""
+are within a tenth of each other are one class (`classes`)."""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ All copies, allocations and releases are queued on the caller's current stream a
 rounds are collectives, communication overlaps with copies: while round k is on the wire, round k+1 is packed and round
 k-1 unpacked. Where storage is read in place, a rank is at most two rounds ahead of its slowest reader. No rank waits
 for a failed one, so all ranks abort together. The target is then released on all of them, since a partly switched model
-cannot serve.
-"""
+cannot serve."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ that the part saves on the wire, h: seconds that it costs on the host link); the
 rank.
 
 This is scheduling on two unrelated machines (R2||Cmax, NP-hard for whole parts). The fractional optimum moves parts to
-the host in the order of h/s and splits one of them; the plan is the best of all cuts of that order.
-"""
+the host in the order of h/s and splits one of them; the plan is the best of all cuts of that order."""
 
 from __future__ import annotations
 

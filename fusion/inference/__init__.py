@@ -26,8 +26,7 @@
     engine      EmbeddedEngine, the embedded `InferEngine`; all ranks of the group step together
     backends    vLLM as an `InferEngine`
 
-Extension point: KV that is moved is named by its blocks (`blocks`), whose names are the same in every process.
-"""
+Extension point: KV that is moved is named by its blocks (`blocks`), whose names are the same in every process."""
 
 import lazy_loader
 

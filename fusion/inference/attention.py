@@ -12,8 +12,7 @@ With `rollout.engine.batch_invariant` every token is a paged row, and no bit of 
 it, the rest of the batch decides how a row is computed.
 
 With decode context parallelism (`Context`) paged rows attend with the heads of several ranks to the part of their
-tokens that is on this one, and partial results are merged; a long chunk attends to KV gathered from these ranks.
-"""
+tokens that is on this one, and partial results are merged; a long chunk attends to KV gathered from these ranks."""
 
 from collections.abc import Callable
 

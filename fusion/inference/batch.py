@@ -9,8 +9,7 @@ Rows of a batch, in this order:
     drafts             the rows of one path each                   ┘
 
 With ``invariant`` every token is a paged row, those of drafts behind the decodes: the only form whose result does not
-depend on the rest of the batch. With a fused operator for paged rows, those of drafts are paged rows too.
-"""
+depend on the rest of the batch. With a fused operator for paged rows, those of drafts are paged rows too."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass

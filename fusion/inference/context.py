@@ -13,8 +13,7 @@ computed whole attend to no cache and exchange nothing. All ranks have the same 
 what manages, names, parks and pools blocks does not know of pages: each rank does so with its own.
 
 Invariants (tests/inference/test_context.py): each token is on exactly one rank; a rank's part of a sequence's first
-tokens fills its first pages, without gaps; partial results merged are those of one softmax over all tokens.
-"""
+tokens fills its first pages, without gaps; partial results merged are those of one softmax over all tokens."""
 
 from __future__ import annotations
 

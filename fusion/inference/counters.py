@@ -4,8 +4,7 @@
         sums ─► `InferEngine.status` ─ increase over a stage ─► metrics `rollout/NAME` (`fusion.rollout.engine_stage`)
 
 A new counter is a field here with its documentation; everything between reads `TOTALS`. The fields `kv_pool_…` are
-reported only with rollout.kv_pool.suspended=pool, `graph…` only where this project's engine replays graphs.
-"""
+reported only with rollout.kv_pool.suspended=pool, `graph…` only where this project's engine replays graphs."""
 
 from dataclasses import dataclass, fields
 from typing import NamedTuple

@@ -8,8 +8,7 @@ An attention rank (one DP coordinate; all its TP ranks compute the same) owns re
 depends only on its own requests; each step the ranks exchange one row of counters. An idle rank still steps if tokens
 are exchanged between experts (a dummy step, counted). Pipeline stages have the same schedule: each sends its hidden
 states to the next, and the last one samples and broadcasts the tokens. One batch is in flight at a time, so stages wait
-for each other: use PP only for models that do not fit otherwise.
-"""
+for each other: use PP only for models that do not fit otherwise."""
 
 import time
 from collections.abc import Callable, Collection, Mapping

@@ -8,8 +8,7 @@ is one for every padded size, and all are dropped where weights or pools may hav
 sizes recur. Sampling is behind the graph, as its kinds differ from step to step.
 
 Invariants: a graph computes what the operators compute that it was captured from, on the step's own inputs; all ranks
-of an engine capture, replay and drop the same sizes in the same step; padding writes what its sequence writes.
-"""
+of an engine capture, replay and drop the same sizes in the same step; padding writes what its sequence writes."""
 
 from __future__ import annotations
 

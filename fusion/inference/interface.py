@@ -8,8 +8,7 @@ on every rank.
     allocate_kv ─► step, step, … ─► suspend ─► release_kv ─► new weights, policy_version = v ─► allocate_kv ─► …
 
 Weights are accessed directly, not by methods: a switch writes them into the `WeightHolder` that the engine was built
-with.
-"""
+with."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol

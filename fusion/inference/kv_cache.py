@@ -6,8 +6,7 @@ What a token keeps is described by a `KVLayout`. Block b's keys are row b of the
 operation writes or gathers both, and the keys of neighbouring blocks are adjacent. A latent is both, in row b. Token t
 of a sequence is in its block ``t // block_size`` at offset ``t % block_size``. A card's table may keep the channels of
 latents apart (`Plain.areas`); what is gathered or copied to the host has the shape above on every card. With decode
-context parallelism a block is divided over ranks: ``block_size`` above is then `Context.page_size`, of one rank.
-"""
+context parallelism a block is divided over ranks: ``block_size`` above is then `Context.page_size`, of one rank."""
 
 from collections.abc import Sequence
 from itertools import pairwise

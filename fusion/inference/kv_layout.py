@@ -9,8 +9,7 @@ shape.
 
 Ranks of a TP group share the heads of keys and values. A latent belongs to all heads, so each of these ranks holds,
 parks and pools a copy of its own, as do ranks that share one key head, unless they share the tokens (`Context`): bytes
-are counted by rank, tokens by TP group.
-"""
+are counted by rank, tokens by TP group."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Counter-based generator Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): a
 bijection of a 128-bit counter under a 64-bit key. Key: the run's seed. Counter: position, stream, hash of the request
-id. So a token's noise does not depend on batch, engine, schedule or on how often it is drawn.
-"""
+id. So a token's noise does not depend on batch, engine, schedule or on how often it is drawn."""
 
 import hashlib
 

@@ -11,8 +11,7 @@ the whole blocks of its layers and heads; the rank that records routing also par
 Invariants (tests/inference/test_parked.py): ranks with the same schedule hold the same entries, as these depend only on
 requests, tokens and block counts; an entry is restored at most once, and only for the tokens that it was parked with,
 behind which there may be others; a host region is freed once, when no copy reads or writes it any more; KV is complete
-on the host before its device memory is released.
-"""
+on the host before its device memory is released."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

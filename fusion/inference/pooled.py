@@ -14,8 +14,7 @@ the engine that has parked it (`Request.kv_engine`), where KV travels between ma
 Invariants (tests/inference/test_pooled.py): KV is used only for exactly the tokens and the policy version that it was
 computed for, behind which there may be an observation (`Request.observation`); a file that is missing, damaged, or
 another's is counted, and its request is recomputed on all ranks; new weights free all that a rank has parked and
-fetched.
-"""
+fetched."""
 
 from __future__ import annotations
 

@@ -12,8 +12,7 @@ costs less.
 
 Invariants (tests/inference/test_pooled_prompts.py): responses are those of an engine that computes every prompt; blocks
 are restored only where all ranks of the engine have read and verified theirs; new weights end all that is under way; a
-request waits only for a file that was there when it came.
-"""
+request waits only for a file that was there when it came."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
     requests ─ to_columns ─► {"id": [one of each], "prompt": [[distinct ones], [index of each]], …} ─ from_columns ─►
 
 Invariant (property-tested): the requests that are decoded, also if they were sent as JSON, equal those that were
-encoded; where these shared a prompt, response, group or parameters (one object), those do, too.
-"""
+encoded; where these shared a prompt, response, group or parameters (one object), those do, too."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields

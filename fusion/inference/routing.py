@@ -6,8 +6,7 @@
 Routing is stored with the KV it belongs to: a request that uses a block of the prefix cache also uses its routing. A
 row whose next token was sampled keeps the routing of the pass that sampled it (`Sequence.routing`): KV that is
 recomputed later, after a preemption or under new weights, changes the cells but no longer that row, so each
-log-probability stays with the experts that it was computed with.
-"""
+log-probability stays with the experts that it was computed with."""
 
 from collections.abc import Sequence
 

@@ -10,8 +10,7 @@ returned with every token, so that a trainer renormalises over the same ones. A 
 sampled from. For temperature 0 logprobs are those of temperature 1 over the whole vocabulary.
 
 Invariants: a sampled token is among the kept ids; these have a probability above 0; without filters the results are to
-the bit those of a sampler that has none.
-"""
+the bit those of a sampler that has none."""
 
 from itertools import accumulate
 from typing import Any, NamedTuple

@@ -15,8 +15,7 @@ by name, and the rows behind them also fill the last block of those that share t
 Invariants: a step computes at most ``max_batch_tokens`` tokens of at most ``max_seqs`` sequences; a sequence's blocks
 cover its computed tokens; the oldest running sequence always makes progress, so every request that fits the cache alone
 finishes; every added request ends exactly once; a block is named only by a sequence all of whose KV is of the version
-in the name, so KV of older weights is never found under a newer version.
-"""
+in the name, so KV of older weights is never found under a newer version."""
 
 from array import array
 from collections.abc import Callable

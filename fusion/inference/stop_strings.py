@@ -1,8 +1,7 @@
 """Find where a response's text contains a stop string, token by token. Pure, given a function that decodes tokens.
 
 Only the last tokens are decoded: as many as could spell the longest stop string. A token that cannot end any stop
-string is recognised by its own text, which is decoded once.
-"""
+string is recognised by its own text, which is decoded once."""
 
 from collections.abc import Callable, Sequence
 

@@ -5,8 +5,7 @@
 
 Invariants (tests/inference/test_validation.py):
 1. A request, however malformed, is either returned or refused with a `ValueError` that names its id and the field.
-2. A returned request survives the control channel unchanged, and the engine finishes it.
-"""
+2. A returned request survives the control channel unchanged, and the engine finishes it."""
 
 from __future__ import annotations
 

@@ -5,8 +5,7 @@
 Invariant (property-tested): the first one is, of those that wait, the one preempted last, else the earliest of the
 lowest priority. Nothing in the line is held back: the first one is admitted as soon as there is room.
 
-Cost, for n waiting requests: `append`, `appendleft`, `popleft` O(log n).
-"""
+Cost, for n waiting requests: `append`, `appendleft`, `popleft` O(log n)."""
 
 import heapq
 from collections.abc import Callable, Iterator

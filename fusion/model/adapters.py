@@ -9,8 +9,7 @@ Each matrix of a Hugging Face folder has a pair of its own; only an expert's gat
 tensor in transformers, and so to peft. A is cut as the input of its matrix, B as its output. So where outputs are cut,
 A is replicated, and its gradients are partial sums of ranks as those of norms are; where inputs are cut, B is.
 
-Invariants: base and adapters never share a unit of storage (`plan_units`); nothing of the base is trained.
-"""
+Invariants: base and adapters never share a unit of storage (`plan_units`); nothing of the base is trained."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace

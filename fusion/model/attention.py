@@ -6,8 +6,7 @@
 
 Latents (multi-head latent attention, MLA) are computed by every rank from its own rows and gathered, which is less to
 compute and to send than hidden states are. So the low-rank projections and their norms, which every TP rank holds
-whole, get partial gradients, as other norms do (`fusion.training.shards`).
-"""
+whole, get partial gradients, as other norms do (`fusion.training.shards`)."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ Invariants: a changed element of up to 4 bytes always changes the sum, as its bi
 other change, such as exchanged elements or boxes, changes it except with a probability of at most 2^-59: the sum is a
 polynomial of degree at most 4 in the factors, modulo each prime (Schwartz, Journal of the ACM 27, 1980). The sums of
 boxes add up, mod MODULUS, to the sum of the tensor, however it is cut. No product and no sum exceeds int64: not every
-card defines what it does then.
-"""
+card defines what it does then."""
 
 import hashlib
 from functools import lru_cache

@@ -18,8 +18,7 @@ larger than ``bucket_bytes``, a unit no larger than `unit_bytes` of it, unless i
 which is one unit and nothing else. The content of a unit depends on the slices alone, so layouts that hold the same
 slices hold equal units, and two models on one card can share them. Dense and expert parameters never share a bucket
 (their gradients are reduced over different ranks), and a bucket is padded, beyond ``bucket_bytes`` if need be, to a
-multiple of its number of replicas, so that an optimizer can shard it evenly.
-"""
+multiple of its number of replicas, so that an optimizer can shard it evenly."""
 
 from __future__ import annotations
 

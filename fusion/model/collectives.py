@@ -1,8 +1,7 @@
 """Run collectives with gradients for tensor and expert parallelism.
 
 Rows of a packed batch are split over the TP ranks as evenly as possible (`shard_sizes`), so a batch need not be padded
-to a multiple of TP: only the wire buffer of `gather_rows` is rounded up, by less than one row a rank.
-"""
+to a multiple of TP: only the wire buffer of `gather_rows` is rounded up, by less than one row a rank."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -3,8 +3,7 @@
     counts_E ─ all-to-all over EP, gather over ETP ─► rows of each local expert by source ─ to the host ─► RowExchange
 
 The collectives that exchange rows take sizes from the host, which waits for the card here: once in a layer and pass. A
-pass that recomputes another one exchanges the same rows, and takes its plan.
-"""
+pass that recomputes another one exchanges the same rows, and takes its plan."""
 
 from typing import NamedTuple
 

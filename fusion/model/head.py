@@ -1,7 +1,6 @@
 """Compute logits from hidden states: for this TP rank's share of the vocabulary, or for a range of it.
 
-What reduces the logits of a micro-batch (`fusion/training/logprobs.py`) computes one range at a time (`tiling.py`).
-"""
+What reduces the logits of a micro-batch (`fusion/training/logprobs.py`) computes one range at a time (`tiling.py`)."""
 
 from collections.abc import Sequence
 

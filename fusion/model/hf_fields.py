@@ -1,8 +1,7 @@
 """Read the fields of a `config.json` by type; whatever is left unread must be off, or the file is refused.
 
 So a field that changes what transformers computes is either implemented or refused by name, also one that this version
-of the project has never heard of.
-"""
+of the project has never heard of."""
 
 from collections.abc import Mapping
 from typing import Any, NoReturn

@@ -1,8 +1,7 @@
 """Read the rotary embedding from the fields of a `config.json`, and write it.
 
 transformers reads `rope_theta`, `partial_rotary_factor`, `rope_parameters` and, above these, `rope_scaling` (its former
-name). A file may state a value in several places if they agree.
-"""
+name). A file may state a value in several places if they agree."""
 
 from __future__ import annotations
 

@@ -2,8 +2,7 @@
 
 Loading: every rank opens the safetensors files and reads only the boxes of its own parts. Saving: ranks send the parts
 that they own (each element has one owner) to rank 0, tensor by tensor; at the same time rank 0 writes shards of
-bounded size.
-"""
+bounded size."""
 
 import json
 import os

@@ -6,8 +6,7 @@ reference all read the logits of a model, so that they agree.
 
 Invariants: a masked id has probability 0, as its exponential underflows; its log-probability and every entropy are
 finite, also where all ids of a TP rank are masked; no gradient flows through its logit. A model without masked ids has
-no mask.
-"""
+no mask."""
 
 from __future__ import annotations
 

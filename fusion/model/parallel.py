@@ -17,8 +17,7 @@ Context parallel (cp) divides data parallel for the samples alone: cp consecutiv
 the same samples, and each computes a share of their rows (`fusion.model.ulysses`). Decode context parallel (dcp)
 divides tensor parallel for the KV cache alone: dcp consecutive TP ranks, whose keys and values are the same, store a
 share of each sequence each (`fusion.inference.context`). Weights, their optimizer states and where they lie depend on
-neither.
-"""
+neither."""
 
 from __future__ import annotations
 

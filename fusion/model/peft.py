@@ -2,8 +2,7 @@
 and the reverse.
 
 Adapters begin as peft's do: A uniform within 1 / √I, B zero, so that the model is its base. Each A is drawn by a
-generator of its own, seeded by the run's seed and the tensor's name: the same in every layout.
-"""
+generator of its own, seeded by the run's seed and the tensor's name: the same in every layout."""
 
 import hashlib
 import json

@@ -10,8 +10,7 @@ they have in common.
 Invariants of `links`: a sequence shares no more than it has in common with the one before it; with `auto` only if its
 link pays (`pays`), with `off` nothing. Invariants of `runs`: every sequence is in exactly one run, in order; all
 sequences of a run but the first share with the one before; a run takes at most the budget, or is a single sequence;
-one that shares begins a run only where it would exceed the budget.
-"""
+one that shares begins a run only where it would exceed the budget."""
 
 from collections.abc import Sequence
 

@@ -5,8 +5,7 @@
 
 Two programs with the same weights round differently. Where two experts are nearly tied, this changes a token's experts,
 and its log-probability jumps. Replaying the engine's routing in the trainer is R3 (arXiv 2510.11370); replaying the
-trainer's own routing from before the step's first update is R2 (arXiv 2507.18071, "routing replay").
-"""
+trainer's own routing from before the step's first update is R2 (arXiv 2507.18071, "routing replay")."""
 
 from __future__ import annotations
 

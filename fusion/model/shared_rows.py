@@ -8,8 +8,7 @@ All layers but attention compute rows by themselves. In attention each sequence'
 the whole sequence, copied to lie one behind the other: no operator of a card takes ancestors, all take fewer queries
 than keys.
 
-Invariant: gradients of a row are summed over those who read it in their order, by no atomic addition.
-"""
+Invariant: gradients of a row are summed over those who read it in their order, by no atomic addition."""
 
 from collections.abc import Sequence
 from functools import cached_property

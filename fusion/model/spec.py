@@ -9,8 +9,7 @@
 `AttentionSpec` and `MLPSpec` are tagged unions: what depends on the kind matches on the class, so another kind of
 attention is another class in the union, and another branch in the parameter table and in the transformer. A family
 (`fusion.model.families`) reads the specification from a `config.json`; the parameter table, the transformer and the
-layouts ask nothing else. Specifications are resolved when a model is built, not for each token.
-"""
+layouts ask nothing else. Specifications are resolved when a model is built, not for each token."""
 
 from dataclasses import dataclass, field
 from typing import Literal

@@ -52,8 +52,7 @@ whose outputs are concatenated. `kv_b` is cut only between heads. `LocalParam.st
 most are trained and lie in the units that a switch moves.
 
 Invariant: over the ranks of one grid the parts cover every element of every global tensor, and every element of a local
-tensor belongs to exactly one part.
-"""
+tensor belongs to exactly one part."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

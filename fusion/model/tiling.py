@@ -2,8 +2,7 @@
 
 Whole logits would be the largest tensor of a training step: those of 16,384 rows and 151,936 ids are 10 GB in float32.
 A tile is a rectangle of rows and ids. Invariants: its logits take at most the given bytes, or are a single one; whole
-logits that fit are one tile.
-"""
+logits that fit are one tile."""
 
 TILE_BYTES = 256 << 20
 """Bytes of the float32 logits of a tile. A product of this size with 2,048 channels takes 0.3 ms or more on a card,

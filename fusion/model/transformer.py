@@ -8,8 +8,7 @@ and reduce-scatters the sum; the MoE computes on the split rows and exchanges th
 
 A pipeline stage holds consecutive layers: x enters it as ``hidden`` and leaves it before the norm, both split over TP.
 A trainer and an engine differ only in ``attend``: the trainer attends within packed sequences, the engine writes to and
-reads from its paged KV cache.
-"""
+reads from its paged KV cache."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -7,8 +7,7 @@ are repeated where the ranks do not divide them; latents, which all heads share,
 attends to whole sequences does so unchanged inside (`Attend`), with this rank's heads.
 
 Invariants: rows are in the order of the ranks, split as evenly as possible (`shard_sizes`); what is received is in rank
-order and gradients are summed in it, so a pass computes the same bits every time.
-"""
+order and gradients are summed in it, so a pass computes the same bits every time."""
 
 from math import gcd
 

@@ -10,8 +10,7 @@
 
 pacer.py makes the steps of an emulated card last as long as on the card that it models.
 
-No other package depends on the kind of device. Importing this package builds and initialises nothing.
-"""
+No other package depends on the kind of device. Importing this package builds and initialises nothing."""
 
 import lazy_loader
 

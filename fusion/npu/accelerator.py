@@ -1,8 +1,7 @@
 """Implement `Device` for cards that PyTorch supports as a device: Ascend, CUDA and the emulated NPU.
 
 All three offer the same functions in their device module (`torch.npu`, `torch.cuda`); they differ in how memory is
-attributed to owners and how capacity is set.
-"""
+attributed to owners and how capacity is set."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence

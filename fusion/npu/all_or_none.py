@@ -9,8 +9,7 @@ to serve while another cannot. `all_or_none` agrees over a process group; `attem
 switch agrees over sockets and survives the end of a process: `fusion.ep_switch.exchange`).
 
 `distqueue.hierarchy` does not use it, since distqueue imports nothing of fusion: there only the leader can fail, and
-its exception is broadcast in place of the samples.
-"""
+its exception is broadcast in place of the samples."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence

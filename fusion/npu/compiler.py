@@ -3,8 +3,7 @@
     sources + compiler flags + what else it depends on ──hash──► ~/.cache/rlfusion/<kind>-<hash>/<name>.so
 
 Concurrent processes wait for one of them to build it (by a file lock), and an atomic rename publishes the complete
-file. The units of a library are compiled in parallel. Imports neither torch nor anything else that is slow.
-"""
+file. The units of a library are compiled in parallel. Imports neither torch nor anything else that is slow."""
 
 import fcntl
 import hashlib

@@ -7,8 +7,7 @@
 
 Kinds are decided by the type of the exception, never by its text. gloo (torch 2.13) raises a plain RuntimeError where
 hccl and nccl raise `torch.distributed.DistBackendError`; a RuntimeError counts as a collective's if it was raised
-inside torch.distributed, or by `wait_for`.
-"""
+inside torch.distributed, or by `wait_for`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Emulate a card without a compiler, by counting the bytes of plain CPU tensors.
 
 Every tensor that an operation creates in the thread that opened the card counts as memory of the card, except those of
-`host_empty`. Workspaces inside an operation, other threads and other processes are not counted.
-"""
+`host_empty`. Workspaces inside an operation, other threads and other processes are not counted."""
 
 from __future__ import annotations
 

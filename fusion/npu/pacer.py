@@ -12,8 +12,7 @@ set to the real one.
 Ranks that step together, with different durations, agree on the longest before the step and sleep until the same
 modelled end: skew does not accumulate, and waiting for each other is not overrun.
 
-Invariant of every stage: real seconds = modelled_s + waited_s + overrun_s, exactly.
-"""
+Invariant of every stage: real seconds = modelled_s + waited_s + overrun_s, exactly."""
 
 import time
 from collections import defaultdict

@@ -8,8 +8,7 @@
     gradients:      out and back while they hold a partial accumulation; after a step the trainer releases them
     offload=stream: StreamedStates: states are kept on the host, two groups of them are in HBM while a step runs
 
-config: OffloadConfig, its key of the group `fusion`; offload: Offloader; pool: HostPool; states: StreamedStates.
-"""
+config: OffloadConfig, its key of the group `fusion`; offload: Offloader; pool: HostPool; states: StreamedStates."""
 
 import lazy_loader
 

@@ -15,8 +15,7 @@ Ordering: a copy starts after what is queued on the current stream at the call. 
 after the host has seen the event behind its copy, so no other stream can collide with the copy, and `record_stream` is
 not needed. Memory to come back is allocated on, and belongs to, the current stream, whose earlier work may still use
 it: the copy in waits for that work. A host region is reused only after the host has seen the end of the copy out of it.
-No call waits for the whole card or empties the allocator's cache.
-"""
+No call waits for the whole card or empties the allocator's cache."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field

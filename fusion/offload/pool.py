@@ -6,8 +6,7 @@
 Invariants (property-tested in tests/offload/test_pool.py): regions that are out at the same time share no byte; an
 arena is a power of two of bytes, which is what PyTorch's pinning allocators round up to, so `nbytes` is what the host
 actually uses; the arenas of one batch are less than twice its bytes; returned regions merge with their free neighbours,
-so a batch that is returned and taken again gets the same addresses; the pool never shrinks.
-"""
+so a batch that is returned and taken again gets the same addresses; the pool never shrinks."""
 
 from collections.abc import Iterable, Sequence
 

@@ -11,8 +11,7 @@
 The fetch of group i + 1 is queued before the caller updates group i. It overwrites the slot of group i - 1 state by
 state, as the store of each state ends, so that both directions of the link are busy with only two slots. Only streams
 wait for events; the host runs ahead. The idea is ZeRO-Infinity's (arXiv 2104.07857, section 6.2), with the update on
-the card instead of the CPU.
-"""
+the card instead of the CPU."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any

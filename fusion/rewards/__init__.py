@@ -13,8 +13,7 @@
     RewardOutcome(reward | None, error | None, …) ◄┘ ── terms: the weighted sum of several
 
 `reward is None` means "not scored": `reward_metrics` counts it, each distinct error is logged once, and it is never
-replaced by 0.
-"""
+replaced by 0."""
 
 import lazy_loader
 

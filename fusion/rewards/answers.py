@@ -1,8 +1,7 @@
 """Compare answers as text, and check before a run that its rewards return scores, and can match the reference answers.
 
 Invariants (tests/rewards/test_answers.py): a damaged text matches nothing; text equality is symmetric, and ignores
-case, space, `\\text{…}`, `$`, a final period, and around the whole `**` and the brackets of letters.
-"""
+case, space, `\\text{…}`, `$`, a final period, and around the whole `**` and the brackets of letters."""
 
 from __future__ import annotations
 

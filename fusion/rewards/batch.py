@@ -1,8 +1,7 @@
 """Track the samples of one call of a pool. Pure.
 
 Invariants (tests/rewards/test_reward_batches.py): an index is taken once, unless it is put back into ``waiting``; one
-of ``alone`` is taken by itself.
-"""
+of ``alone`` is taken by itself."""
 
 from collections import deque
 from collections.abc import Sequence

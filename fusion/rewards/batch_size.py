@@ -5,8 +5,7 @@ its first score early. So the batch grows as long as batches take little time.
 
 Invariants (property-tested), where a sample takes t seconds: n <= `MAX_BATCH` samples that have
 arrived are scored in at most 8 + n * t / `BATCH_S` batches; a batch takes at most 2 * `BATCH_S` seconds, or has at most
-`MIN_BATCH` samples; a batch that was not full does not make the next one larger.
-"""
+`MIN_BATCH` samples; a batch that was not full does not make the next one larger."""
 
 MIN_BATCH, MAX_BATCH = 64, 8192
 BATCH_S = 0.25

@@ -2,8 +2,7 @@
 that scores a batch gets all samples of a frame in one call.
 
 Imports only the standard library and what the selected reward needs, so that a replacement starts in a fraction of a
-second.
-"""
+second."""
 
 import faulthandler
 import json

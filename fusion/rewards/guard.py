@@ -9,8 +9,7 @@ Invariants:
 4. No child survives `close` or the end of this process, however it ends; none is started after `close`. A call of
    `score` under way on another thread raises then.
 5. No process that a sample starts survives its outcome, and none that a child starts survives the child, also in a
-   session of its own (`keeper.py`).
-"""
+   session of its own (`keeper.py`)."""
 
 from __future__ import annotations
 

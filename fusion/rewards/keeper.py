@@ -6,8 +6,7 @@
                         └─ ends all descendants at the end of the child or of the pool's process, and at SIGTERM
 
 A process whose parent ends becomes a child of the nearest subreaper above it, also in a session of its own. So the
-parents of processes in /proc lead to every descendant, and a process without a child has no descendants.
-"""
+parents of processes in /proc lead to every descendant, and a process without a child has no descendants."""
 
 import ctypes
 import fcntl

@@ -3,8 +3,7 @@
     total = reward + Σ weight · term            a sample of which any part failed is not scored
 
 Invariants (property-tested): a total is the weighted sum of its parts, which stay with it by name; a sample fails if
-and only if a part failed, with the error of the first, and its detail names that part, or the sum is not `usable`.
-"""
+and only if a part failed, with the error of the first, and its detail names that part, or the sum is not `usable`."""
 
 from __future__ import annotations
 

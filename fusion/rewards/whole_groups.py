@@ -9,8 +9,7 @@ Invariants (property-tested):
 2. A sample that arrives after it was given up is released at once, without other responses.
 3. What was saved and restored releases as what was not.
 
-Cost: O(1) a sample, and O(n) of the n samples of a group when it is released.
-"""
+Cost: O(1) a sample, and O(n) of the n samples of a group when it is released."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

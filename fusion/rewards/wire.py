@@ -4,8 +4,7 @@ A frame has one sample, or, for a reward that scores a batch, the samples of one
 result is that of one sample in either case.
 
 Samples are pickled, because fields of a data row may have any type. What a child sends is only numbers and JSON, so
-that the pool executes nothing that the process of a reward writes.
-"""
+that the pool executes nothing that the process of a reward writes."""
 
 import json
 import pickle

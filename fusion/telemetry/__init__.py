@@ -8,8 +8,7 @@
                                every step, every phase              ──►  LiveView (terminal) or a line per step (pipe)
                                the end, also after a crash          ──►  RunReport (text), page/ (report.html)
 
-Files are written so that they are readable after a run was killed; metrics have verl's names.
-"""
+Files are written so that they are readable after a run was killed; metrics have verl's names."""
 
 import lazy_loader
 

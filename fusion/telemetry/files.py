@@ -8,8 +8,7 @@ An error of a write names the file and, where there is no space, the bytes. A lo
 outlasts a full disk: its lines are kept in memory until there is space.
 
 No file is written through a symbolic link: a link with the name of a file is replaced by `write_atomic`, and refused by
-everything that appends (OSError, ELOOP).
-"""
+everything that appends (OSError, ELOOP)."""
 
 import ctypes
 import errno

@@ -1,8 +1,7 @@
 """Lock a folder against a second process, by the kernel (flock), and name the holder in the error of the second.
 
 The kernel releases the lock when its holder ends, however that happens, so a lock is never stale. The file stays; its
-content is only read while the lock is held. A process that the holder forks does not keep the lock.
-"""
+content is only read while the lock is held. A process that the holder forks does not keep the lock."""
 
 import errno
 import fcntl

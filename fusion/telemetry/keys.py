@@ -7,8 +7,7 @@
 
 Stated once, it is used by `Group.validate`, which refuses values that are not accepted, by `Checks.used`, which refuses
 a key that is changed where it has no effect, by `rlfusion check`, which lists those that are not refused, by plan and
-simulation, which refuse what they do not read, and by the page of keys. Pure.
-"""
+simulation, which refuse what they do not read, and by the page of keys. Pure."""
 
 import operator
 from collections.abc import Collection, Iterator, Mapping

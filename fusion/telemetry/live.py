@@ -8,8 +8,7 @@ with progress("warm-up", total=50) as bar:         any other long work
     bar.advance(loss=0.31)
 
 On a terminal the view is redrawn several times per second. Elsewhere lines are printed only by these calls: `phase` and
-`advance` print one if nothing was printed for some seconds.
-"""
+`advance` print one if nothing was printed for some seconds."""
 
 from __future__ import annotations
 

@@ -7,8 +7,7 @@ A checkpoint's manifest also has the seals of the logs that lie beside it (`row_
 The manifest is written last and in a canonical form, with the digest of its own list, so that a change of any byte of
 any file is found, in the manifest, too. The digest (xxh3, 128 bits) finds damage, not forgery; it is computed faster
 than any disk reads. What a process writes it hashes in memory (`FileWriter`), so that no byte is read again; what
-others have written is read and hashed by several threads.
-"""
+others have written is read and hashed by several threads."""
 
 from __future__ import annotations
 

@@ -3,8 +3,7 @@
 A worker records `Device.memory_by_owner()` and `Device.memory().peak_allocated` at the end of each phase; the
 controller merges the cards' ledgers. Every value is the maximum over all cards, since the fullest card runs out of
 memory first; owners reach their maximum at different times, so their sum may exceed the peak. The capacity is that of
-the smallest card.
-"""
+the smallest card."""
 
 from __future__ import annotations
 

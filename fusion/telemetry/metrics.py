@@ -12,8 +12,7 @@ Invariants:
 1. Folding the ranks' parts gives the same in any order and any grouping; but for `seconds` it is what one accumulator
    that saw everything would hold.
 2. A name has one rule; a second one is refused.
-3. A mean that has seen no weight is absent from the result, never 0 and never NaN.
-"""
+3. A mean that has seen no weight is absent from the result, never 0 and never NaN."""
 
 from __future__ import annotations
 

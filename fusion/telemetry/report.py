@@ -1,7 +1,6 @@
 """Summarise a run for the terminal: how it ended, what is suspicious, what training has changed, where its files are.
 
-The page (`page/`) shows the rest: curves, the time of every card, memory and settings.
-"""
+The page (`page/`) shows the rest: curves, the time of every card, memory and settings."""
 
 from __future__ import annotations
 

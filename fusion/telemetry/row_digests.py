@@ -9,8 +9,7 @@ last block has what is left. Rows stay in their file as they are; the checkpoint
 Invariants:
 1. Every byte of a log is digested once: a seal costs the rows since the last one.
 2. `rewind` keeps the rows of blocks that are as they were sealed, byte for byte, in their order, and no others.
-3. Rows that were appended after the seal, whole or torn, are cut and are no damage.
-"""
+3. Rows that were appended after the seal, whole or torn, are cut and are no damage."""
 
 from __future__ import annotations
 

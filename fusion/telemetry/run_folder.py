@@ -1,7 +1,6 @@
 """Write the output folder of a run, readable while it runs and after it was killed (`run_contents.py` lists its files).
 
-Only the user who started the run may enter the folder (mode 0700).
-"""
+Only the user who started the run may enter the folder (mode 0700)."""
 
 from __future__ import annotations
 

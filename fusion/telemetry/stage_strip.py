@@ -13,8 +13,7 @@ Invariants:
 1. The runs follow each other without a gap from the start to the last mark, and neighbours differ in kind.
 2. The nanoseconds of each kind are those marked, exactly, however coarse the runs are.
 3. There are at most ``max_runs`` runs, if there are no more kinds than that.
-4. From the start to any instant, the runs count of a kind what was marked of it by then, within `blur_ns`.
-"""
+4. From the start to any instant, the runs count of a kind what was marked of it by then, within `blur_ns`."""
 
 from typing import NamedTuple
 

@@ -14,8 +14,7 @@ add up exactly.
 Invariants of `summarize`:
 1. For every card the nanoseconds of all kinds plus idle equal the wall clock between the same start and end.
 2. An instant is counted once: of overlapping spans, for the one that started last (the innermost if they are nested).
-3. The result does not depend on the order of the spans, nor on how they were divided over processes.
-"""
+3. The result does not depend on the order of the spans, nor on how they were divided over processes."""
 
 from __future__ import annotations
 

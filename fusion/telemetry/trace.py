@@ -2,8 +2,7 @@
 
 The file is one JSON object whose last bytes close it. An append overwrites those bytes with new events and the same
 ending in one write, so the file is valid JSON at any time; `read_timeline` also reads one whose last write was
-interrupted.
-"""
+interrupted."""
 
 import json
 import os

@@ -6,8 +6,7 @@
 Invariants:
 1. What is counted begins where the count before ended: over a run every instant is counted once, but for those that are
    excluded, such as an evaluation between two steps: these are counted never.
-2. The seconds of a count add up to its wall clock, without what is excluded, over the mean of all cards.
-"""
+2. The seconds of a count add up to its wall clock, without what is excluded, over the mean of all cards."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

@@ -9,8 +9,7 @@
 
 Every error is a `ValueError` that reads `group.key=value: expected …`. nan and inf are not numbers here, and neither is
 a bool. Pure. It is in this package because every package may import it (`distqueue` imports none, and has checks of its
-own).
-"""
+own)."""
 
 import difflib
 import json

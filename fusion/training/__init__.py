@@ -24,8 +24,7 @@
     chunk_files   writes boxes of global tensors to files, reads any; chunk_reader for torch.distributed.checkpoint
     export        a checkpoint as a Hugging Face folder, on the host alone
 
-`EmbeddedTrainEngine` is the embedded `TrainEngine`; adapters of other trainers go into `backends/`.
-"""
+`EmbeddedTrainEngine` is the embedded `TrainEngine`; adapters of other trainers go into `backends/`."""
 
 import lazy_loader
 

@@ -8,8 +8,7 @@ Invariants of `plan_micro_batches`: every sequence is in exactly one micro-batch
 budget, or a single sequence that exceeds it; no two micro-batches would fit into one; lengths ascend inside a
 micro-batch (equal lengths share one attention call); the number of micro-batches is at most 3/2 of the minimum
 (best-fit decreasing; Simchi-Levi 1994). Where sequences share rows, this holds of their runs (`prefixes`): each has the
-length that it takes of the budget, and stays whole and in order.
-"""
+length that it takes of the budget, and stays whole and in order."""
 
 from __future__ import annotations
 

@@ -17,8 +17,7 @@ writes while it writes it.
 
 To continue training while it is written, copy the state and write the copy in another thread, over a separate process
 group. `torch.distributed.checkpoint.async_save` is not suitable: it copies states that are on the host already, and its
-collectives exchange pickles.
-"""
+collectives exchange pickles."""
 
 import json
 import shutil

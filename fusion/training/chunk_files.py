@@ -8,8 +8,7 @@ Files are written here instead of by `safetensors.save_file`, so that every byte
 of torch.distributed.checkpoint are not used: `.metadata` is a pickle, which runs code when it is loaded, and its
 safetensors format stores one box of a tensor per file, whereas a range of a flat shard is up to three. Its collectives,
 which exchange pickles, are not needed either: every rank plans its reads from the same file. Its `load` can read a
-folder, too (`chunk_reader.py`).
-"""
+folder, too (`chunk_reader.py`)."""
 
 import json
 import os

@@ -13,8 +13,7 @@ one in an engine whose kernels round differently.
 
 Invariants, for floor <= 1 <= cap: a weight carries no gradient and is in [0, cap]; where current, proximal and
 behaviour agree the weight is 1 and all corrections give the same loss with the same gradient; a masked token adds
-nothing to the policy loss but still counts in the average, so that masking does not raise the weight of the others.
-"""
+nothing to the policy loss but still counts in the average, so that masking does not raise the weight of the others."""
 
 import math
 from collections.abc import Callable

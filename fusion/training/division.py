@@ -3,8 +3,7 @@
 Invariants of `split_over_ranks`: every sequence is on exactly one rank; indices stay in order inside a rank. Where no
 sequence shares rows, two ranks differ by at most the longest sequence, and a rank has no sequence only if there are
 fewer sequences than ranks. Where some do, the rank that computes most rows computes no more than with this division of
-the sequences one by one.
-"""
+the sequences one by one."""
 
 import heapq
 from collections.abc import Iterator, Sequence

@@ -7,8 +7,7 @@ Invariants: the loss is a mean over the trained tokens of the *global* batch (`O
 depend on the layout, on micro-batches or on packing, except for rounding. All ranks run the same number of
 micro-batches, because the exchange of tokens between experts is collective: a rank with fewer runs empty ones. The lm
 head runs on the last stage, only for rows whose log-probability is needed. With context parallelism a rank computes its
-rows of each micro-batch (`context_rows`); what a loss reads is that of whole sequences on every rank.
-"""
+rows of each micro-batch (`context_rows`); what a loss reads is that of whole sequences on every rank."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

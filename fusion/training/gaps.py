@@ -14,8 +14,7 @@ version. Columns: weight; weighted sums of gaps, of probability differences, of 
 histogram of gaps.
 
 Invariants: sums of any division of the tokens into whole sequences add up to the sums of all; a p99 is at least the
-true one (of the weighted tokens) and at most `RESOLUTION` times it, within [MIN_GAP, MAX_GAP].
-"""
+true one (of the weighted tokens) and at most `RESOLUTION` times it, within [MIN_GAP, MAX_GAP]."""
 
 from collections.abc import Mapping
 

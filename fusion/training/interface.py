@@ -5,8 +5,7 @@ of calls. All methods are called on one thread; the result of `state_dict` may b
 runs.
 
 Weights are accessed directly, not by methods: ``model`` is a `WeightHolder` (parameter table and storage), and a switch
-moves them in and out of its `Buckets` between two calls.
-"""
+moves them in and out of its `Buckets` between two calls."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager

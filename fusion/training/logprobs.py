@@ -14,8 +14,7 @@ Where truncated sampling has kept only some ids of a row, log-probability, entro
 distribution over these ids.
 
 Invariants: the memory beyond hidden states, their gradient and that of the head is that of one tile
-(`logprob_bytes`), whatever the micro-batch; a micro-batch that is one tile gives bitwise what whole logits give.
-"""
+(`logprob_bytes`), whatever the micro-batch; a micro-batch that is one tile gives bitwise what whole logits give."""
 
 from typing import Any, NamedTuple
 

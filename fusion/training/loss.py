@@ -2,8 +2,7 @@
 
 A loss maps trained tokens to one value per token. The trainer takes the weighted mean over the tokens of the global
 batch, so that an algorithm does not depend on micro-batches or ranks. A micro-batch holds whole sequences, so sums and
-means over a sequence are exact.
-"""
+means over a sequence are exact."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -3,8 +3,7 @@
     sequences ─ tokens in common ─► `prefixes.links` ─ `plan_micro_batches` ─► micro-batches, each with its `SharedRows`
 
 All ranks of a replica compute the same plan: stages that hold no prompts, or the routing of other layers, agree on the
-smallest common prefix by one small collective, and only where the lengths allow sequences to share.
-"""
+smallest common prefix by one small collective, and only where the lengths allow sequences to share."""
 
 from collections.abc import Sequence
 

@@ -7,8 +7,7 @@
 
 Invariant: the sum over all ranks and micro-batches is the mean loss over the trained tokens of the global batch
 (weighted and normalised if the batch has weights) plus the load-balancing loss of all its layers and rows. The metrics
-are weighted means over the same tokens, equal on every rank.
-"""
+are weighted means over the same tokens, equal on every rank."""
 
 from __future__ import annotations
 

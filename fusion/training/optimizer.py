@@ -11,8 +11,7 @@ in HBM or streamed from the host (`states`). With fp32 weights the weights are t
 
 Invariant: ranks that hold the same element of the model hold bitwise equal values after every step. Replicas receive
 the value from one of them; ranks that compute it have equal gradients at equal places in their shards. Tied embeddings,
-of which the first and the last stage have a copy each, are in separate buckets for this reason.
-"""
+of which the first and the last stage have a copy each, are in separate buckets for this reason."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping

@@ -15,8 +15,7 @@ those of one. With a single stage forward and backward passes alternate.
 Invariants of `program`: an action runs after the message with its input; its output is sent before the next action;
 sender and receiver list the same messages in the same order. The messages before an action are one batch, which is
 complete when all of them are, so that two neighbours can send to each other without buffers (rendezvous) and without a
-deadlock.
-"""
+deadlock."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,8 +1,7 @@
 """Replay and record the expert routing of a batch's rows (defined in `fusion.model.replay`).
 
 No log-probability depends on the last token of a sequence: it predicts no token and no token attends to it. An engine
-has no routing for it, and a replay leaves it to the trainer's router.
-"""
+has no routing for it, and a replay leaves it to the trainer's router."""
 
 import torch
 

@@ -7,8 +7,7 @@ outputs are weighed, so no gradient reaches it. It moves once per optimizer step
 step was computed from; replayed rows count where they were sent.
 
 Invariants: rows are counted in integers and summed over all ranks, so every rank computes the same bias, bitwise, of
-every layer and in every layout that routes alike. The rate 0 changes no bit.
-"""
+every layer and in every layout that routes alike. The rate 0 changes no bit."""
 
 import torch
 import torch.distributed as dist

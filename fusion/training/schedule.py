@@ -5,8 +5,7 @@ then `constant` stays at `lr`, and `cosine` decreases to 0 at `total_steps`.
 
 A run that resumes under the same settings continues its schedule to the bit. Where the rate, the warm-up or the number
 of steps has changed, `cosine` decays from the rate of the last step to 0 at the new end, without a jump; from `lr` if
-that has changed.
-"""
+that has changed."""
 
 from __future__ import annotations
 

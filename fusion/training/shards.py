@@ -17,8 +17,7 @@ bucket they cover every element of every parameter once, and no padding. `Shared
 in the same place if and only if they are the same element of the model; an element that a single rank holds has no
 place. `SharedElements.counted`: over the ranks of a TP group every element of the model that they hold is counted once.
 `SharedElements.boxes`: the boxes of a piece are disjoint, cover it, and are owned where it is counted. `boxes_of_run`:
-in order, the elements of the boxes are those of the run.
-"""
+in order, the elements of the boxes are those of the run."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -5,8 +5,7 @@
 
 All ranks of a replica read the same batch, so sender and receiver know every shape in advance; a message without rows
 is not sent. After a stage's output was sent, only its edge in the autograd graph is kept. A model with a single stage
-runs the same code and sends nothing.
-"""
+runs the same code and sends nothing."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple

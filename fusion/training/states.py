@@ -3,8 +3,7 @@
     for index, states in groups:                    one group per gradient bucket, in order
         update(states["master"], states["exp_avg"], states["exp_avg_sq"])
 
-`fusion.offload.StreamedStates` keeps them on the host, with two groups in HBM while a step runs.
-"""
+`fusion.offload.StreamedStates` keeps them on the host, with two groups in HBM while a step runs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol

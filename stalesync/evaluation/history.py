@@ -6,8 +6,7 @@ Invariants (property-tested):
 2. The best step is the first with the extreme value of `eval.best` among the evaluations after a step; an evaluation
    before the first step is of the model that the run was given, which is not saved.
 3. A history that was saved and restored decides as one that was not. A restored one leaves out steps that come later
-   and, for the best, steps whose checkpoint is gone.
-"""
+   and, for the best, steps whose checkpoint is gone."""
 
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace

@@ -9,8 +9,7 @@ Invariants (property-tested in tests/stalesync/job/test_automatic.py):
 2. An `auto` becomes chunks or drafts only where responses may have `LONG` tokens and either results do not depend on
    batching (`rollout.engine.batch_invariant`) or steps run ahead (`stalesync.max_staleness` > 0).
 3. On a resume it becomes what the run has resolved before, whatever else has changed.
-4. It never becomes what the machine cannot do.
-"""
+4. It never becomes what the machine cannot do."""
 
 from __future__ import annotations
 

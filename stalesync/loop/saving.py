@@ -10,8 +10,7 @@ Invariants:
 2. A checkpoint is complete (its manifest exists) only when all its other files are on disk; only then are older ones
    removed.
 3. An error is raised when the run next checks its cards, begins another save, or ends.
-4. Memory that was freed since the last save is returned to the system: glibc keeps it in pieces, which grow.
-"""
+4. Memory that was freed since the last save is returned to the system: glibc keeps it in pieces, which grow."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -56,8 +56,7 @@ Invariants (property-tested in tests/stalesync/policy/test_admission.py), in add
    published again.
 6. When `Train` or `Accumulate` is issued, no engine that shares cards with the trainer runs.
 7. No `Dispatch` follows one that is the last before its engines are suspended.
-8. An engine that is replaced gets no request before the next `Publish` that stops the engines.
-"""
+8. An engine that is replaced gets no request before the next `Publish` that stops the engines."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal

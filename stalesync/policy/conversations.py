@@ -29,8 +29,7 @@ Invariants (property-tested in tests/stalesync/policy/test_conversations.py):
    member of a failed group is completed.
 3. Nothing waits for ever: what is away for longer than is left of its seconds is failed by `observe_elapsed`.
 4. No budget is exceeded: of turns, of tokens with at least one left for the model's next turn, and of retries.
-5. A restored state continues as the one that was saved.
-"""
+5. A restored state continues as the one that was saved."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy

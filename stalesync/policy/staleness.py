@@ -36,8 +36,7 @@ Invariants (property-tested in tests/stalesync/policy/test_staleness.py):
 3. No deadlock: whenever no group is in flight or finished, a group may be admitted.
 4. At s = 0 a version admits exactly its own batch, and ends only when every group of it has ended.
 5. The groups returned by `enough` can be trained, and then the next version can be published; they are at most
-   `groups_per_step`, and without the last one tokens would be missing or the next version could not be published.
-"""
+   `groups_per_step`, and without the last one tokens would be missing or the next version could not be published."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator

@@ -5,8 +5,7 @@ Invariants:
    the state was saved and loaded in between.
 2. Each epoch of a finite source is one pass in a new order; a row that is not skipped appears exactly once.
 3. Ids are `e{epoch}-{row}`: unique in a run, and the same for the same seed.
-4. No prompt is empty or longer than `data.max_prompt_length`; with `refuse` this is checked before the first prompt.
-"""
+4. No prompt is empty or longer than `data.max_prompt_length`; with `refuse` this is checked before the first prompt."""
 
 import random
 from collections.abc import Iterator, Mapping, Sequence

@@ -5,8 +5,7 @@ Invariants (tests/stalesync/scoring/test_failed_rewards.py):
    `MIN_SAMPLES`th on, and at the end of the run for any number: a few failures in a small step never end a run.
 2. A run in which every reward fails is ended at the `MIN_SAMPLES`th sample; one whose share is never above the bound is
    not ended.
-3. Verdicts do not depend on how the samples are divided into calls.
-"""
+3. Verdicts do not depend on how the samples are divided into calls."""
 
 from collections import Counter, deque
 from collections.abc import Sequence

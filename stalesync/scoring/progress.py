@@ -13,8 +13,7 @@ class ScoringProgress:
 
     Invariants (property-tested): every sample is taken once as generated and once as scored, never scored first;
     `num_unscored` counts the samples that are ready to be scored and not taken as scored yet, `num_unacknowledged`
-    those that are about to be acknowledged to the queue.
-    """
+    those that are about to be acknowledged to the queue."""
 
     def __init__(self) -> None:
         self.num_unscored = 0
@@ -68,8 +67,7 @@ class Arrivals:
     """Tracks which samples have arrived, at least until their group has ended. ``in_progress``: the groups that have
     not.
 
-    Cost: amortized O(1) for each sample. Memory follows the number of samples of groups in progress.
-    """
+    Cost: amortized O(1) for each sample. Memory follows the number of samples of groups in progress."""
 
     def __init__(self, in_progress: Container[str]) -> None:
         self._in_progress = in_progress

@@ -19,8 +19,7 @@ from fusion.offload import HostPool, Offloader
 class FrozenWeights:
     """``weights`` and their copy on the host. They must be in HBM at construction, which releases them.
 
-    Invariant: outside `in_hbm` they are in HBM if and only if the residency is `all`.
-    """
+    Invariant: outside `in_hbm` they are in HBM if and only if the residency is `all`."""
 
     def __init__(self, weights: Buckets, device: Device, pool: HostPool):
         self.weights, self._device, self._stream = weights, device, device.new_stream()

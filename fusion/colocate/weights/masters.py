@@ -11,8 +11,7 @@ masters are seldom sharded. Units whose masters are sharded over replicas come f
 
 Invariants: every element of a hosted unit is in exactly one run; a hosted unit is covered by the rank's masters, is
 partly or entirely missing in the source layout, and was assigned to the host by `plan_return`. All hosts compute the
-same choice.
-"""
+same choice."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping

@@ -34,8 +34,7 @@ class PolicyWeights:
 
     Collective over the deployment's actor cards: `to_infer`; over those that train: `to_train`.
 
-    Invariant: outside a switch a card that trains and generates holds one of its two models in memory, or neither.
-    """
+    Invariant: outside a switch a card that trains and generates holds one of its two models in memory, or neither."""
 
     def __init__(
         self,

@@ -8,8 +8,7 @@ Of a policy with adapters the base moves only where cards that train and generat
 
 Invariants: after `to_infer` every engine of the route holds the whole policy in its layout. Where no engine of the
 route has training cards, the trainer keeps its weights; otherwise `to_train` rebuilds them from cards that train, and
-from masters on their hosts (`masters`), alone.
-"""
+from masters on their hosts (`masters`), alone."""
 
 from __future__ import annotations
 

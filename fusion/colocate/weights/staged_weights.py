@@ -8,8 +8,7 @@ The staged weights are in pinned host memory that is allocated once and kept or,
 where they are allocated before the KV cache and reduce its size.
 
 Invariants: the model's weights change only in `adopt`, all at once; a version is adopted at most once, and only if it
-is newer than the model's; with checksums enabled, the model then has the checksum of the trainer's weights.
-"""
+is newer than the model's; with checksums enabled, the model then has the checksum of the trainer's weights."""
 
 import time
 from collections.abc import Sequence

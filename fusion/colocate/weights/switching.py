@@ -12,8 +12,7 @@ the card is then BROKEN (`PhaseMachine.begin`), so that a partly switched model 
 
 Copies to and from the host overlap with the other parts: `timing_s/switch/offload` and `…/onload` count the time that
 the host, or training, waited for them. On the timeline a part is this card's own work; time spent waiting for other
-cards is `wait_weights`.
-"""
+cards is `wait_weights`."""
 
 from __future__ import annotations
 

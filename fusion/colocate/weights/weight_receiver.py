@@ -1,8 +1,7 @@
 """Receive new weights on a thread of a card that only generates, while the engine's thread decodes.
 
 The thread uses the process group of the actor's cards, which the engine's thread does not use, and calls
-`InferEngine.adopt` on the engine's leader.
-"""
+`InferEngine.adopt` on the engine's leader."""
 
 import threading
 from collections.abc import Callable

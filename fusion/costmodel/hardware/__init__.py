@@ -6,8 +6,7 @@
     h800.yaml        ┘        hardware_named("h100")
 
 A *die* is what one worker has: one of two in an Ascend 910C package, a whole card elsewhere. Measured constants are
-preferred to promised ones; a constant without a published source is marked as assumed and shown as such.
-"""
+preferred to promised ones; a constant without a published source is marked as assumed and shown as such."""
 
 from fusion.costmodel.hardware.card import Figure, Hardware
 from fusion.costmodel.hardware.load import hardware_named, hardware_names, load_hardware

@@ -6,8 +6,7 @@
     constants:  the other fields of `Hardware`
 
 A level of `links` that the machine does not have is left out of its file, and has to be: its entry in the Topology
-repeats that of the node, so that plans see one class of links where there is one.
-"""
+repeats that of the node, so that plans see one class of links where there is one."""
 
 from __future__ import annotations
 

@@ -13,5 +13,4 @@
     vllm_routing   reads the experts that vLLM records
     vllm_engine    VllmEngine: the `InferEngine` over them
 
-vLLM is imported only when an engine is started. Its weights are those of `fusion.model.formats.vllm`.
-"""
+vLLM is imported only when an engine is started. Its weights are those of `fusion.model.formats.vllm`."""

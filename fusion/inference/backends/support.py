@@ -1,8 +1,7 @@
 """Check whether vLLM can generate with a model in a layout, before a worker starts. Needs neither torch nor vLLM.
 
 What the backend refuses, the embedded engine does: every message names the key to change. What vLLM does with no model
-is declared at its keys (`fusion.telemetry.keys.Unsupported`).
-"""
+is declared at its keys (`fusion.telemetry.keys.Unsupported`)."""
 
 import importlib.metadata
 from contextlib import suppress

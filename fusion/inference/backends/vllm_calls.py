@@ -7,8 +7,7 @@
 Pure, and imports nothing: `scripts/doctor.py` runs this file where nothing is installed. `stalesync.job.contract` holds
 the rows against the sources of a version: of the installed one for the doctor, of wheels for the tests
 (`tests/inference/contracts`). Every import of vLLM and every attribute of what is vLLM's has a row
-(`tests/inference/test_vllm_calls.py`).
-"""
+(`tests/inference/test_vllm_calls.py`)."""
 
 Rows = dict[str, tuple[str, ...]]
 

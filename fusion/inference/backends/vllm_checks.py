@@ -7,8 +7,7 @@
 The first finds a table that is wrong although all shapes agree: two experts, or the halves of a fused matrix,
 exchanged. The second finds a *stale handle*: a packed or remembered copy of a weight that vLLM computes from, so that
 weights written later would have no effect. They cost one layer's weights of each kind, and one batch, whatever the
-model's size.
-"""
+model's size."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator

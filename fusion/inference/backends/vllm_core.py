@@ -6,8 +6,7 @@
 
 Every rank has vLLM's worker and its scheduler (its "external launcher"); no process and no socket is added. vLLM's
 `EngineCore` is not used: around scheduler and worker it freezes the garbage collector's heap and owns queues that an
-engine stepped by its caller does not need.
-"""
+engine stepped by its caller does not need."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@
 vLLM is started without speculative decoding, which would fix the number of drafted tokens at its start. It schedules,
 computes and takes back any tokens that its scheduler is given; drafts are single paths.
 
-Invariant: with drafts a step computes at most ``max_tokens`` tokens, and no draft preempts a sequence.
-"""
+Invariant: with drafts a step computes at most ``max_tokens`` tokens, and no draft preempts a sequence."""
 
 from collections.abc import Sequence as Items
 

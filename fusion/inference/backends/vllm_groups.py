@@ -1,8 +1,7 @@
 """Give vLLM the process groups of a mesh, instead of those that it would create over the whole world.
 
 vLLM numbers its ranks from 0 and takes every process of the world for one engine. Here an engine may be any ranks of
-the world, and creating its groups again would be collective over ranks that host no engine.
-"""
+the world, and creating its groups again would be collective over ranks that host no engine."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress

@@ -3,8 +3,7 @@
 vLLM for the CPU packs weights into private copies once they are loaded (oneDNN handles, expert tiles), so that a weight
 written later would have no effect. It also lacks the exchange of uneven numbers of tokens between attention ranks, the
 experts of another rank, and attention heads narrower than 32 channels: such heads are padded with zeros. Its rotation
-of parts of heads, as of latent attention, takes wrong strides for [T, H, C]: they are copied to [T, H C] first.
-"""
+of parts of heads, as of latent attention, takes wrong strides for [T, H, C]: they are copied to [T, H C] first."""
 
 from dataclasses import replace
 from functools import partial

@@ -6,8 +6,7 @@
 
 A switch writes the weight only. vLLM has views of it, which follow its storage: no memory, nothing to compute.
 vllm-ascend has contiguous copies beside them: they are allocated before the KV cache (owner "weights") and released
-with it, and each version of the weights overwrites them in place, so their addresses last as long as the KV cache.
-"""
+with it, and each version of the weights overwrites them in place, so their addresses last as long as the KV cache."""
 
 from typing import Any
 

@@ -4,8 +4,7 @@
                         (on an emulated card: host views of them)
 
 A parameter's `.data` is set again whenever the memory of its unit has been allocated again: before each forward pass
-the addresses of the units are compared with those of the last one.
-"""
+the addresses of the units are compared with those of the last one."""
 
 from typing import Any
 

@@ -2,8 +2,7 @@
 
     routers ─► vLLM's capturer: experts of a step's tokens ─► its scheduler, by the places of their KV ─► `VllmRouting`
 
-Where vLLM computes on the host its routers do not report to the capturer; there our experts do (`vllm_host`).
-"""
+Where vLLM computes on the host its routers do not report to the capturer; there our experts do (`vllm_host`)."""
 
 import numpy as np
 import torch

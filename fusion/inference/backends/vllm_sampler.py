@@ -2,8 +2,7 @@
 
 A token's noise is keyed by (run seed, request, position), so the tokens are those that the embedded engine samples
 from the same logits; log-probabilities are those of the distribution that was sampled from, whose kept ids are recorded
-with the tokens. A draft is followed as far as its tokens are the sampled ones. vLLM for Ascend does none of it.
-"""
+with the tokens. A draft is followed as far as its tokens are the sampled ones. vLLM for Ascend does none of it."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -3,8 +3,7 @@
 `Family.read` turns the fields of a `config.json` into one `LayerSpec` per layer; `Family.write` does the reverse, for
 the fields that the family `states`, by the table `VALUES`. Every field is read, known to change nothing (`inert`),
 accepted with the values that are implemented (`only`), or refused by name. Fields that all families have are read and
-written by `ModelConfig`.
-"""
+written by `ModelConfig`."""
 
 from __future__ import annotations
 

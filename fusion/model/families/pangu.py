@@ -2,8 +2,7 @@
 sigmoid router without groups, shared experts.
 
 Its config has two generations of names: those of the authors' code, and DeepSeek's, which vLLM reads. Both are read,
-and both are written. The norms of the latents have the epsilon of the authors' code, which is not `rms_norm_eps`.
-"""
+and both are written. The norms of the latents have the epsilon of the authors' code, which is not `rms_norm_eps`."""
 
 from fusion.model.families.base import OTHER_PREDICTORS, PREDICTORS, Defaults, Family, layers_after_dense
 from fusion.model.families.latent import REMOTE, STATES, read_latent

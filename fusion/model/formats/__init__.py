@@ -7,8 +7,7 @@
     vllm        vLLM's models: as Megatron's; the experts of a layer are two tensors, the vocabulary is padded.
                 vllm_cpu and vllm_ascend: as on other devices than CUDA
 
-A format is all that a switch, a checkpoint or an export needs to know of a model beside its layout.
-"""
+A format is all that a switch, a checkpoint or an export needs to know of a model beside its layout."""
 
 from __future__ import annotations
 

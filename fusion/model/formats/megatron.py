@@ -17,8 +17,7 @@ experts are numbered from zero on each rank. They differ (l: a rank's share) in
 Invariants: over the ranks of a layout the parts cover every element of every global tensor; every element of a local
 tensor belongs to exactly one part. Stages are those of the embedded format (Megatron-Core's own need a layout where
 their number does not divide that of the layers); Megatron-Core knows no other placement of experts than the order of
-their numbers.
-"""
+their numbers."""
 
 from collections.abc import Iterator
 

@@ -12,8 +12,7 @@
 The allocator rounds, caches and splits like a real one, with segments scaled down to the size of the models (heap.h).
 Work is done when the call returns; with `streams=adversarial`, copies and collectives run as late as synchronisation
 allows, and with `streams=timed` they take time (streams.h). Graphs are lists of operators (graphs.py). Not emulated:
-asynchronous kernels, sparse and quantised tensors, autocast, memory pools of a program's own.
-"""
+asynchronous kernels, sparse and quantised tensors, autocast, memory pools of a program's own."""
 
 import atexit
 import threading

@@ -1,8 +1,7 @@
 """Build the emulated NPU on first use and load it.
 
 The library is tied to the installed torch, so that an upgrade rebuilds it (`fusion/npu/compiler.py`). Two compilers run
-in parallel, each on one part of the sources.
-"""
+in parallel, each on one part of the sources."""
 
 import importlib.machinery
 import importlib.util

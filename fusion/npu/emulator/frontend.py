@@ -1,8 +1,7 @@
 """Provide the module `torch.npu` of the emulated card, with the names of the real one.
 
 Its functions behave as those of torch_npu. It offers what this project and PyTorch call; any other name raises
-`AttributeError`.
-"""
+`AttributeError`."""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@
 
 What the host computes during a capture is computed once, as on a card: a number that it read, a shape, a list. Reading
 the card, or a tensor of the host, raises. Unlike a card's, a graph keeps all that was allocated in between, and a
-capture computes.
-"""
+capture computes."""
 
 from __future__ import annotations
 

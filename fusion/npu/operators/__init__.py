@@ -10,8 +10,7 @@
     limits.py    the documented limits of vendors' operators, with their sources
     gating.py, rows.py    pure functions that all tables share; gating_spec.py: what a router states
 
-Every module of the model, the KV cache and the optimizer call the table of their device, `Device.operators`.
-"""
+Every module of the model, the KV cache and the optimizer call the table of their device, `Device.operators`."""
 
 import lazy_loader
 

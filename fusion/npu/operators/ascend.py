@@ -6,8 +6,7 @@
 
 Every pass runs the same forward operator, with gradients and without. Where torch_npu derives no gradient,
 `ascend_functions.py` names the operators of the backward pass. Attention, and what holds calls to documented limits, is
-inherited from `ascend_attention.py`.
-"""
+inherited from `ascend_attention.py`."""
 
 from typing import Any
 

@@ -2,8 +2,7 @@
 
 Calls are held to documented limits (`limits.py`). One beyond a limit runs the plain composition and says so, once; on
 the emulated card, whose models are tiny, it is reported and made all the same. A pool of latents has all compressed
-channels before all rotated ones, as attention takes them as two tensors.
-"""
+channels before all rotated ones, as attention takes them as two tensors."""
 
 import sys
 import warnings

@@ -1,7 +1,6 @@
 """Compose attention of PyTorch's operators, for cards and calls without a fused one.
 
-Names of dimensions as in `plain.py`; S keys of a sequence, T its queries, G query heads that share a key head.
-"""
+Names of dimensions as in `plain.py`; S keys of a sequence, T its queries, G query heads that share a key head."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby

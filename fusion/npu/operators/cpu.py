@@ -6,8 +6,7 @@ A decode step of a small model takes its time in starting operators, not in arit
 of its own, the host's counterpart does in one operator what PyTorch does in ten. They compute in float32, row by row: a
 row's bits depend neither on the rest of its batch nor on the processor. In another dtype, and without a compiler, the
 functions are the plain ones, which round differently. Only generation, which runs in inference mode, is fused: all
-log-probabilities that a trainer compares are computed alike, with gradients and without.
-"""
+log-probabilities that a trainer compares are computed alike, with gradients and without."""
 
 import warnings
 from collections.abc import Callable

@@ -1,8 +1,7 @@
 """State the documented limits of vendors' operators, which neither their schemas nor their Meta kernels check.
 
 A limit is a number or a property of a call's arguments, with its bounds and its source. Where sources contradict each
-other, the vendor's page holds; docs/operators.md lists these. What no page documents is not stated here.
-"""
+other, the vendor's page holds; docs/operators.md lists these. What no page documents is not stated here."""
 
 import os
 from collections.abc import Callable, Mapping

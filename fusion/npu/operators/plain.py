@@ -2,8 +2,7 @@
 
 A packed batch has one leading token dimension without padding rows, and a list of lengths. Names of dimensions: N rows,
 D hidden, H query heads, K key and value heads, C channels of a head, R rotated channels, E experts, k experts of a row,
-I inner channels of an expert, O output channels. Attention is inherited from `plain_attention.py`.
-"""
+I inner channels of an expert, O output channels. Attention is inherited from `plain_attention.py`."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -1,7 +1,6 @@
 """Compose attention, and what writes and reads the KV pool for it, of PyTorch's operators: that half of `Plain`.
 
-Names of dimensions as in `plain.py`; V channels of a value, P rotated channels of a latent, whose others are R.
-"""
+Names of dimensions as in `plain.py`; V channels of a value, P rotated channels of a latent, whose others are R."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

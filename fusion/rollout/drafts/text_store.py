@@ -10,8 +10,7 @@ Pure: no clock, no process. Invariants (property-tested):
    replaces what it was, provided that its beginning arrives first.
 2. A piece that does not join what is here is not stored; the reply names the length from which its writer continues.
 3. Texts take at most `max_bytes`; prompts used longest ago are dropped first. Of a prompt the last `max_groups` groups
-   are kept. A prompt that was not used for more than `max_age` policy versions is dropped.
-"""
+   are kept. A prompt that was not used for more than `max_age` policy versions is dropped."""
 
 from array import array
 from bisect import bisect_right

@@ -12,5 +12,4 @@
                                    └──► rollout.kv_pool.spill             ranks of other machines: `remote`, by a `Peer`
 
 A machine's own ranks need no process: a name is a digest of run, host, request, policy version, tokens and shard, so
-every rank finds what it may use, and nothing else. The engine's side: `fusion.inference.pooled`, `pooled_prompts`.
-"""
+every rank finds what it may use, and nothing else. The engine's side: `fusion.inference.pooled`, `pooled_prompts`."""

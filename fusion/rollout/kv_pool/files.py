@@ -6,8 +6,7 @@
 
 A reader opens a file without following links, and verifies owner, mode, header and checksum before any byte of the copy
 that it has read is used. The name of a file is a digest that includes the run and the boot of the host, so KV of
-another host is not found on a shared disk.
-"""
+another host is not found on a shared disk."""
 
 import logging
 import os

@@ -9,8 +9,7 @@ guard of a killed run, or of the start of any other queue. The last rank that cl
 
 Everything is readable by its owner only. A file is written completely under a private name, then moved to `files`,
 where it is never changed. Its reader takes it out of there, and writes its own next file into the same memory: the
-kernel needs several times longer to find new pages than to copy into old ones.
-"""
+kernel needs several times longer to find new pages than to copy into old ones."""
 
 import errno
 import os

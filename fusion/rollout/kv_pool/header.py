@@ -4,8 +4,7 @@
 
 The header describes the payload and has its checksum. It repeats the name of the file, a digest of what the KV is of,
 so that KV of other weights, tokens, ranks or hosts is not even found. A reader states what it expects and gets that or
-an error; `PooledFile` is the one reader, of a file of this machine and of the bytes of one of another.
-"""
+an error; `PooledFile` is the one reader, of a file of this machine and of the bytes of one of another."""
 
 from __future__ import annotations
 

@@ -11,8 +11,7 @@ Cost: O(1) for each event and command.
 
 Invariants (tests/rollout/kv_pool/test_pool.py): after the commands of an event are executed, memory and disk hold at
 most their limits; an entry is in one place; a parked request is there until it is forgotten, spilled or evicted, in the
-order of parking, and not before a limit requires it.
-"""
+order of parking, and not before a limit requires it."""
 
 from __future__ import annotations
 

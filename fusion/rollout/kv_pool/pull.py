@@ -12,8 +12,7 @@ Invariants (tests/rollout/kv_pool/test_pull.py): patience is never longer than t
 the measured rate; a machine from which pulls have taken longer than that is tried at every `RETRY_EVERY`-th request
 only; a machine that is gone is never tried again.
 
-Cost: O(1) for each call.
-"""
+Cost: O(1) for each call."""
 
 from dataclasses import dataclass, field
 

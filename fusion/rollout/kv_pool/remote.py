@@ -7,8 +7,7 @@
 A reader asks with the name of a file, a digest of run, host, request, policy version, tokens and shard, as it would on
 the machine itself; it verifies what arrives in the same way (`header.py`), and uses it once. Each rank has at most one
 file under way: its own memory for it, and one copy on the machine that serves it, which the reader frees. Whether to
-ask, and for how long to wait, is decided in `pull.py`.
-"""
+ask, and for how long to wait, is decided in `pull.py`."""
 
 import io
 import logging

@@ -9,8 +9,7 @@
           .close()
 
 Each logger is one file of about thirty lines over its own library, which reads its own settings (WANDB_MODE,
-MLFLOW_TRACKING_URI, …). metrics.jsonl is written in any case.
-"""
+MLFLOW_TRACKING_URI, …). metrics.jsonl is written in any case."""
 
 import lazy_loader
 

@@ -1,7 +1,6 @@
 """Find the classes of `run.loggers`, and refuse unknown ones and missing libraries before anything is started.
 
-Checking imports no library, so that a config is refused, and `--help` printed, at once.
-"""
+Checking imports no library, so that a config is refused, and `--help` printed, at once."""
 
 from __future__ import annotations
 

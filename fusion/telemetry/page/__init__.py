@@ -7,8 +7,7 @@
     assets/*.js, page.css, uplot/ ───────────────────────────────────────────────────► document.render ──► report.html
 
 The data is untrusted: it is escaped JSON, the page writes it as text only, and its Content-Security-Policy allows no
-script but its own and no request at all.
-"""
+script but its own and no request at all."""
 
 import lazy_loader
 

@@ -7,8 +7,7 @@ time in between is left out.
 Invariants:
 1. The runs of each card add up to the duration of all starts, and those of one kind other than idle to its time in the
    table, each to a microsecond per run.
-2. There are at most ``max_runs`` runs over all cards, or `MIN_RUNS` of each card if that is more.
-"""
+2. There are at most ``max_runs`` runs over all cards, or `MIN_RUNS` of each card if that is more."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence

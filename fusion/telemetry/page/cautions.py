@@ -1,7 +1,6 @@
 """State what is wrong or suspicious in a run, from its metrics and groups. Pure.
 
-Every caution names the metric or the file it is about, so that it can be checked; each bound is a constant here.
-"""
+Every caution names the metric or the file it is about, so that it can be checked; each bound is a constant here."""
 
 import math
 import re

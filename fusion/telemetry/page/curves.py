@@ -3,8 +3,7 @@
 Invariants:
 1. Up to ``max_points`` rows, every value of a curve is the row's, to `DIGITS` significant digits.
 2. Above that, a point is the mean of ``every`` consecutive rows, and there are at most ``max_points``.
-3. A value that a row lacks, or that is not finite, is None: a gap in the curve.
-"""
+3. A value that a row lacks, or that is not finite, is None: a gap in the curve."""
 
 import math
 from collections.abc import Mapping, Sequence

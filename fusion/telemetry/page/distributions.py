@@ -3,8 +3,7 @@
 Invariants:
 1. Percentiles and shares are exact, whatever the number of responses; the memory grows with the number of different
    lengths only.
-2. The bins of a histogram are of one width, cover every length, and their counts add up to the number of responses.
-"""
+2. The bins of a histogram are of one width, cover every length, and their counts add up to the number of responses."""
 
 from bisect import bisect_left
 from collections import Counter

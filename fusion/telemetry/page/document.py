@@ -4,8 +4,7 @@ Invariants:
 1. Whatever the data contains, the file has the elements of the template and no others: data is escaped JSON in an
    element that browsers do not execute, or escaped text.
 2. The Content-Security-Policy allows the script and the style of the file by their digests, and nothing else: no other
-   script runs, and nothing is requested.
-"""
+   script runs, and nothing is requested."""
 
 import base64
 import hashlib

@@ -5,8 +5,7 @@ Invariants:
 2. No sample of the run has a higher reward than the best, or a lower one than the worst; of equal ones the latest is
    chosen. A sample without a reward is neither.
 3. A text longer than `MAX_CHARACTERS`, or a message longer than its share of `MAX_CONVERSATION`, keeps its start and
-   its end, and states how much is left out.
-"""
+   its end, and states how much is left out."""
 
 import heapq
 from collections.abc import Mapping

@@ -6,8 +6,7 @@ that do the same: train, generate, or both. What is neither work nor a part of a
 Invariants:
 1. The pieces of a lane add up to the step's duration, to a microsecond each, and the shares of a piece add up to 1.
 2. `bubble` is the bubbles' share of the time of all cards in the step.
-3. There are at most `PIECES` pieces of a lane.
-"""
+3. There are at most `PIECES` pieces of a lane."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

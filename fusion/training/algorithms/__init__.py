@@ -5,8 +5,7 @@
     Sequences ─ weigh ─► with weights of tokens (aggregation)                ┐
     LossInput (n tokens) ─ loss ─► LossOutput (loss of each token)           ┘ in the trainer
 
-A new algorithm is a new file and an entry in `ALGORITHMS` of `fusion/training/config.py`.
-"""
+A new algorithm is a new file and an entry in `ALGORITHMS` of `fusion/training/config.py`."""
 
 import lazy_loader
 

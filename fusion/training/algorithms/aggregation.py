@@ -13,8 +13,7 @@
 
 |y| is the number of a sequence's trained tokens. The values depend only on the sequence itself, not on how the batch is
 divided. Of a conversation in k branches each is a sequence, whose 1 / |y| is divided by k (`Sequences.shares`):
-together they weigh as one sequence, in `constant` as one with the tokens of all.
-"""
+together they weigh as one sequence, in `constant` as one with the tokens of all."""
 
 from dataclasses import replace
 

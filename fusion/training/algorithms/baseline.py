@@ -2,8 +2,7 @@
 sample's group, from 0.
 
 Invariants (tests/training/test_baseline.py): all functions give what their definition gives group by group; a group
-whose rewards are all equal (`equal`) gives exact zeros.
-"""
+whose rewards are all equal (`equal`) gives exact zeros."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any, overload

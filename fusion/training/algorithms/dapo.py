@@ -2,8 +2,7 @@
 
 Clip-higher is `clip_high` > `clip_low` (0.28 and 0.2 in the paper); groups without a learning signal are resampled
 (`filter_rule`); the loss is averaged over tokens; responses near the length limit are penalised by up to 1. The paper's
-removal of the KL term is `kl_coef=0`.
-"""
+removal of the KL term is `kl_coef=0`."""
 
 from collections.abc import Sequence
 

@@ -2,8 +2,7 @@
 
 The loss is divided by a constant instead of the response's length, which penalised long wrong answers less. Advantages
 are not divided by the standard deviation of the group's rewards, which gave more weight to questions that are too easy
-or too hard.
-"""
+or too hard."""
 
 from fusion.training.algorithms.baseline import FloatArray, IntArray, subtract_mean
 from fusion.training.algorithms.interface import Algorithm

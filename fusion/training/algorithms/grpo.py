@@ -2,8 +2,7 @@
 2402.03300, section 4.1).
 
 The loss is averaged over tokens; the paper's average is `loss_aggregation=sequence_mean`. The paper's KL to the
-reference is `kl_in=loss`.
-"""
+reference is `kl_in=loss`."""
 
 from fusion.training.algorithms.baseline import FloatArray, IntArray, standard_deviation, subtract_mean
 from fusion.training.algorithms.interface import EPSILON, Algorithm

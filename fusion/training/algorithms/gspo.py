@@ -2,8 +2,7 @@
 
 A sequence's ratio is the geometric mean of its tokens' ratios (section 4.1). Every token has the sequence's ratio with
 its own gradient (GSPO-token, section 4.3): with one advantage per sequence and averaged over its tokens, this gives the
-gradient of GSPO. Clip bounds are of the order of 1e-4.
-"""
+gradient of GSPO. Clip bounds are of the order of 1e-4."""
 
 import torch
 

@@ -6,8 +6,7 @@
     trainer       weigh(sequences) ─► the same with the weight of each token (`aggregation`)
                   loss(tokens) ─► correction's weight · clipped ratio · advantage (+ KL), token by token
 
-All methods are pure. An algorithm is a subclass that overrides what its paper changes.
-"""
+All methods are pure. An algorithm is a subclass that overrides what its paper changes."""
 
 import math
 from collections.abc import Hashable, Sequence

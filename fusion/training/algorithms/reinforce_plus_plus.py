@@ -1,8 +1,7 @@
 """REINFORCE++: no group baseline; advantages are normalised over the global batch (arXiv 2501.03262).
 
 The paper adds the KL to the reward token by token. Here an advantage is one number per sample, so `kl_in=reward`
-subtracts the KL's sum over the tokens, and mean and standard deviation are over samples.
-"""
+subtracts the KL's sum over the tokens, and mean and standard deviation are over samples."""
 
 import numpy as np
 

@@ -2,8 +2,7 @@
 "Buy 4 REINFORCE samples, get a baseline for free!", 2019).
 
 A response is one action, so the losses of its tokens are summed; all sums are divided by the same constant. The paper
-trains on-policy; here the ratio is clipped as in PPO, which has no effect on-policy.
-"""
+trains on-policy; here the ratio is clipped as in PPO, which has no effect on-policy."""
 
 import numpy as np
 

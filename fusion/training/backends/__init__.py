@@ -7,5 +7,4 @@
     megatron_device    redirects Megatron-Core's calls of `torch.cuda` to the card
 
 Megatron-Core is imported only when a `MegatronModel` is created. Optimizer, masters, losses, checkpoints and switches
-are those of the embedded trainer: they see the model's table (`fusion.model.formats.megatron`) and its storage.
-"""
+are those of the embedded trainer: they see the model's table (`fusion.model.formats.megatron`) and its storage."""

@@ -2,8 +2,7 @@
 
 Megatron asks `torch.cuda` for the current device and for streams, in forward and in backward passes. On a CUDA card
 this is correct; on Ascend, MindSpeed redirects these calls; on an emulated card `redirect_to` does. A worker computes
-on one card, so the redirection lasts until a model is created on another card of the process.
-"""
+on one card, so the redirection lasts until a model is created on another card of the process."""
 
 import importlib.util
 import warnings

@@ -7,8 +7,7 @@ Transformer Engine). Its parameters are views of our `Buckets`. This file calls 
 activations are recomputed layer by layer and each router's record is returned, as in `Transformer`.
 
 Sequence parallelism splits equal shares of rows over TP: a batch is padded to a multiple of TP, and an empty one to a
-row per rank. Padding rows are a sequence of their own, at the end; they are routed but never counted.
-"""
+row per rank. Padding rows are a sequence of their own, at the end; they are routed but never counted."""
 
 import warnings
 from collections.abc import Iterator

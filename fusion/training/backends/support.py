@@ -1,7 +1,6 @@
 """Check whether Megatron-Core can train a model in a layout, before a worker starts. Needs neither torch nor Megatron.
 
-What the backend refuses, the embedded one computes: every message names the key to change.
-"""
+What the backend refuses, the embedded one computes: every message names the key to change."""
 
 import importlib.metadata
 

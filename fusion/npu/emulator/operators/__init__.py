@@ -6,8 +6,7 @@
 
 The schemas are the wheel's own, one a line (`tests/npu/contracts` compares them). A reference states the meaning of an
 operator, for the arguments that are used here; other arguments raise. It is no model of a card's rounding, order of
-addition, speed or workspace. Where torch_npu is loaded, nothing is registered.
-"""
+addition, speed or workspace. Where torch_npu is loaded, nothing is registered."""
 
 from collections.abc import Callable
 from functools import cache

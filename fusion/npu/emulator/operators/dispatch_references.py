@@ -1,8 +1,7 @@
 """State what the operators compute that send rows to their experts' ranks and back: by all-to-alls in their group.
 
 What dispatch passes to combine is opaque, as the pages say: here the rows of each (local expert, source), as cumulative
-sums. Rows behind those that have arrived are undefined.
-"""
+sums. Rows behind those that have arrived are undefined."""
 
 import torch
 import torch.distributed as dist

@@ -1,7 +1,6 @@
 """Name the operator that computes the gradient of each operator, as op-plugin's `config/derivatives.yaml` does.
 
-None: torch_npu derives no gradient of it, so that whoever trains with it brings their own.
-"""
+None: torch_npu derives no gradient of it, so that whoever trains with it brings their own."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

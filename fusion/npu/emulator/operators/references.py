@@ -2,8 +2,7 @@
 
 The meaning is that of the operators' pages (op-plugin, `docs/zh/custom_APIs`) and of the results that their published
 tests expect (`test/test_custom_ops`). Parameters have the schemas' names; those that no caller uses are left out, so
-that a call with one raises.
-"""
+that a call with one raises."""
 
 import torch
 from torch import Tensor
