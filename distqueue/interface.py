@@ -1,7 +1,5 @@
 """The public interface of a queue, which `DistQueue` (across processes) and `LocalQueue` (in one process) share."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future

@@ -4,8 +4,6 @@ A *demand* is an amount that may be split among a set of ranks in any way. The m
 maximum, over sets of ranks T, of (demands that only members of T can carry) / |T|: max-flow, min-cut. Invariants: the
 fractions of a demand sum to 1; the maximum load of `shares` is within TOLERANCE of that optimum."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping
 from operator import add

@@ -1,7 +1,5 @@
 """Check the storage of a switch: the units of both ends against their layouts and against each other."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from fusion.ep_switch.layout import Layout

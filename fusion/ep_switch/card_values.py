@@ -3,8 +3,6 @@
 They are a few vectors, which every rank of a layout holds whole (the correction biases of all routers, in float32): a
 card that trains and generates has one copy for both ends, and one that only generates receives them in a broadcast."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -1,8 +1,6 @@
 """Compare what was moved by checksums: of runs on the wire, and of all weights, whatever their layout is
 (`fusion/model/box_checksum.py`)."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Define the keys of the config group `fusion` that a switch reads."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fusion.telemetry.keys import key

@@ -1,7 +1,5 @@
 """Find groups of connected numbers. Pure."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 

@@ -1,7 +1,5 @@
 """Hold what filling slabs needs: bytes allocated and units read, by slab and as arrays over all that are left."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from itertools import chain
 from typing import NamedTuple

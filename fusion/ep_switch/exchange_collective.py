@@ -5,8 +5,6 @@ join it with empty buffers, and a rank that has failed continues with the curren
 for it, and the closing vote reports it. When a process ends the group becomes unusable; the ranks that notice vote
 through its store. Checksums are computed on the send buffer: they do not detect that a sender packs the wrong data."""
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections.abc import Sequence

@@ -8,8 +8,6 @@
 
 The host link is used in parallel with the wire and with the copies of the rounds, which are on the caller's stream."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 

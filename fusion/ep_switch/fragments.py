@@ -6,8 +6,6 @@
 Pure. Invariants: the fragments of a family are disjoint and cover its slabs; each is contained in every slab that gives
 or takes it. Content that ranks replicate is processed once, and layers with equal slabs are cut once."""
 
-from __future__ import annotations
-
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence

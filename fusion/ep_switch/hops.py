@@ -4,8 +4,6 @@ A *hop* transfers elements [start, stop) of a fragment, in its row-major order, 
 its givers or, if ``relayed``, from the taker of the sender. Units are numbered (`Units`), so that a plan of many ranks
 is a few arrays."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import cached_property
 from math import prod

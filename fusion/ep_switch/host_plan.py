@@ -7,8 +7,6 @@ A part is a `Plan` with the moves and units of one rank, of which it reports wha
 JSON without the layouts, which the receiver has. Invariants: hosts plan alike, which ranks verify before the first
 round (`Plan.digest`); a part that is damaged, another rank's or between other layouts is refused by all ranks."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Sequence

@@ -6,8 +6,6 @@ its format builds on a rank with the same arguments. A plan can connect any two 
 Layers of one kind (equal `LayerSpec`s) have the same units on ranks with the same shares, but for the number in their
 names. What is asked of all ranks is therefore read from a model that has each kind once (`sections`)."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

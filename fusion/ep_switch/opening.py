@@ -1,7 +1,5 @@
 """Select the exchange of a group of ranks: they connect once and check whether their cards can share memory."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from typing import Any

@@ -20,8 +20,6 @@ weighted differently each time.
 The limit is not guaranteed by construction: the result includes the excess over the limit, and `plan` retries with
 smaller wire buffers, which leave more room for weights, then with clusters. Then it parks the source on the host."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass

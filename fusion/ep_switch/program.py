@@ -1,7 +1,5 @@
 """Compile a plan into one rank's program: for every round, its copies, and its sends and receives by peer."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field

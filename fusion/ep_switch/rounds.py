@@ -15,8 +15,6 @@ Through the host, a rank stays within its limit if that is at least its bytes of
 source: whenever a unit is placed, all earlier ones have been placed until their release, so that its rank finally holds
 units of the target alone, and there is a round from which on the unit fits."""
 
-from __future__ import annotations
-
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Mapping

@@ -3,8 +3,6 @@
 Moves that are contiguous in storage are merged to one run; a round's runs are copied in one call per peer. Views are
 created when their storage is first allocated and stay valid over its releases, so the second switch creates none."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import accumulate

@@ -16,8 +16,6 @@ Pure. Invariants, in this order:
    classes, the slower ones determine the receiving members; a faster one balances what remains.)
 """
 
-from __future__ import annotations
-
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator

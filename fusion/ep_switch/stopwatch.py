@@ -1,7 +1,5 @@
 """Measure the parts of a switch on the card's stream."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

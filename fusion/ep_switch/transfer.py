@@ -17,8 +17,6 @@ k-1 unpacked. Where storage is read in place, a rank is at most two rounds ahead
 for a failed one, so all ranks abort together. The target is then released on all of them, since a partly switched model
 cannot serve."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from types import MappingProxyType

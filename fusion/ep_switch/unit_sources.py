@@ -14,8 +14,6 @@ rank.
 This is scheduling on two unrelated machines (R2||Cmax, NP-hard for whole parts). The fractional optimum moves parts to
 the host in the order of h/s and splits one of them; the plan is the best of all cuts of that order."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction

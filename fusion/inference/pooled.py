@@ -16,8 +16,6 @@ computed for, behind which there may be an observation (`Request.observation`); 
 another's is counted, and its request is recomputed on all ranks; new weights free all that a rank has parked and
 fetched."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

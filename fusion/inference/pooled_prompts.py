@@ -14,8 +14,6 @@ Invariants (tests/inference/test_pooled_prompts.py): responses are those of an e
 are restored only where all ranks of the engine have read and verified theirs; new weights end all that is under way; a
 request waits only for a file that was there when it came."""
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping

@@ -10,8 +10,6 @@ Invariants: after `to_infer` every engine of the route holds the whole policy in
 route has training cards, the trainer keeps its weights; otherwise `to_train` rebuilds them from cards that train, and
 from masters on their hosts (`masters`), alone."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -14,8 +14,6 @@ Copies to and from the host overlap with the other parts: `timing_s/switch/offlo
 the host, or training, waited for them. On the timeline a part is this card's own work; time spent waiting for other
 cards is `wait_weights`."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager

@@ -8,8 +8,6 @@ What the host computes during a capture is computed once, as on a card: a number
 the card, or a tensor of the host, raises. Unlike a card's, a graph keeps all that was allocated in between, and a
 capture computes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 
