@@ -7,8 +7,6 @@ put   write the payload into shared memory ─► commit, which also grants a fi
 get   request ─► ids and where they lie ─► copy from there     one call; further ones for samples on other nodes
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import time
@@ -76,7 +74,7 @@ class DistQueue(SampleQueue):
         name: str | None = None,
         checkpoint: str | None = None,
         **fields: Any,
-    ) -> DistQueue:
+    ) -> "DistQueue":
         """Start a queue: its actor on this node, a shard on every node. Call ray.init() before.
 
         The queue ends with `close`, or with the process that created it. `options`: or its fields as arguments;
@@ -117,7 +115,7 @@ class DistQueue(SampleQueue):
         return queue
 
     @classmethod
-    def connect(cls, name: str) -> DistQueue:
+    def connect(cls, name: str) -> "DistQueue":
         """Return a handle on the queue created under `name` in this Ray cluster. ValueError lists the live queues."""
         try:
             return cls(ray.get_actor(name, namespace=NAMESPACE))

@@ -1,7 +1,5 @@
 """Errors of a queue: its end, payload that is damaged or lost, and storage that is full."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections.abc import Iterator, Sequence
@@ -49,7 +47,7 @@ class SamplesLost(ValueError):
         super().__init__(message)
         self.ids = tuple(ids)
 
-    def __reduce__(self) -> tuple[type[SamplesLost], tuple[tuple[str, ...], str]]:
+    def __reduce__(self) -> "tuple[type[SamplesLost], tuple[tuple[str, ...], str]]":
         return SamplesLost, (self.ids, str(self))
 
 

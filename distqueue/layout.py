@@ -3,8 +3,6 @@
 Its element type is held by name, with its size in bytes in one table: the queue's own processes handle bytes and
 metadata only, and do without torch, which would cost each of them 2 s of CPU and 190 MB."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from math import prod
@@ -44,7 +42,7 @@ class ColumnLayout:
             raise ValueError(f"dtype={self.dtype!r}; expected a dtype of torch that distqueue/layout.py lists")
 
     @classmethod
-    def from_fields(cls, column: str, fields: Sequence[Any]) -> ColumnLayout:
+    def from_fields(cls, column: str, fields: Sequence[Any]) -> "ColumnLayout":
         """Restore the layout of a column that `fields` serialized. ValueError names the column and its element type."""
         kind, dtype, trailing, ragged = fields
         try:

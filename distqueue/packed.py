@@ -1,7 +1,5 @@
 """Packed batches: samples by id, their fields packed into columns (see `column.py`)."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -46,7 +44,7 @@ class PackedBatch:
         columns: Mapping[str, Column | Tensor | Sequence[Any]],
         groups: Iterable[str] = (),
         versions: Iterable[tuple[int, int]] = (),
-    ) -> PackedBatch:
+    ) -> "PackedBatch":
         """Pack per-sample values: `{"tokens": [ids_L, ...], "reward": reward_B, "answer": ["42", ...]}`.
 
         A tensor (B, *row) is a dense column, a list of tensors (L_i, *trailing) a ragged one, lists of `str` or `dict`
@@ -55,7 +53,7 @@ class PackedBatch:
         packed = {name: Column.pack(values, ids, name) for name, values in columns.items()}
         return cls(ids, packed, groups=tuple(groups), versions=tuple(versions))
 
-    def select(self, rows: Sequence[int] | None = None, columns: Sequence[str] | None = None) -> PackedBatch:
+    def select(self, rows: Sequence[int] | None = None, columns: Sequence[str] | None = None) -> "PackedBatch":
         """Select samples by row and columns by name; None keeps all. Views if the rows are consecutive."""
         names = self.columns if columns is None else columns
         for name in names:
@@ -71,7 +69,7 @@ class PackedBatch:
             lengths={name: [lengths[row] for row in rows] for name, lengths in self.lengths.items()},
         )
 
-    def labelled(self, groups: Sequence[str] = (), versions: Sequence[int | tuple[int, int]] = ()) -> PackedBatch:
+    def labelled(self, groups: Sequence[str] = (), versions: Sequence[int | tuple[int, int]] = ()) -> "PackedBatch":
         """Replace group ids and policy versions (one per sample, or those of its oldest and newest token) if given."""
         if not groups and not versions:
             return self

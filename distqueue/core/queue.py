@@ -10,8 +10,6 @@ need to be remembered, and of these the last few: a writer waits for each answer
 One that is forgotten all the same is put again, which stores nothing twice: samples that were dropped or lost meanwhile
 are late, and a column that exists, or a sample that is done, is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from typing import Any
@@ -277,7 +275,7 @@ class QueueCore:
         *,
         has_gaps: bool = False,
         **options: Any,
-    ) -> QueueCore:
+    ) -> "QueueCore":
         """Rebuild the core that made the snapshot and recorded the events since; `options` as for a new core.
         `has_gaps`: events are missing, so that others may be about samples that do not exist; these are skipped."""
         core = recovery.restore(cls, snapshot, lease_s, options)

@@ -7,8 +7,6 @@ and message. If a rank dies, the others raise ConnectionError by their group's t
 Only the leader asks, so only its error can differ from the other ranks', and it is broadcast in place of the samples:
 no agreement of the whole group is needed."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,7 +44,7 @@ class Received:
     lengths: dict[str, Tensor]
 
     @classmethod
-    def of(cls, batch: PackedBatch, columns: Sequence[str] | None = None) -> Received:
+    def of(cls, batch: PackedBatch, columns: Sequence[str] | None = None) -> "Received":
         """Select the ``columns`` (None: all) that a rank needs of ``batch``, and the lengths of all."""
         return cls(batch.select(columns=columns), {name: column.lengths() for name, column in batch.columns.items()})
 

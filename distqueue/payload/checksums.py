@@ -9,8 +9,6 @@ would cost more in calls than in bytes. Blocks follow from lengths and layout: o
 verifies every block of which it copied a sample, once: a block that it copied as a whole in its own memory, another one
 where it lies. Damage costs the samples of its block."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -32,7 +30,7 @@ class Blocks(NamedTuple):
     """(K + 1,) int64: and these bytes of the column"""
 
     @classmethod
-    def of(cls, layout: ColumnLayout, nbytes: int, offsets: np.ndarray | None) -> Blocks:
+    def of(cls, layout: ColumnLayout, nbytes: int, offsets: np.ndarray | None) -> "Blocks":
         """Divide a column of `nbytes`, which has no block if it is empty. `offsets`: (B + 1,) int64 if it is ragged."""
         if not nbytes:
             return cls(np.zeros(1, np.int64), np.zeros(1, np.int64))

@@ -11,8 +11,6 @@ once, in the reader's memory if the whole block was copied there.
 Long runs of neighbouring samples are copied run by run. If samples are short and in another order, runs of one sample
 would cost more in Python than in bytes; then elements are gathered by index, which columns of equal lengths share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -64,7 +62,7 @@ def gather(
     return gathered
 
 
-def _plans(part: DeliveryPart, sources: Sequence[Mapping[str, Stretch]]) -> Iterator[tuple[str, ColumnPlan]]:
+def _plans(part: DeliveryPart, sources: Sequence[Mapping[str, Stretch]]) -> "Iterator[tuple[str, ColumnPlan]]":
     runs, spans_of = Runs(part.runs), dict[tuple[int, ...], Spans]()
     for name in part.columns:
         assert all(name in sources[source] for source in runs.sources), "a segment lacks a column"

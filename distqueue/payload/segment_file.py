@@ -13,8 +13,6 @@ those of the columns, which `gather.py` verifies. A difference is damage only if
 The space of a file is reserved when it is created or grown: a full disk or shared memory is an error there, whereas a
 write to a mapped page without space behind it would kill the process (SIGBUS)."""
 
-from __future__ import annotations
-
 import json
 import mmap
 import os
@@ -51,7 +49,7 @@ class SegmentDamaged(RuntimeError):
         super().__init__(f"segments {list(numbers)}: their checksums differ")
         self.numbers = tuple(numbers)
 
-    def __reduce__(self) -> tuple[type[SegmentDamaged], tuple[tuple[int, ...]]]:
+    def __reduce__(self) -> "tuple[type[SegmentDamaged], tuple[tuple[int, ...]]]":
         return SegmentDamaged, (self.numbers,)
 
 
@@ -103,7 +101,7 @@ class SegmentFile:
         self._words = self.bytes[:HEAD].view(np.int64)
         self._parsed: tuple[int, dict[str, Stretch]] = (0, {})
 
-    def write(self, number: int, contents: Contents) -> None:
+    def write(self, number: int, contents: "Contents") -> None:
         table = np.frombuffer(contents.table, np.uint8)
         self._words[0] = 0
         copy_all([(self.bytes[at : at + piece.nbytes], piece) for at, piece in ((COVERED, table), *contents.pieces)])

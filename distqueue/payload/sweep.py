@@ -17,8 +17,6 @@ Another folder of this kind (the engines' KV) is of no use to any other process,
 hold them, and it is removed once all of these are dead. Folders of other users, and on shared disks of other hosts, are
 left alone. Everything here is readable by its owner only."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import logging
@@ -57,12 +55,12 @@ class NodeProcess(NamedTuple):
     started: int
 
     @classmethod
-    def of_this_process(cls) -> NodeProcess:
+    def of_this_process(cls) -> "NodeProcess":
         """Ray's raylet, which starts its workers directly or through another program; outside Ray, the parent."""
         return cls.of(int(os.environ.get(RAYLET) or os.getppid()))
 
     @classmethod
-    def of(cls, pid: int) -> NodeProcess:
+    def of(cls, pid: int) -> "NodeProcess":
         """For a folder that is of no use once this process has ended, the process itself."""
         return cls(socket.gethostname(), _boot(), pid, _started(pid))
 

@@ -14,8 +14,6 @@ Invariants (property-tested against a plain model in tests/distqueue/samples/tes
 6. `restore(snapshot())` answers every later call as the table itself would if all its leases had expired.
 7. Deterministic: the same puts, acks, drops and losses in the same order make the same table."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -248,7 +246,7 @@ class SampleTable:
         return snapshots.dump(self.state, self.tasks)
 
     @classmethod
-    def restore(cls, snapshot: Mapping[str, np.ndarray | str], lease_s: float) -> SampleTable:
+    def restore(cls, snapshot: Mapping[str, np.ndarray | str], lease_s: float) -> "SampleTable":
         """Rebuild the table that made `snapshot`."""
         table = cls(lease_s=lease_s, **snapshots.options(snapshot))
         snapshots.load(table.state, snapshot)

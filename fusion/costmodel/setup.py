@@ -1,7 +1,5 @@
 """Define the setup of a plan: a model, dies, two layouts, and the settings that bound memory and transfers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -123,5 +121,5 @@ class Setup:
         shared = links_within(lengths, common, self.training.share_prefixes, self.training.token_budget)
         return sum(map(rows_saved, lengths, shared))
 
-    def with_layouts(self, train: Parallel, infer: Parallel, infer_first: int = 0) -> Setup:
+    def with_layouts(self, train: Parallel, infer: Parallel, infer_first: int = 0) -> "Setup":
         return replace(self, train=train, infer=infer, infer_first=infer_first)

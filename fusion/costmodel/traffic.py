@@ -13,8 +13,6 @@ The rules are those of the switch plan (`fusion.ep_switch.plan`):
     the group holds it, else 0; the bytes over a class of links are the difference between two neighbouring groups.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,7 +34,7 @@ class Traffic:
     kept: Array
     copied: Array
 
-    def times(self, share: float) -> Traffic:
+    def times(self, share: float) -> "Traffic":
         """Return the bytes where a ``share`` of all tensors alike is moved."""
         return Traffic(*(share * nbytes for nbytes in (self.sent, self.received, self.kept, self.copied)))
 

@@ -11,8 +11,6 @@ Invariants:
 
 One thread of the pool reads and writes the sockets; other threads leave orders and take results."""
 
-from __future__ import annotations
-
 import heapq
 import mmap
 import os
@@ -37,7 +35,7 @@ GRACE_S = 5.0
 class PostedOrder:
     """An order and who takes its result. `sent`, `due` (`time.monotonic`): when a child got it, is to have replied."""
 
-    def __init__(self, order: Order, deliver: Callable[[PostedOrder, Stepped], None]) -> None:
+    def __init__(self, order: Order, deliver: "Callable[[PostedOrder, Stepped], None]") -> None:
         self.order, self.deliver = order, deliver
         self.sent = self.due = 0.0
 
@@ -159,7 +157,7 @@ class EnvPool(GuardedPool[EnvChild]):
             self._thread.join()
             self._wake.close()
 
-    def __enter__(self) -> EnvPool:
+    def __enter__(self) -> "EnvPool":
         return self
 
     def __exit__(self, *exc: object) -> None:

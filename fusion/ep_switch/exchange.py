@@ -8,8 +8,6 @@ The faster one that is possible is selected once per group: `shared` where every
 its card can share memory, else `collective` (a group that spans machines does not mix the two, since the links between
 machines determine the duration of its rounds). Two rounds can be in flight: `collective` has two slots of each kind."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +37,7 @@ class Vote:
         return json.dumps([self.digest, [failure.to_json() for failure in self.failures]]).encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> Vote:
+    def decode(cls, data: bytes) -> "Vote":
         """Invert `encode`.
         Raise ValueError: the data are not those of a vote."""
         try:

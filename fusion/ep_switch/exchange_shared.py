@@ -10,8 +10,6 @@ message is sent when the card has done the work that it reports; the sender's ch
 "ready". A rank that fails sends its closing vote at once, which its peers receive instead of the message that they wait
 for; a closed socket means that its process has ended."""
 
-from __future__ import annotations
-
 import struct
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -54,7 +52,7 @@ class Message:
     vote: Vote | None = None
 
     @classmethod
-    def decode(cls, data: bytes) -> Message:
+    def decode(cls, data: bytes) -> "Message":
         """Decode a message of any content.
         Raise ValueError: it is none that `PeerMessages.send` sends."""
         if len(data) < _HEAD.size:

@@ -1,7 +1,5 @@
 """Define the data of a plan: a move, and a round of moves."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -72,7 +70,7 @@ class Moves(Sequence[Move]):
         self.ends, self.pieces, self.complete = ends, pieces, complete
 
     @classmethod
-    def of(cls, moves: Sequence[Move]) -> Moves:
+    def of(cls, moves: Sequence[Move]) -> "Moves":
         """Return moves that are complete."""
         ends = np.array([(move.source_rank, move.target_rank, move.numel, move.relayed) for move in moves], np.int64)
         return cls(ends.reshape(-1, 4), np.fromiter(moves, object, len(moves))[:, None], lambda move: move)

@@ -30,8 +30,6 @@ Invariants, in this order:
    before it is written. A relayed move reads elements that arrived at least two rounds before.
 6. The plan is a function of its arguments: equal on every rank and in every process."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 from collections.abc import Iterator
@@ -161,7 +159,7 @@ class Plan:
         """Return the maximum bytes of weights and buffers that a rank holds, with two rounds in flight."""
         return self._peak_weights(rank) + sum(self.wire_bytes(rank)) + self.staging_bytes(rank)
 
-    def in_place(self) -> Plan:
+    def in_place(self) -> "Plan":
         """Return the same moves in fewer, larger rounds, for an exchange without send and receive buffers: a rank holds
         more weights instead, at most its `peak_bytes`. The invariants hold, but for the limit on a round, which is up
         to four times as large."""
@@ -178,7 +176,7 @@ class Plan:
                 return times
         return 1
 
-    def _united(self, times: int) -> Plan:
+    def _united(self, times: int) -> "Plan":
         starts = range(0, len(self.rounds), times)
         return replace(self, rounds=tuple(united(self.rounds[at : at + times]) for at in starts))
 
@@ -293,7 +291,7 @@ def plan_switch(
     )
 
 
-def _rounds(hops: Hops, weights: _Weights, bucket_bytes: int, *, wide: int, itemsize: int) -> tuple[Round, ...]:
+def _rounds(hops: Hops, weights: "_Weights", bucket_bytes: int, *, wide: int, itemsize: int) -> tuple[Round, ...]:
     """Return the rounds of the first order that keeps the bound, or, if none does, those through host memory."""
     if not hops.families:  # all is shared
         return ()

@@ -7,8 +7,6 @@
 Ranks are numbered as workers are placed: card by card, node by node, supernode by supernode. Levels whose bandwidths
 are within a tenth of each other are one class (`classes`)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -42,7 +40,7 @@ class Topology:
         assert self.host_bytes_per_s > 0
 
     @classmethod
-    def single_node(cls) -> Topology:
+    def single_node(cls) -> "Topology":
         """Return the topology of one node with equal links."""
         return cls()
 

@@ -15,8 +15,6 @@ what manages, names, parks and pools blocks does not know of pages: each rank do
 Invariants (tests/inference/test_context.py): each token is on exactly one rank; a rank's part of a sequence's first
 tokens fills its first pages, without gaps; partial results merged are those of one softmax over all tokens."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,7 +36,7 @@ class Context:
     group: dist.ProcessGroup | None = None
 
     @classmethod
-    def of(cls, mesh: Mesh, block_size: int) -> Context:
+    def of(cls, mesh: Mesh, block_size: int) -> "Context":
         """Divide blocks of ``block_size`` tokens."""
         ranks = mesh.parallel.dcp
         if block_size % ranks:

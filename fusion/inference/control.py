@@ -6,8 +6,6 @@ step of every rank ────────────────────�
 any thread ─ report ───────────────► Inbox (others) ─ of other ranks to the leader, only if there are any
 """
 
-from __future__ import annotations
-
 import json
 import threading
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,7 +44,7 @@ class Orders:
         return json.dumps(vars(self) | {"submit": to_columns(self.submit)}, separators=(",", ":")).encode()
 
     @classmethod
-    def decode(cls, data: bytes) -> Orders:
+    def decode(cls, data: bytes) -> "Orders":
         orders = json.loads(data)
         return cls(**orders | {"submit": from_columns(orders["submit"])})
 

@@ -10,8 +10,6 @@ sizes recur. Sampling is behind the graph, as its kinds differ from step to step
 Invariants: a graph computes what the operators compute that it was captured from, on the step's own inputs; all ranks
 of an engine capture, replay and drop the same sizes in the same step; padding writes what its sequence writes."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -60,7 +58,7 @@ class DecodeGraphs:
     @classmethod
     def of(
         cls, config: RolloutConfig, device: Device, addresses: Callable[[], list[int]], counters: Counters
-    ) -> DecodeGraphs | None:
+    ) -> "DecodeGraphs | None":
         """Return those of an engine; None: it has none.
         Raise ValueError: it is to have some, and cannot (`check_graphs`)."""
         if not config.engine.graphs:

@@ -11,8 +11,6 @@ Ranks of a TP group share the heads of keys and values. A latent belongs to all 
 parks and pools a copy of its own, as do ranks that share one key head, unless they share the tokens (`Context`): bytes
 are counted by rank, tokens by TP group."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from fusion.model.spec import AttentionSpec, Latent
@@ -29,7 +27,7 @@ class KVLayout:
     value_width: int
 
     @classmethod
-    def of(cls, attention: AttentionSpec, tp: int) -> KVLayout:
+    def of(cls, attention: AttentionSpec, tp: int) -> "KVLayout":
         """Return the layout of one of ``tp`` ranks."""
         if isinstance(attention, Latent):
             return cls(1, 1, width=attention.cached_width, value_width=attention.kv_rank)

@@ -1,7 +1,5 @@
 """Define a request in the engine, and the work of one step. Pure: no tensor, no clock, no process."""
 
-from __future__ import annotations
-
 from array import array
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -62,7 +60,7 @@ class Sequence:
     """Index in ``tokens`` of the first token of the current turn."""
 
     @classmethod
-    def of(cls, request: Request, params: SamplingParams, eos_token_ids: tuple[int, ...]) -> Sequence:
+    def of(cls, request: Request, params: SamplingParams, eos_token_ids: tuple[int, ...]) -> "Sequence":
         """Create the sequence of a request. ``params``: equal to the request's, may be shared between requests."""
         stops = eos_token_ids if params.stop_token_ids is None else params.stop_token_ids
         tokens = [*request.prompt, *request.response]

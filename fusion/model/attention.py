@@ -8,8 +8,6 @@ Latents (multi-head latent attention, MLA) are computed by every rank from its o
 compute and to send than hidden states are. So the low-rank projections and their norms, which every TP rank holds
 whole, get partial gradients, as other norms do (`fusion.training.shards`)."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import torch
@@ -67,7 +65,7 @@ class Up:
         low_rank = self._multiply(inner * added.scale, [of_heads[:, nope:].transpose(1, 2)])
         return self._multiply(out_NHR, values) + low_rank
 
-    def of_heads(self, heads: range) -> Up:
+    def of_heads(self, heads: range) -> "Up":
         """Return what expands to some of this rank's heads."""
         channels = self.spec.nope_dim + self.spec.value_dim
         rows = rows_of(self.kv_b, range(heads.start * channels, heads.stop * channels))

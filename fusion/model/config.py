@@ -1,7 +1,5 @@
 """Read a model's specification from a Hugging Face `config.json` and write it back."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -64,12 +62,12 @@ class ModelConfig:
         return range(self.num_layers, self.num_layers + self.num_predictors)
 
     @cached_property
-    def base(self) -> ModelConfig:
+    def base(self) -> "ModelConfig":
         """The model without adapters."""
         return replace(self, adapters=None)
 
     @cached_property
-    def without_predictors(self) -> ModelConfig:
+    def without_predictors(self) -> "ModelConfig":
         """The model that an engine holds."""
         return replace(self, num_predictors=0)
 
@@ -154,7 +152,7 @@ class ModelConfig:
         return FAMILIES[self.family]
 
     @classmethod
-    def from_hf(cls, source: str | Path | dict[str, Any], key: str = "model.path") -> ModelConfig:
+    def from_hf(cls, source: str | Path | dict[str, Any], key: str = "model.path") -> "ModelConfig":
         """Read the config of a checkpoint folder, or of the dictionary of its `config.json`. Of a folder, the end
         tokens are those of `generation_config.json`, if it names any, as in transformers' `generate`; and there are no
         predictors of further tokens if it holds no tensor of one. ``key``: the user's config key that named the folder,
@@ -174,7 +172,7 @@ class ModelConfig:
         return replace(config, eos_token_ids=ends or config.eos_token_ids)
 
     @classmethod
-    def _of_fields(cls, hf: dict[str, Any], place: str, key: str) -> ModelConfig:
+    def _of_fields(cls, hf: dict[str, Any], place: str, key: str) -> "ModelConfig":
         kind = hf.get("model_type")
         kind = ALIASES.get(kind, kind) if isinstance(kind, str) else kind
         if not isinstance(kind, str) or kind not in FAMILIES:

@@ -3,8 +3,6 @@
 transformers reads `rope_theta`, `partial_rotary_factor`, `rope_parameters` and, above these, `rope_scaling` (its former
 name). A file may state a value in several places if they agree."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -59,7 +57,7 @@ def read_rotary(
     return rotary
 
 
-def _yarn(stated: _Statements, rotary: Rotary, max_positions: int) -> Rotary:
+def _yarn(stated: "_Statements", rotary: Rotary, max_positions: int) -> Rotary:
     factor, scale, scale_all = stated.number("factor"), stated.maybe("mscale"), stated.maybe("mscale_all_dim")
     if scale and scale_all:
         derived = _attention_scale(factor, scale) / _attention_scale(factor, scale_all)
@@ -80,7 +78,7 @@ def _yarn(stated: _Statements, rotary: Rotary, max_positions: int) -> Rotary:
     )
 
 
-def _llama3(stated: _Statements, rotary: Rotary, max_positions: int) -> Rotary:
+def _llama3(stated: "_Statements", rotary: Rotary, max_positions: int) -> Rotary:
     low, high = stated.number("low_freq_factor"), stated.number("high_freq_factor")
     if low >= high:
         stated.refuse("high_freq_factor", (f"a number above low_freq_factor={low}",))

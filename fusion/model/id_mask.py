@@ -8,8 +8,6 @@ Invariants: a masked id has probability 0, as its exponential underflows; its lo
 finite, also where all ids of a TP rank are masked; no gradient flows through its logit. A model without masked ids has
 no mask."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 
 import torch
@@ -30,7 +28,7 @@ class IdMask:
         self._columns = torch.tensor(self._own, dtype=torch.int64, device=device)
 
     @classmethod
-    def of_rank(cls, config: ModelConfig, mesh: Mesh, device: torch.device | str) -> IdMask | None:
+    def of_rank(cls, config: ModelConfig, mesh: Mesh, device: torch.device | str) -> "IdMask | None":
         """Return the mask of a TP rank's share of the vocabulary; None if the model masks no id."""
         if not config.masked_ids or not mesh.last_stage:
             return None

@@ -1,7 +1,5 @@
 """Create the process groups of one rank in a layout (`parallel.py` computes their members)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -55,7 +53,7 @@ class Mesh:
         return self.pp_rank == self.parallel.pp - 1
 
     @classmethod
-    def single(cls) -> Mesh:
+    def single(cls) -> "Mesh":
         """Return the mesh of a single process, without torch.distributed."""
         return cls(Parallel(), 0)
 
@@ -66,7 +64,7 @@ class Mesh:
         ranks: tuple[int, ...] | None = None,
         new_group: Callable[[list[int]], Any] = dist.new_group,
         new_dispatch_group: Callable[[list[int]], Any] | None = None,
-    ) -> Mesh:
+    ) -> "Mesh":
         """Create the mesh of the calling process over ``ranks`` (global ranks, in layout order; default: all).
 
         Collective over the whole world: every process must call it with the same arguments in the same order. A

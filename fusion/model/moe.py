@@ -15,8 +15,6 @@ rank of an EP group routes all rows of the group, runs its own experts on them, 
     x_ND ─ gather over EP ─ router ─► top-k ─ sort, own experts first ─ grouped matmul ─ Σ weight · y ─ sum over EP ─►
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,7 +63,7 @@ class ExpertAdapters:
         self.b: Any = self._first.lora_b if stacked else [one.lora_b for one in matrices]
 
     @classmethod
-    def of(cls, matrices: Sequence[Matrix], stacked: bool) -> ExpertAdapters | None:
+    def of(cls, matrices: Sequence[Matrix], stacked: bool) -> "ExpertAdapters | None":
         """Return those of matrices that have some; None: they have none."""
         adapted = [one for one in matrices if isinstance(one, Adapted)]
         return cls(adapted, stacked) if adapted else None

@@ -19,8 +19,6 @@ divides tensor parallel for the KV cache alone: dcp consecutive TP ranks, whose 
 share of each sequence each (`fusion.inference.context`). Weights, their optimizer states and where they lie depend on
 neither."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from math import gcd
 from typing import Literal
@@ -93,7 +91,7 @@ class Parallel:
         return self.stage_world // (self.ep * self.etp)
 
     @property
-    def of_weights(self) -> Parallel:
+    def of_weights(self) -> "Parallel":
         """The layout of the weights, on which neither kind of context parallel has influence."""
         return replace(self, cp=1, dcp=1)
 

@@ -7,8 +7,6 @@ Two programs with the same weights round differently. Where two experts are near
 and its log-probability jumps. Replaying the engine's routing in the trainer is R3 (arXiv 2510.11370); replaying the
 trainer's own routing from before the step's first update is R2 (arXiv 2507.18071, "routing replay")."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -35,7 +33,7 @@ class Routed(NamedTuple):
     mismatched_n: torch.Tensor | None = None
     probs_nE: torch.Tensor | None = None
 
-    def weighted(self, weight_n: torch.Tensor) -> Routed:
+    def weighted(self, weight_n: torch.Tensor) -> "Routed":
         """Return the routing with ``stats`` in which each row counts as ``weight_n`` (float32 [n]) rows; the
         probabilities only where ``probs_nE`` is kept."""
         counts_E, probs_E = self.stats
@@ -45,7 +43,7 @@ class Routed(NamedTuple):
         probs_E = probs_E if self.probs_nE is None else weight_n @ self.probs_nE
         return self._replace(stats=torch.stack([counts_E, probs_E]))
 
-    def read_by(self, reads: Reads) -> Routed:
+    def read_by(self, reads: Reads) -> "Routed":
         """Return the routing and probabilities of the rows that ``reads`` reads."""
         assert self.probs_nE is not None
         return self._replace(expert_nk=self.expert_nk[reads.rows_R], probs_nE=reads(self.probs_nE))
@@ -77,7 +75,7 @@ class Replay:
     experts_NLk: torch.Tensor
     known_N: torch.Tensor
 
-    def of_rank(self, mesh: Mesh) -> Replay:
+    def of_rank(self, mesh: Mesh) -> "Replay":
         """Return the rows that this TP rank routes."""
         own = shard_range(len(self.known_N), mesh.parallel.tp, mesh.tp_rank)
         rows = slice(own.start, own.stop)

@@ -5,8 +5,6 @@ memory in every phase: small vectors in float32 on the card, and on the host wha
 `release` frees every byte of the pieces; the padding of a parameter (`LocalParam.holes`) is zero while it has memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from copy import copy
 
@@ -30,7 +28,7 @@ class Buckets:
         device: Device,
         dtype: torch.dtype,
         owner: str,
-        share: Buckets | None = None,
+        share: "Buckets | None" = None,
         resident: bool = True,
         apart: Sequence[LocalParam] = (),
     ):
@@ -94,7 +92,7 @@ class Buckets:
         """Return the bytes that a piece holds now; 0 after `release`."""
         return self._storages[index].nbytes()
 
-    def trained(self) -> Buckets:
+    def trained(self) -> "Buckets":
         """Return the pieces of what is trained alone, without values apart from pieces; over the same memory."""
         kept = [index for index, plan in enumerate(self.plans) if not plan.frozen]
         if len(kept) == len(self.plans):
@@ -124,7 +122,7 @@ class Buckets:
         for i in self._own(index):
             self._storages[i].resize_(0)
 
-    def _card_values(self, share: Buckets | None) -> torch.Tensor:
+    def _card_values(self, share: "Buckets | None") -> torch.Tensor:
         numel = sum(param.numel for param in self.apart if param.storage == "card")
         if share is not None and share.card.numel():
             assert share.card.numel() == numel

@@ -3,8 +3,6 @@
 Every tensor that an operation creates in the thread that opened the card counts as memory of the card, except those of
 `host_empty`. Workspaces inside an operation, other threads and other processes are not counted."""
 
-from __future__ import annotations
-
 import threading
 import time
 import weakref
@@ -100,7 +98,7 @@ class HostEvent(torch.cpu.Event):
     def record(self, stream: Any = None) -> None:
         self.recorded_s = time.perf_counter()
 
-    def elapsed_time(self, end: HostEvent) -> float:
+    def elapsed_time(self, end: "HostEvent") -> float:
         """Return the milliseconds from this event to `end`."""
         if self.recorded_s is None or end.recorded_s is None:
             raise RuntimeError("elapsed_time requires both events to be recorded")

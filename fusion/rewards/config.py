@@ -1,7 +1,5 @@
 """Define the config group `reward`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -92,7 +90,7 @@ class RewardConfig(Group, path="reward"):
         label = f"reward.path={path!r}" if path else f"reward.name={self.name!r}"
         return RewardSpec(self.kind, path or BUILT_IN.get(self.kind), label)
 
-    def of(self, reward: str) -> RewardConfig:
+    def of(self, reward: str) -> "RewardConfig":
         """Return the config of another reward, a rule or `file.py:function`, with the same limits and no terms."""
         built_in = reward in BUILT_IN
         name, path = (reward, None) if built_in else ("custom", reward)

@@ -11,8 +11,6 @@ Invariants:
 5. No process that a sample starts survives its outcome, and none that a child starts survives the child, also in a
    session of its own (`keeper.py`)."""
 
-from __future__ import annotations
-
 import logging
 import selectors
 import threading
@@ -121,7 +119,7 @@ class RewardPool(GuardedPool[Child]):
             self._end_all()
             self._selector.close()
 
-    def __enter__(self) -> RewardPool:
+    def __enter__(self) -> "RewardPool":
         return self
 
     def __exit__(self, *exc: object) -> None:

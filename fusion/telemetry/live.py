@@ -10,8 +10,6 @@ with progress("warm-up", total=50) as bar:         any other long work
 On a terminal the view is redrawn several times per second. Elsewhere lines are printed only by these calls: `phase` and
 `advance` print one if nothing was printed for some seconds."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Mapping
@@ -65,7 +63,7 @@ class LiveView:
         self._printed = 0
         self._last_print = time.monotonic()
 
-    def __enter__(self) -> LiveView:
+    def __enter__(self) -> "LiveView":
         if self.console.is_terminal:
             self._live = Live(get_renderable=self._draw, console=self.console, refresh_per_second=4)
             self._live.__enter__()
@@ -184,7 +182,7 @@ class Bar:
             parts.append(f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}")
         return ", ".join(parts)
 
-    def __enter__(self) -> Bar:
+    def __enter__(self) -> "Bar":
         return self
 
     def __exit__(self, kind: object, *error: object) -> None:

@@ -9,8 +9,6 @@ any file is found, in the manifest, too. The digest (xxh3, 128 bits) finds damag
 than any disk reads. What a process writes it hashes in memory (`FileWriter`), so that no byte is read again; what
 others have written is read and hashed by several threads."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -38,7 +36,7 @@ class FileRecord:
     xxh3_128: str
 
     @classmethod
-    def of(cls, path: Path) -> FileRecord:
+    def of(cls, path: Path) -> "FileRecord":
         """Read a file.
         Raise OSError: it cannot be read, or is a symbolic link."""
         digest, nbytes = xxhash.xxh3_128(), 0

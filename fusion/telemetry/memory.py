@@ -5,8 +5,6 @@ controller merges the cards' ledgers. Every value is the maximum over all cards,
 memory first; owners reach their maximum at different times, so their sum may exceed the peak. The capacity is that of
 the smallest card."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 
 MIB = 2**20
@@ -33,7 +31,7 @@ class MemoryLedger:
         self.peak[phase] = max(self.peak.get(phase, 0), int(peak))
         self._note_capacity(capacity)
 
-    def merge(self, other: MemoryLedger) -> MemoryLedger:
+    def merge(self, other: "MemoryLedger") -> "MemoryLedger":
         """Merge another card's (or step's) ledger into this one. Return self."""
         for phase, peak in other.peak.items():
             self.record(phase, other.by_owner[phase], peak)
@@ -41,7 +39,7 @@ class MemoryLedger:
         return self
 
     @classmethod
-    def merged(cls, ledgers: Iterable[MemoryLedger]) -> MemoryLedger:
+    def merged(cls, ledgers: "Iterable[MemoryLedger]") -> "MemoryLedger":
         ledger = cls()
         for other in ledgers:
             ledger.merge(other)
@@ -71,7 +69,7 @@ class MemoryLedger:
         return figures
 
     @classmethod
-    def from_metrics(cls, figures: Mapping[str, float | None]) -> MemoryLedger:
+    def from_metrics(cls, figures: Mapping[str, float | None]) -> "MemoryLedger":
         """Rebuild the ledger from a row of metrics.jsonl."""
         ledger = cls()
         if (capacity := figures.get(CAPACITY)) is not None:

@@ -14,8 +14,6 @@ Invariants:
 2. A name has one rule; a second one is refused.
 3. A mean that has seen no weight is absent from the result, never 0 and never NaN."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -93,7 +91,7 @@ class Metrics:
         finally:
             self.add(f"timing_s/{name}", time.perf_counter() - start)
 
-    def merge(self, other: Metrics | Mapping[str, MetricState]) -> Metrics:
+    def merge(self, other: "Metrics | Mapping[str, MetricState]") -> "Metrics":
         """Merge another rank's metrics into this one. Return self."""
         parts = other._parts if isinstance(other, Metrics) else other
         for name, part in list(parts.items()):

@@ -2,8 +2,6 @@
 
 The page (`page/`) shows the rest: curves, the time of every card, memory and settings."""
 
-from __future__ import annotations
-
 import io
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -61,7 +59,7 @@ class RunReport:
     next_steps: Sequence[str] = ()
 
     @classmethod
-    def from_folder(cls, path: Path | str, run: Mapping[str, Any] | None = None, **fields: Any) -> RunReport:
+    def from_folder(cls, path: Path | str, run: Mapping[str, Any] | None = None, **fields: Any) -> "RunReport":
         """Return the report of a run folder.
         ``run``: the data of its page; None: they are read.
         ``fields``: values that replace or complete those of the folder.

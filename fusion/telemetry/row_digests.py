@@ -11,8 +11,6 @@ Invariants:
 2. `rewind` keeps the rows of blocks that are as they were sealed, byte for byte, in their order, and no others.
 3. Rows that were appended after the seal, whole or torn, are cut and are no damage."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,7 +54,7 @@ class Seal:
         return [[f"{block.end} {block.rows} {block.xxh3_128}" for block in blocks] for blocks in listed]
 
     @classmethod
-    def from_json(cls, value: Sequence[Sequence[str]]) -> Seal:
+    def from_json(cls, value: Sequence[Sequence[str]]) -> "Seal":
         """Rebuild a seal.
         Raise ValueError, TypeError: anything that `to_json` does not return."""
         blocks, before = ([_block(*text.split()) for text in some] for some in value)

@@ -2,8 +2,6 @@
 
 Only the user who started the run may enter the folder (mode 0700)."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import logging
@@ -275,7 +273,7 @@ class RunFolder:
         self._logs, self._timeline, self._loggers = {}, None, None
         self._lock.release()
 
-    def __enter__(self) -> RunFolder:
+    def __enter__(self) -> "RunFolder":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -16,8 +16,6 @@ Invariants of `summarize`:
 2. An instant is counted once: of overlapping spans, for the one that started last (the innermost if they are nested).
 3. The result does not depend on the order of the spans, nor on how they were divided over processes."""
 
-from __future__ import annotations
-
 import heapq
 import time
 from collections import deque
@@ -138,7 +136,7 @@ class CardSummary:
     idle_ns: int
 
     @classmethod
-    def of(cls, card: str, intervals: Iterable[tuple[str | None, int]]) -> CardSummary:
+    def of(cls, card: str, intervals: Iterable[tuple[str | None, int]]) -> "CardSummary":
         """Sum intervals (kind, None for idle; nanoseconds)."""
         sums: dict[str | None, int] = {None: 0}
         for kind, length_ns in intervals:

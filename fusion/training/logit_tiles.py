@@ -12,8 +12,6 @@ operations read and write: of a logit in bf16, products included, 38 here and 34
 Invariants: a pass holds the logits of one tile and two float32 copies of them at most; it never waits for the card.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -33,7 +31,7 @@ class Cells:
     whole: torch.Tensor
 
     @classmethod
-    def of(cls, kept: KeptIds, device: torch.device) -> Cells:
+    def of(cls, kept: KeptIds, device: torch.device) -> "Cells":
         """Copy the kept ids of a chunk to the card."""
         return cls(*(column.to(device) for column in (kept.owners, kept.ids, kept.counts == 0)))
 

@@ -9,8 +9,6 @@ Invariant: the sum over all ranks and micro-batches is the mean loss over the tr
 (weighted and normalised if the batch has weights) plus the load-balancing loss of all its layers and rows. The metrics
 are weighted means over the same tokens, equal on every rank."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -60,7 +58,7 @@ class Totals(NamedTuple):
         together = normaliser + self.normaliser
         return self.normaliser / together if together > 0 else 1.0
 
-    def and_then(self, later: Totals) -> Totals:
+    def and_then(self, later: "Totals") -> "Totals":
         """Return the totals of these tokens and later ones of the same batch."""
         return Totals(
             self.weight + later.weight,
@@ -82,7 +80,7 @@ class BatchSums:
     sums: dict[str, torch.Tensor]
     balance: float | None = None
 
-    def after(self, earlier: BatchSums) -> BatchSums:
+    def after(self, earlier: "BatchSums") -> "BatchSums":
         """Return the sums of the batch of which this is the part that follows ``earlier``."""
         share, sums = self.totals.share_after(earlier.totals.normaliser), dict(earlier.sums)
         for name, value in self.sums.items():

@@ -7,8 +7,6 @@ A run that resumes under the same settings continues its schedule to the bit. Wh
 of steps has changed, `cosine` decays from the rate of the last step to 0 at the new end, without a jump; from `lr` if
 that has changed."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, replace
 
@@ -44,7 +42,7 @@ class Schedule:
         progress = min(1.0, (step - start) / span)
         return peak * 0.5 * (1 + math.cos(math.pi * progress))
 
-    def resumed(self, saved: Schedule, steps: int, steps_left: int | None = None) -> Schedule:
+    def resumed(self, saved: "Schedule", steps: int, steps_left: int | None = None) -> "Schedule":
         """Return the schedule of a run with these settings that resumes after ``steps`` steps of ``saved``.
         ``steps_left``: optimizer steps until its end; None: up to ``total_steps``."""
         if replace(saved, start=None, start_rate=None, end=None) == self:

@@ -3,8 +3,6 @@
 A step visits its samples some twenty times: to claim them, for their advantages, to split them over replicas, for its
 metrics. Each visit of the objects would cost several cache misses a sample, so they are read once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
@@ -33,7 +31,7 @@ class SampleColumns:
     errors: list[str | None] = field(default_factory=list)
 
     @classmethod
-    def of(cls, samples: Sequence[Sample]) -> SampleColumns:
+    def of(cls, samples: Sequence[Sample]) -> "SampleColumns":
         columns = cls(samples)
         for sample in samples:  # one pass, as the next would find each sample out of the cache again
             columns.ids.append(sample.id)
@@ -91,12 +89,12 @@ class SampleColumns:
         return list(map(sub, self.response_tokens, self.sampled_tokens))
 
     @property
-    def without_errors(self) -> SampleColumns:
+    def without_errors(self) -> "SampleColumns":
         """The samples whose reward did not fail; itself if none did. Not cached: it would refer to itself, and its
         samples would live until garbage is collected."""
         return self if self.errors.count(None) == len(self) else self.where([error is None for error in self.errors])
 
-    def merged(self, others: SampleColumns) -> SampleColumns:
+    def merged(self, others: "SampleColumns") -> "SampleColumns":
         """Return these samples and ``others``, in order of ids."""
         return SampleColumns.of(sorted([*self.samples, *others.samples], key=by_id)) if len(others) else self
 
@@ -107,7 +105,7 @@ class SampleColumns:
         shared = links(lengths, self.row_prefixes, share_prefixes) if num_replicas > 1 else None
         return [[rows[index] for index in share] for share in split_over_ranks(lengths, num_replicas, shared)]
 
-    def where(self, kept: Sequence[bool]) -> SampleColumns:
+    def where(self, kept: Sequence[bool]) -> "SampleColumns":
         """Return the samples for which ``kept`` is true; itself if it is for all."""
         if all(kept):
             return self

@@ -8,8 +8,6 @@
 A level of `links` that the machine does not have is left out of its file, and has to be: its entry in the Topology
 repeats that of the node, so that plans see one class of links where there is one."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields
 from fractions import Fraction
@@ -74,7 +72,7 @@ def load_hardware(path: Path) -> Hardware:
     )
 
 
-def _topology(shape: _Section, links: _Section) -> tuple[Topology, tuple[Figure, ...]]:
+def _topology(shape: "_Section", links: "_Section") -> tuple[Topology, tuple[Figure, ...]]:
     """Return the machine's levels, and the share of each level's bandwidth that is reached."""
     shape.expect("dies_per_card", "dies_per_node", "dies_per_supernode", "host_bytes_per_s", "source")
     card, node = shape.count("dies_per_card"), shape.count("dies_per_node")
@@ -120,7 +118,7 @@ class _Section:
             if key not in self.values:
                 raise self.error(key, "missing")
 
-    def section(self, key: str) -> _Section:
+    def section(self, key: str) -> "_Section":
         return _Section(self.file, ".".join(filter(None, (self.key, key))), self.values[key])
 
     def text(self, key: str) -> str:

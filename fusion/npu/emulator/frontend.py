@@ -3,8 +3,6 @@
 Its functions behave as those of torch_npu. It offers what this project and PyTorch call; any other name raises
 `AttributeError`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -170,7 +168,7 @@ def set_rng_state(new_state: torch.Tensor, device: Any = "npu") -> None:
 class Stream(torch.Stream):
     """A stream of the card."""
 
-    def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> Stream:
+    def __new__(cls, device: Any = None, priority: int = 0, **kwargs: Any) -> "Stream":
         if "stream_id" in kwargs:
             return super().__new__(cls, priority=priority, **kwargs)
         return super().__new__(cls, torch.device("npu", _card_index(device)), priority=priority)

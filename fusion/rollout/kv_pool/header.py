@@ -6,8 +6,6 @@ The header describes the payload and has its checksum. It repeats the name of th
 so that KV of other weights, tokens, ranks or hosts is not even found. A reader states what it expects and gets that or
 an error; `PooledFile` is the one reader, of a file of this machine and of the bytes of one of another."""
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -44,7 +42,7 @@ class Header:
         return PREAMBLE.pack(MAGIC, len(text), xxh3_64_intdigest(text)) + text
 
     @classmethod
-    def read(cls, file: io.RawIOBase) -> tuple[Header, int]:
+    def read(cls, file: io.RawIOBase) -> "tuple[Header, int]":
         """Read what `encode` has written. Return it and the bytes of the file with this payload.
         Raise KVDamaged: it is not the header of a file of the pool."""
         preamble = file.read(PREAMBLE.size) or b""
