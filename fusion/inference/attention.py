@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 
 from fusion.inference.batch import Batch, LongChunk
-from fusion.inference.kv_cache import KVCache, score_dtype
+from fusion.inference.kv_cache import KVCache
 from fusion.model.attention import Pair, Up
 from fusion.npu.operators import PagedRows, lower_right_mask
 
@@ -128,7 +128,7 @@ def _attend_shared(q_THL: torch.Tensor, latent_SL: torch.Tensor, value_width: in
     for q, mask in zip((q_THL * scale).split(rows), mask_TS.split(rows), strict=True):
         bias = torch.zeros_like(mask, dtype=q.dtype).masked_fill_(~mask, -torch.inf).unsqueeze(1)
         scores = torch.mm(q.flatten(0, 1), keys).unflatten(0, (-1, heads)).add_(bias)
-        weights = scores.softmax(-1, dtype=score_dtype(q.dtype)).to(q.dtype)
+        weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
         out.append(torch.mm(weights.flatten(0, 1), values).unflatten(0, (-1, heads)))
     return _join(out)
 

@@ -118,11 +118,6 @@ class BatchPlan(NamedTuple):
         return self.of(self.on_host(device).to(device.torch_device, non_blocking=True))
 
 
-def build_batch(step: EngineStep, cache: KVCache, invariant: bool = False) -> Batch:
-    """Build the tensors of a step."""
-    return plan_batch(step, cache, invariant).send(cache.device)
-
-
 def plan_batch(step: EngineStep, cache: KVCache, invariant: bool = False, size: BatchSize | None = None) -> BatchPlan:
     """Plan the tensors of a step; with ``size`` it only decodes."""
     context, page_size, heads = cache.context, cache.page_size, cache.layout.heads
@@ -135,11 +130,7 @@ def plan_batch(step: EngineStep, cache: KVCache, invariant: bool = False, size: 
     table, first_of_piece = _block_table([rows for rows, _ in pieces] + [seq for seq, _ in step.shared_prefill])
     starts = np.fromiter((rows.computed for rows, _ in pieces), np.int64, len(pieces))
     if only_decodes := not (step.chunks or paths):
-        positions, first, ends = (
-            starts,
-            first_of_piece,
-            np.arange(1, len(pieces) + 1),
-        )
+        positions, first, ends = starts, first_of_piece, np.arange(1, len(pieces) + 1)
         ids = np.fromiter((seq.tokens[-1] for seq in decodes), np.int64, len(pieces))
     else:
         counts = np.fromiter((count for _, count in pieces), np.int64, len(pieces))

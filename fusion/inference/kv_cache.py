@@ -24,11 +24,6 @@ MAX_RUNS = 8
 """Runs of neighbouring blocks up to which each is copied to the card by itself"""
 
 
-def score_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of attention scores and their sums: at least float32."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
 class KVCache:
     """Hold one rank's pools, and the workspace in which a sequence's blocks are gathered, from `allocate` to `release`.
 

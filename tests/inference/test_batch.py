@@ -58,5 +58,5 @@ def test_a_step_without_rows_is_built_too():
     from fusion.inference.sequence import EngineStep
 
     made = engine()
-    built = batch.build_batch(EngineStep([], [], []), made.cache)
+    built = batch.plan_batch(EngineStep([], [], []), made.cache).send(made.cache.device)
     assert len(built.ids) == len(built.slots) == 0 and built.sampled is None and built.ids.dtype == torch.int64

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from fusion.costmodel.shape import Shape
 from fusion.inference import Request, SamplingParams
 from fusion.inference.attention import PagedAttention
-from fusion.inference.batch import SHORT_CHUNK_TOKENS, build_batch
+from fusion.inference.batch import SHORT_CHUNK_TOKENS, plan_batch
 from fusion.inference.kv_cache import KVCache
 from fusion.inference.kv_layout import KVLayout
 from fusion.inference.sequence import EngineStep, Sequence
@@ -91,7 +91,7 @@ class Case:
                     chunks.append((one, count))
             if decodes or chunks:
                 with torch.inference_mode():
-                    batch = build_batch(EngineStep(decodes, chunks, []), self.cache, invariant)
+                    batch = plan_batch(EngineStep(decodes, chunks, []), self.cache, invariant).send(self.cache.device)
                     attend = PagedAttention(self.cache, batch)
                     spec, q, latents = self.up.spec, self.q[batch.ids], self.latents[batch.ids]
                     q, latents = q.split([spec.nope_dim, spec.rope_dim], -1), latents.split(self.widths, -1)
