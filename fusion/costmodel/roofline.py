@@ -22,7 +22,7 @@ from fusion.costmodel.hardware import Hardware
 from fusion.costmodel.launches import decode_floor_s, launches_of
 from fusion.costmodel.memory import GRADIENT_BYTES, STATE_BYTES, WEIGHT_BYTES, stage_weights, trained_weights
 from fusion.costmodel.shape import Shape
-from fusion.costmodel.step_time import expert_load_factor, group_bytes_per_s
+from fusion.costmodel.step_time import exchange_s, expert_load_factor, group_bytes_per_s
 from fusion.model import Parallel
 
 CHUNK_TOKENS = 8192
@@ -217,22 +217,13 @@ class Roofline:
         return max(flops / (hardware.flops.value * reached), read / hardware.hbm_bytes_per_s.value)
 
     def _links_s(self, stage: _Stage, tokens: float, passes: int, expert_load: float = 1.0) -> float:
-        parallel, config = self.parallel, self.shape.config
-        experts = parallel.ep * parallel.etp
-        row = tokens * config.hidden_size * WEIGHT_BYTES * passes
-        tp = 4 * stage.layers * row * (parallel.tp - 1) / parallel.tp
-        ep = 2 * stage.sparse * config.top_k * expert_load * row / parallel.tp * (1 - 1 / experts)
-        pp = row / parallel.tp if parallel.pp > 1 else 0.0
-        exchanged = self.shape.attention.exchanged_elements(parallel.tp, parallel.cp)
-        exchanged += self.shape.attention.shared_elements(parallel.tp, parallel.dcp)
-        cp = stage.layers * row / config.hidden_size * exchanged
-        speed = (
-            group_bytes_per_s(self.hardware, parallel.tp),
-            group_bytes_per_s(self.hardware, experts),
-            group_bytes_per_s(self.hardware, parallel.world),
-            group_bytes_per_s(self.hardware, parallel.dcp if parallel.dcp > 1 else parallel.tp * parallel.cp),
-        )
-        return tp / speed[0] + ep / speed[1] + pp / speed[2] + cp / speed[3]
+        shape, hardware, parallel = self.shape, self.hardware, self.parallel
+        sizes = dict(rows=tokens * passes, layers=stage.layers, sparse=stage.sparse, load=expert_load)
+        seconds = exchange_s(shape, hardware, parallel, **sizes)
+        if parallel.pp == 1:
+            return seconds
+        sent = tokens * passes * shape.config.hidden_size * WEIGHT_BYTES / parallel.tp
+        return seconds + sent / group_bytes_per_s(hardware, parallel.world)
 
     def _stage(self, number: int) -> _Stage:
         shape, parallel = self.shape, self.parallel

@@ -30,24 +30,38 @@ def train_s(setup: Setup) -> float:
     """Estimate one update over all samples of a step: forward, backward and recomputation."""
     shape, train, hardware = setup.shape, setup.train, setup.hardware
     tokens, passes = setup.trained_rows, 4 if setup.training.recompute else 3
-    spread = train.ep * train.etp
-    load = expert_load_factor(shape, train)
-    config = shape.config
+    load, config = expert_load_factor(shape, train), shape.config
     routed = shape.routed * config.top_k / max(1, config.num_experts)
     parameters = shape.active + routed * (load - 1)
     compute = 2 * passes * parameters * tokens / (train.world * hardware.flops.value * hardware.train_reached.value)
-    count = config.num_layers
-    longest = len(train.layers(count, 0)) * train.pp / count
+    layers, sparse = len(train.layers(config.num_layers, 0)), config.num_sparse_layers / config.num_layers
+    longest = layers * train.pp / config.num_layers
     micro_batches = max(1.0, tokens / train.replicas / setup.training.token_budget)
     bubble = 1 + (train.pp - 1) / micro_batches
-    per_die = tokens / train.dp * len(train.layers(count, 0)) * config.hidden_size * WEIGHT_BYTES * passes
-    tp = 4 * per_die * (train.tp - 1) / train.tp / group_bytes_per_s(hardware, train.tp)
-    sparse = config.num_sparse_layers / count
-    ep = 2 * config.top_k * sparse * load * per_die / train.tp * (1 - 1 / spread) / group_bytes_per_s(hardware, spread)
-    cp = per_die / config.hidden_size * shape.attention.exchanged_elements(train.tp, train.cp)
-    cp /= group_bytes_per_s(hardware, train.tp * train.cp)
-    launches = launches_of(hardware.operators, train).of_passes(passes) * sparse * len(train.layers(count, 0))
-    return max(compute * longest + tp + ep + cp, micro_batches * launches * hardware.launch_s.value) * bubble
+    sizes = dict(rows=tokens / train.dp * passes, layers=layers, sparse=sparse * layers, load=load)
+    launches = launches_of(hardware.operators, train).of_passes(passes) * sparse * layers
+    seconds = compute * longest + exchange_s(shape, hardware, train, **sizes)
+    return max(seconds, micro_batches * launches * hardware.launch_s.value) * bubble
+
+
+def exchange_s(
+    shape: Shape, hardware: Hardware, parallel: Parallel, *, rows: float, layers: float, sparse: float, load: float
+) -> float:
+    """Estimate the seconds of what a die exchanges in its ``layers`` over TP, EP and context parallelism. ``rows``:
+    tokens of a data-parallel rank, in all passes; ``sparse``: number of these layers that have experts, whose ``load``
+    is that of `expert_load_factor`."""
+    config, experts, tp_cp = shape.config, parallel.ep * parallel.etp, parallel.tp * parallel.cp
+    row_bytes = rows * config.hidden_size * WEIGHT_BYTES
+    tp = 4 * layers * row_bytes * (parallel.tp - 1) / parallel.tp
+    ep = 2 * sparse * config.top_k * load * row_bytes / parallel.tp * (1 - 1 / experts)
+    context = shape.attention.exchanged_elements(parallel.tp, parallel.cp)
+    context += shape.attention.shared_elements(parallel.tp, parallel.dcp)
+    context_bytes = layers * rows * WEIGHT_BYTES * context
+    return (
+        tp / group_bytes_per_s(hardware, parallel.tp)
+        + ep / group_bytes_per_s(hardware, experts)
+        + context_bytes / group_bytes_per_s(hardware, parallel.dcp if parallel.dcp > 1 else tp_cp)
+    )
 
 
 def expert_load_factor(shape: Shape, parallel: Parallel) -> float:
