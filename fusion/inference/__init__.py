@@ -15,7 +15,7 @@
     kv_cache    memory of keys and values or latents, allocated last, released before training
     parked      KV of suspended requests on the host, until they are resumed
     routing     the experts that the tokens in the KV cache were routed to
-    batch       one step as tensors: ids, positions, slots, (row, block) pairs
+    batch       one step as tensors: ids, positions, slots, rows of blocks
     attention   paged attention over them: the model's `attend`
     noise       one uniform number per (run seed, request, position)
     sampler     temperature, top-k, top-p, min-p, and the choice of a token by that number
