@@ -20,6 +20,7 @@ moe           token exchange over EP and expert-TP, grouped experts, load-balanc
 replay        record the experts of a forward pass as a column and replay them in another pass
 stored        which tensors the files of a folder hold, from their headers;   hf_quantization   scales of float8 blocks
 huggingface   load_weights, save_folder: directly into and out of any layout;   folder   check_folder: reads the index
+gathering     gather_tensors: whole tensors on rank 0, from the parts of all ranks
 """
 
 import lazy_loader

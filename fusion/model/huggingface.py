@@ -1,16 +1,15 @@
 """Load and save Hugging Face folders in any parallel layout, without assembling the whole model on one rank.
 
 Loading: every rank opens the safetensors files and reads only the boxes of its own parts. Saving: ranks send the parts
-that they own (each element has one owner) to rank 0, tensor by tensor; at the same time rank 0 writes shards of
-bounded size."""
+that they own (each element has one owner) to rank 0 in the order of the tensors, small ones several in a message; at
+the same time rank 0 writes shards of bounded size."""
 
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from fnmatch import fnmatch
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +20,11 @@ from safetensors.torch import save_file
 
 from fusion.model.box_checksum import MODULUS, box_checksum
 from fusion.model.boxes import Box
-from fusion.model.bucket_plan import unit_bytes
 from fusion.model.config import GENERATION, ModelConfig
 from fusion.model.folder import FLOAT8, block_scales, check_tensor
-from fusion.model.formats import Format, local_table
+from fusion.model.gathering import gather_tensors, owners_of
 from fusion.model.hf_quantization import BlockScales, scale_of
 from fusion.model.holder import WeightHolder
-from fusion.model.local_param import LocalParam, Part
-from fusion.model.parallel import Parallel
 from fusion.model.peft import save_adapter
 from fusion.model.stored import INDEX, SINGLE, StoredTensor, read_json, stored_tensors
 from fusion.model.table import global_params
@@ -56,7 +52,7 @@ def load_weights(model: WeightHolder, folder: str | Path, whole_bytes: int = WHO
     folder = Path(folder)
     stored, shapes = stored_tensors(folder), global_params(model.config)
     large = {file for file in {tensor.file for tensor in stored.values()} if file.stat().st_size > whole_bytes}
-    owners, sums = _owners(model) if large else {}, dict.fromkeys((file.name for file in large), 0)
+    owners, sums = owners_of(model) if large else {}, dict.fromkeys((file.name for file in large), 0)
     scales = block_scales(folder, stored)
     with ExitStack() as stack, torch.no_grad():
         reader = BoxReader(stored, scales, stack)
@@ -209,58 +205,6 @@ def _link_or_copy(source: str | Path, target: str | Path) -> None:
         os.link(source, target, follow_symlinks=False)
     except OSError:  # not every file system has hard links
         shutil.copy2(source, target, follow_symlinks=False)
-
-
-def gather_tensors(
-    model: WeightHolder, views: Mapping[str, torch.Tensor] | None = None, group: dist.ProcessGroup | None = None
-) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield (name, whole CPU tensor) of every global tensor on rank 0, (name, None) on other ranks; of a model with
-    adapters, of theirs alone. Collective. ``views``: tensors to gather instead of the model's own, for example a copy:
-    this rank's parameters by local name. ``group``: process group over the ranks of the mesh, in their order, not in
-    use elsewhere during the call. None: the mesh's own."""
-    mesh = model.mesh
-    views = model.weights.views if views is None else views
-    group = group if group is not None else mesh.world_group
-    adapters = model.config.adapters is not None
-    for name, holders in _owners(model).items():
-        if adapters and not holders[0][1].trained:
-            continue
-        whole = None
-        dtype = torch.float32 if holders[0][1].float32 else model.weights.dtype
-        if mesh.rank == 0:
-            shape = [max(part.region[d][1] for _, _, part in holders) for d in range(len(holders[0][2].region))]
-            whole = torch.empty(shape, dtype=dtype)
-        for rank, param, part in holders:
-            if rank == mesh.rank:
-                piece = part.view(views[param.name]).cpu().contiguous()
-                if whole is None:
-                    dist.send(piece, group_dst=0, group=group)
-                else:
-                    whole[tuple(slice(*span) for span in part.region)] = piece
-            elif whole is not None:
-                piece = torch.empty(part.shape, dtype=whole.dtype)
-                dist.recv(piece, group_src=rank, group=group)
-                whole[tuple(slice(*span) for span in part.region)] = piece
-        yield name, whole
-
-
-def _owners(model: WeightHolder) -> Mapping[str, tuple[tuple[int, LocalParam, Part], ...]]:
-    """Map each global tensor to the parts that make it up, each from the lowest rank that holds it."""
-    max_bytes, itemsize = unit_bytes(model.bucket_bytes), model.weights.dtype.itemsize
-    return _owners_in_layout(model.format, model.config, model.mesh.parallel, max_bytes, itemsize)
-
-
-@lru_cache(maxsize=1)
-def _owners_in_layout(
-    format: Format, config: ModelConfig, parallel: Parallel, max_bytes: int, itemsize: int
-) -> Mapping[str, tuple[tuple[int, LocalParam, Part], ...]]:
-    """Cached, as every save of a run asks for the same."""
-    owners: dict[str, dict[Box, tuple[int, LocalParam, Part]]] = {}
-    for rank in range(parallel.world):
-        for param in local_table(format, config, parallel, rank, max_bytes=max_bytes, itemsize=itemsize):
-            for part in param.parts:
-                owners.setdefault(part.name, {}).setdefault(part.region, (rank, param, part))
-    return {name: tuple(parts.values()) for name, parts in owners.items()}
 
 
 class _ShardWriter:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusion.model import Mesh, ModelConfig, Parallel, Transformer, load_weights
-from fusion.model.huggingface import gather_tensors
+from fusion.model.gathering import gather_tensors
 from fusion.model.peft import begin_adapters, load_adapter
 from fusion.offload import StreamedStates
 from fusion.training import AlgorithmConfig, EmbeddedTrainEngine, Sequences, TrainingConfig, split_over_ranks

@@ -15,7 +15,7 @@ import torch
 
 from fusion.ep_switch import weights_checksum
 from fusion.model import ModelConfig, Parallel
-from fusion.model.huggingface import gather_tensors
+from fusion.model.gathering import gather_tensors
 from fusion.model.peft import of_peft
 from fusion.model.peft_folder import adapter_params, check_adapter, described
 from fusion.training import Sequences, load_checkpoint, save_checkpoint

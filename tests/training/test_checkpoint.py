@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fusion.model import Parallel, global_params, local_params, save_folder
-from fusion.model.huggingface import gather_tensors
+from fusion.model.gathering import gather_tensors
 from fusion.npu.failures import AbortedOnAllRanks
 from fusion.npu.operators import Plain
 from fusion.offload import HostPool, StreamedStates

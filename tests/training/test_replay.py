@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from fusion.model import Parallel
-from fusion.model.huggingface import gather_tensors
+from fusion.model.gathering import gather_tensors
 from fusion.training import AlgorithmConfig, Sequences, split_over_ranks
 from fusion.training.algorithms import make_algorithm
 from fusion.training.replay import new_record
