@@ -5,7 +5,7 @@
 The collectives that exchange rows take sizes from the host, which waits for the card here: once in a layer and pass. A
 pass that recomputes another one exchanges the same rows, and takes its plan."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,23 @@ class RowExchange(NamedTuple):
     sizes: list[int]
     order: tuple[torch.Tensor, torch.Tensor]
     rows: list[int] | torch.Tensor
+
+
+def reorder(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """Return the rows of x in another order, a permutation int64 [n]. The gradient is read by its inverse: an index's
+    own backward pass would add it to zeros row by row, which cards do by sorting."""
+    return _Reorder.apply(x, order, inverse)
+
+
+class _Reorder(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor):
+        ctx.inverse = inverse
+        return x.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor):
+        return grads[0].index_select(0, ctx.inverse), None, None
 
 
 def plan_exchange(counts_E: torch.Tensor, mesh: Mesh, on_card: bool) -> RowExchange:

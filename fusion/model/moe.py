@@ -33,7 +33,7 @@ from fusion.model.collectives import (
     sum_pieces,
     sum_plainly,
 )
-from fusion.model.exchange import RowExchange, plan_exchange
+from fusion.model.exchange import RowExchange, plan_exchange, reorder
 from fusion.model.matrix import Adapted, Matrix, Weights, base_of, below, blocks_of, parameter, project
 from fusion.model.mesh import Mesh
 from fusion.model.mlp import MLP
@@ -242,9 +242,9 @@ class MoE(nn.Module):
         """Run the experts of all ranks on rows sorted by expert; return their outputs in the same order."""
         mesh, (grouping, back) = self.mesh, plan.order
         arrived = exchange_rows(x, plan.send, plan.receive, mesh=mesh)
-        x = gather_uneven(arrived, plan.sizes, mesh.etp_group)[grouping]
+        x = reorder(gather_uneven(arrived, plan.sizes, mesh.etp_group), grouping, back)
         y = self._swiglu(x, plan.rows, row_multiple)
-        y = reduce_scatter_uneven(y[back], plan.sizes, mesh.etp_group)
+        y = reduce_scatter_uneven(reorder(y, back, grouping), plan.sizes, mesh.etp_group)
         return exchange_rows(y, plan.receive, plan.send, mesh=mesh)
 
     def _swiglu(self, x: torch.Tensor, counts: list[int] | torch.Tensor, row_multiple: int) -> torch.Tensor:

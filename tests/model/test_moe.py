@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fusion.model import Mesh, ModelConfig, Transformer, load_weights
-from fusion.model.exchange import regroup
+from fusion.model.exchange import regroup, reorder
 from fusion.npu.operators import Plain
 from tests.helpers import tiny_checkpoint
 from tests.host_reads import HostReads
@@ -27,6 +27,18 @@ def test_rows_are_grouped_by_expert_in_the_order_of_their_sources(by_source):
     arrived = [(s, e, n) for s, row in enumerate(by_source) for e, rows in enumerate(row) for n in range(rows)]
     assert [arrived[place] for place in grouping.tolist()] == sorted(arrived, key=lambda row: (row[1], row[0], row[2]))
     assert grouping[back].tolist() == back[grouping].tolist() == list(range(len(arrived)))
+
+
+@given(counts())
+def test_reordered_rows_and_their_gradients_are_those_of_an_index(by_source):
+    grouping, back = regroup(by_source, torch.device("cpu"))
+    x, other = (torch.randn(len(grouping), 2, generator=torch.manual_seed(1)).requires_grad_() for _ in range(2))
+    weights = torch.arange(1.0, len(grouping) + 1).unsqueeze(1)
+    found, expected = reorder(x, grouping, back), other[grouping]
+    assert torch.equal(found, expected)
+    for rows in (found, expected):
+        (rows * weights).sum().backward()
+    assert torch.equal(x.grad, other.grad)
 
 
 class Grouped(Plain):
