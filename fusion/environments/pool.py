@@ -75,16 +75,10 @@ class EnvChild(GuardedProcess[Reply | str]):
 
 
 class EnvPool(GuardedPool[EnvChild]):
-    """Runs environments in `config.workers` children. `begin`, `poll` and `end` are called by one thread.
-
-    Args:
-        on_result: called on a thread of the pool when `poll` has a result.
-
-    The constructor starts the children, which are kept alive, and returns when they are ready.
-
-    Raises:
-        ValueError: the config is invalid, or the user's class cannot be loaded (names `environment.path`).
-    """
+    """Runs environments in `config.workers` children. `begin`, `poll` and `end` are called by one thread. The
+    constructor starts the children, which are kept alive, and returns when they are ready.
+    ``on_result``: called on a thread of the pool when `poll` has a result.
+    Raise ValueError: the config is invalid, or the user's class cannot be loaded (names `environment.path`)."""
 
     def __init__(self, config: EnvironmentConfig, on_result: Callable[[], None]) -> None:
         config.validate()

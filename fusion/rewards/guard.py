@@ -30,16 +30,10 @@ CHUNK = 64
 
 
 class RewardPool(GuardedPool[Child]):
-    """Scores samples in `config.workers` children. Concurrent calls of `score` run one after another.
-
-    Args:
-        spec: what the children compute; None: the reward of the config, without its terms.
-
-    The constructor starts the children, which are kept alive, and returns when they are ready.
-
-    Raises:
-        ValueError: the config is invalid, or the user's function cannot be loaded (names `reward.path`).
-    """
+    """Scores samples in `config.workers` children. Concurrent calls of `score` run one after another. The constructor
+    starts the children, which are kept alive, and returns when they are ready.
+    ``spec``: what the children compute; None: the reward of the config, without its terms.
+    Raise ValueError: the config is invalid, or the user's function cannot be loaded (names `reward.path`)."""
 
     def __init__(self, config: RewardConfig, spec: RewardSpec | None = None) -> None:
         config.validate()

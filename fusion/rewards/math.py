@@ -23,11 +23,8 @@ def math_answer(prompt: str, response: str, answer: str, **fields: object) -> fl
     of its last `MAX_PARSED` characters. An answer that is prose is compared as text only, any other also as text
     (`answers.py`). A response whose text is damaged is wrong. Math-verify's own time limits are disabled (they turn a
     timeout into a wrong answer, and need the main thread's alarm): the pool of guarded processes limits the time.
-
-    Raises:
-        ValueError: `answer` is empty.
-        Exception: math-verify failed to parse or compare; the sample is then not scored.
-    """
+    Raise ValueError: `answer` is empty.
+    Raise Exception: math-verify failed to parse or compare; the sample is then not scored."""
     # With its time limits disabled, the library warns once per process.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     predicted = final_part(response)
