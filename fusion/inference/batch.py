@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from fusion.inference.kv_cache import KVCache
-from fusion.inference.paged_rows import pieces_of, plan_paged_rows
 from fusion.inference.sequence import Blocks, EngineStep, Sequence
 from fusion.inference.verification import Verification
 from fusion.npu import Device
@@ -42,9 +41,13 @@ SHORT_CHUNK_TOKENS = 16
 """Chunks up to this length are computed as paged rows: one call for all of them instead of one for each."""
 
 
+PagedPlan = tuple[list[np.ndarray], Callable[[Iterator[torch.Tensor]], PagedRows | None]]
+"""Arrays that go to the card, int64 [n] each; and what takes them from the card's tensors. None: there are no rows"""
+
+
 @dataclass(frozen=True)
 class LongChunk:
-    """Rows ``start:stop`` attend to the tokens in ``pieces`` (`pieces_of` their blocks), of which they are the last.
+    """Rows ``start:stop`` attend to the tokens in ``pieces`` (rows of a pool), of which they are the last.
     ``lengths``: number of rows; ``kv_lengths``: of tokens; a list each, for which a card may keep what it makes."""
 
     start: int
@@ -156,9 +159,9 @@ def plan_batch(step: EngineStep, cache: KVCache, invariant: bool = False, size: 
         held = context.count_own(lasts + 1)
         lasts, divided = np.maximum(held, 1) - 1, [written[own], np.flatnonzero(held == 0)]
     options: dict[str, Any] = dict(cache=cache, invariant=invariant, width=size.blocks if size else 0)
-    paged, take_paged = plan_paged_rows(lasts, first[:row_count], table, **options)
+    paged, take_paged = _plan_paged_rows(lasts, first[:row_count], table, **options)
     arrays = [ids, positions, slots.ravel(), repeated, *divided, *paged]
-    arrays += [pieces_of(_blocks_of(*piece, cache), cache) for piece in long + behind]
+    arrays += [_pieces_of(*piece, cache) for piece in long + behind]
     arrays += [] if only_decodes else [_sampled_rows(step, end_of, first_row=first_row)]
 
     def on_card(tensors: Iterator[torch.Tensor]) -> Batch:
@@ -179,6 +182,27 @@ def plan_batch(step: EngineStep, cache: KVCache, invariant: bool = False, size: 
         )
 
     return BatchPlan(arrays, on_card, Places(block, offset, written), lasts + 1)
+
+
+def _plan_paged_rows(
+    positions: np.ndarray, first: np.ndarray, table: np.ndarray, *, cache: KVCache, invariant: bool, width: int = 0
+) -> PagedPlan:
+    """Plan rows at these ``positions`` among the tokens that this rank stores, int64 [R]; row r's blocks are
+    ``table[first[r]]`` and those behind it. ``width``: blocks of each row, for `blocks_RB`; 0: as many as needed."""
+    lengths, of_rows = positions + 1, cache.needs_block_rows and len(positions) > 0
+    if of_rows:  # rows of one width, which an operator reads as they are
+        width = width or int(positions.max()) // cache.page_size + 1
+        table = table[np.minimum(first[:, None] + np.arange(width), len(table) - 1)].ravel()
+        first = np.arange(len(positions)) * width
+
+    def take(tensors: Iterator[torch.Tensor]) -> PagedRows | None:
+        rows = PagedRows(next(tensors), next(tensors), next(tensors))
+        if of_rows:
+            blocks_RB = rows.table.view(-1, width).to(torch.int32)
+            rows = rows._replace(blocks_RB=blocks_RB, host_lengths=tuple(lengths.tolist()), invariant=invariant)
+        return rows if len(lengths) else None
+
+    return [table, first, lengths], take
 
 
 def _paths(one: Verification) -> Iterator[Piece]:
@@ -233,9 +257,11 @@ def _block_table(holders: list[Sequence | PathRows]) -> tuple[np.ndarray, np.nda
     return table, np.cumsum(lengths) - lengths
 
 
-def _blocks_of(rows: Sequence | PathRows, count: int, cache: KVCache) -> np.ndarray:
-    """The blocks of the tokens that are computed after ``count`` more."""
-    return np.array(rows.blocks[: -(-(rows.computed + count) // cache.block_size)], np.int64)
+def _pieces_of(rows: Sequence | PathRows, count: int, cache: KVCache) -> np.ndarray:
+    """Return the rows of a pool that hold the tokens which are computed after ``count`` more: all keys before all
+    values, or latents."""
+    blocks = np.array(rows.blocks[: -(-(rows.computed + count) // cache.block_size)], np.int64)
+    return np.concatenate([blocks + part * cache.blocks for part in range(cache.layout.parts)])
 
 
 def _long_chunks(long: Iterable[Piece], start: int, *, pieces: Iterator[torch.Tensor]) -> Iterator[LongChunk]:
