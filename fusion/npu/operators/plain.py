@@ -144,7 +144,10 @@ class Plain(PlainAttention):
         counts_E = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
         # as floats, which are exact up to 2**24 experts: an NPU sorts no integers
         order = flat.to(torch.float32).argsort(stable=True)
-        return Permuted(x_ND.index_select(0, order // k), order, counts_E)
+        return Permuted(self._copied(x_ND, order, k), order, counts_E)
+
+    def _copied(self, x_ND: Tensor, order: Tensor, k: int) -> Tensor:
+        return x_ND.index_select(0, order // k)
 
     def unpermute(self, y: Tensor, order: Tensor, weight_Nk: Tensor) -> Tensor:
         """Return the weighted sum [N, D] of each row's experts, in the router's order, from y [N * k, D] in the order
