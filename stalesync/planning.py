@@ -16,6 +16,7 @@ from stalesync.job.config import Config
 from stalesync.job.job_arguments import cluster_of, job_config, layout_of, model_of, parse, print_answer
 from stalesync.job.workload import describe, describe_sharing, setup_of
 from stalesync.simulator import choice
+from stalesync.simulator.drafts import PUBLISHED_ACCEPTANCE
 
 OPTIONS = ("model", "model.path", "cluster", "train", "infer", "cluster.hardware", "cluster.npus")
 DEFAULTS = ("model=bfloat16", "training.recompute=true")
@@ -38,6 +39,7 @@ def answer(arguments: Sequence[str], recipes: Path) -> int:
     )
     ranking = rank(setup)
     chosen = _chosen(setup, train, infer) if train or infer else ranking.pairs[0]
+    lines += [PUBLISHED_ACCEPTANCE] if config.rollout.drafts.is_on else []
     if config.longest_sample > config.training.token_budget:
         budget = f"training.token_budget={config.training.token_budget}"
         lines.append(f"a run refuses {budget}: less than the longest sample, {config.longest_sample} tokens")

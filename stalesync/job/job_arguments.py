@@ -33,6 +33,9 @@ from stalesync.job.overrides import (
 )
 from stalesync.job.values import typed
 
+CHOSEN = ("fusion.deployment", "fusion.infer_cards", "stalesync.max_staleness", "run.steps", "run.seed")
+"""Keys that a plan chooses for the deployments that it simulates"""
+
 
 @dataclass
 class JobArguments:
@@ -134,8 +137,14 @@ def job_config(
     lines = [f"assumed unless stated: {' '.join(assumed)}"] if assumed else []
     if off := automatic.unresolved(config):
         lines.append(f"taken to be off, although a run may resolve auto: {' '.join(off)}")
-    unmodelled = " ".join(f"{key}={as_yaml(value_of(config, key))}" for key in unread)
-    lines += [f"not modelled: {unmodelled}"] if unread else []
+    simulated = {key.path for key in keys_of(Config).values() if "simulate" in key.use.read_by and command == "plan"}
+    simulated = simulated - {*CHOSEN}
+    for kind, keys in (
+        ("modelled in the simulated deployments only", [key for key in unread if key in simulated]),
+        ("not modelled", [key for key in unread if key not in simulated]),
+    ):
+        text = " ".join(f"{key}={as_yaml(value_of(config, key))}" for key in keys)
+        lines += [f"{kind}: {text}"] if keys else []
     for group in ("run", "data", "algorithm", "training", "fusion", "rollout"):
         getattr(config, group).validate()
     return config, lines

@@ -11,8 +11,8 @@ Invariant: terms are at least 0, so that the modelled ratio is at least the one 
 from dataclasses import dataclass
 from itertools import accumulate
 
-PUBLISHED_RATIO = 25 / 14
-"""Speed of synchronous `colocated` over `separate`, Pangu 718B on one CloudMatrix 384 supernode"""
+PUBLISHED_MODEL, PUBLISHED_RATIO = "pangu_718b", 1.785
+"""Speed of synchronous `colocated` over `separate`, on one CloudMatrix 384 supernode"""
 BROADCAST_BYTES_PER_S = 1e12 / 53.3
 """Of an update of all engines' weights: Kimi K2, 1T parameters in FP8, to 256 H100s by NCCL broadcast, 53.3 s"""
 READERS = 128

@@ -19,7 +19,7 @@ from stalesync.job.config import Config
 from stalesync.job.cross_checks import check_minibatches
 from stalesync.job.job_arguments import JobArguments, cluster_of, job_config, layout_of, model_of, parse, print_answer
 from stalesync.simulator.cluster import Case, Scenario, base_of, check_supernodes, lengths_of, simulate
-from stalesync.simulator.drafts import DraftSpec
+from stalesync.simulator.drafts import PUBLISHED_ACCEPTANCE, DraftSpec
 from stalesync.simulator.environment import EnvironmentSpec
 from stalesync.simulator.outcome import min_steps
 from stalesync.simulator.plot import draw
@@ -35,9 +35,6 @@ SCALE = ("slow_share", "slow_by", "network_gb_s", "scaling")
 OPTIONS = (*JOB, *ENVIRONMENT, *SCALE, "texts", "tokenizer", *SWEPT)
 DEFAULTS = ("model=bfloat16", "training.recompute=true", "run.steps=20")
 WIDTH = 165
-PUBLISHED_ACCEPTANCE = (
-    "drafts: acceptance is an input, as published (Seer, RhymeRL); texts= measures it on recorded texts"
-)
 
 
 def answer(arguments: Sequence[str], recipes: Path) -> None:

@@ -19,6 +19,8 @@ from itertools import accumulate
 from fusion.costmodel.pace import EngineCost
 from fusion.inference.config import DraftsConfig
 
+PUBLISHED_ACCEPTANCE = "drafts: acceptance is an input, as published (Seer, RhymeRL); simulate.py measures it on texts="
+"""Note of a simulation without recorded texts"""
 MAX_DRAFTED = 8
 """Tokens of a draft at most: Seer's maximum"""
 KEPT_BY_SIBLINGS = {0: 1.70, 1: 2.04, 5: 2.32, 15: 2.53}

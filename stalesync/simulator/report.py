@@ -11,7 +11,7 @@ from rich.text import Text
 from fusion.costmodel.memory import WEIGHT_BYTES
 from fusion.costmodel.report import table_of
 from stalesync.job.workload import describe, lengths_of, workload_of
-from stalesync.simulator.baseline import PUBLISHED_RATIO, BaselineRow, BaselineStep, rows
+from stalesync.simulator.baseline import PUBLISHED_MODEL, PUBLISHED_RATIO, BaselineRow, BaselineStep, rows
 from stalesync.simulator.cluster import Base, Case, Scenario
 from stalesync.simulator.outcome import LOSSES, Outcome
 
@@ -33,6 +33,8 @@ CASE = "fusion", "staleness", "supernodes"
 """Columns of `_cells`"""
 STALE_STEPS = 5
 """Measured steps from which on linearity with staleness is stated: steps that run ahead are long and short in turns"""
+STALE_CYCLES = 5
+"""Cycles of 1 + staleness steps, of which the last is the longest, from which on speed is stated without reservation"""
 
 
 def linearity(outcomes: Mapping[Case, Outcome], case: Case) -> float | None:
@@ -45,7 +47,7 @@ def linearity(outcomes: Mapping[Case, Outcome], case: Case) -> float | None:
 
 
 def assumptions(scenario: Scenario, outcomes: Mapping[Case, Outcome]) -> list[str]:
-    """State what linearity rests on, a line each."""
+    """State what linearity and speed rest on, a line each."""
     lines = [
         "strong scaling: all supernodes share the prompts of one"
         if scenario.strong
@@ -60,6 +62,10 @@ def assumptions(scenario: Scenario, outcomes: Mapping[Case, Outcome]) -> list[st
         if case.supernodes > 1 and case.max_staleness and outcome.steps < STALE_STEPS:
             needed = STALE_STEPS + 1 + 2 * case.max_staleness
             lines.append(f"{name}: {outcome.steps} measured steps are too few for linearity: run.steps={needed}")
+        cycle = 1 + case.max_staleness
+        if case.max_staleness and outcome.steps < STALE_CYCLES * cycle:
+            needed = cycle + case.max_staleness + STALE_CYCLES * cycle
+            lines.append(f"{name}: {outcome.steps} measured steps may state too many tokens/s: run.steps={needed}")
     return [f"linearity assumes: {lines[0]}", *lines[1:]]
 
 
@@ -85,6 +91,7 @@ def as_dict(scenario: Scenario, bases: Mapping[str, Base], outcomes: Mapping[Cas
         "model": scenario.shape.name,
         "hardware": scenario.hardware.name,
         "layouts": {name: {"train": str(base.train), "infer": str(base.infer)} for name, base in bases.items()},
+        "notes": scenario.notes,
         "lengths": str(scenario.trace) if scenario.trace else _lengths(scenario),
         "environment": None if scenario.environment is None else asdict(scenario.environment),
         "config": {name: asdict(getattr(config, name)) for name in ("run", "data", "algorithm", "reward", "rollout")},
@@ -169,9 +176,10 @@ def _losses(outcomes: Mapping[Case, Outcome]) -> Table:
 
 
 def baseline(scenario: Scenario, outcomes: Mapping[Case, Outcome]) -> list[BaselineRow]:
-    """Return the terms of the published baseline; none unless one supernode is simulated in both deployments."""
+    """Return the terms of the published baseline; none unless one supernode is simulated in both deployments, with the
+    model that it is published for."""
     separate, colocated = (outcomes.get(Case(1, name, 0)) for name in ("separate", "colocated"))
-    if separate is None or colocated is None or scenario.trace is not None:
+    if separate is None or colocated is None or scenario.trace or scenario.shape.name != PUBLISHED_MODEL:
         return []
     work = workload_of(scenario.config)
     job = BaselineStep(

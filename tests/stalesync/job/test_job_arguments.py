@@ -180,6 +180,18 @@ def test_a_key_that_is_not_modelled_is_refused_or_listed(command):
         of("model=float32")
 
 
+def test_a_plan_lists_what_only_the_deployments_that_it_simulates_model():
+    drafted = "rollout.drafts.source=both algorithm.kl_coef=0.1 stalesync.max_staleness=1 rollout.schedule.probe=0"
+    plain, found = told("plan", tuple(JOB)), told("plan", (*JOB, "--job", *drafted.split()))
+    notes = [line for line in found["notes"] if "modelled" in line or "drafts" in line]
+    assert notes == [
+        "modelled in the simulated deployments only: rollout.drafts.source=both algorithm.kl_coef=0.1",
+        "not modelled: rollout.schedule.probe=0 stalesync.max_staleness=1",
+        "drafts: acceptance is an input, as published (Seer, RhymeRL); simulate.py measures it on texts=",
+    ]
+    assert found["ranking"] == plain["ranking"] and found["choice"]["options"] != plain["choice"]["options"]
+
+
 def test_plan_simulation_and_run_share_one_workload():
     config = composed(CONF, [word for word in JOB[3:]])
     work = workload_of(config)

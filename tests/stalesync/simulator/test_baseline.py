@@ -46,13 +46,16 @@ def test_each_term_follows_from_its_source():
     ] == 0, "samples of one length need no padding"
 
 
-def test_simulate_prints_the_baseline_where_both_deployments_are_simulated(tmp_path, capsys):
-    job = """model=olmoe_7b cluster.hardware=ascend_910c cluster.npus=8 run.steps=4 data.prompts_per_step=8
+def test_simulate_prints_the_baseline_where_both_deployments_of_the_published_model_are_simulated(tmp_path, capsys):
+    job = """model=pangu_718b cluster=cloudmatrix384 run.steps=2 data.prompts_per_step=96
     rollout.max_response_length=128 rollout.sampling.forced_median=32""".split()
     answer([*job, "fusion=separate,colocated", "--json", str(tmp_path / "a.json")], Path("recipes"))
     found = json.loads((tmp_path / "a.json").read_text())
     speeds = {row["deployment"]: row["step_s"] for row in found["rows"]}
     assert found["baseline"][0]["ratio"] == pytest.approx(speeds["separate"] / speeds["colocated"])
     assert "published baseline as it was" in capsys.readouterr().out
-    answer([*job, "--json", str(tmp_path / "a.json")], Path("recipes"))
-    assert json.loads((tmp_path / "a.json").read_text())["baseline"] == []
+    other = "model=olmoe_7b cluster.hardware=ascend_910c cluster.npus=8 fusion=separate,colocated".split()
+    for one in (job, [*other, *job[2:]]):
+        answer([*one, "--json", str(tmp_path / "a.json")], Path("recipes"))
+        assert json.loads((tmp_path / "a.json").read_text())["baseline"] == []
+        assert "published baseline" not in capsys.readouterr().out

@@ -120,6 +120,16 @@ def test_linearity_with_staleness_needs_enough_steps():
     assert linearity({one: Enough(), four: Enough()}, four) == 0.25
 
 
+def test_speed_with_staleness_is_stated_with_a_reservation_below_five_turns(tmp_path, capsys):
+    def reservations(steps):
+        found = outcome(tmp_path, f"run.steps={steps}", "stalesync.max_staleness=0,1")["assumptions"]
+        return [line for line in found if "too many tokens/s" in line]
+
+    assert reservations(13) == []
+    expected = "colocated, staleness 1, 1 supernodes: 9 measured steps may state too many tokens/s: run.steps=13"
+    assert reservations(12) == [expected] and expected in capsys.readouterr().out
+
+
 def test_assumptions_of_linearity_are_printed_and_written(tmp_path, capsys):
     found = outcome(tmp_path, "slow_share=0.5", "slow_by=0.1,0.2", "scaling=strong")
     (row,) = found["rows"]

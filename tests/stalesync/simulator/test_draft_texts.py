@@ -77,7 +77,9 @@ def test_simulate_takes_drafts_of_texts_and_states_what_acceptance_rests_on(tmp_
 
     def step_s(*arguments):
         answer([*JOB, *arguments, "--json", str(tmp_path / "out.json")], Path("recipes"))
-        return json.loads((tmp_path / "out.json").read_text())["rows"][0]["step_s"]
+        found = json.loads((tmp_path / "out.json").read_text())
+        assert any(note.startswith("drafts: acceptance ") for note in found["notes"]) == bool(arguments)
+        return found["rows"][0]["step_s"]
 
     published, plain = step_s("rollout.drafts.source=both"), step_s()
     assert "acceptance is an input, as published" in " ".join(capsys.readouterr().out.split())
