@@ -4,6 +4,7 @@ Names of dimensions as in `plain.py`; S keys of a sequence, T its queries, G que
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +56,20 @@ def lower_right_mask(rows: int, length: int, device: torch.device) -> Tensor:
     return places <= places[length - rows :, None]
 
 
+class PagedRows(NamedTuple):
+    """Rows that attend to blocks of a pool: row r to the first ``lengths[r]`` tokens in the blocks ``table[first[r]]``,
+    ``table[first[r] + 1]``, …; int64 all, on the card. Where attention is composed, or the table of operators
+    `needs_block_rows`, also ``blocks_RB``, int32 [R, B]: the blocks of each row, then any others; and the lengths on
+    the host. ``invariant``: a row's bits must not depend on the other rows."""
+
+    table: Tensor
+    first: Tensor
+    lengths: Tensor
+    blocks_RB: Tensor | None = None
+    host_lengths: tuple[int, ...] = ()
+    invariant: bool = False
+
+
 Gathered = tuple[Tensor, Tensor, Tensor, Tensor]
 """Queries [R, K, G, C] of some paged rows, keys and values [R, K, S, C], and where these are read, bool [R, 1, 1, S]"""
 
@@ -76,22 +91,12 @@ def paged_with_lse(gathered: Iterable[Gathered], scale: float) -> tuple[Tensor, 
     return _join(outputs), _join(sums)
 
 
-def gather_rows(
-    q_NHC: Tensor,
-    parts: Sequence[Tensor],
-    blocks_RB: Tensor,
-    lengths: Tensor,
-    *,
-    host_lengths: Sequence[int],
-    invariant: bool,
-    value_width: int | None,
-) -> Iterator[Gathered]:
+def gather_rows(q_NHC: Tensor, parts: Sequence[Tensor], rows: PagedRows, value_width: int | None) -> Iterator[Gathered]:
     """Yield paged rows with their blocks, some rows at a time. ``parts``: keys and values by block, [blocks, K,
-    block_size, C] each; or, with the ``value_width`` of latents, these in one or more parts by channels. ``blocks_RB``,
-    ``lengths``, ``host_lengths``, ``invariant``: as in `PagedRows`."""
-    block_size = parts[0].shape[2]
-    for start, stop, width in _row_slices(host_lengths, block_size, invariant):
-        blocks = blocks_RB[start:stop, :width]
+    block_size, C] each; or, with the ``value_width`` of latents, these in one or more parts by channels."""
+    assert rows.blocks_RB is not None
+    for start, stop, width in _row_slices(rows.host_lengths, parts[0].shape[2], rows.invariant):
+        blocks = rows.blocks_RB[start:stop, :width]
         k_RKSC, *rest = (
             part.index_select(0, blocks.flatten()).unflatten(0, blocks.shape).transpose(1, 2).flatten(2, 3)
             for part in parts
@@ -101,7 +106,7 @@ def gather_rows(
         else:
             k_RKSC = torch.cat([k_RKSC, *rest], dim=-1) if rest else k_RKSC
             v_RKSC = k_RKSC[..., :value_width]
-        is_read = torch.arange(k_RKSC.shape[2], device=q_NHC.device) < lengths[start:stop].unsqueeze(-1)
+        is_read = torch.arange(k_RKSC.shape[2], device=q_NHC.device) < rows.lengths[start:stop].unsqueeze(-1)
         yield q_NHC[start:stop].unflatten(1, (k_RKSC.shape[1], -1)), k_RKSC, v_RKSC, is_read[:, None, None]
 
 

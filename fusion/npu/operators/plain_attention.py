@@ -3,27 +3,13 @@
 Names of dimensions as in `plain.py`; V channels of a value, P rotated channels of a latent, whose others are R."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from fusion.npu.operators import composed_attention
-
-
-class PagedRows(NamedTuple):
-    """Rows that attend to blocks of a pool: row r to the first ``lengths[r]`` tokens in the blocks ``table[first[r]]``,
-    ``table[first[r] + 1]``, …; int64 all, on the card. Where attention is composed, or the table of operators
-    `needs_block_rows`, also ``blocks_RB``, int32 [R, B]: the blocks of each row, then any others; and the lengths on
-    the host. ``invariant``: a row's bits must not depend on the other rows."""
-
-    table: Tensor
-    first: Tensor
-    lengths: Tensor
-    blocks_RB: Tensor | None = None
-    host_lengths: tuple[int, ...] = ()
-    invariant: bool = False
+from fusion.npu.operators.composed_attention import PagedRows
 
 
 class PlainAttention:
@@ -122,16 +108,8 @@ class PlainAttention:
     def _gather_rows(
         self, q_NHC: Tensor, pool: Tensor, rows: PagedRows, value_width: int | None
     ) -> Iterator[composed_attention.Gathered]:
-        assert rows.blocks_RB is not None
-        return composed_attention.gather_rows(
-            q_NHC,
-            pool.chunk(2) if value_width is None else self.areas(pool, value_width),
-            rows.blocks_RB,
-            rows.lengths,
-            host_lengths=rows.host_lengths,
-            invariant=rows.invariant,
-            value_width=value_width,
-        )
+        parts = pool.chunk(2) if value_width is None else self.areas(pool, value_width)
+        return composed_attention.gather_rows(q_NHC, parts, rows, value_width)
 
     def paged_latent_attention(
         self, q_NHR: Tensor, q_NHP: Tensor, pool: Tensor, rows: PagedRows, scale: float
