@@ -43,6 +43,7 @@ class Columns:
         return sorted(name for c, name in enumerate(self.names) if int(mask) >> c & 1)
 
     def holding(self, slots: np.ndarray | slice, mask: np.uint64) -> np.ndarray:
+        """Whether each row holds all columns of the mask."""
         return self.held.values[slots] & mask == mask
 
     def fill(self, slots: np.ndarray, positions: np.ndarray, columns: Mapping[str, np.ndarray | None]) -> None:

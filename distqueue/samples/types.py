@@ -40,6 +40,7 @@ class Selection:
 
     @property
     def required(self) -> tuple[str, ...]:
+        """The columns that a sample must hold."""
         return *self.columns, *self.lengths
 
 

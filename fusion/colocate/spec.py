@@ -79,6 +79,7 @@ class WorkerSpec:
 
     @property
     def engines(self) -> list[tuple[int, ...]]:
+        """The ranks of every engine."""
         return self.deployment.engines(self.engine_size)
 
     @property

@@ -80,6 +80,7 @@ def discard(target: Path) -> None:
 
 
 def read(checkpoint: Path) -> Mapping[str, Any]:
+    """Return the run's state."""
     return json.loads((checkpoint / NAME).read_text())
 
 
@@ -103,6 +104,7 @@ def queue_of(checkpoint: Path | None) -> str | None:
 
 
 def layout_of(checkpoint: Path) -> Parallel:
+    """Return the layout that the checkpoint's trainer had."""
     return Parallel(**json.loads((checkpoint / TRAINER / "trainer.json").read_text())["layout"])
 
 

@@ -162,6 +162,7 @@ class Rank:
         return inf if tokens is None else tokens // self.limits.block_size
 
     def _used(self, step: int) -> int:
+        """Count the blocks held in step number ``step``."""
         return self.decodes.used(step) + self._other_blocks
 
     def _blocks(self, tokens: int) -> int:
