@@ -42,7 +42,7 @@ class Usage:
         perf/utilisation: busy share, 0 to 1, mean over cards; timing_s/card/<kind>: seconds of each kind of work of the
         mean card, a switch as a whole, and `idle`: everything else, as it is known only later what a card waited for.
         Where cards train and generate, perf/overlap: share, 0 to 1, of the shorter of both that ran beside the other;
-        timing_s/step_floor: seconds of the longer, which a step takes at least."""
+        timing_s/step_floor: seconds of the longer, which what is counted takes at least."""
         if end_ns <= self._start_ns:
             return {}
         periods = self._take_periods(end_ns)
