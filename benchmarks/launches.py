@@ -8,7 +8,7 @@ small.
 decode, decode_mla: launches of one layer in a decode step, by table of operators, on one rank (tp1) and on that of two
 that launches most (tp2ep2), and the copies for which the host waits in a whole step. train: launches of one layer in
 the forward and the backward pass of one micro-batch of sequences of different lengths, and how often the host waits in
-a layer.
+a layer; where routing is replayed, with recomputation.
 """
 
 import sys
@@ -46,7 +46,7 @@ BENCHMARK = Benchmark(
         Option("operations", False, help="print the operations of a layer"),
     ],
     "logprobs.peak_bytes <= 2e9, decode.[ac]*.host_syncs <= 1, train.[ac]*.host_syncs <= 0, "
-    "train.[ac]*.host_syncs_tp2ep2 <= 1, "
+    "train.[ac]*.host_syncs_tp2ep2 <= 1, train.[ac]*.host_syncs_tp2ep2_replay <= 0, "
     + ", ".join(f"{path}.{key} <= {most}" for path, by_key in LAUNCHES.items() for key, most in by_key.items()),
     sizes={"contexts": ([2048, 32768], [300])},
 )

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from fusion.colocate.spec import WorkerSpec
-from fusion.model.parallel import CARD_ONLY, Parallel
+from fusion.model.parallel import CARD_ONLY, REPLAYED, Parallel
 
 Groups = dict[tuple[int, ...], bool]
 """Members (ranks of the run) → whether the host communicates in it; in the order in which all cards create them"""
@@ -37,6 +37,8 @@ def plan_groups(spec: WorkerSpec) -> Groups:
         meshes.append((spec.reward_model.layout, deployment.reward_model))
     for parallel, ranks in meshes:
         groups = add_mesh(groups, parallel, ranks)
+    if spec.algorithm.replay != "none":
+        groups = add_mesh(groups, spec.train, deployment.train, card_only=CARD_ONLY - REPLAYED)
     together = [deployment.actor, deployment.train, *replicas(spec)]
     return groups | {members: True for members in together if len(members) > 1}
 
@@ -48,12 +50,14 @@ def plan_dispatch_groups(spec: WorkerSpec) -> list[tuple[int, ...]]:
     return [tuple(ranks[place] for place in group) for ranks in spec.engines for group in groups]
 
 
-def add_mesh(groups: Groups, parallel: Parallel, ranks: tuple[int, ...]) -> Groups:
+def add_mesh(
+    groups: Groups, parallel: Parallel, ranks: tuple[int, ...], card_only: frozenset[str] = CARD_ONLY
+) -> Groups:
     """Return the groups with those of a mesh over ``ranks``; () has none."""
     added = dict(groups)
     for name, places in parallel.process_groups().items() if ranks else ():
         for members in (tuple(ranks[place] for place in group) for group in places if len(group) > 1):
-            added[members] = added.get(members, False) or name not in CARD_ONLY
+            added[members] = added.get(members, False) or name not in card_only
     return added
 
 

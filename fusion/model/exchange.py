@@ -1,9 +1,10 @@
-"""Plan how ranks exchange the rows of one layer's experts.
+"""Plan how ranks exchange the rows of experts.
 
-    counts_E ─ all-to-all over EP, gather over ETP ─► rows of each local expert by source ─ to the host ─► RowExchange
+    counts_LE ─ all-to-all over EP, gather over ETP ─► rows of each local expert by source ─ to the host ─► RowExchange
 
-The collectives that exchange rows take sizes from the host, which waits for the card here: once in a layer and pass. A
-pass that recomputes another one exchanges the same rows, and takes its plan."""
+The collectives that exchange rows take sizes from the host. Where routers choose the experts, the host waits for the
+card here, once in a layer and pass. Where they are replayed (`replay`) it counts the rows of all layers at once, tells
+the other hosts, and waits for no card. A pass that recomputes another one takes its plan."""
 
 from typing import Any, NamedTuple
 
@@ -18,14 +19,15 @@ class RowExchange(NamedTuple):
     """Plans an exchange of one layer's rows.
     ``send``, ``receive``: rows to and from each EP rank.
     ``sizes``: rows that arrive at each ETP rank.
-    ``order``: indices from (source, expert) to (expert, source), and back.
-    ``rows``: of each local expert, on the card if its operators take them from there."""
+    ``order``: indices from (source, expert) to (expert, source), and back, on the card.
+    ``rows``: of each local expert; ``rows_on_card``: the same, int64 [E / EP]."""
 
     send: list[int]
     receive: list[int]
     sizes: list[int]
     order: tuple[torch.Tensor, torch.Tensor]
-    rows: list[int] | torch.Tensor
+    rows: list[int]
+    rows_on_card: torch.Tensor
 
 
 def reorder(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
@@ -45,44 +47,44 @@ class _Reorder(torch.autograd.Function):
         return grads[0].index_select(0, ctx.inverse), None, None
 
 
-def plan_exchange(counts_E: torch.Tensor, mesh: Mesh, on_card: bool) -> RowExchange:
-    """Plan the exchange of this rank's rows, of which each expert has ``counts_E``. Collective over EP and ETP."""
-    arriving = _exchange_counts(counts_E, mesh)
-    counts = torch.cat([counts_E, arriving.flatten()]).view(1 + mesh.parallel.etp, mesh.parallel.ep, -1).tolist()
-    tables = counts[1:]
-    by_source = [row for table in tables for row in table]  # [etp rank, source rank][local expert] rows
-    return RowExchange(
-        send=[sum(row) for row in counts[0]],
-        receive=[sum(row) for row in tables[mesh.etp_rank]],
-        sizes=[sum(map(sum, table)) for table in tables],
-        order=regroup(by_source, counts_E.device),
-        rows=arriving.sum(0) if on_card else [sum(column) for column in zip(*by_source, strict=True)],
-    )
-
-
-def _exchange_counts(counts_E: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-    """Return the number of rows that arrive at each local expert, int64 [etp ranks * source ranks, E / EP], on the
-    card."""
-    arriving = counts_E
+def plan_exchange(counts_LE: torch.Tensor, mesh: Mesh, device: torch.device) -> list[RowExchange]:
+    """Plan the exchange of this rank's rows in L layers, of which each expert has ``counts_LE``, int64. Collective over
+    EP and ETP, on cards or between hosts, wherever the counts are; from a card they are read once. One copy to
+    ``device``."""
+    layers, ep = len(counts_LE), mesh.parallel.ep
+    own = counts_LE.view(layers, ep, -1).transpose(0, 1).contiguous()
+    arriving = own
     if mesh.ep_group is not None:
-        arriving = torch.empty_like(counts_E)
-        dist.all_to_all_single(arriving, counts_E, group=mesh.ep_group)
+        arriving = torch.empty_like(own)
+        dist.all_to_all_single(arriving, own, group=mesh.ep_group)
     gathered = arriving
     if mesh.etp_group is not None:
-        gathered = arriving.new_empty(mesh.parallel.etp * arriving.numel())
+        gathered = arriving.new_empty(mesh.parallel.etp * ep, *arriving.shape[1:])
         dist.all_gather_into_tensor(gathered, arriving, group=mesh.etp_group)
-    return gathered.view(mesh.parallel.etp * mesh.parallel.ep, -1)
+    counts = torch.cat([own, gathered]).cpu().numpy()  # [own and by ETP rank, EP rank][layer][local expert] rows
+    by_layer = counts.reshape(-1, ep, *counts.shape[1:]).transpose(2, 0, 1, 3)
+    by_source = by_layer[:, 1:].reshape(layers, -1, counts.shape[-1])
+    tables = [np.concatenate([of_layer.sum(0), *regroup(of_layer)]) for of_layer in by_source]
+    on_card = torch.from_numpy(np.concatenate(tables)).to(device).split([len(table) for table in tables])
+    return [_plan(counts, table, mesh.etp_rank) for counts, table in zip(by_layer, on_card, strict=True)]
 
 
-def regroup(by_source: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the indices that reorder rows from (source, expert) to (expert, source), and the inverse; both int64 [n].
-    ``by_source``: rows by [source][expert]."""
+def _plan(counts: np.ndarray, on_card: torch.Tensor, etp_rank: int) -> RowExchange:
+    """Plan one layer. ``counts``: of this rank's rows, then of those that arrive at each ETP rank, [EP rank, local
+    expert] each; ``on_card``: the rows of each local expert and both orders."""
+    send, *arriving = counts.sum(-1).tolist()
+    rows = counts[1:].sum((0, 1)).tolist()
+    rows_on_card, grouping, back = on_card.split([len(rows), sum(rows), sum(rows)])
+    return RowExchange(send, arriving[etp_rank], [sum(each) for each in arriving], (grouping, back), rows, rows_on_card)
+
+
+def regroup(by_source: np.ndarray) -> np.ndarray:
+    """Return the indices that reorder rows from (source, expert) to (expert, source), and the inverse: int64 [2, n].
+    ``by_source``: rows by [source, expert]."""
     # In numpy, whose calls on small arrays take a fraction of torch's time: this runs in every layer of a decode step.
-    counts = np.array(by_source)
-    starts = counts.cumsum().reshape(counts.shape) - counts
-    sizes, place = counts.T.ravel(), np.arange(counts.sum())
+    starts = by_source.cumsum().reshape(by_source.shape) - by_source
+    sizes, place = by_source.T.ravel(), np.arange(by_source.sum())
     grouping = place + np.repeat(starts.T.ravel() - (sizes.cumsum() - sizes), sizes)
     indices = np.empty((2, len(grouping)), np.int64)
     indices[0], indices[1, grouping] = grouping, place
-    grouping_n, back_n = torch.from_numpy(indices).to(device)  # both by one copy
-    return grouping_n, back_n
+    return indices

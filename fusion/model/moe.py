@@ -147,6 +147,7 @@ class MoE(nn.Module):
         if forced is not None:
             mismatched_n, expert_nk = forced.mismatched(expert_nk), forced.impose(expert_nk)
             weight_nk = scores_nE.gather(-1, expert_nk)
+            kept = kept if forced.exchange is None else [forced.exchange]
         y, counts_E = self._experts(x_nD, expert_nk, weigh(weight_nk, router), row_multiple, kept)
         if not record:
             return y, None
@@ -234,16 +235,16 @@ class MoE(nn.Module):
         else:
             kept = [] if kept is None else kept
             if not kept:
-                kept.append(plan_exchange(counts_E, self.mesh, on_card))
-            y = self._exchanged(x, kept[0], row_multiple)
+                kept += plan_exchange(counts_E.unsqueeze(0), mesh, counts_E.device)
+            y = self._exchanged(x, kept[0], row_multiple, on_card)
         return self.operators.unpermute(y, order, weight_nk), counts_E
 
-    def _exchanged(self, x: torch.Tensor, plan: RowExchange, row_multiple: int) -> torch.Tensor:
+    def _exchanged(self, x: torch.Tensor, plan: RowExchange, row_multiple: int, on_card: bool) -> torch.Tensor:
         """Run the experts of all ranks on rows sorted by expert; return their outputs in the same order."""
         mesh, (grouping, back) = self.mesh, plan.order
         arrived = exchange_rows(x, plan.send, plan.receive, mesh=mesh)
         x = reorder(gather_uneven(arrived, plan.sizes, mesh.etp_group), grouping, back)
-        y = self._swiglu(x, plan.rows, row_multiple)
+        y = self._swiglu(x, plan.rows_on_card if on_card else plan.rows, row_multiple)
         y = reduce_scatter_uneven(reorder(y, back, grouping), plan.sizes, mesh.etp_group)
         return exchange_rows(y, plan.receive, plan.send, mesh=mesh)
 

@@ -37,6 +37,8 @@ _GRIDS: tuple[tuple[Axis, ...], ...] = (
 
 CARD_ONLY = frozenset(("cp", "etp", "ep", "edp", "ends", "dcp"))
 """Process groups in which only cards communicate, and the host never does"""
+REPLAYED = frozenset(("etp", "ep"))
+"""Of these, the groups in which hosts tell each other how many rows they exchange, where a trainer replays routing"""
 MIN_DISPATCH_RANKS = 16
 """EP ranks from which on a card's operators may send rows to experts, in a group that is used for nothing else"""
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fusion.model.collectives import RowSplit, gather_padded, gather_rows, shard_range, shard_sizes
+from fusion.model.exchange import RowExchange, plan_exchange
 from fusion.model.mesh import Mesh
 from fusion.model.shared_rows import Reads
 
@@ -50,15 +51,16 @@ class Routed(NamedTuple):
 
 
 class Forced(NamedTuple):
-    """Holds the replayed experts of one layer, int64 [n, k]; and bool [n, 1], the rows that they apply to. The other
-    rows follow their router."""
+    """Holds the replayed experts of one layer, int64 [n, k]; and bool [n, 1], the rows that they were recorded of. The
+    others follow their router, unless there is an ``exchange``: the plan by which all are sent to ``expert_nk``."""
 
     expert_nk: torch.Tensor
     known_n1: torch.Tensor
+    exchange: RowExchange | None = None
 
     def impose(self, own_nk: torch.Tensor) -> torch.Tensor:
         """Return the experts of each row, int64 [n, k], where the router's own choice is ``own_nk``."""
-        return self.expert_nk.where(self.known_n1, own_nk)
+        return self.expert_nk if self.exchange is not None else self.expert_nk.where(self.known_n1, own_nk)
 
     def mismatched(self, own_nk: torch.Tensor) -> torch.Tensor:
         """Return the replayed rows whose own set of experts differs: bool [n]."""
@@ -68,21 +70,32 @@ class Forced(NamedTuple):
 
 @dataclass(frozen=True)
 class Replay:
-    """Holds the routing of one packed batch, on the device. ``experts_NLk``: any integer dtype [N, L, k], for the L
-    sparse layers of this stage; the same on its TP ranks. ``known_N``: bool [N], the rows that have a routing; the
-    values of the other rows are ignored."""
+    """Holds the routing of one packed batch.
+    ``experts_NLk``: any integer dtype [N, L, k], for the L sparse layers of this stage; the same on its TP ranks.
+    ``known_N``: bool [N], the rows that have a routing; the other rows follow their router.
+    ``complete``: the routing is on the host, and names experts that the other rows may be sent to.
+    ``exchanges``: the plan of each layer by which all rows are sent."""
 
     experts_NLk: torch.Tensor
     known_N: torch.Tensor
+    complete: bool = False
+    exchanges: Sequence[RowExchange] = ()
 
-    def of_rank(self, mesh: Mesh) -> "Replay":
-        """Return the rows that this TP rank routes."""
+    def of_rank(self, mesh: Mesh, num_experts: int, device: torch.device) -> "Replay":
+        """Return the rows that this TP rank routes, on ``device``, and the plan of their exchange, if the routing is
+        ``complete`` and experts are split over ranks: collective over EP and ETP then, between hosts."""
         own = shard_range(len(self.known_N), mesh.parallel.tp, mesh.tp_rank)
-        rows = slice(own.start, own.stop)
-        return Replay(self.experts_NLk[rows], self.known_N[rows])
+        experts_nLk, known_n = self.experts_NLk[own.start : own.stop], self.known_N[own.start : own.stop]
+        exchanges, layers = list[RowExchange](), experts_nLk.shape[1]
+        if self.complete and layers and not (mesh.ep_group is None and mesh.etp_group is None):
+            of_layers = experts_nLk.to(torch.int64) + num_experts * torch.arange(layers).unsqueeze(1)
+            counts = of_layers.flatten().bincount(minlength=layers * num_experts)
+            exchanges = plan_exchange(counts.view(layers, num_experts), mesh, device)
+        return Replay(experts_nLk.to(device), known_n.to(device), exchanges=exchanges)
 
     def layer(self, index: int) -> Forced:
-        return Forced(self.experts_NLk[:, index].to(torch.int64), self.known_N.unsqueeze(1))
+        exchange = self.exchanges[index] if self.exchanges else None
+        return Forced(self.experts_NLk[:, index].to(torch.int64), self.known_N.unsqueeze(1), exchange)
 
 
 def routing_dtype(num_experts: int) -> torch.dtype:

@@ -146,7 +146,8 @@ class Transformer(nn.Module):
         rope = cosines_and_sines(positions_N, self.inv_freq, self.config.attention.rotary, self.weights.dtype)
         assert (hidden is None) == self.mesh.first_stage, "hidden states come from the stage before, ids from the batch"
         x = self._embed(ids_N, rows) if hidden is None else hidden
-        replay = None if replay is None else replay.of_rank(self.mesh)
+        if replay is not None:
+            replay = replay.of_rank(self.mesh, self.config.num_experts, self.device.torch_device)
         num_sparse = 0
         for is_sparse, layer in zip(self._is_sparse, self.layers.values(), strict=True):
             forced = replay.layer(num_sparse) if replay is not None and is_sparse else None

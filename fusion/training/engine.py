@@ -297,7 +297,7 @@ class EmbeddedTrainEngine:
             over_context(attention_of(batch, self.device), batch.num_computed, self.mesh),
             of_batch,
             hidden,
-            replay_of(batch, self.model, own),
+            replay_of(batch, self.model, own, complete=not (self.balancing_coef or self.router_bias.rate)),
         )
         if routed is not None and of_batch is not None:
             routed += self._as_unshared(batch, of_batch)

@@ -2,6 +2,7 @@
 
 import os
 import resource
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,16 @@ def test_cards_that_meet_in_several_roles_have_one_group_and_gloo_joins_where_th
     assert not groups[0, 2], "EP: tokens only"
     assert not groups[0, 4], "expert DP: gradients only"
     assert groups[0, 2, 4, 6], "DP: the host divides micro-batches"
+    assert plan_groups(make_spec(folder, 8, {"tp": 2, "ep": 2, "pp": 2}, {"ep": 8}))[0, 1], "TP; EP has its members"
+
+
+def test_hosts_of_an_expert_axis_communicate_where_routing_is_replayed(folder):
+    spec = make_spec(folder, 8, {"ep": 2, "etp": 2}, {"ep": 8})
+    assert not any(plan_groups(spec)[members] for members in ((0, 1), (0, 2), (0, 4)))
+    groups = plan_groups(replace(spec, algorithm=replace(spec.algorithm, replay="rollout")))
+    assert groups[0, 1] and groups[0, 2], "they tell each other how many rows they exchange"
+    assert not groups[0, 4], "expert DP: gradients only"
+    assert list(groups) == list(plan_groups(spec)), "in one order on every card"
 
 
 def test_cards_that_share_samples_by_context_parallelism_read_them_together_and_exchange_rows_on_the_card(folder):

@@ -97,8 +97,9 @@ def two_minibatches(rank, device, spec):
 LAYOUTS = {
     "PP2-to-EP2": (4, {"tp": 2, "ep": 2, "pp": 2}, {"tp": 1, "ep": 2}),
     "EP2-to-PP2": (2, {"ep": 2}, {"pp": 2}),
+    "DP4EP2-to-EP4": (4, {"ep": 2}, {"ep": 4}),  # no other group has the members of an EP group
 }
-DEFAULT = [("train", "EP2-to-PP2"), ("rollout", "PP2-to-EP2")]
+DEFAULT = [("train", "EP2-to-PP2"), ("rollout", "PP2-to-EP2"), ("rollout", "DP4EP2-to-EP4")]
 
 
 @pytest.mark.parametrize(

@@ -278,12 +278,18 @@ def train(args: Namespace) -> Figures:
             key = "host_syncs" if layout == "tp1" else f"host_syncs_{layout}"
             of_table[key] = max(of_table.get(key, 0), found.waits.total())
             _print(args, found, table, layout, recompute)
+        for layout in LAYOUTS.keys() - {"tp1"}:
+            found = on_ranks(layout, _train_layer, table, args, True, True)
+            of_table[f"host_syncs_{layout}_replay"] = found.waits.total()
+            _print(args, found, table, layout, "replay")
         figures[table] = of_table
     return figures
 
 
-def _train_layer(device: Device, parallel: Parallel, args: Namespace, recompute: bool) -> OfALayer:
-    return of_a_layer(SHAPE, device, parallel, lambda model: training_pass(model, args, recompute))
+def _train_layer(
+    device: Device, parallel: Parallel, args: Namespace, recompute: bool, replays: bool = False
+) -> OfALayer:
+    return of_a_layer(SHAPE, device, parallel, lambda model: training_pass(model, args, recompute, replays))
 
 
 def _print(args: Namespace, found: OfALayer, *of: Any) -> None:
@@ -291,8 +297,8 @@ def _print(args: Namespace, found: OfALayer, *of: Any) -> None:
         print(*of, dict(found.by_operation.most_common()), dict(found.waits))
 
 
-def training_pass(model: Transformer, args: Namespace, recompute: bool) -> Launches:
-    """Train one micro-batch of sequences that all have different lengths."""
+def training_pass(model: Transformer, args: Namespace, recompute: bool, replays: bool = False) -> Launches:
+    """Train one micro-batch of sequences that all have different lengths. ``replays``: the routing of rows is given."""
     engine = EmbeddedTrainEngine(
         model, model.mesh, model.device, TrainingConfig(recompute=recompute, token_budget=1 << 20)
     )
@@ -301,6 +307,9 @@ def training_pass(model: Transformer, args: Namespace, recompute: bool) -> Launc
     mask = torch.ones(rows, dtype=torch.bool)
     mask[torch.tensor([0, *lengths]).cumsum(0)[:-1]] = False
     columns = dict(advantages=torch.ones(rows), behaviour_logprobs=torch.zeros(rows))
+    if replays:
+        chosen = torch.rand(rows, model.num_sparse_layers, EXPERTS, generator=torch.Generator().manual_seed(0))
+        columns["routing"] = chosen.topk(model.config.top_k).indices
     batch = Sequences(torch.arange(rows) % VOCABULARY, lengths, mask, **columns)
     with Launches() as found:
         engine.forward_backward(batch, cross_entropy)

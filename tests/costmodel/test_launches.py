@@ -71,7 +71,7 @@ def test_rankings_of_layouts_have_the_same_floors() -> None:
     work = Workload(samples=32, prompt=64.0, response=128.0, longest=256)
     setup = Setup(QWEN, SLOW_HOST, Parallel(8, ep=8), Parallel(8, ep=8), workload=work)
     assert generate_s(setup, kv_tokens=100_000) == pytest.approx(256 * 48 * 19e-3)
-    assert train_s(setup) == pytest.approx(48 * 161e-3), "one micro-batch, with recomputation"
+    assert train_s(setup) == pytest.approx(48 * 158e-3), "one micro-batch, with recomputation"
     assert train_s(replace(setup, hardware=H100)) < train_s(setup)
 
 

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 
 import pytest
 import torch
 
 from fusion.model import Parallel
 from fusion.model.gathering import gather_tensors
-from fusion.training import AlgorithmConfig, Sequences, split_over_ranks
-from fusion.training.algorithms import make_algorithm
+from fusion.training import AlgorithmConfig, Sequences
+from fusion.training.algorithms import cross_entropy, make_algorithm
 from fusion.training.replay import new_record
 from tests.helpers import run_ranks, tiny_checkpoint
-from tests.training.ranks import Case, make_engine, sample_batch, with_policy
+from tests.host_reads import HostReads
+from tests.training.ranks import Case, make_engine, sample_batch, share_of, with_policy
 
 LAYERS, EXPERTS, K = 3, 8, 2
 MISMATCH = "training/routing_mismatch"
@@ -26,9 +27,9 @@ def checkpoint(tmp_path_factory):
     return tiny_checkpoint(tmp_path_factory.mktemp("replay"), num_hidden_layers=LAYERS)
 
 
-def with_random_routing(batch: Sequences, seed: int) -> Sequences:
+def with_random_routing(batch: Sequences, seed: int, layers: int = LAYERS) -> Sequences:
     random = torch.Generator().manual_seed(seed)
-    experts = torch.rand(batch.rows, LAYERS, EXPERTS, generator=random).topk(K).indices
+    experts = torch.rand(batch.rows, layers, EXPERTS, generator=random).topk(K).indices
     return replace(batch, routing=experts.to(torch.uint8))
 
 
@@ -42,7 +43,8 @@ def replayed(rank, device, case):
     mesh, steps = engine.mesh, []
     for step in range(2):
         batch = with_random_routing(sample_batch(case.samples, step), step)
-        batch = batch.select(split_over_ranks(batch.lengths, engine.mesh.parallel.dp)[mesh.dp_rank])
+        batch.routing[batch.last_rows()] = 255
+        batch = share_of(batch, mesh)
         layers = mesh.parallel.layers(LAYERS, mesh.pp_rank)
         batch = with_policy(replace(batch, routing=batch.routing[:, layers.start : layers.stop]), engine)
         steps.append(engine.forward_backward(batch, GRPO) | engine.optimizer_step())
@@ -50,9 +52,16 @@ def replayed(rank, device, case):
 
 
 TRAINING = {"load_balancing_coef": 0.05, "token_budget": 25, "recompute": True}
-_single = lru_cache(maxsize=None)(lambda path: run_ranks(replayed, 1, Case(path, training=TRAINING))[0])
+UNBALANCED = TRAINING | {"load_balancing_coef": 0.0}
+"""Where experts are split, the host chooses those of last tokens"""
 
 
+@cache
+def _single(path, balances):
+    return run_ranks(replayed, 1, Case(path, training=TRAINING if balances else UNBALANCED))[0]
+
+
+@pytest.mark.parametrize("balances", [True, False], ids=["balanced", "unbalanced"])
 @pytest.mark.parametrize(
     "layout",
     [
@@ -60,19 +69,44 @@ _single = lru_cache(maxsize=None)(lambda path: run_ranks(replayed, 1, Case(path,
         pytest.param(Parallel(2, ep=2), marks=pytest.mark.extended),
         Parallel(3, pp=3),
         pytest.param(Parallel(4, tp=2, ep=2, pp=2), marks=pytest.mark.extended),
+        pytest.param(Parallel(4, tp=2, ep=2, cp=2), marks=pytest.mark.extended),
         Parallel(4, tp=2, ep=2, etp=2),
     ],
     ids=str,
 )
-def test_a_layout_trains_under_replay_as_one_rank_does(checkpoint, layout):
-    wanted, weights = _single(checkpoint)
+def test_a_layout_trains_under_replay_as_one_rank_does(checkpoint, layout, balances):
+    wanted, weights = _single(checkpoint, balances)
     assert wanted[0][MISMATCH] > 0.5
-    results = run_ranks(replayed, layout.world, Case(checkpoint, layout, TRAINING))
+    results = run_ranks(replayed, layout.world, Case(checkpoint, layout, TRAINING if balances else UNBALANCED))
     for steps, _ in results:
         for found, one in zip(steps, wanted, strict=True):
             assert found == pytest.approx(one, rel=1e-5, abs=1e-7)
     for name, tensor in weights.items():
         torch.testing.assert_close(results[0][1][name], tensor, atol=2e-4, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def read(rank, device, case, layers, replays):
+    """How often the host waits for the card in a step: to read from it, and to write to it."""
+    engine = make_engine(case, device)
+    batch = share_of(sample_batch(case.samples, 3), engine.mesh)
+    batch = with_random_routing(batch, 3, layers) if replays else batch
+    with HostReads() as reads:
+        engine.forward_backward(batch, cross_entropy)
+    return len(reads.found), len(reads.sent)
+
+
+@pytest.mark.parametrize("layout", [Parallel(2, ep=2), Parallel(4, tp=2, ep=2, etp=2)], ids=str)
+def test_the_host_waits_for_no_layer_whose_routing_is_replayed(tmp_path, layout):
+    """Not in forward, recomputation or backward, though experts are split; while it waits for routers in each layer."""
+    paths = {layers: tiny_checkpoint(tmp_path / str(layers), num_hidden_layers=layers) for layers in (1, LAYERS)}
+    cases = {layers: Case(path, layout, UNBALANCED) for layers, path in paths.items()}
+    replayed, routed = (
+        [run_ranks(read, layout.world, case, layers, replays) for layers, case in cases.items()]
+        for replays in (True, False)
+    )
+    assert replayed[0] == replayed[1]
+    for (reads, sent), (more_reads, more_sent) in zip(*routed, strict=True):
+        assert more_reads > reads and more_sent > sent
 
 
 @pytest.mark.parametrize("training", [{}, TRAINING], ids=["plain", "micro-batches-recompute-balancing"])

@@ -11,12 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fusion.model import Parallel
+from fusion.model import Parallel, Routed
 from fusion.training.algorithms import cross_entropy
 from fusion.training.router_bias import bias_steps
 from tests.families import family_checkpoint
 from tests.helpers import run_ranks
-from tests.training.ranks import Case, make_engine, my_share, sample_batch, train
+from tests.training.ranks import Case, make_engine, my_share, sample_batch, share_of, train
+from tests.training.test_replay import with_random_routing
 
 RATE = 0.01
 
@@ -107,6 +108,24 @@ def test_every_rank_has_the_biases_of_every_layer() -> None:
     case = Case(checkpoint(), Parallel(3, pp=3), {"router_bias_rate": RATE})
     found = run_ranks(replicas, 3, case)
     assert len(found[0]) == 2 * 8 and found[0] == found[1] == found[2]
+
+
+def replayed_rows(rank: int, device: Any, case: Case) -> torch.Tensor:
+    """The rows of each expert that this rank routes, under a routing nobody would choose."""
+    engine, counts = make_engine(case, device), list[Routed]()
+    engine.router_bias.count = counts.extend  # type: ignore[method-assign]
+    batch = share_of(with_random_routing(sample_batch(24, case.seed), 1, engine.model.num_sparse_layers), engine.mesh)
+    engine.forward_backward(batch, cross_entropy)
+    return torch.stack([layer.stats[0] for layer in counts]).detach().cpu()
+
+
+def test_rows_that_no_engine_has_routed_count_where_the_router_sends_them_in_every_layout() -> None:
+    training = {"router_bias_rate": RATE, "load_balancing_coef": 0.0}
+    wanted, parts = (
+        run_ranks(replayed_rows, layout.world, Case(checkpoint(), layout, training))
+        for layout in (Parallel(), Parallel(2, ep=2))
+    )
+    assert torch.equal(torch.stack(parts).sum(0), wanted[0])
 
 
 def test_an_update_that_is_skipped_moves_no_bias_and_forgets_the_load(device: Any) -> None:

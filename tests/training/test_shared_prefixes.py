@@ -206,10 +206,18 @@ def test_ascends_operators_compute_the_same(kind):
     assert assert_alike(Parallel(), Case(checkpoint(kind), training=BALANCES), run=trained_on_ascend) > 0.2
 
 
-@pytest.mark.parametrize("layout", [Parallel(), pytest.param(Parallel(4, tp=2, pp=2), marks=pytest.mark.extended)])
+@pytest.mark.parametrize(
+    ("layout", "balancing"),
+    [
+        (Parallel(), 0.05),
+        pytest.param(Parallel(4, tp=2, pp=2), 0.05, marks=pytest.mark.extended),
+        (Parallel(2, tp=2, ep=2), 0.0),
+    ],
+)
 @pytest.mark.parametrize("routing", ["alike", "uneven", "own"])
-def test_rows_are_shared_under_replay_where_their_experts_are_equal(routing, layout):
-    saved = assert_alike(layout, Case(checkpoint(), layout, training=BALANCES), routing)
+def test_rows_are_shared_under_replay_where_their_experts_are_equal(routing, layout, balancing):
+    training = BALANCES | {"load_balancing_coef": balancing}
+    saved = assert_alike(layout, Case(checkpoint(), layout, training=training), routing)
     assert saved > (0 if routing == "uneven" else 0.2)
 
 

@@ -209,7 +209,8 @@ class MegatronModel:
         experts = F.pad(replay.experts_NLk, (0, 0, 0, 0, 0, padding))
         share = len(experts) // self.mesh.parallel.tp
         own = slice(self.mesh.tp_rank * share, (self.mesh.tp_rank + 1) * share)
-        return Replay(experts[own], F.pad(replay.known_N, (0, padding))[own])
+        known, device = F.pad(replay.known_N, (0, padding))[own], self.device.torch_device
+        return Replay(experts[own].to(device), known.to(device))
 
     def _embed(self, ids_N: torch.Tensor) -> torch.Tensor:
         x = self.gpt.embedding.word_embeddings(ids_N.unsqueeze(0))
