@@ -26,9 +26,9 @@ LOSSES = {
 class Outcome:
     """Figures in modelled seconds and tokens. ``steps``: measured ones; ``tokens_per_s``: of trained samples, prompts
     and responses; ``utilisation``: share of the cards' time that is ideal work; ``bound_tokens_per_s``: the
-    work-conserving bound; ``lost``: share of the cards' time by kind (`LOSSES`); ``weights_network_gb``,
-    ``gradients_network_gb``: sent between supernodes in a step; ``max_lag``: largest number of versions between
-    admission and training."""
+    work-conserving bound; ``lost``: share of the cards' time by kind (`LOSSES`); ``weights_network_gb``:
+    sent between supernodes in a step; ``gradients_network_gb``: sent in groups that span supernodes, some of it within
+    one; ``max_lag``: largest number of versions between admission and training."""
 
     dies: int
     steps: int
@@ -116,8 +116,8 @@ def _lost(run: SimulatedRun) -> dict[str, float]:
 
 
 def _gradient_bytes(run: SimulatedRun) -> float:
-    """Return the bytes that the cards which train send between supernodes for the optimizer steps of a step: gradients
-    and gathered weights, where the replicas of a pipeline stage are in several."""
+    """Return the bytes of gradients and gathered weights that the cards which train send for the optimizer steps of a
+    step, where the replicas of a pipeline stage are in several supernodes."""
     trainer, minibatches = run.setup.trainer, run.setup.config.algorithm.minibatches
     supernode = trainer.pace.hardware.topology.ranks_per_supernode
     if trainer.layout.stage_world <= supernode:

@@ -159,7 +159,7 @@ def _table(outcomes: Mapping[Case, Outcome]) -> Table:
 
 
 def _losses(outcomes: Mapping[Case, Outcome]) -> Table:
-    title = "lost share of the cards' time, and GB sent between supernodes in a step"
+    title = "lost share of the cards' time; GB of a step: weights between supernodes, gradients in groups across them"
     kinds = [kind for kind in LOSSES if kind != "slow dies" or any(one.lost[kind] for one in outcomes.values())]
     figures = *kinds, "weights", "gradients", "limits speed", "limits linearity"
     table = table_of(*CASE, *figures, left=3, title=title)
