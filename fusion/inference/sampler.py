@@ -20,6 +20,7 @@ import torch
 
 from fusion.inference.request import SamplingParams
 from fusion.model.head import MAX_KEPT_IDS
+from fusion.npu import to_card
 
 
 class Sampled(NamedTuple):
@@ -53,9 +54,8 @@ def sample(logits_BV: torch.Tensor, params: list[SamplingParams], uniforms_B: np
 
 
 def _to_card(values: Any, like: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Copy numbers to where a tensor is, in its dtype or another one: from pinned memory, so that the host goes on."""
-    host = torch.as_tensor(values, dtype=dtype or like.dtype)
-    return host if like.device.type == "cpu" else host.pin_memory().to(like.device, non_blocking=True)
+    """Copy numbers to where a tensor is, in its dtype or another one."""
+    return to_card(torch.as_tensor(values, dtype=dtype or like.dtype), like.device)
 
 
 def _to_host(tokens_B: torch.Tensor, logprobs_B: torch.Tensor, kept_BK: torch.Tensor | None = None) -> Sampled:

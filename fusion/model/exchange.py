@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fusion.model.mesh import Mesh
+from fusion.npu import to_card
 
 
 class RowExchange(NamedTuple):
@@ -65,7 +66,7 @@ def plan_exchange(counts_LE: torch.Tensor, mesh: Mesh, device: torch.device) -> 
     by_layer = counts.reshape(-1, ep, *counts.shape[1:]).transpose(2, 0, 1, 3)
     by_source = by_layer[:, 1:].reshape(layers, -1, counts.shape[-1])
     tables = [np.concatenate([of_layer.sum(0), *regroup(of_layer)]) for of_layer in by_source]
-    on_card = torch.from_numpy(np.concatenate(tables)).to(device).split([len(table) for table in tables])
+    on_card = to_card(torch.from_numpy(np.concatenate(tables)), device).split([len(table) for table in tables])
     return [_plan(counts, table, mesh.etp_rank) for counts, table in zip(by_layer, on_card, strict=True)]
 
 

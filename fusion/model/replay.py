@@ -17,6 +17,7 @@ from fusion.model.collectives import RowSplit, gather_padded, gather_rows, shard
 from fusion.model.exchange import RowExchange, plan_exchange
 from fusion.model.mesh import Mesh
 from fusion.model.shared_rows import Reads
+from fusion.npu import to_card
 
 
 class Routed(NamedTuple):
@@ -91,7 +92,7 @@ class Replay:
             of_layers = experts_nLk.to(torch.int64) + num_experts * torch.arange(layers).unsqueeze(1)
             counts = of_layers.flatten().bincount(minlength=layers * num_experts)
             exchanges = plan_exchange(counts.view(layers, num_experts), mesh, device)
-        return Replay(experts_nLk.to(device), known_n.to(device), exchanges=exchanges)
+        return Replay(to_card(experts_nLk, device), to_card(known_n, device), exchanges=exchanges)
 
     def layer(self, index: int) -> Forced:
         exchange = self.exchanges[index] if self.exchanges else None

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from fusion.npu import to_card
+
 
 class SharedRows:
     """Holds where the N rows of packed sequences are computed, if sequence i shares its first ``shared[i]`` rows with
@@ -48,12 +50,12 @@ class Reads:
         order = rows_R.argsort(stable=True)
         rows, counts = rows_R[order].unique_consecutive(return_counts=True)
         starts = counts.cumsum(0) - counts
-        self.rows_R = rows_R.to(device)
+        self.rows_R = to_card(rows_R, device)
         self.by_count: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Of rows that are read equally often: these rows, and the reads of each"""
         for count in counts.unique().tolist():
             reads = order[starts[counts == count].unsqueeze(1) + torch.arange(count)]
-            self.by_count.append((rows[counts == count].to(device), reads.to(device)))
+            self.by_count.append((to_card(rows[counts == count], device), to_card(reads, device)))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return _Read.apply(x, self)

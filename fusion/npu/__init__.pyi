@@ -2,6 +2,7 @@ from .config import DeviceConfig as DeviceConfig
 from .device import HANDLE_BYTES as HANDLE_BYTES
 from .device import Device as Device
 from .device import open_device as open_device
+from .device import to_card as to_card
 from .failures import AbortedOnAllRanks as AbortedOnAllRanks
 from .failures import FailureKind as FailureKind
 from .failures import OutOfMemory as OutOfMemory

@@ -120,6 +120,15 @@ class Device(ABC):
         """Return a one-line description of the card."""
 
 
+def to_card(host: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """Copy a tensor of the host to a card, from pinned memory: the host does not wait for the card, as it would until
+    all is done that was launched before. What is on a card already stays as it is."""
+    device = torch.device(device)
+    if host.device.type != "cpu" or device.type == "cpu" or not host.numel():
+        return host.to(device)
+    return host.pin_memory().to(device, non_blocking=True)
+
+
 def open_device(
     kind: str = "auto",
     index: int = 0,

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from fusion.model import Buckets, Mesh, Routed, context_rows, over_context
 from fusion.model.bucket_plan import trained_units
 from fusion.model.weights import views_apart
-from fusion.npu import Device
+from fusion.npu import Device, to_card
 from fusion.training.batch import Sequences
 from fusion.training.chunk_files import Chunk
 from fusion.training.config import TrainingConfig
@@ -287,9 +287,9 @@ class EmbeddedTrainEngine:
         self, batch: Sequences, hidden: torch.Tensor | None, routed: list[Routed] | None = None
     ) -> torch.Tensor:
         own, device = context_rows(batch.num_computed, self.mesh), self.device.torch_device
-        positions = batch.computed(batch.positions)[own].to(device)
+        positions = to_card(batch.computed(batch.positions)[own], device)
         # After the first stage the model uses only the number of ids, and the batch may have none.
-        ids = batch.computed(batch.tokens)[own].to(device) if self.mesh.first_stage else positions
+        ids = to_card(batch.computed(batch.tokens)[own], device) if self.mesh.first_stage else positions
         of_batch: list[Routed] | None = None if routed is None else []
         out = self.model(
             ids,
@@ -308,7 +308,7 @@ class EmbeddedTrainEngine:
         if batch.shared is None:
             return routed
         own = self._own_rows(batch.num_computed)
-        weight_n = batch.shared.sequences_M[own.start : own.stop].to(self.device.torch_device)
+        weight_n = to_card(batch.shared.sequences_M[own.start : own.stop], self.device.torch_device)
         return [layer.weighted(weight_n) for layer in routed]
 
     def _rows(self, batches: list[Sequences]) -> list[int]:

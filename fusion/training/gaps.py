@@ -20,6 +20,7 @@ from collections.abc import Mapping
 
 import torch
 
+from fusion.npu import to_card
 from fusion.training.loss import LossInput, log_ratio, owners
 
 LAGS = 8
@@ -69,13 +70,13 @@ def _sums_by_lag(
     means = torch.stack([torch.ones_like(gap), gap, (logprobs.exp() - behaviour.exp()).abs(), ratio, ratio * ratio], 1)
     sums = gap.new_zeros(ROWS, COLUMNS)
     sums[:, :5].index_add_(0, row, weight.unsqueeze(1) * means)
-    bin = torch.bucketize(gap, EDGES.to(gap))
+    bin = torch.bucketize(gap, to_card(EDGES.to(gap.dtype), gap.device))
     return sums.flatten().index_add(0, row * COLUMNS + 5 + bin, weight)
 
 
 def _sums_of_sequences(log_r: torch.Tensor, lengths: list[int]) -> torch.Tensor:
     """Return the number of sequences with trained tokens, the sum of their ratios, and that of the squares."""
-    has_tokens = torch.tensor([length > 0 for length in lengths], dtype=torch.bool).to(log_r.device)
+    has_tokens = to_card(torch.tensor([length > 0 for length in lengths], dtype=torch.bool), log_r.device)
     log_w = log_r.new_zeros(len(lengths)).index_add(0, owners(lengths, log_r.device), log_r)
     ratio = log_ratio(log_w, torch.zeros_like(log_w)).exp()[has_tokens]
     return torch.stack([ratio.new_tensor(float(len(ratio))), ratio.sum(), (ratio * ratio).sum()])

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fusion.model import Head
+from fusion.npu import to_card
 from fusion.training.batch import KeptIds
 
 
@@ -33,7 +34,7 @@ class Cells:
     @classmethod
     def of(cls, kept: KeptIds, device: torch.device) -> "Cells":
         """Copy the kept ids of a chunk to the card."""
-        return cls(*(column.to(device) for column in (kept.owners, kept.ids, kept.counts == 0)))
+        return cls(*(to_card(column, device) for column in (kept.owners, kept.ids, kept.counts == 0)))
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from fusion.model import Head, Mesh, Transformer, context_rows
 from fusion.model.collectives import shard_sizes, share_shards
 from fusion.model.shared_rows import Reads
 from fusion.model.tiling import TILE_BYTES, tile_shape
+from fusion.npu import to_card
 from fusion.training.batch import KeptIds, Sequences
 from fusion.training.logit_tiles import Cells, Logits, Tiles
 from fusion.training.model import TrainedModel
@@ -94,9 +95,9 @@ def trained_logprobs(
     own = rank_n == mesh.cp_rank
     read = predicted_by[own] - context_rows(batch.num_computed, mesh).start
     values = vocab_parallel_logprobs(
-        hidden_ND.index_select(0, read.to(device)) if batch.shared is None else Reads(read, device)(hidden_ND),
+        hidden_ND.index_select(0, to_card(read, device)) if batch.shared is None else Reads(read, device)(hidden_ND),
         model.head,
-        batch.tokens[rows[own]].to(device),
+        to_card(batch.tokens[rows[own]], device),
         mesh,
         temperature=temperature,
         kept=batch.kept_at(rows[own]),
@@ -109,7 +110,7 @@ def trained_logprobs(
     by_rank = {name: share_shards(one, sizes, mesh.cp_group) for name, one in own_values.items()}
     if batch.shared is None:
         return TokenLogprobs(**by_rank)
-    places = rank_n.argsort(stable=True).argsort().to(device)  # a shared row predicts tokens of several sequences
+    places = to_card(rank_n.argsort(stable=True).argsort(), device)  # a shared row predicts tokens of several sequences
     return TokenLogprobs(**{name: one.index_select(0, places) for name, one in by_rank.items()})
 
 

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from fusion.npu import to_card
+
 MAX_LOG_RATIO = 20.0
 """Bound on the logarithms of probability ratios before `exp`: beyond it float32 carries no information."""
 
@@ -107,4 +109,4 @@ def means_of_sequences(values_n: torch.Tensor, lengths: list[int]) -> torch.Tens
 def owners(lengths: list[int], device: torch.device | str = "cpu") -> torch.Tensor:
     """Return the index of the sequence that each token belongs to: int64 [n]."""
     sizes = torch.tensor(lengths, dtype=torch.int64)
-    return torch.arange(len(lengths)).repeat_interleave(sizes).to(device)
+    return to_card(torch.arange(len(lengths)).repeat_interleave(sizes), device)

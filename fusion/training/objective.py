@@ -20,6 +20,7 @@ from fusion.model import Mesh, ModelConfig, Routed, load_balancing_loss
 from fusion.model.head import MAX_KEPT_IDS
 from fusion.model.moe import sequence_balancing_loss
 from fusion.model.shared_rows import Reads
+from fusion.npu import to_card
 from fusion.npu.all_or_none import gather_json
 from fusion.training.batch import Sequences
 from fusion.training.gaps import SUMS, gap_metrics, gap_sums
@@ -140,7 +141,7 @@ class Objective:
         rows, device = batch.trained_rows, tokens.logprobs.device
 
         def column(values_N: torch.Tensor | None) -> torch.Tensor | None:
-            return None if values_N is None else values_N[rows].to(device)
+            return None if values_N is None else to_card(values_N[rows], device)
 
         inputs = LossInput(
             logprobs=tokens.logprobs,
@@ -193,14 +194,14 @@ class Objective:
         if not routed:
             return None
         device, own = routed[0].stats.device, self.own_rows(batch.num_computed)
-        lengths_S = torch.tensor(batch.lengths, dtype=torch.float32).to(device)
+        lengths_S = to_card(torch.tensor(batch.lengths, dtype=torch.float32), device)
         owner_N, layers = owners(batch.lengths), iter(routed)
         if batch.shared is None:
-            owner_n = owner_N[own.start : own.stop].to(device)
+            owner_n = to_card(owner_N[own.start : own.stop], device)
         else:
             row_N = batch.shared.row_N - own.start
             is_own_N = (row_N >= 0) & (row_N < len(own))
-            owner_n, reads = owner_N[is_own_N].to(device), Reads(row_N[is_own_N], device)
+            owner_n, reads = to_card(owner_N[is_own_N], device), Reads(row_N[is_own_N], device)
             layers = (layer.read_by(reads) for layer in routed)
         losses = [sequence_balancing_loss(layer, owner_n, lengths_S, self.mesh) for layer in layers]
         balance = torch.stack(losses).sum() / max(self.totals.sequences, 1)
@@ -216,7 +217,7 @@ class Objective:
         weighted = mismatched_Ln.to(torch.float32)
         if batch.shared is not None:
             own = self.own_rows(batch.num_computed)
-            weighted = weighted * batch.shared.sequences_M[own.start : own.stop].to(weighted.device)
+            weighted = weighted * to_card(batch.shared.sequences_M[own.start : own.stop], weighted.device)
         self._add(MISMATCH, weighted.sum())
         num_replayed = (batch.rows - len(batch.last_rows())) * len(routed)
         self._add(REPLAYED, torch.tensor(float(num_replayed), device=weighted.device))
