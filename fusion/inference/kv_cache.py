@@ -15,7 +15,7 @@ import torch
 
 from fusion.inference.context import Context
 from fusion.inference.kv_layout import KVLayout
-from fusion.npu import Device
+from fusion.npu import Device, to_card
 
 WORKSPACE_TOKENS = 8192
 """Tokens of KV that are gathered at a time (at least one sequence)."""
@@ -145,7 +145,7 @@ class KVCache:
 
     def _rows(self, blocks: Sequence[int]) -> torch.Tensor:
         rows = [part * self.blocks + block for part in range(self.layout.parts) for block in blocks]
-        return torch.tensor(rows, device=self.device.torch_device)
+        return to_card(torch.tensor(rows), self.device.torch_device)
 
     def invalidate(self) -> None:
         """Mark the content of the pools as undefined: `clean` zeroes each block before it is used again, as a NaN left
