@@ -94,7 +94,7 @@ class CardFailures:
         """End the engines that have died, if they are replaced; ``first`` was reported first, in the stage
         ``running``. Return the failures that end the run, none if it goes on, and why it does not."""
         others = [stage for stage in list(self._running) if stage is not running]
-        if running.stage in ("generate", "answer") and self.watch.is_down(first.failure.rank):
+        if running.stage in ("generate", "answer", "snapshot_drafts") and self.watch.is_down(first.failure.rank):
             self._abandon(running)  # it was begun before the engine was known to be dead
             return [], ""
         failed = gather_failures(first, (running, *others))

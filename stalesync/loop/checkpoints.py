@@ -49,10 +49,17 @@ class Checkpoints:
             state = {"inputs": self.inputs, **loop.state_dict()}
             loop.step_metrics.take(loop.cards.wait(snapshot))
             if loop.config.rollout.drafts.from_history:
-                ranks = loop.spec.drafting_ranks
-                loop.cards.on(ranks).call(Worker.snapshot_drafts)
-                self._draft_starts = {rank: loop.cards.num_starts(rank) for rank in ranks}
+                self._snapshot_drafts()
         return state
+
+    def _snapshot_drafts(self) -> None:
+        """Let the engines that live copy their drafts, each in a stage of its own, so that it may die in it."""
+        loop, drafting = self.loop, {*self.loop.spec.drafting_ranks}
+        living = [ranks for engine, ranks in enumerate(loop.spec.engines) if engine not in loop.engines.absent]
+        by_engine = [[rank for rank in ranks if rank in drafting] for ranks in living]
+        self._draft_starts = {rank: loop.cards.num_starts(rank) for ranks in by_engine for rank in ranks}
+        with loop.engines.replacing():
+            loop.cards.wait_all([loop.cards.on(ranks).begin(Worker.snapshot_drafts) for ranks in by_engine])
 
     def save(self, state: Mapping[str, Any]) -> None:
         """Write a checkpoint from which a run of the same name can resume, and the Hugging Face export, while the next
@@ -76,7 +83,8 @@ class Checkpoints:
 
     def _unchanged(self, starts: Mapping[int, int]) -> list[int]:
         """Return the ranks with the processes of the cut, by their numbers then: one replaced since has no copy."""
-        same = [rank for rank, number in starts.items() if self.loop.cards.num_starts(rank) == number]
+        cards, absent = self.loop.cards, self.loop.engines.absent_ranks
+        same = [rank for rank, number in starts.items() if cards.num_starts(rank) == number and rank not in absent]
         if others := sorted(starts.keys() - {*same}):
             log.warning("ranks %s were replaced: their drafts are not part of the checkpoint", others)
         return same

@@ -92,7 +92,7 @@ class Engines:
     def _publish_again(self, command: Publish, share: InferenceShare) -> None:
         if command.overlapped:
             self.suspend([*self.admission.running])
-        absent = {rank for engine in self.absent for rank in self.spec.engines[engine]}
+        absent = self.absent_ranks
         self.cards.on([rank for rank in self.spec.deployment.actor if rank not in absent]).call(Worker.recover)
         self.begin_publish(Publish(command.version), share)
         for dispatched in self._behind:
@@ -102,6 +102,10 @@ class Engines:
     def absent(self) -> frozenset[int]:
         """Engines that are replaced and have not rejoined yet."""
         return frozenset(self._restarts)
+
+    @property
+    def absent_ranks(self) -> set[int]:
+        return {rank for engine in self.absent for rank in self.spec.engines[engine]}
 
     @contextmanager
     def replacing(self) -> Iterator[None]:

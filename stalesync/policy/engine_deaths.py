@@ -2,7 +2,7 @@
 
     a card that only generates dies   ┬─ its engine generates, answers or waits ──► replace the engine (all its cards)
                                       ├─ weights are sent, in `separate` ─────────► the same; they are sent again
-                                      └─ … in `hybrid`, in a save of drafts, … ───► the run ends, and says why
+                                      └─ … in `hybrid`, drafts are written, … ────► the run ends, and says why
     a card that trains or scores dies ────────────────────────────────────────────► the run ends
 
 A card that only generates holds no state of the run: its weights come from the trainers with the next switch, and its
@@ -29,7 +29,7 @@ from fusion.rollout.types import SuspendedSample, row_of
 
 IDLE = "idle"
 """In place of a stage, of a card that runs none"""
-MENDED_IN = frozenset({"generate", "answer", "close_kv_pool", IDLE})
+MENDED_IN = frozenset({"generate", "answer", "snapshot_drafts", "close_kv_pool", IDLE})
 """Stages of an engine's cards in which no card of another engine waits for them"""
 TRANSFERS = frozenset({"switch", "receive"})
 """Stages in which weights are sent to engines"""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -73,7 +74,9 @@ def both(rank: int, device: Any, case: Case) -> dict[str, Any]:
             logprobs, entropy = engine.logprobs(batches[step])
             metrics = engine.forward_backward(algorithm.weigh(batches[step]), algorithm.loss)
             steps.append({"logprobs": logprobs, "entropy": entropy, **metrics, **engine.optimizer_step()})
-        routing = engine.with_own_routing(batches[0]).routing if case.config.num_experts else None
+        routing = None
+        if case.config.num_experts:
+            routing = engine.with_own_routing(replace(batches[0], routing=None)).routing
         corrections = engine.model.weights.card.cpu()
         results[name] = {"steps": steps, "routing": routing, "corrections": [before, corrections]}
         held = memory_of(engine.model.weights)

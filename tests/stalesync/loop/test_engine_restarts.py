@@ -226,8 +226,9 @@ def test_an_engine_killed_in_an_evaluation_is_replaced_and_the_answers_are_those
     assert_bitwise(folder, undisturbed(*EVALUATED))
 
 
-def kill_in_transfer(rank, logs, running):
-    """Freezes a card when the first card begins to train, and kills it when the trainer sends weights after that."""
+def kill_in(stage, rank, logs, running):
+    """Freezes a card when the first card begins to train, and kills it when the trainer begins a stage after that in
+    which others wait for it: `switch` sends weights, `snapshot` is behind a cut."""
 
     def begun(stage):
         assert running.poll() is None, running.communicate()
@@ -237,8 +238,8 @@ def kill_in_transfer(rank, logs, running):
     wait_for(lambda: begun("train"), 180, every_s=0.005)
     pid = int(re.findall(r"process (\d+) on", (logs / f"rank-{rank}.log").read_text())[-1])
     os.kill(pid, signal.SIGSTOP)
-    switches = begun("switch")
-    wait_for(lambda: begun("switch") > switches, 180, every_s=0.005)
+    before = begun(stage)
+    wait_for(lambda: begun(stage) > before, 180, every_s=0.005)
     time.sleep(patience(0.5))  # until the other cards wait for it
     os.kill(pid, signal.SIGKILL)
 
@@ -252,10 +253,26 @@ def test_an_engine_killed_while_weights_are_sent_is_replaced_and_they_are_sent_a
 ):
     running = begin(base, tmp_path / "killed", *OPTIONS, *judge(tmp_path / "killed", {}), *overrides)
     folder = tmp_path / "killed" / "run"
-    kill_in_transfer(rank, folder / "logs", running)
+    kill_in("switch", rank, folder / "logs", running)
     out, err = running.communicate(timeout=patience(180))
     assert running.returncode == 0, out + err
     assert f"rank {rank} died in stage 'switch'" in out and restarts_of(folder) == 1
+    assert_bitwise(folder, undisturbed())
+
+
+@pytest.mark.extended
+def test_an_engine_killed_while_a_checkpoint_copies_its_drafts_is_replaced_and_the_checkpoint_has_the_others(
+    base, undisturbed, tmp_path
+):
+    saves = ["rollout.drafts.source=history", "run.save_every=1"]
+    running = begin(base, tmp_path / "killed", *OPTIONS, *judge(tmp_path / "killed", {}), *saves)
+    folder = tmp_path / "killed" / "run"
+    kill_in("snapshot", 2, folder / "logs", running)
+    out, err = running.communicate(timeout=patience(180))
+    assert running.returncode == 0, out + err
+    assert "rank 2 died in stage 'snapshot_drafts'" in out and restarts_of(folder) == 1
+    written = {path.name for path in (folder / "checkpoints").glob("*/drafts/rank-*.bin")}
+    assert "rank-00001.bin" in written
     assert_bitwise(folder, undisturbed())
 
 
@@ -295,7 +312,7 @@ def test_so_it_is_where_engines_receive_them_while_they_generate(base, tmp_path,
 @pytest.mark.extended
 def test_where_cards_train_and_generate_a_death_while_weights_are_sent_ends_the_run_and_says_why(base, tmp_path):
     running = begin(base, tmp_path / "killed", *OPTIONS, *judge(tmp_path / "killed", {}), *HYBRID)
-    kill_in_transfer(2, tmp_path / "killed" / "run" / "logs", running)
+    kill_in("switch", 2, tmp_path / "killed" / "run" / "logs", running)
     _, err = running.communicate(timeout=patience(180))
     assert running.returncode == 1
     assert (

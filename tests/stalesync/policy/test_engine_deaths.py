@@ -46,6 +46,8 @@ def test_what_else_fails_ends_the_run_and_an_engine_is_not_replaced_while_others
     assert not deaths(HYBRID).observe_failures([lost, failure(2)], stages)
     assert "while its cards run stage 'receive'" in deaths(HYBRID).why_not([lost, failure(2)], stages)
     assert deaths(HYBRID).observe_failures([failure(4)], stages), "the other engine waits for nobody"
+    assert deaths().observe_failures([failure(2)], {2: {"snapshot_drafts"}})
+    assert "while its cards run stage 'save_drafts'" in deaths().why_not([failure(2)], {2: {"save_drafts"}})
     none = deaths(max_restarts=0)
     assert not none.observe_failures([failure(2)], {}) and not none.watched and not none.why_not([failure(2)], {})
 
