@@ -19,46 +19,53 @@
                </function>
                </tool_call>                  likewise
 
-Invariant (tests/environments/test_tools.py): whatever the text is, parsing it raises nothing."""
+Invariants (tests/environments/test_tools.py): whatever the text is, parsing it raises nothing, and takes time in
+proportion to its length, since a model that repeats itself may begin a call with every token."""
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypedDict
 
 DECODER = json.JSONDecoder()
-TAGGED = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+TAGGED = "<tool_call>", "</tool_call>"
 PYTHON_TAG = "<|python_tag|>"
 LLAMA3 = re.compile(r'\{\s*"(name|type|parameters)"')
-DEEPSEEK = re.compile(r"<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>", re.DOTALL)
-FENCED = re.compile(r"(.*?)\n```json\n(.*)\n```\s*$", re.DOTALL)
-KIMI_K2 = re.compile(r"<\|tool_call_begin\|>(.*?)<\|tool_call_argument_begin\|>(.*?)<\|tool_call_end\|>", re.DOTALL)
+DEEPSEEK = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+FENCE, FENCE_END = "\n```json\n", "\n```"
+KIMI_K2 = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+
 Schemas = Sequence[Mapping[str, Any]]
 """Tools as OpenAI's API describes them"""
 
 
 class Tags(NamedTuple):
-    """A format in which each argument stands between tags. ``call``: name and arguments; ``argument``: name and value;
-    ``form``: how a call looks."""
+    """A format in which each argument stands between tags. ``opening``, ``name_end``, ``closing``: around the name and
+    behind the arguments; ``begin``, ``value``, ``end``: before an argument's name, between name and value, and behind
+    it; ``form``: how a call looks."""
 
-    call: re.Pattern[str]
-    argument: re.Pattern[str]
+    opening: str
+    name_end: re.Pattern[str]
+    closing: str
+    begin: str
+    value: re.Pattern[str]
+    end: re.Pattern[str]
     form: str
 
 
 TAGS = {
     "glm45": Tags(
-        re.compile(r"([^<]*)(.*)", re.DOTALL),
-        re.compile(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL),
+        "", re.compile("(?=<)"), "",
+        "<arg_key>", re.compile(r"</arg_key>\s*<arg_value>"), re.compile("</arg_value>"),
         "a name, and <arg_key>…</arg_key><arg_value>…</arg_value> for each argument",
     ),
     "qwen3_coder": Tags(
-        re.compile(r"<function=([^>]*)>(.*)</function>", re.DOTALL),
-        re.compile(r"<parameter=([^>]*)>\n?(.*?)\n?</parameter>", re.DOTALL),
+        "<function=", re.compile(">"), "</function>",
+        "<parameter=", re.compile(">\n?"), re.compile("\n?</parameter>"),
         "<function=NAME>, <parameter=NAME>…</parameter> for each argument, and </function>",
     ),
-}
+}  # fmt: skip
 
 
 class ToolCall(TypedDict):
@@ -79,7 +86,7 @@ def parse(text: str, tool_format: str, schemas: Schemas = ()) -> list[ToolCall]:
 
 
 def _hermes(text: str) -> list[ToolCall]:
-    return [_call_of(*_decoded(body), "arguments") for body in TAGGED.findall(text)]
+    return [_call_of(*_decoded(body), "arguments") for body in _between(text, *TAGGED)]
 
 
 def _llama3(text: str) -> list[ToolCall]:
@@ -96,9 +103,11 @@ def _llama3(text: str) -> list[ToolCall]:
 
 def _deepseek(text: str) -> list[ToolCall]:
     calls = []
-    for head, body in DEEPSEEK.findall(text):
-        fenced = FENCED.match(body)
-        name, arguments = (fenced[1], fenced[2]) if fenced else (head, body)
+    for head, body in _divided(text, *DEEPSEEK):
+        name, arguments = head, body
+        before, _, fenced = body.rstrip().partition(FENCE)
+        if fenced.endswith(FENCE_END):
+            name, arguments = before, fenced.removesuffix(FENCE_END)
         value, error = _decoded(arguments)
         calls.append(_call_of({"name": name.strip(), "arguments": value}, error, "arguments"))
     return calls
@@ -106,7 +115,7 @@ def _deepseek(text: str) -> list[ToolCall]:
 
 def _kimi_k2(text: str) -> list[ToolCall]:
     calls = []
-    for head, body in KIMI_K2.findall(text):
+    for head, body in _divided(text, *KIMI_K2):
         value, error = _decoded(body)
         name = (id := head.strip()).removeprefix("functions.").rpartition(":")[0]
         call = _call_of({"name": name, "arguments": value}, error, "arguments")
@@ -115,16 +124,46 @@ def _kimi_k2(text: str) -> list[ToolCall]:
     return calls
 
 
+def _between(text: str, begin: str, end: str) -> Iterator[str]:
+    """Yield what stands between the first ``begin`` and each ``end`` that follows one."""
+    for part in text.split(end)[:-1]:
+        _, found, body = part.partition(begin)
+        if found:
+            yield body
+
+
+def _divided(text: str, begin: str, separator: str, end: str) -> Iterator[tuple[str, str]]:
+    """Yield the same in two parts, where there is a separator."""
+    for body in _between(text, begin, end):
+        head, found, rest = body.partition(separator)
+        if found:
+            yield head, rest
+
+
 def _tagged(tags: Tags, text: str) -> list[ToolCall]:
     """Return calls whose arguments are all texts."""
     calls = []
-    for body in TAGGED.findall(text):
-        call = tags.call.fullmatch(body.strip())
-        name, rest = call.groups() if call else ("", body)
-        error = f"expected {tags.form}" if not name.strip() or tags.argument.sub("", rest).strip() else ""
-        value = {"name": name.strip(), "arguments": dict(tags.argument.findall(rest))}
-        calls.append(_call_of(value, error, "arguments"))
+    for body in map(str.strip, _between(text, *TAGGED)):
+        is_framed = body.startswith(tags.opening) and body.endswith(tags.closing)
+        inner = body.removeprefix(tags.opening).removesuffix(tags.closing)
+        name, *rest = tags.name_end.split(inner, maxsplit=1)
+        arguments = _arguments(tags, "".join(rest)) if is_framed and name.strip() else None
+        error = f"expected {tags.form}" if arguments is None else ""
+        calls.append(_call_of({"name": name.strip(), "arguments": arguments}, error, "arguments"))
     return calls
+
+
+def _arguments(tags: Tags, text: str) -> dict[str, str] | None:
+    """Return arguments by name; None if there is anything else."""
+    *parts, left = tags.end.split(text)
+    found = {}
+    for part in parts:
+        before, _, argument = part.partition(tags.begin)
+        name, *value = tags.value.split(argument, maxsplit=1)
+        if before.strip() or not value:
+            return None
+        found[name] = value[0]
+    return None if left.strip() else found
 
 
 def _decoded_values(call: ToolCall, schemas: Schemas) -> ToolCall:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Literal
 
 import pytest
@@ -14,6 +15,7 @@ from fusion.environments.config import TOOL_FORMATS
 from fusion.environments.interface import checked_messages
 from fusion.environments.tool_calls import PARSERS, ToolCall, parse
 from fusion.environments.tools import Tools, fits, type_schema
+from tests.machine import cpu_within
 
 NAMES = st.text("abc_", min_size=1, max_size=6)
 ARGUMENTS = st.dictionaries(NAMES, st.one_of(st.text(max_size=8), st.integers(), st.booleans(), st.none()), max_size=3)
@@ -146,6 +148,29 @@ def test_no_text_raises(tool_format, pieces):
         message = asyncio.run(TOOLS.answer(call))
         assert message["role"] == "tool" and checked_messages([message]) == [message]
         assert not call["error"] or message["content"] == f"error: {call['error']}"
+
+
+FRAMES = [
+    ("<tool_call>", "</tool_call>"),
+    ("<tool_call>a<arg_key>b</arg_key><arg_value>", "</arg_value></tool_call>"),
+    ("<tool_call><function=a>", "</function></tool_call>"),
+    ("<｜tool▁call▁begin｜>a<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
+    ("<|tool_call_begin|>", "<|tool_call_end|>"),
+]
+
+
+@pytest.mark.parametrize("tool_format", TOOL_FORMATS)
+@pytest.mark.parametrize("token", [
+    "<tool_call>", "</tool_call>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>", "<arg_key>", "</arg_key>", "<arg_value>", "<parameter=a>", "<function=a>", "{",
+    "\n```json\n", " ",
+])  # fmt: skip
+def test_a_model_that_repeats_itself_is_read_in_time(tool_format, token):
+    """By the square of the length each text would take a minute."""
+    started, many = time.thread_time(), token * 20_000
+    for text in (many, *(f"{begin}{many}{end}" for begin, end in FRAMES)):
+        parse(text, tool_format)
+    assert cpu_within(time.thread_time() - started, 2)
 
 
 @pytest.mark.parametrize(
