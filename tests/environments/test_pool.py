@@ -22,7 +22,8 @@ from fusion.environments import EnvironmentFailed, Turn
 COUNT = {"resets": 0}
 
 class Echo:
-    tools = [{"type": "function", "function": {"name": "nothing"}}]
+    takes_text = {"type": "object", "properties": {"text": {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "nothing", "parameters": takes_text}}]
 
     def __init__(self):
         self.turns = []
@@ -110,6 +111,8 @@ class Echo:
             return Turn([{"role": "user", "content": str("torch" in sys.modules)}])
         if text == "bye":
             return Turn([], done=True, reward=0.5)
+        if message["tool_calls"]:
+            return Turn([{"role": "user", "content": repr(message["tool_calls"][0]["arguments"])}])
         return Turn([{"role": "user", "content": " ".join(self.turns)}], reward=1)
 
     async def close(self):
@@ -179,7 +182,8 @@ def test_a_conversation_is_a_reset_and_steps(user_file):
     with Pool(user_file) as pool:
         started, failed = pool.reset([(Task("hello", ""), 3), (Task("hello", "raise"), 3)])
         assert started.turn.messages == [{"role": "user", "content": "hello 3"}]
-        assert started.tools == [{"type": "function", "function": {"name": "nothing"}}]
+        takes_text = {"type": "object", "properties": {"text": {"type": "string"}}}
+        assert started.tools == [{"type": "function", "function": {"name": "nothing", "parameters": takes_text}}]
         assert failed.turn is None and failed.failure == "raised" and "KeyError" in failed.detail
         pool.open("a", "b")
         assert pool.observed["a"] == pool.observed["b"]
@@ -190,6 +194,14 @@ def test_a_conversation_is_a_reset_and_steps(user_file):
         end = pool.ask("a", "bye")
         assert (end.turn.messages, end.turn.done, end.turn.reward, end.failure) == ([], True, 0.5, None)
         assert content(pool.ask("b", "torch")) == "False"
+
+
+def test_arguments_are_read_by_the_schemas_of_the_environments_tools(user_file):
+    call = "<tool_call>nothing<arg_key>text</arg_key><arg_value>12</arg_value></tool_call>"
+    with Pool(user_file, tools="glm45") as pool:
+        pool.open("a")
+        for _ in range(2):
+            assert content(pool.ask("a", call)) == "{'text': '12'}"
 
 
 def test_a_live_environment_is_sent_the_new_turn_only_and_a_fresh_one_all(user_file, monkeypatch):
