@@ -16,6 +16,7 @@ BATCH, CONTEXT = 64, 2048
 MICRO_BATCHES = 32
 """Micro-batches of a training step"""
 LAUNCHES, CARD = "launches", "the card"
+CANN_RECIPES = "https://gitcode.com/cann/cann-recipes-train/blob/master/"
 
 
 @dataclass(frozen=True)
@@ -93,8 +94,51 @@ PUBLISHED = (
         conditions="bf16, TP4, one request a second of 128 + 128 tokens: 23.89 ms a token, 3 at once on average",
         source="https://github.com/vllm-project/vllm-ascend/issues/1605",
     ),
+    Published(
+        "qwen3_30b_a3b",
+        "ascend_910c",
+        "decode",
+        "vllm-ascend",
+        32 * 3072 / 80.19,
+        Parallel(16, ep=16),
+        sizes=(32, 1536),
+        conditions="bf16, 16 dies, EP16: 512 samples in 80.19 s; 3,072 steps are assumed, that of the longest response",
+        source=CANN_RECIPES + "docs/llm_rl/qwen3_235B_32k_longseq_rl_train_optimization.md",
+    ),
+    Published(
+        "qwen3_30b_a3b",
+        "ascend_910c",
+        "train",
+        "torchtitan-npu",
+        1244,
+        Parallel(16, tp=2, cp=2, ep=8),
+        sizes=(1, 4096),
+        conditions="bf16, 16 dies, TP2 CP2 EP8, 4 x 4,096 tokens a replica, recomputed in part; predicted without",
+        source=CANN_RECIPES + "llm_sft/qwen3_30b_a3b/README_EN.md",
+    ),
+    Published(
+        "qwen3_235b_a22b",
+        "ascend_910c",
+        "decode",
+        "vllm-ascend",
+        54 * 32 / 124.66e-3 / 128,
+        Parallel(128, tp=4, ep=128),
+        sizes=(54, 8192),
+        conditions="bf16, 128 dies, TP4 EP128: 124.66 ms a step, 54 sequences a rank on average; 8,192 tokens assumed",
+        source=CANN_RECIPES + "docs/llm_rl/qwen3_235B_32k_longseq_rl_train_optimization.md",
+    ),
+    Published(
+        "qwen3_235b_a22b",
+        "ascend_910c",
+        "train",
+        "Megatron with MindSpeed",
+        403.5 / 2,
+        Parallel(128, tp=4, cp=4, pp=4, ep=32),
+        sizes=(1, 7419),
+        conditions="bf16, 128 dies, TP4 CP4 PP4 EP32, 8,192 samples of 7,419 tokens in 2,353 s, experts recomputed",
+        source=CANN_RECIPES + "docs/llm_rl/qwen3_235B_32k_longseq_rl_train_optimization.md",
+    ),
 )
-"""For the 910C no rate of vLLM or Megatron in bf16 was found"""
 
 
 def decode_rate(roofline: Roofline, sequences: int, context: int) -> Rate:
