@@ -1,4 +1,4 @@
-"""Execute the stages of all cards in virtual time: switches, engines, training.
+"""Execute the stages of all cards in virtual time: switches, engines, training; and score by rules.
 
     publish ─► ready ─► engines … stopped ─► return ─► train ─► publish …          cards that train
     publish overlapped ─► received ─► engines adopt between two steps              cards that only generate
@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 
 from fusion.costmodel.pace import TrainerCost
 from fusion.model.prefixes import links
+from fusion.rewards.batch_size import BatchSize
 from fusion.rollout import SuspendedSample
 from fusion.training.division import split_groups, split_over_ranks
 from stalesync.simulator.clock import Clock
 from stalesync.simulator.engine import SimulatedEngine
-from stalesync.simulator.engine_spec import EngineListener, RequestSize
 from stalesync.simulator.lengths import SimulatedPrompt
-from stalesync.simulator.scoring import SimulatedRules
-from stalesync.simulator.sequence import SimulatedRequest
+from stalesync.simulator.sequence import RequestSize, SimulatedRequest
 from stalesync.simulator.setup import SimulationSetup
 
 Share = tuple[list[int], list[int]]
@@ -47,9 +46,16 @@ class SimulatedCards:
         self, setup: SimulationSetup, clock: Clock, size_of: Callable[[SimulatedRequest], RequestSize]
     ) -> None:
         self.setup, self.clock = setup, clock
-        listener = EngineListener(samples=self._put, chunks=self._put_chunks, stopped=self._note_stopped)
         self.engines = [
-            SimulatedEngine(number, setup.engine_of(dies), clock, size_of=size_of, listener=listener)
+            SimulatedEngine(
+                number,
+                setup.engine_of(dies),
+                clock,
+                size_of=size_of,
+                put=self._put,
+                put_chunks=self._put_chunks,
+                note_stopped=self._note_stopped,
+            )
             for number, dies in enumerate(setup.worker.engines)
         ]
         self.cards_of_engine = len(setup.worker.engines[0])
@@ -240,3 +246,43 @@ def _split(groups: Sequence[SimulatedPrompt], cost: TrainerCost) -> list[Share]:
     lengths, common = shared(range(len(samples)))
     divided = split_over_ranks(lengths, cost.layout.replicas, links(lengths, common, cost.share_prefixes))
     return [shared(indices) for indices in divided]
+
+
+class SimulatedRules:
+    """Scores samples by a rule, in batches as `stalesync/scoring/scoring.py`, whose scores come together:
+
+        samples arrive ─► wait for the batch before ─► reported as generated ─► `reward.workers` processes ─► scored
+
+    ``scoring_s``: seconds of a batch by its size; ``report``: receives generated samples, and ids of scored ones.
+
+    Invariants (property-tested): each sample is reported as generated once and, `reward.latency_s` later or more, as
+    scored once; n samples take at least n × latency / workers; with twice the latency the last one is not earlier."""
+
+    def __init__(
+        self,
+        scoring_s: Callable[[int], float],
+        clock: Clock,
+        report: Callable[[Mapping[str, int], Sequence[str]], None],
+    ) -> None:
+        self._scoring_s, self._clock, self._report = scoring_s, clock, report
+        self._waiting: deque[tuple[str, int]] = deque()
+        self._batch_size, self._is_busy = BatchSize(), False
+
+    def put(self, samples: Mapping[str, int]) -> None:
+        """Receive samples that have arrived, response tokens by id."""
+        self._waiting += samples.items()
+        if not self._is_busy:
+            self._begin()
+
+    def _begin(self) -> None:
+        batch = dict(self._waiting.popleft() for _ in range(min(self._batch_size.count, len(self._waiting))))
+        self._is_busy = bool(batch)
+        if batch:
+            seconds = self._scoring_s(len(batch))
+            self._report(batch, ())
+            self._clock.at(self._clock.now + seconds, lambda: self._end([*batch], seconds))
+
+    def _end(self, batch: Sequence[str], seconds: float) -> None:
+        self._report({}, batch)
+        self._batch_size.observe(len(batch), seconds)
+        self._begin()

@@ -7,17 +7,23 @@ This is the marginal-benefit rule of Seer (arXiv 2511.14617, section 3.4) for a 
 (`fusion/rollout/drafts/budget.py`) weighs single tokens of single drafts, which expectations do not have. Published
 acceptance, an input, is constant along a draft; that of recorded texts is measured (`draft_texts.py`). Every draft
 costs what one of γ tokens does, as where it is padded to that. Not modelled: the time to look drafts up, and its
-variance.
+variance. `DraftGroups` tracks how many siblings of each sequence of an engine have finished.
 
 Invariant (property-tested): no other number of tokens promises more tokens a second; 0 is among the choices."""
 
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from typing import TYPE_CHECKING
 
 from fusion.costmodel.pace import EngineCost
 from fusion.inference.config import DraftsConfig
+
+if TYPE_CHECKING:
+    from stalesync.simulator.sequence import SimulatedSequence
 
 PUBLISHED_ACCEPTANCE = "drafts: acceptance is an input, as published (Seer, RhymeRL); simulate.py measures it on texts="
 """Note of a simulation without recorded texts"""
@@ -40,7 +46,7 @@ class DraftSpec:
     kept: Mapping[int, Sequence[float]] | None = None
 
     @classmethod
-    def of(cls, config: DraftsConfig) -> "DraftSpec | None":
+    def of(cls, config: DraftsConfig) -> DraftSpec | None:
         """Return the drafts of a config with the published acceptance; None: there are none."""
         return None if not config.is_on else cls(config.from_siblings, config.from_history)
 
@@ -88,3 +94,50 @@ def _acceptance_of(kept: float) -> float:
         yields = sum(middle**depth for depth in range(MAX_DRAFTED + 1))
         low, high = (middle, high) if yields < kept else (low, middle)
     return low
+
+
+class DraftGroups:
+    """The sequences of an engine by group, where there are drafts: what each drafts from."""
+
+    def __init__(self, drafts: DraftSpec | None) -> None:
+        self._drafts = drafts
+        self._finished: dict[str, int] = {}
+        """Group → number of its finished responses, on any engine"""
+        self._sequences: dict[str, dict[SimulatedSequence, None]] = {}
+
+    def clear(self) -> None:
+        """Remove all sequences: the engine starts."""
+        self._sequences.clear()
+
+    def finish(self, group: str, num_finished: int) -> bool:
+        """Record the number of finished responses of a group; return whether sequences here may draft from them."""
+        if self._drafts is not None:
+            self._finished[group] = num_finished
+        return group in self._sequences
+
+    def join(self, seq: SimulatedSequence) -> None:
+        """Add a sequence, on the track of what it drafts from."""
+        if self._drafts is not None:
+            group = seq.request.group
+            seq.track = self._drafts.track(self._finished.get(group, 0))
+            self._sequences.setdefault(group, {})[seq] = None
+
+    def leave(self, seq: SimulatedSequence) -> None:
+        if self._drafts is not None:
+            members = self._sequences[seq.request.group]
+            del members[seq]
+            if not members:
+                del self._sequences[seq.request.group]
+
+    def moves(self, groups: Iterable[str]) -> Iterator[tuple[SimulatedSequence, int]]:
+        """Yield the decoding sequences of groups whose track has changed, each with its new one; the tracks of others
+        are set."""
+        if self._drafts is None:
+            return
+        for group in groups:
+            for seq in self._sequences.get(group, ()):
+                track = self._drafts.track(self._finished.get(group, 0))
+                if seq.decoding and seq.track != track:
+                    yield seq, track
+                elif not seq.decoding:
+                    seq.track = track

@@ -14,18 +14,24 @@ over the steps, up to rounding.
 Cost, for n requests in the engine and r ranks: O(log n + r) for an event, whatever the number of steps between two."""
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from fusion.inference.placement import place
 from fusion.rollout import SuspendedSample
 from stalesync.simulator.clock import Clock
-from stalesync.simulator.draft_groups import DraftGroups
-from stalesync.simulator.engine_spec import EngineListener, EngineSpec, RequestSize
+from stalesync.simulator.drafts import DraftGroups
 from stalesync.simulator.jump import Jump, RankLines
 from stalesync.simulator.outbox import Outbox
 from stalesync.simulator.rank import Rank
-from stalesync.simulator.sequence import PrefillPlan, SimulatedRequest, SimulatedSequence
+from stalesync.simulator.sequence import (
+    EngineSpec,
+    PrefillPlan,
+    RequestSize,
+    SimulatedRequest,
+    SimulatedSequence,
+)
 
 
 @dataclass
@@ -38,8 +44,9 @@ class _Orders:
 
 
 class SimulatedEngine:
-    """Engine ``number``. ``size_of``: of a dispatched request, when it is submitted. ``busy_s``: seconds of its steps;
-    the other totals are of all ranks and starts."""
+    """Engine ``number``. ``size_of``: of a dispatched request, when it is submitted. It reports, with its number, to
+    ``put`` response tokens by id, to ``put_chunks`` requests at the end of a chunk or turn, and to ``note_stopped``
+    unfinished requests. ``busy_s``: seconds of its steps; the other totals are of all ranks and starts."""
 
     def __init__(
         self,
@@ -48,10 +55,12 @@ class SimulatedEngine:
         clock: Clock,
         *,
         size_of: Callable[[SimulatedRequest], RequestSize],
-        listener: EngineListener,
+        put: Callable[[int, Mapping[str, int]], None],
+        put_chunks: Callable[[int, Sequence[SuspendedSample]], None],
+        note_stopped: Callable[[int, Sequence[SuspendedSample]], None],
     ) -> None:
         self.number, self.spec, self.clock = number, spec, clock
-        self._size_of, self._listener = size_of, listener
+        self._size_of, self._put_chunks, self._note_stopped = size_of, put_chunks, note_stopped
         self.ranks: list[Rank] = []
         self.step = 0
         """Number of steps since the start"""
@@ -78,7 +87,7 @@ class SimulatedEngine:
         self._parked: dict[str, tuple[int, int]] = {}
         """Request → rank and tokens of its KV on the host"""
         self._drafts = DraftGroups(spec.drafts)
-        self._outbox = Outbox(clock, self._end_of_step, lambda samples: listener.samples(number, samples))
+        self._outbox = Outbox(clock, self._end_of_step, partial(put, number))
         self._lines = RankLines(spec.cost, spec.num_ranks)
 
     # Orders
@@ -284,7 +293,7 @@ class SimulatedEngine:
         for number in {seq.rank: None for seq in ended}:
             self._refresh(number)
         if chunks:
-            self._listener.chunks(self.number, chunks)
+            self._put_chunks(self.number, chunks)
         self._outbox.send_if_due()
         self._next()
 
@@ -353,7 +362,7 @@ class SimulatedEngine:
 
         def stopped() -> None:
             self.running = False
-            self._listener.stopped(self.number, suspended)
+            self._note_stopped(self.number, suspended)
 
         self.clock.at(self.clock.now + copy_s, stopped)
 

@@ -31,12 +31,10 @@ from stalesync.policy.staleness import StalenessLedger
 from stalesync.process.garbage import collecting_seldom
 from stalesync.simulator.cards import CardMessage, SimulatedCards
 from stalesync.simulator.clock import Clock
-from stalesync.simulator.engine_spec import RequestSize
 from stalesync.simulator.lengths import SimulatedLengths, SimulatedPrompt
-from stalesync.simulator.record import RunTotals, StepRecord
-from stalesync.simulator.sequence import SimulatedRequest
+from stalesync.simulator.sequence import RequestSize, SimulatedRequest
 from stalesync.simulator.setup import SimulationSetup
-from stalesync.simulator.work import SimulatedWork
+from stalesync.simulator.work import RunTotals, SimulatedWork, StepRecord
 
 
 class SimulatedRun:

@@ -1,10 +1,41 @@
-"""Define a request in a simulated engine, and what a step of an attention rank prefills. Plain data."""
+"""Define what simulated engines have in common, the requests in them, and what a step of an attention rank prefills.
+Plain data."""
 
 from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple
 
-from stalesync.simulator.engine_spec import RequestSize
+from fusion.costmodel.pace import EngineCost
+from fusion.inference.config import EngineConfig
+from stalesync.simulator.drafts import DraftSpec
+
+
+@dataclass(frozen=True)
+class RequestSize:
+    """Tokens of a request: of its prompt, of its response so far, and at its end. ``turn_end``: of the response when
+    its turn ends, None: it is no conversation."""
+
+    prompt_tokens: int
+    generated: int
+    response_tokens: int
+    turn_end: int | None = None
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What engines have in common. ``chunk_tokens``: None: no chunks; ``keeps_kv``: the KV of suspended requests is
+    parked; ``pools_kv``: where every engine finds it, within one version; ``pools_suspended``: also that of engines
+    that stop; ``adopt_s``: pause for new weights; ``drafts``: None: there are none."""
+
+    cost: EngineCost
+    num_ranks: int
+    limits: EngineConfig
+    chunk_tokens: int | None = None
+    keeps_kv: bool = False
+    pools_kv: bool = False
+    pools_suspended: bool = False
+    adopt_s: float = 0.0
+    drafts: DraftSpec | None = None
 
 
 class SimulatedRequest(NamedTuple):

@@ -1,4 +1,5 @@
-"""Compute the least time in which all cards together could do a run's work: the work-conserving bound.
+"""Record what a simulated run did, and compute the least time in which all cards together could do it: the
+work-conserving bound.
 
     card-seconds = decode in full batches + every prompt prefilled once + training without bubbles + optimizer steps
     bound        = card-seconds / cards
@@ -11,7 +12,7 @@ Invariant (property-tested): the cards of a run never take less than its bound."
 
 import sys
 from collections.abc import Iterable
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import NamedTuple
 
 from fusion.costmodel.pace import TrainerCost
@@ -124,3 +125,39 @@ class Bound:
             train_s = self._pace.run_seconds(seconds) * trainer.layout.world / trainer.layout.replicas
         update_s = work.updates * trainer.update()["optimizer"] * trainer.layout.world
         return CardSeconds(self._pace.run_seconds(rank_s) * self._cards_of_rank, train_s + update_s)
+
+
+@dataclass
+class StepRecord:
+    """One step, in seconds and tokens of the run. ``seconds``: from its first command to the end of its training;
+    ``generate_s``, ``switch_s``, ``train_s``: of the controller's commands, as the timers of a run; ``tail_s``: as
+    `timing_s/gen_tail`; ``controller_s``: in which the controller computed or called cards; ``idle_calls_s``: of these,
+    the calls for which all cards waited; ``tokens``: of the trained samples; ``groups``: those that were trained, with
+    their ``lags`` in versions."""
+
+    seconds: float = 0.0
+    generate_s: float = 0.0
+    switch_s: float = 0.0
+    train_s: float = 0.0
+    tail_s: float = 0.0
+    controller_s: float = 0.0
+    idle_calls_s: float = 0.0
+    tokens: int = 0
+    groups: list[str] = field(default_factory=list)
+    lags: list[int] = field(default_factory=list)
+    work: SimulatedWork = field(default_factory=SimulatedWork)
+
+
+@dataclass(frozen=True)
+class RunTotals:
+    """Totals of a run, in seconds of the run; card-seconds are summed over cards. ``generating_card_s``: of the steps
+    of engines; ``switching_card_s``: of switches and adoptions; ``training_card_s``: of training; ``slow_card_s``: by
+    which slow dies made these longer; ``done``: the work of all trained samples; its decodes are all that were done,
+    also of samples that are not trained yet."""
+
+    generating_card_s: float
+    switching_card_s: float
+    training_card_s: float
+    slow_card_s: float
+    preemptions: int
+    done: SimulatedWork

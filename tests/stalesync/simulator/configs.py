@@ -14,9 +14,8 @@ from stalesync.job.config import Config
 from stalesync.policy.commands import Accumulate, Dispatch, Train
 from stalesync.prompts.lengths import ForcedLengths
 from stalesync.simulator.lengths import DrawnLengths
-from stalesync.simulator.overheads import Overheads
 from stalesync.simulator.run import SimulatedRun
-from stalesync.simulator.setup import SimulationSetup
+from stalesync.simulator.setup import Overheads, SimulationSetup
 from tests.rollouts import changed
 
 PROMPT_TOKENS = 4

@@ -11,8 +11,7 @@ from stalesync.simulator.clock import Clock
 from stalesync.simulator.decoding import EPSILON, Decoding
 from stalesync.simulator.drafts import KEPT_BY_SIBLINGS, MAX_DRAFTED, DraftSpec
 from stalesync.simulator.engine import SimulatedEngine
-from stalesync.simulator.engine_spec import EngineListener, EngineSpec, RequestSize
-from stalesync.simulator.sequence import SimulatedRequest, SimulatedSequence
+from stalesync.simulator.sequence import EngineSpec, RequestSize, SimulatedRequest, SimulatedSequence
 from tests.stalesync.simulator.configs import config_of as run_config
 from tests.stalesync.simulator.configs import engine_cost, simulation_of
 
@@ -100,10 +99,10 @@ def ended(sizes, slots, drafts):
         tokens.update(finished)
         engine.observe_finished("a", len(tokens))
 
-    listener = EngineListener(samples=samples, chunks=lambda *_: None, stopped=lambda *_: None)
+    reports = dict(put=samples, put_chunks=lambda *_: None, note_stopped=lambda *_: None)
     spec = EngineSpec(COST, 2, EngineConfig(max_seqs=slots, max_batch_tokens=4096), drafts=drafts)
     size_of = {f"a/{i}": RequestSize(prompt, 0, size) for i, (prompt, size) in enumerate(sizes)}
-    engine = SimulatedEngine(0, spec, clock, size_of=lambda one: size_of[one.id], listener=listener)
+    engine = SimulatedEngine(0, spec, clock, size_of=lambda one: size_of[one.id], **reports)
     engine.start([SimulatedRequest(id, "a") for id in size_of], 0, time=0.0, stay=False)
     clock.wait_for(lambda: not engine.running)
     return tokens, clock.now

@@ -21,10 +21,9 @@ from fusion.inference.sequence import Sequence
 from fusion.model import Parallel
 from stalesync.simulator.clock import Clock
 from stalesync.simulator.engine import SimulatedEngine
-from stalesync.simulator.engine_spec import EngineListener, EngineSpec, RequestSize
 from stalesync.simulator.outbox import MAX_PENDING, MAX_PENDING_S
 from stalesync.simulator.rank import Rank
-from stalesync.simulator.sequence import SimulatedRequest, SimulatedSequence
+from stalesync.simulator.sequence import EngineSpec, RequestSize, SimulatedRequest, SimulatedSequence
 from tests.stalesync.simulator.configs import engine_cost
 
 COST = engine_cost(layout=Parallel(4, ep=4), scale=2)
@@ -102,8 +101,8 @@ def simulated(ranks, limits, requests, chunk=None, adopt_at=None):
 
     reported = []
     spec = EngineSpec(COST, ranks, limits, chunk_tokens=chunk)
-    listener = EngineListener(samples=samples, chunks=chunks, stopped=lambda *_: None)
-    engine = SimulatedEngine(0, spec, clock, size_of=lambda one: sizes[one.id], listener=listener)
+    reports = dict(put=samples, put_chunks=chunks, note_stopped=lambda *_: None)
+    engine = SimulatedEngine(0, spec, clock, size_of=lambda one: sizes[one.id], **reports)
     engine.start([], 0, time=0.0, stay=True)
     for time, group, member, prompt, response in requests:
         request = SimulatedRequest(f"{group}/{member}", str(group), priority=int(member > 0))
@@ -169,12 +168,12 @@ def test_no_rank_exceeds_its_kv_cache_and_every_request_ends_with_its_length(req
 def test_a_pause_in_the_middle_of_a_jump_stops_after_the_current_step():
     stopped = {}
     clock, cost = Clock(), COST
-    listener = EngineListener(
-        samples=lambda *_: None, chunks=lambda *_: None, stopped=lambda n, rest: stopped.update({n: rest})
+    reports = dict(
+        put=lambda *_: None, put_chunks=lambda *_: None, note_stopped=lambda n, rest: stopped.update({n: rest})
     )
     size = RequestSize(4, 0, 1000)
     spec = EngineSpec(cost, 1, EngineConfig(max_seqs=4, max_batch_tokens=64))
-    engine = SimulatedEngine(3, spec, clock, size_of=lambda one: size, listener=listener)
+    engine = SimulatedEngine(3, spec, clock, size_of=lambda one: size, **reports)
     engine.start([SimulatedRequest("a/0", "a"), SimulatedRequest("a/1", "a")], 5, time=0.0, stay=True)
     clock.advance_to(2.0)
     engine.pause()
@@ -194,13 +193,15 @@ def test_kv_is_pooled_at_the_end_of_a_chunk_and_of_suspended_requests_where_othe
 ):
     """As `fusion.inference.pooled`: with or without the prefix cache; new weights free what waits, too."""
     ended, stopped, clock = [], [], Clock()
-    listener = EngineListener(
-        samples=lambda *_: None, chunks=lambda _, some: ended.extend(some), stopped=lambda _, some: stopped.extend(some)
+    reports = dict(
+        put=lambda *_: None,
+        put_chunks=lambda _, some: ended.extend(some),
+        note_stopped=lambda _, some: stopped.extend(some),
     )
     limits = EngineConfig(max_seqs=2, max_batch_tokens=64, prefix_cache=prefix_cache)
     spec = EngineSpec(COST, 1, limits, chunk_tokens=20, pools_kv=True, pools_suspended=pools_suspended)
     sizes = {"a": RequestSize(4, 0, 1000), "b": RequestSize(4, 0, 20), "c": RequestSize(4, 9, 1000)}
-    engine = SimulatedEngine(0, spec, clock, size_of=lambda one: sizes[one.group], listener=listener)
+    engine = SimulatedEngine(0, spec, clock, size_of=lambda one: sizes[one.group], **reports)
     requests = [SimulatedRequest("a/0", "a"), SimulatedRequest("b/0", "b"), SimulatedRequest("c/0", "c", kv_tokens=12)]
     engine.start(requests[:1], 0, time=0.0, stay=True)
     while not ended:

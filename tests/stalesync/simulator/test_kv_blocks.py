@@ -1,11 +1,11 @@
-"""The invariant of `stalesync.simulator.kv_blocks`: the count equals that over all sequences."""
+"""The invariant of `stalesync.simulator.decoding`: the count equals that over all sequences."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from stalesync.simulator.kv_blocks import GrowingBlocks
+from stalesync.simulator.decoding import GrowingBlocks
 
 
 @given(st.sampled_from([1, 2, 16]), st.lists(st.tuples(st.integers(1, 70), st.integers(0, 40), st.booleans())))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from fusion.costmodel.pace import TrainerCost
 from stalesync.prompts.lengths import ForcedLengths
 from stalesync.simulator.lengths import DrawnLengths
-from stalesync.simulator.overheads import Overheads
 from stalesync.simulator.run import SimulatedRun
+from stalesync.simulator.setup import Overheads
 from stalesync.simulator.work import Bound
 from tests.stalesync.simulator.configs import NO_OVERHEADS, PROMPT_TOKENS, config_of, simulation_of
 

@@ -6,10 +6,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stalesync.job.config import Config
-from stalesync.simulator.cards import SimulatedCards
+from stalesync.simulator.cards import SimulatedCards, SimulatedRules
 from stalesync.simulator.clock import Clock
 from stalesync.simulator.environment import EnvironmentSpec
-from stalesync.simulator.scoring import SimulatedRules
 from tests.stalesync.simulator.configs import NO_OVERHEADS, config_of, simulation_of
 
 DEPLOYMENTS = ["colocated", "separate", "hybrid", "full"]
