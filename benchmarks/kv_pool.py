@@ -63,7 +63,7 @@ from fusion.offload import HostPool
 from fusion.rollout.kv_pool.files import KVFiles
 from fusion.rollout.kv_pool.pool import KVPoolSpec
 from fusion.rollout.kv_pool.remote import KVServer, RemotePools
-from stalesync.cards.kv_servers import RayPeer
+from stalesync.cards.servers import RayPeer
 from tests.distqueue.nodes import Nodes
 from tests.helpers import tiny_config
 from tests.rollouts import rollout_config

@@ -62,7 +62,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 IMPORTED_LATE = """ray distqueue.client stalesync.cards.cards stalesync.evaluation.evaluation
 stalesync.process.host_check stalesync.scoring.sources stalesync.scoring.scoring
-stalesync.cards.text_server stalesync.loop.build""".split()
+stalesync.cards.servers stalesync.loop.build""".split()
 """What a run needs. Imported before it has a folder, when a signal can still end the process at once: an exception that
 a signal raises in an import may be lost, or leave half of a module"""
 
@@ -278,8 +278,7 @@ class Launch:
     ) -> tuple[Cards, Any]:
         """Start the workers, which load the model; return them, and the checksums of its weights."""
         from stalesync.cards.cards import Cards
-        from stalesync.cards.kv_servers import kv_servers
-        from stalesync.cards.text_server import text_server
+        from stalesync.cards.servers import kv_servers, text_server
 
         self.progress.stage = "start the workers"
         config, spec = self.config, self.spec

@@ -2,6 +2,6 @@
 
 cards          all cards of a run, and their stages; `stage_calls`: one stage on several cards, and its failures
 card           one worker as an actor; `actors`: start them by rank, and others in place of those that died
-card_failures  the cause of what cards report as failed; `engine_watch`: notice engines that have died
-kv_servers     serve a machine's KV pool to other machines; `text_server`: text for drafts
+card_failures  the cause of what cards report as failed; notices engines that have died
+servers        actors that serve a machine's KV pool to other machines, and text for drafts
 """

@@ -34,7 +34,7 @@ def on_cards(spec: WorkerSpec, kind: str) -> WorkerSpec:
 
 
 class CardActors:
-    """Holds the actors by rank, in no order until `order`. ``text_server``: of `text_server.py`, or None."""
+    """Holds the actors by rank, in no order until `order`. ``text_server``: of `servers.py`, or None."""
 
     def __init__(self, spec: WorkerSpec, queue: DistQueue, text_server: Any):
         kind, resources = claim(spec.device.kind, ray.cluster_resources())

@@ -16,8 +16,7 @@ from distqueue.checkpoint import release_freed
 from fusion.colocate import Worker, WorkerSpec
 from fusion.colocate.failures import ships_failures
 from fusion.npu import Device
-from stalesync.cards.kv_servers import RayPeer, remote_pools
-from stalesync.cards.text_server import caller
+from stalesync.cards.servers import RayPeer, caller, remote_pools
 from stalesync.process.card_environment import bind_to_cores
 from stalesync.process.garbage import keep_few_collectives
 from stalesync.process.process_log import write_log_to

@@ -34,7 +34,7 @@ from fusion.telemetry import wall_ns
 from stalesync.cards.actors import CardActors
 from stalesync.cards.card import Card
 from stalesync.cards.card_failures import CardFailures
-from stalesync.cards.kv_servers import RayPeer
+from stalesync.cards.servers import RayPeer
 from stalesync.cards.stage_calls import EnginesLost, Params, Result, RunningStage, StageCall, stage_call
 from stalesync.policy.engine_deaths import EngineDeaths
 from stalesync.policy.patience import Patience
@@ -85,8 +85,8 @@ class Cards:
     for a stage raises as `CardGroup.call`, what sends a control call as `CardGroup.ask`. ``timeout_s``: of a stage, and
     of a control call; ``log_of``: the file in which the worker of a rank writes its log; None: Ray's;
     ``health_checks``: from the start of the workers on; ``text_server``: the actor through which engines exchange text
-    (`text_server.py`), or None; ``max_engine_restarts``: maximum number of engines that are replaced; ``kv_peers``: the
-    KV pool of each machine by Ray's id of its node (`kv_servers.py`); None: KV does not travel between machines."""
+    (`servers.py`), or None; ``max_engine_restarts``: maximum number of engines that are replaced; ``kv_peers``: the
+    KV pool of each machine by Ray's id of its node (`servers.py`); None: KV does not travel between machines."""
 
     def __init__(
         self,

@@ -5,10 +5,10 @@
                                    ▼
     engines ─ answers ─► rewards ─► estimates: mean reward, pass@k, length; intervals over prompts
                                    │
-                                   ├─► names: metrics of the step, as verl names them
+                                   ├─► metrics of the step, as verl names them
                                    └─► history: evaluations.jsonl, and which checkpoint is the best by `eval.best`
 
-`evaluation` acts; `estimates`, `names`, `results` and `history` are pure. `standalone` evaluates a checkpoint alone."""
+`evaluation` acts; `estimates`, `results` and `history` are pure. `standalone` evaluates a checkpoint alone."""
 
 import lazy_loader
 

@@ -12,8 +12,7 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from stalesync.evaluation.config import EvalConfig
-from stalesync.evaluation.names import Goal
+from stalesync.evaluation.config import EvalConfig, Goal
 from stalesync.evaluation.results import FileResult
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from fusion.rewards import RewardOutcome
 from fusion.telemetry.evaluations import RIGHT, WRONG
-from stalesync.evaluation import names
+from stalesync.evaluation.config import logged_statistics, metric_of
 from stalesync.evaluation.estimates import Estimate, estimate, pass_at_each
 
 
@@ -55,13 +55,13 @@ class FileResult:
         return self.estimates.get(f"reward/mean@{self.samples}")
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics, by verl's names (`names`)."""
+        """Return the metrics, by verl's names (`metric_of`)."""
         terms = [name for name in self.estimates if name.startswith("reward/") and name.count("/") > 1]
         metrics: dict[str, float] = {}
         auxiliary = f"val-aux/{self.file}"
-        for statistic in (*names.logged_statistics(self.samples), *terms):
+        for statistic in (*logged_statistics(self.samples), *terms):
             if (one := self.estimates.get(statistic)) is not None:
-                metrics[names.metric_of(self.file, statistic, self.samples)] = one.value
+                metrics[metric_of(self.file, statistic, self.samples)] = one.value
                 if one.low is not None and one.high is not None:
                     metrics |= {f"{auxiliary}/{statistic}/low": one.low, f"{auxiliary}/{statistic}/high": one.high}
         metrics[f"{auxiliary}/reward/failed"] = float(self.failed)

@@ -4,6 +4,6 @@ controller       the loop: executes the commands of `policy`; `training_run`: a 
 generation       controls the engines; `engines`: publishes to them, and replaces those that died
 groups           tracks groups in progress until each is trained, filtered or failed
 update           one optimizer step on scored groups: advantages, reference, minibatches
-step_metrics     accumulates one step's metrics; `sample_columns`, `sample_metrics`: of its samples
-saving           writes a checkpoint while the run continues
+step             closes a step and writes its row; `step_metrics`: accumulates it; `sample_columns`: its samples
+checkpoints      write a checkpoint while the run continues
 """

@@ -12,7 +12,7 @@ from stalesync.evaluation import Evaluation
 from stalesync.job.config import Config
 from stalesync.job.control import ControlDesk
 from stalesync.job.decision_settings import admission_spec, conversation_spec
-from stalesync.loop.checkpoints import Checkpoints
+from stalesync.loop.checkpoints import Checkpoints, Saver
 from stalesync.loop.controller import Controller
 from stalesync.loop.conversing import Conversing
 from stalesync.loop.engines import Engines
@@ -20,9 +20,8 @@ from stalesync.loop.evaluator import Evaluator
 from stalesync.loop.generation import Generation
 from stalesync.loop.groups import Groups
 from stalesync.loop.reference_stream import ReferenceStream
-from stalesync.loop.saving import Saver
+from stalesync.loop.step import StepRows
 from stalesync.loop.step_metrics import StepMetrics
-from stalesync.loop.step_rows import StepRows
 from stalesync.loop.training_run import TrainingRun
 from stalesync.loop.update import Updater
 from stalesync.policy.admission import Admission

@@ -29,10 +29,8 @@ from stalesync.loop.engines import Engines
 from stalesync.loop.generation import Generation
 from stalesync.loop.groups import Groups
 from stalesync.loop.sample_columns import SampleColumns
-from stalesync.loop.sample_metrics import add_sample_metrics, add_staleness_metrics
-from stalesync.loop.step import Step
-from stalesync.loop.step_metrics import StepMetrics
-from stalesync.loop.step_rows import StepRows
+from stalesync.loop.step import Step, StepRows
+from stalesync.loop.step_metrics import StepMetrics, add_sample_metrics, add_staleness_metrics
 from stalesync.loop.update import Updater
 from stalesync.policy.admission import STEP_TAIL, Admission
 from stalesync.policy.commands import (

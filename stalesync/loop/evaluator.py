@@ -14,7 +14,7 @@ from stalesync.job import savepoint
 from stalesync.loop.controller import Controller
 from stalesync.loop.evaluated_turns import EvaluatedTurns
 from stalesync.loop.generation import EVAL_ROWS
-from stalesync.loop.step_rows import RESTARTS
+from stalesync.loop.step import RESTARTS
 from stalesync.policy.commands import Publish, SwitchToTrain
 from stalesync.process.failures import RunFailed
 from stalesync.process.run_log import add_note

@@ -3,7 +3,7 @@
 admission      all decisions of the loop, as `commands`: admit, dispatch, suspend, publish, score, train;
                `admission_spec`: the settings that they depend on
 staleness      which groups may be admitted and which may be trained: the bound, as a state machine
-supply         how many groups are admitted, and how many requests each engine receives; `running_engines`: their load
+supply         how many groups are admitted, and how many requests each engine receives
 lending        when cards that train leave generation before a step has its groups
 engine_deaths  whether the death of a card can be mended; `placing`: ranks to actors; `patience`: when a late call is
                reported and given up; `pacing`: whether a paced run kept its pace

@@ -67,9 +67,8 @@ from fusion.rollout.length_history import MAX_ROWS
 from stalesync.policy.admission_spec import AdmissionSpec
 from stalesync.policy.commands import Accumulate, AwaitSamples, Command, Publish, Score, Suspend, SwitchToTrain, Train
 from stalesync.policy.lending import Lending
-from stalesync.policy.running_engines import RunningEngines
 from stalesync.policy.staleness import StalenessLedger
-from stalesync.policy.supply import Supply
+from stalesync.policy.supply import RunningEngines, Supply
 
 Stage = Literal["idle", "switch", "fill", "generate", "stop", "score", "train"]
 STEP_TAIL = 0.1

@@ -35,7 +35,7 @@ TRAINING = {
 
 def stop_at(boundary, mark):
     """Stand still there."""
-    from stalesync.loop.saving import Saver
+    from stalesync.loop.checkpoints import Saver
 
     path, name, side = (BOUNDARIES | BRANCHES | TRAINING)[boundary]
     module, _, owner_name = path.partition(":")

@@ -1,4 +1,4 @@
-"""Engines that die, as `stalesync.cards.engine_watch` notices them; processes are futures that fail when they end."""
+"""Engines that die, as `stalesync.cards.card_failures` notices them; processes are futures that fail when they end."""
 
 import threading
 from concurrent.futures import Future
@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from fusion.npu.failures import FailureKind, RankFailure
-from stalesync.cards import engine_watch
-from stalesync.cards.engine_watch import EngineWatch
+from stalesync.cards import card_failures
+from stalesync.cards.card_failures import EngineWatch
 from stalesync.policy.engine_deaths import EngineDeaths
 from stalesync.process.failures import FailedStage
 
@@ -68,6 +68,6 @@ def test_a_dead_engine_is_reported_when_all_its_processes_have_ended(watched, fi
 
 def test_processes_whose_end_is_not_known_are_not_awaited_for_ever(watched, monkeypatch):
     watch, processes = watched
-    monkeypatch.setattr(engine_watch, "MAX_END_S", 0.05)
+    monkeypatch.setattr(card_failures, "MAX_END_S", 0.05)
     watch.observe_failures([died(3)], {3: {"generate"}})
     assert watch.take_dead(processes).keys() == {1}

@@ -17,7 +17,7 @@ from ray._private.internal_api import get_memory_info_reply, get_state_from_addr
 from distqueue.payload.sweep import memory
 from fusion.rollout.kv_pool.pool import KVPoolSpec
 from fusion.rollout.kv_pool.remote import KVServer, PeerGone, PeerLate, RemotePools
-from stalesync.cards.kv_servers import RayPeer, kv_servers, remote_pools
+from stalesync.cards.servers import RayPeer, kv_servers, remote_pools
 from tests.machine import patience, wait_for
 from tests.rollout.kv_pool.test_files import KEY, ROUTING, kv, opened, park, paths
 from tests.rollout.kv_pool.test_remote import fetch

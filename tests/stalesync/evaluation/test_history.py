@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from stalesync.evaluation import EvalConfig, EvalHistory, FileResult
+from stalesync.evaluation.config import goals
 from stalesync.evaluation.estimates import Estimate
-from stalesync.evaluation.names import goals
 
 MEAN, LENGTH = "val-core/math500/reward/mean@2", "val-aux/math500/response_length/mean@2"
 

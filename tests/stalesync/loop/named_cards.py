@@ -38,8 +38,8 @@ from stalesync.loop.controller import Controller
 from stalesync.loop.engines import Engines
 from stalesync.loop.generation import Generation
 from stalesync.loop.groups import Groups
+from stalesync.loop.step import StepRows
 from stalesync.loop.step_metrics import StepMetrics
-from stalesync.loop.step_rows import StepRows
 from stalesync.loop.update import Updater
 from stalesync.policy.admission import Admission
 from stalesync.policy.admission_spec import AdmissionSpec

@@ -8,13 +8,11 @@ from fusion.rewards import RewardOutcome
 from fusion.training.interface import SKIPPED_IN_A_ROW
 from stalesync.evaluation import EvalConfig, Evaluation
 from stalesync.job.config import Config
-from stalesync.loop.checkpoints import Checkpoints
+from stalesync.loop.checkpoints import Checkpoints, Saver
 from stalesync.loop.controller import Controller
 from stalesync.loop.evaluator import Evaluator
 from stalesync.loop.sample_columns import SampleColumns
-from stalesync.loop.saving import Saver
-from stalesync.loop.step import Step
-from stalesync.loop.step_rows import StepRows
+from stalesync.loop.step import Step, StepRows
 from stalesync.loop.training_run import TrainingRun
 from stalesync.policy.pacing import PaceTally
 from stalesync.process.failures import GradientsNotFinite

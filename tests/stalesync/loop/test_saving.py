@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from stalesync.loop.saving import SaveFailed, Saver
+from stalesync.loop.checkpoints import SaveFailed, Saver
 from stalesync.process.failures import CardFailed
 from tests.machine import communicate, patience, within
 from tests.stalesync.runs import kill, rows_of, train, wait_until
@@ -133,7 +133,7 @@ def test_what_goes_wrong_in_the_thread_that_writes_is_raised_at_the_next_look():
 
 def test_memory_that_a_checkpoint_has_freed_is_returned_to_the_system(monkeypatch):
     done = []
-    monkeypatch.setattr("stalesync.loop.saving.release_freed", lambda: done.append("released"))
+    monkeypatch.setattr("stalesync.loop.checkpoints.release_freed", lambda: done.append("released"))
     saver = Saver()
     saver.begin(lambda: done.append("written"))
     saver.finish()

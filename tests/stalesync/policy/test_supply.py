@@ -4,9 +4,8 @@ import pytest
 
 from fusion.rollout import RequestBuffer, SuspendedSample
 from stalesync.policy.commands import Dispatch
-from stalesync.policy.running_engines import RunningEngines
 from stalesync.policy.staleness import StalenessLedger
-from stalesync.policy.supply import Supply
+from stalesync.policy.supply import RunningEngines, Supply
 from tests.stalesync.fake_cluster import spec_of
 
 

@@ -18,7 +18,7 @@ from fusion.rollout import EvalAnswer
 from fusion.rollout.packing import SAMPLED_TOKENS, pack_answers, pack_outputs
 from fusion.telemetry import Metrics
 from stalesync.loop.sample_columns import SampleColumns
-from stalesync.loop.sample_metrics import add_sample_metrics
+from stalesync.loop.step_metrics import add_sample_metrics
 from stalesync.policy.conversations import Conversations, ConversationSpec
 from stalesync.prompts import Prompt
 from stalesync.scoring.progress import MIN_GROUPS_KEPT, Arrivals

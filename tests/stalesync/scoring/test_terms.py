@@ -8,7 +8,7 @@ from fusion.rewards import RewardConfig, RewardOutcome
 from fusion.rewards.terms import start_terms
 from fusion.telemetry import Metrics
 from stalesync.loop.sample_columns import SampleColumns
-from stalesync.loop.sample_metrics import add_sample_metrics
+from stalesync.loop.step_metrics import add_sample_metrics
 from stalesync.prompts import Prompt
 from stalesync.scoring.samples import Sample
 from stalesync.scoring.sources import WeightedReward
