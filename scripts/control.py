@@ -23,8 +23,7 @@ def main() -> None:
     words = [*others, *options.changes]
     from fusion.telemetry.folder_lock import is_held
     from stalesync.job.control import Limits, present_share, submit
-    from stalesync.job.overrides import check_overrides, typed_keys
-    from stalesync.job.values import typed_words
+    from stalesync.job.overrides import check_overrides, typed_keys, typed_words
 
     try:
         check_overrides(words, ["engines"])

@@ -9,10 +9,10 @@ from typing import Any
 from fusion.model import ModelConfig
 from fusion.telemetry.memory import human_bytes
 from stalesync.job import automatic
-from stalesync.job.card_memory import estimate
 from stalesync.job.config import Config
 from stalesync.job.keys import without_effect
 from stalesync.job.tokenizer_folder import describe_masked
+from stalesync.job.workload import estimate
 from stalesync.prepare import prepare, start_environments, start_rewards
 from stalesync.prompts import Prompt, PromptSource
 

@@ -25,7 +25,6 @@ from fusion.telemetry.loggers import find_loggers
 from fusion.telemetry.run_contents import complete_checkpoints
 from stalesync.evaluation.files import EvalFile
 from stalesync.job import automatic, savepoint
-from stalesync.job.card_memory import estimate, knows_cards
 from stalesync.job.config import Config
 from stalesync.job.resume import (
     OPERATORS,
@@ -33,15 +32,15 @@ from stalesync.job.resume import (
     check_changes,
     check_resume,
     check_weights,
+    inputs_of,
     keep_operators,
     kept_automatic,
     new_folder,
     reopen,
 )
 from stalesync.job.resume_rules import ResumeChanges
-from stalesync.job.run_inputs import inputs_of
 from stalesync.job.tokenizer_folder import describe_masked
-from stalesync.job.workload import describe
+from stalesync.job.workload import describe, estimate, knows_cards
 from stalesync.prepare import prepare, start_environments, start_rewards
 from stalesync.process.failures import naming_queue
 from stalesync.process.garbage import share_arenas

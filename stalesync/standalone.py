@@ -12,8 +12,7 @@ from pathlib import Path
 
 from fusion.npu.config import OPERATORS
 from stalesync.job.config import Config
-from stalesync.job.overrides import accepted, composed, load
-from stalesync.job.values import quoted
+from stalesync.job.overrides import accepted, composed, load, quoted
 
 OWN: tuple[str, ...] = ("run.resume", "run.steps", "eval.best", "eval.every", "model.path")
 """Keys that have no meaning here, or that the source decides"""

@@ -1,11 +1,13 @@
 """Define a job: its config, what it continues, and what can be said of it before a card starts.
 
 config             composes the dataclasses of all packages; `cross_checks`: checks across them; `keys`: all keys, with
-                   what is declared of them; `overrides`, `values`, `other_names`: the command line's words;
+                   what is declared of them; `overrides`, `other_names`: the command line's words;
                    `job_arguments`: the same words for plan and simulation
-decision_settings  the settings of a config that decisions depend on; `workload`: a step's work; both pure
-savepoint          files of a checkpoint; `run_inputs`: what it depends on
-resume             opens the folder of a run that resumes; `resume_rules`: what a resume does with changed settings
+decision_settings  the settings of a config that decisions depend on; `workload`: a step's work, and
+                   the memory of a card
+savepoint          files of a checkpoint
+resume             opens the folder of a run that resumes, and compares what it depends on; `resume_rules`: what it does
+                   with changed settings
 control            changes how a running run generates
 combinations       which trainers and engines can run on a machine; `contract`: what another program's sources lack;
                    `tokenizer_folder`: checks a model's tokenizer

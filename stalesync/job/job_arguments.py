@@ -29,9 +29,9 @@ from stalesync.job.overrides import (
     choices_in,
     composed,
     names_here,
+    typed,
     typed_keys,
 )
-from stalesync.job.values import typed
 
 CHOSEN = ("fusion.deployment", "fusion.infer_cards", "stalesync.max_staleness", "run.steps", "run.seed")
 """Keys that a plan chooses for the deployments that it simulates"""

@@ -48,7 +48,7 @@ def build_run(
     inputs: Mapping[str, Any],
     environments: Environments | None = None,
 ) -> TrainingRun:
-    """Return a run that has not begun. ``inputs``: what it depends on (`run_inputs.py`), kept in its checkpoints."""
+    """Return a run that has not begun. ``inputs``: what it depends on (`inputs_of`), kept in its checkpoints."""
     algorithm = make_algorithm(config.algorithm, config.rollout.max_response_length)
     admission = _admission(config, spec, cards, source, scorer, algorithm)
     rewards = RewardHistory(admission.spec.num_rows) if config.rollout.drafts.from_history else None

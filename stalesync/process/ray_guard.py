@@ -9,7 +9,7 @@
 A process of Ray that ends can end the controller, too, from Ray's C++, which no exception reports; while the controller
 connects to Ray, it holds the interpreter meanwhile, for as long as a minute. So the guard watches these processes, too,
 reports the end of the controller that follows, and kills one that still starts `FROZEN_S` later. Ray's processes end
-with a controller that is killed, too: these are not reported (`end_order.py`, `exit_status.py`).
+with a controller that is killed, too: these are not reported (`process_ends.py`).
 
 The guard is started before Ray, which may be killed while it starts, too. Ray's processes inherit a mark in their
 environment. A run that ends by itself does the same, and then ends the guard."""
@@ -28,8 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distqueue.payload.sweep import sweep
-from stalesync.process.end_order import EndWatch
-from stalesync.process.exit_status import ExitStatus, ProcessStat
+from stalesync.process.process_ends import EndWatch, ExitStatus, ProcessStat
 from stalesync.process.ray_folder import ROOT_VARIABLE, ray_folder, remove
 from stalesync.process.ray_processes import RAYLET, WATCH_S, RayProcesses, pending_stop, started_by
 from stalesync.process.stopping import HOLD_S, describe_stop, exception_of

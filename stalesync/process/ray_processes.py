@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stalesync.process.exit_status import ExitStatus, ProcessStat
+from stalesync.process.process_ends import ExitStatus, ProcessStat
 from stalesync.process.stopping import SIGNALS
 
 if TYPE_CHECKING:

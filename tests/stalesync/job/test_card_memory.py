@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from fusion.costmodel.presets import load_shape
-from stalesync.job.card_memory import estimate
 from stalesync.job.config import Config
+from stalesync.job.workload import estimate
 from tests.stalesync.job.jobs import job_of
 
 SHAPES = Path(__file__).resolve().parents[3] / "recipes" / "shapes"

@@ -15,8 +15,7 @@ from stalesync.job.control import ControlDesk, submit
 from stalesync.job.keys import value_of
 from stalesync.job.other_names import MOVED, NOW, REMOVED
 from stalesync.job.overrides import accepted, composed, known_keys, load
-from stalesync.job.resume import Reopened, check_changes
-from stalesync.job.run_inputs import settings_of
+from stalesync.job.resume import Reopened, check_changes, settings_of
 from tests.stalesync.job.test_savepoint import checkpoint
 
 SAVED = Path(__file__).parents[1] / "data" / "flat_rollout.yaml"

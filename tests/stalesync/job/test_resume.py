@@ -13,8 +13,16 @@ from stalesync import launch
 from stalesync.job import savepoint
 from stalesync.job.config import Config, RunConfig
 from stalesync.job.overrides import composed, load
-from stalesync.job.resume import Reopened, check_changes, check_resume, check_weights, new_folder, reopen
-from stalesync.job.run_inputs import find_other_content, settings_of
+from stalesync.job.resume import (
+    Reopened,
+    check_changes,
+    check_resume,
+    check_weights,
+    find_other_content,
+    new_folder,
+    reopen,
+    settings_of,
+)
 from stalesync.job.savepoint import NoWholeCheckpoint
 from stalesync.process.run_log import Progress, RunLog, describe_failure
 from tests.stalesync.job.test_savepoint import checkpoint

@@ -18,8 +18,7 @@ from fusion.resources import SCRIPTS
 from stalesync import planning
 from stalesync.job.job_arguments import job_config, parse
 from stalesync.job.other_names import OTHER_NAMES
-from stalesync.job.overrides import accepted, check_overrides, composed, known_keys, typed_keys
-from stalesync.job.values import typed
+from stalesync.job.overrides import accepted, check_overrides, composed, known_keys, typed, typed_keys
 from stalesync.simulator import command_line
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -11,7 +11,7 @@ from tests.machine import communicate, running, wait_for
 
 WATCHER = """
 import os, sys
-from stalesync.process.end_order import EndWatch
+from stalesync.process.process_ends import EndWatch
 
 order, raylet = EndWatch(), os.pidfd_open(int(sys.argv[1]))
 names = {order.thread: "thread", raylet: "raylet"}

@@ -7,7 +7,7 @@ from contextlib import closing
 
 import pytest
 
-from stalesync.process.exit_status import ExitStatus
+from stalesync.process.process_ends import ExitStatus
 from tests.machine import running, wait_for
 
 

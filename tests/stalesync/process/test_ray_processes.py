@@ -15,8 +15,8 @@ import pytest
 
 from distqueue import QueueClosed
 from stalesync.process import ray_processes
-from stalesync.process.exit_status import ProcessStat
 from stalesync.process.failures import QueueFailed, RayEnded, naming_queue
+from stalesync.process.process_ends import ProcessStat
 from stalesync.process.ray_processes import (
     GIVE_UP_S,
     WATCH_S,
