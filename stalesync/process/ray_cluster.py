@@ -10,16 +10,25 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from stalesync.process.failures import ClusterOpen, RayNotStarted, RunFailed, TokenRefused
 from stalesync.process.garbage import ARENAS
 from stalesync.process.process_log import stderr_to
-from stalesync.process.ray_end import Ender, ShowReport
 from stalesync.process.ray_folder import EXPOSED, exposed
-from stalesync.process.ray_guard import LEAVING, STARTED, Report, guarded, marking
-from stalesync.process.stopping import keeping_handlers, restoring_handlers
+from stalesync.process.ray_guard import GIVING_UP, LEAVING, STARTED, Guard, Report, guarded, marking
+from stalesync.process.ray_processes import NAMES, RayProcesses, watching_end, watching_start
+from stalesync.process.stopping import (
+    describe_stop,
+    held_too_long,
+    keeping_handlers,
+    leave,
+    raise_in_main,
+    restoring_handlers,
+)
 
-logger = logging.getLogger(__name__)
+ShowReport = Callable[[str], None]
+"""Shows the report of a run, given its outcome"""
 
 
 @contextmanager
@@ -44,8 +53,6 @@ def ray_cluster(
     set_environment(address)
     check_token(address)
     import ray
-
-    from stalesync.process.ray_processes import RayProcesses, watching_end
 
     if ray.is_initialized():
         yield lambda: None
@@ -140,8 +147,6 @@ def _read_environment_again() -> None:
 def check_token(address: str | None) -> None:
     """Raise ClusterOpen if there is no token for the cluster at ``address``, if there is a cluster."""
     if address is not None and not has_token(os.environ, Path.home()):
-        from stalesync.process.failures import ClusterOpen
-
         raise ClusterOpen(address)
 
 
@@ -150,8 +155,6 @@ def _check_admitted(address: str) -> None:
     Raise ClusterOpen if the cluster accepts callers without a token, unless the user has chosen so, TokenRefused if the
     cluster does not accept the token of this process, RayNotStarted if the cluster does not answer."""
     import ray
-
-    from stalesync.process.failures import ClusterOpen, RayNotStarted, TokenRefused
 
     try:
         if _uses_token(os.environ):
@@ -256,9 +259,60 @@ def bounding_memory() -> Iterator[None]:
 def _initialise(cluster: str | None, **options: Any) -> None:
     import ray
 
-    from stalesync.process.failures import RayNotStarted
-
     try:
         ray.init(logging_level=logging.ERROR, log_to_driver=False, **options)
     except Exception as error:  # Ray raises many types, some of them plain `Exception`
         raise RayNotStarted(cluster, error) from error
+
+
+class Ender:
+    """Ends this process at once, with a report, where its main thread waits in Ray and cannot. Ray would wait for a
+    minute, and then end the process without a report. Its guard and those of the rewards end what is left. Called by
+    the threads that watch Ray. ``guard``: of a Ray that was started here; ``report`` records an error;
+    ``show_report`` is called after that."""
+
+    def __init__(self, guard: Guard | None, report: Report | None, show_report: ShowReport) -> None:
+        self._guard, self._report, self._show_report = guard, report, show_report
+        self._stderr = 2
+        self.shuts_down = False
+        """The main thread is not to be interrupted any more"""
+
+    def interrupt(self, error: RunFailed) -> None:
+        """Interrupt the main thread, which raises the error."""
+        if not self.shuts_down:
+            raise_in_main(error)
+
+    def give_up(self, error: RunFailed) -> NoReturn:
+        """Report the error and end this process."""
+        assert self._guard is not None and self._report is not None
+        self._guard.send(GIVING_UP)
+        try:
+            self._report(error, self._stderr)
+            self._show_report("failed")
+        finally:
+            os._exit(1)
+
+    @contextmanager
+    def watching_start(self) -> Iterator[None]:
+        """End this process when a signal has waited too long for the end of the block, which starts Ray or joins a
+        cluster, or if an error can be reported, when a process of Ray has ended inside it."""
+        self._stderr = os.dup(2)  # inside the block, 2 becomes the log of Ray's start
+        try:
+            with watching_start(self.give_up, NAMES if self._report else (), poll=self._check_stop):
+                yield
+        finally:
+            os.close(self._stderr)
+            self._stderr = 2
+
+    def _check_stop(self) -> None:
+        if (stop := held_too_long()) is not None:
+            if self._guard is not None:
+                self._guard.send(GIVING_UP)
+            os.dup2(self._stderr, 2)
+            try:
+                self._show_report(describe_stop(stop))
+            finally:
+                leave(stop)
+
+
+logger = logging.getLogger(__name__)

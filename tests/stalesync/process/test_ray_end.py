@@ -13,7 +13,7 @@ import os, signal, sys, time
 from pathlib import Path
 from stalesync.process import stopping
 from stalesync.process.failures import RayEnded
-from stalesync.process.ray_end import Ender
+from stalesync.process.ray_cluster import Ender
 from stalesync.process.ray_guard import GIVING_UP, Guard
 from stalesync.process.stopping import keeping_handlers, stoppable
 
