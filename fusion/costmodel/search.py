@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 from math import gcd, lcm
 
-from fusion.costmodel.hardware import Hardware
 from fusion.costmodel.layouts import AXES
 from fusion.costmodel.memory import WEIGHT_BYTES, MemoryEstimate, estimate_memory, moved_share, stage_weights
 from fusion.costmodel.setup import Setup
@@ -231,15 +230,11 @@ def _switch_bound_s(setup: Setup, sizes: MemoryEstimate) -> float:
     onload."""
     hardware = setup.hardware
     weights = WEIGHT_BYTES * stage_weights(setup.shape, setup.infer, 0).numel
-    wire_s = weights / hardware.link_bytes_per_s(_outermost(hardware, setup.dies))
+    # Links inside a supernode are one port: its level counts even where all dies are in one node.
+    nodes = hardware.topology.level(0, setup.dies - 1)
+    wire_s = weights / hardware.link_bytes_per_s(LEVELS.index("supernode") if hardware.has_supernodes else nodes)
     states = sizes.states_bytes if setup.shared and setup.fusion.offload == "switch" else 0.0
     return max(wire_s, states / hardware.out_bytes_per_s.value) + states / hardware.back_bytes_per_s.value
-
-
-def _outermost(hardware: Hardware, dies: int) -> int:
-    """Return the level of the links that bound a switch between all dies. Links inside a supernode are one port: its
-    level counts even where all dies are in one node."""
-    return LEVELS.index("supernode") if hardware.has_supernodes else hardware.topology.level(0, dies - 1)
 
 
 def candidate_layouts(setup: Setup, world: int, training: bool) -> list[Parallel]:

@@ -61,8 +61,20 @@ def build_run(
         size, admission, scorer.prompts, algorithm, queue=queue, folder=folder, reference=reference, rewards=rewards
     )
     generation = Generation(spec, cards, scorer.prompts, step_metrics.take, scorer.wake, rewards)
-    conversing = _conversing(config, spec, cards, queue, groups, generation, scorer, source, environments)
     held: dict[str, Any] = dict(cards=cards, queue=queue)
+    conversing = None
+    if environments is not None:
+        conversing = Conversing(
+            **held,
+            environments=environments,
+            spec=conversation_spec(config),
+            engines=spec.engines,
+            groups=groups,
+            scorer=scorer,
+            source=source,
+            data=config.data,
+        )
+        environments.wake, generation.branch_of = scorer.wake, conversing.conversations.branch_of
     updater = Updater(
         spec=spec, algorithm=algorithm, record_reports=step_metrics.take, reference=reference, view=view, **held
     )
@@ -114,32 +126,3 @@ def _admission(
     return Admission(
         settings, StalenessLedger(stalesync.max_staleness, config.data.prompts_per_step, stalesync.train_tokens)
     )
-
-
-def _conversing(
-    config: Config,
-    spec: WorkerSpec,
-    cards: Cards,
-    queue: DistQueue,
-    groups: Groups,
-    generation: Generation,
-    scorer: Scorer,
-    source: PromptSource,
-    environments: Environments | None,
-) -> Conversing | None:
-    if environments is None:
-        return None
-    environments.wake = scorer.wake
-    conversing = Conversing(
-        environments=environments,
-        spec=conversation_spec(config),
-        engines=spec.engines,
-        cards=cards,
-        queue=queue,
-        groups=groups,
-        scorer=scorer,
-        source=source,
-        data=config.data,
-    )
-    generation.branch_of = conversing.conversations.branch_of
-    return conversing

@@ -98,7 +98,7 @@ class SimulatedCards:
         self.clock.advance_to(self.ready_s)
         for number in overlapped:
             self.engines[number].adopt(version)
-        self.clock.wait_for(lambda: all(self.engines[number].has_adopted(version) for number in overlapped))
+        self.clock.wait_for(lambda: all(self.engines[number].adopted == version for number in overlapped))
 
     def begin_return(self) -> None:
         """Call the cards that train to return as soon as they are free, unless that is done."""

@@ -25,13 +25,7 @@ from stalesync.simulator.drafts import DraftGroups
 from stalesync.simulator.jump import Jump, RankLines
 from stalesync.simulator.outbox import Outbox
 from stalesync.simulator.rank import Rank
-from stalesync.simulator.sequence import (
-    EngineSpec,
-    PrefillPlan,
-    RequestSize,
-    SimulatedRequest,
-    SimulatedSequence,
-)
+from stalesync.simulator.sequence import EngineSpec, PrefillPlan, RequestSize, SimulatedRequest, SimulatedSequence
 
 
 @dataclass
@@ -64,7 +58,8 @@ class SimulatedEngine:
         self.ranks: list[Rank] = []
         self.step = 0
         """Number of steps since the start"""
-        self.version = self._adopted = 0
+        self.version = self.adopted = 0
+        """Of the weights from the next step on, and of those whose adoption has ended"""
         self.running = self._idle = False
         self.busy_s = self.kv_copy_s = 0.0
         self.decoded_tokens: float = 0
@@ -96,7 +91,7 @@ class SimulatedEngine:
         """Start with empty KV caches at ``time``. ``stay``: it runs until `pause`, otherwise until it is idle."""
         assert not self.running
         self.running, self._idle, self._stay = True, False, stay
-        self.version = self._adopted = version
+        self.version = self.adopted = version
         orders = itertools.count()
         self.ranks = [Rank(self.spec.limits, orders) for _ in range(self.spec.num_ranks)]
         self.step, self._end_of_rank, self._num_unfinished = 0, {}, 0
@@ -127,9 +122,6 @@ class SimulatedEngine:
         if self.running:
             self._orders.pause = True
             self._interrupt()
-
-    def has_adopted(self, version: int) -> bool:
-        return self._adopted == version
 
     # Steps
 
@@ -221,7 +213,7 @@ class SimulatedEngine:
                 self._preparing.add(number)
 
     def _end_adoption(self) -> None:
-        self._adopted = self.version
+        self.adopted = self.version
         self.adoptions += 1
         self._next()
 
