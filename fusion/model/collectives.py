@@ -81,13 +81,13 @@ def reduce_scatter_rows(x_partial: torch.Tensor, rows: RowSplit, mesh: Mesh) -> 
         return sum_plainly(x_partial, mesh.tp_group)
     sizes = shard_sizes(x_partial.shape[0], mesh.parallel.tp)
     gather, scatter = partial(gather_padded, sizes=sizes, group=mesh.tp_group), _scatter(sizes, mesh.tp_group)
-    return _WithAdjoint.apply(x_partial, scatter, gather)
+    return WithAdjoint.apply(x_partial, scatter, gather)
 
 
 def gather_shards(x_shard: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     """Gather [sizes[rank], …] of every rank of ``group`` in rank order. Backward: reduce-scatter of the gradients."""
     gather, scatter = partial(gather_padded, sizes=sizes, group=group), _scatter(sizes, group)
-    return _WithAdjoint.apply(x_shard, gather, scatter)
+    return WithAdjoint.apply(x_shard, gather, scatter)
 
 
 def share_shards(x_shard: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
@@ -95,20 +95,20 @@ def share_shards(x_shard: torch.Tensor, sizes: list[int], group: dist.ProcessGro
     Backward: this rank's rows of the gradient, so that the value counts once and not once a rank."""
     start, rank = sum(sizes[: dist.get_rank(group)]), dist.get_rank(group)
     own = slice(start, start + sizes[rank])
-    return _WithAdjoint.apply(x_shard, partial(gather_padded, sizes=sizes, group=group), lambda grad: grad[own])
+    return WithAdjoint.apply(x_shard, partial(gather_padded, sizes=sizes, group=group), lambda grad: grad[own])
 
 
 def rows_to_heads(x_nHC: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     """Exchange this rank's rows of all H heads for all rows of its heads, the rank-th of equal runs: [N, H / ranks, C].
     ``sizes``: rows of each rank, N in total."""
     to_heads, to_rows = partial(_to_heads, sizes=sizes, group=group), partial(_to_rows, sizes=sizes, group=group)
-    return _WithAdjoint.apply(x_nHC, to_heads, to_rows)
+    return WithAdjoint.apply(x_nHC, to_heads, to_rows)
 
 
 def heads_to_rows(x_NhC: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
     """Exchange back what `rows_to_heads` has exchanged."""
     to_heads, to_rows = partial(_to_heads, sizes=sizes, group=group), partial(_to_rows, sizes=sizes, group=group)
-    return _WithAdjoint.apply(x_NhC, to_rows, to_heads)
+    return WithAdjoint.apply(x_NhC, to_rows, to_heads)
 
 
 def _to_heads(x_nHC: torch.Tensor, sizes: list[int], group: dist.ProcessGroup) -> torch.Tensor:
@@ -143,7 +143,7 @@ def sum_over_tp(x: torch.Tensor, mesh: Mesh) -> torch.Tensor:
     if mesh.tp_group is None:
         return x
     total = partial(_sum, ranks=mesh.parallel.tp, group=mesh.tp_group)
-    return _WithAdjoint.apply(x, total, total)
+    return WithAdjoint.apply(x, total, total)
 
 
 def exchange_rows(x: torch.Tensor, send: list[int], receive: list[int], mesh: Mesh) -> torch.Tensor:
@@ -153,25 +153,25 @@ def exchange_rows(x: torch.Tensor, send: list[int], receive: list[int], mesh: Me
         return x
     forth = partial(_exchange, send=send, receive=receive, group=mesh.ep_group)
     back = partial(_exchange, send=receive, receive=send, group=mesh.ep_group)
-    return _WithAdjoint.apply(x, forth, back)
+    return WithAdjoint.apply(x, forth, back)
 
 
 def gather_uneven(x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:
     """Gather [sizes[rank], …] of every rank of ``group`` in rank order. Backward: sum of partial gradients."""
     if group is None:
         return x
-    return _WithAdjoint.apply(x, partial(_gather_uneven, sizes=sizes, group=group), _scatter(sizes, group))
+    return WithAdjoint.apply(x, partial(_gather_uneven, sizes=sizes, group=group), _scatter(sizes, group))
 
 
 def reduce_scatter_uneven(x: torch.Tensor, sizes: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:
     """Sum [sum(sizes), …] over ``group``; each rank keeps its ``sizes[rank]`` rows. Backward: gather."""
     if group is None:
         return x
-    return _WithAdjoint.apply(x, _scatter(sizes, group), partial(_gather_uneven, sizes=sizes, group=group))
+    return WithAdjoint.apply(x, _scatter(sizes, group), partial(_gather_uneven, sizes=sizes, group=group))
 
 
-class _WithAdjoint(torch.autograd.Function):
-    """Apply a linear collective; its adjoint is the backward pass."""
+class WithAdjoint(torch.autograd.Function):
+    """Apply a linear function; its adjoint is the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, run: Collective, adjoint: Collective) -> torch.Tensor:

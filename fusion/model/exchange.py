@@ -6,12 +6,13 @@ The collectives that exchange rows take sizes from the host. Where routers choos
 card here, once in a layer and pass. Where they are replayed (`replay`) it counts the rows of all layers at once, tells
 the other hosts, and waits for no card. A pass that recomputes another one takes its plan."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
+from fusion.model.collectives import WithAdjoint
 from fusion.model.mesh import Mesh
 from fusion.npu import to_card
 
@@ -34,18 +35,7 @@ class RowExchange(NamedTuple):
 def reorder(x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
     """Return the rows of x in another order, a permutation int64 [n]. The gradient is read by its inverse: an index's
     own backward pass would add it to zeros row by row, which cards do by sorting."""
-    return _Reorder.apply(x, order, inverse)
-
-
-class _Reorder(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor):
-        ctx.inverse = inverse
-        return x.index_select(0, order)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor):
-        return grads[0].index_select(0, ctx.inverse), None, None
+    return WithAdjoint.apply(x, lambda x: x.index_select(0, order), lambda grad: grad.index_select(0, inverse))
 
 
 def plan_exchange(counts_LE: torch.Tensor, mesh: Mesh, device: torch.device) -> list[RowExchange]:

@@ -11,11 +11,11 @@ than keys.
 Invariant: gradients of a row are summed over those who read it in their order, by no atomic addition."""
 
 from collections.abc import Sequence
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
 
 import torch
 
+from fusion.model.collectives import WithAdjoint
 from fusion.npu import to_card
 
 
@@ -58,23 +58,14 @@ class Reads:
             self.by_count.append((to_card(rows[counts == count], device), to_card(reads, device)))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return _Read.apply(x, self)
+        return WithAdjoint.apply(x, lambda x: x.index_select(0, self.rows_R), partial(self._sums, num_rows=len(x)))
 
-
-class _Read(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, reads: Reads) -> torch.Tensor:
-        ctx.reads, ctx.num_rows = reads, len(x)
-        return x.index_select(0, reads.rows_R)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor):
-        (grad,) = grads
-        total = grad.new_zeros(ctx.num_rows, *grad.shape[1:])
-        for rows, reads in ctx.reads.by_count:
+    def _sums(self, grad: torch.Tensor, num_rows: int) -> torch.Tensor:
+        total = grad.new_zeros(num_rows, *grad.shape[1:])
+        for rows, reads in self.by_count:
             parts = grad.index_select(0, reads.flatten())
             if reads.shape[1] > 1:
                 summed = torch.promote_types(grad.dtype, torch.float32)
                 parts = parts.unflatten(0, reads.shape).sum(1, dtype=summed).to(grad.dtype)
             total.index_copy_(0, rows, parts)
-        return total, None
+        return total
