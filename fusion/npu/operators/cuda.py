@@ -91,9 +91,6 @@ class Cuda(Plain):
         top_Nk, expert_Nk = logits_NE.topk(gating.top_k, dim=-1)
         return top_Nk.softmax(-1, dtype=torch.float32), expert_Nk  # as of all experts, divided by the sum of these
 
-    def _copied(self, x_ND: Tensor, order: Tensor, k: int) -> Tensor:
-        return _Copied.apply(x_ND, order, k)
-
     def unpermute(self, y: Tensor, order: Tensor, weight_Nk: Tensor) -> Tensor:
         y_NkD = torch.empty_like(y).index_copy_(0, order, y).unflatten(0, weight_Nk.shape)
         return torch.bmm(weight_Nk.to(y.dtype).unsqueeze(1), y_NkD).squeeze(1)
@@ -263,22 +260,6 @@ class _Rotate(torch.autograd.Function):
         first, second = grads[0].chunk(2, dim=-1)
         turned = torch.cat([second, first], dim=-1)
         return torch.addcmul(grads[0] * cos_N1R, turned, sin_N1R, value=-1), None, None
-
-
-class _Copied(torch.autograd.Function):
-    """Copy each row k times, in ``order``. The gradient of a row is the sum of its copies', in the order of its
-    experts: the backward pass of an index would add them as they come."""
-
-    @staticmethod
-    def forward(ctx: Any, x_ND: Tensor, order: Tensor, k: int):
-        ctx.order, ctx.k = order, k
-        return x_ND.index_select(0, order // k)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor):
-        (grad,) = grads
-        copies = torch.empty_like(grad).index_copy_(0, ctx.order, grad)
-        return copies.unflatten(0, (-1, ctx.k)).sum(1), None, None
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -144,10 +144,7 @@ class Plain(PlainAttention):
         counts_E = flat.new_zeros(num_experts).scatter_add_(0, flat, torch.ones_like(flat))
         # as floats, which are exact up to 2**24 experts: an NPU sorts no integers
         order = flat.to(torch.float32).argsort(stable=True)
-        return Permuted(self._copied(x_ND, order, k), order, counts_E)
-
-    def _copied(self, x_ND: Tensor, order: Tensor, k: int) -> Tensor:
-        return x_ND.index_select(0, order // k)
+        return Permuted(_Copied.apply(x_ND, order, k), order, counts_E)
 
     def unpermute(self, y: Tensor, order: Tensor, weight_Nk: Tensor) -> Tensor:
         """Return the weighted sum [N, D] of each row's experts, in the router's order, from y [N * k, D] in the order
@@ -248,6 +245,22 @@ def _grouped(x_ND: Tensor, counts: list[int], row_multiple: int, weights: Sequen
         elif rows:
             torch.mm(x, weight.t(), out=y)
     return out
+
+
+class _Copied(torch.autograd.Function):
+    """Copy each row k times, in ``order``. The gradient of a row is the sum of its copies', in the order of its
+    experts: the backward pass of an index would add them as they come."""
+
+    @staticmethod
+    def forward(ctx: Any, x_ND: Tensor, order: Tensor, k: int):
+        ctx.order, ctx.k = order, k
+        return x_ND.index_select(0, order // k)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor):
+        (grad,) = grads
+        copies = torch.empty_like(grad).index_copy_(0, ctx.order, grad)
+        return copies.unflatten(0, (-1, ctx.k)).sum(1), None, None
 
 
 class _GroupedLinear(torch.autograd.Function):
